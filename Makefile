@@ -1,0 +1,104 @@
+# hvpipe on a fresh machine, from Python 3.10+ and a C++17 compiler alone: `make train`, then `make test`.
+#
+#   make train            train examples/train.py on 2 ranks                 (RANKS=4 ARGS="--epochs 3" to vary it)
+#   make test             everything that CI runs
+#   make test TF=2.18.1   all tests on that TensorFlow, in a venv of its own
+#   make setup | lint | plan | fast | cuda | wheel | format | clean
+#
+# PYTHON names the interpreter to start from, TF the TensorFlow. What is set up already is not set up again.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+DEFAULT_TF := $(shell sed -n 's/^tensorflow==//p' constraints.txt)
+OTHER_TF := 2.18.1
+TF ?= $(DEFAULT_TF)
+PYTHON ?=
+RANKS ?= 2
+ARGS ?=
+RUN_DIR ?= runs/digits
+
+VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-tf$(TF))
+CONSTRAINTS := constraints$(if $(filter-out $(DEFAULT_TF),$(TF)),-tf$(TF)).txt
+BIN := $(VENV)/bin
+SETUP := .ci/setup.sh
+PYTEST := $(BIN)/pytest
+
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help setup train test test-default test-one lint plan all fast cuda wheel other format clean
+
+help:
+	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
+
+setup:
+	@$(SETUP) $(VENV) $(CONSTRAINTS) "$(PYTHON)"
+
+train: setup
+	@echo "==> training examples/train.py on $(RANKS) ranks"
+	@mkdir -p $(RUN_DIR)
+	@$(BIN)/hvpipe run -np $(RANKS) --trace $(RUN_DIR)/trace.json \
+	    examples/train.py --save $(RUN_DIR)/model.keras --progress $$([ -t 1 ] && echo bar || echo epoch) $(ARGS)
+
+# One step after the other, quickest first, so that a failure shows early; the first failure ends the run.
+test:
+	@$(MAKE) setup
+	@$(MAKE) $(if $(filter $(DEFAULT_TF),$(TF)),test-default,test-one)
+
+test-default:
+	@$(MAKE) lint
+	@$(MAKE) plan
+	@$(MAKE) cuda
+	@$(MAKE) all
+	@$(MAKE) wheel
+	@$(MAKE) other
+
+test-one:
+	@echo "==> TensorFlow $(TF): all tests (lint, CUDA and the wheel belong to 'make test' without TF=)"
+	@$(MAKE) plan
+	@$(MAKE) all
+
+lint:
+	@echo "==> lint: ruff, mypy --strict, clang-format"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy --strict hvpipe
+	@git ls-files -co --exclude-standard -- 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
+
+plan:
+	@echo "==> tests of the planning half, with MPI and TensorFlow out of reach"
+	@$(PYTEST) -q --planning
+
+all:
+	@echo "==> all tests on TensorFlow $(TF), distributed ones under mpirun with 1, 2, 3 and 4 ranks"
+	@$(PYTEST)
+
+fast:
+	@echo "==> fast half of the tests on TensorFlow $(TF)"
+	@$(PYTEST) -m "not slow"
+
+cuda:
+	@.ci/cuda.sh
+
+wheel:
+	@.ci/wheel.sh $(VENV) $(CONSTRAINTS)
+
+# The fast half on the other TensorFlow; 3 is setup's code for "no Python here can install it".
+other:
+	@code=0; $(MAKE) setup TF=$(OTHER_TF) || code=$$?; \
+	if [ -e .venv-tf$(OTHER_TF)/.stamps/no-python ]; then \
+	    echo "==> SKIPPED: fast half on TensorFlow $(OTHER_TF): no Python here can install it"; \
+	elif [ $$code -ne 0 ]; then exit $$code; \
+	else $(MAKE) fast TF=$(OTHER_TF); fi
+
+format:
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+	@git ls-files -co --exclude-standard -- 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' | xargs -r $(BIN)/clang-format -i
+
+clean:
+	rm -rf .venv .venv-tf* build runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Measurements of hvpipe: a virtual cluster, all-reduce bandwidth, and the time of a training step."""

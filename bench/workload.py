@@ -1,0 +1,116 @@
+"""What is trained in the step benchmarks: a keras.applications model on synthetic images."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+MODELS = {
+    "resnet50": "ResNet50",
+    "vgg16": "VGG16",
+    "inceptionv3": "InceptionV3",
+    "mobilenetv2": "MobileNetV2",
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model by name, its images, the batch of each rank, and the threads of a TensorFlow operation."""
+
+    model: str = "resnet50"
+    pixels: int = 64
+    classes: int = 100
+    batch: int = 8
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(f"The model must be one of {', '.join(MODELS)}. Received: model={self.model!r}")
+        if min(self.pixels, self.classes, self.batch, self.threads) < 1:
+            raise ValueError(f"Pixels, classes, batch and threads must be at least 1. Received: {self}")
+
+    def describe(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.model}, {self.pixels} px, {self.classes} classes, batch {self.batch} a rank, "
+            f"SGD momentum, {self.threads} thread{'s' if self.threads > 1 else ''} an operation"
+        )
+
+
+def prepare_tensorflow(workload: Workload) -> Any:
+    """Import Keras with TensorFlow, quiet and with the workload's threads; call it once, first."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    os.environ["KERAS_BACKEND"] = "tensorflow"
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(workload.threads)
+    import keras
+
+    return keras
+
+
+def compiled_model(keras: Any, workload: Workload) -> Any:
+    """The model, built and compiled, with the same weights each time."""
+    keras.utils.set_random_seed(20)
+    shape = (workload.pixels, workload.pixels, 3)
+    model = getattr(keras.applications, MODELS[workload.model])(
+        weights=None, input_shape=shape, classes=workload.classes
+    )
+    model.compile(
+        optimizer=keras.optimizers.SGD(0.01, momentum=0.9),
+        loss="sparse_categorical_crossentropy",
+        jit_compile=False,
+    )
+    return model
+
+
+def gradient_bytes(model: Any) -> int:
+    """What one all-reduce of all gradients carries: the trainable variables' bytes in float32."""
+    count = 0
+    for variable in model.trainable_variables:
+        size = 4
+        for length in variable.shape:
+            size *= int(length)
+        count += size
+    return count
+
+
+def images(workload: Workload, rank: int) -> Any:
+    """An endless dataset of one batch, another on each rank; it costs no time to read."""
+    import numpy as np
+    import tensorflow as tf
+
+    random = np.random.default_rng(100 + rank)
+    x = random.standard_normal((workload.batch, workload.pixels, workload.pixels, 3), dtype=np.float32)
+    y = random.integers(0, workload.classes, workload.batch)
+    return tf.data.Dataset.from_tensors((x, y)).repeat().prefetch(2)
+
+
+def step_timer(keras: Any) -> Any:
+    """A callback with the clock at the first step's begin and each step's end; it reads no weights."""
+
+    class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.marks_s: list[float] = []
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if not self.marks_s:
+                self.marks_s.append(time.perf_counter())
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.marks_s.append(time.perf_counter())
+
+    return StepTimer()
+
+
+def timed_fit(keras: Any, model: Any, data: Any, steps: int) -> tuple[list[float], float]:
+    """Train some steps: the seconds of each, and of what follows the last until `fit` returns (draining)."""
+    timer = step_timer(keras)
+    model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, shuffle=False, callbacks=[timer])
+    end_s = time.perf_counter()
+    marks_s = timer.marks_s
+    return [after - before for before, after in pairwise(marks_s)], end_s - marks_s[-1]

@@ -1,0 +1,53 @@
+// What the progress thread drives: a communication that moves forward in steps and never blocks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "bucket.h"
+
+namespace hvpipe {
+
+class Collective {
+ public:
+  virtual ~Collective() = default;
+  // Moves forward as far as it can without waiting. True if anything moved.
+  virtual bool Step() = 0;
+  virtual bool done() const = 0;
+  // What it waits for, in words, for the message of an expired deadline.
+  virtual std::string Waiting() const = 0;
+};
+
+// Sends in flight that all collectives of an engine share: those of high priority are stepped first and
+// so get what is free, which is how a small urgent bucket overtakes a big one in the middle.
+struct SendBudget {
+  int available = 8;
+};
+
+// Traffic of one engine since it started.
+struct Counters {
+  std::uint64_t network_bytes_sent = 0;
+  std::uint64_t network_bytes_received = 0;
+  std::uint64_t shared_memory_bytes = 0;  // written to shared memory by this rank
+  std::uint64_t messages_sent = 0;
+  std::uint64_t operations = 0;
+  std::uint64_t steps = 0;
+  std::uint64_t sleeps = 0;
+  double exposed_wait_s = 0;  // time in which a collect was asked for and its bucket still reducing
+};
+
+// The elements [first, first + count) that belong to `part` when `count` elements are cut into `parts`.
+struct Range {
+  std::size_t first = 0;
+  std::size_t count = 0;
+};
+
+inline Range PartOf(std::size_t count, std::size_t parts, std::size_t part) {
+  const std::size_t base = count / parts;
+  const std::size_t extra = count % parts;
+  const std::size_t first = part * base + (part < extra ? part : extra);
+  return {first, base + (part < extra ? 1 : 0)};
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,393 @@
+// Which collective serves which ranks, and the life of a bucket: announced, packed, reduced, unpacked.
+#include "engine.h"
+
+#include <cstring>
+#include <utility>
+
+#include "gather.h"
+#include "ring.h"
+
+namespace hvpipe {
+namespace {
+
+// Message tags: control records, then blocking calls in turn, then one for every bucket. MPI promises
+// tags up to 32767.
+constexpr int kControlTag = 1;
+constexpr int kFirstCallTag = 16;
+constexpr int kCallTags = 1024;
+constexpr int kFirstBucketTag = kFirstCallTag + kCallTags;
+constexpr int kBucketTags = 32767 - kFirstBucketTag;
+
+constexpr int kControlPriority = -2;  // before any bucket: everything else waits for it
+constexpr int kBlockingPriority = -1;
+
+MPI_Comm Duplicate(MPI_Comm communicator) {
+  MPI_Comm copy = MPI_COMM_NULL;
+  HVPIPE_MPI(MPI_Comm_dup(communicator, &copy));
+  return copy;
+}
+
+MPI_Comm Split(MPI_Comm world, int color, int rank) {
+  MPI_Comm part = MPI_COMM_NULL;
+  HVPIPE_MPI(MPI_Comm_split(world, color, rank, &part));
+  return part;
+}
+
+}  // namespace
+
+Engine::Engine(MPI_Comm world, EngineOptions options) : options_(options), log_(options.trace) {
+  MPI_Comm own = Duplicate(world);
+  HVPIPE_MPI(MPI_Comm_set_errhandler(own, MPI_ERRORS_RETURN));
+  HVPIPE_MPI(MPI_Comm_rank(own, &rank_));
+  HVPIPE_MPI(MPI_Comm_size(own, &size_));
+  MPI_Comm local = MPI_COMM_NULL;
+  if (options.ranks_per_host > 0) {
+    local = Split(own, rank_ / options.ranks_per_host, rank_);
+  } else {
+    HVPIPE_MPI(MPI_Comm_split_type(own, MPI_COMM_TYPE_SHARED, rank_, MPI_INFO_NULL, &local));
+  }
+  HVPIPE_MPI(MPI_Comm_rank(local, &local_rank_));
+  HVPIPE_MPI(MPI_Comm_size(local, &local_size_));
+  const int leader = local_rank_ == 0 ? 1 : 0;
+  HVPIPE_MPI(MPI_Allreduce(&leader, &hosts_, 1, MPI_INT, MPI_SUM, own));
+  single_ranked_hosts_ = hosts_ == size_;
+
+  if (options.shared_memory && !single_ranked_hosts_) {
+    MPI_Comm leaders = Split(own, leader == 1 ? 0 : MPI_UNDEFINED, rank_);
+    if (leader == 1) leaders_ = std::make_unique<MpiTransport>(leaders);
+    const Lane::Options lane{options.slot_bytes, 4};
+    up_ = std::make_unique<Lane>(Duplicate(local), lane);
+    if (hosts_ > 1) down_ = std::make_unique<Lane>(Duplicate(local), lane);
+  }
+  HVPIPE_MPI(MPI_Comm_free(&local));
+  world_ = std::make_unique<MpiTransport>(own);
+  budget_.available = options.messages_in_flight;
+  progress_ = std::make_unique<Progress>(Progress::Options{options.timeout_s, options.sleep_s}, counters_, log_);
+}
+
+// Freeing a window is collective: after an error the peers may be gone, so then it is left to the end of
+// the process.
+Engine::~Engine() {
+  Stop();
+  if (!progress_->error()) return;
+  (void)up_.release();
+  (void)down_.release();
+}
+
+void Engine::Stop() { progress_->Stop(); }
+
+int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vector<BucketLayout> buckets) {
+  auto plan = std::make_unique<Plan>();
+  plan->name = name;
+  plan->signature = signature;
+  for (BucketLayout& layout : buckets) plan->buckets.push_back(std::make_unique<Bucket>(std::move(layout)));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& bucket : plan->buckets) bucket->tag = kFirstBucketTag + buckets_++ % kBucketTags;
+  plans_.push_back(std::move(plan));
+  return static_cast<int>(plans_.size() - 1);
+}
+
+Engine::Bucket& Engine::bucket(int plan, int index) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (plan < 0 || static_cast<std::size_t>(plan) >= plans_.size()) {
+    throw Error("Unknown plan. Received: plan=" + std::to_string(plan), ErrorKind::kUsage);
+  }
+  const Plan& of = *plans_[static_cast<std::size_t>(plan)];
+  if (index < 0 || static_cast<std::size_t>(index) >= of.buckets.size()) {
+    throw Error("Unknown bucket. Received: bucket=" + std::to_string(index), ErrorKind::kUsage);
+  }
+  return *of.buckets[static_cast<std::size_t>(index)];
+}
+
+const BucketLayout& Engine::layout(int plan, int index) const { return bucket(plan, index).layout; }
+
+//   one host            every host one rank     several hosts, several ranks on some
+//   lane: all-reduce    ring                    lane: to the host's first rank; ring of these; lane: back
+void Engine::AddReduceStages(Operation& operation, const void* in, void* out, std::size_t count, DType dtype,
+                             double scale, int tag) {
+  const bool lane_alone = up_ && hosts_ == 1;
+  if (up_) {
+    const auto result = lane_alone ? LaneReduce::Result::kAll : LaneReduce::Result::kLeader;
+    operation.stages.push_back({[=](const Operation& op) -> std::unique_ptr<Collective> {
+                                  LaneTag lane_tag{Hash(op.what), op.sequence(), op.what};
+                                  return std::make_unique<LaneReduce>(*up_, counters_, std::move(lane_tag), in, out,
+                                                                      count, dtype, lane_alone ? scale : 1.0, result);
+                                },
+                                &lane_order_,
+                                nullptr});
+  } else if (in != out) {
+    std::memcpy(out, in, count * SizeOf(dtype));
+  }
+  if (lane_alone) return;
+  Transport* ring = up_ ? leaders_.get() : world_.get();
+  if (ring != nullptr && ring->size() > 1) {
+    RingAllReduce::Options ring_options;
+    ring_options.segment_bytes = options_.segment_bytes;
+    ring_options.receives_in_flight = options_.messages_in_flight;
+    ring_options.tag = tag;
+    operation.stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
+                                  return std::make_unique<RingAllReduce>(*ring, budget_, counters_, out, count, dtype,
+                                                                         ring_options);
+                                },
+                                nullptr,
+                                nullptr});
+  }
+  if (down_ && local_size_ > 1) {
+    // The first rank of a host sends in the order in which rings end, one whole bucket after the other.
+    operation.stages.push_back({[=](const Operation& op) -> std::unique_ptr<Collective> {
+                                  LaneTag lane_tag{Hash(op.what), op.sequence(), op.what};
+                                  return std::make_unique<LaneBroadcast>(*down_, counters_, std::move(lane_tag), out,
+                                                                         count * SizeOf(dtype), 0);
+                                },
+                                nullptr,
+                                nullptr});
+  }
+  if (scale != 1.0) {
+    auto previous = std::move(operation.check);
+    operation.check = [=](Operation& op) {
+      if (previous) previous(op);
+      Scale(out, dtype, count, scale);
+    };
+  }
+}
+
+void Engine::AddControlStage(Operation& operation, double samples, std::uint64_t signature) {
+  operation.stages.push_back({[=](const Operation& op) -> std::unique_ptr<Collective> {
+                                return std::make_unique<ControlExchange>(
+                                    *world_, MakeRecord(signature, samples, op.what), kControlTag);
+                              },
+                              &control_order_,
+                              nullptr});
+}
+
+// Rank and engine options decide nothing here: a bucket's way is the same on all ranks of a host.
+std::shared_ptr<Operation> Engine::BucketOperation(Bucket& bucket) {
+  auto operation = std::make_shared<Operation>();
+  operation->what = bucket.layout.name;
+  operation->priority = bucket.layout.priority;
+  operation->traced = true;
+  void* buffer = bucket.buffer.data();
+  if (size_ > 1) {
+    AddReduceStages(*operation, buffer, buffer, bucket.layout.count, bucket.layout.wire_type, 1.0, bucket.tag);
+  }
+  operation->finished = [this, &bucket](const Error* error) { BucketReduced(bucket, error); };
+  return operation;
+}
+
+void Engine::BeginStep(int plan_index, std::int64_t step, double samples, bool reduces, StepBegun begun) {
+  std::vector<std::shared_ptr<Operation>> announced;
+  auto control = std::make_shared<Operation>();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Plan& plan = *plans_.at(static_cast<std::size_t>(plan_index));
+    control->what = "training step " + std::to_string(step) + " of " + plan.name;
+    control->priority = kControlPriority;
+    // The step number is in the words alone: a rank that repeats a step after an error is told apart there.
+    AddControlStage(*control, samples, plan.signature ^ Hash(reduces ? "reduces" : "accumulates"));
+    for (auto& bucket : plan.buckets) {
+      if (!reduces) break;
+      if (bucket->announced) {
+        throw Error("A step began before the buckets of the step before it were submitted. Received: bucket=" +
+                        bucket->layout.name,
+                    ErrorKind::kUsage);
+      }
+      bucket->announced = true;
+      bucket->operation = BucketOperation(*bucket);
+      announced.push_back(bucket->operation);
+    }
+    ++counters_.steps;
+  }
+  struct Outcome {
+    double total = 0;
+  };
+  auto outcome = std::make_shared<Outcome>();
+  control->check = [this, outcome](Operation& operation) {
+    const auto& exchange = static_cast<const ControlExchange&>(*operation.stages.front().collective);
+    exchange.CheckAgreement();
+    for (int rank = 0; rank < size_; ++rank) outcome->total += exchange.of(rank).samples;
+  };
+  control->finished = [outcome, samples, begun = std::move(begun)](const Error* error) {
+    begun(error, outcome->total > 0 ? samples / outcome->total : 0.0, outcome->total);
+  };
+  // In one go, so that every rank has the same order.
+  std::vector<std::shared_ptr<Operation>> step_operations{control};
+  step_operations.insert(step_operations.end(), announced.begin(), announced.end());
+  progress_->Enqueue(step_operations, false);
+  progress_->MakeReady(control);
+}
+
+void Engine::Submit(int plan, int index, const std::vector<const void*>& tensors, double scale) {
+  Bucket& target = bucket(plan, index);
+  std::shared_ptr<Operation> operation;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (target.state != BucketState::kIdle || !target.operation) {
+      throw Error("A bucket was submitted that " +
+                      std::string(target.operation ? "still holds the step before" : "no step announced") +
+                      ". Received: bucket=" + target.layout.name,
+                  ErrorKind::kUsage);
+    }
+    target.state = BucketState::kReducing;
+    operation = std::move(target.operation);
+    target.operation = nullptr;
+    target.announced = false;
+  }
+  const BucketLayout& layout = target.layout;
+  const double start = log_.enabled() ? Now() : 0;
+  char* buffer = static_cast<char*>(target.buffer.data());
+  const std::size_t element = SizeOf(layout.wire_type);
+  for (std::size_t i = 0; i < layout.counts.size(); ++i) {
+    PackScaled(tensors[i], layout.tensor_type, buffer + layout.offsets[i] * element, layout.wire_type,
+               layout.counts[i], scale);
+  }
+  if (log_.enabled()) log_.Add("pack", layout.name, start, Now());
+  progress_->MakeReady(operation);
+}
+
+void Engine::BucketReduced(Bucket& reduced, const Error* error) {
+  Done waiting;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (error == nullptr) reduced.state = BucketState::kReduced;
+    waiting = std::exchange(reduced.waiting, nullptr);
+    if (waiting) counters_.exposed_wait_s += Now() - reduced.asked_s;
+  }
+  if (waiting) waiting(error);
+}
+
+void Engine::Collect(int plan, int index, Done done) {
+  Bucket& target = bucket(plan, index);
+  if (const auto error = progress_->error()) return done(&*error);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (target.state == BucketState::kIdle || target.waiting) {
+      throw Error("A bucket was collected that was not submitted. Received: bucket=" + target.layout.name,
+                  ErrorKind::kUsage);
+    }
+    if (target.state == BucketState::kReducing) {
+      target.asked_s = Now();
+      target.waiting = std::move(done);
+      return;
+    }
+  }
+  done(nullptr);
+}
+
+void Engine::Unpack(int plan, int index, const std::vector<void*>& tensors) {
+  Bucket& source = bucket(plan, index);
+  const BucketLayout& layout = source.layout;
+  const double start = log_.enabled() ? Now() : 0;
+  const char* buffer = static_cast<const char*>(source.buffer.data());
+  const std::size_t element = SizeOf(layout.wire_type);
+  for (std::size_t i = 0; i < layout.counts.size(); ++i) {
+    hvpipe::Unpack(buffer + layout.offsets[i] * element, layout.wire_type, tensors[i], layout.tensor_type,
+                   layout.counts[i]);
+  }
+  if (log_.enabled()) log_.Add("unpack", layout.name, start, Now());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  source.state = BucketState::kIdle;
+}
+
+int Engine::NextTag() { return kFirstCallTag + blocking_calls_++ % kCallTags; }
+
+// A blocking call across hosts first makes sure that every rank is at the same call. On one host the
+// all-reduce checks that by itself, in the slots of the lane.
+std::shared_ptr<Operation> Engine::Checked(const std::string& what) {
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kBlockingPriority;
+  AddControlStage(*operation, 0, Hash(what));
+  operation->check = [](Operation& done) {
+    static_cast<const ControlExchange&>(*done.stages.front().collective).CheckAgreement();
+  };
+  return operation;
+}
+
+void Engine::AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale,
+                       const std::string& what, const Interrupt& interrupt) {
+  if (size_ == 1 || count == 0) {
+    PackScaled(in, dtype, out, dtype, count, scale);
+    return;
+  }
+  if (hosts_ > 1 || !up_) progress_->Run(Checked(what), interrupt);
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kBlockingPriority;
+  operation->traced = true;
+  AddReduceStages(*operation, in, out, count, dtype, scale, NextTag());
+  progress_->Run(operation, interrupt);
+}
+
+void Engine::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,
+                       const Interrupt& interrupt) {
+  if (size_ == 1) return;
+  progress_->Run(Checked(what), interrupt);
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kBlockingPriority;
+  const int tag = NextTag();
+  operation->stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
+                                 return std::make_unique<ChainBroadcast>(*world_, counters_, data, bytes, root,
+                                                                         options_.segment_bytes, tag);
+                               },
+                               nullptr,
+                               nullptr});
+  progress_->Run(operation, interrupt);
+}
+
+void Engine::AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
+                       const Interrupt& interrupt) {
+  char* mine = static_cast<char*>(out) + static_cast<std::size_t>(rank_) * bytes;
+  if (in != mine) std::memcpy(mine, in, bytes);
+  if (size_ == 1) return;
+  progress_->Run(Checked(what), interrupt);
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kBlockingPriority;
+  const int tag = NextTag();
+  operation->stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
+                                 return std::make_unique<RingAllGather>(*world_, counters_, out, bytes,
+                                                                        options_.segment_bytes, tag);
+                               },
+                               nullptr,
+                               nullptr});
+  progress_->Run(operation, interrupt);
+}
+
+std::vector<double> Engine::Agree(const std::string& what, double samples, const Interrupt& interrupt) {
+  if (size_ == 1) return {samples};
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kControlPriority;
+  AddControlStage(*operation, samples, Hash(what));
+  std::vector<double> all;
+  operation->check = [this, &all](Operation& done) {
+    const auto& exchange = static_cast<const ControlExchange&>(*done.stages.front().collective);
+    exchange.CheckAgreement();
+    for (int rank = 0; rank < size_; ++rank) all.push_back(exchange.of(rank).samples);
+  };
+  progress_->Run(operation, interrupt);
+  return all;
+}
+
+namespace {
+
+std::mutex default_mutex;
+std::shared_ptr<Engine>& DefaultSlot() {
+  static std::shared_ptr<Engine> engine;
+  return engine;
+}
+
+}  // namespace
+
+void SetDefaultEngine(std::shared_ptr<Engine> engine) {
+  const std::lock_guard<std::mutex> lock(default_mutex);
+  DefaultSlot() = std::move(engine);
+}
+
+std::shared_ptr<Engine> DefaultEngine() {
+  const std::lock_guard<std::mutex> lock(default_mutex);
+  return DefaultSlot();
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,136 @@
+// The engine: gradient buckets and blocking collectives of one process, over MPI and shared memory.
+#pragma once
+
+#include <mpi.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "bucket.h"
+#include "control.h"
+#include "event_log.h"
+#include "mpi_transport.h"
+#include "progress.h"
+#include "shared_memory.h"
+
+namespace hvpipe {
+
+struct EngineOptions {
+  double timeout_s = 300;             // longest wait for a peer
+  double sleep_s = 50e-6;             // nap of the progress thread when nothing moves
+  std::size_t segment_bytes = 60'000;  // of a ring message; below the eager limit of MPI
+  int messages_in_flight = 8;         // ring messages that this rank may have under way
+  std::size_t slot_bytes = 256 * 1024;  // of the shared-memory lane
+  bool shared_memory = true;          // off: ranks of one host use the ring as well
+  int ranks_per_host = 0;             // > 0: pretend that every so many ranks are a host (for tests)
+  bool trace = false;
+};
+
+class Engine {
+ public:
+  // Null error: it went well. `scale` = this rank's share of all samples, `total` = samples of all ranks.
+  using StepBegun = std::function<void(const Error* error, double scale, double total)>;
+  using Done = std::function<void(const Error* error)>;
+  using Interrupt = std::function<void()>;
+
+  // Collective over `world`, which is duplicated; MPI must allow calls from several threads.
+  Engine(MPI_Comm world, EngineOptions options);
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  int local_rank() const { return local_rank_; }
+  int local_size() const { return local_size_; }
+  int hosts() const { return hosts_; }
+  const EngineOptions& options() const { return options_; }
+  EventLog& log() { return log_; }
+  Counters counters() const { return counters_; }
+
+  // Makes the fused buffers of a set of buckets that are reduced together each step, in this order.
+  // `signature` must be equal on all ranks; that is checked at every step. Not collective.
+  int AddPlan(const std::string& name, std::uint64_t signature, std::vector<BucketLayout> buckets);
+  const BucketLayout& layout(int plan, int bucket) const;
+
+  // Announces a step of `samples` samples. With `reduces`, this rank will submit every bucket of the plan
+  // once. `begun` is called when all ranks have announced the same step.
+  void BeginStep(int plan, std::int64_t step, double samples, bool reduces, StepBegun begun);
+
+  // Packs tensors times `scale` into the fused buffer of a bucket and lets its all-reduce start.
+  void Submit(int plan, int bucket, const std::vector<const void*>& tensors, double scale);
+
+  // Calls `done` when the bucket's sum is there (at once, if it is). Then Unpack once.
+  void Collect(int plan, int bucket, Done done);
+  void Unpack(int plan, int bucket, const std::vector<void*>& tensors);
+
+  // Blocking, called by all ranks in the same order. `interrupt` runs some times a second and may throw.
+  // AllReduce: out = scale * sum of in over ranks; in may be out.
+  void AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale, const std::string& what,
+                 const Interrupt& interrupt);
+  void Broadcast(void* data, std::size_t bytes, int root, const std::string& what, const Interrupt& interrupt);
+  // `bytes` from each rank, in rank order.
+  void AllGather(const void* in, void* out, std::size_t bytes, const std::string& what, const Interrupt& interrupt);
+  // Waits for all ranks; throws unless all came with the same `what`. The samples of all ranks, in order.
+  std::vector<double> Agree(const std::string& what, double samples, const Interrupt& interrupt);
+
+  // Ends all that is under way with an error, and everything later.
+  void Fail(const Error& error) { progress_->Fail(error); }
+  // Stops the progress thread; call Agree("shutdown") first to drain. Idempotent.
+  void Stop();
+
+ private:
+  enum class BucketState { kIdle, kReducing, kReduced };
+  struct Bucket {
+    explicit Bucket(BucketLayout bucket_layout) : layout(std::move(bucket_layout)), buffer(layout.bytes()) {}
+    BucketLayout layout;
+    AlignedBuffer buffer;
+    BucketState state = BucketState::kIdle;
+    bool announced = false;
+    std::shared_ptr<Operation> operation;  // announced, waiting for Submit
+    Done waiting;                          // of a Collect that came before the sum
+    double asked_s = 0;
+    int tag = 0;
+  };
+  struct Plan {
+    std::string name;
+    std::uint64_t signature;
+    std::vector<std::unique_ptr<Bucket>> buckets;
+  };
+
+  Bucket& bucket(int plan, int index) const;
+  std::shared_ptr<Operation> BucketOperation(Bucket& bucket);
+  void BucketReduced(Bucket& bucket, const Error* error);
+  void AddReduceStages(Operation& operation, const void* in, void* out, std::size_t count, DType dtype, double scale,
+                       int tag);
+  void AddControlStage(Operation& operation, double samples, std::uint64_t signature);
+  std::shared_ptr<Operation> Checked(const std::string& what);
+  int NextTag();
+
+  EngineOptions options_;
+  int rank_ = 0, size_ = 1, local_rank_ = 0, local_size_ = 1, hosts_ = 1;
+  bool single_ranked_hosts_ = true;
+  Counters counters_;
+  EventLog log_;
+  SendBudget budget_;
+  std::unique_ptr<MpiTransport> world_;
+  std::unique_ptr<MpiTransport> leaders_;  // one rank of each host; null on the others
+  std::unique_ptr<Lane> up_, down_;
+  OrderQueue control_order_, lane_order_, down_order_;
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Plan>> plans_;
+  int buckets_ = 0;
+  std::atomic<int> blocking_calls_{0};
+  std::unique_ptr<Progress> progress_;
+};
+
+// The default session's engine, which TensorFlow's kernels use; null when there is none.
+void SetDefaultEngine(std::shared_ptr<Engine> engine);
+std::shared_ptr<Engine> DefaultEngine();
+
+}  // namespace hvpipe

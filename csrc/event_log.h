@@ -1,0 +1,47 @@
+// What happened when, on this rank: the raw material of the trace.
+#pragma once
+
+#include <chrono>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace hvpipe {
+
+// Seconds on the monotonic clock (the one of Python's time.monotonic()).
+inline double Now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+struct TimedEvent {
+  const char* category;  // a literal: "pack", "wait", "reduce", "unpack", "mark"
+  std::string name;
+  double start_s;
+  double end_s;
+};
+
+class EventLog {
+ public:
+  explicit EventLog(bool enabled) : enabled_(enabled) {}
+  bool enabled() const { return enabled_; }
+
+  void Add(const char* category, const std::string& name, double start_s, double end_s) {
+    if (!enabled_) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (events_.size() < kMost) events_.push_back({category, name, start_s, end_s});
+  }
+
+  std::vector<TimedEvent> Take() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(events_, {});
+  }
+
+ private:
+  static constexpr std::size_t kMost = 2'000'000;  // some 200 MB: a forgotten trace must not eat the machine
+  const bool enabled_;
+  std::mutex mutex_;
+  std::vector<TimedEvent> events_;
+};
+
+}  // namespace hvpipe

@@ -1,0 +1,60 @@
+// Non-blocking point-to-point messages over MPI.
+#include "mpi_transport.h"
+
+#include "check.h"
+
+namespace hvpipe {
+
+MpiTransport::MpiTransport(MPI_Comm communicator) : communicator_(communicator) {
+  HVPIPE_MPI(MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN));
+  HVPIPE_MPI(MPI_Comm_rank(communicator_, &rank_));
+  HVPIPE_MPI(MPI_Comm_size(communicator_, &size_));
+}
+
+MpiTransport::~MpiTransport() {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (finalized == 0 && free_.size() == requests_.size()) MPI_Comm_free(&communicator_);
+}
+
+Ticket MpiTransport::NewTicket() {
+  if (free_.empty()) {
+    requests_.push_back(MPI_REQUEST_NULL);
+    return static_cast<Ticket>(requests_.size() - 1);
+  }
+  const Ticket ticket = free_.back();
+  free_.pop_back();
+  return ticket;
+}
+
+// Synchronous mode: with a message below the eager limit the data still travels at once, and the
+// acknowledgement that completes the send is what limits how far ahead of its receiver a sender gets.
+Ticket MpiTransport::Isend(const void* data, std::size_t bytes, int peer, int tag) {
+  const Ticket ticket = NewTicket();
+  HVPIPE_MPI(MPI_Issend(data, static_cast<int>(bytes), MPI_BYTE, peer, tag, communicator_,
+                        &requests_[static_cast<std::size_t>(ticket)]));
+  return ticket;
+}
+
+Ticket MpiTransport::Irecv(void* data, std::size_t bytes, int peer, int tag) {
+  const Ticket ticket = NewTicket();
+  HVPIPE_MPI(MPI_Irecv(data, static_cast<int>(bytes), MPI_BYTE, peer, tag, communicator_,
+                       &requests_[static_cast<std::size_t>(ticket)]));
+  return ticket;
+}
+
+bool MpiTransport::Test(Ticket ticket) {
+  int done = 0;
+  HVPIPE_MPI(MPI_Test(&requests_[static_cast<std::size_t>(ticket)], &done, MPI_STATUS_IGNORE));
+  if (done == 0) return false;
+  free_.push_back(ticket);
+  return true;
+}
+
+void MpiTransport::Abandon() {
+  for (MPI_Request& request : requests_) {
+    if (request != MPI_REQUEST_NULL) MPI_Request_free(&request);
+  }
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,38 @@
+// A Transport over an MPI communicator of its own.
+#pragma once
+
+#include <mpi.h>
+
+#include <memory>
+#include <vector>
+
+#include "transport.h"
+
+namespace hvpipe {
+
+class MpiTransport : public Transport {
+ public:
+  // Takes over `communicator` (a duplicate that nobody else uses) and frees it.
+  explicit MpiTransport(MPI_Comm communicator);
+  ~MpiTransport() override;
+  MpiTransport(const MpiTransport&) = delete;
+  MpiTransport& operator=(const MpiTransport&) = delete;
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) override;
+  Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override;
+  bool Test(Ticket ticket) override;
+  void Abandon() override;
+
+ private:
+  Ticket NewTicket();
+
+  MPI_Comm communicator_;
+  int rank_ = 0;
+  int size_ = 1;
+  std::vector<MPI_Request> requests_;  // by ticket
+  std::vector<Ticket> free_;
+};
+
+}  // namespace hvpipe

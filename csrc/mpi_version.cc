@@ -1,0 +1,12 @@
+// Prints the version of the MPI library that programs built here run with (asked once, at configure time).
+#include <mpi.h>
+
+#include <cstdio>
+
+int main() {
+  char text[MPI_MAX_LIBRARY_VERSION_STRING] = {};
+  int length = 0;
+  if (MPI_Get_library_version(text, &length) != MPI_SUCCESS) return 1;
+  std::printf("%s\n", text);
+  return 0;
+}

@@ -1,0 +1,319 @@
+// The progress loop: step what can move, sleep when nothing does, give up when a deadline passes.
+#include "progress.h"
+
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <sstream>
+
+namespace hvpipe {
+namespace {
+
+constexpr double kDeadlineCheckS = 0.1;
+constexpr double kInterruptCheckS = 0.05;
+
+void Relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+// Waits a little between two passes of a caller that has nothing else to do: first busy, then letting
+// others run, in the end asleep.
+class Backoff {
+ public:
+  void Reset() { idle_ = 0; }
+  void Wait(double sleep_s) {
+    ++idle_;
+    if (idle_ < 200) return Relax();
+    if (idle_ < 4000) return std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::duration<double>(sleep_s));
+  }
+
+ private:
+  int idle_ = 0;
+};
+
+}  // namespace
+
+Progress::Progress(Options options, Counters& counters, EventLog& log)
+    : options_(options), counters_(counters), log_(log), thread_([this] { Loop(); }) {}
+
+Progress::~Progress() { Stop(); }
+
+void Progress::Enqueue(const std::vector<std::shared_ptr<Operation>>& operations, bool ready) {
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    if (error_) throw *error_;
+    if (stop_) throw Error("The engine has been shut down; call hvpipe.init() first.", ErrorKind::kUsage);
+    for (const auto& operation : operations) {
+      operation->sequence_ = next_sequence_++;
+      operation->ready_ = ready;
+      inbox_.push_back(operation);
+      if (ready) newly_ready_.push_back(operation);
+    }
+    woken_ = woken_ || ready;
+  }
+  if (ready) wake_.notify_all();
+}
+
+void Progress::MakeReady(const std::shared_ptr<Operation>& operation) {
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    if (error_) throw *error_;
+    operation->ready_ = true;
+    newly_ready_.push_back(operation);
+    woken_ = true;
+  }
+  wake_.notify_all();
+}
+
+void Progress::Run(const std::shared_ptr<Operation>& operation, const std::function<void()>& interrupt) {
+  std::optional<Error> outcome;
+  bool ended = false;
+  operation->finished = [&](const Error* error) {
+    if (error != nullptr) outcome = *error;
+    ended = true;
+  };
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    if (error_) throw *error_;
+    if (stop_) throw Error("The engine has been shut down; call hvpipe.init() first.", ErrorKind::kUsage);
+    operation->sequence_ = next_sequence_++;
+    operation->ready_ = true;
+    inbox_.push_back(operation);
+    newly_ready_.push_back(operation);
+    ++inline_drivers_;
+  }
+  std::exception_ptr interrupted;
+  {
+    // Callers that are here at once take turns: each drives the operations of all until its own is done.
+    std::unique_lock<std::mutex> drive(drive_mutex_);
+    Backoff backoff;
+    double next_interrupt_s = Now() + kInterruptCheckS;
+    while (!ended && !interrupted) {
+      const PassResult result = Pass();
+      if (!finished_.empty()) {
+        drive.unlock();
+        RunFinished();
+        drive.lock();
+      }
+      if (ended) break;
+      if (result.moved) {
+        backoff.Reset();
+        continue;
+      }
+      backoff.Wait(options_.sleep_s);
+      if (Now() < next_interrupt_s) continue;
+      next_interrupt_s = Now() + kInterruptCheckS;
+      drive.unlock();
+      try {
+        interrupt();
+      } catch (...) {
+        interrupted = std::current_exception();
+      }
+      drive.lock();
+    }
+  }
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    --inline_drivers_;
+    woken_ = true;
+  }
+  wake_.notify_all();
+  if (interrupted) {
+    // The peers cannot be told that this operation will not come: nothing after it could be right.
+    if (!ended) Fail(Error("Interrupted during: " + operation->what, ErrorKind::kUsage));
+    std::rethrow_exception(interrupted);
+  }
+  if (outcome) throw *outcome;
+}
+
+void Progress::Fail(const Error& error) {
+  {
+    const std::lock_guard<std::mutex> drive(drive_mutex_);
+    TakeInbox();
+    FailAll(error);
+  }
+  RunFinished();
+}
+
+std::optional<Error> Progress::error() const {
+  const std::lock_guard<std::mutex> lock(inbox_mutex_);
+  return error_;
+}
+
+void Progress::Stop() {
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Progress::Loop() {
+  // Linux lets timers fire 50 us late unless told otherwise, which would double every sleep below.
+  prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);
+  PassResult result;
+  const auto nap = std::chrono::duration<double>(options_.sleep_s);
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(inbox_mutex_);
+      const auto has_work = [&] { return stop_ || (woken_ && inline_drivers_ == 0); };
+      if (inline_drivers_ > 0 || !result.waiting) {
+        wake_.wait(lock, has_work);
+      } else if (!result.moved) {
+        ++counters_.sleeps;
+        wake_.wait_for(lock, nap, has_work);
+      }
+      if (stop_) break;
+      if (inline_drivers_ > 0) continue;
+      woken_ = false;
+    }
+    {
+      const std::lock_guard<std::mutex> drive(drive_mutex_);
+      result = Pass();
+    }
+    RunFinished();
+  }
+  const std::lock_guard<std::mutex> drive(drive_mutex_);
+  TakeInbox();
+  if (!active_.empty()) FailAll(Error("The engine was shut down while communication was under way.", ErrorKind::kUsage));
+}
+
+// Takes over what callers have enqueued, in their order.
+void Progress::TakeInbox() {
+  const std::lock_guard<std::mutex> lock(inbox_mutex_);
+  for (auto& operation : inbox_) {
+    for (Operation::Stage& stage : operation->stages) {
+      if (stage.order != nullptr) stage.order->push_back(operation.get());
+    }
+    const auto later = [](const std::shared_ptr<Operation>& a, const std::shared_ptr<Operation>& b) {
+      return a->priority != b->priority ? a->priority < b->priority : a->sequence_ < b->sequence_;
+    };
+    active_.insert(std::upper_bound(active_.begin(), active_.end(), operation, later), operation);
+  }
+  inbox_.clear();
+  const double now = newly_ready_.empty() ? 0 : Now();
+  for (auto& operation : newly_ready_) {
+    operation->seen_ready_ = true;
+    operation->ready_s_ = operation->moved_s_ = now;
+  }
+  newly_ready_.clear();
+}
+
+bool Progress::Blocked(Operation& operation) const {
+  if (!operation.seen_ready_) return true;
+  if (operation.current_ == operation.stages.size()) return false;
+  const OrderQueue* order = operation.stages[operation.current_].order;
+  return order != nullptr && order->front() != &operation;
+}
+
+Progress::PassResult Progress::Pass() {
+  TakeInbox();
+  PassResult result;
+  const double now = Now();
+  const bool check_deadlines = now >= next_deadline_check_s_;
+  if (check_deadlines) next_deadline_check_s_ = now + kDeadlineCheckS;
+  try {
+    for (const auto& operation : active_) {
+      if (Blocked(*operation)) continue;
+      result.moved |= StepOne(*operation, now);
+      if (operation->ended_) continue;
+      result.waiting = true;
+      if (check_deadlines) CheckDeadline(*operation, now);
+    }
+  } catch (const Error& error) {
+    FailAll(error);
+    return {};
+  } catch (const std::exception& error) {
+    FailAll(Error(error.what()));
+    return {};
+  }
+  const auto ended = [&](const std::shared_ptr<Operation>& operation) {
+    if (!operation->ended_) return false;
+    finished_.push_back({operation, std::nullopt});
+    return true;
+  };
+  if (result.moved) active_.erase(std::remove_if(active_.begin(), active_.end(), ended), active_.end());
+  return result;
+}
+
+// Steps the present stage and, as long as stages end at once, the next ones.
+bool Progress::StepOne(Operation& operation, double now) {
+  bool moved = false;
+  while (operation.current_ < operation.stages.size()) {
+    Operation::Stage& stage = operation.stages[operation.current_];
+    if (stage.order != nullptr && stage.order->front() != &operation) return moved;
+    if (!stage.collective) {
+      stage.collective = stage.make(operation);
+      operation.moved_s_ = now;  // its deadline begins with its turn
+    }
+    const bool stepped = stage.collective->Step();
+    if (stepped) {
+      moved = true;
+      operation.moved_s_ = now;
+      if (operation.started_s_ == 0) operation.started_s_ = operation.traced ? Now() : now;
+    }
+    if (!stage.collective->done()) return moved;
+    EndStage(operation);
+    moved = true;
+  }
+  if (operation.check) operation.check(operation);
+  operation.ended_ = true;
+  ++counters_.operations;
+  if (operation.traced && log_.enabled()) {
+    const double end = Now();
+    const double started = operation.started_s_ == 0 ? end : operation.started_s_;
+    log_.Add("wait", operation.what, operation.ready_s_, started);
+    log_.Add("reduce", operation.what, started, end);
+  }
+  return true;
+}
+
+void Progress::EndStage(Operation& operation) {
+  Operation::Stage& stage = operation.stages[operation.current_];
+  if (stage.order != nullptr) stage.order->pop_front();
+  ++operation.current_;
+}
+
+void Progress::CheckDeadline(const Operation& operation, double now) const {
+  if (now - operation.moved_s_ < options_.timeout_s) return;
+  std::ostringstream text;
+  text << "Waited " << options_.timeout_s << " s in " << operation.what << " for ";
+  const Operation::Stage& stage = operation.stages[operation.current_];
+  text << (stage.collective ? stage.collective->Waiting() : "its turn") << ". Has that rank ended, or is it busy for "
+       << "longer than the time limit? Raise the limit with HVPIPE_TIMEOUT or hvpipe.init(timeout_s=...).";
+  throw Error(text.str(), ErrorKind::kDeadline);
+}
+
+void Progress::FailAll(const Error& error) {
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    if (!error_) error_ = error;
+  }
+  for (auto& operation : active_) {
+    for (Operation::Stage& stage : operation->stages) {
+      if (stage.order != nullptr) stage.order->clear();
+    }
+    finished_.push_back({operation, error});
+    failed_.push_back(std::move(operation));
+  }
+  active_.clear();
+}
+
+void Progress::RunFinished() {
+  std::vector<Finished> ended;
+  {
+    const std::lock_guard<std::mutex> drive(drive_mutex_);
+    ended.swap(finished_);
+  }
+  for (Finished& one : ended) {
+    if (one.operation->finished) one.operation->finished(one.error ? &*one.error : nullptr);
+  }
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,131 @@
+// The one thread that moves communication forward, and the queue of operations that it serves by priority.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "collective.h"
+#include "event_log.h"
+
+namespace hvpipe {
+
+class Operation;
+
+// Operations that share a resource take it in the order in which they were enqueued, the same on all ranks.
+using OrderQueue = std::deque<Operation*>;
+
+// A piece of communication: one or more collectives, one after the other.
+class Operation {
+ public:
+  struct Stage {
+    // Made when the stage begins, since its buffers may not exist before.
+    std::function<std::unique_ptr<Collective>(const Operation&)> make;
+    OrderQueue* order = nullptr;
+    std::unique_ptr<Collective> collective;
+  };
+
+  std::string what;  // in words, for messages and the trace
+  int priority = 0;  // lower goes first
+  bool traced = false;
+  std::vector<Stage> stages;
+  // Runs on the driving thread when the last stage is done; what it throws fails the engine.
+  std::function<void(Operation&)> check;
+  // Runs once, without any lock held: null, or what went wrong.
+  std::function<void(const Error*)> finished;
+
+  std::uint64_t sequence() const { return sequence_; }
+
+ private:
+  friend class Progress;
+  std::uint64_t sequence_ = 0;
+  std::size_t current_ = 0;
+  bool ready_ = false;  // guarded by Progress::inbox_mutex_ until seen by a pass
+  bool seen_ready_ = false;
+  bool ended_ = false;
+  double ready_s_ = 0, started_s_ = 0, moved_s_ = 0;
+};
+
+class Progress {
+ public:
+  struct Options {
+    double timeout_s = 300;
+    double sleep_s = 50e-6;
+  };
+
+  Progress(Options options, Counters& counters, EventLog& log);
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  // Enqueues operations in this order; those that are not `ready` wait for MakeReady. Throws the first
+  // error if the engine has failed.
+  void Enqueue(const std::vector<std::shared_ptr<Operation>>& operations, bool ready);
+  void MakeReady(const std::shared_ptr<Operation>& operation);
+
+  // Enqueues `operation` and drives all communication on the calling thread until it is done, which saves
+  // the hand-over to the progress thread. `interrupt` is called some times a second and may throw.
+  void Run(const std::shared_ptr<Operation>& operation, const std::function<void()>& interrupt);
+
+  // Ends every operation with `error`, now and from now on.
+  void Fail(const Error& error);
+  std::optional<Error> error() const;
+
+  // Ends the thread. What is still under way is failed.
+  void Stop();
+
+ private:
+  struct PassResult {
+    bool moved = false;
+    bool waiting = false;  // something could be stepped and did not end
+  };
+  struct Finished {
+    std::shared_ptr<Operation> operation;
+    std::optional<Error> error;
+  };
+
+  void Loop();
+  void TakeInbox();
+  PassResult Pass();
+  bool StepOne(Operation& operation, double now);
+  bool Blocked(Operation& operation) const;
+  void CheckDeadline(const Operation& operation, double now) const;
+  void EndStage(Operation& operation);
+  void FailAll(const Error& error);
+  void RunFinished();
+
+  const Options options_;
+  Counters& counters_;
+  EventLog& log_;
+
+  // Guards what callers and the driver share.
+  mutable std::mutex inbox_mutex_;
+  std::condition_variable wake_;
+  std::vector<std::shared_ptr<Operation>> inbox_;
+  std::vector<std::shared_ptr<Operation>> newly_ready_;
+  bool stop_ = false;
+  bool woken_ = false;
+  int inline_drivers_ = 0;
+  std::uint64_t next_sequence_ = 0;
+  std::optional<Error> error_;
+
+  // Guards what the driver alone touches, which may be the thread or a caller in Run.
+  std::mutex drive_mutex_;
+  std::vector<std::shared_ptr<Operation>> active_;  // by priority, then by sequence
+  std::vector<std::shared_ptr<Operation>> failed_;  // kept: requests in flight still name their buffers
+  std::vector<Finished> finished_;
+  double next_deadline_check_s_ = 0;
+
+  std::thread thread_;
+};
+
+}  // namespace hvpipe

@@ -1,0 +1,272 @@
+// The engine's Python face: NumPy and DLPack arrays in host memory, exceptions, interrupts.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <optional>
+#include <tuple>
+
+#include "check.h"
+#include "engine.h"
+
+namespace nb = nanobind;
+using hvpipe::DType;
+using hvpipe::Engine;
+using hvpipe::Error;
+using hvpipe::ErrorKind;
+
+namespace {
+
+using InArray = nb::ndarray<nb::ro, nb::c_contig, nb::device::cpu>;
+using OutArray = nb::ndarray<nb::c_contig, nb::device::cpu>;
+
+DType ParseDType(const std::string& name) {
+  for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
+    if (name == hvpipe::NameOf(dtype)) return dtype;
+  }
+  throw Error("Wanted a dtype of float32, float64, float16 or bfloat16. Received: dtype=" + name, ErrorKind::kUsage);
+}
+
+// Lets Ctrl-C through while the caller waits without the interpreter lock.
+void CheckSignals() {
+  const nb::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw nb::python_error();
+}
+
+// Waits on the calling thread for something that the progress thread will call back about.
+class Waiter {
+ public:
+  void Set(const Error* error) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (error != nullptr) error_ = *error;
+    set_ = true;
+    changed_.notify_all();
+  }
+  void Wait() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    while (!changed_.wait_for(lock, std::chrono::milliseconds(50), [&] { return set_; })) {
+      lock.unlock();
+      CheckSignals();
+      lock.lock();
+    }
+    if (error_) throw *error_;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool set_ = false;
+  std::optional<Error> error_;
+};
+
+std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::size_t segment_bytes,
+                                   int messages_in_flight, std::size_t slot_bytes, bool shared_memory,
+                                   int ranks_per_host, bool trace) {
+  hvpipe::EngineOptions options;
+  options.timeout_s = timeout_s;
+  options.segment_bytes = segment_bytes;
+  options.messages_in_flight = messages_in_flight;
+  options.slot_bytes = slot_bytes;
+  options.shared_memory = shared_memory;
+  options.ranks_per_host = ranks_per_host;
+  options.trace = trace;
+  const nb::gil_scoped_release release;
+  return std::make_shared<Engine>(MPI_Comm_f2c(fortran_handle), options);
+}
+
+using BucketSpec = std::tuple<std::string, std::string, std::string, std::vector<std::size_t>, int>;
+
+int AddPlan(Engine& engine, const std::string& name, std::uint64_t signature, const std::vector<BucketSpec>& buckets) {
+  std::vector<hvpipe::BucketLayout> layouts;
+  for (const auto& [bucket, dtype, wire, counts, priority] : buckets) {
+    layouts.emplace_back(bucket, ParseDType(dtype), ParseDType(wire), counts, priority);
+  }
+  return engine.AddPlan(name, signature, std::move(layouts));
+}
+
+std::tuple<double, double> BeginStep(Engine& engine, int plan, std::int64_t step, double samples, bool reduces) {
+  const nb::gil_scoped_release release;
+  // Shared: an interrupted wait leaves before the callback comes.
+  auto waiter = std::make_shared<Waiter>();
+  auto outcome = std::make_shared<std::pair<double, double>>();
+  engine.BeginStep(plan, step, samples, reduces, [=](const Error* error, double scale, double total) {
+    *outcome = {scale, total};
+    waiter->Set(error);
+  });
+  waiter->Wait();
+  return {outcome->first, outcome->second};
+}
+
+void CheckSizes(const hvpipe::BucketLayout& layout, const std::vector<std::size_t>& bytes) {
+  const std::size_t element = hvpipe::SizeOf(layout.tensor_type);
+  bool same = bytes.size() == layout.counts.size();
+  for (std::size_t i = 0; same && i < bytes.size(); ++i) same = bytes[i] == layout.counts[i] * element;
+  if (!same) {
+    throw Error("Wanted the tensors of bucket " + layout.name + ". Received: tensors of other sizes or number",
+                ErrorKind::kUsage);
+  }
+}
+
+void Submit(Engine& engine, int plan, int bucket, const std::vector<InArray>& tensors, double scale) {
+  std::vector<const void*> pointers;
+  std::vector<std::size_t> bytes;
+  for (const InArray& tensor : tensors) {
+    pointers.push_back(tensor.data());
+    bytes.push_back(tensor.nbytes());
+  }
+  CheckSizes(engine.layout(plan, bucket), bytes);
+  const nb::gil_scoped_release release;
+  engine.Submit(plan, bucket, pointers, scale);
+}
+
+void Collect(Engine& engine, int plan, int bucket, const std::vector<OutArray>& tensors) {
+  std::vector<void*> pointers;
+  std::vector<std::size_t> bytes;
+  for (const OutArray& tensor : tensors) {
+    pointers.push_back(tensor.data());
+    bytes.push_back(tensor.nbytes());
+  }
+  CheckSizes(engine.layout(plan, bucket), bytes);
+  const nb::gil_scoped_release release;
+  auto waiter = std::make_shared<Waiter>();
+  engine.Collect(plan, bucket, [=](const Error* error) { waiter->Set(error); });
+  waiter->Wait();
+  engine.Unpack(plan, bucket, pointers);
+}
+
+void AllReduce(Engine& engine, const InArray& in, const OutArray& out, const std::string& dtype_name, double scale,
+               const std::string& what) {
+  const DType dtype = ParseDType(dtype_name);
+  if (in.nbytes() != out.nbytes()) {
+    throw Error("Wanted input and output of one size. Received: " + std::to_string(in.nbytes()) + " and " +
+                    std::to_string(out.nbytes()) + " bytes",
+                ErrorKind::kUsage);
+  }
+  const void* from = in.data();
+  void* to = out.data();
+  const std::size_t count = in.nbytes() / hvpipe::SizeOf(dtype);
+  const nb::gil_scoped_release release;
+  engine.AllReduce(from, to, count, dtype, scale, what, CheckSignals);
+}
+
+void Cast(const InArray& in, const std::string& from, const OutArray& out, const std::string& to, double scale) {
+  const DType source = ParseDType(from);
+  const std::size_t count = in.nbytes() / hvpipe::SizeOf(source);
+  if (out.nbytes() != count * hvpipe::SizeOf(ParseDType(to))) {
+    throw Error("Wanted an output of as many elements as the input", ErrorKind::kUsage);
+  }
+  hvpipe::PackScaled(in.data(), source, out.data(), ParseDType(to), count, scale);
+}
+
+void SumArrays(const std::vector<InArray>& sources, const OutArray& out, const std::string& dtype_name) {
+  const DType dtype = ParseDType(dtype_name);
+  std::vector<const void*> pointers;
+  for (const InArray& source : sources) {
+    if (source.nbytes() != out.nbytes()) throw Error("Wanted arrays of one size", ErrorKind::kUsage);
+    pointers.push_back(source.data());
+  }
+  hvpipe::SumInto(out.data(), pointers.data(), pointers.size(), dtype, out.nbytes() / hvpipe::SizeOf(dtype));
+}
+
+nb::dict CountersOf(const Engine& engine) {
+  const hvpipe::Counters counters = engine.counters();
+  nb::dict result;
+  result["network_bytes_sent"] = counters.network_bytes_sent;
+  result["network_bytes_received"] = counters.network_bytes_received;
+  result["shared_memory_bytes"] = counters.shared_memory_bytes;
+  result["messages_sent"] = counters.messages_sent;
+  result["operations"] = counters.operations;
+  result["steps"] = counters.steps;
+  result["sleeps"] = counters.sleeps;
+  result["exposed_wait_s"] = counters.exposed_wait_s;
+  return result;
+}
+
+std::vector<std::tuple<std::string, std::string, double, double>> TakeEvents(Engine& engine) {
+  std::vector<std::tuple<std::string, std::string, double, double>> events;
+  for (const auto& event : engine.log().Take()) {
+    events.emplace_back(event.category, event.name, event.start_s, event.end_s);
+  }
+  return events;
+}
+
+void TranslateError(const std::exception_ptr& pointer, void* /*payload*/) {
+  try {
+    std::rethrow_exception(pointer);
+  } catch (const Error& error) {
+    const char* name = "HvpipeError";
+    if (error.kind() == ErrorKind::kMismatch) name = "MismatchError";
+    if (error.kind() == ErrorKind::kDeadline) name = "DeadlineError";
+    if (error.kind() == ErrorKind::kPeer) name = "PeerError";
+    const nb::object type = nb::module_::import_("hvpipe.errors").attr(name);
+    PyErr_SetString(type.ptr(), error.what());
+  }
+}
+
+}  // namespace
+
+NB_MODULE(_engine, m) {
+  nb::register_exception_translator(TranslateError);
+  nb::class_<Engine>(m, "Engine")
+      .def_static("create", &MakeEngine, nb::arg("fortran_handle"), nb::kw_only(), nb::arg("timeout_s"),
+                  nb::arg("segment_bytes"), nb::arg("messages_in_flight"), nb::arg("slot_bytes"),
+                  nb::arg("shared_memory"), nb::arg("ranks_per_host"), nb::arg("trace"))
+      .def_prop_ro("rank", &Engine::rank)
+      .def_prop_ro("size", &Engine::size)
+      .def_prop_ro("local_rank", &Engine::local_rank)
+      .def_prop_ro("local_size", &Engine::local_size)
+      .def_prop_ro("hosts", &Engine::hosts)
+      .def("add_plan", &AddPlan, nb::arg("name"), nb::arg("signature"), nb::arg("buckets"))
+      .def("begin_step", &BeginStep, nb::arg("plan"), nb::arg("step"), nb::arg("samples"), nb::arg("reduces"))
+      .def("submit", &Submit, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"), nb::arg("scale"))
+      .def("collect", &Collect, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"))
+      .def("all_reduce", &AllReduce, nb::arg("array"), nb::arg("out"), nb::arg("dtype"), nb::arg("scale"),
+           nb::arg("what"))
+      .def(
+          "broadcast",
+          [](Engine& engine, const OutArray& array, int root, const std::string& what) {
+            void* data = array.data();
+            const std::size_t bytes = array.nbytes();
+            const nb::gil_scoped_release release;
+            engine.Broadcast(data, bytes, root, what, CheckSignals);
+          },
+          nb::arg("array"), nb::arg("root"), nb::arg("what"))
+      .def(
+          "all_gather",
+          [](Engine& engine, const InArray& array, const OutArray& out, const std::string& what) {
+            const std::size_t bytes = array.nbytes();
+            if (out.nbytes() != bytes * static_cast<std::size_t>(engine.size())) {
+              throw Error("Wanted an output of size times the input", ErrorKind::kUsage);
+            }
+            const void* from = array.data();
+            void* to = out.data();
+            const nb::gil_scoped_release release;
+            engine.AllGather(from, to, bytes, what, CheckSignals);
+          },
+          nb::arg("array"), nb::arg("out"), nb::arg("what"))
+      .def("agree", [](Engine& engine, const std::string& what, double samples) {
+            const nb::gil_scoped_release release;
+            return engine.Agree(what, samples, CheckSignals);
+          }, nb::arg("what"), nb::arg("samples") = 0.0)
+      .def("fail", [](Engine& engine, const std::string& message) {
+            const nb::gil_scoped_release release;
+            engine.Fail(Error(message, ErrorKind::kUsage));
+          }, nb::arg("message"))
+      .def("stop", &Engine::Stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("counters", &CountersOf)
+      .def("take_events", &TakeEvents)
+      .def("log", [](Engine& engine, const std::string& name, double start_s, double end_s) {
+            engine.log().Add("mark", name, start_s, end_s);
+          }, nb::arg("name"), nb::arg("start_s"), nb::arg("end_s"));
+  m.def("set_default", &hvpipe::SetDefaultEngine, nb::arg("engine").none());
+  m.def("now", &hvpipe::Now);
+  m.def("cast", &Cast, nb::arg("array"), nb::arg("dtype"), nb::arg("out"), nb::arg("out_dtype"), nb::arg("scale"));
+  m.def("sum_arrays", &SumArrays, nb::arg("arrays"), nb::arg("out"), nb::arg("dtype"));
+}

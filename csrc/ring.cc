@@ -1,0 +1,142 @@
+// The ring all-reduce: which segment goes where, and when it may.
+#include "ring.h"
+
+#include <algorithm>
+
+namespace hvpipe {
+
+// Segment `index` counts through the steps of the ring and, inside a step, through the segments of a chunk:
+//
+//   step 0            step 1            ...   step size - 1 (all-gather begins)
+//   s0 s1 s2 ... sS   s0 s1 s2 ... sS         s0 s1 s2 ... sS
+//
+// In step k rank r sends chunk r - k and receives chunk r - k - 1, so what it sends in step k is what it
+// received (and summed) in step k - 1: segment `index` may go once segment `index - S` has come.
+RingAllReduce::RingAllReduce(Transport& transport, SendBudget& budget, Counters& counters, void* buffer,
+                             std::size_t count, DType dtype, Options options)
+    : transport_(transport),
+      budget_(budget),
+      counters_(counters),
+      buffer_(static_cast<char*>(buffer)),
+      count_(count),
+      dtype_(dtype),
+      options_(options),
+      ranks_(static_cast<std::size_t>(transport.size())),
+      steps_(2 * (ranks_ - 1)) {
+  const std::size_t element = SizeOf(dtype);
+  const std::size_t per_segment = std::max<std::size_t>(1, options.segment_bytes / element);
+  const std::size_t largest = PartOf(count, ranks_, 0).count;
+  segments_ = std::max<std::size_t>(1, (largest + per_segment - 1) / per_segment);
+  total_ = steps_ * segments_;
+  const std::size_t scratch_bytes = (PartOf(largest, segments_, 0).count * element + 63) / 64 * 64;
+  const auto slots = static_cast<std::size_t>(options.receives_in_flight);
+  scratch_ = AlignedBuffer(scratch_bytes * slots);
+  for (std::size_t i = 0; i < slots; ++i) {
+    free_scratch_.push_back(static_cast<char*>(scratch_.data()) + i * scratch_bytes);
+  }
+}
+
+Range RingAllReduce::Segment(std::size_t index, bool incoming) const {
+  const std::size_t step = index / segments_ + (incoming ? 1 : 0);
+  const std::size_t rank = static_cast<std::size_t>(transport_.rank());
+  const std::size_t chunk = (rank + 2 * ranks_ - step) % ranks_;
+  const Range whole = PartOf(count_, ranks_, chunk);
+  const Range part = PartOf(whole.count, segments_, index % segments_);
+  return {whole.first + part.first, part.count};
+}
+
+bool RingAllReduce::Step() {
+  bool moved = PostReceives();
+  moved |= FinishReceives();
+  moved |= FinishSends();
+  moved |= PostSends();
+  return moved;
+}
+
+bool RingAllReduce::PostReceives() {
+  const std::size_t element = SizeOf(dtype_);
+  const int left = (transport_.rank() + transport_.size() - 1) % transport_.size();
+  bool moved = false;
+  while (posted_receives_ < total_ && !free_scratch_.empty()) {
+    const std::size_t index = posted_receives_;
+    // What arrives in place overwrites what this rank sent size - 1 steps before: that send must be over.
+    if (!Reducing(index) && sent_ + (ranks_ - 1) * segments_ <= index) break;
+    const Range segment = Segment(index, true);
+    void* scratch = free_scratch_.back();
+    free_scratch_.pop_back();
+    void* target = Reducing(index) ? scratch : buffer_ + segment.first * element;
+    const Ticket ticket = segment.count == 0
+                              ? kNoTicket
+                              : transport_.Irecv(target, segment.count * element, left, options_.tag);
+    receives_.push_back({ticket, index, scratch});
+    ++posted_receives_;
+    moved = true;
+  }
+  return moved;
+}
+
+bool RingAllReduce::FinishReceives() {
+  const std::size_t element = SizeOf(dtype_);
+  bool moved = false;
+  while (!receives_.empty()) {
+    const Receive& receive = receives_.front();
+    if (receive.ticket != kNoTicket && !transport_.Test(receive.ticket)) break;
+    const Range segment = Segment(receive.index, true);
+    if (Reducing(receive.index)) {
+      AddInto(buffer_ + segment.first * element, receive.scratch, dtype_, segment.count);
+    }
+    counters_.network_bytes_received += segment.count * element;
+    free_scratch_.push_back(receive.scratch);
+    receives_.pop_front();
+    ++received_;
+    moved = true;
+  }
+  return moved;
+}
+
+bool RingAllReduce::PostSends() {
+  const std::size_t element = SizeOf(dtype_);
+  const int right = (transport_.rank() + 1) % transport_.size();
+  bool moved = false;
+  while (posted_sends_ < total_ && budget_.available > 0 &&
+         (posted_sends_ < segments_ || posted_sends_ - segments_ < received_)) {
+    const Range segment = Segment(posted_sends_, false);
+    Ticket ticket = kNoTicket;
+    if (segment.count > 0) {
+      ticket = transport_.Isend(buffer_ + segment.first * element, segment.count * element, right, options_.tag);
+      counters_.network_bytes_sent += segment.count * element;
+      ++counters_.messages_sent;
+    }
+    --budget_.available;
+    sends_.push_back({ticket, posted_sends_});
+    ++posted_sends_;
+    moved = true;
+  }
+  return moved;
+}
+
+bool RingAllReduce::FinishSends() {
+  bool moved = false;
+  while (!sends_.empty()) {
+    const Send& send = sends_.front();
+    if (send.ticket != kNoTicket && !transport_.Test(send.ticket)) break;
+    ++budget_.available;
+    sends_.pop_front();
+    ++sent_;
+    moved = true;
+  }
+  return moved;
+}
+
+std::string RingAllReduce::Waiting() const {
+  const int left = (transport_.rank() + transport_.size() - 1) % transport_.size();
+  const int right = (transport_.rank() + 1) % transport_.size();
+  if (received_ < total_) {
+    return "ring segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) + " from ring neighbour " +
+           std::to_string(left);
+  }
+  return "ring neighbour " + std::to_string(right) + " to take segment " + std::to_string(sent_ + 1) + " of " +
+         std::to_string(total_);
+}
+
+}  // namespace hvpipe

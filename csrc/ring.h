@@ -1,0 +1,67 @@
+// Ring all-reduce over a transport, cut into segments that stay below MPI's eager limit.
+#pragma once
+
+#include <deque>
+#include <vector>
+
+#include "collective.h"
+#include "transport.h"
+
+namespace hvpipe {
+
+// Reduce-scatter, then all-gather, each in size - 1 steps around the ring, in place (Patarasuk and Yuan,
+// "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Every chunk is summed in
+// one fixed order by the ranks it passes, so all ranks end with the same bits. A half type is added in
+// float32 and rounded to the wire type at each hop.
+class RingAllReduce : public Collective {
+ public:
+  struct Options {
+    std::size_t segment_bytes = 60'000;
+    int receives_in_flight = 8;
+    int tag = 0;
+  };
+
+  RingAllReduce(Transport& transport, SendBudget& budget, Counters& counters, void* buffer, std::size_t count,
+                DType dtype, Options options);
+
+  bool Step() override;
+  bool done() const override { return received_ == total_ && sent_ == total_; }
+  std::string Waiting() const override;
+
+ private:
+  struct Receive {
+    Ticket ticket;
+    std::size_t index;
+    void* scratch;  // null in the all-gather, which receives in place
+  };
+  struct Send {
+    Ticket ticket;
+    std::size_t index;
+  };
+
+  Range Segment(std::size_t index, bool incoming) const;
+  bool Reducing(std::size_t index) const { return index < steps_ / 2 * segments_; }
+  bool PostReceives();
+  bool FinishReceives();
+  bool PostSends();
+  bool FinishSends();
+
+  Transport& transport_;
+  SendBudget& budget_;
+  Counters& counters_;
+  char* buffer_;
+  std::size_t count_;
+  DType dtype_;
+  Options options_;
+  std::size_t ranks_;
+  std::size_t steps_;     // 2 (ranks - 1)
+  std::size_t segments_;  // of the largest chunk
+  std::size_t total_;     // steps * segments
+  std::size_t posted_receives_ = 0, received_ = 0, posted_sends_ = 0, sent_ = 0;
+  std::deque<Receive> receives_;
+  std::deque<Send> sends_;
+  AlignedBuffer scratch_;
+  std::vector<void*> free_scratch_;
+};
+
+}  // namespace hvpipe

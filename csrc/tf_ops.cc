@@ -1,0 +1,239 @@
+// TensorFlow kernels: announce a step, submit a bucket, collect a bucket. The only file that includes TensorFlow.
+//
+// None of the ops is stateful: automatic control dependencies would serialise them. Data ties them together
+// instead: scale -> submit -> token -> (a variable, into the next step) -> collect.
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "engine.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace hvpipe {
+namespace {
+
+namespace tf = ::tensorflow;
+
+absl::Status ToStatus(const Error& error) {
+  switch (error.kind()) {
+    case ErrorKind::kDeadline:
+      return absl::DeadlineExceededError(error.what());
+    case ErrorKind::kMismatch:
+      return absl::FailedPreconditionError(error.what());
+    case ErrorKind::kPeer:
+      return absl::UnavailableError(error.what());
+    case ErrorKind::kInternal:
+    case ErrorKind::kUsage:
+      break;
+  }
+  return absl::InternalError(error.what());
+}
+
+absl::Status SizeChanged(const std::string& bucket, const tf::TensorShape& shape) {
+  return absl::InvalidArgumentError("A gradient changed its size after tracing. Received: bucket=" + bucket +
+                                    ", shape=" + shape.DebugString());
+}
+
+std::shared_ptr<Engine> EngineOrThrow() {
+  auto engine = DefaultEngine();
+  if (!engine) throw Error("hvpipe is not initialised: call hvpipe.init() before training.", ErrorKind::kUsage);
+  return engine;
+}
+
+// Runs `work` on TensorFlow's threads, so that the progress thread goes on.
+void RunOnTensorFlow(tf::OpKernelContext* context, std::function<void()> work) {
+  if (context->runner() != nullptr) {
+    (*context->runner())(std::move(work));
+  } else {
+    work();
+  }
+}
+
+REGISTER_OP("HvpipeBeginStep")
+    .Input("samples: double")
+    .Input("step: int64")
+    .Input("reduces: bool")
+    .Attr("plan: int")
+    .Output("scale: double")
+    .SetShapeFn(tf::shape_inference::ScalarShape);
+
+class BeginStepOp : public tf::AsyncOpKernel {
+ public:
+  explicit BeginStepOp(tf::OpKernelConstruction* construction) : tf::AsyncOpKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("plan", &plan_));
+  }
+
+  void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
+    try {
+      const auto engine = EngineOrThrow();
+      const double samples = context->input(0).scalar<double>()();
+      const std::int64_t step = context->input(1).scalar<std::int64_t>()();
+      const bool reduces = context->input(2).scalar<bool>()();
+      if (engine->log().enabled()) engine->log().Add("mark", "step", Now(), Now());
+      engine->BeginStep(plan_, step, samples, reduces,
+                        [context, done](const Error* error, double scale, double /*total*/) {
+                          if (error != nullptr) {
+                            context->SetStatus(ToStatus(*error));
+                          } else {
+                            tf::Tensor* output = nullptr;
+                            const absl::Status status = context->allocate_output(0, tf::TensorShape(), &output);
+                            if (status.ok()) output->scalar<double>()() = scale;
+                            context->SetStatus(status);
+                          }
+                          done();
+                        });
+    } catch (const Error& error) {
+      context->SetStatus(ToStatus(error));
+      done();
+    }
+  }
+
+ private:
+  int plan_ = 0;
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeBeginStep").Device(tf::DEVICE_CPU), BeginStepOp);
+
+REGISTER_OP("HvpipeSubmit")
+    .Input("scale: double")
+    .Input("tensors: N * T")
+    .Attr("plan: int")
+    .Attr("bucket: int")
+    .Attr("N: int >= 1")
+    .Attr("T: {half, bfloat16, float, double}")
+    .Output("token: int64")
+    .SetShapeFn(tf::shape_inference::ScalarShape);
+
+class SubmitOp : public tf::OpKernel {
+ public:
+  explicit SubmitOp(tf::OpKernelConstruction* construction) : tf::OpKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("plan", &plan_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("bucket", &bucket_));
+  }
+
+  void Compute(tf::OpKernelContext* context) override {
+    try {
+      const auto engine = EngineOrThrow();
+      const BucketLayout& layout = engine->layout(plan_, bucket_);
+      tf::OpInputList tensors;
+      OP_REQUIRES_OK(context, context->input_list("tensors", &tensors));
+      std::vector<const void*> pointers;
+      for (int i = 0; i < tensors.size(); ++i) {
+        OP_REQUIRES(context,
+                    static_cast<std::size_t>(tensors[i].NumElements()) == layout.counts[static_cast<std::size_t>(i)],
+                    SizeChanged(layout.name, tensors[i].shape()));
+        pointers.push_back(tensors[i].tensor_data().data());
+      }
+      engine->Submit(plan_, bucket_, pointers, context->input(0).scalar<double>()());
+      tf::Tensor* token = nullptr;
+      OP_REQUIRES_OK(context, context->allocate_output(0, tf::TensorShape(), &token));
+      token->scalar<std::int64_t>()() = 1;
+    } catch (const Error& error) {
+      context->SetStatus(ToStatus(error));
+    }
+  }
+
+ private:
+  int plan_ = 0;
+  int bucket_ = 0;
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeSubmit").Device(tf::DEVICE_CPU), SubmitOp);
+
+REGISTER_OP("HvpipeCollect")
+    .Input("token: int64")
+    .Attr("plan: int")
+    .Attr("bucket: int")
+    .Attr("shapes: list(shape) >= 1")
+    .Attr("N: int >= 1")
+    .Attr("T: {half, bfloat16, float, double}")
+    .Output("tensors: N * T")
+    .SetShapeFn([](tf::shape_inference::InferenceContext* context) {
+      std::vector<tf::PartialTensorShape> shapes;
+      TF_RETURN_IF_ERROR(context->GetAttr("shapes", &shapes));
+      for (int i = 0; i < context->num_outputs(); ++i) {
+        tf::shape_inference::ShapeHandle shape;
+        TF_RETURN_IF_ERROR(
+            context->MakeShapeFromPartialTensorShape(shapes[static_cast<std::size_t>(i)], &shape));
+        context->set_output(i, shape);
+      }
+      return absl::Status();
+    });
+
+class CollectOp : public tf::AsyncOpKernel {
+ public:
+  explicit CollectOp(tf::OpKernelConstruction* construction) : tf::AsyncOpKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("plan", &plan_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("bucket", &bucket_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("shapes", &shapes_));
+  }
+
+  void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
+    try {
+      const auto engine = EngineOrThrow();
+      engine->Collect(plan_, bucket_, [this, engine, context, done](const Error* error) {
+        if (error != nullptr) {
+          context->SetStatus(ToStatus(*error));
+          done();
+          return;
+        }
+        RunOnTensorFlow(context, [this, engine, context, done] {
+          context->SetStatus(Unpack(*engine, context));
+          done();
+        });
+      });
+    } catch (const Error& error) {
+      context->SetStatus(ToStatus(error));
+      done();
+    }
+  }
+
+ private:
+  absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const {
+    tf::OpOutputList outputs;
+    TF_RETURN_IF_ERROR(context->output_list("tensors", &outputs));
+    std::vector<void*> pointers;
+    for (std::size_t i = 0; i < shapes_.size(); ++i) {
+      tf::Tensor* tensor = nullptr;
+      TF_RETURN_IF_ERROR(outputs.allocate(static_cast<int>(i), shapes_[i], &tensor));
+      pointers.push_back(tensor->data());
+    }
+    engine.Unpack(plan_, bucket_, pointers);
+    return absl::Status();
+  }
+
+  int plan_ = 0;
+  int bucket_ = 0;
+  std::vector<tf::TensorShape> shapes_;
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_CPU), CollectOp);
+
+// Passes a value on and notes the time, for the trace.
+REGISTER_OP("HvpipeMark")
+    .Input("value: T")
+    .Attr("name: string")
+    .Attr("T: type")
+    .Output("same: T")
+    .SetShapeFn(tf::shape_inference::UnchangedShape);
+
+class MarkOp : public tf::OpKernel {
+ public:
+  explicit MarkOp(tf::OpKernelConstruction* construction) : tf::OpKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("name", &name_));
+  }
+
+  void Compute(tf::OpKernelContext* context) override {
+    if (const auto engine = DefaultEngine()) engine->log().Add("mark", name_, Now(), Now());
+    context->set_output(0, context->input(0));
+  }
+
+ private:
+  std::string name_;
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeMark").Device(tf::DEVICE_CPU), MarkOp);
+
+}  // namespace
+}  // namespace hvpipe

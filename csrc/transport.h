@@ -1,0 +1,32 @@
+// What a collective needs of a network: non-blocking sends and receives between numbered peers.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+namespace hvpipe {
+
+// Names a send or receive in flight; valid until Test says that it is done.
+using Ticket = int;
+constexpr Ticket kNoTicket = -1;
+
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // The send is done only when the peer has taken the message, so a sender cannot run ahead of its
+  // receiver by more than what it has in flight. Messages with one tag between two ranks keep their order.
+  virtual Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) = 0;
+  virtual Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) = 0;
+
+  // True once the operation is done; its ticket is then spent.
+  virtual bool Test(Ticket ticket) = 0;
+
+  // Gives up everything in flight (after an error).
+  virtual void Abandon() = 0;
+};
+
+}  // namespace hvpipe

@@ -1,0 +1,213 @@
+"""Train an image classifier on every rank at once: handwritten digits, or your own folders of images.
+
+    hvpipe run -np 2 examples/train.py
+    hvpipe run -np 2 examples/train.py --model resnet50 --data photos --pixels 128 --save photos.keras
+
+Without `--data` it learns scikit-learn's 1,797 digits of 8x8 pixels. With it, every folder in DIR is a class.
+A fifth of the images is held out for testing. Without a launcher it runs on one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+from keras import layers
+
+import hvpipe
+import hvpipe.keras as hk
+
+HELD_OUT = 0.2
+BATCH_OF_RATE = 64  # the learning rate is for this many images a step, and grows with their number
+
+
+@dataclass(frozen=True)
+class Images:
+    """Batches of (image, label), the same on every rank; pixels are 0 to 255."""
+
+    name: str
+    train: tf.data.Dataset
+    test: tf.data.Dataset
+    shape: tuple[int, int, int]
+    classes: int
+
+
+def digits(batch: int, seed: int) -> Images:
+    """Scikit-learn's handwritten digits, a stratified fifth of them held out."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = load_digits(return_X_y=True)
+    images = (pixels * (255 / 16)).astype("float32").reshape(-1, 8, 8, 1)
+    train_x, test_x, train_y, test_y = train_test_split(
+        images, labels, test_size=HELD_OUT, random_state=seed, stratify=labels
+    )
+    train = tf.data.Dataset.from_tensor_slices((train_x, train_y))
+    train = train.shuffle(len(train_x), seed=seed).batch(batch, drop_remainder=True)
+    test = tf.data.Dataset.from_tensor_slices((test_x, test_y)).batch(batch)
+    return Images("digits", train, test, images.shape[1:], classes=10)
+
+
+def folders(directory: Path, pixels: int, batch: int, seed: int) -> Images:
+    """One class for each folder in `directory`."""
+    train, test = keras.utils.image_dataset_from_directory(
+        directory,
+        validation_split=HELD_OUT,
+        subset="both",
+        seed=seed,
+        image_size=(pixels, pixels),
+        batch_size=batch,
+        verbose=False,
+    )
+    return Images(directory.name, train, test, (pixels, pixels, 3), len(train.class_names))
+
+
+def residual_block(x: keras.KerasTensor, filters: int, strides: int) -> keras.KerasTensor:
+    """Two 3x3 convolutions beside a shortcut."""
+    shortcut = x
+    if strides != 1 or x.shape[-1] != filters:
+        shortcut = layers.Conv2D(filters, 1, strides=strides, use_bias=False)(x)
+        shortcut = layers.BatchNormalization(momentum=0.9)(shortcut)
+    x = layers.Conv2D(filters, 3, strides=strides, padding="same", use_bias=False)(x)
+    x = layers.ReLU()(layers.BatchNormalization(momentum=0.9)(x))
+    x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+    x = layers.BatchNormalization(momentum=0.9)(x)
+    return layers.ReLU()(layers.add([shortcut, x]))
+
+
+def small_resnet(x: keras.KerasTensor, width: int = 16) -> keras.KerasTensor:
+    """Seven convolutions deep, 80,000 weights: enough for digits, quick on a laptop."""
+    x = layers.Conv2D(width, 3, padding="same", use_bias=False)(x)
+    x = layers.ReLU()(layers.BatchNormalization(momentum=0.9)(x))
+    for filters, strides in ((width, 1), (2 * width, 2), (4 * width, 2)):
+        x = residual_block(x, filters, strides)
+    return layers.GlobalAveragePooling2D()(x)
+
+
+MODELS = {
+    "resnet": None,
+    "resnet50": keras.applications.ResNet50,
+    "vgg16": keras.applications.VGG16,
+    "mobilenetv2": keras.applications.MobileNetV2,
+}
+
+
+def build_model(name: str, shape: tuple[int, int, int], classes: int) -> keras.Model:
+    """A classifier of images of this shape; it scales and shifts them itself."""
+    inputs = keras.Input(shape)
+    x = layers.Rescaling(1 / 255)(inputs)
+    x = layers.RandomTranslation(0.1, 0.1, fill_mode="constant")(x)
+    application = MODELS[name]
+    if application is None:
+        x = small_resnet(x)
+    else:
+        x = application(include_top=False, weights=None, input_shape=shape, pooling="avg")(x)
+    return keras.Model(inputs, layers.Dense(classes)(x), name=name)
+
+
+def learning_rate(options: argparse.Namespace, images: Images) -> keras.optimizers.schedules.CosineDecay:
+    """From a rate in proportion to the images of one step on all ranks, down to nothing."""
+    steps = len(images.train) // hvpipe.size() * options.epochs
+    rate = options.rate * options.batch * hvpipe.size() / BATCH_OF_RATE
+    return keras.optimizers.schedules.CosineDecay(rate, max(steps, 1))
+
+
+def verbosity(progress: str) -> int:
+    """What fit prints: a bar on a terminal, otherwise a line for each epoch; nothing on ranks above 0."""
+    if hvpipe.rank() != 0 or progress == "none":
+        return 0
+    return 1 if progress == "bar" and sys.stdout.isatty() else 2
+
+
+def train(options: argparse.Namespace) -> None:
+    """Train on all ranks, then save and report on rank 0."""
+    keras.utils.set_random_seed(options.seed)
+    if options.data is None:
+        images = digits(options.batch, options.seed)
+    else:
+        images = folders(options.data, options.pixels, options.batch, options.seed)
+
+    model = build_model(options.model, images.shape, images.classes)
+    model.compile(
+        optimizer=keras.optimizers.SGD(learning_rate(options, images), momentum=0.9),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    model = hk.data_parallel(model, overlap=options.overlap, compression=options.compression)
+
+    started = time.perf_counter()
+    history = model.fit(
+        hk.shard(images.train),
+        validation_data=hk.shard(images.test),
+        epochs=options.epochs,
+        shuffle=False,  # the dataset shuffles
+        verbose=verbosity(options.progress),
+    )
+    elapsed_s = time.perf_counter() - started
+
+    trace = hvpipe.trace_path()
+    if options.save is not None and hvpipe.rank() == 0:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
+        model.save(options.save)
+    first = hvpipe.rank() == 0
+    ranks = "1 rank" if hvpipe.size() == 1 else f"{hvpipe.size()} ranks"
+    hvpipe.shutdown()  # writes the trace
+    if first:
+        seen = len(images.train) * options.batch * options.epochs
+        print(
+            f"{options.model} on {images.name}, {ranks}, overlap={options.overlap}: "
+            f"test accuracy {history.history['val_accuracy'][-1]:.2%} after {options.epochs} epochs, "
+            f"{elapsed_s:.1f} s, {seen / elapsed_s:.0f} images/s"
+        )
+        if options.save is not None:
+            print(f"saved model: {options.save}")
+        if trace is not None:
+            print(f"trace: {trace} (open it in ui.perfetto.dev)")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="resnet", help="default: a small ResNet")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="folders of images, one for each class")
+    parser.add_argument(
+        "--pixels", type=int, default=64, help="width and height that --data is scaled to (64)"
+    )
+    parser.add_argument("--overlap", choices=("none", "backward", "step", "stale"), default="step")
+    parser.add_argument("--compression", choices=("bf16", "fp16"), help="of gradients on their way")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=32, help="images a rank takes in one step (32)")
+    parser.add_argument(
+        "--rate", type=float, default=0.1, help=f"learning rate for {BATCH_OF_RATE} images a step (0.1)"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE.keras", help="where rank 0 saves the trained model"
+    )
+    parser.add_argument(
+        "--progress", choices=("bar", "epoch", "none"), default="bar", help="what rank 0 prints"
+    )
+    options = parser.parse_args(arguments)
+    if options.data is None and options.model != "resnet":
+        parser.error(
+            f"wanted: --data DIR, digits are too small for this model. Received: --model {options.model}"
+        )
+    if options.data is not None and not options.data.is_dir():
+        parser.error(f"wanted: a folder of folders of images. Received: --data {options.data}")
+    if options.save is not None and options.save.suffix != ".keras":
+        parser.error(f"wanted: a name that ends in .keras. Received: --save {options.save}")
+    for name in ("epochs", "batch", "pixels"):
+        if getattr(options, name) < 1:
+            parser.error(f"wanted: 1 or more. Received: --{name} {getattr(options, name)}")
+    return options
+
+
+if __name__ == "__main__":
+    choices = parse()
+    hvpipe.init()
+    train(choices)

@@ -1,0 +1,8 @@
+"""`python -m hvpipe`: the same as the command `hvpipe`."""
+
+import sys
+
+from hvpipe.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""What a run leaves behind when its session closes: the trace file, the utilization file, the summary."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hvpipe.report import Summary, summarise
+from hvpipe.timeline import events_of_rank
+from hvpipe.trace import Trace
+
+if TYPE_CHECKING:
+    from hvpipe.session import Session
+
+
+@dataclass(frozen=True)
+class _RankRun:
+    """What one rank recorded, on rank 0's clock."""
+
+    trace: Trace
+    counters: dict[str, float]
+    step_durations_s: list[float]
+    samples: float
+    utilization: dict[str, Any]
+    device_samples: list[dict[str, Any]]
+
+
+def report_run(session: Session) -> Summary | None:
+    """Gather what all ranks recorded; rank 0 writes the files and prints the summary. Collective."""
+    assert session.sampler is not None
+    rank = session.world.rank
+    recorded = events_of_rank(session.engine.take_events(), rank) if session.settings.trace_path else []
+    trace = Trace((*recorded, *session.sampler.events())).shift(session.clock_offset_s)
+    mine = _RankRun(
+        trace=trace,
+        counters=session.engine.counters(),
+        step_durations_s=session.step_durations_s,
+        samples=session.samples,
+        utilization=session.sampler.summary().to_json(),
+        device_samples=[asdict(sample) for sample in session.sampler.samples()],
+    )
+    runs: list[_RankRun] = session.engine.allgather_object(mine)
+    if rank != 0:
+        return None
+    whole = Trace.merge(run.trace for run in runs)
+    summary = summarise(
+        whole if session.settings.trace_path else None,
+        [run.counters for run in runs],
+        [run.step_durations_s for run in runs],
+        round(sum(run.samples for run in runs)),
+        [run.utilization for run in runs],
+    )
+    if session.settings.trace_path:
+        metadata = {"counters": [run.counters for run in runs], "summary": summary.to_json()}
+        Trace(whole.events, metadata).write(session.settings.trace_path)
+    if session.settings.utilization_path:
+        _write_utilization(Path(session.settings.utilization_path), runs)
+    if session.settings.summary and summary.steps > 0:
+        print(summary.to_line(), file=sys.stderr, flush=True)
+    return summary
+
+
+def _write_utilization(path: Path, runs: list[_RankRun]) -> None:
+    """One row a sample (CSV), or one JSON list per rank where the name ends in .json."""
+    if path.suffix == ".json":
+        path.write_text(json.dumps([run.device_samples for run in runs]) + "\n")
+        return
+    columns = sorted({key for run in runs for row in run.device_samples for key in row})
+    lines = [",".join(["rank", *columns])]
+    for rank, run in enumerate(runs):
+        for row in run.device_samples:
+            values = ("" if row.get(key) is None else str(row[key]) for key in columns)
+            lines.append(",".join([str(rank), *values]))
+    path.write_text("\n".join(lines) + "\n")

@@ -1,0 +1,183 @@
+"""Who launched this process, and with which settings: the one file that reads them from the environment."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from hvpipe.errors import HvpipeError, InitError
+
+Launcher = Literal["mpirun", "srun", "horovodrun", "none"]
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+# Where each process manager puts rank, size, local rank and local size; "" where only MPI can tell.
+# The order matters: Hydra (MPICH, Intel MPI) starts its proxies with srun inside a SLURM job, and then
+# SLURM_PROCID counts proxies, while PMI_RANK counts ranks.
+_OPEN_MPI = (
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+_MVAPICH = (
+    "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+)
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+_SLURM_PMI = ("PMI_RANK", "PMI_SIZE", "SLURM_LOCALID", "")
+_PMIX = ("PMIX_RANK", "", "", "")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the environment says about this process; None where only MPI can tell."""
+
+    launcher: Launcher
+    rank: int | None
+    size: int | None
+    local_rank: int | None
+    local_size: int | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The HVPIPE_* variables, checked; see `settings` for their names."""
+
+    timeout_s: float = 300.0
+    trace_path: str | None = None
+    utilization_path: str | None = None
+    bucket_bytes: int = 4 << 20
+    segment_bytes: int = 60_000
+    slot_bytes: int = 256 << 10
+    messages_in_flight: int = 8
+    ranks_per_host: int = 0
+    shared_memory: bool = True
+    summary: bool = False
+    log_level: str = "warning"
+
+
+def discover(environ: Mapping[str, str] | None = None) -> Launch:
+    """Tell who launched this process.
+
+    Raises InitError under `horovodrun --gloo`, where MPI would see as many worlds of one rank as there
+    are processes.
+    """
+    env = os.environ if environ is None else environ
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
+        raise InitError(
+            "hvpipe joins its ranks with MPI; launch with `horovodrun --mpi`, `mpirun` or `hvpipe run`. "
+            "Received: a process launched by `horovodrun --gloo` "
+            f"(HOROVOD_GLOO_RENDEZVOUS_ADDR={env['HOROVOD_GLOO_RENDEZVOUS_ADDR']!r})"
+        )
+    # A SLURM batch script has SLURM_PROCID=0 as well; only a job step has a number of tasks.
+    in_step = "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env
+    if _OPEN_MPI[0] in env:
+        return _launch("horovodrun" if _has_horovod(env) else "mpirun", env, _OPEN_MPI)
+    if _MVAPICH[0] in env:
+        return _launch("mpirun", env, _MVAPICH)
+    if _HYDRA[0] in env:
+        by_srun = in_step and "MPI_LOCALRANKID" not in env
+        return _launch("srun", env, _SLURM_PMI) if by_srun else _launch("mpirun", env, _HYDRA)
+    if in_step:
+        return _launch("srun", env, _SLURM)
+    if _PMIX[0] in env:
+        return _launch("mpirun", env, _PMIX)
+    return Launch("none", 0, 1, 0, 1)
+
+
+def settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Read the HVPIPE_* variables; a bad value raises HvpipeError naming the variable.
+
+    HVPIPE_TIMEOUT (s), HVPIPE_TRACE and HVPIPE_UTILIZATION (files to write), HVPIPE_BUCKET_BYTES,
+    HVPIPE_SEGMENT_BYTES (of a ring message), HVPIPE_SLOT_BYTES (of the shared-memory lane),
+    HVPIPE_MESSAGES_IN_FLIGHT, HVPIPE_RANKS_PER_HOST (pretend that so many ranks share a host; for tests),
+    HVPIPE_SHARED_MEMORY (0 or 1), HVPIPE_SUMMARY (0 or 1), HVPIPE_LOG_LEVEL.
+    """
+    env = os.environ if environ is None else environ
+    default = Settings()
+    log_level = env.get("HVPIPE_LOG_LEVEL", default.log_level).lower()
+    if log_level not in LOG_LEVELS:
+        raise _bad("HVPIPE_LOG_LEVEL", f"one of {', '.join(LOG_LEVELS)}", env["HVPIPE_LOG_LEVEL"])
+    return Settings(
+        timeout_s=_seconds(env, "HVPIPE_TIMEOUT", default.timeout_s),
+        trace_path=env.get("HVPIPE_TRACE") or None,
+        utilization_path=env.get("HVPIPE_UTILIZATION") or None,
+        bucket_bytes=_bytes(env, "HVPIPE_BUCKET_BYTES", default.bucket_bytes),
+        segment_bytes=_bytes(env, "HVPIPE_SEGMENT_BYTES", default.segment_bytes),
+        slot_bytes=_bytes(env, "HVPIPE_SLOT_BYTES", default.slot_bytes),
+        messages_in_flight=_count(env, "HVPIPE_MESSAGES_IN_FLIGHT") or default.messages_in_flight,
+        ranks_per_host=_count(env, "HVPIPE_RANKS_PER_HOST") or default.ranks_per_host,
+        shared_memory=_switch(env, "HVPIPE_SHARED_MEMORY", default.shared_memory),
+        summary=_switch(env, "HVPIPE_SUMMARY", default.summary),
+        log_level=log_level,
+    )
+
+
+def _launch(launcher: Launcher, env: Mapping[str, str], names: tuple[str, str, str, str]) -> Launch:
+    rank, size, local_rank, local_size = (_count(env, name) for name in names)
+    return Launch(launcher, rank, size, local_rank, local_size)
+
+
+def _has_horovod(env: Mapping[str, str]) -> bool:
+    # HOROVOD_WITH_* and the like are left over from building Horovod; horovodrun hands on its settings.
+    build = ("HOROVOD_WITH", "HOROVOD_BUILD", "HOROVOD_GPU", "HOROVOD_CPU")
+    return any(name.startswith("HOROVOD_") and not name.startswith(build) for name in env)
+
+
+def _count(env: Mapping[str, str], name: str) -> int | None:
+    text = env.get(name)
+    if text is None:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise InitError(f"The launcher should set {name} to a whole number. Received: {name}={text!r}")
+    return value
+
+
+def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+    text = env.get(name)
+    if not text:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise _bad(name, "a positive number of seconds", text)
+    return value
+
+
+def _bytes(env: Mapping[str, str], name: str, default: int) -> int:
+    text = env.get(name)
+    if not text:
+        return default
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise _bad(name, "a positive number of bytes", text)
+    return value
+
+
+def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:
+    text = env.get(name)
+    if not text:
+        return default
+    if text not in ("0", "1"):
+        raise _bad(name, "0 or 1", text)
+    return text == "1"
+
+
+def _bad(name: str, wanted: str, received: str) -> HvpipeError:
+    return HvpipeError(f"{name} should be {wanted}. Received: {name}={received!r}")

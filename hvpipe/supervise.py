@@ -1,0 +1,91 @@
+"""Run the launcher of the ranks: hand signals on to it, see that all of it ends, return its exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from hvpipe.errors import LaunchError
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float = 5.0) -> int:
+    """Run a command until it ends; called from the main thread.
+
+    The first SIGINT, SIGTERM or SIGHUP goes on to the command, which then has `grace_s` to end its ranks;
+    what is left after that, or at a second signal, is killed. Returns the command's exit code, or 128 + n
+    where signal n ended it or was sent to this process.
+    """
+    supervisor = _Supervisor(grace_s)
+    before = {number: signal.getsignal(number) for number in _FORWARDED}
+    # Signals ignored so far (nohup, a background job of a script) stay ignored.
+    replaced = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
+    for number in replaced:
+        signal.signal(number, supervisor.on_signal)
+    try:
+        return supervisor.run(command, environ)
+    finally:
+        for number in replaced:
+            signal.signal(number, before[number])
+
+
+class _Supervisor:
+    def __init__(self, grace_s: float) -> None:
+        self._grace_s = grace_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._received: int | None = None
+        self._timer: threading.Timer | None = None
+
+    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+        sys.stdout.flush()
+        try:
+            # In a session of its own the command gets a Ctrl-C once, from here, and not from the terminal
+            # as well: mpirun takes a second one as an order to leave at once, whatever its ranks do.
+            self._process = subprocess.Popen(list(command), env=dict(environ), start_new_session=True)
+        except OSError as error:
+            raise LaunchError(f"The launcher should be a program that runs. Received: {error}") from error
+        if self._received is not None:  # it came while the process was being started
+            self._forward(self._received)
+        code = self._process.wait()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._received is not None:
+            kill_session(self._process.pid)
+            return 128 + self._received
+        return code if code >= 0 else 128 - code
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        first = self._received is None
+        if first:
+            self._received = number
+        if self._process is None:
+            return
+        if first:
+            self._forward(number)
+        else:
+            kill_session(self._process.pid)
+
+    def _forward(self, number: int) -> None:
+        assert self._process is not None
+        self._timer = threading.Timer(self._grace_s, kill_session, [self._process.pid])
+        self._timer.daemon = True
+        self._timer.start()
+        self._process.send_signal(number)
+
+
+def kill_session(session: int) -> None:
+    """Kill every process of a session; mpirun puts ranks into process groups of their own, not sessions."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        pid = int(entry.name)
+        try:
+            if os.getsid(pid) == session:
+                os.kill(pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            continue

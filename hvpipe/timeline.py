@@ -1,0 +1,70 @@
+"""What one rank's engine recorded, told as events of the trace: step, forward, backward, update and the buckets'."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from hvpipe.trace import Event
+
+Raw = tuple[str, str, float, float]
+"""(category, name, start_s, end_s), as the engine records them; marks have equal times."""
+
+STEP = "step"
+FORWARD = "forward"
+UPDATE = "update "
+
+
+def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
+    """Turn records into events.
+
+    Marks are points in time: "step" (a step began), "forward" (its loss was computed), "update B" (bucket
+    B's variables were updated). From them and the buckets' packing come the spans of computing:
+
+    step      |--------------------------------|-----
+    forward   |-----------|
+    backward              |---------------|          to the step's last pack
+    pack                       --   --  --
+    update                                    --     from the bucket's unpack
+    """
+    spans = [r for r in raw if r[0] != "mark"]
+    events = [Event(name, category, rank, _lane(category), start, end) for category, name, start, end in spans]
+    marks = sorted((start, name) for category, name, start, _ in raw if category == "mark")
+    steps = [start for start, name in marks if name == STEP]
+    packs = sorted(end for category, _, _, end in spans if category == "pack")
+    last_s = max((end for *_, end in raw), default=0.0)
+    bounds = [*steps, last_s]
+    for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        events.append(Event(f"step {number}", "step", rank, "steps", start, end))
+    for loss_s in (start for start, name in marks if name == FORWARD):
+        place = bisect_right(steps, loss_s) - 1
+        if place < 0:
+            continue
+        events.append(Event("forward", "forward", rank, "compute", steps[place], loss_s))
+        last_pack = bisect_left(packs, bounds[place + 1]) - 1
+        if last_pack >= 0 and packs[last_pack] > loss_s:
+            events.append(Event("backward", "backward", rank, "compute", loss_s, packs[last_pack]))
+    events.extend(_updates(spans, marks, rank))
+    return sorted(events, key=lambda event: event.start_s)
+
+
+def _updates(spans: Sequence[Raw], marks: Sequence[tuple[float, str]], rank: int) -> list[Event]:
+    """A bucket's update runs from the end of its unpack to the next mark that says it is done."""
+    unpacked: dict[str, list[float]] = {}
+    for category, name, _, end in spans:
+        if category == "unpack":
+            unpacked.setdefault(name, []).append(end)
+    for ends in unpacked.values():
+        ends.sort()
+    found = []
+    for done_s, name in marks:
+        bucket = name.removeprefix(UPDATE)
+        ends = unpacked.get(bucket, []) if name.startswith(UPDATE) else []
+        place = bisect_right(ends, done_s) - 1
+        if place >= 0:
+            found.append(Event(bucket, "update", rank, "update", ends[place], done_s))
+    return found
+
+
+def _lane(category: str) -> str:
+    return {"wait": "bucket waits", "reduce": "bucket reduces"}.get(category, category)

@@ -1,0 +1,191 @@
+"""One timeline of what every rank did when, in and out of the Chrome JSON format that Perfetto opens."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hvpipe.errors import HvpipeError
+
+CATEGORIES = ("step", "forward", "backward", "pack", "wait", "reduce", "unpack", "update", "utilization")
+"""What hvpipe itself records; "utilization" events are samples of numbers, drawn as curves."""
+
+_US = 1e6
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took from `start_s` to `end_s` on one rank.
+
+    `lane` is the row it is drawn in ("compute", "engine", ...). `args` holds JSON values; in category
+    "utilization" they are the sampled numbers, and the two times are equal.
+    """
+
+    name: str
+    category: str
+    rank: int
+    lane: str
+    start_s: float
+    end_s: float
+    args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.start_s) and math.isfinite(self.end_s) and self.start_s <= self.end_s):
+            raise HvpipeError(
+                f"Event {self.name!r} should end at or after its start, both finite. "
+                f"Received: start_s={self.start_s}, end_s={self.end_s}"
+            )
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Events of one or more ranks, and JSON values about the run as a whole (`metadata`)."""
+
+    events: tuple[Event, ...] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def merge(traces: Iterable[Trace]) -> Trace:
+        """All events of all traces by time; where metadata share a key, the first trace's value stays."""
+        events: list[Event] = []
+        metadata: dict[str, Any] = {}
+        for trace in traces:
+            events.extend(trace.events)
+            metadata = {**trace.metadata, **metadata}
+        return Trace(tuple(sorted(events, key=lambda event: (event.start_s, event.rank))), metadata)
+
+    def shift(self, offset_s: float) -> Trace:
+        """The same events `offset_s` later; aligns one rank's clock with another's."""
+        moved = (replace(e, start_s=e.start_s + offset_s, end_s=e.end_s + offset_s) for e in self.events)
+        return Trace(tuple(moved), self.metadata)
+
+    def ranks(self) -> list[int]:
+        return sorted({event.rank for event in self.events})
+
+    def of(self, category: str, rank: int | None = None) -> list[Event]:
+        """Events of one category, of one rank or of all."""
+        return [e for e in self.events if e.category == category and rank in (None, e.rank)]
+
+    def to_chrome_json(self) -> dict[str, Any]:
+        """A JSON object in the Chrome trace event format: a process per rank, a thread per lane."""
+        return {
+            "displayTimeUnit": "ms",
+            "otherData": dict(self.metadata),
+            "traceEvents": list(_chrome_events(self.events)),
+        }
+
+    @staticmethod
+    def from_chrome_json(document: Mapping[str, Any]) -> Trace:
+        """The inverse of `to_chrome_json`, to the nanosecond; leaves out kinds that hvpipe does not write."""
+        rows = document.get("traceEvents")
+        if not isinstance(rows, list):
+            raise HvpipeError(
+                "A trace should be a JSON object with a list `traceEvents`. "
+                f"Received: traceEvents={type(rows).__name__}"
+            )
+        if odd := [row for row in rows if not isinstance(row, dict)]:
+            raise _bad_row(odd[0])
+        lanes = {
+            (row.get("pid"), row.get("tid")): str(row.get("args", {}).get("name"))
+            for row in rows
+            if row.get("ph") == "M" and row.get("name") == "thread_name"
+        }
+        events = (_event(row, lanes) for row in rows if row.get("ph") in ("X", "C"))
+        return Trace(tuple(events), dict(document.get("otherData", {})))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the Chrome JSON file, whole or not at all; compressed where the name ends in .gz."""
+        target = Path(path)
+        partial = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with gzip.open(partial, "wt") if target.suffix == ".gz" else open(partial, "w") as file:
+                file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(dict(self.metadata))},\n')
+                file.write('"traceEvents": [')
+                separator = "\n"
+                for row in _chrome_events(self.events):
+                    file.write(separator + json.dumps(row))
+                    separator = ",\n"
+                file.write("\n]}\n")
+            os.replace(partial, target)
+        except OSError as error:
+            raise HvpipeError(
+                f"The trace should go to a file that can be written. Received: {error}"
+            ) from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Trace:
+        """Read what `write` wrote."""
+        source = Path(path)
+        try:
+            with gzip.open(source, "rt") if source.suffix == ".gz" else open(source) as file:
+                document = json.load(file)
+        except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise HvpipeError(f"A trace should be a Chrome JSON file. Received: {source}: {error}") from error
+        if not isinstance(document, dict):
+            raise HvpipeError(
+                f"A trace should be a JSON object. Received: {source}: {type(document).__name__}"
+            )
+        return Trace.from_chrome_json(document)
+
+
+def _chrome_events(events: tuple[Event, ...]) -> Iterator[dict[str, Any]]:
+    """First the names of ranks and lanes, then the events; a lane's number is its place of first use."""
+    lanes: dict[tuple[int, str], int] = {}
+    for event in events:
+        lanes.setdefault((event.rank, event.lane), len(lanes))
+    for rank in sorted({event.rank for event in events}):
+        yield _name("process_name", rank, 0, f"rank {rank}")
+        yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    for (rank, lane), tid in lanes.items():
+        yield _name("thread_name", rank, tid, lane)
+        yield {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": tid, "args": {"sort_index": tid}}
+    for event in events:
+        row: dict[str, Any] = {
+            "ph": "C" if event.category == "utilization" else "X",
+            "name": event.name,
+            "cat": event.category,
+            "pid": event.rank,
+            "tid": lanes[event.rank, event.lane],
+            "ts": round(event.start_s * _US, 3),
+        }
+        if event.category != "utilization":
+            row["dur"] = round(event.duration_s * _US, 3)
+        if event.args:
+            row["args"] = dict(event.args)
+        yield row
+
+
+def _name(kind: str, rank: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": tid, "args": {"name": name}}
+
+
+def _event(row: Mapping[str, Any], lanes: Mapping[tuple[Any, Any], str]) -> Event:
+    try:
+        start_s = float(row["ts"]) / _US
+        return Event(
+            name=str(row["name"]),
+            category=str(row.get("cat", "")),
+            rank=int(row["pid"]),
+            lane=lanes.get((row["pid"], row["tid"]), str(row["tid"])),
+            start_s=start_s,
+            end_s=start_s + float(row.get("dur", 0.0)) / _US,
+            args=dict(row.get("args", {})),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _bad_row(row) from error
+
+
+def _bad_row(row: object) -> HvpipeError:
+    return HvpipeError(f"A trace event should have name, pid, tid and ts. Received: {row!r}")

@@ -1,0 +1,76 @@
+"""Which tests are collected where: the planning half, and the cases that are for the ranks of an MPI job."""
+
+from __future__ import annotations
+
+import ast
+import importlib.abc
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from distributed import CLOSING_LINES
+
+# Cases in terms of hvpipe.size(): test_mpi.py runs them under mpirun.
+RANK_FOLDERS = ("mpi", "mpi_keras")
+# Out of reach of the planning half, and the modules that bring them in.
+BLOCKED = ("horovod", "keras", "mpi4py", "tensorflow")
+BRINGING_IN = ("distributed", "hvpipe.engine", "hvpipe.keras", "hvpipe.session", *BLOCKED)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--planning",
+        action="store_true",
+        help="only the tests that need neither MPI nor TensorFlow, with both out of reach",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[CLOSING_LINES] = {}
+    if config.getoption("planning"):
+        sys.meta_path.insert(0, _Blocker())
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if config.getoption("planning") and collection_path.suffix == ".py" and _needs_more(collection_path):
+        return True
+    if collection_path.name in RANK_FOLDERS and collection_path.parent == Path(__file__).parent:
+        asked = [Path(argument.split("::")[0]).resolve() for argument in config.args]
+        return None if any(p == collection_path or collection_path in p.parents for p in asked) else True
+    return None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    lines = config.stash[CLOSING_LINES]
+    if lines:
+        terminalreporter.section("under mpirun, each case on every rank")
+        for what, closing in lines.items():
+            terminalreporter.write_line(f"{what}: {closing}")
+
+
+class _Blocker(importlib.abc.MetaPathFinder):
+    """Makes MPI and TensorFlow look uninstalled."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname.partition(".")[0] in BLOCKED:
+            raise ModuleNotFoundError(f"{fullname} is out of reach of the planning half", name=fullname)
+        return None
+
+
+def _needs_more(test_file: Path) -> bool:
+    """True where the file imports, anywhere in it, MPI, TensorFlow or what brings them in."""
+    for node in ast.walk(ast.parse(test_file.read_text())):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        if any(name == b or name.startswith(b + ".") for name in names for b in BRINGING_IN):
+            return True
+    return False

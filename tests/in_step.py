@@ -1,0 +1,56 @@
+"""A pytest plugin that keeps the ranks of an MPI job in step while each of them runs the same cases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+# Longer than HVPIPE_TIMEOUT of the tests: a peer that waits in vain in hvpipe gets that error first.
+DEADLINE_S = 60.0
+
+
+class InStep:
+    """Exchanges the outcome of every phase, so that a case that fails on one rank fails on all of them."""
+
+    def __init__(self) -> None:
+        from mpi4py import MPI
+
+        self._comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Iterator[pytest.TestReport]:
+        """Replace a phase's outcome by what all the ranks together say of it."""
+        report: pytest.TestReport = yield
+        self._wait_for_all(f"{item.nodeid} ({report.when})")
+        told = self._comm.allgather((item.nodeid, report.when, report.outcome, report.longreprtext))
+        mine = told[self._comm.rank]
+        if all(other[:3] == mine[:3] and other[2] != "failed" for other in told):
+            return report
+        report.outcome = "failed"
+        report.longrepr = "\n\n".join(
+            f"rank {rank}: {when} of {case} {outcome}\n{text}"
+            for rank, (case, when, outcome, text) in enumerate(told)
+        )
+        return report
+
+    def _wait_for_all(self, where: str) -> None:
+        """A barrier with a deadline; a rank that waits in vain ends the whole job."""
+        request = self._comm.Ibarrier()
+        deadline = time.monotonic() + DEADLINE_S
+        pause_s = 1e-4
+        while not request.Test():
+            if time.monotonic() > deadline:
+                print(
+                    f"rank {self._comm.rank} waited {DEADLINE_S} s for the others after {where}", flush=True
+                )
+                self._comm.Abort(1)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.01)

@@ -1,0 +1,24 @@
+"""Runs these cases on every rank in step; without a launcher there is one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import hvpipe
+from distributed import rank_in_environment
+from in_step import InStep
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if rank_in_environment() is not None:
+        config.pluginmanager.register(InStep(), "in-step")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def world() -> Iterator[None]:
+    """One hvpipe session for all cases."""
+    hvpipe.init()
+    yield
+    hvpipe.shutdown()

@@ -1,0 +1,162 @@
+"""The command line: its flags, its exit codes, what it hands to mpirun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvpipe import cli, launch
+from hvpipe.launch import Mpirun
+from hvpipe.trace import Event, Trace
+
+FLAGS = {
+    "": ["--help", "--version", "-h"],
+    "run": [
+        *("--bind", "--dry-run", "--help", "--hosts", "--launcher-args", "--module", "--mpirun", "--net"),
+        *("--no-summary", "--rsh-agent", "--timeout", "--trace", "--utilization", "-h", "-m", "-n", "-np"),
+    ],
+    "doctor": ["--help", "--json", "-h"],
+    "report": ["--help", "--json", "-h"],
+}
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A script, and a machine with eight cores, Open MPI 5, no root and no settings."""
+    mpirun = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
+    monkeypatch.setattr(launch, "find_mpirun", lambda *_: mpirun)
+    monkeypatch.setattr(cli.doctor, "usable_cores", lambda: 8)
+    monkeypatch.setattr(cli.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(cli.os, "environ", {"PATH": "/bin:/usr/bin"})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return "train.py"
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert cli.main(["run", "--dry-run", *arguments]) == 0
+    return shlex.split(capsys.readouterr().out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["run", *arguments]) == 2
+    return capsys.readouterr().err
+
+
+def test_the_flags_are_frozen() -> None:
+    parser = cli.make_parser()
+    (commands,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    parsers = {"": parser, **commands.choices}
+    assert {name: sorted(p._option_string_actions) for name, p in parsers.items()} == FLAGS
+
+
+def test_ranks_here(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(capsys, "-np", "2", script, "--epochs", "3", "-np", "7") == [
+        *("env", "HVPIPE_SUMMARY=1", "OMP_NUM_THREADS=4", "TF_NUM_INTRAOP_THREADS=4"),
+        *("/mpi/mpirun", "-np", "2", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"),
+        *(sys.executable, "-u", "train.py", "--epochs", "3", "-np", "7"),
+    ]
+
+
+def test_files_are_absolute_and_settings_reach_other_hosts(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--trace", "t.json", "--utilization", "u.json", "--timeout", "2.5", "--no-summary"]
+    assert dry_run(capsys, "--hosts", "a:2,b:2", *options, script) == [
+        *(
+            "env",
+            "HVPIPE_TIMEOUT=2.5",
+            f"HVPIPE_TRACE={tmp_path}/t.json",
+            f"HVPIPE_UTILIZATION={tmp_path}/u.json",
+        ),
+        *("/mpi/mpirun", "-np", "4", "--host", "a:2,b:2", "--bind-to", "none"),
+        *("-x", "HVPIPE_TIMEOUT", "-x", "HVPIPE_TRACE", "-x", "HVPIPE_UTILIZATION", "-x", "PATH"),
+        *(sys.executable, "-u", "train.py"),
+    ]
+
+
+def test_a_module(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dry_run(capsys, "-np", "1", "-m", "package.train", "--", "--epochs", "3")[-5:] == [
+        *("-u", "-m", "package.train", "--epochs", "3"),
+    ]
+
+
+def test_an_agent_is_made_absolute(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text("#!/bin/sh\n")
+    agent.chmod(0o755)
+    command = dry_run(capsys, "--hosts", "a", "--rsh-agent", "./agent", "--net", "eth0", script)
+    assert command[command.index("plm_ssh_agent") + 1] == str(agent)
+    assert command[command.index("btl_tcp_if_include") + 1] == "eth0"
+
+
+def test_mpiruns_own_arguments(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = dry_run(capsys, "-np", "2", "--launcher-args", "--mca pml 'ob1'", script)
+    assert command[-6:-3] == ["--mca", "pml", "ob1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["train.py"], "number of ranks is wanted.*Received: no -np, no --hosts"),
+        (["-np", "0", "train.py"], "Received: ranks=0"),
+        (["-np", "2", "absent.py"], "Received: script='absent.py'"),
+        (["-np", "5", "--hosts", "a:2,b:2", "train.py"], "Received: -np 5 with 4 slots"),
+        (["--hosts", "a:x", "train.py"], "Received: --hosts 'a:x'"),
+        (["-np", "2", "--timeout", "0", "train.py"], "Received: 0"),
+        (["-np", "2", "--trace", "absent/t.json", "train.py"], "Received: --trace 'absent/t.json'"),
+        (["-np", "2", "--trace", ".", "train.py"], r"Received: --trace '\.'"),
+        (["-np", "2", "--rsh-agent", "./absent", "train.py"], "Received: --rsh-agent './absent'"),
+        (["-np", "2", "--mpirun", "/absent", "train.py"], "Received: --mpirun '/absent'"),
+    ],
+)
+def test_refused_before_anything_starts(
+    arguments: list[str], says: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refusal(capsys, *arguments)
+    assert message.startswith("hvpipe run: ")
+    assert pytest.importorskip("re").search(says, message)
+
+
+@pytest.mark.parametrize("arguments", [["run", "-np", "two", "train.py"], ["run", "-np", "2"], ["walk"]])
+def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert "exit codes" in capsys.readouterr().out
+
+
+def test_another_mpirun_than_built_with_is_warned_about(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = cli.doctor.Build(None, "MPICH Version: 4.2.3", None, None)
+    monkeypatch.setattr(cli.doctor, "read_build", lambda: build)
+    assert cli.main(["run", "--dry-run", "-np", "1", script]) == 0
+    assert (
+        "built with MPICH Version: 4.2.3, but the only mpirun found is Open MPI 5.0.11"
+        in capsys.readouterr().err
+    )
+
+
+def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = tuple(Event("step", "step", 0, "step", float(i), i + 0.5) for i in range(3))
+    Trace(steps, {"images": 24}).write(tmp_path / "t.json")
+    assert cli.main(["report", str(tmp_path / "t.json")]) == 0
+    assert "images/s              16.0" in capsys.readouterr().out
+    assert cli.main(["report", "--json", str(tmp_path / "t.json")]) == 0
+    assert json.loads(capsys.readouterr().out)["step_s"] == 0.5
+
+
+def test_report_of_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(tmp_path / "absent.json")]) == 1
+    assert "hvpipe report: A trace should be" in capsys.readouterr().err

@@ -1,0 +1,109 @@
+"""Environments as each launcher leaves them, and what discover and settings make of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvpipe.comm.discover import Launch, Settings, discover, settings
+from hvpipe.errors import HvpipeError, InitError
+
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "3",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+STEP = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
+BATCH_SCRIPT = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        pytest.param({}, Launch("none", 0, 1, 0, 1), id="nobody"),
+        pytest.param(OPEN_MPI, Launch("mpirun", 3, 4, 1, 2), id="Open MPI"),
+        pytest.param(HYDRA, Launch("mpirun", 1, 2, 1, 2), id="MPICH"),
+        pytest.param(STEP, Launch("srun", 5, 8, 1, None), id="srun"),
+        pytest.param({**STEP, "PMIX_RANK": "5"}, Launch("srun", 5, 8, 1, None), id="srun with PMIx"),
+        pytest.param(
+            {**STEP, "PMI_RANK": "5", "PMI_SIZE": "8"}, Launch("srun", 5, 8, 1, None), id="srun with PMI-2"
+        ),
+        pytest.param({**STEP, **OPEN_MPI}, Launch("mpirun", 3, 4, 1, 2), id="Open MPI inside SLURM"),
+        pytest.param({**STEP, **HYDRA}, Launch("mpirun", 1, 2, 1, 2), id="MPICH inside SLURM"),
+        pytest.param(BATCH_SCRIPT, Launch("none", 0, 1, 0, 1), id="a batch script, no step"),
+        pytest.param({"SLURM_JOB_ID": "77"}, Launch("none", 0, 1, 0, 1), id="a SLURM allocation"),
+        pytest.param({"PMIX_RANK": "2"}, Launch("mpirun", 2, None, None, None), id="another PMIx launcher"),
+        pytest.param(
+            {**OPEN_MPI, "HOROVOD_GLOO_TIMEOUT_SECONDS": "30"},
+            Launch("horovodrun", 3, 4, 1, 2),
+            id="horovodrun --mpi",
+        ),
+        pytest.param(
+            {**OPEN_MPI, "HOROVOD_WITH_MPI": "1"},
+            Launch("mpirun", 3, 4, 1, 2),
+            id="left from building Horovod",
+        ),
+    ],
+)
+def test_discover(environ: dict[str, str], expected: Launch) -> None:
+    assert discover(environ) == expected
+
+
+def test_horovodrun_with_gloo_is_refused() -> None:
+    environ = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}
+    with pytest.raises(InitError, match=r"horovodrun --mpi.*Received: .*10\.0\.0\.1"):
+        discover(environ)
+
+
+@pytest.mark.parametrize("text", ["", "one", "-1"])
+def test_a_launcher_that_sets_nonsense_is_named(text: str) -> None:
+    with pytest.raises(InitError, match=f"OMPI_COMM_WORLD_SIZE.*Received: OMPI_COMM_WORLD_SIZE='{text}'"):
+        discover({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": text})
+
+
+def test_settings_without_variables_are_the_defaults() -> None:
+    assert settings({}) == Settings()
+    assert settings({"HVPIPE_TIMEOUT": "", "HVPIPE_TRACE": "", "HVPIPE_SUMMARY": ""}) == Settings()
+
+
+def test_settings_are_read() -> None:
+    environ = {
+        "HVPIPE_TIMEOUT": "2.5",
+        "HVPIPE_TRACE": "/tmp/t.json",
+        "HVPIPE_UTILIZATION": "u.json",
+        "HVPIPE_BUCKET_BYTES": "1000",
+        "HVPIPE_SEGMENT_BYTES": "64",
+        "HVPIPE_SHARED_MEMORY": "0",
+        "HVPIPE_SUMMARY": "1",
+        "HVPIPE_LOG_LEVEL": "DEBUG",
+    }
+    assert settings(environ) == Settings(
+        timeout_s=2.5,
+        trace_path="/tmp/t.json",
+        utilization_path="u.json",
+        bucket_bytes=1000,
+        segment_bytes=64,
+        shared_memory=False,
+        summary=True,
+        log_level="debug",
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "wanted"),
+    [
+        ("HVPIPE_TIMEOUT", "soon", "a positive number of seconds"),
+        ("HVPIPE_TIMEOUT", "0", "a positive number of seconds"),
+        ("HVPIPE_TIMEOUT", "inf", "a positive number of seconds"),
+        ("HVPIPE_BUCKET_BYTES", "4M", "a positive number of bytes"),
+        ("HVPIPE_SEGMENT_BYTES", "-1", "a positive number of bytes"),
+        ("HVPIPE_SHARED_MEMORY", "yes", "0 or 1"),
+        ("HVPIPE_SUMMARY", "2", "0 or 1"),
+        ("HVPIPE_LOG_LEVEL", "loud", "one of debug, info, warning, error"),
+    ],
+)
+def test_a_bad_setting_is_named(name: str, text: str, wanted: str) -> None:
+    with pytest.raises(HvpipeError, match=f"{name} should be {wanted}. Received: {name}='{text}'"):
+        settings({name: text})

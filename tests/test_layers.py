@@ -1,0 +1,153 @@
+"""The shape of the package: imports go downward; each dependency and the environment have one place."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "hvpipe"
+
+# Lowest first. A module may import from its own layer and from those before it, never in a circle.
+# A package's name stands for all of its modules.
+LAYERS = (
+    ("errors", "_build_info", "_engine"),
+    ("topology", "profile", "trace"),
+    ("plan", "report", "timeline"),
+    ("schedule",),
+    ("verify", "simulate", "comm"),
+    ("engine",),
+    ("session", "closing", "utilization", "keras"),
+    ("launch", "supervise", "doctor", "cli", "__main__", "__init__"),
+)
+
+# The only place that may import each; a folder's name ends in "/".
+PLACES = {
+    "horovod": "comm/horovod.py",
+    "keras": "keras/",
+    "mpi4py": "comm/mpi.py",
+    "pynvml": "utilization.py",
+    "tensorflow": "keras/",
+}
+# Everywhere welcome.
+ANYWHERE = {"numpy"}
+
+READ_THE_ENVIRONMENT = {"comm/discover.py", "cli.py"}
+
+
+def files() -> list[str]:
+    return sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+@cache
+def tree(file: str) -> ast.Module:
+    return ast.parse((PACKAGE / file).read_text(), filename=file)
+
+
+def module_of(file: str) -> str:
+    """comm/mpi.py is hvpipe.comm.mpi, comm/__init__.py is hvpipe.comm."""
+    return ".".join(["hvpipe", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
+
+
+def known_modules() -> set[str]:
+    return {module_of(file) for file in files()} | {"hvpipe._build_info", "hvpipe._engine"}
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports_below(node: ast.AST, file: str, *, with_types: bool) -> Iterator[str]:
+    """Every module imported below `node`, in full: for `from a import b`, a.b where that is a module."""
+    for child in ast.iter_child_nodes(node):
+        if is_for_types(child) and not with_types:
+            continue
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            package = ["hvpipe", *Path(file).parent.parts][: None if child.level < 2 else 1 - child.level]
+            base = ".".join([*(package if child.level else []), *([child.module] if child.module else [])])
+            for alias in child.names:
+                name = f"{base}.{alias.name}"
+                yield name if name in known_modules() else base
+        yield from imports_below(child, file, with_types=with_types)
+
+
+def own_imports(file: str, *, with_types: bool = True) -> set[str]:
+    found = imports_below(tree(file), file, with_types=with_types)
+    return {name for name in found if name.partition(".")[0] == "hvpipe"}
+
+
+def layer_of(module: str) -> int:
+    name = module.split(".")[1] if "." in module else "__init__"
+    for number, names in enumerate(LAYERS):
+        if name in names:
+            return number
+    raise AssertionError(f"wanted: a layer in LAYERS for every module. Received: module={module}")
+
+
+@pytest.mark.parametrize("file", files())
+def test_imports_go_downward(file: str) -> None:
+    layer = layer_of(module_of(file))
+    upward = {name for name in own_imports(file) if layer_of(name) > layer}
+    assert not upward, f"hvpipe/{file} (layer {layer}) imports {sorted(upward)}"
+
+
+def test_no_import_runs_in_a_circle() -> None:
+    graph = {module_of(f): own_imports(f, with_types=False) - {module_of(f)} for f in files()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_each_dependency_is_imported_in_one_place() -> None:
+    users: dict[str, set[str]] = defaultdict(set)
+    for file in files():
+        for name in imports_below(tree(file), file, with_types=True):
+            top = name.partition(".")[0]
+            if top not in sys.stdlib_module_names and top != "hvpipe" and top not in ANYWHERE:
+                users[top].add(file)
+    for package, place in PLACES.items():
+        elsewhere = {
+            file
+            for file in users.pop(package, ())
+            if not (file == place or (file.startswith(place) and place[-1] == "/"))
+        }
+        assert not elsewhere, f"{package} belongs in hvpipe/{place}, not in {sorted(elsewhere)}"
+    scattered = {package: sorted(where) for package, where in users.items() if len(where) > 1}
+    assert not scattered, f"wanted: one file for each. Received: {scattered}"
+
+
+@pytest.mark.parametrize("file", sorted(set(files()) - READ_THE_ENVIRONMENT))
+def test_the_environment_is_read_in_two_places(file: str) -> None:
+    names = {"environ", "environb", "getenv", "getenvb"}
+    reads = [
+        node.lineno
+        for node in ast.walk(tree(file))
+        if (isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os")
+        or (isinstance(node, ast.ImportFrom) and node.module == "os" and names & {a.name for a in node.names})
+    ]
+    assert not reads, f"hvpipe/{file} reads the environment on lines {reads}"
+
+
+@pytest.mark.parametrize("file", files())
+def test_a_file_opens_with_one_sentence(file: str) -> None:
+    first = (ast.get_docstring(tree(file)) or "").partition("\n\n")[0]
+    assert first, f"hvpipe/{file} does not say what it is"
+    assert first.rstrip()[-1] in ".:?", f"hvpipe/{file} opens with {first!r}"
+
+
+def test_importing_hvpipe_is_light() -> None:
+    code = "import sys, hvpipe; print(*{n.partition('.')[0] for n in sys.modules})"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    heavy = {"keras", "matplotlib", "mpi4py", "numpy", "psutil", "rich", "tensorflow"} & set(
+        loaded.stdout.split()
+    )
+    assert not heavy, f"import hvpipe imports {sorted(heavy)}"

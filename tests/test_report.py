@@ -1,0 +1,138 @@
+"""Summaries of runs drawn by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvpipe.errors import HvpipeError
+from hvpipe.report import Summary, hidden_share, summarise, summarise_trace, union
+from hvpipe.trace import Event, Trace
+
+
+def event(category: str, start_s: float, end_s: float, rank: int = 0) -> Event:
+    return Event(category, category, rank, category, start_s, end_s)
+
+
+# compute | 0####4  6######12       hidden: 2..4 and 9..12 of 2..6 and 9..12, 5 of 7
+# reduce  |   2####6   9###12
+OVERLAPPED = (
+    event("forward", 0, 3),
+    event("backward", 2, 4),
+    event("backward", 6, 11),
+    event("update", 11, 12),
+    event("reduce", 2, 5),
+    event("reduce", 3, 6),
+    event("reduce", 9, 12),
+)
+
+
+def test_union_of_nested_touching_and_separate_intervals() -> None:
+    events = [
+        event("pack", 5, 6),
+        event("pack", 0, 4),
+        event("pack", 1, 2),
+        event("pack", 4, 5),
+        event("pack", 8, 9),
+    ]
+    assert union(events) == [(0, 6), (8, 9)]
+    assert union([]) == []
+
+
+def test_hidden_share_of_one_rank() -> None:
+    assert hidden_share(Trace(OVERLAPPED)) == pytest.approx(5 / 7)
+
+
+def test_another_ranks_computing_hides_nothing() -> None:
+    trace = Trace(
+        (event("reduce", 0, 1, rank=0), event("backward", 0, 1, rank=1), event("reduce", 1, 2, rank=1))
+    )
+    assert hidden_share(trace) == 0.0
+
+
+@pytest.mark.parametrize("category", ["reduce", "forward"])
+def test_half_a_trace_does_not_tell(category: str) -> None:
+    assert hidden_share(Trace((event(category, 0, 1),))) is None
+    assert hidden_share(Trace()) is None
+
+
+def test_summary_by_hand() -> None:
+    utilization = [
+        {"process_cores": 1.5, "system_share": 0.5, "gpu_share": None},
+        {"process_cores": 0.5, "system_share": 1.0, "gpu_share": None},
+    ]
+    counters = [{"bytes_sent": 1000.0, "exposed_wait_s": 0.5}, {"bytes_sent": 500.0, "exposed_wait_s": 1.5}]
+    # The first steps, 9 and 8 s, compiled. 4 steps of 6 images at a median of 0.3 s.
+    durations_s = [[9.0, 0.2, 0.3, 0.3], [8.0, 0.2, 0.4, 0.3]]
+    summary = summarise(Trace(OVERLAPPED), counters, durations_s, 24, utilization)
+    assert summary == Summary(
+        ranks=2,
+        steps=4,
+        step_s=pytest.approx(0.3),
+        images_per_s=pytest.approx(20.0),
+        hidden_share=pytest.approx(5 / 7),
+        exposed_wait_s=1.0,
+        system_share=0.75,
+        process_cores=2.0,
+        gpu_share=None,
+        bytes_sent=1500,
+    )
+
+
+def test_nothing_recorded_says_nothing() -> None:
+    summary = summarise(None, [], [], 0)
+    assert summary == Summary(0, 0, None, None, None, None, None, None, None, None)
+    assert summary.to_line() == "hvpipe: 0 ranks, 0 steps"
+
+
+def test_the_only_step_counts() -> None:
+    assert summarise(None, [{}], [[2.0]], 8).step_s == 2.0
+    assert summarise(None, [{}], [[2.0]], 8).images_per_s == 4.0
+
+
+def test_hidden_share_from_counters_where_there_is_no_trace() -> None:
+    assert summarise(None, [{"reduce_s": 4.0, "exposed_wait_s": 1.0}], [], 0).hidden_share == 0.75
+    assert summarise(None, [{"reduce_s": 4.0, "exposed_wait_s": 5.0}], [], 0).hidden_share == 0.0
+    assert summarise(None, [{"reduce_s": 0.0, "exposed_wait_s": 0.0}], [], 0).hidden_share is None
+    assert summarise(None, [{"exposed_wait_s": 1.0}], [], 0).hidden_share is None
+
+
+def test_a_written_trace_is_enough() -> None:
+    curve = Event("host busy", "utilization", 0, "utilization", 0.5, 0.5, {"share": 0.5})
+    steps = (event("step", 0, 5), event("step", 5, 6), event("step", 6, 8))
+    trace = Trace((*OVERLAPPED, *steps, curve), {"images": 30, "counters": [{"bytes_sent": 10.0}]})
+    summary = summarise_trace(trace)
+    assert (summary.ranks, summary.steps, summary.step_s) == (1, 3, 1.5)
+    assert summary.images_per_s == pytest.approx(10 / 1.5)
+    assert (summary.system_share, summary.bytes_sent) == (0.5, 10)
+
+
+def test_the_texts() -> None:
+    summary = Summary(2, 120, 0.0425, 1882.44, 0.934, 0.25, 0.87, 1.93, None, 2_345_000_000)
+    assert summary.to_line() == (
+        "hvpipe: 2 ranks, 120 steps, step 42.5 ms, images/s 1,882.4, communication hidden 93%, "
+        "waited 250 ms, CPU 87%, cores 1.9, sent 2.345 GB"
+    )
+    assert summary.to_text().splitlines() == [
+        "ranks                 2",
+        "steps                 120",
+        "step                  42.5 ms",
+        "images/s              1,882.4",
+        "communication hidden  93%",
+        "waited                250 ms",
+        "CPU                   87%",
+        "cores                 1.9",
+        "sent                  2.345 GB",
+    ]
+    assert Summary(1, 1, 1.5, None, None, None, None, None, 0.5, 999).to_line() == (
+        "hvpipe: 1 rank, 1 step, step 1.5 s, GPU 50%, sent 999 B"
+    )
+
+
+def test_json_out_and_in() -> None:
+    summary = summarise(Trace(OVERLAPPED), [{"bytes_sent": 1.0}], [[1.0, 2.0]], 3)
+    assert Summary.from_json(summary.to_json()) == summary
+
+
+def test_a_negative_number_of_images() -> None:
+    with pytest.raises(HvpipeError, match="Received: images=-1"):
+        summarise(None, [], [], -1)

@@ -1,0 +1,117 @@
+"""Exit codes and signals, with small programs in the place of mpirun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hvpipe.errors import LaunchError
+from hvpipe.supervise import supervise
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 60.0
+
+
+def supervised(program: str, tmp_path: Path, grace_s: float = 30.0, setup: str = "") -> subprocess.Popen[str]:
+    """`supervise` in a process of its own, running a Python program that has touched `ready`."""
+    script = f"{setup}\nimport os, sys\nfrom hvpipe.supervise import supervise\n"
+    script += f"sys.exit(supervise([sys.executable, '-c', {program!r}], os.environ, grace_s={grace_s}))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True
+    )
+    deadline_s = time.monotonic() + LIMIT_S
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return process
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("code", [0, 1, 77])
+def test_the_exit_code_is_handed_back(code: int) -> None:
+    assert supervise([sys.executable, "-c", f"raise SystemExit({code})"], os.environ) == code
+
+
+def test_ended_by_a_signal() -> None:
+    assert supervise([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], os.environ) == 137
+
+
+def test_the_environment_is_handed_on() -> None:
+    program = "import os, sys; sys.exit(int(os.environ['CODE']))"
+    assert supervise([sys.executable, "-c", program], {**os.environ, "CODE": "5"}) == 5
+
+
+def test_handlers_are_restored() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    supervise([sys.executable, "-c", ""], os.environ)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_launcher_that_is_none() -> None:
+    with pytest.raises(LaunchError, match=r"Received: .*/nowhere/mpirun"):
+        supervise(["/nowhere/mpirun"], os.environ)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_the_launcher_once(number: signal.Signals, tmp_path: Path) -> None:
+    program = f"""
+import signal, time
+seen = []
+signal.signal({int(number)}, lambda *_: seen.append(1))
+open("ready", "w").close()
+while not seen: time.sleep(0.01)
+time.sleep(0.2)
+open("seen", "w").write(str(len(seen)))
+"""
+    process = supervised(program, tmp_path)
+    process.send_signal(number)
+    assert process.wait(LIMIT_S) == 128 + number
+    assert (tmp_path / "seen").read_text() == "1"
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0) \\
+    if sys.version_info >= (3, 11) else subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn=os.setpgrp)
+open("pid", "w").write(str(child.pid))
+open("ready", "w").close()
+time.sleep(60)
+"""
+
+
+def test_what_ignores_the_signal_is_killed_after_the_grace_with_its_children(tmp_path: Path) -> None:
+    process = supervised(STUBBORN, tmp_path, grace_s=0.3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 143
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
+    process = supervised(STUBBORN, tmp_path, grace_s=600.0)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT_S) == 130
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_a_signal_ignored_before_stays_ignored(tmp_path: Path) -> None:
+    program = "import time; open('ready', 'w').close(); time.sleep(0.5)"
+    process = supervised(
+        program, tmp_path, setup="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    )
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(LIMIT_S) == 0
