@@ -25,18 +25,20 @@ CONSTRAINTS := constraints$(if $(filter-out $(DEFAULT_TF),$(TF)),-tf$(TF)).txt
 BIN := $(VENV)/bin
 SETUP := .ci/setup.sh
 PYTEST := $(BIN)/pytest
+CPP_FILES := find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu'
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup train test test-default test-one lint plan all fast cuda wheel other format clean
+.PHONY: help setup train test lint plan all fast cuda wheel other format clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
+# READY says that a make above this one has set up.
 setup:
-	@$(SETUP) $(VENV) $(CONSTRAINTS) "$(PYTHON)"
+	@[ -n "$(READY)" ] || $(SETUP) $(VENV) $(CONSTRAINTS) "$(PYTHON)"
 
 train: setup
 	@echo "==> training examples/train.py on $(RANKS) ranks"
@@ -45,60 +47,48 @@ train: setup
 	    examples/train.py --save $(RUN_DIR)/model.keras --progress $$([ -t 1 ] && echo bar || echo epoch) $(ARGS)
 
 # One step after the other, quickest first, so that a failure shows early; the first failure ends the run.
-test:
-	@$(MAKE) setup
-	@$(MAKE) $(if $(filter $(DEFAULT_TF),$(TF)),test-default,test-one)
+ALL_STEPS := lint plan cuda all wheel other
+ONE_STEPS := plan all
 
-test-default:
-	@$(MAKE) lint
-	@$(MAKE) plan
-	@$(MAKE) cuda
-	@$(MAKE) all
-	@$(MAKE) wheel
-	@$(MAKE) other
+test: setup
+	@for step in $(if $(filter $(DEFAULT_TF),$(TF)),$(ALL_STEPS),$(ONE_STEPS)); do $(MAKE) $$step READY=1; done
 
-test-one:
-	@echo "==> TensorFlow $(TF): all tests (lint, CUDA and the wheel belong to 'make test' without TF=)"
-	@$(MAKE) plan
-	@$(MAKE) all
-
-lint:
+lint: setup
 	@echo "==> lint: ruff, mypy --strict, clang-format"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy --strict hvpipe
-	@git ls-files -co --exclude-standard -- 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' | xargs -r $(BIN)/clang-format --dry-run -Werror
+	@$(CPP_FILES) | xargs -r $(BIN)/clang-format --dry-run -Werror
 
-plan:
+plan: setup
 	@echo "==> tests of the planning half, with MPI and TensorFlow out of reach"
 	@$(PYTEST) -q --planning
 
-all:
-	@echo "==> all tests on TensorFlow $(TF), distributed ones under mpirun with 1, 2, 3 and 4 ranks"
+all: setup
+	@echo "==> all tests on TensorFlow $(TF), the distributed ones under mpirun with 1, 2, 3 and 4 ranks"
 	@$(PYTEST)
 
-fast:
+fast: setup
 	@echo "==> fast half of the tests on TensorFlow $(TF)"
 	@$(PYTEST) -m "not slow"
 
 cuda:
 	@.ci/cuda.sh
 
-wheel:
+wheel: setup
 	@.ci/wheel.sh $(VENV) $(CONSTRAINTS)
 
-# The fast half on the other TensorFlow; 3 is setup's code for "no Python here can install it".
+# The fast half on the other TensorFlow, unless setup left word that no Python here can install it.
 other:
-	@code=0; $(MAKE) setup TF=$(OTHER_TF) || code=$$?; \
-	if [ -e .venv-tf$(OTHER_TF)/.stamps/no-python ]; then \
+	@if $(MAKE) setup TF=$(OTHER_TF) READY=; then $(MAKE) fast TF=$(OTHER_TF) READY=1; \
+	elif [ -e .venv-tf$(OTHER_TF)/.stamps/no-python ]; then \
 	    echo "==> SKIPPED: fast half on TensorFlow $(OTHER_TF): no Python here can install it"; \
-	elif [ $$code -ne 0 ]; then exit $$code; \
-	else $(MAKE) fast TF=$(OTHER_TF); fi
+	else exit 1; fi
 
-format:
+format: setup
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
-	@git ls-files -co --exclude-standard -- 'csrc/*.h' 'csrc/*.cc' 'csrc/*.cu' | xargs -r $(BIN)/clang-format -i
+	@$(CPP_FILES) | xargs -r $(BIN)/clang-format -i
 
 clean:
 	rm -rf .venv .venv-tf* build runs .pytest_cache .mypy_cache .ruff_cache

@@ -22,7 +22,7 @@ quietly() {
 
 export PATH=$venv/bin:$PATH
 quietly "wheel: building it against $1" "$venv/bin/python" -m pip wheel --no-deps --no-build-isolation \
-    -C "build-dir=build/wheel" -w "$scratch/dist" .
+    -C "build-dir=build/${1#.}" ${CI:+-C cmake.define.HVPIPE_WERROR=ON} -w "$scratch/dist" .
 wheel=$(echo "$scratch"/dist/hvpipe-*.whl)
 
 "$venv/bin/python" -m venv "$scratch/venv"
@@ -36,6 +36,6 @@ unset PYTHONPATH VIRTUAL_ENV
 say "wheel: hvpipe doctor"
 timeout 60 hvpipe doctor
 say "wheel: a small training on 2 ranks"
-timeout 300 hvpipe run -np 2 train.py --epochs 2 --save "$scratch/model.keras"
+timeout 300 hvpipe run -np 2 train.py --epochs 2 --progress epoch --save "$scratch/model.keras"
 [ -s "$scratch/model.keras" ] || { echo "error: train.py saved no model" >&2; exit 1; }
 say "wheel: works"

@@ -47,6 +47,11 @@ def _parser() -> argparse.ArgumentParser:
         help="bytes between a page's begin and the buffer's (default: 0)",
     )
     parser.add_argument(
+        "--pool",
+        default="0",
+        help="buffers in turn of so many bytes, e.g. 128M, to meet them outside the cache",
+    )
+    parser.add_argument(
         "--timeout", type=float, default=3600.0, help="seconds until the run is ended (default: 3600)"
     )
     parser.add_argument("--json", type=Path, help="write every sample there")
@@ -69,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ClusterError, ValueError) as error:
         print(f"bench.all_reduce: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     _show(report, arguments)
     return 0
 
@@ -91,12 +98,13 @@ def _measure(arguments: argparse.Namespace) -> int:
     sample_s = 0.02 if arguments.sample_seconds is None else arguments.sample_seconds
     with ends_all_ranks() as world:
         effort = Effort(
-            _sizes(arguments),
-            _engines(arguments),
-            arguments.seconds,
-            arguments.samples,
-            sample_s,
-            arguments.offset,
+            sizes_bytes=_sizes(arguments),
+            contenders=_engines(arguments),
+            seconds=arguments.seconds,
+            least_samples=arguments.samples,
+            sample_s=sample_s,
+            offset_bytes=arguments.offset,
+            pool_bytes=parse_size(arguments.pool),
         )
         report = measure(effort, arguments.where, lambda text: print(text, file=sys.stderr, flush=True))
         if world.rank == 0 and arguments.result is not None:
@@ -108,7 +116,7 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 def _drive(arguments: argparse.Namespace, words: list[str]) -> AllReduceReport:
     """Start the ranks here or on a virtual cluster, and add what the link gives."""
-    _engines(arguments), _sizes(arguments)  # before anything is started
+    _engines(arguments), _sizes(arguments), parse_size(arguments.pool)  # before anything is started
     if arguments.hosts is None and arguments.spec is None:
         ranks = 2 if arguments.ranks is None else arguments.ranks
         return _run(lambda command: mpirun.one_host(ranks, command), words, "one host", arguments.timeout)

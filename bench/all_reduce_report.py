@@ -41,10 +41,15 @@ class Row:
 
 @dataclass(frozen=True)
 class AllReduceReport:
-    """Every size, and where it ran; link_bits_per_s is the measured two-way rate, None on one host."""
+    """Every size, and where it ran; link_bits_per_s is the measured two-way rate, None on one host.
+
+    Bus bandwidth counts ranks, as nccl-tests does. A host's link carries what its hosts' ring needs, which is
+    less where several ranks share a host.
+    """
 
     ranks: int
     where: str
+    hosts: int
     mpi: str
     rows: tuple[Row, ...]
     link_bits_per_s: float | None = None
@@ -60,9 +65,10 @@ class AllReduceReport:
         return bus_bandwidth(row.size_bytes, row.seconds(contender), self.ranks)
 
     def fraction(self, row: Row, contender: str) -> float:
-        """Bus bandwidth over what the medium gives: the link's two-way rate, or one rank's copy on a host."""
+        """What the medium carries over what it can: the link's two-way rate, or one rank's copy on a host."""
         if self.link_bits_per_s is not None:
-            return self.bus(row, contender) * 8 / self.link_bits_per_s
+            carried = bus_bandwidth(row.size_bytes, row.seconds(contender), self.hosts)
+            return carried * 8 / self.link_bits_per_s
         return self.bus(row, contender) / algorithm_bandwidth(row.size_bytes, median(row.copy_samples_s))
 
     def summary(self) -> dict[str, float]:
@@ -98,7 +104,13 @@ class AllReduceReport:
         data: dict[str, Any] = json.loads(text)
         rows = tuple(Row(row["size_bytes"], row["samples_s"], row["copy_samples_s"]) for row in data["rows"])
         return AllReduceReport(
-            data["ranks"], data["where"], data["mpi"], rows, data["link_bits_per_s"], data["link_tool"]
+            data["ranks"],
+            data["where"],
+            data["hosts"],
+            data["mpi"],
+            rows,
+            data["link_bits_per_s"],
+            data["link_tool"],
         )
 
     def to_text(self) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ Buffer = npt.NDArray[np.float32]
 InPlaceSum = Callable[[Buffer], Any]
 
 _PAGE_BYTES = 4096
+_MOST_BUFFERS = 4096
 _PATTERN = 251  # values stay below 2^24 when summed, so float32 is exact in any order
 
 
@@ -34,6 +36,7 @@ class Effort:
     least_samples: int = 5
     sample_s: float = 0.02
     offset_bytes: int = 0
+    pool_bytes: int = 0
     most_samples: int = 50
 
 
@@ -64,6 +67,12 @@ def aligned(elements: int, value: float, offset_bytes: int) -> Buffer:
     return array
 
 
+def pool(size_bytes: int, value: float, effort: Effort) -> Iterator[Buffer]:
+    """Buffers to use in turn: always the same one, or as many as fill pool_bytes, so that each is cold."""
+    count = max(1, min(_MOST_BUFFERS, effort.pool_bytes // size_bytes))
+    return cycle([aligned(size_bytes // 4, value, effort.offset_bytes) for _ in range(count)])
+
+
 def expected_and_mine(elements: int, rank: int, ranks: int) -> tuple[Buffer, Buffer]:
     """The exact sum, and this rank's part: whole numbers that differ by rank and by place."""
     place = np.arange(elements, dtype=np.int32) % _PATTERN
@@ -87,13 +96,13 @@ def verify(operation: InPlaceSum, name: str, size_bytes: int) -> None:
         )
 
 
-def _sample(operation: InPlaceSum, buffer: Buffer, times: int) -> float:
+def _sample(operation: InPlaceSum, buffers: Iterator[Buffer], times: int) -> float:
     """Seconds of one operation, on the slowest rank, averaged over `times` back to back."""
     world = MPI.COMM_WORLD
     world.Barrier()
     start = time.perf_counter()
     for _ in range(times):
-        operation(buffer)
+        operation(next(buffers))
     mine = (time.perf_counter() - start) / times
     return float(world.allreduce(mine, op=MPI.MAX))
 
@@ -103,10 +112,9 @@ def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], effort: Eff
     for name, operation in operations.items():
         verify(operation, name, size_bytes)
     # Zeros stay zeros however often they are summed; memory is touched before it is timed.
-    buffer = aligned(size_bytes // 4, 0, effort.offset_bytes)
-    target = aligned(size_bytes // 4, 1, effort.offset_bytes)
-    turns: dict[str, InPlaceSum] = {**operations, "copy": lambda source: np.copyto(target, source)}
-    times = {name: repetitions(effort.sample_s, _sample(each, buffer, 1)) for name, each in turns.items()}
+    buffers, targets = pool(size_bytes, 0, effort), pool(size_bytes, 1, effort)
+    turns: dict[str, InPlaceSum] = {**operations, "copy": lambda source: np.copyto(next(targets), source)}
+    times = {name: repetitions(effort.sample_s, _sample(each, buffers, 1)) for name, each in turns.items()}
     samples: dict[str, list[float]] = {name: [] for name in turns}
     world = MPI.COMM_WORLD
     deadline = time.perf_counter() + effort.seconds * len(operations)
@@ -115,7 +123,7 @@ def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], effort: Eff
         if count >= effort.least_samples and late:
             break
         for name, operation in turns.items():
-            samples[name].append(_sample(operation, buffer, times[name]))
+            samples[name].append(_sample(operation, buffers, times[name]))
     copies = samples.pop("copy")
     for name, operation in operations.items():
         verify(operation, name, size_bytes)
@@ -132,4 +140,5 @@ def measure(effort: Effort, where: str, say: Callable[[str], None]) -> AllReduce
             say(f"{format_size(size_bytes)} ...")
         rows.append(measure_size(size_bytes, operations, effort))
     version = MPI.Get_library_version().split(",")[0].strip()
-    return AllReduceReport(world.size, where, version, tuple(rows))
+    hosts = len(set(world.allgather(MPI.Get_processor_name())))
+    return AllReduceReport(world.size, where, hosts, version, tuple(rows))

@@ -13,7 +13,7 @@ from bench.cluster_spec import ClusterError, ClusterSpec
 STATE = Path("/run/hvpipe-cluster")
 
 # Entering is one script, so that mpirun's agent, `exec` and a person's shell get the same host: its CPU time,
-# its network, its name, its /etc/hosts, and a /sys of this network that still shows the cgroups, which entering
+# its network, its name, its /etc/hosts, and a /sys of this network that still has the cgroups, which entering
 # another host from here needs.
 _ENTER = """#!/bin/sh
 # Run a command inside a host of the virtual cluster {name}: enter HOST COMMAND [ARGUMENT...]

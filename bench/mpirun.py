@@ -48,10 +48,15 @@ def _shared_flags(major: int) -> list[str]:
     return [*root, *crowded, "--bind-to", "none"]
 
 
+def _yielding(ranks: int) -> list[str]:
+    """With more ranks than cores, one that waits must leave its core; else MPI is up to 14 times slower."""
+    return ["--mca", "mpi_yield_when_idle", "1"] if ranks > (os.cpu_count() or 1) else []
+
+
 def one_host(ranks: int, command: Sequence[str]) -> list[str]:
     """Start `command` on `ranks` ranks of this host, unbound, as many as asked for."""
     mpirun = find_mpirun()
-    return [mpirun, *_shared_flags(open_mpi_major(mpirun)), "-np", str(ranks), *command]
+    return [mpirun, *_shared_flags(open_mpi_major(mpirun)), *_yielding(ranks), "-np", str(ranks), *command]
 
 
 def across_hosts(spec: ClusterSpec, agent: Path, ranks: int, command: Sequence[str]) -> list[str]:
@@ -64,7 +69,7 @@ def across_hosts(spec: ClusterSpec, agent: Path, ranks: int, command: Sequence[s
     # Several ranks of one host meet in its memory; ranks of different hosts only on the links.
     shared = "" if all(host.slots == 1 for host in spec.hosts) else (",sm" if major >= 5 else ",vader")
     return [
-        mpirun, *_shared_flags(major), *launcher, str(agent),
+        mpirun, *_shared_flags(major), *_yielding(ranks), *launcher, str(agent),
         "--host", ",".join(f"{host.name}:{host.slots}" for host in spec.hosts), "-np", str(ranks),
         "--mca", "pml", "ob1", "--mca", "btl", f"tcp,self{shared}", "--mca", "btl_tcp_if_include", SUBNET,
         *command,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ def started_as_rank(result: Path | None) -> bool:
 
 def run_ranks(module: str, start: mpirun.Start, words: list[str], *, where: str, timeout_s: float) -> str:
     """Start `python -m module words` by the command line that `start` makes; the text of its result."""
+    warn_if_busy()
     with tempfile.TemporaryDirectory() as directory:
         result = Path(directory) / "result.json"
         command = [sys.executable, "-m", module, *words, "--result", str(result), "--where", where]
@@ -43,6 +45,23 @@ def run_ranks(module: str, start: mpirun.Start, words: list[str], *, where: str,
         if done.returncode != 0 or not result.exists():
             raise ClusterError(f"The ranks failed with status {done.returncode}; their output is above")
         return result.read_text()
+
+
+def warn_if_busy(seconds: float = 0.5) -> None:
+    """Say so where other processes use the cores: figures measured beside them are worth little."""
+
+    def used_and_all() -> tuple[int, int]:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle and waiting for disks
+
+    if not Path("/proc/stat").exists():
+        return
+    before = used_and_all()
+    time.sleep(seconds)
+    after = used_and_all()
+    share = (after[0] - before[0]) / max(1, after[1] - before[1])
+    if share > 0.1:
+        print(f"other processes use {share:.0%} of the cores: expect noise", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ClusterError, ValueError) as error:
         print(f"bench.step: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     _show(report, arguments)
     return 0
 

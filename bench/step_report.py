@@ -28,12 +28,16 @@ class Round:
 
 @dataclass(frozen=True)
 class StepReport:
-    """All rounds, and what bounds a step: link_bits_per_s is the rate that was set, None without a limit."""
+    """All rounds, and what bounds a step: link_bits_per_s is the rate that was set, None without a limit.
+
+    The gradients cross a host's link once for all its ranks: the bound counts hosts.
+    """
 
     workload: str
     where: str
     versions: str
     ranks: int
+    hosts: int
     batch: int
     gradient_bytes: int
     rounds: tuple[Round, ...]
@@ -68,11 +72,11 @@ class StepReport:
 
     def communication_s(self) -> float:
         """What the gradients need on the links at their set rate."""
-        return communication_bound_s(self.gradient_bytes, self.ranks, self.link_bits_per_s)
+        return communication_bound_s(self.gradient_bytes, self.hosts, self.link_bits_per_s)
 
     def bound_s(self) -> float:
         """The larger of computing alone and the links."""
-        return step_bound_s(self.seconds(ALONE), self.gradient_bytes, self.ranks, self.link_bits_per_s)
+        return step_bound_s(self.seconds(ALONE), self.gradient_bytes, self.hosts, self.link_bits_per_s)
 
     def summary(self) -> dict[str, float]:
         """The figures that targets are set for."""

@@ -47,7 +47,9 @@ def _models(
         if mode != ALONE:
             import hvpipe.keras as hk
 
-            model = hk.data_parallel(model, overlap=mode)
+            # Stale steps begin after exact ones: here, within the warm-up.
+            options = {"warmup_steps": 1} if mode == "stale" else {}
+            model = hk.data_parallel(model, overlap=mode, **options)
         models[mode] = model
     return models
 
@@ -101,6 +103,7 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
         where,
         _versions(keras),
         world.size,
+        len(set(world.allgather(MPI.Get_processor_name()))),
         workload.batch,
         gradient_bytes(models[ALONE]),
         tuple(rounds),

@@ -163,7 +163,8 @@ void Progress::Loop() {
     {
       std::unique_lock<std::mutex> lock(inbox_mutex_);
       const auto has_work = [&] { return stop_ || (woken_ && inline_drivers_ == 0); };
-      if (inline_drivers_ > 0 || !result.waiting) {
+      // After a move look again before sleeping: it may have made way for an operation passed over before.
+      if (inline_drivers_ > 0 || (!result.waiting && !result.moved)) {
         wake_.wait(lock, has_work);
       } else if (!result.moved) {
         ++counters_.sleeps;

@@ -214,7 +214,7 @@ REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_CPU), CollectOp)
 // Passes a value on and notes the time, for the trace.
 REGISTER_OP("HvpipeMark")
     .Input("value: T")
-    .Attr("name: string")
+    .Attr("label: string")
     .Attr("T: type")
     .Output("same: T")
     .SetShapeFn(tf::shape_inference::UnchangedShape);
@@ -222,16 +222,16 @@ REGISTER_OP("HvpipeMark")
 class MarkOp : public tf::OpKernel {
  public:
   explicit MarkOp(tf::OpKernelConstruction* construction) : tf::OpKernel(construction) {
-    OP_REQUIRES_OK(construction, construction->GetAttr("name", &name_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("label", &label_));
   }
 
   void Compute(tf::OpKernelContext* context) override {
-    if (const auto engine = DefaultEngine()) engine->log().Add("mark", name_, Now(), Now());
+    if (const auto engine = DefaultEngine()) engine->log().Add("mark", label_, Now(), Now());
     context->set_output(0, context->input(0));
   }
 
  private:
-  std::string name_;
+  std::string label_;
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeMark").Device(tf::DEVICE_CPU), MarkOp);
 

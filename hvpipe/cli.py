@@ -7,7 +7,6 @@ could not be started; otherwise `run` returns what mpirun returned, 128 + n afte
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hvpipe import doctor, launch, report
+from hvpipe import __version__, doctor, launch, report
 from hvpipe.errors import HvpipeError, LaunchError
 from hvpipe.supervise import supervise
 from hvpipe.trace import Trace
@@ -53,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hvpipe", description="Train Keras models across MPI ranks.", epilog=_EPILOG
     )
-    parser.add_argument("--version", action="version", version=f"hvpipe {_version()}")
+    parser.add_argument("--version", action="version", version=f"hvpipe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_run(commands.add_parser("run", help="start a Python script on several ranks", epilog=_EPILOG))
     examine = commands.add_parser(
@@ -197,10 +196,3 @@ def _report(options: argparse.Namespace) -> int:
     summary = report.summarise_trace(Trace.read(options.trace))
     print(json.dumps(summary.to_json(), indent=2) if options.json else summary.to_text())
     return 0
-
-
-def _version() -> str:
-    try:
-        return importlib.metadata.version("hvpipe")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"

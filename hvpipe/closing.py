@@ -38,7 +38,7 @@ def report_run(session: Session) -> Summary | None:
         trace=trace,
         counters=session.engine.counters(),
         step_durations_s=session.step_durations_s,
-        samples=session.samples,
+        samples=sum(counter.total() for counter in session.sample_counters),
         utilization=session.sampler.summary().to_json(),
         device_samples=[asdict(sample) for sample in session.sampler.samples()],
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +10,7 @@ import numpy as np
 from hvpipe.comm import World
 from hvpipe.comm.discover import Settings
 from hvpipe.errors import BuildMismatchError, HvpipeError, InitError
+from hvpipe.plan.buckets import ITEM_BYTES, WIRE_DTYPE, BucketPlan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -21,30 +20,7 @@ if TYPE_CHECKING:
 Op = Literal["average", "sum"]
 Compression = Literal["bf16", "fp16"] | None
 
-REDUCIBLE = ("float32", "float64", "float16", "bfloat16")
-WIRE_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
-
-
-@dataclass(frozen=True)
-class BucketSpec:
-    """One fused gradient buffer: its tensors' element counts, in order, and when it is needed.
-
-    `dtype` is that of the gradients, `wire_dtype` that of the buffer (another one under compression).
-    Buckets of a low `priority` are needed first by the next forward and overtake the others.
-    """
-
-    name: str
-    dtype: str
-    wire_dtype: str
-    counts: tuple[int, ...]
-    priority: int
-
-    @property
-    def wire_bytes(self) -> int:
-        return sum(self.counts) * ITEM_BYTES[self.wire_dtype]
-
-
-ITEM_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+REDUCIBLE = tuple(ITEM_BYTES)
 
 
 class Engine:
@@ -79,7 +55,7 @@ class Engine:
         """Sum or average of `array` over the ranks, in `out` or a new array of the same shape and dtype.
 
         The dtype is float32, float64, float16 or bfloat16; halves are added in float32. The result has the
-        same bits on every rank. `compression` casts what travels to a half type.
+        same bits on every rank. `compression` casts float32 to a half type on its way.
         """
         source = host_array(array)
         dtype = reducible_dtype(source)
@@ -92,21 +68,15 @@ class Engine:
             np.copyto(target, source)
             return target
         what = f"allreduce ({op}) of {dtype}{list(source.shape)}"
-        wire = WIRE_DTYPE[compression] if compression and dtype in ("float32", "float64") else dtype
+        wire = WIRE_DTYPE[compression] if compression and dtype == "float32" else dtype
         if wire == dtype:
             self.core.all_reduce(_bits(source), _bits(target), dtype, scale, what)
             return target
         native = import_native()
         buffer = np.empty(source.size, np.uint16)
-        if dtype == "float64":  # the core casts halves from and to float32
-            source, single = source.astype(np.float32), np.empty(source.shape, np.float32)
-        else:
-            single = target
         native.cast(_bits(source), "float32", buffer, wire, scale)
         self.core.all_reduce(buffer, buffer, wire, 1.0, f"{what}, {compression}")
-        native.cast(buffer, wire, _bits(single), "float32", 1.0)
-        if single is not target:
-            np.copyto(target, single)
+        native.cast(buffer, wire, _bits(target), "float32", 1.0)
         return target
 
     def allgather(self, array: Any) -> Array:
@@ -154,12 +124,12 @@ class Engine:
         self.agree(f"broadcast_object from rank {root}")
         return self.world.broadcast_object(value, root)
 
-    def add_plan(self, name: str, signature: int, buckets: Sequence[BucketSpec]) -> int:
-        """Make the fused buffers of buckets that one step reduces together, in this order; not collective."""
+    def add_plan(self, name: str, plan: BucketPlan) -> int:
+        """Make the fused buffers of the buckets that one step reduces together; not collective."""
         if self.core is None:
             raise HvpipeError("A plan needs several ranks or MPI. Received: one rank without MPI")
-        rows = [(b.name, b.dtype, b.wire_dtype, list(b.counts), b.priority) for b in buckets]
-        return int(self.core.add_plan(name, signature, rows))
+        rows = [(b.name, b.dtype, b.wire_dtype, list(b.counts), b.priority) for b in plan.buckets]
+        return int(self.core.add_plan(name, plan.signature, rows))
 
     def counters(self) -> dict[str, float]:
         """Traffic since the start: bytes, messages, operations, seconds of exposed waiting."""

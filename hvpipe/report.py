@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import Any
 
@@ -118,7 +118,13 @@ def summarise(
 
 
 def summarise_trace(trace: Trace) -> Summary:
-    """Sum up a written trace; its metadata may hold `counters` (one entry per rank) and `images`."""
+    """The summary that the run wrote into its trace's metadata; made from the events where there is none.
+
+    Then the metadata may still hold `counters` (one entry per rank) and `images`.
+    """
+    written = trace.metadata.get("summary")
+    if isinstance(written, dict) and written.keys() == {column.name for column in fields(Summary)}:
+        return Summary.from_json(written)
     counters = trace.metadata.get("counters", [])
     return summarise(trace, counters, [], int(trace.metadata.get("images", 0)))
 

@@ -17,7 +17,12 @@ from hvpipe.comm.discover import settings as read_settings
 from hvpipe.errors import HvpipeError
 
 if TYPE_CHECKING:
+    from typing import Protocol
+
     from numpy.typing import NDArray
+
+    class SampleCounter(Protocol):
+        def total(self) -> float: ...
 
     from hvpipe.engine import Compression, Engine, Op
     from hvpipe.utilization import Sampler
@@ -51,7 +56,8 @@ class Session:
         self.world: World = open_world(discover(), settings)
         self.engine: Engine = Engine(self.world, settings, settings.ranks_per_host)
         self.step_durations_s: list[float] = []
-        self.samples = 0.0
+        self.sample_counters: list[SampleCounter] = []
+        self.reducers: dict[Any, Any] = {}  # by what they reduce; see keras.distributed
         self.clock_offset_s = 0.0
         self.sampler: Sampler | None = None
         if self.engine.core is not None:

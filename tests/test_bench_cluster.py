@@ -28,7 +28,7 @@ from bench.cluster_spec import (
 )
 from bench.cluster_state import all_states
 from bench.link_rate import iperf_rate, measure_two_way
-from bench.mpirun import across_hosts
+from bench.mpirun import across_hosts, one_host
 
 ROOT = Path(__file__).parents[1]
 NAME = f"hvtest{os.getpid()}"
@@ -127,6 +127,29 @@ def test_slowest_link_bounds_a_ring() -> None:
 def test_more_ranks_than_slots_is_an_error() -> None:
     with pytest.raises(ClusterError, match="Received: ranks=3"):
         across_hosts(equal_hosts(2), Path("agent"), 3, ["true"])
+
+
+def test_ranks_beyond_the_cores_yield(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("bench.mpirun.find_mpirun", lambda: "mpirun")
+    monkeypatch.setattr("bench.mpirun.open_mpi_major", lambda mpirun: 5)
+    yielding = ["--mca", "mpi_yield_when_idle", "1"]
+    for ranks, expected in ((2, False), (3, True)):
+        lines = (one_host(ranks, ["true"]), across_hosts(equal_hosts(3), Path("agent"), ranks, ["true"]))
+        for line in lines:
+            assert any(line[i : i + 3] == yielding for i in range(len(line))) is expected
+
+
+def test_host_flags_follow_the_mpi_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.mpirun.find_mpirun", lambda: "mpirun")
+    monkeypatch.setattr("bench.mpirun.open_mpi_major", lambda mpirun: 5)
+    line = " ".join(across_hosts(equal_hosts(2, slots=2), Path("agent"), 4, ["true"]))
+    assert "--prtemca plm_ssh_agent agent --host h0:2,h1:2 -np 4" in line
+    assert "--mca btl tcp,self,sm --mca btl_tcp_if_include 10.77.0.0/24 true" in line
+    monkeypatch.setattr("bench.mpirun.open_mpi_major", lambda mpirun: 4)
+    line = " ".join(across_hosts(equal_hosts(2), Path("agent"), 2, ["true"]))
+    assert "--oversubscribe --bind-to none --mca plm_rsh_agent agent" in line
+    assert "--mca btl tcp,self --mca" in line
 
 
 def test_cluster_name_is_checked() -> None:

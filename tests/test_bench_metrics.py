@@ -98,6 +98,7 @@ def one_host_report() -> AllReduceReport:
     return AllReduceReport(
         2,
         "one host",
+        1,
         "Open MPI",
         (
             Row(4096, {"mpi": [4e-6, 3e-6, 5e-6], "hvpipe": [2e-6]}, [1e-6]),
@@ -118,11 +119,19 @@ def test_all_reduce_summary_on_one_host() -> None:
 def test_all_reduce_summary_on_links_counts_from_4_mb() -> None:
     # 4 ranks: 12.5 MB in 1.6 s are 93.75 Mb/s of bus bandwidth, of 100 Mb/s.
     rows = (Row(MB, {"hvpipe": [1e3]}, [1.0]), Row(12_500_000, {"hvpipe": [1.6]}, [1.0]))
-    summary = AllReduceReport(4, "4 hosts", "Open MPI", rows, 100e6, "iperf3").summary()
+    summary = AllReduceReport(4, "4 hosts", 4, "Open MPI", rows, 100e6, "iperf3").summary()
     assert summary == {
         "hvpipe_least_fraction_of_link": pytest.approx(0.9375),
         "hvpipe_mean_fraction_of_link": pytest.approx(0.9375),
     }
+
+
+def test_ranks_of_a_host_share_its_link() -> None:
+    # 2 hosts with 2 ranks each: the link carries the buffer once (2 (2 - 1) / 2), not 1.5 times.
+    rows = (Row(12_500_000, {"hvpipe": [1.0]}, [1.0]),)
+    report = AllReduceReport(4, "2 hosts", 2, "Open MPI", rows, 200e6, "iperf3")
+    assert report.bus(rows[0], "hvpipe") == pytest.approx(18.75e6)
+    assert report.fraction(rows[0], "hvpipe") == pytest.approx(0.5)
 
 
 def test_all_reduce_report_survives_json_and_is_readable() -> None:
@@ -143,7 +152,7 @@ def step_report() -> StepReport:
         Round("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
         Round("step", [[1.1, 1.1, 1.1], [1.1, 1.1, 1.1]], [1.4, 1.5]),
     )
-    return StepReport("model", "2 hosts", "Keras", 2, 8, 37_500_000, rounds, 300e6, 290e6)
+    return StepReport("model", "2 hosts", "Keras", 2, 2, 8, 37_500_000, rounds, 300e6, 290e6)
 
 
 def test_step_summary() -> None:

@@ -49,7 +49,8 @@ def words(spec: LaunchSpec) -> str:
         ),
         pytest.param(
             replace(SPEC, as_root=True, export=("HVPIPE_TRACE",)),
-            "/mpi5/mpirun -np 2 --allow-run-as-root --map-by :OVERSUBSCRIBE --bind-to none python -u train.py",
+            "/mpi5/mpirun -np 2 --allow-run-as-root --map-by :OVERSUBSCRIBE --bind-to none "
+            "python -u train.py",
             id="as root; ranks here inherit the environment",
         ),
         pytest.param(
@@ -144,7 +145,7 @@ def test_no_ranks() -> None:
 
 
 def test_a_binding_that_is_none() -> None:
-    with pytest.raises(LaunchError, match="none, core, numa, socket. Received: bind='hwthread'"):
+    with pytest.raises(LaunchError, match=r"none, core, numa, socket. Received: bind='hwthread'"):
         replace(SPEC, bind="hwthread")
 
 
@@ -154,7 +155,7 @@ def test_more_bound_ranks_than_cores() -> None:
 
 
 def test_mpich_wants_an_interface() -> None:
-    with pytest.raises(LaunchError, match="Received: --net '10.0.0.0/24'"):
+    with pytest.raises(LaunchError, match=r"Received: --net '10.0.0.0/24'"):
         mpirun_command(replace(SPEC, mpirun=MPICH, network="10.0.0.0/24"))
 
 
@@ -170,7 +171,7 @@ def test_hosts_that_are_none(text: str) -> None:
 
 
 def test_a_host_named_twice() -> None:
-    with pytest.raises(LaunchError, match="each host once. Received: --hosts 'a:1,a:2'"):
+    with pytest.raises(LaunchError, match=r"each host once. Received: --hosts 'a:1,a:2'"):
         parse_hosts("a:1,a:2")
 
 

@@ -106,6 +106,17 @@ def test_a_written_trace_is_enough() -> None:
     assert (summary.system_share, summary.bytes_sent) == (0.5, 10)
 
 
+def test_the_summary_written_by_the_run_is_the_one() -> None:
+    written = summarise(None, [{"bytes_sent": 1.0}], [[1.0, 2.0]], 4)
+    trace = Trace(OVERLAPPED, {"summary": written.to_json(), "counters": [{"bytes_sent": 7.0}]})
+    assert summarise_trace(trace) == written
+
+
+def test_a_summary_of_another_version_is_made_anew() -> None:
+    trace = Trace(OVERLAPPED, {"summary": {"speed": 1.0}, "counters": [{"bytes_sent": 7.0}]})
+    assert summarise_trace(trace).bytes_sent == 7
+
+
 def test_the_texts() -> None:
     summary = Summary(2, 120, 0.0425, 1882.44, 0.934, 0.25, 0.87, 1.93, None, 2_345_000_000)
     assert summary.to_line() == (

@@ -84,8 +84,7 @@ open("seen", "w").write(str(len(seen)))
 STUBBORN = """
 import os, signal, subprocess, sys, time
 for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], process_group=0) \\
-    if sys.version_info >= (3, 11) else subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], preexec_fn=os.setpgrp)
+child = subprocess.Popen([sys.executable, "-c", "import os, time; os.setpgrp(); time.sleep(60)"])
 open("pid", "w").write(str(child.pid))
 open("ready", "w").close()
 time.sleep(60)

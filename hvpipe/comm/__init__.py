@@ -7,6 +7,7 @@ import sys
 from typing import Any, Protocol
 
 from hvpipe.comm.discover import Launch, Settings
+from hvpipe.errors import HvpipeError
 
 __all__ = ["SingleWorld", "World", "open_world"]
 
@@ -74,6 +75,8 @@ class SingleWorld:
         return [value]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        if root != 0:
+            raise HvpipeError(f"root should be a rank, 0 to 0. Received: root={root}")
         return value
 
     def barrier(self) -> None:

@@ -1,0 +1,30 @@
+"""hvpipe for Keras on TensorFlow: pipelined data-parallel training."""
+
+from __future__ import annotations
+
+from hvpipe.keras import ops as _ops
+
+_ops.library()  # fails here, with what to do, if hvpipe was built against another TensorFlow
+
+from hvpipe.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback  # noqa: E402
+from hvpipe.keras.data import shard  # noqa: E402
+from hvpipe.keras.data_parallel import data_parallel  # noqa: E402
+from hvpipe.keras.distributed import (  # noqa: E402
+    DistributedGradientTape,
+    DistributedOptimizer,
+    allreduce,
+    average_gradients,
+)
+from hvpipe.keras.variables import broadcast_variables  # noqa: E402
+
+__all__ = [
+    "BroadcastGlobalVariablesCallback",
+    "DistributedGradientTape",
+    "DistributedOptimizer",
+    "MetricAverageCallback",
+    "allreduce",
+    "average_gradients",
+    "broadcast_variables",
+    "data_parallel",
+    "shard",
+]

@@ -1,0 +1,107 @@
+"""Callbacks: what `data_parallel` adds to `fit`, and the ones that Horovod's users know."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import keras
+import numpy as np
+
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.variables import broadcast_variables
+from hvpipe.session import Session, current
+
+if TYPE_CHECKING:
+    from hvpipe.keras.data_parallel import DataParallel
+
+
+def average_logs(session: Session, logs: MutableMapping[str, Any], samples: float, what: str) -> None:
+    """Replace the numbers in `logs` by their means over ranks, by `samples` of this rank; collective."""
+    if session.world.size == 1:
+        return
+    names = sorted(name for name, value in logs.items() if np.ndim(value) == 0 and _is_number(value))
+    row = np.array([[samples, *(float(logs[name]) for name in names)]], np.float64)
+    session.engine.agree(f"{what} ({', '.join(names)})")
+    everyone = session.engine.allgather(row)
+    weights = everyone[:, 0] / everyone[:, 0].sum() if everyone[:, 0].sum() > 0 else None
+    for place, name in enumerate(names, start=1):
+        logs[name] = float(np.average(everyone[:, place], weights=weights))
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+class EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
+    """First of the callbacks: finishes the updates, so that the others see the weights of the last step."""
+
+    async_safe = True  # overrides nothing that runs at batches
+
+    def __init__(self, state: DataParallel) -> None:
+        super().__init__()
+        self._state = state
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._state.end_epoch(epoch, logs)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        self._state.flush()
+
+
+class FinishBeforeBatchCallbacks(EpochEnd):
+    """Also finishes the updates at the end of every batch, for callbacks of the user that may look then."""
+
+    async_safe = False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._state.flush()
+
+
+def reads_at_batches(callback: Any) -> bool:
+    """Whether a callback may look at the weights between two steps.
+
+    Keras's own do not, or ask the model for them; a callback says that it does not with
+    `reads_weights = False`.
+    """
+    if type(callback).__module__.startswith("keras.") or not getattr(callback, "reads_weights", True):
+        return False
+    kind, base = type(callback), keras.callbacks.Callback
+    hooks = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+    return any(getattr(kind, hook) is not getattr(base, hook) for hook in hooks)
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Broadcasts the root's weights and optimizer state before the first batch.
+
+    For custom set-ups; `data_parallel` does it by itself.
+    """
+
+    def __init__(self, root_rank: int = 0) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if not self.model.built:
+            raise HvpipeError(
+                "BroadcastGlobalVariablesCallback wants a model that is built: give it an input shape, or "
+                f"call it on a batch before fit. Received: model {self.model.name}, not built"
+            )
+        if not self.model.optimizer.built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        broadcast_variables([*self.model.variables, *self.model.optimizer.variables], self.root_rank)
+
+
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Averages the logs of an epoch over ranks, each rank counting the same; put it before those that read logs.
+
+    For custom set-ups; `data_parallel` does it by itself, and by sample count.
+    """
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs:
+            average_logs(current(), logs, 1.0, f"logs of epoch {epoch + 1}")

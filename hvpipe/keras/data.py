@@ -1,0 +1,112 @@
+"""Which samples a rank trains on: shards of a tf.data dataset, and epochs of one length on all ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.session import Session, current
+
+
+class SampleCounter:
+    """Samples of this rank, counted inside the graph and read outside."""
+
+    def __init__(self) -> None:
+        self._count = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_samples")
+        self._restarted_at = 0.0
+
+    def add(self, batch: Any) -> Any:
+        """Count a batch (in a graph); its number of samples (float64 scalar)."""
+        samples = tf.cast(tf.shape(batch)[0], tf.float64)
+        self._count.assign_add(samples)
+        return samples
+
+    def total(self) -> float:
+        """Samples since the counter was made."""
+        return float(self._count.numpy())
+
+    def since_restart(self) -> float:
+        """Samples since `restart`."""
+        return self.total() - self._restarted_at
+
+    def restart(self) -> float:
+        """Begin anew; samples until now."""
+        samples = self.since_restart()
+        self._restarted_at += samples
+        return samples
+
+
+def shard(dataset: Any) -> Any:
+    """This rank's part of a batched tf.data dataset: of every `size` batches in a row, the rank-th.
+
+    All ranks get the same number of batches; up to size - 1 batches at the end are left out. One step of
+    all ranks then sees what one rank would see in one step with batches `size` times as large. Where the
+    dataset is shuffled before, all ranks must shuffle alike: pass `seed` to `shuffle`, or call
+    `keras.utils.set_random_seed` first.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise HvpipeError(
+            f"shard wants a tf.data.Dataset. Received: dataset of type {type(dataset).__name__}"
+        )
+    world = current().world
+    if world.size == 1:
+        return dataset
+    batches = int(dataset.cardinality())
+    if batches == tf.data.INFINITE_CARDINALITY:
+        return dataset.shard(world.size, world.rank)
+    if batches == tf.data.UNKNOWN_CARDINALITY:
+        # Whole rounds only, whatever the length turns out to be.
+        rounds = dataset.window(world.size, drop_remainder=True)
+
+        def mine(*parts: Any) -> Any:
+            structure = parts[0] if len(parts) == 1 else tf.data.Dataset.zip(parts)
+            return structure.skip(world.rank).take(1)
+
+        return rounds.flat_map(mine)
+    rounds_in_epoch = batches // world.size
+    if rounds_in_epoch == 0:
+        raise HvpipeError(
+            f"shard wants at least one batch for each of {world.size} ranks. Received: {batches} batches"
+        )
+    return dataset.take(rounds_in_epoch * world.size).shard(world.size, world.rank)
+
+
+def same_length(session: Session, x: Any, batch_size: int | None, steps_per_epoch: int | None) -> Any:
+    """`x`, cut so that all ranks' epochs have the same number of steps; collective.
+
+    A tf.data dataset of known length is cut to the shortest rank's, with a warning; arrays of different
+    lengths raise a MismatchError. Where the length is unknown, ranks that differ are found at the end of
+    the shorter epoch.
+    """
+    steps = -1 if steps_per_epoch is not None else _steps(x, batch_size)
+    everyone = session.engine.allgather_object(steps)
+    known = [count for count in everyone if count >= 0]
+    if len(known) < len(everyone) or min(known) == max(known):
+        return x
+    told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(everyone))
+    if not isinstance(x, tf.data.Dataset):
+        raise MismatchError(
+            f"All ranks should have the same number of batches in an epoch. Received: {told}"
+        )
+    if session.world.rank == 0:
+        tf.get_logger().warning(
+            "hvpipe: the ranks' datasets differ in length (batches: %s); every epoch ends after %d. "
+            "hvpipe.keras.shard gives all ranks the same number.",
+            told,
+            min(known),
+        )
+    return x.take(min(known))
+
+
+def _steps(x: Any, batch_size: int | None) -> int:
+    """Steps of an epoch; -1 where nobody can tell."""
+    if isinstance(x, tf.data.Dataset):
+        return max(int(x.cardinality()), -1)
+    leaves = tf.nest.flatten(x)
+    if leaves and isinstance(leaves[0], (np.ndarray, tf.Tensor)) and leaves[0].ndim > 0:
+        return math.ceil(int(leaves[0].shape[0]) / (batch_size or 32))
+    return -1

@@ -1,0 +1,376 @@
+"""`data_parallel`: a Keras model whose `fit`, `train_on_batch` and `evaluate` run on all ranks together."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import keras
+import tensorflow as tf
+
+from hvpipe.engine import check_compression
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.callbacks import EpochEnd, FinishBeforeBatchCallbacks, average_logs, reads_at_batches
+from hvpipe.keras.data import SampleCounter, same_length
+from hvpipe.keras.overlap import OverlappedOptimizer, ReplanError, check_overlap
+from hvpipe.keras.reducer import name_of
+from hvpipe.keras.variables import average_variables, broadcast_variables, check_same_variables
+from hvpipe.session import Session, current
+
+Model = TypeVar("Model", bound=keras.Model)
+
+logger = logging.getLogger("hvpipe")
+
+# Methods that read or write the weights from outside a step; each finishes the updates first.
+_FLUSH_FIRST = (
+    "export",
+    "get_weights",
+    "load_weights",
+    "predict",
+    "predict_on_batch",
+    "save",
+    "save_weights",
+    "set_weights",
+    "test_on_batch",
+)
+
+
+def data_parallel(
+    model: Model,
+    overlap: str = "step",
+    *,
+    compression: str | None = None,
+    bucket_bytes: int | None = None,
+    warmup_steps: int = 100,
+) -> Model:
+    """Make `fit`, `train_on_batch` and `evaluate` of a model train on all ranks; returns the same model.
+
+    Each rank trains on its own batches (see `shard`), whose sizes may differ; gradients are averaged by
+    sample count. Weights, optimizer state and seed generators start as rank 0's. Metrics and losses in
+    logs are averages over all ranks' samples.
+
+    `overlap`: "none" computes, reduces, updates in turn; "backward" reduces during backward; "step"
+    (default) also during the next step's forward. The three give the same weights, bit for bit. "stale"
+    applies gradients one step late after `warmup_steps` exact steps: faster where links are slow, but
+    another algorithm (Pipe-SGD), whose results differ.
+
+    `compression`: None, "bf16" or "fp16": the type in which float32 gradients travel. `bucket_bytes`: size
+    of the fused buffers (default 4 MiB, or HVPIPE_BUCKET_BYTES).
+
+    Between two steps of "step" or "stale", read weights through the model (`get_weights`, `save`,
+    `evaluate`, ...), not through a layer or variable: only the model knows that an update is under way.
+
+    Raises HvpipeError for an unknown `overlap` or `compression`, or before `hvpipe.init`.
+    """
+    check_overlap(overlap)
+    check_compression(compression)
+    if not isinstance(model, keras.Model):
+        raise HvpipeError(f"data_parallel wants a keras.Model. Received: {type(model).__name__}")
+    session = current()
+    previous = vars(model).get("_hvpipe")
+    if previous is not None:
+        previous.detach()
+    if bucket_bytes is not None and bucket_bytes < 1:
+        raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
+    state = DataParallel(session, model, overlap, compression, bucket_bytes, warmup_steps)
+    state.attach()
+    return model
+
+
+class DataParallel:
+    """What `data_parallel` adds to one model; hangs its methods before the model's own, on the instance."""
+
+    def __init__(
+        self,
+        session: Session,
+        model: Any,
+        overlap: str,
+        compression: str | None,
+        bucket_bytes: int | None,
+        warmup_steps: int,
+    ) -> None:
+        self.session = session
+        self.model = model
+        self.overlap = overlap
+        self._make_optimizer = functools.partial(
+            OverlappedOptimizer,
+            session,
+            overlap=overlap,
+            compression=compression,
+            bucket_bytes=bucket_bytes,
+            warmup_steps=warmup_steps,
+        )
+        self._optimizer: OverlappedOptimizer | None = None
+        self._own: dict[str, Callable[..., Any]] = {}
+        self._ready = False
+        self._pending = False
+        self._steps_seen = 0
+        self._train_counter = SampleCounter()
+        self._test_counter = SampleCounter()
+        session.sample_counters.append(self._train_counter)
+        # Made of the first batch: by it, equal data on all ranks is found out.
+        self._fingerprint = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_batch")
+
+    # --- Attaching ------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Replace methods on the model instance; its class and its saved form stay as they are."""
+        self.model._hvpipe = self
+        self._replace("make_train_function", self._make_train_function)
+        if self.session.world.size == 1:
+            self._replace("train_step", self._counted_train_step)
+            self.model.train_function = None
+            return
+        self._replace("train_step", self._train_step)
+        self._replace("test_step", self._test_step)
+        self._replace("fit", self._fit)
+        self._replace("evaluate", self._evaluate)
+        self._replace("train_on_batch", self._train_on_batch)
+        for name in _FLUSH_FIRST:
+            self._replace(name, functools.partial(self._flush_first, name))
+        self.model.train_function = None
+        self.model.test_function = None
+
+    def detach(self) -> None:
+        """Give the model its own methods back."""
+        self.flush()
+        if self._optimizer is not None:
+            self._optimizer.unhook()
+        for name in self._own:
+            vars(self.model).pop(name, None)
+        self._own = {}
+        vars(self.model).pop("_hvpipe", None)
+        self.model.train_function = None
+        self.model.test_function = None
+
+    def _replace(self, name: str, method: Callable[..., Any]) -> None:
+        own = getattr(self.model, name)
+        self._own[name] = own
+
+        @functools.wraps(own)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        setattr(self.model, name, replaced)
+
+    # --- Before the first step ----------------------------------------------------------------------------
+
+    def _make_train_function(self, force: bool = False) -> Any:
+        model = self.model
+        if model.train_function is not None and not force:
+            return model.train_function
+        if self.session.world.size > 1 and model.jit_compile:
+            if self.session.world.rank == 0:
+                logger.warning(
+                    "hvpipe: jit_compile is switched off for model %s: XLA cannot compile the communication "
+                    "that runs inside the step.",
+                    model.name,
+                )
+            model.jit_compile = False
+        self._own["make_train_function"](force=True)
+        inner = model.train_function
+        model.train_function = self._timed(inner if self.session.world.size == 1 else self._checked(inner))
+        self._ready = False
+        return model.train_function
+
+    def _checked(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """The train function; made again where tracing shows that some variables have no gradient."""
+        holder = [inner]
+
+        def train_function(iterator: Any) -> Any:
+            if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
+                # A generator that a failed trace would use up.
+                iterator = list(itertools.islice(iterator, self.model.steps_per_execution))
+            if not self._ready:
+                self._prepare(_batch_of(iterator))
+            try:
+                logs = self._call(holder[0], iterator)
+            except ReplanError as found:
+                self._hook_optimizer(found.used)
+                self._own["make_train_function"](force=True)
+                holder[0] = self.model.train_function
+                self.model.train_function = train_function
+                logs = self._call(holder[0], iterator)
+            self._pending = True
+            self._steps_seen += 1
+            if self._steps_seen == 1:
+                self._warn_of_equal_batches()
+            return logs
+
+        return train_function
+
+    def _call(self, function: Callable[..., Any], iterator: Any) -> Any:
+        return function(iter(iterator) if isinstance(iterator, list) else iterator)
+
+    def _timed(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        durations_s = self.session.step_durations_s
+        last_s = [0.0]
+
+        def train_function(iterator: Any) -> Any:
+            begun_s = time.monotonic()
+            logs = inner(iterator)
+            ended_s = time.monotonic()
+            # From end to end, so that waiting for input counts; not over the pause between two epochs.
+            steps = self.model.steps_per_execution
+            since_s = last_s[0] if last_s[0] > begun_s - (ended_s - begun_s) else begun_s
+            durations_s.extend([(ended_s - since_s) / steps] * steps)
+            last_s[0] = ended_s
+            return logs
+
+        return train_function
+
+    def _prepare(self, batch: Any) -> None:
+        """Build what is not built, hook the optimizer, and start from rank 0's state; collective."""
+        model = self.model
+        model._symbolic_build(data_batch=batch)
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        check_same_variables(self.session, model.trainable_variables)
+        broadcast_variables([*model.variables, *model.optimizer.variables])
+        self._hook_optimizer(None)
+        self._ready = True
+
+    def _hook_optimizer(self, used: frozenset[str] | None) -> None:
+        if self._optimizer is not None:
+            self._optimizer.unhook()
+        variables = [v for v in self.model.trainable_variables if used is None or name_of(v) in used]
+        if not variables:
+            raise HvpipeError(
+                f"Training wants at least one trainable variable with a gradient. Received: model "
+                f"{self.model.name} without any"
+            )
+        self._optimizer = self._make_optimizer(self.model.optimizer, variables)
+        self._optimizer.hook()
+
+    def _warn_of_equal_batches(self) -> None:
+        prints = self.session.engine.agree("fingerprint of the first batch", float(self._fingerprint.numpy()))
+        if self.session.world.rank == 0 and len(set(prints)) == 1:
+            warnings.warn(
+                "All ranks read the same first batch: they would all train on the same data. Give each rank its "
+                "own part, for example with hvpipe.keras.shard(dataset).",
+                stacklevel=2,
+            )
+
+    # --- Inside a step ------------------------------------------------------------------------------------
+
+    def _counted_train_step(self, data: Any) -> Any:
+        self._train_counter.add(_first_leaf(data))
+        return self._own["train_step"](data)
+
+    def _train_step(self, data: Any) -> Any:
+        assert self._optimizer is not None
+        batch = _first_leaf(data)
+        samples = self._train_counter.add(batch)
+        first = tf.equal(self._optimizer.reducer.step, 0)
+        self._fingerprint.assign(
+            tf.cond(first, lambda: _fingerprint_of(batch), lambda: self._fingerprint.read_value())
+        )
+        self._optimizer.begin(samples)
+        return self._own["train_step"](data)
+
+    def _test_step(self, data: Any) -> Any:
+        self._test_counter.add(_first_leaf(data))
+        return self._own["test_step"](data)
+
+    # --- Around steps -------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Finish updates that wait for the next step. Not collective: what is waited for has been sent."""
+        if self._pending and self._optimizer is not None:
+            self._optimizer.flush()
+        self._pending = False
+
+    def end_epoch(self, epoch: int, logs: dict[str, Any] | None) -> None:
+        """Finish, then make statistics and logs those of all ranks."""
+        self.flush()
+        samples = self._train_counter.restart()
+        self.session.engine.agree(f"end of epoch {epoch + 1}")
+        average_variables(self.session, self._statistics(), samples)
+        if logs:
+            # Keras puts the validation's results in as well; evaluate has made them those of all ranks.
+            own = {name: value for name, value in logs.items() if not name.startswith("val_")}
+            average_logs(self.session, own, samples, f"logs of epoch {epoch + 1}")
+            logs.update(own)
+
+    def _statistics(self) -> list[Any]:
+        return [v for v in self.model.non_trainable_variables if not _is_seed(v)]
+
+    def _fit(self, *args: Any, **kwargs: Any) -> Any:
+        self.model._assert_compile_called("fit")
+        bound = inspect.signature(self._own["fit"]).bind(*args, **kwargs)
+        given = bound.arguments
+        given["x"] = same_length(
+            self.session, given.get("x"), given.get("batch_size"), given.get("steps_per_epoch")
+        )
+        callbacks = given.get("callbacks")
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            own = self._callback_for(callbacks.callbacks)
+            own.set_model(self.model)
+            callbacks.callbacks.insert(0, own)
+        else:
+            listed = list(tf.nest.flatten(callbacks)) if callbacks else []
+            given["callbacks"] = [self._callback_for(listed), *listed]
+        self._train_counter.restart()
+        return self._own["fit"](*bound.args, **bound.kwargs)
+
+    def _callback_for(self, callbacks: list[Any]) -> EpochEnd:
+        readers = [type(c).__name__ for c in callbacks if reads_at_batches(c)]
+        if not readers or self.overlap not in ("step", "stale"):
+            return EpochEnd(self)
+        if self.session.world.rank == 0:
+            logger.warning(
+                "hvpipe: callback %s may read weights between steps, so every step is finished before it runs "
+                "and the overlap with the next step is lost. Set reads_weights = False on it if it does not.",
+                ", ".join(readers),
+            )
+        return FinishBeforeBatchCallbacks(self)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self.flush()
+        if self._ready:
+            average_variables(self.session, self._statistics(), self._train_counter.since_restart() or 1.0)
+        self._test_counter.restart()
+        return_dict = kwargs.pop("return_dict", False)
+        logs = dict(self._own["evaluate"](*args, return_dict=True, **kwargs))
+        average_logs(self.session, logs, self._test_counter.restart(), "results of evaluate")
+        return logs if return_dict else self.model._flatten_metrics_in_order(logs)
+
+    def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return_dict = kwargs.pop("return_dict", False)
+        logs = dict(self._own["train_on_batch"](*args, return_dict=True, **kwargs))
+        samples = self._train_counter.since_restart()
+        average_logs(self.session, logs, samples, "results of train_on_batch")
+        return logs if return_dict else self.model._flatten_metrics_in_order(logs)
+
+    def _flush_first(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        self.flush()
+        return self._own[name](*args, **kwargs)
+
+
+def _first_leaf(data: Any) -> Any:
+    return next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
+
+
+def _batch_of(iterator: Any) -> Any:
+    """A batch, or what one looks like."""
+    return iterator[0] if isinstance(iterator, list) else iterator.element_spec
+
+
+def _fingerprint_of(batch: Any) -> Any:
+    """A number that two different batches are very unlikely to share."""
+    if batch.dtype == tf.string:
+        values = tf.cast(tf.strings.to_hash_bucket_fast(tf.reshape(batch, [-1]), 1 << 30), tf.float64)
+    else:
+        values = tf.cast(tf.reshape(batch, [-1]), tf.float64)
+    places = tf.cast(tf.range(tf.size(values)) % 8191 + 1, tf.float64)
+    return tf.reduce_sum(values * places)
+
+
+def _is_seed(variable: Any) -> bool:
+    return not tf.as_dtype(variable.dtype).is_floating

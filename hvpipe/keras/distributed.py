@@ -1,0 +1,128 @@
+"""For custom training loops: an optimizer and a gradient tape that reduce over all ranks, and tensor collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvpipe.engine import Compression, Op, check_compression
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.overlap import OverlappedOptimizer
+from hvpipe.keras.reducer import Reducer, dense
+from hvpipe.session import current
+
+
+def DistributedOptimizer(  # noqa: N802 (the name that Horovod's users know)
+    optimizer: Any, *, compression: Compression = None, bucket_bytes: int | None = None
+) -> Any:
+    """Make `apply` (and so `apply_gradients`) average gradients over all ranks first; returns the same optimizer.
+
+    Reduction overlaps with the rest of backward, the update is exact, and every rank counts the same
+    whatever its batch. For `compile` and `fit`, `data_parallel` does more: it broadcasts the start,
+    averages metrics, weighs by sample count, and overlaps with the next step.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise HvpipeError(
+            f"DistributedOptimizer wants a keras.optimizers.Optimizer. Received: {type(optimizer).__name__}"
+        )
+    check_compression(compression)
+    session = current()
+    if session.world.size == 1:
+        return optimizer
+    hooked: list[OverlappedOptimizer] = []
+
+    def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+        if not optimizer.built:
+            optimizer.build(variables)
+        if not hooked:
+            used = [v for g, v in zip(grads, variables, strict=True) if g is not None]
+            hooked.append(
+                OverlappedOptimizer(session, optimizer, used, "backward", compression, bucket_bytes)
+            )
+        hooked[0].apply(grads, variables)
+
+    optimizer.apply = apply
+    return optimizer
+
+
+class DistributedGradientTape:
+    """A `tf.GradientTape` whose `gradient` averages over all ranks; the rest is the tape's own.
+
+    Call `gradient` on all ranks in the same order. Gradients that are None stay None.
+    """
+
+    def __init__(
+        self, tape: tf.GradientTape, *, compression: Compression = None, bucket_bytes: int | None = None
+    ) -> None:
+        check_compression(compression)
+        self._tape = tape
+        self._options = {"compression": compression, "bucket_bytes": bucket_bytes}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tape, name)
+
+    def __enter__(self) -> DistributedGradientTape:
+        self._tape.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._tape.__exit__(*exception)
+
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """As `tf.GradientTape.gradient`, averaged over ranks."""
+        leaves = tf.nest.flatten(sources)
+        watched = [v.value if isinstance(v, keras.Variable) else v for v in leaves]
+        found = tf.nest.flatten(self._tape.gradient(target, watched, *args, **kwargs))
+        averaged = average_gradients(found, leaves, **self._options)
+        return tf.nest.pack_sequence_as(sources, averaged)
+
+
+def average_gradients(
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    *,
+    compression: Compression = None,
+    bucket_bytes: int | None = None,
+) -> list[Any]:
+    """Gradients averaged over ranks, in a graph or eagerly; None where they were None."""
+    session = current()
+    if session.world.size == 1:
+        return list(gradients)
+    used = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    if not used:
+        raise HvpipeError("At least one gradient is wanted. Received: None for every variable")
+    trained = [variables[place] for place in used]
+    reducer = _reducer_for(trained, compression, bucket_bytes)
+    scale = reducer.announce(tf.constant(1.0, tf.float64))
+    tokens = reducer.submit(scale, [dense(gradients[place]) for place in used])
+    averaged = list(gradients)
+    for place, gradient in zip(used, reducer.collect_all(tokens), strict=True):
+        averaged[place] = gradient
+    return averaged
+
+
+def allreduce(tensor: Any, op: Op = "average", compression: Compression = None) -> Any:
+    """Average or sum of an eager tensor over all ranks; in a `tf.function`, reduce gradients instead."""
+    if not tf.executing_eagerly():
+        raise HvpipeError(
+            "hvpipe.keras.allreduce works on eager tensors. Received: a symbolic tensor inside tf.function; "
+            "use DistributedGradientTape or average_gradients there"
+        )
+    reduced = current().engine.allreduce(tf.convert_to_tensor(tensor).numpy(), op, compression)
+    return tf.convert_to_tensor(reduced)
+
+
+def _reducer_for(variables: Sequence[Any], compression: Compression, bucket_bytes: int | None) -> Reducer:
+    """One plan for each list of variables, kept as long as the session."""
+    session = current()
+    key = (tuple(id(v) for v in variables), compression, bucket_bytes)
+    found = session.reducers.get(key)
+    if found is None:
+        found = Reducer(session, "gradients", variables, compression, bucket_bytes)
+        session.reducers[key] = found
+    reducer: Reducer = found
+    return reducer

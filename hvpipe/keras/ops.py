@@ -1,0 +1,71 @@
+"""The TensorFlow ops of the engine, as functions on tensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvpipe.engine import REBUILD, native_directory
+from hvpipe.errors import BuildMismatchError
+
+
+def check_tensorflow(built: str | None, running: str) -> None:
+    """Raise BuildMismatchError unless hvpipe was built against the TensorFlow that runs.
+
+    TensorFlow's C++ interface changes with every minor version, so 2.21.0 and 2.21.1 fit, 2.20 does not.
+    """
+    if built is None:
+        raise BuildMismatchError(
+            "hvpipe was built where no TensorFlow was installed, so it has no TensorFlow kernels. "
+            f"Rebuild it now that there is one: {REBUILD}. Received: tensorflow {running}"
+        )
+    if built.split(".")[:2] != running.split(".")[:2]:
+        raise BuildMismatchError(
+            f"hvpipe was built against TensorFlow {built}, but TensorFlow {running} runs. Install "
+            f"tensorflow=={built}, or rebuild hvpipe here: {REBUILD}. "
+            f"Received: built={built!r}, running={running!r}"
+        )
+
+
+@functools.cache
+def library() -> Any:
+    """The loaded op library, after a check that it fits."""
+    from hvpipe._build_info import TENSORFLOW_VERSION
+
+    check_tensorflow(TENSORFLOW_VERSION, tf.__version__)
+    return tf.load_op_library(str(native_directory() / "libhvpipe_tf.so"))
+
+
+def begin_step(samples: Any, step: Any, reduces: Any, plan: int) -> Any:
+    """Announce a step to all ranks; this rank's share of all samples (float64 scalar), once all have."""
+    return library().hvpipe_begin_step(
+        samples=tf.cast(samples, tf.float64), step=step, reduces=reduces, plan=plan
+    )
+
+
+def submit(scale: Any, tensors: Sequence[Any], plan: int, bucket: int) -> Any:
+    """Pack tensors times `scale` into a bucket and start its all-reduce; a token (int64 scalar, 1)."""
+    return library().hvpipe_submit(scale=scale, tensors=tensors, plan=plan, bucket=bucket)
+
+
+def collect(
+    token: Any, shapes: Sequence[tuple[int, ...]], dtype: str, plan: int, bucket: int
+) -> list[Any]:
+    """The reduced tensors of a bucket, once they are there."""
+    found: list[Any] = library().hvpipe_collect(
+        token=token, shapes=list(shapes), N=len(shapes), T=dtype, plan=plan, bucket=bucket
+    )
+    return found
+
+
+def mark(value: Any, name: str) -> Any:
+    """Pass a value on and note in the trace when it was there; differentiable."""
+
+    @tf.custom_gradient
+    def noted(tensor: Any) -> Any:
+        return library().hvpipe_mark(value=tensor, label=name), lambda upstream: upstream
+
+    return noted(value)

@@ -1,0 +1,262 @@
+"""The pipelined step: what `optimizer.apply` becomes, and what a training step begins with.
+
+Linear   | forward | backward | reduce all | update all |
+backward | forward | backward ......| update of the last buckets |
+                        reduce  reduce  reduce
+step     | update, forward | backward | update, forward | backward |
+                               reduce  reduce reduce reduce
+
+In "step", call t of the train function begins by collecting, bucket by bucket, what call t - 1 submitted
+and updating those variables. TensorFlow orders by data flow, so a layer's forward waits for its own
+variables alone. In "stale" the collecting comes after backward, with the gradients of call t - 1 (Pipe-SGD:
+Li et al., NeurIPS 2018).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvpipe.errors import HvpipeError
+from hvpipe.keras import ops
+from hvpipe.keras.reducer import Reducer, dense, name_of, native
+from hvpipe.keras.update import acts_by_variable, apply_all, apply_some, count_step
+from hvpipe.plan.buckets import Bucket
+from hvpipe.session import Session
+
+OVERLAPS = ("none", "backward", "step", "stale")
+
+
+class ReplanError(Exception):
+    """Tracing found variables without a gradient: buckets made for all variables do not fit."""
+
+    def __init__(self, used: frozenset[str]) -> None:
+        super().__init__("some trainable variables have no gradient")
+        self.used = used
+
+
+def check_overlap(overlap: str) -> None:
+    """Raise unless it is one that hvpipe knows."""
+    if overlap not in OVERLAPS:
+        wanted = ", ".join(repr(name) for name in OVERLAPS)
+        raise HvpipeError(f"overlap should be one of {wanted}. Received: overlap={overlap!r}")
+
+
+class OverlappedOptimizer:
+    """Puts the engine between an optimizer's gradients and its update; `optimizer.apply` calls `apply` here.
+
+    `variables` are those that have gradients. `defers` says whether updates may happen in the next step:
+    then `begin` must be called at the start of every step, and `flush` before weights are read.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        optimizer: Any,
+        variables: Sequence[Any],
+        overlap: str,
+        compression: str | None,
+        bucket_bytes: int | None,
+        warmup_steps: int = 0,
+    ) -> None:
+        self.optimizer = optimizer
+        self.overlap = overlap
+        self.warmup_steps = warmup_steps
+        self._make_reducer = functools.partial(
+            Reducer, session, optimizer.name, compression=compression, bucket_bytes=bucket_bytes
+        )
+        self._plan(variables)
+        self._by_variable = acts_by_variable(optimizer)
+        self._traced = session.settings.trace_path is not None
+        self._samples: Any = None
+        with tf.init_scope():
+            # Of the last submits, into the next step: 0 where nothing waits to be collected.
+            self._token = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_token")
+            self._marks = tf.Variable(0.0, dtype=tf.float32, trainable=False, name="hvpipe_marks")
+        self._flush = tf.function(self._flush_in_graph)
+
+    @property
+    def defers(self) -> bool:
+        return self.overlap in ("step", "stale")
+
+    def hook(self) -> None:
+        """Replace `apply` on the optimizer instance; its class, config and saved form stay as they are."""
+        self.optimizer.apply = self.apply
+        if self._traced:
+            scale_loss = type(self.optimizer).scale_loss
+            self.optimizer.scale_loss = lambda loss: ops.mark(scale_loss(self.optimizer, loss), "forward")
+
+    def unhook(self) -> None:
+        """Give the optimizer its own methods back."""
+        for name in ("apply", "scale_loss"):
+            vars(self.optimizer).pop(name, None)
+
+    def begin(self, samples: Any) -> None:
+        """Start of a step with a batch of `samples` (scalar tensor) on this rank."""
+        self._samples = samples
+        if self.overlap == "step":
+            token = self._token.read_value()
+            self._finish(token)
+            # Ordered after everything above that reads it, before this step's submits.
+            self._token.assign(tf.zeros_like(token))
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Stand in for `optimizer.apply`: reduce, and update as the overlap says."""
+        variables = self.reducer.variables if trainable_variables is None else list(trainable_variables)
+        gradients = self._in_plan_order(grads, variables)
+        samples = tf.constant(1.0, tf.float64) if self._samples is None else self._samples
+        self._samples = None
+        steps = self.optimizer.gradient_accumulation_steps
+        if steps:
+            self._accumulate(gradients, samples, int(steps))
+            return
+        scale = self.reducer.announce(samples)
+        self._reduce_and_update(gradients, scale)
+
+    def flush(self) -> None:
+        """Finish updates that wait for the next step; weights are then those after the last step."""
+        if self.defers:
+            self._flush()
+
+    # --- Gradients of this step --------------------------------------------------------------------
+
+    def _plan(self, variables: Sequence[Any]) -> None:
+        self.reducer: Reducer = self._make_reducer(variables=variables)
+        self._names = frozenset(name_of(v) for v in variables)
+
+    def _in_plan_order(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        by_name = {name_of(v): g for g, v in zip(grads, variables, strict=True) if g is not None}
+        if by_name.keys() != self._names:
+            if self.defers:  # the step has begun with the old plan
+                raise ReplanError(frozenset(by_name))
+            self._plan([v for v in variables if name_of(v) in by_name])
+        return [dense(by_name[name_of(v)]) for v in self.reducer.variables]
+
+    def _reduce_and_update(self, gradients: Sequence[Any], scale: Any) -> None:
+        if self.overlap == "none":
+            # The linear baseline: nothing is sent before all of backward, nothing updated before all is sent.
+            tokens = self.reducer.submit(scale, gradients, after=lambda _: gradients)
+            with tf.control_dependencies(tokens):
+                reduced = self.reducer.collect_all(tokens)
+            with tf.control_dependencies(reduced):
+                apply_all(self.optimizer, [tf.identity(g) for g in reduced], self.reducer.variables)
+        elif self.overlap == "backward":
+            tokens = self.reducer.submit(scale, gradients)
+            self._note(self._update(tokens))
+        elif self.overlap == "step":
+            self._token.assign(tf.add_n(self.reducer.submit(scale, gradients)))
+        else:
+            self._update_stale(gradients, scale)
+
+    def _update_stale(self, gradients: Sequence[Any], scale: Any) -> None:
+        """Update with the gradients of the step before, then leave this step's to the next one.
+
+        During the warm-up the step's own gradients are used at once, as in "backward".
+        """
+        before = self._token.read_value()
+        finished = self._finish(before)
+        tokens = self.reducer.submit(scale, gradients, after=lambda bucket: [finished[bucket]])
+        token = tf.add_n(tokens)
+        exact = self.reducer.step <= self.warmup_steps
+
+        def finish_now() -> Any:
+            with tf.control_dependencies(self._finish(token)):
+                return tf.zeros_like(token)
+
+        self._token.assign(tf.cond(exact, finish_now, lambda: tf.identity(token)))
+
+    # --- Accumulation: micro-steps add up locally, the last one reduces ---------------------------------
+
+    def _accumulate(self, gradients: Sequence[Any], samples: Any, steps: int) -> None:
+        """As Keras: every call adds, every `steps`-th call updates with the mean.
+
+        Each micro-step is weighted by its share of all ranks' samples before it is added, so that the sum
+        equals that of one rank with the whole batch; the sum itself is then added up over ranks.
+        """
+        optimizer, variables = self.optimizer, self.reducer.variables
+        boundary = tf.equal((optimizer.iterations + 1) % steps, 0)
+        share = self.reducer.announce(samples, reduces=boundary)
+        weighted = [gradient * tf.cast(share, gradient.dtype) for gradient in gradients]
+        sums = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables]
+
+        def at_boundary() -> Any:
+            # `apply` unscales what it is given, not what it has accumulated; and it adds the two, so the
+            # accumulators must be empty when the reduced sum comes back.
+            unscale = optimizer.loss_scale_factor or 1.0
+            totals = [g + native(s).read_value() * unscale for g, s in zip(weighted, sums, strict=True)]
+            with tf.control_dependencies(totals):
+                for accumulator in sums:
+                    native(accumulator).assign(tf.zeros_like(native(accumulator)))
+            self._reduce_and_update(totals, tf.constant(1.0, tf.float64))
+            return tf.constant(0)
+
+        def between() -> Any:
+            apply_all(optimizer, weighted, variables)
+            return tf.constant(0)
+
+        tf.cond(boundary, at_boundary, between)
+
+    # --- Updates ----------------------------------------------------------------------------------
+
+    def _finish(self, token: Any) -> list[Any]:
+        """If something was submitted, collect it and update; per bucket, a tensor that is there when it is done."""
+        waiting = token > 0
+        if not self._by_variable:
+            done = tf.cond(waiting, lambda: self._update_together(token), lambda: tf.constant(0.0))
+            self._note([done])
+            return [done] * len(self.reducer.plan.buckets)
+        done_by_bucket: list[Any] = [None] * len(self.reducer.plan.buckets)
+        for number, bucket in self.reducer.plan.by_need():
+            update = functools.partial(self._update_bucket, number, bucket, token)
+            done_by_bucket[number] = tf.cond(waiting, update, lambda: tf.constant(0.0))
+
+        def count() -> Any:
+            count_step(self.optimizer)
+            return tf.constant(0)
+
+        tf.cond(waiting, count, lambda: tf.constant(0))
+        self._note(done_by_bucket)
+        return done_by_bucket
+
+    def _update(self, tokens: Sequence[Any]) -> list[Any]:
+        """Collect and update, unconditionally."""
+        if not self._by_variable:
+            reduced = self.reducer.collect_all(tokens)
+            apply_all(self.optimizer, reduced, self.reducer.variables)
+            return []
+        done = [
+            self._update_bucket(number, bucket, tokens[number])
+            for number, bucket in self.reducer.plan.by_need()
+        ]
+        count_step(self.optimizer)
+        return done
+
+    def _update_bucket(self, number: int, bucket: Bucket, token: Any) -> Any:
+        variables = self.reducer.members(bucket)
+        apply_some(self.optimizer, self.reducer.collect(number, token), variables)
+        return self._done(variables, bucket.name)
+
+    def _update_together(self, token: Any) -> Any:
+        tokens = [token] * len(self.reducer.plan.buckets)
+        apply_all(self.optimizer, self.reducer.collect_all(tokens), self.reducer.variables)
+        return self._done(self.reducer.variables, self.reducer.plan.buckets[0].name)
+
+    def _done(self, variables: Sequence[Any], name: str) -> Any:
+        """A scalar that is there once the variables are updated (control dependencies order the reads)."""
+        firsts = [tf.reshape(native(v).read_value(), [-1])[:1] for v in variables]
+        with tf.control_dependencies(firsts):
+            done = tf.identity(tf.cast(tf.reduce_sum(firsts[-1]), tf.float32))
+        return ops.mark(done, f"update {name}") if self._traced else done
+
+    def _note(self, marks: Sequence[Any]) -> None:
+        # What nobody uses grappler removes; only a traced run pays for keeping the marks.
+        if self._traced and marks:
+            self._marks.assign(tf.add_n(list(marks)))
+
+    def _flush_in_graph(self) -> None:
+        token = self._token.read_value()
+        self._finish(token)
+        self._token.assign(tf.zeros_like(token))

@@ -1,0 +1,87 @@
+"""Gradients to and from the engine inside a graph: announce, submit, collect, by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvpipe.keras import ops
+from hvpipe.plan.buckets import Bucket, BucketPlan, Gradient, plan_buckets
+from hvpipe.session import Session
+
+
+def native(variable: Any) -> Any:
+    """The tf.Variable of a Keras variable."""
+    return variable.value if hasattr(variable, "overwrite_with_gradient") else variable
+
+
+def name_of(variable: Any) -> str:
+    """A name that is the same on all ranks: Keras's path, where there is one."""
+    return str(getattr(variable, "path", None) or variable.name)
+
+
+def dense(gradient: Any) -> Any:
+    """IndexedSlices (of an Embedding) as a dense tensor, with the rows of one index summed."""
+    return tf.convert_to_tensor(gradient)
+
+
+class Reducer:
+    """Reduces one list of variables' gradients by a fixed plan; owns the step counter that the ops need."""
+
+    def __init__(
+        self,
+        session: Session,
+        name: str,
+        variables: Sequence[Any],
+        compression: str | None,
+        bucket_bytes: int | None,
+    ) -> None:
+        self.variables = list(variables)
+        gradients = [
+            Gradient(name_of(v), tuple(int(n) for n in v.shape), tf.as_dtype(v.dtype).name) for v in variables
+        ]
+        self.plan: BucketPlan = plan_buckets(
+            gradients, bucket_bytes or session.settings.bucket_bytes, compression
+        )
+        self._gradients = gradients
+        self._plan_id = session.engine.add_plan(name, self.plan)
+        with tf.init_scope():
+            # An input that changes every step keeps grappler from folding or sharing the announcement.
+            self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_step")
+
+    def announce(self, samples: Any, reduces: Any = True) -> Any:
+        """Begin a step; the factor of this rank's gradients in the average over all samples (float64)."""
+        step = tf.convert_to_tensor(self.step.assign_add(1))
+        return ops.begin_step(samples, step, tf.convert_to_tensor(reduces), self._plan_id)
+
+    def submit(self, scale: Any, gradients: Sequence[Any], after: Callable[[int], Sequence[Any]] | None = None) -> list[Any]:
+        """Submit all gradients by bucket as each is complete; one token per bucket.
+
+        `after(bucket)` names tensors that the bucket's packing must wait for.
+        """
+        tokens = []
+        for number, bucket in enumerate(self.plan.buckets):
+            with tf.control_dependencies(after(number) if after else []):
+                tensors = [gradients[place] for place in bucket.members]
+                tokens.append(ops.submit(scale, tensors, self._plan_id, number))
+        return tokens
+
+    def collect(self, number: int, token: Any) -> list[Any]:
+        """The reduced gradients of a bucket, in the order of its members."""
+        bucket = self.plan.buckets[number]
+        shapes = [self._gradients[place].shape for place in bucket.members]
+        return ops.collect(token, shapes, bucket.dtype, self._plan_id, number)
+
+    def collect_all(self, tokens: Sequence[Any]) -> list[Any]:
+        """All reduced gradients, in the order of the variables."""
+        found: list[Any] = [None] * len(self.variables)
+        for number, bucket in enumerate(self.plan.buckets):
+            for place, gradient in zip(bucket.members, self.collect(number, tokens[number]), strict=True):
+                found[place] = gradient
+        return found
+
+    def members(self, bucket: Bucket) -> list[Any]:
+        """The variables of a bucket."""
+        return [self.variables[place] for place in bucket.members]

@@ -1,0 +1,54 @@
+"""What a Keras optimizer does with reduced gradients: all at once, or bucket by bucket where that is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+# An optimizer that overrides one of these may do something once per step, not once per variable (Nadam
+# multiplies a running product, LossScaleOptimizer looks at all gradients).
+_ONCE_PER_STEP = (
+    "_apply_weight_decay",
+    "_backend_apply_gradients",
+    "_backend_update_step",
+    "_clip_gradients",
+    "_overwrite_variables_directly_with_gradients",
+    "apply",
+)
+
+
+def acts_by_variable(optimizer: Any) -> bool:
+    """Whether updating some variables now and the others later gives the same bits as all at once."""
+    kind, base = type(optimizer), keras.optimizers.Optimizer
+    overridden = any(getattr(kind, name, None) is not getattr(base, name, None) for name in _ONCE_PER_STEP)
+    needs_all = (
+        optimizer.global_clipnorm or optimizer.use_ema or optimizer.gradient_accumulation_steps
+    )
+    return not overridden and not needs_all
+
+
+def apply_all(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """The optimizer's own `apply`, whatever replaced it on the instance."""
+    type(optimizer).apply(optimizer, list(gradients), list(variables))
+
+
+def apply_some(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """The part of `apply` that concerns these variables: unscale, clip, decay, update, constrain.
+
+    Only for an optimizer that `acts_by_variable`; `count_step` follows once per step.
+    """
+    gradients = list(gradients)
+    with keras.name_scope(optimizer.name, caller=optimizer):
+        if optimizer.loss_scale_factor is not None:
+            gradients = [gradient / optimizer.loss_scale_factor for gradient in gradients]
+        optimizer._backend_apply_gradients(gradients, list(variables))
+        for variable in variables:
+            if getattr(variable, "constraint", None) is not None:
+                variable.assign(variable.constraint(variable))
+
+
+def count_step(optimizer: Any) -> None:
+    """The last thing that `apply` does."""
+    optimizer.iterations.assign_add(1)

@@ -1,0 +1,124 @@
+"""Gradient buckets: which gradients share a fused buffer, in which order buffers travel, which goes first."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvpipe.errors import HvpipeError
+
+ITEM_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+"""Bytes of one element of each dtype that can be reduced."""
+
+WIRE_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
+"""The dtype that travels under each compression."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """One gradient: the name and the shape of its variable, and its dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def count(self) -> int:
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients (by their place in the model's list) that are reduced in one fused buffer.
+
+    `dtype` is that of the gradients, `wire_dtype` that of the buffer. Buckets of low `priority` are needed
+    first by the next forward and overtake the others on the network.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    counts: tuple[int, ...]
+    dtype: str
+    wire_dtype: str
+    priority: int
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(self.counts) * ITEM_BYTES[self.wire_dtype]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """The buckets of one training step, in the order in which backward completes them."""
+
+    buckets: tuple[Bucket, ...]
+    signature: int
+
+    @property
+    def wire_bytes(self) -> int:
+        return sum(bucket.wire_bytes for bucket in self.buckets)
+
+    def by_need(self) -> list[tuple[int, Bucket]]:
+        """Buckets with their numbers, those that the next forward needs first in front."""
+        return sorted(enumerate(self.buckets), key=lambda pair: (pair[1].priority, pair[0]))
+
+
+def plan_buckets(
+    gradients: Sequence[Gradient], bucket_bytes: int, compression: str | None = None
+) -> BucketPlan:
+    """Cut a model's gradients, listed in the order of the forward, into buckets of up to `bucket_bytes`.
+
+    Backward completes gradients roughly from the last layer to the first, so buckets are filled in the
+    reverse order of the list (as PyTorch's DistributedDataParallel does: Li et al., VLDB 2020). A bucket
+    holds one dtype; a gradient larger than `bucket_bytes` has one to itself. The plan depends on nothing
+    but the arguments, so equal models get equal plans on all ranks, whatever the overlap.
+    """
+    if bucket_bytes < 1:
+        raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
+    open_members: dict[str, list[int]] = {}
+    open_bytes: dict[str, int] = {}
+    closed: list[list[int]] = []
+
+    def close(dtype: str) -> None:
+        if open_members.get(dtype):
+            closed.append(open_members.pop(dtype))
+        open_bytes[dtype] = 0
+
+    for place in reversed(range(len(gradients))):
+        gradient = gradients[place]
+        if gradient.dtype not in ITEM_BYTES:
+            raise HvpipeError(
+                f"Gradients should be of {', '.join(ITEM_BYTES)}. "
+                f"Received: {gradient.name} of dtype={gradient.dtype}"
+            )
+        size_bytes = gradient.count * ITEM_BYTES[gradient.dtype]
+        if open_bytes.get(gradient.dtype, 0) + size_bytes > bucket_bytes:
+            close(gradient.dtype)
+        open_members.setdefault(gradient.dtype, []).append(place)
+        open_bytes[gradient.dtype] = open_bytes.get(gradient.dtype, 0) + size_bytes
+    for dtype in list(open_members):
+        close(dtype)
+    # The last gradient that comes (the lowest place) says when a bucket is complete.
+    closed.sort(key=min, reverse=True)
+    buckets = tuple(_bucket(members, gradients, compression) for members in closed)
+    text = repr((compression, [(g.name, g.shape, g.dtype) for g in gradients], buckets))
+    signature = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return BucketPlan(buckets, signature)
+
+
+def _bucket(members: Sequence[int], gradients: Sequence[Gradient], compression: str | None) -> Bucket:
+    dtype = gradients[members[0]].dtype
+    wire = WIRE_DTYPE[compression] if compression is not None and dtype == "float32" else dtype
+    first, last = gradients[min(members)].name, gradients[max(members)].name
+    return Bucket(
+        name=first if first == last else f"{first} .. {last}",
+        members=tuple(members),
+        counts=tuple(gradients[place].count for place in members),
+        dtype=dtype,
+        wire_dtype=wire,
+        priority=min(members),
+    )

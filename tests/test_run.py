@@ -1,0 +1,137 @@
+"""`hvpipe run` with a real mpirun: ranks, exit codes, Ctrl-C, other hosts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from distributed import Run, environment, run
+
+LIMIT_S = 90.0
+WORLD = """
+import os, sys, time
+from pathlib import Path
+from hvpipe.comm import open_world
+from hvpipe.comm.discover import discover, settings
+world = open_world(discover(), settings())
+last = world.rank == world.size - 1
+"""
+
+
+def hvpipe_run(tmp_path: Path, script: str, *options: str, limit_s: float = LIMIT_S) -> Run:
+    """Run a script with two arguments of its own under `hvpipe run`."""
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    result = run(
+        [sys.executable, "-m", "hvpipe", "run", *options, str(path), "--epochs", "7"], limit_s=limit_s
+    )
+    assert not result.timed_out, result.describe()
+    return result
+
+
+@pytest.mark.parametrize(
+    "size", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_ranks_and_their_arguments(size: int, tmp_path: Path) -> None:
+    script = "print('rank', world.rank, 'of', world.size, sys.argv[1:])"
+    result = hvpipe_run(tmp_path, WORLD + script, "-np", str(size))
+    assert result.returncode == 0, result.describe()
+    said = sorted(line for line in result.output.splitlines() if line.startswith("rank"))
+    assert said == [f"rank {rank} of {size} ['--epochs', '7']" for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("last and os._exit(5)", 5),
+        ("last and world.abort(9)", 9),
+        ("last and os.kill(os.getpid(), 11)", 139),
+        ("sys.exit(3)", 3),
+    ],
+)
+def test_exit_codes(ending: str, code: int, tmp_path: Path) -> None:
+    waits = "" if ending.startswith("sys") else "\ntime.sleep(60)"
+    result = hvpipe_run(tmp_path, WORLD + ending + waits, "-np", "2", limit_s=30.0)
+    assert result.returncode == code, result.describe()
+
+
+def test_an_import_error_before_hvpipe_ends_all_ranks(tmp_path: Path) -> None:
+    script = "import os, time\nif os.environ['OMPI_COMM_WORLD_RANK'] == '1': import absent\ntime.sleep(60)"
+    result = hvpipe_run(tmp_path, script, "-np", "2", limit_s=30.0)
+    assert result.returncode == 1, result.describe()
+    assert "No module named 'absent'" in result.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        WORLD + "Path(f'pid.{world.rank}').write_text(str(os.getpid()))\nworld.barrier()\n"
+        "Path(f'ready.{world.rank}').touch()\ntime.sleep(60)"
+    )
+    command = [sys.executable, "-m", "hvpipe", "run", "-np", "2", "script.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment())
+    try:
+        deadline_s = time.monotonic() + LIMIT_S
+        while len(list(tmp_path.glob("ready.*"))) < 2 and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(30) == 128 + number
+    finally:
+        process.kill()
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid.*")]
+    assert len(pids) == 2
+    assert not [pid for pid in pids if is_running(pid)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_more_ranks_than_slots_start_nothing(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    result = hvpipe_run(tmp_path, f"open({str(started)!r}, 'w')", "-np", "3", "--hosts", "localhost:2")
+    assert result.returncode == 2, result.describe()
+    assert "Received: -np 3 with 2 slots in --hosts localhost:2" in result.output
+    assert not started.exists()
+
+
+def can_unshare() -> bool:
+    """Whether a second host name can be made up for a process."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("hostname") is None:
+        return False
+    return (
+        subprocess.run(["unshare", "-u", "true"], check=False, capture_output=True, timeout=20).returncode
+        == 0
+    )
+
+
+@pytest.mark.skipif(not can_unshare(), reason="needs root, and unshare -u")
+def test_two_hosts_through_an_agent(tmp_path: Path) -> None:
+    agent = tmp_path / "agent"
+    agent.write_text('#!/bin/sh\nhost=$1; shift\nexec unshare -u sh -c "hostname $host; $*"\n')
+    agent.chmod(0o755)
+    script = (
+        WORLD + "print('rank', world.rank, 'of', world.size, world.host, world.local_rank, world.local_size,"
+        " os.environ['HVPIPE_TIMEOUT'])"
+    )
+    here = socket.gethostname()
+    options = ["--hosts", f"{here}:1,elsewhere:2", "--rsh-agent", str(agent), "--timeout", "44"]
+    result = hvpipe_run(tmp_path, script, *options)
+    assert result.returncode == 0, result.describe()
+    assert sorted(line for line in result.output.splitlines() if line.startswith("rank")) == [
+        f"rank 0 of 3 {here} 0 1 44",
+        "rank 1 of 3 elsewhere 0 2 44",
+        "rank 2 of 3 elsewhere 1 2 44",
+    ]
