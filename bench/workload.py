@@ -93,6 +93,8 @@ def step_timer(keras: Any) -> Any:
     """A callback with the clock at the first step's begin and each step's end; it reads no weights."""
 
     class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]
+        reads_weights = False  # for hvpipe: no need to finish a step for it
+
         def __init__(self) -> None:
             super().__init__()
             self.marks_s: list[float] = []

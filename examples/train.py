@@ -110,11 +110,10 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int) -> keras.M
     return keras.Model(inputs, layers.Dense(classes)(x), name=name)
 
 
-def learning_rate(options: argparse.Namespace, images: Images) -> keras.optimizers.schedules.CosineDecay:
+def learning_rate(options: argparse.Namespace, steps: int) -> keras.optimizers.schedules.CosineDecay:
     """From a rate in proportion to the images of one step on all ranks, down to nothing."""
-    steps = len(images.train) // hvpipe.size() * options.epochs
     rate = options.rate * options.batch * hvpipe.size() / BATCH_OF_RATE
-    return keras.optimizers.schedules.CosineDecay(rate, max(steps, 1))
+    return keras.optimizers.schedules.CosineDecay(rate, steps)
 
 
 def verbosity(progress: str) -> int:
@@ -124,17 +123,19 @@ def verbosity(progress: str) -> int:
     return 1 if progress == "bar" and sys.stdout.isatty() else 2
 
 
-def train(options: argparse.Namespace) -> None:
-    """Train on all ranks, then save and report on rank 0."""
+def train(options: argparse.Namespace) -> tuple[keras.Model, str]:
+    """Train on all ranks; the model, and one line about how it went."""
     keras.utils.set_random_seed(options.seed)
     if options.data is None:
         images = digits(options.batch, options.seed)
     else:
         images = folders(options.data, options.pixels, options.batch, options.seed)
+    mine = hk.shard(images.train)
+    steps = len(mine) * options.epochs
 
     model = build_model(options.model, images.shape, images.classes)
     model.compile(
-        optimizer=keras.optimizers.SGD(learning_rate(options, images), momentum=0.9),
+        optimizer=keras.optimizers.SGD(learning_rate(options, steps), momentum=0.9),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -142,29 +143,36 @@ def train(options: argparse.Namespace) -> None:
 
     started = time.perf_counter()
     model.fit(
-        hk.shard(images.train),
+        mine,
         validation_data=hk.shard(images.test),
         epochs=options.epochs,
         shuffle=False,  # the dataset shuffles
         verbose=verbosity(options.progress),
     )
     elapsed_s = time.perf_counter() - started
-    tested = model.evaluate(hk.shard(images.test), return_dict=True, verbose=0)
+    tested = model.evaluate(images.test, return_dict=True, verbose=0)  # all of it, on every rank
 
-    trace = hvpipe.trace_path()
-    if options.save is not None and hvpipe.rank() == 0:
+    ranks = "1 rank" if hvpipe.size() == 1 else f"{hvpipe.size()} ranks"
+    rate = steps * options.batch * hvpipe.size() / elapsed_s
+    return model, (
+        f"{options.model} on {images.name}, {ranks}, overlap={options.overlap}: "
+        f"test accuracy {tested['accuracy']:.2%} after {options.epochs} epochs, "
+        f"{elapsed_s:.1f} s, {rate:.0f} images/s"
+    )
+
+
+def main() -> None:
+    """Train, save, and end with what came of it and where it lies, on rank 0."""
+    options = parse()
+    hvpipe.init()
+    model, summary = train(options)
+    first, trace = hvpipe.rank() == 0, hvpipe.trace_path()
+    if first and options.save is not None:
         options.save.parent.mkdir(parents=True, exist_ok=True)
         model.save(options.save)
-    first = hvpipe.rank() == 0
-    ranks = "1 rank" if hvpipe.size() == 1 else f"{hvpipe.size()} ranks"
     hvpipe.shutdown()  # writes the trace
     if first:
-        seen = len(images.train) * options.batch * options.epochs
-        print(
-            f"{options.model} on {images.name}, {ranks}, overlap={options.overlap}: "
-            f"test accuracy {tested['accuracy']:.2%} after {options.epochs} epochs, "
-            f"{elapsed_s:.1f} s, {seen / elapsed_s:.0f} images/s"
-        )
+        print(summary)
         if options.save is not None:
             print(f"saved model: {options.save}")
         if trace is not None:
@@ -209,6 +217,4 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    choices = parse()
-    hvpipe.init()
-    train(choices)
+    main()

@@ -62,6 +62,11 @@ class OverlappedOptimizer:
         bucket_bytes: int | None,
         warmup_steps: int = 0,
     ) -> None:
+        if overlap == "stale" and optimizer.gradient_accumulation_steps:
+            raise HvpipeError(
+                'overlap="stale" wants an update at every step. Received: an optimizer with '
+                f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}"
+            )
         self.optimizer = optimizer
         self.overlap = overlap
         self.warmup_steps = warmup_steps
@@ -177,7 +182,8 @@ class OverlappedOptimizer:
         equals that of one rank with the whole batch; the sum itself is then added up over ranks.
         """
         optimizer, variables = self.optimizer, self.reducer.variables
-        boundary = tf.equal((optimizer.iterations + 1) % steps, 0)
+        # Not `iterations`, which counts updates under accumulation.
+        boundary = tf.equal((native(optimizer._iterations) + 1) % steps, 0)
         share = self.reducer.announce(samples, reduces=boundary)
         weighted = [gradient * tf.cast(share, gradient.dtype) for gradient in gradients]
         sums = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables]

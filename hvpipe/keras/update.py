@@ -51,4 +51,4 @@ def apply_some(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any
 
 def count_step(optimizer: Any) -> None:
     """The last thing that `apply` does."""
-    optimizer.iterations.assign_add(1)
+    optimizer._iterations.assign_add(1)
