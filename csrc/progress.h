@@ -60,6 +60,7 @@ class Progress {
   struct Options {
     double timeout_s = 300;
     double sleep_s = 50e-6;
+    bool crowded = false;  // more ranks on this host than cores
   };
 
   Progress(Options options, Counters& counters, EventLog& log);

@@ -153,7 +153,8 @@ void AllReduce(Engine& engine, const InArray& in, const OutArray& out, const std
   void* to = out.data();
   const std::size_t count = in.nbytes() / hvpipe::SizeOf(dtype);
   const nb::gil_scoped_release release;
-  engine.AllReduce(from, to, count, dtype, scale, what, CheckSignals);
+  const std::string call = what + " of " + dtype_name + "[" + std::to_string(count) + "]";
+  engine.AllReduce(from, to, count, dtype, scale, call, CheckSignals);
 }
 
 void Cast(const InArray& in, const std::string& from, const OutArray& out, const std::string& to, double scale) {

@@ -151,7 +151,7 @@ bool LaneReduce::Write() {
       std::memcpy(header.what, tag_.what.data(), length);
       header.what[length] = '\0';
     }
-    std::memcpy(lane_.slot(lane_.rank(), at), in_ + chunk.first * element, chunk.count * element);
+    Copy(lane_.slot(lane_.rank(), at), in_ + chunk.first * element, chunk.count * element);
     counters_.shared_memory_bytes += chunk.count * element;
     ++written_;
     lane_.written(lane_.rank()).store(base_ + written_, std::memory_order_release);
@@ -220,7 +220,7 @@ bool LaneReduce::Read() {
       for (int owner = 0; wants_result && owner < lane_.size(); ++owner) {
         const Range slice =
             PartOf(chunk.count, static_cast<std::size_t>(lane_.size()), static_cast<std::size_t>(owner));
-        std::memcpy(out_ + (chunk.first + slice.first) * element, lane_.slot(owner, at) + slice.first * element,
+        Copy(out_ + (chunk.first + slice.first) * element, lane_.slot(owner, at) + slice.first * element,
                     slice.count * element);
       }
     }
@@ -264,7 +264,7 @@ bool LaneBroadcast::Send() {
     header.signature = tag_.signature;
     header.sequence = tag_.sequence;
     header.bytes = bytes;
-    std::memcpy(lane_.slot(root_, at), data_ + moved_, bytes);
+    Copy(lane_.slot(root_, at), data_ + moved_, bytes);
     counters_.shared_memory_bytes += bytes;
     moved_ += bytes;
     ++lane_.position;
@@ -286,7 +286,7 @@ bool LaneBroadcast::Receive() {
     if (header.sequence != tag_.sequence) break;  // another operation's turn
     const std::size_t bytes = static_cast<std::size_t>(header.bytes);
     if (moved_ + bytes > bytes_) throw Error("internal: a broadcast brought more bytes than this rank expects");
-    std::memcpy(data_ + moved_, lane_.slot(root_, at), bytes);
+    Copy(data_ + moved_, lane_.slot(root_, at), bytes);
     moved_ += bytes;
     ++lane_.position;
     const int me = lane_.rank();

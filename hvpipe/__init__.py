@@ -36,13 +36,13 @@ def __getattr__(name: str) -> Any:
     # On first use, so that importing hvpipe costs next to nothing and needs neither MPI nor NumPy.
     import importlib
 
-    if name in _SESSION:
-        return getattr(importlib.import_module("hvpipe.session"), name)
-    if name in _ERRORS:
-        return getattr(importlib.import_module("hvpipe.errors"), name)
     if name in ("keras", "plan"):
         return importlib.import_module(f"hvpipe.{name}")
-    raise AttributeError(f"module 'hvpipe' has no attribute {name!r}")
+    if name not in (*_SESSION, *_ERRORS):
+        raise AttributeError(f"module 'hvpipe' has no attribute {name!r}")
+    home = "hvpipe.session" if name in _SESSION else "hvpipe.errors"
+    found = globals()[name] = getattr(importlib.import_module(home), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -21,6 +21,8 @@ Op = Literal["average", "sum"]
 Compression = Literal["bf16", "fp16"] | None
 
 REDUCIBLE = tuple(ITEM_BYTES)
+_CALL = {"average": "allreduce (average)", "sum": "allreduce (sum)"}
+_DTYPE_NAMES = {np.dtype(name): name for name in ("float32", "float64", "float16")}
 
 
 class Engine:
@@ -63,19 +65,18 @@ class Engine:
             raise HvpipeError(f"op should be 'average' or 'sum'. Received: op={op!r}")
         check_compression(compression)
         target = np.empty_like(source) if out is None else _output(out, source)
-        scale = 1.0 / self.world.size if op == "average" else 1.0
         if self.core is None:
             np.copyto(target, source)
             return target
-        what = f"allreduce ({op}) of {dtype}{list(source.shape)}"
+        scale = 1.0 / self.world.size if op == "average" else 1.0
         wire = WIRE_DTYPE[compression] if compression and dtype == "float32" else dtype
         if wire == dtype:
-            self.core.all_reduce(_bits(source), _bits(target), dtype, scale, what)
+            self.core.all_reduce(_bits(source), _bits(target), dtype, scale, _CALL[op])
             return target
         native = import_native()
         buffer = np.empty(source.size, np.uint16)
         native.cast(_bits(source), "float32", buffer, wire, scale)
-        self.core.all_reduce(buffer, buffer, wire, 1.0, f"{what}, {compression}")
+        self.core.all_reduce(buffer, buffer, wire, 1.0, f"{_CALL[op]} under {compression}")
         native.cast(buffer, wire, _bits(target), "float32", 1.0)
         return target
 
@@ -93,7 +94,7 @@ class Engine:
         longest = int(lengths.max())
         row_bytes = source[:1].nbytes if source.shape[0] else int(np.prod(source.shape[1:])) * source.itemsize
         padded = np.zeros(longest * row_bytes, np.uint8)
-        padded[: source.nbytes] = _bits(source).view(np.uint8).reshape(-1)
+        padded[: source.nbytes] = source.reshape(-1).view(np.uint8)
         gathered = np.empty((self.world.size, padded.size), np.uint8)
         self.core.all_gather(padded, gathered, f"allgather of {shape}")
         parts = [gathered[r, : int(n) * row_bytes] for r, n in enumerate(lengths)]
@@ -185,6 +186,8 @@ def _abi(version: str) -> str:
 
 def host_array(array: Any) -> Array:
     """A C-contiguous NumPy view (or copy) of an array in host memory: NumPy, DLPack or a nested sequence."""
+    if type(array) is np.ndarray and array.flags.c_contiguous:
+        return array
     if isinstance(array, (np.ndarray, np.generic)) or not hasattr(array, "__dlpack__"):
         found = np.asarray(array)
     else:
@@ -192,12 +195,14 @@ def host_array(array: Any) -> Array:
             found = np.from_dlpack(array)
         except (BufferError, RuntimeError, TypeError) as error:
             raise HvpipeError(f"An array in host memory is wanted. Received: {type(array).__name__}: {error}") from error
+    if found.dtype.hasobject:
+        raise HvpipeError(f"An array of numbers is wanted. Received: dtype={found.dtype}")
     return np.ascontiguousarray(found).reshape(found.shape)
 
 
 def reducible_dtype(array: Array) -> str:
     """The dtype's name, if it can be reduced."""
-    name = array.dtype.name
+    name = _DTYPE_NAMES.get(array.dtype) or array.dtype.name
     if name not in REDUCIBLE:
         raise HvpipeError(f"allreduce wants one of {', '.join(REDUCIBLE)}. Received: dtype={name}")
     return name
@@ -212,14 +217,19 @@ def check_compression(compression: str | None) -> None:
 
 
 def _output(out: Array, source: Array) -> Array:
-    if out.shape != source.shape or out.dtype != source.dtype or not out.flags.c_contiguous:
-        raise HvpipeError(
-            f"out should be a C-contiguous {source.dtype}{list(source.shape)}. "
-            f"Received: {out.dtype}{list(out.shape)}"
-        )
+    if out is source:
+        return out
+    wanted = f"out should be a writable C-contiguous {source.dtype}{list(source.shape)}"
+    if not isinstance(out, np.ndarray):
+        raise HvpipeError(f"{wanted}. Received: {type(out).__name__}")
+    if out.shape != source.shape or out.dtype != source.dtype:
+        raise HvpipeError(f"{wanted}. Received: {out.dtype}{list(out.shape)}")
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        how = "read-only" if out.flags.c_contiguous else "not C-contiguous"
+        raise HvpipeError(f"{wanted}. Received: an array that is {how}")
     return out
 
 
 def _bits(array: Array) -> Array:
     """The same memory under a dtype that the array protocols know: bfloat16 is none of theirs."""
-    return array if array.dtype.kind in "fiu" else array.view(np.uint8 if array.ndim else np.uint16)
+    return array if array.dtype.kind in "fiu" else array.reshape(-1).view(np.uint8)

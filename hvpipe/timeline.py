@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from hvpipe.trace import Event
@@ -41,7 +41,7 @@ def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
         if place < 0:
             continue
         events.append(Event("forward", "forward", rank, "compute", steps[place], loss_s))
-        last_pack = bisect_left(packs, bounds[place + 1]) - 1
+        last_pack = bisect_right(packs, bounds[place + 1]) - 1
         if last_pack >= 0 and packs[last_pack] > loss_s:
             events.append(Event("backward", "backward", rank, "compute", loss_s, packs[last_pack]))
     events.extend(_updates(spans, marks, rank))

@@ -37,7 +37,7 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-class EpochEnd(keras.callbacks.Callback):  # type: ignore[misc]
+class EpochEnd(keras.callbacks.Callback):
     """First of the callbacks: finishes the updates, so that the others see the weights of the last step."""
 
     async_safe = True  # overrides nothing that runs at batches
@@ -62,20 +62,43 @@ class FinishBeforeBatchCallbacks(EpochEnd):
         self._state.flush()
 
 
+class StopTogether(keras.callbacks.Callback):
+    """Last of the callbacks: where one rank's callback stops training, all ranks stop with that epoch."""
+
+    async_safe = True
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        stops = self._session.engine.agree(
+            f"whether to go on after epoch {epoch + 1}", float(self.model.stop_training)
+        )
+        if any(stops):
+            self.model.stop_training = True
+
+
+_BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
+
 def reads_at_batches(callback: Any) -> bool:
     """Whether a callback may look at the weights between two steps.
 
-    Keras's own do not, or ask the model for them; a callback says that it does not with
-    `reads_weights = False`.
+    Keras's own do not, or ask the model for them, but for a LambdaCallback, which runs the user's
+    functions; a callback says that it does not with `reads_weights = False`.
     """
-    if type(callback).__module__.startswith("keras.") or not getattr(callback, "reads_weights", True):
+    if not getattr(callback, "reads_weights", True):
         return False
+    if any(hook in vars(callback) for hook in _BATCH_HOOKS):
+        return True
     kind, base = type(callback), keras.callbacks.Callback
-    hooks = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
-    return any(getattr(kind, hook) is not getattr(base, hook) for hook in hooks)
+    if kind.__module__.startswith("keras."):
+        return False
+    return any(getattr(kind, hook) is not getattr(base, hook) for hook in _BATCH_HOOKS)
 
 
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts the root's weights and optimizer state before the first batch.
 
     For custom set-ups; `data_parallel` does it by itself.
@@ -96,8 +119,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         broadcast_variables([*self.model.variables, *self.model.optimizer.variables], self.root_rank)
 
 
-class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
-    """Averages the logs of an epoch over ranks, each rank counting the same; put it before those that read logs.
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Averages the logs of an epoch over ranks, each counting the same; put it before those that read logs.
 
     For custom set-ups; `data_parallel` does it by itself, and by sample count.
     """

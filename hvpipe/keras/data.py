@@ -19,6 +19,10 @@ class SampleCounter:
         self._count = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_samples")
         self._restarted_at = 0.0
 
+    def is_new(self) -> Any:
+        """Whether nothing was counted yet (in a graph; bool scalar)."""
+        return tf.equal(self._count, 0.0)
+
     def add(self, batch: Any) -> Any:
         """Count a batch (in a graph); its number of samples (float64 scalar)."""
         samples = tf.cast(tf.shape(batch)[0], tf.float64)
@@ -63,8 +67,9 @@ def shard(dataset: Any) -> Any:
         rounds = dataset.window(world.size, drop_remainder=True)
 
         def mine(*parts: Any) -> Any:
-            structure = parts[0] if len(parts) == 1 else tf.data.Dataset.zip(parts)
-            return structure.skip(world.rank).take(1)
+            structure = parts[0] if len(parts) == 1 else parts
+            whole = structure if isinstance(structure, tf.data.Dataset) else tf.data.Dataset.zip(structure)
+            return whole.skip(world.rank).take(1)
 
         return rounds.flat_map(mine)
     rounds_in_epoch = batches // world.size
@@ -89,9 +94,7 @@ def same_length(session: Session, x: Any, batch_size: int | None, steps_per_epoc
         return x
     told = ", ".join(f"{count} on rank {rank}" for rank, count in enumerate(everyone))
     if not isinstance(x, tf.data.Dataset):
-        raise MismatchError(
-            f"All ranks should have the same number of batches in an epoch. Received: {told}"
-        )
+        raise MismatchError(f"All ranks should have the same number of batches in an epoch. Received: {told}")
     if session.world.rank == 0:
         tf.get_logger().warning(
             "hvpipe: the ranks' datasets differ in length (batches: %s); every epoch ends after %d. "
@@ -110,3 +113,23 @@ def _steps(x: Any, batch_size: int | None) -> int:
     if leaves and isinstance(leaves[0], (np.ndarray, tf.Tensor)) and leaves[0].ndim > 0:
         return math.ceil(int(leaves[0].shape[0]) / (batch_size or 32))
     return -1
+
+
+def first_leaf(data: Any) -> Any:
+    """The first tensor of a batch, whose first axis counts the samples."""
+    return next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
+
+
+def batch_of(iterator: Any) -> Any:
+    """A batch, or what one looks like."""
+    return iterator[0] if isinstance(iterator, list) else iterator.element_spec
+
+
+def fingerprint_of(batch: Any) -> Any:
+    """A number that two different batches are very unlikely to share."""
+    if batch.dtype == tf.string:
+        values = tf.cast(tf.strings.to_hash_bucket_fast(tf.reshape(batch, [-1]), 1 << 30), tf.float64)
+    else:
+        values = tf.cast(tf.reshape(batch, [-1]), tf.float64)
+    places = tf.cast(tf.range(tf.size(values)) % 8191 + 1, tf.float64)
+    return tf.reduce_sum(values * places)

@@ -8,7 +8,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import keras
@@ -16,26 +16,41 @@ import tensorflow as tf
 
 from hvpipe.engine import check_compression
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.callbacks import EpochEnd, FinishBeforeBatchCallbacks, average_logs, reads_at_batches
-from hvpipe.keras.data import SampleCounter, same_length
+from hvpipe.keras.callbacks import (
+    EpochEnd,
+    FinishBeforeBatchCallbacks,
+    StopTogether,
+    average_logs,
+    reads_at_batches,
+)
+from hvpipe.keras.data import SampleCounter, batch_of, fingerprint_of, first_leaf, same_length
+from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.overlap import OverlappedOptimizer, ReplanError, check_overlap
-from hvpipe.keras.reducer import name_of
-from hvpipe.keras.variables import average_variables, broadcast_variables, check_same_variables
+from hvpipe.keras.start import start_equal
+from hvpipe.keras.variables import average_variables
 from hvpipe.session import Session, current
 
 Model = TypeVar("Model", bound=keras.Model)
 
 logger = logging.getLogger("hvpipe")
 
-# Methods that read or write the weights from outside a step; each finishes the updates first.
+# Methods that read or write the weights from outside a step, or replace the optimizer; each finishes the
+# updates first. keras.saving and tf.saved_model, which do not come by `save`, call `get_config`,
+# `save_own_variables` or `load_own_variables`.
 _FLUSH_FIRST = (
+    "compile",
     "export",
+    "get_config",
+    "get_state_tree",
     "get_weights",
+    "load_own_variables",
     "load_weights",
     "predict",
     "predict_on_batch",
     "save",
+    "save_own_variables",
     "save_weights",
+    "set_state_tree",
     "set_weights",
     "test_on_batch",
 )
@@ -63,8 +78,10 @@ def data_parallel(
     `compression`: None, "bf16" or "fp16": the type in which float32 gradients travel. `bucket_bytes`: size
     of the fused buffers (default 4 MiB, or HVPIPE_BUCKET_BYTES).
 
-    Between two steps of "step" or "stale", read weights through the model (`get_weights`, `save`,
-    `evaluate`, ...), not through a layer or variable: only the model knows that an update is under way.
+    Weights that you see are finished ones, in callbacks and after `train_on_batch` as well. Where your own
+    code runs while a step is under way (another thread, a callback with `reads_weights = False`), read them
+    through the model (`get_weights`, `save`, `evaluate`, ...), not through a layer or variable: only the
+    model knows of the update that is to come. The same holds after `train_on_batch` with "stale".
 
     Raises HvpipeError for an unknown `overlap` or `compression`, or before `hvpipe.init`.
     """
@@ -107,7 +124,7 @@ class DataParallel:
             warmup_steps=warmup_steps,
         )
         self._optimizer: OverlappedOptimizer | None = None
-        self._own: dict[str, Callable[..., Any]] = {}
+        self._methods = InstanceMethods(model)
         self._ready = False
         self._pending = False
         self._steps_seen = 0
@@ -122,18 +139,18 @@ class DataParallel:
     def attach(self) -> None:
         """Replace methods on the model instance; its class and its saved form stay as they are."""
         self.model._hvpipe = self
-        self._replace("make_train_function", self._make_train_function)
+        self._methods.replace("make_train_function", self._make_train_function)
         if self.session.world.size == 1:
-            self._replace("train_step", self._counted_train_step)
+            self._methods.replace("train_step", self._counted_train_step)
             self.model.train_function = None
             return
-        self._replace("train_step", self._train_step)
-        self._replace("test_step", self._test_step)
-        self._replace("fit", self._fit)
-        self._replace("evaluate", self._evaluate)
-        self._replace("train_on_batch", self._train_on_batch)
+        self._methods.replace("train_step", self._train_step)
+        self._methods.replace("test_step", self._test_step)
+        self._methods.replace("fit", self._fit)
+        self._methods.replace("evaluate", self._evaluate)
+        self._methods.replace("train_on_batch", self._train_on_batch)
         for name in _FLUSH_FIRST:
-            self._replace(name, functools.partial(self._flush_first, name))
+            self._methods.replace(name, functools.partial(self._flush_first, name))
         self.model.train_function = None
         self.model.test_function = None
 
@@ -142,22 +159,10 @@ class DataParallel:
         self.flush()
         if self._optimizer is not None:
             self._optimizer.unhook()
-        for name in self._own:
-            vars(self.model).pop(name, None)
-        self._own = {}
+        self._methods.restore()
         vars(self.model).pop("_hvpipe", None)
         self.model.train_function = None
         self.model.test_function = None
-
-    def _replace(self, name: str, method: Callable[..., Any]) -> None:
-        own = getattr(self.model, name)
-        self._own[name] = own
-
-        @functools.wraps(own)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return method(*args, **kwargs)
-
-        setattr(self.model, name, replaced)
 
     # --- Before the first step ----------------------------------------------------------------------------
 
@@ -173,7 +178,7 @@ class DataParallel:
                     model.name,
                 )
             model.jit_compile = False
-        self._own["make_train_function"](force=True)
+        self._methods.own("make_train_function")(force=True)
         inner = model.train_function
         model.train_function = self._timed(inner if self.session.world.size == 1 else self._checked(inner))
         self._ready = False
@@ -188,12 +193,12 @@ class DataParallel:
                 # A generator that a failed trace would use up.
                 iterator = list(itertools.islice(iterator, self.model.steps_per_execution))
             if not self._ready:
-                self._prepare(_batch_of(iterator))
+                self._prepare(batch_of(iterator))
             try:
                 logs = self._call(holder[0], iterator)
             except ReplanError as found:
                 self._hook_optimizer(found.used)
-                self._own["make_train_function"](force=True)
+                self._methods.own("make_train_function")(force=True)
                 holder[0] = self.model.train_function
                 self.model.train_function = train_function
                 logs = self._call(holder[0], iterator)
@@ -226,24 +231,19 @@ class DataParallel:
         return train_function
 
     def _prepare(self, batch: Any) -> None:
-        """Build what is not built, hook the optimizer, and start from rank 0's state; collective."""
-        model = self.model
-        model._symbolic_build(data_batch=batch)
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
-        check_same_variables(self.session, model.trainable_variables)
-        broadcast_variables([*model.variables, *model.optimizer.variables])
-        self._hook_optimizer(None)
+        """Start from rank 0's state, and hook the optimizer; collective."""
+        start_equal(self.session, self.model, batch)
+        self._hook_optimizer(self.model.trainable_variables)
         self._ready = True
 
-    def _hook_optimizer(self, used: frozenset[str] | None) -> None:
+    def _hook_optimizer(self, variables: Sequence[Any]) -> None:
+        self.flush()
         if self._optimizer is not None:
             self._optimizer.unhook()
-        variables = [v for v in self.model.trainable_variables if used is None or name_of(v) in used]
         if not variables:
             raise HvpipeError(
-                f"Training wants at least one trainable variable with a gradient. Received: model "
-                f"{self.model.name} without any"
+                "Training wants at least one trainable variable. "
+                f"Received: model {self.model.name} without any"
             )
         self._optimizer = self._make_optimizer(self.model.optimizer, variables)
         self._optimizer.hook()
@@ -252,31 +252,31 @@ class DataParallel:
         prints = self.session.engine.agree("fingerprint of the first batch", float(self._fingerprint.numpy()))
         if self.session.world.rank == 0 and len(set(prints)) == 1:
             warnings.warn(
-                "All ranks read the same first batch: they would all train on the same data. Give each rank its "
-                "own part, for example with hvpipe.keras.shard(dataset).",
+                "All ranks read the same first batch: they would all train on the same data. Give each rank "
+                "its own part, for example with hvpipe.keras.shard(dataset).",
                 stacklevel=2,
             )
 
     # --- Inside a step ------------------------------------------------------------------------------------
 
     def _counted_train_step(self, data: Any) -> Any:
-        self._train_counter.add(_first_leaf(data))
-        return self._own["train_step"](data)
+        self._train_counter.add(first_leaf(data))
+        return self._methods.own("train_step")(data)
 
     def _train_step(self, data: Any) -> Any:
         assert self._optimizer is not None
-        batch = _first_leaf(data)
-        samples = self._train_counter.add(batch)
-        first = tf.equal(self._optimizer.reducer.step, 0)
+        batch = first_leaf(data)
+        first = self._train_counter.is_new()
         self._fingerprint.assign(
-            tf.cond(first, lambda: _fingerprint_of(batch), lambda: self._fingerprint.read_value())
+            tf.cond(first, lambda: fingerprint_of(batch), lambda: self._fingerprint.read_value())
         )
+        samples = self._train_counter.add(batch)
         self._optimizer.begin(samples)
-        return self._own["train_step"](data)
+        return self._methods.own("train_step")(data)
 
     def _test_step(self, data: Any) -> Any:
-        self._test_counter.add(_first_leaf(data))
-        return self._own["test_step"](data)
+        self._test_counter.add(first_leaf(data))
+        return self._methods.own("test_step")(data)
 
     # --- Around steps -------------------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ class DataParallel:
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         self.model._assert_compile_called("fit")
-        bound = inspect.signature(self._own["fit"]).bind(*args, **kwargs)
+        bound = inspect.signature(self._methods.own("fit")).bind(*args, **kwargs)
         given = bound.arguments
         given["x"] = same_length(
             self.session, given.get("x"), given.get("batch_size"), given.get("steps_per_epoch")
@@ -311,13 +311,16 @@ class DataParallel:
         callbacks = given.get("callbacks")
         if isinstance(callbacks, keras.callbacks.CallbackList):
             own = self._callback_for(callbacks.callbacks)
+            last = StopTogether(self.session)
             own.set_model(self.model)
+            last.set_model(self.model)
             callbacks.callbacks.insert(0, own)
+            callbacks.callbacks.append(last)
         else:
             listed = list(tf.nest.flatten(callbacks)) if callbacks else []
-            given["callbacks"] = [self._callback_for(listed), *listed]
+            given["callbacks"] = [self._callback_for(listed), *listed, StopTogether(self.session)]
         self._train_counter.restart()
-        return self._own["fit"](*bound.args, **bound.kwargs)
+        return self._methods.own("fit")(*bound.args, **bound.kwargs)
 
     def _callback_for(self, callbacks: list[Any]) -> EpochEnd:
         readers = [type(c).__name__ for c in callbacks if reads_at_batches(c)]
@@ -325,8 +328,8 @@ class DataParallel:
             return EpochEnd(self)
         if self.session.world.rank == 0:
             logger.warning(
-                "hvpipe: callback %s may read weights between steps, so every step is finished before it runs "
-                "and the overlap with the next step is lost. Set reads_weights = False on it if it does not.",
+                "hvpipe: callback %s may read weights between steps, so every step is finished before it "
+                "runs and the overlap with the next step is lost. Set reads_weights = False on it if it does not.",
                 ", ".join(readers),
             )
         return FinishBeforeBatchCallbacks(self)
@@ -337,39 +340,24 @@ class DataParallel:
             average_variables(self.session, self._statistics(), self._train_counter.since_restart() or 1.0)
         self._test_counter.restart()
         return_dict = kwargs.pop("return_dict", False)
-        logs = dict(self._own["evaluate"](*args, return_dict=True, **kwargs))
+        logs = dict(self._methods.own("evaluate")(*args, return_dict=True, **kwargs))
         average_logs(self.session, logs, self._test_counter.restart(), "results of evaluate")
         return logs if return_dict else self.model._flatten_metrics_in_order(logs)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         return_dict = kwargs.pop("return_dict", False)
-        logs = dict(self._own["train_on_batch"](*args, return_dict=True, **kwargs))
-        samples = self._train_counter.since_restart()
+        before = self._train_counter.total()
+        logs = dict(self._methods.own("train_on_batch")(*args, return_dict=True, **kwargs))
+        if self.overlap == "step":
+            # The caller may set the learning rate, read a layer or call the model next.
+            self.flush()
+        samples = self._train_counter.total() - before
         average_logs(self.session, logs, samples, "results of train_on_batch")
         return logs if return_dict else self.model._flatten_metrics_in_order(logs)
 
     def _flush_first(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self.flush()
-        return self._own[name](*args, **kwargs)
-
-
-def _first_leaf(data: Any) -> Any:
-    return next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
-
-
-def _batch_of(iterator: Any) -> Any:
-    """A batch, or what one looks like."""
-    return iterator[0] if isinstance(iterator, list) else iterator.element_spec
-
-
-def _fingerprint_of(batch: Any) -> Any:
-    """A number that two different batches are very unlikely to share."""
-    if batch.dtype == tf.string:
-        values = tf.cast(tf.strings.to_hash_bucket_fast(tf.reshape(batch, [-1]), 1 << 30), tf.float64)
-    else:
-        values = tf.cast(tf.reshape(batch, [-1]), tf.float64)
-    places = tf.cast(tf.range(tf.size(values)) % 8191 + 1, tf.float64)
-    return tf.reduce_sum(values * places)
+        return self._methods.own(name)(*args, **kwargs)
 
 
 def _is_seed(variable: Any) -> bool:

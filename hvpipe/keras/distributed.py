@@ -1,4 +1,4 @@
-"""For custom training loops: an optimizer and a gradient tape that reduce over all ranks, and tensor collectives."""
+"""For custom training loops: an optimizer and a tape that reduce over all ranks, and tensor collectives."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hvpipe.keras.reducer import Reducer, dense
 from hvpipe.session import current
 
 
-def DistributedOptimizer(  # noqa: N802 (the name that Horovod's users know)
+def DistributedOptimizer(
     optimizer: Any, *, compression: Compression = None, bucket_bytes: int | None = None
 ) -> Any:
-    """Make `apply` (and so `apply_gradients`) average gradients over all ranks first; returns the same optimizer.
+    """Make `apply` (and `apply_gradients`) average gradients over all ranks first; returns the optimizer.
 
     Reduction overlaps with the rest of backward, the update is exact, and every rank counts the same
     whatever its batch. For `compile` and `fit`, `data_parallel` does more: it broadcasts the start,
@@ -35,7 +35,9 @@ def DistributedOptimizer(  # noqa: N802 (the name that Horovod's users know)
     hooked: list[OverlappedOptimizer] = []
 
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        variables = optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+        variables = (
+            optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
+        )
         if not optimizer.built:
             optimizer.build(variables)
         if not hooked:

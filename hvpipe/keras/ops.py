@@ -51,9 +51,7 @@ def submit(scale: Any, tensors: Sequence[Any], plan: int, bucket: int) -> Any:
     return library().hvpipe_submit(scale=scale, tensors=tensors, plan=plan, bucket=bucket)
 
 
-def collect(
-    token: Any, shapes: Sequence[tuple[int, ...]], dtype: str, plan: int, bucket: int
-) -> list[Any]:
+def collect(token: Any, shapes: Sequence[tuple[int, ...]], dtype: str, plan: int, bucket: int) -> list[Any]:
     """The reduced tensors of a bucket, once they are there."""
     found: list[Any] = library().hvpipe_collect(
         token=token, shapes=list(shapes), N=len(shapes), T=dtype, plan=plan, bucket=bucket

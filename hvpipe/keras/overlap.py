@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import ops
-from hvpipe.keras.reducer import Reducer, dense, name_of, native
+from hvpipe.keras.reducer import Reducer, dense, identity, native
 from hvpipe.keras.update import acts_by_variable, apply_all, apply_some, count_step
 from hvpipe.plan.buckets import Bucket
 from hvpipe.session import Session
@@ -31,10 +31,10 @@ OVERLAPS = ("none", "backward", "step", "stale")
 
 
 class ReplanError(Exception):
-    """Tracing found variables without a gradient: buckets made for all variables do not fit."""
+    """Tracing found other variables with gradients than the buckets were made for."""
 
-    def __init__(self, used: frozenset[str]) -> None:
-        super().__init__("some trainable variables have no gradient")
+    def __init__(self, used: Sequence[Any]) -> None:
+        super().__init__("the trainable variables with a gradient are others than planned")
         self.used = used
 
 
@@ -73,15 +73,16 @@ class OverlappedOptimizer:
         self._make_reducer = functools.partial(
             Reducer, session, optimizer.name, compression=compression, bucket_bytes=bucket_bytes
         )
+        self._reducers: dict[tuple[int, ...], Reducer] = {}
         self._plan(variables)
-        self._by_variable = acts_by_variable(optimizer)
+        self._by_variable = acts_by_variable(optimizer, variables)
         self._traced = session.settings.trace_path is not None
         self._samples: Any = None
+        self._applied = False
         with tf.init_scope():
             # Of the last submits, into the next step: 0 where nothing waits to be collected.
             self._token = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_token")
             self._marks = tf.Variable(0.0, dtype=tf.float32, trainable=False, name="hvpipe_marks")
-        self._flush = tf.function(self._flush_in_graph)
 
     @property
     def defers(self) -> bool:
@@ -102,6 +103,7 @@ class OverlappedOptimizer:
     def begin(self, samples: Any) -> None:
         """Start of a step with a batch of `samples` (scalar tensor) on this rank."""
         self._samples = samples
+        self._applied = False
         if self.overlap == "step":
             token = self._token.read_value()
             self._finish(token)
@@ -113,7 +115,12 @@ class OverlappedOptimizer:
         variables = self.reducer.variables if trainable_variables is None else list(trainable_variables)
         gradients = self._in_plan_order(grads, variables)
         samples = tf.constant(1.0, tf.float64) if self._samples is None else self._samples
-        self._samples = None
+        if self._applied and self.defers:
+            raise HvpipeError(
+                f"overlap={self.overlap!r} wants one call of the optimizer in train_step; with several, use "
+                'overlap="backward". Received: a second call in one step'
+            )
+        self._applied = True
         steps = self.optimizer.gradient_accumulation_steps
         if steps:
             self._accumulate(gradients, samples, int(steps))
@@ -129,16 +136,25 @@ class OverlappedOptimizer:
     # --- Gradients of this step --------------------------------------------------------------------
 
     def _plan(self, variables: Sequence[Any]) -> None:
-        self.reducer: Reducer = self._make_reducer(variables=variables)
-        self._names = frozenset(name_of(v) for v in variables)
+        key = tuple(identity(v) for v in variables)
+        if key not in self._reducers:
+            self._reducers[key] = self._make_reducer(variables=variables)
+        self.reducer: Reducer = self._reducers[key]
+        self._flush = tf.function(self._flush_in_graph)
 
     def _in_plan_order(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        by_name = {name_of(v): g for g, v in zip(grads, variables, strict=True) if g is not None}
-        if by_name.keys() != self._names:
-            if self.defers:  # the step has begun with the old plan
-                raise ReplanError(frozenset(by_name))
-            self._plan([v for v in variables if name_of(v) in by_name])
-        return [dense(by_name[name_of(v)]) for v in self.reducer.variables]
+        found = {identity(v): g for g, v in zip(grads, variables, strict=True) if g is not None}
+        if found.keys() != {identity(v) for v in self.reducer.variables}:
+            used = [v for v in variables if identity(v) in found]
+            if not used:
+                raise HvpipeError(
+                    "Training wants at least one trainable variable with a gradient. "
+                    f"Received: None for all {len(variables)} gradients"
+                )
+            if self.defers and not tf.executing_eagerly():
+                raise ReplanError(used)  # the graph has begun with the old plan
+            self._plan(used)
+        return [dense(found[identity(v)]) for v in self.reducer.variables]
 
     def _reduce_and_update(self, gradients: Sequence[Any], scale: Any) -> None:
         if self.overlap == "none":
@@ -208,7 +224,7 @@ class OverlappedOptimizer:
     # --- Updates ----------------------------------------------------------------------------------
 
     def _finish(self, token: Any) -> list[Any]:
-        """If something was submitted, collect it and update; per bucket, a tensor that is there when it is done."""
+        """If something was submitted, collect and update; per bucket, a tensor that is there when it is done."""
         waiting = token > 0
         if not self._by_variable:
             done = tf.cond(waiting, lambda: self._update_together(token), lambda: tf.constant(0.0))

@@ -17,6 +17,11 @@ def native(variable: Any) -> Any:
     return variable.value if hasattr(variable, "overwrite_with_gradient") else variable
 
 
+def identity(variable: Any) -> int:
+    """A key for this very variable: two layers of one name give their variables one path."""
+    return id(native(variable))
+
+
 def name_of(variable: Any) -> str:
     """A name that is the same on all ranks: Keras's path, where there is one."""
     return str(getattr(variable, "path", None) or variable.name)
@@ -56,7 +61,9 @@ class Reducer:
         step = tf.convert_to_tensor(self.step.assign_add(1))
         return ops.begin_step(samples, step, tf.convert_to_tensor(reduces), self._plan_id)
 
-    def submit(self, scale: Any, gradients: Sequence[Any], after: Callable[[int], Sequence[Any]] | None = None) -> list[Any]:
+    def submit(
+        self, scale: Any, gradients: Sequence[Any], after: Callable[[int], Sequence[Any]] | None = None
+    ) -> list[Any]:
         """Submit all gradients by bucket as each is complete; one token per bucket.
 
         `after(bucket)` names tensors that the bucket's packing must wait for.

@@ -1,4 +1,4 @@
-"""What a Keras optimizer does with reduced gradients: all at once, or bucket by bucket where that is the same."""
+"""What an optimizer does with reduced gradients: all at once, or bucket by bucket where that is the same."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ _ONCE_PER_STEP = (
 )
 
 
-def acts_by_variable(optimizer: Any) -> bool:
+def acts_by_variable(optimizer: Any, variables: Sequence[Any]) -> bool:
     """Whether updating some variables now and the others later gives the same bits as all at once."""
     kind, base = type(optimizer), keras.optimizers.Optimizer
     overridden = any(getattr(kind, name, None) is not getattr(base, name, None) for name in _ONCE_PER_STEP)
-    needs_all = (
-        optimizer.global_clipnorm or optimizer.use_ema or optimizer.gradient_accumulation_steps
-    )
-    return not overridden and not needs_all
+    needs_all = optimizer.global_clipnorm or optimizer.use_ema or optimizer.gradient_accumulation_steps
+    overwritten = any(getattr(v, "overwrite_with_gradient", False) for v in variables)
+    return not (overridden or needs_all or overwritten)
 
 
 def apply_all(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:

@@ -40,8 +40,7 @@ def check_same_variables(session: Session, variables: Sequence[Any]) -> None:
         if [row[1:] for row in theirs] == [row[1:] for row in everyone[0]]:
             continue
         raise MismatchError(
-            "All ranks should train the same model. "
-            f"Received: {_first_difference(everyone[0], theirs, rank)}"
+            f"All ranks should train the same model. Received: {_first_difference(everyone[0], theirs, rank)}"
         )
 
 
@@ -73,9 +72,7 @@ def _dtype_name(variable: Any) -> str:
 def _first_difference(first: list[tuple[Any, ...]], other: list[tuple[Any, ...]], rank: int) -> str:
     for place, (ours, theirs) in enumerate(zip(first, other, strict=False)):
         if ours[1:] != theirs[1:]:
-            return (
-                f"variable {place} is {_told(ours)} on rank 0 and {_told(theirs)} on rank {rank}"
-            )
+            return f"variable {place} is {_told(ours)} on rank 0 and {_told(theirs)} on rank {rank}"
     return f"{len(first)} variables on rank 0 and {len(other)} on rank {rank}"
 
 

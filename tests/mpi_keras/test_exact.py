@@ -1,0 +1,108 @@
+"""`backward` and `step` give the bits of `none`: weights, optimizer slots, moving averages, seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import pytest
+from mpi_keras.training import (
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    compiled,
+    fit,
+    mlp,
+    my_batches,
+    parallel,
+    state_of,
+)
+
+STEPS = 20
+optimizers = keras.optimizers
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer on the same model; `options` go to compile."""
+
+    optimizer: Callable[[], Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def decaying() -> Any:
+    return optimizers.schedules.ExponentialDecay(0.1, 3, 0.8)
+
+
+def by_layer() -> Any:
+    last = optimizers.Adam(0.01)
+    return optimizers.MultiOptimizer(lambda variable: last)
+
+
+CASES = {
+    "momentum": Case(lambda: optimizers.SGD(0.1, momentum=0.9)),
+    "adam": Case(lambda: optimizers.Adam(0.01)),
+    "adamw_global_clipnorm": Case(lambda: optimizers.AdamW(0.01, global_clipnorm=0.5)),
+    "accumulation": Case(lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3)),
+    "loss_scale": Case(lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), dynamic_growth_steps=3)),
+    "steps_per_execution": Case(lambda: optimizers.Adam(0.01), {"steps_per_execution": 4}),
+    "ema": Case(lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=6)),
+}
+MORE_CASES = {
+    "nadam": Case(lambda: optimizers.Nadam(0.01)),
+    "clipnorm": Case(lambda: optimizers.SGD(0.1, clipnorm=0.1)),
+    "clipvalue": Case(lambda: optimizers.SGD(0.1, clipvalue=0.01)),
+    "schedule": Case(lambda: optimizers.SGD(decaying(), momentum=0.9, nesterov=True)),
+    "weight_decay": Case(lambda: optimizers.SGD(0.1, weight_decay=0.01)),
+    "fixed_loss_scale": Case(lambda: optimizers.Adam(0.01, loss_scale_factor=8.0)),
+    "accumulation_loss_scale": Case(
+        lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2, loss_scale_factor=8.0)
+    ),
+    "accumulation_ema_clipnorm": Case(
+        lambda: optimizers.Adam(0.01, gradient_accumulation_steps=4, use_ema=True, clipnorm=0.5)
+    ),
+    "accumulation_inside_loss_scale": Case(
+        lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01, gradient_accumulation_steps=2))
+    ),
+    "accumulation_steps_per_execution": Case(
+        lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2), {"steps_per_execution": 5}
+    ),
+    "eager": Case(lambda: optimizers.Adam(0.01), {"run_eagerly": True}),
+    "eager_steps_per_execution": Case(
+        lambda: optimizers.SGD(0.1, momentum=0.9), {"run_eagerly": True, "steps_per_execution": 4}
+    ),
+    "xla_asked_for": Case(lambda: optimizers.Adam(0.01), {"jit_compile": True}),
+    "amsgrad": Case(lambda: optimizers.Adam(0.01, amsgrad=True)),
+}
+EVERY_OPTIMIZER = ("Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "RMSprop")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_of_the_linear_mode(name: str) -> None:
+    compare(CASES[name], ("backward", "step"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_CASES)
+def test_more_bits_of_the_linear_mode(name: str) -> None:
+    compare(MORE_CASES[name], ("backward", "step"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY_OPTIMIZER)
+def test_every_optimizer_of_keras(name: str) -> None:
+    compare(Case(lambda: getattr(optimizers, name)(0.01)), ("step",), steps=6)
+
+
+def compare(case: Case, overlaps: tuple[str, ...], steps: int = STEPS) -> None:
+    linear = trained(case, "none", steps)
+    assert_same_on_all_ranks(linear)
+    for overlap in overlaps:
+        assert_same_bits(trained(case, overlap, steps), linear, overlap)
+
+
+def trained(case: Case, overlap: str, steps: int) -> dict[str, Any]:
+    model = parallel(compiled(mlp, case.optimizer(), **case.options), overlap)
+    fit(model, my_batches(steps // 2), epochs=2)
+    return state_of(model)

@@ -1,0 +1,137 @@
+"""What the cases share: small data, small models, training runs, and comparisons of weights bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import hvpipe
+import hvpipe.keras as hk
+
+FEATURES = 12
+CLASSES = 5
+# Small enough to cut the small models into several buckets.
+BUCKET_BYTES = 200
+
+State = dict[str, np.ndarray]
+
+
+def samples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and labels that depend on them."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(count, FEATURES)).astype(np.float32)
+    y = np.argmax(x[:, :CLASSES] + 0.5 * x[:, CLASSES : 2 * CLASSES], axis=1)
+    return x, y
+
+
+def my_batches(steps: int, batch: int = 8, seed: int = 0) -> tf.data.Dataset:
+    """This rank's batches of `batch` samples; those of all ranks together are `all_batches`."""
+    return hk.shard(
+        tf.data.Dataset.from_tensor_slices(samples(steps * batch * hvpipe.size(), seed)).batch(batch)
+    )
+
+
+def all_batches(steps: int, batch: int = 8, seed: int = 0) -> tf.data.Dataset:
+    """What one rank with the whole batch would train on."""
+    whole = batch * hvpipe.size()
+    return tf.data.Dataset.from_tensor_slices(samples(steps * whole, seed)).batch(whole)
+
+
+def mlp() -> keras.Model:
+    """Two dense layers: three buckets."""
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+
+
+def loss() -> keras.losses.Loss:
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def compiled(build: Callable[[], keras.Model] = mlp, optimizer: Any = None, **options: Any) -> keras.Model:
+    """A new model from seed 5, the same on all ranks and at every call."""
+    keras.utils.set_random_seed(5)
+    model = build()
+    options.setdefault("loss", loss())
+    model.compile(optimizer=optimizer or keras.optimizers.SGD(0.1, momentum=0.9), **options)
+    return model
+
+
+def parallel(model: keras.Model, overlap: str = "step", **options: Any) -> keras.Model:
+    """`data_parallel` with several buckets."""
+    options.setdefault("bucket_bytes", BUCKET_BYTES)
+    return hk.data_parallel(model, overlap, **options)
+
+
+def fit(model: keras.Model, data: Any, **options: Any) -> dict[str, list[float]]:
+    """`fit` in silence; its history."""
+    history: dict[str, list[float]] = model.fit(data, verbose=0, **options).history
+    return history
+
+
+def state_of(model: keras.Model) -> State:
+    """Copies of all weights, seeds and optimizer slots, read past the model's own methods."""
+    found: State = {}
+    for variable in [*model.variables, *model.optimizer.variables]:
+        name = f"{len(found)} {variable.path}"
+        found[name] = np.array(variable.numpy())
+    return found
+
+
+def assert_same_bits(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], what: str = "") -> None:
+    """Two states are equal bit for bit (names may differ: Keras numbers layers)."""
+    assert len(one) == len(other), what
+    different = [
+        f"{name}: by up to {np.max(np.abs(mine.astype(np.float64) - theirs.astype(np.float64)))}"
+        for (name, mine), theirs in zip(one.items(), other.values(), strict=True)
+        if mine.dtype != theirs.dtype or mine.tobytes() != theirs.tobytes()
+    ]
+    assert not different, f"{what}: {different}"
+
+
+def assert_close(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], relative: float) -> None:
+    """Every array within `relative` of the largest number in the other."""
+    assert len(one) == len(other)
+    for (name, mine), theirs in zip(one.items(), other.values(), strict=True):
+        if mine.dtype.kind == "f":
+            scale = max(float(np.max(np.abs(theirs), initial=0.0)), 1e-3)
+            np.testing.assert_allclose(mine, theirs, rtol=0, atol=relative * scale, err_msg=name)
+        else:
+            np.testing.assert_array_equal(mine, theirs, err_msg=name)
+
+
+def assert_same_on_all_ranks(value: Any) -> None:
+    """A state (or numbers) has the same bits on every rank, but for sums that are still to be reduced."""
+    if isinstance(value, dict):
+        value = {name: array for name, array in value.items() if "gradient_accumulator" not in name}
+    mine = {name: array.tobytes() for name, array in value.items()} if isinstance(value, dict) else value
+    for rank, theirs in enumerate(hvpipe.allgather_object(mine)):
+        if isinstance(mine, dict):
+            different = [a for a, b in zip(mine, theirs, strict=True) if mine[a] != theirs[b]]
+            assert not different, f"rank {hvpipe.rank()} and rank {rank} differ in {different}"
+        else:
+            assert theirs == mine, f"rank {rank}"
+
+
+class Remember(keras.callbacks.Callback):
+    """Copies what `look` sees at the end of every batch and of every epoch."""
+
+    def __init__(self, look: Callable[[keras.Model], Any] = state_of) -> None:
+        super().__init__()
+        self.look = look
+        self.at_batches: list[Any] = []
+        self.at_epochs: list[Any] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.at_batches.append(self.look(self.model))
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.at_epochs.append(self.look(self.model))
