@@ -59,7 +59,8 @@ std::uint16_t FloatToHalfScalar(float value) {
   const std::uint32_t bits = FloatToBits(value);
   const std::uint32_t sign = (bits >> 16) & 0x8000u;
   const std::uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return static_cast<std::uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));
+  if (magnitude > 0x7f800000u)
+    return static_cast<std::uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu));
   if (magnitude >= 0x477ff000u) return static_cast<std::uint16_t>(sign | 0x7c00u);
   if (magnitude >= 0x38800000u) {
     const std::uint32_t rebased = magnitude - 0x38000000u;
@@ -71,7 +72,8 @@ std::uint16_t FloatToHalfScalar(float value) {
 }
 
 #if defined(__x86_64__)
-__attribute__((target("avx,f16c"))) void HalfToFloatF16c(const std::uint16_t* src, float* dst, std::size_t count) {
+__attribute__((target("avx,f16c"))) void HalfToFloatF16c(const std::uint16_t* src, float* dst,
+                                                         std::size_t count) {
   std::size_t i = 0;
   for (; i + 8 <= count; i += 8) {
     _mm256_storeu_ps(dst + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src + i))));
@@ -79,7 +81,8 @@ __attribute__((target("avx,f16c"))) void HalfToFloatF16c(const std::uint16_t* sr
   for (; i < count; ++i) dst[i] = HalfToFloatScalar(src[i]);
 }
 
-__attribute__((target("avx,f16c"))) void FloatToHalfF16c(const float* src, std::uint16_t* dst, std::size_t count) {
+__attribute__((target("avx,f16c"))) void FloatToHalfF16c(const float* src, std::uint16_t* dst,
+                                                         std::size_t count) {
   std::size_t i = 0;
   for (; i + 8 <= count; i += 8) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(dst + i),
@@ -154,7 +157,8 @@ HVPIPE_VECTORISED void Sum2Float(float* dst, const float* a, const float* b, std
   for (std::size_t i = 0; i < count; ++i) dst[i] = a[i] + b[i];
 }
 
-HVPIPE_VECTORISED void Sum3Float(float* dst, const float* a, const float* b, const float* c, std::size_t count) {
+HVPIPE_VECTORISED void Sum3Float(float* dst, const float* a, const float* b, const float* c,
+                                 std::size_t count) {
   HVPIPE_ELEMENTWISE
   for (std::size_t i = 0; i < count; ++i) dst[i] = (a[i] + b[i]) + c[i];
 }
@@ -223,7 +227,8 @@ void SumDouble(double* dst, const void* const* srcs, std::size_t sources, std::s
   for (std::size_t first = 0; first < count; first += kBlock) {
     const std::size_t n = count - first < kBlock ? count - first : kBlock;
     std::memcpy(block, static_cast<const double*>(srcs[0]) + first, n * sizeof(double));
-    for (std::size_t k = 1; k < sources; ++k) AddDouble(block, static_cast<const double*>(srcs[k]) + first, n);
+    for (std::size_t k = 1; k < sources; ++k)
+      AddDouble(block, static_cast<const double*>(srcs[k]) + first, n);
     std::memcpy(dst + first, block, n * sizeof(double));
   }
 }
@@ -290,7 +295,8 @@ void PackScaled(const void* src, DType src_type, void* dst, DType dst_type, std:
     return;
   }
   if (src_type == DType::kFloat32 && dst_type == DType::kFloat32) {
-    return ScaleFloat(static_cast<const float*>(src), static_cast<float*>(dst), count, static_cast<float>(scale));
+    return ScaleFloat(static_cast<const float*>(src), static_cast<float*>(dst), count,
+                      static_cast<float>(scale));
   }
   if (src_type == DType::kFloat64 && dst_type == DType::kFloat64) {
     return ScaleDouble(static_cast<const double*>(src), static_cast<double*>(dst), count, scale);
@@ -338,8 +344,8 @@ AlignedBuffer::AlignedBuffer(std::size_t bytes) : bytes_(bytes) {
 
 void AlignedBuffer::Free::operator()(void* pointer) const { std::free(pointer); }
 
-BucketLayout::BucketLayout(std::string bucket_name, DType tensor, DType wire, std::vector<std::size_t> tensor_counts,
-                           int bucket_priority)
+BucketLayout::BucketLayout(std::string bucket_name, DType tensor, DType wire,
+                           std::vector<std::size_t> tensor_counts, int bucket_priority)
     : name(std::move(bucket_name)),
       tensor_type(tensor),
       wire_type(wire),

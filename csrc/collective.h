@@ -19,10 +19,17 @@ class Collective {
   virtual std::string Waiting() const = 0;
 };
 
-// Sends in flight that all collectives of an engine share: those of high priority are stepped first and
-// so get what is free, which is how a small urgent bucket overtakes a big one in the middle.
+// Sends in flight that all collectives of an engine share. What one gives back goes to whoever is stepped
+// first in the next pass, and that is the most urgent: so a small bucket that the next forward needs first
+// overtakes a big one in the middle, instead of each keeping its share.
 struct SendBudget {
   int available = 8;
+  int returned = 0;
+
+  void BeginPass() {
+    available += returned;
+    returned = 0;
+  }
 };
 
 // Traffic of one engine since it started.

@@ -61,8 +61,9 @@ void ControlExchange::CheckAgreement() const {
   const Record& mine = of(rank_);
   for (int rank = 0; rank < ranks_; ++rank) {
     if (of(rank).signature == mine.signature) continue;
-    throw Error("The ranks disagree about what comes next. Rank " + std::to_string(rank_) + " is at: " +
-                    mine.what.data() + ". Rank " + std::to_string(rank) + " is at: " + of(rank).what.data() + ".",
+    throw Error("The ranks disagree about what comes next. Rank " + std::to_string(rank_) +
+                    " is at: " + mine.what.data() + ". Rank " + std::to_string(rank) +
+                    " is at: " + of(rank).what.data() + ".",
                 ErrorKind::kMismatch);
   }
 }

@@ -12,8 +12,8 @@
 namespace hvpipe {
 
 struct Record {
-  std::uint64_t signature = 0;  // of what the rank is about to do; must be the same on all
-  double samples = 0;           // of this rank's batch
+  std::uint64_t signature = 0;   // of what the rank is about to do; must be the same on all
+  double samples = 0;            // of this rank's batch
   std::array<char, 112> what{};  // the same in words
 };
 static_assert(sizeof(Record) == 128);

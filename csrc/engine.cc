@@ -33,6 +33,13 @@ MPI_Comm Split(MPI_Comm world, int color, int rank) {
   return part;
 }
 
+// Two ranks' slots, input and output stay in a second-level cache of 512 KB with slots of 64 KB; more ranks
+// synchronise twice a chunk and so want larger ones (measured, Zen 3).
+std::size_t SlotBytes(std::size_t wanted, int local_size) {
+  const std::size_t bytes = wanted > 0 ? wanted : (local_size == 2 ? 64u << 10 : 128u << 10);
+  return (bytes + 63) / 64 * 64;
+}
+
 }  // namespace
 
 Engine::Engine(MPI_Comm world, EngineOptions options) : options_(options), log_(options.trace) {
@@ -55,7 +62,7 @@ Engine::Engine(MPI_Comm world, EngineOptions options) : options_(options), log_(
   if (options.shared_memory && !single_ranked_hosts_) {
     MPI_Comm leaders = Split(own, leader == 1 ? 0 : MPI_UNDEFINED, rank_);
     if (leader == 1) leaders_ = std::make_unique<MpiTransport>(leaders);
-    const Lane::Options lane{options.slot_bytes, 4};
+    const Lane::Options lane{SlotBytes(options.slot_bytes, local_size_), 4};
     up_ = std::make_unique<Lane>(Duplicate(local), lane);
     if (hosts_ > 1) down_ = std::make_unique<Lane>(Duplicate(local), lane);
   }
@@ -63,7 +70,9 @@ Engine::Engine(MPI_Comm world, EngineOptions options) : options_(options), log_(
   world_ = std::make_unique<MpiTransport>(own);
   budget_.available = options.messages_in_flight;
   const bool crowded = static_cast<unsigned>(local_size_) > std::thread::hardware_concurrency();
-  progress_ = std::make_unique<Progress>(Progress::Options{options.timeout_s, options.sleep_s, crowded}, counters_, log_);
+  const Progress::Options progress{options.timeout_s, options.sleep_s, crowded,
+                                   [this] { budget_.BeginPass(); }};
+  progress_ = std::make_unique<Progress>(progress, counters_, log_);
 }
 
 // Freeing a window is collective: after an error the peers may be gone, so then it is left to the end of
@@ -111,11 +120,11 @@ void Engine::AddReduceStages(Operation& operation, const void* in, void* out, st
     const auto result = lane_alone ? LaneReduce::Result::kAll : LaneReduce::Result::kLeader;
     operation.stages.push_back({[=](const Operation& op) -> std::unique_ptr<Collective> {
                                   LaneTag lane_tag{Hash(op.what), op.sequence(), op.what};
-                                  return std::make_unique<LaneReduce>(*up_, counters_, std::move(lane_tag), in, out,
-                                                                      count, dtype, lane_alone ? scale : 1.0, result);
+                                  return std::make_unique<LaneReduce>(*up_, counters_, std::move(lane_tag),
+                                                                      in, out, count, dtype,
+                                                                      lane_alone ? scale : 1.0, result);
                                 },
-                                &lane_order_,
-                                nullptr});
+                                &lane_order_, nullptr});
   } else if (in != out) {
     std::memcpy(out, in, count * SizeOf(dtype));
   }
@@ -127,21 +136,19 @@ void Engine::AddReduceStages(Operation& operation, const void* in, void* out, st
     ring_options.receives_in_flight = options_.messages_in_flight;
     ring_options.tag = tag;
     operation.stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
-                                  return std::make_unique<RingAllReduce>(*ring, budget_, counters_, out, count, dtype,
-                                                                         ring_options);
+                                  return std::make_unique<RingAllReduce>(*ring, budget_, counters_, out,
+                                                                         count, dtype, ring_options);
                                 },
-                                nullptr,
-                                nullptr});
+                                nullptr, nullptr});
   }
   if (down_ && local_size_ > 1) {
     // The first rank of a host sends in the order in which rings end, one whole bucket after the other.
     operation.stages.push_back({[=](const Operation& op) -> std::unique_ptr<Collective> {
                                   LaneTag lane_tag{Hash(op.what), op.sequence(), op.what};
-                                  return std::make_unique<LaneBroadcast>(*down_, counters_, std::move(lane_tag), out,
-                                                                         count * SizeOf(dtype), 0);
+                                  return std::make_unique<LaneBroadcast>(
+                                      *down_, counters_, std::move(lane_tag), out, count * SizeOf(dtype), 0);
                                 },
-                                nullptr,
-                                nullptr});
+                                nullptr, nullptr});
   }
   if (scale != 1.0) {
     auto previous = std::move(operation.check);
@@ -157,8 +164,7 @@ void Engine::AddControlStage(Operation& operation, double samples, std::uint64_t
                                 return std::make_unique<ControlExchange>(
                                     *world_, MakeRecord(signature, samples, op.what), kControlTag);
                               },
-                              &control_order_,
-                              nullptr});
+                              &control_order_, nullptr});
 }
 
 // Rank and engine options decide nothing here: a bucket's way is the same on all ranks of a host.
@@ -169,7 +175,8 @@ std::shared_ptr<Operation> Engine::BucketOperation(Bucket& bucket) {
   operation->traced = true;
   void* buffer = bucket.buffer.data();
   if (size_ > 1) {
-    AddReduceStages(*operation, buffer, buffer, bucket.layout.count, bucket.layout.wire_type, 1.0, bucket.tag);
+    AddReduceStages(*operation, buffer, buffer, bucket.layout.count, bucket.layout.wire_type, 1.0,
+                    bucket.tag);
   }
   operation->finished = [this, &bucket](const Error* error) { BucketReduced(bucket, error); };
   return operation;
@@ -188,9 +195,10 @@ void Engine::BeginStep(int plan_index, std::int64_t step, double samples, bool r
     for (auto& bucket : plan.buckets) {
       if (!reduces) break;
       if (bucket->announced) {
-        throw Error("A step began before the buckets of the step before it were submitted. Received: bucket=" +
-                        bucket->layout.name,
-                    ErrorKind::kUsage);
+        throw Error(
+            "A step began before the buckets of the step before it were submitted. Received: bucket=" +
+                bucket->layout.name,
+            ErrorKind::kUsage);
       }
       bucket->announced = true;
       bucket->operation = BucketOperation(*bucket);
@@ -328,11 +336,10 @@ void Engine::Broadcast(void* data, std::size_t bytes, int root, const std::strin
   operation->priority = kBlockingPriority;
   const int tag = NextTag();
   operation->stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
-                                 return std::make_unique<ChainBroadcast>(*world_, counters_, data, bytes, root,
-                                                                         options_.segment_bytes, tag);
+                                 return std::make_unique<ChainBroadcast>(*world_, counters_, data, bytes,
+                                                                         root, options_.segment_bytes, tag);
                                },
-                               nullptr,
-                               nullptr});
+                               nullptr, nullptr});
   progress_->Run(operation, interrupt);
 }
 
@@ -350,8 +357,7 @@ void Engine::AllGather(const void* in, void* out, std::size_t bytes, const std::
                                  return std::make_unique<RingAllGather>(*world_, counters_, out, bytes,
                                                                         options_.segment_bytes, tag);
                                },
-                               nullptr,
-                               nullptr});
+                               nullptr, nullptr});
   progress_->Run(operation, interrupt);
 }
 

@@ -21,13 +21,13 @@
 namespace hvpipe {
 
 struct EngineOptions {
-  double timeout_s = 300;             // longest wait for a peer
-  double sleep_s = 50e-6;             // nap of the progress thread when nothing moves
+  double timeout_s = 300;              // longest wait for a peer
+  double sleep_s = 50e-6;              // nap of the progress thread when nothing moves
   std::size_t segment_bytes = 60'000;  // of a ring message; below the eager limit of MPI
-  int messages_in_flight = 8;         // ring messages that this rank may have under way
-  std::size_t slot_bytes = 256 * 1024;  // of the shared-memory lane
-  bool shared_memory = true;          // off: ranks of one host use the ring as well
-  int ranks_per_host = 0;             // > 0: pretend that every so many ranks are a host (for tests)
+  int messages_in_flight = 8;          // ring messages that this rank may have under way
+  std::size_t slot_bytes = 0;          // of the shared-memory lane; 0: by the number of ranks on the host
+  bool shared_memory = true;           // off: ranks of one host use the ring as well
+  int ranks_per_host = 0;              // > 0: pretend that every so many ranks are a host (for tests)
   bool trace = false;
 };
 
@@ -71,11 +71,13 @@ class Engine {
 
   // Blocking, called by all ranks in the same order. `interrupt` runs some times a second and may throw.
   // AllReduce: out = scale * sum of in over ranks; in may be out.
-  void AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale, const std::string& what,
+  void AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale,
+                 const std::string& what, const Interrupt& interrupt);
+  void Broadcast(void* data, std::size_t bytes, int root, const std::string& what,
                  const Interrupt& interrupt);
-  void Broadcast(void* data, std::size_t bytes, int root, const std::string& what, const Interrupt& interrupt);
   // `bytes` from each rank, in rank order.
-  void AllGather(const void* in, void* out, std::size_t bytes, const std::string& what, const Interrupt& interrupt);
+  void AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
+                 const Interrupt& interrupt);
   // Waits for all ranks; throws unless all came with the same `what`. The samples of all ranks, in order.
   std::vector<double> Agree(const std::string& what, double samples, const Interrupt& interrupt);
 
@@ -106,8 +108,8 @@ class Engine {
   Bucket& bucket(int plan, int index) const;
   std::shared_ptr<Operation> BucketOperation(Bucket& bucket);
   void BucketReduced(Bucket& bucket, const Error* error);
-  void AddReduceStages(Operation& operation, const void* in, void* out, std::size_t count, DType dtype, double scale,
-                       int tag);
+  void AddReduceStages(Operation& operation, const void* in, void* out, std::size_t count, DType dtype,
+                       double scale, int tag);
   void AddControlStage(Operation& operation, double samples, std::uint64_t signature);
   std::shared_ptr<Operation> Checked(const std::string& what);
   int NextTag();

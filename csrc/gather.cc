@@ -61,11 +61,12 @@ bool RingAllGather::Step() {
 
 std::string RingAllGather::Waiting() const {
   return "all-gather segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) +
-         " from ring neighbour " + std::to_string((transport_.rank() + transport_.size() - 1) % transport_.size());
+         " from ring neighbour " +
+         std::to_string((transport_.rank() + transport_.size() - 1) % transport_.size());
 }
 
-ChainBroadcast::ChainBroadcast(Transport& transport, Counters& counters, void* data, std::size_t bytes, int root,
-                               std::size_t segment_bytes, int tag)
+ChainBroadcast::ChainBroadcast(Transport& transport, Counters& counters, void* data, std::size_t bytes,
+                               int root, std::size_t segment_bytes, int tag)
     : transport_(transport),
       counters_(counters),
       data_(static_cast<char*>(data)),

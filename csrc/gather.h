@@ -13,8 +13,8 @@ namespace hvpipe {
 class RingAllGather : public Collective {
  public:
   // `out` holds size * bytes, with this rank's part already in its place.
-  RingAllGather(Transport& transport, Counters& counters, void* out, std::size_t bytes, std::size_t segment_bytes,
-                int tag);
+  RingAllGather(Transport& transport, Counters& counters, void* out, std::size_t bytes,
+                std::size_t segment_bytes, int tag);
   bool Step() override;
   bool done() const override { return received_ == total_ && sent_ == total_; }
   std::string Waiting() const override;

@@ -188,7 +188,8 @@ void Progress::Loop() {
   }
   const std::lock_guard<std::mutex> drive(drive_mutex_);
   TakeInbox();
-  if (!active_.empty()) FailAll(Error("The engine was shut down while communication was under way.", ErrorKind::kUsage));
+  if (!active_.empty())
+    FailAll(Error("The engine was shut down while communication was under way.", ErrorKind::kUsage));
 }
 
 // Takes over what callers have enqueued, in their order.
@@ -221,6 +222,7 @@ bool Progress::Blocked(Operation& operation) const {
 
 Progress::PassResult Progress::Pass() {
   TakeInbox();
+  options_.begin_pass();
   PassResult result;
   const double now = Now();
   const bool check_deadlines = now >= next_deadline_check_s_;
@@ -292,7 +294,8 @@ void Progress::CheckDeadline(const Operation& operation, double now) const {
   std::ostringstream text;
   text << "Waited " << options_.timeout_s << " s in " << operation.what << " for ";
   const Operation::Stage& stage = operation.stages[operation.current_];
-  text << (stage.collective ? stage.collective->Waiting() : "its turn") << ". Has that rank ended, or is it busy for "
+  text << (stage.collective ? stage.collective->Waiting() : "its turn")
+       << ". Has that rank ended, or is it busy for "
        << "longer than the time limit? Raise the limit with HVPIPE_TIMEOUT or hvpipe.init(timeout_s=...).";
   throw Error(text.str(), ErrorKind::kDeadline);
 }

@@ -61,6 +61,7 @@ class Progress {
     double timeout_s = 300;
     double sleep_s = 50e-6;
     bool crowded = false;  // more ranks on this host than cores
+    std::function<void()> begin_pass = [] {};
   };
 
   Progress(Options options, Counters& counters, EventLog& log);

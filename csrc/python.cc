@@ -31,7 +31,8 @@ DType ParseDType(const std::string& name) {
   for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
     if (name == hvpipe::NameOf(dtype)) return dtype;
   }
-  throw Error("Wanted a dtype of float32, float64, float16 or bfloat16. Received: dtype=" + name, ErrorKind::kUsage);
+  throw Error("Wanted a dtype of float32, float64, float16 or bfloat16. Received: dtype=" + name,
+              ErrorKind::kUsage);
 }
 
 // Lets Ctrl-C through while the caller waits without the interpreter lock.
@@ -83,7 +84,8 @@ std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::si
 
 using BucketSpec = std::tuple<std::string, std::string, std::string, std::vector<std::size_t>, int>;
 
-int AddPlan(Engine& engine, const std::string& name, std::uint64_t signature, const std::vector<BucketSpec>& buckets) {
+int AddPlan(Engine& engine, const std::string& name, std::uint64_t signature,
+            const std::vector<BucketSpec>& buckets) {
   std::vector<hvpipe::BucketLayout> layouts;
   for (const auto& [bucket, dtype, wire, counts, priority] : buckets) {
     layouts.emplace_back(bucket, ParseDType(dtype), ParseDType(wire), counts, priority);
@@ -91,7 +93,8 @@ int AddPlan(Engine& engine, const std::string& name, std::uint64_t signature, co
   return engine.AddPlan(name, signature, std::move(layouts));
 }
 
-std::tuple<double, double> BeginStep(Engine& engine, int plan, std::int64_t step, double samples, bool reduces) {
+std::tuple<double, double> BeginStep(Engine& engine, int plan, std::int64_t step, double samples,
+                                     bool reduces) {
   const nb::gil_scoped_release release;
   // Shared: an interrupted wait leaves before the callback comes.
   auto waiter = std::make_shared<Waiter>();
@@ -109,8 +112,9 @@ void CheckSizes(const hvpipe::BucketLayout& layout, const std::vector<std::size_
   bool same = bytes.size() == layout.counts.size();
   for (std::size_t i = 0; same && i < bytes.size(); ++i) same = bytes[i] == layout.counts[i] * element;
   if (!same) {
-    throw Error("Wanted the tensors of bucket " + layout.name + ". Received: tensors of other sizes or number",
-                ErrorKind::kUsage);
+    throw Error(
+        "Wanted the tensors of bucket " + layout.name + ". Received: tensors of other sizes or number",
+        ErrorKind::kUsage);
   }
 }
 
@@ -141,8 +145,8 @@ void Collect(Engine& engine, int plan, int bucket, const std::vector<OutArray>& 
   engine.Unpack(plan, bucket, pointers);
 }
 
-void AllReduce(Engine& engine, const InArray& in, const OutArray& out, const std::string& dtype_name, double scale,
-               const std::string& what) {
+void AllReduce(Engine& engine, const InArray& in, const OutArray& out, const std::string& dtype_name,
+               double scale, const std::string& what) {
   const DType dtype = ParseDType(dtype_name);
   if (in.nbytes() != out.nbytes()) {
     throw Error("Wanted input and output of one size. Received: " + std::to_string(in.nbytes()) + " and " +
@@ -157,7 +161,8 @@ void AllReduce(Engine& engine, const InArray& in, const OutArray& out, const std
   engine.AllReduce(from, to, count, dtype, scale, call, CheckSignals);
 }
 
-void Cast(const InArray& in, const std::string& from, const OutArray& out, const std::string& to, double scale) {
+void Cast(const InArray& in, const std::string& from, const OutArray& out, const std::string& to,
+          double scale) {
   const DType source = ParseDType(from);
   const std::size_t count = in.nbytes() / hvpipe::SizeOf(source);
   if (out.nbytes() != count * hvpipe::SizeOf(ParseDType(to))) {
@@ -252,22 +257,32 @@ NB_MODULE(_engine, m) {
             engine.AllGather(from, to, bytes, what, CheckSignals);
           },
           nb::arg("array"), nb::arg("out"), nb::arg("what"))
-      .def("agree", [](Engine& engine, const std::string& what, double samples) {
+      .def(
+          "agree",
+          [](Engine& engine, const std::string& what, double samples) {
             const nb::gil_scoped_release release;
             return engine.Agree(what, samples, CheckSignals);
-          }, nb::arg("what"), nb::arg("samples") = 0.0)
-      .def("fail", [](Engine& engine, const std::string& message) {
+          },
+          nb::arg("what"), nb::arg("samples") = 0.0)
+      .def(
+          "fail",
+          [](Engine& engine, const std::string& message) {
             const nb::gil_scoped_release release;
             engine.Fail(Error(message, ErrorKind::kUsage));
-          }, nb::arg("message"))
+          },
+          nb::arg("message"))
       .def("stop", &Engine::Stop, nb::call_guard<nb::gil_scoped_release>())
       .def("counters", &CountersOf)
       .def("take_events", &TakeEvents)
-      .def("log", [](Engine& engine, const std::string& name, double start_s, double end_s) {
+      .def(
+          "log",
+          [](Engine& engine, const std::string& name, double start_s, double end_s) {
             engine.log().Add("mark", name, start_s, end_s);
-          }, nb::arg("name"), nb::arg("start_s"), nb::arg("end_s"));
+          },
+          nb::arg("name"), nb::arg("start_s"), nb::arg("end_s"));
   m.def("set_default", &hvpipe::SetDefaultEngine, nb::arg("engine").none());
   m.def("now", &hvpipe::Now);
-  m.def("cast", &Cast, nb::arg("array"), nb::arg("dtype"), nb::arg("out"), nb::arg("out_dtype"), nb::arg("scale"));
+  m.def("cast", &Cast, nb::arg("array"), nb::arg("dtype"), nb::arg("out"), nb::arg("out_dtype"),
+        nb::arg("scale"));
   m.def("sum_arrays", &SumArrays, nb::arg("arrays"), nb::arg("out"), nb::arg("dtype"));
 }

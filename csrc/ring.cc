@@ -103,7 +103,8 @@ bool RingAllReduce::PostSends() {
     const Range segment = Segment(posted_sends_, false);
     Ticket ticket = kNoTicket;
     if (segment.count > 0) {
-      ticket = transport_.Isend(buffer_ + segment.first * element, segment.count * element, right, options_.tag);
+      ticket =
+          transport_.Isend(buffer_ + segment.first * element, segment.count * element, right, options_.tag);
       counters_.network_bytes_sent += segment.count * element;
       ++counters_.messages_sent;
     }
@@ -120,7 +121,7 @@ bool RingAllReduce::FinishSends() {
   while (!sends_.empty()) {
     const Send& send = sends_.front();
     if (send.ticket != kNoTicket && !transport_.Test(send.ticket)) break;
-    ++budget_.available;
+    ++budget_.returned;
     sends_.pop_front();
     ++sent_;
     moved = true;
@@ -132,11 +133,11 @@ std::string RingAllReduce::Waiting() const {
   const int left = (transport_.rank() + transport_.size() - 1) % transport_.size();
   const int right = (transport_.rank() + 1) % transport_.size();
   if (received_ < total_) {
-    return "ring segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) + " from ring neighbour " +
-           std::to_string(left);
+    return "ring segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) +
+           " from ring neighbour " + std::to_string(left);
   }
-  return "ring neighbour " + std::to_string(right) + " to take segment " + std::to_string(sent_ + 1) + " of " +
-         std::to_string(total_);
+  return "ring neighbour " + std::to_string(right) + " to take segment " + std::to_string(sent_ + 1) +
+         " of " + std::to_string(total_);
 }
 
 }  // namespace hvpipe

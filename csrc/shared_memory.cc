@@ -20,14 +20,16 @@ std::size_t HeadBytes(std::size_t slots) { return (kCounters + slots) * kLine; }
 }  // namespace
 
 static_assert(sizeof(Lane::SlotHeader) <= kLine);
-static_assert(std::atomic<std::uint64_t>::is_always_lock_free, "ranks share these counters between processes");
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free,
+              "ranks share these counters between processes");
 
 Lane::Lane(MPI_Comm local, Options options) : options_(options), local_(local) {
   HVPIPE_MPI(MPI_Comm_set_errhandler(local_, MPI_ERRORS_RETURN));
   HVPIPE_MPI(MPI_Comm_rank(local_, &rank_));
   HVPIPE_MPI(MPI_Comm_size(local_, &size_));
   // Whole pages, so that every rank's part is aligned however MPI lays them out.
-  const std::size_t bytes = (HeadBytes(options.slots) + options.slots * options.slot_bytes + 4095) / 4096 * 4096;
+  const std::size_t bytes =
+      (HeadBytes(options.slots) + options.slots * options.slot_bytes + 4095) / 4096 * 4096;
   MPI_Info info = MPI_INFO_NULL;
   HVPIPE_MPI(MPI_Info_create(&info));
   HVPIPE_MPI(MPI_Info_set(info, "alloc_shared_noncontig", "true"));
@@ -42,7 +44,8 @@ Lane::Lane(MPI_Comm local, Options options) : options_(options), local_(local) {
     HVPIPE_MPI(MPI_Win_shared_query(window_, peer, &size, &unit, &address));
     base_.push_back(static_cast<char*>(address));
   }
-  for (std::size_t i = 0; i < kCounters; ++i) new (base_[static_cast<std::size_t>(rank_)] + i * kLine) std::atomic<std::uint64_t>(0);
+  for (std::size_t i = 0; i < kCounters; ++i)
+    new (base_[static_cast<std::size_t>(rank_)] + i * kLine) std::atomic<std::uint64_t>(0);
   HVPIPE_MPI(MPI_Barrier(local_));
 }
 
@@ -90,8 +93,8 @@ bool Lane::AllRead(std::uint64_t chunks) const {
   return true;
 }
 
-LaneReduce::LaneReduce(Lane& lane, Counters& counters, LaneTag tag, const void* in, void* out, std::size_t count,
-                       DType dtype, double scale, Result result)
+LaneReduce::LaneReduce(Lane& lane, Counters& counters, LaneTag tag, const void* in, void* out,
+                       std::size_t count, DType dtype, double scale, Result result)
     : lane_(lane),
       counters_(counters),
       tag_(std::move(tag)),
@@ -164,8 +167,9 @@ void LaneReduce::CheckSameOperation(std::uint64_t chunk) const {
   for (int peer = 0; peer < lane_.size(); ++peer) {
     const Lane::SlotHeader& theirs = lane_.header(peer, chunk);
     if (theirs.signature == tag_.signature && theirs.sequence == tag_.sequence) continue;
-    throw Error("The ranks disagree about what comes next. Local rank " + std::to_string(lane_.rank()) + " is at: " +
-                    tag_.what + ". Local rank " + std::to_string(peer) + " is at: " + theirs.what + ".",
+    throw Error("The ranks disagree about what comes next. Local rank " + std::to_string(lane_.rank()) +
+                    " is at: " + tag_.what + ". Local rank " + std::to_string(peer) +
+                    " is at: " + theirs.what + ".",
                 ErrorKind::kMismatch);
   }
 }
@@ -221,7 +225,7 @@ bool LaneReduce::Read() {
         const Range slice =
             PartOf(chunk.count, static_cast<std::size_t>(lane_.size()), static_cast<std::size_t>(owner));
         Copy(out_ + (chunk.first + slice.first) * element, lane_.slot(owner, at) + slice.first * element,
-                    slice.count * element);
+             slice.count * element);
       }
     }
     ++read_;
@@ -232,14 +236,17 @@ bool LaneReduce::Read() {
 }
 
 std::string LaneReduce::Waiting() const {
-  std::string text = "chunk " + std::to_string(read_ + 1) + " of " + std::to_string(chunks_) + " from local rank";
+  std::string text =
+      "chunk " + std::to_string(read_ + 1) + " of " + std::to_string(chunks_) + " from local rank";
   for (int peer = 0; peer < lane_.size(); ++peer) {
-    if (lane_.written(peer).load(std::memory_order_acquire) < base_ + read_ + 1) text += " " + std::to_string(peer);
+    if (lane_.written(peer).load(std::memory_order_acquire) < base_ + read_ + 1)
+      text += " " + std::to_string(peer);
   }
   return text;
 }
 
-LaneBroadcast::LaneBroadcast(Lane& lane, Counters& counters, LaneTag tag, void* data, std::size_t bytes, int root)
+LaneBroadcast::LaneBroadcast(Lane& lane, Counters& counters, LaneTag tag, void* data, std::size_t bytes,
+                             int root)
     : lane_(lane),
       counters_(counters),
       tag_(std::move(tag)),
@@ -285,7 +292,8 @@ bool LaneBroadcast::Receive() {
     const Lane::SlotHeader& header = lane_.header(root_, at);
     if (header.sequence != tag_.sequence) break;  // another operation's turn
     const std::size_t bytes = static_cast<std::size_t>(header.bytes);
-    if (moved_ + bytes > bytes_) throw Error("internal: a broadcast brought more bytes than this rank expects");
+    if (moved_ + bytes > bytes_)
+      throw Error("internal: a broadcast brought more bytes than this rank expects");
     Copy(data_ + moved_, lane_.slot(root_, at), bytes);
     moved_ += bytes;
     ++lane_.position;

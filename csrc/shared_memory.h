@@ -78,8 +78,8 @@ class LaneReduce : public Collective {
  public:
   enum class Result { kAll, kLeader };
 
-  LaneReduce(Lane& lane, Counters& counters, LaneTag tag, const void* in, void* out, std::size_t count, DType dtype,
-             double scale, Result result);
+  LaneReduce(Lane& lane, Counters& counters, LaneTag tag, const void* in, void* out, std::size_t count,
+             DType dtype, double scale, Result result);
 
   bool Step() override;
   bool done() const override;

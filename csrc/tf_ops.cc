@@ -1,4 +1,5 @@
-// TensorFlow kernels: announce a step, submit a bucket, collect a bucket. The only file that includes TensorFlow.
+// TensorFlow kernels: announce a step, submit a bucket, collect a bucket. The only file that includes
+// TensorFlow.
 //
 // None of the ops is stateful: automatic control dependencies would serialise them. Data ties them together
 // instead: scale -> submit -> token -> (a variable, into the next step) -> collect.
@@ -41,7 +42,8 @@ absl::Status SizeChanged(const std::string& bucket, const tf::TensorShape& shape
 
 std::shared_ptr<Engine> EngineOrThrow() {
   auto engine = DefaultEngine();
-  if (!engine) throw Error("hvpipe is not initialised: call hvpipe.init() before training.", ErrorKind::kUsage);
+  if (!engine)
+    throw Error("hvpipe is not initialised: call hvpipe.init() before training.", ErrorKind::kUsage);
   return engine;
 }
 
@@ -75,18 +77,18 @@ class BeginStepOp : public tf::AsyncOpKernel {
       const std::int64_t step = context->input(1).scalar<std::int64_t>()();
       const bool reduces = context->input(2).scalar<bool>()();
       if (engine->log().enabled()) engine->log().Add("mark", "step", Now(), Now());
-      engine->BeginStep(plan_, step, samples, reduces,
-                        [context, done](const Error* error, double scale, double /*total*/) {
-                          if (error != nullptr) {
-                            context->SetStatus(ToStatus(*error));
-                          } else {
-                            tf::Tensor* output = nullptr;
-                            const absl::Status status = context->allocate_output(0, tf::TensorShape(), &output);
-                            if (status.ok()) output->scalar<double>()() = scale;
-                            context->SetStatus(status);
-                          }
-                          done();
-                        });
+      engine->BeginStep(
+          plan_, step, samples, reduces, [context, done](const Error* error, double scale, double /*total*/) {
+            if (error != nullptr) {
+              context->SetStatus(ToStatus(*error));
+            } else {
+              tf::Tensor* output = nullptr;
+              const absl::Status status = context->allocate_output(0, tf::TensorShape(), &output);
+              if (status.ok()) output->scalar<double>()() = scale;
+              context->SetStatus(status);
+            }
+            done();
+          });
     } catch (const Error& error) {
       context->SetStatus(ToStatus(error));
       done();
@@ -123,9 +125,10 @@ class SubmitOp : public tf::OpKernel {
       OP_REQUIRES_OK(context, context->input_list("tensors", &tensors));
       std::vector<const void*> pointers;
       for (int i = 0; i < tensors.size(); ++i) {
-        OP_REQUIRES(context,
-                    static_cast<std::size_t>(tensors[i].NumElements()) == layout.counts[static_cast<std::size_t>(i)],
-                    SizeChanged(layout.name, tensors[i].shape()));
+        OP_REQUIRES(
+            context,
+            static_cast<std::size_t>(tensors[i].NumElements()) == layout.counts[static_cast<std::size_t>(i)],
+            SizeChanged(layout.name, tensors[i].shape()));
         pointers.push_back(tensors[i].tensor_data().data());
       }
       engine->Submit(plan_, bucket_, pointers, context->input(0).scalar<double>()());

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import subprocess
@@ -112,7 +112,9 @@ def usable_cores() -> int:
 def _built(build: Build | None) -> list[Finding]:
     if build is None:
         return [Finding("hvpipe", "problem", "not built", REBUILD)]
-    folder = Path(__file__).parent
+    # In an editable install the libraries lie with what the build wrote, not beside this file.
+    spec = importlib.util.find_spec("hvpipe._build_info")
+    folder = Path(spec.origin if spec and spec.origin else __file__).parent
     findings = [
         Finding("compiler", "ok", build.compiler or "unknown"),
         Finding(

@@ -64,7 +64,7 @@ class Engine:
         if op not in ("average", "sum"):
             raise HvpipeError(f"op should be 'average' or 'sum'. Received: op={op!r}")
         check_compression(compression)
-        target = np.empty_like(source) if out is None else _output(out, source)
+        target: Array = np.empty_like(source) if out is None else _output(out, source)
         if self.core is None:
             np.copyto(target, source)
             return target
@@ -86,7 +86,7 @@ class Engine:
         if source.ndim == 0:
             raise HvpipeError("allgather wants an array with a first axis. Received: a scalar")
         if self.core is None:
-            return source.copy()
+            return np.array(source)
         shape = f"{source.dtype}{['*', *source.shape[1:]]}"
         lengths = np.empty(self.world.size, np.int64)
         mine = np.array([source.shape[0]], np.int64)
@@ -95,17 +95,18 @@ class Engine:
         row_bytes = source[:1].nbytes if source.shape[0] else int(np.prod(source.shape[1:])) * source.itemsize
         padded = np.zeros(longest * row_bytes, np.uint8)
         padded[: source.nbytes] = source.reshape(-1).view(np.uint8)
-        gathered = np.empty((self.world.size, padded.size), np.uint8)
+        gathered: Array = np.empty((self.world.size, padded.size), np.uint8)
         self.core.all_gather(padded, gathered, f"allgather of {shape}")
         parts = [gathered[r, : int(n) * row_bytes] for r, n in enumerate(lengths)]
-        joined = np.concatenate(parts).view(source.dtype)
-        return joined.reshape(int(lengths.sum()), *source.shape[1:])
+        joined: Array = np.concatenate(parts).view(source.dtype)
+        shaped: Array = joined.reshape(int(lengths.sum()), *source.shape[1:])
+        return shaped
 
     def broadcast(self, array: Any, root: int = 0) -> Array:
         """The root's array, on every rank; shape and dtype must be the same everywhere."""
         if not 0 <= root < self.world.size:
             raise HvpipeError(f"root should be a rank, 0 to {self.world.size - 1}. Received: root={root}")
-        target = host_array(array).copy()
+        target: Array = np.array(host_array(array))
         if self.core is not None:
             what = f"broadcast of {target.dtype}{list(target.shape)} from rank {root}"
             self.core.broadcast(_bits(target), root, what)
@@ -194,7 +195,9 @@ def host_array(array: Any) -> Array:
         try:
             found = np.from_dlpack(array)
         except (BufferError, RuntimeError, TypeError) as error:
-            raise HvpipeError(f"An array in host memory is wanted. Received: {type(array).__name__}: {error}") from error
+            raise HvpipeError(
+                f"An array in host memory is wanted. Received: {type(array).__name__}: {error}"
+            ) from error
     if found.dtype.hasobject:
         raise HvpipeError(f"An array of numbers is wanted. Received: dtype={found.dtype}")
     return np.ascontiguousarray(found).reshape(found.shape)

@@ -28,7 +28,9 @@ def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
     update                                    --     from the bucket's unpack
     """
     spans = [r for r in raw if r[0] != "mark"]
-    events = [Event(name, category, rank, _lane(category), start, end) for category, name, start, end in spans]
+    events = [
+        Event(name, category, rank, _lane(category), start, end) for category, name, start, end in spans
+    ]
     marks = sorted((start, name) for category, name, start, _ in raw if category == "mark")
     steps = [start for start, name in marks if name == STEP]
     packs = sorted(end for category, _, _, end in spans if category == "pack")

@@ -16,18 +16,25 @@ SLOW_SIZES = (3, 4)
 
 @dataclass(frozen=True)
 class Suite:
-    """A folder of cases, run once for each world size with this environment."""
+    """A folder or file of cases, run once for each world size with this environment."""
 
     name: str
-    folder: str
+    cases: str
     limit_s: float
     sizes: tuple[int, ...] = (ALONE, 1, 2, 3, 4)
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+ENGINE = "mpi/test_engine.py"
+TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
+
 SUITES = (
     Suite("mpi", "mpi", limit_s=180.0),
     Suite("ring", "mpi", limit_s=180.0, sizes=(2, 3, 4), env={"HVPIPE_SHARED_MEMORY": "0"}),
+    # 2 + 1 and 2 + 2 ranks to a host: shared memory inside, a ring between the first of each.
+    Suite("hosts", "mpi", limit_s=180.0, sizes=(3, 4), env={"HVPIPE_RANKS_PER_HOST": "2"}),
+    # Everything travels in many pieces.
+    Suite("tiny pieces", ENGINE, limit_s=180.0, sizes=(2, 3), env={"HVPIPE_RANKS_PER_HOST": "2", **TINY}),
     Suite("keras", "mpi_keras", limit_s=600.0),
 )
 
@@ -36,7 +43,7 @@ def _runs() -> Iterator[object]:
     for suite in SUITES:
         for size in suite.sizes:
             marks = [pytest.mark.slow] if size in SLOW_SIZES else []
-            yield pytest.param(suite, size, id=f"{suite.name}-{size or 'alone'}", marks=marks)
+            yield pytest.param(suite, size, id=f"{suite.name.replace(' ', '-')}-{size or 'alone'}", marks=marks)
 
 
 @pytest.mark.timeout(max(suite.limit_s for suite in SUITES) + 60)
@@ -46,7 +53,7 @@ def test_every_case_passes_on_every_rank(
 ) -> None:
     closing = run_cases(
         size,
-        Path(__file__).parent / suite.folder,
+        Path(__file__).parent / suite.cases,
         tmp_path / "ranks",
         limit_s=suite.limit_s,
         env=suite.env,

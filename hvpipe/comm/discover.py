@@ -55,7 +55,7 @@ class Settings:
     utilization_path: str | None = None
     bucket_bytes: int = 4 << 20
     segment_bytes: int = 60_000
-    slot_bytes: int = 256 << 10
+    slot_bytes: int = 0  # 0: by the number of ranks on the host
     messages_in_flight: int = 8
     ranks_per_host: int = 0
     shared_memory: bool = True
@@ -109,15 +109,24 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         timeout_s=_seconds(env, "HVPIPE_TIMEOUT", default.timeout_s),
         trace_path=env.get("HVPIPE_TRACE") or None,
         utilization_path=env.get("HVPIPE_UTILIZATION") or None,
-        bucket_bytes=_bytes(env, "HVPIPE_BUCKET_BYTES", default.bucket_bytes),
-        segment_bytes=_bytes(env, "HVPIPE_SEGMENT_BYTES", default.segment_bytes),
-        slot_bytes=_bytes(env, "HVPIPE_SLOT_BYTES", default.slot_bytes),
-        messages_in_flight=_count(env, "HVPIPE_MESSAGES_IN_FLIGHT") or default.messages_in_flight,
-        ranks_per_host=_count(env, "HVPIPE_RANKS_PER_HOST") or default.ranks_per_host,
+        bucket_bytes=_number(env, "HVPIPE_BUCKET_BYTES", "bytes", default.bucket_bytes),
+        segment_bytes=_number(env, "HVPIPE_SEGMENT_BYTES", "bytes", default.segment_bytes),
+        slot_bytes=_number(env, "HVPIPE_SLOT_BYTES", "bytes", default.slot_bytes),
+        messages_in_flight=_number(env, "HVPIPE_MESSAGES_IN_FLIGHT", "messages", default.messages_in_flight),
+        ranks_per_host=_number(env, "HVPIPE_RANKS_PER_HOST", "ranks", default.ranks_per_host),
         shared_memory=_switch(env, "HVPIPE_SHARED_MEMORY", default.shared_memory),
         summary=_switch(env, "HVPIPE_SUMMARY", default.summary),
         log_level=log_level,
     )
+
+
+def quiet_open_mpi() -> None:
+    """Keep Open MPI from trying UCX for shared windows, before MPI starts.
+
+    The PyPI wheel has the component without the hardware, and prints an error for it at every start.
+    A choice that the user made stays.
+    """
+    os.environ.setdefault("OMPI_MCA_osc", "^ucx")
 
 
 def _launch(launcher: Launcher, env: Mapping[str, str], names: tuple[str, str, str, str]) -> Launch:
@@ -157,7 +166,7 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     return value
 
 
-def _bytes(env: Mapping[str, str], name: str, default: int) -> int:
+def _number(env: Mapping[str, str], name: str, unit: str, default: int) -> int:
     text = env.get(name)
     if not text:
         return default
@@ -166,7 +175,7 @@ def _bytes(env: Mapping[str, str], name: str, default: int) -> int:
     except ValueError:
         value = 0
     if value < 1:
-        raise _bad(name, "a positive number of bytes", text)
+        raise _bad(name, f"a positive number of {unit}", text)
     return value
 
 

@@ -9,7 +9,7 @@ from array import array
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hvpipe.comm.discover import Launch
+from hvpipe.comm.discover import Launch, quiet_open_mpi
 from hvpipe.errors import DeadlineError, HvpipeError, InitError
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ def open_world(launch: Launch, timeout_s: float = 300.0) -> MpiWorld:
     Raises InitError where MPI is missing, lacks thread support, or was started by another MPI's mpirun.
     """
     was_imported = "mpi4py.MPI" in sys.modules
+    quiet_open_mpi()
     mpi = _import_mpi()
     if mpi.Is_finalized():
         raise InitError("hvpipe.init() should come before MPI is finalised. Received: a finalised MPI")

@@ -25,7 +25,7 @@ from hvpipe.keras.callbacks import (
 )
 from hvpipe.keras.data import SampleCounter, batch_of, fingerprint_of, first_leaf, same_length
 from hvpipe.keras.instance_methods import InstanceMethods
-from hvpipe.keras.overlap import OverlappedOptimizer, ReplanError, check_overlap
+from hvpipe.keras.overlap import OverlappedOptimizer, check_overlap
 from hvpipe.keras.start import start_equal
 from hvpipe.keras.variables import average_variables
 from hvpipe.session import Session, current
@@ -196,8 +196,12 @@ class DataParallel:
                 self._prepare(batch_of(iterator))
             try:
                 logs = self._call(holder[0], iterator)
-            except ReplanError as found:
-                self._hook_optimizer(found.used)
+            except Exception:
+                assert self._optimizer is not None
+                others = self._optimizer.other_variables
+                if not others:
+                    raise
+                self._hook_optimizer(others)
                 self._methods.own("make_train_function")(force=True)
                 holder[0] = self.model.train_function
                 self.model.train_function = train_function
@@ -329,7 +333,8 @@ class DataParallel:
         if self.session.world.rank == 0:
             logger.warning(
                 "hvpipe: callback %s may read weights between steps, so every step is finished before it "
-                "runs and the overlap with the next step is lost. Set reads_weights = False on it if it does not.",
+                "runs, and the overlap with the next step is lost. Set reads_weights = False on it if it "
+                "does not.",
                 ", ".join(readers),
             )
         return FinishBeforeBatchCallbacks(self)

@@ -62,7 +62,8 @@ class DistributedGradientTape:
     ) -> None:
         check_compression(compression)
         self._tape = tape
-        self._options = {"compression": compression, "bucket_bytes": bucket_bytes}
+        self._compression = compression
+        self._bucket_bytes = bucket_bytes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tape, name)
@@ -79,7 +80,9 @@ class DistributedGradientTape:
         leaves = tf.nest.flatten(sources)
         watched = [v.value if isinstance(v, keras.Variable) else v for v in leaves]
         found = tf.nest.flatten(self._tape.gradient(target, watched, *args, **kwargs))
-        averaged = average_gradients(found, leaves, **self._options)
+        averaged = average_gradients(
+            found, leaves, compression=self._compression, bucket_bytes=self._bucket_bytes
+        )
         return tf.nest.pack_sequence_as(sources, averaged)
 
 

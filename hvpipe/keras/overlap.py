@@ -30,14 +30,6 @@ from hvpipe.session import Session
 OVERLAPS = ("none", "backward", "step", "stale")
 
 
-class ReplanError(Exception):
-    """Tracing found other variables with gradients than the buckets were made for."""
-
-    def __init__(self, used: Sequence[Any]) -> None:
-        super().__init__("the trainable variables with a gradient are others than planned")
-        self.used = used
-
-
 def check_overlap(overlap: str) -> None:
     """Raise unless it is one that hvpipe knows."""
     if overlap not in OVERLAPS:
@@ -49,7 +41,8 @@ class OverlappedOptimizer:
     """Puts the engine between an optimizer's gradients and its update; `optimizer.apply` calls `apply` here.
 
     `variables` are those that have gradients. `defers` says whether updates may happen in the next step:
-    then `begin` must be called at the start of every step, and `flush` before weights are read.
+    then `begin` must be called at the start of every step, and `flush` before weights are read; and where
+    tracing fails, `other_variables` says for which variables to plan anew, if that was why.
     """
 
     def __init__(
@@ -77,6 +70,7 @@ class OverlappedOptimizer:
         self._plan(variables)
         self._by_variable = acts_by_variable(optimizer, variables)
         self._traced = session.settings.trace_path is not None
+        self.other_variables: list[Any] = []
         self._samples: Any = None
         self._applied = False
         with tf.init_scope():
@@ -140,7 +134,7 @@ class OverlappedOptimizer:
         if key not in self._reducers:
             self._reducers[key] = self._make_reducer(variables=variables)
         self.reducer: Reducer = self._reducers[key]
-        self._flush = tf.function(self._flush_in_graph)
+        self._flush = tf.function(self._flush_in_graph, autograph=False)
 
     def _in_plan_order(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         found = {identity(v): g for g, v in zip(grads, variables, strict=True) if g is not None}
@@ -152,7 +146,10 @@ class OverlappedOptimizer:
                     f"Received: None for all {len(variables)} gradients"
                 )
             if self.defers and not tf.executing_eagerly():
-                raise ReplanError(used)  # the graph has begun with the old plan
+                # This graph has begun with the old plan. AutoGraph may replace the error on its way, but
+                # not what is noted here.
+                self.other_variables = used
+                raise HvpipeError("the trainable variables with a gradient are others than planned")
             self._plan(used)
         return [dense(found[identity(v)]) for v in self.reducer.variables]
 
@@ -224,7 +221,7 @@ class OverlappedOptimizer:
     # --- Updates ----------------------------------------------------------------------------------
 
     def _finish(self, token: Any) -> list[Any]:
-        """If something was submitted, collect and update; per bucket, a tensor that is there when it is done."""
+        """Collect and update if something was submitted; a tensor for each bucket, there when it is done."""
         waiting = token > 0
         if not self._by_variable:
             done = tf.cond(waiting, lambda: self._update_together(token), lambda: tf.constant(0.0))

@@ -32,6 +32,25 @@ def dense(gradient: Any) -> Any:
     return tf.convert_to_tensor(gradient)
 
 
+# Where one graph reduces several times (two optimizers, two calls), all ranks must do so in one order: each
+# announcement waits for what was collected before it.
+_COLLECTED = "hvpipe_collected"
+
+
+def _note_collected(tensor: Any) -> None:
+    if not tf.executing_eagerly():
+        tf.compat.v1.get_default_graph().add_to_collection(_COLLECTED, tensor)
+
+
+def _take_collected() -> list[Any]:
+    if tf.executing_eagerly():
+        return []
+    graph = tf.compat.v1.get_default_graph()
+    found: list[Any] = graph.get_collection(_COLLECTED)
+    graph.clear_collection(_COLLECTED)
+    return found
+
+
 class Reducer:
     """Reduces one list of variables' gradients by a fixed plan; owns the step counter that the ops need."""
 
@@ -58,8 +77,9 @@ class Reducer:
 
     def announce(self, samples: Any, reduces: Any = True) -> Any:
         """Begin a step; the factor of this rank's gradients in the average over all samples (float64)."""
-        step = tf.convert_to_tensor(self.step.assign_add(1))
-        return ops.begin_step(samples, step, tf.convert_to_tensor(reduces), self._plan_id)
+        with tf.control_dependencies(_take_collected()):
+            step = tf.convert_to_tensor(self.step.assign_add(1))
+            return ops.begin_step(samples, step, tf.convert_to_tensor(reduces), self._plan_id)
 
     def submit(
         self, scale: Any, gradients: Sequence[Any], after: Callable[[int], Sequence[Any]] | None = None
@@ -79,7 +99,9 @@ class Reducer:
         """The reduced gradients of a bucket, in the order of its members."""
         bucket = self.plan.buckets[number]
         shapes = [self._gradients[place].shape for place in bucket.members]
-        return ops.collect(token, shapes, bucket.dtype, self._plan_id, number)
+        tensors = ops.collect(token, shapes, bucket.dtype, self._plan_id, number)
+        _note_collected(tensors[0])
+        return tensors
 
     def collect_all(self, tokens: Sequence[Any]) -> list[Any]:
         """All reduced gradients, in the order of the variables."""

@@ -1,0 +1,199 @@
+"""DistributedOptimizer and DistributedGradientTape in loops of one's own, eager and compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from mpi_keras.training import (
+    BUCKET_BYTES,
+    FEATURES,
+    all_batches,
+    assert_close,
+    assert_same_on_all_ranks,
+    compiled,
+    loss,
+    mlp,
+    my_batches,
+    state_of,
+)
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError
+
+STEPS = 6
+
+
+def train(
+    model: keras.Model,
+    batches: tf.data.Dataset,
+    compile_step: bool,
+    tape: Callable[[Any], Any] = lambda tape: tape,
+) -> dict[str, np.ndarray]:
+    """A training loop as one writes it; `tape` wraps the gradient tape."""
+    criterion = loss()
+
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as own:
+            value = criterion(y, model(x, training=True))
+        gradients = tape(own).gradient(value, model.trainable_variables)
+        model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+    run = tf.function(step) if compile_step else step
+    for x, y in batches:
+        run(x, y)
+    return state_of(model)
+
+
+def reference(optimizer: Any = None) -> dict[str, np.ndarray]:
+    return train(compiled(mlp, optimizer), all_batches(STEPS), compile_step=True)
+
+
+@pytest.mark.parametrize("compile_step", [False, True], ids=["eager", "compiled"])
+def test_distributed_optimizer(compile_step: bool) -> None:
+    model = compiled(mlp, keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5))
+    wrapped = hk.DistributedOptimizer(model.optimizer, bucket_bytes=BUCKET_BYTES)
+    assert wrapped is model.optimizer
+    found = train(model, my_batches(STEPS), compile_step)
+    assert_same_on_all_ranks(found)
+    assert_close(found, reference(keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.5)), 1e-5)
+
+
+@pytest.mark.parametrize("compile_step", [False, True], ids=["eager", "compiled"])
+def test_distributed_tape(compile_step: bool) -> None:
+    def averaging(tape: Any) -> Any:
+        return hk.DistributedGradientTape(tape, bucket_bytes=BUCKET_BYTES)
+
+    found = train(compiled(), my_batches(STEPS), compile_step, averaging)
+    assert_same_on_all_ranks(found)
+    assert_close(found, reference(), 1e-5)
+
+
+def test_tape_as_context_keeps_structure_and_none() -> None:
+    rank, size = hvpipe.rank(), hvpipe.size()
+    used = tf.Variable([1.0, 2.0])
+    unused = tf.Variable(3.0)
+    with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+        value = tf.reduce_sum(used * float(rank))
+    gradients = tape.gradient(value, {"used": used, "unused": unused})
+    assert gradients["unused"] is None
+    np.testing.assert_allclose(gradients["used"].numpy(), np.full(2, (size - 1) / 2), rtol=1e-6)
+
+
+def test_embedding_gradients_become_dense() -> None:
+    table = tf.Variable(np.zeros((4, 2), np.float32))
+    with tf.GradientTape() as tape:
+        value = tf.reduce_sum(tf.gather(table, [hvpipe.rank() % 4, 0]))
+    gradient = hk.DistributedGradientTape(tape).gradient(value, [table])[0]
+    expected = np.zeros((4, 2), np.float32)
+    for rank in range(hvpipe.size()):
+        expected[rank % 4] += 1 / hvpipe.size()
+        expected[0] += 1 / hvpipe.size()
+    np.testing.assert_allclose(tf.convert_to_tensor(gradient).numpy(), expected, rtol=1e-6)
+
+
+def test_two_optimizers_in_one_compiled_step() -> None:
+    """Both announce at once unless something orders them; ranks that differ in the order would disagree."""
+
+    def run(wrap: Callable[[Any], Any], batches: tf.data.Dataset) -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)
+        models = [mlp(), mlp()]
+        own = [wrap(keras.optimizers.SGD(0.1, momentum=0.9)) for _ in models]
+        criterion = loss()
+
+        @tf.function
+        def step(x: Any, y: Any) -> None:
+            for model, optimizer in zip(models, own, strict=True):
+                with tf.GradientTape() as tape:
+                    value = criterion(y, model(x, training=True))
+                gradients = tape.gradient(value, model.trainable_variables)
+                optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+
+        for x, y in batches:
+            step(x, y)
+        return [np.array(v.numpy()) for model in models for v in model.trainable_variables]
+
+    found = run(hk.DistributedOptimizer, my_batches(STEPS))
+    expected = run(lambda optimizer: optimizer, all_batches(STEPS))
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_loop_inside_a_function() -> None:
+    weight = tf.Variable(np.ones(3, np.float32))
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(0.5))
+    optimizer.build([weight])
+    slope = tf.constant(float(hvpipe.rank()))
+
+    @tf.function
+    def steps() -> None:
+        for _ in tf.range(4):
+            with tf.GradientTape() as tape:
+                value = tf.reduce_sum(weight * slope)
+            optimizer.apply_gradients([(tape.gradient(value, weight), weight)])
+
+    steps()
+    np.testing.assert_allclose(weight.numpy(), 1 - 4 * 0.5 * (hvpipe.size() - 1) / 2, rtol=1e-6)
+
+
+def test_some_gradients_now_and_others_then() -> None:
+    """A plan for each set of variables, made once."""
+    model = compiled()
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    first, last = model.layers[0].kernel, model.layers[-1].kernel
+    start = np.array(first.numpy())
+    for _ in range(2):
+        optimizer.apply([tf.fill(first.shape, float(hvpipe.rank()))], [first])
+        optimizer.apply([tf.zeros(first.shape), tf.ones(last.shape)], [first, last])
+    moved = (start - first.numpy()).ravel()
+    np.testing.assert_allclose(moved, np.full(first.shape, hvpipe.size() - 1.0).ravel(), rtol=1e-5)
+
+
+def test_eager_allreduce() -> None:
+    total = hk.allreduce(tf.constant([1.0, float(hvpipe.rank())]), op="sum")
+    size = hvpipe.size()
+    np.testing.assert_allclose(total.numpy(), [size, size * (size - 1) / 2])
+    # AutoGraph makes errors of other kinds its own, and keeps what they say.
+    with pytest.raises(Exception, match="works on eager tensors"):
+        tf.function(hk.allreduce)(tf.constant(1.0))
+
+
+def test_broadcast_variables_from_every_root() -> None:
+    for root in range(hvpipe.size()):
+        mine = [
+            tf.Variable(np.full(3, hvpipe.rank(), np.float32)),
+            keras.Variable(hvpipe.rank(), dtype="int32"),
+        ]
+        hk.broadcast_variables(mine, root_rank=root)
+        assert mine[0].numpy().tolist() == [root] * 3
+        assert int(mine[1].numpy()) == root
+
+
+def test_callbacks_of_horovod_users() -> None:
+    """compile with a wrapped optimizer, broadcast and average by callbacks: as scripts for Horovod do."""
+    keras.utils.set_random_seed(100 + hvpipe.rank())
+    model = mlp()
+    model.compile(hk.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss=loss(), jit_compile=False)
+    callbacks = [hk.BroadcastGlobalVariablesCallback(0), hk.MetricAverageCallback()]
+    history = model.fit(my_batches(4), epochs=2, verbose=0, callbacks=callbacks).history
+    assert_same_on_all_ranks(state_of(model))
+    assert_same_on_all_ranks(history["loss"])
+
+
+def test_broadcast_callback_wants_a_built_model() -> None:
+    callback = hk.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(keras.Sequential([keras.layers.Dense(FEATURES)]))
+    with pytest.raises(HvpipeError, match="not built"):
+        callback.on_train_begin()
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(HvpipeError, match=r"wants a keras.optimizers.Optimizer. Received: str"):
+        hk.DistributedOptimizer("sgd")
+    with pytest.raises(HvpipeError, match="compression"):
+        hk.DistributedGradientTape(tf.GradientTape(), compression="int8")

@@ -1,0 +1,114 @@
+"""n ranks with a batch of b each train as one rank with a batch of n * b."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from mpi_keras.training import (
+    all_batches,
+    assert_close,
+    assert_same_on_all_ranks,
+    compiled,
+    fit,
+    mlp,
+    my_batches,
+    parallel,
+    samples,
+    state_of,
+)
+
+import hvpipe
+
+STEPS = 12
+RELATIVE = 1e-5
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    # Adam divides by the root of the second moment: an epsilon keeps rounding from growing.
+    "adam": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3),
+    "accumulation": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3),
+}
+
+
+def regularised() -> keras.Model:
+    """The loss of its weights counts once, however many ranks there are."""
+    model = mlp()
+    model.layers[0].kernel_regularizer = keras.regularizers.L2(0.01)
+    return model
+
+
+def own_size(step: int, rank: int) -> int:
+    """Samples of a rank at a step: all different, and none alike from step to step."""
+    return 3 + (5 * rank + 3 * step) % 7
+
+
+def unequal(steps: int) -> tuple[tf.data.Dataset, tf.data.Dataset]:
+    """Batches of this rank, whose size differs by rank and step, and those of all ranks together."""
+    total = sum(own_size(step, rank) for step in range(steps) for rank in range(hvpipe.size()))
+    x, y = samples(total)
+    mine: list[Any] = []
+    whole: list[Any] = []
+    start = 0
+    for step in range(steps):
+        begun = start
+        for rank in range(hvpipe.size()):
+            end = start + own_size(step, rank)
+            if rank == hvpipe.rank():
+                mine.append((x[start:end], y[start:end]))
+            start = end
+        whole.append((x[begun:start], y[begun:start]))
+    return as_dataset(mine), as_dataset(whole)
+
+
+def as_dataset(batches: list[Any]) -> tf.data.Dataset:
+    x, y = batches[0]
+    signature = (
+        tf.TensorSpec((None, *x.shape[1:]), x.dtype),
+        tf.TensorSpec((None, *y.shape[1:]), y.dtype),
+    )
+    return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_equal_batches(name: str) -> None:
+    model = parallel(compiled(regularised, OPTIMIZERS[name]()))
+    fit(model, my_batches(STEPS))
+    reference = compiled(regularised, OPTIMIZERS[name]())
+    fit(reference, all_batches(STEPS))
+    compare(model, reference)
+
+
+@pytest.mark.parametrize("name", ["momentum", "accumulation", pytest.param("adam", marks=pytest.mark.slow)])
+def test_unequal_batches(name: str) -> None:
+    """The datasets have no known length either."""
+    mine, whole = unequal(STEPS)
+    model = parallel(compiled(mlp, OPTIMIZERS[name](), metrics=["accuracy"]))
+    history = fit(model, mine)
+    reference = compiled(mlp, OPTIMIZERS[name](), metrics=["accuracy"])
+    expected = fit(reference, whole)
+    compare(model, reference)
+    np.testing.assert_allclose(history["loss"], expected["loss"], rtol=RELATIVE)
+    np.testing.assert_allclose(history["accuracy"], expected["accuracy"], rtol=RELATIVE)
+
+
+@pytest.mark.slow
+def test_compression_is_close() -> None:
+    model = parallel(compiled(), compression="bf16")
+    fit(model, my_batches(STEPS))
+    reference = compiled()
+    fit(reference, all_batches(STEPS))
+    assert_close(state_of(model), state_of(reference), 0.05)
+    assert_same_on_all_ranks(state_of(model))
+
+
+def compare(model: keras.Model, reference: keras.Model) -> None:
+    mine, theirs = state_of(model), state_of(reference)
+    assert_same_on_all_ranks(mine)
+    if model.optimizer.gradient_accumulation_steps:
+        assert STEPS % model.optimizer.gradient_accumulation_steps == 0
+    assert_close(mine, theirs, RELATIVE)

