@@ -28,7 +28,13 @@ from mpi_keras.training import (
 )
 
 layers = keras.layers
-several_ranks = pytest.mark.skipif("__import__('hvpipe').size() == 1", reason="one rank agrees with itself")
+several_ranks = pytest.mark.usefixtures("_several_ranks")
+
+
+@pytest.fixture
+def _several_ranks() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
 
 
 def is_last() -> bool:
