@@ -33,13 +33,6 @@ MPI_Comm Split(MPI_Comm world, int color, int rank) {
   return part;
 }
 
-// Two ranks' slots, input and output stay in a second-level cache of 512 KB with slots of 64 KB; more ranks
-// synchronise twice a chunk and so want larger ones (measured, Zen 3).
-std::size_t SlotBytes(std::size_t wanted, int local_size) {
-  const std::size_t bytes = wanted > 0 ? wanted : (local_size == 2 ? 64u << 10 : 128u << 10);
-  return (bytes + 63) / 64 * 64;
-}
-
 }  // namespace
 
 Engine::Engine(MPI_Comm world, EngineOptions options) : options_(options), log_(options.trace) {
@@ -62,7 +55,7 @@ Engine::Engine(MPI_Comm world, EngineOptions options) : options_(options), log_(
   if (options.shared_memory && !single_ranked_hosts_) {
     MPI_Comm leaders = Split(own, leader == 1 ? 0 : MPI_UNDEFINED, rank_);
     if (leader == 1) leaders_ = std::make_unique<MpiTransport>(leaders);
-    const Lane::Options lane{SlotBytes(options.slot_bytes, local_size_), 4};
+    const Lane::Options lane{(options.slot_bytes + 63) / 64 * 64, 4};
     up_ = std::make_unique<Lane>(Duplicate(local), lane);
     if (hosts_ > 1) down_ = std::make_unique<Lane>(Duplicate(local), lane);
   }

@@ -21,13 +21,13 @@
 namespace hvpipe {
 
 struct EngineOptions {
-  double timeout_s = 300;              // longest wait for a peer
-  double sleep_s = 50e-6;              // nap of the progress thread when nothing moves
-  std::size_t segment_bytes = 60'000;  // of a ring message; below the eager limit of MPI
-  int messages_in_flight = 8;          // ring messages that this rank may have under way
-  std::size_t slot_bytes = 0;          // of the shared-memory lane; 0: by the number of ranks on the host
-  bool shared_memory = true;           // off: ranks of one host use the ring as well
-  int ranks_per_host = 0;              // > 0: pretend that every so many ranks are a host (for tests)
+  double timeout_s = 300;               // longest wait for a peer
+  double sleep_s = 50e-6;               // nap of the progress thread when nothing moves
+  std::size_t segment_bytes = 60'000;   // of a ring message; below the eager limit of MPI
+  int messages_in_flight = 8;           // ring messages that this rank may have under way
+  std::size_t slot_bytes = 256 * 1024;  // of the shared-memory lane
+  bool shared_memory = true;            // off: ranks of one host use the ring as well
+  int ranks_per_host = 0;               // > 0: pretend that every so many ranks are a host (for tests)
   bool trace = false;
 };
 

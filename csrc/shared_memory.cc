@@ -15,7 +15,12 @@ namespace {
 constexpr std::size_t kLine = 128;  // two cache lines: adjacent-line prefetch pairs them
 constexpr std::size_t kCounters = 3;
 
-std::size_t HeadBytes(std::size_t slots) { return (kCounters + slots) * kLine; }
+// Slots begin in the middle of a page. User arrays and fused buffers begin near the start of one, and a load
+// whose address equals that of a store shortly before it in the lower 12 bits waits for that store.
+std::size_t HeadBytes(std::size_t slots) {
+  constexpr std::size_t kPage = 4096;
+  return ((kCounters + slots) * kLine + kPage - 1) / kPage * kPage + kPage / 2;
+}
 
 }  // namespace
 
@@ -115,11 +120,15 @@ void LaneReduce::Begin() {
   lane_.position += chunks_;
 }
 
-// With two ranks, or a chunk so small that a second synchronisation costs more than summing, every rank
-// sums the whole chunk; else each sums a slice and reads the others' (reduce-scatter, all-gather).
+// Of a little, every rank sums everything: one synchronisation. Of more, each sums a slice and reads the
+// others' (reduce-scatter, all-gather): two synchronisations, but less to copy.
 bool LaneReduce::Whole() const {
-  constexpr std::size_t kSmallBytes = 16 * 1024;
-  return lane_.size() == 2 || count_ * SizeOf(dtype_) <= kSmallBytes;
+  const std::size_t small_bytes = lane_.size() == 2 ? 128u << 10 : 16u << 10;
+  return count_ * SizeOf(dtype_) <= small_bytes;
+}
+
+Range LaneReduce::Slice(std::size_t count, int owner) const {
+  return PartOf(count, static_cast<std::size_t>(lane_.size()), static_cast<std::size_t>(owner));
 }
 
 Range LaneReduce::Chunk(std::uint64_t chunk) const {
@@ -154,7 +163,13 @@ bool LaneReduce::Write() {
       std::memcpy(header.what, tag_.what.data(), length);
       header.what[length] = '\0';
     }
-    Copy(lane_.slot(lane_.rank(), at), in_ + chunk.first * element, chunk.count * element);
+    // A slice that this rank sums itself stays where it is.
+    const Range own = Whole() ? Range{chunk.count, 0} : Slice(chunk.count, lane_.rank());
+    const std::size_t after = own.first + own.count;
+    char* slot = lane_.slot(lane_.rank(), at);
+    const char* source = in_ + chunk.first * element;
+    Copy(slot, source, own.first * element);
+    Copy(slot + after * element, source + after * element, (chunk.count - after) * element);
     counters_.shared_memory_bytes += chunk.count * element;
     ++written_;
     lane_.written(lane_.rank()).store(base_ + written_, std::memory_order_release);
@@ -174,13 +189,15 @@ void LaneReduce::CheckSameOperation(std::uint64_t chunk) const {
   }
 }
 
-void LaneReduce::SumChunk(void* target, std::uint64_t chunk, Range part) const {
+// Sums `part` of a chunk over all slots, this rank's own part being at `own`.
+void LaneReduce::SumChunk(void* target, std::uint64_t chunk, Range part, const char* own) const {
   constexpr std::size_t kMostRanks = 1024;
   const void* sources[kMostRanks];
   const auto ranks = static_cast<std::size_t>(lane_.size());
   for (std::size_t peer = 0; peer < ranks; ++peer) {
     sources[peer] = lane_.slot(static_cast<int>(peer), chunk) + part.first * SizeOf(dtype_);
   }
+  sources[static_cast<std::size_t>(lane_.rank())] = own;
   SumInto(target, sources, ranks, dtype_, part.count);
   Scale(target, dtype_, part.count, scale_);
 }
@@ -195,10 +212,17 @@ bool LaneReduce::Reduce() {
     const std::uint64_t at = base_ + reduced_;
     if (!lane_.AllWritten(at + 1)) break;
     if (reduced_ == 0) CheckSameOperation(at);
-    const Range slice = PartOf(Chunk(reduced_).count, static_cast<std::size_t>(lane_.size()),
-                               static_cast<std::size_t>(lane_.rank()));
-    // In place: nobody else reads this slice of this rank's slot before it is reduced.
-    SumChunk(lane_.slot(lane_.rank(), at) + slice.first * SizeOf(dtype_), at, slice);
+    const Range chunk = Chunk(reduced_);
+    const Range slice = Slice(chunk.count, lane_.rank());
+    const std::size_t element = SizeOf(dtype_);
+    const std::size_t place = (chunk.first + slice.first) * element;
+    char* shared = lane_.slot(lane_.rank(), at) + slice.first * element;
+    if (WantsResult()) {
+      SumChunk(out_ + place, at, slice, in_ + place);
+      Copy(shared, out_ + place, slice.count * element);
+    } else {
+      SumChunk(shared, at, slice, in_ + place);
+    }
     ++reduced_;
     lane_.reduced(lane_.rank()).store(base_ + reduced_, std::memory_order_release);
     moved = true;
@@ -208,7 +232,6 @@ bool LaneReduce::Reduce() {
 
 bool LaneReduce::Read() {
   const std::size_t element = SizeOf(dtype_);
-  const bool wants_result = result_ == Result::kAll || lane_.rank() == 0;
   bool moved = false;
   while (read_ < reduced_) {
     const std::uint64_t at = base_ + read_;
@@ -216,14 +239,16 @@ bool LaneReduce::Read() {
     if (Whole()) {
       if (!lane_.AllWritten(at + 1)) break;
       if (read_ == 0) CheckSameOperation(at);
-      if (wants_result) SumChunk(out_ + chunk.first * element, at, {0, chunk.count});
+      if (WantsResult()) {
+        SumChunk(out_ + chunk.first * element, at, {0, chunk.count}, lane_.slot(lane_.rank(), at));
+      }
       // So that ranks may mix this form and the sliced one from operation to operation.
       lane_.reduced(lane_.rank()).store(at + 1, std::memory_order_release);
     } else {
       if (!lane_.AllReduced(at + 1)) break;
-      for (int owner = 0; wants_result && owner < lane_.size(); ++owner) {
-        const Range slice =
-            PartOf(chunk.count, static_cast<std::size_t>(lane_.size()), static_cast<std::size_t>(owner));
+      for (int owner = 0; WantsResult() && owner < lane_.size(); ++owner) {
+        if (owner == lane_.rank()) continue;  // it is there already
+        const Range slice = Slice(chunk.count, owner);
         Copy(out_ + (chunk.first + slice.first) * element, lane_.slot(owner, at) + slice.first * element,
              slice.count * element);
       }

@@ -92,7 +92,9 @@ class LaneReduce : public Collective {
   bool Reduce();
   bool Read();
   void CheckSameOperation(std::uint64_t chunk) const;
-  void SumChunk(void* target, std::uint64_t chunk, Range part) const;
+  void SumChunk(void* target, std::uint64_t chunk, Range part, const char* own) const;
+  Range Slice(std::size_t count, int owner) const;
+  bool WantsResult() const { return result_ == Result::kAll || lane_.rank() == 0; }
   bool Whole() const;
 
   Lane& lane_;

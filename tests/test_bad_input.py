@@ -80,7 +80,9 @@ finish(scale)
 
 
 def test_a_rank_that_raises_while_the_others_wait_in_a_collective(tmp_path: Path) -> None:
-    script = "if rank == 2:\n    time.sleep(0.5)\n    say_when()\n    {}['absent']\nhvpipe.allreduce(np.ones(9))"
+    script = (
+        "if rank == 2:\n    time.sleep(0.5)\n    say_when()\n    {}['absent']\nhvpipe.allreduce(np.ones(9))"
+    )
     fails(tmp_path, INIT + script, r"(?s)rank 2 of 3 .*KeyError: 'absent'", size=3)
 
 
@@ -111,9 +113,7 @@ def test_ranks_that_all_leave_with_an_exit_code_keep_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_rank_that_is_killed(number: signal.Signals, tmp_path: Path) -> None:
-    script = (
-        f"if rank == 1:\n    say_when()\n    os.kill(os.getpid(), {number.value})\nhvpipe.allreduce(np.ones(9))"
-    )
+    script = f"if rank == 1:\n    say_when()\n    os.kill(os.getpid(), {number.value})\nhvpipe.allreduce(np.ones(9))"
     fails(tmp_path, INIT + script, "failing at")
 
 
@@ -261,7 +261,10 @@ def test_another_mpi_than_hvpipe_was_built_with(tmp_path: Path) -> None:
             r"BuildMismatchError: hvpipe was built against TensorFlow 2\.21\.0, but TensorFlow 2\.99\.1 runs.*"
             r"rebuild hvpipe here: pip install .*hvpipe",
         ),
-        ("None", r"BuildMismatchError: hvpipe was built where no TensorFlow .*Rebuild it .*: pip install .*hvpipe"),
+        (
+            "None",
+            r"BuildMismatchError: hvpipe was built where no TensorFlow .*Rebuild it .*: pip install .*hvpipe",
+        ),
     ],
 )
 def test_a_tensorflow_newer_than_hvpipe_was_built_for(built: str, says: str, tmp_path: Path) -> None:

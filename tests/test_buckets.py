@@ -161,7 +161,9 @@ def test_a_model_that_differs_anywhere_has_another_signature(
         )
     )
     signature = plan_buckets(model, cap, compression).signature
-    assert plan_buckets([*model[:place], changed, *model[place + 1 :]], cap, compression).signature != signature
+    assert (
+        plan_buckets([*model[:place], changed, *model[place + 1 :]], cap, compression).signature != signature
+    )
     assert plan_buckets([*model, one], cap, compression).signature != signature
     assert plan_buckets(model[:-1], cap, compression).signature != signature
     others = [plan_buckets(model, cap, c).signature for c in COMPRESSIONS if c != compression]

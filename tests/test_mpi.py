@@ -43,7 +43,9 @@ def _runs() -> Iterator[object]:
     for suite in SUITES:
         for size in suite.sizes:
             marks = [pytest.mark.slow] if size in SLOW_SIZES else []
-            yield pytest.param(suite, size, id=f"{suite.name.replace(' ', '-')}-{size or 'alone'}", marks=marks)
+            yield pytest.param(
+                suite, size, id=f"{suite.name.replace(' ', '-')}-{size or 'alone'}", marks=marks
+            )
 
 
 @pytest.mark.timeout(max(suite.limit_s for suite in SUITES) + 60)

@@ -55,7 +55,7 @@ class Settings:
     utilization_path: str | None = None
     bucket_bytes: int = 4 << 20
     segment_bytes: int = 60_000
-    slot_bytes: int = 0  # 0: by the number of ranks on the host
+    slot_bytes: int = 256 << 10
     messages_in_flight: int = 8
     ranks_per_host: int = 0
     shared_memory: bool = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +24,11 @@ def identity(variable: Any) -> int:
 
 
 def name_of(variable: Any) -> str:
-    """A name that is the same on all ranks: Keras's path, where there is one."""
-    return str(getattr(variable, "path", None) or variable.name)
+    """A name that is the same on all ranks: Keras's path, without the numbers that Keras counts up.
+
+    They differ where one rank has made more layers before, say a model for itself alone.
+    """
+    return re.sub(r"_\d+(?=[/:]|$)", "", str(getattr(variable, "path", None) or variable.name))
 
 
 def dense(gradient: Any) -> Any:
@@ -64,7 +68,8 @@ class Reducer:
     ) -> None:
         self.variables = list(variables)
         gradients = [
-            Gradient(name_of(v), tuple(int(n) for n in v.shape), tf.as_dtype(v.dtype).name) for v in variables
+            Gradient(f"{place} {name_of(v)}", tuple(int(n) for n in v.shape), tf.as_dtype(v.dtype).name)
+            for place, v in enumerate(variables)
         ]
         self.plan: BucketPlan = plan_buckets(
             gradients, bucket_bytes or session.settings.bucket_bytes, compression

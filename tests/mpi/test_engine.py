@@ -485,7 +485,9 @@ def test_counters(engine: Engine) -> None:
         # Every rank puts its array into the lane, the first of a host the result as well if others read it.
         assert sent["shared_memory_bytes"] in (400_000, 800_000)
         leads = engine.core.local_rank == 0
-        assert sent["network_bytes_sent"] == pytest.approx(2 * (hosts - 1) * 400_000 / hosts if leads else 0, rel=0.01)
+        assert sent["network_bytes_sent"] == pytest.approx(
+            2 * (hosts - 1) * 400_000 / hosts if leads else 0, rel=0.01
+        )
 
 
 def test_waiting_for_a_bucket_is_counted(engine: Engine, core: Any) -> None:

@@ -150,7 +150,9 @@ def test_whoever_waits_in_vain_hears_for_what(engine: Engine) -> None:
 
 def test_an_all_reduce_that_a_rank_does_not_come_to(engine: Engine) -> None:
     if not is_last():
-        with pytest.raises(DeadlineError, match=r"Waited 1.5 s in allreduce \(average\) of float32\[5000\] for .*rank"):
+        with pytest.raises(
+            DeadlineError, match=r"Waited 1.5 s in allreduce \(average\) of float32\[5000\] for .*rank"
+        ):
             engine.allreduce(ONES)
         with pytest.raises(DeadlineError, match="Waited 1.5 s in allreduce"):
             engine.agree("later")

@@ -112,13 +112,12 @@ def assert_same_on_all_ranks(value: Any) -> None:
     """A state (or numbers) has the same bits on every rank, but for sums that are still to be reduced."""
     if isinstance(value, dict):
         value = {name: array for name, array in value.items() if "gradient_accumulator" not in name}
-    mine = {name: array.tobytes() for name, array in value.items()} if isinstance(value, dict) else value
+        mine = {name: np.asarray(part).tobytes() for name, part in value.items()}
+    else:
+        mine = {"value": np.asarray(value).tobytes()}
     for rank, theirs in enumerate(hvpipe.allgather_object(mine)):
-        if isinstance(mine, dict):
-            different = [a for a, b in zip(mine, theirs, strict=True) if mine[a] != theirs[b]]
-            assert not different, f"rank {hvpipe.rank()} and rank {rank} differ in {different}"
-        else:
-            assert theirs == mine, f"rank {rank}"
+        different = [a for a, b in zip(mine, theirs, strict=True) if mine[a] != theirs[b]]
+        assert not different, f"rank {hvpipe.rank()} and rank {rank} differ in {different}: {value}"
 
 
 class Remember(keras.callbacks.Callback):

@@ -1,0 +1,135 @@
+"""Shards: every sample once, as many batches on every rank; and what is said where it is not so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from mpi_keras.training import (
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    compiled,
+    fit,
+    my_batches,
+    parallel,
+    samples,
+    state_of,
+)
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError, MismatchError
+
+# What plain Keras says as well of a dataset whose length it cannot know.
+ENDS_BY_ITSELF = pytest.mark.filterwarnings("ignore:Your input ran out of data")
+
+
+def unknown(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    return dataset.filter(lambda *row: True)
+
+
+def numbers(batches: int) -> tf.data.Dataset:
+    return tf.data.Dataset.range(2 * batches).batch(2)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize("spare", [0, 1])
+def test_every_batch_goes_to_one_rank(known: bool, spare: int) -> None:
+    size = hvpipe.size()
+    spare = spare if size > 1 else 0
+    whole = numbers(3 * size + spare)
+    mine = [batch.numpy().tolist() for batch in hk.shard(whole if known else unknown(whole))]
+    everyone = hvpipe.allgather_object(mine)
+    assert mine == [[2 * b, 2 * b + 1] for b in range(hvpipe.rank(), 3 * size, size)]
+    flat = sorted(n for batches in everyone for batch in batches for n in batch)
+    assert flat == list(range(6 * size))
+
+
+def test_structures_of_unknown_length() -> None:
+    """A dict, and inputs beside labels: the parts stay together."""
+    count = 2 * hvpipe.size()
+    rows = tf.data.Dataset.range(count)
+    for structure in (lambda n: {"a": n, "b": -n}, lambda n: ({"a": n}, -n), lambda n: ((n, n), -n)):
+        whole = rows.map(structure).batch(1)
+        expected = list(hk.shard(whole).as_numpy_iterator())
+        found = list(hk.shard(unknown(whole)).as_numpy_iterator())
+        assert len(found) == 2
+        assert tf.nest.flatten(found) == tf.nest.flatten(expected)
+
+
+def test_an_endless_dataset() -> None:
+    endless = numbers(hvpipe.size()).repeat()
+    mine = [int(batch[0]) for batch in hk.shard(endless).take(3)]
+    assert mine == [2 * hvpipe.rank()] * 3
+
+
+def test_fewer_batches_than_ranks() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank takes what there is")
+    with pytest.raises(HvpipeError, match=f"Received: {hvpipe.size() - 1} batches"):
+        hk.shard(numbers(hvpipe.size() - 1))
+
+
+def test_not_a_dataset() -> None:
+    with pytest.raises(HvpipeError, match="Received: dataset of type ndarray"):
+        hk.shard(np.zeros(3))
+
+
+def test_warning_when_all_ranks_read_the_same(recwarn: pytest.WarningsRecorder) -> None:
+    data = tf.data.Dataset.from_tensor_slices(samples(16)).batch(8)
+    fit(parallel(compiled()), data)
+    told = [w for w in recwarn if "read the same first batch" in str(w.message)]
+    assert len(told) == (1 if hvpipe.size() > 1 and hvpipe.rank() == 0 else 0)
+
+
+def test_no_warning_for_shards(recwarn: pytest.WarningsRecorder) -> None:
+    fit(parallel(compiled()), my_batches(2))
+    assert not [w for w in recwarn if "same first batch" in str(w.message)]
+
+
+def test_a_dataset_that_is_longer_on_one_rank() -> None:
+    steps = 2 + (1 if hvpipe.rank() == 0 and hvpipe.size() > 1 else 0)
+    x, y = samples(8 * steps, seed=hvpipe.rank())
+    model = parallel(compiled())
+    fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(8), epochs=2)
+    assert int(model.optimizer.iterations) == 4
+    assert_same_on_all_ranks(state_of(model))
+
+
+def test_arrays_that_are_longer_on_one_rank() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("nothing to compare")
+    x, y = samples(8 if hvpipe.rank() else 17)
+    with pytest.raises(MismatchError, match="3 on rank 0, 1 on rank 1"):
+        fit(parallel(compiled()), x, y=y, batch_size=8)
+
+
+@ENDS_BY_ITSELF
+def test_epochs_of_unknown_length() -> None:
+    """The call that finds the data at its end must not half-finish a step."""
+
+    def run(overlap: str, **options: Any) -> dict[str, np.ndarray]:
+        model = parallel(compiled(**options), overlap)
+        fit(model, unknown(my_batches(4)), epochs=3)
+        assert int(model.optimizer.iterations) == 12
+        return state_of(model)
+
+    assert_same_bits(run("step"), run("none"))
+
+
+@pytest.mark.slow
+@ENDS_BY_ITSELF
+@pytest.mark.parametrize("execution", [1, 3])
+def test_epochs_of_unknown_length_in_other_ways(execution: int) -> None:
+    def run(overlap: str) -> dict[str, np.ndarray]:
+        model = parallel(compiled(steps_per_execution=execution), overlap)
+        fit(model, unknown(my_batches(4)), epochs=3)
+        fit(model, unknown(my_batches(6)).repeat(), epochs=2, steps_per_epoch=3)
+        assert int(model.optimizer.iterations) == 18
+        return state_of(model)
+
+    linear = run("none")
+    assert_same_bits(run("step"), linear)
+    assert_same_bits(run("backward"), linear)

@@ -1,0 +1,165 @@
+"""A model's life after `data_parallel`: compiled again, wrapped again, trained again, stopped, scheduled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from mpi_keras.training import (
+    all_batches,
+    assert_close,
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    compiled,
+    fit,
+    loss,
+    mlp,
+    my_batches,
+    parallel,
+    state_of,
+)
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError
+
+
+def test_compiled_again() -> None:
+    """With an update still under way, and another optimizer."""
+
+    def run(overlap: str) -> dict[str, np.ndarray]:
+        model = parallel(compiled(), overlap)
+        for x, y in my_batches(2):
+            model.train_on_batch(x.numpy(), y.numpy())
+        model.compile(keras.optimizers.Adam(0.01), loss=loss())
+        fit(model, my_batches(3))
+        assert int(model.optimizer.iterations) == 3
+        return state_of(model)
+
+    found = run("step")
+    assert_same_on_all_ranks(found)
+    assert_same_bits(found, run("none"))
+
+
+def test_compiled_after_data_parallel() -> None:
+    keras.utils.set_random_seed(5)
+    model = parallel(mlp())
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss=loss())
+    fit(model, my_batches(3))
+    reference = parallel(compiled())
+    fit(reference, my_batches(3))
+    assert_same_bits(state_of(model), state_of(reference))
+
+
+def test_fit_twice() -> None:
+    def run(overlap: str) -> dict[str, np.ndarray]:
+        model = parallel(compiled(), overlap)
+        fit(model, my_batches(3))
+        fit(model, my_batches(3, batch=4, seed=1), epochs=2)
+        assert int(model.optimizer.iterations) == 9
+        return state_of(model)
+
+    assert_same_bits(run("step"), run("none"))
+
+
+def test_another_overlap_on_the_way() -> None:
+    model = parallel(compiled(), "step")
+    fit(model, my_batches(3))
+    for overlap in ("backward", "step", "none"):
+        assert parallel(model, overlap) is model
+        fit(model, my_batches(3))
+    linear = parallel(compiled(), "none")
+    for _ in range(4):
+        fit(linear, my_batches(3))
+    assert_same_bits(state_of(model), state_of(linear))
+
+
+def test_wrapped_twice_reduces_once() -> None:
+    model = parallel(parallel(compiled()))
+    before = hvpipe.counters().get("reduces", 0)
+    fit(model, my_batches(2))
+    after = hvpipe.counters().get("reduces", 0)
+    reference = compiled()
+    fit(reference, all_batches(2))
+    assert_close(state_of(model), state_of(reference), 1e-5)
+    assert after - before <= 2 * 3 + 10  # three buckets a step, and what the epoch's end needs
+
+
+def test_one_rank_stops_and_all_stop() -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 1 and hvpipe.rank() == hvpipe.size() - 1:
+                self.model.stop_training = True
+
+    history = fit(parallel(compiled()), my_batches(2), epochs=5, callbacks=[Stop()])
+    assert len(history["loss"]) == 2
+
+
+def test_stopping_within_an_epoch() -> None:
+    class Stop(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                self.model.stop_training = True
+
+    states = []
+    for overlap in ("none", "step"):
+        model = parallel(compiled(), overlap)
+        history = fit(model, my_batches(4), epochs=3, callbacks=[Stop()])
+        assert len(history["loss"]) == 1
+        assert int(model.optimizer.iterations) == 2
+        states.append(state_of(model))
+    assert_same_bits(states[1], states[0])
+
+
+def test_learning_rate_scheduler() -> None:
+    def run(overlap: str) -> dict[str, np.ndarray]:
+        schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+        model = parallel(compiled(), overlap)
+        fit(model, my_batches(3), epochs=3, callbacks=[schedule])
+        assert float(model.optimizer.learning_rate) == pytest.approx(0.0125)
+        return state_of(model)
+
+    assert_same_bits(run("step"), run("none"))
+
+
+def test_methods_come_back() -> None:
+    """A model given to `data_parallel` again has lost nothing of the first time but its hooks."""
+    model = compiled()
+    parallel(model)
+    names = {name for name in vars(model) if callable(vars(model)[name]) and not name.startswith("_")}
+    model._hvpipe.detach()
+    assert not names & vars(model).keys() - {"train_function", "test_function"}
+    fit(model, my_batches(1))
+    assert len(hvpipe.allgather_object(0)) == hvpipe.size()  # nobody waits in a collective
+
+
+def test_clear_errors() -> None:
+    with pytest.raises(HvpipeError, match="Received: overlap='foo'"):
+        hk.data_parallel(mlp(), overlap="foo")
+    with pytest.raises(HvpipeError, match="Received: compression='int8'"):
+        hk.data_parallel(mlp(), compression="int8")
+    with pytest.raises(HvpipeError, match="Received: bucket_bytes=0"):
+        hk.data_parallel(mlp(), bucket_bytes=0)
+    with pytest.raises(HvpipeError, match=r"wants a keras\.Model\. Received: str"):
+        hk.data_parallel("model")
+    with pytest.raises(ValueError, match="compile"):
+        fit(parallel(mlp()), my_batches(1))
+    if hvpipe.size() > 1:
+        model = mlp()
+        model.compile(loss=loss(), optimizer=None)
+        with pytest.raises(HvpipeError, match="compiled with one optimizer"):
+            fit(parallel(model), my_batches(1))
+
+
+@pytest.mark.parametrize("overlap", ["none", "step"])
+def test_nan_passes_through(overlap: str) -> None:
+    """As in plain Keras: weights become NaN, on all ranks, and nothing hangs."""
+    x, y = np.ones((4, 12), np.float32), np.zeros(4, np.int64)
+    if hvpipe.rank() == hvpipe.size() - 1:
+        x[0, 0] = np.nan
+    model = parallel(compiled(), overlap)
+    model.fit(x, y, batch_size=4, verbose=0)
+    assert all(np.isnan(array).all() for array in model.get_weights()[-2:])
+    assert_same_on_all_ranks([bool(np.isnan(array).any()) for array in model.get_weights()])

@@ -1,0 +1,92 @@
+"""Losses and metrics are those of all ranks' samples."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from mpi_keras.training import (
+    all_batches,
+    assert_same_on_all_ranks,
+    compiled,
+    fit,
+    mlp,
+    my_batches,
+    parallel,
+    samples,
+)
+
+import hvpipe
+
+
+def still() -> keras.Model:
+    """A model that does not move, so that the loss of any samples is known beforehand."""
+    return compiled(mlp, keras.optimizers.SGD(0.0), metrics=["accuracy"])
+
+
+def own_samples() -> tuple[np.ndarray, np.ndarray]:
+    """5 samples on rank 0, 8 on rank 1, ..."""
+    counts = [5 + 3 * rank for rank in range(hvpipe.size())]
+    start = sum(counts[: hvpipe.rank()])
+    x, y = samples(sum(counts))
+    return x[start : start + counts[hvpipe.rank()]], y[start : start + counts[hvpipe.rank()]]
+
+
+def expected() -> dict[str, float]:
+    x, y = samples(sum(5 + 3 * rank for rank in range(hvpipe.size())))
+    found: dict[str, float] = still().evaluate(x, y, verbose=0, return_dict=True, batch_size=len(x))
+    return found
+
+
+def test_history_of_unequal_ranks() -> None:
+    """Validation data too; arrays of different lengths, the same number of batches."""
+    x, y = own_samples()
+    model = parallel(still())
+    history = fit(model, x, y=y, batch_size=len(x), epochs=2, validation_data=(x, y), shuffle=False)
+    assert_same_on_all_ranks(history)
+    for name, value in expected().items():
+        np.testing.assert_allclose(history[name], [value] * 2, rtol=1e-5)
+        np.testing.assert_allclose(history[f"val_{name}"], [value] * 2, rtol=1e-5)
+
+
+def test_evaluate_of_unequal_ranks() -> None:
+    x, y = own_samples()
+    model = parallel(still())
+    found = model.evaluate(x, y, verbose=0, return_dict=True, batch_size=4)
+    assert found == pytest.approx(expected(), rel=1e-5)
+    assert_same_on_all_ranks(found)
+    assert model.evaluate(x, y, verbose=0) == pytest.approx(list(expected().values()), rel=1e-5)
+
+
+def test_train_on_batch_of_ranks_that_change_their_size() -> None:
+    """Each call counts the samples of that call, not of those before."""
+    model = parallel(still())
+    x, y = own_samples()
+    skewed = 9 if hvpipe.rank() == 0 else 1
+    model.train_on_batch(np.repeat(x[:1], skewed, 0), np.repeat(y[:1], skewed, 0))
+    found = model.train_on_batch(x, y, return_dict=True)
+    assert found == pytest.approx(expected(), rel=1e-5)
+    assert model.train_on_batch(x, y) == pytest.approx(list(expected().values()), rel=1e-5)
+
+
+def test_history_is_that_of_one_rank_with_the_whole_batch() -> None:
+    model = parallel(compiled(metrics=["accuracy"]))
+    validation = samples(30, seed=9)
+    mine = fit(model, my_batches(4), epochs=2, validation_data=validation)
+    reference = compiled(metrics=["accuracy"])
+    theirs = fit(reference, all_batches(4), epochs=2, validation_data=validation)
+    assert mine.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, err_msg=name)
+
+
+def test_early_stopping_and_plateau_see_the_averages() -> None:
+    """Ranks whose own losses differ stop at the same epoch."""
+    model = parallel(compiled(mlp, keras.optimizers.SGD(5.0)))
+    stop = keras.callbacks.EarlyStopping(monitor="loss", patience=0, restore_best_weights=True)
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1)
+    data = tf.data.Dataset.from_tensor_slices(own_samples()).batch(5).take(1).repeat(2)
+    history = fit(model, data, epochs=8, callbacks=[stop, plateau])
+    assert_same_on_all_ranks(history["loss"])
+    assert_same_on_all_ranks(model.get_weights()[0])

@@ -1,0 +1,95 @@
+"""All ranks start and stay equal, bit for bit, and a run gives the same bits when it is run again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from mpi_keras.training import (
+    CLASSES,
+    FEATURES,
+    Remember,
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    fit,
+    loss,
+    my_batches,
+    state_of,
+)
+
+import hvpipe
+import hvpipe.keras as hk
+
+layers = keras.layers
+
+
+def unlike(seed: int) -> keras.Model:
+    """With seeds, statistics and slots, and all of it different on every rank, the learning rate too."""
+    keras.utils.set_random_seed(seed + hvpipe.rank())
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            layers.GaussianNoise(0.1),
+            layers.Dense(8),
+            layers.BatchNormalization(),
+            layers.Dropout(0.2),
+            layers.Dense(CLASSES),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.01 * (1 + hvpipe.rank())), loss=loss(), metrics=["accuracy"])
+    return hk.data_parallel(model, bucket_bytes=200)
+
+
+@pytest.mark.parametrize("overlap", ["step", pytest.param("stale", marks=pytest.mark.slow)])
+def test_equal_after_every_epoch_and_the_same_when_run_again(overlap: str) -> None:
+    def run() -> tuple[list[Any], dict[str, Any]]:
+        model = hk.data_parallel(unlike(40), overlap, bucket_bytes=200, warmup_steps=3)
+        remember = Remember(lambda model: None)
+        remember.look = lambda model: {n: a for n, a in state_of(model).items() if "seed" not in n}
+        history = fit(model, my_batches(3), epochs=3, callbacks=[remember])
+        return remember.at_epochs, history
+
+    epochs, history = run()
+    for state in epochs:
+        assert_same_on_all_ranks(state)
+    assert_same_on_all_ranks(history)
+    again, history_again = run()
+    assert history_again == history
+    for mine, before in zip(again, epochs, strict=True):
+        assert_same_bits(mine, before)
+
+
+def test_start_is_that_of_rank_0() -> None:
+    """Weights, seeds, the learning rate: seen at the first batch, after which nothing has moved."""
+    model = unlike(50)
+    start = hvpipe.broadcast_object([v.numpy() for v in model.variables if "seed" in v.path])
+    rate = hvpipe.broadcast_object(float(model.optimizer.learning_rate.numpy()))
+    model.optimizer.learning_rate = 0.0 if hvpipe.rank() == 0 else 5.0
+    before = hvpipe.broadcast_object(model.get_weights())
+    fit(model, my_batches(1))
+    assert float(model.optimizer.learning_rate.numpy()) == 0.0
+    assert rate == pytest.approx(0.01)
+    assert_same_on_all_ranks(state_of(model))  # with the seeds, which have moved alike
+    after = [v.numpy() for v in model.variables if "seed" in v.path]
+    assert start
+    assert all((a != b).any() for a, b in zip(start, after, strict=True))
+    for variable, array in zip(model.weights, before, strict=True):
+        if variable in model.trainable_variables:
+            np.testing.assert_array_equal(variable.numpy(), array)
+
+
+def test_statistics_are_means_over_all_samples() -> None:
+    """Moving averages of BatchNormalization come from each rank's own data; all ranks end with the mean."""
+    size, rank = hvpipe.size(), hvpipe.rank()
+    model = keras.Sequential([keras.Input((1,)), layers.BatchNormalization(momentum=0.0), layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.0), loss="mse")
+    hk.data_parallel(model)
+    count = 4 * (rank + 1)
+    fit(model, tf.data.Dataset.from_tensors((np.full((count, 1), float(rank)), np.zeros((count, 1)))))
+    counts = [4 * (r + 1) for r in range(size)]
+    expected = sum(r * n for r, n in enumerate(counts)) / sum(counts)
+    np.testing.assert_allclose(model.layers[0].moving_mean.numpy(), [expected], rtol=1e-6)
+    assert_same_on_all_ranks(state_of(model))
