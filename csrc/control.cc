@@ -68,6 +68,15 @@ void ControlExchange::CheckAgreement() const {
   }
 }
 
+std::optional<Record> PeekRecord(Transport& transport, int rank, int tag) {
+  if (!transport.Probe(rank, tag)) return std::nullopt;
+  Record record;
+  const Ticket ticket = transport.Irecv(&record, sizeof record, rank, tag);
+  while (!transport.Test(ticket)) {
+  }
+  return record;
+}
+
 std::uint64_t Hash(const std::string& text) {
   std::uint64_t hash = 14695981039346656037ull;
   for (const char c : text) {

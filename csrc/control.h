@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -46,6 +47,10 @@ class ControlExchange : public Collective {
   Ticket receive_ = kNoTicket;
   std::vector<Record> records_;  // records_[i] is of rank (rank_ + i) % ranks_
 };
+
+// The first record of an exchange that `rank` has begun and this rank has not, if it has come; it is then
+// taken, so the exchange can no longer succeed.
+std::optional<Record> PeekRecord(Transport& transport, int rank, int tag);
 
 // FNV-1a, stable across machines and compilers.
 std::uint64_t Hash(const std::string& text);

@@ -1,6 +1,7 @@
 // Which collective serves which ranks, and the life of a bucket: announced, packed, reduced, unpacked.
 #include "engine.h"
 
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -25,6 +26,12 @@ MPI_Comm Duplicate(MPI_Comm communicator) {
   MPI_Comm copy = MPI_COMM_NULL;
   HVPIPE_MPI(MPI_Comm_dup(communicator, &copy));
   return copy;
+}
+
+std::string ShortHex(std::uint64_t value) {
+  char text[9];
+  std::snprintf(text, sizeof text, "%08x", static_cast<unsigned>(value & 0xffffffffu));
+  return text;
 }
 
 MPI_Comm Split(MPI_Comm world, int color, int rank) {
@@ -90,12 +97,16 @@ int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vecto
   return static_cast<int>(plans_.size() - 1);
 }
 
-Engine::Bucket& Engine::bucket(int plan, int index) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
+Engine::Plan& Engine::PlanAt(int plan) const {
   if (plan < 0 || static_cast<std::size_t>(plan) >= plans_.size()) {
     throw Error("Unknown plan. Received: plan=" + std::to_string(plan), ErrorKind::kUsage);
   }
-  const Plan& of = *plans_[static_cast<std::size_t>(plan)];
+  return *plans_[static_cast<std::size_t>(plan)];
+}
+
+Engine::Bucket& Engine::bucket(int plan, int index) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Plan& of = PlanAt(plan);
   if (index < 0 || static_cast<std::size_t>(index) >= of.buckets.size()) {
     throw Error("Unknown bucket. Received: bucket=" + std::to_string(index), ErrorKind::kUsage);
   }
@@ -180,22 +191,24 @@ void Engine::BeginStep(int plan_index, std::int64_t step, double samples, bool r
   auto control = std::make_shared<Operation>();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Plan& plan = *plans_.at(static_cast<std::size_t>(plan_index));
-    control->what = "training step " + std::to_string(step) + " of " + plan.name;
+    Plan& plan = PlanAt(plan_index);
+    control->what = "training step " + std::to_string(step) + " of " + plan.name + " (" +
+                    std::to_string(plan.buckets.size()) + " buckets, plan " + ShortHex(plan.signature) + ")";
     control->priority = kControlPriority;
     // The step number is in the words alone: a rank that repeats a step after an error is told apart there.
     AddControlStage(*control, samples, plan.signature ^ Hash(reduces ? "reduces" : "accumulates"));
-    for (auto& bucket : plan.buckets) {
-      if (!reduces) break;
-      if (bucket->announced) {
+    if (reduces) {
+      for (const auto& bucket : plan.buckets) {
+        if (!bucket->operation) continue;
         throw Error(
             "A step began before the buckets of the step before it were submitted. Received: bucket=" +
                 bucket->layout.name,
             ErrorKind::kUsage);
       }
-      bucket->announced = true;
-      bucket->operation = BucketOperation(*bucket);
-      announced.push_back(bucket->operation);
+      for (auto& bucket : plan.buckets) {
+        bucket->operation = BucketOperation(*bucket);
+        announced.push_back(bucket->operation);
+      }
     }
     ++counters_.steps;
   }
@@ -232,7 +245,6 @@ void Engine::Submit(int plan, int index, const std::vector<const void*>& tensors
     target.state = BucketState::kReducing;
     operation = std::move(target.operation);
     target.operation = nullptr;
-    target.announced = false;
   }
   const BucketLayout& layout = target.layout;
   const double start = log_.enabled() ? Now() : 0;
@@ -307,7 +319,7 @@ std::shared_ptr<Operation> Engine::Checked(const std::string& what) {
 
 void Engine::AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale,
                        const std::string& what, const Interrupt& interrupt) {
-  if (size_ == 1 || count == 0) {
+  if (size_ == 1) {
     PackScaled(in, dtype, out, dtype, count, scale);
     return;
   }
@@ -317,7 +329,28 @@ void Engine::AllReduce(const void* in, void* out, std::size_t count, DType dtype
   operation->priority = kBlockingPriority;
   operation->traced = true;
   AddReduceStages(*operation, in, out, count, dtype, scale, NextTag());
-  progress_->Run(operation, interrupt);
+  if (!up_ || hosts_ > 1) return progress_->Run(operation, interrupt);
+  // Within a host nothing but shared memory says where the peers are; one that does something else would be
+  // waited for until the deadline.
+  constexpr double kPatienceS = 1.0;
+  const double start_s = Now();
+  progress_->Run(operation, [&] {
+    interrupt();
+    if (Now() - start_s > kPatienceS) CheckPeersAreHere(what);
+  });
+}
+
+// A peer that has not come to the lane but has sent a control record is at another call. Its first record
+// goes to the rank below it, so each looks at the rank above.
+void Engine::CheckPeersAreHere(const std::string& what) {
+  const int above = (rank_ + 1) % size_;
+  const auto& theirs = up_->written(above);
+  if (theirs.load(std::memory_order_acquire) >= up_->written(rank_).load(std::memory_order_relaxed)) return;
+  const std::optional<Record> record = PeekRecord(*world_, above, kControlTag);
+  if (!record) return;
+  throw Error("The ranks disagree about what comes next. Rank " + std::to_string(rank_) + " is at: " + what +
+                  ". Rank " + std::to_string(above) + " is at: " + record->what.data() + ".",
+              ErrorKind::kMismatch);
 }
 
 void Engine::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,

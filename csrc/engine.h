@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -93,7 +94,6 @@ class Engine {
     BucketLayout layout;
     AlignedBuffer buffer;
     BucketState state = BucketState::kIdle;
-    bool announced = false;
     std::shared_ptr<Operation> operation;  // announced, waiting for Submit
     Done waiting;                          // of a Collect that came before the sum
     double asked_s = 0;
@@ -105,7 +105,9 @@ class Engine {
     std::vector<std::unique_ptr<Bucket>> buckets;
   };
 
+  Plan& PlanAt(int plan) const;  // with mutex_ held
   Bucket& bucket(int plan, int index) const;
+  void CheckPeersAreHere(const std::string& what);
   std::shared_ptr<Operation> BucketOperation(Bucket& bucket);
   void BucketReduced(Bucket& bucket, const Error* error);
   void AddReduceStages(Operation& operation, const void* in, void* out, std::size_t count, DType dtype,

@@ -51,6 +51,12 @@ bool MpiTransport::Test(Ticket ticket) {
   return true;
 }
 
+bool MpiTransport::Probe(int peer, int tag) {
+  int found = 0;
+  HVPIPE_MPI(MPI_Iprobe(peer, tag, communicator_, &found, MPI_STATUS_IGNORE));
+  return found != 0;
+}
+
 void MpiTransport::Abandon() {
   for (MPI_Request& request : requests_) {
     if (request != MPI_REQUEST_NULL) MPI_Request_free(&request);

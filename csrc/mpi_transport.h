@@ -23,6 +23,7 @@ class MpiTransport : public Transport {
   Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) override;
   Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override;
   bool Test(Ticket ticket) override;
+  bool Probe(int peer, int tag) override;
   void Abandon() override;
 
  private:

@@ -173,6 +173,7 @@ void Cast(const InArray& in, const std::string& from, const OutArray& out, const
 
 void SumArrays(const std::vector<InArray>& sources, const OutArray& out, const std::string& dtype_name) {
   const DType dtype = ParseDType(dtype_name);
+  if (sources.empty()) throw Error("Wanted at least one array. Received: none", ErrorKind::kUsage);
   std::vector<const void*> pointers;
   for (const InArray& source : sources) {
     if (source.nbytes() != out.nbytes()) throw Error("Wanted arrays of one size", ErrorKind::kUsage);

@@ -25,6 +25,9 @@ class Transport {
   // True once the operation is done; its ticket is then spent.
   virtual bool Test(Ticket ticket) = 0;
 
+  // True if a message of this peer and tag has come that no receive has taken.
+  virtual bool Probe(int peer, int tag) = 0;
+
   // Gives up everything in flight (after an error).
   virtual void Abandon() = 0;
 };

@@ -1,9 +1,10 @@
-"""What one rank's engine recorded, told as events of the trace: step, forward, backward, update and the buckets'."""
+"""What one rank's engine recorded, told as the events of a trace: steps, computing, buckets."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import pairwise
 
 from hvpipe.trace import Event
 
@@ -36,7 +37,7 @@ def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
     packs = sorted(end for category, _, _, end in spans if category == "pack")
     last_s = max((end for *_, end in raw), default=0.0)
     bounds = [*steps, last_s]
-    for number, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for number, (start, end) in enumerate(pairwise(bounds)):
         events.append(Event(f"step {number}", "step", rank, "steps", start, end))
     for loss_s in (start for start, name in marks if name == FORWARD):
         place = bisect_right(steps, loss_s) - 1

@@ -87,7 +87,12 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """The environment of a new job: no launcher's or hvpipe's variables, one thread each, quiet logs."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "PYTHONFAULTHANDLER": "1"}
+    quiet = {
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "OMPI_MCA_osc": "^ucx",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONFAULTHANDLER": "1",
+    }
     return {**kept, **threads, **quiet, "HVPIPE_TIMEOUT": "20", **(extra or {})}
 
 

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from distributed import ALONE, expect_fatal, launch
 from hvpipe.comm import SingleWorld, open_world
 from hvpipe.comm.discover import Launch, Settings
 from hvpipe.comm.mpi import short_version
-
-from distributed import ALONE, expect_fatal, launch
 
 LIMIT_S = 60.0
 OPEN = """

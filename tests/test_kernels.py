@@ -136,7 +136,7 @@ def test_between_any_two_halves_rounding_is_to_nearest_even(dtype: str) -> None:
     infinity = int(bits(np.array([np.inf]).astype(DTYPES[dtype]))[0])
     low = np.arange(infinity, dtype=np.uint16)
     values = low.view(DTYPES[dtype]).astype(np.float64)
-    above = values[1:].tolist() + [2 * values[-1] - values[-2]]
+    above = [*values[1:].tolist(), 2 * values[-1] - values[-2]]
     middle = ((values + np.array(above)) / 2).astype(np.float32)
     even = low + (low & 1)
     np.testing.assert_array_equal(bits(cast(middle, dtype)), even)

@@ -25,7 +25,8 @@ class SampleCounter:
 
     def add(self, batch: Any) -> Any:
         """Count a batch (in a graph); its number of samples (float64 scalar)."""
-        samples = tf.cast(tf.shape(batch)[0], tf.float64)
+        with tf.control_dependencies([batch]):  # a size that is known beforehand must wait for it too
+            samples = tf.identity(tf.cast(tf.shape(batch)[0], tf.float64))
         self._count.assign_add(samples)
         return samples
 

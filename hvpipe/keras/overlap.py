@@ -99,7 +99,10 @@ class OverlappedOptimizer:
         self._samples = samples
         self._applied = False
         if self.overlap == "step":
-            token = self._token.read_value()
+            # Only where there is a batch: the call that finds the data at its end runs what needs no data,
+            # and stops anywhere.
+            with tf.control_dependencies([samples]):
+                token = self._token.read_value()
             self._finish(token)
             # Ordered after everything above that reads it, before this step's submits.
             self._token.assign(tf.zeros_like(token))
@@ -174,7 +177,8 @@ class OverlappedOptimizer:
 
         During the warm-up the step's own gradients are used at once, as in "backward".
         """
-        before = self._token.read_value()
+        with tf.control_dependencies([scale]):
+            before = self._token.read_value()
         finished = self._finish(before)
         tokens = self.reducer.submit(scale, gradients, after=lambda bucket: [finished[bucket]])
         token = tf.add_n(tokens)
@@ -196,7 +200,8 @@ class OverlappedOptimizer:
         """
         optimizer, variables = self.optimizer, self.reducer.variables
         # Not `iterations`, which counts updates under accumulation.
-        boundary = tf.equal((native(optimizer._iterations) + 1) % steps, 0)
+        with tf.control_dependencies([samples]):
+            boundary = tf.equal((native(optimizer._iterations) + 1) % steps, 0)
         share = self.reducer.announce(samples, reduces=boundary)
         weighted = [gradient * tf.cast(share, gradient.dtype) for gradient in gradients]
         sums = [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables]
@@ -243,19 +248,22 @@ class OverlappedOptimizer:
     def _update(self, tokens: Sequence[Any]) -> list[Any]:
         """Collect and update, unconditionally."""
         if not self._by_variable:
-            reduced = self.reducer.collect_all(tokens)
-            apply_all(self.optimizer, reduced, self.reducer.variables)
+            with tf.control_dependencies(tokens):
+                apply_all(self.optimizer, self.reducer.collect_all(tokens), self.reducer.variables)
             return []
         done = [
             self._update_bucket(number, bucket, tokens[number])
             for number, bucket in self.reducer.plan.by_need()
         ]
-        count_step(self.optimizer)
+        with tf.control_dependencies(tokens):
+            count_step(self.optimizer)
         return done
 
     def _update_bucket(self, number: int, bucket: Bucket, token: Any) -> Any:
         variables = self.reducer.members(bucket)
-        apply_some(self.optimizer, self.reducer.collect(number, token), variables)
+        # Weight decay needs no gradient, but must not come before there is one.
+        with tf.control_dependencies([token]):
+            apply_some(self.optimizer, self.reducer.collect(number, token), variables)
         return self._done(variables, bucket.name)
 
     def _update_together(self, token: Any) -> Any:

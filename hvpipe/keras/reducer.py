@@ -82,7 +82,7 @@ class Reducer:
 
     def announce(self, samples: Any, reduces: Any = True) -> Any:
         """Begin a step; the factor of this rank's gradients in the average over all samples (float64)."""
-        with tf.control_dependencies(_take_collected()):
+        with tf.control_dependencies([*_take_collected(), samples]):
             step = tf.convert_to_tensor(self.step.assign_add(1))
             return ops.begin_step(samples, step, tf.convert_to_tensor(reduces), self._plan_id)
 

@@ -56,7 +56,7 @@ def pattern(rank: int, dtype: str) -> Array:
 
 
 def part(rank: int, count: int, dtype: str) -> Array:
-    """What a rank contributes: the pattern of the rank, over and over; any rank can tell what another's is."""
+    """What a rank contributes: its pattern, over and over; any rank can tell what another's is."""
     return np.resize(pattern(rank, dtype), count)
 
 
@@ -317,7 +317,7 @@ def gradient(place: int, step: int, rank: int) -> Array:
 def run_step(
     core: Any, plan_id: int, plan: BucketPlan, step: int, *, order: random.Random | None = None
 ) -> list[Array]:
-    """One step's reduced gradients; with `order`, submitted and collected in this rank's own order and time."""
+    """One step's reduced gradients; with `order`, in this rank's own order and time."""
     rank = hvpipe.rank()
     scale, total = core.begin_step(plan_id, step, float(rank + 1), True)
     assert total == hvpipe.size() * (hvpipe.size() + 1) / 2
@@ -383,7 +383,7 @@ def test_a_step_overlaps_with_another_plans(engine: Engine, core: Any) -> None:
     plan = plan_buckets([Gradient("w", (30_000,), "float32")], 1 << 20)
     first, second = engine.add_plan("first", plan), engine.add_plan("second", plan)
     ones = np.ones(30_000, np.float32)
-    # Announced and submitted by both before either is collected, submitted in another order on every other rank.
+    # Both are announced and submitted before either is collected, in another order on every other rank.
     scales = {plan_id: core.begin_step(plan_id, 1, 1.0, True)[0] for plan_id in (first, second)}
     for plan_id in (first, second) if hvpipe.rank() % 2 else (second, first):
         core.submit(plan_id, 0, [ones * (plan_id + 1)], scales[plan_id])

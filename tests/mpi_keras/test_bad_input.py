@@ -1,4 +1,4 @@
-"""Wrong arguments and ranks that differ, as far as a program can catch it; what ends all ranks is in ../test_bad_input.py."""
+"""Wrong arguments and ranks that differ, as far as a program can catch it; the rest: ../test_bad_input.py."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_validation_data_that_are_shorter_on_one_rank_count_by_samples() -> None
 
 
 def nan_batches(rank: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two batches of 4 for a regression with three outputs; the last rank wants a NaN of the second output."""
+    """Two batches of 4 for a regression with three outputs; the last rank wants one NaN of the second."""
     rng = np.random.default_rng(rank)
     x, y = rng.normal(size=(8, 6)).astype(np.float32), rng.normal(size=(8, 3)).astype(np.float32)
     if rank == size - 1:

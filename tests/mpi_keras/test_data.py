@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from mpi_keras.training import (
+    FEATURES,
     assert_same_bits,
     assert_same_on_all_ranks,
     compiled,
     fit,
+    mlp,
     my_batches,
     parallel,
     samples,
@@ -28,6 +31,10 @@ ENDS_BY_ITSELF = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 
 def unknown(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.filter(lambda *row: True)
+
+
+def fixed_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    return dataset.map(lambda x, y: (tf.ensure_shape(x, (8, FEATURES)), tf.ensure_shape(y, (8,))))
 
 
 def numbers(batches: int) -> tf.data.Dataset:
@@ -122,12 +129,16 @@ def test_epochs_of_unknown_length() -> None:
 @pytest.mark.slow
 @ENDS_BY_ITSELF
 @pytest.mark.parametrize("execution", [1, 3])
-def test_epochs_of_unknown_length_in_other_ways(execution: int) -> None:
+@pytest.mark.parametrize("accumulation", [None, 2])
+def test_epochs_of_unknown_length_in_other_ways(execution: int, accumulation: int | None) -> None:
+    """Weight decay, counters and sums need no data: the call without data must leave them alone."""
+
     def run(overlap: str) -> dict[str, np.ndarray]:
-        model = parallel(compiled(steps_per_execution=execution), overlap)
-        fit(model, unknown(my_batches(4)), epochs=3)
+        optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1, gradient_accumulation_steps=accumulation)
+        model = parallel(compiled(mlp, optimizer, steps_per_execution=execution), overlap)
+        fit(model, unknown(fixed_size(my_batches(4))), epochs=3)
         fit(model, unknown(my_batches(6)).repeat(), epochs=2, steps_per_epoch=3)
-        assert int(model.optimizer.iterations) == 18
+        assert int(model.optimizer.iterations) == 18 // (accumulation or 1)
         return state_of(model)
 
     linear = run("none")

@@ -69,7 +69,8 @@ def configuration(model: keras.Model) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "read", [weights, outputs, results, pytest.param(configuration, marks=pytest.mark.slow)]
+    "read",
+    [weights, *(pytest.param(read, marks=pytest.mark.slow) for read in (outputs, results, configuration))],
 )
 def test_reading_through_the_model(read: Callable[[keras.Model], dict[str, np.ndarray]]) -> None:
     linear = run("none", Act(read)).found
@@ -120,6 +121,7 @@ def test_a_lambda_callback_is_the_users_own() -> None:
         assert_same_bits(mine, theirs)
 
 
+@pytest.mark.slow
 def test_a_callback_list_of_ones_own() -> None:
     def look(overlap: str) -> Remember:
         model = parallel(compiled(), overlap)
@@ -167,7 +169,14 @@ def test_checkpoints_of_every_batch(tmp_path: Path) -> None:
         assert_same_bits(state_of(keras.models.load_model(mine)), state_of(keras.models.load_model(theirs)))
 
 
-@pytest.mark.parametrize("save", ["model.save", "keras.saving", "weights"])
+@pytest.mark.parametrize(
+    "save",
+    [
+        "model.save",
+        pytest.param("keras.saving", marks=pytest.mark.slow),
+        pytest.param("weights", marks=pytest.mark.slow),
+    ],
+)
 def test_saved_between_two_steps(save: str, tmp_path: Path) -> None:
     def saved(overlap: str) -> dict[str, np.ndarray]:
         path = tmp_path / f"{overlap}.{'weights.h5' if save == 'weights' else 'keras'}"
@@ -214,7 +223,7 @@ def test_a_saved_model_loads_where_there_is_no_hvpipe(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, model.predict(x, verbose=0).ravel(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("rate", ["read_layer", "learning_rate"])
+@pytest.mark.parametrize("rate", ["learning_rate", pytest.param("read_layer", marks=pytest.mark.slow)])
 def test_between_two_calls_of_train_on_batch(rate: str) -> None:
     """The caller reads a layer, or sets the learning rate of the next step: neither may meet an old one."""
 
@@ -232,6 +241,7 @@ def test_between_two_calls_of_train_on_batch(rate: str) -> None:
         assert_same_bits(mine, theirs)
 
 
+@pytest.mark.slow
 def test_setting_weights_between_two_steps() -> None:
     """What is set stays: the update under way comes before it."""
     start = [array.copy() for array in compiled().get_weights()]

@@ -56,7 +56,9 @@ def test_evaluate_of_unequal_ranks() -> None:
     found = model.evaluate(x, y, verbose=0, return_dict=True, batch_size=4)
     assert found == pytest.approx(expected(), rel=1e-5)
     assert_same_on_all_ranks(found)
-    assert model.evaluate(x, y, verbose=0) == pytest.approx(list(expected().values()), rel=1e-5)
+    assert model.evaluate(x, y, verbose=0) == pytest.approx(
+        [expected()["loss"], expected()["accuracy"]], rel=1e-5
+    )
 
 
 def test_train_on_batch_of_ranks_that_change_their_size() -> None:
@@ -67,9 +69,10 @@ def test_train_on_batch_of_ranks_that_change_their_size() -> None:
     model.train_on_batch(np.repeat(x[:1], skewed, 0), np.repeat(y[:1], skewed, 0))
     found = model.train_on_batch(x, y, return_dict=True)
     assert found == pytest.approx(expected(), rel=1e-5)
-    assert model.train_on_batch(x, y) == pytest.approx(list(expected().values()), rel=1e-5)
+    assert model.train_on_batch(x, y) == pytest.approx([expected()["loss"], expected()["accuracy"]], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_history_is_that_of_one_rank_with_the_whole_batch() -> None:
     model = parallel(compiled(metrics=["accuracy"]))
     validation = samples(30, seed=9)

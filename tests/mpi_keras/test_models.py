@@ -167,15 +167,15 @@ class Case:
 
 SEVERAL_LOSSES = {"loss": {"label": loss(), "size": "mse"}}
 CASES = {
-    "subclassed_unbuilt": Case(Subclassed),
-    "sequential_unbuilt": Case(unbuilt_sequential),
-    "frozen_and_normalised": Case(frozen_and_normalised),
     "embedding_inputs_outputs": Case(several_ends, SEVERAL_LOSSES, several_ends_batches),
+    "frozen_and_normalised": Case(frozen_and_normalised),
     "unused_variables": Case(WithUnused),
-    "own_train_step": Case(OwnStep),
     "towers_with_equal_names": Case(towers_with_equal_names),
 }
 MORE_CASES = {
+    "subclassed_unbuilt": Case(Subclassed),
+    "sequential_unbuilt": Case(unbuilt_sequential),
+    "own_train_step": Case(OwnStep),
     "no_call": Case(NoCall, {"loss": None}),
     "unused_steps_per_execution": Case(WithUnused, {"steps_per_execution": 5}),
     "unused_in_compiled_step": Case(CompiledStep),
@@ -217,7 +217,7 @@ def trained(case: Case, overlap: str) -> dict[str, Any]:
     return state_of(model)
 
 
-@pytest.mark.parametrize("overlap", ["backward", "step"])
+@pytest.mark.parametrize("overlap", [pytest.param("backward", marks=pytest.mark.slow), "step"])
 def test_unused_variables_in_train_on_batch(overlap: str) -> None:
     """Finding variables without a gradient must not lose the batch that was being traced."""
 
