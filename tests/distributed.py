@@ -160,16 +160,17 @@ def expect_fatal(
 
 def run_cases(
     size: int,
-    cases: Path,
+    cases: Path | Sequence[Path],
     logs: Path,
     *,
     limit_s: float,
     env: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
 ) -> str:
-    """Run a folder or file of cases as `size` ranks; returns pytest's closing line or raises the reports."""
+    """Run folders or files of cases as `size` ranks; returns pytest's closing line or raises the reports."""
     logs.mkdir(parents=True, exist_ok=True)
-    result = launch(size, [__file__, logs, cases, *options], limit_s=limit_s, env=env)
+    paths = [cases] if isinstance(cases, Path) else cases
+    result = launch(size, [__file__, logs, *paths, *options], limit_s=limit_s, env=env)
     reports = {path.stem: _readable(path) for path in sorted(logs.glob("rank-*.txt"))}
     closing = (reports.get("rank-0", "").rstrip().splitlines() or ["nothing from rank 0"])[-1].strip("= ")
     if result.returncode == 0 and not result.timed_out:

@@ -16,26 +16,37 @@ SLOW_SIZES = (3, 4)
 
 @dataclass(frozen=True)
 class Suite:
-    """A folder or file of cases, run once for each world size with this environment."""
+    """Folders or files of cases, run once for each world size with this environment."""
 
     name: str
-    cases: str
+    cases: tuple[str, ...]
     limit_s: float
     sizes: tuple[int, ...] = (ALONE, 1, 2, 3, 4)
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-ENGINE = "mpi/test_engine.py"
+ENGINE = ("mpi/test_engine.py",)
+NUMBERS = tuple(f"mpi_keras/test_{name}.py" for name in ("exact", "whole_batch", "ranks_equal", "logs"))
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 
 SUITES = (
-    Suite("mpi", "mpi", limit_s=180.0),
-    Suite("ring", "mpi", limit_s=180.0, sizes=(2, 3, 4), env={"HVPIPE_SHARED_MEMORY": "0"}),
+    Suite("mpi", ("mpi",), limit_s=180.0),
+    Suite("ring", ("mpi",), limit_s=180.0, sizes=(2, 3, 4), env={"HVPIPE_SHARED_MEMORY": "0"}),
     # 2 + 1 and 2 + 2 ranks to a host: shared memory inside, a ring between the first of each.
-    Suite("hosts", "mpi", limit_s=180.0, sizes=(3, 4), env={"HVPIPE_RANKS_PER_HOST": "2"}),
+    Suite("hosts", ("mpi",), limit_s=180.0, sizes=(3, 4), env={"HVPIPE_RANKS_PER_HOST": "2"}),
     # Everything travels in many pieces.
     Suite("tiny pieces", ENGINE, limit_s=180.0, sizes=(2, 3), env={"HVPIPE_RANKS_PER_HOST": "2", **TINY}),
-    Suite("keras", "mpi_keras", limit_s=600.0),
+    # Everything about Keras once, on two ranks; what depends on their number on 1, 3 and 4 as well.
+    Suite("keras", ("mpi_keras",), limit_s=600.0, sizes=(2,)),
+    Suite("keras numbers", NUMBERS, limit_s=600.0, sizes=(1, 3, 4)),
+    Suite(
+        "keras hosts",
+        ("mpi_keras/test_ranks_equal.py",),
+        limit_s=300.0,
+        sizes=(3,),
+        env={"HVPIPE_RANKS_PER_HOST": "2"},
+    ),
+    Suite("keras", ("mpi_keras/test_life.py", "mpi_keras/test_logs.py"), limit_s=300.0, sizes=(ALONE,)),
 )
 
 
@@ -55,7 +66,7 @@ def test_every_case_passes_on_every_rank(
 ) -> None:
     closing = run_cases(
         size,
-        Path(__file__).parent / suite.cases,
+        [Path(__file__).parent / cases for cases in suite.cases],
         tmp_path / "ranks",
         limit_s=suite.limit_s,
         env=suite.env,

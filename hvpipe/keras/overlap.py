@@ -153,6 +153,7 @@ class OverlappedOptimizer:
                 # not what is noted here.
                 self.other_variables = used
                 raise HvpipeError("the trainable variables with a gradient are others than planned")
+            self.optimizer._check_variables_are_known(used)
             self._plan(used)
         return [dense(found[identity(v)]) for v in self.reducer.variables]
 

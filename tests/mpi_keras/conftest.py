@@ -15,6 +15,8 @@ from in_step import InStep
 def pytest_configure(config: pytest.Config) -> None:
     # Keras and TensorFlow among themselves, under NumPy 2.
     config.addinivalue_line("filterwarnings", "ignore:__array__ implementation:DeprecationWarning")
+    # Plain Keras, which one rank runs, says so of variables that are not used.
+    config.addinivalue_line("filterwarnings", "ignore:Gradients do not exist for variables:UserWarning")
     if rank_in_environment() is not None:
         config.pluginmanager.register(InStep(), "in-step")
 

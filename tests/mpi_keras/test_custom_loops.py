@@ -146,12 +146,23 @@ def test_some_gradients_now_and_others_then() -> None:
     model = compiled()
     optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0))
     first, last = model.layers[0].kernel, model.layers[-1].kernel
+    optimizer.build([first, last])
     start = np.array(first.numpy())
     for _ in range(2):
         optimizer.apply([tf.fill(first.shape, float(hvpipe.rank()))], [first])
         optimizer.apply([tf.zeros(first.shape), tf.ones(last.shape)], [first, last])
     moved = (start - first.numpy()).ravel()
     np.testing.assert_allclose(moved, np.full(first.shape, hvpipe.size() - 1.0).ravel(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("known", [0, 1])
+def test_a_variable_that_the_optimizer_does_not_know(known: int) -> None:
+    """Refused as in plain Keras, also where the update happens bucket by bucket."""
+    kernels = [layer.kernel for layer in compiled().layers]
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.apply([tf.zeros(kernels[known].shape)], [kernels[known]])
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply([tf.zeros(kernel.shape) for kernel in kernels], kernels)
 
 
 def test_eager_allreduce() -> None:

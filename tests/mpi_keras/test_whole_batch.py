@@ -65,7 +65,8 @@ def unequal(steps: int) -> tuple[tf.data.Dataset, tf.data.Dataset]:
             start = end
         whole.append((x[begun:start], y[begun:start]))
     # Plain Keras counts one more step where the length is unknown: its counter needs no data to run.
-    return as_dataset(mine), as_dataset(whole).apply(tf.data.experimental.assert_cardinality(steps))
+    known = as_dataset(whole).apply(tf.data.experimental.assert_cardinality(steps))
+    return (known if hvpipe.size() == 1 else as_dataset(mine)), known
 
 
 def as_dataset(batches: list[Any]) -> tf.data.Dataset:
