@@ -109,12 +109,16 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def library_folder() -> Path:
+    """Where the compiled libraries lie: with what the build wrote, in an editable install not beside this file."""
+    spec = importlib.util.find_spec("hvpipe._build_info")
+    return Path(spec.origin if spec and spec.origin else __file__).parent
+
+
 def _built(build: Build | None) -> list[Finding]:
     if build is None:
         return [Finding("hvpipe", "problem", "not built", REBUILD)]
-    # In an editable install the libraries lie with what the build wrote, not beside this file.
-    spec = importlib.util.find_spec("hvpipe._build_info")
-    folder = Path(spec.origin if spec and spec.origin else __file__).parent
+    folder = library_folder()
     findings = [
         Finding("compiler", "ok", build.compiler or "unknown"),
         Finding(

@@ -130,7 +130,9 @@ def find_mpirun(
     """
     ask = ask or ask_version
     paths = [str(folder / name) for folder in folders for name in ("mpirun", "mpiexec")]
-    paths += [found for name in ("mpirun", "mpiexec") if (found := shutil.which(name, path=search_path))]
+    paths += [
+        found for name in ("mpirun", "mpiexec") if (found := shutil.which(name, path=search_path or ""))
+    ]
     paths = [path for path in dict.fromkeys(paths) if Path(path).is_file()]
     known, unknown = [], []
     for path in paths:

@@ -22,7 +22,7 @@ def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     installed = dict(VERSIONS)
     for name in ("_engine.cpython-311.so", "libhvpipe_core.so", "libhvpipe_tf.so"):
         (tmp_path / name).write_text("")
-    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "doctor.py"))
+    monkeypatch.setattr(doctor, "library_folder", lambda: tmp_path)
     monkeypatch.setattr(doctor, "read_build", lambda: BUILD)
     monkeypatch.setattr(doctor, "_version", installed.get)
     monkeypatch.setattr(doctor, "_mpi_library", lambda: ("Open MPI v5.0.11", ""))
