@@ -110,7 +110,7 @@ def usable_cores() -> int:
 
 
 def library_folder() -> Path:
-    """Where the compiled libraries lie: with what the build wrote, in an editable install not beside this file."""
+    """Where the compiled libraries lie: with what the build wrote (not beside this file if editable)."""
     spec = importlib.util.find_spec("hvpipe._build_info")
     return Path(spec.origin if spec and spec.origin else __file__).parent
 
