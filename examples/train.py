@@ -141,10 +141,13 @@ def train(options: argparse.Namespace) -> tuple[keras.Model, str]:
     )
     model = hk.data_parallel(model, overlap=options.overlap, compression=options.compression)
 
+    # Image by image, so that none is left out.
+    mine_of_test = images.test.unbatch().shard(hvpipe.size(), hvpipe.rank()).batch(options.batch)
+
     started = time.perf_counter()
     model.fit(
         mine,
-        validation_data=hk.shard(images.test),
+        validation_data=mine_of_test,
         epochs=options.epochs,
         shuffle=False,  # the dataset shuffles
         verbose=verbosity(options.progress),

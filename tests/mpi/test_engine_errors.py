@@ -120,8 +120,9 @@ DISAGREEMENTS: dict[str, tuple[Call, Call, tuple[str, str]]] = {
     ),
 }
 
-# A rank in shared memory and one in an exchange of messages do not meet.
-ONLY_BY_DEADLINE = ("an all-reduce and a barrier", "an all-reduce and a step")
+# A rank in shared memory and one in an exchange of messages do not meet: the rank below the one that is
+# elsewhere finds its message after a second, and ends all where nobody catches the error.
+FOUND_BY_THE_RANK_BELOW = ("an all-reduce and a barrier", "an all-reduce and a step")
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
@@ -130,8 +131,9 @@ def test_ranks_that_disagree_all_hear_of_it(engine: Engine, what: str) -> None:
     started_s = time.monotonic()
     with pytest.raises((MismatchError, DeadlineError)) as caught:
         (other if is_last() else usual)(engine)
-    if what in ONLY_BY_DEADLINE and engine.core.hosts == 1 and settings().shared_memory:
-        assert caught.type is DeadlineError
+    if what in FOUND_BY_THE_RANK_BELOW and engine.core.hosts == 1 and settings().shared_memory:
+        below = hvpipe.rank() == hvpipe.size() - 2
+        assert caught.type is (MismatchError if below else DeadlineError)
         return
     assert caught.type is MismatchError
     assert time.monotonic() - started_s < TIMEOUT_S
