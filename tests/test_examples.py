@@ -29,6 +29,13 @@ found = model.predict((x * (255 / 16)).reshape(-1, 8, 8, 1), verbose=0).argmax(a
 print(json.dumps({"accuracy": float(np.mean(found == y)), "hvpipe": "hvpipe" in sys.modules}))
 """
 
+BUILD = """
+import runpy, sys
+build = runpy.run_path(sys.argv[1])["build_model"]
+names = [name for name in ("resnet50", "vgg16", "mobilenetv2") if build(name, (32, 32, 3), 3).count_params() > 2e6]
+print(*names)
+"""
+
 PARSE = """
 import runpy, sys
 parse = runpy.run_path(sys.argv[1])["parse"]
@@ -107,11 +114,27 @@ def test_own_folders_of_images(photos: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["resnet50", "vgg16", "mobilenetv2"])
-def test_large_models_take_own_folders(model: str, photos: Path) -> None:
-    arguments = ("--model", model, "--pixels", "32", "--epochs", "1", "--batch", "24", "--rate", "0.001")
+def test_a_large_model_takes_own_folders(photos: Path) -> None:
+    arguments = (
+        "--model",
+        "mobilenetv2",
+        "--pixels",
+        "32",
+        "--epochs",
+        "1",
+        "--batch",
+        "24",
+        "--rate",
+        "0.001",
+    )
     result = train(2, "--data", photos, *arguments, "--compression", "bf16", limit_s=400)
-    assert f"{model} on {photos.name}, 2 ranks" in result.output, result.describe()
+    assert f"mobilenetv2 on {photos.name}, 2 ranks" in result.output, result.describe()
+
+
+@pytest.mark.slow
+def test_every_model_can_be_built() -> None:
+    result = launch(ALONE, ["-c", BUILD, TRAIN], limit_s=120)
+    assert result.output.splitlines()[-1] == "resnet50 vgg16 mobilenetv2", result.describe()
 
 
 @pytest.mark.slow
