@@ -23,6 +23,7 @@ class Suite:
     limit_s: float
     sizes: tuple[int, ...] = (ALONE, 1, 2, 3, 4)
     env: Mapping[str, str] = field(default_factory=dict)
+    only: str = ""  # marks, as pytest's -m takes them
 
 
 ENGINE = ("mpi/test_engine.py",)
@@ -37,8 +38,8 @@ SUITES = (
     # Everything travels in many pieces.
     Suite("tiny pieces", ENGINE, limit_s=180.0, sizes=(2, 3), env={"HVPIPE_RANKS_PER_HOST": "2", **TINY}),
     # Everything about Keras once, on two ranks; what depends on their number on 1, 3 and 4 as well.
-    Suite("keras", ("mpi_keras",), limit_s=600.0, sizes=(2,)),
-    Suite("keras numbers", NUMBERS, limit_s=600.0, sizes=(1, 3, 4)),
+    Suite("keras", ("mpi_keras",), limit_s=900.0, sizes=(2,)),
+    Suite("keras numbers", NUMBERS, limit_s=600.0, sizes=(1, 3, 4), only="not slow"),
     Suite(
         "keras hosts",
         ("mpi_keras/test_ranks_equal.py",),
@@ -70,7 +71,7 @@ def test_every_case_passes_on_every_rank(
         tmp_path / "ranks",
         limit_s=suite.limit_s,
         env=suite.env,
-        options=["-m", pytestconfig.option.markexpr] if pytestconfig.option.markexpr else [],
+        options=["-m", marks] if (marks := suite.only or pytestconfig.option.markexpr) else [],
     )
     ranks = f"{size} ranks" if size else "one rank without a launcher"
     pytestconfig.stash[CLOSING_LINES][f"{suite.name}, {ranks}"] = closing
