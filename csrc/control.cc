@@ -72,8 +72,7 @@ std::optional<Record> PeekRecord(Transport& transport, int rank, int tag) {
   if (!transport.Probe(rank, tag)) return std::nullopt;
   Record record;
   const Ticket ticket = transport.Irecv(&record, sizeof record, rank, tag);
-  while (!transport.Test(ticket)) {
-  }
+  while (!transport.Test(ticket)) transport.Poll();
   return record;
 }
 

@@ -70,8 +70,7 @@ Engine::Engine(MPI_Comm world, EngineOptions options) : options_(options), log_(
   world_ = std::make_unique<MpiTransport>(own);
   budget_.available = options.messages_in_flight;
   const bool crowded = static_cast<unsigned>(local_size_) > std::thread::hardware_concurrency();
-  const Progress::Options progress{options.timeout_s, options.sleep_s, crowded,
-                                   [this] { budget_.BeginPass(); }};
+  const Progress::Options progress{options.timeout_s, options.sleep_s, crowded, [this] { BeginPass(); }};
   progress_ = std::make_unique<Progress>(progress, counters_, log_);
 }
 
@@ -82,6 +81,12 @@ Engine::~Engine() {
   if (!progress_->error()) return;
   (void)up_.release();
   (void)down_.release();
+}
+
+void Engine::BeginPass() {
+  budget_.BeginPass();
+  world_->Poll();
+  if (leaders_) leaders_->Poll();
 }
 
 void Engine::Stop() { progress_->Stop(); }

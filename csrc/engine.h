@@ -107,6 +107,7 @@ class Engine {
 
   Plan& PlanAt(int plan) const;  // with mutex_ held
   Bucket& bucket(int plan, int index) const;
+  void BeginPass();
   void CheckPeersAreHere(const std::string& what);
   std::shared_ptr<Operation> BucketOperation(Bucket& bucket);
   void BucketReduced(Bucket& bucket, const Error* error);

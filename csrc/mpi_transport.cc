@@ -20,6 +20,8 @@ MpiTransport::~MpiTransport() {
 Ticket MpiTransport::NewTicket() {
   if (free_.empty()) {
     requests_.push_back(MPI_REQUEST_NULL);
+    done_.push_back(0);
+    completed_.push_back(0);
     return static_cast<Ticket>(requests_.size() - 1);
   }
   const Ticket ticket = free_.back();
@@ -43,10 +45,21 @@ Ticket MpiTransport::Irecv(void* data, std::size_t bytes, int peer, int tag) {
   return ticket;
 }
 
+void MpiTransport::Poll() {
+  if (free_.size() == requests_.size()) return;
+  int count = 0;
+  HVPIPE_MPI(MPI_Testsome(static_cast<int>(requests_.size()), requests_.data(), &count, completed_.data(),
+                          MPI_STATUSES_IGNORE));
+  if (count == MPI_UNDEFINED) return;
+  for (int i = 0; i < count; ++i) {
+    done_[static_cast<std::size_t>(completed_[static_cast<std::size_t>(i)])] = 1;
+  }
+}
+
 bool MpiTransport::Test(Ticket ticket) {
-  int done = 0;
-  HVPIPE_MPI(MPI_Test(&requests_[static_cast<std::size_t>(ticket)], &done, MPI_STATUS_IGNORE));
+  char& done = done_[static_cast<std::size_t>(ticket)];
   if (done == 0) return false;
+  done = 0;
   free_.push_back(ticket);
   return true;
 }

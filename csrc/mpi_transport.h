@@ -22,6 +22,7 @@ class MpiTransport : public Transport {
   int size() const override { return size_; }
   Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) override;
   Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override;
+  void Poll() override;
   bool Test(Ticket ticket) override;
   bool Probe(int peer, int tag) override;
   void Abandon() override;
@@ -33,6 +34,8 @@ class MpiTransport : public Transport {
   int rank_ = 0;
   int size_ = 1;
   std::vector<MPI_Request> requests_;  // by ticket
+  std::vector<char> done_;             // by ticket
+  std::vector<int> completed_;         // scratch of Poll
   std::vector<Ticket> free_;
 };
 

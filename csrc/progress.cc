@@ -222,12 +222,12 @@ bool Progress::Blocked(Operation& operation) const {
 
 Progress::PassResult Progress::Pass() {
   TakeInbox();
-  options_.begin_pass();
   PassResult result;
   const double now = Now();
   const bool check_deadlines = now >= next_deadline_check_s_;
   if (check_deadlines) next_deadline_check_s_ = now + kDeadlineCheckS;
   try {
+    options_.begin_pass();
     for (const auto& operation : active_) {
       if (Blocked(*operation)) continue;
       result.moved |= StepOne(*operation, now);

@@ -22,7 +22,11 @@ class Transport {
   virtual Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) = 0;
   virtual Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) = 0;
 
-  // True once the operation is done; its ticket is then spent.
+  // Looks once at everything in flight. Asking for each operation by itself would let MPI poll its sockets
+  // as many times, which costs more than all the rest.
+  virtual void Poll() = 0;
+
+  // True if the operation was done at the last Poll; its ticket is then spent.
   virtual bool Test(Ticket ticket) = 0;
 
   // True if a message of this peer and tag has come that no receive has taken.
