@@ -22,14 +22,30 @@ class Collective {
 // Sends in flight that all collectives of an engine share. What one gives back goes to whoever is stepped
 // first in the next pass, and that is the most urgent: so a small bucket that the next forward needs first
 // overtakes a big one in the middle, instead of each keeping its share.
-struct SendBudget {
-  int available = 8;
-  int returned = 0;
+class SendBudget {
+ public:
+  explicit SendBudget(int messages) : messages_(messages), available_(messages) {}
 
-  void BeginPass() {
-    available += returned;
-    returned = 0;
+  bool empty() const { return available_ == 0; }
+  void Take() { --available_; }
+  void Return() { ++returned_; }
+
+  void BeginPass(double now_s) {
+    if (returned_ == 0) return;
+    if (empty()) each_s_ += 0.25 * ((now_s - returned_at_s_) / returned_ - each_s_);
+    returned_at_s_ = now_s;
+    available_ += returned_;
+    returned_ = 0;
   }
+
+  // Long enough for a quarter of the sends in flight to end, as fast as they have ended lately. A thread
+  // that looks more often gains nothing, and each look takes cache and time from those that compute.
+  double QuarterS() const { return each_s_ * messages_ / 4; }
+
+ private:
+  int messages_, available_;
+  int returned_ = 0;
+  double each_s_ = 0, returned_at_s_ = 0;
 };
 
 // Traffic of one engine since it started.

@@ -1,6 +1,8 @@
 // Which collective serves which ranks, and the life of a bucket: announced, packed, reduced, unpacked.
 #include "engine.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <utility>
@@ -42,7 +44,8 @@ MPI_Comm Split(MPI_Comm world, int color, int rank) {
 
 }  // namespace
 
-Engine::Engine(MPI_Comm world, EngineOptions options) : options_(options), log_(options.trace) {
+Engine::Engine(MPI_Comm world, EngineOptions options)
+    : options_(options), log_(options.trace), budget_(options.messages_in_flight) {
   MPI_Comm own = Duplicate(world);
   HVPIPE_MPI(MPI_Comm_set_errhandler(own, MPI_ERRORS_RETURN));
   HVPIPE_MPI(MPI_Comm_rank(own, &rank_));
@@ -68,9 +71,9 @@ Engine::Engine(MPI_Comm world, EngineOptions options) : options_(options), log_(
   }
   HVPIPE_MPI(MPI_Comm_free(&local));
   world_ = std::make_unique<MpiTransport>(own);
-  budget_.available = options.messages_in_flight;
   const bool crowded = static_cast<unsigned>(local_size_) > std::thread::hardware_concurrency();
-  const Progress::Options progress{options.timeout_s, options.sleep_s, crowded, [this] { BeginPass(); }};
+  const Progress::Options progress{options.timeout_s, [this](int idle_passes) { return NapS(idle_passes); },
+                                   crowded, [this](double now_s) { BeginPass(now_s); }};
   progress_ = std::make_unique<Progress>(progress, counters_, log_);
 }
 
@@ -83,10 +86,18 @@ Engine::~Engine() {
   (void)down_.release();
 }
 
-void Engine::BeginPass() {
-  budget_.BeginPass();
+void Engine::BeginPass(double now_s) {
+  budget_.BeginPass(now_s);
   world_->Poll();
   if (leaders_) leaders_->Poll();
+}
+
+// With the network full, until some of it has drained. With room left a peer's message is what is waited for:
+// first often, since it may be the last of a small bucket, then less and less.
+double Engine::NapS(int idle_passes) const {
+  const double nap_s = budget_.empty() ? budget_.QuarterS()
+                                       : options_.shortest_nap_s * std::pow(1.5, std::min(idle_passes, 20));
+  return std::clamp(nap_s, options_.shortest_nap_s, options_.longest_nap_s);
 }
 
 void Engine::Stop() { progress_->Stop(); }

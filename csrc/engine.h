@@ -22,8 +22,9 @@
 namespace hvpipe {
 
 struct EngineOptions {
-  double timeout_s = 300;               // longest wait for a peer
-  double sleep_s = 50e-6;               // nap of the progress thread when nothing moves
+  double timeout_s = 300;         // longest wait for a peer
+  double shortest_nap_s = 50e-6;  // of the progress thread, when nothing moves
+  double longest_nap_s = 1e-3;
   std::size_t segment_bytes = 60'000;   // of a ring message; below the eager limit of MPI
   int messages_in_flight = 8;           // ring messages that this rank may have under way
   std::size_t slot_bytes = 256 * 1024;  // of the shared-memory lane
@@ -107,7 +108,8 @@ class Engine {
 
   Plan& PlanAt(int plan) const;  // with mutex_ held
   Bucket& bucket(int plan, int index) const;
-  void BeginPass();
+  void BeginPass(double now_s);
+  double NapS(int idle_passes) const;
   void CheckPeersAreHere(const std::string& what);
   std::shared_ptr<Operation> BucketOperation(Bucket& bucket);
   void BucketReduced(Bucket& bucket, const Error* error);

@@ -109,7 +109,7 @@ void Progress::Run(const std::shared_ptr<Operation>& operation, const std::funct
         backoff.Reset();
         continue;
       }
-      backoff.Wait(options_.sleep_s);
+      backoff.Wait(result.nap_s);
       if (Now() < next_interrupt_s) continue;
       next_interrupt_s = Now() + kInterruptCheckS;
       drive.unlock();
@@ -164,7 +164,6 @@ void Progress::Loop() {
   // Linux lets timers fire 50 us late unless told otherwise, which would double every sleep below.
   prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);
   PassResult result;
-  const auto nap = std::chrono::duration<double>(options_.sleep_s);
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(inbox_mutex_);
@@ -174,7 +173,7 @@ void Progress::Loop() {
         wake_.wait(lock, has_work);
       } else if (!result.moved) {
         ++counters_.sleeps;
-        wake_.wait_for(lock, nap, has_work);
+        wake_.wait_for(lock, std::chrono::duration<double>(result.nap_s), has_work);
       }
       if (stop_) break;
       if (inline_drivers_ > 0) continue;
@@ -227,7 +226,7 @@ Progress::PassResult Progress::Pass() {
   const bool check_deadlines = now >= next_deadline_check_s_;
   if (check_deadlines) next_deadline_check_s_ = now + kDeadlineCheckS;
   try {
-    options_.begin_pass();
+    options_.begin_pass(now);
     for (const auto& operation : active_) {
       if (Blocked(*operation)) continue;
       result.moved |= StepOne(*operation, now);
@@ -247,6 +246,8 @@ Progress::PassResult Progress::Pass() {
     finished_.push_back({operation, std::nullopt});
     return true;
   };
+  idle_passes_ = result.moved ? 0 : idle_passes_ + 1;
+  if (!result.moved) result.nap_s = options_.nap_s(idle_passes_);
   if (result.moved) active_.erase(std::remove_if(active_.begin(), active_.end(), ended), active_.end());
   return result;
 }

@@ -59,9 +59,10 @@ class Progress {
  public:
   struct Options {
     double timeout_s = 300;
-    double sleep_s = 50e-6;
+    // How long to sleep after so many passes in a row in which nothing moved.
+    std::function<double(int)> nap_s = [](int) { return 50e-6; };
     bool crowded = false;  // more ranks on this host than cores
-    std::function<void()> begin_pass = [] {};
+    std::function<void(double now_s)> begin_pass = [](double) {};
   };
 
   Progress(Options options, Counters& counters, EventLog& log);
@@ -89,6 +90,7 @@ class Progress {
   struct PassResult {
     bool moved = false;
     bool waiting = false;  // something could be stepped and did not end
+    double nap_s = 0;
   };
   struct Finished {
     std::shared_ptr<Operation> operation;
@@ -126,6 +128,7 @@ class Progress {
   std::vector<std::shared_ptr<Operation>> failed_;  // kept: requests in flight still name their buffers
   std::vector<Finished> finished_;
   double next_deadline_check_s_ = 0;
+  int idle_passes_ = 0;
 
   std::thread thread_;
 };

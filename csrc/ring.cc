@@ -98,7 +98,7 @@ bool RingAllReduce::PostSends() {
   const std::size_t element = SizeOf(dtype_);
   const int right = (transport_.rank() + 1) % transport_.size();
   bool moved = false;
-  while (posted_sends_ < total_ && budget_.available > 0 &&
+  while (posted_sends_ < total_ && !budget_.empty() &&
          (posted_sends_ < segments_ || posted_sends_ - segments_ < received_)) {
     const Range segment = Segment(posted_sends_, false);
     Ticket ticket = kNoTicket;
@@ -108,7 +108,7 @@ bool RingAllReduce::PostSends() {
       counters_.network_bytes_sent += segment.count * element;
       ++counters_.messages_sent;
     }
-    --budget_.available;
+    budget_.Take();
     sends_.push_back({ticket, posted_sends_});
     ++posted_sends_;
     moved = true;
@@ -121,7 +121,7 @@ bool RingAllReduce::FinishSends() {
   while (!sends_.empty()) {
     const Send& send = sends_.front();
     if (send.ticket != kNoTicket && !transport_.Test(send.ticket)) break;
-    ++budget_.returned;
+    budget_.Return();
     sends_.pop_front();
     ++sent_;
     moved = true;
