@@ -336,8 +336,7 @@ void Scale(void* buffer, DType dtype, std::size_t count, double scale) {
 }
 
 AlignedBuffer::AlignedBuffer(std::size_t bytes) : bytes_(bytes) {
-  constexpr std::size_t kLine = 64;
-  void* pointer = std::aligned_alloc(kLine, (bytes + kLine) / kLine * kLine);
+  void* pointer = std::aligned_alloc(kAlignment, (bytes + kAlignment) / kAlignment * kAlignment);
   if (pointer == nullptr) throw std::bad_alloc();
   data_.reset(pointer);
 }
@@ -351,8 +350,10 @@ BucketLayout::BucketLayout(std::string bucket_name, DType tensor, DType wire,
       wire_type(wire),
       counts(std::move(tensor_counts)),
       priority(bucket_priority) {
+  const std::size_t line = kAlignment / SizeOf(wire);
   offsets.reserve(counts.size());
   for (const std::size_t elements : counts) {
+    count = (count + line - 1) / line * line;
     offsets.push_back(count);
     count += elements;
   }

@@ -37,6 +37,9 @@ void SumInto(void* dst, const void* const* srcs, std::size_t sources, DType dtyp
 // buffer[i] *= scale.
 void Scale(void* buffer, DType dtype, std::size_t count, double scale);
 
+// What every tensor inside a fused buffer is aligned to, as TensorFlow wants it: a cache line.
+constexpr std::size_t kAlignment = 64;
+
 // Memory aligned to a cache line, freed with the owner.
 class AlignedBuffer {
  public:
@@ -60,12 +63,13 @@ struct BucketLayout {
   DType wire_type;                   // type of the fused buffer: differs under compression
   std::vector<std::size_t> counts;   // elements of each tensor, in order
   std::vector<std::size_t> offsets;  // first element of each tensor inside the buffer
-  std::size_t count = 0;             // elements of the buffer
+  std::size_t count = 0;             // elements of the buffer, with the gaps that align the tensors
   int priority = 0;                  // 0 is needed first by the next forward
 
   BucketLayout(std::string bucket_name, DType tensor, DType wire, std::vector<std::size_t> tensor_counts,
                int bucket_priority);
   std::size_t bytes() const { return count * SizeOf(wire_type); }
+  bool compressed() const { return wire_type != tensor_type; }
 };
 
 }  // namespace hvpipe

@@ -3,9 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-
-#include "check.h"
-
 namespace hvpipe {
 
 Record MakeRecord(std::uint64_t signature, double samples, const std::string& what) {
@@ -22,17 +19,15 @@ ControlExchange::ControlExchange(Transport& transport, const Record& mine, int t
   records_[0] = mine;
 }
 
-// In a round the rank gives what it holds to the rank `held` below and takes as many from `held` above.
-int ControlExchange::Distance() const { return held_; }
-
+// In a round the rank gives what it holds to the rank `held_` below and takes as many from `held_` above.
 bool ControlExchange::Step() {
   bool moved = false;
   while (held_ < ranks_) {
     const int take = std::min(held_, ranks_ - held_);
     const auto bytes = static_cast<std::size_t>(take) * sizeof(Record);
     if (send_ == kNoTicket && receive_ == kNoTicket) {
-      const int above = (rank_ + Distance()) % ranks_;
-      const int below = (rank_ - Distance() + ranks_) % ranks_;
+      const int above = (rank_ + held_) % ranks_;
+      const int below = (rank_ - held_ + ranks_) % ranks_;
       receive_ = transport_.Irecv(&records_[static_cast<std::size_t>(held_)], bytes, above, tag_);
       send_ = transport_.Isend(records_.data(), bytes, below, tag_);
       moved = true;
@@ -47,8 +42,8 @@ bool ControlExchange::Step() {
 }
 
 std::string ControlExchange::Waiting() const {
-  const int above = (rank_ + Distance()) % ranks_;
-  const int below = (rank_ - Distance() + ranks_) % ranks_;
+  const int above = (rank_ + held_) % ranks_;
+  const int below = (rank_ - held_ + ranks_) % ranks_;
   return receive_ != kNoTicket ? "rank " + std::to_string(above) + " to say what it does next"
                                : "rank " + std::to_string(below) + " to hear what this rank does next";
 }
@@ -61,11 +56,15 @@ void ControlExchange::CheckAgreement() const {
   const Record& mine = of(rank_);
   for (int rank = 0; rank < ranks_; ++rank) {
     if (of(rank).signature == mine.signature) continue;
-    throw Error("The ranks disagree about what comes next. Rank " + std::to_string(rank_) +
-                    " is at: " + mine.what.data() + ". Rank " + std::to_string(rank) +
-                    " is at: " + of(rank).what.data() + ".",
-                ErrorKind::kMismatch);
+    throw Disagreement("Rank", rank_, mine.what.data(), rank, of(rank).what.data());
   }
+}
+
+Error Disagreement(const std::string& kind, int rank, const std::string& what, int other,
+                   const std::string& others_what) {
+  return Error("The ranks disagree about what comes next. " + kind + " " + std::to_string(rank) + " is at: " +
+                   what + ". " + kind + " " + std::to_string(other) + " is at: " + others_what + ".",
+               ErrorKind::kMismatch);
 }
 
 std::optional<Record> PeekRecord(Transport& transport, int rank, int tag) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "collective.h"
 #include "transport.h"
 
@@ -36,8 +37,6 @@ class ControlExchange : public Collective {
   void CheckAgreement() const;
 
  private:
-  int Distance() const;
-
   Transport& transport_;
   int tag_;
   int rank_;
@@ -51,6 +50,10 @@ class ControlExchange : public Collective {
 // The first record of an exchange that `rank` has begun and this rank has not, if it has come; it is then
 // taken, so the exchange can no longer succeed.
 std::optional<Record> PeekRecord(Transport& transport, int rank, int tag);
+
+// What to throw where `rank` is at `what` and `other` at something else; `kind` is "Rank" or "Local rank".
+Error Disagreement(const std::string& kind, int rank, const std::string& what, int other,
+                   const std::string& others_what);
 
 // FNV-1a, stable across machines and compilers.
 std::uint64_t Hash(const std::string& text);

@@ -9,20 +9,10 @@
 
 #include "gather.h"
 #include "ring.h"
+#include "tags.h"
 
 namespace hvpipe {
 namespace {
-
-// Message tags: control records, then blocking calls in turn, then one for every bucket. MPI promises
-// tags up to 32767.
-constexpr int kControlTag = 1;
-constexpr int kFirstCallTag = 16;
-constexpr int kCallTags = 1024;
-constexpr int kFirstBucketTag = kFirstCallTag + kCallTags;
-constexpr int kBucketTags = 32767 - kFirstBucketTag;
-
-constexpr int kControlPriority = -2;  // before any bucket: everything else waits for it
-constexpr int kBlockingPriority = -1;
 
 MPI_Comm Duplicate(MPI_Comm communicator) {
   MPI_Comm copy = MPI_COMM_NULL;
@@ -133,20 +123,18 @@ const BucketLayout& Engine::layout(int plan, int index) const { return bucket(pl
 
 //   one host            every host one rank     several hosts, several ranks on some
 //   lane: all-reduce    ring                    lane: to the host's first rank; ring of these; lane: back
-void Engine::AddReduceStages(Operation& operation, const void* in, void* out, std::size_t count, DType dtype,
-                             double scale, int tag) {
+void Engine::AddReduceStages(Operation& operation, std::shared_ptr<const Ends> ends, std::size_t count,
+                             DType dtype, double scale, int tag) {
   const bool lane_alone = up_ && hosts_ == 1;
   if (up_) {
     const auto result = lane_alone ? LaneReduce::Result::kAll : LaneReduce::Result::kLeader;
     operation.stages.push_back({[=](const Operation& op) -> std::unique_ptr<Collective> {
                                   LaneTag lane_tag{Hash(op.what), op.sequence(), op.what};
                                   return std::make_unique<LaneReduce>(*up_, counters_, std::move(lane_tag),
-                                                                      in, out, count, dtype,
+                                                                      ends->in, ends->out, count, dtype,
                                                                       lane_alone ? scale : 1.0, result);
                                 },
                                 &lane_order_, nullptr});
-  } else if (in != out) {
-    std::memcpy(out, in, count * SizeOf(dtype));
   }
   if (lane_alone) return;
   Transport* ring = up_ ? leaders_.get() : world_.get();
@@ -156,7 +144,9 @@ void Engine::AddReduceStages(Operation& operation, const void* in, void* out, st
     ring_options.receives_in_flight = options_.messages_in_flight;
     ring_options.tag = tag;
     operation.stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
-                                  return std::make_unique<RingAllReduce>(*ring, budget_, counters_, out,
+                                  if (!up_ && ends->in != ends->out)
+                                    std::memcpy(ends->out, ends->in, count * SizeOf(dtype));
+                                  return std::make_unique<RingAllReduce>(*ring, budget_, counters_, ends->out,
                                                                          count, dtype, ring_options);
                                 },
                                 nullptr, nullptr});
@@ -165,8 +155,9 @@ void Engine::AddReduceStages(Operation& operation, const void* in, void* out, st
     // The first rank of a host sends in the order in which rings end, one whole bucket after the other.
     operation.stages.push_back({[=](const Operation& op) -> std::unique_ptr<Collective> {
                                   LaneTag lane_tag{Hash(op.what), op.sequence(), op.what};
-                                  return std::make_unique<LaneBroadcast>(
-                                      *down_, counters_, std::move(lane_tag), out, count * SizeOf(dtype), 0);
+                                  return std::make_unique<LaneBroadcast>(*down_, counters_,
+                                                                         std::move(lane_tag), ends->out,
+                                                                         count * SizeOf(dtype), 0);
                                 },
                                 nullptr, nullptr});
   }
@@ -174,7 +165,7 @@ void Engine::AddReduceStages(Operation& operation, const void* in, void* out, st
     auto previous = std::move(operation.check);
     operation.check = [=](Operation& op) {
       if (previous) previous(op);
-      Scale(out, dtype, count, scale);
+      Scale(ends->out, dtype, count, scale);
     };
   }
 }
@@ -193,10 +184,9 @@ std::shared_ptr<Operation> Engine::BucketOperation(Bucket& bucket) {
   operation->what = bucket.layout.name;
   operation->priority = bucket.layout.priority;
   operation->traced = true;
-  void* buffer = bucket.buffer.data();
+  bucket.ends = std::make_shared<Ends>();
   if (size_ > 1) {
-    AddReduceStages(*operation, buffer, buffer, bucket.layout.count, bucket.layout.wire_type, 1.0,
-                    bucket.tag);
+    AddReduceStages(*operation, bucket.ends, bucket.layout.count, bucket.layout.wire_type, 1.0, bucket.tag);
   }
   operation->finished = [this, &bucket](const Error* error) { BucketReduced(bucket, error); };
   return operation;
@@ -262,9 +252,16 @@ void Engine::Submit(int plan, int index, const std::vector<const void*>& tensors
     operation = std::move(target.operation);
     target.operation = nullptr;
   }
+  // The fence pairs with the release of whoever gave the buffer back.
+  if (target.buffer.use_count() > 1) {
+    target.NewBuffer();
+  } else {
+    std::atomic_thread_fence(std::memory_order_acquire);
+  }
   const BucketLayout& layout = target.layout;
   const double start = log_.enabled() ? Now() : 0;
-  char* buffer = static_cast<char*>(target.buffer.data());
+  char* buffer = static_cast<char*>(target.buffer->data());
+  *target.ends = {buffer, buffer};
   const std::size_t element = SizeOf(layout.wire_type);
   for (std::size_t i = 0; i < layout.counts.size(); ++i) {
     PackScaled(tensors[i], layout.tensor_type, buffer + layout.offsets[i] * element, layout.wire_type,
@@ -307,7 +304,7 @@ void Engine::Unpack(int plan, int index, const std::vector<void*>& tensors) {
   Bucket& source = bucket(plan, index);
   const BucketLayout& layout = source.layout;
   const double start = log_.enabled() ? Now() : 0;
-  const char* buffer = static_cast<const char*>(source.buffer.data());
+  const char* buffer = static_cast<const char*>(source.buffer->data());
   const std::size_t element = SizeOf(layout.wire_type);
   for (std::size_t i = 0; i < layout.counts.size(); ++i) {
     hvpipe::Unpack(buffer + layout.offsets[i] * element, layout.wire_type, tensors[i], layout.tensor_type,
@@ -318,105 +315,17 @@ void Engine::Unpack(int plan, int index, const std::vector<void*>& tensors) {
   source.state = BucketState::kIdle;
 }
 
-int Engine::NextTag() { return kFirstCallTag + blocking_calls_++ % kCallTags; }
-
-// A blocking call across hosts first makes sure that every rank is at the same call. On one host the
-// all-reduce checks that by itself, in the slots of the lane.
-std::shared_ptr<Operation> Engine::Checked(const std::string& what) {
-  auto operation = std::make_shared<Operation>();
-  operation->what = what;
-  operation->priority = kBlockingPriority;
-  AddControlStage(*operation, 0, Hash(what));
-  operation->check = [](Operation& done) {
-    static_cast<const ControlExchange&>(*done.stages.front().collective).CheckAgreement();
-  };
-  return operation;
+std::shared_ptr<AlignedBuffer> Engine::Take(int plan, int index) {
+  Bucket& source = bucket(plan, index);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  source.state = BucketState::kIdle;
+  return source.buffer;
 }
 
-void Engine::AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale,
-                       const std::string& what, const Interrupt& interrupt) {
-  if (size_ == 1) {
-    PackScaled(in, dtype, out, dtype, count, scale);
-    return;
-  }
-  if (hosts_ > 1 || !up_) progress_->Run(Checked(what), interrupt);
-  auto operation = std::make_shared<Operation>();
-  operation->what = what;
-  operation->priority = kBlockingPriority;
-  operation->traced = true;
-  AddReduceStages(*operation, in, out, count, dtype, scale, NextTag());
-  if (!up_ || hosts_ > 1) return progress_->Run(operation, interrupt);
-  // Within a host nothing but shared memory says where the peers are; one that does something else would be
-  // waited for until the deadline.
-  constexpr double kPatienceS = 1.0;
-  const double start_s = Now();
-  progress_->Run(operation, [&] {
-    interrupt();
-    if (Now() - start_s > kPatienceS) CheckPeersAreHere(what);
-  });
-}
-
-// A peer that has not come to the lane but has sent a control record is at another call. Its first record
-// goes to the rank below it, so each looks at the rank above.
-void Engine::CheckPeersAreHere(const std::string& what) {
-  const int above = (rank_ + 1) % size_;
-  const auto& theirs = up_->written(above);
-  if (theirs.load(std::memory_order_acquire) >= up_->written(rank_).load(std::memory_order_relaxed)) return;
-  const std::optional<Record> record = PeekRecord(*world_, above, kControlTag);
-  if (!record) return;
-  throw Error("The ranks disagree about what comes next. Rank " + std::to_string(rank_) + " is at: " + what +
-                  ". Rank " + std::to_string(above) + " is at: " + record->what.data() + ".",
-              ErrorKind::kMismatch);
-}
-
-void Engine::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,
-                       const Interrupt& interrupt) {
-  if (size_ == 1) return;
-  progress_->Run(Checked(what), interrupt);
-  auto operation = std::make_shared<Operation>();
-  operation->what = what;
-  operation->priority = kBlockingPriority;
-  const int tag = NextTag();
-  operation->stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
-                                 return std::make_unique<ChainBroadcast>(*world_, counters_, data, bytes,
-                                                                         root, options_.segment_bytes, tag);
-                               },
-                               nullptr, nullptr});
-  progress_->Run(operation, interrupt);
-}
-
-void Engine::AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
-                       const Interrupt& interrupt) {
-  char* mine = static_cast<char*>(out) + static_cast<std::size_t>(rank_) * bytes;
-  if (in != mine) std::memcpy(mine, in, bytes);
-  if (size_ == 1) return;
-  progress_->Run(Checked(what), interrupt);
-  auto operation = std::make_shared<Operation>();
-  operation->what = what;
-  operation->priority = kBlockingPriority;
-  const int tag = NextTag();
-  operation->stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
-                                 return std::make_unique<RingAllGather>(*world_, counters_, out, bytes,
-                                                                        options_.segment_bytes, tag);
-                               },
-                               nullptr, nullptr});
-  progress_->Run(operation, interrupt);
-}
-
-std::vector<double> Engine::Agree(const std::string& what, double samples, const Interrupt& interrupt) {
-  if (size_ == 1) return {samples};
-  auto operation = std::make_shared<Operation>();
-  operation->what = what;
-  operation->priority = kControlPriority;
-  AddControlStage(*operation, samples, Hash(what));
-  std::vector<double> all;
-  operation->check = [this, &all](Operation& done) {
-    const auto& exchange = static_cast<const ControlExchange&>(*done.stages.front().collective);
-    exchange.CheckAgreement();
-    for (int rank = 0; rank < size_; ++rank) all.push_back(exchange.of(rank).samples);
-  };
-  progress_->Run(operation, interrupt);
-  return all;
+// The gaps between tensors travel too: as zeros, not as whatever the memory held.
+void Engine::Bucket::NewBuffer() {
+  buffer = std::make_shared<AlignedBuffer>(layout.bytes());
+  std::memset(buffer->data(), 0, layout.bytes());
 }
 
 namespace {

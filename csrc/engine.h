@@ -67,9 +67,13 @@ class Engine {
   // Packs tensors times `scale` into the fused buffer of a bucket and lets its all-reduce start.
   void Submit(int plan, int bucket, const std::vector<const void*>& tensors, double scale);
 
-  // Calls `done` when the bucket's sum is there (at once, if it is). Then Unpack once.
+  // Calls `done` when the bucket's sum is there (at once, if it is). Then Unpack or Take once.
   void Collect(int plan, int bucket, Done done);
+  // Copies the sums out, cast to the gradients' type.
   void Unpack(int plan, int bucket, const std::vector<void*>& tensors);
+  // Hands out the fused buffer itself, for a bucket without compression. Whoever still holds it when the
+  // bucket is submitted again keeps it, and the bucket gets another.
+  std::shared_ptr<AlignedBuffer> Take(int plan, int bucket);
 
   // Blocking, called by all ranks in the same order. `interrupt` runs some times a second and may throw.
   // AllReduce: out = scale * sum of in over ranks; in may be out.
@@ -90,12 +94,19 @@ class Engine {
 
  private:
   enum class BucketState { kIdle, kReducing, kReduced };
+  // Where an all-reduce reads and writes; read when a stage begins, so it may be set as late as that.
+  struct Ends {
+    const void* in;
+    void* out;
+  };
   struct Bucket {
-    explicit Bucket(BucketLayout bucket_layout) : layout(std::move(bucket_layout)), buffer(layout.bytes()) {}
+    explicit Bucket(BucketLayout bucket_layout) : layout(std::move(bucket_layout)) { NewBuffer(); }
+    void NewBuffer();
     BucketLayout layout;
-    AlignedBuffer buffer;
+    std::shared_ptr<AlignedBuffer> buffer;
     BucketState state = BucketState::kIdle;
     std::shared_ptr<Operation> operation;  // announced, waiting for Submit
+    std::shared_ptr<Ends> ends;            // of that operation
     Done waiting;                          // of a Collect that came before the sum
     double asked_s = 0;
     int tag = 0;
@@ -113,7 +124,7 @@ class Engine {
   void CheckPeersAreHere(const std::string& what);
   std::shared_ptr<Operation> BucketOperation(Bucket& bucket);
   void BucketReduced(Bucket& bucket, const Error* error);
-  void AddReduceStages(Operation& operation, const void* in, void* out, std::size_t count, DType dtype,
+  void AddReduceStages(Operation& operation, std::shared_ptr<const Ends> ends, std::size_t count, DType dtype,
                        double scale, int tag);
   void AddControlStage(Operation& operation, double samples, std::uint64_t signature);
   std::shared_ptr<Operation> Checked(const std::string& what);

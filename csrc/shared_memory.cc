@@ -6,6 +6,7 @@
 #include <new>
 
 #include "check.h"
+#include "control.h"
 
 namespace hvpipe {
 namespace {
@@ -182,10 +183,7 @@ void LaneReduce::CheckSameOperation(std::uint64_t chunk) const {
   for (int peer = 0; peer < lane_.size(); ++peer) {
     const Lane::SlotHeader& theirs = lane_.header(peer, chunk);
     if (theirs.signature == tag_.signature && theirs.sequence == tag_.sequence) continue;
-    throw Error("The ranks disagree about what comes next. Local rank " + std::to_string(lane_.rank()) +
-                    " is at: " + tag_.what + ". Local rank " + std::to_string(peer) +
-                    " is at: " + theirs.what + ".",
-                ErrorKind::kMismatch);
+    throw Disagreement("Local rank", lane_.rank(), tag_.what, peer, theirs.what);
   }
 }
 

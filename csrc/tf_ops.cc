@@ -166,6 +166,24 @@ REGISTER_OP("HvpipeCollect")
       return absl::Status();
     });
 
+// One tensor's part of a fused buffer, which lives as long as any of its tensors.
+class BufferPart : public tf::TensorBuffer {
+ public:
+  BufferPart(std::shared_ptr<AlignedBuffer> buffer, const BucketLayout& layout, std::size_t index)
+      : tf::TensorBuffer(static_cast<char*>(buffer->data()) +
+                         layout.offsets[index] * SizeOf(layout.wire_type)),
+        buffer_(std::move(buffer)),
+        bytes_(layout.counts[index] * SizeOf(layout.wire_type)) {}
+
+  std::size_t size() const override { return bytes_; }
+  tf::TensorBuffer* root_buffer() override { return this; }
+  void FillAllocationDescription(tf::AllocationDescription* /*proto*/) const override {}
+
+ private:
+  std::shared_ptr<AlignedBuffer> buffer_;
+  std::size_t bytes_;
+};
+
 class CollectOp : public tf::AsyncOpKernel {
  public:
   explicit CollectOp(tf::OpKernelConstruction* construction) : tf::AsyncOpKernel(construction) {
@@ -196,6 +214,17 @@ class CollectOp : public tf::AsyncOpKernel {
 
  private:
   absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const {
+    const BucketLayout& layout = engine.layout(plan_, bucket_);
+    if (!layout.compressed()) {
+      const std::shared_ptr<AlignedBuffer> buffer = engine.Take(plan_, bucket_);
+      for (std::size_t i = 0; i < shapes_.size(); ++i) {
+        const int output = static_cast<int>(i);
+        tf::core::RefCountPtr<tf::TensorBuffer> part(new BufferPart(buffer, layout, i));
+        context->set_output(output,
+                            tf::Tensor(context->expected_output_dtype(output), shapes_[i], std::move(part)));
+      }
+      return absl::Status();
+    }
     tf::OpOutputList outputs;
     TF_RETURN_IF_ERROR(context->output_list("tensors", &outputs));
     std::vector<void*> pointers;

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvpipe import launch, utilization
+from hvpipe.engine import REBUILD
 from hvpipe.errors import LaunchError
 
 State = Literal["ok", "absent", "problem"]
 
-REBUILD = "in hvpipe's source folder: pip install --force-reinstall --no-deps --no-cache-dir ."
 _ASK_TIMEOUT_S = 60.0
 _SHARED_MEMORY_WANTED_BYTES = 256_000_000
 _TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")

@@ -161,7 +161,8 @@ def import_native() -> Any:
     return _engine
 
 
-REBUILD = "pip install --no-cache-dir --force-reinstall --no-deps hvpipe"
+# hvpipe is on no package index yet.
+REBUILD = "in hvpipe's source folder: pip install --force-reinstall --no-deps --no-cache-dir ."
 
 
 def check_mpi(running: str) -> None:

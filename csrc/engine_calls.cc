@@ -1,0 +1,110 @@
+// The engine's blocking collectives: checked to be the same call on all ranks, driven by the caller.
+#include <cstring>
+#include <utility>
+
+#include "engine.h"
+#include "gather.h"
+#include "tags.h"
+
+namespace hvpipe {
+
+int Engine::NextTag() { return kFirstCallTag + blocking_calls_++ % kCallTags; }
+
+// A blocking call across hosts first makes sure that every rank is at the same call. On one host the
+// all-reduce checks that by itself, in the slots of the lane.
+std::shared_ptr<Operation> Engine::Checked(const std::string& what) {
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kBlockingPriority;
+  AddControlStage(*operation, 0, Hash(what));
+  operation->check = [](Operation& done) {
+    static_cast<const ControlExchange&>(*done.stages.front().collective).CheckAgreement();
+  };
+  return operation;
+}
+
+void Engine::AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale,
+                       const std::string& what, const Interrupt& interrupt) {
+  if (size_ == 1) {
+    PackScaled(in, dtype, out, dtype, count, scale);
+    return;
+  }
+  if (hosts_ > 1 || !up_) progress_->Run(Checked(what), interrupt);
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kBlockingPriority;
+  operation->traced = true;
+  AddReduceStages(*operation, std::make_shared<const Ends>(Ends{in, out}), count, dtype, scale, NextTag());
+  if (!up_ || hosts_ > 1) return progress_->Run(operation, interrupt);
+  // Within a host nothing but shared memory says where the peers are; one that does something else would be
+  // waited for until the deadline.
+  constexpr double kPatienceS = 1.0;
+  const double start_s = Now();
+  progress_->Run(operation, [&] {
+    interrupt();
+    if (Now() - start_s > kPatienceS) CheckPeersAreHere(what);
+  });
+}
+
+// A peer that has not come to the lane but has sent a control record is at another call. Its first record
+// goes to the rank below it, so each looks at the rank above.
+void Engine::CheckPeersAreHere(const std::string& what) {
+  const int above = (rank_ + 1) % size_;
+  const auto& theirs = up_->written(above);
+  if (theirs.load(std::memory_order_acquire) >= up_->written(rank_).load(std::memory_order_relaxed)) return;
+  const std::optional<Record> record = PeekRecord(*world_, above, kControlTag);
+  if (!record) return;
+  throw Disagreement("Rank", rank_, what, above, record->what.data());
+}
+
+void Engine::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,
+                       const Interrupt& interrupt) {
+  if (size_ == 1) return;
+  progress_->Run(Checked(what), interrupt);
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kBlockingPriority;
+  const int tag = NextTag();
+  operation->stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
+                                 return std::make_unique<ChainBroadcast>(*world_, counters_, data, bytes,
+                                                                         root, options_.segment_bytes, tag);
+                               },
+                               nullptr, nullptr});
+  progress_->Run(operation, interrupt);
+}
+
+void Engine::AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
+                       const Interrupt& interrupt) {
+  char* mine = static_cast<char*>(out) + static_cast<std::size_t>(rank_) * bytes;
+  if (in != mine) std::memcpy(mine, in, bytes);
+  if (size_ == 1) return;
+  progress_->Run(Checked(what), interrupt);
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kBlockingPriority;
+  const int tag = NextTag();
+  operation->stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
+                                 return std::make_unique<RingAllGather>(*world_, counters_, out, bytes,
+                                                                        options_.segment_bytes, tag);
+                               },
+                               nullptr, nullptr});
+  progress_->Run(operation, interrupt);
+}
+
+std::vector<double> Engine::Agree(const std::string& what, double samples, const Interrupt& interrupt) {
+  if (size_ == 1) return {samples};
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kControlPriority;
+  AddControlStage(*operation, samples, Hash(what));
+  std::vector<double> all;
+  operation->check = [this, &all](Operation& done) {
+    const auto& exchange = static_cast<const ControlExchange&>(*done.stages.front().collective);
+    exchange.CheckAgreement();
+    for (int rank = 0; rank < size_; ++rank) all.push_back(exchange.of(rank).samples);
+  };
+  progress_->Run(operation, interrupt);
+  return all;
+}
+
+}  // namespace hvpipe
