@@ -14,6 +14,7 @@ from mpi_keras.training import (
     FEATURES,
     all_batches,
     assert_close,
+    assert_same_bits,
     assert_same_on_all_ranks,
     compiled,
     loss,
@@ -83,6 +84,44 @@ def test_tape_as_context_keeps_structure_and_none() -> None:
     gradients = tape.gradient(value, {"used": used, "unused": unused})
     assert gradients["unused"] is None
     np.testing.assert_allclose(gradients["used"].numpy(), np.full(2, (size - 1) / 2), rtol=1e-6)
+
+
+def test_gradients_stay_what_they_are_when_the_next_are_reduced() -> None:
+    """They are parts of the fused buffer, which the next step must then leave alone."""
+    variables = [tf.Variable(np.zeros(count, np.float32)) for count in (1, 17, 3)]
+    kept = []
+    for step in range(4):
+        with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+            value = tf.add_n([tf.reduce_sum(v) * (10.0 * step + hvpipe.rank()) for v in variables])
+        kept.append(tape.gradient(value, variables))
+    for step, gradients in enumerate(kept):
+        for variable, gradient in zip(variables, gradients, strict=True):
+            np.testing.assert_allclose(gradient, np.full(variable.shape, 10.0 * step + (hvpipe.size() - 1) / 2))
+
+
+@pytest.mark.parametrize("overlap", ["backward", "step"])
+def test_an_optimizer_may_keep_the_gradients(overlap: str) -> None:
+    """`assign` makes a variable share the gradient's memory; what it holds must be this step's all the same."""
+
+    class Keeping(keras.optimizers.SGD):
+        def build(self, variables: Any) -> None:
+            super().build(variables)
+            self.kept = [self.add_variable_from_reference(v, "kept") for v in variables]
+
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            kept = self.kept[self._get_variable_index(variable)]
+            variable.assign(variable - learning_rate * (gradient + 0.5 * kept))
+            kept.assign(gradient)
+
+    def trained(how: str) -> dict[str, np.ndarray]:
+        model = compiled(mlp, Keeping(0.1))
+        hk.data_parallel(model, overlap=how, bucket_bytes=BUCKET_BYTES)
+        model.fit(my_batches(STEPS), verbose=0)
+        return state_of(model)
+
+    found = trained(overlap)
+    assert_same_on_all_ranks(found)
+    assert_same_bits(found, trained("none"))
 
 
 def test_embedding_gradients_become_dense() -> None:
