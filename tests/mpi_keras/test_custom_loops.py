@@ -95,13 +95,14 @@ def test_gradients_stay_what_they_are_when_the_next_are_reduced() -> None:
             value = tf.add_n([tf.reduce_sum(v) * (10.0 * step + hvpipe.rank()) for v in variables])
         kept.append(tape.gradient(value, variables))
     for step, gradients in enumerate(kept):
+        mean = 10.0 * step + (hvpipe.size() - 1) / 2
         for variable, gradient in zip(variables, gradients, strict=True):
-            np.testing.assert_allclose(gradient, np.full(variable.shape, 10.0 * step + (hvpipe.size() - 1) / 2))
+            np.testing.assert_allclose(gradient, np.full(variable.shape, mean))
 
 
 @pytest.mark.parametrize("overlap", ["backward", "step"])
 def test_an_optimizer_may_keep_the_gradients(overlap: str) -> None:
-    """`assign` makes a variable share the gradient's memory; what it holds must be this step's all the same."""
+    """`assign` makes a variable share the gradient's memory; it must hold this step's all the same."""
 
     class Keeping(keras.optimizers.SGD):
         def build(self, variables: Any) -> None:
