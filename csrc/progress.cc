@@ -45,14 +45,15 @@ class Backoff {
   // With more ranks than cores a peer that is waited for may need this very core.
   explicit Backoff(bool crowded) : spins_(crowded ? 0 : 4000) {}
   void Reset() { idle_ = 0; }
-  void Wait(double sleep_s) {
+  void Wait(const std::function<double(int)>& nap_s) {
     ++idle_;
     if (idle_ < spins_) return Relax();
-    if (idle_ < spins_ + 2000) return std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::duration<double>(sleep_s));
+    if (idle_ < spins_ + kYields) return std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::duration<double>(nap_s(idle_ - spins_ - kYields)));
   }
 
  private:
+  static constexpr int kYields = 2000;
   const int spins_;  // each a pass over what is under way: some 50 ns
   int idle_ = 0;
 };
@@ -127,7 +128,7 @@ void Progress::Run(const std::shared_ptr<Operation>& operation, const std::funct
         backoff.Reset();
         continue;
       }
-      backoff.Wait(result.nap_s);
+      backoff.Wait(options_.nap_s);
       if (Now() < next_interrupt_s) continue;
       next_interrupt_s = Now() + kInterruptCheckS;
       drive.unlock();

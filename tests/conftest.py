@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.abc
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
@@ -31,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[CLOSING_LINES] = {}
+    # A shell ignores Ctrl-C for what it starts in the background, and so would all that the tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("planning"):
         sys.meta_path.insert(0, _Blocker())
 
