@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hvpipe.errors import HvpipeError
 
@@ -130,7 +131,7 @@ def gpipe(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
 
 
 def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """Yield the actions of one stage: warm up, alternate, drain (PipeDream-Flush: Narayanan et al., ICML 2021).
+    """Yield the actions of one stage: warm up, alternate, drain (PipeDream-Flush, ICML 2021).
 
     stage 0 | F0 F1 F2 B0 F3 B1 B2 B3      (3 stages, 4 micro-batches)
     stage 1 | F0 F1 B0 F2 B1 F3 B2 B3
@@ -177,7 +178,7 @@ def _groups(ranks: int, microbatches: int) -> list[range]:
     """Cut the micro-batches into as many groups of at least `ranks` as can be, up to one apart in size."""
     count = microbatches // ranks
     ends = [-(-microbatches * k // count) for k in range(count + 1)]
-    return [range(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    return [range(*pair) for pair in pairwise(ends)]
 
 
 def zb_h1(stage: int, stages: int, microbatches: int) -> Iterator[Action]:

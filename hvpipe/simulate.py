@@ -5,15 +5,14 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
-from hvpipe.dataflow import Dataflow, Message, Needs, messages_of, needs_of
+from hvpipe.dataflow import Dataflow, Message, Needs, messages_of, needs_of, programs
 from hvpipe.errors import HvpipeError
 from hvpipe.schedule import Action, Schedule
 from hvpipe.trace import Event, Trace
-from hvpipe.verify import check_complete, check_order, peak_stash, programs
+from hvpipe.verify import check_complete, check_order, peak_stash
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,12 @@ class StageCost:
     gradient_s: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
-        times = [self.forward_s, self.backward_s, *self.transfer_s.values(), *(self.gradient_s or {}).values()]
+        times = [
+            self.forward_s,
+            self.backward_s,
+            *self.transfer_s.values(),
+            *(self.gradient_s or {}).values(),
+        ]
         if not all(math.isfinite(time) and time >= 0 for time in times):
             raise HvpipeError(f"The times of a stage should be finite, from 0. Received: {self}")
         if self.weight_s is not None and not 0 <= self.weight_s <= self.backward_s:
@@ -105,16 +109,15 @@ def simulate(
     _check_costs(schedule, costs)
     check_complete(schedule)
     check_order(schedule)
-    needs = needs_of(schedule, dataflow)
-    programs(schedule, needs)  # for its error where ranks wait in a circle
-    run = _Run(schedule, costs, needs, contention)
-    events = [*run.compute_events(), *run.transfers]
-    trace = Trace.merge([Trace(tuple(events), {"schedule": schedule.name, "makespan_s": run.makespan_s})])
+    run = _Run(schedule, costs, needs_of(schedule, dataflow), contention)
+    makespan_s = max(end_s for spans in run.spans for _, end_s, _ in spans)
+    metadata = {"schedule": schedule.name, "makespan_s": makespan_s}
+    trace = Trace.merge([Trace((*_compute_events(run.spans), *run.transfers), metadata)])
     busy_s = tuple(
         math.fsum(costs[action.stage].seconds(action.kind) for action in actions)
         for actions in schedule.actions
     )
-    return Simulation(trace, run.makespan_s, busy_s, tuple(int(peak) for peak in peak_stash(schedule)))
+    return Simulation(trace, makespan_s, busy_s, tuple(int(peak) for peak in peak_stash(schedule)))
 
 
 def _check_costs(schedule: Schedule, costs: Sequence[StageCost]) -> None:
@@ -124,8 +127,11 @@ def _check_costs(schedule: Schedule, costs: Sequence[StageCost]) -> None:
         )
 
 
+Span = tuple[float, float, Action]
+
+
 class _Run:
-    """The simulation at work: the ends of actions, in the order of time, from a heap."""
+    """The simulation at work: takes the ends of actions from a heap, in the order of time."""
 
     def __init__(
         self, schedule: Schedule, costs: Sequence[StageCost], needs: Needs, contention: Contention
@@ -139,25 +145,146 @@ class _Run:
                 self.users[need].append(action)
         self.inputs_s: dict[Action, float] = defaultdict(float)  # when the last of them has arrived
         self.free_s: dict[tuple[str, int], float] = defaultdict(float)
-        self.spans: list[list[tuple[float, float, Action]]] = [[] for _ in schedule.actions]
-        self.ends: list[tuple[float, int]] = []  # of the actions that run
+        self.spans: list[list[Span]] = [[] for _ in schedule.actions]
+        self.running: list[tuple[float, int]] = []  # (end, rank); each rank at most once
         self.transfers: list[Event] = []
         for rank in range(schedule.ranks):
-            self._start_next(rank, running=0)
-        while self.ends:
-            end_s, rank = heapq.heappop(self.ends)
+            self._start_next(rank)
+        while self.running:
+            end_s, rank = heapq.heappop(self.running)
             self._finish(self.spans[rank][-1][2], end_s)
-        self.makespan_s = max(end_s for spans in self.spans for _, end_s, _ in spans)
+        if sum(map(len, self.spans)) < len(needs):
+            programs(schedule, needs)  # raises: knows who waits for whom
 
-    def _start_next(self, rank: int, running: int) -> None:
-        """Let the rank run its next action if all of its inputs are made and nothing else runs there."""
+    def _start_next(self, rank: int) -> None:
+        """Let an idle rank run its next action if all that it takes is made (it may have to arrive yet)."""
         place = len(self.spans[rank])
         actions = self.schedule.actions[rank]
-        if running or place == len(actions) or self.lacks[actions[place]]:
+        if place == len(actions) or self.lacks[actions[place]] or any(r == rank for _, r in self.running):
             return
         action = actions[place]
-        before_s = self.spans[rank][-1][1] if place else 0.0
-        start_s = max(before_s, self.inputs_s[action])
+        idle_s = self.spans[rank][-1][1] if place else 0.0
+        start_s = max(idle_s, self.inputs_s[action])
         end_s = start_s + self.costs[action.stage].seconds(action.kind)
         self.spans[rank].append((start_s, end_s, action))
-        heapq.heappush(self.ends, (end_s, rank))
+        heapq.heappush(self.running, (end_s, rank))
+
+    def _finish(self, action: Action, end_s: float) -> None:
+        for message in self.messages.get(action, ()):
+            self._transfer(message, end_s)
+        for user in self.users[action]:
+            self.lacks[user] -= 1
+        for rank in sorted({self.schedule.rank_of(a.stage) for a in (action, *self.users[action])}):
+            self._start_next(rank)
+
+    def _transfer(self, message: Message, made_s: float) -> None:
+        maker, user = message.producer.stage, message.consumer.stage
+        forth = message.consumer.kind == "F"
+        cost = self.costs[maker if forth else user]
+        back = cost.transfer_s if cost.gradient_s is None else cost.gradient_s
+        seconds = cost.transfer_s.get(user, 0.0) if forth else back.get(maker, 0.0)
+        keeps_busy = self.contention(message.source, message.target) if seconds else ()
+        start_s = max([made_s, *(self.free_s[what] for what in keeps_busy)])
+        for what in keeps_busy:
+            self.free_s[what] = start_s + seconds
+        self.inputs_s[message.consumer] = max(self.inputs_s[message.consumer], start_s + seconds)
+        if seconds:
+            name = f"{message.producer} to rank {message.target}"
+            args = {"stage": user, "microbatch": message.producer.microbatch}
+            self.transfers.append(
+                Event(name, "transfer", message.source, "transfer", start_s, start_s + seconds, args)
+            )
+
+
+def _compute_events(spans: Sequence[Sequence[Span]]) -> Iterator[Event]:
+    """The actions of every rank, and a wait for each between two of them or before the first."""
+    for rank, of_rank in enumerate(spans):
+        before_s = 0.0
+        for start_s, end_s, action in of_rank:
+            if start_s > before_s:
+                yield Event(f"wait for {action}", "wait", rank, "compute", before_s, start_s)
+            category = "forward" if action.kind == "F" else "backward"
+            args = {"kind": action.kind, "stage": action.stage, "microbatch": action.microbatch}
+            yield Event(str(action), category, rank, "compute", start_s, end_s, args)
+            before_s = end_s
+
+
+def lower_bound_s(schedule: Schedule, costs: Sequence[StageCost], dataflow: Dataflow | None = None) -> float:
+    """The seconds that no order of the same actions on the same ranks can beat.
+
+    The most over all ranks of head + computing + tail. The head is the way of the first micro-batch there;
+    the tail is the way of the last gradient from there back to a first stage. With the backward in two
+    parts, W's may run during the tail:
+
+    rank 0 | F                      I |
+    rank 1 |    F                I    |
+    rank 2 |head  F I F I F I |  tail |     and W three times, the last of them at the very end or before
+    """
+    _check_costs(schedule, costs)
+    dataflow = dataflow or Dataflow.chain(schedule.stages)
+    head_s, tail_s = _heads(schedule, costs, dataflow), _tails(schedule, costs, dataflow)
+    bound_s = 0.0
+    for rank, actions in enumerate(schedule.actions):
+        stages = [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
+        whole_s = math.fsum(costs[action.stage].seconds(action.kind) for action in actions)
+        apart_s = math.fsum(costs[a.stage].seconds(a.kind) for a in actions if a.kind == "W")
+        rest_s = max(whole_s, whole_s - apart_s + min(tail_s[stage] for stage in stages))
+        bound_s = max(bound_s, min(head_s[stage] for stage in stages) + rest_s)
+    return bound_s
+
+
+def _heads(schedule: Schedule, costs: Sequence[StageCost], dataflow: Dataflow) -> list[float]:
+    """The earliest that each stage can start its first forward."""
+    head_s = [0.0] * schedule.stages
+    for source, user in sorted(dataflow.edges):
+        cost = costs[source]
+        apart = schedule.rank_of(source) != schedule.rank_of(user)
+        way_s = cost.transfer_s.get(user, 0.0) if apart else 0.0
+        head_s[user] = max(head_s[user], head_s[source] + cost.forward_s + way_s)
+    return head_s
+
+
+def _tails(schedule: Schedule, costs: Sequence[StageCost], dataflow: Dataflow) -> list[float]:
+    """The least from the end of each stage's last B or I to the end of the step."""
+    split = {action.stage for actions in schedule.actions for action in actions if action.kind == "W"}
+    tail_s = [costs[stage].seconds("W") if stage in split else 0.0 for stage in range(schedule.stages)]
+    for source, user in sorted(dataflow.edges):
+        cost = costs[source]
+        apart = schedule.rank_of(source) != schedule.rank_of(user)
+        back = cost.transfer_s if cost.gradient_s is None else cost.gradient_s
+        way_s = back.get(user, 0.0) if apart else 0.0
+        own_s = cost.seconds("I" if source in split else "B")
+        tail_s[user] = max(tail_s[user], way_s + own_s + tail_s[source])
+    return tail_s
+
+
+def draw(trace: Trace, columns: int = 100) -> str:
+    """The ranks' computing as text, a line each, `columns` wide: actions, dots where a rank waits.
+
+    rank 0 | F0 F1 F2 ......... B0--- F3 ...
+    """
+    events = [event for event in trace.events if event.lane == "compute"]
+    if columns < 1 or not events:
+        raise HvpipeError(
+            "A drawing needs columns and a trace with events in lane 'compute'. "
+            f"Received: columns={columns}, {len(events)} events"
+        )
+    start_s = min(event.start_s for event in events)
+    per_s = columns / (max(event.end_s for event in events) - start_s or 1.0)
+    ranks = sorted({event.rank for event in events})
+    several = len({event.args.get("stage") for event in events if event.category != "wait"}) > len(ranks)
+    lines = []
+    for rank in ranks:
+        line = "." * columns
+        for event in events:
+            if event.rank == rank and event.category != "wait":
+                first, last = (round((time - start_s) * per_s) for time in (event.start_s, event.end_s))
+                label = event.name if several else event.name.lstrip("0123456789")
+                line = line[:first] + _cell(label, last - first) + line[last:]
+        lines.append(f"rank {rank:>{len(str(ranks[-1]))}} | {line.rstrip()}")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(label: str, width: int) -> str:
+    """The label in that width: cut, or filled with dashes and set apart by a space."""
+    return label[:width] if width <= len(label) else f"{label:-<{width - 1}} "

@@ -1,4 +1,4 @@
-"""Proves, before anything runs, that a schedule is complete, that it comes to its end, and what it stashes."""
+"""Proves, before anything runs, that a schedule is complete and ends; says what each rank stashes."""
 
 from __future__ import annotations
 
@@ -190,9 +190,7 @@ def peak_stash(schedule: Schedule, stage_sizes: Sequence[float] | None = None) -
     """
     sizes = [1.0] * schedule.stages if stage_sizes is None else stage_sizes
     if len(sizes) != schedule.stages:
-        raise HvpipeError(
-            f"stage_sizes should be of {schedule.stages} stages. Received: {len(sizes)} sizes"
-        )
+        raise HvpipeError(f"stage_sizes should be of {schedule.stages} stages. Received: {len(sizes)} sizes")
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     peaks = []
     for actions in schedule.actions:
