@@ -99,7 +99,7 @@ class Schedule:
         if not actions:
             raise HvpipeError(f"A schedule should have a line for each rank. Received: {source}: none")
         microbatches = 1 + max(action.microbatch for line in actions for action in line)
-        # The ceiling: stages that are missing are for `verify` to name.
+        # Numbers that are left out are for `verify` to name.
         chunks = 1 + max(action.stage for line in actions for action in line) // len(actions)
         return Schedule(name or "custom", len(actions), microbatches, chunks, tuple(actions))
 
@@ -121,8 +121,9 @@ def gpipe(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
     stage 1 |    F0 F1 F2 F3       B0    B1    B2    B3
     stage 2 |       F0 F1 F2 F3 B0    B1    B2    B3
 
-    Every stage stashes all micro-batches. Backwards run in the order of the forwards, not in the reverse
-    as in the paper: it takes as long, and gradients add up in the same order as in the schedules below.
+    It takes (microbatches + stages - 1) (F + B) on equal stages, and each stashes all micro-batches.
+    Backwards run in the order of the forwards, not in the reverse as in the paper: it takes as long, and
+    gradients add up in the same order as in the schedules below.
     """
     for i in range(microbatches):
         yield Action("F", i, stage)
@@ -137,7 +138,7 @@ def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
     stage 1 | F0 F1 B0 F2 B1 F3 B2 B3
     stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
 
-    As long as GPipe, with a stash of min(microbatches, stages - stage).
+    As long as GPipe on equal stages, with a stash of min(microbatches, stages - stage).
     """
     warmup = min(stages - stage - 1, microbatches)
     for i in range(warmup):
@@ -155,11 +156,11 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterat
     rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3   (2 ranks, 4 micro-batches,
     rank 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3    2 chunks)
 
-    Micro-batches go in groups of as many as there are ranks through one chunk after the other: the bubble
-    is `chunks` times smaller than that of 1F1B. The stash is (chunks - 1) * group + 2 * (ranks - rank) - 1
-    of the chunks' activations, at most all. Where the ranks do not divide the micro-batches, groups are
-    larger and up to one apart: never smaller, since the first of a group must have come around before
-    the last has left.
+    Micro-batches go in groups of as many as there are ranks through one chunk after the other. On equal
+    stages: microbatches (F + B) + (ranks - 1) (F + B) / chunks, with F and B those of all chunks together.
+    The stash is (chunks - 1) * group + 2 * (ranks - rank) - 1 of the chunks' activations, at most all.
+    Where the ranks do not divide the micro-batches, groups are larger and up to one apart in size (never
+    smaller: a rank would wait for the first of the group to come around); it takes as long by the formula.
     """
     groups = _groups(ranks, microbatches)
     forwards = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
@@ -189,7 +190,9 @@ def zb_h1(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
     stage 2 |       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
     Only I is waited for by other stages. Stage s runs its W's s micro-batches behind its I's, so that no
-    stage stashes more than min(microbatches, stages), the most that 1F1B does.
+    stage stashes more than min(microbatches, stages), the most that 1F1B does. On equal stages, with at
+    least as many micro-batches: microbatches (F + I + W) + (stages - 1) max(F, I, F + I - W); the paper's
+    F + I - W is the largest of the three where W is at most F and at most I.
     """
     warmup = min(stages - stage - 1, microbatches)
     for i in range(warmup):

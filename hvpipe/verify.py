@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hvpipe.dataflow import Dataflow, Message, Needs, Program, Receive, Send, needs_of, programs
+from hvpipe.dataflow import Dataflow, Message, Needs, Program, Receive, Send, Step, needs_of, programs
 from hvpipe.errors import HvpipeError
 from hvpipe.schedule import Action, Schedule
 
@@ -135,7 +135,7 @@ def check_links(made: Sequence[Program], capacity: int = 1) -> None:
                 places[rank] += 1
                 moved = True
     stuck = [
-        f"rank {rank} at {_what(program[place])}"
+        f"rank {rank} at {_waiting(program[place])}"
         for rank, (program, place) in enumerate(zip(made, places, strict=True))
         if place < len(program)
     ]
@@ -144,6 +144,10 @@ def check_links(made: Sequence[Program], capacity: int = 1) -> None:
             f"Ranks should not wait for each other in a circle, with links that hold {capacity} messages. "
             f"Received: {'; '.join(stuck)}"
         )
+
+
+def _waiting(step: Step) -> str:
+    return f"the send of {step.message}" if isinstance(step, Send) else f"{step}, for its messages"
 
 
 class _Links:
@@ -155,7 +159,7 @@ class _Links:
         self.posted: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
         self.arrived: set[Message] = set()
 
-    def run(self, step: Action | Send | Receive, inputs: dict[Action, list[Message]]) -> bool:
+    def run(self, step: Step, inputs: dict[Action, list[Message]]) -> bool:
         """Do the step, or say that it has to wait."""
         if isinstance(step, Action):
             return self.arrived.issuperset(inputs.get(step, ()))
@@ -175,12 +179,6 @@ class _Links:
                 )
             self.arrived.add(sent)
         return True
-
-
-def _what(step: Action | Send | Receive) -> str:
-    if isinstance(step, Send):
-        return f"send of {step.message}"
-    return f"receive of {step.message}" if isinstance(step, Receive) else f"{step}, whose inputs lack"
 
 
 def peak_stash(schedule: Schedule, stage_sizes: Sequence[float] | None = None) -> tuple[float, ...]:
