@@ -35,6 +35,17 @@ class Dataflow:
         return Dataflow(stages, tuple((stage, stage + 1) for stage in range(stages - 1)))
 
 
+def dataflow_of(schedule: Schedule, dataflow: Dataflow | None) -> Dataflow:
+    """The dataflow, found to fit the schedule; the chain of its stages where none is given."""
+    dataflow = dataflow or Dataflow.chain(schedule.stages)
+    if dataflow.stages != schedule.stages:
+        raise HvpipeError(
+            f"The dataflow should be between the schedule's {schedule.stages} stages. "
+            f"Received: {dataflow.stages} stages"
+        )
+    return dataflow
+
+
 Needs = Mapping[Action, tuple[Action, ...]]
 """The actions whose results each action takes; a key for every action of a schedule."""
 
@@ -45,18 +56,14 @@ def needs_of(schedule: Schedule, dataflow: Dataflow | None = None) -> Needs:
     A forward takes the outputs of the stages it uses; a backward its own forward and the gradients of all
     stages that used its output; W its I.
     """
-    dataflow = dataflow or Dataflow.chain(schedule.stages)
-    if dataflow.stages != schedule.stages:
-        raise HvpipeError(
-            f"The dataflow should be between the schedule's {schedule.stages} stages. "
-            f"Received: {dataflow.stages} stages"
-        )
+    dataflow = dataflow_of(schedule, dataflow)
     uses: dict[int, list[int]] = defaultdict(list)
     users: dict[int, list[int]] = defaultdict(list)
     for source, user in sorted(dataflow.edges):
         uses[user].append(source)
         users[source].append(user)
-    table = {action for actions in schedule.actions for action in actions}
+    # Not a set: all ranks must see the same order.
+    table = dict.fromkeys(action for actions in schedule.actions for action in actions)
     needs: dict[Action, tuple[Action, ...]] = {}
     for action in table:
         i, stage = action.microbatch, action.stage

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hvpipe.dataflow import Dataflow, Message, Needs, messages_of, needs_of, programs
+from hvpipe.dataflow import Dataflow, Message, Needs, dataflow_of, messages_of, needs_of, programs
 from hvpipe.errors import HvpipeError
 from hvpipe.schedule import Action, Schedule
 from hvpipe.trace import Event, Trace
@@ -20,9 +20,9 @@ class StageCost:
     """Seconds that one stage takes for one micro-batch, on the device that it is placed on.
 
     `backward_s` is the whole backward; `weight_s`, the part of it for the weights, is needed by schedules
-    that run that apart. `transfer_s` is how long the output travels to each stage that uses it and is on
-    another rank; its gradient takes as long to come back unless `gradient_s` says otherwise. Stages that
-    are not named there are reached in no time.
+    that run that apart, and there `backward_s` is the sum of both parts. `transfer_s` is how long the
+    output travels to each stage that uses it and is on another rank; its gradient takes as long to come
+    back unless `gradient_s` says otherwise. Stages that are not named there are reached in no time.
     """
 
     forward_s: float
@@ -154,7 +154,7 @@ class _Run:
             end_s, rank = heapq.heappop(self.running)
             self._finish(self.spans[rank][-1][2], end_s)
         if sum(map(len, self.spans)) < len(needs):
-            programs(schedule, needs)  # raises: knows who waits for whom
+            programs(schedule, needs)  # raises, and says who waits for whom
 
     def _start_next(self, rank: int) -> None:
         """Let an idle rank run its next action if all that it takes is made (it may have to arrive yet)."""
@@ -197,7 +197,7 @@ class _Run:
 
 
 def _compute_events(spans: Sequence[Sequence[Span]]) -> Iterator[Event]:
-    """The actions of every rank, and a wait for each between two of them or before the first."""
+    """The actions of every rank, and a wait before each that does not follow at once."""
     for rank, of_rank in enumerate(spans):
         before_s = 0.0
         for start_s, end_s, action in of_rank:
@@ -212,16 +212,17 @@ def _compute_events(spans: Sequence[Sequence[Span]]) -> Iterator[Event]:
 def lower_bound_s(schedule: Schedule, costs: Sequence[StageCost], dataflow: Dataflow | None = None) -> float:
     """The seconds that no order of the same actions on the same ranks can beat.
 
-    The most over all ranks of head + computing + tail. The head is the way of the first micro-batch there;
-    the tail is the way of the last gradient from there back to a first stage. With the backward in two
-    parts, W's may run during the tail:
+    The most over all ranks of head + computing + tail: the head is the way of a first output to the rank,
+    the tail that of the last gradient from it, back to where it ends. W's may as well run in the tail:
 
-    rank 0 | F                      I |
-    rank 1 |    F                I    |
-    rank 2 |head  F I F I F I |  tail |     and W three times, the last of them at the very end or before
+    rank 0 | F .................... I W |      head 2 F, computing 3 (F + I), tail 2 I + W
+    rank 1 | .. F .............. I W    |
+    rank 2 | .... F I F I F I W W W     |
+
+    Transfers count in head and tail; that they may have to queue does not.
     """
     _check_costs(schedule, costs)
-    dataflow = dataflow or Dataflow.chain(schedule.stages)
+    dataflow = dataflow_of(schedule, dataflow)
     head_s, tail_s = _heads(schedule, costs, dataflow), _tails(schedule, costs, dataflow)
     bound_s = 0.0
     for rank, actions in enumerate(schedule.actions):

@@ -26,7 +26,7 @@ class Verified:
 
 
 def verify(schedule: Schedule, dataflow: Dataflow | None = None, capacity: int = 1) -> Verified:
-    """Check the schedule for a model whose stages use each other's outputs as `dataflow` says (a chain).
+    """Check the schedule for a model whose stages use each other's outputs as `dataflow` says; else a chain.
 
     `capacity` is how many messages a link, one for each direction, holds of which the receive is not yet
     posted; a rank that sends one more waits. Raises HvpipeError, which names rank, action and what it

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
@@ -65,6 +68,26 @@ def test_a_skip_connection_goes_straight_to_its_user() -> None:
         "?0F0 1F0 !1F0 ?2B0 1B0 !1B0",
         "?0F0 ?1F0 2F0 2B0 !2B0 !2B0",
     ]
+
+
+def test_all_processes_get_the_same_programs() -> None:
+    code = (
+        "from hvpipe.dataflow import *; from hvpipe.schedule import make\n"
+        "s = make('interleaved', 3, 4, 2); flow = Dataflow(6, ((0, 1), (0, 4), (1, 2), (0, 5), (2, 5)))\n"
+        "print(programs(s, needs_of(s, flow)))"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+        for seed in "123"
+    }
+    assert len(printed) == 1
 
 
 @quickly
