@@ -82,7 +82,13 @@ def check_order(schedule: Schedule) -> None:
 
 def check_messages(schedule: Schedule, needs: Needs, made: Sequence[Program]) -> None:
     """Every result that another rank needs is sent after it is made, once, and received before it is used."""
-    for rank, program in enumerate(made):
+    for rank, (program, actions) in enumerate(zip(made, schedule.actions, strict=True)):
+        ran = tuple(step for step in program if isinstance(step, Action))
+        if ran != actions:
+            raise HvpipeError(
+                f"Rank {rank}'s program should run its actions of the schedule, in their order. "
+                f"Received: {' '.join(map(str, ran)) or 'none'}"
+            )
         done: set[Action] = set()
         posted: set[Action | Message] = set()
         for step in program:

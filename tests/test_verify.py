@@ -240,6 +240,8 @@ def test_programs_that_lack_a_send_or_a_receive() -> None:
         check_messages(schedule, needs, ((*first, first[1]), second))
     with pytest.raises(HvpipeError, match=r"Rank 0 should make what it sends. Received: 0F0"):
         check_messages(schedule, needs, ((first[1], first[0], *first[2:]), second))
+    with pytest.raises(HvpipeError, match=r"Rank 1's program should run its actions"):
+        check_messages(schedule, needs, (first, second[:-2]))
 
 
 @pytest.mark.parametrize("edges", [((1, 1),), ((2, 1),), ((0, 3),), ((-1, 0),), ((0, 1), (0, 1))])
