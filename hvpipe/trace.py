@@ -13,8 +13,19 @@ from typing import Any
 
 from hvpipe.errors import HvpipeError
 
-CATEGORIES = ("step", "forward", "backward", "pack", "wait", "reduce", "unpack", "update", "utilization")
-"""What hvpipe itself records; "utilization" events are samples of numbers, drawn as curves."""
+CATEGORIES = (
+    "step",
+    "forward",
+    "backward",
+    "transfer",
+    "pack",
+    "wait",
+    "reduce",
+    "unpack",
+    "update",
+    "utilization",
+)
+"""What hvpipe itself records or foresees; "utilization" events are samples of numbers, drawn as curves."""
 
 _US = 1e6
 

@@ -21,7 +21,7 @@ LAYERS = (
     ("errors", "_build_info", "_engine"),
     ("topology", "profile", "trace"),
     ("plan", "report", "timeline"),
-    ("schedule",),
+    ("schedule", "dataflow"),
     ("verify", "simulate", "comm"),
     ("engine",),
     ("session", "closing", "utilization", "keras"),
