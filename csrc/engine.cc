@@ -237,6 +237,16 @@ void Engine::BeginStep(int plan_index, std::int64_t step, double samples, bool r
   progress_->MakeReady(control);
 }
 
+bool Engine::Announced() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& plan : plans_) {
+    for (const auto& bucket : plan->buckets) {
+      if (bucket->operation) return true;
+    }
+  }
+  return false;
+}
+
 void Engine::Submit(int plan, int index, const std::vector<const void*>& tensors, double scale) {
   Bucket& target = bucket(plan, index);
   std::shared_ptr<Operation> operation;

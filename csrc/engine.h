@@ -64,6 +64,9 @@ class Engine {
   // once. `begun` is called when all ranks have announced the same step.
   void BeginStep(int plan, std::int64_t step, double samples, bool reduces, StepBegun begun);
 
+  // Whether buckets are announced that are not submitted yet: peers count on them.
+  bool Announced() const;
+
   // Packs tensors times `scale` into the fused buffer of a bucket and lets its all-reduce start.
   void Submit(int plan, int bucket, const std::vector<const void*>& tensors, double scale);
 

@@ -249,11 +249,17 @@ Progress::PassResult Progress::Pass() {
   try {
     options_.begin_pass(now);
     for (const auto& operation : active_) {
-      if (Blocked(*operation)) continue;
+      if (Blocked(*operation)) {
+        if (!operation->seen_ready_) continue;
+        result.waiting = true;
+        // Waiting for its turn: that is too long only where nothing else has moved either.
+        if (check_deadlines) CheckDeadline(*operation, now - std::max(moved_s_, operation->moved_s_));
+        continue;
+      }
       result.moved |= StepOne(*operation, now);
       if (operation->ended_) continue;
       result.waiting = true;
-      if (check_deadlines) CheckDeadline(*operation, now);
+      if (check_deadlines) CheckDeadline(*operation, now - operation->moved_s_);
     }
   } catch (const Error& error) {
     FailAll(error);
@@ -268,6 +274,7 @@ Progress::PassResult Progress::Pass() {
     return true;
   };
   idle_passes_ = result.moved ? 0 : idle_passes_ + 1;
+  if (result.moved) moved_s_ = now;
   if (!result.moved) result.nap_s = options_.nap_s(idle_passes_);
   if (result.moved) active_.erase(std::remove_if(active_.begin(), active_.end(), ended), active_.end());
   return result;
@@ -311,8 +318,8 @@ void Progress::EndStage(Operation& operation) {
   ++operation.current_;
 }
 
-void Progress::CheckDeadline(const Operation& operation, double now) const {
-  if (now - operation.moved_s_ < options_.timeout_s) return;
+void Progress::CheckDeadline(const Operation& operation, double waited_s) const {
+  if (waited_s < options_.timeout_s) return;
   std::ostringstream text;
   text << "Waited " << options_.timeout_s << " s in " << operation.what << " for ";
   const Operation::Stage& stage = operation.stages[operation.current_];

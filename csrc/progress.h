@@ -102,7 +102,7 @@ class Progress {
   PassResult Pass();
   bool StepOne(Operation& operation, double now);
   bool Blocked(Operation& operation) const;
-  void CheckDeadline(const Operation& operation, double now) const;
+  void CheckDeadline(const Operation& operation, double waited_s) const;
   void EndStage(Operation& operation);
   void FailAll(const Error& error);
   void RunFinished();
@@ -129,6 +129,7 @@ class Progress {
   std::vector<Finished> finished_;
   double next_deadline_check_s_ = 0;
   int idle_passes_ = 0;
+  double moved_s_ = 0;
 
   std::thread thread_;
 };

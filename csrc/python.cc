@@ -272,6 +272,7 @@ NB_MODULE(_engine, m) {
             engine.Fail(Error(message, ErrorKind::kUsage));
           },
           nb::arg("message"))
+      .def("announced", &Engine::Announced)
       .def("stop", &Engine::Stop, nb::call_guard<nb::gil_scoped_release>())
       .def("counters", &CountersOf)
       .def("take_events", &TakeEvents)

@@ -143,6 +143,14 @@ class Engine:
         """(category, name, start_s, end_s) of what was recorded since the last call."""
         return [] if self.core is None else list(self.core.take_events())
 
+    def fail_if_announced(self, why: str) -> None:
+        """End all communication with an error, if a step was announced to the peers that will not come."""
+        if self.core is not None and self.core.announced():
+            self.core.fail(
+                "A training step ended with an error on this rank after it was announced to the others, "
+                f"which now wait for its gradients; this process cannot train on. Received: {why}"
+            )
+
     def stop(self) -> None:
         """End the progress thread."""
         if self.core is not None:

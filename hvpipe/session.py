@@ -58,6 +58,7 @@ class Session:
         self.step_durations_s: list[float] = []
         self.sample_counters: list[SampleCounter] = []
         self.reducers: dict[Any, Any] = {}  # by what they reduce; see keras.distributed
+        self.announcements = 0  # of steps that reduce, counted when their graph is made
         self.clock_offset_s = 0.0
         self.sampler: Sampler | None = None
         if self.engine.core is not None:

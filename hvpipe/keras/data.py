@@ -25,8 +25,9 @@ class SampleCounter:
 
     def add(self, batch: Any) -> Any:
         """Count a batch (in a graph); its number of samples (float64 scalar)."""
-        with tf.control_dependencies([batch]):  # a size that is known beforehand must wait for it too
-            samples = tf.identity(tf.cast(tf.shape(batch)[0], tf.float64))
+        # A size that is known beforehand must wait for it too.
+        with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
+            samples = tf.identity(tf.cast(_samples_in(batch), tf.float64))
         self._count.assign_add(samples)
         return samples
 
@@ -121,6 +122,14 @@ def first_leaf(data: Any) -> Any:
     return next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
 
 
+def _samples_in(batch: Any) -> Any:
+    if isinstance(batch, tf.SparseTensor):
+        return batch.dense_shape[0]
+    if isinstance(batch, tf.RaggedTensor):
+        return batch.nrows()
+    return tf.shape(batch)[0] if batch.shape.rank != 0 else 1
+
+
 def batch_of(iterator: Any) -> Any:
     """A batch, or what one looks like."""
     return iterator[0] if isinstance(iterator, list) else iterator.element_spec
@@ -128,6 +137,7 @@ def batch_of(iterator: Any) -> Any:
 
 def fingerprint_of(batch: Any) -> Any:
     """A number that two different batches are very unlikely to share."""
+    batch = tf.nest.flatten(batch, expand_composites=True)[-2 if isinstance(batch, tf.SparseTensor) else 0]
     if batch.dtype == tf.string:
         values = tf.cast(tf.strings.to_hash_bucket_fast(tf.reshape(batch, [-1]), 1 << 30), tf.float64)
     else:

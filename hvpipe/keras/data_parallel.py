@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -118,7 +119,6 @@ class DataParallel:
         self._make_optimizer = functools.partial(
             OverlappedOptimizer,
             session,
-            overlap=overlap,
             compression=compression,
             bucket_bytes=bucket_bytes,
             warmup_steps=warmup_steps,
@@ -127,6 +127,7 @@ class DataParallel:
         self._methods = InstanceMethods(model)
         self._ready = False
         self._pending = False
+        self._uses_weights_after: list[str] = []
         self._steps_seen = 0
         self._train_counter = SampleCounter()
         self._test_counter = SampleCounter()
@@ -194,14 +195,13 @@ class DataParallel:
                 iterator = list(itertools.islice(iterator, self.model.steps_per_execution))
             if not self._ready:
                 self._prepare(batch_of(iterator))
+            self._pending = False  # this call finishes what waits
             try:
                 logs = self._call(holder[0], iterator)
-            except Exception:
-                assert self._optimizer is not None
-                others = self._optimizer.other_variables
-                if not others:
+            except Exception as error:
+                if not self._plan_anew():
+                    self.session.engine.fail_if_announced(f"{type(error).__name__}: {error}")
                     raise
-                self._hook_optimizer(others)
                 self._methods.own("make_train_function")(force=True)
                 holder[0] = self.model.train_function
                 self.model.train_function = train_function
@@ -213,6 +213,25 @@ class DataParallel:
             return logs
 
         return train_function
+
+    def _plan_anew(self) -> bool:
+        """After a failed call: whether that was in tracing, and the optimizer is hooked now as it must be."""
+        assert self._optimizer is not None
+        others, early = self._optimizer.other_variables, self._uses_weights_after
+        if early:
+            self._uses_weights_after = []
+            if self.session.world.rank == 0:
+                logger.warning(
+                    "hvpipe: train_step of model %s uses %s after the optimizer's update, which "
+                    'overlap="step" puts off to the next step: overlap="backward" is used instead.',
+                    self.model.name,
+                    ", ".join(early[:3]) + (" ..." if len(early) > 3 else ""),
+                )
+            self.overlap = "backward"
+            self._hook_optimizer(self._optimizer.reducer.variables)
+        elif others:
+            self._hook_optimizer(others)
+        return bool(early or others)
 
     def _call(self, function: Callable[..., Any], iterator: Any) -> Any:
         return function(iter(iterator) if isinstance(iterator, list) else iterator)
@@ -249,7 +268,10 @@ class DataParallel:
                 "Training wants at least one trainable variable. "
                 f"Received: model {self.model.name} without any"
             )
-        self._optimizer = self._make_optimizer(self.model.optimizer, variables)
+        # Eagerly there is no next step's graph to put an update off to; the weights are the same.
+        eager = self.overlap == "step" and self.model.run_eagerly
+        overlap = "backward" if eager else self.overlap
+        self._optimizer = self._make_optimizer(self.model.optimizer, variables, overlap=overlap)
         self._optimizer.hook()
 
     def _warn_of_equal_batches(self) -> None:
@@ -276,7 +298,18 @@ class DataParallel:
         )
         samples = self._train_counter.add(batch)
         self._optimizer.begin(samples)
-        return self._methods.own("train_step")(data)
+        reductions = self.session.announcements
+        logs = self._methods.own("train_step")(data)
+        if self.session.announcements == reductions:
+            raise HvpipeError(
+                "train_step should update with the optimizer given to compile, or with others wrapped in "
+                "hvpipe.keras.DistributedOptimizer: else the ranks train apart. "
+                f"Received: train_step of {type(self.model).__name__}, which reduces no gradient"
+            )
+        self._uses_weights_after = self._optimizer.used_after_apply()
+        if self._uses_weights_after:
+            raise HvpipeError("weights are used before their update")  # `_plan_anew` takes care of it
+        return logs
 
     def _test_step(self, data: Any) -> Any:
         self._test_counter.add(first_leaf(data))
@@ -324,7 +357,13 @@ class DataParallel:
             listed = list(tf.nest.flatten(callbacks)) if callbacks else []
             given["callbacks"] = [self._callback_for(listed), *listed, StopTogether(self.session)]
         self._train_counter.restart()
-        return self._methods.own("fit")(*bound.args, **bound.kwargs)
+        try:
+            return self._methods.own("fit")(*bound.args, **bound.kwargs)
+        except BaseException:
+            # The last step is whole, unless it is the one that failed; what peers owe it is under way.
+            with contextlib.suppress(Exception):
+                self.flush()
+            raise
 
     def _callback_for(self, callbacks: list[Any]) -> EpochEnd:
         readers = [type(c).__name__ for c in callbacks if reads_at_batches(c)]

@@ -15,14 +15,14 @@ Li et al., NeurIPS 2018).
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import ops
-from hvpipe.keras.reducer import Reducer, dense, identity, native
+from hvpipe.keras.reducer import Reducer, dense, identity, name_of, native, note_collected
 from hvpipe.keras.update import acts_by_variable, apply_all, apply_some, count_step
 from hvpipe.plan.buckets import Bucket
 from hvpipe.session import Session
@@ -73,6 +73,9 @@ class OverlappedOptimizer:
         self.other_variables: list[Any] = []
         self._samples: Any = None
         self._applied = False
+        self._finished: list[Any] = []
+        # Operations of the graph when `apply` was done: what a step in "step" does later is too early.
+        self._operations_then: int | None = None
         with tf.init_scope():
             # Of the last submits, into the next step: 0 where nothing waits to be collected.
             self._token = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_token")
@@ -98,12 +101,13 @@ class OverlappedOptimizer:
         """Start of a step with a batch of `samples` (scalar tensor) on this rank."""
         self._samples = samples
         self._applied = False
+        self._operations_then = None
         if self.overlap == "step":
             # Only where there is a batch: the call that finds the data at its end runs what needs no data,
             # and stops anywhere.
             with tf.control_dependencies([samples]):
                 token = self._token.read_value()
-            self._finish(token)
+            self._finished = self._finish(token)
             # Ordered after everything above that reads it, before this step's submits.
             self._token.assign(tf.zeros_like(token))
 
@@ -121,9 +125,22 @@ class OverlappedOptimizer:
         steps = self.optimizer.gradient_accumulation_steps
         if steps:
             self._accumulate(gradients, samples, int(steps))
-            return
-        scale = self.reducer.announce(samples)
-        self._reduce_and_update(gradients, scale)
+        else:
+            self._reduce_and_update(gradients, self.reducer.announce(samples))
+        if self.overlap == "step" and not tf.executing_eagerly():
+            self._operations_then = len(tf.compat.v1.get_default_graph().get_operations())
+
+    def used_after_apply(self) -> list[str]:
+        """Names of the variables that the graph of this step touches after `apply`; for "step"."""
+        if self._operations_then is None:
+            return []
+        graph = tf.compat.v1.get_default_graph()
+        later = graph.get_operations()[self._operations_then :]
+        taken = {id(tensor) for operation in later for tensor in operation.inputs}
+        touched = {id(outside) for outside, inside in graph.captures if id(inside) in taken}
+        rate = getattr(self.optimizer, "_learning_rate", None)  # no update changes it
+        watched = [*self.reducer.variables, *(v for v in self.optimizer.variables if v is not rate)]
+        return [name_of(v) for v in watched if id(native(v).handle) in touched]
 
     def flush(self) -> None:
         """Finish updates that wait for the next step; weights are then those after the last step."""
@@ -164,12 +181,16 @@ class OverlappedOptimizer:
             with tf.control_dependencies(tokens):
                 reduced = self.reducer.collect_all(tokens)
             with tf.control_dependencies(reduced):
-                apply_all(self.optimizer, [tf.identity(g) for g in reduced], self.reducer.variables)
+                self._update(tokens, [tf.identity(g) for g in reduced])
         elif self.overlap == "backward":
             tokens = self.reducer.submit(scale, gradients)
-            self._note(self._update(tokens))
+            for done in self._update(tokens):
+                note_collected(done)
         elif self.overlap == "step":
-            self._token.assign(tf.add_n(self.reducer.submit(scale, gradients)))
+            # A gradient may be there before its bucket's update is: that of a linear loss needs no weights.
+            finished = self._finished
+            after = (lambda bucket: [finished[bucket]]) if finished else None
+            self._token.assign(tf.add_n(self.reducer.submit(scale, gradients, after)))
         else:
             self._update_stale(gradients, scale)
 
@@ -226,50 +247,56 @@ class OverlappedOptimizer:
 
     # --- Updates ----------------------------------------------------------------------------------
 
+    # Every update is a branch of a tf.cond, in every overlap: TensorFlow's optimizer of graphs works on a
+    # branch by itself, so what it makes of the arithmetic, and with it the bits, is the same everywhere.
+
     def _finish(self, token: Any) -> list[Any]:
         """Collect and update if something was submitted; a tensor for each bucket, there when it is done."""
-        waiting = token > 0
-        if not self._by_variable:
-            done = tf.cond(waiting, lambda: self._update_together(token), lambda: tf.constant(0.0))
-            self._note([done])
-            return [done] * len(self.reducer.plan.buckets)
-        done_by_bucket: list[Any] = [None] * len(self.reducer.plan.buckets)
-        for number, bucket in self.reducer.plan.by_need():
-            update = functools.partial(self._update_bucket, number, bucket, token)
-            done_by_bucket[number] = tf.cond(waiting, update, lambda: tf.constant(0.0))
+        return self._update([token] * len(self.reducer.plan.buckets))
 
-        def count() -> Any:
-            count_step(self.optimizer)
-            return tf.constant(0)
+    def _update(self, tokens: Sequence[Any], reduced: Sequence[Any] | None = None) -> list[Any]:
+        """Update where the tokens say so, with what is `reduced` or else with what is collected first.
 
-        tf.cond(waiting, count, lambda: tf.constant(0))
-        self._note(done_by_bucket)
-        return done_by_bucket
-
-    def _update(self, tokens: Sequence[Any]) -> list[Any]:
-        """Collect and update, unconditionally."""
-        if not self._by_variable:
+        Returns a tensor for each bucket, there when its update is done.
+        """
+        buckets = self.reducer.plan.buckets
+        done: list[Any]
+        if self._by_variable:
+            done = [None] * len(buckets)
+            for number, bucket in self.reducer.plan.by_need():
+                update = functools.partial(self._update_bucket, number, bucket, tokens[number], reduced)
+                done[number] = self._where_submitted(tokens[number], update)
             with tf.control_dependencies(tokens):
-                apply_all(self.optimizer, self.reducer.collect_all(tokens), self.reducer.variables)
-            return []
-        done = [
-            self._update_bucket(number, bucket, tokens[number])
-            for number, bucket in self.reducer.plan.by_need()
-        ]
-        with tf.control_dependencies(tokens):
-            count_step(self.optimizer)
+                self._where_submitted(tokens[0], self._count_step)
+            self._note(done)
+        else:
+            with tf.control_dependencies(tokens):
+                together = functools.partial(self._update_together, tokens, reduced)
+                done = [self._where_submitted(tokens[0], together)] * len(buckets)
+            self._note(done[:1])
         return done
 
-    def _update_bucket(self, number: int, bucket: Bucket, token: Any) -> Any:
+    def _where_submitted(self, token: Any, update: Callable[[], Any]) -> Any:
+        return tf.cond(token > 0, update, lambda: tf.constant(0.0))
+
+    def _count_step(self) -> Any:
+        count_step(self.optimizer)
+        return tf.constant(0.0)
+
+    def _update_bucket(self, number: int, bucket: Bucket, token: Any, reduced: Sequence[Any] | None) -> Any:
         variables = self.reducer.members(bucket)
         # Weight decay needs no gradient, but must not come before there is one.
         with tf.control_dependencies([token]):
-            apply_some(self.optimizer, self.reducer.collect(number, token), variables)
+            if reduced is None:
+                gradients = self.reducer.collect(number, token)
+            else:
+                gradients = [tf.identity(reduced[place]) for place in bucket.members]
+            apply_some(self.optimizer, gradients, variables)
         return self._done(variables, bucket.name)
 
-    def _update_together(self, token: Any) -> Any:
-        tokens = [token] * len(self.reducer.plan.buckets)
-        apply_all(self.optimizer, self.reducer.collect_all(tokens), self.reducer.variables)
+    def _update_together(self, tokens: Sequence[Any], reduced: Sequence[Any] | None) -> Any:
+        gradients = self.reducer.collect_all(tokens) if reduced is None else list(reduced)
+        apply_all(self.optimizer, gradients, self.reducer.variables)
         return self._done(self.reducer.variables, self.reducer.plan.buckets[0].name)
 
     def _done(self, variables: Sequence[Any], name: str) -> Any:

@@ -41,7 +41,8 @@ def dense(gradient: Any) -> Any:
 _COLLECTED = "hvpipe_collected"
 
 
-def _note_collected(tensor: Any) -> None:
+def note_collected(tensor: Any) -> None:
+    """Let later announcements in this graph wait for `tensor`."""
     if not tf.executing_eagerly():
         tf.compat.v1.get_default_graph().add_to_collection(_COLLECTED, tensor)
 
@@ -66,6 +67,7 @@ class Reducer:
         compression: str | None,
         bucket_bytes: int | None,
     ) -> None:
+        self._session = session
         self.variables = list(variables)
         gradients = [
             Gradient(f"{place} {name_of(v)}", tuple(int(n) for n in v.shape), tf.as_dtype(v.dtype).name)
@@ -82,6 +84,7 @@ class Reducer:
 
     def announce(self, samples: Any, reduces: Any = True) -> Any:
         """Begin a step; the factor of this rank's gradients in the average over all samples (float64)."""
+        self._session.announcements += 1
         with tf.control_dependencies([*_take_collected(), samples]):
             step = tf.convert_to_tensor(self.step.assign_add(1))
             return ops.begin_step(samples, step, tf.convert_to_tensor(reduces), self._plan_id)
@@ -105,7 +108,7 @@ class Reducer:
         bucket = self.plan.buckets[number]
         shapes = [self._gradients[place].shape for place in bucket.members]
         tensors = ops.collect(token, shapes, bucket.dtype, self._plan_id, number)
-        _note_collected(tensors[0])
+        note_collected(tensors[0])
         return tensors
 
     def collect_all(self, tokens: Sequence[Any]) -> list[Any]:

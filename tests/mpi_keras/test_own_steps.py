@@ -1,0 +1,184 @@
+"""Models with a train_step of their own, callbacks that stop or raise, and inputs that are no plain batch."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from mpi_keras.training import (
+    CLASSES,
+    FEATURES,
+    Remember,
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    compiled,
+    fit,
+    loss,
+    my_batches,
+    parallel,
+    state_of,
+)
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError
+
+STEPS = 6
+
+
+class OwnStep(keras.Sequential):
+    """Trains as Keras does, written out; `after_update` is what a subclass does next."""
+
+    def __init__(self) -> None:
+        hidden = keras.layers.Dense(8, activation="tanh")
+        super().__init__([keras.Input((FEATURES,)), hidden, keras.layers.Dense(CLASSES)])
+        self.teacher = [tf.Variable(v.value) for v in self.trainable_variables]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            value = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        self.update(tape.gradient(value, self.trainable_variables))
+        self.after_update()
+        return {"loss": value}
+
+    def update(self, gradients: Any) -> None:
+        self.optimizer.apply(gradients, self.trainable_variables)
+
+    def after_update(self) -> None:
+        pass
+
+
+class Clipping(OwnStep):
+    """Keeps weights small, as a Wasserstein GAN does."""
+
+    def after_update(self) -> None:
+        for variable in self.trainable_variables:
+            variable.assign(tf.clip_by_value(variable.value, -0.05, 0.05))
+
+
+class Teaching(OwnStep):
+    """A teacher follows the weights, as in mean teacher and BYOL."""
+
+    def after_update(self) -> None:
+        for mean, variable in zip(self.teacher, self.trainable_variables, strict=True):
+            mean.assign(0.9 * mean + 0.1 * variable.value)
+
+
+@pytest.mark.parametrize("kind", [OwnStep, Clipping, Teaching])
+def test_what_follows_the_update_sees_its_weights(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        model = parallel(compiled(kind), overlap)
+        fit(model, my_batches(STEPS), epochs=2)
+        teacher = {f"teacher {i}": np.array(v.numpy()) for i, v in enumerate(model.teacher)}
+        return {**state_of(model), **teacher}
+
+    found = trained("none")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert_same_bits(trained("step"), found)
+    warned = "after the optimizer's update" in caplog.text
+    assert warned == (kind is not OwnStep and hvpipe.rank() == 0)
+
+
+def test_an_optimizer_that_is_not_the_compiled_one() -> None:
+    class Other(OwnStep):
+        def update(self, gradients: Any) -> None:
+            self.other.apply(gradients, self.trainable_variables)
+
+    model = compiled(Other)
+    model.other = keras.optimizers.SGD(0.1)
+    with pytest.raises(HvpipeError, match=r"train apart.*Received: train_step of Other"):
+        fit(parallel(model), my_batches(STEPS))
+
+
+def test_others_that_are_wrapped() -> None:
+    class Other(OwnStep):
+        def update(self, gradients: Any) -> None:
+            self.other.apply(gradients, self.trainable_variables)
+
+    model = compiled(Other)
+    model.other = hk.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    fit(parallel(model), my_batches(STEPS))
+    assert_same_on_all_ranks(state_of(model))
+
+
+def test_gradients_that_need_no_weights() -> None:
+    """Those of a linear loss are there before the update of the step before is."""
+    x = np.random.default_rng(hvpipe.rank()).normal(size=(40, 100)).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, np.ones((40, 4000), np.float32)))
+    data = data.batch(4, drop_remainder=True)
+
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(4000, use_bias=False)])
+        model.compile("sgd", lambda y, p: tf.reduce_mean(y * p))
+        fit(hk.data_parallel(model, overlap), data, epochs=2)
+        return state_of(model)
+
+    assert_same_bits(trained("step"), trained("none"))
+
+
+def test_one_rank_that_stops_in_the_middle_of_an_epoch() -> None:
+    class Stop(keras.callbacks.Callback):
+        reads_weights = False
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 1 and hvpipe.rank() == 0:
+                self.model.stop_training = True
+
+    model = parallel(compiled())
+    history = fit(model, my_batches(STEPS), epochs=3, callbacks=[Stop()])
+    assert len(history["loss"]) == 1
+    assert int(model.optimizer.iterations) == STEPS
+    assert_same_on_all_ranks(state_of(model))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_weights_after_fit_is_left_by_an_exception(error: type[BaseException]) -> None:
+    class Raise(keras.callbacks.Callback):
+        reads_weights = False
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                raise error
+
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        model = parallel(compiled(), overlap)
+        with pytest.raises(error):
+            fit(model, my_batches(STEPS), callbacks=[Raise()])
+        return state_of(model)
+
+    found = trained("step")
+    assert_same_bits(found, trained("none"))
+
+
+def test_sparse_input() -> None:
+    count = 8 * STEPS
+    dense = np.random.default_rng(hvpipe.rank()).normal(size=(count, FEATURES)).astype(np.float32)
+    dense[dense < 0] = 0
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(dense), np.arange(count) % CLASSES))
+    keras.utils.set_random_seed(1)
+    head = keras.Input((FEATURES,), sparse=True)
+    model = keras.Model(head, keras.layers.Dense(CLASSES)(head))
+    model.compile("sgd", loss())
+    look = Remember()
+    fit(parallel(model), data.batch(8), callbacks=[look])
+    assert int(model.optimizer.iterations) == STEPS
+    assert_same_on_all_ranks(look.at_epochs[-1])
+
+
+def test_elements_that_are_no_batch() -> None:
+    class Counting(OwnStep):
+        def train_step(self, data: Any) -> Any:
+            x = tf.fill((1, FEATURES), tf.cast(data, tf.float32))
+            return super().train_step((x, tf.zeros((1,), tf.int32)))
+
+    model = parallel(compiled(Counting))
+    fit(model, tf.data.Dataset.range(STEPS * hvpipe.rank(), STEPS * (hvpipe.rank() + 1)))
+    assert int(model.optimizer.iterations) == STEPS
+    assert_same_on_all_ranks(state_of(model))
