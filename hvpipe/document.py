@@ -54,6 +54,10 @@ class Table:
             self._refuse(field, f"a whole number of at least {minimum}", self._fields[field])
         return int(value)
 
+    def flag(self, field: str) -> bool:
+        value = self._get(field, "true or false")
+        return value if isinstance(value, bool) else bool(self._refuse(field, "true or false", value))
+
     def tables(self, field: str) -> list[Table]:
         value = self._get(field, "a list of objects")
         if not isinstance(value, list):
