@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.plan.filling import Cut, Seats
+from hvpipe.plan.filling import Cut, Seats, Used
 from hvpipe.plan.orders import Orders
 from hvpipe.plan.partition import check_stages
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
@@ -17,9 +17,6 @@ from hvpipe.plan.spans import Seat, Spans, Vector
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.topology import Cluster
-
-Used = tuple[int, ...]
-"""How many devices of each kind are in use."""
 
 # More would take minutes, or gigabytes.
 _MOST_LAYERS, _MOST_SETS, _MOST_ORDERS = 1000, 5000, 2000

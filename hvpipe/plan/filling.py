@@ -5,19 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from hvpipe.plan.spans import Seat, Spans, Vector
 
+Used = tuple[int, ...]
+"""How many devices of each kind are in use."""
+
 Places = npt.NDArray[np.intp]
 
 Cut = tuple[Seat, int]
 """A stage of a filled pipeline: its seat and where its layers end."""
 
-# Ends kept of one stage on each of its two fronts (see `_worth_keeping`).
-_LARGEST, _ENDS = 6, 3
+# Ends kept of one stage on each of the two fronts of `_worth_keeping`.
+_FRONT = 3
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,27 @@ class Seats:
     def stages(self) -> int:
         return len(self.levels)
 
-    @property
-    def fastest(self) -> float:
-        """The speed of all stages together if the fastest devices are taken."""
+    @cached_property
+    def speeds(self) -> dict[int, float]:
+        """The speed of each kind of device, the fastest first."""
         speeds = {seat.kind: seat.speed for level in self.levels for seat in level}
-        every = sorted((s for kind, s in speeds.items() for _ in range(self.counts[kind])), reverse=True)
-        return sum(every[: self.stages])
+        return dict(sorted(speeds.items(), key=lambda pair: -pair[1]))
+
+    def fastest(self, used: Used, stages: int) -> float:
+        """The speed of `stages` more devices together, the fastest that are left."""
+        speed = 0.0
+        for kind, one in self.speeds.items():
+            taken = min(stages, self.counts[kind] - used[kind])
+            speed, stages = speed + taken * one, stages - taken
+        return speed
+
+
+@dataclass(frozen=True)
+class Breadth:
+    """How much filling keeps at each stage: so many sets of used devices, so many ends of each at least."""
+
+    sets: int
+    ends: int
 
 
 @dataclass(frozen=True)
@@ -51,65 +70,72 @@ class _Filled:
     before: _Filled | None = None
 
 
-def fill(spans: Spans, seats: Seats, limit_s: float, width: int) -> list[Cut] | None:
+def fill(spans: Spans, seats: Seats, limit_s: float, breadth: Breadth) -> list[Cut] | None:
     """Cut the layers so that each stage takes at most `limit_s` and fits its memory; None where filling fails.
 
     The order of the devices is found on the way: of all ways to use up the same devices, those are kept that
-    got furthest, and of all sets of devices used, the `width` that wasted the least of `limit_s`. With a width
-    of all sets (few kinds of devices) every order is looked at.
+    got furthest, and of all sets of used devices, those that wasted the least of `limit_s`. Where `breadth` has
+    room for all sets (few kinds of devices), every order is looked at.
 
     Costs are not monotone, as the sizes of cuts jump: every end is looked at, not only up to the first that is
-    too much. The furthest end may be a bad one, where it hands on a large tensor that the next stage has no
-    time to receive: so next to it a few shorter ones are kept, each with a smaller cut than all that are longer.
+    too much. The furthest may be a bad one, where it hands on a large tensor that the next stage has no time
+    to receive: so a few shorter ones are kept as well (`_worth_keeping`).
+    What has wasted more than the devices left could make up for is dropped.
     """
-    beam: dict[tuple[int, ...], list[_Filled]] = {(0,) * len(seats.counts): [_Filled(0)]}
+    total_s = spans.compute_s[-1]
+    beam: dict[Used, list[_Filled]] = {(0,) * len(seats.counts): [_Filled(0)]}
     for number, level in enumerate(seats.levels):
         left = seats.stages - number - 1
-        found: dict[tuple[int, ...], list[_Filled]] = {}
+        found: dict[Used, dict[int, _Filled]] = {}
         for used, filled in beam.items():
             for seat in level:
                 if used[seat.kind] == seats.counts[seat.kind]:
                     continue
                 now = (*used[: seat.kind], used[seat.kind] + 1, *used[seat.kind + 1 :])
+                least = 0
+                if left and math.isfinite(limit_s):
+                    rest_s = limit_s * seats.fastest(now, left)
+                    least = int(spans.compute_s.searchsorted((total_s - rest_s) * (1 - 1e-9)))
+                ends_found = found.setdefault(now, {})
                 for before in filled:
-                    ends = _ends(spans, before.end, seat, limit_s, left)
-                    if ends:
-                        found.setdefault(now, []).extend(_Filled(end, seat, before) for end in ends)
-        beam = _furthest(spans, found, level, limit_s, width)
+                    for end in _ends(spans, before.end, seat, limit_s, (least, spans.count - left), breadth):
+                        ends_found.setdefault(end, _Filled(end, seat, before))
+        beam = _furthest(spans, seats, found, limit_s, breadth)
     best = next(iter(beam.values()), None)
     return _cuts(best[0]) if best else None
 
 
-def _ends(spans: Spans, start: int, seat: Seat, limit_s: float, left: int) -> list[int]:
-    """The largest end of a stage that starts at `start`, then shorter ones with ever smaller cuts.
+def _ends(
+    spans: Spans, start: int, seat: Seat, limit_s: float, between: tuple[int, int], breadth: Breadth
+) -> list[int]:
+    """Ends worth keeping of a stage that starts at `start`, the largest first, all in `between`.
 
-    Each of the `left` stages behind it needs a layer; the last stage has to take all.
+    Behind the upper bound each stage to come still gets a layer; the last stage has to take all.
     """
-    furthest = spans.count - left
+    least, furthest = max(between[0], start + 1), between[1]
+    if furthest == spans.count:
+        least = furthest
     if math.isfinite(limit_s):
-        reach_s = spans.compute_s[start] + limit_s * seat.speed
-        furthest = min(furthest, int(np.searchsorted(spans.compute_s, reach_s * (1 + 1e-12), "right")) - 1)
-    if furthest <= start or (left == 0 and furthest < spans.count):
+        reach_s = spans.compute_s[start] + limit_s * seat.speed * (1 + 1e-12)
+        furthest = min(furthest, int(spans.compute_s.searchsorted(reach_s, "right")) - 1)
+    if furthest < least:
         return []
-    costs = spans.costs_s(start, furthest, seat)
-    if left == 0:
-        return [spans.count] if costs[-1] <= limit_s and costs[-1] != np.inf else []
-    fitting = np.flatnonzero((costs <= limit_s) & (costs != np.inf)) + (start + 1)
-    return _worth_keeping(spans, fitting)
+    costs = spans.costs_s(start, furthest, seat)[least - start - 1 :]
+    fitting = ((costs <= limit_s) & (costs != np.inf)).nonzero()[0] + least
+    return _worth_keeping(spans, fitting, breadth.ends)
 
 
-def _worth_keeping(spans: Spans, ends: Places) -> list[int]:
-    """Of ends in rising order: the largest, each shorter one with a smaller cut than all that are larger,
-    and likewise from the other side, largest first.
+def _worth_keeping(spans: Spans, ends: Places, largest: int) -> list[int]:
+    """Of ends in rising order the largest so many; and, from both sides, some with ever smaller cuts.
 
-    A short stage may be right where more stages are asked for than are of use: it leaves layers, and cheap
-    cuts between them, for the others.
+    From the right: shorter ends that hand on less than all larger ones. From the left: short stages, which are
+    right where more stages are asked for than are of use, as they leave the others layers and cheap cuts.
     """
-    if ends.size == 0:
-        return []
+    if ends.size <= largest:
+        return ends[::-1].tolist()
     cuts = spans.cut_bytes[ends]
-    down, up = _records(cuts[::-1])[:_ENDS], _records(cuts)[-_ENDS:]
-    kept = {*ends[-_LARGEST:].tolist(), *ends[::-1][down].tolist(), *ends[up].tolist()}
+    down, up = _records(cuts[::-1])[:_FRONT], _records(cuts)[-_FRONT:]
+    kept = {*ends[-largest:].tolist(), *ends[::-1][down].tolist(), *ends[up].tolist()}
     return sorted(kept, reverse=True)
 
 
@@ -120,27 +146,20 @@ def _records(values: Vector) -> Places:
 
 
 def _furthest(
-    spans: Spans,
-    found: dict[tuple[int, ...], list[_Filled]],
-    level: Sequence[Seat],
-    limit_s: float,
-    width: int,
-) -> dict[tuple[int, ...], list[_Filled]]:
-    """Of each set of used devices the furthest fillings, of all sets the `width` least wasteful."""
-    speed = {seat.kind: seat.speed for seat in level}
-    kept: dict[tuple[int, ...], list[_Filled]] = {}
-    waste_s: dict[tuple[int, ...], float] = {}
+    spans: Spans, seats: Seats, found: dict[Used, dict[int, _Filled]], limit_s: float, breadth: Breadth
+) -> dict[Used, list[_Filled]]:
+    """Of each set of used devices the fillings worth keeping, of all sets the least wasteful."""
+    kept: dict[Used, list[_Filled]] = {}
+    waste_s: dict[Used, float] = {}
     for used, filled in found.items():
-        first_to: dict[int, _Filled] = {}
-        for one in filled:
-            first_to.setdefault(one.end, one)
-        ends = _worth_keeping(spans, np.array(sorted(first_to)))
-        kept[used] = [first_to[end] for end in ends]
-        offered = sum(count * speed.get(kind, 0.0) for kind, count in enumerate(used))
-        waste_s[used] = (offered * limit_s if math.isfinite(limit_s) else 0.0) - spans.compute_s[ends[0]]
-    if len(kept) <= width:
+        if filled:
+            ends = _worth_keeping(spans, np.array(sorted(filled), np.intp), breadth.ends)
+            kept[used] = [filled[end] for end in ends]
+            offered = sum(count * seats.speeds.get(kind, 0.0) for kind, count in enumerate(used))
+            waste_s[used] = (offered * limit_s if math.isfinite(limit_s) else 0) - spans.compute_s[ends[0]]
+    if len(kept) <= breadth.sets:
         return kept
-    return {used: kept[used] for used in sorted(kept, key=lambda used: (waste_s[used], used))[:width]}
+    return {used: kept[used] for used in sorted(kept, key=lambda used: (waste_s[used], used))[: breadth.sets]}
 
 
 def _cuts(filled: _Filled) -> list[Cut]:

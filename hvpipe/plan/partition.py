@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.plan.filling import Cut, Seats, fill
+from hvpipe.plan.filling import Breadth, Cut, Seats, fill
 from hvpipe.plan.orders import Order, Orders
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
 from hvpipe.plan.shortage import any_fit, explain_shortage
@@ -18,8 +18,9 @@ from hvpipe.topology import Cluster
 
 # The bottleneck is found to this precision.
 _TOLERANCE = 5e-4
-# How many sets of used devices filling keeps at each stage: to find T, then to improve on it.
-_NARROW, _WIDE = 12, 64
+# What filling keeps: first to come near T quickly, then to improve on it; and where the order is fixed.
+_BROADER = (Breadth(sets=4, ends=2), Breadth(sets=8, ends=8), Breadth(sets=64, ends=3))
+_IN_ORDER = Breadth(sets=1, ends=8)
 # A boundary is repaired by moving it by up to so many layers.
 _REACH = 48
 # With mixed links so many orders are all looked at; of more, so many are tried by exchanging devices.
@@ -74,31 +75,30 @@ def _search(spans: Spans, orders: Orders) -> list[Cut] | None:
     cuts = any_fit(spans, orders)
     if cuts is None:
         return None
-    for width in (_NARROW, _WIDE):
-        cuts = _improve(spans, orders.seats, cuts, width)
+    for breadth in _BROADER:
+        cuts = _improve(spans, orders.seats, cuts, breadth)
     return _search_mixed(spans, orders, cuts) if orders.mixed else cuts
 
 
-def _improve(spans: Spans, seats: Seats, cuts: list[Cut], width: int) -> list[Cut]:
+def _improve(spans: Spans, seats: Seats, cuts: list[Cut], breadth: Breadth) -> list[Cut]:
     """Bisect T below the bottleneck of `cuts`, then repair; again as long as that finds something.
 
     Greedy filling may fail at one T and work at a smaller one, so a little below the best is looked as well.
     """
-    low_s = spans.compute_s[-1] / seats.fastest
-    for share in (1 - _TOLERANCE, 0.99, 0.97, 0.94):
+    least_s = spans.compute_s[-1] / seats.fastest((0,) * len(seats.counts), seats.stages)
+    for share in (1 - _TOLERANCE, 0.97):
         high_s = bottleneck_s(spans, cuts)
-        found = fill(spans, seats, share * high_s, width)
+        found = fill(spans, seats, share * high_s, breadth)
         if found is None:
             continue
-        cuts, high_s = found, bottleneck_s(spans, found)
+        cuts, low_s, high_s = found, least_s, bottleneck_s(spans, found)
         while high_s > low_s * (1 + _TOLERANCE):
             middle_s = math.sqrt(low_s * high_s)
-            found = fill(spans, seats, middle_s, width)
+            found = fill(spans, seats, middle_s, breadth)
             if found is None:
                 low_s = middle_s
             else:
                 cuts, high_s = found, bottleneck_s(spans, found)
-        low_s = spans.compute_s[-1] / seats.fastest
     return _repair(spans, cuts)
 
 
@@ -139,7 +139,7 @@ def _search_mixed(spans: Spans, orders: Orders, cuts: list[Cut]) -> list[Cut]:
     """
     start = tuple(seat.kind for seat, _ in cuts)
     order, cuts = start, _seated(orders, start, cuts)
-    cuts = _improve(spans, orders.in_order(order), cuts, 1)
+    cuts = _improve(spans, orders.in_order(order), cuts, _IN_ORDER)
     every = orders.all(_FEW_ORDERS)
     for candidate in every if every is not None else [orders.by_host(order), orders.by_memory()]:
         order, cuts = _better(spans, orders, candidate, order, cuts)
@@ -164,8 +164,8 @@ def _better(
 ) -> tuple[Order, list[Cut]]:
     """The candidate and its cuts if filling in that order beats `cuts`, else what was given."""
     seats = orders.in_order(candidate)
-    found = fill(spans, seats, bottleneck_s(spans, cuts) * (1 - _TOLERANCE), 1)
-    return (order, cuts) if found is None else (candidate, _improve(spans, seats, found, 1))
+    found = fill(spans, seats, bottleneck_s(spans, cuts) * (1 - _TOLERANCE), _IN_ORDER)
+    return (order, cuts) if found is None else (candidate, _improve(spans, seats, found, _IN_ORDER))
 
 
 def _seated(orders: Orders, order: Order, cuts: list[Cut]) -> list[Cut]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hvpipe.plan.filling import Cut, fill
+from hvpipe.plan.filling import Breadth, Cut, fill
 from hvpipe.plan.orders import Orders
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.spans import Spans
@@ -14,13 +14,13 @@ from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.topology import Cluster, Host
 
-_WIDTH = 64
+_BREADTH = Breadth(sets=64, ends=3)
 
 
 def any_fit(spans: Spans, orders: Orders) -> list[Cut] | None:
     """Cuts whose memory suffices, however long they take; None where none are found."""
-    return fill(spans, orders.seats, math.inf, _WIDTH) or fill(
-        spans, orders.in_order(orders.by_memory()), math.inf, 1
+    return fill(spans, orders.seats, math.inf, _BREADTH) or fill(
+        spans, orders.in_order(orders.by_memory()), math.inf, _BREADTH
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvpipe.document import Table, read_document, write_document
@@ -149,9 +149,12 @@ class Plan:
 
 
 def _cost(row: Table) -> StageCost:
-    seconds = ("compute_s", "receive_s", "send_s")
-    sizes = [item.name for item in fields(StageCost) if item.name not in seconds]
     return StageCost(
-        **{name: row.number(name) for name in seconds},
-        **{name: row.integer(name) for name in sizes},
+        compute_s=row.number("compute_s"),
+        receive_s=row.number("receive_s"),
+        send_s=row.number("send_s"),
+        receive_bytes=row.integer("receive_bytes"),
+        send_bytes=row.integer("send_bytes"),
+        state_bytes=row.integer("state_bytes"),
+        stash_bytes=row.integer("stash_bytes"),
     )
