@@ -31,8 +31,8 @@ def exact(
 ) -> Plan:
     """The contiguous plan of `stages` stages with the smallest bottleneck there is.
 
-    With `order` (names of devices) for the devices in this order; else over all orders, by sets of used devices
-    of each kind, as devices of one kind are interchangeable. With mixed links every order is gone through.
+    With `order` (names of devices) for the devices in this order; else over all orders, by how many devices
+    of each kind are used, as those of one kind are interchangeable. With mixed links every order is gone through.
     O(sets x kinds x layers^2). PlanError where memory does not suffice.
     """
     check_stages(profile, cluster, stages)
@@ -78,7 +78,7 @@ def _all_seats(orders: Orders, order: Sequence[str] | None) -> list[Seats]:
 def _optimum(spans: Spans, seats: Seats) -> tuple[float, list[Cut]]:
     """The smallest bottleneck and its cuts; infinite where memory never suffices.
 
-    best[s][used][end] is the smallest bottleneck of s stages that hold the layers before `end` on these devices.
+    best[s][used][end] is the smallest bottleneck of s stages on these devices with the layers before `end`.
     """
     start = np.full(spans.count + 1, np.inf)
     start[0] = 0.0

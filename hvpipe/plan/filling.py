@@ -70,23 +70,29 @@ class _Filled:
     before: _Filled | None = None
 
 
+_Way = tuple[Places, Seat, _Filled]
+"""Ends that a stage can have, its seat, and what is before it."""
+
+_NOWHERE: Places = np.empty(0, np.intp)
+
+
 def fill(spans: Spans, seats: Seats, limit_s: float, breadth: Breadth) -> list[Cut] | None:
-    """Cut the layers so that each stage takes at most `limit_s` and fits its memory; None where filling fails.
+    """Cut the layers so that each stage takes at most `limit_s` and fits its memory; None where that fails.
 
     The order of the devices is found on the way: of all ways to use up the same devices, those are kept that
-    got furthest, and of all sets of used devices, those that wasted the least of `limit_s`. Where `breadth` has
-    room for all sets (few kinds of devices), every order is looked at.
+    got furthest, and of all sets of used devices, those that wasted the least of `limit_s`. Where `breadth`
+    has room for all sets (few kinds of devices), every order is looked at.
 
-    Costs are not monotone, as the sizes of cuts jump: every end is looked at, not only up to the first that is
-    too much. The furthest may be a bad one, where it hands on a large tensor that the next stage has no time
-    to receive: so a few shorter ones are kept as well (`_worth_keeping`).
+    Costs are not monotone, as the sizes of cuts jump: every end is looked at, not only up to the first that
+    is too much. The furthest may be a bad one, where it hands on a large tensor that the next stage has no
+    time to receive: so a few shorter ones are kept as well (`_worth_keeping`).
     What has wasted more than the devices left could make up for is dropped.
     """
     total_s = spans.compute_s[-1]
     beam: dict[Used, list[_Filled]] = {(0,) * len(seats.counts): [_Filled(0)]}
     for number, level in enumerate(seats.levels):
         left = seats.stages - number - 1
-        found: dict[Used, dict[int, _Filled]] = {}
+        found: dict[Used, list[_Way]] = {}
         for used, filled in beam.items():
             for seat in level:
                 if used[seat.kind] == seats.counts[seat.kind]:
@@ -96,19 +102,17 @@ def fill(spans: Spans, seats: Seats, limit_s: float, breadth: Breadth) -> list[C
                 if left and math.isfinite(limit_s):
                     rest_s = limit_s * seats.fastest(now, left)
                     least = int(spans.compute_s.searchsorted((total_s - rest_s) * (1 - 1e-9)))
-                ends_found = found.setdefault(now, {})
                 for before in filled:
-                    for end in _ends(spans, before.end, seat, limit_s, (least, spans.count - left), breadth):
-                        ends_found.setdefault(end, _Filled(end, seat, before))
+                    ends = _ends(spans, before.end, seat, limit_s, (least, spans.count - left))
+                    if ends.size:
+                        found.setdefault(now, []).append((ends, seat, before))
         beam = _furthest(spans, seats, found, limit_s, breadth)
     best = next(iter(beam.values()), None)
     return _cuts(best[0]) if best else None
 
 
-def _ends(
-    spans: Spans, start: int, seat: Seat, limit_s: float, between: tuple[int, int], breadth: Breadth
-) -> list[int]:
-    """Ends worth keeping of a stage that starts at `start`, the largest first, all in `between`.
+def _ends(spans: Spans, start: int, seat: Seat, limit_s: float, between: tuple[int, int]) -> Places:
+    """The ends in `between` at which a stage that starts at `start` fits, in rising order.
 
     Behind the upper bound each stage to come still gets a layer; the last stage has to take all.
     """
@@ -119,20 +123,20 @@ def _ends(
         reach_s = spans.compute_s[start] + limit_s * seat.speed * (1 + 1e-12)
         furthest = min(furthest, int(spans.compute_s.searchsorted(reach_s, "right")) - 1)
     if furthest < least:
-        return []
+        return _NOWHERE
     costs = spans.costs_s(start, furthest, seat)[least - start - 1 :]
-    fitting = ((costs <= limit_s) & (costs != np.inf)).nonzero()[0] + least
-    return _worth_keeping(spans, fitting, breadth.ends)
+    fitting: Places = ((costs <= limit_s) & (costs != np.inf)).nonzero()[0] + least
+    return fitting
 
 
 def _worth_keeping(spans: Spans, ends: Places, largest: int) -> list[int]:
     """Of ends in rising order the largest so many; and, from both sides, some with ever smaller cuts.
 
     From the right: shorter ends that hand on less than all larger ones. From the left: short stages, which are
-    right where more stages are asked for than are of use, as they leave the others layers and cheap cuts.
+    right where more stages are asked for than are of use: they leave the others layers and cheap cuts.
     """
     if ends.size <= largest:
-        return ends[::-1].tolist()
+        return [int(end) for end in ends[::-1]]
     cuts = spans.cut_bytes[ends]
     down, up = _records(cuts[::-1])[:_FRONT], _records(cuts)[-_FRONT:]
     kept = {*ends[-largest:].tolist(), *ends[::-1][down].tolist(), *ends[up].tolist()}
@@ -146,17 +150,19 @@ def _records(values: Vector) -> Places:
 
 
 def _furthest(
-    spans: Spans, seats: Seats, found: dict[Used, dict[int, _Filled]], limit_s: float, breadth: Breadth
+    spans: Spans, seats: Seats, found: dict[Used, list[_Way]], limit_s: float, breadth: Breadth
 ) -> dict[Used, list[_Filled]]:
     """Of each set of used devices the fillings worth keeping, of all sets the least wasteful."""
     kept: dict[Used, list[_Filled]] = {}
     waste_s: dict[Used, float] = {}
-    for used, filled in found.items():
-        if filled:
-            ends = _worth_keeping(spans, np.array(sorted(filled), np.intp), breadth.ends)
-            kept[used] = [filled[end] for end in ends]
-            offered = sum(count * seats.speeds.get(kind, 0.0) for kind, count in enumerate(used))
-            waste_s[used] = (offered * limit_s if math.isfinite(limit_s) else 0) - spans.compute_s[ends[0]]
+    for used, ways in found.items():
+        ends, first = np.unique(np.concatenate([way[0] for way in ways]), return_index=True)
+        behind = np.cumsum([way[0].size for way in ways])
+        worthy = _worth_keeping(spans, ends, breadth.ends)
+        origin = behind.searchsorted(first[ends.searchsorted(worthy)], "right")
+        kept[used] = [_Filled(end, *ways[way][1:]) for end, way in zip(worthy, origin, strict=True)]
+        offered = sum(count * seats.speeds.get(kind, 0.0) for kind, count in enumerate(used))
+        waste_s[used] = (offered * limit_s if math.isfinite(limit_s) else 0) - spans.compute_s[worthy[0]]
     if len(kept) <= breadth.sets:
         return kept
     return {used: kept[used] for used in sorted(kept, key=lambda used: (waste_s[used], used))[: breadth.sets]}

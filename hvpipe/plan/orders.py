@@ -1,4 +1,4 @@
-"""In which order devices may sit in the pipeline: kinds of equal devices, and the links between neighbours."""
+"""In which order devices may sit in the pipeline: kinds of equal devices, links between neighbours."""
 
 from __future__ import annotations
 

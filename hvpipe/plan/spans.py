@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,15 @@ class Seat:
     receive: Link
     send: Link
     in_flight: int
+
+    @cached_property
+    def seconds(self) -> Vector:
+        """What each row of Spans.table counts for in a stage's time."""
+        weights = np.zeros(7)
+        weights[_COMPUTE] = 1 / self.speed
+        weights[_RECEIVE], weights[_RECEIVE_BYTES] = _there_and_back(self.receive)
+        weights[_SEND], weights[_SEND_BYTES] = _there_and_back(self.send)
+        return weights
 
 
 class Spans:
@@ -99,11 +109,7 @@ class Spans:
     def costs_s(self, start: int, stop: int, seat: Seat) -> Vector:
         """Seconds of the runs from `start` to each end up to `stop`, infinite where memory is short."""
         table = self.table(start, stop)
-        weights = np.zeros(7)
-        weights[_COMPUTE] = 1 / seat.speed
-        weights[_RECEIVE], weights[_RECEIVE_BYTES] = _there_and_back(seat.receive)
-        weights[_SEND], weights[_SEND_BYTES] = _there_and_back(seat.send)
-        costs: Vector = weights @ table
+        costs: Vector = seat.seconds @ table
         if seat.memory_bytes != np.inf:
             costs[self._memory_bytes(table, seat) > seat.memory_bytes] = np.inf
         return costs
