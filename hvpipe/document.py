@@ -60,7 +60,7 @@ class Table:
 
     def tables(self, field: str) -> list[Table]:
         value = self._get(field, "a list of objects")
-        if not isinstance(value, list):
+        if not isinstance(value, (list, tuple)):
             self._refuse(field, "a list of objects", value)
         return [Table(row, f"{self._prefix()}{field}[{i}]") for i, row in enumerate(value)]
 
@@ -69,7 +69,7 @@ class Table:
 
     def texts(self, field: str) -> list[str]:
         value = self._get(field, "a list of texts")
-        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
             self._refuse(field, "a list of texts", value)
         return list(value)
 

@@ -85,7 +85,7 @@ def _even(profile: Profile, cluster: Cluster, devices: list[Device], generator: 
 def _m_topo(profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random) -> Placement:
     """m-TOPO of Baechi (Jeon et al., SoCC 2020): devices are filled one after the other in topological order.
 
-    Each up to its even share of the memory of all layers, plus the largest layer's (and up to its own memory);
+    Each up to its even share of the memory of all layers, plus the largest layer's, within its own memory;
     the last takes what is left. Trailing devices may stay empty.
     """
     sizes = [_resident_bytes(layer) for layer in profile.layers]

@@ -32,8 +32,8 @@ def exact(
     """The contiguous plan of `stages` stages with the smallest bottleneck there is.
 
     With `order` (names of devices) for the devices in this order; else over all orders, by how many devices
-    of each kind are used, as those of one kind are interchangeable. With mixed links every order is gone through.
-    O(sets x kinds x layers^2). PlanError where memory does not suffice.
+    of each kind are used, as those of one kind are interchangeable. With mixed links every order
+    is gone through. O(sets x kinds x layers^2). PlanError where memory does not suffice.
     """
     check_stages(profile, cluster, stages)
     if len(profile.layers) > _MOST_LAYERS:

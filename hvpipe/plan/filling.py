@@ -55,7 +55,10 @@ class Seats:
 
 @dataclass(frozen=True)
 class Breadth:
-    """How much filling keeps at each stage: so many sets of used devices, so many ends of each at least."""
+    """How much filling keeps at each stage: so many sets of used devices, and of each its largest ends.
+
+    Where there are fewer sets, there is room for more ends of each.
+    """
 
     sets: int
     ends: int
@@ -132,8 +135,8 @@ def _ends(spans: Spans, start: int, seat: Seat, limit_s: float, between: tuple[i
 def _worth_keeping(spans: Spans, ends: Places, largest: int) -> list[int]:
     """Of ends in rising order the largest so many; and, from both sides, some with ever smaller cuts.
 
-    From the right: shorter ends that hand on less than all larger ones. From the left: short stages, which are
-    right where more stages are asked for than are of use: they leave the others layers and cheap cuts.
+    From the right: shorter ends that hand on less than all larger ones. From the left: short stages, right
+    where more stages are asked for than are of use: they leave the others layers and cheap cuts.
     """
     if ends.size <= largest:
         return [int(end) for end in ends[::-1]]
@@ -155,10 +158,11 @@ def _furthest(
     """Of each set of used devices the fillings worth keeping, of all sets the least wasteful."""
     kept: dict[Used, list[_Filled]] = {}
     waste_s: dict[Used, float] = {}
+    largest = breadth.ends * max(1, breadth.sets // max(1, len(found)))
     for used, ways in found.items():
         ends, first = np.unique(np.concatenate([way[0] for way in ways]), return_index=True)
         behind = np.cumsum([way[0].size for way in ways])
-        worthy = _worth_keeping(spans, ends, breadth.ends)
+        worthy = _worth_keeping(spans, ends, largest)
         origin = behind.searchsorted(first[ends.searchsorted(worthy)], "right")
         kept[used] = [_Filled(end, *ways[way][1:]) for end, way in zip(worthy, origin, strict=True)]
         offered = sum(count * seats.speeds.get(kind, 0.0) for kind, count in enumerate(used))

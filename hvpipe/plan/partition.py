@@ -19,7 +19,7 @@ from hvpipe.topology import Cluster
 # The bottleneck is found to this precision.
 _TOLERANCE = 5e-4
 # What filling keeps: first to come near T quickly, then to improve on it; and where the order is fixed.
-_BROADER = (Breadth(sets=4, ends=2), Breadth(sets=8, ends=8), Breadth(sets=64, ends=3))
+_BROADER = (Breadth(sets=4, ends=2), Breadth(sets=8, ends=4), Breadth(sets=48, ends=3))
 _IN_ORDER = Breadth(sets=1, ends=8)
 # A boundary is repaired by moving it by up to so many layers.
 _REACH = 48

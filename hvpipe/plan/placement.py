@@ -19,9 +19,9 @@ class StageCost:
     """What one stage takes for one micro-batch, and the memory it needs.
 
     A tensor that other stages use is charged once where it is made and once in each stage that uses it, each
-    time for itself and its gradient; it travels straight to its users. `state_bytes` is weights, gradients and
-    optimizer slots; `stash_bytes` is what all micro-batches in flight keep for the backward, what was received
-    included.
+    time for itself and its gradient; it travels straight to its users. `state_bytes` is weights, gradients
+    and optimizer slots; `stash_bytes` is what all micro-batches in flight keep for the backward, what was
+    received included.
     """
 
     compute_s: float

@@ -14,7 +14,7 @@ from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.topology import Cluster, Host
 
-_BREADTH = Breadth(sets=64, ends=3)
+_BREADTH = Breadth(sets=32, ends=3)
 
 
 def any_fit(spans: Spans, orders: Orders) -> list[Cut] | None:

@@ -30,9 +30,9 @@ class Stage:
 class Plan:
     """Stages in the order of the pipeline; `method` made it; the fingerprints name the model and the cluster.
 
-    Not every placement is a pipeline: where `contiguous` is False, as with some baselines, a stage is no run of
-    consecutive layers, and a micro-batch may come to a device more than once. `one_batch_s` is the time of one
-    micro-batch, forward and backward, that is alone in the cluster.
+    Not every placement is a pipeline: where `contiguous` is False, as with some baselines, a stage is no run
+    of consecutive layers, and a micro-batch may come to a device more than once. `one_batch_s` is the time of
+    one micro-batch, forward and backward, that is alone.
     """
 
     stages: tuple[Stage, ...]
