@@ -115,7 +115,8 @@ def _repair(spans: Spans, cuts: list[Cut]) -> list[Cut]:
             if 0 < boundary < len(seats)
             for worst_s, end in [_best_boundary(spans, cuts, ends, boundary)]
         ]
-        if not moves or min(moves)[0] >= costs[busiest]:
+        # Sums of another length are rounded otherwise: that is no gain, and would go on forever.
+        if not moves or min(moves)[0] >= costs[busiest] * (1 - 1e-9):
             return list(zip(seats, ends[1:], strict=True))
         _, boundary, ends[boundary] = min(moves)
 
