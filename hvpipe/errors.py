@@ -27,5 +27,9 @@ class PeerError(HvpipeError):
     """Another rank failed or left while this one depended on it."""
 
 
+class PlanError(HvpipeError):
+    """No plan does what was asked for (memory, stages), or a plan belongs to another model or cluster."""
+
+
 class LaunchError(HvpipeError):
     """`hvpipe run` cannot start what was asked for: no mpirun, too few slots, contradicting options."""

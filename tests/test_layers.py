@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "hvpipe"
 # Lowest first. A module may import from its own layer and from those before it, never in a circle.
 # A package's name stands for all of its modules.
 LAYERS = (
-    ("errors", "_build_info", "_engine"),
+    ("errors", "document", "_build_info", "_engine"),
     ("topology", "profile", "trace"),
     ("plan", "report", "timeline"),
     ("schedule", "dataflow"),

@@ -1,0 +1,142 @@
+"""JSON and TOML on disk: errors name file, line and field; a file is written whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvpipe.errors import HvpipeError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class Table:
+    """An object of a document, whose fields are taken with their type checked.
+
+    `place` is how messages call it: "plan.json" or "plan.json: layers[3]".
+    """
+
+    def __init__(self, fields: object, place: str) -> None:
+        if not isinstance(fields, Mapping):
+            raise HvpipeError(f"{place} should be an object. Received: {_short(fields)}")
+        self.place = place
+        self._fields: Mapping[str, Any] = fields
+
+    def has(self, field: str) -> bool:
+        return self._fields.get(field) is not None
+
+    def text(self, field: str) -> str:
+        value = self._get(field, "text")
+        return value if isinstance(value, str) else self._refuse(field, "text", value)
+
+    def number(self, field: str, *, above: float | None = None) -> float:
+        """A finite number >= 0, or > `above` where that is given."""
+        want = "a number of at least 0" if above is None else f"a number above {above:g}"
+        value = self._get(field, want)
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not good or (value < 0 if above is None else value <= above):
+            self._refuse(field, want, value)
+        return float(value)
+
+    def integer(self, field: str, *, minimum: int = 0) -> int:
+        """A whole number of at least `minimum`; TOML's 16e9 is one."""
+        value = self.number(field)
+        if value != int(value) or value < minimum:
+            self._refuse(field, f"a whole number of at least {minimum}", self._fields[field])
+        return int(value)
+
+    def flag(self, field: str) -> bool:
+        value = self._get(field, "true or false")
+        return value if isinstance(value, bool) else bool(self._refuse(field, "true or false", value))
+
+    def tables(self, field: str) -> list[Table]:
+        value = self._get(field, "a list of objects")
+        if not isinstance(value, (list, tuple)):
+            self._refuse(field, "a list of objects", value)
+        return [Table(row, f"{self._prefix()}{field}[{i}]") for i, row in enumerate(value)]
+
+    def table(self, field: str) -> Table:
+        return Table(self._get(field, "an object"), f"{self._prefix()}{field}")
+
+    def texts(self, field: str) -> list[str]:
+        value = self._get(field, "a list of texts")
+        if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
+            self._refuse(field, "a list of texts", value)
+        return list(value)
+
+    def allow(self, fields: Iterable[str]) -> None:
+        """Refuse fields that nobody would read: a misspelt one must not count as absent."""
+        known = sorted(fields)
+        if unknown := sorted(set(self._fields) - set(known)):
+            raise HvpipeError(f"{self.place} should have only {', '.join(known)}. Received: {unknown[0]!r}")
+
+    def check_format(self, name: str, version: int) -> None:
+        """Refuse a document that is not `{"format": name, "version": version, ...}`."""
+        received = (self._fields.get("format"), self._fields.get("version"))
+        if received != (name, version):
+            raise HvpipeError(
+                f'{self.place} should have "format": "{name}" and "version": {version}. '
+                f"Received: format={received[0]!r}, version={received[1]!r}"
+            )
+
+    def _prefix(self) -> str:
+        return f"{self.place}." if ": " in self.place else f"{self.place}: "
+
+    def _get(self, field: str, want: str) -> Any:
+        if field not in self._fields:
+            raise HvpipeError(f"{self._prefix()}{field} should be {want}. Received: no such field")
+        return self._fields[field]
+
+    def _refuse(self, field: str, want: str, value: object) -> Any:
+        raise HvpipeError(f"{self._prefix()}{field} should be {want}. Received: {field}={_short(value)}")
+
+
+def read_document(path: str | os.PathLike[str]) -> Table:
+    """The object in a JSON file, or in a TOML file where the name ends in .toml."""
+    source = Path(path)
+    kind = "TOML" if source.suffix == ".toml" else "JSON"
+    try:
+        text = source.read_text(encoding="utf-8")
+        document = tomllib.loads(text) if kind == "TOML" else json.loads(text)
+    except OSError as error:
+        raise HvpipeError(f"{source} should be a {kind} file. Received: {error.strerror}") from error
+    except json.JSONDecodeError as error:
+        raise HvpipeError(
+            f"{source}, line {error.lineno}, column {error.colno}: should be JSON. Received: {error.msg}"
+        ) from error
+    except ValueError as error:  # TOMLDecodeError, which names the line, and UnicodeDecodeError
+        raise HvpipeError(f"{source} should be {kind}. Received: {error}") from error
+    return Table(document, str(source))
+
+
+def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
+    """Write a JSON file, whole or not at all."""
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, target)
+    except OSError as error:
+        raise HvpipeError(f"{target} should be a file that can be written. Received: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def fingerprint(content: object) -> str:
+    """16 hex digits of a JSON value, equal for equal content on every machine."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,171 @@
+"""Placements to compare the greedy partitioner with, by name: random as the native mode is, and published."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from itertools import pairwise
+
+from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.plan.partition import check_stages
+from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
+from hvpipe.plan.placement import Placement
+from hvpipe.plan.stages import Plan
+from hvpipe.profile import LayerCost, Profile
+from hvpipe.topology import Cluster, Device
+
+# How often a random placement is drawn until one fits its devices' memory.
+_DRAWS = 1000
+
+
+def baseline(
+    name: str,
+    profile: Profile,
+    cluster: Cluster,
+    stages: int,
+    pipelining: Pipelining = DEFAULT_PIPELINING,
+    *,
+    seed: int = 0,
+) -> Plan:
+    """The plan of a baseline on the cluster's first `stages` devices, in their order.
+
+    Only `random` and `random_cuts` look at `seed`; they draw again until memory suffices, PlanError if it
+    never does. The others take no notice of memory but for what their authors say: see `Plan.shortages`.
+    """
+    check_stages(profile, cluster, stages)
+    if name not in BASELINES:
+        raise HvpipeError(f"A baseline should be one of {', '.join(BASELINES)}. Received: name={name!r}")
+    devices = list(cluster.devices[:stages])
+    generator = random.Random(seed)
+    for _ in range(_DRAWS):
+        placement = BASELINES[name](profile, cluster, devices, generator)
+        used = [(device, layers) for device, layers in placement if layers]
+        plan = Plan.of(profile, cluster, used, pipelining, name)
+        if not name.startswith("random") or not plan.shortages(cluster):
+            return plan
+    raise PlanError(
+        f"One of {_DRAWS} random placements should fit the memory of the devices; none did. "
+        f"Received: name={name!r}, stages={stages}, seed={seed}"
+    )
+
+
+def _random(profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random) -> Placement:
+    """Each layer on a device drawn by lot: what the native mode does."""
+    layers_of: list[list[int]] = [[] for _ in devices]
+    for place in range(len(profile.layers)):
+        layers_of[generator.randrange(len(devices))].append(place)
+    return _named(devices, layers_of)
+
+
+def _random_cuts(
+    profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random
+) -> Placement:
+    """Consecutive layers, cut anywhere by lot: a random pipeline."""
+    count = len(profile.layers)
+    ends = [0, *sorted(generator.sample(range(1, count), len(devices) - 1)), count]
+    return _named(devices, [list(range(a, b)) for a, b in pairwise(ends)])
+
+
+def _round_robin(
+    profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random
+) -> Placement:
+    """Layer i on device i modulo their number."""
+    count = len(profile.layers)
+    return _named(devices, [list(range(first, count, len(devices))) for first in range(len(devices))])
+
+
+def _even(profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random) -> Placement:
+    """Consecutive layers, as many on each device, whatever they cost."""
+    count = len(profile.layers)
+    ends = [count * stage // len(devices) for stage in range(len(devices) + 1)]
+    return _named(devices, [list(range(a, b)) for a, b in pairwise(ends)])
+
+
+def _m_topo(profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random) -> Placement:
+    """m-TOPO of Baechi (Jeon et al., SoCC 2020): devices are filled one after the other in topological order.
+
+    Each up to its even share of the memory of all layers, plus the largest layer's, within its own memory;
+    the last takes what is left. Trailing devices may stay empty.
+    """
+    sizes = [_resident_bytes(layer) for layer in profile.layers]
+    share_bytes = sum(sizes) / len(devices) + max(sizes)
+    layers_of: list[list[int]] = [[] for _ in devices]
+    at, used_bytes = 0, 0
+    for place, size in enumerate(sizes):
+        if at + 1 < len(devices) and used_bytes + size > min(share_bytes, _memory_bytes(devices[at])):
+            at, used_bytes = at + 1, 0
+        layers_of[at].append(place)
+        used_bytes += size
+    return _named(devices, layers_of)
+
+
+def _m_etf(profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random) -> Placement:
+    """m-ETF of Baechi (Jeon et al., SoCC 2020), after ETF (Hwang et al., SIAM J. Computing, 1989).
+
+    Of all layers whose makers are placed and all devices with memory for them, the pair that can start the
+    earliest in the forward is next; the backward goes where the forward is. Where no device has memory, the
+    one with the most left takes the layer.
+    """
+    inputs: list[list[int]] = [[] for _ in profile.layers]
+    for maker, user in profile.edges:
+        inputs[user].append(maker)
+    waiting = [len(makers) for makers in inputs]
+    ready = [place for place, count in enumerate(waiting) if count == 0]
+    free_s, left_bytes = [0.0] * len(devices), [_memory_bytes(device) for device in devices]
+    home, done_s = [0] * len(inputs), [0.0] * len(inputs)
+
+    def start_s(place: int, at: int) -> float:
+        arrivals = (
+            done_s[maker]
+            + cluster.link(devices[home[maker]].name, devices[at].name).time_s(
+                profile.layers[maker].output_bytes
+            )
+            for maker in inputs[place]
+        )
+        return max(free_s[at], max(arrivals, default=0.0))
+
+    while ready:
+        choices = [
+            (left_bytes[at] < _resident_bytes(profile.layers[place]), start_s(place, at), place, at)
+            for place in ready
+            for at in range(len(devices))
+        ]
+        full, begin_s, place, at = min(choices)
+        if full:
+            at = max(range(len(devices)), key=lambda at: left_bytes[at])
+            begin_s = start_s(place, at)
+        layer = profile.layers[place]
+        home[place] = at
+        done_s[place] = free_s[at] = begin_s + layer.forward_s / devices[at].speed
+        left_bytes[at] -= _resident_bytes(layer)
+        ready.remove(place)
+        for user in profile.users[place]:
+            waiting[user] -= 1
+            if waiting[user] == 0:
+                ready.append(user)
+    layers_of = [[place for place, where in enumerate(home) if where == at] for at in range(len(devices))]
+    return _named(devices, layers_of)
+
+
+BASELINES: dict[str, Callable[[Profile, Cluster, list[Device], random.Random], Placement]] = {
+    "random": _random,
+    "random_cuts": _random_cuts,
+    "round_robin": _round_robin,
+    "even": _even,
+    "m_topo": _m_topo,
+    "m_etf": _m_etf,
+}
+"""Every baseline by name."""
+
+
+def _named(devices: list[Device], layers_of: list[list[int]]) -> Placement:
+    return [(device.name, layers) for device, layers in zip(devices, layers_of, strict=True)]
+
+
+def _resident_bytes(layer: LayerCost) -> int:
+    return 2 * layer.weight_bytes + layer.slot_bytes + layer.saved_bytes
+
+
+def _memory_bytes(device: Device) -> float:
+    return math.inf if device.memory_bytes is None else float(device.memory_bytes)

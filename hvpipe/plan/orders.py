@@ -1,0 +1,135 @@
+"""In which order devices may sit in the pipeline: kinds of equal devices, links between neighbours."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+
+from hvpipe.errors import HvpipeError
+from hvpipe.plan.filling import Cut, Seats
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.spans import Seat
+from hvpipe.topology import Cluster, Device, Link
+
+Order = tuple[int, ...]
+"""The kind of the device at each stage."""
+
+
+class Orders:
+    """The orders of a cluster's devices for so many stages; devices of one kind are interchangeable.
+
+    Where all links are equal, a kind is a speed and a memory. Where not (`mixed`), also the host
+    counts; where single links were measured, no two devices are alike.
+    """
+
+    def __init__(self, cluster: Cluster, stages: int, pipelining: Pipelining) -> None:
+        self.stages = stages
+        self.cluster = cluster
+        self._pipelining = pipelining
+        self.mixed = cluster.common_link is None
+        members: dict[tuple[float, float, str], list[Device]] = {}
+        for device in cluster.devices:
+            memory_bytes = math.inf if device.memory_bytes is None else device.memory_bytes
+            where = cluster.host_of(device.name).name if self.mixed else ""
+            if self.mixed and cluster.measured:
+                where = device.name
+            members.setdefault((device.speed, memory_bytes, where), []).append(device)
+        # The fastest first, so that ties are broken in favour of speed.
+        keys = sorted(members, key=lambda key: (-key[0], -key[1]))
+        self._members = [members[key] for key in keys]
+        self.counts = [len(devices) for devices in self._members]
+
+    @cached_property
+    def seats(self) -> Seats:
+        """Any kind at any stage; with mixed links, each device is charged the slowest of its own."""
+        kinds = range(len(self.counts))
+        links = [self._slowest(kind) for kind in kinds]
+        levels = (
+            [self._seat(stage, kind, links[kind], links[kind]) for kind in kinds]
+            for stage in range(self.stages)
+        )
+        return Seats(list(levels), self.counts)
+
+    def in_order(self, order: Order) -> Seats:
+        """One kind at each stage, with the links to its neighbours."""
+        names = [device.name for device in self._devices(order)]
+        links = [self.cluster.link(one, other) for one, other in pairwise(names)]
+        around = [Link(), *links, Link()]
+        levels = [[self._seat(s, kind, around[s], around[s + 1])] for s, kind in enumerate(order)]
+        return Seats(levels, self.counts)
+
+    def of_names(self, names: Sequence[str]) -> Seats:
+        """Devices by name, one at each stage."""
+        kind_of = {d.name: kind for kind, devices in enumerate(self._members) for d in devices}
+        if len(names) != self.stages or len(set(names)) != len(names) or not set(names) <= set(kind_of):
+            raise HvpipeError(
+                f"order should name {self.stages} devices of {', '.join(kind_of)}, each once. "
+                f"Received: order={list(names)}"
+            )
+        return self.in_order(tuple(kind_of[name] for name in names))
+
+    def all(self, at_most: int) -> list[Order] | None:
+        """Every distinct order, or None if there are more than `at_most`."""
+        found: list[Order] = []
+        for order in _arrangements(self.counts, self.stages):
+            if len(found) == at_most:
+                return None
+            found.append(order)
+        return found
+
+    def by_host(self, order: Order) -> Order:
+        """The same kinds with those of a host together, hosts in the order of their first device."""
+        hosts = [self.cluster.host_of(device.name).name for device in self._devices(order)]
+        return tuple(order[i] for i in sorted(range(len(order)), key=lambda i: (hosts.index(hosts[i]), i)))
+
+    def by_memory(self) -> Order:
+        """The devices with most memory, the largest first: early stages stash most under 1F1B."""
+        every = [kind for kind, count in enumerate(self.counts) for _ in range(count)]
+        every.sort(key=lambda kind: -(self._members[kind][0].memory_bytes or math.inf))
+        return tuple(every[: self.stages])
+
+    def placement(self, cuts: Sequence[Cut]) -> list[tuple[str, range]]:
+        """The devices by name with the layers of their cuts; of equal ones the first goes first."""
+        placed, start = [], 0
+        for device, (_, end) in zip(self._devices(tuple(seat.kind for seat, _ in cuts)), cuts, strict=True):
+            placed.append((device.name, range(start, end)))
+            start = end
+        return placed
+
+    def _devices(self, order: Order) -> list[Device]:
+        taken = [0] * len(self.counts)
+        devices = []
+        for kind in order:
+            devices.append(self._members[kind][taken[kind]])
+            taken[kind] += 1
+        return devices
+
+    def _seat(self, stage: int, kind: int, receive: Link, send: Link) -> Seat:
+        device = self._members[kind][0]
+        memory_bytes = math.inf if device.memory_bytes is None else float(device.memory_bytes)
+        in_flight = self._pipelining.in_flight(stage, self.stages)
+        return Seat(kind, device.speed, memory_bytes, receive, send, in_flight)
+
+    def _slowest(self, kind: int) -> Link:
+        if self.cluster.common_link is not None:
+            return self.cluster.common_link
+        name = self._members[kind][0].name
+        links = [self.cluster.link(name, d.name) for d in self.cluster.devices if d.name != name]
+        slowest = links[0]
+        for link in links[1:]:
+            slowest = slowest.joined(link)
+        return slowest
+
+
+def _arrangements(counts: Sequence[int], length: int) -> Iterator[Order]:
+    """All sequences of `length` kinds in which no kind occurs more often than its count."""
+    if length == 0:
+        yield ()
+        return
+    for kind, count in enumerate(counts):
+        if count:
+            fewer = [*counts[:kind], count - 1, *counts[kind + 1 :]]
+            for rest in _arrangements(fewer, length - 1):
+                yield (kind, *rest)

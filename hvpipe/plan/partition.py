@@ -1,0 +1,174 @@
+"""The greedy partitioner: the smallest bottleneck for which filling the devices in some order works."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.plan.filling import Breadth, Cut, Seats, fill
+from hvpipe.plan.orders import Order, Orders
+from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
+from hvpipe.plan.shortage import any_fit, explain_shortage
+from hvpipe.plan.spans import Spans
+from hvpipe.plan.stages import Plan
+from hvpipe.profile import Profile
+from hvpipe.topology import Cluster
+
+# The bottleneck is found to this precision.
+_TOLERANCE = 5e-4
+# What filling keeps: first to come near T quickly, then to improve on it; and where the order is fixed.
+_BROADER = (Breadth(sets=4, ends=2), Breadth(sets=8, ends=4), Breadth(sets=48, ends=3))
+_IN_ORDER = Breadth(sets=1, ends=8)
+# A boundary is repaired by moving it by up to so many layers.
+_REACH = 48
+# With mixed links so many orders are all looked at; of more, so many are tried by exchanging devices.
+_FEW_ORDERS, _EXCHANGES = 720, 1500
+
+
+def partition(
+    profile: Profile, cluster: Cluster, stages: int | None = None, pipelining: Pipelining = DEFAULT_PIPELINING
+) -> Plan:
+    """Cut the model into `stages` runs of consecutive layers, each on a device, with a small bottleneck.
+
+    The profile's costs are those of one micro-batch. Without `stages`, all numbers from 1 to that of the
+    devices are tried, and the smallest predicted step wins. Equal arguments give equal plans.
+    PlanError where memory does not suffice: it says how much is missing, where, and what would make it fit.
+    """
+    most = min(len(cluster.devices), len(profile.layers))
+    if stages is not None:
+        check_stages(profile, cluster, stages)
+    spans = Spans(profile, pipelining)
+    plans = []
+    for count in range(1, most + 1) if stages is None else (stages,):
+        orders = Orders(cluster, count, pipelining)
+        if (cuts := _search(spans, orders)) is not None:
+            plans.append(Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy"))
+    if not plans:
+        raise PlanError(explain_shortage(profile, cluster, stages or most, pipelining))
+    return min(plans, key=lambda plan: plan.step_s)
+
+
+def check_stages(profile: Profile, cluster: Cluster, stages: int) -> None:
+    """Refuse a number of stages that the model or the cluster does not have."""
+    if not 1 <= stages <= len(profile.layers):
+        raise HvpipeError(
+            "stages should be at least 1 and at most the number of layers, "
+            f"{len(profile.layers)}. Received: stages={stages}"
+        )
+    if stages > len(cluster.devices):
+        raise HvpipeError(
+            f"stages should be at most the number of devices, {len(cluster.devices)}. "
+            f"Received: stages={stages}"
+        )
+
+
+def bottleneck_s(spans: Spans, cuts: list[Cut]) -> float:
+    """What the busiest of the stages takes."""
+    starts = [0, *(end for _, end in cuts)]
+    return max(spans.cost_s(start, end, seat) for start, (seat, end) in zip(starts, cuts, strict=False))
+
+
+def _search(spans: Spans, orders: Orders) -> list[Cut] | None:
+    """The best cuts found over all orders of the devices; None where memory suffices in none."""
+    cuts = any_fit(spans, orders)
+    if cuts is None:
+        return None
+    for breadth in _BROADER:
+        cuts = _improve(spans, orders.seats, cuts, breadth)
+    return _search_mixed(spans, orders, cuts) if orders.mixed else cuts
+
+
+def _improve(spans: Spans, seats: Seats, cuts: list[Cut], breadth: Breadth) -> list[Cut]:
+    """Bisect T below the bottleneck of `cuts`, then repair; again as long as that finds something.
+
+    Greedy filling may fail at one T and work at a smaller one, so a little below the best is looked as well.
+    """
+    least_s = spans.compute_s[-1] / seats.fastest((0,) * len(seats.counts), seats.stages)
+    for share in (1 - _TOLERANCE, 0.97):
+        high_s = bottleneck_s(spans, cuts)
+        found = fill(spans, seats, share * high_s, breadth)
+        if found is None:
+            continue
+        cuts, low_s, high_s = found, least_s, bottleneck_s(spans, found)
+        while high_s > low_s * (1 + _TOLERANCE):
+            middle_s = math.sqrt(low_s * high_s)
+            found = fill(spans, seats, middle_s, breadth)
+            if found is None:
+                low_s = middle_s
+            else:
+                cuts, high_s = found, bottleneck_s(spans, found)
+    return _repair(spans, cuts)
+
+
+def _repair(spans: Spans, cuts: list[Cut]) -> list[Cut]:
+    """Move the boundaries of the busiest stage while that makes it less busy than it was."""
+    ends = [0, *(end for _, end in cuts)]
+    seats = [seat for seat, _ in cuts]
+    while True:
+        costs = [spans.cost_s(ends[s], ends[s + 1], seat) for s, seat in enumerate(seats)]
+        busiest = int(np.argmax(costs))
+        moves = [
+            (worst_s, boundary, end)
+            for boundary in (busiest, busiest + 1)
+            if 0 < boundary < len(seats)
+            for worst_s, end in [_best_boundary(spans, cuts, ends, boundary)]
+        ]
+        # Sums of another length are rounded otherwise: that is no gain, and would go on forever.
+        if not moves or min(moves)[0] >= costs[busiest] * (1 - 1e-9):
+            return list(zip(seats, ends[1:], strict=True))
+        _, boundary, ends[boundary] = min(moves)
+
+
+def _best_boundary(spans: Spans, cuts: list[Cut], ends: list[int], boundary: int) -> tuple[float, int]:
+    """Where between its neighbours a boundary makes the busier of its two stages the least busy."""
+    before, here, behind = ends[boundary - 1 : boundary + 2]
+    left, right = cuts[boundary - 1][0], cuts[boundary][0]
+    first, last = max(before + 1, here - _REACH), min(behind - 1, here + _REACH)
+    left_s = spans.costs_s(before, last, left)
+    return min(
+        (max(float(left_s[end - before - 1]), spans.cost_s(end, behind, right)), end)
+        for end in range(first, last + 1)
+    )
+
+
+def _search_mixed(spans: Spans, orders: Orders, cuts: list[Cut]) -> list[Cut]:
+    """Where links differ: all orders if they are few; else from a few good ones by exchanging two devices.
+
+    `cuts` were found with every device charged its slowest link; neighbours on one host may do better.
+    """
+    start = tuple(seat.kind for seat, _ in cuts)
+    order, cuts = start, _seated(orders, start, cuts)
+    cuts = _improve(spans, orders.in_order(order), cuts, _IN_ORDER)
+    every = orders.all(_FEW_ORDERS)
+    for candidate in every if every is not None else [orders.by_host(order), orders.by_memory()]:
+        order, cuts = _better(spans, orders, candidate, order, cuts)
+    tried = 0 if every is None else _EXCHANGES
+    improved = True
+    while improved and tried < _EXCHANGES:
+        improved = False
+        for one in range(len(order)):
+            for other in range(one + 1, len(order)):
+                if order[one] == order[other] or tried >= _EXCHANGES:
+                    continue
+                tried += 1
+                exchanged = list(order)
+                exchanged[one], exchanged[other] = order[other], order[one]
+                found, cuts = _better(spans, orders, tuple(exchanged), order, cuts)
+                improved, order = improved or found != order, found
+    return cuts
+
+
+def _better(
+    spans: Spans, orders: Orders, candidate: Order, order: Order, cuts: list[Cut]
+) -> tuple[Order, list[Cut]]:
+    """The candidate and its cuts if filling in that order beats `cuts`, else what was given."""
+    seats = orders.in_order(candidate)
+    found = fill(spans, seats, bottleneck_s(spans, cuts) * (1 - _TOLERANCE), _IN_ORDER)
+    return (order, cuts) if found is None else (candidate, _improve(spans, seats, found, _IN_ORDER))
+
+
+def _seated(orders: Orders, order: Order, cuts: list[Cut]) -> list[Cut]:
+    levels = orders.in_order(order).levels
+    return [(level[0], end) for level, (_, end) in zip(levels, cuts, strict=True)]

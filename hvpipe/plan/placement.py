@@ -1,0 +1,131 @@
+"""What a placement of layers on devices costs, be it a pipeline of consecutive layers or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.profile import Profile
+from hvpipe.topology import Cluster
+
+Placement = Sequence[tuple[str, Sequence[int]]]
+"""For each stage its device and the places of its layers in the profile, in order."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one stage takes for one micro-batch, and the memory it needs.
+
+    A tensor that other stages use is charged once where it is made and once in each stage that uses it, each
+    time for itself and its gradient; it travels straight to its users. `state_bytes` is weights, gradients
+    and optimizer slots; `stash_bytes` is what all micro-batches in flight keep for the backward, what was
+    received included.
+    """
+
+    compute_s: float
+    receive_s: float
+    send_s: float
+    receive_bytes: int
+    send_bytes: int
+    state_bytes: int
+    stash_bytes: int
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.receive_s + self.send_s
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.state_bytes + self.stash_bytes
+
+
+def is_contiguous(placement: Placement) -> bool:
+    """True where the stages are runs of consecutive layers, in order: a pipeline."""
+    places = list(chain.from_iterable(layers for _, layers in placement))
+    return places == list(range(len(places)))
+
+
+def stage_costs(
+    profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining
+) -> list[StageCost]:
+    """The cost of every stage. Where the placement is no pipeline, all micro-batches count as in flight."""
+    stage_of = {place: stage for stage, (_, layers) in enumerate(placement) for place in layers}
+    receive_s, send_s = [0.0] * len(placement), [0.0] * len(placement)
+    receive_bytes, send_bytes = [0] * len(placement), [0] * len(placement)
+    for maker, layer in enumerate(profile.layers):
+        home = stage_of[maker]
+        away = sorted({stage_of[user] for user in profile.users[maker]} - {home})
+        if not away or layer.output_bytes == 0:
+            continue
+        times = [
+            2 * cluster.link(placement[home][0], placement[stage][0]).time_s(layer.output_bytes)
+            for stage in away
+        ]
+        send_s[home] += max(times)
+        send_bytes[home] += layer.output_bytes
+        for stage, time_s in zip(away, times, strict=True):
+            receive_s[stage] += time_s
+            receive_bytes[stage] += layer.output_bytes
+    costs = []
+    pipeline = is_contiguous(placement)
+    for stage, (device, places) in enumerate(placement):
+        layers = [profile.layers[place] for place in places]
+        in_flight = pipelining.in_flight(stage, len(placement)) if pipeline else pipelining.microbatches
+        saved_bytes = sum(layer.saved_bytes for layer in layers)
+        again_s = sum(layer.forward_s for layer in layers) if pipelining.recompute else 0.0
+        costs.append(
+            StageCost(
+                compute_s=(sum(layer.compute_s for layer in layers) + again_s) / cluster.device(device).speed,
+                receive_s=receive_s[stage],
+                send_s=send_s[stage],
+                receive_bytes=receive_bytes[stage],
+                send_bytes=send_bytes[stage],
+                state_bytes=sum(2 * layer.weight_bytes + layer.slot_bytes for layer in layers),
+                stash_bytes=in_flight * receive_bytes[stage]
+                + (1 if pipelining.recompute else in_flight) * saved_bytes,
+            )
+        )
+    return costs
+
+
+def one_batch_s(profile: Profile, cluster: Cluster, placement: Placement) -> float:
+    """The time of one micro-batch without pipelining, forward and backward, as the native mode runs it.
+
+    Each device runs its layers one at a time in the order of the profile, as soon as their inputs are there.
+    Transfers are delays that occupy no device.
+    """
+    device_of = {place: device for device, layers in placement for place in layers}
+    speed = {device: cluster.device(device).speed for device, _ in placement}
+    inputs: list[list[int]] = [[] for _ in profile.layers]
+    for maker, user in sorted(set(profile.edges)):
+        inputs[user].append(maker)
+    free_s = dict.fromkeys(speed, 0.0)
+    forward_s = [0.0] * len(profile.layers)
+    for place, layer in enumerate(profile.layers):
+        device = device_of[place]
+        arrivals = (
+            forward_s[maker] + _transfer_s(profile, cluster, maker, device_of[maker], device)
+            for maker in inputs[place]
+        )
+        start_s = max(free_s[device], max(arrivals, default=0.0))
+        forward_s[place] = free_s[device] = start_s + layer.forward_s / speed[device]
+    turn_s = max(forward_s)
+    free_s = dict.fromkeys(speed, turn_s)
+    backward_s = [turn_s] * len(profile.layers)
+    for place in reversed(range(len(profile.layers))):
+        device = device_of[place]
+        arrivals = (
+            backward_s[user] + _transfer_s(profile, cluster, place, device_of[user], device)
+            for user in profile.users[place]
+        )
+        start_s = max(free_s[device], max(arrivals, default=turn_s))
+        backward_s[place] = free_s[device] = start_s + profile.layers[place].backward_s / speed[device]
+    return max(backward_s)
+
+
+def _transfer_s(profile: Profile, cluster: Cluster, maker: int, one: str, other: str) -> float:
+    """The time of a tensor, or of its gradient, between two devices."""
+    size_bytes = profile.layers[maker].output_bytes
+    return cluster.link(one, other).time_s(size_bytes) if size_bytes and one != other else 0.0

@@ -1,0 +1,123 @@
+"""When memory does not suffice: how much is missing on which device, and what would make it fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hvpipe.plan.filling import Breadth, Cut, fill
+from hvpipe.plan.orders import Orders
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.spans import Spans
+from hvpipe.plan.stages import Plan
+from hvpipe.profile import Profile
+from hvpipe.topology import Cluster, Host
+
+_BREADTH = Breadth(sets=32, ends=3)
+
+
+def any_fit(spans: Spans, orders: Orders) -> list[Cut] | None:
+    """Cuts whose memory suffices, however long they take; None where none are found."""
+    return fill(spans, orders.seats, math.inf, _BREADTH) or fill(
+        spans, orders.in_order(orders.by_memory()), math.inf, _BREADTH
+    )
+
+
+def explain_shortage(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> str:
+    """The message for a model that does not fit: what each device lacks at least, and remedies, tried out."""
+    plan = _least_short(profile, cluster, stages, pipelining)
+    missing = [
+        f"{name}: {_amount(size)} missing of {_amount(_needed(plan, name))}"
+        for name, size in plan.shortages(cluster).items()
+    ]
+    remedies = list(_remedies(profile, cluster, stages, pipelining))
+    return (
+        f"The memory of every device should hold its stage. Received: stages={stages}, "
+        f"schedule={pipelining.schedule!r}, microbatches={pipelining.microbatches} "
+        f"of {profile.batch_size} samples; {'; '.join(missing)}. "
+        + (f"It would fit with {', or '.join(remedies)}." if remedies else "No remedy tried makes it fit.")
+    )
+
+
+def _fits(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> bool:
+    return any_fit(Spans(profile, pipelining), Orders(cluster, stages, pipelining)) is not None
+
+
+def _least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Plan:
+    """The plan that fits if every device had a little more memory, as little as can be (to 1 %)."""
+    spans = Spans(profile, pipelining)
+
+    def cuts_with(more_bytes: int) -> tuple[Orders, list[Cut] | None]:
+        orders = Orders(_with_more(cluster, more_bytes), stages, pipelining)
+        return orders, any_fit(spans, orders)
+
+    low, high = 0, 1
+    while cuts_with(high)[1] is None:
+        low, high = high, 2 * high
+    while high - low > max(1, high // 100):
+        middle = (low + high) // 2
+        low, high = (middle, high) if cuts_with(middle)[1] is None else (low, middle)
+    orders, cuts = cuts_with(high)
+    assert cuts is not None
+    return Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy")
+
+
+def _with_more(cluster: Cluster, more_bytes: int) -> Cluster:
+    hosts = (
+        replace(
+            host,
+            devices=tuple(
+                d if d.memory_bytes is None else replace(d, memory_bytes=d.memory_bytes + more_bytes)
+                for d in host.devices
+            ),
+        )
+        for host in cluster.hosts
+    )
+    return replace(cluster, hosts=tuple(hosts))
+
+
+def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
+    """What makes it fit, each tried out."""
+    for more in range(stages + 1, min(len(cluster.devices), len(profile.layers)) + 1):
+        if _fits(profile, cluster, more, pipelining):
+            yield f"{more} stages"
+            break
+    else:
+        yield from _more_devices(profile, cluster, stages, pipelining)
+    one_f = replace(pipelining, schedule="1f1b")
+    if pipelining.schedule == "gpipe" and _fits(profile, cluster, stages, one_f):
+        yield 'schedule="1f1b"'
+    for split in (2, 4, 8, 16, 32):
+        if profile.batch_size % split == 0:
+            count = pipelining.microbatches * split
+            finer = replace(one_f, microbatches=count)
+            if _fits(profile.at_batch(profile.batch_size // split), cluster, stages, finer):
+                yield f'{count} smaller micro-batches of {profile.batch_size // split} with schedule="1f1b"'
+                break
+    if not pipelining.recompute and _fits(profile, cluster, stages, replace(pipelining, recompute=True)):
+        yield "recompute=True"
+
+
+def _more_devices(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
+    """How many devices like the roomiest would have to join the cluster; tried up to twice its size and 8."""
+    roomiest = max(cluster.devices, key=lambda device: device.memory_bytes or 0)
+    host = cluster.host_of(roomiest.name)
+    for more in range(1, len(cluster.devices) + 9):
+        total = len(cluster.devices) + more
+        if total > len(profile.layers):
+            return
+        joined = tuple(
+            Host(f"+{i}", (replace(roomiest, name=f"+{i}"),), host.link, host.inner) for i in range(more)
+        )
+        if _fits(profile, replace(cluster, hosts=cluster.hosts + joined), total, pipelining):
+            yield f"{total} stages on {more} more devices like {roomiest.name}"
+            return
+
+
+def _needed(plan: Plan, device: str) -> int:
+    return next(stage.cost.memory_bytes for stage in plan.stages if stage.device == device)
+
+
+def _amount(size_bytes: int) -> str:
+    return f"{size_bytes / 1e6:,.1f} MB" if size_bytes >= 1e5 else f"{size_bytes:,} bytes"

@@ -1,0 +1,139 @@
+"""What every run of consecutive layers costs as a stage: all ends of a start at once, as the planners ask."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.profile import Profile
+from hvpipe.topology import Link
+
+Vector = npt.NDArray[np.float64]
+
+# Rows of Spans.table.
+_COMPUTE, _RECEIVE, _RECEIVE_BYTES, _SEND, _SEND_BYTES, _STATE, _SAVED = range(7)
+_CACHED_NUMBERS = 8_000_000
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A place in the pipeline with a kind of device in it: its speed, memory, links before and after.
+
+    What skips stages travels straight to its user but is charged here over the links of the neighbours. Where
+    all links are equal this is the same; elsewhere `stage_costs` has the last word.
+    """
+
+    kind: int
+    speed: float
+    memory_bytes: float
+    receive: Link
+    send: Link
+    in_flight: int
+
+    @cached_property
+    def seconds(self) -> Vector:
+        """What each row of Spans.table counts for in a stage's time."""
+        weights = np.zeros(7)
+        weights[_COMPUTE] = 1 / self.speed
+        weights[_RECEIVE], weights[_RECEIVE_BYTES] = _there_and_back(self.receive)
+        weights[_SEND], weights[_SEND_BYTES] = _there_and_back(self.send)
+        return weights
+
+
+class Spans:
+    """Costs of the runs [start, end) of a profile's layers.
+
+    They are not monotone in the end: what a run sends depends on where it is cut.
+    """
+
+    def __init__(self, profile: Profile, pipelining: Pipelining) -> None:
+        layers = profile.layers
+        self.count = len(layers)
+        self.recompute = pipelining.recompute
+        again = 1.0 if pipelining.recompute else 0.0
+        self.compute_s = _sums([layer.compute_s + again * layer.forward_s for layer in layers])
+        self._state = _sums([2 * layer.weight_bytes + layer.slot_bytes for layer in layers])
+        self._saved = _sums([layer.saved_bytes for layer in layers])
+        self._users = profile.users
+        self._bytes = [float(layer.output_bytes) for layer in layers]
+        # The last user of each tensor that travels; 0 for one that never does.
+        self._last = np.array(
+            [u[-1] if u and size else 0 for u, size in zip(profile.users, self._bytes, strict=True)], np.intp
+        )
+        # Tensors alive at each cut: made before it, used behind it.
+        self.cut_tensors, self.cut_bytes = np.zeros(self.count + 2), np.zeros(self.count + 2)
+        for maker in np.flatnonzero(self._last):
+            for alive, amount in ((self.cut_tensors, 1.0), (self.cut_bytes, self._bytes[maker])):
+                alive[maker + 1] += amount
+                alive[self._last[maker] + 1] -= amount
+        self.cut_tensors, self.cut_bytes = np.cumsum(self.cut_tensors), np.cumsum(self.cut_bytes)
+        self._tables: dict[int, Vector] = {}
+        self._cached_numbers = 0
+
+    def table(self, start: int, stop: int) -> Vector:
+        """A row for each quantity, a column for each end from start + 1 to stop."""
+        cached = self._tables.get(start)
+        if cached is not None and cached.shape[1] >= stop - start:
+            return cached[:, : stop - start]
+        if self._cached_numbers > _CACHED_NUMBERS:
+            self._tables.clear()
+            self._cached_numbers = 0
+        # Somewhat more than asked for: the next question is for a little more.
+        made = self._make_table(start, min(self.count, stop + (stop - start) // 2 + 8))
+        self._tables[start] = made
+        self._cached_numbers += made.size
+        return made[:, : stop - start]
+
+    def _make_table(self, start: int, stop: int) -> Vector:
+        table = np.zeros((7, stop - start))
+        ends = slice(start + 1, stop + 1)
+        for row, sums in ((_COMPUTE, self.compute_s), (_STATE, self._state), (_SAVED, self._saved)):
+            table[row] = sums[ends] - sums[start]
+        table[_SEND], table[_SEND_BYTES] = self.cut_tensors[ends], self.cut_bytes[ends]
+        for maker in np.flatnonzero(self._last[:start] >= start):
+            users = self._users[maker]
+            first = users[bisect_left(users, start)]
+            # Received from the first user on; and what lives on behind an end was not made here.
+            table[_RECEIVE, first - start :] += 1
+            table[_RECEIVE_BYTES, first - start :] += self._bytes[maker]
+            passing = max(0, int(self._last[maker]) - start)
+            table[_SEND, :passing] -= 1
+            table[_SEND_BYTES, :passing] -= self._bytes[maker]
+        return table
+
+    def costs_s(self, start: int, stop: int, seat: Seat) -> Vector:
+        """Seconds of the runs from `start` to each end up to `stop`, infinite where memory is short."""
+        table = self.table(start, stop)
+        costs: Vector = seat.seconds @ table
+        if seat.memory_bytes != np.inf:
+            costs[self._memory_bytes(table, seat) > seat.memory_bytes] = np.inf
+        return costs
+
+    def cost_s(self, start: int, end: int, seat: Seat) -> float:
+        """Seconds of one run, infinite where memory is short."""
+        return float(self.costs_s(start, end, seat)[-1])
+
+    def memory_bytes(self, start: int, end: int, seat: Seat) -> int:
+        return int(self._memory_bytes(self.table(start, end), seat)[-1])
+
+    def _memory_bytes(self, table: Vector, seat: Seat) -> Vector:
+        weights = np.zeros(7)
+        weights[_STATE] = 1
+        weights[_RECEIVE_BYTES] = seat.in_flight
+        weights[_SAVED] = 1 if self.recompute else seat.in_flight
+        memory: Vector = weights @ table
+        return memory
+
+
+def _there_and_back(link: Link) -> tuple[float, float]:
+    """Seconds for each message and for each byte of a tensor that goes one way, its gradient the other."""
+    return 2 * link.latency_s, 2 / link.bandwidth_bytes_per_s
+
+
+def _sums(values: list[float]) -> Vector:
+    return np.concatenate(([0.0], np.cumsum(np.array(values, np.float64))))

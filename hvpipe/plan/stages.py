@@ -1,0 +1,160 @@
+"""A plan: which layers each device runs as a stage, what that costs, for which model and cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hvpipe.document import Table, read_document, write_document
+from hvpipe.errors import PlanError
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.placement import Placement, StageCost, is_contiguous, one_batch_s, stage_costs
+from hvpipe.profile import Profile
+from hvpipe.topology import Cluster
+
+FORMAT, VERSION = "hvpipe-plan", 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers that one device runs, by name in topological order, and what a micro-batch of them costs."""
+
+    device: str
+    layers: tuple[str, ...]
+    cost: StageCost
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages in the order of the pipeline; `method` made it; the fingerprints name the model and the cluster.
+
+    Not every placement is a pipeline: where `contiguous` is False, as with some baselines, a stage is no run
+    of consecutive layers, and a micro-batch may come to a device more than once. `one_batch_s` is the time of
+    one micro-batch, forward and backward, that is alone.
+    """
+
+    stages: tuple[Stage, ...]
+    method: str
+    pipelining: Pipelining
+    contiguous: bool
+    one_batch_s: float
+    model: str = ""
+    profile_fingerprint: str = ""
+    cluster_fingerprint: str = ""
+
+    @staticmethod
+    def of(
+        profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining, method: str
+    ) -> Plan:
+        """The plan of a placement, with all that it costs; memory is not checked (see `shortages`)."""
+        costs = stage_costs(profile, cluster, placement, pipelining)
+        stages = (
+            Stage(device, tuple(profile.layers[place].name for place in layers), cost)
+            for (device, layers), cost in zip(placement, costs, strict=True)
+        )
+        return Plan(
+            stages=tuple(stages),
+            method=method,
+            pipelining=pipelining,
+            contiguous=is_contiguous(placement),
+            one_batch_s=one_batch_s(profile, cluster, placement),
+            model=profile.model,
+            profile_fingerprint=profile.fingerprint,
+            cluster_fingerprint=cluster.fingerprint,
+        )
+
+    @property
+    def bottleneck_s(self) -> float:
+        """What the busiest stage takes for a micro-batch: a pipeline finishes one in this time at best."""
+        return max(stage.cost.total_s for stage in self.stages)
+
+    @property
+    def step_s(self) -> float:
+        """A step by rule of thumb: one micro-batch all the way, then one each bottleneck.
+
+        `simulate` knows better. For a placement that is no pipeline this is a lower bound.
+        """
+        return self.one_batch_s + (self.pipelining.microbatches - 1) * self.bottleneck_s
+
+    def shortages(self, cluster: Cluster) -> dict[str, int]:
+        """For each device that the plan asks too much memory of, how many bytes are missing."""
+        missing = {}
+        for stage in self.stages:
+            limit_bytes = cluster.device(stage.device).memory_bytes
+            if limit_bytes is not None and stage.cost.memory_bytes > limit_bytes:
+                missing[stage.device] = stage.cost.memory_bytes - limit_bytes
+        return missing
+
+    def placement(self, profile: Profile) -> list[tuple[str, list[int]]]:
+        """The stages with their layers as places in the profile."""
+        return [(stage.device, [profile.place(name) for name in stage.layers]) for stage in self.stages]
+
+    def check(self, profile: Profile | None = None, cluster: Cluster | None = None) -> None:
+        """Refuse a profile from another model than the plan's, or another cluster."""
+        if profile is not None and profile.fingerprint != self.profile_fingerprint:
+            ours = {name for stage in self.stages for name in stage.layers}
+            theirs = {layer.name for layer in profile.layers}
+            odd = sorted(ours ^ theirs)
+            what = f"layer {odd[0]!r} is in only one of them" if odd else "weights or edges differ"
+            raise PlanError(
+                f"The profile should be of the model that was planned ({self.model or 'unnamed'}, "
+                f"{len(ours)} layers). Received: {profile.model or 'unnamed'}, {len(theirs)} layers; {what}"
+            )
+        if cluster is not None and cluster.fingerprint != self.cluster_fingerprint:
+            names = [device.name for device in cluster.devices]
+            lacking = [stage.device for stage in self.stages if stage.device not in names]
+            what = f"it lacks {', '.join(lacking)}" if lacking else "speeds, memory, hosts or links differ"
+            raise PlanError(
+                "The cluster should be the one that was planned for; plan again for this one. "
+                f"Received: devices={names}; {what}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **asdict(self), "bottleneck_s": self.bottleneck_s}
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any] | Table, place: str = "The plan") -> Plan:
+        """The inverse of `to_json`."""
+        table = document if isinstance(document, Table) else Table(document, place)
+        table.check_format(FORMAT, VERSION)
+        how = table.table("pipelining")
+        stages = tuple(
+            Stage(row.text("device"), tuple(row.texts("layers")), _cost(row.table("cost")))
+            for row in table.tables("stages")
+        )
+        if not stages:
+            raise PlanError(f"{table.place}: stages should be at least one. Received: stages=[]")
+        return Plan(
+            stages=stages,
+            method=table.text("method"),
+            pipelining=Pipelining(
+                how.text("schedule"), how.integer("microbatches", minimum=1), how.flag("recompute")
+            ),
+            contiguous=table.flag("contiguous"),
+            one_batch_s=table.number("one_batch_s"),
+            model=table.text("model"),
+            profile_fingerprint=table.text("profile_fingerprint"),
+            cluster_fingerprint=table.text("cluster_fingerprint"),
+        )
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        write_document(path, self.to_json())
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Plan:
+        """Read what `write` wrote."""
+        return Plan.from_json(read_document(path))
+
+
+def _cost(row: Table) -> StageCost:
+    return StageCost(
+        compute_s=row.number("compute_s"),
+        receive_s=row.number("receive_s"),
+        send_s=row.number("send_s"),
+        receive_bytes=row.integer("receive_bytes"),
+        send_bytes=row.integer("send_bytes"),
+        state_bytes=row.integer("state_bytes"),
+        stash_bytes=row.integer("stash_bytes"),
+    )
