@@ -63,29 +63,17 @@ class FinishBeforeBatchCallbacks(EpochEnd):
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Last of the callbacks: where one rank's callback stops training, all ranks stop with that epoch.
-
-    Also where it stops in the middle of the epoch (TerminateOnNaN): the others go on, and need this rank.
-    """
+    """Last of the callbacks: where one rank's callback stops training, all ranks stop with that epoch."""
 
     async_safe = True
-    reads_weights = False
 
     def __init__(self, session: Session) -> None:
         super().__init__()
         self._session = session
-        self._stops = False
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._stops = False
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._stops = self._stops or self.model.stop_training
-        self.model.stop_training = False
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         stops = self._session.engine.agree(
-            f"whether to go on after epoch {epoch + 1}", float(self._stops or self.model.stop_training)
+            f"whether to go on after epoch {epoch + 1}", float(self.model.stop_training)
         )
         if any(stops):
             self.model.stop_training = True

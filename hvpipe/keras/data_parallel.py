@@ -195,9 +195,12 @@ class DataParallel:
                 iterator = list(itertools.islice(iterator, self.model.steps_per_execution))
             if not self._ready:
                 self._prepare(batch_of(iterator))
-            self._pending = False  # this call finishes what waits
+            waited, self._pending = self._pending, False  # this call finishes what waits
             try:
                 logs = self._call(holder[0], iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                self._pending = waited  # or not: the data had come to its end
+                raise
             except Exception as error:
                 if not self._plan_anew():
                     self.session.engine.fail_if_announced(f"{type(error).__name__}: {error}")

@@ -247,9 +247,6 @@ class OverlappedOptimizer:
 
     # --- Updates ----------------------------------------------------------------------------------
 
-    # Every update is a branch of a tf.cond, in every overlap: TensorFlow's optimizer of graphs works on a
-    # branch by itself, so what it makes of the arithmetic, and with it the bits, is the same everywhere.
-
     def _finish(self, token: Any) -> list[Any]:
         """Collect and update if something was submitted; a tensor for each bucket, there when it is done."""
         return self._update([token] * len(self.reducer.plan.buckets))

@@ -73,13 +73,6 @@ MORE_CASES = {
         lambda: optimizers.SGD(0.1, momentum=0.9), {"run_eagerly": True, "steps_per_execution": 4}
     ),
     "xla_asked_for": Case(lambda: optimizers.Adam(0.01), {"jit_compile": True}),
-    # Long products of constants, which TensorFlow rewrites by what it sees around them.
-    "weight_decay_schedule": Case(lambda: optimizers.AdamW(decaying(), weight_decay=0.1)),
-    "rmsprop_centered": Case(lambda: optimizers.RMSprop(0.1, centered=True)),
-    "muon_schedule": Case(lambda: optimizers.Muon(decaying())),
-    "ema_weight_decay_schedule": Case(
-        lambda: optimizers.AdamW(decaying(), weight_decay=0.1, use_ema=True, ema_momentum=0.8)
-    ),
     "amsgrad": Case(lambda: optimizers.Adam(0.01, amsgrad=True)),
 }
 EVERY_OPTIMIZER = ("Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "RMSprop")

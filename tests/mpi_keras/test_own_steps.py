@@ -123,21 +123,6 @@ def test_gradients_that_need_no_weights() -> None:
     assert_same_bits(trained("step"), trained("none"))
 
 
-def test_one_rank_that_stops_in_the_middle_of_an_epoch() -> None:
-    class Stop(keras.callbacks.Callback):
-        reads_weights = False
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 1 and hvpipe.rank() == 0:
-                self.model.stop_training = True
-
-    model = parallel(compiled())
-    history = fit(model, my_batches(STEPS), epochs=3, callbacks=[Stop()])
-    assert len(history["loss"]) == 1
-    assert int(model.optimizer.iterations) == STEPS
-    assert_same_on_all_ranks(state_of(model))
-
-
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_weights_after_fit_is_left_by_an_exception(error: type[BaseException]) -> None:
     class Raise(keras.callbacks.Callback):
