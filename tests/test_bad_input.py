@@ -210,6 +210,25 @@ hk.data_parallel(model).fit(x, y, batch_size=4, verbose=0)
     fails(tmp_path, INIT + KERAS + script, says)
 
 
+def test_training_on_after_a_step_that_raised_on_all_ranks(tmp_path: Path) -> None:
+    script = """
+def loss(wanted, found):
+    with tf.control_dependencies([tf.debugging.assert_less(tf.reduce_max(wanted), 100.0)]):
+        return tf.reduce_mean((wanted - found) ** 2)
+model.compile("adam", loss)
+hk.data_parallel(model).fit(x, y, batch_size=4, verbose=0)
+try:
+    model.fit(x, y + 1000, batch_size=4, verbose=0)
+except tf.errors.InvalidArgumentError:
+    say_when()
+other = keras.models.clone_model(model)
+other.compile("adam", "mse")
+hk.data_parallel(other).fit(x, y, batch_size=4, verbose=0)
+"""
+    says = r"(?s)A training step ended with an error on this rank.*Received: InvalidArgumentError"
+    fails(tmp_path, INIT + KERAS + script, says)
+
+
 # --- What hvpipe needs is not there -----------------------------------------------------------------------
 
 
