@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,14 @@ class Table:
                 f'{self.place} should have "format": "{name}" and "version": {version}. '
                 f"Received: format={received[0]!r}, version={received[1]!r}"
             )
+
+    @contextlib.contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        """Put the place in front of an HvpipeError that does not name it."""
+        try:
+            yield
+        except HvpipeError as error:
+            raise error if self.place in str(error) else HvpipeError(f"{self.place}: {error}") from error
 
     def _prefix(self) -> str:
         return f"{self.place}." if ": " in self.place else f"{self.place}: "

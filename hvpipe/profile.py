@@ -48,6 +48,11 @@ class LayerCost:
     def compute_s(self) -> float:
         return self.forward_s + self.backward_s
 
+    @property
+    def state_bytes(self) -> int:
+        """Weights, their gradients and the optimizer's slots."""
+        return 2 * self.weight_bytes + self.slot_bytes
+
 
 @dataclass(frozen=True)
 class Profile:
@@ -125,6 +130,15 @@ class Profile:
         return tuple(tuple(users) for users in found)
 
     @cached_property
+    def makers(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer the places of the layers whose outputs it uses, in order."""
+        found: list[list[int]] = [[] for _ in self.layers]
+        for maker, users in enumerate(self.users):
+            for user in users:
+                found[user].append(maker)
+        return tuple(tuple(makers) for makers in found)
+
+    @cached_property
     def compute_s(self) -> float:
         return sum(layer.compute_s for layer in self.layers)
 
@@ -170,15 +184,13 @@ class Profile:
         table = document if isinstance(document, Table) else Table(document, place)
         table.check_format(FORMAT, VERSION)
         edges = [(row.text("from"), row.text("to")) for row in table.tables("edges")]
-        try:
+        with table.named_in_errors():
             return Profile.of(
                 [_layer(row) for row in table.tables("layers")],
                 edges,
                 batch_size=table.integer("batch_size", minimum=1),
                 model=table.text("model"),
             )
-        except HvpipeError as error:
-            raise error if table.place in str(error) else HvpipeError(f"{table.place}: {error}") from error
 
     def write(self, path: str | os.PathLike[str]) -> None:
         write_document(path, self.to_json())

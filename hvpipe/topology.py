@@ -176,10 +176,8 @@ class Cluster:
         if table.has("format"):
             table.check_format(FORMAT, VERSION)
         measured = [_measured_link(row) for row in table.tables("link")] if table.has("link") else []
-        try:
+        with table.named_in_errors():
             return Cluster(tuple(_host(row) for row in table.tables("host")), tuple(measured))
-        except HvpipeError as error:
-            raise error if table.place in str(error) else HvpipeError(f"{table.place}: {error}") from error
 
     def write(self, path: str | os.PathLike[str]) -> None:
         write_document(path, self.to_json())

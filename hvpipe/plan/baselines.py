@@ -107,13 +107,10 @@ def _m_etf(profile: Profile, cluster: Cluster, devices: list[Device], generator:
     earliest in the forward is next; the backward goes where the forward is. Where no device has memory, the
     one with the most left takes the layer.
     """
-    inputs: list[list[int]] = [[] for _ in profile.layers]
-    for maker, user in profile.edges:
-        inputs[user].append(maker)
-    waiting = [len(makers) for makers in inputs]
+    waiting = [len(makers) for makers in profile.makers]
     ready = [place for place, count in enumerate(waiting) if count == 0]
     free_s, left_bytes = [0.0] * len(devices), [_memory_bytes(device) for device in devices]
-    home, done_s = [0] * len(inputs), [0.0] * len(inputs)
+    home, done_s = [0] * len(waiting), [0.0] * len(waiting)
 
     def start_s(place: int, at: int) -> float:
         arrivals = (
@@ -121,7 +118,7 @@ def _m_etf(profile: Profile, cluster: Cluster, devices: list[Device], generator:
             + cluster.link(devices[home[maker]].name, devices[at].name).time_s(
                 profile.layers[maker].output_bytes
             )
-            for maker in inputs[place]
+            for maker in profile.makers[place]
         )
         return max(free_s[at], max(arrivals, default=0.0))
 
@@ -164,7 +161,7 @@ def _named(devices: list[Device], layers_of: list[list[int]]) -> Placement:
 
 
 def _resident_bytes(layer: LayerCost) -> int:
-    return 2 * layer.weight_bytes + layer.slot_bytes + layer.saved_bytes
+    return layer.state_bytes + layer.saved_bytes
 
 
 def _memory_bytes(device: Device) -> float:

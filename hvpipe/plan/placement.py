@@ -82,7 +82,7 @@ def stage_costs(
                 send_s=send_s[stage],
                 receive_bytes=receive_bytes[stage],
                 send_bytes=send_bytes[stage],
-                state_bytes=sum(2 * layer.weight_bytes + layer.slot_bytes for layer in layers),
+                state_bytes=sum(layer.state_bytes for layer in layers),
                 stash_bytes=in_flight * receive_bytes[stage]
                 + (1 if pipelining.recompute else in_flight) * saved_bytes,
             )
@@ -98,16 +98,13 @@ def one_batch_s(profile: Profile, cluster: Cluster, placement: Placement) -> flo
     """
     device_of = {place: device for device, layers in placement for place in layers}
     speed = {device: cluster.device(device).speed for device, _ in placement}
-    inputs: list[list[int]] = [[] for _ in profile.layers]
-    for maker, user in sorted(set(profile.edges)):
-        inputs[user].append(maker)
     free_s = dict.fromkeys(speed, 0.0)
     forward_s = [0.0] * len(profile.layers)
     for place, layer in enumerate(profile.layers):
         device = device_of[place]
         arrivals = (
             forward_s[maker] + _transfer_s(profile, cluster, maker, device_of[maker], device)
-            for maker in inputs[place]
+            for maker in profile.makers[place]
         )
         start_s = max(free_s[device], max(arrivals, default=0.0))
         forward_s[place] = free_s[device] = start_s + layer.forward_s / speed[device]

@@ -57,7 +57,7 @@ class Spans:
         self.recompute = pipelining.recompute
         again = 1.0 if pipelining.recompute else 0.0
         self.compute_s = _sums([layer.compute_s + again * layer.forward_s for layer in layers])
-        self._state = _sums([2 * layer.weight_bytes + layer.slot_bytes for layer in layers])
+        self._state = _sums([layer.state_bytes for layer in layers])
         self._saved = _sums([layer.saved_bytes for layer in layers])
         self._users = profile.users
         self._bytes = [float(layer.output_bytes) for layer in layers]
