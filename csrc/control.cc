@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+
 namespace hvpipe {
 
 Record MakeRecord(std::uint64_t signature, double samples, const std::string& what) {

@@ -131,6 +131,8 @@ class Engine {
                        double scale, int tag);
   void AddControlStage(Operation& operation, double samples, std::uint64_t signature);
   std::shared_ptr<Operation> Checked(const std::string& what);
+  void RunChecked(const std::string& what, std::function<std::unique_ptr<Collective>(const Operation&)> make,
+                  const Interrupt& interrupt);
   int NextTag();
 
   EngineOptions options_;

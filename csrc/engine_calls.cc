@@ -8,19 +8,37 @@
 
 namespace hvpipe {
 
+namespace {
+
+std::shared_ptr<Operation> Blocking(const std::string& what) {
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kBlockingPriority;
+  return operation;
+}
+
+}  // namespace
+
 int Engine::NextTag() { return kFirstCallTag + blocking_calls_++ % kCallTags; }
 
 // A blocking call across hosts first makes sure that every rank is at the same call. On one host the
 // all-reduce checks that by itself, in the slots of the lane.
 std::shared_ptr<Operation> Engine::Checked(const std::string& what) {
-  auto operation = std::make_shared<Operation>();
-  operation->what = what;
-  operation->priority = kBlockingPriority;
+  auto operation = Blocking(what);
   AddControlStage(*operation, 0, Hash(what));
   operation->check = [](Operation& done) {
     static_cast<const ControlExchange&>(*done.stages.front().collective).CheckAgreement();
   };
   return operation;
+}
+
+void Engine::RunChecked(const std::string& what,
+                        std::function<std::unique_ptr<Collective>(const Operation&)> make,
+                        const Interrupt& interrupt) {
+  progress_->Run(Checked(what), interrupt);
+  auto operation = Blocking(what);
+  operation->stages.push_back({std::move(make), nullptr, nullptr});
+  progress_->Run(operation, interrupt);
 }
 
 void Engine::AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale,
@@ -30,9 +48,7 @@ void Engine::AllReduce(const void* in, void* out, std::size_t count, DType dtype
     return;
   }
   if (hosts_ > 1 || !up_) progress_->Run(Checked(what), interrupt);
-  auto operation = std::make_shared<Operation>();
-  operation->what = what;
-  operation->priority = kBlockingPriority;
+  auto operation = Blocking(what);
   operation->traced = true;
   AddReduceStages(*operation, std::make_shared<const Ends>(Ends{in, out}), count, dtype, scale, NextTag());
   if (!up_ || hosts_ > 1) return progress_->Run(operation, interrupt);
@@ -60,17 +76,14 @@ void Engine::CheckPeersAreHere(const std::string& what) {
 void Engine::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,
                        const Interrupt& interrupt) {
   if (size_ == 1) return;
-  progress_->Run(Checked(what), interrupt);
-  auto operation = std::make_shared<Operation>();
-  operation->what = what;
-  operation->priority = kBlockingPriority;
   const int tag = NextTag();
-  operation->stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
-                                 return std::make_unique<ChainBroadcast>(*world_, counters_, data, bytes,
-                                                                         root, options_.segment_bytes, tag);
-                               },
-                               nullptr, nullptr});
-  progress_->Run(operation, interrupt);
+  RunChecked(
+      what,
+      [=](const Operation&) -> std::unique_ptr<Collective> {
+        return std::make_unique<ChainBroadcast>(*world_, counters_, data, bytes, root, options_.segment_bytes,
+                                                tag);
+      },
+      interrupt);
 }
 
 void Engine::AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
@@ -78,17 +91,13 @@ void Engine::AllGather(const void* in, void* out, std::size_t bytes, const std::
   char* mine = static_cast<char*>(out) + static_cast<std::size_t>(rank_) * bytes;
   if (in != mine) std::memcpy(mine, in, bytes);
   if (size_ == 1) return;
-  progress_->Run(Checked(what), interrupt);
-  auto operation = std::make_shared<Operation>();
-  operation->what = what;
-  operation->priority = kBlockingPriority;
   const int tag = NextTag();
-  operation->stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
-                                 return std::make_unique<RingAllGather>(*world_, counters_, out, bytes,
-                                                                        options_.segment_bytes, tag);
-                               },
-                               nullptr, nullptr});
-  progress_->Run(operation, interrupt);
+  RunChecked(
+      what,
+      [=](const Operation&) -> std::unique_ptr<Collective> {
+        return std::make_unique<RingAllGather>(*world_, counters_, out, bytes, options_.segment_bytes, tag);
+      },
+      interrupt);
 }
 
 std::vector<double> Engine::Agree(const std::string& what, double samples, const Interrupt& interrupt) {
