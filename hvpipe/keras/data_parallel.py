@@ -127,7 +127,6 @@ class DataParallel:
         self._methods = InstanceMethods(model)
         self._ready = False
         self._pending = False
-        self._uses_weights_after: list[str] = []
         self._steps_seen = 0
         self._train_counter = SampleCounter()
         self._test_counter = SampleCounter()
@@ -220,9 +219,8 @@ class DataParallel:
     def _plan_anew(self) -> bool:
         """After a failed call: whether that was in tracing, and the optimizer is hooked now as it must be."""
         assert self._optimizer is not None
-        others, early = self._optimizer.other_variables, self._uses_weights_after
+        others, early = self._optimizer.other_variables, self._optimizer.used_early
         if early:
-            self._uses_weights_after = []
             if self.session.world.rank == 0:
                 logger.warning(
                     "hvpipe: train_step of model %s uses %s after the optimizer's update, which "
@@ -309,9 +307,7 @@ class DataParallel:
                 "hvpipe.keras.DistributedOptimizer: else the ranks train apart. "
                 f"Received: train_step of {type(self.model).__name__}, which reduces no gradient"
             )
-        self._uses_weights_after = self._optimizer.used_after_apply()
-        if self._uses_weights_after:
-            raise HvpipeError("weights are used before their update")  # `_plan_anew` takes care of it
+        self._optimizer.end()
         return logs
 
     def _test_step(self, data: Any) -> Any:

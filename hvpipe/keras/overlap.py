@@ -41,8 +41,9 @@ class OverlappedOptimizer:
     """Puts the engine between an optimizer's gradients and its update; `optimizer.apply` calls `apply` here.
 
     `variables` are those that have gradients. `defers` says whether updates may happen in the next step:
-    then `begin` must be called at the start of every step, and `flush` before weights are read; and where
-    tracing fails, `other_variables` says for which variables to plan anew, if that was why.
+    then `begin` must be called at the start of every step, `end` at its end, and `flush` before weights are
+    read. Where tracing fails, `other_variables` says for which variables to plan anew, and `used_early` which
+    rule out putting updates off, if that was why.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class OverlappedOptimizer:
         self._by_variable = acts_by_variable(optimizer, variables)
         self._traced = session.settings.trace_path is not None
         self.other_variables: list[Any] = []
+        self.used_early: list[str] = []
         self._samples: Any = None
         self._applied = False
         self._finished: list[Any] = []
@@ -130,17 +132,19 @@ class OverlappedOptimizer:
         if self.overlap == "step" and not tf.executing_eagerly():
             self._operations_then = len(tf.compat.v1.get_default_graph().get_operations())
 
-    def used_after_apply(self) -> list[str]:
-        """Names of the variables that the graph of this step touches after `apply`; for "step"."""
+    def end(self) -> None:
+        """End of a step's graph: in "step", refuse one that touches variables after `apply`."""
         if self._operations_then is None:
-            return []
+            return
         graph = tf.compat.v1.get_default_graph()
         later = graph.get_operations()[self._operations_then :]
         taken = {id(tensor) for operation in later for tensor in operation.inputs}
         touched = {id(outside) for outside, inside in graph.captures if id(inside) in taken}
         rate = getattr(self.optimizer, "_learning_rate", None)  # no update changes it
         watched = [*self.reducer.variables, *(v for v in self.optimizer.variables if v is not rate)]
-        return [name_of(v) for v in watched if id(native(v).handle) in touched]
+        self.used_early = [name_of(v) for v in watched if id(native(v).handle) in touched]
+        if self.used_early:
+            raise HvpipeError("weights are used before their update")
 
     def flush(self) -> None:
         """Finish updates that wait for the next step; weights are then those after the last step."""
@@ -181,16 +185,15 @@ class OverlappedOptimizer:
             with tf.control_dependencies(tokens):
                 reduced = self.reducer.collect_all(tokens)
             with tf.control_dependencies(reduced):
-                self._update(tokens, [tf.identity(g) for g in reduced])
+                apply_all(self.optimizer, [tf.identity(g) for g in reduced], self.reducer.variables)
         elif self.overlap == "backward":
             tokens = self.reducer.submit(scale, gradients)
             for done in self._update(tokens):
                 note_collected(done)
         elif self.overlap == "step":
             # A gradient may be there before its bucket's update is: that of a linear loss needs no weights.
-            finished = self._finished
-            after = (lambda bucket: [finished[bucket]]) if finished else None
-            self._token.assign(tf.add_n(self.reducer.submit(scale, gradients, after)))
+            tokens = self.reducer.submit(scale, gradients, after=lambda bucket: [self._finished[bucket]])
+            self._token.assign(tf.add_n(tokens))
         else:
             self._update_stale(gradients, scale)
 
@@ -251,24 +254,21 @@ class OverlappedOptimizer:
         """Collect and update if something was submitted; a tensor for each bucket, there when it is done."""
         return self._update([token] * len(self.reducer.plan.buckets))
 
-    def _update(self, tokens: Sequence[Any], reduced: Sequence[Any] | None = None) -> list[Any]:
-        """Update where the tokens say so, with what is `reduced` or else with what is collected first.
-
-        Returns a tensor for each bucket, there when its update is done.
-        """
+    def _update(self, tokens: Sequence[Any]) -> list[Any]:
+        """Collect and update where the tokens say so; a tensor for each bucket, there when that is done."""
         buckets = self.reducer.plan.buckets
         done: list[Any]
         if self._by_variable:
             done = [None] * len(buckets)
             for number, bucket in self.reducer.plan.by_need():
-                update = functools.partial(self._update_bucket, number, bucket, tokens[number], reduced)
+                update = functools.partial(self._update_bucket, number, bucket, tokens[number])
                 done[number] = self._where_submitted(tokens[number], update)
             with tf.control_dependencies(tokens):
                 self._where_submitted(tokens[0], self._count_step)
             self._note(done)
         else:
             with tf.control_dependencies(tokens):
-                together = functools.partial(self._update_together, tokens, reduced)
+                together = functools.partial(self._update_together, tokens)
                 done = [self._where_submitted(tokens[0], together)] * len(buckets)
             self._note(done[:1])
         return done
@@ -280,20 +280,15 @@ class OverlappedOptimizer:
         count_step(self.optimizer)
         return tf.constant(0.0)
 
-    def _update_bucket(self, number: int, bucket: Bucket, token: Any, reduced: Sequence[Any] | None) -> Any:
+    def _update_bucket(self, number: int, bucket: Bucket, token: Any) -> Any:
         variables = self.reducer.members(bucket)
         # Weight decay needs no gradient, but must not come before there is one.
         with tf.control_dependencies([token]):
-            if reduced is None:
-                gradients = self.reducer.collect(number, token)
-            else:
-                gradients = [tf.identity(reduced[place]) for place in bucket.members]
-            apply_some(self.optimizer, gradients, variables)
+            apply_some(self.optimizer, self.reducer.collect(number, token), variables)
         return self._done(variables, bucket.name)
 
-    def _update_together(self, tokens: Sequence[Any], reduced: Sequence[Any] | None) -> Any:
-        gradients = self.reducer.collect_all(tokens) if reduced is None else list(reduced)
-        apply_all(self.optimizer, gradients, self.reducer.variables)
+    def _update_together(self, tokens: Sequence[Any]) -> Any:
+        apply_all(self.optimizer, self.reducer.collect_all(tokens), self.reducer.variables)
         return self._done(self.reducer.variables, self.reducer.plan.buckets[0].name)
 
     def _done(self, variables: Sequence[Any], name: str) -> Any:
