@@ -60,6 +60,7 @@ Engine::Engine(MPI_Comm world, EngineOptions options)
     if (hosts_ > 1) down_ = std::make_unique<Lane>(Duplicate(local), lane);
   }
   HVPIPE_MPI(MPI_Comm_free(&local));
+  messages_ = std::make_unique<MpiTransport>(Duplicate(own));
   world_ = std::make_unique<MpiTransport>(own);
   const bool crowded = static_cast<unsigned>(local_size_) > std::thread::hardware_concurrency();
   const Progress::Options progress{options.timeout_s, [this](int idle_passes) { return NapS(idle_passes); },
@@ -79,6 +80,11 @@ Engine::~Engine() {
 void Engine::BeginPass(double now_s) {
   budget_.BeginPass(now_s);
   world_->Poll();
+  messages_->Poll();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& group : groups_) group->transport->Poll();
+  }
   if (leaders_) leaders_->Poll();
 }
 

@@ -15,6 +15,7 @@
 #include "bucket.h"
 #include "control.h"
 #include "event_log.h"
+#include "message.h"
 #include "mpi_transport.h"
 #include "progress.h"
 #include "shared_memory.h"
@@ -90,6 +91,17 @@ class Engine {
   // Waits for all ranks; throws unless all came with the same `what`. The samples of all ranks, in order.
   std::vector<double> Agree(const std::string& what, double samples, const Interrupt& interrupt);
 
+  // Between two ranks, without waiting; `done` is called from another thread. What is sent stays as it is
+  // until then. Messages of one tag between two ranks keep their order; tags are from 0 to 32766.
+  void Send(int peer, int tag, const void* data, std::size_t bytes, const std::string& what, Done done);
+  std::shared_ptr<AlignedBuffer> Receive(int peer, int tag, std::size_t bytes, const std::string& what,
+                                         Done done);
+  // Ranks that reduce among themselves; called by these ranks alone, in the same order, and waits for them.
+  int AddGroup(const std::vector<int>& ranks);
+  // In place, without waiting: data = sum over the ranks of the group, which call it in the same order.
+  void GroupAllReduce(int group, void* data, std::size_t count, DType dtype, const std::string& what,
+                      Done done);
+
   // Ends all that is under way with an error, and everything later.
   void Fail(const Error& error) { progress_->Fail(error); }
   // Stops the progress thread; call Agree("shutdown") first to drain. Idempotent.
@@ -120,6 +132,11 @@ class Engine {
     std::vector<std::unique_ptr<Bucket>> buckets;
   };
 
+  struct Group {
+    std::unique_ptr<MpiTransport> transport;
+    int calls = 0;
+  };
+
   Plan& PlanAt(int plan) const;  // with mutex_ held
   Bucket& bucket(int plan, int index) const;
   void BeginPass(double now_s);
@@ -134,6 +151,8 @@ class Engine {
   void RunChecked(const std::string& what, std::function<std::unique_ptr<Collective>(const Operation&)> make,
                   const Interrupt& interrupt);
   int NextTag();
+  void StartMessage(const std::string& what, std::function<std::unique_ptr<Collective>()> make, Done done);
+  MessageOptions MessageTo(int peer, int tag) const;
 
   EngineOptions options_;
   int rank_ = 0, size_ = 1, local_rank_ = 0, local_size_ = 1, hosts_ = 1;
@@ -142,6 +161,8 @@ class Engine {
   EventLog log_;
   SendBudget budget_;
   std::unique_ptr<MpiTransport> world_;
+  std::unique_ptr<MpiTransport> messages_;
+  std::vector<std::unique_ptr<Group>> groups_;
   std::unique_ptr<MpiTransport> leaders_;  // one rank of each host; null on the others
   std::unique_ptr<Lane> up_, down_;
   OrderQueue control_order_, lane_order_, down_order_;

@@ -20,6 +20,7 @@ class MpiTransport : public Transport {
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
+  MPI_Comm communicator() const { return communicator_; }
   Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) override;
   Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override;
   void Poll() override;

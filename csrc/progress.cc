@@ -71,7 +71,7 @@ void Progress::Enqueue(const std::vector<std::shared_ptr<Operation>>& operations
     if (error_) throw *error_;
     if (stop_) throw Error("The engine has been shut down; call hvpipe.init() first.", ErrorKind::kUsage);
     for (const auto& operation : operations) {
-      operation->sequence_ = next_sequence_++;
+      operation->sequence_ = operation->of_all_ranks ? next_sequence_++ : next_sequence_;
       operation->ready_ = ready;
       inbox_.push_back(operation);
       if (ready) newly_ready_.push_back(operation);

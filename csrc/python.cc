@@ -50,6 +50,10 @@ class Waiter {
     set_ = true;
     changed_.notify_all();
   }
+  bool set() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return set_;
+  }
   void Wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!changed_.wait_for(lock, std::chrono::milliseconds(50), [&] { return set_; })) {
@@ -61,11 +65,63 @@ class Waiter {
   }
 
  private:
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool set_ = false;
   std::optional<Error> error_;
 };
+
+// Something under way that the engine will end; holds what it is about until then.
+class Request {
+ public:
+  Request() : waiter_(std::make_shared<Waiter>()) {}
+  Engine::Done Done() const {
+    return [waiter = waiter_](const Error* error) { waiter->Set(error); };
+  }
+  bool done() const { return waiter_->set(); }
+  void Wait() const { waiter_->Wait(); }
+
+  nb::object source;                               // of a send
+  std::shared_ptr<hvpipe::AlignedBuffer> arrived;  // of a receive
+
+ private:
+  std::shared_ptr<Waiter> waiter_;
+};
+
+Request Send(Engine& engine, const InArray& array, int peer, int tag, const std::string& what) {
+  Request request;
+  request.source = nb::cast(array);
+  engine.Send(peer, tag, array.data(), array.nbytes(), what, request.Done());
+  return request;
+}
+
+Request Receive(Engine& engine, std::size_t bytes, int peer, int tag, const std::string& what) {
+  Request request;
+  request.arrived = engine.Receive(peer, tag, bytes, what, request.Done());
+  return request;
+}
+
+// The bytes that have come, in memory that lives as long as the array.
+nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> Arrived(const Request& request) {
+  if (!request.arrived) throw Error("Only a receive has bytes that arrive.", ErrorKind::kUsage);
+  auto owner = std::make_unique<std::shared_ptr<hvpipe::AlignedBuffer>>(request.arrived);
+  void* const data = request.arrived->data();
+  const std::size_t bytes = request.arrived->bytes();
+  const nb::capsule capsule(owner.release(), [](void* pointer) noexcept {
+    delete static_cast<std::shared_ptr<hvpipe::AlignedBuffer>*>(pointer);
+  });
+  return {data, {bytes}, capsule};
+}
+
+Request GroupAllReduce(Engine& engine, int group, const OutArray& array, const std::string& dtype_name,
+                       const std::string& what) {
+  const DType dtype = ParseDType(dtype_name);
+  Request request;
+  request.source = nb::cast(array);
+  engine.GroupAllReduce(group, array.data(), array.nbytes() / hvpipe::SizeOf(dtype), dtype, what,
+                        request.Done());
+  return request;
+}
 
 std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::size_t segment_bytes,
                                    int messages_in_flight, std::size_t slot_bytes, bool shared_memory,
@@ -221,6 +277,10 @@ void TranslateError(const std::exception_ptr& pointer, void* /*payload*/) {
 
 NB_MODULE(_engine, m) {
   nb::register_exception_translator(TranslateError);
+  nb::class_<Request>(m, "Request")
+      .def_prop_ro("done", &Request::done)
+      .def("wait", &Request::Wait, nb::call_guard<nb::gil_scoped_release>())
+      .def("arrived", &Arrived);
   nb::class_<Engine>(m, "Engine")
       .def_static("create", &MakeEngine, nb::arg("fortran_handle"), nb::kw_only(), nb::arg("timeout_s"),
                   nb::arg("segment_bytes"), nb::arg("messages_in_flight"), nb::arg("slot_bytes"),
@@ -273,6 +333,11 @@ NB_MODULE(_engine, m) {
           },
           nb::arg("message"))
       .def("announced", &Engine::Announced)
+      .def("send", &Send, nb::arg("array"), nb::arg("peer"), nb::arg("tag"), nb::arg("what"))
+      .def("receive", &Receive, nb::arg("bytes"), nb::arg("peer"), nb::arg("tag"), nb::arg("what"))
+      .def("add_group", &Engine::AddGroup, nb::arg("ranks"), nb::call_guard<nb::gil_scoped_release>())
+      .def("group_all_reduce", &GroupAllReduce, nb::arg("group"), nb::arg("array"), nb::arg("dtype"),
+           nb::arg("what"))
       .def("stop", &Engine::Stop, nb::call_guard<nb::gil_scoped_release>())
       .def("counters", &CountersOf)
       .def("take_events", &TakeEvents)

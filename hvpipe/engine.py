@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -126,6 +127,33 @@ class Engine:
         self.agree(f"broadcast_object from rank {root}")
         return self.world.broadcast_object(value, root)
 
+    def send(self, array: Any, peer: int, tag: int, what: str) -> Any:
+        """Send an array's bytes to rank `peer` without waiting; a request, to `wait()` for.
+
+        The array must stay as it is until then. Messages with one tag between two ranks keep their order.
+        """
+        return self._messenger(what).send(_bytes(host_array(array)), peer, tag, what)
+
+    def receive(self, nbytes: int, peer: int, tag: int, what: str) -> Any:
+        """Expect bytes from rank `peer`; after `wait()` the request's `arrived()` is them, uint8[nbytes]."""
+        return self._messenger(what).receive(nbytes, peer, tag, what)
+
+    def add_group(self, ranks: Sequence[int]) -> int:
+        """Let some ranks (ascending, this one among them) reduce among themselves; they all call it."""
+        return int(self._messenger("add_group").add_group(list(ranks)))
+
+    def group_allreduce(self, group: int, array: Array, what: str) -> Any:
+        """Sum a C-contiguous array over the group's ranks, in place and without waiting; a request.
+
+        Called by the group's ranks in the same order. The same bits on all of them.
+        """
+        return self._messenger(what).group_all_reduce(group, _bits(array), reducible_dtype(array), what)
+
+    def _messenger(self, what: str) -> Any:
+        if self.core is None:
+            raise HvpipeError(f"{what} needs another rank. Received: one rank without MPI")
+        return self.core
+
     def add_plan(self, name: str, plan: BucketPlan) -> int:
         """Make the fused buffers of the buckets that one step reduces together; not collective."""
         if self.core is None:
@@ -240,6 +268,10 @@ def _output(out: Array, source: Array) -> Array:
         how = "read-only" if out.flags.c_contiguous else "not C-contiguous"
         raise HvpipeError(f"{wanted}. Received: an array that is {how}")
     return out
+
+
+def _bytes(array: Array) -> Array:
+    return array.reshape(-1).view(np.uint8)
 
 
 def _bits(array: Array) -> Array:
