@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from hvpipe.action import Action
 from hvpipe.errors import HvpipeError
-from hvpipe.schedule import Action, Schedule
+from hvpipe.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -95,9 +96,9 @@ def messages_of(schedule: Schedule, needs: Needs) -> dict[Action, list[Message]]
     """What each action sends to other ranks when it is done; first what goes to the nearest stage."""
     messages: dict[Action, list[Message]] = defaultdict(list)
     for consumer, producers in needs.items():
-        target = schedule.rank_of(consumer.stage)
+        target = schedule.rank_of(consumer)
         for producer in producers:
-            source = schedule.rank_of(producer.stage)
+            source = schedule.rank_of(producer)
             if source != target:
                 messages[producer].append(Message(producer, consumer, source, target))
     for producer, sent in messages.items():
@@ -166,9 +167,7 @@ def _standstill(schedule: Schedule, needs: Needs, places: list[int], done: set[A
     for rank, (actions, place) in enumerate(zip(schedule.actions, places, strict=True)):
         if place < len(actions):
             missing = next(action for action in needs[actions[place]] if action not in done)
-            there = "" if missing in needs else ", which no rank runs"
             waits.append(
-                f"rank {rank} at {actions[place]} waits for {missing} "
-                f"of rank {schedule.rank_of(missing.stage)}{there}"
+                f"rank {rank} at {actions[place]} waits for {missing} of rank {schedule.rank_of(missing)}"
             )
     return f"A schedule's ranks should not wait for each other in a circle. Received: {'; '.join(waits)}"

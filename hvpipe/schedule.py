@@ -1,81 +1,83 @@
-"""Pipeline schedules as data: in which order each rank runs the forwards and backwards of its stages."""
+"""Pipeline schedules as data: what each rank runs in which order; made by name, or read from text or JSON."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from fractions import Fraction
+from functools import cached_property
+from typing import Any
 
+from hvpipe.action import Action
+from hvpipe.document import Table, read_document, write_document
 from hvpipe.errors import HvpipeError
+from hvpipe.generators import Part, gpipe, interleaved, one_f_one_b, zb_h1
 
-KINDS = {
-    "F": "forward",
-    "B": "backward, whole",
-    "I": "backward for the inputs",
-    "W": "backward for the weights",
-}
-"""What a rank can do with one micro-batch on one stage: F, then either B or I and, some time later, W."""
-
-_TOKEN = re.compile(r"(\d*)([A-Z])(\d+)")
-
-
-@dataclass(frozen=True)
-class Action:
-    """One micro-batch through one stage of the model, forward or backward; `kind` is one of KINDS.
-
-    Stages are numbered along the model, so an action is unique in its schedule. It prints as PyTorch's do:
-    2F0 is the forward of micro-batch 0 on stage 2.
-    """
-
-    kind: str
-    microbatch: int
-    stage: int
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS or self.microbatch < 0 or self.stage < 0:
-            raise HvpipeError(
-                f"An action should have a kind of {', '.join(KINDS)} and numbers from 0. Received: {self}"
-            )
-
-    def __str__(self) -> str:
-        return f"{self.stage}{self.kind}{self.microbatch}"
+FORMAT, VERSION = "hvpipe-schedule", 1
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does in one training step: `actions[rank]`, in order.
+    """What every rank does in one training step: `actions[rank]`, in order, on a model cut into `stages`.
 
-    Each of the `ranks` holds `chunks` stages: stage s of the model is on rank s % ranks, so that a
-    micro-batch passes the ranks in a circle. `hvpipe.verify` says whether the order can run.
+    The table alone says who runs what. A rank may have several stages, and a stage several ranks (replicas),
+    each for some of the micro-batches. `hvpipe.verify` says whether the order can run.
     """
 
     name: str
-    ranks: int
+    stages: int
     microbatches: int
-    chunks: int
     actions: tuple[tuple[Action, ...], ...]
 
     def __post_init__(self) -> None:
-        if min(self.ranks, self.microbatches, self.chunks) < 1 or len(self.actions) != self.ranks:
+        if min(self.stages, self.microbatches) < 1 or not self.actions or not all(self.actions):
             raise HvpipeError(
-                "A schedule should have ranks, micro-batches and chunks, and one list of actions for each "
-                f"rank. Received: ranks={self.ranks}, microbatches={self.microbatches}, "
-                f"chunks={self.chunks}, {len(self.actions)} lists"
+                "A schedule should have stages, micro-batches, and some actions for each rank. "
+                f"Received: stages={self.stages}, microbatches={self.microbatches}, "
+                f"numbers of actions={[len(actions) for actions in self.actions]}"
             )
 
     @property
-    def stages(self) -> int:
-        return self.ranks * self.chunks
+    def ranks(self) -> int:
+        return len(self.actions)
 
-    def rank_of(self, stage: int) -> int:
-        return stage % self.ranks
+    def rank_of(self, action: Action) -> int:
+        """The rank that runs the action; HvpipeError where none does."""
+        if action not in self._home:
+            raise HvpipeError(f"A rank should run {action}. Received: none does")
+        return self._home[action]
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that run the stage, in order: its replicas. Empty where no rank does."""
+        return self._ranks_of.get(stage, ())
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that the rank runs, in order."""
+        return tuple(sorted({action.stage for action in self.actions[rank]}))
+
+    @cached_property
+    def _home(self) -> Mapping[Action, int]:
+        return {action: rank for rank, actions in enumerate(self.actions) for action in actions}
+
+    @cached_property
+    def _ranks_of(self) -> Mapping[int, tuple[int, ...]]:
+        found: dict[int, list[int]] = {}
+        for rank in range(self.ranks):
+            for stage in self.stages_of(rank):
+                found.setdefault(stage, []).append(rank)
+        return {stage: tuple(ranks) for stage, ranks in found.items()}
 
     def to_text(self) -> str:
-        """A line with the name, then a line for each rank: `F0 F1 B0`, or `0F0 4F0` with several chunks."""
+        """A line with the name, then a line for each rank: `F0 F1 B0` if all run the stage of their number.
+
+        Otherwise, with several stages on a rank or several ranks for a stage, `0F0 4F0`.
+        """
+        plain = all(self.stages_of(rank) == (rank,) for rank in range(self.ranks))
         lines = [f"{self.name}:"]
         for actions in self.actions:
-            lines.append(" ".join(str(a) if self.chunks > 1 else f"{a.kind}{a.microbatch}" for a in actions))
+            lines.append(" ".join(f"{a.kind}{a.microbatch}" if plain else str(a) for a in actions))
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -95,119 +97,51 @@ class Schedule:
                 name = " ".join(words)[:-1]
                 continue
             where = f"{source}, line {number}"
-            actions.append(tuple(_parse(word, len(actions), where) for word in words))
+            actions.append(tuple(Action.parse(word, len(actions), where) for word in words))
         if not actions:
             raise HvpipeError(f"A schedule should have a line for each rank. Received: {source}: none")
-        microbatches = 1 + max(action.microbatch for line in actions for action in line)
         # Numbers that are left out are for `verify` to name.
-        chunks = 1 + max(action.stage for line in actions for action in line) // len(actions)
-        return Schedule(name or "custom", len(actions), microbatches, chunks, tuple(actions))
+        stages = 1 + max(action.stage for line in actions for action in line)
+        microbatches = 1 + max(action.microbatch for line in actions for action in line)
+        return Schedule(name or "custom", stages, microbatches, tuple(actions))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "name": self.name,
+            "stages": self.stages,
+            "microbatches": self.microbatches,
+            "actions": [" ".join(map(str, actions)) for actions in self.actions],
+        }
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any] | Table, place: str = "The schedule") -> Schedule:
+        """The inverse of `to_json`."""
+        table = document if isinstance(document, Table) else Table(document, place)
+        table.check_format(FORMAT, VERSION)
+        actions = [
+            tuple(Action.parse(word, rank, f"{table.place}: actions[{rank}]") for word in line.split())
+            for rank, line in enumerate(table.texts("actions"))
+        ]
+        with table.named_in_errors():
+            return Schedule(
+                table.text("name"),
+                table.integer("stages", minimum=1),
+                table.integer("microbatches", minimum=1),
+                tuple(actions),
+            )
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        write_document(path, self.to_json())
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Schedule:
+        """Read what `write` wrote."""
+        return Schedule.from_json(read_document(path))
 
 
-def _parse(word: str, rank: int, where: str) -> Action:
-    match = _TOKEN.fullmatch(word)
-    if match is None or match[2] not in KINDS:
-        raise HvpipeError(
-            f"{where}: an action should read F0, or 2F0 with its stage, and be one of "
-            f"{', '.join(f'{kind} ({what})' for kind, what in KINDS.items())}. Received: {word!r}"
-        )
-    return Action(match[2], int(match[3]), int(match[1]) if match[1] else rank)
-
-
-def gpipe(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """Yield the actions of one stage: all forwards, then all backwards (Huang et al., NeurIPS 2019).
-
-    stage 0 | F0 F1 F2 F3             B0    B1    B2    B3         (3 stages, 4 micro-batches, B = 2 F)
-    stage 1 |    F0 F1 F2 F3       B0    B1    B2    B3
-    stage 2 |       F0 F1 F2 F3 B0    B1    B2    B3
-
-    It takes (microbatches + stages - 1) (F + B) on equal stages, and each stashes all micro-batches.
-    Backwards run in the order of the forwards, not in the reverse as in the paper: it takes as long, and
-    gradients add up in the same order as in the schedules below.
-    """
-    for i in range(microbatches):
-        yield Action("F", i, stage)
-    for i in range(microbatches):
-        yield Action("B", i, stage)
-
-
-def one_f_one_b(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """Yield the actions of one stage: warm up, alternate, drain (PipeDream-Flush, ICML 2021).
-
-    stage 0 | F0 F1 F2 B0 F3 B1 B2 B3      (3 stages, 4 micro-batches)
-    stage 1 | F0 F1 B0 F2 B1 F3 B2 B3
-    stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
-
-    As long as GPipe on equal stages, with a stash of min(microbatches, stages - stage).
-    """
-    warmup = min(stages - stage - 1, microbatches)
-    for i in range(warmup):
-        yield Action("F", i, stage)
-    for i in range(warmup, microbatches):
-        yield Action("F", i, stage)
-        yield Action("B", i - warmup, stage)
-    for i in range(microbatches - warmup, microbatches):
-        yield Action("B", i, stage)
-
-
-def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
-    """Yield the actions of one rank with several stages (Narayanan et al., SC 2021; Megatron-LM).
-
-    rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3   (2 ranks, 4 micro-batches,
-    rank 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3    2 chunks)
-
-    Micro-batches go in groups of as many as there are ranks through one chunk after the other. On equal
-    stages: microbatches (F + B) + (ranks - 1) (F + B) / chunks, with F and B those of all chunks together.
-    The stash is (chunks - 1) * group + 2 * (ranks - rank) - 1 of the chunks' activations, at most all.
-    Where the ranks do not divide the micro-batches, groups are larger and up to one apart in size (never
-    smaller: a rank would wait for the first of the group to come around); it takes as long by the formula.
-    """
-    groups = _groups(ranks, microbatches)
-    forwards = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
-    backwards = [(i, chunk) for group in groups for chunk in reversed(range(chunks)) for i in group]
-    warmup = min((chunks - 1) * max(map(len, groups)) + 2 * (ranks - rank - 1), len(forwards))
-    for place, (i, chunk) in enumerate(forwards):
-        yield Action("F", i, chunk * ranks + rank)
-        if place >= warmup:
-            j, back = backwards[place - warmup]
-            yield Action("B", j, back * ranks + rank)
-    for i, chunk in backwards[len(backwards) - warmup :]:
-        yield Action("B", i, chunk * ranks + rank)
-
-
-def _groups(ranks: int, microbatches: int) -> list[range]:
-    """Cut the micro-batches into as many groups of at least `ranks` as can be, up to one apart in size."""
-    count = microbatches // ranks
-    ends = [-(-microbatches * k // count) for k in range(count + 1)]
-    return [range(*pair) for pair in pairwise(ends)]
-
-
-def zb_h1(stage: int, stages: int, microbatches: int) -> Iterator[Action]:
-    """Yield the actions of one stage: 1F1B with W put off into the bubble (ZB-H1: Qi et al., ICLR 2024).
-
-    stage 0 | F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3      (3 stages, 4 micro-batches, F = I = W)
-    stage 1 |    F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
-    stage 2 |       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
-
-    Only I is waited for by other stages. Stage s runs its W's s micro-batches behind its I's, so that no
-    stage stashes more than min(microbatches, stages), the most that 1F1B does. On equal stages, with at
-    least as many micro-batches: microbatches (F + I + W) + (stages - 1) max(F, I, F + I - W); the paper's
-    F + I - W is the largest of the three where W is at most F and at most I.
-    """
-    warmup = min(stages - stage - 1, microbatches)
-    for i in range(warmup):
-        yield Action("F", i, stage)
-    for i in range(microbatches):
-        if warmup + i < microbatches:
-            yield Action("F", warmup + i, stage)
-        yield Action("I", i, stage)
-        if i >= stage:
-            yield Action("W", i - stage, stage)
-    for i in range(max(microbatches - stage, 0), microbatches):
-        yield Action("W", i, stage)
-
-
-_ONE_CHUNK: dict[str, Callable[[int, int, int], Iterator[Action]]] = {
+_ONE_CHUNK: dict[str, Callable[[Part], Iterator[Action]]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "zb-h1": zb_h1,
@@ -217,33 +151,105 @@ NAMES = (*_ONE_CHUNK, "interleaved")
 """The schedules that `make` makes."""
 
 
-def make(name: str, ranks: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The schedule of that name; `chunks`, the stages on each rank, is for "interleaved" alone."""
+def make(
+    name: str,
+    ranks: int | Sequence[int],
+    microbatches: int,
+    chunks: int = 1,
+    *,
+    shares: Sequence[Sequence[float]] | None = None,
+) -> Schedule:
+    """The schedule of that name, for so many ranks of one stage each; of `chunks` stages with "interleaved".
+
+    `ranks` may also be the numbers of ranks of each stage: with (2, 1, 1), stage 0 is on ranks 0 and 1, stage
+    1 on rank 2, stage 2 on rank 3. A stage's ranks take turns, micro-batch by micro-batch, or are dealt
+    micro-batches in proportion to its `shares`, a positive number for each of its ranks.
+    """
+    _check(name, ranks, microbatches, chunks)
+    if name == "interleaved":
+        assert isinstance(ranks, int)
+        actions = tuple(tuple(interleaved(rank, ranks, microbatches, chunks)) for rank in range(ranks))
+        return Schedule(name, ranks * chunks, microbatches, actions)
+    counts = (1,) * ranks if isinstance(ranks, int) else tuple(ranks)
+    weights = [(1.0,) * count for count in counts] if shares is None else shares
+    _check_shares(counts, weights)
+    parts = _parts(microbatches, weights)
+    return Schedule(name, len(counts), microbatches, tuple(tuple(_ONE_CHUNK[name](part)) for part in parts))
+
+
+def _parts(microbatches: int, shares: Sequence[Sequence[float]]) -> Iterator[Part]:
+    """The parts of all ranks, stage after stage.
+
+    In a steady state one micro-batch comes in each period, and a rank takes as many periods for one of its
+    own as there are to its next: `gaps`, the number of replicas where these are equal. So a backward comes
+    back at the earliest after the gap of the next stage and what that runs ahead; the lead is as much, in
+    whole turns of this stage's ranks. Less would let the stages behind wait for forwards.
+    """
+    gaps = [math.ceil(sum(map(Fraction, of_stage)) / Fraction(min(of_stage))) for of_stage in shares]
+    leads = [0]
+    for gap, next_gap in zip(gaps[-2::-1], gaps[:0:-1], strict=True):
+        leads.insert(0, gap * -(-(leads[0] + next_gap) // gap))
+    for stage, (gap, lead, of_stage) in enumerate(zip(gaps, leads, shares, strict=True)):
+        lag = gap * (sum(gaps[:stage]) // gap)
+        for dealt in deal(microbatches, of_stage):
+            if not dealt:
+                raise HvpipeError(
+                    f"Each rank of stage {stage} should get a micro-batch. Received: "
+                    f"microbatches={microbatches} for {len(of_stage)} ranks in shares of "
+                    f"{', '.join(f'{share:g}' for share in of_stage)}"
+                )
+            yield Part(stage, dealt, lead, lag)
+
+
+def deal(count: int, shares: Sequence[float]) -> list[tuple[int, ...]]:
+    """The numbers from 0 below `count`, dealt in proportion to the shares; equal shares take turns.
+
+    Each goes where (dealt + 1/2) / share is least, to the first of equals: the method of Webster, whose every
+    beginning is as near to the shares as whole numbers can be.
+    """
+    hands: list[list[int]] = [[] for _ in shares]
+    exact = [Fraction(share) for share in shares]
+    for i in range(count):
+        next_ = min(range(len(hands)), key=lambda hand: (len(hands[hand]) + Fraction(1, 2)) / exact[hand])
+        hands[next_].append(i)
+    return [tuple(hand) for hand in hands]
+
+
+def _check(name: str, ranks: int | Sequence[int], microbatches: int, chunks: int) -> None:
     if name not in NAMES:
         raise HvpipeError(f"The schedule should be one of {', '.join(NAMES)}. Received: schedule={name!r}")
-    if ranks < 1 or microbatches < 1:
+    counts = (ranks,) if isinstance(ranks, int) else ranks
+    if not counts or min(counts) < 1 or microbatches < 1:
         raise HvpipeError(
-            "A schedule should have at least one rank and one micro-batch. "
+            "A schedule should have at least one rank, for each stage, and one micro-batch. "
             f"Received: ranks={ranks}, microbatches={microbatches}"
         )
-    actions: Sequence[tuple[Action, ...]]
-    if name != "interleaved":
-        if chunks != 1:
-            raise HvpipeError(
-                f"Several stages on a rank need schedule='interleaved'. "
-                f"Received: schedule={name!r}, chunks={chunks}"
-            )
-        actions = [tuple(_ONE_CHUNK[name](rank, ranks, microbatches)) for rank in range(ranks)]
-    else:
-        if chunks < 2:
-            raise HvpipeError(
-                "schedule='interleaved' should have 2 or more chunks on each rank (with 1, it is '1f1b'). "
-                f"Received: chunks={chunks}"
-            )
-        if microbatches < ranks:
-            raise HvpipeError(
-                "schedule='interleaved' should have at least as many micro-batches as ranks. "
-                f"Received: microbatches={microbatches}, ranks={ranks}"
-            )
-        actions = [tuple(interleaved(rank, ranks, microbatches, chunks)) for rank in range(ranks)]
-    return Schedule(name, ranks, microbatches, chunks, tuple(actions))
+    if name != "interleaved" and chunks != 1:
+        raise HvpipeError(
+            f"Several stages on a rank need schedule='interleaved'. "
+            f"Received: schedule={name!r}, chunks={chunks}"
+        )
+    if name == "interleaved" and not isinstance(ranks, int):
+        raise HvpipeError(
+            "Several ranks for a stage need a schedule of gpipe, 1f1b, zb-h1. "
+            f"Received: schedule='interleaved', ranks={tuple(ranks)}"
+        )
+    if name == "interleaved" and chunks < 2:
+        raise HvpipeError(
+            "schedule='interleaved' should have 2 or more chunks on each rank (with 1, it is '1f1b'). "
+            f"Received: chunks={chunks}"
+        )
+    if name == "interleaved" and microbatches < counts[0]:
+        raise HvpipeError(
+            "schedule='interleaved' should have at least as many micro-batches as ranks. "
+            f"Received: microbatches={microbatches}, ranks={ranks}"
+        )
+
+
+def _check_shares(counts: Sequence[int], shares: Sequence[Sequence[float]]) -> None:
+    good = all(math.isfinite(share) and share > 0 for of_stage in shares for share in of_stage)
+    if not good or [len(of_stage) for of_stage in shares] != list(counts):
+        raise HvpipeError(
+            "shares should be, for each stage, a number above 0 for each of its ranks. "
+            f"Received: ranks={tuple(counts)}, shares={[list(of_stage) for of_stage in shares]}"
+        )

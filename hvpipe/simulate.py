@@ -8,9 +8,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from hvpipe.action import Action
 from hvpipe.dataflow import Dataflow, Message, Needs, dataflow_of, messages_of, needs_of, programs
 from hvpipe.errors import HvpipeError
-from hvpipe.schedule import Action, Schedule
+from hvpipe.schedule import Schedule
 from hvpipe.trace import Event, Trace
 from hvpipe.verify import check_complete, check_order, peak_stash
 
@@ -21,23 +22,21 @@ class StageCost:
 
     `backward_s` is the whole backward; `weight_s`, the part of it for the weights, is needed by schedules
     that run that apart, and there `backward_s` is the sum of both parts. `transfer_s` is how long the
-    output travels to each stage that uses it and is on another rank; its gradient takes as long to come
-    back unless `gradient_s` says otherwise. Stages that are not named there are reached in no time.
+    output travels to each stage that uses it and is on another rank: one time, or one for each rank of that
+    stage. Its gradient takes as long to come back unless `gradient_s` says otherwise. Stages that are not
+    named there are reached in no time.
     """
 
     forward_s: float
     backward_s: float
     weight_s: float | None = None
-    transfer_s: Mapping[int, float] = field(default_factory=dict)
-    gradient_s: Mapping[int, float] | None = None
+    transfer_s: Mapping[int, float | Sequence[float]] = field(default_factory=dict)
+    gradient_s: Mapping[int, float | Sequence[float]] | None = None
 
     def __post_init__(self) -> None:
-        times = [
-            self.forward_s,
-            self.backward_s,
-            *self.transfer_s.values(),
-            *(self.gradient_s or {}).values(),
-        ]
+        times = [self.forward_s, self.backward_s]
+        for given in (*self.transfer_s.values(), *(self.gradient_s or {}).values()):
+            times.extend(given if isinstance(given, Sequence) else [given])
         if not all(math.isfinite(time) and time >= 0 for time in times):
             raise HvpipeError(f"The times of a stage should be finite, from 0. Received: {self}")
         if self.weight_s is not None and not 0 <= self.weight_s <= self.backward_s:
@@ -56,6 +55,15 @@ class StageCost:
             )
         return self.weight_s if kind == "W" else self.backward_s - self.weight_s
 
+    def travel_s(self, user: int, replica: int, *, back: bool = False) -> float:
+        """How long the output travels to that rank of the stage `user`; or its gradient `back` from there."""
+        times_s = self.gradient_s if back and self.gradient_s is not None else self.transfer_s
+        given = times_s.get(user, 0.0)
+        return given[replica] if isinstance(given, Sequence) else given
+
+
+Costs = Sequence[StageCost | Sequence[StageCost]]
+"""For each stage what it takes: the same on all its ranks, or what on each of them."""
 
 Contention = Callable[[int, int], Sequence[tuple[str, int]]]
 """What a transfer from one rank to another keeps busy; what is busy serves one transfer after the other."""
@@ -96,7 +104,7 @@ class Simulation:
 
 def simulate(
     schedule: Schedule,
-    costs: Sequence[StageCost],
+    costs: Costs,
     dataflow: Dataflow | None = None,
     contention: Contention = links,
 ) -> Simulation:
@@ -106,25 +114,48 @@ def simulate(
     go beside the computing, each when its result is made and all that it keeps busy is free, first come
     first served. Times are sums of the given ones: no time steps, no rounding.
     """
-    _check_costs(schedule, costs)
     check_complete(schedule)
     check_order(schedule)
-    run = _Run(schedule, costs, needs_of(schedule, dataflow), contention)
+    cost_at = _cost_at(schedule, costs)
+    run = _Run(schedule, cost_at, needs_of(schedule, dataflow), contention)
     makespan_s = max(end_s for spans in run.spans for _, end_s, _ in spans)
     metadata = {"schedule": schedule.name, "makespan_s": makespan_s}
     trace = Trace.merge([Trace((*_compute_events(run.spans), *run.transfers), metadata)])
     busy_s = tuple(
-        math.fsum(costs[action.stage].seconds(action.kind) for action in actions)
-        for actions in schedule.actions
+        math.fsum(cost_at[action.stage, rank].seconds(action.kind) for action in actions)
+        for rank, actions in enumerate(schedule.actions)
     )
     return Simulation(trace, makespan_s, busy_s, tuple(int(peak) for peak in peak_stash(schedule)))
 
 
-def _check_costs(schedule: Schedule, costs: Sequence[StageCost]) -> None:
+_CostAt = Mapping[tuple[int, int], StageCost]
+"""What a stage takes on one of its ranks, by (stage, rank)."""
+
+
+def _cost_at(schedule: Schedule, costs: Costs) -> _CostAt:
     if len(costs) != schedule.stages:
         raise HvpipeError(
             f"costs should be of the schedule's {schedule.stages} stages. Received: {len(costs)} costs"
         )
+    found: dict[tuple[int, int], StageCost] = {}
+    for stage, given in enumerate(costs):
+        ranks = schedule.ranks_of(stage)
+        of_ranks = [given] * len(ranks) if isinstance(given, StageCost) else given
+        if len(of_ranks) != len(ranks):
+            raise HvpipeError(
+                f"costs should be one or, of stage {stage}, {len(ranks)} for its ranks. "
+                f"Received: {len(of_ranks)} costs"
+            )
+        for rank, cost in zip(ranks, of_ranks, strict=True):
+            times_s = (*cost.transfer_s.items(), *(cost.gradient_s or {}).items())
+            for user, way in times_s:
+                if isinstance(way, Sequence) and len(way) != len(schedule.ranks_of(user)):
+                    raise HvpipeError(
+                        f"The times of the way from stage {stage} to stage {user} should be one or, for the "
+                        f"ranks of the latter, {len(schedule.ranks_of(user))}. Received: {list(way)}"
+                    )
+            found[stage, rank] = cost
+    return found
 
 
 Span = tuple[float, float, Action]
@@ -133,10 +164,8 @@ Span = tuple[float, float, Action]
 class _Run:
     """The simulation at work: takes the ends of actions from a heap, in the order of time."""
 
-    def __init__(
-        self, schedule: Schedule, costs: Sequence[StageCost], needs: Needs, contention: Contention
-    ) -> None:
-        self.schedule, self.costs, self.contention = schedule, costs, contention
+    def __init__(self, schedule: Schedule, cost_at: _CostAt, needs: Needs, contention: Contention) -> None:
+        self.schedule, self.cost_at, self.contention = schedule, cost_at, contention
         self.messages = messages_of(schedule, needs)
         self.lacks = {action: len(needed) for action, needed in needs.items()}
         self.users: dict[Action, list[Action]] = defaultdict(list)
@@ -165,7 +194,7 @@ class _Run:
         action = actions[place]
         idle_s = self.spans[rank][-1][1] if place else 0.0
         start_s = max(idle_s, self.inputs_s[action])
-        end_s = start_s + self.costs[action.stage].seconds(action.kind)
+        end_s = start_s + self.cost_at[action.stage, rank].seconds(action.kind)
         self.spans[rank].append((start_s, end_s, action))
         heapq.heappush(self.running, (end_s, rank))
 
@@ -174,15 +203,11 @@ class _Run:
             self._transfer(message, end_s)
         for user in self.users[action]:
             self.lacks[user] -= 1
-        for rank in sorted({self.schedule.rank_of(a.stage) for a in (action, *self.users[action])}):
+        for rank in sorted({self.schedule.rank_of(a) for a in (action, *self.users[action])}):
             self._start_next(rank)
 
     def _transfer(self, message: Message, made_s: float) -> None:
-        maker, user = message.producer.stage, message.consumer.stage
-        forth = message.consumer.kind == "F"
-        cost = self.costs[maker if forth else user]
-        back = cost.transfer_s if cost.gradient_s is None else cost.gradient_s
-        seconds = cost.transfer_s.get(user, 0.0) if forth else back.get(maker, 0.0)
+        seconds = self._way_s(message)
         keeps_busy = self.contention(message.source, message.target) if seconds else ()
         start_s = max([made_s, *(self.free_s[what] for what in keeps_busy)])
         for what in keeps_busy:
@@ -190,10 +215,20 @@ class _Run:
         self.inputs_s[message.consumer] = max(self.inputs_s[message.consumer], start_s + seconds)
         if seconds:
             name = f"{message.producer} to rank {message.target}"
-            args = {"stage": user, "microbatch": message.producer.microbatch}
+            args = {"stage": message.consumer.stage, "microbatch": message.producer.microbatch}
             self.transfers.append(
                 Event(name, "transfer", message.source, "transfer", start_s, start_s + seconds, args)
             )
+
+    def _way_s(self, message: Message) -> float:
+        """The time of an output from its maker to a user, or of its gradient from the user to the maker."""
+        back = message.consumer.kind != "F"
+        maker, user = message.producer.stage, message.consumer.stage
+        home, away = message.source, message.target
+        if back:
+            maker, user, home, away = user, maker, away, home
+        replica = self.schedule.ranks_of(user).index(away)
+        return self.cost_at[maker, home].travel_s(user, replica, back=back)
 
 
 def _compute_events(spans: Sequence[Sequence[Span]]) -> Iterator[Event]:
@@ -209,7 +244,7 @@ def _compute_events(spans: Sequence[Sequence[Span]]) -> Iterator[Event]:
             before_s = end_s
 
 
-def lower_bound_s(schedule: Schedule, costs: Sequence[StageCost], dataflow: Dataflow | None = None) -> float:
+def lower_bound_s(schedule: Schedule, costs: Costs, dataflow: Dataflow | None = None) -> float:
     """The seconds that no order of the same actions on the same ranks can beat.
 
     The most over all ranks of head + computing + tail: the head is the way of a first output to the rank,
@@ -219,73 +254,51 @@ def lower_bound_s(schedule: Schedule, costs: Sequence[StageCost], dataflow: Data
     rank 1 | .. F .............. I W    |
     rank 2 | .... F I F I F I W W W     |
 
-    Transfers count in head and tail; that they may have to queue does not.
+    Transfers count in head and tail; that they may have to queue does not. Of a stage's replicas the fastest
+    counts in the heads and tails of others.
     """
-    _check_costs(schedule, costs)
+    cost_at = _cost_at(schedule, costs)
     dataflow = dataflow_of(schedule, dataflow)
-    head_s, tail_s = _heads(schedule, costs, dataflow), _tails(schedule, costs, dataflow)
+    head_s, tail_s = _heads(schedule, cost_at, dataflow), _tails(schedule, cost_at, dataflow)
     bound_s = 0.0
     for rank, actions in enumerate(schedule.actions):
-        stages = [stage for stage in range(schedule.stages) if schedule.rank_of(stage) == rank]
-        whole_s = math.fsum(costs[action.stage].seconds(action.kind) for action in actions)
-        apart_s = math.fsum(costs[a.stage].seconds(a.kind) for a in actions if a.kind == "W")
+        stages = schedule.stages_of(rank)
+        whole_s = math.fsum(cost_at[action.stage, rank].seconds(action.kind) for action in actions)
+        apart_s = math.fsum(cost_at[a.stage, rank].seconds("W") for a in actions if a.kind == "W")
         rest_s = max(whole_s, whole_s - apart_s + min(tail_s[stage] for stage in stages))
         bound_s = max(bound_s, min(head_s[stage] for stage in stages) + rest_s)
     return bound_s
 
 
-def _heads(schedule: Schedule, costs: Sequence[StageCost], dataflow: Dataflow) -> list[float]:
+def _heads(schedule: Schedule, cost_at: _CostAt, dataflow: Dataflow) -> list[float]:
     """The earliest that each stage can start its first forward."""
     head_s = [0.0] * schedule.stages
     for source, user in sorted(dataflow.edges):
-        cost = costs[source]
-        apart = schedule.rank_of(source) != schedule.rank_of(user)
-        way_s = cost.transfer_s.get(user, 0.0) if apart else 0.0
-        head_s[user] = max(head_s[user], head_s[source] + cost.forward_s + way_s)
+        ways = _ways_s(schedule, cost_at, (source, user), back=False)
+        way_s = min(cost_at[source, rank].forward_s + way_s for rank, way_s in ways)
+        head_s[user] = max(head_s[user], head_s[source] + way_s)
     return head_s
 
 
-def _tails(schedule: Schedule, costs: Sequence[StageCost], dataflow: Dataflow) -> list[float]:
+def _tails(schedule: Schedule, cost_at: _CostAt, dataflow: Dataflow) -> list[float]:
     """The least from the end of each stage's last B or I to the end of the step."""
     split = {action.stage for actions in schedule.actions for action in actions if action.kind == "W"}
-    tail_s = [costs[stage].seconds("W") if stage in split else 0.0 for stage in range(schedule.stages)]
+    tail_s = [0.0] * schedule.stages
+    for stage in split:
+        tail_s[stage] = min(cost_at[stage, rank].seconds("W") for rank in schedule.ranks_of(stage))
     for source, user in sorted(dataflow.edges):
-        cost = costs[source]
-        apart = schedule.rank_of(source) != schedule.rank_of(user)
-        back = cost.transfer_s if cost.gradient_s is None else cost.gradient_s
-        way_s = back.get(user, 0.0) if apart else 0.0
-        own_s = cost.seconds("I" if source in split else "B")
-        tail_s[user] = max(tail_s[user], way_s + own_s + tail_s[source])
+        ways = _ways_s(schedule, cost_at, (source, user), back=True)
+        kind = "I" if source in split else "B"
+        way_s = min(cost_at[source, rank].seconds(kind) + way_s for rank, way_s in ways)
+        tail_s[user] = max(tail_s[user], way_s + tail_s[source])
     return tail_s
 
 
-def draw(trace: Trace, columns: int = 100) -> str:
-    """The ranks' computing as text, a line each, `columns` wide: actions, dots where a rank waits.
-
-    rank 0 | F0 F1 F2 ......... B0--- F3 ...
-    """
-    events = [event for event in trace.events if event.lane == "compute"]
-    if columns < 1 or not events:
-        raise HvpipeError(
-            "A drawing needs columns and a trace with events in lane 'compute'. "
-            f"Received: columns={columns}, {len(events)} events"
-        )
-    start_s = min(event.start_s for event in events)
-    per_s = columns / (max(event.end_s for event in events) - start_s or 1.0)
-    ranks = sorted({event.rank for event in events})
-    several = len({event.args.get("stage") for event in events if event.category != "wait"}) > len(ranks)
-    lines = []
-    for rank in ranks:
-        line = "." * columns
-        for event in events:
-            if event.rank == rank and event.category != "wait":
-                first, last = (round((time - start_s) * per_s) for time in (event.start_s, event.end_s))
-                label = event.name if several else event.name.lstrip("0123456789")
-                line = line[:first] + _cell(label, last - first) + line[last:]
-        lines.append(f"rank {rank:>{len(str(ranks[-1]))}} | {line.rstrip()}")
-    return "\n".join(lines) + "\n"
-
-
-def _cell(label: str, width: int) -> str:
-    """The label in that width: cut, or filled with dashes and set apart by a space."""
-    return label[:width] if width <= len(label) else f"{label:-<{width - 1}} "
+def _ways_s(
+    schedule: Schedule, cost_at: _CostAt, edge: tuple[int, int], *, back: bool
+) -> Iterator[tuple[int, float]]:
+    """For each pair of a rank of the edge's source and one of its user: the former, and the time between."""
+    source, user = edge
+    for rank in schedule.ranks_of(source):
+        for replica, away in enumerate(schedule.ranks_of(user)):
+            yield rank, 0.0 if rank == away else cost_at[source, rank].travel_s(user, replica, back=back)

@@ -6,9 +6,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hvpipe.action import Action
 from hvpipe.dataflow import Dataflow, Message, Needs, Program, Receive, Send, Step, needs_of, programs
 from hvpipe.errors import HvpipeError
-from hvpipe.schedule import Action, Schedule
+from hvpipe.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -43,28 +44,41 @@ def verify(schedule: Schedule, dataflow: Dataflow | None = None, capacity: int =
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Every stage runs every micro-batch once: F, and either B or I and W; and on its own rank."""
+    """Every stage runs every micro-batch once: F, and either B or I and W; all of that on one rank."""
+    ranks_of: dict[Action, list[int]] = defaultdict(list)
     for rank, actions in enumerate(schedule.actions):
         for action, times in Counter(actions).items():
-            home = schedule.rank_of(action.stage)
             if action.microbatch >= schedule.microbatches or action.stage >= schedule.stages:
                 raise HvpipeError(
                     f"Rank {rank} should run micro-batches below {schedule.microbatches} of stages below "
                     f"{schedule.stages}. Received: {action}"
                 )
-            if home != rank:
-                raise HvpipeError(f"Rank {home} should run {action}. Received: it is on rank {rank}")
             if times > 1:
                 raise HvpipeError(f"Rank {rank} should run {action} once. Received: {times} times")
-    table = {action for actions in schedule.actions for action in actions}
+            ranks_of[action].append(rank)
+    for action, ranks in ranks_of.items():
+        if len(ranks) > 1:
+            raise HvpipeError(f"One rank should run {action}. Received: ranks {', '.join(map(str, ranks))}")
     for stage in range(schedule.stages):
         for i in range(schedule.microbatches):
-            kinds = "".join(kind for kind in "FBIW" if Action(kind, i, stage) in table)
-            if kinds not in ("FB", "FIW"):
-                raise HvpipeError(
-                    f"Rank {schedule.rank_of(stage)} should run F and B, or F, I and W, of micro-batch {i} "
-                    f"on stage {stage}. Received: {' '.join(kinds) or 'none'}"
-                )
+            rank_of = {kind: rank for kind in "FBIW" for rank in ranks_of[Action(kind, i, stage)]}
+            _check_microbatch(schedule, stage, i, rank_of)
+
+
+def _check_microbatch(schedule: Schedule, stage: int, i: int, rank_of: dict[str, int]) -> None:
+    """What a micro-batch needs on a stage is there, on one rank; `rank_of` says for each kind on which."""
+    if "".join(rank_of) not in ("FB", "FIW"):
+        ranks = sorted(set(rank_of.values())) or schedule.ranks_of(stage)
+        who = f"Rank {ranks[0]}" if len(ranks) == 1 else "A rank"
+        raise HvpipeError(
+            f"{who} should run F and B, or F, I and W, of micro-batch {i} "
+            f"on stage {stage}. Received: {' '.join(rank_of) or 'none'}"
+        )
+    for kind, rank in rank_of.items():
+        if rank != rank_of["F"]:
+            raise HvpipeError(
+                f"Rank {rank_of['F']} should run {Action(kind, i, stage)}. Received: it is on rank {rank}"
+            )
 
 
 def check_order(schedule: Schedule) -> None:
@@ -99,7 +113,7 @@ def check_messages(schedule: Schedule, needs: Needs, made: Sequence[Program]) ->
                 posted.add(step.message)
             else:
                 for need in needs[step]:
-                    source = schedule.rank_of(need.stage)
+                    source = schedule.rank_of(need)
                     lacking = need if source == rank else Message(need, step, source, rank)
                     if lacking not in done and lacking not in posted:
                         raise HvpipeError(

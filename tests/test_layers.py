@@ -20,8 +20,8 @@ PACKAGE = Path(__file__).parent.parent / "hvpipe"
 LAYERS = (
     ("errors", "document", "_build_info", "_engine"),
     ("topology", "profile", "trace"),
-    ("plan", "report", "timeline"),
-    ("schedule", "dataflow"),
+    ("plan", "report", "timeline", "drawing"),
+    ("action", "generators", "schedule", "dataflow"),
     ("verify", "simulate", "comm"),
     ("engine",),
     ("session", "closing", "utilization", "keras"),

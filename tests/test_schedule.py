@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvpipe import schedule as module
+from hvpipe import generators as module
+from hvpipe.action import Action
 from hvpipe.errors import HvpipeError
-from hvpipe.schedule import NAMES, Action, Schedule, make
+from hvpipe.schedule import NAMES, Schedule, deal, make
 
 quickly = settings(deadline=None, max_examples=60, derandomize=True)
 
@@ -63,17 +66,22 @@ def test_golden_text(name: str, ranks: int, microbatches: int, chunks: int, gold
 @pytest.mark.parametrize(
     ("function", "made"),
     [
-        ("gpipe", make("gpipe", 3, 4)),
-        ("one_f_one_b", make("1f1b", 3, 4)),
-        ("zb_h1", make("zb-h1", 3, 4)),
-        ("interleaved", make("interleaved", 2, 4, 2)),
+        ("gpipe", [make("gpipe", 3, 4)]),
+        ("one_f_one_b", [make("1f1b", 3, 4), make("1f1b", (2, 1), 6)]),
+        ("zb_h1", [make("zb-h1", 3, 4)]),
+        ("interleaved", [make("interleaved", 2, 4, 2)]),
     ],
 )
-def test_the_picture_in_the_docstring_is_true(function: str, made: Schedule) -> None:
-    doc = getattr(module, function).__doc__
-    lines = re.findall(r"(?:stage|rank) \d \| (.*)", doc)
-    drawn = [" ".join(re.findall(r"\b\d*[FBIW]\d\b", line)) for line in lines]
-    assert f"{made.name}:\n" + "\n".join(drawn) + "\n" == made.to_text()
+def test_the_pictures_in_the_docstring_are_true(function: str, made: list[Schedule]) -> None:
+    pictures = [part for part in getattr(module, function).__doc__.split("\n\n") if " | " in part]
+    for picture, schedule in zip(pictures, made, strict=True):
+        lines = re.findall(r"(?:stage \d|rank \d|       ) \| (.*)", picture)
+        drawn = [re.findall(r"\b\d*[FBIW]\d\b", line) for line in lines]
+        assert drawn == [[_label(schedule, action) for action in actions] for actions in schedule.actions]
+
+
+def _label(schedule: Schedule, action: Action) -> str:
+    return str(action) if schedule.name == "interleaved" else f"{action.kind}{action.microbatch}"
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (3, 7), (4, 7), (4, 9), (5, 23), (8, 64)])
@@ -83,16 +91,115 @@ def test_interleaved_groups_are_never_smaller_than_the_ranks(ranks: int, microba
     assert ranks <= min(map(len, groups)) <= max(map(len, groups)) <= min(map(len, groups)) + 1
 
 
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "golden"),
+    [
+        ("gpipe", (1, 2), 3, "0F0 0F1 0F2 0B0 0B1 0B2\n1F0 1F2 1B0 1B2\n1F1 1B1\n"),
+        # Stage 1 warms up with ceil(1 x (1 + 0) / 1) = 1, stage 0 with ceil(1 x (1 + 1) / 2) = 1.
+        (
+            "1f1b",
+            (2, 1, 1),
+            4,
+            "0F0 0F2 0B0 0B2\n0F1 0F3 0B1 0B3\n1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3\n"
+            "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3\n",
+        ),
+        # ... and here with ceil(3 x (1 + 0) / 2) = 2.
+        (
+            "1f1b",
+            (2, 3),
+            6,
+            "0F0 0F2 0F4 0B0 0B2 0B4\n0F1 0F3 0F5 0B1 0B3 0B5\n"
+            "1F0 1B0 1F3 1B3\n1F1 1B1 1F4 1B4\n1F2 1B2 1F5 1B5\n",
+        ),
+        # One rank before: the second stage's W's are floor(1 / 2) = 0 behind its I's, the third's 3.
+        (
+            "zb-h1",
+            (1, 2, 1),
+            4,
+            "0F0 0F1 0F2 0F3 0I0 0W0 0I1 0W1 0I2 0W2 0I3 0W3\n"
+            "1F0 1F2 1I0 1W0 1I2 1W2\n1F1 1F3 1I1 1W1 1I3 1W3\n"
+            "2F0 2I0 2F1 2I1 2F2 2I2 2F3 2I3 2W0 2W1 2W2 2W3\n",
+        ),
+    ],
+)
+def test_golden_text_with_replicas(name: str, ranks: tuple[int, ...], microbatches: int, golden: str) -> None:
+    assert make(name, ranks, microbatches).to_text() == f"{name}:\n{golden}"
+
+
+def test_who_runs_what_is_looked_up_in_the_table() -> None:
+    schedule = make("1f1b", (2, 1, 1), 4)
+    assert (schedule.ranks, schedule.stages, schedule.microbatches) == (4, 3, 4)
+    assert [schedule.ranks_of(stage) for stage in range(3)] == [(0, 1), (2,), (3,)]
+    assert [schedule.stages_of(rank) for rank in range(4)] == [(0,), (0,), (1,), (2,)]
+    assert [schedule.rank_of(Action("B", i, 0)) for i in range(4)] == [0, 1, 0, 1]
+    assert schedule.ranks_of(3) == ()
+    with pytest.raises(HvpipeError, match=r"A rank should run 3F0. Received: none does"):
+        schedule.rank_of(Action("F", 0, 3))
+    assert make("interleaved", 2, 2, 3).stages_of(1) == (1, 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("count", "shares", "hands"),
+    [
+        (5, (1, 1), [(0, 2, 4), (1, 3)]),
+        (4, (0.1, 0.1, 0.1), [(0, 3), (1,), (2,)]),
+        # (0 + 1/2) / (1/4) = 2 is before the third 5/2 of the first.
+        (10, (1, 0.25), [(0, 1, 3, 4, 5, 6, 8, 9), (2, 7)]),
+        (1, (1, 3), [(), (0,)]),
+    ],
+)
+def test_dealing_by_hand(count: int, shares: tuple[float, ...], hands: list[tuple[int, ...]]) -> None:
+    assert deal(count, shares) == hands
+
+
 @quickly
-@given(schedules())
-def test_text_out_and_in(schedule: Schedule) -> None:
+@given(st.integers(0, 40), st.lists(st.sampled_from([0.25, 0.5, 1, 1.5, 3]), min_size=1, max_size=4))
+def test_every_beginning_is_dealt_in_proportion(count: int, shares: list[float]) -> None:
+    hands = deal(count, shares)
+    assert sorted(i for hand in hands for i in hand) == list(range(count))
+    for share, hand in zip(shares, hands, strict=True):
+        # Two hands never differ by more than Webster's rounding: nobody is a whole one ahead of another.
+        for other, others in zip(shares, hands, strict=True):
+            assert not hand or (len(hand) - 0.5) / share <= (len(others) + 0.5) / other
+
+
+@st.composite
+def replicated(draw: st.DrawFn) -> Schedule:
+    ranks = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    return make(draw(st.sampled_from(NAMES[:3])), ranks, draw(st.integers(3, 12)))
+
+
+@quickly
+@given(schedules() | replicated())
+def test_text_and_json_out_and_in(schedule: Schedule) -> None:
     assert Schedule.from_text(schedule.to_text()) == schedule
+    assert Schedule.from_json(json.loads(json.dumps(schedule.to_json()))) == schedule
+
+
+def test_a_schedule_comes_back_from_its_file(tmp_path: Path) -> None:
+    make("zb-h1", (2, 1), 4).write(tmp_path / "schedule.json")
+    assert Schedule.read(tmp_path / "schedule.json") == make("zb-h1", (2, 1), 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"format": "hvpipe-plan"}, '"format": "hvpipe-schedule" and "version": 1'),
+        ({"stages": 0}, "stages should be a whole number of at least 1. Received: stages=0"),
+        ({"actions": ["0F0 0B0", "1F0 1G0"]}, r"actions\[1\]: an action should read F0.*Received: '1G0'"),
+        ({"actions": ["0F0", ""]}, r"some actions for each rank.*numbers of actions=\[1, 0\]"),
+        ({"actions": "0F0"}, "actions should be a list of texts"),
+    ],
+)
+def test_json_that_is_no_schedule(change: dict[str, object], says: str) -> None:
+    with pytest.raises(HvpipeError, match=says):
+        Schedule.from_json(make("1f1b", 2, 1).to_json() | change)
 
 
 def test_text_with_comments_blank_lines_and_stages() -> None:
     text = "# mine\n\n0F0 0B0  # rank 0\n  1F0 1I0 1W0\n\n"
     read = Schedule.from_text(text)
-    assert (read.name, read.ranks, read.microbatches, read.chunks) == ("custom", 2, 1, 1)
+    assert (read.name, read.ranks, read.stages, read.microbatches) == ("custom", 2, 2, 1)
     assert read.actions == (
         (Action("F", 0, 0), Action("B", 0, 0)),
         (Action("F", 0, 1), Action("I", 0, 1), Action("W", 0, 1)),
@@ -129,11 +236,27 @@ def test_text_that_is_no_schedule(text: str, says: str) -> None:
         (("1f1b", 2, 4, 2), "need schedule='interleaved'. Received: schedule='1f1b', chunks=2"),
         (("interleaved", 2, 4), "2 or more chunks .* Received: chunks=1"),
         (("interleaved", 4, 3, 2), "as many micro-batches as ranks. Received: microbatches=3, ranks=4"),
+        (
+            ("interleaved", (2, 1), 4, 2),
+            r"zb-h1. Received: schedule='interleaved', ranks=\(2, 1\)",
+        ),
+        (("1f1b", (2, 0), 4), r"one rank, for each stage, .*Received: ranks=\(2, 0\)"),
+        (("1f1b", (), 4), r"Received: ranks=\(\)"),
+        (
+            ("1f1b", (1, 3), 2),
+            "Each rank of stage 1 should .*microbatches=2 for 3 ranks in shares of 1, 1, 1",
+        ),
     ],
 )
 def test_schedules_that_cannot_be_made(arguments: tuple[str, int, int], says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
         make(*arguments)
+
+
+@pytest.mark.parametrize("shares", [[(1, 1)], [(1,), (1,)], [(1, 0), (1,)], [(1, float("nan")), (1,)]])
+def test_shares_that_do_not_fit(shares: list[tuple[float, ...]]) -> None:
+    with pytest.raises(HvpipeError, match=r"above 0 for each of its ranks. Received: ranks=\(2, 1\)"):
+        make("1f1b", (2, 1), 4, shares=shares)
 
 
 @pytest.mark.parametrize(("kind", "microbatch", "stage"), [("X", 0, 0), ("F", -1, 0), ("B", 0, -1)])
@@ -142,6 +265,7 @@ def test_no_action(kind: str, microbatch: int, stage: int) -> None:
         Action(kind, microbatch, stage)
 
 
-def test_a_schedule_with_a_list_too_few() -> None:
-    with pytest.raises(HvpipeError, match="ranks=2, microbatches=1, chunks=1, 1 lists"):
-        Schedule("short", 2, 1, 1, ((Action("F", 0, 0),),))
+@pytest.mark.parametrize("lists", [(), ((Action("F", 0, 0),), ())])
+def test_a_rank_without_actions(lists: tuple[tuple[Action, ...], ...]) -> None:
+    with pytest.raises(HvpipeError, match=r"stages=1, microbatches=1, numbers of actions="):
+        Schedule("short", 1, 1, lists)

@@ -1,4 +1,4 @@
-"""Simulated steps: closed forms, cases worked out by hand, transfers, the lower bound, the drawing."""
+"""Simulated steps: closed forms, cases worked out by hand, transfers, the lower bound."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hvpipe.dataflow import Dataflow
 from hvpipe.errors import HvpipeError
 from hvpipe.schedule import NAMES, Schedule, make
-from hvpipe.simulate import Contention, StageCost, draw, links, lower_bound_s, ports, simulate
-from hvpipe.trace import CATEGORIES, Event, Trace
+from hvpipe.simulate import Contention, StageCost, links, lower_bound_s, ports, simulate
+from hvpipe.trace import CATEGORIES, Trace
 
 quickly = settings(deadline=None, max_examples=25, derandomize=True)
 
@@ -66,6 +66,90 @@ def test_equal_parts(p: int, m: int) -> None:
     assert makespan("gpipe", p, m, whole) == makespan("1f1b", p, m, whole) == 3 * m + 3 * (p - 1)
     assert makespan("interleaved", p, m, whole, 2) == 6 * m + 3 * (p - 1)
     assert makespan("zb-h1", p, m, whole) == 3 * m + p - 1
+
+
+@quickly
+@given(sizes, seconds, seconds, st.integers(1, 3))
+def test_equal_replicas_of_every_stage_are_as_fast_as_that_many_pipelines(
+    size: tuple[int, int], f: int, b: int, replicas: int
+) -> None:
+    p, m = size
+    schedule = make("1f1b", (replicas,) * p, m * replicas)
+    assert simulate(schedule, [StageCost(f, b)] * p).makespan_s == (m + p - 1) * (f + b)
+
+
+def test_two_replicas_of_a_stage_that_takes_twice_as_long() -> None:
+    """Ranks 0 and 1 take turns, rank 2 is never idle in between: in steady state it is as if all were equal.
+
+    rank 0 | 0F0--- 0F2--- ......0B0--- 0F4--- ...
+    rank 1 | 0F1--- 0F3--- .........0B1--- ...
+    rank 2 | ......1F0 1B0 1F1 1B1 ...
+    """
+    schedule = make("1f1b", (2, 1), 8)
+    foreseen = simulate(schedule, [StageCost(2, 2), StageCost(1, 1)])
+    assert foreseen.busy_s == (16, 16, 16)
+    # Head 2, eight micro-batches of 2 each, tail 2.
+    assert foreseen.makespan_s == lower_bound_s(schedule, [StageCost(2, 2), StageCost(1, 1)]) == 20
+
+
+@pytest.mark.parametrize("replicas", [(1, 4, 1), (1, 4), (4, 1), (2, 1, 4, 1), (3, 1, 2), (2, 3)])
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_stages_balanced_by_replicas_do_not_wait_for_each_other(name: str, replicas: tuple[int, ...]) -> None:
+    """Each stage takes as many seconds as it has ranks. Regression: (1, 4, 1) took 2.2 times as long."""
+    schedule = make(name, replicas, 48)
+    costs = [StageCost(count, 2 * count, count) for count in replicas]
+    assert simulate(schedule, costs).makespan_s <= 1.12 * lower_bound_s(schedule, costs)
+
+
+def test_replicas_of_unequal_speed() -> None:
+    """Shares 2 : 1 for ranks that take 1 and 2: both compute as long."""
+    schedule = make("gpipe", (2,), 6, shares=[(2, 1)])
+    foreseen = simulate(schedule, [[StageCost(1, 2), StageCost(2, 4)]])
+    assert foreseen.busy_s == (12, 12)
+    assert foreseen.makespan_s == 12
+
+
+def test_each_pair_of_replicas_has_its_own_way() -> None:
+    """Micro-batch 0 goes from rank 0 to 2 in 3 s, micro-batch 1 from rank 1 to 3 in 5 s; gradients in 1 s."""
+    costs = [
+        [StageCost(1, 1, None, {1: (3, 9)}, {1: 1}), StageCost(1, 1, None, {1: (9, 5)}, {1: (9, 1)})],
+        StageCost(1, 1),
+    ]
+    schedule = make("1f1b", (2, 2), 2)
+    foreseen = simulate(schedule, costs)
+    assert [(e.name, e.rank, e.start_s, e.end_s) for e in foreseen.trace.of("transfer")] == [
+        ("0F0 to rank 2", 0, 1, 4),
+        ("0F1 to rank 3", 1, 1, 6),
+        ("1B0 to rank 0", 2, 6, 7),
+        ("1B1 to rank 1", 3, 8, 9),
+    ]
+    assert foreseen.makespan_s == 10
+    # The quickest way there, 3 s, and back, 1 s, around 2 s of computing, and 1 s at each end.
+    assert lower_bound_s(schedule, costs) == 1 + 3 + 2 + 1 + 1
+
+
+@quickly
+@given(
+    st.data(),
+    st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
+    st.lists(st.integers(1, 3), min_size=1, max_size=4),
+)
+def test_no_step_with_replicas_beats_the_lower_bound(
+    data: st.DataObject, name: str, replicas: list[int]
+) -> None:
+    schedule = make(name, replicas, data.draw(st.integers(3, 12)))
+    time = st.integers(0, 9)
+    costs = []
+    for stage, count in enumerate(replicas):
+        of_ranks = []
+        for _ in range(count):
+            f, i, w = data.draw(st.tuples(time, time, time))
+            ways_s = [data.draw(time) for _ in range((*replicas, 0)[stage + 1])]
+            of_ranks.append(StageCost(f, i + w, w, {stage + 1: ways_s}))
+        costs.append(of_ranks)
+    foreseen = simulate(schedule, costs)
+    assert lower_bound_s(schedule, costs) <= foreseen.makespan_s
+    check_trace(foreseen.trace, schedule)
 
 
 cases = st.tuples(st.sampled_from(NAMES), st.integers(1, 5), st.integers(0, 8), st.integers(2, 3))
@@ -171,39 +255,19 @@ def test_the_lower_bound_of_another_model() -> None:
         lower_bound_s(make("1f1b", 2, 2), [StageCost(1, 1)] * 2, Dataflow.chain(3))
 
 
-def test_drawing() -> None:
-    foreseen = simulate(make("1f1b", 2, 3), [StageCost(1, 2)] * 2)
-    assert draw(foreseen.trace, columns=36).splitlines() == [
-        "rank 0 | F0 F1 ......B0--- F2 B1--- ...B2---",
-        "rank 1 | ...F0 B0--- F1 B1--- F2 B2--- ......",
-    ]
-
-
-def test_drawing_with_chunks() -> None:
-    foreseen = simulate(make("interleaved", 2, 2, 2), [StageCost(1, 1)] * 4)
-    assert draw(foreseen.trace, columns=40).splitlines() == [
-        "rank 0 | 0F0 0F1 2F0 2F1 ....2B0 ....2B1 0B0 0B1",
-        "rank 1 | ....1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 ....",
-    ]
-
-
-def test_drawing_what_is_too_short_for_its_label() -> None:
-    trace = simulate(make("1f1b", 1, 1), [StageCost(1, 9)]).trace
-    assert draw(trace, columns=10) == "rank 0 | FB0------\n"
-
-
-@pytest.mark.parametrize("trace", [Trace(), Trace((Event("x", "step", 0, "engine", 0.0, 1.0),))])
-def test_drawing_nothing(trace: Trace) -> None:
-    with pytest.raises(HvpipeError, match=r"events in lane 'compute'. Received: columns=100, 0 events"):
-        draw(trace)
-
-
 def test_costs_that_do_not_fit() -> None:
     schedule = make("zb-h1", 2, 2)
     with pytest.raises(HvpipeError, match=r"the schedule's 2 stages. Received: 3 costs"):
         simulate(schedule, [StageCost(1, 2, 1)] * 3)
     with pytest.raises(HvpipeError, match=r"needs weight_s of every stage. Received: StageCost"):
         simulate(schedule, [StageCost(1, 2)] * 2)
+    cost = StageCost(1, 2)
+    with pytest.raises(HvpipeError, match=r"of stage 0, 2 for its ranks. Received: 3 costs"):
+        simulate(make("1f1b", (2, 1), 2), [[cost] * 3, cost])
+    with pytest.raises(
+        HvpipeError, match=r"from stage 0 to stage 1 should be one or, .*, 2. Received: \[1\]"
+    ):
+        simulate(make("1f1b", (1, 2), 2), [StageCost(1, 2, None, {1: [1]}), cost])
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from hvpipe.action import Action
 from hvpipe.dataflow import Dataflow, Message, Program, Receive, Send, needs_of, programs
 from hvpipe.errors import HvpipeError
-from hvpipe.schedule import NAMES, Action, Schedule, make
+from hvpipe.schedule import NAMES, Schedule, make
 from hvpipe.verify import check_links, check_messages, peak_stash, verify
 
 quickly = settings(deadline=None, max_examples=40, derandomize=True)
@@ -95,6 +97,46 @@ def test_all_processes_get_the_same_programs() -> None:
 def test_every_schedule_made_passes(data: st.DataObject, schedule: Schedule, capacity: int) -> None:
     verify(schedule, data.draw(dataflows(schedule.stages)), capacity)
     verify(schedule, capacity=1)
+
+
+@st.composite
+def replicated(draw: st.DrawFn) -> Schedule:
+    """1 to 5 stages of 1 to 4 ranks, up to 24 micro-batches, in equal or unequal shares."""
+    name = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
+    ranks = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    if draw(st.booleans()):
+        return make(name, ranks, draw(st.integers(max(ranks), 24)))
+    share = st.sampled_from([1.0, 0.7, 0.5, 0.25])
+    shares = [[draw(share) for _ in range(count)] for count in ranks]
+    # One of four with the least share has a micro-batch of 14: (0 + 1/2) / (1/4) = 2 is before 5 / 1.
+    return make(name, ranks, draw(st.integers(14, 24)), shares=shares)
+
+
+@settings(quickly, max_examples=150)
+@given(st.data(), replicated())
+def test_no_schedule_with_replicas_stands_still(data: st.DataObject, schedule: Schedule) -> None:
+    dataflow = data.draw(dataflows(schedule.stages))
+    for capacity in (0, 1):
+        verify(schedule, capacity=capacity)
+        verify(schedule, dataflow, capacity)
+
+
+@quickly
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.integers(4, 24),
+)
+def test_peak_stash_of_replicas(name: str, replicas: list[int], m: int) -> None:
+    expected: list[list[int]] = []
+    behind = 0  # what the stages behind have in flight
+    for stage, count in reversed(list(enumerate(replicas))):
+        warmup = math.ceil(behind / count)
+        put_off = sum(replicas[:stage]) // count if name == "zb-h1" else 0
+        most = m if name == "gpipe" else warmup + 1 + put_off
+        expected.insert(0, [min(most, len(range(replica, m, count))) for replica in range(count)])
+        behind = (warmup + 1) * count
+    assert verify(make(name, replicas, m)).peak_stash == tuple(chain.from_iterable(expected))
 
 
 @quickly
@@ -177,6 +219,17 @@ def test_two_actions_swapped_are_refused_just_if_no_order_is_left(
         (read("F0 B0 I0 W0"), "Rank 0 .* Received: F B I W"),
         (read("F0 B0 F2 B2"), "micro-batch 1 on stage 0. Received: none"),
         (read("F0 B0 0F1", "F0 B0 0B1"), "Rank 0 should run 0B1. Received: it is on rank 1"),
+        (read("0F0 0B0 0F1", "0B1"), "Rank 0 should run 0B1. Received: it is on rank 1"),
+        (read("0F0 0B0", "0F0 0B0"), "One rank should run 0F0. Received: ranks 0, 1"),
+        (
+            read("0F0 0B0", "0F1 0B1 0F2"),
+            "Rank 1 should run F and B, .* of micro-batch 2 on stage 0. Received: F",
+        ),
+        (
+            read("0F0 0B0", "0F1 0B1 0F3 0B3"),
+            "A rank should run F and B, .* of micro-batch 2 on stage 0.*none",
+        ),
+        (read("1F0 1B0"), "A rank should run F and B, .* of micro-batch 0 on stage 0. Received: none"),
         (read("B0 F0", "F0 B0"), "Rank 0 should run 0F0 before 0B0. Received: after it"),
         (read("F0 W0 I0"), "Rank 0 should run 0I0 before 0W0"),
         (

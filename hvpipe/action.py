@@ -1,0 +1,51 @@
+"""One thing that a rank does in a training step: a micro-batch through a stage, forward or backward."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hvpipe.errors import HvpipeError
+
+KINDS = {
+    "F": "forward",
+    "B": "backward, whole",
+    "I": "backward for the inputs",
+    "W": "backward for the weights",
+}
+"""What a rank can do with one micro-batch on one stage: F, then either B or I and, some time later, W."""
+
+_TOKEN = re.compile(r"(\d*)([A-Z])(\d+)")
+
+
+@dataclass(frozen=True)
+class Action:
+    """One micro-batch through one stage of the model, forward or backward; `kind` is one of KINDS.
+
+    Stages are numbered along the model, so an action is unique in its schedule. It prints as PyTorch's do:
+    2F0 is the forward of micro-batch 0 on stage 2.
+    """
+
+    kind: str
+    microbatch: int
+    stage: int
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.microbatch < 0 or self.stage < 0:
+            raise HvpipeError(
+                f"An action should have a kind of {', '.join(KINDS)} and numbers from 0. Received: {self}"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    @staticmethod
+    def parse(word: str, stage: int, where: str) -> Action:
+        """The inverse of `str`; a word without a stage is of `stage`. Errors begin with `where`."""
+        match = _TOKEN.fullmatch(word)
+        if match is None or match[2] not in KINDS:
+            raise HvpipeError(
+                f"{where}: an action should read F0, or 2F0 with its stage, and be one of "
+                f"{', '.join(f'{kind} ({what})' for kind, what in KINDS.items())}. Received: {word!r}"
+            )
+        return Action(match[2], int(match[3]), int(match[1]) if match[1] else stage)
