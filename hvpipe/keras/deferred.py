@@ -1,0 +1,58 @@
+"""Building a model without memory for its weights, and giving some of its layers theirs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+from keras.src.backend.common import global_state
+
+from hvpipe.errors import HvpipeError
+from hvpipe.session import Session
+
+_WAITING = "uninitialized_variables"
+
+
+def build_without_memory(session: Session, build_model: Callable[[], Any]) -> Any:
+    """The model that `build_model()` returns, its variables without values; collective.
+
+    All ranks draw the seeds that layers take from Python's generator as rank 0 does, so a weight starts
+    with the same value on whichever rank it comes to live, the one it has in the undivided model.
+    Raises HvpipeError where the function makes a variable from a value instead of an initializer.
+    """
+    random.setstate(session.engine.broadcast_object(random.getstate()))
+    before = list(global_state.get_global_attribute(_WAITING, []))
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            model = build_model()
+    except ValueError as error:
+        if "create a variable" not in str(error):
+            raise
+        raise HvpipeError(
+            "build_model makes a variable from a value, not from an initializer, so its memory cannot be "
+            "left out; pass pipeline_parallel the model itself instead of the function. "
+            f"Received: {str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        # Else the next scope of Keras's own that ends would give memory to all of them.
+        global_state.set_global_attribute(_WAITING, before)
+    if not isinstance(model, keras.Model):
+        raise HvpipeError(
+            f"build_model should return a Keras model. Received: {type(model).__name__} from it"
+        )
+    return model
+
+
+def give_memory(layers: Iterable[Any]) -> None:
+    """Give the variables of these layers, which have none yet, their initial values."""
+    for variable in variables_of(layers):
+        if variable._value is None:
+            variable._deferred_initialize()
+
+
+def variables_of(layers: Iterable[Any]) -> list[Any]:
+    """All variables of these layers, each once, the states of seed generators among them."""
+    found = {id(v): v for layer in layers for v in layer.variables}
+    return list(found.values())

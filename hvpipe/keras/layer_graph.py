@@ -1,0 +1,206 @@
+"""A functional model as a graph of layer calls, nested models opened: what a partitioner cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.models.functional import Functional
+
+from hvpipe.errors import HvpipeError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What travels: shape (None where it depends on the batch) and dtype of a tensor of the model.
+
+    `masked` says that a Keras mask goes with it.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: str
+    masked: bool = False
+
+    @property
+    def differentiable(self) -> bool:
+        return self.dtype in ("float16", "bfloat16", "float32", "float64")
+
+    def nbytes(self, samples: int) -> int:
+        """Bytes of the tensor for so many samples; every unknown axis counts as many."""
+        count = 1
+        for axis in self.shape:
+            count *= samples if axis is None else axis
+        return count * int(tf.as_dtype(self.dtype).size)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a layer (or operation). Tensors are numbers into `LayerGraph.tensors`.
+
+    `reads` and `writes` pair them with the ids of the KerasTensors that stand for them in the arguments.
+    """
+
+    name: str
+    operation: Any
+    arguments: Any  # Keras's SymbolicArguments: the call's arguments with KerasTensors in them
+    reads: tuple[tuple[int, int], ...]
+    writes: tuple[tuple[int, int], ...]
+    context: tuple[tuple[str, Any], ...] = ()  # of an outer call: training=False
+
+    def __call__(self, values: Mapping[int, Any], training: bool) -> list[Any]:
+        """The outputs, flat, given the values of the tensors by their numbers."""
+        args, kwargs = self.arguments.fill_in({key: values[number] for number, key in self.reads})
+        if _takes_training(self.operation):
+            if kwargs.get("training") is None:
+                kwargs["training"] = dict(self.context).get("training", training)
+        return list(keras.tree.flatten(self.operation(*args, **kwargs)))
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """Calls in a topological order; `inputs` and `outputs` are the model's tensors, flat, by number."""
+
+    name: str
+    calls: tuple[Call, ...]
+    tensors: tuple[TensorSpec, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    def makers(self) -> dict[int, int]:
+        """The call that makes each tensor; the model's inputs have none."""
+        return {number: place for place, call in enumerate(self.calls) for number, _ in call.writes}
+
+    def layers(self, places: Sequence[int]) -> list[Any]:
+        """The layers of these calls, each once, in order. Operations without state are left out."""
+        found = {id(self.calls[p].operation): self.calls[p].operation for p in places}
+        return [operation for operation in found.values() if isinstance(operation, keras.Layer)]
+
+    def edges(self) -> list[tuple[int, int]]:
+        """Pairs of calls, each from the maker of a tensor to one that reads it."""
+        makers = self.makers()
+        return sorted(
+            {
+                (makers[number], place)
+                for place, call in enumerate(self.calls)
+                for number, _ in call.reads
+                if number in makers
+            }
+        )
+
+
+def layer_graph(model: Any) -> LayerGraph:
+    """The graph of a functional or sequential Keras model.
+
+    Nested functional models are opened, each call of one by itself. Raises HvpipeError for a model that
+    has no graph (subclassed, or Sequential without an input shape): says how to make it functional.
+    """
+    functional = _functional(model)
+    if functional is None:
+        raise HvpipeError(
+            "A model can be cut into stages where Keras knows its graph: a functional model, "
+            "keras.Model(inputs, outputs), or a keras.Sequential that begins with keras.Input. Turn a "
+            "subclassed model into a function that calls its layers on keras.Input(...) and returns "
+            "keras.Model(inputs, outputs); blocks inside it may stay subclassed layers. "
+            f"Received: {type(model).__name__} {getattr(model, 'name', '')!r}"
+        )
+    builder = _Builder()
+    inputs = tuple(builder.tensor(x) for x in functional.inputs)
+    table = {id(x): number for x, number in zip(functional.inputs, inputs, strict=True)}
+    builder.add(functional, table, "", ())
+    outputs = tuple(table[id(x)] for x in functional.outputs)
+    return LayerGraph(model.name, tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
+
+
+class _Builder:
+    """Collects calls and numbers tensors: of a model that is called twice each call has its own."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.tensors: list[TensorSpec] = []
+        self._names: dict[str, int] = {}
+
+    def tensor(self, symbolic: Any) -> int:
+        masked = getattr(symbolic, "_keras_mask", None) is not None
+        self.tensors.append(TensorSpec(tuple(symbolic.shape), symbolic.dtype, masked))
+        return len(self.tensors) - 1
+
+    def add(
+        self, functional: Any, table: dict[int, int], prefix: str, context: tuple[tuple[str, Any], ...]
+    ) -> None:
+        """Add the calls of a functional model, of whose tensors `table` holds the inputs' numbers by id."""
+        for depth in sorted(functional._nodes_by_depth, reverse=True):
+            for node in functional._nodes_by_depth[depth]:
+                if node.operation is None or node.is_input:
+                    continue
+                if any(id(x) not in table for x in node.input_tensors):
+                    continue  # of another use of a shared layer
+                inner = _functional(node.operation)
+                if inner is not None and _can_be_opened(node):
+                    self._open(node, inner, table, prefix, context)
+                else:
+                    self._call(node, table, prefix, context)
+
+    def _call(
+        self, node: Any, table: dict[int, int], prefix: str, context: tuple[tuple[str, Any], ...]
+    ) -> None:
+        reads = {id(x): table[id(x)] for x in node.input_tensors}
+        for x in node.outputs:
+            table[id(x)] = self.tensor(x)
+        self.calls.append(
+            Call(
+                name=self._unique(prefix + node.operation.name),
+                operation=node.operation,
+                arguments=node.arguments,
+                reads=tuple((number, key) for key, number in reads.items()),
+                writes=tuple((table[id(x)], id(x)) for x in node.outputs),
+                context=context,
+            )
+        )
+
+    def _open(
+        self,
+        node: Any,
+        inner: Any,
+        table: dict[int, int],
+        prefix: str,
+        context: tuple[tuple[str, Any], ...],
+    ) -> None:
+        given = keras.tree.flatten(node.arguments.args[0])
+        of_inner = {id(x): table[id(y)] for x, y in zip(inner.inputs, given, strict=True)}
+        training = node.arguments.kwargs.get("training")
+        if training is not None:
+            context = (("training", training),)
+        self.add(inner, of_inner, f"{prefix}{node.operation.name}/", context)
+        for x, y in zip(inner.outputs, node.outputs, strict=True):
+            table[id(y)] = of_inner[id(x)]
+
+    def _unique(self, name: str) -> str:
+        """A layer that is called again gets a number."""
+        self._names[name] = self._names.get(name, 0) + 1
+        return name if self._names[name] == 1 else f"{name}#{self._names[name]}"
+
+
+def _functional(operation: Any) -> Any | None:
+    """The functional model that an operation is or (Sequential) holds; None where it is none."""
+    if isinstance(operation, keras.Sequential):
+        return operation._functional if operation.built else None
+    # A subclass with a call of its own does more than its graph says.
+    graph_says_all = isinstance(operation, Functional) and type(operation).call is Functional.call
+    return operation if graph_says_all else None
+
+
+def _can_be_opened(node: Any) -> bool:
+    """Only tensors go in, without masks (which inner layers would have to be given)."""
+    given = [x for x in node.input_tensors if getattr(x, "_keras_mask", None) is not None]
+    flat = keras.tree.flatten(node.arguments.args[0]) if len(node.arguments.args) == 1 else []
+    more = {name for name, value in node.arguments.kwargs.items() if value is not None}
+    only_tensors = len(flat) == len(node.input_tensors) and more <= {"training"}
+    shapes = [tuple(x.shape) for x in flat] == [tuple(x.shape) for x in _functional(node.operation).inputs]
+    return not given and only_tensors and shapes
+
+
+def _takes_training(operation: Any) -> bool:
+    return isinstance(operation, keras.Layer) and bool(getattr(operation, "_call_has_training_arg", False))

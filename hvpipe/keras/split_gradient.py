@@ -1,0 +1,317 @@
+"""A function's forward and backward as separate graphs: run now, keep what the backward needs, run that later.
+
+An eager tape keeps every intermediate result and runs the whole backward at once. Here the forward and its
+gradient are traced into one graph, which is then cut:
+
+    inputs -> [forward] -> outputs                        saved: what flows from forward to backward
+                  | saved
+    gradients -> [backward for inputs] -> gradients of the inputs
+                  | saved, and what both parts share
+                 [backward for weights] -> added to the accumulators
+
+A value that follows from weights alone is computed again rather than saved: weights stay as they are until
+the end of the step. With `recompute` so is everything but the inputs and what random numbers are drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+# Of a tensor of which the backward wants only the size, the size is kept.
+_SIZES = ("Shape", "ShapeN", "Size", "Rank")
+_LOOPS = ("While", "StatelessWhile")
+
+
+@dataclass(frozen=True)
+class Halves:
+    """What `split_gradient` makes. All values are flat lists of tensors.
+
+    `forward(inputs)` gives outputs and what to keep. `backward(kept, gradients)` gives the gradients of the
+    differentiable inputs; it adds those of the variables to the `accumulators`, or sets them with `first`.
+    The same in two parts: `backward_inputs(kept, gradients)` gives gradients and what to keep further,
+    `backward_weights(kept further)` the rest.
+    """
+
+    forward: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]
+    backward: Callable[[Sequence[Any], Sequence[Any], bool], list[Any]]
+    backward_inputs: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
+    backward_weights: Callable[[Sequence[Any], bool], None]
+    accumulators: list[Any]
+    variables: list[Any]
+
+
+def split_gradient(
+    function: Callable[..., Sequence[Any]],
+    signature: Sequence[Any],
+    variables: Sequence[Any],
+    *,
+    recompute: bool = False,
+) -> Halves:
+    """Cut `function(*inputs) -> outputs` and its gradient, for inputs of `signature` (tf.TensorSpec).
+
+    Gradients are taken of all floating outputs, with respect to all floating inputs and the `variables`
+    (tf.Variable) that the function uses; `Halves.variables` are those among them that get any.
+    """
+    traced: dict[str, Any] = {}
+
+    def whole(*inputs: Any) -> Any:
+        outputs = [tf.convert_to_tensor(y) for y in function(*inputs)]
+        # What is kept must be a tensor that the graph computes, not one that is passed through.
+        outputs = [tf.identity(y) for y in outputs]
+        floating = [y for y in outputs if y.dtype.is_floating]
+        given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in floating]
+        wanted = [x for x in inputs if x.dtype.is_floating]
+        found = tf.gradients(floating, [*wanted, *variables], given)
+        dense = [None if g is None else tf.convert_to_tensor(g) for g in found]
+        of_inputs = [
+            tf.zeros_like(x) if g is None else tf.identity(g)
+            for x, g in zip(wanted, dense[: len(wanted)], strict=True)
+        ]
+        used = [(v, g) for v, g in zip(variables, dense[len(wanted) :], strict=True) if g is not None]
+        traced.update(inputs=inputs, outputs=outputs, given=given, of_inputs=of_inputs, used=used)
+        return outputs
+
+    graph = tf.function(whole, autograph=False).get_concrete_function(*signature).graph
+    used = [variable for variable, _ in traced["used"]]
+    of_weights = [gradient for _, gradient in traced["used"]]
+    cut = _Cut(graph, traced["inputs"], traced["outputs"], traced["given"], recompute)
+    kept = cut.kept_from_forward([*traced["of_inputs"], *of_weights])
+    further, shared = cut.kept_from_inputs_part(traced["of_inputs"], of_weights)
+
+    accumulators = [
+        tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False, name="hvpipe_gradient") for v in used
+    ]
+    forward = cut.piece(traced["inputs"], [*traced["outputs"], *kept], effects=graph.control_outputs)
+    both = cut.piece([*kept, *traced["given"]], [*traced["of_inputs"], *of_weights])
+    inputs_part = cut.piece([*kept, *traced["given"]], [*traced["of_inputs"], *shared, *further])
+    weights_part = cut.piece([*shared, *further], of_weights)
+    outputs, inputs = len(traced["outputs"]), len(traced["of_inputs"])
+    store = _storing(accumulators)
+    both_in, weights_in = store(both, inputs), store(weights_part, 0)
+
+    def run_forward(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        found = forward(*values)
+        return list(found[:outputs]), list(found[outputs:])
+
+    def run_inputs_part(saved: Sequence[Any], gradients: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        found = inputs_part(*saved, *gradients)
+        return list(found[:inputs]), list(found[inputs:])
+
+    def run_weights_part(saved: Sequence[Any], first: bool) -> None:
+        weights_in[first](*saved)
+
+    return Halves(
+        forward=run_forward,
+        backward=lambda saved, gradients, first: list(both_in[first](*saved, *gradients)),
+        backward_inputs=run_inputs_part,
+        backward_weights=run_weights_part,
+        accumulators=accumulators,
+        variables=used,
+    )
+
+
+def _storing(accumulators: Sequence[Any]) -> Callable[[Any, int], dict[bool, Any]]:
+    """Makes of a piece one that puts what it returns from some place on into the accumulators."""
+
+    def store(piece: Any, start: int) -> dict[bool, Any]:
+        def setting(*values: Any) -> list[Any]:
+            found = piece(*values)
+            for accumulator, gradient in zip(accumulators, found[start:], strict=True):
+                accumulator.assign(gradient)
+            return list(found[:start])
+
+        def adding(*values: Any) -> list[Any]:
+            found = piece(*values)
+            for accumulator, gradient in zip(accumulators, found[start:], strict=True):
+                accumulator.assign_add(gradient)
+            return list(found[:start])
+
+        signature = piece.input_signature
+        return {
+            first: tf.function(how, input_signature=signature, autograph=False)
+            for first, how in ((True, setting), (False, adding))
+        }
+
+    return store
+
+
+class _Cut:
+    """One traced graph, and which of its operations belong to the forward."""
+
+    def __init__(
+        self,
+        graph: Any,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        given: Sequence[Any],
+        recompute: bool,
+    ) -> None:
+        self._graph = graph
+        self._recompute = recompute
+        self._captures = {inside.name: outside for outside, inside in graph.captures}
+        self._given = {placeholder.op for placeholder in given}
+        self._nodes = {node.name: node for node in graph.as_graph_def().node}
+        self._written = {
+            op.inputs[0].name
+            for op in graph.get_operations()
+            if op.inputs and op.inputs[0].dtype == tf.resource and op.type != "ReadVariableOp"
+        }
+        self._forward = _ancestors([*(y.op for y in outputs), *graph.control_outputs], with_control=True)
+        self._forward |= {x.op for x in inputs}
+        self._inputs = {x.op for x in inputs}
+        self._cheap: dict[Any, bool] = {}
+
+    def kept_from_forward(self, targets: Sequence[Any]) -> list[Any]:
+        """What flows from the forward into the operations behind `targets`, sizes instead of whole tensors."""
+        # An operation of the backward that only asks for a size can run with the forward.
+        for op in _ancestors([t.op for t in targets]):
+            if op.type in _SIZES and op.inputs[0].op in self._forward:
+                self._forward.add(op)
+        return self._crossing(targets, self._forward)
+
+    def kept_from_inputs_part(
+        self, of_inputs: Sequence[Any], of_weights: Sequence[Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """What the weights' part takes of the inputs' part, and of what that takes itself."""
+        done = _ancestors([t.op for t in of_inputs]) - self._forward
+        done = {op for op in done if not self._follows_from_weights(op)} | self._given
+        crossing = self._crossing(of_weights, self._forward | done)
+        shared = [t for t in crossing if t.op in self._forward or t.op in self._given]
+        return [t for t in crossing if t.op not in self._forward and t.op not in self._given], shared
+
+    def _crossing(self, targets: Sequence[Any], side: set[Any]) -> list[Any]:
+        """The tensors made on one side that the operations behind `targets` on the other side take."""
+        found: dict[str, Any] = {}
+        seen: set[Any] = set()
+        stack = []
+        for target in targets:
+            if target.op in side and not self._again(target.op):
+                found[target.name] = target
+            else:
+                stack.append(target.op)
+        while stack:
+            op = stack.pop()
+            if op in seen:
+                continue
+            seen.add(op)
+            for tensor in map(_source_of_handle, op.inputs):
+                if tensor.op in side and not self._again(tensor.op):
+                    found[tensor.name] = tensor
+                else:
+                    stack.append(tensor.op)
+        return [found[name] for name in sorted(found)]
+
+    def _again(self, op: Any) -> bool:
+        """Whether to run a forward operation again in the backward rather than to keep what it made."""
+        if op in self._inputs or op in self._given:
+            return False
+        if self._recompute and op in self._forward:
+            return self._is_pure(op)
+        return self._follows_from_weights(op)
+
+    def _is_pure(self, op: Any) -> bool:
+        """Running it twice in a step gives the same both times."""
+        if op.type == "ReadVariableOp":
+            return op.inputs[0].name not in self._written
+        return op.type in _LOOPS or op.type == "Placeholder" or not op.op_def.is_stateful
+
+    def _follows_from_weights(self, op: Any) -> bool:
+        if op not in self._cheap:
+            stack = [op]
+            while stack:
+                top = stack[-1]
+                missing = [t.op for t in top.inputs if t.op not in self._cheap]
+                if missing:
+                    stack.extend(missing)
+                    continue
+                self._cheap[stack.pop()] = self._judge(top)
+        return self._cheap[op]
+
+    def _judge(self, op: Any) -> bool:
+        if op.type == "Placeholder":
+            return op.outputs[0].name in self._captures
+        if op.type in _LOOPS or not self._is_pure(op):
+            return False
+        return op.type == "Const" or (bool(op.inputs) and all(self._cheap[t.op] for t in op.inputs))
+
+    def piece(self, feeds: Sequence[Any], fetches: Sequence[Any], effects: Sequence[Any] = ()) -> Any:
+        """A tf.function of `feeds` that computes `fetches`, and runs `effects` as well."""
+        fed = {tensor.name: place for place, tensor in enumerate(feeds)}
+        ops = self._behind([*(t for t in fetches if t.name not in fed)], effects, fed)
+        definition = self._definition(ops)
+        wanted = [t.name for t in fetches if t.name not in fed]
+        handles = self._handles(ops)
+
+        def run(*values: Any) -> list[Any]:
+            capture = tf.compat.v1.get_default_graph().capture
+            given = {name: values[place] for name, place in fed.items()}
+            given |= {name: capture(outside) for name, outside in handles.items()}
+            used = {name: value for name, value in given.items() if name in self._names_used(ops)}
+            found = tf.graph_util.import_graph_def(
+                definition, input_map=used, return_elements=wanted, name=""
+            )
+            made = dict(zip(wanted, found, strict=True))
+            return [made[t.name] if t.name in made else tf.identity(given[t.name]) for t in fetches]
+
+        signature = [tf.TensorSpec(t.shape, t.dtype) for t in feeds]
+        return tf.function(run, input_signature=signature, autograph=False)
+
+    def _behind(self, fetches: Sequence[Any], effects: Sequence[Any], fed: dict[str, int]) -> set[Any]:
+        forward = bool(effects) or all(t.op in self._forward for t in fetches)
+        seen: set[Any] = set()
+        stack = [*(t.op for t in fetches), *effects]
+        while stack:
+            op = stack.pop()
+            if op in seen or (op.type == "Placeholder" and op.outputs[0].name in self._captures):
+                continue
+            seen.add(op)
+            stack.extend(t.op for t in map(_source_of_handle, op.inputs) if t.name not in fed)
+            # The backward need not wait for what the forward did long ago.
+            stack.extend(c for c in op.control_inputs if forward or c not in self._forward)
+        return seen
+
+    def _names_used(self, ops: set[Any]) -> set[str]:
+        return {_source_of_handle(t).name for op in ops for t in op.inputs}
+
+    def _handles(self, ops: set[Any]) -> dict[str, Any]:
+        used = self._names_used(ops)
+        return {name: outside for name, outside in self._captures.items() if name in used}
+
+    def _definition(self, ops: set[Any]) -> Any:
+        """The operations as a GraphDef, without control edges from outside, loops' handles led to their source."""
+        whole = self._graph.as_graph_def()
+        definition = tf.compat.v1.GraphDef(library=whole.library, versions=whole.versions)
+        names = {op.name for op in ops}
+        for op in sorted(ops, key=lambda op: op.name):
+            node = definition.node.add()
+            node.CopyFrom(self._nodes[op.name])
+            del node.input[:]
+            node.input.extend(_source_of_handle(t).name for t in op.inputs)
+            node.input.extend(f"^{c.name}" for c in op.control_inputs if c.name in names)
+            node.attr.pop("_class", None)
+        return definition
+
+
+def _ancestors(ops: Iterable[Any], with_control: bool = False) -> set[Any]:
+    seen: set[Any] = set()
+    stack = list(ops)
+    while stack:
+        op = stack.pop()
+        if op in seen:
+            continue
+        seen.add(op)
+        stack.extend(t.op for t in op.inputs)
+        if with_control:
+            stack.extend(op.control_inputs)
+    return seen
+
+
+def _source_of_handle(tensor: Any) -> Any:
+    """A variable's handle that a loop passes through is the one that went in."""
+    while tensor.dtype == tf.resource and tensor.op.type in (*_LOOPS, "Identity"):
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor
