@@ -17,12 +17,12 @@ from hvpipe.errors import HvpipeError
 class TensorSpec:
     """What travels: shape (None where it depends on the batch) and dtype of a tensor of the model.
 
-    `masked` says that a Keras mask goes with it.
+    `mask_shape` is that of the Keras mask that goes with it, if one does.
     """
 
     shape: tuple[int | None, ...]
     dtype: str
-    masked: bool = False
+    mask_shape: tuple[int | None, ...] | None = None
 
     @property
     def differentiable(self) -> bool:
@@ -53,9 +53,8 @@ class Call:
     def __call__(self, values: Mapping[int, Any], training: bool) -> list[Any]:
         """The outputs, flat, given the values of the tensors by their numbers."""
         args, kwargs = self.arguments.fill_in({key: values[number] for number, key in self.reads})
-        if _takes_training(self.operation):
-            if kwargs.get("training") is None:
-                kwargs["training"] = dict(self.context).get("training", training)
+        if _takes_training(self.operation) and kwargs.get("training") is None:
+            kwargs["training"] = dict(self.context).get("training", training)
         return list(keras.tree.flatten(self.operation(*args, **kwargs)))
 
 
@@ -123,8 +122,9 @@ class _Builder:
         self._names: dict[str, int] = {}
 
     def tensor(self, symbolic: Any) -> int:
-        masked = getattr(symbolic, "_keras_mask", None) is not None
-        self.tensors.append(TensorSpec(tuple(symbolic.shape), symbolic.dtype, masked))
+        mask = getattr(symbolic, "_keras_mask", None)
+        mask_shape = None if mask is None else tuple(mask.shape)
+        self.tensors.append(TensorSpec(tuple(symbolic.shape), symbolic.dtype, mask_shape))
         return len(self.tensors) - 1
 
     def add(
@@ -138,7 +138,7 @@ class _Builder:
                 if any(id(x) not in table for x in node.input_tensors):
                     continue  # of another use of a shared layer
                 inner = _functional(node.operation)
-                if inner is not None and _can_be_opened(node):
+                if inner is not None and _can_be_opened(node, inner):
                     self._open(node, inner, table, prefix, context)
                 else:
                     self._call(node, table, prefix, context)
@@ -192,13 +192,13 @@ def _functional(operation: Any) -> Any | None:
     return operation if graph_says_all else None
 
 
-def _can_be_opened(node: Any) -> bool:
+def _can_be_opened(node: Any, inner: Any) -> bool:
     """Only tensors go in, without masks (which inner layers would have to be given)."""
     given = [x for x in node.input_tensors if getattr(x, "_keras_mask", None) is not None]
     flat = keras.tree.flatten(node.arguments.args[0]) if len(node.arguments.args) == 1 else []
     more = {name for name, value in node.arguments.kwargs.items() if value is not None}
     only_tensors = len(flat) == len(node.input_tensors) and more <= {"training"}
-    shapes = [tuple(x.shape) for x in flat] == [tuple(x.shape) for x in _functional(node.operation).inputs]
+    shapes = [tuple(x.shape) for x in flat] == [tuple(x.shape) for x in inner.inputs]
     return not given and only_tensors and shapes
 
 

@@ -1,4 +1,4 @@
-"""A function's forward and backward as separate graphs: run now, keep what the backward needs, run that later.
+"""A function's forward and backward as separate graphs: run now, keep what is needed, run the rest later.
 
 An eager tape keeps every intermediate result and runs the whole backward at once. Here the forward and its
 gradient are traced into one graph, which is then cut:
@@ -30,10 +30,10 @@ _LOOPS = ("While", "StatelessWhile")
 class Halves:
     """What `split_gradient` makes. All values are flat lists of tensors.
 
-    `forward(inputs)` gives outputs and what to keep. `backward(kept, gradients)` gives the gradients of the
-    differentiable inputs; it adds those of the variables to the `accumulators`, or sets them with `first`.
-    The same in two parts: `backward_inputs(kept, gradients)` gives gradients and what to keep further,
-    `backward_weights(kept further)` the rest.
+    `forward(inputs)` gives outputs and what to keep. `backward(kept, gradients, first)` gives the gradients
+    of the wanted floating inputs; those of the variables it adds to the `accumulators`, or with `first` sets
+    them. The same in two parts: `backward_inputs(kept, gradients)` gives gradients and what to keep further,
+    `backward_weights(kept further, first)` the rest.
     """
 
     forward: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]
@@ -49,12 +49,14 @@ def split_gradient(
     signature: Sequence[Any],
     variables: Sequence[Any],
     *,
+    wanted: int,
+    only_out: int = 0,
     recompute: bool = False,
 ) -> Halves:
     """Cut `function(*inputs) -> outputs` and its gradient, for inputs of `signature` (tf.TensorSpec).
 
-    Gradients are taken of all floating outputs, with respect to all floating inputs and the `variables`
-    (tf.Variable) that the function uses; `Halves.variables` are those among them that get any.
+    Gradients are taken of all floating outputs but the last `only_out`, with respect to the floating ones of
+    the first `wanted` inputs and the `variables` (tf.Variable); `Halves.variables` are those that get any.
     """
     traced: dict[str, Any] = {}
 
@@ -62,16 +64,17 @@ def split_gradient(
         outputs = [tf.convert_to_tensor(y) for y in function(*inputs)]
         # What is kept must be a tensor that the graph computes, not one that is passed through.
         outputs = [tf.identity(y) for y in outputs]
-        floating = [y for y in outputs if y.dtype.is_floating]
+        floating = [y for y in outputs[: len(outputs) - only_out] if y.dtype.is_floating]
         given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in floating]
-        wanted = [x for x in inputs if x.dtype.is_floating]
-        found = tf.gradients(floating, [*wanted, *variables], given)
+        sought = [x for x in inputs[:wanted] if x.dtype.is_floating]
+        every = [*sought, *variables]
+        found = tf.gradients(floating, every, given) if floating and every else [None] * len(every)
         dense = [None if g is None else tf.convert_to_tensor(g) for g in found]
         of_inputs = [
             tf.zeros_like(x) if g is None else tf.identity(g)
-            for x, g in zip(wanted, dense[: len(wanted)], strict=True)
+            for x, g in zip(sought, dense[: len(sought)], strict=True)
         ]
-        used = [(v, g) for v, g in zip(variables, dense[len(wanted) :], strict=True) if g is not None]
+        used = [(v, g) for v, g in zip(variables, dense[len(sought) :], strict=True) if g is not None]
         traced.update(inputs=inputs, outputs=outputs, given=given, of_inputs=of_inputs, used=used)
         return outputs
 
@@ -166,7 +169,7 @@ class _Cut:
         self._cheap: dict[Any, bool] = {}
 
     def kept_from_forward(self, targets: Sequence[Any]) -> list[Any]:
-        """What flows from the forward into the operations behind `targets`, sizes instead of whole tensors."""
+        """What flows from the forward into what is behind `targets`: where it will do, a size alone."""
         # An operation of the backward that only asks for a size can run with the forward.
         for op in _ancestors([t.op for t in targets]):
             if op.type in _SIZES and op.inputs[0].op in self._forward:
@@ -282,7 +285,7 @@ class _Cut:
         return {name: outside for name, outside in self._captures.items() if name in used}
 
     def _definition(self, ops: set[Any]) -> Any:
-        """The operations as a GraphDef, without control edges from outside, loops' handles led to their source."""
+        """The operations as a GraphDef; control edges from outside are left out."""
         whole = self._graph.as_graph_def()
         definition = tf.compat.v1.GraphDef(library=whole.library, versions=whole.versions)
         names = {op.name for op in ops}

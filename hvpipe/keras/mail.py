@@ -1,0 +1,106 @@
+"""Tensors between the ranks of a pipeline: sends never wait, receives are posted early."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvpipe.errors import HvpipeError
+from hvpipe.session import Session
+
+# Tags of messages that are under way at one time differ; both ends count the messages between them.
+_TAGS = 30_000
+_LONGEST_SHAPE = 8
+
+
+class Expected:
+    """A tensor on its way to this rank; `take` waits for it."""
+
+    def __init__(self, mail: Mail, peer: int, dtype: Any, shape: Sequence[int] | None, what: str) -> None:
+        self._mail = mail
+        self._peer = peer
+        self._dtype = dtype
+        self._shape = shape
+        self._what = what
+        self._header = None if shape is not None else mail.receive(peer, 8 * (_LONGEST_SHAPE + 1), what)
+        self._data_tag = mail.next_tag(peer)
+        self._data = None if shape is None else self._post(shape)
+
+    def _post(self, shape: Sequence[int]) -> Any:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * int(self._dtype.size)
+        return self._mail.receive(self._peer, nbytes, self._what, self._data_tag)
+
+    def take(self) -> Any:
+        """The tensor."""
+        shape = self._shape
+        if self._header is not None:
+            self._header.wait()
+            header = self._header.arrived().view(np.int64)
+            shape = [int(axis) for axis in header[1 : 1 + int(header[0])]]
+            self._data = self._post(shape)
+        assert self._data is not None
+        self._data.wait()
+        array = self._data.arrived().view(self._dtype.as_numpy_dtype).reshape(shape)
+        return tf.convert_to_tensor(array)
+
+
+class Mail:
+    """What this rank sends to and expects from others, by world rank. One message goes at a time in a step.
+
+    A shape that both ends know travels not; else it goes ahead, and the receive is posted when it is there.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._engine = session.engine
+        self._counts_sent: Counter[int] = Counter()
+        self._counts_expected: Counter[int] = Counter()
+        self._under_way: deque[tuple[Any, Any]] = deque()
+
+    def send(self, peer: int, tensor: Any, shape: Sequence[int] | None, what: str) -> None:
+        """Send a tensor, of which the receiver expects `shape` (None: it learns it now)."""
+        if shape is None:
+            header = np.zeros(_LONGEST_SHAPE + 1, np.int64)
+            if len(tensor.shape) > _LONGEST_SHAPE:
+                raise HvpipeError(
+                    f"A tensor between stages should have at most {_LONGEST_SHAPE} axes. "
+                    f"Received: {what}: shape={tuple(tensor.shape)}"
+                )
+            header[0] = len(tensor.shape)
+            header[1 : 1 + len(tensor.shape)] = tensor.shape
+            self._post(peer, header, what)
+        elif tuple(shape) != tuple(tensor.shape):
+            raise HvpipeError(
+                f"A tensor between stages should have the shape that the model says, {tuple(shape)}, where "
+                "only the first axis may depend on the batch. "
+                f"Received: {what}: shape={tuple(tensor.shape)}"
+            )
+        self._post(peer, np.asarray(tensor), what)
+
+    def _post(self, peer: int, array: Any, what: str) -> None:
+        tag = self._counts_sent[peer] % _TAGS
+        self._counts_sent[peer] += 1
+        # The array is held until it is sent.
+        self._under_way.append((self._engine.send(array, peer, tag, what), array))
+        while self._under_way and self._under_way[0][0].done:
+            self._under_way.popleft()
+
+    def expect(self, peer: int, dtype: Any, shape: Sequence[int] | None, what: str) -> Expected:
+        """Post the receive of the next tensor from `peer`."""
+        return Expected(self, peer, tf.as_dtype(dtype), shape, what)
+
+    def next_tag(self, peer: int) -> int:
+        tag = self._counts_expected[peer] % _TAGS
+        self._counts_expected[peer] += 1
+        return tag
+
+    def receive(self, peer: int, nbytes: int, what: str, tag: int | None = None) -> Any:
+        return self._engine.receive(nbytes, peer, self.next_tag(peer) if tag is None else tag, what)
+
+    def finish(self) -> None:
+        """Wait until all that was sent has gone."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()

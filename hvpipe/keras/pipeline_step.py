@@ -1,0 +1,316 @@
+"""One training step of a pipeline on this rank: its program of actions, sends and receives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import tensorflow as tf
+
+from hvpipe.action import Action
+from hvpipe.dataflow import Message, Program, Receive, Send, needs_of, programs
+from hvpipe.keras.mail import Expected, Mail
+from hvpipe.keras.stage import StageFunctions, Stages, Wire
+from hvpipe.schedule import Schedule
+
+Values = list[Any]
+
+
+@dataclass(frozen=True)
+class Course:
+    """A schedule made ready to run: every rank's program. `place` is this rank's number in it."""
+
+    schedule: Schedule
+    programs: tuple[Program, ...]
+    place: int
+
+    @property
+    def program(self) -> Program:
+        return self.programs[self.place]
+
+    @cached_property
+    def split(self) -> frozenset[int]:
+        """The stages that run the backward in two parts."""
+        return frozenset(a.stage for actions in self.schedule.actions for a in actions if a.kind == "I")
+
+    @staticmethod
+    def forward_only(schedule: Schedule, stages: Stages, place: int) -> Course:
+        """The forwards of a schedule alone, in its order: for evaluate and predict."""
+        actions = tuple(tuple(a for a in of_rank if a.kind == "F") for of_rank in schedule.actions)
+        forward = Schedule("forward", schedule.stages, schedule.microbatches, actions)
+        return Course(forward, programs(forward, needs_of(forward, stages.dataflow)), place)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch as this rank has it: flat model inputs and flat targets (with sample weights), and its size."""
+
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    samples: int
+
+
+@dataclass
+class Outcome:
+    """Of a step on this rank: the weighted sum of its losses, and what the last stage computed."""
+
+    loss: float = 0.0
+    samples: int = 0  # of the micro-batches whose outputs are here
+    outputs: dict[int, Values] = field(default_factory=dict)
+
+
+class PipelineStep:
+    """Runs courses with the functions of this rank's stages.
+
+    `ranks` are the world ranks by their place in the schedule. The batch of the first stage's rank counts:
+    it hands the others what they need of it.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        functions: Mapping[int, StageFunctions],
+        ranks: Sequence[int],
+        mail: Mail,
+    ) -> None:
+        self._stages = stages
+        self._functions = functions
+        self._ranks = ranks
+        self._mail = mail
+
+    def train(
+        self,
+        course: Course,
+        batch: Batch,
+        observe: Callable[[Sequence[Any], Sequence[Any], Any, int], None],
+        stage_done: Callable[[int], None],
+    ) -> Outcome:
+        """All actions of a training step, up to the gradients in the accumulators.
+
+        `observe(targets, outputs, loss, samples)` is called for each micro-batch of the last stage,
+        `stage_done(stage)` when a stage's gradients are complete.
+        """
+        return _Pass(self, course, batch, observe, stage_done, "train").run()
+
+    def evaluate(
+        self,
+        course: Course,
+        batch: Batch,
+        observe: Callable[[Sequence[Any], Sequence[Any], Any, int], None],
+    ) -> Outcome:
+        """Forwards in inference mode, with the loss."""
+        return _Pass(self, course, batch, observe, lambda _stage: None, "evaluate").run()
+
+    def predict(self, course: Course, batch: Batch) -> Outcome:
+        """Forwards in inference mode; `Outcome.outputs` by micro-batch where the last stage is."""
+        return _Pass(self, course, batch, lambda *_: None, lambda _stage: None, "predict").run()
+
+
+def parts_of(samples: int, microbatches: int) -> list[slice]:
+    """Cut a batch into micro-batches whose sizes differ by one at most, larger ones first."""
+    ends = [0]
+    for i in range(microbatches):
+        ends.append(ends[-1] + samples // microbatches + (i < samples % microbatches))
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+class _Pass:
+    """What one step keeps while it runs."""
+
+    def __init__(
+        self,
+        step: PipelineStep,
+        course: Course,
+        batch: Batch,
+        observe: Callable[[Sequence[Any], Sequence[Any], Any, int], None],
+        stage_done: Callable[[int], None],
+        mode: str,
+    ) -> None:
+        self._stages, self._functions = step._stages, step._functions
+        self._ranks, self._mail = step._ranks, step._mail
+        self._course, self._schedule = course, course.schedule
+        self._batch = batch
+        self._observe, self._stage_done = observe, stage_done
+        self._mode = mode
+        self._parts = parts_of(batch.samples, self._schedule.microbatches)
+        self._expected: dict[Message, list[Expected]] = {}
+        self._local: dict[tuple[Action, Action], Values] = {}  # by producer and consumer
+        self._away: dict[tuple[Action, int], Values] = {}  # what is to be sent, by producer and stage
+        self._fed: dict[tuple[int, int], list[Expected] | Values] = {}  # inputs and targets, by (stage, i)
+        self._kept: dict[tuple[int, int], Values] = {}  # for the backward
+        self._further: dict[tuple[int, int], Values] = {}  # for the weights' part
+        self._left = {
+            stage: sum(a.stage == stage and a.kind in "BW" for a in self._schedule.actions[course.place])
+            for stage in step._functions
+        }
+        self._begun: set[int] = set()
+        self._losses: list[tuple[Any, float]] = []
+        self._outcome = Outcome()
+
+    def run(self) -> Outcome:
+        self._hand_out()
+        for step in self._course.program:
+            if isinstance(step, Receive):
+                self._expected[step.message] = self._expect(step.message)
+            elif isinstance(step, Send):
+                self._send(step.message)
+            elif step.kind == "F":
+                self._forward(step)
+            else:
+                self._backward(step)
+        self._outcome.loss = float(sum(weight * float(loss) for loss, weight in self._losses))
+        return self._outcome
+
+    # The batch ----------------------------------------------------------------------------------------
+
+    def _hand_out(self) -> None:
+        """Give every stage its micro-batches' inputs and targets, from the rank that has the first stage."""
+        root = self._schedule.rank_of(Action("F", 0, 0))
+        for stage, cut in enumerate(self._stages.cuts):
+            last = stage == len(self._stages.cuts) - 1
+            targets = self._batch.targets if last and self._mode != "predict" else ()
+            places = [self._stages.graph.inputs.index(number) for number in cut.inputs]
+            whole = [*(self._batch.inputs[place] for place in places), *targets]
+            if not whole:
+                continue
+            for i, part in enumerate(self._parts):
+                home = self._schedule.rank_of(Action("F", i, stage))
+                what = f"micro-batch {i} of the batch for stage {stage}"
+                if home == self._course.place == root:
+                    self._fed[stage, i] = [x[part] for x in whole]
+                elif self._course.place == root:
+                    for x in whole:
+                        self._mail.send(self._ranks[home], x[part], None, what)
+                elif home == self._course.place:
+                    peer = self._ranks[root]
+                    self._fed[stage, i] = [self._mail.expect(peer, x.dtype, None, what) for x in whole]
+
+    def _given(self, stage: int, i: int) -> Values:
+        return [x.take() if isinstance(x, Expected) else x for x in self._fed.pop((stage, i), [])]
+
+    # Messages -----------------------------------------------------------------------------------------
+
+    def _wires(self, message: Message) -> tuple[Wire, ...]:
+        """What the message carries: outputs, or the gradients of the floating ones."""
+        if message.consumer.kind == "F":
+            return self._stages.cuts[message.consumer.stage].receives[message.producer.stage]
+        sent = self._stages.cuts[message.consumer.stage].sends[message.producer.stage]
+        return self._stages.floating(sent)
+
+    def _shape(self, wire: Wire, i: int) -> list[int] | None:
+        """The shape of a wire for micro-batch i, where both ends can tell."""
+        axes = list(self._stages.spec(wire).shape)
+        if any(axis is None for axis in axes[1:]) or not axes:
+            return None
+        samples = self._parts[i].stop - self._parts[i].start
+        return [samples if axes[0] is None else axes[0], *axes[1:]]
+
+    def _expect(self, message: Message) -> list[Expected]:
+        peer, i = self._ranks[message.source], message.producer.microbatch
+        return [
+            self._mail.expect(peer, self._stages.spec(wire).dtype, self._shape(wire, i), str(message))
+            for wire in self._wires(message)
+        ]
+
+    def _send(self, message: Message) -> None:
+        peer, i = self._ranks[message.target], message.producer.microbatch
+        values = self._away.pop((message.producer, message.consumer.stage))
+        for wire, value in zip(self._wires(message), values, strict=True):
+            self._mail.send(peer, value, self._shape(wire, i), str(message))
+
+    def _taken(self, producer: Action, consumer: Action) -> Values:
+        """What the producer made for the consumer, here or elsewhere."""
+        if (producer, consumer) in self._local:
+            return self._local.pop((producer, consumer))
+        message = Message(
+            producer, consumer, self._schedule.rank_of(producer), self._schedule.rank_of(consumer)
+        )
+        return [expected.take() for expected in self._expected.pop(message)]
+
+    def _give(self, producer: Action, consumer: Action, values: Values) -> None:
+        if self._schedule.rank_of(consumer) == self._course.place:
+            self._local[producer, consumer] = values
+        else:
+            self._away[producer, consumer.stage] = values
+
+    # Actions ------------------------------------------------------------------------------------------
+
+    def _forward(self, action: Action) -> None:
+        i, stage = action.microbatch, action.stage
+        cut, functions = self._stages.cuts[stage], self._functions[stage]
+        values: Values = []
+        for source in sorted(cut.receives):
+            values.extend(self._taken(Action("F", i, source), action))
+        given = self._given(stage, i)
+        values.extend(given)
+        if self._mode == "train":
+            found, self._kept[stage, i] = functions.training.forward(values)
+        else:
+            found = (functions.prediction if self._mode == "predict" else functions.evaluation)(*values)
+        made = dict(zip(cut.outputs, found, strict=False))
+        for target, wires in cut.sends.items():
+            self._give(action, Action("F", i, target), [made[wire] for wire in wires])
+        samples = self._parts[i].stop - self._parts[i].start
+        rest = found[len(cut.outputs) :]
+        if functions.has_loss and self._mode != "predict":
+            self._losses.append((rest[0], samples / self._batch.samples))
+        if functions.outputs_of_model:
+            outputs = rest[len(rest) - functions.outputs_of_model :]
+            self._outcome.samples += samples
+            if self._mode == "predict":
+                self._outcome.outputs[i] = outputs
+            else:
+                self._observe(given[len(cut.inputs) :], outputs, rest[0], samples)
+
+    def _backward(self, action: Action) -> None:
+        i, stage = action.microbatch, action.stage
+        halves = self._functions[stage].training
+        if action.kind == "W":
+            halves.backward_weights(self._further.pop((stage, i)), self._is_first(stage))
+        else:
+            gradients = self._gradients(action)
+            kept = self._kept.pop((stage, i))
+            if action.kind == "B":
+                found = halves.backward(kept, gradients, self._is_first(stage))
+            else:
+                found, self._further[stage, i] = halves.backward_inputs(kept, gradients)
+            self._return_gradients(action, found)
+        if action.kind in "BW":
+            self._left[stage] -= 1
+            if self._left[stage] == 0:
+                self._stage_done(stage)
+
+    def _is_first(self, stage: int) -> bool:
+        first = stage not in self._begun
+        self._begun.add(stage)
+        return first
+
+    def _gradients(self, action: Action) -> Values:
+        """The gradients of the stage's floating outputs, summed over those who use them, then of its loss."""
+        i, stage = action.microbatch, action.stage
+        cut = self._stages.cuts[stage]
+        sums: dict[Wire, Any] = {}
+        for target in sorted(cut.sends):
+            wires = self._stages.floating(cut.sends[target])
+            for wire, gradient in zip(wires, self._taken(self._backward_of(i, target), action), strict=True):
+                sums[wire] = sums[wire] + gradient if wire in sums else gradient
+        found = [sums[wire] for wire in self._stages.floating(cut.outputs)]
+        if self._functions[stage].has_loss:
+            samples = self._parts[i].stop - self._parts[i].start
+            found.append(tf.constant(samples / self._batch.samples, tf.float32))
+        return found
+
+    def _return_gradients(self, action: Action, found: Values) -> None:
+        functions = self._functions[action.stage]
+        of_wire = dict(zip(self._stages.floating(functions.wires_in), found, strict=True))
+        for source in self._stages.cuts[action.stage].receives:
+            wires = self._stages.floating(self._stages.cuts[action.stage].receives[source])
+            consumer = self._backward_of(action.microbatch, source)
+            self._give(action, consumer, [of_wire[wire] for wire in wires])
+
+    def _backward_of(self, i: int, stage: int) -> Action:
+        """The action that makes the gradients a stage sends back: I where the backward is split."""
+        return Action("I" if stage in self._course.split else "B", i, stage)

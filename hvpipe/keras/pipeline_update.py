@@ -1,0 +1,182 @@
+"""What a pipeline's rank does with complete gradients: sums them where weights are shared, clips, updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.stage import StageFunctions
+from hvpipe.session import Session
+
+
+@dataclass
+class _Bucket:
+    """Gradients that some ranks sum together."""
+
+    group: int
+    members: list[int]  # places in PipelineUpdate.variables
+    request: Any = None
+    buffer: Any = None
+
+
+class PipelineUpdate:
+    """Sums, clips and applies the gradients of one rank's stages.
+
+    `holders` gives for each shared variable (by id) the world ranks that hold it, this one among them: the
+    replicas of a stage, or stages that share a layer. They hold the same sum and so stay equal.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        optimizer: Any,
+        functions: Mapping[int, StageFunctions],
+        holders: Mapping[int, tuple[int, ...]],
+        groups: Mapping[tuple[int, ...], int],
+    ) -> None:
+        self._session = session
+        self._optimizer = optimizer
+        self._functions = functions
+        self._holders = holders
+        keras_variables = {id(v.value): v for of_stage in functions.values() for v in of_stage.trainable}
+        used = {id(v) for of_stage in functions.values() for v in of_stage.training.variables}
+        # In the order of the model, the same on all who share; a shared one even where nothing reached it.
+        self.variables = [v for key, v in keras_variables.items() if key in used or id(v) in holders]
+        self._places = {id(v.value): place for place, v in enumerate(self.variables)}
+        self._stages_of: dict[int, set[int]] = {place: set() for place in range(len(self.variables))}
+        for stage, of_stage in functions.items():
+            for v in of_stage.trainable:
+                if id(v.value) in self._places:
+                    self._stages_of[self._places[id(v.value)]].add(stage)
+        self._buckets = self._make_buckets(groups)
+        self._done: set[int] = set()
+        if not optimizer.built:
+            optimizer.build(self.variables)
+        self._apply = self._make_apply()
+
+    def _make_buckets(self, groups: Mapping[tuple[int, ...], int]) -> list[_Bucket]:
+        by_ranks: dict[tuple[int, ...], list[int]] = {}
+        for place, variable in enumerate(self.variables):
+            if id(variable) in self._holders:
+                by_ranks.setdefault(self._holders[id(variable)], []).append(place)
+        buckets = []
+        limit_bytes = self._session.settings.bucket_bytes
+        for ranks in sorted(by_ranks):
+            size_bytes = limit_bytes
+            # The gradients of the last layers are there first.
+            for place in reversed(by_ranks[ranks]):
+                nbytes = 4 * int(np.prod(self.variables[place].shape))
+                if size_bytes + nbytes > limit_bytes:
+                    buckets.append(_Bucket(groups[ranks], []))
+                    size_bytes = 0
+                buckets[-1].members.append(place)
+                size_bytes += nbytes
+        return buckets
+
+    def begin(self) -> None:
+        """A step begins: no gradient is complete."""
+        self._done = set()
+
+    def stage_done(self, stage: int) -> None:
+        """Start the sums of what is complete now, while other stages still run."""
+        self._done.add(stage)
+        for bucket in self._buckets:
+            needed = {s for place in bucket.members for s in self._stages_of[place]}
+            if bucket.request is None and needed <= self._done:
+                gradients = [np.asarray(self._gradient(place), np.float32) for place in bucket.members]
+                bucket.buffer = np.concatenate([g.reshape(-1) for g in gradients])
+                bucket.request = self._session.engine.group_allreduce(
+                    bucket.group, bucket.buffer, f"gradients of {self.variables[bucket.members[0]].path}"
+                )
+
+    def apply(self) -> None:
+        """Update this rank's weights; all ranks together, as some updates depend on all gradients."""
+        gradients: list[Any] = [None] * len(self.variables)
+        for bucket in self._buckets:
+            bucket.request.wait()
+            bucket.request = None
+            start = 0
+            for place in bucket.members:
+                shape = self.variables[place].shape
+                end = start + int(np.prod(shape))
+                gradients[place] = tf.convert_to_tensor(bucket.buffer[start:end].reshape(shape))
+                start = end
+        for place, gradient in enumerate(gradients):
+            if gradient is None:
+                gradients[place] = self._gradient(place)
+        norm = self._global_norm(gradients)
+        finite = self._all_finite(gradients)
+        if not self.variables:
+            self._optimizer.iterations.assign_add(1)
+        else:
+            self._apply(norm, tf.constant(1.0 if finite else np.nan), *gradients)
+
+    def _gradient(self, place: int) -> Any:
+        """Of one variable, over all stages of this rank that use it."""
+        key = id(self.variables[place].value)
+        found = None
+        for stage in sorted(self._stages_of[place]):
+            halves = self._functions[stage].training
+            for variable, accumulator in zip(halves.variables, halves.accumulators, strict=True):
+                if id(variable) == key:
+                    value = accumulator.read_value()
+                    found = value if found is None else found + value
+        return tf.zeros(self.variables[place].shape) if found is None else found
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor that the optimizer wants the loss to have (mixed precision in float16)."""
+        if isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer):
+            return float(self._optimizer.dynamic_scale)
+        return float(self._optimizer.loss_scale_factor or 1.0)
+
+    def _global_norm(self, gradients: Sequence[Any]) -> Any:
+        """Over the gradients of all stages; each shared one counts once."""
+        if not self._optimizer.global_clipnorm:
+            return tf.constant(1.0)
+        rank = self._session.world.rank
+        own = [
+            g
+            for g, v in zip(gradients, self.variables, strict=True)
+            if self._holders.get(id(v), (rank,))[0] == rank
+        ]
+        mine = float(tf.add_n([tf.reduce_sum(tf.square(tf.cast(g, tf.float64))) for g in own])) if own else 0
+        everyone = self._session.engine.agree("the global norm of the gradients", float(mine))
+        return tf.constant(float(np.sqrt(sum(everyone))) / self.loss_scale)
+
+    def _all_finite(self, gradients: Sequence[Any]) -> bool:
+        """With dynamic loss scaling all ranks skip a step or none."""
+        if not isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer):
+            return True
+        mine = all(bool(tf.reduce_all(tf.math.is_finite(g))) for g in gradients)
+        return not any(self._session.engine.agree("whether all gradients are finite", 0.0 if mine else 1.0))
+
+    def _make_apply(self) -> Any:
+        optimizer = self._optimizer
+        limit = optimizer.global_clipnorm
+        scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        if limit and scaled:
+            raise HvpipeError(
+                "global_clipnorm goes with float32 and bfloat16, not with the loss scaling of mixed_float16. "
+                f"Received: global_clipnorm={limit}"
+            )
+
+        def apply(norm: Any, factor: Any, *gradients: Any) -> None:
+            found = [g * tf.cast(factor, g.dtype) for g in gradients] if scaled else list(gradients)
+            if limit:
+                scale = float(optimizer.loss_scale_factor or 1.0)
+                found, _ = tf.clip_by_global_norm(found, limit * scale, use_norm=norm * scale)
+            # Clipped already, over all stages.
+            optimizer.global_clipnorm = None
+            try:
+                optimizer.apply(found, self.variables)
+            finally:
+                optimizer.global_clipnorm = limit
+
+        return tf.function(apply, autograph=False)

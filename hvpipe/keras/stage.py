@@ -1,0 +1,255 @@
+"""Stages: runs of a model's calls, what they hand each other, and the functions that one of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+
+from hvpipe.dataflow import Dataflow
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.layer_graph import LayerGraph
+from hvpipe.keras.split_gradient import Halves, split_gradient
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One tensor that crosses from stage to stage: a tensor of the graph by its number, or its mask."""
+
+    number: int
+    mask: bool = False
+
+
+@dataclass(frozen=True)
+class StageCut:
+    """One stage as all ranks see it: its calls by place, and the tensors that it takes and gives.
+
+    `receives[s]` comes from stage s, `sends[t]` goes to stage t, straight, however far away. `inputs` are the
+    model's inputs that it reads.
+    """
+
+    calls: tuple[int, ...]
+    inputs: tuple[int, ...]
+    receives: Mapping[int, tuple[Wire, ...]]
+    sends: Mapping[int, tuple[Wire, ...]]
+
+    @cached_property
+    def outputs(self) -> tuple[Wire, ...]:
+        """What any other stage takes, each once."""
+        wires = {wire for sent in self.sends.values() for wire in sent}
+        return tuple(sorted(wires, key=lambda wire: (wire.number, wire.mask)))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A graph cut into stages, in order. The last one has the loss, and so receives all outputs."""
+
+    graph: LayerGraph
+    cuts: tuple[StageCut, ...]
+
+    @property
+    def dataflow(self) -> Dataflow:
+        edges = {(source, s) for s, cut in enumerate(self.cuts) for source in cut.receives}
+        return Dataflow(len(self.cuts), tuple(sorted(edges)))
+
+    def spec(self, wire: Wire) -> Any:
+        """Shape (None for the batch) and dtype of a wire, as a tf.TensorSpec."""
+        tensor = self.graph.tensors[wire.number]
+        if wire.mask:
+            return tf.TensorSpec(tensor.mask_shape, tf.bool)
+        return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+    def floating(self, wires: Sequence[Wire]) -> tuple[Wire, ...]:
+        """Those that have gradients."""
+        return tuple(
+            w for w in wires if not w.mask and tf.as_dtype(self.graph.tensors[w.number].dtype).is_floating
+        )
+
+    def layers(self, stage: int) -> list[Any]:
+        """The layers of a stage, each once."""
+        return self.graph.layers(self.cuts[stage].calls)
+
+
+def cut_stages(graph: LayerGraph, places: Sequence[Sequence[int]]) -> Stages:
+    """Cut the graph: `places` are the calls of each stage, in order.
+
+    Raises HvpipeError unless every call is in one stage and no stage takes from a later one.
+    """
+    stage_of = {place: stage for stage, of_stage in enumerate(places) for place in of_stage}
+    if sorted(p for of_stage in places for p in of_stage) != list(range(len(graph.calls))):
+        raise HvpipeError(
+            f"Stages should hold each of {len(graph.calls)} layer calls once. "
+            f"Received: {[len(of_stage) for of_stage in places]} of which {len(stage_of)} differ"
+        )
+    makers = graph.makers()
+    crossing: dict[tuple[int, int], set[int]] = {}
+    inputs: list[set[int]] = [set() for _ in places]
+
+    def use(number: int, stage: int, what: str) -> None:
+        if number not in makers:
+            inputs[stage].add(number)
+            return
+        source = stage_of[makers[number]]
+        if source > stage:
+            raise HvpipeError(
+                f"A stage should take from earlier ones. Received: {what} of stage {stage} takes from "
+                f"{graph.calls[makers[number]].name} of stage {source}"
+            )
+        if source < stage:
+            crossing.setdefault((source, stage), set()).add(number)
+
+    for place, call in enumerate(graph.calls):
+        for number, _ in call.reads:
+            use(number, stage_of[place], call.name)
+    for number in graph.outputs:
+        use(number, len(places) - 1, "the loss")
+    wires = {pair: _wires(graph, numbers) for pair, numbers in crossing.items()}
+    cuts = [
+        StageCut(
+            calls=tuple(sorted(of_stage)),
+            inputs=tuple(sorted(inputs[stage])),
+            receives={s: wires[s, t] for s, t in sorted(wires) if t == stage},
+            sends={t: wires[s, t] for s, t in sorted(wires) if s == stage},
+        )
+        for stage, of_stage in enumerate(places)
+    ]
+    return Stages(graph, tuple(cuts))
+
+
+def _wires(graph: LayerGraph, numbers: set[int]) -> tuple[Wire, ...]:
+    found = []
+    for number in sorted(numbers):
+        tensor = graph.tensors[number]
+        if tensor.dtype == "string":
+            raise HvpipeError(
+                "Tensors of numbers can travel between stages, strings cannot: keep the layers that read "
+                f"them in the first stage. Received: tensor {number} of {graph.name}"
+            )
+        found.append(Wire(number))
+        if tensor.mask_shape is not None:
+            found.append(Wire(number, mask=True))
+    return tuple(found)
+
+
+Loss = Callable[[Sequence[Any], Sequence[Any]], Any]
+"""The loss of a micro-batch, a scalar: of the model's outputs and of targets and sample weights, flat."""
+
+
+class StageFunctions:
+    """What a rank runs of one stage. Values are flat lists: wires from each stage in order, model inputs,
+    targets."""
+
+    def __init__(
+        self, stages: Stages, stage: int, targets: Sequence[Any], loss: Loss | None, recompute: bool = False
+    ) -> None:
+        self._stages = stages
+        self._cut = stages.cuts[stage]
+        self._last = stage == len(stages.cuts) - 1
+        self._targets = len(targets) if self._last else 0
+        self._loss = loss if self._last else None
+        graph = stages.graph
+        self.wires_in = tuple(w for source in sorted(self._cut.receives) for w in self._cut.receives[source])
+        self._signature = [
+            *(stages.spec(wire) for wire in self.wires_in),
+            *(stages.spec(Wire(number)) for number in self._cut.inputs),
+        ]
+        self._target_signature = list(targets) if self._last else []
+        layers = stages.layers(stage)
+        self.trainable = _unique(v for layer in layers for v in layer.trainable_variables)
+        # Of a layer that several stages share, the first one counts.
+        earlier = {
+            id(v) for s in range(stage) for layer in stages.layers(s) for v in layer.trainable_variables
+        }
+        self._regularized = [v for v in self.trainable if v.regularizer is not None and id(v) not in earlier]
+        self.has_loss = self._loss is not None or bool(self._regularized) or self._has_activity_losses(layers)
+        self.outputs_of_model = len(graph.outputs) if self._last else 0
+        self._recompute = recompute
+        self._layers = layers
+
+    @cached_property
+    def training(self) -> Halves:
+        """Forward and backward. Outputs: `StageCut.outputs`, the loss if the stage has one, the model's.
+
+        Gradients are given for the floating ones and the loss, and come for the floating wires.
+        """
+        return split_gradient(
+            lambda *values: self._run(values, training=True),
+            [*self._signature, *self._target_signature],
+            [v.value for v in self.trainable],
+            wanted=len(self.wires_in),
+            only_out=self.outputs_of_model,
+            recompute=self._recompute,
+        )
+
+    @cached_property
+    def evaluation(self) -> Any:
+        """The same outputs in inference mode, without a backward; the loss with targets alone."""
+        return tf.function(
+            lambda *values: self._run(values, training=False),
+            input_signature=[*self._signature, *self._target_signature],
+            autograph=False,
+        )
+
+    @cached_property
+    def prediction(self) -> Any:
+        """Outputs in inference mode, without targets and loss."""
+        return tf.function(
+            lambda *values: self._run(values, training=False, with_loss=False),
+            input_signature=self._signature,
+            autograph=False,
+        )
+
+    def _run(self, values: Sequence[Any], training: bool, with_loss: bool = True) -> list[Any]:
+        graph, cut = self._stages.graph, self._cut
+        targets = values[len(self._signature) :]
+        known: dict[int, Any] = {}
+        for wire, value in zip(
+            [*self.wires_in, *(Wire(number) for number in cut.inputs)], values, strict=False
+        ):
+            if wire.mask:
+                set_keras_mask(known[wire.number], value)
+            else:
+                # A tensor of its own: a mask must not stick to what others hold.
+                known[wire.number] = tf.identity(value)
+        losses = []
+        for place in cut.calls:
+            call = graph.calls[place]
+            for (number, _), value in zip(call.writes, call(known, training), strict=True):
+                known[number] = value
+            losses.extend(_activity_losses(call.operation))
+        found = [get_keras_mask(known[w.number]) if w.mask else known[w.number] for w in cut.outputs]
+        results = [known[number] for number in graph.outputs] if self._last else []
+        if not with_loss:
+            return [*found, *results]
+        losses.extend(v.regularizer(v) for v in self._regularized)
+        if self._loss is not None:
+            losses.insert(0, self._loss(results, targets))
+        if self.has_loss:
+            found.append(tf.add_n([tf.cast(loss, tf.float32) for loss in losses] or [tf.constant(0.0)]))
+        return [*found, *results]
+
+    @staticmethod
+    def _has_activity_losses(layers: Sequence[Any]) -> bool:
+        """Whether a call may add a loss: an activity regularizer, or a layer of the user's own."""
+        return any(
+            getattr(layer, "activity_regularizer", None) is not None
+            or not type(layer).__module__.startswith("keras.")
+            for outer in layers
+            for layer in outer._flatten_layers()
+        )
+
+
+def _activity_losses(operation: Any) -> list[Any]:
+    """What the call just made has added with `add_loss`."""
+    if not isinstance(operation, keras.Layer):
+        return []
+    return [loss for layer in operation._flatten_layers() for loss in layer._losses]
+
+
+def _unique(variables: Any) -> list[Any]:
+    return list({id(v): v for v in variables}.values())
