@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 # An optimizer that overrides one of these may do something once per step, not once per variable (Nadam
 # multiplies a running product, LossScaleOptimizer looks at all gradients).
@@ -30,7 +32,7 @@ def acts_by_variable(optimizer: Any, variables: Sequence[Any]) -> bool:
 
 def apply_all(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """The optimizer's own `apply`, whatever replaced it on the instance."""
-    type(optimizer).apply(optimizer, list(gradients), list(variables))
+    _as_written(lambda: type(optimizer).apply(optimizer, list(gradients), list(variables)))
 
 
 def apply_some(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -38,16 +40,46 @@ def apply_some(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any
 
     Only for an optimizer that `acts_by_variable`; `count_step` follows once per step.
     """
-    gradients = list(gradients)
-    with keras.name_scope(optimizer.name, caller=optimizer):
-        if optimizer.loss_scale_factor is not None:
-            gradients = [gradient / optimizer.loss_scale_factor for gradient in gradients]
-        optimizer._backend_apply_gradients(gradients, list(variables))
-        for variable in variables:
-            if getattr(variable, "constraint", None) is not None:
-                variable.assign(variable.constraint(variable))
+
+    def update() -> None:
+        scale = optimizer.loss_scale_factor
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            unscaled = list(gradients) if scale is None else [gradient / scale for gradient in gradients]
+            optimizer._backend_apply_gradients(unscaled, list(variables))
+            for variable in variables:
+                if getattr(variable, "constraint", None) is not None:
+                    variable.assign(variable.constraint(variable))
+
+    _as_written(update)
 
 
 def count_step(optimizer: Any) -> None:
     """The last thing that `apply` does."""
     optimizer._iterations.assign_add(1)
+
+
+def _as_written(update: Callable[[], None]) -> None:
+    """Run an update so that TensorFlow rounds it alike wherever in a graph it stands.
+
+    TensorFlow's graph optimizer reorders products and sums with constants, in one way at the top of a graph
+    and in another inside a `tf.cond`, so that the last bit would depend on the overlap. It leaves the inside
+    of a function alone that is called, not inlined, with the optimizer switched off.
+    """
+    if tf.executing_eagerly():
+        update()
+        return
+    function = tf.function(update, autograph=False, experimental_attributes={"_noinline": True})
+    with _graph_optimizer_off():
+        function()
+
+
+@contextlib.contextmanager
+def _graph_optimizer_off() -> Iterator[None]:
+    """The functions that are called here in a graph are never optimized; nothing else is concerned."""
+    switch = "disable_meta_optimizer"
+    before = tf.config.optimizer.get_experimental_options().get(switch, False)
+    tf.config.optimizer.set_experimental_options({switch: True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({switch: before})

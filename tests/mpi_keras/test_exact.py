@@ -55,6 +55,12 @@ MORE_CASES = {
     "clipvalue": Case(lambda: optimizers.SGD(0.1, clipvalue=0.01)),
     "schedule": Case(lambda: optimizers.SGD(decaying(), momentum=0.9, nesterov=True)),
     "weight_decay": Case(lambda: optimizers.SGD(0.1, weight_decay=0.01)),
+    # Long products with constants, which TensorFlow's graph optimizer likes to reorder.
+    "decaying_weight_decay": Case(lambda: optimizers.SGD(decaying(), momentum=0.9, weight_decay=0.01)),
+    "decaying_adamw": Case(lambda: optimizers.AdamW(decaying(), weight_decay=0.1)),
+    "decaying_lion": Case(lambda: optimizers.Lion(decaying(), weight_decay=0.1)),
+    "decaying_muon": Case(lambda: optimizers.Muon(decaying(), weight_decay=0.1)),
+    "centered_rmsprop": Case(lambda: optimizers.RMSprop(0.1, centered=True)),
     "fixed_loss_scale": Case(lambda: optimizers.Adam(0.01, loss_scale_factor=8.0)),
     "accumulation_loss_scale": Case(
         lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2, loss_scale_factor=8.0)
