@@ -95,7 +95,9 @@ def step_timer(keras: Any) -> Any:
     """A callback with the clock at the first step's begin and each step's end; it reads no weights."""
 
     class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]
-        reads_weights = False  # for hvpipe: no need to finish a step for it
+        # For hvpipe: no need to finish a step for it, nor to ask all ranks after each whether it stops.
+        reads_weights = False
+        stops_training = False
 
         def __init__(self) -> None:
             super().__init__()

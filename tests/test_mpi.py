@@ -42,7 +42,7 @@ SUITES = (
     Suite("keras numbers", NUMBERS, limit_s=600.0, sizes=(1, 3, 4), only="not slow"),
     Suite(
         "keras hosts",
-        ("mpi_keras/test_ranks_equal.py",),
+        ("mpi_keras/test_ranks_equal.py", "mpi_keras/test_stopping.py"),
         limit_s=300.0,
         sizes=(3,),
         env={"HVPIPE_RANKS_PER_HOST": "2"},

@@ -63,20 +63,34 @@ class FinishBeforeBatchCallbacks(EpochEnd):
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Last of the callbacks: where one rank's callback stops training, all ranks stop with that epoch."""
+    """Last of the callbacks: where one stops training at an epoch's begin or end, all ranks stop."""
 
-    async_safe = True
+    async_safe = True  # overrides nothing that runs at batches
 
     def __init__(self, session: Session) -> None:
         super().__init__()
         self._session = session
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._epoch = epoch
+        self._agree(f"whether to stop with the first batch of epoch {epoch + 1}")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        stops = self._session.engine.agree(
-            f"whether to go on after epoch {epoch + 1}", float(self.model.stop_training)
-        )
-        if any(stops):
+        self._agree(f"whether to go on after epoch {epoch + 1}")
+
+    def _agree(self, what: str) -> None:
+        if any(self._session.engine.agree(what, float(self.model.stop_training))):
             self.model.stop_training = True
+
+
+class StopTogetherAtBatches(StopTogether):
+    """Also agrees after every batch, for callbacks that may stop training within an epoch."""
+
+    async_safe = False
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        self._agree(f"whether to go on after batch {batch + 1} of epoch {self._epoch + 1}")
 
 
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
@@ -88,8 +102,20 @@ def reads_at_batches(callback: Any) -> bool:
     Keras's own do not, or ask the model for them, but for a LambdaCallback, which runs the user's
     functions; a callback says that it does not with `reads_weights = False`.
     """
-    if not getattr(callback, "reads_weights", True):
+    return bool(getattr(callback, "reads_weights", True)) and _runs_users_code_at_batches(callback)
+
+
+def stops_at_batches(callback: Any) -> bool:
+    """Whether a callback may stop training within an epoch.
+
+    Of Keras's own, TerminateOnNaN may; a callback says that it does not with `stops_training = False`.
+    """
+    if not getattr(callback, "stops_training", True):
         return False
+    return isinstance(callback, keras.callbacks.TerminateOnNaN) or _runs_users_code_at_batches(callback)
+
+
+def _runs_users_code_at_batches(callback: Any) -> bool:
     if any(hook in vars(callback) for hook in _BATCH_HOOKS):
         return True
     kind, base = type(callback), keras.callbacks.Callback

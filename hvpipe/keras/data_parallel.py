@@ -21,8 +21,10 @@ from hvpipe.keras.callbacks import (
     EpochEnd,
     FinishBeforeBatchCallbacks,
     StopTogether,
+    StopTogetherAtBatches,
     average_logs,
     reads_at_batches,
+    stops_at_batches,
 )
 from hvpipe.keras.data import SampleCounter, batch_of, fingerprint_of, first_leaf, same_length
 from hvpipe.keras.instance_methods import InstanceMethods
@@ -344,17 +346,7 @@ class DataParallel:
         given["x"] = same_length(
             self.session, given.get("x"), given.get("batch_size"), given.get("steps_per_epoch")
         )
-        callbacks = given.get("callbacks")
-        if isinstance(callbacks, keras.callbacks.CallbackList):
-            own = self._callback_for(callbacks.callbacks)
-            last = StopTogether(self.session)
-            own.set_model(self.model)
-            last.set_model(self.model)
-            callbacks.callbacks.insert(0, own)
-            callbacks.callbacks.append(last)
-        else:
-            listed = list(tf.nest.flatten(callbacks)) if callbacks else []
-            given["callbacks"] = [self._callback_for(listed), *listed, StopTogether(self.session)]
+        given["callbacks"] = self._with_own_callbacks(given.get("callbacks"))
         self._train_counter.restart()
         try:
             return self._methods.own("fit")(*bound.args, **bound.kwargs)
@@ -363,6 +355,23 @@ class DataParallel:
             with contextlib.suppress(Exception):
                 self.flush()
             raise
+
+    def _with_own_callbacks(self, callbacks: Any) -> Any:
+        """The callbacks of a `fit` and ours around them; collective."""
+        listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
+        listed = list(tf.nest.flatten(listed)) if listed else []
+        stopping = any(stops_at_batches(callback) for callback in listed)
+        # The ranks' callbacks may differ, but all must agree at the same times.
+        anywhere = any(self.session.engine.agree("callbacks that may stop within an epoch", float(stopping)))
+        last = (StopTogetherAtBatches if anywhere else StopTogether)(self.session)
+        ours = [self._callback_for(listed), *listed, last]
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            return ours
+        for callback in (ours[0], last):
+            callback.set_model(self.model)
+        callbacks.callbacks[:] = ours
+        callbacks._configure_async_dispatch(ours)
+        return callbacks
 
     def _callback_for(self, callbacks: list[Any]) -> EpochEnd:
         readers = [type(c).__name__ for c in callbacks if reads_at_batches(c)]

@@ -1,8 +1,6 @@
-"""A model's life after `data_parallel`: compiled again, wrapped again, trained again, stopped, scheduled."""
+"""A model's life after `data_parallel`: compiled again, wrapped again, trained again, scheduled."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import keras
 import numpy as np
@@ -87,33 +85,6 @@ def test_wrapped_twice_reduces_once() -> None:
     fit(reference, all_batches(2))
     assert_close(state_of(model), state_of(reference), 1e-5)
     assert after - before <= 2 * 3 + 10  # three buckets a step, and what the epoch's end needs
-
-
-def test_one_rank_stops_and_all_stop() -> None:
-    class Stop(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if epoch == 1 and hvpipe.rank() == hvpipe.size() - 1:
-                self.model.stop_training = True
-
-    history = fit(parallel(compiled()), my_batches(2), epochs=5, callbacks=[Stop()])
-    assert len(history["loss"]) == 2
-
-
-@pytest.mark.slow
-def test_stopping_within_an_epoch() -> None:
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if batch == 1:
-                self.model.stop_training = True
-
-    states = []
-    for overlap in ("none", "step"):
-        model = parallel(compiled(), overlap)
-        history = fit(model, my_batches(4), epochs=3, callbacks=[Stop()])
-        assert len(history["loss"]) == 1
-        assert int(model.optimizer.iterations) == 2
-        states.append(state_of(model))
-    assert_same_bits(states[1], states[0])
 
 
 @pytest.mark.slow
