@@ -48,13 +48,16 @@ class Call:
     arguments: Any  # Keras's SymbolicArguments: the call's arguments with KerasTensors in them
     reads: tuple[tuple[int, int], ...]
     writes: tuple[tuple[int, int], ...]
-    context: tuple[tuple[str, Any], ...] = ()  # of an outer call: training=False
 
     def __call__(self, values: Mapping[int, Any], training: bool) -> list[Any]:
-        """The outputs, flat, given the values of the tensors by their numbers."""
+        """The outputs, flat, given the values of the tensors by their numbers.
+
+        As in Keras, the mode of the whole model wins over a `training=` that a layer was called with, which
+        is also where Keras notes a default: Dropout's is False.
+        """
         args, kwargs = self.arguments.fill_in({key: values[number] for number, key in self.reads})
-        if _takes_training(self.operation) and kwargs.get("training") is None:
-            kwargs["training"] = dict(self.context).get("training", training)
+        if _takes_training(self.operation):
+            kwargs["training"] = training
         return list(keras.tree.flatten(self.operation(*args, **kwargs)))
 
 
@@ -108,7 +111,7 @@ def layer_graph(model: Any) -> LayerGraph:
     builder = _Builder()
     inputs = tuple(builder.tensor(x) for x in functional.inputs)
     table = {id(x): number for x, number in zip(functional.inputs, inputs, strict=True)}
-    builder.add(functional, table, "", ())
+    builder.add(functional, table, "")
     outputs = tuple(table[id(x)] for x in functional.outputs)
     return LayerGraph(model.name, tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
 
@@ -127,9 +130,7 @@ class _Builder:
         self.tensors.append(TensorSpec(tuple(symbolic.shape), symbolic.dtype, mask_shape))
         return len(self.tensors) - 1
 
-    def add(
-        self, functional: Any, table: dict[int, int], prefix: str, context: tuple[tuple[str, Any], ...]
-    ) -> None:
+    def add(self, functional: Any, table: dict[int, int], prefix: str) -> None:
         """Add the calls of a functional model, of whose tensors `table` holds the inputs' numbers by id."""
         for depth in sorted(functional._nodes_by_depth, reverse=True):
             for node in functional._nodes_by_depth[depth]:
@@ -139,13 +140,11 @@ class _Builder:
                     continue  # of another use of a shared layer
                 inner = _functional(node.operation)
                 if inner is not None and _can_be_opened(node, inner):
-                    self._open(node, inner, table, prefix, context)
+                    self._open(node, inner, table, prefix)
                 else:
-                    self._call(node, table, prefix, context)
+                    self._call(node, table, prefix)
 
-    def _call(
-        self, node: Any, table: dict[int, int], prefix: str, context: tuple[tuple[str, Any], ...]
-    ) -> None:
+    def _call(self, node: Any, table: dict[int, int], prefix: str) -> None:
         reads = {id(x): table[id(x)] for x in node.input_tensors}
         for x in node.outputs:
             table[id(x)] = self.tensor(x)
@@ -156,24 +155,13 @@ class _Builder:
                 arguments=node.arguments,
                 reads=tuple((number, key) for key, number in reads.items()),
                 writes=tuple((table[id(x)], id(x)) for x in node.outputs),
-                context=context,
             )
         )
 
-    def _open(
-        self,
-        node: Any,
-        inner: Any,
-        table: dict[int, int],
-        prefix: str,
-        context: tuple[tuple[str, Any], ...],
-    ) -> None:
+    def _open(self, node: Any, inner: Any, table: dict[int, int], prefix: str) -> None:
         given = keras.tree.flatten(node.arguments.args[0])
         of_inner = {id(x): table[id(y)] for x, y in zip(inner.inputs, given, strict=True)}
-        training = node.arguments.kwargs.get("training")
-        if training is not None:
-            context = (("training", training),)
-        self.add(inner, of_inner, f"{prefix}{node.operation.name}/", context)
+        self.add(inner, of_inner, f"{prefix}{node.operation.name}/")
         for x, y in zip(inner.outputs, node.outputs, strict=True):
             table[id(y)] = of_inner[id(x)]
 
