@@ -26,7 +26,7 @@ class Suite:
     only: str = ""  # marks, as pytest's -m takes them
 
 
-ENGINE = ("mpi/test_engine.py",)
+ENGINE = tuple(f"mpi/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
 NUMBERS = tuple(f"mpi_keras/test_{name}.py" for name in ("exact", "whole_batch", "ranks_equal", "logs"))
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 

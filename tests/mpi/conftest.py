@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import hvpipe
 from distributed import rank_in_environment
+from hvpipe.engine import Engine
+from hvpipe.session import current
 from in_step import InStep
 
 
@@ -22,3 +25,16 @@ def world() -> Iterator[None]:
     hvpipe.init()
     yield
     hvpipe.shutdown()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return current().engine
+
+
+@pytest.fixture
+def core(engine: Engine) -> Any:
+    """The C++ engine, where there is one."""
+    if engine.core is None:
+        pytest.skip("one rank without MPI has no C++ engine")
+    return engine.core

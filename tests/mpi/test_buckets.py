@@ -1,0 +1,217 @@
+"""Plans: the buckets of a training step, announced, packed, reduced and unpacked."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi.arrays import (
+    DTYPES,
+    ROUNDING,
+    Array,
+    assert_equal_on_all_ranks,
+    assert_sum,
+    digest,
+)
+
+import hvpipe
+from hvpipe.engine import Engine
+from hvpipe.errors import HvpipeError
+from hvpipe.plan.buckets import BucketPlan, Gradient, plan_buckets
+
+# Several buckets of each kind, from a few bytes to several chunks of the shared-memory lane.
+MODEL = [
+    Gradient("a", (3,), "float32"),
+    Gradient("b", (50_000,), "float32"),
+    Gradient("c", (40, 7), "float16"),
+    Gradient("d", (), "float64"),
+    Gradient("e", (9_000,), "float32"),
+    Gradient("f", (0, 4), "float32"),
+    Gradient("g", (1_111,), "bfloat16"),
+    Gradient("h", (2_000,), "float32"),
+    Gradient("i", (2_001,), "float32"),
+]
+CAP_BYTES = 16_000
+
+
+def model_plan(compression: str | None = None) -> BucketPlan:
+    plan = plan_buckets(MODEL, CAP_BYTES, compression)
+    assert len(plan.buckets) >= 6
+    return plan
+
+
+def gradient(place: int, step: int, rank: int) -> Array:
+    """What a rank's backward finds; the numbers differ in size so much that the order of adding shows."""
+    wanted = MODEL[place]
+    noise = np.random.default_rng([place, step, rank])
+    values = noise.standard_normal(wanted.shape) * 10.0 ** noise.integers(-3, 4, wanted.shape)
+    return np.asarray(values).astype(DTYPES[wanted.dtype])
+
+
+def run_step(
+    core: Any, plan_id: int, plan: BucketPlan, step: int, *, order: random.Random | None = None
+) -> list[Array]:
+    """One step's reduced gradients; with `order`, in this rank's own order and time."""
+    rank = hvpipe.rank()
+    scale, total = core.begin_step(plan_id, step, float(rank + 1), True)
+    assert total == hvpipe.size() * (hvpipe.size() + 1) / 2
+    assert scale == (rank + 1) / total
+    reduced = [np.empty(g.shape, DTYPES[g.dtype]) for g in MODEL]
+    numbers = list(range(len(plan.buckets)))
+    collects = list(reversed(numbers))
+    if order is not None:
+        order.shuffle(numbers)
+        order.shuffle(collects)
+    # Somebody who waits for each bucket before it is submitted, as TensorFlow's threads may.
+    submitted = [threading.Event() for _ in numbers]
+
+    def collect() -> None:
+        for number in collects:
+            assert submitted[number].wait(30)
+            bucket = plan.buckets[number]
+            core.collect(plan_id, number, [bits(reduced[place]) for place in bucket.members])
+
+    collector = threading.Thread(target=collect)
+    collector.start()
+    for number in numbers:
+        if order is not None and order.random() < 0.5:
+            time.sleep(order.random() * 0.004)
+        members = plan.buckets[number].members
+        core.submit(plan_id, number, [bits(gradient(place, step, rank)) for place in members], scale)
+        submitted[number].set()
+    collector.join(60)
+    assert not collector.is_alive()
+    return reduced
+
+
+def bits(array: Array) -> Array:
+    return array if array.dtype.name != "bfloat16" else array.view(np.uint16)
+
+
+@pytest.mark.parametrize("compression", [None, "bf16", "fp16"])
+def test_the_same_buckets_give_the_same_bits_whatever_the_timing(
+    engine: Engine, core: Any, compression: str | None
+) -> None:
+    plan = model_plan(compression)
+    calm_id = engine.add_plan("calm", plan)
+    hasty_id = engine.add_plan("hasty", plan)
+    order = random.Random(hvpipe.rank())
+    for step in range(4):
+        calm = run_step(core, calm_id, plan, step)
+        hasty = [run_step(core, hasty_id, plan, step, order=order) for _ in range(2)]
+        assert digest(*calm) == digest(*hasty[0]) == digest(*hasty[1])
+        assert_equal_on_all_ranks(*calm)
+
+
+def test_gradients_are_averaged_by_samples(engine: Engine, core: Any) -> None:
+    plan = model_plan()
+    reduced = run_step(core, engine.add_plan("averages", plan), plan, 1)
+    size = hvpipe.size()
+    shares = [(rank + 1) / (size * (size + 1) / 2) for rank in range(size)]
+    for place, wanted in enumerate(MODEL):
+        terms = [gradient(place, 1, rank).astype(np.float64) * share for rank, share in enumerate(shares)]
+        assert_sum(reduced[place], terms, 1.0, 2 * ROUNDING[wanted.dtype])
+
+
+def test_a_step_overlaps_with_another_plans(engine: Engine, core: Any) -> None:
+    plan = plan_buckets([Gradient("w", (30_000,), "float32")], 1 << 20)
+    first, second = engine.add_plan("first", plan), engine.add_plan("second", plan)
+    ones = np.ones(30_000, np.float32)
+    # Both are announced and submitted before either is collected, in another order on every other rank.
+    scales = {plan_id: core.begin_step(plan_id, 1, 1.0, True)[0] for plan_id in (first, second)}
+    for plan_id in (first, second) if hvpipe.rank() % 2 else (second, first):
+        core.submit(plan_id, 0, [ones * (plan_id + 1)], scales[plan_id])
+    for plan_id in (second, first):
+        out = np.empty(30_000, np.float32)
+        core.collect(plan_id, 0, [out])
+        np.testing.assert_allclose(out, plan_id + 1, rtol=1e-6)
+
+
+def test_a_step_that_accumulates_announces_no_buckets(engine: Engine, core: Any) -> None:
+    plan = plan_buckets([Gradient("w", (3,), "float32")], 100)
+    plan_id = engine.add_plan("accumulating", plan)
+    for step in range(3):
+        scale, total = core.begin_step(plan_id, step, 2.0, False)
+        assert (scale, total) == (1 / hvpipe.size(), 2.0 * hvpipe.size())
+    scale, _ = core.begin_step(plan_id, 3, 2.0, True)
+    core.submit(plan_id, 0, [np.ones(3, np.float32)], scale)
+    out = np.empty(3, np.float32)
+    core.collect(plan_id, 0, [out])
+    np.testing.assert_allclose(out, 1.0, rtol=1e-6)
+
+
+def test_a_rank_without_samples_adds_nothing(engine: Engine, core: Any) -> None:
+    plan_id = engine.add_plan("unequal", plan_buckets([Gradient("w", (4,), "float32")], 100))
+    mine = 5.0 if hvpipe.rank() == 0 else 0.0
+    scale, total = core.begin_step(plan_id, 1, mine, True)
+    assert (scale, total) == (mine / 5.0, 5.0)
+    core.submit(plan_id, 0, [np.full(4, 1.0 + hvpipe.rank(), np.float32)], scale)
+    out = np.empty(4, np.float32)
+    core.collect(plan_id, 0, [out])
+    assert out.tolist() == [1.0] * 4
+    # And where nobody has any, no share is a number but 0.
+    assert core.begin_step(plan_id, 2, 0.0, False) == (0.0, 0.0)
+
+
+def test_steps_out_of_order_are_refused_and_harm_nothing(engine: Engine, core: Any) -> None:
+    plan = plan_buckets([Gradient("v", (2,), "float32"), Gradient("w", (3,), "float32")], 12)
+    plan_id = engine.add_plan("order", plan)
+    two, three = np.ones(2, np.float32), np.ones(3, np.float32)
+    with pytest.raises(HvpipeError, match=r"no step announced. Received: bucket=w"):
+        core.submit(plan_id, 0, [three], 1.0)
+    with pytest.raises(HvpipeError, match=r"was not submitted. Received: bucket=w"):
+        core.collect(plan_id, 0, [three])
+    core.begin_step(plan_id, 1, 1.0, True)
+    with pytest.raises(HvpipeError, match=r"A step began before .* Received: bucket=w"):
+        core.begin_step(plan_id, 2, 1.0, True)
+    with pytest.raises(HvpipeError, match=r"tensors of bucket w. Received: tensors of other sizes or number"):
+        core.submit(plan_id, 0, [two], 1.0)
+    with pytest.raises(HvpipeError, match=r"tensors of bucket v. Received: tensors of other sizes or number"):
+        core.submit(plan_id, 1, [two, two], 1.0)
+    with pytest.raises(HvpipeError, match=r"Received: bucket=2"):
+        core.submit(plan_id, 2, [two], 1.0)
+    with pytest.raises(HvpipeError, match=r"Received: plan=9999"):
+        core.submit(9999, 0, [two], 1.0)
+    core.submit(plan_id, 0, [three], 1.0)
+    with pytest.raises(HvpipeError, match=r"still holds the step before|no step announced"):
+        core.submit(plan_id, 0, [three], 1.0)
+    core.submit(plan_id, 1, [two], 1.0)
+    core.collect(plan_id, 0, [three])
+    core.collect(plan_id, 1, [two])
+    assert three.tolist() == [hvpipe.size()] * 3
+    assert two.tolist() == [hvpipe.size()] * 2
+
+
+def test_a_step_of_an_unknown_plan(core: Any) -> None:
+    with pytest.raises((HvpipeError, IndexError)):
+        core.begin_step(9999, 1, 1.0, True)
+
+
+def test_a_plan_without_mpi_is_refused(engine: Engine) -> None:
+    if engine.core is None:
+        with pytest.raises(HvpipeError, match="Received: one rank without MPI"):
+            engine.add_plan("none", model_plan())
+
+
+def test_waiting_for_a_bucket_is_counted(engine: Engine, core: Any) -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("a single rank waits for nobody")
+    plan_id = engine.add_plan("exposed", plan_buckets([Gradient("w", (4,), "float32")], 100))
+    before = hvpipe.counters()
+    scale, _ = core.begin_step(plan_id, 1, 1.0, True)
+    late = hvpipe.rank() == hvpipe.size() - 1
+    time.sleep(0.1 * late)
+    core.submit(plan_id, 0, [np.ones(4, np.float32)], scale)
+    core.collect(plan_id, 0, [np.empty(4, np.float32)])
+    after = hvpipe.counters()
+    assert after["steps"] == before["steps"] + 1
+    if not late:
+        assert after["exposed_wait_s"] - before["exposed_wait_s"] > 0.05
+
+
+def test_nothing_is_recorded_without_a_trace(engine: Engine) -> None:
+    assert engine.take_events() == []
