@@ -74,6 +74,16 @@ class Table:
             self._refuse(field, "a list of texts", value)
         return list(value)
 
+    def numbers(self, field: str, *, above: float | None = None) -> list[float]:
+        """Finite numbers >= 0, or > `above` where that is given."""
+        value = self._get(field, "a list of numbers")
+        if not isinstance(value, (list, tuple)):
+            self._refuse(field, "a list of numbers", value)
+        return [
+            Table({f"{field}[{i}]": number}, self.place).number(f"{field}[{i}]", above=above)
+            for i, number in enumerate(value)
+        ]
+
     def allow(self, fields: Iterable[str]) -> None:
         """Refuse fields that nobody would read: a misspelt one must not count as absent."""
         known = sorted(fields)

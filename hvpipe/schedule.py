@@ -14,6 +14,7 @@ from hvpipe.action import Action
 from hvpipe.document import Table, read_document, write_document
 from hvpipe.errors import HvpipeError
 from hvpipe.generators import Part, gpipe, interleaved, one_f_one_b, zb_h1
+from hvpipe.plan.pipelining import leads
 
 FORMAT, VERSION = "hvpipe-schedule", 1
 
@@ -178,18 +179,9 @@ def make(
 
 
 def _parts(microbatches: int, shares: Sequence[Sequence[float]]) -> Iterator[Part]:
-    """The parts of all ranks, stage after stage.
-
-    In a steady state one micro-batch comes in each period, and a rank takes as many periods for one of its
-    own as there are to its next: `gaps`, the number of replicas where these are equal. So a backward comes
-    back at the earliest after the gap of the next stage and what that runs ahead; the lead is as much, in
-    whole turns of this stage's ranks. Less would let the stages behind wait for forwards.
-    """
+    """The parts of all ranks, stage after stage."""
     gaps = [math.ceil(sum(map(Fraction, of_stage)) / Fraction(min(of_stage))) for of_stage in shares]
-    leads = [0]
-    for gap, next_gap in zip(gaps[-2::-1], gaps[:0:-1], strict=True):
-        leads.insert(0, gap * -(-(leads[0] + next_gap) // gap))
-    for stage, (gap, lead, of_stage) in enumerate(zip(gaps, leads, shares, strict=True)):
+    for stage, (gap, lead, of_stage) in enumerate(zip(gaps, leads(gaps), shares, strict=True)):
         lag = gap * (sum(gaps[:stage]) // gap)
         for dealt in deal(microbatches, of_stage):
             if not dealt:

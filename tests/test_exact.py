@@ -26,7 +26,8 @@ def every_plan(profile: Profile, cluster: Cluster, stages: int) -> list[float]:
     for order in permutations([device.name for device in cluster.devices], stages):
         for cuts in combinations(range(1, count), stages - 1):
             runs = [range(a, b) for a, b in pairwise((0, *cuts, count))]
-            plan = Plan.of(profile, cluster, list(zip(order, runs, strict=True)), Pipelining(), "")
+            placement = [((name,), run) for name, run in zip(order, runs, strict=True)]
+            plan = Plan.of(profile, cluster, placement, Pipelining(), "")
             if not plan.shortages(cluster):
                 found.append(plan.bottleneck_s)
     return found

@@ -57,7 +57,10 @@ def test_a_skip_is_charged_once_where_made_and_once_for_each_stage_that_uses_it(
         [("a", "b"), ("a", "c"), ("b", "c")],
     )
     costs = stage_costs(
-        profile, equal_cluster(3, Link(1.0, 2.0)), [("h0", [0]), ("h1", [1]), ("h2", [2])], Pipelining()
+        profile,
+        equal_cluster(3, Link(1.0, 2.0)),
+        [(("h0",), [0]), (("h1",), [1]), (("h2",), [2])],
+        Pipelining(),
     )
     # A message takes 1 s + bytes / 2, and its gradient the same way back: a 6 s, b 4 s.
     assert [(cost.send_s, cost.receive_s) for cost in costs] == [(6, 0), (4, 6), (0, 10)]
@@ -204,7 +207,9 @@ def test_stages_must_be_there(stages: int, message: str) -> None:
 
 
 def test_pipelining_is_checked() -> None:
-    with pytest.raises(HvpipeError, match=r"one of gpipe, 1f1b, zb-h1. Received: schedule='2f2b'"):
+    with pytest.raises(
+        HvpipeError, match=r"one of gpipe, 1f1b, zb-h1, interleaved. Received: schedule='2f2b'"
+    ):
         Pipelining("2f2b")
     with pytest.raises(HvpipeError, match="microbatches=0"):
         Pipelining(microbatches=0)
@@ -227,7 +232,7 @@ def test_a_plan_comes_back_from_its_file_and_knows_its_own(tmp_path: Path) -> No
 
 def test_bad_plans_are_told(tmp_path: Path) -> None:
     document = partition(chain(1, 2), equal_cluster(2), 2).to_json()
-    with pytest.raises(HvpipeError, match=r"stages\[0\]\.device should be text"):
+    with pytest.raises(HvpipeError, match=r"stages\[0\]\.devices should be a list of texts"):
         Plan.from_json(document | {"stages": [{}]})
     with pytest.raises(HvpipeError, match="contiguous should be true or false"):
         Plan.from_json(document | {"contiguous": 1})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 from hvpipe.errors import HvpipeError, PlanError
@@ -30,17 +31,21 @@ def baseline(
 ) -> Plan:
     """The plan of a baseline on the cluster's first `stages` devices, in their order.
 
+    None knows of chunks: where `pipelining` has some, the plan is one of as many devices, for 1F1B.
     Only `random` and `random_cuts` look at `seed`; they draw again until memory suffices, PlanError if it
     never does. The others take no notice of memory but for what their authors say: see `Plan.shortages`.
     """
-    check_stages(profile, cluster, stages)
+    check_stages(profile, cluster, stages, pipelining)
     if name not in BASELINES:
         raise HvpipeError(f"A baseline should be one of {', '.join(BASELINES)}. Received: name={name!r}")
+    if pipelining.chunks > 1:
+        stages //= pipelining.chunks
+        pipelining = replace(pipelining, schedule="1f1b", chunks=1)
     devices = list(cluster.devices[:stages])
     generator = random.Random(seed)
     for _ in range(_DRAWS):
         placement = BASELINES[name](profile, cluster, devices, generator)
-        used = [(device, layers) for device, layers in placement if layers]
+        used = [(devices, layers) for devices, layers in placement if layers]
         plan = Plan.of(profile, cluster, used, pipelining, name)
         if not name.startswith("random") or not plan.shortages(cluster):
             return plan
@@ -157,7 +162,7 @@ BASELINES: dict[str, Callable[[Profile, Cluster, list[Device], random.Random], P
 
 
 def _named(devices: list[Device], layers_of: list[list[int]]) -> Placement:
-    return [(device.name, layers) for device, layers in zip(devices, layers_of, strict=True)]
+    return [((device.name,), layers) for device, layers in zip(devices, layers_of, strict=True)]
 
 
 def _resident_bytes(layer: LayerCost) -> int:

@@ -35,7 +35,12 @@ def exact(
     of each kind are used, as those of one kind are interchangeable. With mixed links every order
     is gone through. O(sets x kinds x layers^2). PlanError where memory does not suffice.
     """
-    check_stages(profile, cluster, stages)
+    check_stages(profile, cluster, stages, pipelining)
+    if pipelining.chunks > 1:
+        raise HvpipeError(
+            "exact should be asked about schedules with one stage on each device. "
+            f"Received: schedule={pipelining.schedule!r}"
+        )
     if len(profile.layers) > _MOST_LAYERS:
         raise HvpipeError(
             f"exact should be asked about at most {_MOST_LAYERS} layers. "
@@ -52,7 +57,7 @@ def exact(
         raise PlanError(explain_shortage(profile, cluster, stages, pipelining))
     placement = orders.placement(best)
     if order is not None:
-        placement = [(name, layers) for name, (_, layers) in zip(order, placement, strict=True)]
+        placement = [((name,), layers) for name, (_, layers) in zip(order, placement, strict=True)]
     return Plan.of(profile, cluster, placement, pipelining, "exact")
 
 

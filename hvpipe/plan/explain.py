@@ -21,13 +21,11 @@ def explain(plan: Plan, profile: Profile, cluster: Cluster) -> list[str]:
     return [_explain_cut(plan, profile, cluster, placement, cut) for cut in range(1, len(placement))]
 
 
-def _explain_cut(
-    plan: Plan, profile: Profile, cluster: Cluster, placement: list[tuple[str, list[int]]], cut: int
-) -> str:
+def _explain_cut(plan: Plan, profile: Profile, cluster: Cluster, placement: Placement, cut: int) -> str:
     left, right = placement[cut - 1], placement[cut]
     end = right[1][0]
     lines = [
-        f"cut {cut} behind {profile.layers[end - 1].name} ({left[0]} | {right[0]}): "
+        f"cut {cut} behind {profile.layers[end - 1].name} ({', '.join(left[0])} | {', '.join(right[0])}): "
         + _numbers(profile, end, [stage.cost for stage in plan.stages[cut - 1 : cut + 1]])
     ]
     for other in (end - 1, end + 1):
@@ -59,9 +57,10 @@ def _numbers(profile: Profile, end: int, costs: list[StageCost]) -> str:
 def _verdict(plan: Plan, cluster: Cluster, costs: list[StageCost], cut: int) -> str:
     """What speaks against the cut elsewhere, if anything does."""
     for stage, cost in zip(plan.stages[cut - 1 : cut + 1], costs, strict=True):
-        limit_bytes = cluster.device(stage.device).memory_bytes
-        if limit_bytes is not None and cost.memory_bytes > limit_bytes:
-            return f" (memory of {stage.device} exceeded by {(cost.memory_bytes - limit_bytes) / 1e6:.3g} MB)"
+        for device in stage.devices:
+            limit_bytes = cluster.device(device).memory_bytes
+            if limit_bytes is not None and cost.memory_bytes > limit_bytes:
+                return f" (memory of {device} exceeded by {(cost.memory_bytes - limit_bytes) / 1e6:.3g} MB)"
     here_s = max(stage.cost.total_s for stage in plan.stages[cut - 1 : cut + 1])
     there_s = max(cost.total_s for cost in costs)
     return f" (slower by {1e3 * (there_s - here_s):.3g} ms)" if there_s > here_s else ""

@@ -21,7 +21,8 @@ class Orders:
     """The orders of a cluster's devices for so many stages; devices of one kind are interchangeable.
 
     Where all links are equal, a kind is a speed and a memory. Where not (`mixed`), also the host
-    counts; where single links were measured, no two devices are alike.
+    counts; where single links were measured, no two devices are alike. With chunks, the stages go round the
+    devices in a circle (`circle`): an order is one round of it.
     """
 
     def __init__(self, cluster: Cluster, stages: int, pipelining: Pipelining) -> None:
@@ -29,6 +30,8 @@ class Orders:
         self.cluster = cluster
         self._pipelining = pipelining
         self.mixed = cluster.common_link is None
+        self.circle = pipelining.chunks > 1
+        self.ranks = stages // pipelining.chunks
         members: dict[tuple[float, float, str], list[Device]] = {}
         for device in cluster.devices:
             memory_bytes = math.inf if device.memory_bytes is None else device.memory_bytes
@@ -43,7 +46,7 @@ class Orders:
 
     @cached_property
     def seats(self) -> Seats:
-        """Any kind at any stage; with mixed links, each device is charged the slowest of its own."""
+        """Any kind at any stage; with mixed links, each is charged the slowest of its own. No circle."""
         kinds = range(len(self.counts))
         links = [self._slowest(kind) for kind in kinds]
         levels = (
@@ -54,18 +57,24 @@ class Orders:
 
     def in_order(self, order: Order) -> Seats:
         """One kind at each stage, with the links to its neighbours."""
-        names = [device.name for device in self._devices(order)]
+        chunks = self._pipelining.chunks
+        names = [device.name for device in self._devices(order)] * chunks
         links = [self.cluster.link(one, other) for one, other in pairwise(names)]
         around = [Link(), *links, Link()]
-        levels = [[self._seat(s, kind, around[s], around[s + 1])] for s, kind in enumerate(order)]
-        return Seats(levels, self.counts)
+        levels = [[self._seat(s, kind, around[s], around[s + 1])] for s, kind in enumerate(order * chunks)]
+        return Seats(levels, [count * chunks for count in self.counts])
+
+    def to_fit(self) -> list[Seats]:
+        """What to try where memory is scarce: any order, but in a circle; the roomiest devices first."""
+        ordered = self.in_order(self.by_memory())
+        return [self.in_order(self.by_speed()), ordered] if self.circle else [self.seats, ordered]
 
     def of_names(self, names: Sequence[str]) -> Seats:
         """Devices by name, one at each stage."""
         kind_of = {d.name: kind for kind, devices in enumerate(self._members) for d in devices}
-        if len(names) != self.stages or len(set(names)) != len(names) or not set(names) <= set(kind_of):
+        if len(names) != self.ranks or len(set(names)) != len(names) or not set(names) <= set(kind_of):
             raise HvpipeError(
-                f"order should name {self.stages} devices of {', '.join(kind_of)}, each once. "
+                f"order should name {self.ranks} devices of {', '.join(kind_of)}, each once. "
                 f"Received: order={list(names)}"
             )
         return self.in_order(tuple(kind_of[name] for name in names))
@@ -73,7 +82,7 @@ class Orders:
     def all(self, at_most: int) -> list[Order] | None:
         """Every distinct order, or None if there are more than `at_most`."""
         found: list[Order] = []
-        for order in _arrangements(self.counts, self.stages):
+        for order in _arrangements(self.counts, self.ranks):
             if len(found) == at_most:
                 return None
             found.append(order)
@@ -84,17 +93,26 @@ class Orders:
         hosts = [self.cluster.host_of(device.name).name for device in self._devices(order)]
         return tuple(order[i] for i in sorted(range(len(order)), key=lambda i: (hosts.index(hosts[i]), i)))
 
+    def by_speed(self) -> Order:
+        """The fastest devices, the fastest first."""
+        return tuple(kind for kind, count in enumerate(self.counts) for _ in range(count))[: self.ranks]
+
     def by_memory(self) -> Order:
         """The devices with most memory, the largest first: early stages stash most under 1F1B."""
         every = [kind for kind, count in enumerate(self.counts) for _ in range(count)]
         every.sort(key=lambda kind: -(self._members[kind][0].memory_bytes or math.inf))
-        return tuple(every[: self.stages])
+        return tuple(every[: self.ranks])
 
-    def placement(self, cuts: Sequence[Cut]) -> list[tuple[str, range]]:
+    def order_of(self, cuts: Sequence[Cut]) -> Order:
+        """The order in which the seats of these cuts are."""
+        return tuple(seat.kind for seat, _ in cuts[: self.ranks])
+
+    def placement(self, cuts: Sequence[Cut]) -> list[tuple[tuple[str], range]]:
         """The devices by name with the layers of their cuts; of equal ones the first goes first."""
         placed, start = [], 0
-        for device, (_, end) in zip(self._devices(tuple(seat.kind for seat, _ in cuts)), cuts, strict=True):
-            placed.append((device.name, range(start, end)))
+        round_ = self._devices(self.order_of(cuts))
+        for device, (_, end) in zip(round_ * self._pipelining.chunks, cuts, strict=True):
+            placed.append(((device.name,), range(start, end)))
             start = end
         return placed
 
@@ -108,9 +126,16 @@ class Orders:
 
     def _seat(self, stage: int, kind: int, receive: Link, send: Link) -> Seat:
         device = self._members[kind][0]
-        memory_bytes = math.inf if device.memory_bytes is None else float(device.memory_bytes)
-        in_flight = self._pipelining.in_flight(stage, self.stages)
+        # A device's chunks share its memory evenly.
+        whole_bytes = math.inf if device.memory_bytes is None else float(device.memory_bytes)
+        memory_bytes = whole_bytes / self._pipelining.chunks
+        in_flight = self._in_flight[stage]
         return Seat(kind, device.speed, memory_bytes, receive, send, in_flight)
+
+    @cached_property
+    def _in_flight(self) -> list[int]:
+        replicas = (1,) * self.stages
+        return [self._pipelining.in_flight(stage, replicas) for stage in range(self.stages)]
 
     def _slowest(self, kind: int) -> Link:
         if self.cluster.common_link is not None:

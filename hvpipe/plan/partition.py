@@ -32,16 +32,20 @@ def partition(
 ) -> Plan:
     """Cut the model into `stages` runs of consecutive layers, each on a device, with a small bottleneck.
 
-    The profile's costs are those of one micro-batch. Without `stages`, all numbers from 1 to that of the
-    devices are tried, and the smallest predicted step wins. Equal arguments give equal plans.
+    The profile's costs are those of one micro-batch. Without `stages`, all numbers of devices from 1 on are
+    tried, and the smallest predicted step wins. Under "interleaved", `stages` is a multiple of the chunks,
+    and the stages go round the devices in a circle. Equal arguments give equal plans.
     PlanError where memory does not suffice: it says how much is missing, where, and what would make it fit.
     """
-    most = min(len(cluster.devices), len(profile.layers))
-    if stages is not None:
-        check_stages(profile, cluster, stages)
+    chunks = pipelining.chunks
+    most = min(len(cluster.devices), len(profile.layers) // chunks) * chunks
+    if chunks > 1:
+        most = min(most, pipelining.microbatches * chunks)
+    if stages is not None or most == 0:
+        check_stages(profile, cluster, chunks if stages is None else stages, pipelining)
     spans = Spans(profile, pipelining)
     plans = []
-    for count in range(1, most + 1) if stages is None else (stages,):
+    for count in range(chunks, most + 1, chunks) if stages is None else (stages,):
         orders = Orders(cluster, count, pipelining)
         if (cuts := _search(spans, orders)) is not None:
             plans.append(Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy"))
@@ -50,14 +54,28 @@ def partition(
     return min(plans, key=lambda plan: plan.step_s)
 
 
-def check_stages(profile: Profile, cluster: Cluster, stages: int) -> None:
-    """Refuse a number of stages that the model or the cluster does not have."""
+def check_stages(
+    profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining = DEFAULT_PIPELINING
+) -> None:
+    """Refuse a number of stages that the model or the cluster does not have, or the schedule cannot run."""
     if not 1 <= stages <= len(profile.layers):
         raise HvpipeError(
             "stages should be at least 1 and at most the number of layers, "
             f"{len(profile.layers)}. Received: stages={stages}"
         )
-    if stages > len(cluster.devices):
+    chunks = pipelining.chunks
+    if chunks > 1 and (stages % chunks or stages // chunks > pipelining.microbatches):
+        raise HvpipeError(
+            "With schedule='interleaved', stages should be a multiple of chunks, and micro-batches at least "
+            "as many as devices. "
+            f"Received: stages={stages}, chunks={chunks}, microbatches={pipelining.microbatches}"
+        )
+    if chunks > 1 and stages > len(cluster.devices) * chunks:
+        raise HvpipeError(
+            f"stages should be at most {chunks} for each of {len(cluster.devices)} devices. "
+            f"Received: stages={stages}"
+        )
+    if chunks == 1 and stages > len(cluster.devices):
         raise HvpipeError(
             f"stages should be at most the number of devices, {len(cluster.devices)}. "
             f"Received: stages={stages}"
@@ -75,9 +93,10 @@ def _search(spans: Spans, orders: Orders) -> list[Cut] | None:
     cuts = any_fit(spans, orders)
     if cuts is None:
         return None
-    for breadth in _BROADER:
-        cuts = _improve(spans, orders.seats, cuts, breadth)
-    return _search_mixed(spans, orders, cuts) if orders.mixed else cuts
+    if not orders.circle:
+        for breadth in _BROADER:
+            cuts = _improve(spans, orders.seats, cuts, breadth)
+    return _search_orders(spans, orders, cuts) if orders.mixed or orders.circle else cuts
 
 
 def _improve(spans: Spans, seats: Seats, cuts: list[Cut], breadth: Breadth) -> list[Cut]:
@@ -133,12 +152,13 @@ def _best_boundary(spans: Spans, cuts: list[Cut], ends: list[int], boundary: int
     )
 
 
-def _search_mixed(spans: Spans, orders: Orders, cuts: list[Cut]) -> list[Cut]:
-    """Where links differ: all orders if they are few; else from a few good ones by exchanging two devices.
+def _search_orders(spans: Spans, orders: Orders, cuts: list[Cut]) -> list[Cut]:
+    """One order after the other: all if they are few; else from a few good ones by exchanging two devices.
 
-    `cuts` were found with every device charged its slowest link; neighbours on one host may do better.
+    Where links differ, `cuts` were found with every device charged its slowest; neighbours on one host may
+    do better. In a circle a device sits at several stages, which filling alone does not know.
     """
-    start = tuple(seat.kind for seat, _ in cuts)
+    start = orders.order_of(cuts)
     order, cuts = start, _seated(orders, start, cuts)
     cuts = _improve(spans, orders.in_order(order), cuts, _IN_ORDER)
     every = orders.all(_FEW_ORDERS)

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
 
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.profile import Profile
-from hvpipe.topology import Cluster
+from hvpipe.topology import Cluster, Link
 
-Placement = Sequence[tuple[str, Sequence[int]]]
-"""For each stage its device and the places of its layers in the profile, in order."""
+Placement = Sequence[tuple[tuple[str, ...], Sequence[int]]]
+"""For each stage its devices (several are replicas) and the places of its layers in the profile, in order."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one stage takes for one micro-batch, and the memory it needs.
+    """What one stage takes for one micro-batch, and the memory that a device needs for it.
 
-    A tensor that other stages use is charged once where it is made and once in each stage that uses it, each
-    time for itself and its gradient; it travels straight to its users. `state_bytes` is weights, gradients
-    and optimizer slots; `stash_bytes` is what all micro-batches in flight keep for the backward, what was
-    received included.
+    Of several replicas each micro-batch takes one: seconds and bytes that travel are shared among them, as if
+    they were one device as fast as all. A tensor that other stages use is charged once where it is made and
+    once in each stage that uses it, each time for itself and its gradient; it travels straight to its users.
+    `state_bytes` is weights, gradients and optimizer slots; `stash_bytes` is what all micro-batches in flight
+    keep for the backward, what was received included.
     """
 
     compute_s: float
@@ -56,28 +58,29 @@ def stage_costs(
     receive_bytes, send_bytes = [0] * len(placement), [0] * len(placement)
     for maker, layer in enumerate(profile.layers):
         home = stage_of[maker]
+        replicas = len(placement[home][0])
         away = sorted({stage_of[user] for user in profile.users[maker]} - {home})
         if not away or layer.output_bytes == 0:
             continue
-        times = [
-            2 * cluster.link(placement[home][0], placement[stage][0]).time_s(layer.output_bytes)
-            for stage in away
-        ]
-        send_s[home] += max(times)
+        links = [_slowest(cluster, placement[home][0], placement[stage][0]) for stage in away]
+        times = [2 * link.time_s(layer.output_bytes) for link in links]
+        send_s[home] += max(times) / replicas
         send_bytes[home] += layer.output_bytes
         for stage, time_s in zip(away, times, strict=True):
-            receive_s[stage] += time_s
+            receive_s[stage] += time_s / len(placement[stage][0])
             receive_bytes[stage] += layer.output_bytes
     costs = []
     pipeline = is_contiguous(placement)
-    for stage, (device, places) in enumerate(placement):
+    counts = [len(devices) for devices, _ in placement]
+    for stage, (devices, places) in enumerate(placement):
         layers = [profile.layers[place] for place in places]
-        in_flight = pipelining.in_flight(stage, len(placement)) if pipeline else pipelining.microbatches
+        in_flight = pipelining.in_flight(stage, counts) if pipeline else pipelining.microbatches
+        speed = sum(cluster.device(device).speed for device in devices)
         saved_bytes = sum(layer.saved_bytes for layer in layers)
         again_s = sum(layer.forward_s for layer in layers) if pipelining.recompute else 0.0
         costs.append(
             StageCost(
-                compute_s=(sum(layer.compute_s for layer in layers) + again_s) / cluster.device(device).speed,
+                compute_s=(sum(layer.compute_s for layer in layers) + again_s) / speed,
                 receive_s=receive_s[stage],
                 send_s=send_s[stage],
                 receive_bytes=receive_bytes[stage],
@@ -90,14 +93,19 @@ def stage_costs(
     return costs
 
 
+def _slowest(cluster: Cluster, one: tuple[str, ...], other: tuple[str, ...]) -> Link:
+    """The longest latency and the smallest bandwidth between any two of these devices."""
+    return reduce(Link.joined, (cluster.link(a, b) for a in one for b in other))
+
+
 def one_batch_s(profile: Profile, cluster: Cluster, placement: Placement) -> float:
     """The time of one micro-batch without pipelining, forward and backward, as the native mode runs it.
 
     Each device runs its layers one at a time in the order of the profile, as soon as their inputs are there.
-    Transfers are delays that occupy no device.
+    Transfers are delays that occupy no device. Of several replicas the first runs it.
     """
-    device_of = {place: device for device, layers in placement for place in layers}
-    speed = {device: cluster.device(device).speed for device, _ in placement}
+    device_of = {place: devices[0] for devices, layers in placement for place in layers}
+    speed = {devices[0]: cluster.device(devices[0]).speed for devices, _ in placement}
     free_s = dict.fromkeys(speed, 0.0)
     forward_s = [0.0] * len(profile.layers)
     for place, layer in enumerate(profile.layers):

@@ -19,9 +19,10 @@ _BREADTH = Breadth(sets=32, ends=3)
 
 def any_fit(spans: Spans, orders: Orders) -> list[Cut] | None:
     """Cuts whose memory suffices, however long they take; None where none are found."""
-    return fill(spans, orders.seats, math.inf, _BREADTH) or fill(
-        spans, orders.in_order(orders.by_memory()), math.inf, _BREADTH
-    )
+    for seats in orders.to_fit():
+        if cuts := fill(spans, seats, math.inf, _BREADTH):
+            return cuts
+    return None
 
 
 def explain_shortage(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> str:
@@ -79,13 +80,14 @@ def _with_more(cluster: Cluster, more_bytes: int) -> Cluster:
 
 def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
     """What makes it fit, each tried out."""
-    for more in range(stages + 1, min(len(cluster.devices), len(profile.layers)) + 1):
+    chunks = pipelining.chunks
+    for more in range(stages + chunks, min(len(cluster.devices) * chunks, len(profile.layers)) + 1, chunks):
         if _fits(profile, cluster, more, pipelining):
             yield f"{more} stages"
             break
     else:
         yield from _more_devices(profile, cluster, stages, pipelining)
-    one_f = replace(pipelining, schedule="1f1b")
+    one_f = replace(pipelining, schedule="1f1b") if chunks == 1 else pipelining
     if pipelining.schedule == "gpipe" and _fits(profile, cluster, stages, one_f):
         yield 'schedule="1f1b"'
     for split in (2, 4, 8, 16, 32):
@@ -93,7 +95,8 @@ def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipel
             count = pipelining.microbatches * split
             finer = replace(one_f, microbatches=count)
             if _fits(profile.at_batch(profile.batch_size // split), cluster, stages, finer):
-                yield f'{count} smaller micro-batches of {profile.batch_size // split} with schedule="1f1b"'
+                size = profile.batch_size // split
+                yield f'{count} smaller micro-batches of {size} with schedule="{one_f.schedule}"'
                 break
     if not pipelining.recompute and _fits(profile, cluster, stages, replace(pipelining, recompute=True)):
         yield "recompute=True"
@@ -104,7 +107,7 @@ def _more_devices(profile: Profile, cluster: Cluster, stages: int, pipelining: P
     roomiest = max(cluster.devices, key=lambda device: device.memory_bytes or 0)
     host = cluster.host_of(roomiest.name)
     for more in range(1, len(cluster.devices) + 9):
-        total = len(cluster.devices) + more
+        total = (len(cluster.devices) + more) * pipelining.chunks
         if total > len(profile.layers):
             return
         joined = tuple(
@@ -116,7 +119,7 @@ def _more_devices(profile: Profile, cluster: Cluster, stages: int, pipelining: P
 
 
 def _needed(plan: Plan, device: str) -> int:
-    return next(stage.cost.memory_bytes for stage in plan.stages if stage.device == device)
+    return plan.memory_bytes[device]
 
 
 def _amount(size_bytes: int) -> str:

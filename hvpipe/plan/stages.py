@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from hvpipe.document import Table, read_document, write_document
@@ -14,22 +15,33 @@ from hvpipe.plan.placement import Placement, StageCost, is_contiguous, one_batch
 from hvpipe.profile import Profile
 from hvpipe.topology import Cluster
 
-FORMAT, VERSION = "hvpipe-plan", 1
+FORMAT, VERSION = "hvpipe-plan", 2
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers that one device runs, by name in topological order, and what a micro-batch of them costs."""
+    """The layers that one device runs, by name in topological order, and what a micro-batch of them costs.
 
-    device: str
+    Several `devices` are replicas: each runs these layers for some of the micro-batches, in proportion to its
+    `shares`, numbers above 0.
+    """
+
+    devices: tuple[str, ...]
     layers: tuple[str, ...]
     cost: StageCost
+    shares: tuple[float, ...]
+
+    @property
+    def device(self) -> str:
+        """The device; of several the first."""
+        return self.devices[0]
 
 
 @dataclass(frozen=True)
 class Plan:
     """Stages in the order of the pipeline; `method` made it; the fingerprints name the model and the cluster.
 
+    A device may have several stages, if the schedule is "interleaved": then stages are dealt out in a circle.
     Not every placement is a pipeline: where `contiguous` is False, as with some baselines, a stage is no run
     of consecutive layers, and a micro-batch may come to a device more than once. `one_batch_s` is the time of
     one micro-batch, forward and backward, that is alone.
@@ -51,8 +63,13 @@ class Plan:
         """The plan of a placement, with all that it costs; memory is not checked (see `shortages`)."""
         costs = stage_costs(profile, cluster, placement, pipelining)
         stages = (
-            Stage(device, tuple(profile.layers[place].name for place in layers), cost)
-            for (device, layers), cost in zip(placement, costs, strict=True)
+            Stage(
+                devices=devices,
+                layers=tuple(profile.layers[place].name for place in layers),
+                cost=cost,
+                shares=tuple(cluster.device(device).speed for device in devices),
+            )
+            for (devices, layers), cost in zip(placement, costs, strict=True)
         )
         return Plan(
             stages=tuple(stages),
@@ -65,10 +82,25 @@ class Plan:
             cluster_fingerprint=cluster.fingerprint,
         )
 
+    @cached_property
+    def ranks(self) -> tuple[str, ...]:
+        """The device of each rank: stage after stage, a stage's replicas one after the other."""
+        return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
+
+    @cached_property
+    def memory_bytes(self) -> dict[str, int]:
+        """What each device needs for all of its stages, in the order of the ranks."""
+        return {
+            name: sum(stage.cost.memory_bytes for stage in self.stages if name in stage.devices)
+            for name in self.ranks
+        }
+
     @property
     def bottleneck_s(self) -> float:
-        """What the busiest stage takes for a micro-batch: a pipeline finishes one in this time at best."""
-        return max(stage.cost.total_s for stage in self.stages)
+        """What the busiest device takes for a micro-batch: a pipeline finishes one in this time at best."""
+        return max(
+            sum(stage.cost.total_s for stage in self.stages if name in stage.devices) for name in self.ranks
+        )
 
     @property
     def step_s(self) -> float:
@@ -81,15 +113,15 @@ class Plan:
     def shortages(self, cluster: Cluster) -> dict[str, int]:
         """For each device that the plan asks too much memory of, how many bytes are missing."""
         missing = {}
-        for stage in self.stages:
-            limit_bytes = cluster.device(stage.device).memory_bytes
-            if limit_bytes is not None and stage.cost.memory_bytes > limit_bytes:
-                missing[stage.device] = stage.cost.memory_bytes - limit_bytes
+        for device, size_bytes in self.memory_bytes.items():
+            limit_bytes = cluster.device(device).memory_bytes
+            if limit_bytes is not None and size_bytes > limit_bytes:
+                missing[device] = size_bytes - limit_bytes
         return missing
 
-    def placement(self, profile: Profile) -> list[tuple[str, list[int]]]:
+    def placement(self, profile: Profile) -> list[tuple[tuple[str, ...], list[int]]]:
         """The stages with their layers as places in the profile."""
-        return [(stage.device, [profile.place(name) for name in stage.layers]) for stage in self.stages]
+        return [(stage.devices, [profile.place(name) for name in stage.layers]) for stage in self.stages]
 
     def check(self, profile: Profile | None = None, cluster: Cluster | None = None) -> None:
         """Refuse a profile from another model than the plan's, or another cluster."""
@@ -104,7 +136,7 @@ class Plan:
             )
         if cluster is not None and cluster.fingerprint != self.cluster_fingerprint:
             names = [device.name for device in cluster.devices]
-            lacking = [stage.device for stage in self.stages if stage.device not in names]
+            lacking = [device for device in self.ranks if device not in names]
             what = f"it lacks {', '.join(lacking)}" if lacking else "speeds, memory, hosts or links differ"
             raise PlanError(
                 "The cluster should be the one that was planned for; plan again for this one. "
@@ -120,17 +152,17 @@ class Plan:
         table = document if isinstance(document, Table) else Table(document, place)
         table.check_format(FORMAT, VERSION)
         how = table.table("pipelining")
-        stages = tuple(
-            Stage(row.text("device"), tuple(row.texts("layers")), _cost(row.table("cost")))
-            for row in table.tables("stages")
-        )
+        stages = tuple(_stage(row) for row in table.tables("stages"))
         if not stages:
             raise PlanError(f"{table.place}: stages should be at least one. Received: stages=[]")
         return Plan(
             stages=stages,
             method=table.text("method"),
             pipelining=Pipelining(
-                how.text("schedule"), how.integer("microbatches", minimum=1), how.flag("recompute")
+                how.text("schedule"),
+                how.integer("microbatches", minimum=1),
+                how.flag("recompute"),
+                how.integer("chunks", minimum=1),
             ),
             contiguous=table.flag("contiguous"),
             one_batch_s=table.number("one_batch_s"),
@@ -146,6 +178,16 @@ class Plan:
     def read(path: str | os.PathLike[str]) -> Plan:
         """Read what `write` wrote."""
         return Plan.from_json(read_document(path))
+
+
+def _stage(row: Table) -> Stage:
+    devices, shares = tuple(row.texts("devices")), tuple(row.numbers("shares", above=0))
+    if not devices or len(shares) != len(devices):
+        raise PlanError(
+            f"{row.place} should have devices, and a share for each. "
+            f"Received: devices={list(devices)}, shares={list(shares)}"
+        )
+    return Stage(devices, tuple(row.texts("layers")), _cost(row.table("cost")), shares)
 
 
 def _cost(row: Table) -> StageCost:
