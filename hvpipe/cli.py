@@ -1,7 +1,7 @@
-"""The command `hvpipe`: run, doctor, report.
+"""The command `hvpipe`: run, doctor, report, plan.
 
-Exit codes: 0 all is well; 1 `doctor` found a problem, or a file cannot be read; 2 wrong usage, or the run
-could not be started; otherwise `run` returns what mpirun returned, 128 + n after signal n.
+Exit codes: 0 all is well; 1 `doctor` found a problem, a file cannot be read, or no plan fits; 2 wrong usage,
+or the run could not be started; otherwise `run` returns what mpirun returned, 128 + n after signal n.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from hvpipe.errors import HvpipeError, LaunchError
 from hvpipe.supervise import supervise
 from hvpipe.trace import Trace
 
-_EPILOG = """exit codes: 0 ok; 1 doctor found a problem, or report cannot read its file; 2 wrong usage, or the
-run could not be started; otherwise run returns mpirun's exit code, 128 + n after signal n"""
+_EPILOG = """exit codes: 0 ok; 1 doctor found a problem, report or plan cannot read a file, or no plan fits;
+2 wrong usage, or the run could not be started; otherwise run returns mpirun's exit code, 128 + n after
+signal n"""
 
 # What says that a batch system has chosen the hosts.
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "FLUX_JOB_ID")
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(options, os.environ)
         if options.command == "doctor":
             return _doctor(options, os.environ)
+        if options.command == "plan":
+            return _plan(options, os.environ)
         return _report(options)
     except HvpipeError as error:
         print(f"hvpipe {options.command}: {error}", file=sys.stderr)
@@ -62,6 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
     summarise = commands.add_parser("report", help="sum up a trace that `hvpipe run --trace` wrote")
     summarise.add_argument("trace", help="the trace file")
     summarise.add_argument("--json", action="store_true", help="as JSON")
+    _add_plan(commands.add_parser("plan", help="cut a model into stages for a cluster", epilog=_EPILOG))
     return parser
 
 
@@ -89,6 +93,73 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", metavar="SCRIPT", help="the Python script")
     run.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    plan.add_argument("profile", metavar="PROFILE", help="layer costs: JSON, or a PipeDream graph (.txt)")
+    plan.add_argument("--cluster", required=True, metavar="FILE", help="devices and links: TOML or JSON")
+    plan.add_argument("--stages", type=int, metavar="N", help="stages (default: what is fastest)")
+    plan.add_argument(
+        "--microbatches", type=int, default=8, metavar="M", help="micro-batches of a step (default: 8)"
+    )
+    plan.add_argument(
+        "--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b, zb-h1 or interleaved (default: 1f1b)"
+    )
+    plan.add_argument("--chunks", type=int, metavar="V", help="stages on each device, if interleaved")
+    plan.add_argument("--recompute", action="store_true", help="run forwards again instead of stashing them")
+    plan.add_argument(
+        "--mode",
+        default="pipeline",
+        metavar="MODE",
+        help="auto, data, pipeline (default) or hybrid",
+    )
+    plan.add_argument(
+        "--method", default="greedy", metavar="NAME", help="greedy, exact or a baseline (default: greedy)"
+    )
+    plan.add_argument("--seed", type=int, default=0, metavar="N", help="for the random methods (default: 0)")
+    plan.add_argument("--batch-size", type=int, metavar="N", help="samples of a step (default: as profiled)")
+    plan.add_argument(
+        "--graph-batch-size", type=int, metavar="N", help="samples that a PipeDream graph is of (default: 1)"
+    )
+    plan.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
+    plan.add_argument("--png", metavar="FILE", help="draw the step as a picture")
+    plan.add_argument("--explain", action="store_true", help="say why each cut is where it is")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+    plan.add_argument("--no-baselines", action="store_true", help="the plan alone")
+
+
+def _plan(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    # Brings in NumPy, which no other command needs.
+    from hvpipe import plan_command, plan_report
+    from hvpipe.chart import draw_timeline
+    from hvpipe.drawing import draw
+    from hvpipe.plan.pipelining import Pipelining
+    from hvpipe.topology import Cluster
+
+    chunks = options.chunks or (2 if options.schedule == "interleaved" else 1)
+    pipelining = Pipelining(options.schedule, options.microbatches, options.recompute, chunks)
+    profile = plan_command.read_profile(
+        options.profile, options.microbatches, options.batch_size, options.graph_batch_size
+    )
+    cluster = Cluster.read(options.cluster)
+    question = plan_command.Question(
+        profile, cluster, pipelining, options.stages, options.mode, options.method, options.seed
+    )
+    given = plan_command.answer(question, with_baselines=not options.no_baselines)
+    if options.output is not None:
+        given.chosen.plan.write(options.output)
+    if options.png is not None:
+        draw_timeline(given.chosen.trace, options.png, plan_report.title(given))
+    if options.json:
+        print(json.dumps(plan_report.to_json(given), indent=1))
+        return 0
+    columns = max(40, shutil.get_terminal_size((120, 24)).columns - 16)
+    colours = sys.stdout.isatty() and "NO_COLOR" not in environ
+    text = plan_report.to_text(
+        given, lambda one: draw(one.trace, columns, colours), explained=options.explain
+    )
+    print(text, end="")
+    return 0
 
 
 def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:

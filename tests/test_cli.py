@@ -23,6 +23,11 @@ FLAGS = {
     ],
     "doctor": ["--help", "--json", "-h"],
     "report": ["--help", "--json", "-h"],
+    "plan": [
+        *("--batch-size", "--chunks", "--cluster", "--explain", "--graph-batch-size", "--help", "--json"),
+        *("--method", "--microbatches", "--mode", "--no-baselines", "--output", "--png", "--recompute"),
+        *("--schedule", "--seed", "--stages", "-h", "-o"),
+    ],
 }
 
 

@@ -20,18 +20,19 @@ PACKAGE = Path(__file__).parent.parent / "hvpipe"
 LAYERS = (
     ("errors", "document", "_build_info", "_engine"),
     ("topology", "profile", "trace"),
-    ("plan", "report", "timeline", "drawing"),
+    ("plan", "report", "timeline", "drawing", "chart"),
     ("action", "generators", "schedule", "dataflow"),
-    ("verify", "simulate", "comm"),
+    ("verify", "simulate", "reduction", "forecast", "data_parallel_forecast", "choice", "comm"),
     ("engine",),
     ("session", "closing", "utilization", "keras"),
-    ("launch", "supervise", "doctor", "cli", "__main__", "__init__"),
+    ("launch", "supervise", "doctor", "plan_command", "plan_report", "cli", "__main__", "__init__"),
 )
 
 # The only place that may import each; a folder's name ends in "/".
 PLACES = {
     "horovod": "comm/horovod.py",
     "keras": "keras/",
+    "matplotlib": "chart.py",
     "mpi4py": "comm/mpi.py",
     "pynvml": "utilization.py",
     "tensorflow": "keras/",

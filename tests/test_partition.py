@@ -213,6 +213,35 @@ def test_pipelining_is_checked() -> None:
         Pipelining("2f2b")
     with pytest.raises(HvpipeError, match="microbatches=0"):
         Pipelining(microbatches=0)
+    for schedule, chunks in (("1f1b", 2), ("interleaved", 1), ("1f1b", 0)):
+        with pytest.raises(HvpipeError, match=f"Received: schedule='{schedule}', chunks={chunks}"):
+            Pipelining(schedule, chunks=chunks)
+
+
+def test_stages_in_a_circle_must_be_there() -> None:
+    cluster, how = equal_cluster(2), Pipelining("interleaved", 2, chunks=2)
+    profile = chain(*[1] * 9)
+    with pytest.raises(HvpipeError, match=r"multiple of chunks.*stages=3, chunks=2"):
+        partition(profile, cluster, 3, how)
+    with pytest.raises(HvpipeError, match=r"at most 2 for each of 2 devices. Received: stages=6"):
+        partition(profile, cluster, 6, replace(how, microbatches=3))
+    with pytest.raises(
+        HvpipeError, match=r"as many as devices. Received: stages=4, chunks=2, microbatches=1"
+    ):
+        partition(profile, cluster, 4, replace(how, microbatches=1))
+    with pytest.raises(HvpipeError, match=r"number of layers, 1.*stages=2"):
+        partition(chain(1), cluster, None, how)
+    with pytest.raises(HvpipeError, match=r"one stage on each device. Received: schedule='interleaved'"):
+        exact(profile, cluster, 4, how)
+
+
+def test_memory_of_a_circle_is_shared_by_its_chunks() -> None:
+    """Each device has two of four layers: 2 x 20 bytes of weights and gradients."""
+    profile, how = chain(1, 1, 1, 1, weight_bytes=10), Pipelining("interleaved", 4, chunks=2)
+    plan = partition(profile, equal_cluster(2, memory_bytes=40), 4, how)
+    assert plan.memory_bytes == {"h0": 40, "h1": 40}
+    with pytest.raises(PlanError, match="h0: 10 bytes missing of 40 bytes"):
+        partition(profile, equal_cluster(2, memory_bytes=30), 4, how)
 
 
 def test_a_plan_comes_back_from_its_file_and_knows_its_own(tmp_path: Path) -> None:
@@ -238,6 +267,15 @@ def test_bad_plans_are_told(tmp_path: Path) -> None:
         Plan.from_json(document | {"contiguous": 1})
     with pytest.raises(HvpipeError, match='"format": "hvpipe-plan"'):
         Plan.from_json(chain(1).to_json())
+    with pytest.raises(HvpipeError, match=r'"version": 2. Received: .* version=1'):
+        Plan.from_json(document | {"version": 1})
+    (stage, _) = document["stages"]
+    with pytest.raises(PlanError, match=r"a share for each. Received: devices=\['h0'\], shares=\[1.0, 1.0\]"):
+        Plan.from_json(document | {"stages": [stage | {"shares": [1, 1]}]})
+    with pytest.raises(HvpipeError, match=r"stages\[0\]\.shares\[0\] should be a number above 0"):
+        Plan.from_json(document | {"stages": [stage | {"shares": [0]}]})
+    with pytest.raises(HvpipeError, match=r"stages\[0\]\.shares should be a list of numbers"):
+        Plan.from_json(document | {"stages": [stage | {"shares": 1}]})
 
 
 def test_each_cut_is_explained() -> None:

@@ -29,7 +29,7 @@ def explain_shortage(profile: Profile, cluster: Cluster, stages: int, pipelining
     """The message for a model that does not fit: what each device lacks at least, and remedies, tried out."""
     plan = _least_short(profile, cluster, stages, pipelining)
     missing = [
-        f"{name}: {_amount(size)} missing of {_amount(_needed(plan, name))}"
+        f"{name}: {amount(size)} missing of {amount(_needed(plan, name))}"
         for name, size in plan.shortages(cluster).items()
     ]
     remedies = list(_remedies(profile, cluster, stages, pipelining))
@@ -122,5 +122,6 @@ def _needed(plan: Plan, device: str) -> int:
     return plan.memory_bytes[device]
 
 
-def _amount(size_bytes: int) -> str:
+def amount(size_bytes: int) -> str:
+    """A size as messages write it."""
     return f"{size_bytes / 1e6:,.1f} MB" if size_bytes >= 1e5 else f"{size_bytes:,} bytes"

@@ -1,0 +1,63 @@
+"""Foretells a data-parallel step: every device runs the whole model on its share of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hvpipe.errors import PlanError
+from hvpipe.forecast import Forecast
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.stages import Plan
+from hvpipe.profile import Profile
+from hvpipe.reduction import Backward, Ring, reduce_beside
+from hvpipe.topology import Cluster
+from hvpipe.trace import Event, Trace
+
+
+def whole_shares(count: int, weights: Sequence[float]) -> list[int]:
+    """`count` in whole parts, in proportion to the weights: rounded down, then the largest remainders up."""
+    exact = [count * weight / sum(weights) for weight in weights]
+    parts = [int(part) for part in exact]
+    for place in sorted(range(len(parts)), key=lambda place: parts[place] - exact[place]):
+        if sum(parts) == count:
+            break
+        parts[place] += 1
+    return parts
+
+
+def data_parallel(profile: Profile, cluster: Cluster, pipelining: Pipelining) -> Forecast:
+    """Foretell one step of the batch of all micro-batches, on all devices; the plan has one stage.
+
+    Each device's share is in samples, in proportion to its speed, and is run at once: its times and what it
+    saves are the profile's, scaled. When a bucket of gradients is final on all devices it is reduced around
+    the ring of all, 2 (n - 1) / n of its bytes over the slowest link, beside the rest of the backward; the
+    step ends with the last. PlanError where the batch has fewer samples than there are devices.
+    """
+    devices = cluster.devices
+    samples = profile.batch_size * pipelining.microbatches
+    shares = whole_shares(samples, [device.speed for device in devices])
+    if min(shares) < 1:
+        raise PlanError(
+            "Each device should have a sample of the batch. "
+            f"Received: samples={samples}, in shares of {', '.join(map(str, shares))}"
+        )
+    names = tuple(device.name for device in devices)
+    how = pipelining if pipelining.chunks == 1 else Pipelining("1f1b", pipelining.microbatches)
+    plan = Plan.of(profile, cluster, [(names, range(len(profile.layers)))], how, "data")
+    plan = replace(plan, stages=(replace(plan.stages[0], shares=tuple(map(float, shares))),))
+    events, memory_bytes = [], []
+    for rank, (device, share) in enumerate(zip(devices, shares, strict=True)):
+        local = profile.at_batch(share)
+        turn_s = sum(layer.forward_s for layer in local.layers) / device.speed
+        end_s = turn_s + sum(layer.backward_s for layer in local.layers) / device.speed
+        events.append(Event("forward", "forward", rank, "compute", 0.0, turn_s, {"stage": 0}))
+        events.append(Event("backward", "backward", rank, "compute", turn_s, end_s, {"stage": 0}))
+        memory_bytes.append(sum(layer.state_bytes + layer.saved_bytes for layer in local.layers))
+    backwards = [Backward(event.start_s, event.end_s) for event in events if event.category == "backward"]
+    busy_s = tuple(backward.end_s for backward in backwards)
+    for start_s, end_s, size_bytes in reduce_beside(profile.layers, backwards, Ring.of(cluster, names)):
+        events.append(Event("reduce", "reduce", 0, "transfer", start_s, end_s, {"bytes": size_bytes}))
+    step_s = max(event.end_s for event in events)
+    trace = Trace.merge([Trace(tuple(events), {"makespan_s": step_s, "devices": list(names)})])
+    return Forecast(plan, step_s, busy_s, tuple(memory_bytes), trace)

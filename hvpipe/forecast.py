@@ -1,0 +1,182 @@
+"""Foretells the training step of a plan: its schedule, simulated with the profile's costs on the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from hvpipe.dataflow import Dataflow
+from hvpipe.errors import PlanError
+from hvpipe.plan.stages import Plan
+from hvpipe.profile import Profile
+from hvpipe.reduction import Backward, Ring, reduce_beside
+from hvpipe.schedule import Schedule, make
+from hvpipe.simulate import Contention, Costs, Simulation, StageCost, simulate
+from hvpipe.topology import Cluster
+from hvpipe.trace import Event, Trace
+from hvpipe.verify import peak_stash
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What a training step of a plan takes. `busy_s` and `memory_bytes` are of the devices `plan.ranks`.
+
+    `trace` is empty for a placement that is no pipeline.
+    """
+
+    plan: Plan
+    step_s: float
+    busy_s: tuple[float, ...]
+    memory_bytes: tuple[int, ...]
+    trace: Trace
+
+    @property
+    def utilization(self) -> tuple[float, ...]:
+        """The share of the step that each device computes."""
+        return tuple(busy / self.step_s if self.step_s else 1.0 for busy in self.busy_s)
+
+    @property
+    def bubble(self) -> float:
+        """The share of all devices' time in which they compute nothing."""
+        return max(0.0, 1.0 - sum(self.utilization) / len(self.utilization))
+
+    def shortages(self, cluster: Cluster) -> dict[str, int]:
+        """For each device that lacks memory, how many bytes."""
+        missing = {}
+        for name, size_bytes in zip(self.plan.ranks, self.memory_bytes, strict=True):
+            limit_bytes = cluster.device(name).memory_bytes
+            if limit_bytes is not None and size_bytes > limit_bytes:
+                missing[name] = size_bytes - limit_bytes
+        return missing
+
+
+def forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
+    """Foretell a step of the plan; PlanError where it is of another model or cluster.
+
+    A pipeline is simulated: computing on every device, and beside it the transfers between stages, each skip
+    connection on a way of its own; all that leaves or enters a host shares its link. Then the gradients of a
+    stage's replicas are reduced, beside their last backward. Where stages are no runs of consecutive layers
+    there is no pipeline: the whole batch passes once, as in the native mode.
+    """
+    plan.check(profile, cluster)
+    if not plan.contiguous:
+        return _without_pipelining(plan, profile, cluster)
+    schedule = schedule_of(plan)
+    costs = costs_of(plan, profile, cluster)
+    foreseen = simulate(schedule, costs, dataflow_of(plan, profile), contention_of(plan, cluster))
+    reduces = tuple(_reduces(plan, profile, cluster, foreseen, schedule))
+    step_s = max([foreseen.makespan_s, *(event.end_s for event in reduces)])
+    metadata = {**foreseen.trace.metadata, "devices": list(plan.ranks)}
+    trace = replace(foreseen.trace, events=(*foreseen.trace.events, *reduces), metadata=metadata)
+    return Forecast(plan, step_s, foreseen.busy_s, _memory_bytes(plan, profile, schedule), trace)
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule that the plan is made for: `plan.ranks` are its ranks."""
+    if not plan.contiguous:
+        raise PlanError(f"Only a pipeline has a schedule. Received: method={plan.method!r}")
+    how = plan.pipelining
+    if how.chunks > 1:
+        return make(how.schedule, len(plan.ranks), how.microbatches, how.chunks)
+    counts = [len(stage.devices) for stage in plan.stages]
+    return make(how.schedule, counts, how.microbatches, shares=[stage.shares for stage in plan.stages])
+
+
+def dataflow_of(plan: Plan, profile: Profile) -> Dataflow:
+    """Which stages use what others make."""
+    edges = {(maker, user) for maker, user, _ in _crossing(plan, profile)}
+    return Dataflow(len(plan.stages), tuple(sorted(edges)))
+
+
+def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
+    """What each stage takes on each of its devices.
+
+    A profile does not say which part of a backward is for the weights: schedules that run it apart get half.
+    """
+    sizes: dict[tuple[int, int], list[int]] = {}
+    for maker, user, size_bytes in _crossing(plan, profile):
+        sizes.setdefault((maker, user), []).append(size_bytes)
+    costs = []
+    for number, (devices, places) in enumerate(plan.placement(profile)):
+        layers = [profile.layers[place] for place in places]
+        forward_s = sum(layer.forward_s for layer in layers)
+        backward_s = sum(layer.backward_s for layer in layers)
+        again_s = forward_s if plan.pipelining.recompute else 0.0
+        of_devices = []
+        for device in devices:
+            speed = cluster.device(device).speed
+            ways_s = {
+                user: [
+                    cluster.link(device, other).time_s(sum(tensors), sum(map(bool, tensors)))
+                    for other in plan.stages[user].devices
+                ]
+                for (maker, user), tensors in sizes.items()
+                if maker == number
+            }
+            of_devices.append(
+                StageCost(forward_s / speed, (backward_s + again_s) / speed, backward_s / 2 / speed, ways_s)
+            )
+        costs.append(of_devices)
+    return costs
+
+
+def contention_of(plan: Plan, cluster: Cluster) -> Contention:
+    """Devices of a host share its link, which sends and receives at once; inside, each pair has wires."""
+    hosts = [cluster.host_of(name).name for name in plan.ranks]
+
+    def keeps_busy(source: int, target: int) -> Sequence[tuple[str, int]]:
+        if hosts[source] == hosts[target]:
+            return ((f"to {target}", source),)
+        return (("out of host", hosts.index(hosts[source])), ("into host", hosts.index(hosts[target])))
+
+    return keeps_busy
+
+
+def _crossing(plan: Plan, profile: Profile) -> Iterator[tuple[int, int, int]]:
+    """Each tensor that another stage uses, once for each of these: maker's stage, user's stage, bytes."""
+    stage_of = {
+        place: number for number, (_, places) in enumerate(plan.placement(profile)) for place in places
+    }
+    for place, layer in enumerate(profile.layers):
+        home = stage_of[place]
+        for away in sorted({stage_of[user] for user in profile.users[place]} - {home}):
+            yield home, away, layer.output_bytes
+
+
+def _reduces(
+    plan: Plan, profile: Profile, cluster: Cluster, foreseen: Simulation, schedule: Schedule
+) -> Iterator[Event]:
+    """The all-reduces of the stages that have replicas, on their first ranks."""
+    last = {event.rank: event for event in foreseen.trace.of("backward") if event.args["kind"] != "I"}
+    for number, (devices, places) in enumerate(plan.placement(profile)):
+        if len(devices) == 1:
+            continue
+        ranks = schedule.ranks_of(number)
+        backwards = [Backward(last[rank].start_s, last[rank].end_s) for rank in ranks]
+        layers = [profile.layers[place] for place in places]
+        for start_s, end_s, size_bytes in reduce_beside(layers, backwards, Ring.of(cluster, devices)):
+            args = {"stage": number, "bytes": size_bytes}
+            yield Event(f"reduce stage {number}", "reduce", ranks[0], "transfer", start_s, end_s, args)
+
+
+def _memory_bytes(plan: Plan, profile: Profile, schedule: Schedule) -> tuple[int, ...]:
+    """What each rank needs at its peak: weights, gradients, slots, and what the schedule has it stash."""
+    received, saved = [], []
+    for stage, (_, places) in zip(plan.stages, plan.placement(profile), strict=True):
+        received.append(stage.cost.receive_bytes)
+        saved.append(sum(profile.layers[place].saved_bytes for place in places))
+    again = plan.pipelining.recompute
+    stash = peak_stash(schedule, [r + (0 if again else s) for r, s in zip(received, saved, strict=True)])
+    sizes = []
+    for rank, stash_bytes in enumerate(stash):
+        stages = schedule.stages_of(rank)
+        state_bytes = sum(plan.stages[stage].cost.state_bytes for stage in stages)
+        sizes.append(state_bytes + int(stash_bytes) + (max(saved[stage] for stage in stages) if again else 0))
+    return tuple(sizes)
+
+
+def _without_pipelining(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
+    whole = profile.at_batch(profile.batch_size * plan.pipelining.microbatches)
+    at_once = Plan.of(whole, cluster, plan.placement(profile), plan.pipelining, plan.method)
+    busy_s = tuple(stage.cost.compute_s for stage in at_once.stages)
+    return Forecast(plan, at_once.one_batch_s, busy_s, tuple(plan.memory_bytes.values()), Trace())

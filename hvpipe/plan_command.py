@@ -1,0 +1,173 @@
+"""The body of `hvpipe plan`: makes the plan that was asked for, and those to compare it with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hvpipe.choice import MODES, Candidate, candidate, candidates
+from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.forecast import Forecast, forecast
+from hvpipe.plan.baselines import BASELINES, baseline
+from hvpipe.plan.exact import exact
+from hvpipe.plan.partition import partition
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.profile import Profile, read_pipedream
+from hvpipe.topology import Cluster
+
+METHODS = ("greedy", "exact", *BASELINES)
+DRAWS = 100
+"""A random baseline is the median of so many."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked: a model, a cluster, and how to plan.
+
+    `mode` is one of MODES or "auto"; `method` makes the pipeline; without `stages` the best number is looked
+    for. `seed` is for the random methods.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    pipelining: Pipelining
+    stages: int | None = None
+    mode: str = "pipeline"
+    method: str = "greedy"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The chosen plan's forecast, those of the modes it was chosen from, and of the baselines by name.
+
+    A baseline that does not fit the devices is None.
+    """
+
+    question: Question
+    chosen: Forecast
+    candidates: tuple[Candidate, ...]
+    baselines: dict[str, Forecast | None]
+
+
+def read_profile(
+    path: str, microbatches: int, batch_size: int | None = None, graph_batch_size: int | None = None
+) -> Profile:
+    """The profile of one micro-batch: of a step of `batch_size` samples where that is given.
+
+    Where the micro-batches do not divide the samples, it is that of the largest. `graph_batch_size` is how
+    many samples the costs of a PipeDream graph (.txt) are of, which it does not say itself: else 1.
+    """
+    if Path(path).suffix == ".txt":
+        profile = read_pipedream(path, batch_size=graph_batch_size or 1)
+    elif graph_batch_size is not None:
+        raise HvpipeError(
+            "--graph-batch-size is for a PipeDream graph (.txt); a profile knows its batch. "
+            f"Received: {path!r}"
+        )
+    else:
+        profile = Profile.read(path)
+    if batch_size is None:
+        return profile
+    if batch_size < microbatches:
+        raise HvpipeError(
+            "A batch should have at least a sample for each micro-batch. "
+            f"Received: batch_size={batch_size}, microbatches={microbatches}"
+        )
+    return profile.at_batch(math.ceil(batch_size / microbatches))
+
+
+def answer(question: Question, *, with_baselines: bool = True) -> Answer:
+    """Plan, and foretell the step; PlanError where memory does not suffice, HvpipeError for bad input."""
+    _check(question)
+    profile, cluster, pipelining = question.profile, question.cluster, question.pipelining
+    found: tuple[Candidate, ...] = ()
+    if question.method != "greedy":
+        chosen = _by_method(question)
+    else:
+        if question.mode == "auto":
+            found = tuple(candidates(profile, cluster, pipelining, question.stages))
+        else:
+            found = (candidate(question.mode, profile, cluster, pipelining, question.stages),)
+        chosen = _best(found, question)
+    others = {}
+    if with_baselines:
+        names = [name for name in ("greedy", *BASELINES) if name != question.method]
+        if "greedy" in names or chosen.plan.method != "greedy":
+            others["greedy"] = _greedy(question)
+        others |= {name: _baseline(name, question) for name in names if name != "greedy"}
+    return Answer(question, chosen, found, others)
+
+
+def _check(question: Question) -> None:
+    if question.mode != "auto" and question.mode not in MODES:
+        raise HvpipeError(
+            f"mode should be auto or one of {', '.join(MODES)}. Received: mode={question.mode!r}"
+        )
+    if question.method not in METHODS:
+        raise HvpipeError(
+            f"method should be one of {', '.join(METHODS)}. Received: method={question.method!r}"
+        )
+    if question.method != "greedy" and question.mode != "pipeline":
+        raise HvpipeError(
+            "Only a pipeline can be planned by another method than greedy. "
+            f"Received: mode={question.mode!r}, method={question.method!r}"
+        )
+    stages, how = question.stages, question.pipelining
+    if stages is not None and stages > how.microbatches * how.chunks:
+        raise HvpipeError(
+            "A step should have at least as many micro-batches as a pipeline has devices, or some of them "
+            f"would only wait. Received: microbatches={how.microbatches}, stages={stages}"
+        )
+
+
+def _best(found: Sequence[Candidate], question: Question) -> Forecast:
+    if found[0].forecast is not None:
+        return found[0].forecast
+    if question.mode == "pipeline":  # says what is missing, and what would make it fit
+        partition(question.profile, question.cluster, question.stages, question.pipelining)
+    raise PlanError(
+        "The model should fit the devices. Received: "
+        + "; ".join(f"{one.mode}: {one.refused}" for one in found)
+    )
+
+
+def _all_stages(question: Question) -> int:
+    """The stages of a baseline: as asked for, else one (or all chunks) on every device."""
+    chunks = question.pipelining.chunks
+    most = min(len(question.cluster.devices), len(question.profile.layers) // chunks)
+    if chunks > 1:
+        most = min(most, question.pipelining.microbatches)
+    return question.stages or most * chunks
+
+
+def _by_method(question: Question) -> Forecast:
+    profile, cluster, how = question.profile, question.cluster, question.pipelining
+    stages = _all_stages(question)
+    if question.method == "exact":
+        plan = exact(profile, cluster, stages, how)
+    else:
+        plan = baseline(question.method, profile, cluster, stages, how, seed=question.seed)
+    return forecast(plan, profile, cluster)
+
+
+def _greedy(question: Question) -> Forecast | None:
+    one = candidate("pipeline", question.profile, question.cluster, question.pipelining, question.stages)
+    return one.forecast
+
+
+def _baseline(name: str, question: Question) -> Forecast | None:
+    """Its forecast; of a random one the median of many that fit, by step."""
+    draws = DRAWS if name.startswith("random") else 1
+    found = []
+    for draw in range(draws):
+        try:
+            one = _by_method(replace(question, method=name, seed=question.seed + draw))
+        except PlanError:
+            return None
+        if not one.shortages(question.cluster):
+            found.append(one)
+    found.sort(key=lambda one: one.step_s)
+    return found[(len(found) - 1) // 2] if found else None

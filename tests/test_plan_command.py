@@ -1,0 +1,258 @@
+"""`hvpipe plan`: what it answers, prints and writes, and what it says about bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from model_graphs import chain
+
+from hvpipe import cli
+from hvpipe.errors import HvpipeError
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.stages import Plan
+from hvpipe.plan_command import METHODS, Answer, Question, answer, read_profile
+from hvpipe.plan_report import to_text
+from hvpipe.topology import Cluster, Device, Host, Link, equal_cluster
+
+GNMT = str(Path(__file__).parent / "data" / "profiles" / "gnmt.txt")
+CLUSTER = """
+[[host]]
+name = "a"
+link = { latency_s = 1e-4, bandwidth_bytes_per_s = 1.25e9 }
+[[host]]
+name = "b"
+link = { latency_s = 1e-4, bandwidth_bytes_per_s = 1.25e9 }
+[[host.device]]
+name = "b"
+speed = 0.5
+memory_bytes = 8e9
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(cli.os, "environ", {"COLUMNS": "116"})
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return str(tmp_path / "cluster.toml")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["plan", *arguments]) == 1
+    return capsys.readouterr().err
+
+
+def small(mode: str = "pipeline", method: str = "greedy", stages: int | None = None) -> Answer:
+    profile = chain(3, 3, 3, output_bytes=10**6)
+    cluster = equal_cluster(3, Link(0, 1e6), memory_bytes=10**7)
+    return answer(Question(profile, cluster, Pipelining("1f1b", 4), stages, mode, method))
+
+
+def test_stages_and_their_figures_by_hand() -> None:
+    """F 1 s and B 2 s on each of three devices, 1 s for 1 MB each way.
+
+    h0 | F0 F1 F2 ... and so on: a micro-batch takes 3 + 2 + 6 + 2 = 13 s there and back.
+    """
+    lines = to_text(small(stages=3), lambda one: "the drawing\n").splitlines()
+    assert lines[0] == "model, 3 layers, on 3 of 3 devices: greedy, 1f1b, 4 micro-batches of 1 sample"
+    assert re.fullmatch(r"step \d\d s, bubble [\d.]+%, utilization [\d.]+%", lines[1])
+    assert lines[3].split() == [
+        "stage",
+        "device",
+        "layers",
+        "compute",
+        "travel",
+        "in",
+        "out",
+        "memory",
+        "full",
+        "busy",
+    ]
+    assert [line.split()[:12] for line in lines[4:7]] == [
+        ["0", "h0", "a", "3", "s", "2", "s", "0", "B", "1", "MB", "0"],
+        ["1", "h1", "b", "3", "s", "4", "s", "1", "MB", "1", "MB", "2"],
+        ["2", "h2", "c", "3", "s", "2", "s", "1", "MB", "0", "B", "1"],
+    ]
+    assert lines[8] == "the drawing"
+
+
+def test_every_baseline_is_beside_it() -> None:
+    text = to_text(small(), lambda one: "")
+    for method in METHODS:
+        assert ("\n" + method in text) == (method != "exact")
+    assert re.search(r"\nrandom \(median of 100\) +\d ", text)
+    assert re.search(r"\nround_robin +3 .*x .*no pipeline\n", text) is None  # a, b and c in order are one
+    assert re.search(r"\ngreedy +\d .* 1\.00x ", text)
+
+
+def test_another_method_is_compared_with_greedy() -> None:
+    given = small(method="exact", stages=2)
+    assert given.chosen.plan.method == "exact"
+    assert given.baselines["greedy"] is not None
+    assert "\nexact" in to_text(given, lambda one: "")
+
+
+def test_all_modes_are_shown_and_one_is_chosen() -> None:
+    given = small(mode="auto")
+    text = to_text(given, lambda one: "")
+    # 2, 1 and 1 of 4 samples, 9 s each.
+    assert re.search(r"\ndata +18 s +33\.3% +3 +chosen\n", text)
+    assert re.search(r"\nhybrid +", text)
+    assert given.chosen.plan.method == "data"
+    assert "data parallel, 4 micro-batches" in text
+
+
+def test_a_baseline_without_memory_says_so() -> None:
+    """h0 has memory for the weights of one layer: even puts two there."""
+    hosts = (Host("h0", (Device("h0", 1.0, 25),)), Host("h1", (Device("h1"),)))
+    question = Question(chain(1, 1, 1, 1, weight_bytes=10), Cluster(hosts), Pipelining("1f1b", 4), 2)
+    given = answer(question)
+    assert given.baselines["even"] is None
+    assert re.search(r"\neven +lacks memory\n", to_text(given, lambda one: ""))
+    assert not given.chosen.shortages(question.cluster)
+
+
+def test_the_command_prints_draws_and_writes(
+    cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_file = tmp_path / "plan.json"
+    text = printed(
+        capsys, GNMT, "--cluster", cluster, "--microbatches", "4", "--explain", "-o", str(plan_file)
+    )
+    assert text.startswith("gnmt, 48 layers, on 2 of 2 devices: greedy, 1f1b, 4 micro-batches of 1 sample\n")
+    assert re.search(r"^[ab] \| F0.*B0", text, re.MULTILINE)
+    assert re.search(r"^cut 1 behind node\d+ \([ab] \| [ab]\): ", text, re.MULTILINE)
+    assert "\033[" not in text
+    plan = Plan.read(plan_file)
+    assert (plan.method, plan.pipelining.microbatches, plan.model) == ("greedy", 4, "gnmt")
+
+
+def test_as_json(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(printed(capsys, GNMT, "--cluster", cluster, "--mode", "auto", "--json"))
+    plan = Plan.from_json(document["plan"])
+    assert document["forecast"]["step_s"] <= min(
+        one["forecast"]["step_s"] for one in document["candidates"] if one["forecast"]
+    )
+    assert set(document["forecast"]["utilization"]) == set(plan.ranks)
+    assert document["baselines"]["random"]["step_s"] > document["forecast"]["step_s"]
+
+
+def test_equal_questions_have_equal_answers(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (GNMT, "--cluster", cluster, "--method", "random", "--no-baselines", "--seed")
+    first, again, other = (printed(capsys, *arguments, seed) for seed in "112")
+    assert first == again != other
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "interleaved"])
+def test_other_schedules(schedule: str, cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(
+        capsys, GNMT, "--cluster", cluster, "--schedule", schedule, "--recompute", "--no-baselines"
+    )
+    chunks = ", 2 chunks" if schedule == "interleaved" else ""
+    assert f"greedy, {schedule}{chunks}, recompute, 8 micro-batches" in text
+
+
+def test_a_profile_of_a_step(tmp_path: Path) -> None:
+    assert read_profile(GNMT, 4).batch_size == 1
+    assert read_profile(GNMT, 4, None, 64).batch_size == 64
+    # 30 samples in 4 micro-batches: 8, 8, 7 and 7; it is that of the largest.
+    profile = read_profile(GNMT, 4, 30, 64)
+    assert profile.batch_size == 8
+    assert profile.compute_s == pytest.approx(read_profile(GNMT, 4).compute_s / 8)
+    chain(1, 2).write(tmp_path / "p.json")
+    with pytest.raises(HvpipeError, match=r"graph-batch-size is for a PipeDream graph"):
+        read_profile(str(tmp_path / "p.json"), 4, None, 64)
+    with pytest.raises(HvpipeError, match="batch_size=3, microbatches=4"):
+        read_profile(GNMT, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--stages", "49"], "stages=49"),
+        (["--stages", "3"], "at most the number of devices, 2. Received: stages=3"),
+        (["--stages", "2", "--microbatches", "1"], "as many micro-batches .* microbatches=1, stages=2"),
+        (["--microbatches", "0"], "microbatches=0"),
+        (["--schedule", "2f2b"], "schedule='2f2b'"),
+        (["--chunks", "2"], "chunks=2"),
+        (["--mode", "model"], "mode='model'"),
+        (["--method", "best"], "method='best'"),
+        (["--method", "exact", "--mode", "auto"], "mode='auto', method='exact'"),
+        (["--method", "random", "--png", "x.png", "--no-baselines"], "trace with events. Received: none"),
+        (["--batch-size", "7"], "batch_size=7, microbatches=8"),
+        (
+            ["-o", "/absent/plan.json", "--no-baselines"],
+            "plan.json should be a file that can be written",
+        ),
+    ],
+)
+def test_bad_input(arguments: list[str], says: str, cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, GNMT, "--cluster", cluster, *arguments)
+    assert message.startswith("hvpipe plan: ")
+    assert re.search(says, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("p.json", "{", r"p\.json, line 1, column 2: should be JSON"),
+        ("p.json", "{}", r'p\.json should have "format": "hvpipe-profile"'),
+        ("p.txt", "node1 -- node2", r"p\.txt, line 1: should be"),
+        ("absent.json", None, r"absent\.json should be a JSON file. Received: No such file"),
+        (
+            "p.json",
+            json.dumps(
+                chain(1, 2).to_json() | {"edges": [{"from": "a", "to": "b"}, {"from": "b", "to": "a"}]}
+            ),
+            r"p\.json: The graph of layers should have no cycle. Received: a -> b -> a",
+        ),
+    ],
+)
+def test_a_bad_profile(
+    name: str, text: str | None, says: str, cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert re.search(says, refusal(capsys, str(tmp_path / name), "--cluster", cluster))
+
+
+def test_a_bad_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[[host]]\nname = 3\n")
+    assert "host[0].name should be text" in refusal(capsys, GNMT, "--cluster", str(bad))
+    bad.write_text("[[host]\n")
+    assert re.search(r"bad\.toml should be TOML.*line 1", refusal(capsys, GNMT, "--cluster", str(bad)))
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tight = tmp_path / "tight.toml"
+    tight.write_text(
+        CLUSTER.replace('name = "a"', 'name = "a"\ndevice = [{ name = "a", memory_bytes = 8e8 }]')
+    )
+    tight.write_text(tight.read_text().replace("memory_bytes = 8e9", "memory_bytes = 8e8"))
+    message = refusal(capsys, GNMT, "--cluster", str(tight))
+    assert re.search(
+        r"memory of every device should hold its stage.*MB missing of.*It would fit with", message
+    )
+
+
+def colours_of(text: str) -> Sequence[str]:
+    return re.findall(r"\033\[([\d;]+)m", text)
+
+
+def test_colours_on_a_terminal_only(
+    cluster: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.sys.stdout, "isatty", lambda: True)
+    arguments = (GNMT, "--cluster", cluster, "--no-baselines")
+    assert set(colours_of(printed(capsys, *arguments))) == {"44;97", "42;30", "0"}
+    monkeypatch.setitem(cli.os.environ, "NO_COLOR", "1")
+    assert not colours_of(printed(capsys, *arguments))
