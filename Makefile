@@ -3,7 +3,7 @@
 #   make train            train examples/train.py on 2 ranks                 (RANKS=4 ARGS="--epochs 3" to vary it)
 #   make test             everything that CI runs
 #   make test TF=2.18.1   all tests on that TensorFlow, in a venv of its own
-#   make setup | lint | plan | fast | cuda | wheel | format | clean
+#   make setup | lint | plan | fast | keras | cuda | wheel | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. What is set up already is not set up again.
 
@@ -31,7 +31,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup train test lint plan all fast cuda wheel other format clean
+.PHONY: help setup train test lint plan all fast keras cuda wheel other format clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -78,11 +78,15 @@ cuda:
 wheel: setup
 	@.ci/wheel.sh $(VENV) $(CONSTRAINTS)
 
-# The fast half on the other TensorFlow, unless setup left word that no Python here can install it.
+keras: setup
+	@echo "==> what meets TensorFlow of the fast half of the tests, on TensorFlow $(TF)"
+	@$(PYTEST) -m "not slow" -k "keras or kernels or examples or tensorflow"
+
+# On the other TensorFlow, unless setup left word that no Python here can install it.
 other:
-	@if $(MAKE) setup TF=$(OTHER_TF) READY=; then $(MAKE) fast TF=$(OTHER_TF) READY=1; \
+	@if $(MAKE) setup TF=$(OTHER_TF) READY=; then $(MAKE) keras TF=$(OTHER_TF) READY=1; \
 	elif [ -e .venv-tf$(OTHER_TF)/.stamps/no-python ]; then \
-	    echo "==> SKIPPED: fast half on TensorFlow $(OTHER_TF): no Python here can install it"; \
+	    echo "==> SKIPPED: tests on TensorFlow $(OTHER_TF): no Python here can install it"; \
 	else exit 1; fi
 
 format: setup

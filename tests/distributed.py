@@ -93,7 +93,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONFAULTHANDLER": "1",
     }
-    return {**kept, **threads, **quiet, "HVPIPE_TIMEOUT": "20", **(extra or {})}
+    return {**kept, **threads, **quiet, "HVPIPE_TIMEOUT": "60", **(extra or {})}
 
 
 def launch(
@@ -190,7 +190,8 @@ def run_rank(logs: Path, arguments: Sequence[str]) -> int:
     # SIGUSR1 comes at the driver's limit, SIGTERM from mpirun when another rank died: both leave stacks.
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     faulthandler.register(signal.SIGTERM, file=log, all_threads=True, chain=True)
-    defaults = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=90", "--timeout-method=thread", "--color=no"]
+    timeout = ["--timeout=240", "--timeout-method=thread"]
+    defaults = ["-x", "-q", "-p", "no:cacheprovider", "--color=no", *timeout]
     return int(pytest.main([*defaults, f"--basetemp={logs}/tmp-{rank}", *arguments]))
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 # Longer than HVPIPE_TIMEOUT of the tests: a peer that waits in vain in hvpipe gets that error first.
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0
 
 
 class InStep:
