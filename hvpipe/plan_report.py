@@ -40,7 +40,8 @@ def to_text(given: Answer, drawing: Callable[[Forecast], str], *, explained: boo
         parts += ["", drawing(given.chosen).rstrip("\n")]
     if explained:
         plan, question = given.chosen.plan, given.question
-        parts += ["", *explain(plan, question.profile, question.cluster)]
+        for line in explain(plan, question.profile, question.cluster):
+            parts += ["", *line.replace("; ", ";\n  ").splitlines()]
     if len(given.candidates) > 1:
         parts += ["", *_modes(given)]
     if given.baselines:

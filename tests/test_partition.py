@@ -16,6 +16,7 @@ from hvpipe.plan.explain import explain
 from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.placement import stage_costs
+from hvpipe.plan.shortage import least_memory_bytes
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import LayerCost, Profile
 from hvpipe.topology import Cluster, Device, Host, Link, equal_cluster
@@ -286,3 +287,10 @@ def test_each_cut_is_explained() -> None:
         "cut 1 behind b (h0 | h1): 1 MB, 8e+03 | 8e+03 ms; behind a: 1 MB, 5e+03 | 1.1e+04 ms "
         "(slower by 3e+03 ms); behind c: 1 MB, 1.1e+04 | 5e+03 ms (slower by 3e+03 ms)"
     ]
+
+
+def test_the_least_memory_is_what_the_largest_stage_needs() -> None:
+    profile = chain(1, 1, 1, 1, weight_bytes=10)
+    for cluster in (equal_cluster(2), equal_cluster(2, memory_bytes=1)):
+        assert least_memory_bytes(profile, cluster, 2, Pipelining()) == 40
+    assert least_memory_bytes(profile, equal_cluster(4), 4, Pipelining()) == 20

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from model_graphs import chain
@@ -16,9 +18,13 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import Plan
 from hvpipe.plan_command import METHODS, Answer, Question, answer, read_profile
 from hvpipe.plan_report import to_text
+from hvpipe.profile import Profile
+from hvpipe.schedule import Schedule
 from hvpipe.topology import Cluster, Device, Host, Link, equal_cluster
+from hvpipe.trace import Trace
 
-GNMT = str(Path(__file__).parent / "data" / "profiles" / "gnmt.txt")
+ROOT = Path(__file__).parents[1]
+GNMT = str(ROOT / "tests" / "data" / "profiles" / "gnmt.txt")
 CLUSTER = """
 [[host]]
 name = "a"
@@ -242,6 +248,42 @@ def test_a_model_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.search(
         r"memory of every device should hold its stage.*MB missing of.*It would fit with", message
     )
+
+
+def documented() -> list[tuple[str, str]]:
+    """The commands in docs/planning.md, and what they print there."""
+    text = (ROOT / "docs" / "planning.md").read_text()
+    return re.findall(r"```\n\$ hvpipe plan ([^\n]*)\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "output"), documented())
+def test_the_document_shows_what_is_printed(
+    command: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(cli.os, "environ", {"COLUMNS": "110"})
+    cli.main(["plan", *shlex.split(command)])
+    printed = capsys.readouterr()
+    assert printed.out + printed.err == output
+
+
+def test_the_document_shows_the_cluster_and_python_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs" / "planning.md").read_text()
+    described = (ROOT / "docs" / "planning" / "cluster.toml").read_text()
+    assert f"```toml\n{described}```" in text
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.toml").write_text(described)
+    profile = json.loads(re.findall(r"```json\n(.*?)```", text, re.DOTALL)[0])
+    assert [layer.name for layer in Profile.from_json(profile).layers] == ["dense", "relu"]
+    Profile.read(GNMT).write("profile.json")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert found["best"].step_s <= found["step"].step_s
+    assert Schedule.read("schedule.json").stages == 4
+    assert Trace.read("trace.json").of("forward")
 
 
 def colours_of(text: str) -> Sequence[str]:

@@ -25,6 +25,19 @@ def any_fit(spans: Spans, orders: Orders) -> list[Cut] | None:
     return None
 
 
+def least_memory_bytes(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> int:
+    """The least memory that every device needs for some plan of so many stages, whatever they have now.
+
+    Found by filling, to 1 %: no plan that needs much less was found, which proves nothing.
+    """
+    without = (
+        replace(host, devices=tuple(replace(device, memory_bytes=0) for device in host.devices))
+        for host in cluster.hosts
+    )
+    plan = _least_short(profile, replace(cluster, hosts=tuple(without)), stages, pipelining)
+    return max(plan.memory_bytes.values())
+
+
 def explain_shortage(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> str:
     """The message for a model that does not fit: what each device lacks at least, and remedies, tried out."""
     plan = _least_short(profile, cluster, stages, pipelining)

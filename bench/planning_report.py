@@ -1,0 +1,128 @@
+"""The result of a planning benchmark: every case's plans, as a table, JSON and a plot."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from bench.metrics import geometric_mean, table
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a cluster; `limits` says which of its devices are unequal and whether memory is scarce."""
+
+    model: str
+    devices: int
+    limits: str
+    bits_per_s: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """A case's bottlenecks by greedy and exact, and the steps of greedy and of the median random placement.
+
+    `random_step_s` is None where no random placement was found that fits the devices' memory.
+    """
+
+    case: Case
+    greedy_bottleneck_s: float
+    exact_bottleneck_s: float
+    greedy_step_s: float
+    random_step_s: float | None
+
+    @property
+    def of_exact(self) -> float:
+        """How many times the optimum's bottleneck greedy's is: 1 is as good."""
+        return self.greedy_bottleneck_s / self.exact_bottleneck_s
+
+    @property
+    def speedup(self) -> float:
+        """How many times shorter than random's greedy's step is; NaN where there is no random one."""
+        return math.nan if self.random_step_s is None else self.random_step_s / self.greedy_step_s
+
+
+@dataclass(frozen=True)
+class PlanningReport:
+    """All cases, and seconds to plan by what was planned."""
+
+    microbatches: int
+    draws: int
+    results: tuple[Result, ...]
+    planning_s: dict[str, float]
+
+    def summary(self) -> dict[str, float]:
+        """The figures that targets are set for."""
+        figures: dict[str, float] = {}
+        if self.results:
+            speedups = [result.speedup for result in self.results if result.random_step_s is not None]
+            figures["cases"] = len(self.results)
+            figures["greedy_of_exact_worst"] = max(result.of_exact for result in self.results)
+            figures["greedy_of_exact_geometric_mean"] = geometric_mean([r.of_exact for r in self.results])
+            figures["cases_with_a_random_placement_that_fits"] = len(speedups)
+            figures["greedy_over_random_least"] = min(speedups, default=math.nan)
+            figures["greedy_over_random_geometric_mean"] = geometric_mean(speedups)
+        for what, seconds in self.planning_s.items():
+            figures[f"planning_s, {what}"] = seconds
+        return figures
+
+    def to_json(self) -> str:
+        """Every case, and what is derived."""
+        return json.dumps({**asdict(self), "summary": self.summary()}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> PlanningReport:
+        """Read what to_json wrote; derived figures are computed again."""
+        data = json.loads(text)
+        results = tuple(Result(**{**row, "case": Case(**row["case"])}) for row in data["results"])
+        return PlanningReport(data["microbatches"], data["draws"], results, data["planning_s"])
+
+    def to_text(self) -> str:
+        """A line for each model and kind of cluster, over all links and numbers of devices; the summary."""
+        header = ["model", "devices are", "cases", "of exact: worst", "mean", "over random: least", "mean"]
+        lines = []
+        groups = dict.fromkeys((result.case.model, result.case.limits) for result in self.results)
+        for model, limits in groups:
+            rows = [r for r in self.results if (r.case.model, r.case.limits) == (model, limits)]
+            speedups = [row.speedup for row in rows if row.random_step_s is not None]
+            least, mean = (
+                (f"{min(speedups):.2f}x", f"{geometric_mean(speedups):.2f}x") if speedups else ("", "")
+            )
+            of_exact = [row.of_exact for row in rows]
+            worst, usual = f"{max(of_exact):.4f}", f"{geometric_mean(of_exact):.4f}"
+            lines.append([model, limits, str(len(rows)), worst, usual, least or "none fits", mean])
+        head = f"1f1b, {self.microbatches} micro-batches; random is the median of {self.draws} that fit"
+        figures = "\n".join(f"{name} = {value:.4g}" for name, value in self.summary().items())
+        return "\n".join([head, *([table(header, lines)] if lines else []), figures])
+
+    def plot(self, path: Path) -> None:
+        """Two panels, a column for each model and a dot for each case: of exact, and over random."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        models = list(dict.fromkeys(result.case.model for result in self.results))
+        kinds = list(dict.fromkeys(result.case.limits for result in self.results))
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), layout="constrained")
+        for number, (limits, marker) in enumerate(zip(kinds, "osd^", strict=False)):
+            rows = [result for result in self.results if result.case.limits == limits]
+            x = [models.index(row.case.model) + 0.16 * (number - (len(kinds) - 1) / 2) for row in rows]
+            options = {"marker": marker, "linestyle": "", "alpha": 0.7, "markersize": 5}
+            left.plot(x, [row.of_exact for row in rows], label=limits, **options)
+            right.plot(x, [row.speedup for row in rows], **options)
+        left.axhline(1.05, color="grey", linestyle="--", linewidth=1, label="wanted at the worst")
+        left.set_title("bottleneck of greedy over that of the optimum", fontsize="medium")
+        right.axhline(1, color="grey", linewidth=1)
+        right.set_yscale("log")
+        right.set_yticks([1, 2, 5, 10, 20, 50], ["1x", "2x", "5x", "10x", "20x", "50x"])
+        right.minorticks_off()
+        right.set_title(f"step of random (median of {self.draws}) over that of greedy", fontsize="medium")
+        for axes in (left, right):
+            axes.set_xticks(range(len(models)), models)
+            axes.grid(alpha=0.3, axis="y")
+        left.legend(fontsize="small")
+        figure.savefig(path, dpi=150)
+        pyplot.close(figure)
