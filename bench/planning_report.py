@@ -114,10 +114,12 @@ class PlanningReport:
             left.plot(x, [row.of_exact for row in rows], label=limits, **options)
             right.plot(x, [row.speedup for row in rows], **options)
         left.axhline(1.05, color="grey", linestyle="--", linewidth=1, label="wanted at the worst")
+        left.set_ylim(0.995, max(1.06, left.get_ylim()[1]))
         left.set_title("bottleneck of greedy over that of the optimum", fontsize="medium")
         right.axhline(1, color="grey", linewidth=1)
         right.set_yscale("log")
-        right.set_yticks([1, 2, 5, 10, 20, 50], ["1x", "2x", "5x", "10x", "20x", "50x"])
+        ticks = [1, 2, 5, 10, 20, 50, 100, 200]
+        right.set_yticks(ticks, [f"{tick}x" for tick in ticks])
         right.minorticks_off()
         right.set_title(f"step of random (median of {self.draws}) over that of greedy", fontsize="medium")
         for axes in (left, right):

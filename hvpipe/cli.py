@@ -136,7 +136,8 @@ def _plan(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from hvpipe.plan.pipelining import Pipelining
     from hvpipe.topology import Cluster
 
-    chunks = options.chunks or (2 if options.schedule == "interleaved" else 1)
+    usual = 2 if options.schedule == "interleaved" else 1
+    chunks = usual if options.chunks is None else options.chunks
     pipelining = Pipelining(options.schedule, options.microbatches, options.recompute, chunks)
     profile = plan_command.read_profile(
         options.profile, options.microbatches, options.batch_size, options.graph_batch_size

@@ -92,12 +92,11 @@ def answer(question: Question, *, with_baselines: bool = True) -> Answer:
         else:
             found = (candidate(question.mode, profile, cluster, pipelining, question.stages),)
         chosen = _best(found, question)
-    others = {}
+    others: dict[str, Forecast | None] = {}
     if with_baselines:
-        names = [name for name in ("greedy", *BASELINES) if name != question.method]
-        if "greedy" in names or chosen.plan.method != "greedy":
-            others["greedy"] = _greedy(question)
-        others |= {name: _baseline(name, question) for name in names if name != "greedy"}
+        if chosen.plan.method != "greedy":
+            others["greedy"] = candidate("pipeline", profile, cluster, pipelining, question.stages).forecast
+        others |= {name: _baseline(name, question) for name in BASELINES if name != question.method}
     return Answer(question, chosen, found, others)
 
 
@@ -136,11 +135,13 @@ def _best(found: Sequence[Candidate], question: Question) -> Forecast:
 
 def _all_stages(question: Question) -> int:
     """The stages of a baseline: as asked for, else one (or all chunks) on every device."""
+    if question.stages is not None:
+        return question.stages
     chunks = question.pipelining.chunks
     most = min(len(question.cluster.devices), len(question.profile.layers) // chunks)
     if chunks > 1:
         most = min(most, question.pipelining.microbatches)
-    return question.stages or most * chunks
+    return most * chunks
 
 
 def _by_method(question: Question) -> Forecast:
@@ -151,11 +152,6 @@ def _by_method(question: Question) -> Forecast:
     else:
         plan = baseline(question.method, profile, cluster, stages, how, seed=question.seed)
     return forecast(plan, profile, cluster)
-
-
-def _greedy(question: Question) -> Forecast | None:
-    one = candidate("pipeline", question.profile, question.cluster, question.pipelining, question.stages)
-    return one.forecast
 
 
 def _baseline(name: str, question: Question) -> Forecast | None:
