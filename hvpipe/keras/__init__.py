@@ -15,6 +15,7 @@ from hvpipe.keras.distributed import (  # noqa: E402
     allreduce,
     average_gradients,
 )
+from hvpipe.keras.pipeline_parallel import pipeline_parallel  # noqa: E402
 from hvpipe.keras.variables import broadcast_variables  # noqa: E402
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "average_gradients",
     "broadcast_variables",
     "data_parallel",
+    "pipeline_parallel",
     "shard",
 ]

@@ -87,13 +87,14 @@ class PipelineStep:
         batch: Batch,
         observe: Callable[[Sequence[Any], Sequence[Any], Any, int], None],
         stage_done: Callable[[int], None],
+        loss_scale: float = 1.0,
     ) -> Outcome:
-        """All actions of a training step, up to the gradients in the accumulators.
+        """All actions of a training step, up to the gradients, of the loss times `loss_scale`.
 
         `observe(targets, outputs, loss, samples)` is called for each micro-batch of the last stage,
         `stage_done(stage)` when a stage's gradients are complete.
         """
-        return _Pass(self, course, batch, observe, stage_done, "train").run()
+        return _Pass(self, course, batch, observe, stage_done, "train", loss_scale).run()
 
     def evaluate(
         self,
@@ -128,6 +129,7 @@ class _Pass:
         observe: Callable[[Sequence[Any], Sequence[Any], Any, int], None],
         stage_done: Callable[[int], None],
         mode: str,
+        loss_scale: float = 1.0,
     ) -> None:
         self._stages, self._functions = step._stages, step._functions
         self._ranks, self._mail = step._ranks, step._mail
@@ -135,6 +137,7 @@ class _Pass:
         self._batch = batch
         self._observe, self._stage_done = observe, stage_done
         self._mode = mode
+        self._loss_scale = loss_scale
         self._parts = parts_of(batch.samples, self._schedule.microbatches)
         self._expected: dict[Message, list[Expected]] = {}
         self._local: dict[tuple[Action, Action], Values] = {}  # by producer and consumer
@@ -300,7 +303,7 @@ class _Pass:
         found = [sums[wire] for wire in self._stages.floating(cut.outputs)]
         if self._functions[stage].has_loss:
             samples = self._parts[i].stop - self._parts[i].start
-            found.append(tf.constant(samples / self._batch.samples, tf.float32))
+            found.append(tf.constant(self._loss_scale * samples / self._batch.samples, tf.float32))
         return found
 
     def _return_gradients(self, action: Action, found: Values) -> None:

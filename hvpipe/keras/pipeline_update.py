@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import StageFunctions
 from hvpipe.session import Session
 
@@ -26,24 +27,19 @@ class _Bucket:
 
 
 class PipelineUpdate:
-    """Sums, clips and applies the gradients of one rank's stages.
-
-    `holders` gives for each shared variable (by id) the world ranks that hold it, this one among them: the
-    replicas of a stage, or stages that share a layer. They hold the same sum and so stay equal.
-    """
+    """Sums, clips and applies the gradients of one rank's stages; who shares a variable adds the same sum."""
 
     def __init__(
         self,
         session: Session,
         optimizer: Any,
         functions: Mapping[int, StageFunctions],
-        holders: Mapping[int, tuple[int, ...]],
-        groups: Mapping[tuple[int, ...], int],
+        sharing: Sharing,
     ) -> None:
         self._session = session
         self._optimizer = optimizer
         self._functions = functions
-        self._holders = holders
+        holders = self._holders = sharing.holders
         keras_variables = {id(v.value): v for of_stage in functions.values() for v in of_stage.trainable}
         used = {id(v) for of_stage in functions.values() for v in of_stage.training.variables}
         # In the order of the model, the same on all who share; a shared one even where nothing reached it.
@@ -54,7 +50,7 @@ class PipelineUpdate:
             for v in of_stage.trainable:
                 if id(v.value) in self._places:
                     self._stages_of[self._places[id(v.value)]].add(stage)
-        self._buckets = self._make_buckets(groups)
+        self._buckets = self._make_buckets(sharing.groups)
         self._done: set[int] = set()
         if not optimizer.built:
             optimizer.build(self.variables)

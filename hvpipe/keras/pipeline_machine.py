@@ -1,0 +1,121 @@
+"""What drives one rank of a pipeline: its stages' functions, metrics, and what the ranks tell each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvpipe.keras.mail import Mail
+from hvpipe.keras.pipeline_layout import Layout
+from hvpipe.keras.pipeline_step import Batch, Outcome, PipelineStep
+from hvpipe.keras.pipeline_update import PipelineUpdate
+from hvpipe.keras.sharing import Sharing
+from hvpipe.keras.stage import StageFunctions
+from hvpipe.session import Session
+
+
+class Machine:
+    """Runs steps of this rank's stages for targets of one structure; `owner` is compiled as the user wants.
+
+    `targets` is (y, sample_weight) of a batch, or None before any (only `predict` then).
+    """
+
+    def __init__(
+        self, owner: Any, session: Session, layout: Layout, sharing: Sharing, targets: Any, *, recompute: bool
+    ) -> None:
+        self._owner = owner
+        self._session = session
+        self._layout = layout
+        self._sharing = sharing
+        self._structure = targets
+        self._signature = _specs(targets)
+        self._rank = session.world.rank
+        has_targets = bool(self._signature) and keras.tree.flatten(targets[0])[0] is not None
+        self.functions = {
+            stage: StageFunctions(
+                layout.stages, stage, self._signature, self._loss if has_targets else None, recompute
+            )
+            for stage in layout.stages_of(self._rank)
+        }
+        self._mail = Mail(session)
+        self._step = PipelineStep(layout.stages, self.functions, layout.ranks, self._mail)
+        self._update: PipelineUpdate | None = None
+        self._update_metrics = tf.function(self._metrics_in_graph, autograph=False, reduce_retracing=True)
+
+    def fits(self, targets: Any) -> bool:
+        """Whether it can run batches with targets like these."""
+        specs = _specs(targets)
+        return len(specs) == len(self._signature) and all(
+            mine.is_compatible_with(spec) for mine, spec in zip(self._signature, specs, strict=True)
+        )
+
+    def train(self, batch: Batch) -> Outcome:
+        """One training step, weights updated; collective."""
+        self._agree("training", batch)
+        if self._update is None:
+            self._update = PipelineUpdate(self._session, self._owner.optimizer, self.functions, self._sharing)
+        update = self._update
+        update.begin()
+        course = self._layout.course(batch.samples, self._rank, True)
+        outcome = self._step.train(course, batch, self._observe, update.stage_done, update.loss_scale)
+        update.apply()
+        self._mail.finish()
+        return outcome
+
+    def evaluate(self, batch: Batch) -> Outcome:
+        """Forward and loss of a batch in inference mode; collective."""
+        self._agree("evaluation", batch)
+        course = self._layout.course(batch.samples, self._rank, False)
+        outcome = self._step.evaluate(course, batch, self._observe)
+        self._mail.finish()
+        return outcome
+
+    def predict(self, batch: Batch) -> list[Any]:
+        """The model's outputs for a batch, flat, on all ranks; collective."""
+        self._agree("prediction", batch)
+        course = self._layout.course(batch.samples, self._rank, False)
+        outcome = self._step.predict(course, batch)
+        self._mail.finish()
+        mine = {i: [np.asarray(value) for value in values] for i, values in outcome.outputs.items()}
+        everyone: dict[int, list[Any]] = {}
+        for found in self._session.engine.allgather_object(mine):
+            everyone |= found
+        in_order = [everyone[i] for i in sorted(everyone)]
+        return [np.concatenate(of_output) for of_output in zip(*in_order, strict=True)]
+
+    def _agree(self, what: str, batch: Batch) -> None:
+        self._session.engine.agree(f"{what} step of {self._owner.name} on a batch of {batch.samples}")
+
+    # On the rank with the last stage --------------------------------------------------------------------
+
+    def _loss(self, outputs: Sequence[Any], targets: Sequence[Any]) -> Any:
+        y, sample_weight = self._targets(targets)
+        return self._owner._compile_loss(y, self._owner.pack_outputs(outputs), sample_weight)
+
+    def _targets(self, values: Sequence[Any]) -> Any:
+        """The flat targets in the batch's structure, with None where there was none."""
+        rest = iter(values)
+        return keras.tree.map_structure(
+            lambda leaf: None if leaf is None else next(rest), self._structure, none_is_leaf=True
+        )
+
+    def _observe(self, targets: Sequence[Any], outputs: Sequence[Any], loss: Any, samples: int) -> None:
+        if self._owner._compile_metrics is not None or self._owner._compile_loss is not None:
+            self._update_metrics(list(targets), list(outputs))
+
+    def _metrics_in_graph(self, targets: Sequence[Any], outputs: Sequence[Any]) -> None:
+        y, sample_weight = self._targets(targets)
+        y_pred = self._owner.pack_outputs(outputs)
+        for metric in self._owner.metrics:
+            if metric is self._owner._compile_metrics:
+                metric.update_state(y, y_pred, sample_weight)
+
+
+def _specs(targets: Any) -> list[Any]:
+    """What targets look like, whatever the batch size."""
+    leaves = [] if targets is None else [leaf for leaf in keras.tree.flatten(targets) if leaf is not None]
+    return [tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in map(tf.convert_to_tensor, leaves)]

@@ -1,0 +1,358 @@
+"""`pipeline_parallel`: a Keras model whose layers are spread over the ranks, trained by micro-batches."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.keras.callbacks import StopTogether
+from hvpipe.keras.deferred import build_without_memory, give_memory
+from hvpipe.keras.estimate import estimate
+from hvpipe.keras.layer_graph import LayerGraph, layer_graph
+from hvpipe.keras.pipeline_layout import Layout, check_schedule, replicas_of, stages_of_plan
+from hvpipe.keras.pipeline_machine import Machine
+from hvpipe.keras.pipeline_step import Batch, Outcome
+from hvpipe.keras.sharing import Sharing
+from hvpipe.keras.stage import Stages
+from hvpipe.keras.variables import broadcast_variables
+from hvpipe.plan.partition import partition
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.stages import Plan
+from hvpipe.profile import Profile
+from hvpipe.session import Session, current
+from hvpipe.topology import Cluster, equal_cluster
+
+
+def pipeline_parallel(
+    build_model: Any,
+    stages: int | str | Plan = "auto",
+    microbatches: int = 8,
+    schedule: str = "1f1b",
+    *,
+    chunks: int = 2,
+    replicas: Sequence[int] | None = None,
+    recompute: bool = False,
+    profile: Profile | str | None = None,
+    cluster: Cluster | str | None = None,
+) -> PipelineParallel:
+    """Spread a Keras model over the ranks: `compile` and `fit` the result as any model; collective.
+
+    `build_model` is a function without arguments that returns a functional or Sequential model, or such a
+    model. With a function no rank gives memory to weights outside its own stages.
+
+    `stages`: how many (each on one rank, or on several as `replicas` says, say (2, 1, 1); without it all
+    stages have as many), "auto" (as many as there are ranks), or a plan or its file, from `hvpipe plan`.
+    Layers are balanced by the greedy partitioner, with the costs of `profile` (from `hvpipe profile`) or
+    rough ones from the layers' shapes, on the devices of `cluster` or equal ones.
+
+    `microbatches`: how many parts a batch is cut into. `schedule`: "gpipe", "1f1b", "zb-h1", or
+    "interleaved" with `chunks` stages on each rank. `recompute` keeps only what a stage received and runs
+    its forward again in the backward.
+
+    The result trains as the undivided model would on the same batch: gradients of the micro-batches add up
+    to the batch's. BatchNormalization uses and records the statistics of each micro-batch. The batches that
+    count are those of the rank with the first stage; the others' must have the same sizes.
+
+    Raises HvpipeError for a model without a graph, more stages than layers or ranks, fewer micro-batches
+    than stages; PlanError for a plan or profile of another model, or where memory does not suffice.
+    """
+    session = current()
+    if isinstance(build_model, keras.Model):
+        model, deferred = build_model, False
+    elif callable(build_model):
+        model, deferred = build_without_memory(session, build_model), True
+    else:
+        raise HvpipeError(
+            "pipeline_parallel wants a Keras model or a function that returns one. "
+            f"Received: {type(build_model).__name__}"
+        )
+    graph = layer_graph(model)
+    size = session.world.size
+    plan = Plan.read(stages) if isinstance(stages, str) and stages != "auto" else stages
+    if isinstance(plan, Plan):
+        microbatches, schedule = plan.pipelining.microbatches, plan.pipelining.schedule
+        recompute = plan.pipelining.recompute
+        count = len(plan.stages) // (chunks if schedule == "interleaved" else 1)
+    else:
+        count = _stage_count(plan, replicas, size)
+    per_rank = chunks if schedule == "interleaved" else 1
+    check_schedule(schedule, microbatches, count, per_rank if schedule == "interleaved" else 2)
+    counts = replicas_of(count, replicas, size)
+    if not isinstance(plan, Plan):
+        plan = _make_plan(
+            graph, count * per_rank, Pipelining(_planned(schedule), microbatches, recompute), profile, cluster
+        )
+    layout = Layout(
+        stages=stages_of_plan(graph, plan),
+        schedule=schedule,
+        microbatches=microbatches,
+        chunks=per_rank,
+        replicas=counts,
+        ranks=tuple(range(size)),
+    )
+    return PipelineParallel(session, model, layout, deferred=deferred, recompute=recompute)
+
+
+def _stage_count(stages: Any, replicas: Sequence[int] | None, size: int) -> int:
+    if stages == "auto":
+        return len(replicas) if replicas is not None else size
+    if not isinstance(stages, int) or not 1 <= stages <= size:
+        raise HvpipeError(
+            f"stages should be 'auto', a plan, or a number from 1 to that of the ranks, {size}. "
+            f"Received: stages={stages!r}"
+        )
+    return stages
+
+
+def _planned(schedule: str) -> str:
+    return "1f1b" if schedule == "interleaved" else schedule
+
+
+def _make_plan(
+    graph: LayerGraph,
+    stages: int,
+    pipelining: Pipelining,
+    profile: Profile | str | None,
+    cluster: Cluster | str | None,
+) -> Plan:
+    if stages > len(graph.calls):
+        raise HvpipeError(
+            f"There should be at most as many stages as layer calls in {graph.name}, {len(graph.calls)}. "
+            f"Received: {stages} stages"
+        )
+    known = Profile.read(profile) if isinstance(profile, (str, os.PathLike)) else profile
+    costs = estimate(graph, samples=1) if known is None else known
+    names = {call.name for call in graph.calls}
+    theirs = {layer.name for layer in costs.layers}
+    if names != theirs:
+        raise PlanError(
+            f"The profile should be of this model, {graph.name} ({len(names)} layer calls). Received: "
+            f"{costs.model or 'unnamed'} ({len(theirs)} layers); layer {sorted(names ^ theirs)[0]!r} is in "
+            "only one of them"
+        )
+    devices = Cluster.read(cluster) if isinstance(cluster, (str, os.PathLike)) else cluster
+    return partition(costs, devices or equal_cluster(stages), stages, pipelining)
+
+
+class PipelineParallel(keras.Model):
+    """One rank's part of a model that is spread over all ranks; `pipeline_parallel` makes it.
+
+    `fit`, `evaluate`, `predict`, `train_on_batch` and the like are called on all ranks together, with the
+    same arguments. `layers` and `weights` are those of this rank's stages.
+    """
+
+    def __init__(
+        self, session: Session, model: Any, layout: Layout, *, deferred: bool, recompute: bool
+    ) -> None:
+        super().__init__(name=model.name)
+        mine = {id(la): la for s in layout.stages_of(session.world.rank) for la in layout.stages.layers(s)}
+        self._stage_layers = list(mine.values())
+        if deferred:
+            give_memory(self._stage_layers)
+        else:
+            broadcast_variables(model.variables)
+        self._parts = _Parts(session, model, layout, Sharing(session, layout), recompute)
+        self._parts.sharing.equalise()
+        self.built = True
+
+    # What Keras asks of a model -------------------------------------------------------------------------
+
+    @property
+    def stages(self) -> Stages:
+        """All stages of the model."""
+        return self._parts.layout.stages
+
+    @property
+    def stage_numbers(self) -> tuple[int, ...]:
+        """The stages of this rank."""
+        return self._parts.layout.stages_of(self._parts.session.world.rank)
+
+    @property
+    def output_names(self) -> list[str]:
+        """The names of the undivided model's outputs."""
+        return list(self._parts.model.output_names)
+
+    def pack_outputs(self, flat: Sequence[Any]) -> Any:
+        """Outputs in the structure that the undivided model gives them."""
+        model = _functional_of(self._parts.model)
+        return keras.tree.pack_sequence_as(model._outputs_struct, list(flat))
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        raise HvpipeError(
+            "A pipeline runs by fit, evaluate, predict and their on_batch forms, on all ranks together; no "
+            "rank can call the whole model. Received: a call"
+        )
+
+    def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        pass  # Built when it was made.
+
+    def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        pass
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As keras.Model.compile; XLA is off, as sends and receives lie between the stages' functions."""
+        kwargs["jit_compile"] = False
+        super().compile(*args, **kwargs)
+        self._parts.reset()
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As keras.Model.fit, on all ranks together; rank 0 prints the progress."""
+        session, sharing = self._parts.session, self._parts.sharing
+        callbacks = kwargs.get("callbacks") or []
+        kwargs["callbacks"] = [EpochEnd(sharing), *_listed(callbacks), StopTogether(session)]
+        return super().fit(*args, **self._quiet(kwargs))
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As keras.Model.evaluate, on all ranks together."""
+        return super().evaluate(*args, **self._quiet(kwargs))
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As keras.Model.predict, on all ranks together; all get the outputs."""
+        return super().predict(*args, **self._quiet(kwargs))
+
+    def _quiet(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        if self._parts.session.world.rank != 0:
+            kwargs["verbose"] = 0
+        return kwargs
+
+    def make_train_function(self, force: bool = False) -> None:
+        self.train_function = functools.partial(self._run_batches, training=True)
+
+    def make_test_function(self, force: bool = False) -> None:
+        self.test_function = functools.partial(self._run_batches, training=False)
+
+    def make_predict_function(self, force: bool = False) -> None:
+        self.predict_function = self._predict_batches
+
+    def reset_metrics(self) -> None:
+        super().reset_metrics()
+        self._parts.loss.reset()
+
+    def _get_metrics_result_or_logs(self, logs: Any) -> Any:
+        return logs
+
+    def _flatten_metrics_in_order(self, logs: Mapping[str, Any]) -> Any:
+        values = [logs["loss"], *(value for name, value in logs.items() if name != "loss")]
+        return values[0] if len(values) == 1 else values
+
+    # Steps ----------------------------------------------------------------------------------------------
+
+    def _run_batches(self, iterator: Iterator[Any], training: bool) -> dict[str, float]:
+        logs: dict[str, float] = {}
+        for count in range(self.steps_per_execution):
+            try:
+                data = next(iterator)
+            except StopIteration:
+                if count == 0:
+                    raise
+                break
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            targets = (y, sample_weight)
+            inputs = self._inputs(x)
+            flat = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(targets) if leaf is not None]
+            batch = Batch(inputs, flat, int(inputs[0].shape[0]))
+            machine = self._machine(targets)
+            outcome = machine.train(batch) if training else machine.evaluate(batch)
+            logs = self._logs(outcome, batch.samples)
+        return logs
+
+    def _predict_batches(self, data: Sequence[Any]) -> Any:
+        parts = []
+        for one in data:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(one)
+            inputs = self._inputs(x)
+            parts.append(self._machine(None).predict(Batch(inputs, (), int(inputs[0].shape[0]))))
+        return self.pack_outputs([np.concatenate(of_output) for of_output in zip(*parts, strict=True)])
+
+    def _inputs(self, x: Any) -> list[Any]:
+        return list(_functional_of(self._parts.model)._standardize_inputs(x))
+
+    def _machine(self, targets: Any) -> Machine:
+        """For batches with such targets; made once, and again where their shapes vary."""
+        parts = self._parts
+        if parts.machine is None or (targets is not None and not parts.machine.fits(targets)):
+            parts.machine = Machine(
+                self, parts.session, parts.layout, parts.sharing, targets, recompute=parts.recompute
+            )
+        return parts.machine
+
+    def _logs(self, outcome: Outcome, samples: int) -> dict[str, float]:
+        """Loss and metrics so far in this epoch, the same on all ranks."""
+        parts = self._parts
+        last = parts.layout.ranks_of(len(parts.layout.stages.cuts) - 1)
+        mine = self._metric_results() if parts.session.world.rank in last else {}
+        if parts.metric_names is None:
+            parts.metric_names = parts.session.engine.broadcast_object(list(mine), last[0])
+        row = [outcome.loss, outcome.samples, *(mine.get(name, 0.0) for name in parts.metric_names)]
+        rows = parts.session.engine.allgather(np.array([row], np.float64))
+        parts.loss.add(float(rows[:, 0].sum()), samples)
+        means = (rows[:, 1:2] * rows[:, 2:]).sum(axis=0) / rows[:, 1].sum()
+        return {"loss": parts.loss.mean, **dict(zip(parts.metric_names, map(float, means), strict=True))}
+
+    def _metric_results(self) -> dict[str, float]:
+        results = self.get_metrics_result()
+        return {name: float(value) for name, value in results.items() if name != "loss"}
+
+
+class EpochEnd(keras.callbacks.Callback):
+    """First of the callbacks: the statistics that replicas of a stage have taken apart become one."""
+
+    def __init__(self, sharing: Sharing) -> None:
+        super().__init__()
+        self._sharing = sharing
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._sharing.average_statistics()
+
+
+@dataclass
+class _RunningMean:
+    total: float = 0.0
+    weight: float = 0.0
+
+    def reset(self) -> None:
+        self.total = self.weight = 0.0
+
+    def add(self, value: float, weight: float) -> None:
+        self.total += value * weight
+        self.weight += weight
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.weight
+
+
+class _Parts:
+    """What a pipeline is made of; a plain object, whose insides Keras takes for no layers of the pipeline."""
+
+    def __init__(
+        self, session: Session, model: Any, layout: Layout, sharing: Sharing, recompute: bool
+    ) -> None:
+        self.session = session
+        self.model = model
+        self.layout = layout
+        self.sharing = sharing
+        self.recompute = recompute
+        self.loss = _RunningMean()
+        self.reset()
+
+    def reset(self) -> None:
+        """What depends on how the model is compiled is made again."""
+        self.machine: Machine | None = None
+        self.metric_names: list[str] | None = None
+
+
+def _functional_of(model: Any) -> Any:
+    return model._functional if isinstance(model, keras.Sequential) else model
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]

@@ -1,0 +1,63 @@
+"""Variables that several ranks of a pipeline hold: replicas of a stage, and layers that stages share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvpipe.keras.deferred import variables_of
+from hvpipe.keras.pipeline_layout import Layout
+from hvpipe.session import Session
+
+
+class Sharing:
+    """Who holds which variable, and the groups of ranks that sum among themselves; made by all ranks.
+
+    `holders` has the world ranks, ascending, of each variable (by id) that several hold, this one among them;
+    `groups` the engine's number for each such set of ranks.
+    """
+
+    def __init__(self, session: Session, layout: Layout) -> None:
+        self._session = session
+        ranks_of: dict[int, set[int]] = {}
+        of_all: dict[int, Any] = {}
+        for stage in range(len(layout.stages.cuts)):
+            for variable in variables_of(layout.stages.layers(stage)):
+                ranks_of.setdefault(id(variable), set()).update(layout.ranks_of(stage))
+                of_all[id(variable)] = variable
+        rank = session.world.rank
+        self.holders = {
+            key: tuple(sorted(ranks)) for key, ranks in ranks_of.items() if len(ranks) > 1 and rank in ranks
+        }
+        self.variables = [of_all[key] for key in self.holders]
+        # Every rank makes the groups that it is in in the same order, so none waits for one that waits for it.
+        self.groups = {ranks: session.engine.add_group(ranks) for ranks in sorted(set(self.holders.values()))}
+
+    def equalise(self) -> None:
+        """Give shared variables the values of their first holder."""
+        rank = self._session.world.rank
+        self._sum(lambda value, ranks: value if ranks[0] == rank else np.zeros_like(value))
+
+    def average_statistics(self) -> None:
+        """Give shared variables that no gradient moves (moving averages) their mean over the holders."""
+        self._sum(lambda value, ranks: value / len(ranks), trainable=False)
+
+    def _sum(self, part: Any, trainable: bool | None = None) -> None:
+        under_way = []
+        for variable in _floating(self.variables):
+            if trainable is not None and variable.trainable != trainable:
+                continue
+            ranks = self.holders[id(variable)]
+            value = np.asarray(variable.numpy())
+            buffer = np.ascontiguousarray(part(value.astype(np.float32), ranks))
+            request = self._session.engine.group_allreduce(self.groups[ranks], buffer, variable.path)
+            under_way.append((variable, value.dtype, buffer, request))
+        for variable, dtype, buffer, request in under_way:
+            request.wait()
+            variable.assign(buffer.astype(dtype))
+
+
+def _floating(variables: Iterable[Any]) -> Sequence[Any]:
+    return [v for v in variables if "float" in str(v.dtype)]
