@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from hvpipe.action import Action
 from hvpipe.errors import HvpipeError, PlanError
@@ -11,26 +13,22 @@ from hvpipe.keras.layer_graph import LayerGraph
 from hvpipe.keras.pipeline_step import Course
 from hvpipe.keras.stage import Stages, cut_stages
 from hvpipe.plan.stages import Plan
-from hvpipe.schedule import NAMES, Schedule, make
+from hvpipe.schedule import Schedule, make
 from hvpipe.verify import verify
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's stages on the ranks of this run. `ranks[k]` is the world rank at place k of the schedule."""
+    """A model's stages on the ranks of this run. `ranks[k]` is the world rank at place k of the schedule.
+
+    `make_schedule(m)` is the schedule of m micro-batches, for any m up to `microbatches`.
+    """
 
     stages: Stages
-    schedule: str
     microbatches: int
-    chunks: int
-    replicas: tuple[int, ...]
     ranks: tuple[int, ...]
-    shares: tuple[tuple[float, ...], ...] | None = None
+    make_schedule: Callable[[int], Schedule]
     _courses: dict[tuple[int, bool], Course] = field(default_factory=dict, repr=False, compare=False)
-
-    def place_of(self, world_rank: int) -> int:
-        """This rank's place in the schedule."""
-        return self.ranks.index(world_rank)
 
     def course(self, samples: int, world_rank: int, training: bool) -> Course:
         """The schedule for a batch of so many samples, verified, with this rank's program.
@@ -40,8 +38,8 @@ class Layout:
         count = min(self.microbatches, samples)
         key = (count, training)
         if key not in self._courses:
-            schedule = self._schedule_of(count)
-            place = self.place_of(world_rank)
+            schedule = self.make_schedule(count)
+            place = self.ranks.index(world_rank)
             if training:
                 verified = verify(schedule, self.stages.dataflow)
                 self._courses[key] = Course(schedule, verified.programs, place)
@@ -49,34 +47,92 @@ class Layout:
                 self._courses[key] = Course.forward_only(schedule, self.stages, place)
         return self._courses[key]
 
-    def _schedule_of(self, microbatches: int) -> Schedule:
-        if microbatches < max(self.replicas):
-            raise HvpipeError(
-                f"A batch should have a sample for each of {max(self.replicas)} replicas of a stage; drop the "
-                f"remainder of the dataset. Received: a batch of {microbatches}"
-            )
-        if self.schedule == "interleaved":
-            ranks = len(self.ranks)
-            if microbatches < ranks:
-                return _few_interleaved(ranks, microbatches, self.chunks)
-            return make("interleaved", ranks, microbatches, self.chunks)
-        return make(self.schedule, self.replicas, microbatches, shares=self.shares)
+    @cached_property
+    def _whole(self) -> Schedule:
+        return self.make_schedule(self.microbatches)
 
     def stages_of(self, world_rank: int) -> tuple[int, ...]:
         """The stages of a rank, in order."""
-        place = self.place_of(world_rank)
-        if self.schedule == "interleaved":
-            return tuple(place + chunk * len(self.ranks) for chunk in range(self.chunks))
-        return (self._stage_at(place),)
+        return self._whole.stages_of(self.ranks.index(world_rank))
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """The world ranks that hold a stage, ascending."""
-        if self.schedule == "interleaved":
-            return (self.ranks[stage % len(self.ranks)],)
-        return tuple(sorted(r for k, r in enumerate(self.ranks) if self._stage_at(k) == stage))
+        return tuple(sorted(self.ranks[place] for place in self._whole.ranks_of(stage)))
 
-    def _stage_at(self, place: int) -> int:
-        return next(s for s in range(len(self.replicas)) if place < sum(self.replicas[: s + 1]))
+
+def layout_of(graph: LayerGraph, plan: Plan, ranks: Sequence[int]) -> Layout:
+    """The layout that a plan says, its devices being these world ranks in the order of `plan.ranks`.
+
+    A plan whose stages are no runs of layers (of a baseline such as random) runs as the native mode would:
+    each run of layers that are on one device is a stage, forward and backward go from one to the next.
+    """
+    places = _places(graph, plan)
+    how = plan.pipelining
+    if not plan.contiguous:
+        runs, homes = _runs(plan, places)
+        return Layout(
+            cut_stages(graph, runs), how.microbatches, tuple(ranks), functools.partial(_one_by_one, homes)
+        )
+    stages = cut_stages(graph, [[places[name] for name in stage.layers] for stage in plan.stages])
+    if how.schedule == "interleaved":
+        make_schedule = functools.partial(_interleaved, len(plan.ranks), how.chunks)
+    else:
+        shares = [stage.shares for stage in plan.stages]
+        make_schedule = functools.partial(_replicated, how.schedule, shares)
+    return Layout(stages, how.microbatches, tuple(ranks), make_schedule)
+
+
+def _places(graph: LayerGraph, plan: Plan) -> dict[str, int]:
+    places = {call.name: place for place, call in enumerate(graph.calls)}
+    planned = [name for stage in plan.stages for name in stage.layers]
+    odd = sorted(set(planned) ^ set(places))
+    if odd:
+        raise PlanError(
+            f"The plan should be of this model, {graph.name} ({len(places)} layer calls). "
+            f"Received: a plan of {plan.model or 'an unnamed model'} ({len(planned)} layers); "
+            f"layer {odd[0]!r} is in only one of them"
+        )
+    return places
+
+
+def _runs(plan: Plan, places: dict[str, int]) -> tuple[list[list[int]], list[int]]:
+    """Runs of consecutive layers on one device, and each run's device by its place in `plan.ranks`."""
+    home_of = {places[name]: plan.ranks.index(stage.device) for stage in plan.stages for name in stage.layers}
+    runs: list[list[int]] = []
+    homes: list[int] = []
+    for place in sorted(home_of):
+        if not homes or homes[-1] != home_of[place]:
+            runs.append([])
+            homes.append(home_of[place])
+        runs[-1].append(place)
+    return runs, homes
+
+
+def _one_by_one(homes: Sequence[int], microbatches: int) -> Schedule:
+    """Each micro-batch through all stages and back before the next one."""
+    actions: list[list[Action]] = [[] for _ in range(max(homes) + 1)]
+    for i in range(microbatches):
+        for stage, home in enumerate(homes):
+            actions[home].append(Action("F", i, stage))
+        for stage, home in reversed(list(enumerate(homes))):
+            actions[home].append(Action("B", i, stage))
+    return Schedule("one by one", len(homes), microbatches, tuple(map(tuple, actions)))
+
+
+def _replicated(schedule: str, shares: Sequence[Sequence[float]], microbatches: int) -> Schedule:
+    most = max(map(len, shares))
+    if microbatches < most:
+        raise HvpipeError(
+            f"A batch should have a sample for each of {most} replicas of a stage: drop the remainder of "
+            f"the dataset. Received: a batch of {microbatches}"
+        )
+    return make(schedule, [len(of_stage) for of_stage in shares], microbatches, shares=shares)
+
+
+def _interleaved(ranks: int, chunks: int, microbatches: int) -> Schedule:
+    if microbatches >= ranks:
+        return make("interleaved", ranks, microbatches, chunks)
+    return _few_interleaved(ranks, microbatches, chunks)
 
 
 def _few_interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
@@ -91,49 +147,3 @@ def _few_interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
         for rank in range(ranks)
     ]
     return Schedule("interleaved", ranks * chunks, microbatches, tuple(map(tuple, actions)))
-
-
-def check_schedule(schedule: str, microbatches: int, ranks: int, chunks: int) -> None:
-    """Refuse what cannot be a pipeline: an unknown schedule, fewer micro-batches than stages."""
-    if schedule not in NAMES:
-        raise HvpipeError(f"schedule should be one of {', '.join(NAMES)}. Received: schedule={schedule!r}")
-    if microbatches < ranks:
-        raise HvpipeError(
-            f"microbatches should be at least the number of stages, {ranks}, or some would always be idle. "
-            f"Received: microbatches={microbatches}"
-        )
-    if schedule == "interleaved" and chunks < 2:
-        raise HvpipeError(
-            f"schedule='interleaved' wants 2 or more chunks on each rank. Received: chunks={chunks}"
-        )
-
-
-def replicas_of(stages: int, replicas: Sequence[int] | None, world_size: int) -> tuple[int, ...]:
-    """How many ranks each stage has: as told, or all the same."""
-    if replicas is None:
-        if world_size % stages:
-            raise HvpipeError(
-                f"The number of ranks should be a multiple of the stages, or replicas say how many ranks "
-                f"each stage has. Received: stages={stages} on {world_size} ranks"
-            )
-        return (world_size // stages,) * stages
-    if len(replicas) != stages or min(replicas, default=0) < 1 or sum(replicas) != world_size:
-        raise HvpipeError(
-            f"replicas should be {stages} numbers, one or more ranks for each stage, {world_size} together. "
-            f"Received: replicas={tuple(replicas)}"
-        )
-    return tuple(replicas)
-
-
-def stages_of_plan(graph: LayerGraph, plan: Plan) -> Stages:
-    """Cut the graph as the plan says; PlanError for the plan of another model."""
-    places = {call.name: place for place, call in enumerate(graph.calls)}
-    planned = [name for stage in plan.stages for name in stage.layers]
-    odd = sorted(set(planned) ^ set(places))
-    if odd:
-        raise PlanError(
-            f"The plan should be of this model, {graph.name} ({len(places)} layer calls). "
-            f"Received: a plan of {plan.model or 'an unnamed model'} ({len(planned)} layers); "
-            f"layer {odd[0]!r} is in only one of them"
-        )
-    return cut_stages(graph, [[places[name] for name in stage.layers] for stage in plan.stages])

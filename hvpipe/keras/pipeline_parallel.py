@@ -12,36 +12,35 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.errors import HvpipeError
 from hvpipe.keras.callbacks import StopTogether
 from hvpipe.keras.deferred import build_without_memory, give_memory
-from hvpipe.keras.estimate import estimate
-from hvpipe.keras.layer_graph import LayerGraph, layer_graph
-from hvpipe.keras.pipeline_layout import Layout, check_schedule, replicas_of, stages_of_plan
+from hvpipe.keras.layer_graph import layer_graph
+from hvpipe.keras.pipeline_layout import Layout, layout_of
 from hvpipe.keras.pipeline_machine import Machine
+from hvpipe.keras.pipeline_plan import Wish, plan_for
 from hvpipe.keras.pipeline_step import Batch, Outcome
 from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import Stages
 from hvpipe.keras.variables import broadcast_variables
-from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.session import Session, current
-from hvpipe.topology import Cluster, equal_cluster
+from hvpipe.topology import Cluster
 
 
 def pipeline_parallel(
     build_model: Any,
-    stages: int | str | Plan = "auto",
+    stages: int | str | os.PathLike[str] | Plan = "auto",
     microbatches: int = 8,
     schedule: str = "1f1b",
     *,
     chunks: int = 2,
     replicas: Sequence[int] | None = None,
     recompute: bool = False,
-    profile: Profile | str | None = None,
-    cluster: Cluster | str | None = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
+    cluster: Cluster | str | os.PathLike[str] | None = None,
 ) -> PipelineParallel:
     """Spread a Keras model over the ranks: `compile` and `fit` the result as any model; collective.
 
@@ -75,71 +74,11 @@ def pipeline_parallel(
             f"Received: {type(build_model).__name__}"
         )
     graph = layer_graph(model)
-    size = session.world.size
-    plan = Plan.read(stages) if isinstance(stages, str) and stages != "auto" else stages
-    if isinstance(plan, Plan):
-        microbatches, schedule = plan.pipelining.microbatches, plan.pipelining.schedule
-        recompute = plan.pipelining.recompute
-        count = len(plan.stages) // (chunks if schedule == "interleaved" else 1)
-    else:
-        count = _stage_count(plan, replicas, size)
-    per_rank = chunks if schedule == "interleaved" else 1
-    check_schedule(schedule, microbatches, count, per_rank if schedule == "interleaved" else 2)
-    counts = replicas_of(count, replicas, size)
-    if not isinstance(plan, Plan):
-        plan = _make_plan(
-            graph, count * per_rank, Pipelining(_planned(schedule), microbatches, recompute), profile, cluster
-        )
-    layout = Layout(
-        stages=stages_of_plan(graph, plan),
-        schedule=schedule,
-        microbatches=microbatches,
-        chunks=per_rank,
-        replicas=counts,
-        ranks=tuple(range(size)),
-    )
+    how = Pipelining(schedule, microbatches, recompute, chunks if schedule == "interleaved" else 1)
+    plan, ranks = plan_for(session, graph, Wish(stages, replicas, how, profile, cluster))
+    layout = layout_of(graph, plan, ranks)
+    recompute = plan.pipelining.recompute
     return PipelineParallel(session, model, layout, deferred=deferred, recompute=recompute)
-
-
-def _stage_count(stages: Any, replicas: Sequence[int] | None, size: int) -> int:
-    if stages == "auto":
-        return len(replicas) if replicas is not None else size
-    if not isinstance(stages, int) or not 1 <= stages <= size:
-        raise HvpipeError(
-            f"stages should be 'auto', a plan, or a number from 1 to that of the ranks, {size}. "
-            f"Received: stages={stages!r}"
-        )
-    return stages
-
-
-def _planned(schedule: str) -> str:
-    return "1f1b" if schedule == "interleaved" else schedule
-
-
-def _make_plan(
-    graph: LayerGraph,
-    stages: int,
-    pipelining: Pipelining,
-    profile: Profile | str | None,
-    cluster: Cluster | str | None,
-) -> Plan:
-    if stages > len(graph.calls):
-        raise HvpipeError(
-            f"There should be at most as many stages as layer calls in {graph.name}, {len(graph.calls)}. "
-            f"Received: {stages} stages"
-        )
-    known = Profile.read(profile) if isinstance(profile, (str, os.PathLike)) else profile
-    costs = estimate(graph, samples=1) if known is None else known
-    names = {call.name for call in graph.calls}
-    theirs = {layer.name for layer in costs.layers}
-    if names != theirs:
-        raise PlanError(
-            f"The profile should be of this model, {graph.name} ({len(names)} layer calls). Received: "
-            f"{costs.model or 'unnamed'} ({len(theirs)} layers); layer {sorted(names ^ theirs)[0]!r} is in "
-            "only one of them"
-        )
-    devices = Cluster.read(cluster) if isinstance(cluster, (str, os.PathLike)) else cluster
-    return partition(costs, devices or equal_cluster(stages), stages, pipelining)
 
 
 class PipelineParallel(keras.Model):

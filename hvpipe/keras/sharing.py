@@ -32,7 +32,7 @@ class Sharing:
             key: tuple(sorted(ranks)) for key, ranks in ranks_of.items() if len(ranks) > 1 and rank in ranks
         }
         self.variables = [of_all[key] for key in self.holders]
-        # Every rank makes the groups that it is in in the same order, so none waits for one that waits for it.
+        # In one order on all ranks, so that none waits for one that waits for it.
         self.groups = {ranks: session.engine.add_group(ranks) for ranks in sorted(set(self.holders.values()))}
 
     def equalise(self) -> None:
