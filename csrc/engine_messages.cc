@@ -40,8 +40,7 @@ void Engine::Send(int peer, int tag, const void* data, std::size_t bytes, const 
                   Done done) {
   const MessageOptions options = MessageTo(peer, tag);
   StartMessage(
-      what,
-      [=] { return std::make_unique<MessageSend>(*messages_, budget_, counters_, data, bytes, options); },
+      what, [=] { return std::make_unique<MessageSend>(*messages_, counters_, data, bytes, options); },
       std::move(done));
 }
 

@@ -1,4 +1,4 @@
-// Sends draw on the budget that all of an engine's traffic shares; receives are posted ahead of the data.
+// Both ends keep a number of segments under way; receives are posted ahead of the data.
 #include "message.h"
 
 namespace hvpipe {
@@ -15,10 +15,9 @@ std::string Place(std::size_t segment, std::size_t segments) {
 
 }  // namespace
 
-MessageSend::MessageSend(Transport& transport, SendBudget& budget, Counters& counters, const void* data,
-                         std::size_t bytes, MessageOptions options)
+MessageSend::MessageSend(Transport& transport, Counters& counters, const void* data, std::size_t bytes,
+                         MessageOptions options)
     : transport_(transport),
-      budget_(budget),
       counters_(counters),
       data_(static_cast<const char*>(data)),
       bytes_(bytes),
@@ -29,16 +28,14 @@ bool MessageSend::Step() {
   bool moved = false;
   while (!tickets_.empty() && transport_.Test(tickets_.front())) {
     tickets_.pop_front();
-    budget_.Return();
     ++sent_;
     moved = true;
   }
-  while (posted_ < segments_ && !budget_.empty()) {
+  while (posted_ < segments_ && tickets_.size() < static_cast<std::size_t>(options_.segments_in_flight)) {
     const Range segment = PartOf(bytes_, segments_, posted_);
     tickets_.push_back(transport_.Isend(data_ + segment.first, segment.count, options_.peer, options_.tag));
     counters_.network_bytes_sent += segment.count;
     ++counters_.messages_sent;
-    budget_.Take();
     ++posted_;
     moved = true;
   }

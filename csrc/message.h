@@ -20,15 +20,16 @@ struct MessageOptions {
 
 class MessageSend : public Collective {
  public:
-  MessageSend(Transport& transport, SendBudget& budget, Counters& counters, const void* data,
-              std::size_t bytes, MessageOptions options);
+  // With segments in flight of its own, not from the engine's budget: a message that its receiver does not
+  // expect yet must not keep others from going.
+  MessageSend(Transport& transport, Counters& counters, const void* data, std::size_t bytes,
+              MessageOptions options);
   bool Step() override;
   bool done() const override { return sent_ == segments_; }
   std::string Waiting() const override;
 
  private:
   Transport& transport_;
-  SendBudget& budget_;
   Counters& counters_;
   const char* data_;
   std::size_t bytes_;

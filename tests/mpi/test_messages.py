@@ -100,3 +100,18 @@ def test_bad_ends_are_told(engine: Engine, peer: int | None, tag: int, says: str
 def test_a_group_without_this_rank_is_refused(engine: Engine) -> None:
     with pytest.raises(HvpipeError, match="ascending"):
         engine.add_group([(hvpipe.rank() + 1) % hvpipe.size(), 99])
+
+
+def test_messages_that_nobody_expects_yet_hold_up_no_other(engine: Engine) -> None:
+    rank, size = hvpipe.rank(), hvpipe.size()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    early = [engine.send(np.full(300_000, i, np.uint8), right, 100 + i, "early") for i in range(20)]
+    request = engine.receive(8, left, 7, "late but first")
+    engine.send(np.arange(8, dtype=np.uint8), right, 7, "late but first").wait()
+    request.wait()
+    for i in reversed(range(20)):
+        expected = engine.receive(300_000, left, 100 + i, "early")
+        expected.wait()
+        assert set(expected.arrived()) == {i}
+    for sent in early:
+        sent.wait()
