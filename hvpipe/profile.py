@@ -24,7 +24,8 @@ class LayerCost:
 
     `output_bytes` is what one user in another stage has to be sent. `saved_bytes` is what stays in memory
     from the forward to the backward: the output included, the input not, which counts with its maker.
-    `slot_bytes` is the optimizer's state (for each weight: none for SGD, one for momentum, two for Adam).
+    `slot_bytes` is what else stays for good: the optimizer's state (for each weight: none for SGD, one for
+    momentum, two for Adam) and variables that are not trained. `weight_bytes` are of those that are.
     """
 
     name: str

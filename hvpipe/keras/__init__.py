@@ -15,6 +15,7 @@ from hvpipe.keras.distributed import (  # noqa: E402
     allreduce,
     average_gradients,
 )
+from hvpipe.keras.measure import measure  # noqa: E402
 from hvpipe.keras.pipeline_parallel import pipeline_parallel  # noqa: E402
 from hvpipe.keras.variables import broadcast_variables  # noqa: E402
 
@@ -27,6 +28,7 @@ __all__ = [
     "average_gradients",
     "broadcast_variables",
     "data_parallel",
+    "measure",
     "pipeline_parallel",
     "shard",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -23,6 +24,11 @@ def build_without_memory(session: Session, build_model: Callable[[], Any]) -> An
     Raises HvpipeError where the function makes a variable from a value instead of an initializer.
     """
     random.setstate(session.engine.broadcast_object(random.getstate()))
+    return without_memory(build_model)
+
+
+def without_memory(build_model: Callable[[], Any]) -> Any:
+    """What `build_without_memory` gives, on this rank alone, with seeds of its own."""
     before = list(global_state.get_global_attribute(_WAITING, []))
     try:
         with keras.StatelessScope(initialize_variables=False):
@@ -32,7 +38,7 @@ def build_without_memory(session: Session, build_model: Callable[[], Any]) -> An
             raise
         raise HvpipeError(
             "build_model makes a variable from a value, not from an initializer, so its memory cannot be "
-            "left out; pass pipeline_parallel the model itself instead of the function. "
+            "left out; pass the model itself instead of the function. "
             f"Received: {str(error).splitlines()[0]}"
         ) from error
     finally:
@@ -50,6 +56,19 @@ def give_memory(layers: Iterable[Any]) -> None:
     for variable in variables_of(layers):
         if variable._value is None:
             variable._deferred_initialize()
+
+
+@contextlib.contextmanager
+def lent_memory(layers: Iterable[Any]) -> Iterator[None]:
+    """Give the variables of these layers that have no memory theirs, and take it back at the end."""
+    lent = [(v, v._initializer) for v in variables_of(layers) if v._value is None]
+    try:
+        for variable, _ in lent:
+            variable._deferred_initialize()
+        yield
+    finally:
+        for variable, initializer in lent:
+            variable._value, variable._initializer = None, initializer
 
 
 def variables_of(layers: Iterable[Any]) -> list[Any]:

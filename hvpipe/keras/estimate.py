@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from hvpipe.keras.footprint import untrained_bytes, weight_bytes
 from hvpipe.keras.layer_graph import Call, LayerGraph
 from hvpipe.profile import LayerCost, Profile
 
@@ -40,13 +41,13 @@ def _cost(graph: LayerGraph, call: Call, samples: int, slots: int) -> LayerCost:
         shape = [samples if axis is None else axis for axis in outputs[0].shape]
         flops = 2.0 * count * math.prod(shape[:-1])
     forward_s = flops / _FLOPS_PER_S + (input_bytes + output_bytes) / _BYTES_PER_S
-    weight_bytes = sum(4 * math.prod(v.shape) for v in weights)
+    trained_bytes = weight_bytes(call.operation)
     return LayerCost(
         name=call.name,
         forward_s=forward_s,
         backward_s=2 * forward_s,
-        weight_bytes=weight_bytes,
-        slot_bytes=slots * weight_bytes,
+        weight_bytes=trained_bytes,
+        slot_bytes=slots * trained_bytes + untrained_bytes(call.operation),
         output_bytes=output_bytes,
         saved_bytes=output_bytes,
     )

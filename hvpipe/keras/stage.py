@@ -204,6 +204,10 @@ class StageFunctions:
             autograph=False,
         )
 
+    def run_eagerly(self, values: Sequence[Any]) -> list[Any]:
+        """The outputs of one forward in training mode, without making a graph."""
+        return self._run(values, training=True)
+
     def _run(self, values: Sequence[Any], training: bool, with_loss: bool = True) -> list[Any]:
         graph, cut = self._stages.graph, self._cut
         targets = values[len(self._signature) :]

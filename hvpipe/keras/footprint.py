@@ -1,0 +1,120 @@
+"""What one layer call takes of memory: weights, the optimizer's slots, and what is kept for the backward."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvpipe.errors import HvpipeError
+
+# Of the elements of a loop's list TensorFlow does not tell the dtype: try these.
+_ELEMENT_DTYPES = (tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.int64, tf.bool)
+
+_capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def weight_bytes(operation: Any) -> int:
+    """Bytes of the variables that are trained."""
+    return _bytes_of(operation.trainable_variables) if isinstance(operation, keras.Layer) else 0
+
+
+def untrained_bytes(operation: Any) -> int:
+    """Bytes of the variables that are not trained: statistics, states of seeds, frozen weights."""
+    return _bytes_of(operation.non_trainable_variables) if isinstance(operation, keras.Layer) else 0
+
+
+class Slots:
+    """Counts what an optimizer keeps for weights, on clones of it: it stays as it is."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """`optimizer` is an optimizer of Keras's, or what `keras.optimizers.get` takes."""
+        try:
+            self._optimizer = keras.optimizers.get(optimizer)
+            self._clone()
+        except (TypeError, ValueError) as error:
+            raise HvpipeError(
+                "optimizer should be a Keras optimizer that can be made again from its config, or the name "
+                f"of one. Received: optimizer={optimizer!r}"
+            ) from error
+
+    def bytes_for(self, operation: Any) -> int:
+        """Bytes of the slots of all trainable variables, which have memory; slots of one number are left out.
+
+        The slots are made and given back.
+        """
+        weights = operation.trainable_variables if isinstance(operation, keras.Layer) else []
+        if not weights:
+            return 0
+        clone = self._clone()
+        before = {id(v) for v in clone.variables}
+        clone.build(weights)
+        return _bytes_of(v for v in clone.variables if id(v) not in before and len(v.shape) > 0)
+
+    def _clone(self) -> Any:
+        return type(self._optimizer).from_config(self._optimizer.get_config())
+
+
+def tensor_bytes(tensor: Any) -> int:
+    """Bytes of a tensor's values; of strings and handles only a guess."""
+    return int(tensor.shape.num_elements()) * int(tensor.dtype.size)
+
+
+def kept_bytes(outputs: Sequence[Any], saved: Sequence[Any], inputs: Sequence[Any]) -> int:
+    """Bytes of the eager tensors that stay until the backward: outputs and saved, but no inputs.
+
+    Tensors that share their memory, as one reshaped does, count once. Lists that a loop fills are counted by
+    their length and first element.
+    """
+    before = {_address(x) for x in inputs if _has_address(x)}
+    found: dict[int, int] = {}
+    lists_bytes = 0
+    for tensor in (*outputs, *saved):
+        if tensor.dtype == tf.variant:
+            lists_bytes += _list_bytes(tensor)
+        elif not _has_address(tensor):
+            lists_bytes += tensor_bytes(tensor)
+        elif (address := _address(tensor)) not in before:
+            found[address] = max(found.get(address, 0), tensor_bytes(tensor))
+    return sum(found.values()) + lists_bytes
+
+
+def _bytes_of(variables: Iterable[Any]) -> int:
+    return sum(math.prod(v.shape) * int(tf.as_dtype(v.dtype).size) for v in variables if v.dtype != "string")
+
+
+def _has_address(tensor: Any) -> bool:
+    kind = tensor.dtype
+    known = kind.is_floating or kind.is_complex or kind.is_bool or kind.is_integer
+    return known and not kind.is_quantized and tensor_bytes(tensor) > 0
+
+
+def _address(tensor: Any) -> int:
+    """Where the values lie; what DLPack tells first."""
+    capsule = tf.experimental.dlpack.to_dlpack(tensor)
+    return ctypes.c_void_p.from_address(_capsule_pointer(capsule, b"dltensor")).value or 0
+
+
+def _list_bytes(handle: Any) -> int:
+    try:
+        length = int(tf.raw_ops.TensorListLength(input_handle=handle))
+    except tf.errors.InvalidArgumentError:  # no list
+        return 0
+    if length == 0:
+        return 0
+    shape = tf.raw_ops.TensorListElementShape(input_handle=handle, shape_type=tf.int32)
+    for dtype in _ELEMENT_DTYPES:
+        try:
+            first = tf.raw_ops.TensorListGetItem(
+                input_handle=handle, index=0, element_shape=shape, element_dtype=dtype
+            )
+        except tf.errors.InvalidArgumentError:  # of another dtype
+            continue
+        return length * tensor_bytes(first)
+    return 0

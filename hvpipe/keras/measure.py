@@ -1,0 +1,243 @@
+"""A measured profile: every layer call of a model timed by itself, forward and backward, on this rank."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.deferred import lent_memory, variables_of, without_memory
+from hvpipe.keras.footprint import Slots, kept_bytes, tensor_bytes, untrained_bytes, weight_bytes
+from hvpipe.keras.layer_graph import LayerGraph, layer_graph
+from hvpipe.keras.stage import StageFunctions, Stages, Wire, cut_stages
+from hvpipe.keras.stopwatch import Stopwatch
+from hvpipe.profile import LayerCost, Profile
+
+Tell = Callable[[int, int, str], None]
+"""Called before each layer call is timed: how many are done, of how many, the name of this one."""
+
+
+def measure(
+    model: Any,
+    batch: Any,
+    *,
+    repeats: int = 5,
+    optimizer: Any = None,
+    progress: bool = True,
+) -> Profile:
+    """The profile of a model on this rank's device; its layers are named as the calls of its graph.
+
+    `model` is a functional or Sequential Keras model, or a function without arguments that returns one. Of a
+    function's model only one layer at a time has memory for its weights, so that a model can be measured
+    that does not fit; a model that is given is left as it was. Not collective: ranks that will train at the
+    same time should measure at the same time.
+
+    `batch` is one micro-batch, as `fit` takes it: inputs, or a tuple of inputs, targets and sample weights,
+    of which the latter are not looked at; several inputs as a list, or a dict by name. All costs are for it.
+
+    Each call is run by itself in training mode, in the same two graphs, forward and backward, that a
+    pipeline runs; on what the calls before it made of the batch, and on random gradients. Times are the
+    medians of `repeats` runs in seconds, after two to warm up, less the time of an empty function, and at
+    least 0. A layer without a gradient (its inputs and weights are not floating, or it is the first and has
+    no weights) has no backward. Of Keras's own layers that are alike in config and shapes, the first is
+    timed for all of them. The loss is not measured.
+
+    Sizes in bytes: `weight_bytes` of trained variables, for each call of a layer that is called again;
+    `slot_bytes` of the slots that `optimizer` makes for them (default: the one that the model is compiled
+    with, else Adam) and of variables that are not trained; `output_bytes` of what other layers or the loss
+    take, masks included; `saved_bytes` of the outputs and of what else the forward keeps for the backward.
+
+    A progress bar is shown where `progress` and the output is a terminal. Raises HvpipeError for a model
+    without a graph (see `layer_graph`), and for a batch that does not fit it.
+    """
+    if repeats < 1:
+        raise HvpipeError(f"repeats should be at least 1. Received: repeats={repeats}")
+    built = built_model(model)
+    tell = _progress_bar() if progress and sys.stdout.isatty() else lambda done, count, name: None
+    return measure_built(built, batch, repeats=repeats, optimizer=optimizer, tell=tell)
+
+
+def built_model(model: Any) -> Any:
+    """A model itself; a function's model, without memory for its weights."""
+    if isinstance(model, keras.Model):
+        return model
+    if not callable(model):
+        raise HvpipeError(
+            "measure wants a Keras model, or a function that returns one. "
+            f"Received: {type(model).__name__} {model!r}"
+        )
+    return without_memory(model)
+
+
+def measure_built(model: Any, batch: Any, *, repeats: int, optimizer: Any, tell: Tell) -> Profile:
+    """`measure` of what `built_model` returned, telling its progress to `tell`."""
+    graph = layer_graph(model)
+    if not graph.calls:
+        raise HvpipeError(f"A model with at least one layer is wanted. Received: model {model.name!r}")
+    inputs = _inputs(model, graph, batch)
+    if optimizer is None:
+        optimizer = getattr(model, "optimizer", None) or "adam"
+    walk = _Walk(graph, inputs, Stopwatch(repeats), Slots(optimizer))
+    costs = []
+    for place, call in enumerate(graph.calls):
+        tell(place, len(graph.calls), call.name)
+        costs.append(walk.cost(place))
+    tell(len(graph.calls), len(graph.calls), "")
+    names = [call.name for call in graph.calls]
+    edges = [(names[maker], names[user]) for maker, user in graph.edges()]
+    return Profile.of(costs, edges, batch_size=int(inputs[0].shape[0]), model=graph.name)
+
+
+class _Walk:
+    """Goes through the calls in order, and holds each tensor until all its users have run."""
+
+    def __init__(self, graph: LayerGraph, inputs: Sequence[Any], stopwatch: Stopwatch, slots: Slots) -> None:
+        self._stopwatch = stopwatch
+        self._slots = slots
+        self._known: dict[str | None, LayerCost] = {}
+        # Every call is a stage; an empty one at the end takes the model's outputs.
+        self._stages: Stages = cut_stages(graph, [*([place] for place in range(len(graph.calls))), []])
+        self._values = {Wire(number): x for number, x in zip(graph.inputs, inputs, strict=True)}
+        self._last_user: dict[Wire, int] = {}
+        for stage, cut in enumerate(self._stages.cuts[:-1]):
+            used = [wire for wires in cut.receives.values() for wire in wires]
+            for wire in (*used, *(Wire(number) for number in cut.inputs)):
+                self._last_user[wire] = stage
+
+    def cost(self, place: int) -> LayerCost:
+        """Run the next call, and time it unless one like it was timed before."""
+        call, layers = self._stages.graph.calls[place], self._stages.layers(place)
+        functions = StageFunctions(self._stages, place, targets=(), loss=None)
+        wires_in = [*functions.wires_in, *(Wire(number) for number in self._stages.cuts[place].inputs)]
+        given = [self._values[wire] for wire in wires_in]
+        kind = self._kind(place, given)
+        with lent_memory(layers), _same_state(layers):
+            if kind in self._known:
+                cost, outputs = self._known[kind], functions.run_eagerly(given)
+            else:
+                cost, outputs = self._time(place, functions, given)
+        if kind is not None:
+            self._known[kind] = cost
+        for wire in wires_in:
+            if self._last_user[wire] == place:
+                del self._values[wire]
+        for wire, value in zip(self._stages.cuts[place].outputs, outputs, strict=False):
+            if wire in self._last_user:
+                self._values[wire] = value
+        return replace(cost, name=call.name)
+
+    def _time(
+        self, place: int, functions: StageFunctions, given: Sequence[Any]
+    ) -> tuple[LayerCost, list[Any]]:
+        call, cut = self._stages.graph.calls[place], self._stages.cuts[place]
+        slot_bytes = self._slots.bytes_for(call.operation) + untrained_bytes(call.operation)
+        halves = functions.training
+        found, saved = halves.forward(given)
+        forward_s = self._stopwatch.time_s(
+            lambda: halves.forward(given), given=len(given), made=len(found) + len(saved)
+        )
+        outputs = dict(zip(cut.outputs, found, strict=False))
+        gradients = [_random_like(outputs[wire]) for wire in self._stages.floating(cut.outputs)]
+        gradients += [tf.constant(1.0)] * functions.has_loss
+        backward_s = 0.0
+        if gradients and (self._stages.floating(functions.wires_in) or halves.variables):
+            backward_s = self._stopwatch.time_s(
+                lambda: halves.backward(saved, gradients, False),
+                given=len(saved) + len(gradients),
+                made=len(self._stages.floating(functions.wires_in)),
+            )
+        cost = LayerCost(
+            name=call.name,
+            forward_s=forward_s,
+            backward_s=backward_s,
+            weight_bytes=weight_bytes(call.operation),
+            slot_bytes=slot_bytes,
+            output_bytes=sum(tensor_bytes(x) for x in outputs.values()),
+            saved_bytes=kept_bytes(list(outputs.values()), saved, given),
+        )
+        return cost, found
+
+    def _kind(self, place: int, given: Sequence[Any]) -> str | None:
+        """Equal for calls that cost the same; None where that cannot be told: a layer of the user's own."""
+        call, cut = self._stages.graph.calls[place], self._stages.cuts[place]
+        operation = call.operation
+        if not type(operation).__module__.startswith("keras."):
+            return None
+        try:
+            config = {name: value for name, value in operation.get_config().items() if name != "name"}
+        except NotImplementedError:
+            return None
+        order = {key: i for i, (_, key) in enumerate(call.reads)}
+        arguments = keras.tree.map_structure(
+            lambda x: order.get(id(x), x), (call.arguments.args, call.arguments.kwargs)
+        )
+        variables = operation.variables if isinstance(operation, keras.Layer) else []
+        weights = [(tuple(v.shape), v.trainable) for v in variables]
+        shapes = [(x.dtype.name, tuple(x.shape)) for x in given]
+        ends = (len(cut.inputs), [wire.mask for wire in cut.outputs], len(call.writes))
+        return repr((type(operation), sorted(config.items()), arguments, weights, shapes, ends))
+
+
+@contextlib.contextmanager
+def _same_state(layers: Sequence[Any]) -> Iterator[None]:
+    """Undo what forwards in training mode do to statistics and to the states of seeds."""
+    before = [(v, tf.identity(v.value)) for v in variables_of(layers) if not v.trainable]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
+
+
+def _random_like(tensor: Any) -> Any:
+    drawn = tf.random.stateless_normal(tf.shape(tensor), seed=(1, 2), dtype=tf.float32)
+    return tf.cast(drawn, tensor.dtype)
+
+
+def _inputs(model: Any, graph: LayerGraph, batch: Any) -> list[Any]:
+    """The batch's inputs as tensors in the order of the graph's, checked."""
+    x = keras.utils.unpack_x_y_sample_weight(batch)[0] if isinstance(batch, tuple) else batch
+    specs = [graph.tensors[number] for number in graph.inputs]
+    listed = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in specs)
+    want = f"batch should be inputs for the model {model.name!r}, {listed}, or a tuple that begins with them"
+    functional = model._functional if isinstance(model, keras.Sequential) else model
+    if not isinstance(x, dict) and len(keras.tree.flatten(x)) != len(specs):
+        raise HvpipeError(f"{want}. Received: {_described(x)}")
+    try:
+        found = list(functional._standardize_inputs(x))
+        shapes = [tuple(tensor.shape) for tensor in found]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise HvpipeError(f"{want}. Received: {_described(x)}: {why}") from error
+    if not all(_fits(shape, spec.shape) for shape, spec in zip(shapes, specs, strict=True)):
+        raise HvpipeError(f"{want}. Received: {_described(x)}")
+    if len({shape[0] for shape in shapes}) > 1 or shapes[0][0] < 1:
+        raise HvpipeError(f"{want}, all of the same number of samples, at least 1. Received: {_described(x)}")
+    return found
+
+
+def _fits(shape: Sequence[int], wanted: Sequence[int | None]) -> bool:
+    same_rank = len(shape) == len(wanted) > 0
+    return same_rank and all(want in (None, axis) for axis, want in zip(shape, wanted, strict=True))
+
+
+def _described(x: Any) -> str:
+    shapes = [tuple(leaf.shape) if hasattr(leaf, "shape") else leaf for leaf in keras.tree.flatten(x)]
+    return f"{type(x).__name__} of shapes {shapes}" if len(shapes) < 10 else f"{len(shapes)} values"
+
+
+def _progress_bar() -> Tell:
+    bar: Any = None
+
+    def tell(done: int, count: int, name: str) -> None:
+        nonlocal bar
+        bar = bar or keras.utils.Progbar(count, unit_name="layer")
+        bar.update(done, finalize=done == count)
+
+    return tell
