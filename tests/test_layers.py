@@ -19,13 +19,16 @@ PACKAGE = Path(__file__).parent.parent / "hvpipe"
 # A package's name stands for all of its modules.
 LAYERS = (
     ("errors", "document", "_build_info", "_engine"),
-    ("topology", "profile", "trace"),
-    ("plan", "report", "timeline", "drawing", "chart"),
+    ("topology", "profile", "profile_task", "memory", "trace"),
+    ("plan", "fitting", "report", "timeline", "drawing", "chart"),
     ("action", "generators", "schedule", "dataflow"),
     ("verify", "simulate", "reduction", "forecast", "data_parallel_forecast", "choice", "comm"),
     ("engine",),
-    ("session", "closing", "utilization", "keras"),
-    ("launch", "supervise", "doctor", "plan_command", "plan_report", "cli", "__main__", "__init__"),
+    ("session", "closing", "utilization", "links", "keras"),
+    (
+        *("launch", "launch_options", "supervise", "doctor", "plan_command", "plan_report"),
+        *("profile_command", "cli", "__main__", "__init__"),
+    ),
 )
 
 # The only place that may import each; a folder's name ends in "/".

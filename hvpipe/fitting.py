@@ -1,0 +1,72 @@
+"""From measurements to figures: a link's latency and bandwidth, the speeds of devices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from hvpipe.errors import HvpipeError
+from hvpipe.profile import Profile
+from hvpipe.topology import Link
+
+
+def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
+    """The latency and bandwidth that explain the times of messages of these sizes best.
+
+    Least squares of the *relative* errors of latency + bytes / bandwidth (Hockney, 1994), so that small
+    messages count as much as large ones. Neither figure is below 0; the bandwidth is unlimited where times do
+    not grow with sizes. Times in seconds, above 0; at least two different sizes.
+    """
+    sizes = np.asarray(sizes_bytes, np.float64)
+    times = np.asarray(times_s, np.float64)
+    positive = sizes.shape == times.shape and bool(np.all(np.isfinite(times) & (times > 0)))
+    if not positive or len(set(sizes.tolist())) < 2 or sizes.min() < 0:
+        raise HvpipeError(
+            "A link is fitted to times above 0 of messages of at least two sizes. "
+            f"Received: sizes_bytes={list(sizes_bytes)}, times_s={list(times_s)}"
+        )
+    per_time = 1.0 / times
+    seconds_per_byte, latency_s = _line(sizes, per_time)
+    if latency_s < 0:
+        latency_s, seconds_per_byte = 0.0, _multiple(sizes * per_time)
+    elif seconds_per_byte < 0:
+        latency_s, seconds_per_byte = _multiple(per_time), 0.0
+    return Link(latency_s, 1.0 / seconds_per_byte if seconds_per_byte > 0 else math.inf)
+
+
+def relative_speeds(profiles: Sequence[Profile]) -> tuple[float, ...]:
+    """How fast each device ran the model, as multiples of the first: its total time over theirs.
+
+    Layers count by the time that they take. The profiles are of one model, a device each.
+    """
+    first = profiles[0]
+    for profile in profiles:
+        if profile.fingerprint != first.fingerprint or profile.batch_size != first.batch_size:
+            raise HvpipeError(
+                "Speeds are compared on one model and batch size. Received: "
+                f"{first.model or 'unnamed'} ({len(first.layers)} layers, batch {first.batch_size}) and "
+                f"{profile.model or 'unnamed'} ({len(profile.layers)} layers, batch {profile.batch_size})"
+            )
+        if profile.compute_s == 0:
+            raise HvpipeError(
+                "Speeds are compared by times above 0. Received: a profile in which every layer takes 0 s"
+            )
+    return tuple(first.compute_s / profile.compute_s for profile in profiles)
+
+
+def _line(sizes: np.ndarray, per_time: np.ndarray) -> tuple[float, float]:
+    """Slope and start of the line through (size, time) with each point's error divided by its time."""
+    # In units of the largest size, or the two columns differ by many orders of magnitude.
+    unit = float(sizes.max())
+    columns = np.stack([sizes / unit * per_time, per_time], axis=1)
+    # Both columns are large where times are small; scaled, the solution stays accurate.
+    scale = np.linalg.norm(columns, axis=0)
+    (slope, start), *_ = np.linalg.lstsq(columns / scale, np.ones(len(sizes)), rcond=None)
+    return float(slope / scale[0] / unit), float(start / scale[1])
+
+
+def _multiple(column: np.ndarray) -> float:
+    """The factor by which a column comes nearest to ones."""
+    return math.fsum(column) / math.fsum(column * column)

@@ -1,0 +1,77 @@
+"""The links between the ranks, measured with the engine's own messages: a ping-pong of every pair in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import combinations
+
+import numpy as np
+
+from hvpipe.engine import Engine
+from hvpipe.errors import HvpipeError
+from hvpipe.fitting import fit_link
+from hvpipe.topology import Link
+
+SIZES_BYTES = (1, 1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 4 << 20)
+"""From a byte to what a large activation takes; most are cut into the engine's segments."""
+
+_WARM_UPS = 2
+_TAG = 0
+
+
+def measure_links(
+    engine: Engine, *, sizes_bytes: Sequence[int] = SIZES_BYTES, repeats: int = 7
+) -> dict[tuple[int, int], Link]:
+    """The link between every two ranks (a, b), a < b; the same on all ranks. Collective.
+
+    Two ranks at a time send each other messages of each size, `repeats` times there and back, while all
+    others wait; a one-way time is half of the median. Latency and bandwidth are fitted to these: see
+    `fit_link`. Where a pair takes t seconds, n ranks take n (n - 1) / 2 times that.
+    """
+    if repeats < 1 or len(set(sizes_bytes)) < 2 or min(sizes_bytes) < 1:
+        raise HvpipeError(
+            "Links want at least one repeat of messages of at least two sizes. "
+            f"Received: sizes_bytes={list(sizes_bytes)}, repeats={repeats}"
+        )
+    rank, size = engine.world.rank, engine.world.size
+    mine: dict[tuple[int, int], Link] = {}
+    for pair in combinations(range(size), 2):
+        engine.agree(f"links: ranks {pair[0]} and {pair[1]}")
+        if rank == pair[0]:
+            one_way_s = [_ping_pong_s(engine, pair[1], nbytes, repeats) for nbytes in sizes_bytes]
+            mine[pair] = fit_link(sizes_bytes, one_way_s)
+        elif rank == pair[1]:
+            for nbytes in sizes_bytes:
+                _answer(engine, pair[0], nbytes, repeats)
+    engine.agree("links: the last pair")
+    return {pair: link for found in engine.allgather_object(mine) for pair, link in found.items()}
+
+
+def _ping_pong_s(engine: Engine, peer: int, nbytes: int, repeats: int) -> float:
+    """Half the median time of a message there and the same back, in seconds."""
+    data = np.zeros(nbytes, np.uint8)
+    what = f"a message of {nbytes} bytes that measures the link"
+    taken_s = []
+    for _ in range(_WARM_UPS + repeats):
+        # Expected before it can come, as in a pipeline.
+        back = engine.receive(nbytes, peer, _TAG, what)
+        started_s = time.perf_counter()
+        sent = engine.send(data, peer, _TAG, what)
+        back.wait()
+        taken_s.append(time.perf_counter() - started_s)
+        sent.wait()
+    return statistics.median(taken_s[_WARM_UPS:]) / 2
+
+
+def _answer(engine: Engine, peer: int, nbytes: int, repeats: int) -> None:
+    data = np.zeros(nbytes, np.uint8)
+    what = f"a message of {nbytes} bytes that measures the link"
+    there = engine.receive(nbytes, peer, _TAG, what)
+    for left in reversed(range(_WARM_UPS + repeats)):
+        there.wait()
+        back = engine.send(data, peer, _TAG, what)
+        if left:
+            there = engine.receive(nbytes, peer, _TAG, what)
+        back.wait()

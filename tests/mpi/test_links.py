@@ -1,0 +1,33 @@
+"""Links between ranks of one machine: one for each pair, the same on all ranks, with sensible figures."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+import hvpipe
+from hvpipe.errors import HvpipeError
+from hvpipe.links import measure_links
+from hvpipe.session import current
+
+
+def test_every_pair_has_a_link_that_all_ranks_know() -> None:
+    engine = current().engine
+    links = measure_links(engine, sizes_bytes=(1, 10_000, 1_000_000), repeats=3)
+    assert sorted(links) == list(combinations(range(hvpipe.size()), 2))
+    assert all(found == links for found in engine.allgather_object(links))
+
+
+def test_a_link_within_a_machine_moves_a_megabyte_in_less_than_a_second() -> None:
+    """Generous bounds: other work may take most of the machine. No message is there before it is sent."""
+    for link in measure_links(current().engine).values():
+        assert 1e-7 < link.time_s(1) < 1.0
+        assert 1e-5 < link.time_s(1 << 20) < 1.0
+        assert link.time_s(1) < link.time_s(4 << 20)
+
+
+@pytest.mark.parametrize(("sizes_bytes", "repeats"), [((1, 2), 0), ((5,), 1), ((0, 1), 1)])
+def test_too_little_to_measure(sizes_bytes: tuple[int, ...], repeats: int) -> None:
+    with pytest.raises(HvpipeError, match=r"at least two sizes\. Received: sizes_bytes="):
+        measure_links(current().engine, sizes_bytes=sizes_bytes, repeats=repeats)
