@@ -1,33 +1,28 @@
-"""The command `hvpipe`: run, doctor, report, plan.
+"""The command `hvpipe`: run, doctor, report, profile, plan.
 
 Exit codes: 0 all is well; 1 `doctor` found a problem, a file cannot be read, or no plan fits; 2 wrong usage,
-or the run could not be started; otherwise `run` returns what mpirun returned, 128 + n after signal n.
+or the run could not be started, or `profile` found no model that it can measure; otherwise `run` and
+`profile` return what mpirun returned, 128 + n after signal n.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from hvpipe import __version__, doctor, launch, report
+from hvpipe import __version__, doctor, launch_options, profile_command, report
 from hvpipe.errors import HvpipeError, LaunchError
-from hvpipe.supervise import supervise
+from hvpipe.launch_options import add_launch_options
 from hvpipe.trace import Trace
 
 _EPILOG = """exit codes: 0 ok; 1 doctor found a problem, report or plan cannot read a file, or no plan fits;
-2 wrong usage, or the run could not be started; otherwise run returns mpirun's exit code, 128 + n after
-signal n"""
-
-# What says that a batch system has chosen the hosts.
-_ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "FLUX_JOB_ID")
+2 wrong usage, the run could not be started, or profile found no model that it can measure; otherwise run
+and profile return mpirun's exit code, 128 + n after signal n"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,6 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "run":
             return _run(options, os.environ)
+        if options.command == "profile":
+            return profile_command.profile(options, os.environ)
         if options.command == "doctor":
             return _doctor(options, os.environ)
         if options.command == "plan":
@@ -47,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(options)
     except HvpipeError as error:
         print(f"hvpipe {options.command}: {error}", file=sys.stderr)
-        return 2 if options.command == "run" else 1
+        return 2 if options.command in ("run", "profile") else 1
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -65,31 +62,18 @@ def make_parser() -> argparse.ArgumentParser:
     summarise = commands.add_parser("report", help="sum up a trace that `hvpipe run --trace` wrote")
     summarise.add_argument("trace", help="the trace file")
     summarise.add_argument("--json", action="store_true", help="as JSON")
+    profile_command.add_profile_options(
+        commands.add_parser("profile", help="measure a model's layers, the devices and links", epilog=_EPILOG)
+    )
     _add_plan(commands.add_parser("plan", help="cut a model into stages for a cluster", epilog=_EPILOG))
     return parser
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
-    run.add_argument(
-        "-np", "-n", dest="ranks", type=int, metavar="N", help="ranks (default: all slots of --hosts)"
-    )
-    run.add_argument("--hosts", metavar="A:2,B:2", help="hosts and how many ranks each takes (default: here)")
+    add_launch_options(run, timeout_s=300)
     run.add_argument("--trace", metavar="FILE", help="write one timeline of all ranks, for ui.perfetto.dev")
     run.add_argument("--utilization", metavar="FILE", help="write samples of CPU and GPU utilization")
-    run.add_argument(
-        "--timeout", type=float, metavar="S", help="longest wait for another rank (default: 300)"
-    )
-    run.add_argument(
-        "--bind", choices=launch.BINDINGS, default="none", help="bind ranks to cores (default: none)"
-    )
-    run.add_argument("--net", metavar="NET", help="interface or CIDR that carries the data between hosts")
-    run.add_argument("--rsh-agent", metavar="SCRIPT", help="program that reaches other hosts (default: ssh)")
-    run.add_argument("--mpirun", metavar="PATH", help="the mpirun to use (default: the one that fits)")
-    run.add_argument(
-        "--launcher-args", default="", metavar="ARGS", help="more arguments for mpirun, one string"
-    )
     run.add_argument("--no-summary", action="store_true", help="no summary at the end")
-    run.add_argument("--dry-run", action="store_true", help="print the mpirun command, run nothing")
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", metavar="SCRIPT", help="the Python script")
     run.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
@@ -164,53 +148,10 @@ def _plan(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    spec = _spec(options, environ)
-    settings = {**_settings(options), **launch.thread_settings(spec, environ)}
-    ranks_environ = {**environ, **settings}
-    command = launch.mpirun_command(replace(spec, export=launch.exported_names(ranks_environ)))
-    if options.dry_run:
-        print(shlex.join(["env", *(f"{name}={value}" for name, value in settings.items()), *command]))
-        return 0
-    return supervise(command, ranks_environ)
-
-
-def _spec(options: argparse.Namespace, environ: Mapping[str, str]) -> launch.LaunchSpec:
-    """Check what was asked for, and look up what was left open."""
-    hosts = launch.parse_hosts(options.hosts) if options.hosts is not None else ()
-    if options.ranks is None and not hosts:
-        raise LaunchError(
-            "The number of ranks is wanted: hvpipe run -np 2 SCRIPT. Received: no -np, no --hosts"
-        )
     if not options.module and not Path(options.script).is_file():
         raise LaunchError(f"The script should be a file. Received: script={options.script!r}")
-    return launch.LaunchSpec(
-        mpirun=_mpirun(options.mpirun, environ),
-        ranks=options.ranks if options.ranks is not None else sum(host.slots for host in hosts),
-        command=_rank_command(options),
-        hosts=hosts,
-        cores=doctor.usable_cores(),
-        as_root=os.geteuid() == 0,
-        allocated=any(name in environ for name in _ALLOCATIONS),
-        bind=options.bind,
-        rsh_agent=_absolute_program(options.rsh_agent),
-        network=options.net,
-        launcher_args=tuple(shlex.split(options.launcher_args)),
-    )
-
-
-def _mpirun(path: str | None, environ: Mapping[str, str]) -> launch.Mpirun:
-    if path is not None:
-        return launch.identify(path)
-    build = doctor.read_build()
-    built_with = build.mpi if build is not None else None
-    mpirun = launch.find_mpirun([Path(sys.executable).parent], environ.get("PATH"), built_with)
-    if built_with is not None and not launch.belongs(mpirun, built_with):
-        print(
-            f"hvpipe run: warning: hvpipe was built with {built_with}, but the only mpirun found is "
-            f"{mpirun.name} ({mpirun.path}); see `hvpipe doctor`",
-            file=sys.stderr,
-        )
-    return mpirun
+    spec = launch_options.launch_spec(options, _rank_command(options), environ)
+    return launch_options.start(spec, _settings(options), environ, dry_run=options.dry_run)
 
 
 def _rank_command(options: argparse.Namespace) -> tuple[str, ...]:
@@ -221,38 +162,16 @@ def _rank_command(options: argparse.Namespace) -> tuple[str, ...]:
 
 def _settings(options: argparse.Namespace) -> dict[str, str]:
     """The HVPIPE_* variables that say to the ranks what the options say."""
-    settings = {}
-    if options.timeout is not None:
-        if not (math.isfinite(options.timeout) and options.timeout > 0):
-            raise LaunchError(
-                f"--timeout should be a positive number of seconds. Received: {options.timeout}"
-            )
-        settings["HVPIPE_TIMEOUT"] = f"{options.timeout:g}"
+    settings = launch_options.timeout_setting(options)
     for variable, option, value in (
         ("HVPIPE_TRACE", "--trace", options.trace),
         ("HVPIPE_UTILIZATION", "--utilization", options.utilization),
     ):
         if value is not None:
-            target = Path(value).absolute()
-            if not target.parent.is_dir() or target.is_dir():
-                raise LaunchError(
-                    f"{option} should be a file in a folder that exists. Received: {option} {value!r}"
-                )
-            settings[variable] = str(target)
+            settings[variable] = launch_options.output_path(option, value)
     if not options.no_summary:
         settings["HVPIPE_SUMMARY"] = "1"
     return settings
-
-
-def _absolute_program(name: str | None) -> str | None:
-    """mpirun's daemons start elsewhere: a relative path would mean something else there."""
-    if name is None:
-        return None
-    words = shlex.split(name)
-    found = shutil.which(words[0]) if words else None
-    if found is None:
-        raise LaunchError(f"--rsh-agent should be a program that can be run. Received: --rsh-agent {name!r}")
-    return shlex.join([str(Path(found).absolute()), *words[1:]])
 
 
 def _doctor(options: argparse.Namespace, environ: Mapping[str, str]) -> int:

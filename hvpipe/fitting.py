@@ -1,15 +1,31 @@
-"""From measurements to figures: a link's latency and bandwidth, the speeds of devices."""
+"""From measurements to figures: a link's latency and bandwidth, devices' speeds, and their cluster."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
 from hvpipe.errors import HvpipeError
 from hvpipe.profile import Profile
-from hvpipe.topology import Link
+from hvpipe.topology import Cluster, Device, Host, Link
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What a rank knows of its device: where it is, what the model took there, and its memory (None: any)."""
+
+    host: str
+    local_rank: int
+    profile: Profile
+    memory_bytes: int | None
+
+    @property
+    def device(self) -> str:
+        return f"{self.host}:{self.local_rank}"
 
 
 def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
@@ -54,6 +70,30 @@ def relative_speeds(profiles: Sequence[Profile]) -> tuple[float, ...]:
                 "Speeds are compared by times above 0. Received: a profile in which every layer takes 0 s"
             )
     return tuple(first.compute_s / profile.compute_s for profile in profiles)
+
+
+def measured_cluster(ranks: Sequence[RankFacts], links: Mapping[tuple[int, int], Link]) -> Cluster:
+    """The cluster that the ranks run on: a device HOST:LOCAL_RANK for each, of rank 0's speed or a multiple.
+
+    `links` has one for every two ranks (a, b), a < b. A host's own `inner` and `link` are the worst measured
+    on it and from it to others, for devices that somebody adds.
+    """
+    speeds = relative_speeds([facts.profile for facts in ranks])
+    devices = [
+        Device(facts.device, speed, facts.memory_bytes) for facts, speed in zip(ranks, speeds, strict=True)
+    ]
+    hosts = []
+    for name in dict.fromkeys(facts.host for facts in ranks):
+        here = {rank for rank, facts in enumerate(ranks) if facts.host == name}
+        inner = _worst([link for pair, link in links.items() if here.issuperset(pair)])
+        outer = _worst([link for pair, link in links.items() if len(here.intersection(pair)) == 1])
+        hosts.append(Host(name, tuple(devices[rank] for rank in sorted(here)), outer, inner))
+    measured = [(ranks[a].device, ranks[b].device, link) for (a, b), link in sorted(links.items())]
+    return Cluster(tuple(hosts), tuple(measured))
+
+
+def _worst(links: Sequence[Link]) -> Link:
+    return reduce(Link.joined, links, Link())
 
 
 def _line(sizes: np.ndarray, per_time: np.ndarray) -> tuple[float, float]:

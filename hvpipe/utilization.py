@@ -135,6 +135,15 @@ def gpu_names() -> list[str]:
         gpus.close()
 
 
+def gpu_memory_bytes() -> list[int]:
+    """Memory of each of the GPUs that NVML shows; empty where it shows none, or does not say."""
+    gpus = _Gpus()
+    try:
+        return gpus.memory_bytes()
+    finally:
+        gpus.close()
+
+
 class _Processor:
     """psutil's counters since the last look; everything is None where psutil is missing."""
 
@@ -185,6 +194,12 @@ class _Gpus:
         except Exception:
             return []
         return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
+
+    def memory_bytes(self) -> list[int]:
+        try:
+            return [int(self._nvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in self._handles]
+        except Exception:
+            return []
 
     def look(self) -> tuple[float | None, int | None]:
         """Mean share of time in which a kernel ran, and bytes in use on all GPUs."""

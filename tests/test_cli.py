@@ -23,6 +23,11 @@ FLAGS = {
     ],
     "doctor": ["--help", "--json", "-h"],
     "report": ["--help", "--json", "-h"],
+    "profile": [
+        *("--bind", "--cluster", "--dry-run", "--help", "--hosts", "--input-shape", "--launcher-args"),
+        *("--microbatch", "--mpirun", "--net", "--optimizer", "--output", "--repeats", "--rsh-agent"),
+        *("--timeout", "-h", "-n", "-np", "-o"),
+    ],
     "plan": [
         *("--batch-size", "--chunks", "--cluster", "--explain", "--graph-batch-size", "--help", "--json"),
         *("--method", "--microbatches", "--mode", "--no-baselines", "--output", "--png", "--recompute"),

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from model_graphs import chain
 
 from hvpipe.errors import HvpipeError
-from hvpipe.fitting import fit_link, relative_speeds
+from hvpipe.fitting import RankFacts, fit_link, measured_cluster, relative_speeds
 from hvpipe.profile import Profile
-from hvpipe.topology import Link
+from hvpipe.topology import Cluster, Device, Host, Link
 
 SIZES = [4**exponent for exponent in range(12)]  # 1 byte to 4 MiB
 
@@ -100,3 +100,30 @@ def test_speeds_of_different_models_are_refused() -> None:
         relative_speeds([chain(1.0, 2.0), chain(1.0, 2.0).at_batch(2)])
     with pytest.raises(HvpipeError, match="every layer takes 0 s"):
         relative_speeds([chain(0.0, 0.0)])
+
+
+def test_a_cluster_of_ranks_that_alternate_between_hosts() -> None:
+    """Ranks 0 and 2 on a, rank 1 on b; rank 2 takes twice as long."""
+    first = chain(1.0, 2.0)
+    ranks = [
+        RankFacts("a", 0, first, 100),
+        RankFacts("b", 0, first, None),
+        RankFacts("a", 1, replace(first, layers=chain(2.0, 4.0).layers), 50),
+    ]
+    near, far, farther = Link(1e-6, 1e9), Link(1e-4, 1e8), Link(2e-4, 2e8)
+    cluster = measured_cluster(ranks, {(0, 1): far, (0, 2): near, (1, 2): farther})
+    outer = Link(2e-4, 1e8)
+    assert cluster == Cluster(
+        hosts=(
+            Host("a", (Device("a:0", 1.0, 100), Device("a:1", 0.5, 50)), outer, near),
+            Host("b", (Device("b:0", 1.0, None),), outer, Link()),
+        ),
+        measured=(("a:0", "b:0", far), ("a:0", "a:1", near), ("b:0", "a:1", farther)),
+    )
+    assert cluster.link("a:1", "b:0") == farther
+    assert Cluster.from_json(cluster.to_json()) == cluster
+
+
+def test_a_cluster_of_one_rank() -> None:
+    cluster = measured_cluster([RankFacts("a", 0, chain(1.0), 7)], {})
+    assert cluster == Cluster((Host("a", (Device("a:0", 1.0, 7),)),))

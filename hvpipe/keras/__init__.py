@@ -7,6 +7,7 @@ from hvpipe.keras import ops as _ops
 _ops.library()  # fails here, with what to do, if hvpipe was built against another TensorFlow
 
 from hvpipe.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback  # noqa: E402
+from hvpipe.keras.cluster import measure_cluster  # noqa: E402
 from hvpipe.keras.data import shard  # noqa: E402
 from hvpipe.keras.data_parallel import data_parallel  # noqa: E402
 from hvpipe.keras.distributed import (  # noqa: E402
@@ -29,6 +30,7 @@ __all__ = [
     "broadcast_variables",
     "data_parallel",
     "measure",
+    "measure_cluster",
     "pipeline_parallel",
     "shard",
 ]

@@ -1,0 +1,37 @@
+"""The cluster that these ranks run on, measured: speeds, memory and links."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from hvpipe.fitting import RankFacts, measured_cluster
+from hvpipe.links import measure_links
+from hvpipe.memory import usable_bytes
+from hvpipe.profile import Profile
+from hvpipe.session import current
+from hvpipe.topology import Cluster
+from hvpipe.utilization import gpu_memory_bytes
+
+
+def measure_cluster(profile: Profile) -> Cluster:
+    """The cluster of all ranks, the same on each; collective, after `hvpipe.init`.
+
+    `profile` is what `measure` returned on this rank, of the same model and batch on all: the total times
+    give the speeds, rank 0's being 1. Devices are named HOST:LOCAL_RANK. The memory of a device is what this
+    process may still take, in equal shares among the ranks of a host: of the machine or its control group, or
+    by `ulimit`; with a GPU that TensorFlow uses, that GPU's. Links come from `measure_links`.
+    Raises HvpipeError where the ranks measured different models.
+    """
+    session = current()
+    world = session.world
+    mine = RankFacts(world.host, world.local_rank, profile, _memory_bytes(world.local_size))
+    ranks = session.engine.allgather_object(mine)
+    return measured_cluster(ranks, measure_links(session.engine))
+
+
+def _memory_bytes(ranks_here: int) -> int:
+    gpus = gpu_memory_bytes() if tf.config.list_logical_devices("GPU") else []
+    if not gpus:
+        return usable_bytes(ranks_here)
+    # Which of them this rank has is not known: the smallest, shared evenly.
+    return min(gpus) // -(-ranks_here // len(gpus))
