@@ -49,6 +49,9 @@ SUITES = (
         only="not slow",
         env=TWO_TO_A_HOST,
     ),
+    Suite(
+        "keras pipeline", ("mpi_keras/test_pipeline.py",), sizes=(1, 3, 4), limit_s=1200.0, only="not slow"
+    ),
     Suite("keras", ("mpi_keras/test_life.py", "mpi_keras/test_logs.py"), sizes=(ALONE,)),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
+from keras.src.utils.naming import to_snake_case
 
 from hvpipe.errors import HvpipeError
 
@@ -113,7 +115,7 @@ def layer_graph(model: Any) -> LayerGraph:
     table = {id(x): number for x, number in zip(functional.inputs, inputs, strict=True)}
     builder.add(functional, table, "")
     outputs = tuple(table[id(x)] for x in functional.outputs)
-    return LayerGraph(model.name, tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
+    return LayerGraph(_own_name(model), tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
 
 
 class _Builder:
@@ -150,7 +152,7 @@ class _Builder:
             table[id(x)] = self.tensor(x)
         self.calls.append(
             Call(
-                name=self._unique(prefix + node.operation.name),
+                name=self._unique(prefix + _own_name(node.operation)),
                 operation=node.operation,
                 arguments=node.arguments,
                 reads=tuple((number, key) for key, number in reads.items()),
@@ -161,14 +163,20 @@ class _Builder:
     def _open(self, node: Any, inner: Any, table: dict[int, int], prefix: str) -> None:
         given = keras.tree.flatten(node.arguments.args[0])
         of_inner = {id(x): table[id(y)] for x, y in zip(inner.inputs, given, strict=True)}
-        self.add(inner, of_inner, f"{prefix}{node.operation.name}/")
+        self.add(inner, of_inner, f"{prefix}{_own_name(node.operation)}/")
         for x, y in zip(inner.outputs, node.outputs, strict=True):
             table[id(y)] = of_inner[id(x)]
 
     def _unique(self, name: str) -> str:
-        """A layer that is called again gets a number."""
+        """A layer of a name that there is already, or that is called again, gets a number."""
         self._names[name] = self._names.get(name, 0) + 1
         return name if self._names[name] == 1 else f"{name}#{self._names[name]}"
+
+
+def _own_name(operation: Any) -> str:
+    """Without the number that Keras gives to what has no name: it counts all that the process has made."""
+    kind = to_snake_case(type(operation).__name__)
+    return kind if re.fullmatch(rf"{kind}_\d+", operation.name) else str(operation.name)
 
 
 def _functional(operation: Any) -> Any | None:

@@ -88,7 +88,9 @@ class Machine:
         return [np.concatenate(of_output) for of_output in zip(*in_order, strict=True)]
 
     def _agree(self, what: str, batch: Batch) -> None:
-        self._session.engine.agree(f"{what} step of {self._owner.name} on a batch of {batch.samples}")
+        self._session.engine.agree(
+            f"{what} step of {self._layout.stages.graph.name} on a batch of {batch.samples}"
+        )
 
     # On the rank with the last stage --------------------------------------------------------------------
 

@@ -52,14 +52,14 @@ def plan_for(session: Session, graph: LayerGraph, wish: Wish) -> tuple[Plan, lis
     profile = _profile(graph, wish.profile)
     cluster = Cluster.read(wish.cluster) if isinstance(wish.cluster, (str, os.PathLike)) else wish.cluster
     if cluster is None:
-        plan = partition(profile, equal_cluster(count), count, how)
+        plan = partition(profile, equal_cluster(count), count * how.chunks, how)
         return _replicate(plan, replicas), list(range(size))
     if max(replicas) > 1:
         raise HvpipeError(
             "Replicas on a cluster are for the planner: pass the plan of `hvpipe plan --mode hybrid`. "
             f"Received: replicas={replicas} and a cluster"
         )
-    plan = partition(profile, cluster, count, how)
+    plan = partition(profile, cluster, count * how.chunks, how)
     return plan, _ranks_by_name(session, plan.ranks)
 
 

@@ -1,54 +1,93 @@
-"""The graph of a model's layer calls does what the model does."""
+"""A model's graph of layer calls: nested models opened, shared layers once for each call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
-from hvpipe.keras.layer_graph import LayerGraph, layer_graph
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.layer_graph import layer_graph
+from hvpipe.keras.stage import cut_stages
 
-
-def run(graph: LayerGraph, inputs: list[Any], training: bool) -> list[Any]:
-    """The outputs of the calls, one after the other."""
-    values = dict(zip(graph.inputs, inputs, strict=True))
-    for call in graph.calls:
-        made = call(values, training)
-        values |= {number: x for (number, _), x in zip(call.writes, made, strict=True)}
-    return [values[number] for number in graph.outputs]
+layers = keras.layers
 
 
-def dropout(**how: Any) -> keras.Model:
-    x = keras.Input((500,))
-    return keras.Model(x, keras.layers.Dropout(0.5)(x, **how))
+def nested() -> keras.Model:
+    """An inner model that is called twice, a shared layer, an operator, a Sequential."""
+    inner_inputs = keras.Input((8,))
+    inner = keras.Model(inner_inputs, layers.Dense(8)(layers.Dropout(0.5)(inner_inputs)), name="inner")
+    inputs = keras.Input((8,))
+    shared = layers.Dense(8, name="shared")
+    x = shared(inner(inner(shared(inputs)))) + inputs
+    return keras.Model(inputs, keras.Sequential([keras.Input((8,)), layers.Dense(3)], name="head")(x))
 
 
-def nested(**how: Any) -> keras.Model:
-    x = keras.Input((500,))
-    return keras.Model(x, keras.Sequential([keras.Input((500,)), keras.layers.Dropout(0.5)])(x, **how))
+def test_nested_models_are_opened_and_calls_counted() -> None:
+    graph = layer_graph(nested())
+    assert [call.name for call in graph.calls] == [
+        "shared",
+        "inner/dropout",
+        "inner/dense",
+        "inner/dropout#2",
+        "inner/dense#2",
+        "shared#2",
+        "add",
+        "head/dense",
+    ]
+    assert graph.edges() == [(i, i + 1) for i in range(7)]
+    assert len(graph.layers(range(8))) == 4  # shared, dropout, dense, and the head's
 
 
-def normalized(**how: Any) -> keras.Model:
-    x = keras.Input((500,))
-    return keras.Model(x, keras.layers.BatchNormalization()(x, **how))
+def test_names_do_not_depend_on_what_was_made_before() -> None:
+    first = [call.name for call in layer_graph(nested()).calls]
+    layers.Dense(3), layers.Dropout(0.1)
+    assert [call.name for call in layer_graph(nested()).calls] == first
 
 
-@pytest.mark.parametrize("how", [{}, {"training": False}, {"training": True}], ids=str)
-@pytest.mark.parametrize("build", [dropout, nested, normalized])
-def test_training_mode_is_that_of_the_model_as_in_keras(
-    build: Callable[..., keras.Model], how: dict[str, bool]
-) -> None:
-    """Dropout once stayed off in training: Keras notes its default, training=False, with the call."""
-    model = build(**how)
-    x = tf.constant(np.random.default_rng(0).normal(3.0, 2.0, (8, 500)), tf.float32)
+def test_running_the_calls_one_by_one_is_running_the_model() -> None:
+    model = nested()
     graph = layer_graph(model)
-    for training in (False, True):
-        changed = [
-            bool(np.abs(np.asarray(y) - x).max() > 0.1)
-            for y in (model(x, training=training), *run(graph, [x], training))
-        ]
-        assert changed == [training, training]
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    known: dict[int, Any] = {graph.inputs[0]: keras.ops.convert_to_tensor(x)}
+    for call in graph.calls:
+        for (number, _), value in zip(call.writes, call(known, training=False), strict=True):
+            known[number] = value
+    np.testing.assert_allclose(known[graph.outputs[0]], model(x, training=False), atol=1e-6)
+
+
+def skipping() -> keras.Model:
+    """The first layer's output is used by the last."""
+    inputs = keras.Input((4,))
+    a = layers.Dense(4, name="a")(inputs)
+    b = layers.Dense(4, name="b")(a)
+    c = layers.Dense(4, name="c")(b)
+    return keras.Model(inputs, {"sum": layers.Add(name="sum")([a, c]), "early": b})
+
+
+def test_a_skip_connection_goes_straight_to_its_user() -> None:
+    stages = cut_stages(layer_graph(skipping()), [[0], [1], [2], [3]])
+    assert stages.dataflow.edges == ((0, 1), (0, 3), (1, 2), (1, 3), (2, 3))
+    assert [cut.inputs for cut in stages.cuts] == [(0,), (), (), ()]
+    assert stages.cuts[0].sends[1] == stages.cuts[0].sends[3] == stages.cuts[0].outputs
+
+
+def test_stages_must_be_whole_and_in_order() -> None:
+    graph = layer_graph(skipping())
+    with pytest.raises(HvpipeError, match="each of 4 layer calls once"):
+        cut_stages(graph, [[0], [1], [2]])
+    with pytest.raises(HvpipeError, match="takes from b of stage 1"):
+        cut_stages(graph, [[0, 2], [1], [3]])
+
+
+def test_a_subclassed_model_is_told_how_to_become_functional() -> None:
+    class Own(keras.Model):
+        def call(self, inputs: Any) -> Any:
+            return inputs
+
+    with pytest.raises(HvpipeError, match=r"Turn a subclassed model into a function.*Received: Own"):
+        layer_graph(Own())
+    with pytest.raises(HvpipeError, match=r"begins with keras.Input"):
+        layer_graph(keras.Sequential([layers.Dense(3)]))

@@ -1,0 +1,269 @@
+"""A pipeline trains as the undivided model does: any kind of model, schedule, and number of ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from mpi_keras.pipelines import MODELS, batches, check_same, compile_as_all, mlp, pipelined, plain, sgd
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.keras.deferred import variables_of
+from hvpipe.plan.partition import partition
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.stages import Plan
+from hvpipe.profile import LayerCost, Profile
+from hvpipe.topology import equal_cluster
+
+WITHIN = 1e-5
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", ["mlp", "resnet", "unet", pytest.param("transformer", marks=slow)])
+def test_trains_as_the_undivided_model(name: str) -> None:
+    check_same(pipelined(name), plain(name), WITHIN)
+
+
+@pytest.mark.parametrize(
+    "schedule", ["interleaved", pytest.param("gpipe", marks=slow), pytest.param("zb-h1", marks=slow)]
+)
+def test_every_schedule_trains_alike(schedule: str) -> None:
+    """1F1B is what the other cases use."""
+    check_same(pipelined("unet", schedule=schedule, chunks=2), plain("unet"), WITHIN)
+
+
+def test_schedules_and_recompute_give_the_same_bits() -> None:
+    """Order and memory are all that schedules differ in."""
+    first = pipelined("mlp")
+    for options in ({"schedule": "gpipe"}, {"schedule": "zb-h1"}, {"recompute": True}):
+        other = pipelined("mlp", **options)
+        assert other.history == first.history
+        for number, value in first.weights.items():
+            np.testing.assert_array_equal(other.weights[number], value, err_msg=f"{options} {number}")
+
+
+def test_replicas_of_stages_train_alike() -> None:
+    """As many stages as half the ranks, and one stage on all ranks but one."""
+    size = hvpipe.size()
+    if size == 1:
+        pytest.skip("replicas are several ranks")
+    replicas = (size - 1, 1) if size > 2 else (2,)
+    check_same(pipelined("resnet", replicas=replicas), plain("resnet"), WITHIN)
+    if size == 4:
+        check_same(pipelined("mlp", stages=2), plain("mlp"), WITHIN)
+
+
+@slow
+def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
+    keras.utils.set_random_seed(5)
+    model = compile_as_all(mlp(), keras.optimizers.SGD(0.5, global_clipnorm=0.05))
+    x, y = batches(mlp)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    reference = model.get_weights()
+    run = pipelined("mlp", keras.optimizers.SGD(0.5, global_clipnorm=0.05))
+    for number, value in run.weights.items():
+        np.testing.assert_allclose(value, reference[number], rtol=1e-4, atol=1e-6)
+
+
+def tied() -> keras.Model:
+    """One layer in the first and in the last stage."""
+    inputs = keras.Input((12,))
+    shared = keras.layers.Dense(12, activation="tanh")
+    x = shared(inputs)
+    for _ in range(3):
+        x = keras.layers.Dense(12, activation="relu")(x)
+    return keras.Model(inputs, keras.layers.Dense(4)(shared(x)))
+
+
+def test_a_layer_that_stages_share_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "tied", tied)
+    check_same(pipelined("tied"), plain("tied"), WITHIN)
+
+
+@slow
+def test_dropout_draws_the_same_however_the_model_is_cut() -> None:
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((12,))])
+        for _ in range(4):
+            model.add(keras.layers.Dense(10, activation="tanh"))
+            model.add(keras.layers.Dropout(0.4))
+        model.add(keras.layers.Dense(4))
+        return model
+
+    x, y = batches(mlp)
+
+    def losses(**options: Any) -> list[float]:
+        keras.utils.set_random_seed(5)
+        pipe = compile_as_all(hk.pipeline_parallel(build, microbatches=4, **options))
+        return list(pipe.fit(x, y, batch_size=8, shuffle=False, verbose=0).history["loss"])
+
+    spread = losses()
+    assert spread == losses(schedule="gpipe")
+    # One stage on every rank: each replica draws for its own micro-batches.
+    if hvpipe.size() == 1:
+        keras.utils.set_random_seed(5)
+        plain_model = compile_as_all(build())
+        plain_loss = plain_model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history["loss"]
+        assert spread != pytest.approx(plain_loss, rel=1e-6)
+
+
+def test_a_batch_that_the_micro_batches_do_not_divide_counts_every_sample_once() -> None:
+    """Batches of 10 in 4 parts, and a last one of 3."""
+    x, y = batches(mlp, 33)
+    keras.utils.set_random_seed(5)
+    model = compile_as_all(mlp())
+    whole = model.fit(x, y, batch_size=10, shuffle=False, verbose=0).history
+    keras.utils.set_random_seed(5)
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, microbatches=4))
+    found = pipe.fit(x, y, batch_size=10, shuffle=False, verbose=0).history
+    np.testing.assert_allclose(found["loss"], whole["loss"], rtol=WITHIN)
+    assert found["accuracy"] == pytest.approx(whole["accuracy"])
+
+
+def test_no_rank_gives_memory_to_the_stages_of_others() -> None:
+    """Peak memory while a model of 240 MB is built: this rank's share, and not the whole."""
+    side = 2450  # 24 MB a layer
+
+    def build() -> keras.Model:
+        model = keras.Sequential([keras.Input((side,))])
+        for _ in range(10):
+            model.add(keras.layers.Dense(side, use_bias=False))
+        return model
+
+    hk.pipeline_parallel(mlp)  # what comes once
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before_mb = resident_mb("VmHWM")
+    pipe = hk.pipeline_parallel(build)
+    grown_mb = resident_mb("VmHWM") - before_mb
+    layers = {id(layer) for stage in pipe.stage_numbers for layer in pipe.stages.layers(stage)}
+    every = pipe.stages.graph.layers(range(len(pipe.stages.graph.calls)))
+    for layer in every:
+        here = [v._value is not None for v in variables_of([layer])]
+        assert all(here) if id(layer) in layers else not any(here)
+    # Initializers draw a few values at a time; one layer more may be under way.
+    own_mb = 24 * len(pipe.layers)
+    assert own_mb * 0.9 < grown_mb < own_mb + 80
+    if hvpipe.size() > 1:
+        assert own_mb + 80 < 240
+
+
+def resident_mb(what: str) -> float:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{what}:\s+(\d+) kB", status)[1]) / 1e3  # type: ignore[index]
+
+
+def unit_profile(pipe: Any, cost_s: float = 1e-3) -> Profile:
+    graph = pipe.stages.graph
+    names = [call.name for call in graph.calls]
+    costs = [LayerCost(name, cost_s, 2 * cost_s, output_bytes=100) for name in names]
+    return Profile.of(costs, [(names[a], names[b]) for a, b in graph.edges()], model=graph.name)
+
+
+def test_a_plan_says_who_runs_what(tmp_path: Path) -> None:
+    """Made for this run's ranks, in the order that the plan gives them; read from its file."""
+    size = hvpipe.size()
+    keras.utils.set_random_seed(5)
+    profile = unit_profile(hk.pipeline_parallel(mlp))
+    plan = partition(profile, equal_cluster(size), size, Pipelining("gpipe", 5))
+    renamed = plan.to_json()
+    for place, stage in enumerate(renamed["stages"]):
+        stage["devices"] = [f"rank{size - 1 - place}"]
+    file = tmp_path / "plan.json"
+    type(plan).from_json(renamed).write(file)
+    keras.utils.set_random_seed(5)
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, file))
+    assert pipe.stage_numbers == (size - 1 - hvpipe.rank(),)
+    x, y = batches(mlp)
+    history = pipe.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+    np.testing.assert_allclose(history["loss"], plain("mlp").history["loss"], rtol=WITHIN)
+
+
+def test_a_placement_that_is_no_pipeline_runs_too() -> None:
+    """Layers in turn on all ranks, as the native mode has it."""
+    size = hvpipe.size()
+    keras.utils.set_random_seed(5)
+    profile = unit_profile(hk.pipeline_parallel(mlp))
+    places = [(f"rank{rank}", list(range(rank, len(profile.layers), size))) for rank in range(size)]
+    cluster = equal_cluster(size)
+    renamed = [(f"h{rank}", layers) for rank, (_, layers) in enumerate(places)]
+    document = Plan.of(
+        profile, cluster, [((d,), p) for d, p in renamed], Pipelining("gpipe", 1), "round_robin"
+    ).to_json()
+    for rank, stage in enumerate(document["stages"]):
+        stage["devices"] = [f"rank{rank}"]
+    keras.utils.set_random_seed(5)
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, Plan.from_json(document)))
+    x, y = batches(mlp)
+    history = pipe.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+    np.testing.assert_allclose(history["loss"], plain("mlp").history["loss"], rtol=WITHIN)
+
+
+class Subclassed(keras.Model):
+    def call(self, inputs: Any) -> Any:
+        return inputs
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "says"),
+    [
+        (mlp, {"stages": 99}, r"stages should be .* Received: stages=99"),
+        (mlp, {"stages": 0}, r"Received: stages=0"),
+        (mlp, {"microbatches": 0}, r"microbatches"),
+        (mlp, {"schedule": "2f2b"}, r"schedule should be one of"),
+        (mlp, {"schedule": "interleaved", "chunks": 1}, r"chunks"),
+        (
+            mlp,
+            {"schedule": "interleaved", "chunks": 50, "microbatches": 64},
+            r"as many stages as layer calls",
+        ),
+        (mlp, {"replicas": (1, 98)}, r"replicas should be"),
+        (Subclassed, {}, r"subclassed model into a function"),
+        (lambda: None, {}, r"should return a Keras model"),
+        (3, {}, r"wants a Keras model or a function"),
+    ],
+)
+def test_bad_input_is_told(build: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(HvpipeError, match=says):
+        hk.pipeline_parallel(build, **options)
+
+
+def test_fewer_micro_batches_than_stages_are_refused() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one stage is never idle")
+    with pytest.raises(HvpipeError, match="at least the number of stages"):
+        hk.pipeline_parallel(mlp, microbatches=hvpipe.size() - 1)
+
+
+def test_a_profile_or_plan_of_another_model_or_cluster_is_refused() -> None:
+    other = Profile.of([LayerCost("a", 1, 2), LayerCost("b", 1, 2)], [("a", "b")], model="other")
+    with pytest.raises(PlanError, match="profile should be of this model"):
+        hk.pipeline_parallel(mlp, profile=other)
+    plan = partition(other, equal_cluster(1), 1)
+    if hvpipe.size() > 1:
+        with pytest.raises(PlanError, match="should be the ranks of this run"):
+            hk.pipeline_parallel(mlp, plan)
+    document = plan.to_json()
+    document["stages"][0]["devices"] = ["rank0"]
+    with pytest.raises(PlanError, match="every rank a stage" if hvpipe.size() > 1 else "of this model"):
+        hk.pipeline_parallel(mlp, type(plan).from_json(document))
+
+
+def test_a_call_of_the_whole_model_is_refused() -> None:
+    pipe = hk.pipeline_parallel(mlp)
+    with pytest.raises(HvpipeError, match="on all ranks together"):
+        pipe(np.zeros((2, 12), np.float32))
+
+
+def test_an_own_optimizer_state_for_every_rank() -> None:
+    """Slots only for the weights that are here."""
+    pipe = compile_as_all(hk.pipeline_parallel(mlp), sgd())
+    x, y = batches(mlp)
+    pipe.fit(x, y, batch_size=40, verbose=0)
+    slots = [v for v in pipe.optimizer.variables if "momentum" in v.path]
+    assert len(slots) == len(pipe.trainable_variables) < 10 // min(hvpipe.size(), 2) + 3
