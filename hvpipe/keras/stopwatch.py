@@ -20,6 +20,7 @@ class Stopwatch:
         self._repeats = repeats
         self._on_gpu = bool(tf.config.list_logical_devices("GPU"))
         self._empty_s: dict[tuple[int, int], float] = {}
+        self._held: object = None
 
     def time_s(self, call: Callable[[], object], *, given: int, made: int) -> float:
         """The seconds that `call` takes beyond the least that an empty function takes; at least 0.
@@ -42,17 +43,19 @@ class Stopwatch:
         return min(self._times_s(lambda: empty(*values), _EMPTY_CALLS))
 
     def _times_s(self, call: Callable[[], object], count: int) -> list[float]:
-        for _ in range(_WARM_UPS):
-            call()
-        return [self._once_s(call) for _ in range(count)]
+        taken_s = [self._once_s(call) for _ in range(_WARM_UPS + count)]
+        self._held = None
+        return taken_s[_WARM_UPS:]
 
     def _once_s(self, call: Callable[[], object]) -> float:
         self._wait()
         started_s = time.perf_counter()
-        kept = call()  # held until the clock has stopped: freeing is not part of it
+        found = call()
         self._wait()
         taken_s = time.perf_counter() - started_s
-        del kept
+        # What a call made is freed only when the next one has run. Else the allocator would give the memory
+        # back each time, and its pages would be zeroed anew within the next call, as they are not in a step.
+        self._held = found
         return taken_s
 
     def _wait(self) -> None:
