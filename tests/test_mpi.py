@@ -52,6 +52,13 @@ SUITES = (
     Suite(
         "keras pipeline", ("mpi_keras/test_pipeline.py",), sizes=(1, 3, 4), limit_s=1200.0, only="not slow"
     ),
+    Suite(
+        "keras pipeline files",
+        ("mpi_keras/test_pipeline_checkpoint.py",),
+        sizes=(1, 3),
+        limit_s=1200.0,
+        only="not slow",
+    ),
     Suite("keras", ("mpi_keras/test_life.py", "mpi_keras/test_logs.py"), sizes=(ALONE,)),
 )
 

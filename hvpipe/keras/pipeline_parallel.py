@@ -16,6 +16,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.callbacks import StopTogether
 from hvpipe.keras.deferred import build_without_memory, give_memory
 from hvpipe.keras.layer_graph import layer_graph
+from hvpipe.keras.pipeline_files import PipelineFiles, make_folders
 from hvpipe.keras.pipeline_layout import Layout, layout_of
 from hvpipe.keras.pipeline_machine import Machine
 from hvpipe.keras.pipeline_plan import Wish, plan_for
@@ -81,7 +82,7 @@ def pipeline_parallel(
     return PipelineParallel(session, model, layout, deferred=deferred, recompute=recompute)
 
 
-class PipelineParallel(keras.Model):
+class PipelineParallel(PipelineFiles, keras.Model):
     """One rank's part of a model that is spread over all ranks; `pipeline_parallel` makes it.
 
     `fit`, `evaluate`, `predict`, `train_on_batch` and the like are called on all ranks together, with the
@@ -98,7 +99,7 @@ class PipelineParallel(keras.Model):
             give_memory(self._stage_layers)
         else:
             broadcast_variables(model.variables)
-        self._parts = _Parts(session, model, layout, Sharing(session, layout), recompute)
+        self._parts: _Parts = _Parts(session, model, layout, Sharing(session, layout), recompute)
         self._parts.sharing.equalise()
         self.built = True
 
@@ -145,8 +146,9 @@ class PipelineParallel(keras.Model):
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As keras.Model.fit, on all ranks together; rank 0 prints the progress."""
         session, sharing = self._parts.session, self._parts.sharing
-        callbacks = kwargs.get("callbacks") or []
-        kwargs["callbacks"] = [EpochEnd(sharing), *_listed(callbacks), StopTogether(session)]
+        callbacks = _listed(kwargs.get("callbacks") or [])
+        make_folders(session, callbacks)
+        kwargs["callbacks"] = [EpochEnd(sharing), *callbacks, StopTogether(session)]
         return super().fit(*args, **self._quiet(kwargs))
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

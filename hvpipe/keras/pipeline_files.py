@@ -1,0 +1,115 @@
+"""How a pipeline is saved and loaded: the methods, and what callbacks that save need of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.pipeline_checkpoint import load_checkpoint, save_checkpoint
+from hvpipe.keras.pipeline_state import Holdings, holdings_of, together
+from hvpipe.keras.plain_file import optimizer_of, read_whole, write_whole
+from hvpipe.session import Session
+
+
+class PipelineFiles:
+    """The part of PipelineParallel that writes and reads files; every method is called by all ranks."""
+
+    _parts: Any
+    trainable_variables: Any
+
+    def save(self, filepath: Any, overwrite: bool = True, zipped: bool | None = None, **kwargs: Any) -> None:
+        """As keras.Model.save: rank 0 writes a file that plain Keras loads as the undivided model, compiled.
+
+        With the optimizer's state. Meanwhile rank 0 holds all weights and slots in host memory; where it
+        has no room for them, `save_checkpoint`. Raises HvpipeError, on all ranks, where writing fails.
+        """
+        self._write_whole(lambda model: model.save(filepath, overwrite=overwrite, zipped=zipped, **kwargs))
+
+    def save_weights(
+        self, filepath: Any, overwrite: bool = True, max_shard_size: float | None = None
+    ) -> None:
+        """As keras.Model.save_weights, in the way of `save`."""
+        self._write_whole(
+            lambda model: model.save_weights(filepath, overwrite=overwrite, max_shard_size=max_shard_size)
+        )
+
+    def load(self, filepath: Any) -> None:
+        """Take the weights out of a .keras or .weights.h5 file of the undivided model.
+
+        Every rank reads its own part, so all of them must see the file. The optimizer's state comes too,
+        where the pipeline is compiled with one of the same class. Raises HvpipeError, on all ranks and
+        before any weight is changed, for no such file or one of another model.
+        """
+        self.load_weights(filepath)
+
+    def load_weights(self, filepath: Any, skip_mismatch: bool = False, **kwargs: Any) -> None:
+        """As keras.Model.load_weights, in the way of `load`."""
+        if kwargs:
+            raise HvpipeError(f"load_weights takes filepath and skip_mismatch. Received: {sorted(kwargs)}")
+        parts = self._parts
+        read_whole(parts.session, self, parts.model, self._holdings(), filepath, skip_mismatch)
+
+    def save_checkpoint(self, folder: str | os.PathLike[str]) -> None:
+        """Write all that training depends on into a folder, which all ranks must see; each rank its own part.
+
+        Weights, statistics, seeds and the optimizer's state. A checkpoint that is in the folder is replaced
+        when the new one is complete. Raises HvpipeError, on all ranks, where writing fails.
+        """
+        parts = self._parts
+        save_checkpoint(
+            parts.session, folder, parts.layout.stages.graph.name, self._holdings(), optimizer_of(self)
+        )
+
+    def load_checkpoint(self, folder: str | os.PathLike[str]) -> None:
+        """Go on from what `save_checkpoint` wrote, with any number of stages, schedule and replicas.
+
+        Compile first, with an optimizer of the same class and settings: its state comes too. Raises
+        HvpipeError, on all ranks and before anything is changed, for a checkpoint that is of another model
+        or optimizer, or not whole.
+        """
+        parts = self._parts
+        load_checkpoint(parts.session, folder, self._holdings(), optimizer_of(self))
+
+    def _write_whole(self, write: Callable[[Any], None]) -> None:
+        parts = self._parts
+        write_whole(parts.session, self, parts.model, self._holdings(), write)
+
+    def _holdings(self) -> Holdings:
+        parts = self._parts
+        return holdings_of(parts.session, parts.layout, optimizer_of(self), self.trainable_variables)
+
+
+def make_folders(session: Session, callbacks: Sequence[Any]) -> None:
+    """Let rank 0 make the folders that ModelCheckpoint writes to, which all ranks would try; collective.
+
+    Raises HvpipeError for callbacks that write files of their own beside the model's from every rank.
+    """
+    folders = []
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise HvpipeError(
+                "In a pipeline every rank would write and delete BackupAndRestore's folder. Call "
+                "save_checkpoint(folder) at the end of an epoch, say in a keras.callbacks.Callback's "
+                "on_epoch_end, and load_checkpoint(folder) before fit(initial_epoch=...). "
+                "Received: a BackupAndRestore callback"
+            )
+        if isinstance(callback, keras.callbacks.ModelCheckpoint):
+            folder = os.path.dirname(callback.filepath)
+            if "{" in folder:
+                raise HvpipeError(
+                    "In a pipeline ModelCheckpoint's placeholders belong in the name of the file, not of "
+                    f"its folder. Received: filepath={callback.filepath!r}"
+                )
+            folders.append(folder)
+    if folders:
+        together(session, "making the folders of ModelCheckpoint", lambda: _make(session, folders))
+
+
+def _make(session: Session, folders: Sequence[str]) -> None:
+    if session.world.rank == 0:
+        for folder in filter(None, folders):
+            os.makedirs(folder, exist_ok=True)
