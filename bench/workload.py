@@ -27,7 +27,7 @@ class Workload:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS:
+        if self.model not in (*MODELS, "transformer"):
             raise ValueError(f"The model must be one of {', '.join(MODELS)}. Received: model={self.model!r}")
         if min(self.pixels, self.classes, self.batch, self.threads) < 1:
             raise ValueError(f"Pixels, classes, batch and threads must be at least 1. Received: {self}")

@@ -64,15 +64,13 @@ def layout_of(graph: LayerGraph, plan: Plan, ranks: Sequence[int]) -> Layout:
     """The layout that a plan says, its devices being these world ranks in the order of `plan.ranks`.
 
     A plan whose stages are no runs of layers (of a baseline such as random) runs as the native mode would:
-    each run of layers that are on one device is a stage, forward and backward go from one to the next.
+    each run of layers that are on one device is a stage, and the whole batch goes from one to the next.
     """
     places = _places(graph, plan)
     how = plan.pipelining
     if not plan.contiguous:
         runs, homes = _runs(plan, places)
-        return Layout(
-            cut_stages(graph, runs), how.microbatches, tuple(ranks), functools.partial(_one_by_one, homes)
-        )
+        return Layout(cut_stages(graph, runs), 1, tuple(ranks), functools.partial(_one_by_one, homes))
     stages = cut_stages(graph, [[places[name] for name in stage.layers] for stage in plan.stages])
     if how.schedule == "interleaved":
         make_schedule = functools.partial(_interleaved, len(plan.ranks), how.chunks)

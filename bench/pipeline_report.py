@@ -1,0 +1,67 @@
+"""The result of the pipeline benchmark: step times by placement, beside what was foreseen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from bench.metrics import format_time, median, relative_spread, table
+
+
+@dataclass(frozen=True)
+class Case:
+    """One plan: seconds of its steps by rank, the simulated step, and the schedule's lower bound."""
+
+    method: str
+    stages: int
+    step_s: list[list[float]]
+    forecast_s: float
+    bound_s: float | None = None
+
+    def seconds(self) -> float:
+        """The median step of the slowest rank."""
+        return max(median(steps) for steps in self.step_s)
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """All plans of one workload on one cluster; the first is compared with the others."""
+
+    workload: str
+    where: str
+    schedule: str
+    microbatches: int
+    ranks: int
+    batch: int
+    cases: tuple[Case, ...]
+
+    def to_text(self) -> str:
+        """A table for people."""
+        head = (
+            f"{self.workload} in all\n{self.ranks} ranks, {self.where}; {self.schedule}, "
+            f"{self.microbatches} micro-batches; a random placement runs the batch as one\n"
+        )
+        first = self.cases[0].seconds()
+        rows = [
+            [
+                case.method,
+                format_time(case.seconds()),
+                f"{100 * relative_spread(case.step_s[0]):.0f} %",
+                format_time(case.forecast_s),
+                f"{case.seconds() / case.forecast_s:.2f}",
+                "" if case.bound_s is None else f"{case.seconds() / case.bound_s:.2f}",
+                f"{100 * (1 - first / case.seconds()):.0f} %",
+            ]
+            for case in self.cases
+        ]
+        titles = ["placement", "step", "spread", "simulated", "step / simulated", "step / bound"]
+        return head + table([*titles, f"saved by {self.cases[0].method}"], rows)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> PipelineReport:
+        found = json.loads(text)
+        found["cases"] = tuple(Case(**case) for case in found["cases"])
+        return PipelineReport(**found)

@@ -1,0 +1,133 @@
+"""What every rank of the pipeline benchmark does: profile, plan by each method, train each plan in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bench.metrics import median
+from bench.pipeline_report import Case, PipelineReport
+from bench.workload import MODELS, Workload, images, prepare_tensorflow, timed_fit
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Which plans, with how many micro-batches, and how long each is trained."""
+
+    methods: tuple[str, ...] = ("greedy", "random")
+    seeds: int = 2
+    schedule: str = "1f1b"
+    microbatches: int = 8
+    chunks: int = 1
+    rounds: int = 3
+    steps: int = 3
+
+
+def model_function(keras: Any, workload: Workload) -> Callable[[], Any]:
+    """Builds the workload's model; not compiled."""
+    shape = (workload.pixels, workload.pixels, 3)
+
+    def build() -> Any:
+        if workload.model == "transformer":
+            return _transformer(keras, workload.pixels, workload.classes)
+        application = getattr(keras.applications, MODELS[workload.model])
+        return application(weights=None, input_shape=shape, classes=workload.classes)
+
+    return build
+
+
+def _transformer(keras: Any, length: int, tokens: int, width: int = 256, blocks: int = 6) -> Any:
+    """Pre-norm blocks of causal attention over `length` tokens, a class for each sequence."""
+    layers = keras.layers
+    inputs = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(tokens, width)(inputs)
+    for _ in range(blocks):
+        y = layers.LayerNormalization()(x)
+        x = layers.Add()([x, layers.MultiHeadAttention(4, width // 4)(y, y, use_causal_mask=True)])
+        y = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(width)(y)])
+    x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
+    return keras.Model(inputs, layers.Dense(tokens, activation="softmax")(x))
+
+
+def _batches(workload: Workload) -> Any:
+    """The same endless batch on every rank."""
+    if workload.model != "transformer":
+        return images(workload, 0)
+    import numpy as np
+    import tensorflow as tf
+
+    random = np.random.default_rng(100)
+    x = random.integers(0, workload.classes, (workload.batch, workload.pixels))
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    data = (x.astype(np.int32), random.integers(0, workload.classes, workload.batch))
+    return tf.data.Dataset.from_tensors(data).repeat().prefetch(2).with_options(options)
+
+
+def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str], None]) -> PipelineReport:
+    """Profile once, then train every plan in rounds; every rank calls it, and gets the report."""
+    keras = prepare_tensorflow(workload)
+    import hvpipe
+    import hvpipe.keras as hk
+    from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of
+    from hvpipe.keras.cluster import measure_cluster
+    from hvpipe.plan.baselines import baseline
+    from hvpipe.plan.partition import partition
+    from hvpipe.plan.pipelining import Pipelining
+    from hvpipe.simulate import lower_bound_s
+
+    hvpipe.init()
+    tell = say if hvpipe.rank() == 0 else lambda text: None
+    build = model_function(keras, workload)
+    tell("profiling ...")
+    x, y = next(iter(_batches(workload)))
+    size = max(1, workload.batch // effort.microbatches)
+    profile = hk.measure(build, (x[:size], y[:size]), progress=False, optimizer="sgd")
+    cluster = hvpipe.broadcast_object(measure_cluster(profile))
+    profile = hvpipe.broadcast_object(profile)
+    how = Pipelining(effort.schedule, effort.microbatches, chunks=effort.chunks)
+    ranks = hvpipe.size()
+    pipes = {}
+    plans = {}
+    for method in effort.methods:
+        for seed in range(effort.seeds if method.startswith("random") else 1):
+            name = f"{method} {seed}" if method.startswith("random") else method
+            if method == "greedy":
+                plans[name] = partition(profile, cluster, ranks * effort.chunks, how)
+            else:
+                plans[name] = baseline(method, profile, cluster, ranks, how, seed=seed)
+            keras.utils.set_random_seed(20)
+            pipes[name] = hk.pipeline_parallel(build, plans[name])
+            pipes[name].compile(keras.optimizers.SGD(0.01), loss="sparse_categorical_crossentropy")
+            tell(f"tracing and warming up {name} ...")
+            timed_fit(keras, pipes[name], _batches(workload), 2)
+    steps: dict[str, list[float]] = {name: [] for name in pipes}
+    for number in range(effort.rounds):
+        for name, pipe in pipes.items():
+            hvpipe.barrier()
+            found, _ = timed_fit(keras, pipe, _batches(workload), effort.steps)
+            steps[name].extend(found[1:] or found)
+            tell(f"round {number + 1} of {effort.rounds}: {name} {median(found):.3f} s")
+            time.sleep(0.05)
+    everyone = hvpipe.allgather_object(steps)
+    cases = []
+    for name, plan in plans.items():
+        bound_s = None
+        if plan.contiguous:
+            costs = costs_of(plan, profile, cluster)
+            bound_s = lower_bound_s(schedule_of(plan), costs, dataflow_of(plan, profile))
+        cases.append(
+            Case(
+                method=name,
+                stages=len(plan.stages),
+                step_s=[of_rank[name] for of_rank in everyone],
+                forecast_s=forecast(plan, profile, cluster).step_s,
+                bound_s=bound_s,
+            )
+        )
+    return PipelineReport(
+        workload.describe(), where, effort.schedule, effort.microbatches, ranks, workload.batch, tuple(cases)
+    )
