@@ -15,6 +15,7 @@ the end of the step. With `recompute` so is everything but the inputs and what r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,28 +89,27 @@ def split_gradient(
     accumulators = [
         tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False, name="hvpipe_gradient") for v in used
     ]
-    forward = cut.piece(traced["inputs"], [*traced["outputs"], *kept], effects=graph.control_outputs)
-    both = cut.piece([*kept, *traced["given"]], [*traced["of_inputs"], *of_weights])
-    inputs_part = cut.piece([*kept, *traced["given"]], [*traced["of_inputs"], *shared, *further])
-    weights_part = cut.piece([*shared, *further], of_weights)
-    outputs, inputs = len(traced["outputs"]), len(traced["of_inputs"])
-    store = _storing(accumulators)
-    both_in, weights_in = store(both, inputs), store(weights_part, 0)
+    inputs, given, outputs = traced["inputs"], traced["given"], traced["outputs"]
+    of_inputs = traced["of_inputs"]
+    forward = _Compiled(cut.piece(inputs, [*outputs, *kept], effects=graph.control_outputs))
+    both = _storing(cut.piece([*kept, *given], [*of_inputs, *of_weights]), accumulators)
+    inputs_part = _Compiled(cut.piece([*kept, *given], [*of_inputs, *shared, *further]))
+    weights_part = _storing(cut.piece([*shared, *further], of_weights), accumulators)
 
     def run_forward(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        found = forward(*values)
-        return list(found[:outputs]), list(found[outputs:])
+        found = forward(values)
+        return found[: len(outputs)], found[len(outputs) :]
 
     def run_inputs_part(saved: Sequence[Any], gradients: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        found = inputs_part(*saved, *gradients)
-        return list(found[:inputs]), list(found[inputs:])
+        found = inputs_part([*saved, *gradients])
+        return found[: len(of_inputs)], found[len(of_inputs) :]
 
     def run_weights_part(saved: Sequence[Any], first: bool) -> None:
-        weights_in[first](*saved)
+        weights_part[first](saved)
 
     return Halves(
         forward=run_forward,
-        backward=lambda saved, gradients, first: list(both_in[first](*saved, *gradients)),
+        backward=lambda saved, gradients, first: both[first]([*saved, *gradients]),
         backward_inputs=run_inputs_part,
         backward_weights=run_weights_part,
         accumulators=accumulators,
@@ -117,29 +117,45 @@ def split_gradient(
     )
 
 
-def _storing(accumulators: Sequence[Any]) -> Callable[[Any, int], dict[bool, Any]]:
-    """Makes of a piece one that puts what it returns from some place on into the accumulators."""
+@dataclass(frozen=True)
+class _Piece:
+    """A part of the traced graph as a function of flat values, to be traced anew, and their specs."""
 
-    def store(piece: Any, start: int) -> dict[bool, Any]:
-        def setting(*values: Any) -> list[Any]:
-            found = piece(*values)
-            for accumulator, gradient in zip(accumulators, found[start:], strict=True):
-                accumulator.assign(gradient)
-            return list(found[:start])
+    run: Callable[..., list[Any]]
+    signature: Sequence[Any]
 
-        def adding(*values: Any) -> list[Any]:
-            found = piece(*values)
-            for accumulator, gradient in zip(accumulators, found[start:], strict=True):
-                accumulator.assign_add(gradient)
-            return list(found[:start])
 
-        signature = piece.input_signature
-        return {
-            first: tf.function(how, input_signature=signature, autograph=False)
-            for first, how in ((True, setting), (False, adding))
-        }
+class _Compiled:
+    """A piece as TensorFlow runs it; made at the first call.
 
-    return store
+    What flows between pieces may be hundreds of tensors, whose binding to the parameters of a tf.function
+    would take longer than many a small layer: its flat inputs are known to fit.
+    """
+
+    def __init__(self, piece: _Piece) -> None:
+        self._piece = piece
+        self._concrete: Any = None
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        if self._concrete is None:
+            function = tf.function(self._piece.run, input_signature=self._piece.signature, autograph=False)
+            self._concrete = function.get_concrete_function()
+        return list(self._concrete._call_flat(list(values), self._concrete.captured_inputs) or ())
+
+
+def _storing(piece: _Piece, accumulators: Sequence[Any]) -> dict[bool, _Compiled]:
+    """Puts the last of what a piece returns into the accumulators: first sets, then adds; gives the rest."""
+
+    def put(first: bool, *values: Any) -> list[Any]:
+        found = piece.run(*values)
+        rest = len(found) - len(accumulators)
+        for accumulator, gradient in zip(accumulators, found[rest:], strict=True):
+            (accumulator.assign if first else accumulator.assign_add)(gradient)
+        return found[:rest]
+
+    return {
+        first: _Compiled(_Piece(functools.partial(put, first), piece.signature)) for first in (True, False)
+    }
 
 
 class _Cut:
@@ -157,7 +173,8 @@ class _Cut:
         self._recompute = recompute
         self._captures = {inside.name: outside for outside, inside in graph.captures}
         self._given = {placeholder.op for placeholder in given}
-        self._nodes = {node.name: node for node in graph.as_graph_def().node}
+        self._whole = graph.as_graph_def()
+        self._nodes = {node.name: node for node in self._whole.node}
         self._written = {
             op.inputs[0].name
             for op in graph.get_operations()
@@ -241,27 +258,25 @@ class _Cut:
             return False
         return op.type == "Const" or (bool(op.inputs) and all(self._cheap[t.op] for t in op.inputs))
 
-    def piece(self, feeds: Sequence[Any], fetches: Sequence[Any], effects: Sequence[Any] = ()) -> Any:
-        """A tf.function of `feeds` that computes `fetches`, and runs `effects` as well."""
+    def piece(self, feeds: Sequence[Any], fetches: Sequence[Any], effects: Sequence[Any] = ()) -> _Piece:
+        """A function of `feeds` that computes `fetches`, and runs `effects` as well."""
         fed = {tensor.name: place for place, tensor in enumerate(feeds)}
-        ops = self._behind([*(t for t in fetches if t.name not in fed)], effects, fed)
-        definition = self._definition(ops)
         wanted = [t.name for t in fetches if t.name not in fed]
-        handles = self._handles(ops)
 
         def run(*values: Any) -> list[Any]:
+            ops = self._behind([t for t in fetches if t.name not in fed], effects, fed)
+            used = {_source_of_handle(t).name for op in ops for t in op.inputs}
             capture = tf.compat.v1.get_default_graph().capture
             given = {name: values[place] for name, place in fed.items()}
-            given |= {name: capture(outside) for name, outside in handles.items()}
-            used = {name: value for name, value in given.items() if name in self._names_used(ops)}
+            inside = {name: value for name, value in given.items() if name in used}
+            inside |= {name: capture(outside) for name, outside in self._captures.items() if name in used}
             found = tf.graph_util.import_graph_def(
-                definition, input_map=used, return_elements=wanted, name=""
+                self._definition(ops), input_map=inside, return_elements=wanted, name=""
             )
             made = dict(zip(wanted, found, strict=True))
             return [made[t.name] if t.name in made else tf.identity(given[t.name]) for t in fetches]
 
-        signature = [tf.TensorSpec(t.shape, t.dtype) for t in feeds]
-        return tf.function(run, input_signature=signature, autograph=False)
+        return _Piece(run, [tf.TensorSpec(t.shape, t.dtype) for t in feeds])
 
     def _behind(self, fetches: Sequence[Any], effects: Sequence[Any], fed: dict[str, int]) -> set[Any]:
         forward = bool(effects) or all(t.op in self._forward for t in fetches)
@@ -277,17 +292,9 @@ class _Cut:
             stack.extend(c for c in op.control_inputs if forward or c not in self._forward)
         return seen
 
-    def _names_used(self, ops: set[Any]) -> set[str]:
-        return {_source_of_handle(t).name for op in ops for t in op.inputs}
-
-    def _handles(self, ops: set[Any]) -> dict[str, Any]:
-        used = self._names_used(ops)
-        return {name: outside for name, outside in self._captures.items() if name in used}
-
     def _definition(self, ops: set[Any]) -> Any:
         """The operations as a GraphDef; control edges from outside are left out."""
-        whole = self._graph.as_graph_def()
-        definition = tf.compat.v1.GraphDef(library=whole.library, versions=whole.versions)
+        definition = tf.compat.v1.GraphDef(library=self._whole.library, versions=self._whole.versions)
         names = {op.name for op in ops}
         for op in sorted(ops, key=lambda op: op.name):
             node = definition.node.add()
