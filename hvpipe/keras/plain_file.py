@@ -55,7 +55,7 @@ def read_whole(
 
     def read() -> dict[str, Any]:
         stand_in = None
-        if _optimizer_in(path) in (None, type(optimizer_of(owner)).__name__):
+        if _optimizer_in(path) in (None, *_classes_of(optimizer_of(owner))):
             stand_in = _SlotsOfAll.of(optimizer_of(owner), model, holdings)
         found: dict[str, Any] = {}
         if stand_in is not None:
@@ -240,6 +240,12 @@ def _miniature(variable: Any) -> Any:
     small._path = variable.path
     small.overwrite_with_gradient = getattr(variable, "overwrite_with_gradient", False)
     return small
+
+
+def _classes_of(optimizer: Any) -> list[str]:
+    """Of the optimizer and of the one inside: with mixed_float16 a file names the latter alone."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return [type(optimizer).__name__, *([] if inner is None else _classes_of(inner))]
 
 
 def _optimizer_in(path: Any) -> str | None:

@@ -223,6 +223,27 @@ def test_the_state_of_every_optimizer_is_saved(folder: Path, kind: str) -> None:
     np.testing.assert_allclose(sums, sorted(float(v.sum()) for v in slots), rtol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
+def test_half_types_are_saved(folder: Path, policy: str) -> None:
+    keras.config.set_dtype_policy(policy)
+    try:
+        pipe = pipeline()
+        fill(pipe)
+        expected = state(pipe)
+        pipe.save(folder / "model.keras")
+        pipe.save_checkpoint(folder / "checkpoint")
+        for load in ("load", "load_checkpoint"):
+            other = pipeline(schedule="gpipe")
+            getattr(other, load)(folder / ("model.keras" if load == "load" else "checkpoint"))
+            assert_same(expected, state(other))
+        loaded = keras.models.load_model(folder / "model.keras")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    for number, variable in enumerate(loaded.variables):
+        np.testing.assert_array_equal(variable.numpy(), expected[f"weights/{number}"])
+
+
 # Checkpoints ------------------------------------------------------------------------------------------------
 
 
