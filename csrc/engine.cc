@@ -189,7 +189,7 @@ std::shared_ptr<Operation> Engine::BucketOperation(Bucket& bucket) {
   auto operation = std::make_shared<Operation>();
   operation->what = bucket.layout.name;
   operation->priority = bucket.layout.priority;
-  operation->traced = true;
+  operation->traced = "reduce";
   bucket.ends = std::make_shared<Ends>();
   if (size_ > 1) {
     AddReduceStages(*operation, bucket.ends, bucket.layout.count, bucket.layout.wire_type, 1.0, bucket.tag);

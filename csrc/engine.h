@@ -151,7 +151,8 @@ class Engine {
   void RunChecked(const std::string& what, std::function<std::unique_ptr<Collective>(const Operation&)> make,
                   const Interrupt& interrupt);
   int NextTag();
-  void StartMessage(const std::string& what, std::function<std::unique_ptr<Collective>()> make, Done done);
+  void StartMessage(const char* category, const std::string& what,
+                    std::function<std::unique_ptr<Collective>()> make, Done done);
   MessageOptions MessageTo(int peer, int tag) const;
 
   EngineOptions options_;

@@ -49,7 +49,7 @@ void Engine::AllReduce(const void* in, void* out, std::size_t count, DType dtype
   }
   if (hosts_ > 1 || !up_) progress_->Run(Checked(what), interrupt);
   auto operation = Blocking(what);
-  operation->traced = true;
+  operation->traced = "reduce";
   AddReduceStages(*operation, std::make_shared<const Ends>(Ends{in, out}), count, dtype, scale, NextTag());
   if (!up_ || hosts_ > 1) return progress_->Run(operation, interrupt);
   // Within a host nothing but shared memory says where the peers are; one that does something else would be

@@ -10,12 +10,12 @@
 namespace hvpipe {
 
 // Its maker runs when the operation's turn has come.
-void Engine::StartMessage(const std::string& what, std::function<std::unique_ptr<Collective>()> make,
-                          Done done) {
+void Engine::StartMessage(const char* category, const std::string& what,
+                          std::function<std::unique_ptr<Collective>()> make, Done done) {
   auto operation = std::make_shared<Operation>();
   operation->what = what;
   operation->priority = kMessagePriority;
-  operation->traced = true;
+  operation->traced = category;
   operation->of_all_ranks = false;
   operation->stages.push_back({[=](const Operation&) { return make(); }, nullptr, nullptr});
   operation->finished = std::move(done);
@@ -40,7 +40,8 @@ void Engine::Send(int peer, int tag, const void* data, std::size_t bytes, const 
                   Done done) {
   const MessageOptions options = MessageTo(peer, tag);
   StartMessage(
-      what, [=] { return std::make_unique<MessageSend>(*messages_, counters_, data, bytes, options); },
+      "transfer", what,
+      [=] { return std::make_unique<MessageSend>(*messages_, counters_, data, bytes, options); },
       std::move(done));
 }
 
@@ -49,7 +50,7 @@ std::shared_ptr<AlignedBuffer> Engine::Receive(int peer, int tag, std::size_t by
   const MessageOptions options = MessageTo(peer, tag);
   auto buffer = std::make_shared<AlignedBuffer>(bytes);
   StartMessage(
-      what,
+      "transfer", what,
       [=] { return std::make_unique<MessageReceive>(*messages_, counters_, buffer->data(), bytes, options); },
       // Holds on to the buffer until nothing more can be written into it.
       [buffer, done = std::move(done)](const Error* error) { done(error); });
@@ -94,7 +95,7 @@ void Engine::GroupAllReduce(int group, void* data, std::size_t count, DType dtyp
   ring.receives_in_flight = options_.messages_in_flight;
   ring.tag = tag;
   StartMessage(
-      what,
+      "reduce", what,
       [=] {
         return std::make_unique<RingAllReduce>(*of->transport, budget_, counters_, data, count, dtype, ring);
       },

@@ -15,7 +15,7 @@ inline double Now() {
 }
 
 struct TimedEvent {
-  const char* category;  // a literal: "pack", "wait", "reduce", "unpack", "mark"
+  std::string category;  // "pack", "wait", "reduce", "transfer", "unpack", "mark", or what Python calls it
   std::string name;
   double start_s;
   double end_s;
@@ -26,7 +26,7 @@ class EventLog {
   explicit EventLog(bool enabled) : enabled_(enabled) {}
   bool enabled() const { return enabled_; }
 
-  void Add(const char* category, const std::string& name, double start_s, double end_s) {
+  void Add(const std::string& category, const std::string& name, double start_s, double end_s) {
     if (!enabled_) return;
     const std::lock_guard<std::mutex> lock(mutex_);
     if (events_.size() < kMost) events_.push_back({category, name, start_s, end_s});

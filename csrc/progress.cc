@@ -294,7 +294,7 @@ bool Progress::StepOne(Operation& operation, double now) {
     if (stepped) {
       moved = true;
       operation.moved_s_ = now;
-      if (operation.started_s_ == 0) operation.started_s_ = operation.traced ? Now() : now;
+      if (operation.started_s_ == 0) operation.started_s_ = operation.traced != nullptr ? Now() : now;
     }
     if (!stage.collective->done()) return moved;
     EndStage(operation);
@@ -303,11 +303,11 @@ bool Progress::StepOne(Operation& operation, double now) {
   if (operation.check) operation.check(operation);
   operation.ended_ = true;
   ++counters_.operations;
-  if (operation.traced && log_.enabled()) {
+  if (operation.traced != nullptr && log_.enabled()) {
     const double end = Now();
     const double started = operation.started_s_ == 0 ? end : operation.started_s_;
-    log_.Add("wait", operation.what, operation.ready_s_, started);
-    log_.Add("reduce", operation.what, started, end);
+    if (operation.of_all_ranks) log_.Add("wait", operation.what, operation.ready_s_, started);
+    log_.Add(operation.traced, operation.what, started, end);
   }
   return true;
 }

@@ -34,10 +34,10 @@ class Operation {
     std::unique_ptr<Collective> collective;
   };
 
-  std::string what;  // in words, for messages and the trace
-  int priority = 0;  // lower goes first
-  bool traced = false;
-  bool of_all_ranks = true;  // each rank enqueues it; then its sequence number is the same on all
+  std::string what;              // in words, for messages and the trace
+  int priority = 0;              // lower goes first
+  const char* traced = nullptr;  // the category of its time under way in the trace, if it is to be there
+  bool of_all_ranks = true;      // each rank enqueues it; then its sequence number is the same on all
   std::vector<Stage> stages;
   // Runs on the driving thread when the last stage is done; what it throws fails the engine.
   std::function<void(Operation&)> check;

@@ -343,10 +343,9 @@ NB_MODULE(_engine, m) {
       .def("take_events", &TakeEvents)
       .def(
           "log",
-          [](Engine& engine, const std::string& name, double start_s, double end_s) {
-            engine.log().Add("mark", name, start_s, end_s);
-          },
-          nb::arg("name"), nb::arg("start_s"), nb::arg("end_s"));
+          [](Engine& engine, const std::string& category, const std::string& name, double start_s,
+             double end_s) { engine.log().Add(category, name, start_s, end_s); },
+          nb::arg("category"), nb::arg("name"), nb::arg("start_s"), nb::arg("end_s"));
   m.def("set_default", &hvpipe::SetDefaultEngine, nb::arg("engine").none());
   m.def("now", &hvpipe::Now);
   m.def("cast", &Cast, nb::arg("array"), nb::arg("dtype"), nb::arg("out"), nb::arg("out_dtype"),

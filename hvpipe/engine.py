@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +38,7 @@ class Engine:
     def __init__(self, world: World, settings: Settings, ranks_per_host: int = 0) -> None:
         self.world = world
         self.core: Any = None
+        self._traced = settings.trace_path is not None
         if world.fortran_handle is None:
             return
         native = import_native()
@@ -49,7 +51,7 @@ class Engine:
             slot_bytes=settings.slot_bytes,
             shared_memory=settings.shared_memory,
             ranks_per_host=ranks_per_host,
-            trace=settings.trace_path is not None,
+            trace=self._traced,
         )
 
     def allreduce(
@@ -170,6 +172,17 @@ class Engine:
     def take_events(self) -> list[tuple[str, str, float, float]]:
         """(category, name, start_s, end_s) of what was recorded since the last call."""
         return [] if self.core is None else list(self.core.take_events())
+
+    @contextlib.contextmanager
+    def recorded(self, category: str, name: str) -> Iterator[None]:
+        """The time of the block, for the trace: "forward", "backward", "update" or "step"."""
+        if not self._traced or self.core is None:
+            yield
+            return
+        native = import_native()
+        start_s = native.now()
+        yield
+        self.core.log(category, name, start_s, native.now())
 
     def fail_if_announced(self, why: str) -> None:
         """End all communication with an error, if a step was announced to the peers that will not come."""

@@ -11,7 +11,8 @@ from hvpipe.errors import HvpipeError
 from hvpipe.trace import Event, Trace
 
 COMPUTE = ("forward", "backward", "update")
-"""Categories of the trace that can hide communication ("reduce")."""
+COMMUNICATION = ("reduce", "transfer")
+"""Categories of the trace: the first can hide the second."""
 
 Interval = tuple[float, float]
 
@@ -137,7 +138,7 @@ def hidden_share(trace: Trace) -> float | None:
     """
     communicated_s = hidden_s = computed_s = 0.0
     for rank in trace.ranks():
-        reduce = union(trace.of("reduce", rank))
+        reduce = union(event for category in COMMUNICATION for event in trace.of(category, rank))
         compute = union(event for category in COMPUTE for event in trace.of(category, rank))
         communicated_s += _length(reduce)
         computed_s += _length(compute)

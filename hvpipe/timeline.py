@@ -70,4 +70,7 @@ def _updates(spans: Sequence[Raw], marks: Sequence[tuple[float, str]], rank: int
 
 
 def _lane(category: str) -> str:
-    return {"wait": "bucket waits", "reduce": "bucket reduces"}.get(category, category)
+    lanes = {"wait": "bucket waits", "reduce": "bucket reduces", "step": "steps"}
+    # Spans of a pipeline's actions; data parallel steps leave marks.
+    lanes |= dict.fromkeys(("forward", "backward"), "compute")
+    return lanes.get(category, category)

@@ -118,3 +118,19 @@ def test_marks_that_belong_to_nothing_are_left_out() -> None:
 
 def test_nothing_recorded() -> None:
     assert events_of_rank([], 0) == []
+
+
+def test_a_pipelines_actions_and_transfers_are_spans_of_their_own() -> None:
+    raw = [
+        ("step", "training step", 0.0, 4.0),
+        ("forward", "0F0", 0.5, 1.0),
+        ("transfer", "0F0 for 1F0", 1.0, 1.5),
+        ("backward", "0B0", 2.0, 3.0),
+    ]
+    found = [(e.name, e.category, e.lane) for e in events_of_rank(raw, 1)]
+    assert found == [
+        ("training step", "step", "steps"),
+        ("0F0", "forward", "compute"),
+        ("0F0 for 1F0", "transfer", "transfer"),
+        ("0B0", "backward", "compute"),
+    ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -42,8 +44,12 @@ class Machine:
             for stage in layout.stages_of(self._rank)
         }
         self._mail = Mail(session)
-        self._step = PipelineStep(layout.stages, self.functions, layout.ranks, self._mail)
+        self._step = PipelineStep(
+            layout.stages, self.functions, layout.ranks, self._mail, session.engine.recorded
+        )
         self._update: PipelineUpdate | None = None
+        self._trained = _Trained()
+        session.sample_counters.append(self._trained)
         self._update_metrics = tf.function(self._metrics_in_graph, autograph=False, reduce_retracing=True)
 
     def fits(self, targets: Any) -> bool:
@@ -55,6 +61,14 @@ class Machine:
 
     def train(self, batch: Batch) -> Outcome:
         """One training step, weights updated; collective."""
+        begun_s = time.perf_counter()
+        with self._session.engine.recorded("step", "training step"):
+            outcome = self._train(batch)
+        self._session.step_durations_s.append(time.perf_counter() - begun_s)
+        self._trained.samples += outcome.samples
+        return outcome
+
+    def _train(self, batch: Batch) -> Outcome:
         self._agree("training", batch)
         if self._update is None:
             self._update = PipelineUpdate(self._session, self._owner.optimizer, self.functions, self._sharing)
@@ -62,7 +76,8 @@ class Machine:
         update.begin()
         course = self._layout.course(batch.samples, self._rank, True)
         outcome = self._step.train(course, batch, self._observe, update.stage_done, update.loss_scale)
-        update.apply()
+        with self._session.engine.recorded("update", "weights of this rank"):
+            update.apply()
         self._mail.finish()
         return outcome
 
@@ -115,6 +130,16 @@ class Machine:
         for metric in self._owner.metrics:
             if metric is self._owner._compile_metrics:
                 metric.update_state(y, y_pred, sample_weight)
+
+
+@dataclass
+class _Trained:
+    """Samples whose loss this rank has computed, for the summary of the run."""
+
+    samples: int = 0
+
+    def total(self) -> float:
+        return float(self.samples)
 
 
 def _specs(targets: Any) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -66,7 +67,7 @@ class PipelineStep:
     """Runs courses with the functions of this rank's stages.
 
     `ranks` are the world ranks by their place in the schedule. The batch of the first stage's rank counts:
-    it hands the others what they need of it.
+    it hands the others what they need of it. `recorded(category, name)` times a block for the trace.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class PipelineStep:
         functions: Mapping[int, StageFunctions],
         ranks: Sequence[int],
         mail: Mail,
+        recorded: Callable[[str, str], AbstractContextManager[None]],
     ) -> None:
+        self._recorded = recorded
         self._stages = stages
         self._functions = functions
         self._ranks = ranks
@@ -133,6 +136,7 @@ class _Pass:
     ) -> None:
         self._stages, self._functions = step._stages, step._functions
         self._ranks, self._mail = step._ranks, step._mail
+        self._recorded = step._recorded
         self._course, self._schedule = course, course.schedule
         self._batch = batch
         self._observe, self._stage_done = observe, stage_done
@@ -249,10 +253,11 @@ class _Pass:
             values.extend(self._taken(Action("F", i, source), action))
         given = self._given(stage, i)
         values.extend(given)
-        if self._mode == "train":
-            found, self._kept[stage, i] = functions.training.forward(values)
-        else:
-            found = (functions.prediction if self._mode == "predict" else functions.evaluation)(*values)
+        with self._recorded("forward", str(action)):
+            if self._mode == "train":
+                found, self._kept[stage, i] = functions.training.forward(values)
+            else:
+                found = (functions.prediction if self._mode == "predict" else functions.evaluation)(*values)
         made = dict(zip(cut.outputs, found, strict=False))
         for target, wires in cut.sends.items():
             self._give(action, Action("F", i, target), [made[wire] for wire in wires])
@@ -272,14 +277,16 @@ class _Pass:
         i, stage = action.microbatch, action.stage
         halves = self._functions[stage].training
         if action.kind == "W":
-            halves.backward_weights(self._further.pop((stage, i)), self._is_first(stage))
+            with self._recorded("backward", str(action)):
+                halves.backward_weights(self._further.pop((stage, i)), self._is_first(stage))
         else:
             gradients = self._gradients(action)
             kept = self._kept.pop((stage, i))
-            if action.kind == "B":
-                found = halves.backward(kept, gradients, self._is_first(stage))
-            else:
-                found, self._further[stage, i] = halves.backward_inputs(kept, gradients)
+            with self._recorded("backward", str(action)):
+                if action.kind == "B":
+                    found = halves.backward(kept, gradients, self._is_first(stage))
+                else:
+                    found, self._further[stage, i] = halves.backward_inputs(kept, gradients)
             self._return_gradients(action, found)
         if action.kind in "BW":
             self._left[stage] -= 1
