@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -91,6 +91,13 @@ class StopTogetherAtBatches(StopTogether):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._agree(f"whether to go on after batch {batch + 1} of epoch {self._epoch + 1}")
+
+
+def stop_together(session: Session, callbacks: Iterable[Any]) -> StopTogether:
+    """The one to put last behind these callbacks, which may differ from rank to rank; collective."""
+    stopping = any(stops_at_batches(callback) for callback in callbacks)
+    anywhere = any(session.engine.agree("callbacks that may stop within an epoch", float(stopping)))
+    return (StopTogetherAtBatches if anywhere else StopTogether)(session)
 
 
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")

@@ -16,11 +16,9 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.callbacks import (
     EpochEnd,
     FinishBeforeBatchCallbacks,
-    StopTogether,
-    StopTogetherAtBatches,
     average_logs,
     reads_at_batches,
-    stops_at_batches,
+    stop_together,
 )
 from hvpipe.keras.data import same_length
 from hvpipe.keras.instance_methods import InstanceMethods
@@ -193,10 +191,7 @@ class DataParallel:
         """The callbacks of a `fit` and ours around them; collective."""
         listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
         listed = list(tf.nest.flatten(listed)) if listed else []
-        stopping = any(stops_at_batches(callback) for callback in listed)
-        # The ranks' callbacks may differ, but all must agree at the same times.
-        anywhere = any(self.session.engine.agree("callbacks that may stop within an epoch", float(stopping)))
-        last = (StopTogetherAtBatches if anywhere else StopTogether)(self.session)
+        last = stop_together(self.session, listed)
         ours = [self._callback_for(listed), *listed, last]
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             return ours

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from zlib import crc32
 
 from hvpipe.action import Action
 from hvpipe.errors import HvpipeError, PlanError
@@ -50,6 +51,18 @@ class Layout:
     @cached_property
     def _whole(self) -> Schedule:
         return self.make_schedule(self.microbatches)
+
+    @property
+    def summary(self) -> str:
+        """One line about the model's shapes and who runs what, for ranks to compare."""
+        graph, schedule = self.stages.graph, self._whole
+        weights = [[v.shape for v in layer.variables] for layer in graph.layers(range(len(graph.calls)))]
+        everything = repr((graph.tensors, weights, [cut.calls for cut in self.stages.cuts], schedule.actions))
+        return (
+            f"pipeline_parallel with {len(self.stages.cuts)} stages of {len(graph.calls)} layer calls, "
+            f"{schedule.microbatches} micro-batches, {schedule.name}, "
+            f"checksum {crc32(everything.encode()):08x}"
+        )
 
     def stages_of(self, world_rank: int) -> tuple[int, ...]:
         """The stages of a rank, in order."""

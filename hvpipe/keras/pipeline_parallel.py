@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.callbacks import StopTogether
+from hvpipe.keras.callbacks import stop_together
 from hvpipe.keras.deferred import build_without_memory, give_memory
 from hvpipe.keras.layer_graph import layer_graph
 from hvpipe.keras.pipeline_files import PipelineFiles, make_folders
@@ -75,11 +76,27 @@ def pipeline_parallel(
             f"Received: {type(build_model).__name__}"
         )
     graph = layer_graph(model)
+    _check_steps(model)
     how = Pipelining(schedule, microbatches, recompute, chunks if schedule == "interleaved" else 1)
     plan, ranks = plan_for(session, graph, Wish(stages, replicas, how, profile, cluster))
     layout = layout_of(graph, plan, ranks)
+    session.engine.agree(layout.summary)
     recompute = plan.pipelining.recompute
     return PipelineParallel(session, model, layout, deferred=deferred, recompute=recompute)
+
+
+def _check_steps(model: Any) -> None:
+    """A step of the model's own would be passed over."""
+    own = [
+        name
+        for name in ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+        if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
+    if own:
+        raise HvpipeError(
+            "A pipeline runs steps of its own: put what the model's do into layers (add_loss), losses and "
+            f"metrics. Received: {type(model).__name__} {model.name!r}, which defines {', '.join(own)}"
+        )
 
 
 class PipelineParallel(PipelineFiles, keras.Model):
@@ -92,7 +109,8 @@ class PipelineParallel(PipelineFiles, keras.Model):
     def __init__(
         self, session: Session, model: Any, layout: Layout, *, deferred: bool, recompute: bool
     ) -> None:
-        super().__init__(name=model.name)
+        # With the policy mixed_float16, `compile` scales the loss.
+        super().__init__(name=model.name, dtype=model.dtype_policy)
         mine = {id(la): la for s in layout.stages_of(session.world.rank) for la in layout.stages.layers(s)}
         self._stage_layers = list(mine.values())
         if deferred:
@@ -146,23 +164,25 @@ class PipelineParallel(PipelineFiles, keras.Model):
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As keras.Model.fit, on all ranks together; rank 0 prints the progress."""
         session, sharing = self._parts.session, self._parts.sharing
-        callbacks = _listed(kwargs.get("callbacks") or [])
+        named = self._quiet(super().fit, args, kwargs)
+        callbacks = _listed(named.get("callbacks") or [])
         make_folders(session, callbacks)
-        kwargs["callbacks"] = [EpochEnd(sharing), *callbacks, StopTogether(session)]
-        return super().fit(*args, **self._quiet(kwargs))
+        named["callbacks"] = [EpochEnd(sharing), *callbacks, stop_together(session, callbacks)]
+        return super().fit(**named)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """As keras.Model.evaluate, on all ranks together."""
-        return super().evaluate(*args, **self._quiet(kwargs))
+        return super().evaluate(**self._quiet(super().evaluate, args, kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """As keras.Model.predict, on all ranks together; all get the outputs."""
-        return super().predict(*args, **self._quiet(kwargs))
+        return super().predict(**self._quiet(super().predict, args, kwargs))
 
-    def _quiet(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        if self._parts.session.world.rank != 0:
-            kwargs["verbose"] = 0
-        return kwargs
+    def _quiet(self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments by name; nothing is printed on ranks other than 0."""
+        bound = inspect.signature(method).bind(*args, **kwargs)
+        named = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
+        return named if self._parts.session.world.rank == 0 else {**named, "verbose": 0}
 
     def make_train_function(self, force: bool = False) -> None:
         self.train_function = functools.partial(self._run_batches, training=True)
@@ -211,10 +231,12 @@ class PipelineParallel(PipelineFiles, keras.Model):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(one)
             inputs = self._inputs(x)
             parts.append(self._machine(None).predict(Batch(inputs, (), int(inputs[0].shape[0]))))
-        return self.pack_outputs([np.concatenate(of_output) for of_output in zip(*parts, strict=True)])
+        return self.pack_outputs([tf.concat(of_output, 0) for of_output in zip(*parts, strict=True)])
 
     def _inputs(self, x: Any) -> list[Any]:
-        return list(_functional_of(self._parts.model)._standardize_inputs(x))
+        functional = _functional_of(self._parts.model)
+        functional._assert_input_compatibility(x)
+        return list(functional._standardize_inputs(x))
 
     def _machine(self, targets: Any) -> Machine:
         """For batches with such targets; made once, and again where their shapes vary."""

@@ -134,7 +134,7 @@ class PipelineUpdate:
 
     def _global_norm(self, gradients: Sequence[Any]) -> Any:
         """Over the gradients of all stages; each shared one counts once."""
-        if not self._optimizer.global_clipnorm:
+        if not _clipping(self._optimizer).global_clipnorm:
             return tf.constant(1.0)
         rank = self._session.world.rank
         own = [
@@ -154,25 +154,35 @@ class PipelineUpdate:
         return not any(self._session.engine.agree("whether all gradients are finite", 0.0 if mine else 1.0))
 
     def _make_apply(self) -> Any:
-        optimizer = self._optimizer
-        limit = optimizer.global_clipnorm
-        scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-        if limit and scaled:
+        optimizer, clipping = self._optimizer, _clipping(self._optimizer)
+        limit = clipping.global_clipnorm
+        if limit and clipping.gradient_accumulation_steps:
             raise HvpipeError(
-                "global_clipnorm goes with float32 and bfloat16, not with the loss scaling of mixed_float16. "
-                f"Received: global_clipnorm={limit}"
+                "global_clipnorm over all stages goes without gradient_accumulation_steps: take larger "
+                f"batches of more micro-batches. Received: global_clipnorm={limit}, "
+                f"gradient_accumulation_steps={clipping.gradient_accumulation_steps}"
             )
 
         def apply(norm: Any, factor: Any, *gradients: Any) -> None:
-            found = [g * tf.cast(factor, g.dtype) for g in gradients] if scaled else list(gradients)
+            found = list(gradients)
+            if clipping is not optimizer:
+                found = [g * tf.cast(factor, g.dtype) for g in found]
             if limit:
-                scale = float(optimizer.loss_scale_factor or 1.0)
+                scale = tf.convert_to_tensor(
+                    optimizer.loss_scale_factor or 1.0 if clipping is optimizer else optimizer.dynamic_scale
+                )
                 found, _ = tf.clip_by_global_norm(found, limit * scale, use_norm=norm * scale)
             # Clipped already, over all stages.
-            optimizer.global_clipnorm = None
+            clipping.global_clipnorm = None
             try:
                 optimizer.apply(found, self.variables)
             finally:
-                optimizer.global_clipnorm = limit
+                clipping.global_clipnorm = limit
 
         return tf.function(apply, autograph=False)
+
+
+def _clipping(optimizer: Any) -> Any:
+    """The optimizer that clips: the one inside, where losses are scaled dynamically."""
+    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    return optimizer.inner_optimizer if scaled else optimizer

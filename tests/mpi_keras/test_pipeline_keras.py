@@ -1,0 +1,119 @@
+"""A pipeline is used as any Keras model: its methods, callbacks, precision, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from mpi_keras.pipelines import batches, compile_as_all, mlp, sgd
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError
+
+
+def small() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            *(keras.layers.Dense(8, activation="relu") for _ in range(3)),
+            keras.layers.Dense(4),
+        ]
+    )
+
+
+def pair(build: Any, optimizer: Any = sgd, **options: Any) -> Iterator[Any]:
+    """The undivided model and its pipeline, each made and compiled from the same seed."""
+    for parallel in (False, True):
+        keras.utils.set_random_seed(5)
+        model = hk.pipeline_parallel(build, microbatches=4, **options) if parallel else build()
+        yield compile_as_all(model, optimizer())
+
+
+def test_on_batch_methods_are_those_of_keras() -> None:
+    x, y = batches(mlp, 16)
+    told = []
+    for model in pair(small):
+        found = model.predict_on_batch(x)
+        assert isinstance(found, np.ndarray)
+        trained = model.train_on_batch(x, y, sample_weight=np.linspace(0, 1, 16))
+        tested = model.test_on_batch(x, y, return_dict=True)
+        told.append([*found.ravel(), *trained, *(tested[name] for name in sorted(tested))])
+    np.testing.assert_allclose(told[1], told[0], rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_may_be_given_by_place() -> None:
+    x, y = batches(mlp, 16)
+    seen: list[int] = []
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    pipe.fit(x, y, 8, 2, 0, [callback])
+    assert seen == [0, 1]
+    assert len(pipe.evaluate(x, y, 8, 0)) == 2
+    assert pipe.predict(x, 8, 0).shape == (16, 4)
+
+
+def in_float16() -> keras.Model:
+    """The policy holds while the model is built, and no longer."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        return small()
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_half_precision_scales_the_loss_and_clips_over_all_stages() -> None:
+    x, y = batches(mlp, 48)
+    losses = []
+    for model in pair(in_float16, lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.05)):
+        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        losses.append(model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0).history["loss"])
+        assert float(model.optimizer.dynamic_scale) == 2.0**15
+    np.testing.assert_allclose(losses[1], losses[0], rtol=5e-4)
+
+
+class StopsOnTheLastRank(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1 and hvpipe.rank() == hvpipe.size() - 1:
+            self.model.stop_training = True
+
+
+def test_a_callback_that_stops_one_rank_within_an_epoch_stops_all() -> None:
+    x, y = batches(mlp, 32)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    history = pipe.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[StopsOnTheLastRank()])
+    assert len(history.history["loss"]) == 1
+    assert int(pipe.optimizer.iterations) == 2
+
+
+def test_inputs_of_another_shape_are_refused_as_keras_does() -> None:
+    x, y = batches(mlp, 16)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    with pytest.raises(ValueError, match=r"expected shape=\(None, 12\), found shape=\(8, 5\)"):
+        pipe.fit(x[:, :5], y, batch_size=8, verbose=0)
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return {}
+
+
+def with_own_step() -> keras.Model:
+    inputs = keras.Input((12,))
+    return OwnStep(inputs, keras.layers.Dense(4)(keras.layers.Dense(4)(inputs)))
+
+
+def test_a_train_step_of_ones_own_is_not_passed_over() -> None:
+    with pytest.raises(HvpipeError, match=r"OwnStep .*, which defines train_step"):
+        hk.pipeline_parallel(with_own_step)
+
+
+def test_clipping_over_all_stages_goes_without_accumulation() -> None:
+    x, y = batches(mlp, 16)
+    optimizer = keras.optimizers.SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2)
+    pipe = compile_as_all(hk.pipeline_parallel(small), optimizer)
+    with pytest.raises(HvpipeError, match="gradient_accumulation_steps=2"):
+        pipe.fit(x, y, batch_size=8, verbose=0)
