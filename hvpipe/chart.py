@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 from hvpipe.errors import HvpipeError
 from hvpipe.trace import Event, Trace
@@ -25,6 +27,11 @@ def draw_timeline(trace: Trace, path: str | os.PathLike[str], title: str) -> Non
 
     Rows have the names of the devices where the trace's metadata know them. HvpipeError without matplotlib.
     """
+    draw_timelines({title: trace}, path)
+
+
+def draw_timelines(traces: Mapping[str, Trace], path: str | os.PathLike[str]) -> None:
+    """The same for several traces by title, one below the other, with one scale of time."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -32,14 +39,34 @@ def draw_timeline(trace: Trace, path: str | os.PathLike[str], title: str) -> Non
         raise HvpipeError(
             "A PNG needs matplotlib: pip install 'hvpipe[plot]'. Received: it is not installed"
         ) from error
-    events = [event for event in trace.events if event.category != "wait" and event.end_s > event.start_s]
-    ranks = sorted({event.rank for event in events})
-    if not events:
+    events = {title: _visible(trace) for title, trace in traces.items()}
+    if not events or not all(events.values()):
         raise HvpipeError("A picture needs a trace with events. Received: none")
-    devices = trace.metadata.get("devices", [])
-    end_s = max(event.end_s for event in events)
-    figure = Figure(figsize=(12, 1.4 + 0.62 * len(ranks)), dpi=130, layout="constrained")
-    axes = figure.add_subplot()
+    rows = [len({event.rank for event in of_trace}) for of_trace in events.values()]
+    heights = [0.9 + 0.62 * count for count in rows]
+    figure = Figure(figsize=(12, 0.5 + sum(heights)), dpi=130, layout="constrained")
+    panels = figure.subplots(len(events), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    end_s = max(event.end_s for of_trace in events.values() for event in of_trace)
+    for axes, (title, trace) in zip(panels, traces.items(), strict=True):
+        _draw_rows(axes, events[title], trace.metadata.get("devices", []), end_s)
+        axes.set_title(title, fontsize=10, loc="left")
+    panels[-1].set_xlabel("seconds")
+    seen = {_kind(event) for of_trace in events.values() for event in of_trace}
+    patches = [Patch(color=colour, label=name) for kind, (colour, name) in _KINDS.items() if kind in seen]
+    figure.legend(handles=patches, loc="outside lower right", ncols=len(patches), fontsize=8, frameon=False)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise HvpipeError(f"The PNG should go to a file that can be written. Received: {error}") from error
+
+
+def _visible(trace: Trace) -> list[Event]:
+    return [event for event in trace.events if event.category != "wait" and event.end_s > event.start_s]
+
+
+def _draw_rows(axes: Any, events: list[Event], devices: list[str], end_s: float) -> None:
+    """A row for each rank of one trace."""
+    ranks = sorted({event.rank for event in events})
     for event in events:
         row = ranks.index(event.rank)
         computes = event.lane == "compute"
@@ -58,16 +85,7 @@ def draw_timeline(trace: Trace, path: str | os.PathLike[str], title: str) -> Non
     axes.set_yticks(range(len(ranks)), [_row_name(rank, devices) for rank in ranks])
     axes.set_ylim(len(ranks) - 0.45, -0.55)
     axes.set_xlim(0, end_s)
-    axes.set_xlabel("seconds")
-    axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    seen = {_kind(event) for event in events}
-    patches = [Patch(color=colour, label=name) for kind, (colour, name) in _KINDS.items() if kind in seen]
-    figure.legend(handles=patches, loc="outside lower right", ncols=len(patches), fontsize=8, frameon=False)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise HvpipeError(f"The PNG should go to a file that can be written. Received: {error}") from error
 
 
 def _kind(event: Event) -> str:

@@ -146,11 +146,11 @@ def test_no_rank_gives_memory_to_the_stages_of_others() -> None:
     for layer in every:
         here = [v._value is not None for v in variables_of([layer])]
         assert all(here) if id(layer) in layers else not any(here)
-    # An initializer takes some four times a layer's memory for a moment.
+    # An initializer takes some four times a layer's memory for a moment, and malloc keeps some of it.
     own_mb = 24 * len(pipe.layers)
-    assert own_mb * 0.9 < grown_mb < own_mb + 130
+    assert own_mb * 0.9 < grown_mb < own_mb + 200
     if hvpipe.size() > 1:
-        assert own_mb + 130 < 480
+        assert own_mb + 200 < 480
 
 
 def resident_mb(what: str) -> float:
