@@ -1,0 +1,58 @@
+"""A model that is too large for one rank's memory limit fails on one rank and trains on four."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distributed import launch
+
+SCRIPT = """
+import re, resource
+from pathlib import Path
+import keras, numpy as np, tensorflow as tf
+import hvpipe, hvpipe.keras as hk
+
+hvpipe.init()
+SIDE, LAYERS = 2200, 8  # 19 MB of weights each; with gradients and Adam's two slots 620 MB in all
+
+def build():
+    model = keras.Sequential([keras.Input((SIDE,))])
+    for _ in range(LAYERS):
+        model.add(keras.layers.Dense(SIDE, use_bias=False))
+    return model
+
+# What comes once: threads, their stacks and arenas.
+small = hk.pipeline_parallel(
+    lambda: keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(4) for _ in range(8))])
+)
+small.compile("adam", "mse")
+small.fit(np.ones((16, 4)), np.ones((16, 4)), batch_size=16, verbose=0)
+
+used_kb = int(re.search(r"VmData:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+limit = used_kb * 1024 + 430_000_000
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+pipe = hk.pipeline_parallel(build)
+pipe.compile("adam", "mse")
+x = np.ones((16, SIDE), np.float32) / SIDE
+history = pipe.fit(x, np.zeros((16, SIDE), np.float32), batch_size=16, epochs=2, verbose=0)
+print("trained", len(history.history["loss"]), "epochs", flush=True)
+hvpipe.shutdown()
+"""
+
+SHORT_OF_MEMORY = ("OOM", "ResourceExhausted", "bad_alloc", "MemoryError", "Cannot allocate memory")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+def test_what_does_not_fit_one_rank_trains_on_four(tmp_path: Path) -> None:
+    script = tmp_path / "large.py"
+    script.write_text(SCRIPT)
+    alone = launch(1, [script], limit_s=300)
+    assert not alone.timed_out
+    assert alone.returncode != 0, alone.describe()
+    assert any(words in alone.output for words in SHORT_OF_MEMORY), alone.describe()
+    together = launch(4, [script], limit_s=300)
+    assert together.returncode == 0, together.describe()
+    assert together.output.count("trained 2 epochs") == 4
