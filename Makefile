@@ -3,7 +3,7 @@
 #   make train            train examples/train.py on 2 ranks                 (RANKS=4 ARGS="--epochs 3" to vary it)
 #   make test             everything that CI runs
 #   make test TF=2.18.1   all tests on that TensorFlow, in a venv of its own
-#   make setup | lint | plan | fast | keras | cuda | wheel | format | clean
+#   make setup | lint | plan | rest | fast | keras | cuda | wheel | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. What is set up already is not set up again.
 
@@ -31,7 +31,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup train test lint plan all fast keras cuda wheel other format clean
+.PHONY: help setup train test lint plan rest fast keras cuda wheel other format clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -47,8 +47,8 @@ train: setup
 	    examples/train.py --save $(RUN_DIR)/model.keras --progress $$([ -t 1 ] && echo bar || echo epoch) $(ARGS)
 
 # One step after the other, quickest first, so that a failure shows early; the first failure ends the run.
-ALL_STEPS := lint plan cuda all wheel other
-ONE_STEPS := plan all
+ALL_STEPS := lint plan cuda rest wheel other
+ONE_STEPS := plan rest
 
 test: setup
 	@for step in $(if $(filter $(DEFAULT_TF),$(TF)),$(ALL_STEPS),$(ONE_STEPS)); do $(MAKE) $$step READY=1; done
@@ -64,9 +64,9 @@ plan: setup
 	@echo "==> tests of the planning half, with MPI and TensorFlow out of reach"
 	@$(PYTEST) -q --planning
 
-all: setup
-	@echo "==> all tests on TensorFlow $(TF), the distributed ones under mpirun with 1, 2, 3 and 4 ranks"
-	@$(PYTEST)
+rest: setup
+	@echo "==> all other tests on TensorFlow $(TF), the distributed ones under mpirun with 1, 2, 3 and 4 ranks"
+	@$(PYTEST) --rest
 
 fast: setup
 	@echo "==> fast half of the tests on TensorFlow $(TF)"

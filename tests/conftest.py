@@ -28,6 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="only the tests that need neither MPI nor TensorFlow, with both out of reach",
     )
+    parser.addoption("--rest", action="store_true", help="only the tests that --planning leaves out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,8 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if config.getoption("planning") and collection_path.suffix == ".py" and _needs_more(collection_path):
-        return True
+    if collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
+        if config.getoption("planning") and _needs_more(collection_path):
+            return True
+        in_rank_folder = collection_path.parent.name in RANK_FOLDERS
+        if config.getoption("rest") and not in_rank_folder and not _needs_more(collection_path):
+            return True
     if collection_path.name in RANK_FOLDERS and collection_path.parent == Path(__file__).parent:
         asked = [Path(argument.split("::")[0]).resolve() for argument in config.args]
         return None if any(p == collection_path or collection_path in p.parents for p in asked) else True
