@@ -91,9 +91,9 @@ def split_gradient(
     ]
     inputs, given, outputs = traced["inputs"], traced["given"], traced["outputs"]
     of_inputs = traced["of_inputs"]
-    forward = _Compiled(cut.piece(inputs, [*outputs, *kept], effects=graph.control_outputs))
+    forward = cut.piece(inputs, [*outputs, *kept], effects=graph.control_outputs).function()
     both = _storing(cut.piece([*kept, *given], [*of_inputs, *of_weights]), accumulators)
-    inputs_part = _Compiled(cut.piece([*kept, *given], [*of_inputs, *shared, *further]))
+    inputs_part = cut.piece([*kept, *given], [*of_inputs, *shared, *further]).function()
     weights_part = _storing(cut.piece([*shared, *further], of_weights), accumulators)
 
     def run_forward(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -124,26 +124,30 @@ class _Piece:
     run: Callable[..., list[Any]]
     signature: Sequence[Any]
 
+    def function(self) -> FlatFunction:
+        return FlatFunction(self.run, self.signature)
 
-class _Compiled:
-    """A piece as TensorFlow runs it; made at the first call.
+
+class FlatFunction:
+    """A function of flat values with a signature, as TensorFlow runs it; traced at the first call.
 
     What flows between pieces may be hundreds of tensors, whose binding to the parameters of a tf.function
     would take longer than many a small layer: its flat inputs are known to fit.
     """
 
-    def __init__(self, piece: _Piece) -> None:
-        self._piece = piece
+    def __init__(self, run: Callable[..., list[Any]], signature: Sequence[Any]) -> None:
+        self._run = run
+        self._signature = signature
         self._concrete: Any = None
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         if self._concrete is None:
-            function = tf.function(self._piece.run, input_signature=self._piece.signature, autograph=False)
+            function = tf.function(self._run, input_signature=self._signature, autograph=False)
             self._concrete = function.get_concrete_function()
         return list(self._concrete._call_flat(list(values), self._concrete.captured_inputs) or ())
 
 
-def _storing(piece: _Piece, accumulators: Sequence[Any]) -> dict[bool, _Compiled]:
+def _storing(piece: _Piece, accumulators: Sequence[Any]) -> dict[bool, FlatFunction]:
     """Puts the last of what a piece returns into the accumulators: first sets, then adds; gives the rest."""
 
     def put(first: bool, *values: Any) -> list[Any]:
@@ -153,9 +157,7 @@ def _storing(piece: _Piece, accumulators: Sequence[Any]) -> dict[bool, _Compiled
             (accumulator.assign if first else accumulator.assign_add)(gradient)
         return found[:rest]
 
-    return {
-        first: _Compiled(_Piece(functools.partial(put, first), piece.signature)) for first in (True, False)
-    }
+    return {first: FlatFunction(functools.partial(put, first), piece.signature) for first in (True, False)}
 
 
 class _Cut:

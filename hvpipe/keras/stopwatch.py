@@ -9,6 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hvpipe.keras.split_gradient import FlatFunction
+
 _WARM_UPS = 2
 _EMPTY_CALLS = 30
 
@@ -39,8 +41,8 @@ class Stopwatch:
         def body(*values: Any) -> list[Any]:
             return [tf.identity(values[i % given]) if given else tf.constant(0.0) for i in range(made)]
 
-        empty = tf.function(body, input_signature=[tf.TensorSpec((), tf.float32)] * given, autograph=False)
-        return min(self._times_s(lambda: empty(*values), _EMPTY_CALLS))
+        empty = FlatFunction(body, [tf.TensorSpec((), tf.float32)] * given)
+        return min(self._times_s(lambda: empty(values), _EMPTY_CALLS))
 
     def _times_s(self, call: Callable[[], object], count: int) -> list[float]:
         taken_s = [self._once_s(call) for _ in range(_WARM_UPS + count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.estimate import estimate
 from hvpipe.keras.layer_graph import layer_graph
+from hvpipe.keras.stopwatch import Stopwatch
 from hvpipe.plan.partition import partition
 from hvpipe.profile import LayerCost, Profile
 from hvpipe.topology import equal_cluster
@@ -151,7 +153,9 @@ def test_of_a_function_weights_have_no_memory_before_and_after() -> None:
     assert np.ptp(np.asarray(model.layers[1].kernel)) > 0
 
 
-def test_alike_layers_are_timed_once_and_others_by_themselves() -> None:
+def test_alike_layers_are_timed_once_and_others_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = itertools.count(1)
+    monkeypatch.setattr(Stopwatch, "time_s", lambda *_, **__: float(next(count)))
     x = keras.Input((8,))
     h = keras.layers.Dense(8, name="a")(x)  # its input has no gradient
     for name in "bc":
