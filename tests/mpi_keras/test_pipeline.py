@@ -127,12 +127,12 @@ def test_a_batch_that_the_micro_batches_do_not_divide_counts_every_sample_once()
 
 
 def test_no_rank_gives_memory_to_the_stages_of_others() -> None:
-    """Peak memory while a model of 480 MB is built: this rank's share, and not the whole."""
+    """Peak memory while a model of 720 MB is built: this rank's share, and not the whole."""
     side = 2450  # 24 MB a layer
 
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input((side,))])
-        for _ in range(20):
+        for _ in range(30):
             model.add(keras.layers.Dense(side, use_bias=False))
         return model
 
@@ -146,11 +146,10 @@ def test_no_rank_gives_memory_to_the_stages_of_others() -> None:
     for layer in every:
         here = [v._value is not None for v in variables_of([layer])]
         assert all(here) if id(layer) in layers else not any(here)
-    # An initializer takes some four times a layer's memory for a moment, and malloc keeps some of it.
-    own_mb = 24 * len(pipe.layers)
-    assert own_mb * 0.9 < grown_mb < own_mb + 200
+    # What initializers take for a moment comes on top: up to 230 MB were seen.
+    assert grown_mb > 0.9 * 24 * len(pipe.layers)
     if hvpipe.size() > 1:
-        assert own_mb + 200 < 480
+        assert grown_mb < 0.9 * 720
 
 
 def resident_mb(what: str) -> float:
