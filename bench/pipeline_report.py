@@ -38,7 +38,7 @@ class PipelineReport:
     def to_text(self) -> str:
         """A table for people."""
         head = (
-            f"{self.workload} in all\n{self.ranks} ranks, {self.where}; {self.schedule}, "
+            f"{self.workload}\n{self.ranks} ranks, {self.where}; {self.schedule}, "
             f"{self.microbatches} micro-batches; a random placement runs the batch as one\n"
         )
         first = self.cases[0].seconds()

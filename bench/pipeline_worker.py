@@ -129,5 +129,11 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
             )
         )
     return PipelineReport(
-        workload.describe(), where, effort.schedule, effort.microbatches, ranks, workload.batch, tuple(cases)
+        workload.describe().replace("a rank", "in all").replace("SGD momentum", "SGD"),
+        where,
+        effort.schedule,
+        effort.microbatches,
+        ranks,
+        workload.batch,
+        tuple(cases),
     )
