@@ -67,6 +67,10 @@ def _batches(workload: Workload) -> Any:
     return tf.data.Dataset.from_tensors(data).repeat().prefetch(2).with_options(options)
 
 
+def _describe(workload: Workload) -> str:
+    return workload.describe().replace("a rank", "in all").replace("SGD momentum", "SGD")
+
+
 def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str], None]) -> PipelineReport:
     """Profile once, then train every plan in rounds; every rank calls it, and gets the report."""
     keras = prepare_tensorflow(workload)
@@ -129,7 +133,7 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
             )
         )
     return PipelineReport(
-        workload.describe().replace("a rank", "in all").replace("SGD momentum", "SGD"),
+        _describe(workload),
         where,
         effort.schedule,
         effort.microbatches,
