@@ -52,10 +52,10 @@ def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
 
 
 def _updates(spans: Sequence[Raw], marks: Sequence[tuple[float, str]], rank: int) -> list[Event]:
-    """A bucket's update runs from the end of its unpack to the next mark that says it is done."""
+    """A bucket's update runs from the end of its unpack, or its reduce, to the mark that says it is done."""
     unpacked: dict[str, list[float]] = {}
     for category, name, _, end in spans:
-        if category == "unpack":
+        if category in ("unpack", "reduce"):
             unpacked.setdefault(name, []).append(end)
     for ends in unpacked.values():
         ends.sort()

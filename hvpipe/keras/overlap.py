@@ -92,7 +92,13 @@ class OverlappedOptimizer:
         self.optimizer.apply = self.apply
         if self._traced:
             scale_loss = type(self.optimizer).scale_loss
-            self.optimizer.scale_loss = lambda loss: ops.mark(scale_loss(self.optimizer, loss), "forward")
+            self.optimizer.scale_loss = lambda loss: self._marked(scale_loss(self.optimizer, loss))
+
+    def _marked(self, loss: Any) -> Any:
+        loss = ops.mark(loss, "forward")
+        # No gradient needs its value: without this use grappler would remove the mark.
+        self._marks.assign(tf.cast(tf.reduce_sum(loss), tf.float32))
+        return loss
 
     def unhook(self) -> None:
         """Give the optimizer its own methods back."""
