@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +114,6 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
             found, _ = timed_fit(keras, pipe, _batches(workload), effort.steps)
             steps[name].extend(found[1:] or found)
             tell(f"round {number + 1} of {effort.rounds}: {name} {median(found):.3f} s")
-            time.sleep(0.05)
     everyone = hvpipe.allgather_object(steps)
     cases = []
     for name, plan in plans.items():

@@ -101,7 +101,7 @@ def layer_graph(model: Any) -> LayerGraph:
     Nested functional models are opened, each call of one by itself. Raises HvpipeError for a model that
     has no graph (subclassed, or Sequential without an input shape): says how to make it functional.
     """
-    functional = _functional(model)
+    functional = functional_of(model)
     if functional is None:
         raise HvpipeError(
             "A model can be cut into stages where Keras knows its graph: a functional model, "
@@ -140,7 +140,7 @@ class _Builder:
                     continue
                 if any(id(x) not in table for x in node.input_tensors):
                     continue  # of another use of a shared layer
-                inner = _functional(node.operation)
+                inner = functional_of(node.operation)
                 if inner is not None and _can_be_opened(node, inner):
                     self._open(node, inner, table, prefix)
                 else:
@@ -179,7 +179,7 @@ def _own_name(operation: Any) -> str:
     return kind if re.fullmatch(rf"{kind}_\d+", operation.name) else str(operation.name)
 
 
-def _functional(operation: Any) -> Any | None:
+def functional_of(operation: Any) -> Any:
     """The functional model that an operation is or (Sequential) holds; None where it is none."""
     if isinstance(operation, keras.Sequential):
         return operation._functional if operation.built else None

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.deferred import lent_memory, variables_of, without_memory
 from hvpipe.keras.footprint import Slots, kept_bytes, tensor_bytes, untrained_bytes, weight_bytes
-from hvpipe.keras.layer_graph import LayerGraph, layer_graph
+from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
 from hvpipe.keras.stage import StageFunctions, Stages, Wire, cut_stages
 from hvpipe.keras.stopwatch import Stopwatch
 from hvpipe.profile import LayerCost, Profile
@@ -206,11 +206,10 @@ def _inputs(model: Any, graph: LayerGraph, batch: Any) -> list[Any]:
     specs = [graph.tensors[number] for number in graph.inputs]
     listed = ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in specs)
     want = f"batch should be inputs for the model {model.name!r}, {listed}, or a tuple that begins with them"
-    functional = model._functional if isinstance(model, keras.Sequential) else model
     if not isinstance(x, dict) and len(keras.tree.flatten(x)) != len(specs):
         raise HvpipeError(f"{want}. Received: {_described(x)}")
     try:
-        found = list(functional._standardize_inputs(x))
+        found = list(functional_of(model)._standardize_inputs(x))
         shapes = [tuple(tensor.shape) for tensor in found]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         why = (str(error).splitlines() or [""])[0]

@@ -23,20 +23,29 @@ from hvpipe.session import Session
 class Machine:
     """Runs steps of this rank's stages for targets of one structure; `owner` is compiled as the user wants.
 
-    `targets` is (y, sample_weight) of a batch, or None before any (only `predict` then).
+    `structure` is (y, sample_weight) of a batch and `targets` the same flat (`flat_targets`); None and
+    nothing before any (only `predict` then).
     """
 
     def __init__(
-        self, owner: Any, session: Session, layout: Layout, sharing: Sharing, targets: Any, *, recompute: bool
+        self,
+        owner: Any,
+        session: Session,
+        layout: Layout,
+        sharing: Sharing,
+        structure: Any,
+        targets: Sequence[Any],
+        *,
+        recompute: bool,
     ) -> None:
         self._owner = owner
         self._session = session
         self._layout = layout
         self._sharing = sharing
-        self._structure = targets
+        self._structure = structure
         self._signature = _specs(targets)
         self._rank = session.world.rank
-        has_targets = bool(self._signature) and keras.tree.flatten(targets[0])[0] is not None
+        has_targets = bool(self._signature) and keras.tree.flatten(structure[0])[0] is not None
         self.functions = {
             stage: StageFunctions(
                 layout.stages, stage, self._signature, self._loss if has_targets else None, recompute
@@ -52,8 +61,8 @@ class Machine:
         session.sample_counters.append(self._trained)
         self._update_metrics = tf.function(self._metrics_in_graph, autograph=False, reduce_retracing=True)
 
-    def fits(self, targets: Any) -> bool:
-        """Whether it can run batches with targets like these."""
+    def fits(self, targets: Sequence[Any]) -> bool:
+        """Whether it can run batches with targets, flat, like these."""
         specs = _specs(targets)
         return len(specs) == len(self._signature) and all(
             mine.is_compatible_with(spec) for mine, spec in zip(self._signature, specs, strict=True)
@@ -120,16 +129,13 @@ class Machine:
             lambda leaf: None if leaf is None else next(rest), self._structure, none_is_leaf=True
         )
 
-    def _observe(self, targets: Sequence[Any], outputs: Sequence[Any], loss: Any, samples: int) -> None:
-        if self._owner._compile_metrics is not None or self._owner._compile_loss is not None:
+    def _observe(self, targets: Sequence[Any], outputs: Sequence[Any]) -> None:
+        if self._owner._compile_metrics is not None:
             self._update_metrics(list(targets), list(outputs))
 
     def _metrics_in_graph(self, targets: Sequence[Any], outputs: Sequence[Any]) -> None:
         y, sample_weight = self._targets(targets)
-        y_pred = self._owner.pack_outputs(outputs)
-        for metric in self._owner.metrics:
-            if metric is self._owner._compile_metrics:
-                metric.update_state(y, y_pred, sample_weight)
+        self._owner._compile_metrics.update_state(y, self._owner.pack_outputs(outputs), sample_weight)
 
 
 @dataclass
@@ -142,7 +148,11 @@ class _Trained:
         return float(self.samples)
 
 
-def _specs(targets: Any) -> list[Any]:
+def flat_targets(structure: Any) -> list[Any]:
+    """The tensors of (y, sample_weight), without what is None."""
+    return [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(structure) if leaf is not None]
+
+
+def _specs(targets: Sequence[Any]) -> list[Any]:
     """What targets look like, whatever the batch size."""
-    leaves = [] if targets is None else [leaf for leaf in keras.tree.flatten(targets) if leaf is not None]
-    return [tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in map(tf.convert_to_tensor, leaves)]
+    return [tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in targets]

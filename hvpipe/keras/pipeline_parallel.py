@@ -16,10 +16,10 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.callbacks import stop_together
 from hvpipe.keras.deferred import build_without_memory, give_memory
-from hvpipe.keras.layer_graph import layer_graph
+from hvpipe.keras.layer_graph import functional_of, layer_graph
 from hvpipe.keras.pipeline_files import PipelineFiles, make_folders
 from hvpipe.keras.pipeline_layout import Layout, layout_of
-from hvpipe.keras.pipeline_machine import Machine
+from hvpipe.keras.pipeline_machine import Machine, flat_targets
 from hvpipe.keras.pipeline_plan import Wish, plan_for
 from hvpipe.keras.pipeline_step import Batch, Outcome
 from hvpipe.keras.sharing import Sharing
@@ -140,7 +140,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
 
     def pack_outputs(self, flat: Sequence[Any]) -> Any:
         """Outputs in the structure that the undivided model gives them."""
-        model = _functional_of(self._parts.model)
+        model = functional_of(self._parts.model)
         return keras.tree.pack_sequence_as(model._outputs_struct, list(flat))
 
     def call(self, inputs: Any, training: bool = False) -> Any:
@@ -216,11 +216,9 @@ class PipelineParallel(PipelineFiles, keras.Model):
                     raise
                 break
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            targets = (y, sample_weight)
             inputs = self._inputs(x)
-            flat = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(targets) if leaf is not None]
-            batch = Batch(inputs, flat, int(inputs[0].shape[0]))
-            machine = self._machine(targets)
+            batch = Batch(inputs, flat_targets((y, sample_weight)), int(inputs[0].shape[0]))
+            machine = self._machine((y, sample_weight), batch.targets)
             outcome = machine.train(batch) if training else machine.evaluate(batch)
             logs = self._logs(outcome, batch.samples)
         return logs
@@ -230,20 +228,26 @@ class PipelineParallel(PipelineFiles, keras.Model):
         for one in data:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(one)
             inputs = self._inputs(x)
-            parts.append(self._machine(None).predict(Batch(inputs, (), int(inputs[0].shape[0]))))
+            parts.append(self._machine(None, ()).predict(Batch(inputs, (), int(inputs[0].shape[0]))))
         return self.pack_outputs([tf.concat(of_output, 0) for of_output in zip(*parts, strict=True)])
 
     def _inputs(self, x: Any) -> list[Any]:
-        functional = _functional_of(self._parts.model)
+        functional = functional_of(self._parts.model)
         functional._assert_input_compatibility(x)
         return list(functional._standardize_inputs(x))
 
-    def _machine(self, targets: Any) -> Machine:
+    def _machine(self, structure: Any, targets: Sequence[Any]) -> Machine:
         """For batches with such targets; made once, and again where their shapes vary."""
         parts = self._parts
-        if parts.machine is None or (targets is not None and not parts.machine.fits(targets)):
+        if parts.machine is None or (structure is not None and not parts.machine.fits(targets)):
             parts.machine = Machine(
-                self, parts.session, parts.layout, parts.sharing, targets, recompute=parts.recompute
+                self,
+                parts.session,
+                parts.layout,
+                parts.sharing,
+                structure,
+                targets,
+                recompute=parts.recompute,
             )
         return parts.machine
 
@@ -311,10 +315,6 @@ class _Parts:
         """What depends on how the model is compiled is made again."""
         self.machine: Machine | None = None
         self.metric_names: list[str] | None = None
-
-
-def _functional_of(model: Any) -> Any:
-    return model._functional if isinstance(model, keras.Sequential) else model
 
 
 def _listed(callbacks: Any) -> list[Any]:

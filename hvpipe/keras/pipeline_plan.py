@@ -65,8 +65,13 @@ def plan_for(session: Session, graph: LayerGraph, wish: Wish) -> tuple[Plan, lis
 
 def _counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tuple[int, tuple[int, ...]]:
     """The number of stages on ranks of their own, and how many ranks each has."""
+    if replicas is not None and (not replicas or min(replicas) < 1 or sum(replicas) != size):
+        raise HvpipeError(
+            f"replicas should be one or more ranks for each stage, {size} together. "
+            f"Received: replicas={tuple(replicas)}"
+        )
     if stages == "auto":
-        stages = len(replicas) if replicas is not None else size
+        stages = size if replicas is None else len(replicas)
     if not isinstance(stages, int) or not 1 <= stages <= size:
         raise HvpipeError(
             f"stages should be 'auto', a plan, or a number from 1 to that of the ranks, {size}. "
@@ -79,10 +84,9 @@ def _counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tuple[int
                 f"each stage has. Received: stages={stages} on {size} ranks"
             )
         return stages, (size // stages,) * stages
-    if len(replicas) != stages or min(replicas) < 1 or sum(replicas) != size:
+    if len(replicas) != stages:
         raise HvpipeError(
-            f"replicas should be {stages} numbers, one or more ranks for each stage, {size} together. "
-            f"Received: replicas={tuple(replicas)}"
+            f"replicas should be {stages} numbers, one for each stage. Received: replicas={tuple(replicas)}"
         )
     return stages, tuple(replicas)
 

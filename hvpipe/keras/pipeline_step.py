@@ -18,6 +18,8 @@ from hvpipe.keras.stage import StageFunctions, Stages, Wire
 from hvpipe.schedule import Schedule
 
 Values = list[Any]
+Observe = Callable[[Sequence[Any], Sequence[Any]], None]
+"""Called with the targets and the outputs of a micro-batch of the last stage."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,13 @@ class PipelineStep:
         self,
         course: Course,
         batch: Batch,
-        observe: Callable[[Sequence[Any], Sequence[Any], Any, int], None],
+        observe: Observe,
         stage_done: Callable[[int], None],
         loss_scale: float = 1.0,
     ) -> Outcome:
         """All actions of a training step, up to the gradients, of the loss times `loss_scale`.
 
-        `observe(targets, outputs, loss, samples)` is called for each micro-batch of the last stage,
+        `observe(targets, outputs)` is called for each micro-batch of the last stage,
         `stage_done(stage)` when a stage's gradients are complete.
         """
         return _Pass(self, course, batch, observe, stage_done, "train", loss_scale).run()
@@ -103,7 +105,7 @@ class PipelineStep:
         self,
         course: Course,
         batch: Batch,
-        observe: Callable[[Sequence[Any], Sequence[Any], Any, int], None],
+        observe: Observe,
     ) -> Outcome:
         """Forwards in inference mode, with the loss."""
         return _Pass(self, course, batch, observe, lambda _stage: None, "evaluate").run()
@@ -129,7 +131,7 @@ class _Pass:
         step: PipelineStep,
         course: Course,
         batch: Batch,
-        observe: Callable[[Sequence[Any], Sequence[Any], Any, int], None],
+        observe: Observe,
         stage_done: Callable[[int], None],
         mode: str,
         loss_scale: float = 1.0,
@@ -271,7 +273,7 @@ class _Pass:
             if self._mode == "predict":
                 self._outcome.outputs[i] = outputs
             else:
-                self._observe(given[len(cut.inputs) :], outputs, rest[0], samples)
+                self._observe(given[len(cut.inputs) :], outputs)
 
     def _backward(self, action: Action) -> None:
         i, stage = action.microbatch, action.stage

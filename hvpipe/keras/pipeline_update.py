@@ -41,15 +41,20 @@ class PipelineUpdate:
         self._functions = functions
         holders = self._holders = sharing.holders
         keras_variables = {id(v.value): v for of_stage in functions.values() for v in of_stage.trainable}
-        used = {id(v) for of_stage in functions.values() for v in of_stage.training.variables}
+        # Of each variable, by the id of its tf.Variable: over all stages of this rank that use it.
+        accumulators: dict[int, list[Any]] = {key: [] for key in keras_variables}
+        for stage in sorted(functions):
+            halves = functions[stage].training
+            for variable, accumulator in zip(halves.variables, halves.accumulators, strict=True):
+                accumulators[id(variable)].append(accumulator)
         # In the order of the model, the same on all who share; a shared one even where nothing reached it.
-        self.variables = [v for key, v in keras_variables.items() if key in used or id(v) in holders]
-        self._places = {id(v.value): place for place, v in enumerate(self.variables)}
-        self._stages_of: dict[int, set[int]] = {place: set() for place in range(len(self.variables))}
-        for stage, of_stage in functions.items():
-            for v in of_stage.trainable:
-                if id(v.value) in self._places:
-                    self._stages_of[self._places[id(v.value)]].add(stage)
+        keys = [key for key, v in keras_variables.items() if accumulators[key] or id(v) in holders]
+        self.variables = [keras_variables[key] for key in keys]
+        self._accumulators = [accumulators[key] for key in keys]
+        self._stages_of = [
+            {stage for stage, of_stage in functions.items() if any(v is u for u in of_stage.trainable)}
+            for v in self.variables
+        ]
         self._buckets = self._make_buckets(sharing.groups)
         self._done: set[int] = set()
         if not optimizer.built:
@@ -115,15 +120,8 @@ class PipelineUpdate:
 
     def _gradient(self, place: int) -> Any:
         """Of one variable, over all stages of this rank that use it."""
-        key = id(self.variables[place].value)
-        found = None
-        for stage in sorted(self._stages_of[place]):
-            halves = self._functions[stage].training
-            for variable, accumulator in zip(halves.variables, halves.accumulators, strict=True):
-                if id(variable) == key:
-                    value = accumulator.read_value()
-                    found = value if found is None else found + value
-        return tf.zeros(self.variables[place].shape) if found is None else found
+        values = [accumulator.read_value() for accumulator in self._accumulators[place]]
+        return sum(values[1:], values[0]) if values else tf.zeros(self.variables[place].shape)
 
     @property
     def loss_scale(self) -> float:

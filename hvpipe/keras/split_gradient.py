@@ -62,9 +62,8 @@ def split_gradient(
     traced: dict[str, Any] = {}
 
     def whole(*inputs: Any) -> Any:
-        outputs = [tf.convert_to_tensor(y) for y in function(*inputs)]
         # What is kept must be a tensor that the graph computes, not one that is passed through.
-        outputs = [tf.identity(y) for y in outputs]
+        outputs = [tf.identity(y) for y in function(*inputs)]
         floating = [y for y in outputs[: len(outputs) - only_out] if y.dtype.is_floating]
         given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in floating]
         sought = [x for x in inputs[:wanted] if x.dtype.is_floating]

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.layer_graph import LayerGraph, TensorSpec, layer_graph
+from hvpipe.keras.layer_graph import LayerGraph, TensorSpec, functional_of, layer_graph
 from hvpipe.keras.measure import built_model
 from hvpipe.profile_task import InputShape, ProfileTask
 
@@ -71,7 +71,7 @@ def load_function(task: ProfileTask) -> Any:
 def random_batch(model: Any, samples: int, shapes: Sequence[InputShape] = ()) -> Any:
     """Random values for all inputs, structured as the model takes them: `measure`'s batch, a tuple of one."""
     graph = layer_graph(model)
-    functional = model._functional if isinstance(model, keras.Sequential) else model
+    functional = functional_of(model)
     names = [x.name for x in functional.inputs]
     known = {shape.name or names[0]: shape.axes for shape in shapes}
     unnamed = len(names) > 1 and "" in {shape.name for shape in shapes}

@@ -222,6 +222,7 @@ class Subclassed(keras.Model):
             r"as many stages as layer calls",
         ),
         (mlp, {"replicas": (1, 98)}, r"replicas should be"),
+        (mlp, {"replicas": ()}, r"replicas should be"),
         (Subclassed, {}, r"subclassed model into a function"),
         (lambda: None, {}, r"should return a Keras model"),
         (3, {}, r"wants a Keras model or a function"),
