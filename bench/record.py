@@ -1,0 +1,119 @@
+"""What an evaluation keeps: cases, rounds of each, and a file of them that grows as rounds end.
+
+A case is one system on one workload on one cluster. The systems of a workload and cluster take turns, round
+after round; a round is a fresh set of processes that warms up and then takes timed steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FORMAT = 1
+
+# Where the time of a step goes, in the order in which it is drawn. What a system cannot tell is left out.
+PARTS = (
+    "input",
+    "forward",
+    "backward",
+    "pack",  # and unpack
+    "communication_hidden",  # beside computing; no part of the sum
+    "communication_exposed",
+    "update",
+    "straggler",  # waiting for the slowest rank
+    "overhead",  # of the framework: what remains
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every system trains, alike: same model code, data, batch, threads and seed.
+
+    `batch` counts samples a rank and step; `shares` replaces it on unequal machines, one number a rank.
+    """
+
+    workload: str  # a name of bench.workloads
+    batch: int
+    pixels: int = 64  # or tokens of a sequence, where it reads those
+    threads: int = 1
+    warm_up: int = 3  # steps, traced and untimed
+    steps: int = 8  # timed
+    seed: int = 20
+    shares: tuple[int, ...] = ()
+    epochs: int = 0  # > 0: train that many epochs on real data, and keep loss and accuracy of each
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the evaluation. `cluster` is a name of the suite; `scaling` is weak or strong."""
+
+    system: str  # a name of bench.systems
+    cluster: str
+    ranks: int
+    task: Task
+    scaling: str = "weak"
+
+    @property
+    def key(self) -> str:
+        """Unique in a suite, the same in every run of it."""
+        task = self.task
+        size = "+".join(map(str, task.shares)) if task.shares else str(task.batch)
+        kind = f"{task.epochs}-epochs" if task.epochs else self.scaling
+        return f"{task.workload}-{task.pixels}/{size}/{self.cluster}-{self.ranks}/{kind}/{self.system}"
+
+    @property
+    def group(self) -> str:
+        """What the cases have in common that are compared with each other."""
+        return self.key.rsplit("/", 1)[0]
+
+
+@dataclass(frozen=True)
+class RankRound:
+    """What one rank measured in one round. Seconds, bytes; lists have an entry for each timed step."""
+
+    step_s: list[float]
+    wall_s: float  # from the first timed step's begin until all is drained, per step
+    cpu_share: float  # cores kept busy by this process while timed
+    peak_bytes: int  # resident memory, the most since the process began
+    sent_bytes: int = 0  # on the wire, of its host, per step; 0 where nobody counts
+    first_step_s: float = 0.0  # tracing and first step
+    parts_s: dict[str, float] = field(default_factory=dict)  # of PARTS, a step
+    utilization: list[dict[str, float]] = field(default_factory=list)  # samples: "at_s", "cpu", "gpu", ...
+    loss: list[float] = field(default_factory=list)  # a value for each epoch
+    accuracy: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of a case: what each rank measured, or why there is nothing (`error`, with its output's end).
+
+    `skipped` says why a case cannot run here at all: a system that is not installed, a cluster that needs root.
+    """
+
+    case: Case
+    number: int
+    ranks: tuple[RankRound, ...] = ()
+    error: str = ""
+    skipped: str = ""
+    taken_s: float = 0.0  # of the whole round, start of processes included
+    versions: str = ""  # TensorFlow, Keras, the system's own, MPI
+    notes: tuple[str, ...] = ()  # how it had to be driven, what could not be measured
+
+    @property
+    def ok(self) -> bool:
+        """Whether it has figures."""
+        return not (self.error or self.skipped)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> Round:
+        """What to_dict made, perhaps through JSON."""
+        case = dict(data["case"])
+        task = dict(case.pop("task"))
+        task["shares"] = tuple(task["shares"])
+        ranks = tuple(RankRound(**rank) for rank in data["ranks"])
+        rest = {k: v for k, v in data.items() if k not in ("case", "ranks", "notes")}
+        return Round(Case(task=Task(**task), **case), ranks=ranks, notes=tuple(data["notes"]), **rest)
