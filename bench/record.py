@@ -87,7 +87,7 @@ class RankRound:
 class Round:
     """One round of a case: what each rank measured, or why there is nothing (`error`, with its output's end).
 
-    `skipped` says why a case cannot run here at all: a system that is not installed, a cluster that needs root.
+    `skipped` says why a case cannot run here: a system not installed, a cluster that needs root.
     """
 
     case: Case
