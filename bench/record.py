@@ -45,7 +45,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the evaluation. `cluster` is a name of the suite; `scaling` is weak or strong."""
+    """One row of the evaluation. `cluster` is a name of the suite; `scaling` is weak or strong.
+
+    `single` trains on every one of the ranks at once, each as if alone: the computing of a step, also where
+    ranks share cores or one of them is slow. The bound and the scaling efficiency are held against it.
+    """
 
     system: str  # a name of bench.systems
     cluster: str
@@ -77,6 +81,7 @@ class RankRound:
     peak_bytes: int  # resident memory, the most since the process began
     sent_bytes: int = 0  # on the wire, of its host, per step; 0 where nobody counts
     first_step_s: float = 0.0  # tracing and first step
+    gradient_bytes: int = 0  # what one all-reduce carries, in float32; for the links' bound
     parts_s: dict[str, float] = field(default_factory=dict)  # of PARTS, a step
     utilization: list[dict[str, float]] = field(default_factory=list)  # samples: "at_s", "cpu", "gpu", ...
     loss: list[float] = field(default_factory=list)  # a value for each epoch

@@ -1,0 +1,116 @@
+"""Where the ranks of an evaluation run: a virtual cluster, or hosts that exist; None is this host alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from bench import mpirun
+from bench.cluster import Cluster
+from bench.cluster_spec import ClusterError
+from hvpipe.errors import LaunchError
+from hvpipe.launch import HostSlots, LaunchSpec, exported_names, identify, mpirun_command, parse_hosts
+
+_ANSWER_TIMEOUT_S = 60.0
+_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
+
+
+@dataclass(frozen=True)
+class HostList:
+    """Hosts that exist; what can be asked of a ClusterSpec can be asked of them. Their links are not limited."""
+
+    hosts: tuple[HostSlots, ...]
+    slowest_rate_bits_per_s: None = None
+
+    @property
+    def slots(self) -> int:
+        """How many ranks fit."""
+        return sum(host.slots for host in self.hosts)
+
+    def describe(self) -> str:
+        """One line for people."""
+        return f"hosts {', '.join(f'{host.name}:{host.slots}' for host in self.hosts)}"
+
+
+class RealHosts:
+    """Starts ranks and commands on hosts that exist, as a Cluster does inside its own; nothing is set up there."""
+
+    def __init__(self, hosts: str) -> None:
+        """Hosts as in "a:2,b:2"."""
+        try:
+            self.spec = HostList(parse_hosts(hosts))
+        except LaunchError as error:
+            raise ClusterError(str(error)) from error
+
+    def host_command(self, host: str, command: Sequence[str]) -> list[str]:
+        """The command line that runs `command` on a host, over ssh."""
+        return [*_SSH, host, *command]
+
+    def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
+        """The command line that starts `command` on `ranks` ranks, hosts filled in turn."""
+        return self._mpirun(self.spec.hosts, ranks, command, os.environ)
+
+    def execute(
+        self, host: str, command: Sequence[str], *, timeout_s: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host to its end; its output comes back as text."""
+        return mpirun.run(self.host_command(host, command), timeout_s=timeout_s)
+
+    def run(
+        self,
+        ranks: int,
+        command: Sequence[str],
+        *,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        capture: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on `ranks` ranks to its end; `env` reaches every rank."""
+        line = self._mpirun(self.spec.hosts, ranks, command, {**os.environ, **(env or {})}, tuple(env or ()))
+        return mpirun.run(line, timeout_s=timeout_s, env=env, capture=capture)
+
+    def require_answers(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
+        """Start a process on each host in turn; ClusterError names the one that does not answer."""
+        for host in self.spec.hosts:
+            line = self._mpirun((HostSlots(host.name, 1),), 1, ["hostname"], os.environ)
+            try:
+                done = mpirun.run(line, timeout_s=timeout_s)
+            except subprocess.TimeoutExpired:
+                said = f"nothing within {timeout_s:g} s"
+            else:
+                if done.returncode == 0:
+                    continue
+                said = _end(done.stderr or done.stdout) or f"status {done.returncode}"
+            raise ClusterError(
+                "Every host should answer mpirun (over ssh, without a password). "
+                f"Received: host={host.name!r}, {said}"
+            )
+
+    def _mpirun(
+        self,
+        hosts: tuple[HostSlots, ...],
+        ranks: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        also: tuple[str, ...] = (),
+    ) -> list[str]:
+        spec = LaunchSpec(
+            identify(mpirun.find_mpirun()),
+            ranks,
+            tuple(command),
+            hosts=hosts,
+            as_root=os.geteuid() == 0,
+            export=tuple(dict.fromkeys((*exported_names(environ), *also))),
+        )
+        return mpirun_command(spec)
+
+
+Place = Cluster | RealHosts
+
+
+def _end(output: str, lines: int = 3) -> str:
+    """The last lines that say something."""
+    said = [line.strip() for line in output.splitlines() if line.strip(" -")]
+    return " | ".join(said[-lines:])
