@@ -19,12 +19,15 @@ PYTHON ?=
 RANKS ?= 2
 ARGS ?=
 RUN_DIR ?= runs/digits
+# Tests that run at a time: most of them wait, or keep two ranks busy.
+WORKERS ?= $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) / 2 )); echo $$(( n > 2 ? n : 2 )))
 
 VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-tf$(TF))
 CONSTRAINTS := constraints$(if $(filter-out $(DEFAULT_TF),$(TF)),-tf$(TF)).txt
 BIN := $(VENV)/bin
 SETUP := .ci/setup.sh
 PYTEST := $(BIN)/pytest
+SIDE_BY_SIDE := -n $(WORKERS) --maxschedchunk 1
 CPP_FILES := find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu'
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -66,11 +69,11 @@ plan: setup
 
 rest: setup
 	@echo "==> all other tests on TensorFlow $(TF), the distributed ones under mpirun with 1, 2, 3 and 4 ranks"
-	@$(PYTEST) --rest
+	@$(PYTEST) --rest $(SIDE_BY_SIDE)
 
 fast: setup
 	@echo "==> fast half of the tests on TensorFlow $(TF)"
-	@$(PYTEST) -m "not slow"
+	@$(PYTEST) -m "not slow" $(SIDE_BY_SIDE)
 
 cuda:
 	@.ci/cuda.sh
@@ -80,7 +83,7 @@ wheel: setup
 
 keras: setup
 	@echo "==> what meets TensorFlow of the fast half of the tests, on TensorFlow $(TF)"
-	@$(PYTEST) -m "not slow" -k "keras or kernels or examples or tensorflow"
+	@$(PYTEST) -m "not slow" $(SIDE_BY_SIDE) -k "keras or kernels or examples or tensorflow"
 
 # On the other TensorFlow, unless setup left word that no Python here can install it.
 other:

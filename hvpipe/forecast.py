@@ -71,15 +71,16 @@ def forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
     return Forecast(plan, step_s, foreseen.busy_s, _memory_bytes(plan, profile, schedule), trace)
 
 
-def schedule_of(plan: Plan) -> Schedule:
-    """The schedule that the plan is made for: `plan.ranks` are its ranks."""
+def schedule_of(plan: Plan, microbatches: int | None = None) -> Schedule:
+    """The schedule that the plan is made for, or that of other `microbatches`: `plan.ranks` are its ranks."""
     if not plan.contiguous:
         raise PlanError(f"Only a pipeline has a schedule. Received: method={plan.method!r}")
     how = plan.pipelining
+    count = how.microbatches if microbatches is None else microbatches
     if how.chunks > 1:
-        return make(how.schedule, len(plan.ranks), how.microbatches, how.chunks)
+        return make(how.schedule, len(plan.ranks), count, how.chunks)
     counts = [len(stage.devices) for stage in plan.stages]
-    return make(how.schedule, counts, how.microbatches, shares=[stage.shares for stage in plan.stages])
+    return make(how.schedule, counts, count, shares=[stage.shares for stage in plan.stages])
 
 
 def dataflow_of(plan: Plan, profile: Profile) -> Dataflow:

@@ -13,8 +13,6 @@ from types import ModuleType
 
 import pytest
 
-from distributed import CLOSING_LINES
-
 # Cases in terms of hvpipe.size(): test_mpi.py runs them under mpirun.
 RANK_FOLDERS = ("mpi", "mpi_keras")
 # Out of reach of the planning half, and the modules that bring them in.
@@ -32,7 +30,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[CLOSING_LINES] = {}
     # A shell ignores Ctrl-C for what it starts in the background, and so would all that the tests start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -53,12 +50,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    lines = config.stash[CLOSING_LINES]
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Where several run at a time, what takes minutes should not be what begins last.
+    items.sort(key=lambda item: item.path.name != "test_mpi.py")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    properties = [p for report in terminalreporter.stats.get("passed", []) for p in report.user_properties]
+    lines = [text for name, text in properties if name == "ranks"]
     if lines:
         terminalreporter.section("under mpirun, each case on every rank")
-        for what, closing in lines.items():
-            terminalreporter.write_line(f"{what}: {closing}")
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 class _Blocker(importlib.abc.MetaPathFinder):

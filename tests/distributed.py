@@ -33,9 +33,6 @@ import pytest
 
 ALONE = 0  # a world of one rank without any launcher
 
-# What run_cases returned, by suite and size, for the terminal summary.
-CLOSING_LINES = pytest.StashKey[dict[str, str]]()
-
 # What says that this process is a rank of an MPI job.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HOROVOD_", "HVPIPE_", "SLURM_")

@@ -6,11 +6,13 @@ import json
 import re
 import struct
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from distributed import ALONE, Run, launch, run
+from hvpipe.trace import Trace
 
 TRAIN = Path(__file__).parent.parent / "examples" / "train.py"
 SUMMARY = re.compile(
@@ -139,14 +141,20 @@ def test_every_model_can_be_built() -> None:
 
 
 @pytest.mark.slow
-def test_the_trace_is_named_last_and_is_there(tmp_path: Path) -> None:
+def test_the_trace_is_named_last_and_has_every_part_of_a_step(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     hvpipe = Path(sys.executable).with_name("hvpipe")
     command = [hvpipe, "run", "-np", "2", "--trace", trace, TRAIN, "--epochs", "1", "--progress", "none"]
     result = run([str(part) for part in command], limit_s=120)
     assert result.returncode == 0, result.describe()
     assert result.output.rstrip().splitlines()[-1].startswith(f"trace: {trace}"), result.describe()
-    assert json.loads(trace.read_text())["traceEvents"]
+    read = Trace.read(trace)
+    parts = {"step", "forward", "backward", "pack", "wait", "reduce", "update", "utilization"}
+    for rank in (0, 1):
+        found = Counter(event.category for event in read.events if event.rank == rank)
+        assert parts <= set(found), f"rank {rank}: {found}"
+        # Begun by a step each; the first few steps and the last may be cut off.
+        assert min(found["forward"], found["backward"], found["update"]) >= 0.8 * found["step"], found
 
 
 def test_wrong_arguments_are_told(tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from distributed import ALONE, CLOSING_LINES, run_cases
+from distributed import ALONE, run_cases
 
 # More ranks than the fast half needs.
 SLOW_SIZES = (3, 4)
@@ -20,46 +20,42 @@ class Suite:
 
     name: str
     cases: tuple[str, ...]
-    limit_s: float = 600.0  # some ten times what it takes: the machine may be busy
     sizes: tuple[int, ...] = (ALONE, 1, 2, 3, 4)
+    limit_s: float = 600.0  # some ten times what it takes: the machine may be busy
     env: Mapping[str, str] = field(default_factory=dict)
     only: str = ""  # marks, as pytest's -m takes them
 
 
 ENGINE = tuple(f"mpi/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
+PIPELINES = tuple(
+    f"mpi_keras/test_{name}.py"
+    for name in ("pipeline", "pipeline_keras", "pipeline_checkpoint", "split_gradient", "layer_graph")
+)
+KERAS = tuple(
+    name
+    for path in sorted((Path(__file__).parent / "mpi_keras").glob("test_*.py"))
+    if (name := f"mpi_keras/{path.name}") not in PIPELINES
+)
 NUMBERS = tuple(f"mpi_keras/test_{name}.py" for name in ("exact", "whole_batch", "ranks_equal", "logs"))
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 
+# Several run at a time (`make rest`): the longest first.
 SUITES = (
+    # Everything about Keras once, on two ranks; what depends on their number on 1, 3 and 4 as well.
+    Suite("keras", KERAS, sizes=(2,), limit_s=1800.0),
+    Suite("keras pipelines", PIPELINES, sizes=(2,), limit_s=1800.0),
+    Suite("keras hosts", (*NUMBERS, "mpi_keras/test_stopping.py"), (3,), 1200.0, TWO_TO_A_HOST, "not slow"),
+    Suite("keras numbers", NUMBERS[1:], sizes=(4, 1), limit_s=1200.0, only="not slow"),
+    Suite("keras pipeline", PIPELINES[:1], sizes=(4, 3, 1), limit_s=1200.0, only="not slow"),
+    Suite("keras pipeline files", PIPELINES[2:3], sizes=(3, 1), limit_s=1200.0, only="not slow"),
+    Suite("keras", ("mpi_keras/test_life.py", "mpi_keras/test_logs.py"), sizes=(ALONE,)),
     Suite("mpi", ("mpi",)),
     Suite("ring", ("mpi",), sizes=(2, 3, 4), env={"HVPIPE_SHARED_MEMORY": "0"}),
     # 2 + 1 and 2 + 2 ranks to a host: shared memory inside, a ring between the first of each.
     Suite("hosts", ("mpi",), sizes=(3, 4), env=TWO_TO_A_HOST),
     # Everything travels in many pieces.
     Suite("tiny pieces", ENGINE, sizes=(2, 3), env={**TWO_TO_A_HOST, **TINY}),
-    # Everything about Keras once, on two ranks; what depends on their number on 1, 3 and 4 as well.
-    Suite("keras", ("mpi_keras",), sizes=(2,), limit_s=1800.0),
-    Suite("keras numbers", NUMBERS, sizes=(1, 4), limit_s=1200.0, only="not slow"),
-    Suite(
-        "keras hosts",
-        (*NUMBERS, "mpi_keras/test_stopping.py"),
-        sizes=(3,),
-        limit_s=1200.0,
-        only="not slow",
-        env=TWO_TO_A_HOST,
-    ),
-    Suite(
-        "keras pipeline", ("mpi_keras/test_pipeline.py",), sizes=(1, 3, 4), limit_s=1200.0, only="not slow"
-    ),
-    Suite(
-        "keras pipeline files",
-        ("mpi_keras/test_pipeline_checkpoint.py",),
-        sizes=(1, 3),
-        limit_s=1200.0,
-        only="not slow",
-    ),
-    Suite("keras", ("mpi_keras/test_life.py", "mpi_keras/test_logs.py"), sizes=(ALONE,)),
 )
 
 
@@ -75,7 +71,11 @@ def _runs() -> Iterator[object]:
 @pytest.mark.timeout(max(suite.limit_s for suite in SUITES) + 60)
 @pytest.mark.parametrize(("suite", "size"), list(_runs()))
 def test_every_case_passes_on_every_rank(
-    suite: Suite, size: int, tmp_path: Path, pytestconfig: pytest.Config
+    suite: Suite,
+    size: int,
+    tmp_path: Path,
+    pytestconfig: pytest.Config,
+    record_property: Callable[[str, object], None],
 ) -> None:
     closing = run_cases(
         size,
@@ -86,4 +86,4 @@ def test_every_case_passes_on_every_rank(
         options=["-m", marks] if (marks := suite.only or pytestconfig.option.markexpr) else [],
     )
     ranks = f"{size} ranks" if size else "one rank without a launcher"
-    pytestconfig.stash[CLOSING_LINES][f"{suite.name}, {ranks}"] = closing
+    record_property("ranks", f"{suite.name}, {ranks}: {closing}")

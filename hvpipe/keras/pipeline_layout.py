@@ -10,11 +10,12 @@ from zlib import crc32
 
 from hvpipe.action import Action
 from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.forecast import schedule_of
 from hvpipe.keras.layer_graph import LayerGraph
 from hvpipe.keras.pipeline_step import Course
 from hvpipe.keras.stage import Stages, cut_stages
 from hvpipe.plan.stages import Plan
-from hvpipe.schedule import Schedule, make
+from hvpipe.schedule import Schedule
 from hvpipe.verify import verify
 
 
@@ -80,17 +81,11 @@ def layout_of(graph: LayerGraph, plan: Plan, ranks: Sequence[int]) -> Layout:
     each run of layers that are on one device is a stage, and the whole batch goes from one to the next.
     """
     places = _places(graph, plan)
-    how = plan.pipelining
     if not plan.contiguous:
         runs, homes = _runs(plan, places)
         return Layout(cut_stages(graph, runs), 1, tuple(ranks), functools.partial(_one_by_one, homes))
     stages = cut_stages(graph, [[places[name] for name in stage.layers] for stage in plan.stages])
-    if how.schedule == "interleaved":
-        make_schedule = functools.partial(_interleaved, len(plan.ranks), how.chunks)
-    else:
-        shares = [stage.shares for stage in plan.stages]
-        make_schedule = functools.partial(_replicated, how.schedule, shares)
-    return Layout(stages, how.microbatches, tuple(ranks), make_schedule)
+    return Layout(stages, plan.pipelining.microbatches, tuple(ranks), functools.partial(_schedule, plan))
 
 
 def _places(graph: LayerGraph, plan: Plan) -> dict[str, int]:
@@ -130,20 +125,18 @@ def _one_by_one(homes: Sequence[int], microbatches: int) -> Schedule:
     return Schedule("one by one", len(homes), microbatches, tuple(map(tuple, actions)))
 
 
-def _replicated(schedule: str, shares: Sequence[Sequence[float]], microbatches: int) -> Schedule:
-    most = max(map(len, shares))
+def _schedule(plan: Plan, microbatches: int) -> Schedule:
+    """The plan's schedule for a batch that may be too small for all of its micro-batches."""
+    chunks = plan.pipelining.chunks
+    if chunks > 1 and microbatches < len(plan.ranks):
+        return _few_interleaved(len(plan.ranks), microbatches, chunks)
+    most = max(len(stage.devices) for stage in plan.stages)
     if microbatches < most:
         raise HvpipeError(
             f"A batch should have a sample for each of {most} replicas of a stage: drop the remainder of "
             f"the dataset. Received: a batch of {microbatches}"
         )
-    return make(schedule, [len(of_stage) for of_stage in shares], microbatches, shares=shares)
-
-
-def _interleaved(ranks: int, chunks: int, microbatches: int) -> Schedule:
-    if microbatches >= ranks:
-        return make("interleaved", ranks, microbatches, chunks)
-    return _few_interleaved(ranks, microbatches, chunks)
+    return schedule_of(plan, microbatches)
 
 
 def _few_interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
