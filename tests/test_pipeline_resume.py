@@ -1,0 +1,58 @@
+"""A job that ended goes on from its checkpoint on another number of ranks, as if it had never ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distributed import launch
+
+SCRIPT = """
+import json, sys
+import keras, numpy as np
+import hvpipe, hvpipe.keras as hk
+
+checkpoint, resume, epochs = sys.argv[1], sys.argv[2] == "resume", int(sys.argv[3])
+hvpipe.init()
+keras.utils.set_random_seed(5)
+
+def build():
+    inputs = x = keras.Input((6,))
+    for units in (8, 7, 9, 6):
+        x = keras.layers.Dense(units, activation="tanh")(x)
+    return keras.Model(inputs, keras.layers.Dense(2)(x))
+
+pipe = hk.pipeline_parallel(build, microbatches=4)
+pipe.compile(keras.optimizers.Adam(0.01), "mse")
+if resume:
+    pipe.load_checkpoint(checkpoint)
+random = np.random.default_rng(3)
+x, y = random.normal(size=(24, 6)).astype("float32"), random.normal(size=(24, 2))
+told = pipe.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0).history["loss"]
+pipe.save_checkpoint(checkpoint)
+steps = int(pipe.optimizer.iterations)
+if hvpipe.rank() == 0:
+    print(json.dumps({"loss": told, "steps": steps}), flush=True)
+hvpipe.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(2, 3)])
+def test_a_job_goes_on_with_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(SCRIPT)
+
+    def job(size: int, checkpoint: str, how: str, epochs: int) -> dict[str, list[float]]:
+        result = launch(size, [script, tmp_path / checkpoint, how, str(epochs)], limit_s=240)
+        assert result.returncode == 0, result.describe()
+        found: dict[str, list[float]] = json.loads(result.output.splitlines()[-1])
+        return found
+
+    whole = job(before, "whole", "start", 3)
+    first = job(before, "cut", "start", 1)
+    second = job(after, "cut", "resume", 2)
+    assert first["loss"] + second["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+    assert second["steps"] == whole["steps"] == 9
