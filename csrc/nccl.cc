@@ -1,0 +1,197 @@
+// Loads NCCL, checks that it is one that hvpipe knows, and turns its codes into errors that name the call.
+#include "nccl.h"
+
+#include <dlfcn.h>
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "event_log.h"
+
+namespace hvpipe {
+namespace nccl {
+
+int TypeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return 6;
+    case DType::kFloat32:
+      return 7;
+    case DType::kFloat64:
+      return 8;
+    case DType::kBFloat16:
+      return 9;
+  }
+  throw Error("internal: unknown dtype");
+}
+
+}  // namespace nccl
+
+namespace {
+
+constexpr auto kPause = std::chrono::microseconds(200);
+const char* const kHow =
+    "Install one (pip install nvidia-nccl-cu12, or -cu13 for CUDA 13) or name one with HVPIPE_NCCL_LIBRARY";
+
+std::string TextOf(int version) {
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
+template <typename Function>
+void Find(void* library, const std::string& path, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  if (function != nullptr) return;
+  throw Error("NCCL should have a function " + std::string(name) + ". " + kHow + ". Received: " + path,
+              ErrorKind::kUsage);
+}
+
+}  // namespace
+
+// RTLD_LOCAL: TensorFlow's GPU wheel exports functions of the same names.
+NcclLibrary::NcclLibrary(const std::string& path) : path_(path) {
+  void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    const char* const why = dlerror();
+    throw Error(std::string("NCCL should load. ") + kHow + ". Received: " + (why != nullptr ? why : path),
+                ErrorKind::kUsage);
+  }
+  // The version first: what an old library lacks is a matter of its age.
+  Find(library, path, "ncclGetVersion", GetVersion);
+  Find(library, path, "ncclGetErrorString", error_text_);
+  Check(GetVersion(&version_), "ncclGetVersion");
+  // Before 2.9 a version was written 2804 for 2.8.4.
+  if (version_ < nccl::kOldest || version_ / 10000 != nccl::kMajor) {
+    throw Error("NCCL should be version 2.18 or a later 2. " + std::string(kHow) + ". Received: " + path +
+                    " of version " + (version_ < 10000 ? "code " + std::to_string(version_) : VersionText()),
+                ErrorKind::kUsage);
+  }
+  Find(library, path, "ncclGetLastError", last_error_);
+#define HVPIPE_NCCL_FIND(name, ...) Find(library, path, "nccl" #name, name);
+  HVPIPE_NCCL_FUNCTIONS(HVPIPE_NCCL_FIND)
+#undef HVPIPE_NCCL_FIND
+}
+
+std::string NcclLibrary::VersionText() const { return TextOf(version_); }
+
+nccl::UniqueId NcclLibrary::NewId() const {
+  nccl::UniqueId id;
+  Check(GetUniqueId(&id), "ncclGetUniqueId");
+  return id;
+}
+
+void NcclLibrary::Check(int code, const char* call, nccl::Communicator communicator) const {
+  if (code == nccl::kSuccess || code == nccl::kInProgress) return;
+  std::string text = "NCCL call failed: " + std::string(call) + ": " + error_text_(code);
+  const char* const last = last_error_ != nullptr ? last_error_(communicator) : nullptr;
+  if (last != nullptr && last[0] != '\0') text += " (" + std::string(last) + ")";
+  throw Error(text + ". NCCL_DEBUG=WARN makes NCCL say more.", ErrorKind::kPeer);
+}
+
+NcclCommunicator::NcclCommunicator(const NcclLibrary& library, int rank, int size, const nccl::UniqueId& id)
+    : library_(library), rank_(rank), size_(size) {
+  nccl::Config config;
+  library_.Check(library_.CommInitRankConfig(&communicator_, size, id, rank, &config),
+                 "ncclCommInitRankConfig");
+}
+
+NcclCommunicator::~NcclCommunicator() { Abort(); }
+
+nccl::Communicator NcclCommunicator::Usable() const {
+  if (communicator_ != nullptr) return communicator_;
+  throw Error("The NCCL communicator was ended by an error before.", ErrorKind::kPeer);
+}
+
+bool NcclCommunicator::Ready() {
+  int state = nccl::kSuccess;
+  try {
+    library_.Check(library_.CommGetAsyncError(Usable(), &state), "ncclCommGetAsyncError", communicator_);
+    library_.Check(state, "an asynchronous operation", communicator_);
+  } catch (const Error&) {
+    Abort();
+    throw;
+  }
+  return state == nccl::kSuccess;
+}
+
+void NcclCommunicator::WaitUntilReady(double timeout_s, const std::string& what,
+                                      const std::function<void()>& interrupt) {
+  const double end_s = Now() + timeout_s;
+  while (!Ready()) {
+    if (Now() > end_s) {
+      Abort();
+      throw Error("Waited " + std::to_string(timeout_s) + " s for NCCL: " + what + ", rank " +
+                      std::to_string(rank_) + " of " + std::to_string(size_) +
+                      ". Has another rank ended, or can they not reach each other (NCCL_SOCKET_IFNAME)? "
+                      "NCCL_DEBUG=INFO shows what NCCL tries.",
+                  ErrorKind::kDeadline);
+    }
+    interrupt();
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+void NcclCommunicator::AllReduce(const void* in, void* out, std::size_t count, DType dtype,
+                                 nccl::Stream stream) {
+  library_.Check(library_.AllReduce(in, out, count, nccl::TypeOf(dtype), nccl::kSum, Usable(), stream),
+                 "ncclAllReduce", communicator_);
+}
+
+char* NcclCommunicator::PartOfRank(void* buffer, std::size_t count, DType dtype) const {
+  const auto ranks = static_cast<std::size_t>(size_);
+  if (count % ranks != 0) throw Error("internal: a scattered buffer is not a multiple of the ranks");
+  return static_cast<char*>(buffer) + count / ranks * static_cast<std::size_t>(rank_) * SizeOf(dtype);
+}
+
+void NcclCommunicator::ReduceScatter(void* buffer, std::size_t count, DType dtype, nccl::Stream stream) {
+  void* const mine = PartOfRank(buffer, count, dtype);
+  const std::size_t part = count / static_cast<std::size_t>(size_);
+  library_.Check(
+      library_.ReduceScatter(buffer, mine, part, nccl::TypeOf(dtype), nccl::kSum, Usable(), stream),
+      "ncclReduceScatter", communicator_);
+}
+
+void NcclCommunicator::AllGather(void* buffer, std::size_t count, DType dtype, nccl::Stream stream) {
+  const void* const mine = PartOfRank(buffer, count, dtype);
+  const std::size_t part = count / static_cast<std::size_t>(size_);
+  library_.Check(library_.AllGather(mine, buffer, part, nccl::TypeOf(dtype), Usable(), stream),
+                 "ncclAllGather", communicator_);
+}
+
+void NcclCommunicator::Broadcast(void* data, std::size_t bytes, int root, nccl::Stream stream) {
+  library_.Check(library_.Broadcast(data, data, bytes, nccl::kInt8, root, Usable(), stream), "ncclBroadcast",
+                 communicator_);
+}
+
+void NcclCommunicator::Send(const void* data, std::size_t bytes, int peer, nccl::Stream stream) {
+  library_.Check(library_.Send(data, bytes, nccl::kInt8, peer, Usable(), stream), "ncclSend", communicator_);
+}
+
+void NcclCommunicator::Receive(void* data, std::size_t bytes, int peer, nccl::Stream stream) {
+  library_.Check(library_.Recv(data, bytes, nccl::kInt8, peer, Usable(), stream), "ncclRecv", communicator_);
+}
+
+void NcclCommunicator::Grouped(const std::function<void()>& calls) {
+  library_.Check(library_.GroupStart(), "ncclGroupStart");
+  try {
+    calls();
+  } catch (...) {
+    (void)library_.GroupEnd();  // or every later call would wait for the end of this group
+    throw;
+  }
+  library_.Check(library_.GroupEnd(), "ncclGroupEnd", communicator_);
+}
+
+void NcclCommunicator::Abort() {
+  if (nccl::Communicator ended = std::exchange(communicator_, nullptr)) (void)library_.CommAbort(ended);
+}
+
+void NcclCommunicator::Close(double timeout_s) {
+  if (communicator_ == nullptr) return;
+  library_.Check(library_.CommFinalize(communicator_), "ncclCommFinalize", communicator_);
+  WaitUntilReady(timeout_s, "leaving the communicator", [] {});
+  library_.Check(library_.CommDestroy(std::exchange(communicator_, nullptr)), "ncclCommDestroy");
+}
+
+}  // namespace hvpipe

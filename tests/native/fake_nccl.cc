@@ -1,0 +1,152 @@
+// An NCCL for tests without a GPU: sums host memory over MPI, in the background, and fails when told to.
+//
+// Compiled with -DVERSION=code and, for a library that lacks a function, -DWITHOUT_BROADCAST. FAKE_NCCL names
+// what goes wrong: "init" (an error at once), "init-hang" (never ready), "async" (an error after the first
+// collective), "hang" (the first collective never ends).
+#include <mpi.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "bucket.h"
+
+#ifndef VERSION
+#define VERSION 23005
+#endif
+
+namespace {
+
+constexpr int kSuccess = 0, kUnhandledCudaError = 1, kInvalidUsage = 5, kRemoteError = 6, kInProgress = 7;
+
+struct UniqueId {
+  char internal[128];
+};
+
+struct Config {
+  std::size_t size;
+  unsigned magic, version;
+  int blocking;
+};
+
+bool Fails(const char* how) {
+  const char* const wanted = std::getenv("FAKE_NCCL");
+  return wanted != nullptr && std::string(wanted) == how;
+}
+
+// One collective at a time is under way; its result is there when CommGetAsyncError says success.
+struct Communicator {
+  int rank = 0, size = 1;
+  MPI_Comm ranks = MPI_COMM_NULL;
+  MPI_Request request = MPI_REQUEST_NULL;
+  std::vector<char> sent, gathered;
+  void* out = nullptr;
+  std::size_t count = 0;
+  hvpipe::DType dtype = hvpipe::DType::kFloat32;
+  bool busy = false;
+  int state = kSuccess;
+};
+
+Communicator& Of(void* communicator) { return *static_cast<Communicator*>(communicator); }
+
+hvpipe::DType TypeOf(int type) {
+  if (type == 6) return hvpipe::DType::kFloat16;
+  if (type == 8) return hvpipe::DType::kFloat64;
+  return type == 9 ? hvpipe::DType::kBFloat16 : hvpipe::DType::kFloat32;
+}
+
+void Finish(Communicator& communicator) {
+  std::vector<const void*> terms;
+  for (int rank = 0; rank < communicator.size; ++rank) {
+    terms.push_back(communicator.gathered.data() + static_cast<std::size_t>(rank) * communicator.sent.size());
+  }
+  hvpipe::SumInto(communicator.out, terms.data(), terms.size(), communicator.dtype, communicator.count);
+  communicator.busy = false;
+}
+
+}  // namespace
+
+extern "C" {
+
+int ncclGetVersion(int* version) {
+  *version = VERSION;
+  return kSuccess;
+}
+
+const char* ncclGetErrorString(int code) {
+  return code == kUnhandledCudaError ? "unhandled cuda error"
+                                     : (code == kRemoteError ? "remote process exited" : "invalid usage");
+}
+
+const char* ncclGetLastError(void*) { return "the last error of the test library"; }
+
+int ncclGetUniqueId(UniqueId* id) {
+  std::memset(id, 7, sizeof *id);
+  return kSuccess;
+}
+
+int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* config) {
+  if (config->magic != 0xcafebeef || config->blocking != 0 || config->size != 24) return kInvalidUsage;
+  if (id.internal[0] != 7 || id.internal[127] != 7) return kInvalidUsage;  // was not handed on whole
+  if (Fails("init")) return kUnhandledCudaError;
+  auto* const made = new Communicator;
+  made->rank = rank;
+  made->size = size;
+  if (size > 1) MPI_Comm_dup(MPI_COMM_WORLD, &made->ranks);
+  *out = made;
+  return kInProgress;
+}
+
+int ncclCommGetAsyncError(void* communicator, int* state) {
+  Communicator& of = Of(communicator);
+  *state = of.state;
+  if (Fails("init-hang")) *state = kInProgress;
+  if (!of.busy) return kSuccess;
+  int done = 1;
+  if (of.request != MPI_REQUEST_NULL) MPI_Test(&of.request, &done, MPI_STATUS_IGNORE);
+  if (done != 0 && !Fails("hang")) Finish(of);
+  if (of.busy) *state = kInProgress;
+  return kSuccess;
+}
+
+int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int /*sum*/, void* communicator,
+                  void* /*stream*/) {
+  Communicator& of = Of(communicator);
+  if (of.busy) return kInvalidUsage;  // the caller did not wait until it was ready
+  of.dtype = TypeOf(type);
+  of.count = count;
+  of.out = out;
+  const std::size_t bytes = count * hvpipe::SizeOf(of.dtype);
+  of.sent.assign(static_cast<const char*>(in), static_cast<const char*>(in) + bytes);
+  of.gathered = of.sent;
+  of.busy = true;
+  if (Fails("async")) of.state = kRemoteError;
+  if (of.size == 1) return kInProgress;
+  of.gathered.resize(bytes * static_cast<std::size_t>(of.size));
+  MPI_Iallgather(of.sent.data(), static_cast<int>(bytes), MPI_BYTE, of.gathered.data(),
+                 static_cast<int>(bytes), MPI_BYTE, of.ranks, &of.request);
+  return kInProgress;
+}
+
+// Of the others only that they are there: who calls them here is told so.
+int ncclReduceScatter(const void*, void*, std::size_t, int, int, void*, void*) { return kInvalidUsage; }
+int ncclAllGather(const void*, void*, std::size_t, int, void*, void*) { return kInvalidUsage; }
+#ifndef WITHOUT_BROADCAST
+int ncclBroadcast(const void*, void*, std::size_t, int, int, void*, void*) { return kInvalidUsage; }
+#endif
+int ncclSend(const void*, std::size_t, int, int, void*, void*) { return kInvalidUsage; }
+int ncclRecv(void*, std::size_t, int, int, void*, void*) { return kInvalidUsage; }
+int ncclGroupStart() { return kSuccess; }
+int ncclGroupEnd() { return kSuccess; }
+
+int ncclCommFinalize(void*) { return kSuccess; }
+
+int ncclCommDestroy(void* communicator) {
+  delete &Of(communicator);
+  return kSuccess;
+}
+
+// What is still under way is left, as its memory is.
+int ncclCommAbort(void*) { return kSuccess; }
+}

@@ -1,0 +1,41 @@
+// Compiles only where what csrc/nccl.h says of NCCL is what NCCL's own header says.
+#include <nccl.h>
+
+#include <cstddef>
+#include <type_traits>
+
+#include HVPIPE_NCCL_H
+
+namespace ours = hvpipe::nccl;
+
+static_assert(ours::kSuccess == ncclSuccess && ours::kInProgress == ncclInProgress);
+static_assert(ours::kSum == ncclSum && ours::kInt8 == ncclInt8 && ours::kMajor == NCCL_MAJOR);
+static_assert(ncclFloat16 == 6 && ncclFloat32 == 7 && ncclFloat64 == 8 && ncclBfloat16 == 9);
+static_assert(sizeof(ours::UniqueId) == sizeof(ncclUniqueId));
+static_assert(sizeof(ours::Config) <= sizeof(ncclConfig_t));
+static_assert(offsetof(ours::Config, size) == offsetof(ncclConfig_t, size));
+static_assert(offsetof(ours::Config, magic) == offsetof(ncclConfig_t, magic));
+static_assert(offsetof(ours::Config, version) == offsetof(ncclConfig_t, version));
+static_assert(offsetof(ours::Config, blocking) == offsetof(ncclConfig_t, blocking));
+static_assert(sizeof(ncclResult_t) == sizeof(int) && sizeof(ncclDataType_t) == sizeof(int));
+
+// Pointers and enumerations go by value alike; the rest must be the same type.
+template <typename Type>
+using Passed =
+    std::conditional_t<std::is_pointer_v<Type>, void*, std::conditional_t<std::is_enum_v<Type>, int, Type>>;
+template <typename Type, typename Their>
+constexpr bool kSame = std::is_same_v<Passed<Type>, Passed<Their>> ||
+                       (std::is_same_v<Type, ours::UniqueId> && std::is_same_v<Their, ncclUniqueId>);
+
+template <typename... Ours, typename... Theirs>
+constexpr bool SameParameters(void (*)(Ours...), ncclResult_t (*)(Theirs...)) {
+  if constexpr (sizeof...(Ours) != sizeof...(Theirs)) {
+    return false;
+  } else {
+    return (kSame<Ours, Theirs> && ...);
+  }
+}
+
+#define HVPIPE_SAME(name, ...) \
+  static_assert(SameParameters(static_cast<void (*)(__VA_ARGS__)>(nullptr), &nccl##name));
+HVPIPE_NCCL_FUNCTIONS(HVPIPE_SAME)
