@@ -19,7 +19,7 @@ _SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
 
 @dataclass(frozen=True)
 class HostList:
-    """Hosts that exist; what can be asked of a ClusterSpec can be asked of them. Their links are not limited."""
+    """Hosts that exist, in the form of a ClusterSpec; nobody limits their links."""
 
     hosts: tuple[HostSlots, ...]
     slowest_rate_bits_per_s: None = None
@@ -35,7 +35,7 @@ class HostList:
 
 
 class RealHosts:
-    """Starts ranks and commands on hosts that exist, as a Cluster does inside its own; nothing is set up there."""
+    """Starts ranks and commands on hosts that exist, as a Cluster does inside its own."""
 
     def __init__(self, hosts: str) -> None:
         """Hosts as in "a:2,b:2"."""

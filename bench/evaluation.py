@@ -1,0 +1,209 @@
+"""Runs a suite: group after group on its cluster, systems in turn, every round kept as it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+from bench import links
+from bench.cluster import Cluster
+from bench.cluster_network import require_privileges
+from bench.cluster_spec import ClusterError
+from bench.estimates import pipeline_s, round_s, suite_s
+from bench.journal import Journal
+from bench.machine import describe_machine
+from bench.metrics import format_time, median
+from bench.outcome import ClusterFacts, Outcome, PipelineOutcome, Setting
+from bench.pipeline_report import PipelineReport
+from bench.places import Place, RealHosts
+from bench.progress import Progress
+from bench.ranks import run_ranks
+from bench.record import Case, Round
+from bench.suites import Group, PipelineRun, Suite, cluster_spec
+
+RunRound = Callable[[Case, int, "Place | None", float], Round]
+"""Runs one round of a case: case, number, place, seconds until it is ended."""
+
+_LOOPBACK, _LOOPBACK_RANKS = "loopback", 2
+_OUTPUT_END = 4000
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Where groups run: on virtual clusters by name, on `hosts` that exist, or on this host (`loopback`)."""
+
+    hosts: RealHosts | None = None
+    loopback: bool = False
+    note: str = ""
+
+    def fit(self, suite: Suite) -> Suite:
+        """The suite as far as it can run here."""
+        if self.hosts is not None:
+            return suite.on_one_cluster("hosts", self.hosts.spec.slots)
+        return suite.on_one_cluster(_LOOPBACK, _LOOPBACK_RANKS) if self.loopback else suite
+
+    def facts(self, cluster: str) -> ClusterFacts:
+        """What is known of a cluster before anything is measured."""
+        if self.loopback:
+            return ClusterFacts(cluster, "plain loopback, links without limit", 1)
+        spec = self.hosts.spec if self.hosts is not None else cluster_spec(cluster)
+        return ClusterFacts(cluster, spec.describe(), len(spec.hosts), spec.slowest_rate_bits_per_s)
+
+    @contextmanager
+    def place(self, cluster: str) -> Iterator[Place | None]:
+        """The place, up inside the block, and taken down however it is left."""
+        if self.hosts is not None:
+            yield self.hosts
+        elif self.loopback:
+            yield None
+        else:
+            with Cluster(cluster_spec(cluster)) as virtual:
+                yield virtual
+
+
+def find_sites(hosts: str | None) -> Sites:
+    """Hosts that answer, else virtual clusters, else plain loopback with the reason in a note."""
+    if hosts is not None:
+        real = RealHosts(hosts)
+        real.require_answers()
+        note = f"on {real.spec.describe()}; groups that need certain clusters or shares are left out"
+        return Sites(hosts=real, note=note)
+    try:
+        require_privileges()
+    except ClusterError as error:
+        note = f"on plain loopback, links not limited, clusters of the suite left out: {error}"
+        return Sites(loopback=True, note=note)
+    return Sites()
+
+
+def setting_of(suite: Suite, sites: Sites) -> Setting:
+    """What is kept about a run before it begins. `suite` is fitted to the sites."""
+    names = dict.fromkeys(each.cluster for each in (*suite.groups, *suite.pipelines))
+    return Setting(
+        suite.name,
+        suite.title,
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        describe_machine(),
+        tuple(sites.facts(name) for name in names),
+        json.loads(json.dumps(asdict(suite))),
+        (sites.note,) if sites.note else (),
+    )
+
+
+class Evaluation:
+    """One run of a suite into a folder; on a folder that has some of it already, what is missing."""
+
+    def __init__(self, suite: Suite, sites: Sites, run_round: RunRound, missing: Mapping[str, str]) -> None:
+        """`missing` says of each system that cannot run here why."""
+        self._suite = sites.fit(suite)
+        self._sites = sites
+        self._run_round = run_round
+        self._missing = missing
+
+    def estimate_s(self) -> float:
+        """Seconds of all of it, roughly."""
+        return suite_s(self._suite)
+
+    def run(self, folder: Path, progress: Progress) -> Outcome:
+        """Run what is missing in the folder; KeyboardInterrupt leaves with all finished rounds kept."""
+        journal = Journal(folder, setting_of(self._suite, self._sites))
+        for group in self._suite.groups:
+            self._run_group(group, journal, progress)
+        for run in self._suite.pipelines:
+            self._run_pipeline(run, journal, progress)
+        return journal.outcome
+
+    def _run_group(self, group: Group, journal: Journal, progress: Progress) -> None:
+        left = [turn for turn in group.turns() if not _done(journal.outcome, *turn)]
+        for case in dict.fromkeys(case for _, case in left if case.system in self._missing):
+            if not any(each.case.key == case.key for each in journal.outcome.rounds):
+                journal.add_round(Round(case, 0, skipped=self._missing[case.system]))
+            progress.say(f"{case.key}: skipped, {self._missing[case.system]}")
+        left = [(number, case) for number, case in left if case.system not in self._missing]
+        progress.leave_out((len(group.turns()) - len(left)) * round_s(group))
+        if not left:
+            return
+        try:
+            with self._sites.place(group.cluster) as place:
+                self._measure_links(group.cluster, place, journal, progress)
+                for number, case in left:
+                    if _gave_up(journal.outcome, case):
+                        progress.leave_out(round_s(group))
+                        continue
+                    with progress.part(f"{case.key}, round {number + 1} of {group.rounds}", round_s(group)):
+                        finished = self._round(case, number, place, 120 + 6 * round_s(group))
+                        journal.add_round(finished)
+                        progress.say(_line(finished))
+        except ClusterError as error:
+            for number, case in left:
+                if not _done(journal.outcome, number, case):
+                    journal.add_round(Round(case, number, error=f"the cluster: {error}"))
+            progress.say(f"{group.name}: failed, {error}")
+
+    def _round(self, case: Case, number: int, place: Place | None, timeout_s: float) -> Round:
+        """A round; whatever a system does to fail ends up in it."""
+        try:
+            return self._run_round(case, number, place, timeout_s)
+        except subprocess.TimeoutExpired as error:
+            output = error.stderr or error.output or ""
+            text = output if isinstance(output, str) else output.decode(errors="replace")
+            return Round(case, number, error=f"no end within {timeout_s:.0f} s\n{text[-_OUTPUT_END:]}")
+        except Exception:
+            return Round(case, number, error=traceback.format_exc()[-_OUTPUT_END:])
+
+    def _measure_links(self, cluster: str, place: Place | None, journal: Journal, progress: Progress) -> None:
+        known = any(each.cluster == cluster for each in journal.outcome.links)
+        if known or place is None or len(place.spec.hosts) < 2:
+            return
+        progress.working_on(f"{cluster}: links")
+        try:
+            journal.add_links(links.measure(place, cluster))
+        except (ClusterError, subprocess.TimeoutExpired) as error:
+            progress.say(f"{cluster}: links not measured, {error}")
+
+    def _run_pipeline(self, run: PipelineRun, journal: Journal, progress: Progress) -> None:
+        if any(each.name == run.name for each in journal.outcome.pipelines):
+            return
+        with progress.part(run.name, pipeline_s(run)):
+            try:
+                with self._sites.place(run.cluster) as place:
+                    assert isinstance(place, Cluster)  # other sites leave pipelines out
+                    text = run_ranks(
+                        "bench.pipeline",
+                        lambda command: place.mpirun_command(place.spec.slots, command),
+                        run.words(),
+                        where=place.spec.describe(),
+                        timeout_s=300 + 6 * pipeline_s(run),
+                    )
+                journal.add_pipeline(PipelineOutcome(run.name, PipelineReport.from_json(text)))
+            except ClusterError as error:
+                journal.add_pipeline(PipelineOutcome(run.name, error=str(error)))
+                progress.say(f"{run.name}: failed, {error}")
+
+
+def _done(outcome: Outcome, number: int, case: Case) -> bool:
+    """Whether this round was run; one that was skipped is tried again."""
+    return any(
+        each.case.key == case.key and each.number == number and not each.skipped for each in outcome.rounds
+    )
+
+
+def _gave_up(outcome: Outcome, case: Case) -> bool:
+    """Whether the case failed: what crashes or hangs would do so again in every round."""
+    return any(each.case.key == case.key and each.error for each in outcome.rounds)
+
+
+def _line(finished: Round) -> str:
+    """A round in a line for people."""
+    if finished.skipped:
+        return f"{finished.case.key}: skipped, {finished.skipped}"
+    if finished.error:
+        return f"{finished.case.key}: failed, {finished.error.strip().splitlines()[-1]}"
+    step_s = max(median(rank.step_s) for rank in finished.ranks)
+    return f"{finished.case.key}: step {format_time(step_s)}, the round {format_time(finished.taken_s)}"

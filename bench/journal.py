@@ -1,0 +1,97 @@
+"""The journal of an evaluation: a line of JSON for each thing that ended; nothing is lost or done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bench.links import LinkFacts
+from bench.outcome import Outcome, PipelineOutcome, Setting, pipeline_from_dict, setting_from_dict
+from bench.record import Round
+
+FILE = "journal.jsonl"
+
+
+class JournalError(RuntimeError):
+    """A journal that belongs to another evaluation, or cannot be read."""
+
+
+class Journal:
+    """Appends to a folder's journal; opened on one that is there, it goes on after the last whole line."""
+
+    def __init__(self, folder: Path, setting: Setting) -> None:
+        """Begin, or go on where the plan is the same; JournalError where it is another."""
+        self._path = folder / FILE
+        folder.mkdir(parents=True, exist_ok=True)
+        whole = _whole_lines(self._path)
+        if whole:
+            self.outcome = _outcome(self._path, whole)
+            _require_same(folder, self.outcome.setting, setting)
+            # A line that was being written when the machine stopped is not there.
+            os.truncate(self._path, sum(len(line) for line in whole))
+        else:
+            self.outcome = Outcome(setting)
+            self._path.write_bytes(_line("setting", asdict(setting)))
+
+    def add_round(self, finished: Round) -> None:
+        """Keep a round."""
+        self._append("round", finished.to_dict())
+        self.outcome = replace(self.outcome, rounds=(*self.outcome.rounds, finished))
+
+    def add_links(self, found: list[LinkFacts]) -> None:
+        """Keep what a cluster's links do."""
+        for each in found:
+            self._append("link", asdict(each))
+        self.outcome = replace(self.outcome, links=(*self.outcome.links, *found))
+
+    def add_pipeline(self, finished: PipelineOutcome) -> None:
+        """Keep a pipeline run."""
+        self._append("pipeline", asdict(finished))
+        self.outcome = replace(self.outcome, pipelines=(*self.outcome.pipelines, finished))
+
+    def _append(self, kind: str, data: dict[str, Any]) -> None:
+        with self._path.open("ab") as file:
+            file.write(_line(kind, data))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _line(kind: str, data: dict[str, Any]) -> bytes:
+    return json.dumps({"kind": kind, **data}).encode() + b"\n"
+
+
+def _whole_lines(path: Path) -> list[bytes]:
+    if not path.exists():
+        return []
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _outcome(path: Path, lines: list[bytes]) -> Outcome:
+    try:
+        entries = [json.loads(line) for line in lines]
+        kinds = [entry.pop("kind") for entry in entries]
+        of = {kind: [e for k, e in zip(kinds, entries, strict=True) if k == kind] for kind in set(kinds)}
+        return Outcome(
+            setting_from_dict(of["setting"][0]),
+            tuple(Round.from_dict(each) for each in of.get("round", [])),
+            tuple(LinkFacts(**each) for each in of.get("link", [])),
+            tuple(pipeline_from_dict(each) for each in of.get("pipeline", [])),
+        )
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise JournalError(f"{path} should be a journal of an evaluation. Received: {error!r}") from error
+
+
+def _require_same(folder: Path, there: Setting, wanted: Setting) -> None:
+    if there.plan != wanted.plan:
+        raise JournalError(
+            f"{folder} holds the results of another plan (suite {there.suite!r}, of {there.started}): "
+            f"go on with that one, or give another --out. Received: suite {wanted.suite!r}"
+        )
+    if there.machine.cpu != wanted.machine.cpu or there.machine.cores != wanted.machine.cores:
+        raise JournalError(
+            f"{folder} was begun on another machine ({there.machine.describe()}): give another --out. "
+            f"Received: {wanted.machine.describe()}"
+        )

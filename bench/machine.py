@@ -1,0 +1,50 @@
+"""What the machine is that an evaluation ran on; without its name."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from hvpipe import __version__
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One line each for people."""
+
+    cpu: str
+    cores: int
+    memory_bytes: int
+    system: str
+    python: str
+    hvpipe: str
+
+    def describe(self) -> str:
+        """One line."""
+        memory = f"{self.memory_bytes / (1 << 30):.0f} GB"
+        return f"{self.cores} cores ({self.cpu}), {memory}, {self.system}, Python {self.python}"
+
+
+def describe_machine() -> Machine:
+    """This machine."""
+    return Machine(
+        _cpu(),
+        os.cpu_count() or 1,
+        psutil.virtual_memory().total,
+        f"{platform.system()} {platform.release()}",
+        platform.python_version(),
+        __version__,
+    )
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

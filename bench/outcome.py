@@ -1,0 +1,120 @@
+"""The outcome of an evaluation: every round, the links, the pipelines, and on what; results.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.links import LinkFacts
+from bench.machine import Machine
+from bench.pipeline_report import Case as PipelineCase
+from bench.pipeline_report import PipelineReport
+from bench.record import FORMAT, Round
+
+
+class OutcomeError(ValueError):
+    """A file that is no outcome of an evaluation."""
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """A cluster by its name: in words, how many hosts, and the rate that bounds a ring through them."""
+
+    name: str
+    description: str
+    hosts: int
+    slowest_bits_per_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Which suite ran, on what, since when; `plan` is the suite as data, which a resumed run must share."""
+
+    suite: str
+    title: str
+    started: str  # ISO date and time, UTC
+    machine: Machine
+    clusters: tuple[ClusterFacts, ...]
+    plan: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def cluster(self, name: str) -> ClusterFacts:
+        """The cluster of that name."""
+        return next(each for each in self.clusters if each.name == name)
+
+
+@dataclass(frozen=True)
+class PipelineOutcome:
+    """A pipeline run of the suite: its report, or why there is none."""
+
+    name: str
+    report: PipelineReport | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that an evaluation kept, in the order in which it came."""
+
+    setting: Setting
+    rounds: tuple[Round, ...] = ()
+    links: tuple[LinkFacts, ...] = ()
+    pipelines: tuple[PipelineOutcome, ...] = ()
+
+    def to_json(self) -> str:
+        """Everything; from_json reads it."""
+        data = {
+            "format": FORMAT,
+            "setting": asdict(self.setting),
+            "rounds": [each.to_dict() for each in self.rounds],
+            "links": [asdict(each) for each in self.links],
+            "pipelines": [asdict(each) for each in self.pipelines],
+        }
+        return json.dumps(data, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Outcome:
+        """What to_json wrote; OutcomeError where it did not."""
+        try:
+            data = json.loads(text)
+            if data["format"] != FORMAT:
+                raise OutcomeError(f"Results should be of format {FORMAT}. Received: {data['format']!r}")
+            return Outcome(
+                setting_from_dict(data["setting"]),
+                tuple(Round.from_dict(each) for each in data["rounds"]),
+                tuple(LinkFacts(**each) for each in data["links"]),
+                tuple(pipeline_from_dict(each) for each in data["pipelines"]),
+            )
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise OutcomeError(
+                f"Results should be as `python -m bench run` writes them. Received: {error!r}"
+            ) from error
+
+    @staticmethod
+    def read(path: Path) -> Outcome:
+        """From results.json, or from a folder that has one."""
+        file = path / "results.json" if path.is_dir() else path
+        try:
+            return Outcome.from_json(file.read_text())
+        except OSError as error:
+            raise OutcomeError(f"Results should be a file that can be read. Received: {file}") from error
+        except OutcomeError as error:
+            raise OutcomeError(f"{file}: {error}") from error
+
+
+def setting_from_dict(data: dict[str, Any]) -> Setting:
+    """What asdict made of a Setting, perhaps through JSON."""
+    rest = {k: v for k, v in data.items() if k not in ("machine", "clusters", "notes")}
+    clusters = tuple(ClusterFacts(**each) for each in data["clusters"])
+    return Setting(machine=Machine(**data["machine"]), clusters=clusters, notes=tuple(data["notes"]), **rest)
+
+
+def pipeline_from_dict(data: dict[str, Any]) -> PipelineOutcome:
+    """What asdict made of a PipelineOutcome, perhaps through JSON."""
+    report = data["report"]
+    if report is not None:
+        cases = tuple(PipelineCase(**case) for case in report["cases"])
+        report = PipelineReport(**{**report, "cases": cases})
+    return PipelineOutcome(data["name"], report, data["error"])

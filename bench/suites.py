@@ -1,0 +1,223 @@
+"""Suites: what an evaluation runs, read from TOML; groups of cases, and pipelines.
+
+A group is one task on one cluster, on which the systems take turns. Clusters have names: "2x300mbit" is two
+equal hosts on links of 300 Mb/s, "4xunlimited" four without limits, any other one a file in bench/clusters/.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.cluster_spec import ClusterError, ClusterSpec, equal_hosts, read_spec
+from bench.record import Case, Task
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_FOLDER = Path(__file__).parent
+_EQUAL = re.compile(r"(\d+)x(\w+)")
+_TASK_KEYS = {"workload", "batch", "pixels", "threads", "warm_up", "steps", "seed", "epochs"}
+_GROUP_KEYS = _TASK_KEYS | {"clusters", "systems", "rounds", "scaling", "shares"}
+_PIPELINE_KEYS = {
+    "cluster",
+    "model",
+    "pixels",
+    "batch",
+    "microbatches",
+    "methods",
+    "seeds",
+    "rounds",
+    "steps",
+}
+
+
+class SuiteError(ValueError):
+    """A suite that cannot be read or run."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases that are compared with each other: one task on one cluster by several systems, in rounds."""
+
+    task: Task
+    cluster: str
+    ranks: int
+    systems: tuple[str, ...]
+    rounds: int = 2
+    scaling: str = "weak"
+
+    @property
+    def name(self) -> str:
+        """As Case.group."""
+        return self.case(self.systems[0]).group
+
+    def case(self, system: str) -> Case:
+        """The case of one of the systems."""
+        return Case(system, self.cluster, self.ranks, self.task, self.scaling)
+
+    def turns(self) -> list[tuple[int, Case]]:
+        """Rounds with their cases, in order; each round begins with the next system: none is always first."""
+        turns = []
+        for number in range(self.rounds):
+            first = number % len(self.systems)
+            turns += [(number, self.case(name)) for name in self.systems[first:] + self.systems[:first]]
+        return turns
+
+
+@dataclass(frozen=True)
+class PipelineRun:
+    """A run of bench.pipeline on a cluster: placements of a model, measured beside what was predicted."""
+
+    cluster: str
+    model: str
+    pixels: int = 64
+    batch: int = 32
+    microbatches: int = 8
+    methods: str = "greedy,even,round_robin,random"
+    seeds: int = 1
+    rounds: int = 2
+    steps: int = 3
+
+    @property
+    def name(self) -> str:
+        """Unique in a suite."""
+        return f"pipeline/{self.model}-{self.pixels}/{self.batch}/{self.cluster}"
+
+    def words(self) -> list[str]:
+        """The arguments of bench.pipeline."""
+        options = {key: value for key, value in asdict(self).items() if key != "cluster"}
+        return [word for key, value in options.items() for word in (f"--{key}", str(value))]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What is run, in order."""
+
+    name: str
+    title: str
+    groups: tuple[Group, ...]
+    pipelines: tuple[PipelineRun, ...] = ()
+
+    def only_systems(self, names: Iterable[str]) -> Suite:
+        """The same with some of the systems; groups without any of them are left out."""
+        wanted = set(names)
+        groups = []
+        for group in self.groups:
+            kept = tuple(name for name in group.systems if name in wanted)
+            if kept:
+                groups.append(replace(group, systems=kept))
+        return replace(self, groups=tuple(groups))
+
+    def on_one_cluster(self, cluster: str, ranks: int) -> Suite:
+        """The same tasks on a single cluster of so many ranks; shares fit only where they were made for."""
+        groups: dict[str, Group] = {}
+        for group in self.groups:
+            if not group.task.shares:
+                moved = replace(group, cluster=cluster, ranks=ranks)
+                known = groups.setdefault(moved.name, moved)
+                systems = tuple(dict.fromkeys(known.systems + moved.systems))
+                groups[moved.name] = replace(known, systems=systems, rounds=max(known.rounds, moved.rounds))
+        return replace(self, groups=tuple(groups.values()), pipelines=())
+
+
+def suite_names() -> list[str]:
+    """The suites that come with the benchmarks."""
+    return sorted(path.stem for path in (_FOLDER / "suites").glob("*.toml"))
+
+
+def read_suite(name: str, all_systems: Sequence[str]) -> Suite:
+    """The suite of that name, or in that TOML file. `all_systems` is what "all" means."""
+    path = Path(name) if name.endswith(".toml") else _FOLDER / "suites" / f"{name}.toml"
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SuiteError(
+            f"A suite should be one of {', '.join(suite_names())}, or a TOML file. Received: {name!r}"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise SuiteError(f"{path} should be TOML. Received: {error}") from error
+    _require_keys(path, data, {"title", "group", "pipeline"})
+    tables = data.get("group", [])
+    groups = [group for table in tables for group in _groups(path, table, all_systems)]
+    pipelines = [_pipeline(path, table) for table in data.get("pipeline", [])]
+    names = [each.name for each in (*groups, *pipelines)]
+    if not names or len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise SuiteError(f"{path} should hold groups, each once. Received: {twice or 'none'}")
+    return Suite(path.stem, data.get("title", path.stem), tuple(groups), tuple(pipelines))
+
+
+def cluster_spec(name: str) -> ClusterSpec:
+    """The virtual cluster of that name."""
+    if match := _EQUAL.fullmatch(name):
+        return equal_hosts(int(match[1]), match[2])
+    path = _FOLDER / "clusters" / f"{name}.toml"
+    if not path.exists():
+        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.toml")))
+        raise ClusterError(f"A cluster should be as 2x300mbit, or one of {known}. Received: {name!r}")
+    return read_spec(path)
+
+
+def proportional_shares(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
+    """Samples of each rank, by speed: batch x ranks in all, at least one each, largest remainders up."""
+    total = batch * len(speeds)
+    exact = [total * speed / sum(speeds) for speed in speeds]
+    shares = [max(1, int(share)) for share in exact]
+    by_remainder = sorted(range(len(speeds)), key=lambda rank: shares[rank] - exact[rank])
+    for rank in by_remainder[: max(0, total - sum(shares))]:
+        shares[rank] += 1
+    return tuple(shares)
+
+
+def _groups(path: Path, table: dict[str, Any], all_systems: Sequence[str]) -> list[Group]:
+    _require_keys(path, table, _GROUP_KEYS)
+    if not {"workload", "batch", "clusters", "systems"} <= set(table):
+        raise SuiteError(
+            f"{path}: a group has workload, batch, clusters and systems. Received: {sorted(table)}"
+        )
+    systems = tuple(all_systems) if table["systems"] == "all" else tuple(table["systems"])
+    unknown = sorted(set(systems) - set(all_systems))
+    if unknown or not systems:
+        raise SuiteError(
+            f"{path}: systems should be of {', '.join(all_systems)}. Received: {', '.join(unknown) or 'none'}"
+        )
+    task = Task(**{key: value for key, value in table.items() if key in _TASK_KEYS})
+    made = []
+    for cluster in table["clusters"]:
+        spec = cluster_spec(cluster)
+        shares = table.get("shares", ())
+        if shares == "proportional":
+            speeds = [host.cpus or 1.0 for host in spec.hosts for _ in range(host.slots)]
+            shares = proportional_shares(task.batch, speeds)
+        if shares and len(shares) != spec.slots:
+            raise SuiteError(f"{path}: shares are one for each of {spec.slots} ranks. Received: {shares}")
+        made.append(
+            Group(
+                replace(task, shares=tuple(shares)),
+                cluster,
+                spec.slots,
+                systems,
+                table.get("rounds", 2),
+                table.get("scaling", "weak"),
+            )
+        )
+    return made
+
+
+def _pipeline(path: Path, table: dict[str, Any]) -> PipelineRun:
+    _require_keys(path, table, _PIPELINE_KEYS)
+    run = PipelineRun(**table)
+    cluster_spec(run.cluster)
+    return run
+
+
+def _require_keys(path: Path, table: dict[str, Any], known: set[str]) -> None:
+    if unknown := sorted(set(table) - known):
+        raise SuiteError(f"{path}: known keys are {', '.join(sorted(known))}. Received: {', '.join(unknown)}")

@@ -1,0 +1,205 @@
+"""Running a suite: every round once, in turns, kept as it ends; what is missing, fails or is broken off."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import evaluation
+from bench.cluster_spec import ClusterError
+from bench.evaluation import Evaluation, Sites, find_sites
+from bench.journal import FILE, JournalError
+from bench.outcome import Outcome, OutcomeError
+from bench.places import RealHosts
+from bench.progress import Progress, format_left
+from bench.record import Case, Round, Task
+from bench.suites import Group, Suite
+from bench_rounds import finished
+
+HERE = Sites(loopback=True, note="not root")
+SUITE = Suite("mine", "Mine", (Group(Task("digits", 8), "loopback", 2, ("a", "b"), rounds=2),))
+
+
+class Systems:
+    """Stands for bench.rounds.run_round: counts what it is asked for, and fails where it is told to."""
+
+    def __init__(self, stop_at: int = -1, fails: tuple[str, ...] = ()) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self.stop_at, self.fails = stop_at, fails
+
+    def __call__(self, case: Case, number: int, place: object, timeout_s: float) -> Round:
+        if len(self.asked) == self.stop_at:
+            raise KeyboardInterrupt
+        self.asked.append((case.system, number))
+        if case.system in self.fails:
+            raise RuntimeError(f"{case.system} is broken")
+        return finished(case, 1.0, 2.0, 3.0, number=number)
+
+
+def run(folder: Path, systems: Systems, suite: Suite = SUITE, **missing: str) -> tuple[Outcome, str]:
+    out = io.StringIO()
+    evaluated = Evaluation(suite, HERE, systems, missing)
+    return evaluated.run(folder, Progress(evaluated.estimate_s(), out)), out.getvalue()
+
+
+ALL = [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
+
+
+def test_every_round_is_run_and_kept(tmp_path: Path) -> None:
+    systems = Systems()
+    outcome, said = run(tmp_path, systems)
+    assert systems.asked == ALL
+    assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
+    assert outcome.setting.notes == ("not root",)
+    assert "[  0%," in said
+    assert "digits-64/8/loopback-2/weak/a: step 2 s" in said
+    assert Outcome.from_json(outcome.to_json()) == outcome
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 2, 3])
+def test_what_is_interrupted_goes_on_without_losing_or_repeating(stop_at: int, tmp_path: Path) -> None:
+    first, second = Systems(stop_at), Systems()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, first)
+    outcome, _ = run(tmp_path, second)
+    assert first.asked + second.asked == ALL
+    assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
+
+
+def test_a_line_that_was_half_written_is_measured_again(tmp_path: Path) -> None:
+    run(tmp_path, Systems())
+    journal = tmp_path / FILE
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[:-30])
+    again = Systems()
+    outcome, _ = run(tmp_path, again)
+    assert again.asked == ALL[-1:]
+    assert len(outcome.rounds) == 4
+    assert journal.read_bytes() == whole
+
+
+def test_a_crash_is_recorded_with_its_output_and_not_tried_again(tmp_path: Path) -> None:
+    systems = Systems(fails=("b",))
+    outcome, said = run(tmp_path, systems)
+    assert systems.asked == [("a", 0), ("b", 0), ("a", 1)]
+    (failed,) = [each for each in outcome.rounds if each.error]
+    assert failed.case.system == "b"
+    assert "Traceback" in failed.error
+    assert "RuntimeError: b is broken" in failed.error
+    assert "failed, RuntimeError: b is broken" in said
+    again = Systems()
+    run(tmp_path, again)
+    assert again.asked == []
+
+
+def test_a_hang_is_recorded_with_what_it_printed(tmp_path: Path) -> None:
+    def hang(case: Case, number: int, place: object, timeout_s: float) -> Round:
+        raise subprocess.TimeoutExpired(["mpirun"], timeout_s, "", "waiting for rank 1")
+
+    outcome = Evaluation(SUITE, HERE, hang, {}).run(tmp_path, Progress(1.0, io.StringIO()))
+    assert [each.case.system for each in outcome.rounds] == ["a", "b"]
+    for each in outcome.rounds:
+        assert each.error.startswith("no end within ")
+        assert each.error.endswith("waiting for rank 1")
+
+
+def test_a_missing_system_is_skipped_by_name_and_tried_when_it_is_there(tmp_path: Path) -> None:
+    systems = Systems()
+    for _ in range(2):
+        outcome, said = run(tmp_path, systems, b="Horovod is not installed")
+        assert "b: skipped, Horovod is not installed" in said
+    assert systems.asked == [("a", 0), ("a", 1)]
+    (skipped,) = [each for each in outcome.rounds if each.skipped]
+    assert (skipped.case.system, skipped.ok) == ("b", False)
+    run(tmp_path, systems)
+    assert systems.asked[2:] == [("b", 0), ("b", 1)]
+
+
+def test_a_cluster_that_does_not_come_up_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def broken(self: Sites, cluster: str) -> Iterator[None]:
+        raise ClusterError("no such rate")
+        yield
+
+    monkeypatch.setattr(Sites, "place", broken)
+    outcome, said = run(tmp_path, Systems())
+    assert {each.error for each in outcome.rounds} == {"the cluster: no such rate"}
+    assert "no such rate" in said
+
+
+def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, Systems())
+    other = replace(SUITE, groups=(replace(SUITE.groups[0], rounds=3),))
+    with pytest.raises(JournalError, match=r"holds the results of another plan.*Received: suite 'mine'"):
+        run(tmp_path, Systems(), other)
+
+
+def test_a_journal_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"kind": "round"}\n')
+    with pytest.raises(JournalError, match="should be a journal"):
+        run(tmp_path, Systems())
+
+
+def test_results_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(OutcomeError, match=r"can be read. Received: "):
+        Outcome.read(tmp_path)
+    for text in ("", "[]", "{}", json.dumps({"format": 99})):
+        (tmp_path / "results.json").write_text(text)
+        with pytest.raises(OutcomeError, match=r"results\.json: Results should be .*Received: "):
+            Outcome.read(tmp_path)
+
+
+def test_without_root_it_is_plain_loopback_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise ClusterError("root is wanted")
+
+    monkeypatch.setattr(evaluation, "require_privileges", refuse)
+    sites = find_sites(None)
+    assert sites.loopback
+    assert "plain loopback" in sites.note
+    assert "root is wanted" in sites.note
+    with sites.place("2x1gbit") as place:
+        assert place is None
+    assert sites.facts("loopback").slowest_bits_per_s is None
+
+
+def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        status = 1 if "b:1" in command else 0
+        return subprocess.CompletedProcess(command, status, "", "-----\nssh: no route to host\n")
+
+    monkeypatch.setattr("bench.mpirun.run", answer)
+    monkeypatch.setattr("bench.mpirun.find_mpirun", lambda: "/mpi/mpirun")
+    monkeypatch.setattr("hvpipe.launch.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
+    with pytest.raises(ClusterError, match=r"Received: host='b', ssh: no route to host"):
+        find_sites("a:2,b:2")
+    with pytest.raises(ClusterError, match="Received: --hosts 'a:x'"):
+        find_sites("a:x")
+    hosts = RealHosts("a:2,c")
+    hosts.require_answers()
+    assert hosts.spec.slots == 3
+    command = hosts.mpirun_command(3, ["python", "x.py"])
+    assert command[:3] == ["/mpi/mpirun", "-np", "3"]
+    assert command[-2:] == ["python", "x.py"]
+    assert "a:2,c:1" in command
+
+
+def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("bench.progress.time.monotonic", lambda: now[0])
+    progress = Progress(100.0, io.StringIO())
+    assert progress.left_s == 100.0
+    with progress.part("half", 50.0):
+        now[0] += 100.0
+    assert progress.share == 0.5
+    assert progress.left_s == pytest.approx(100.0)  # 50 more, at half the speed
+    progress.leave_out(25.0)
+    assert progress.left_s == pytest.approx(50.0)
+    assert [format_left(s) for s in (40, 130, 3700)] == ["40 s", "2 min", "1 h 1 min"]
