@@ -1,0 +1,247 @@
+"""The figures of an evaluation, from its rounds alone: steps and their noise, efficiency, comparisons, means.
+
+A step is the median over all timed steps of the slowest rank. Its noise is what is left to chance in that
+median: the larger of the standard error by the steps' quartiles and half the distance between the medians of
+the rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from bench.metrics import communication_bound_s, geometric_mean, median, relative_spread
+from bench.outcome import Outcome
+from bench.record import Case, RankRound, Round
+
+ALONE = "single"
+NATIVE = ("tf-ps", "tf-mwms")
+BEST_NATIVE = "best native TensorFlow"
+COMMUNICATION_BOUND_BITS_PER_S = 1e9  # links up to this rate count as limited by communication
+
+
+@dataclass(frozen=True)
+class CaseFigures:
+    """One case that has figures. Seconds, bytes; shares and ratios are plain numbers."""
+
+    case: Case
+    step_s: float
+    spread: float  # half the distance between the quartiles of all steps, over the median
+    noise: float  # of step_s, relative; one standard error
+    wall_s: float  # a step with its part of what is drained at the end
+    samples_per_s: float
+    first_step_s: float
+    cpu_share: float  # cores, mean of the ranks
+    peak_bytes: int
+    sent_bytes: int
+    rounds: int
+    alone_s: float | None = None  # computing alone in the same group
+    bound_s: float | None = None  # the larger of that and the links
+    parts_s: Mapping[str, float] = field(default_factory=dict)  # of the slowest rank, a step
+
+    @property
+    def efficiency(self) -> float | None:
+        """Of the throughput of all ranks computing alone."""
+        return None if self.alone_s is None else self.alone_s / self.step_s
+
+    @property
+    def over_bound(self) -> float | None:
+        """1 hides everything that can be hidden."""
+        return None if self.bound_s is None else self.step_s / self.bound_s
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A system against another in one group."""
+
+    group: str
+    system: str
+    baseline: str  # the system that it was
+    speedup: float
+    noise: float  # of the speedup, relative; one standard error
+
+    @property
+    def reduction(self) -> float:
+        """The share of the baseline's time that is saved."""
+        return 1 - 1 / self.speedup
+
+    @property
+    def slower(self) -> bool:
+        """Beyond twice the noise."""
+        return self.speedup * (1 + 2 * self.noise) < 1
+
+
+@dataclass(frozen=True)
+class Means:
+    """Both averages over groups. 26.5 % less is 1.36x: the two means say different things.
+
+    The mean reduction is arithmetic, the mean speedup geometric.
+    """
+
+    groups: int
+    reduction: float
+    speedup: float
+    worst_speedup: float
+    slower_in: tuple[str, ...] = ()
+
+
+def all_figures(outcome: Outcome) -> list[CaseFigures]:
+    """A row for each case that has figures, groups in the order of the suite."""
+    rows = []
+    for rounds in rounds_by_case(outcome).values():
+        good = [each for each in rounds if each.ok]
+        if good:
+            rows.append(_case_figures(outcome, good))
+    alone = {row.case.group: row.step_s for row in rows if row.case.system == ALONE}
+    return [_with_bound(outcome, row, alone.get(row.case.group)) for row in _in_groups(rows)]
+
+
+def rounds_by_case(outcome: Outcome) -> dict[str, list[Round]]:
+    """The rounds of each case, by its key."""
+    cases: dict[str, list[Round]] = {}
+    for each in outcome.rounds:
+        cases.setdefault(each.case.key, []).append(each)
+    return cases
+
+
+def compare_in_groups(rows: Iterable[CaseFigures], system: str, baselines: Sequence[str]) -> list[Comparison]:
+    """A system against the fastest of the baselines, in each group with both; not in trainings by epochs."""
+    found = []
+    for group, members in by_group(rows).items():
+        if members[0].case.task.epochs:
+            continue
+        mine = next((row for row in members if row.case.system == system), None)
+        others = [row for row in members if row.case.system in baselines]
+        if mine is not None and others:
+            best = min(others, key=lambda row: row.step_s)
+            noise = math.hypot(mine.noise, best.noise)
+            found.append(Comparison(group, system, best.case.system, best.step_s / mine.step_s, noise))
+    return found
+
+
+def means(comparisons: Sequence[Comparison]) -> Means | None:
+    """Both averages; None of nothing."""
+    if not comparisons:
+        return None
+    return Means(
+        len(comparisons),
+        statistics.fmean(each.reduction for each in comparisons),
+        geometric_mean([each.speedup for each in comparisons]),
+        min(each.speedup for each in comparisons),
+        tuple(each.group for each in comparisons if each.slower),
+    )
+
+
+def limited_by_links(outcome: Outcome, rows: Iterable[CaseFigures]) -> list[CaseFigures]:
+    """The rows on clusters whose slowest link has at most 1 Gb/s."""
+    return [row for row in rows if 0 < _rate(outcome, row) <= COMMUNICATION_BOUND_BITS_PER_S]
+
+
+def by_group(rows: Iterable[CaseFigures]) -> dict[str, list[CaseFigures]]:
+    """Rows that are compared with each other."""
+    return {name: list(members) for name, members in groupby(rows, key=lambda row: row.case.group)}
+
+
+def shares_gain(rows: Iterable[CaseFigures]) -> list[Comparison]:
+    """Shares by speed against equal ones: the same system, workload and cluster, as many samples a step.
+
+    The step is a rank's; what is compared is samples per second, since shares are rounded to whole samples.
+    """
+    known = list(rows)
+    found = []
+    for row in known:
+        if not row.case.task.shares:
+            continue
+        for other in known:
+            if _same_but_shares(row.case, other.case):
+                noise = math.hypot(row.noise, other.noise)
+                ratio = row.samples_per_s / other.samples_per_s
+                found.append(Comparison(row.case.group, row.case.system, "equal shares", ratio, noise))
+    return found
+
+
+def samples(case: Case) -> int:
+    """Of one step, all ranks together."""
+    return sum(case.task.shares) if case.task.shares else case.task.batch * case.ranks
+
+
+def steps_noise(rounds: Sequence[Sequence[float]]) -> float:
+    """One standard error of the median of all steps, relative to it; see the head of this file."""
+    steps = [step for each in rounds for step in each]
+    # Half the distance between the quartiles is 0.6745 sigma; a median of n is off by 1.2533 sigma / sqrt(n).
+    by_steps = relative_spread(steps) / 0.6745 * 1.2533 / math.sqrt(len(steps))
+    middles = [median(each) for each in rounds]
+    by_rounds = (max(middles) - min(middles)) / 2 / median(steps)
+    return max(by_steps, by_rounds)
+
+
+def _case_figures(outcome: Outcome, rounds: list[Round]) -> CaseFigures:
+    case = rounds[0].case
+    slowest = max(range(len(rounds[0].ranks)), key=lambda rank: median(_steps(rounds, rank)))
+    steps = _steps(rounds, slowest)
+    ranks = [rank for each in rounds for rank in each.ranks]
+    step_s = median(steps)
+    return CaseFigures(
+        case,
+        step_s,
+        relative_spread(steps),
+        steps_noise([each.ranks[slowest].step_s for each in rounds]),
+        median([max(rank.wall_s for rank in each.ranks) for each in rounds]),
+        samples(case) / step_s,
+        median([max(rank.first_step_s for rank in each.ranks) for each in rounds]),
+        statistics.fmean(rank.cpu_share for rank in ranks),
+        max(rank.peak_bytes for rank in ranks),
+        max(rank.sent_bytes for rank in ranks),
+        len(rounds),
+        parts_s=_mean_parts([each.ranks[slowest] for each in rounds]),
+    )
+
+
+def _steps(rounds: Sequence[Round], rank: int) -> list[float]:
+    return [step for each in rounds for step in each.ranks[rank].step_s]
+
+
+def _mean_parts(ranks: Sequence[RankRound]) -> dict[str, float]:
+    """Of each part that every round knows."""
+    known = set.intersection(*(set(rank.parts_s) for rank in ranks))
+    return {part: statistics.fmean(rank.parts_s[part] for rank in ranks) for part in known}
+
+
+def _with_bound(outcome: Outcome, row: CaseFigures, alone_s: float | None) -> CaseFigures:
+    if alone_s is None:
+        return row
+    gradient_bytes = max(
+        rank.gradient_bytes
+        for each in outcome.rounds
+        if each.case.group == row.case.group
+        for rank in each.ranks or ()
+    )
+    cluster = outcome.setting.cluster(row.case.cluster)
+    links_s = 0.0
+    if cluster.hosts > 1:
+        links_s = communication_bound_s(gradient_bytes, cluster.hosts, cluster.slowest_bits_per_s)
+    unknown = gradient_bytes == 0 and cluster.slowest_bits_per_s is not None
+    values = {**row.__dict__, "alone_s": alone_s, "bound_s": None if unknown else max(alone_s, links_s)}
+    return CaseFigures(**values)
+
+
+def _in_groups(rows: list[CaseFigures]) -> list[CaseFigures]:
+    """Groups together, systems in the order in which they are named in the suite's first round."""
+    order = list(dict.fromkeys(row.case.group for row in rows))
+    return sorted(rows, key=lambda row: order.index(row.case.group))
+
+
+def _rate(outcome: Outcome, row: CaseFigures) -> float:
+    return outcome.setting.cluster(row.case.cluster).slowest_bits_per_s or 0.0
+
+
+def _same_but_shares(shared: Case, equal: Case) -> bool:
+    return (
+        not equal.task.shares
+        and (shared.system, shared.cluster, shared.ranks) == (equal.system, equal.cluster, equal.ranks)
+        and (shared.task.workload, shared.task.pixels) == (equal.task.workload, equal.task.pixels)
+        and sum(shared.task.shares) == equal.task.batch * equal.ranks
+    )

@@ -1,0 +1,195 @@
+"""Figures of an evaluation, worked out by hand, and what must hold for any rounds; the CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.figures import (
+    CaseFigures,
+    Comparison,
+    all_figures,
+    by_group,
+    compare_in_groups,
+    limited_by_links,
+    means,
+    shares_gain,
+    steps_noise,
+)
+from bench.outcome import ClusterFacts
+from bench.record import PARTS, Round, Task
+from bench.spreadsheet import to_csv
+from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
+
+STEPS = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
+
+
+def row(system: str, rows: list[CaseFigures]) -> CaseFigures:
+    (found,) = [each for each in rows if each.case.system == system]
+    return found
+
+
+def test_a_step_is_the_median_of_the_slowest_rank() -> None:
+    two = Round(case("tf-mwms"), 0, (rank([1.0, 2.0, 9.0]), rank([2.0, 3.0, 4.0])))
+    (found,) = all_figures(outcome(two))
+    assert found.step_s == 3.0
+    assert found.samples_per_s == pytest.approx(16 / 3)
+    assert found.wall_s == 4.0  # the first rank's mean
+    assert (found.efficiency, found.bound_s, found.over_bound) == (None, None, None)
+
+
+def test_efficiency_and_the_bound() -> None:
+    rows = all_figures(outcome(finished(case("single"), 0.6), finished(case("hvpipe-step"), 1.2)))
+    found = row("hvpipe-step", rows)
+    assert found.efficiency == pytest.approx(0.5)
+    # 95.2 MB on two hosts at 1 Gb/s: 0.7616 s, more than computing.
+    assert found.bound_s == pytest.approx(0.7616)
+    assert found.over_bound == pytest.approx(1.2 / 0.7616)
+    unlimited = replace(CLUSTER, slowest_bits_per_s=None)
+    rows = all_figures(
+        outcome(finished(case("single"), 0.6), finished(case("tf-ps"), 1.2), clusters=(unlimited,))
+    )
+    assert row("tf-ps", rows).bound_s == 0.6
+
+
+def test_without_the_gradients_bytes_there_is_no_bound_on_limited_links() -> None:
+    rounds = (
+        finished(case("single"), 0.6, gradient_bytes=0),
+        finished(case("tf-ps"), 1.2, gradient_bytes=0),
+    )
+    assert row("tf-ps", all_figures(outcome(*rounds))).bound_s is None
+
+
+def test_rounds_are_put_together_and_failed_ones_left_out() -> None:
+    of = case("horovod")
+    rounds = (finished(of, 1.0, 2.0), finished(of, 3.0, 4.0, number=1), Round(of, 2, error="crashed"))
+    (found,) = all_figures(outcome(*rounds))
+    assert (found.step_s, found.rounds) == (2.5, 2)
+    # The rounds' medians are 1.5 and 3.5: half their distance over 2.5.
+    assert found.noise == pytest.approx(0.4)
+    assert (
+        all_figures(outcome(Round(of, 0, error="crashed"), Round(case("tf-ps"), 0, skipped="absent"))) == []
+    )
+
+
+def test_parts_are_of_the_slowest_rank_and_known_to_every_round() -> None:
+    of = case("hvpipe-step")
+    quick = rank([1.0], parts_s={"forward": 9.0})
+    first = Round(of, 0, (quick, rank([2.0], parts_s={"forward": 0.2, "update": 0.5})))
+    second = Round(of, 1, (quick, rank([2.0], parts_s={"forward": 0.4})))
+    (found,) = all_figures(outcome(first, second))
+    assert found.parts_s == {"forward": pytest.approx(0.3)}
+
+
+def test_both_means_are_formed_as_they_say() -> None:
+    # 1.36x is 26.5 % less; 1.5x would be 33 % less.
+    assert Comparison("g", "a", "b", 1 / (1 - 0.265), 0.0).reduction == pytest.approx(0.265)
+    assert pytest.approx(1.36, abs=0.001) == 1 / (1 - 0.265)
+    found = means([Comparison("g", "a", "b", 1.0, 0.0), Comparison("h", "a", "b", 4.0, 0.0)])
+    assert found is not None
+    assert found.reduction == pytest.approx(0.375)  # of 0 and 0.75
+    assert found.speedup == pytest.approx(2.0)  # sqrt(1 x 4)
+    assert (found.groups, found.worst_speedup, found.slower_in) == (2, 1.0, ())
+    assert means([]) is None
+
+
+def test_a_system_is_compared_with_the_fastest_baseline() -> None:
+    rounds = [finished(case(name), s) for name, s in (("tf-ps", 6.0), ("tf-mwms", 3.0), ("hvpipe-step", 2.0))]
+    rows = all_figures(outcome(*rounds))
+    (found,) = compare_in_groups(rows, "hvpipe-step", ("tf-ps", "tf-mwms"))
+    assert (found.baseline, found.speedup) == ("tf-mwms", 1.5)
+    assert compare_in_groups(rows, "hvpipe-step", ("horovod",)) == []
+    assert compare_in_groups(rows, "absent", ("tf-ps",)) == []
+
+
+def test_slower_means_beyond_the_noise() -> None:
+    assert Comparison("g", "a", "b", 0.9, 0.01).slower
+    assert not Comparison("g", "a", "b", 0.9, 0.2).slower
+    assert not Comparison("g", "a", "b", 1.1, 0.0).slower
+
+
+def test_trainings_by_epochs_are_not_compared_by_their_steps() -> None:
+    task = Task("digits", 8, epochs=3)
+    rounds = [finished(case(name, task=task), 1.0) for name in ("tf-ps", "hvpipe-step")]
+    assert compare_in_groups(all_figures(outcome(*rounds)), "hvpipe-step", ("tf-ps",)) == []
+
+
+def test_only_limited_links_count_as_limited() -> None:
+    clusters = (
+        CLUSTER,
+        ClusterFacts("2x10gbit", "", 2, 1e10),
+        ClusterFacts("2xunlimited", "", 2, None),
+    )
+    rounds = [finished(case("tf-ps", cluster.name), 1.0) for cluster in clusters]
+    found = outcome(*rounds, clusters=clusters)
+    assert [each.case.cluster for each in limited_by_links(found, all_figures(found))] == ["2x1gbit"]
+
+
+def test_shares_against_equal_shares() -> None:
+    shares = replace(TASK, shares=(11, 5))
+    rounds = (
+        finished(case("hvpipe-step"), 3.0),
+        finished(case("hvpipe-step", task=shares), 2.0),
+        finished(case("single"), 1.0),
+    )
+    (found,) = shares_gain(all_figures(outcome(*rounds)))
+    assert (found.system, found.baseline) == ("hvpipe-step", "equal shares")
+    assert found.speedup == pytest.approx(1.5)
+
+
+@given(st.lists(STEPS, min_size=1, max_size=4), st.floats(0.1, 10))
+def test_noise_has_no_unit(rounds: list[list[float]], factor: float) -> None:
+    noise = steps_noise(rounds)
+    assert noise >= 0
+    assert steps_noise([[factor * s for s in each] for each in rounds]) == pytest.approx(noise)
+
+
+@given(st.floats(0.01, 100), st.integers(1, 4), st.integers(1, 8))
+def test_equal_steps_have_no_noise(step_s: float, rounds: int, steps: int) -> None:
+    assert steps_noise([[step_s] * steps] * rounds) == 0
+
+
+@given(st.lists(st.floats(0.05, 20), min_size=1, max_size=10))
+def test_means_lie_between_the_extremes(speedups: list[float]) -> None:
+    found = means([Comparison(str(i), "a", "b", s, 0.0) for i, s in enumerate(speedups)])
+    assert found is not None
+    assert min(speedups) * 0.999 <= found.speedup <= max(speedups) * 1.001
+    assert 1 - 1 / min(speedups) - 1e-9 <= found.reduction <= 1 - 1 / max(speedups) + 1e-9
+    # By Jensen, what the mean reduction amounts to is never more than the geometric mean.
+    assert 1 / (1 - found.reduction) <= found.speedup * 1.001
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), STEPS), min_size=1, max_size=8))
+def test_every_case_with_figures_has_one_row(parts: list[tuple[str, list[float]]]) -> None:
+    rounds = [finished(case(name), *steps, number=i) for i, (name, steps) in enumerate(parts)]
+    rows = all_figures(outcome(*rounds))
+    assert sorted(each.case.system for each in rows) == sorted({name for name, _ in parts})
+    assert sum(each.rounds for each in rows) == len(parts)
+    for each in rows:
+        steps = [s for name, found in parts if name == each.case.system for s in found]
+        assert min(steps) <= each.step_s <= max(steps)
+    assert list(by_group(rows)) == ["resnet50-64/8/2x1gbit-2/weak"]
+
+
+def test_the_csv_has_a_row_for_each_case() -> None:
+    rounds = (
+        finished(case("hvpipe-step"), 2.0, parts_s={"forward": 0.5}, accuracy=[0.5, 0.9]),
+        Round(case("horovod"), 0, skipped="not installed"),
+        Round(case("tf-ps"), 0, error="crashed"),
+    )
+    rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds)))))
+    assert [(each["system"], each["state"]) for each in rows] == [
+        ("hvpipe-step", "ok"),
+        ("horovod", "skipped"),
+        ("tf-ps", "failed"),
+    ]
+    assert {f"{part}_s" for part in PARTS} <= set(rows[0])
+    assert (rows[0]["step_s"], rows[0]["forward_s"], rows[0]["update_s"]) == ("2", "0.5", "")
+    assert (rows[0]["accuracy"], rows[1]["step_s"]) == ("0.9", "")
+    assert math.isclose(float(rows[0]["samples_per_s"]), 8)
