@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--pixels", type=int, default=64, help="side of an image, or length of a sequence")
     parser.add_argument("--classes", type=int, default=100)
     parser.add_argument("--batch", type=int, default=32, help="samples of a step (default: 32)")
-    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--microbatches", default="auto", help="a number (default: what greedy finds best)")
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--chunks", type=int, default=1)
     parser.add_argument("--methods", default="greedy,random", help=f"some of {','.join(_METHODS)}")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = _parser().parse_args(words)
     try:
-        _methods(arguments)
+        _methods(arguments), _microbatches(arguments)
         if started_as_rank(arguments.result):
             return _measure(arguments)
         report = _drive(arguments, words)
@@ -71,6 +71,11 @@ def _methods(arguments: argparse.Namespace) -> tuple[str, ...]:
     return methods
 
 
+def _microbatches(arguments: argparse.Namespace) -> int | None:
+    """How many; None where the planner chooses."""
+    return None if arguments.microbatches == "auto" else int(arguments.microbatches)
+
+
 def _measure(arguments: argparse.Namespace) -> int:
     """A rank's part; an error on any rank ends them all."""
     from bench.pipeline_worker import Effort, measure
@@ -80,7 +85,7 @@ def _measure(arguments: argparse.Namespace) -> int:
             methods=_methods(arguments),
             seeds=arguments.seeds,
             schedule=arguments.schedule,
-            microbatches=arguments.microbatches,
+            microbatches=_microbatches(arguments),
             chunks=arguments.chunks,
             rounds=arguments.rounds,
             steps=arguments.steps,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,12 @@ from bench.workload import MODELS, Workload, images, prepare_tensorflow, timed_f
 
 @dataclass(frozen=True)
 class Effort:
-    """Which plans, with how many micro-batches, and how long each is trained."""
+    """Which plans, in how many micro-batches (None: what greedy finds best), and how long each is trained."""
 
     methods: tuple[str, ...] = ("greedy", "random")
     seeds: int = 2
     schedule: str = "1f1b"
-    microbatches: int = 8
+    microbatches: int | None = None
     chunks: int = 1
     rounds: int = 3
     steps: int = 3
@@ -80,6 +81,7 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
     from hvpipe.plan.baselines import baseline
     from hvpipe.plan.partition import partition
     from hvpipe.plan.pipelining import Pipelining
+    from hvpipe.plan_command import Question, finest
     from hvpipe.simulate import lower_bound_s
 
     hvpipe.init()
@@ -87,12 +89,20 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
     build = model_function(keras, workload)
     tell("profiling ...")
     x, y = next(iter(_batches(workload)))
-    size = max(1, workload.batch // effort.microbatches)
-    profile = hk.measure(build, (x[:size], y[:size]), progress=False, optimizer="sgd")
-    cluster = hvpipe.broadcast_object(measure_cluster(profile))
-    profile = hvpipe.broadcast_object(profile)
-    how = Pipelining(effort.schedule, effort.microbatches, chunks=effort.chunks)
+    size = max(1, workload.batch // (effort.microbatches or 8))
+    measured = hk.measure(build, (x[:size], y[:size]), progress=False, optimizer="sgd")
+    cluster = hvpipe.broadcast_object(measure_cluster(measured))
+    measured = hvpipe.broadcast_object(measured)
     ranks = hvpipe.size()
+
+    def ask(microbatches: int) -> Question:
+        how = Pipelining(effort.schedule, microbatches, chunks=effort.chunks)
+        profile = measured.at_batch(math.ceil(workload.batch / microbatches))
+        return Question(profile, cluster, how, ranks * effort.chunks)
+
+    count = effort.microbatches
+    question = finest(ask, workload.batch) if count is None else ask(count)
+    profile, how = question.profile, question.pipelining
     pipes = {}
     plans = {}
     for method in effort.methods:
@@ -134,7 +144,7 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
         _describe(workload),
         where,
         effort.schedule,
-        effort.microbatches,
+        how.microbatches,
         ranks,
         workload.batch,
         tuple(cases),

@@ -84,7 +84,11 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--cluster", required=True, metavar="FILE", help="devices and links: TOML or JSON")
     plan.add_argument("--stages", type=int, metavar="N", help="stages (default: what is fastest)")
     plan.add_argument(
-        "--microbatches", type=int, default=8, metavar="M", help="micro-batches of a step (default: 8)"
+        "--microbatches",
+        type=_count_or_auto,
+        default=8,
+        metavar="M",
+        help="micro-batches of a step, or auto: what is fastest for --batch-size (default: 8)",
     )
     plan.add_argument(
         "--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b, zb-h1 or interleaved (default: 1f1b)"
@@ -112,6 +116,10 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--no-baselines", action="store_true", help="the plan alone")
 
 
+def _count_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 def _plan(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     # Brings in NumPy, which no other command needs.
     from hvpipe import plan_command, plan_report
@@ -122,14 +130,23 @@ def _plan(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
     usual = 2 if options.schedule == "interleaved" else 1
     chunks = usual if options.chunks is None else options.chunks
-    pipelining = Pipelining(options.schedule, options.microbatches, options.recompute, chunks)
-    profile = plan_command.read_profile(
-        options.profile, options.microbatches, options.batch_size, options.graph_batch_size
-    )
     cluster = Cluster.read(options.cluster)
-    question = plan_command.Question(
-        profile, cluster, pipelining, options.stages, options.mode, options.method, options.seed
-    )
+
+    def ask(microbatches: int) -> plan_command.Question:
+        pipelining = Pipelining(options.schedule, microbatches, options.recompute, chunks)
+        profile = plan_command.read_profile(
+            options.profile, microbatches, options.batch_size, options.graph_batch_size
+        )
+        return plan_command.Question(
+            profile, cluster, pipelining, options.stages, options.mode, options.method, options.seed
+        )
+
+    if options.microbatches != "auto":
+        question = ask(options.microbatches)
+    elif options.batch_size is not None:
+        question = plan_command.finest(ask, options.batch_size)
+    else:
+        raise HvpipeError("--microbatches auto needs to know the --batch-size. Received: none")
     given = plan_command.answer(question, with_baselines=not options.no_baselines)
     if options.output is not None:
         given.chosen.plan.write(options.output)

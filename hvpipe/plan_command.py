@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,6 +98,30 @@ def answer(question: Question, *, with_baselines: bool = True) -> Answer:
             others["greedy"] = candidate("pipeline", profile, cluster, pipelining, question.stages).forecast
         others |= {name: _baseline(name, question) for name in BASELINES if name != question.method}
     return Answer(question, chosen, found, others)
+
+
+def finest(ask: Callable[[int], Question], batch_size: int) -> Question:
+    """`ask(m)` for the number of micro-batches, 1, 2, 4, ..., whose plan has the shortest foreseen step.
+
+    More of them leave a shorter bubble, and pay the fixed parts of the layers' times more often. Numbers for
+    which there is no plan are passed over; where there is none at all, the last one's error is raised.
+    """
+    best: tuple[float, Question] | None = None
+    refused: HvpipeError | None = None
+    for power in range(batch_size.bit_length()):
+        try:
+            question = ask(2**power)
+            step_s = answer(question, with_baselines=False).chosen.step_s
+        except HvpipeError as error:
+            refused = error
+            continue
+        if best is None or step_s < best[0]:
+            best = step_s, question
+    if best is None:
+        raise refused or HvpipeError(
+            f"A batch should have at least one sample. Received: batch_size={batch_size}"
+        )
+    return best[1]
 
 
 def _check(question: Question) -> None:

@@ -26,6 +26,8 @@ class LayerCost:
     from the forward to the backward: the output included, the input not, which counts with its maker.
     `slot_bytes` is what else stays for good: the optimizer's state (for each weight: none for SGD, one for
     momentum, two for Adam) and variables that are not trained. `weight_bytes` are of those that are.
+    `fixed_forward_s` and `fixed_backward_s` are the parts of the times that a batch of any size takes: to
+    start, to read the weights, to add to their gradients.
     """
 
     name: str
@@ -35,6 +37,8 @@ class LayerCost:
     slot_bytes: int = 0
     output_bytes: int = 0
     saved_bytes: int = 0
+    fixed_forward_s: float = 0.0
+    fixed_backward_s: float = 0.0
 
     def __post_init__(self) -> None:
         for item in fields(self)[1:]:
@@ -43,6 +47,12 @@ class LayerCost:
                 raise HvpipeError(
                     f"{item.name} of layer {self.name!r} should be finite and at least 0. "
                     f"Received: {item.name}={value}"
+                )
+        for part, whole in (("fixed_forward_s", "forward_s"), ("fixed_backward_s", "backward_s")):
+            if getattr(self, part) > getattr(self, whole):
+                raise HvpipeError(
+                    f"{part} of layer {self.name!r} should be at most its {whole}. "
+                    f"Received: {part}={getattr(self, part)}, {whole}={getattr(self, whole)}"
                 )
 
     @property
@@ -150,16 +160,16 @@ class Profile:
         return fingerprint([layers, sorted(set(self.edges))])
 
     def at_batch(self, batch_size: int) -> Profile:
-        """The profile scaled to another batch size: times and activations in proportion, weights as they are.
+        """The profile scaled to another batch size: in proportion, but for the fixed parts.
 
-        Small batches use a device less well, so measure near the size of a micro-batch.
+        Small batches may use a device less well in other ways too, so measure near the size of a micro-batch.
         """
         by = batch_size / self.batch_size
         scaled = (
             replace(
                 layer,
-                forward_s=layer.forward_s * by,
-                backward_s=layer.backward_s * by,
+                forward_s=layer.fixed_forward_s + (layer.forward_s - layer.fixed_forward_s) * by,
+                backward_s=layer.fixed_backward_s + (layer.backward_s - layer.fixed_backward_s) * by,
                 output_bytes=math.ceil(layer.output_bytes * by),
                 saved_bytes=math.ceil(layer.saved_bytes * by),
             )
@@ -268,9 +278,15 @@ def _pipedream_layer(node: re.Match[str], slots_per_weight: float, place: str) -
 
 def _layer(row: Table) -> LayerCost:
     sizes = ("weight_bytes", "slot_bytes", "output_bytes", "saved_bytes")
-    row.allow(("name", "forward_s", "backward_s", *sizes))
-    numbers = {size: row.integer(size) for size in sizes}
-    return LayerCost(row.text("name"), row.number("forward_s"), row.number("backward_s"), **numbers)
+    parts = ("fixed_forward_s", "fixed_backward_s")
+    row.allow(("name", "forward_s", "backward_s", *sizes, *parts))
+    return LayerCost(
+        row.text("name"),
+        row.number("forward_s"),
+        row.number("backward_s"),
+        *(row.integer(size) for size in sizes),
+        *(row.number(part) if row.has(part) else 0.0 for part in parts),
+    )
 
 
 def _topological_order(layers: Sequence[LayerCost], edges: Sequence[tuple[int, int]]) -> list[int]:

@@ -18,7 +18,7 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import Plan
 from hvpipe.plan_command import METHODS, Answer, Question, answer, read_profile
 from hvpipe.plan_report import to_text
-from hvpipe.profile import Profile
+from hvpipe.profile import LayerCost, Profile
 from hvpipe.schedule import Schedule
 from hvpipe.topology import Cluster, Device, Host, Link, equal_cluster
 from hvpipe.trace import Trace
@@ -180,9 +180,28 @@ def test_a_profile_of_a_step(tmp_path: Path) -> None:
         read_profile(GNMT, 4, 3)
 
 
+@pytest.mark.parametrize(("fixed", "microbatches"), [(0.0, 64), (0.02, 4), (1.0, 2)])
+def test_what_every_micro_batch_costs_decides_how_many(
+    fixed: float, microbatches: int, cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a second of 64 samples on each of two layers, `fixed` is there for one sample too."""
+    layers = [LayerCost(name, 1.0, 1.0, fixed_forward_s=fixed, fixed_backward_s=fixed) for name in "ab"]
+    path = str(tmp_path / "p.json")
+    Profile.of(layers, [("a", "b")], batch_size=64).write(path)
+    text = printed(
+        capsys,
+        *(path, "--cluster", cluster, "--stages", "2", "--no-baselines"),
+        *("--microbatches", "auto", "--batch-size", "64"),
+    )
+    assert f" {microbatches} micro-batches of {64 // microbatches} sample" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--microbatches", "auto"], "auto needs to know the --batch-size"),
+        (["--microbatches", "auto", "--batch-size", "0"], "batch_size=0"),
+        (["--microbatches", "auto", "--batch-size", "8", "--stages", "49"], "stages=49"),
         (["--stages", "49"], "stages=49"),
         (["--stages", "3"], "at most the number of devices, 2. Received: stages=3"),
         (["--stages", "2", "--microbatches", "1"], "as many micro-batches .* microbatches=1, stages=2"),

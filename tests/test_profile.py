@@ -42,10 +42,31 @@ def test_scaling_leaves_weights_alone() -> None:
     assert half.layers[0] == LayerCost("a", 0.5, 1.0, 10, 5, 50, 60)
 
 
+def test_the_fixed_part_of_a_time_stays() -> None:
+    layer = LayerCost("a", 1.0, 2.0, fixed_forward_s=0.5, fixed_backward_s=2.0)
+    profile = Profile((layer,), (), batch_size=8)
+    assert [profile.at_batch(size).layers[0].forward_s for size in (2, 16)] == [0.625, 1.5]
+    assert [profile.at_batch(size).layers[0].backward_s for size in (2, 16)] == [2.0, 2.0]
+    assert profile.at_batch(2).at_batch(16) == profile.at_batch(16)
+
+
+def test_the_fixed_part_is_a_part() -> None:
+    with pytest.raises(HvpipeError, match=r"fixed_forward_s of layer 'a' should be at most its forward_s"):
+        LayerCost("a", 1.0, 2.0, fixed_forward_s=1.5)
+
+
 def test_json_comes_back(tmp_path: Path) -> None:
-    profile = Profile.of(CHAIN, [("a", "b"), ("a", "c")], batch_size=32, model="abc")
+    layers = (*CHAIN[:2], LayerCost("c", 5.0, 6.0, fixed_forward_s=1.0, fixed_backward_s=2.0))
+    profile = Profile.of(layers, [("a", "b"), ("a", "c")], batch_size=32, model="abc")
     profile.write(tmp_path / "profile.json")
     assert Profile.read(tmp_path / "profile.json") == profile
+
+
+def test_json_without_fixed_parts_has_none() -> None:
+    document = Profile.of(CHAIN, []).to_json()
+    for row in document["layers"]:
+        del row["fixed_forward_s"], row["fixed_backward_s"]
+    assert Profile.from_json(document) == Profile.of(CHAIN, [])
 
 
 def test_fingerprint_is_of_the_model_not_of_its_times() -> None:
@@ -64,7 +85,7 @@ def test_fingerprint_is_of_the_model_not_of_its_times() -> None:
         ({"version": 9}, r'"version": 1\. Received: format=\'hvpipe-profile\', version=9'),
         ({"layers": 3}, r"p\.json: layers should be a list of objects\. Received: layers=3"),
         ({"layers": [], "edges": []}, "at least one layer"),
-        ({"layers": [{"name": "a"}]}, r"layers\[0\]\.weight_bytes should be a number .*no such field"),
+        ({"layers": [{"name": "a"}]}, r"layers\[0\]\.forward_s should be a number .*no such field"),
         ({"edges": [{"from": "a", "to": "z"}]}, "'z' is none"),
         ({"batch_size": 0}, "batch_size should be a whole number of at least 1"),
     ],

@@ -17,6 +17,7 @@ import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.estimate import estimate
 from hvpipe.keras.layer_graph import layer_graph
+from hvpipe.keras.measure import _Walk
 from hvpipe.keras.stopwatch import Stopwatch
 from hvpipe.plan.partition import partition
 from hvpipe.profile import LayerCost, Profile
@@ -104,6 +105,21 @@ def test_times_of_layers_that_take_some() -> None:
         assert 1e-5 < layer.backward_s < 10
     # 10 times the multiplications forward, and twice those backward.
     assert layers[1].compute_s > layers[0].forward_s
+
+
+def test_what_a_quarter_of_the_samples_takes_tells_the_fixed_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    def times_s(self: Any, place: int, functions: Any, given: list[Any]) -> tuple[float, float]:
+        samples = len(given[0])
+        return (1.0 + samples, 2.0 + 3.0 * samples) if place else (samples**2, 0.0)
+
+    monkeypatch.setattr(_Walk, "_times_s", times_s)
+    first, second = hk.measure(heavy(), batch_of((8, 64, 64, 3))).layers
+    assert (second.forward_s, second.backward_s) == (9, 26)
+    assert (second.fixed_forward_s, second.fixed_backward_s) == pytest.approx((1, 2))
+    # The line through 2 and 8 samples would end below 0.
+    assert (first.fixed_forward_s, first.fixed_backward_s) == (0, 0)
+    (alone, _) = hk.measure(heavy(), batch_of((1, 64, 64, 3))).layers
+    assert (alone.forward_s, alone.fixed_forward_s) == (1, 0)
 
 
 def test_a_layer_without_a_gradient_has_no_backward() -> None:
