@@ -110,6 +110,17 @@ class Evaluation:
         """Seconds of all of it, roughly."""
         return suite_s(self._suite)
 
+    def describe(self) -> str:
+        """A line for each group and pipeline: turns, and minutes by estimate."""
+        lines = [
+            f"{group.name}: {len(group.systems)} systems, {group.rounds} rounds, "
+            f"{len(group.turns()) * round_s(group) / 60:.1f} min"
+            for group in self._suite.groups
+        ]
+        lines += [f"{run.name}: {pipeline_s(run) / 60:.1f} min" for run in self._suite.pipelines]
+        lines += [f"skipped: {why}" for why in self._missing.values()]
+        return "\n".join([*([self._sites.note] if self._sites.note else []), *lines])
+
     def run(self, folder: Path, progress: Progress) -> Outcome:
         """Run what is missing in the folder; KeyboardInterrupt leaves with all finished rounds kept."""
         journal = Journal(folder, setting_of(self._suite, self._sites))

@@ -36,6 +36,12 @@ class Journal:
             self.outcome = Outcome(setting)
             self._path.write_bytes(_line("setting", asdict(setting)))
 
+    @staticmethod
+    def kept_in(folder: Path) -> Outcome | None:
+        """What a folder's journal has, perhaps of a run that was interrupted; None without a journal."""
+        whole = _whole_lines(folder / FILE)
+        return _outcome(folder / FILE, whole) if whole else None
+
     def add_round(self, finished: Round) -> None:
         """Keep a round."""
         self._append("round", finished.to_dict())

@@ -1,8 +1,9 @@
-"""The command `hvpipe`: run, doctor, report, profile, plan.
+"""The command `hvpipe`: run, doctor, report, profile, plan, bench.
 
 Exit codes: 0 all is well; 1 `doctor` found a problem, a file cannot be read, or no plan fits; 2 wrong usage,
 or the run could not be started, or `profile` found no model that it can measure; otherwise `run` and
-`profile` return what mpirun returned, 128 + n after signal n.
+`profile` return what mpirun returned, 128 + n after signal n. `bench` has codes of its own: 1 where
+rounds failed or `compare` found a regression.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvpipe import __version__, doctor, launch_options, profile_command, report
+from hvpipe import __version__, bench_command, doctor, launch_options, profile_command, report
 from hvpipe.errors import HvpipeError, LaunchError
 from hvpipe.launch_options import add_launch_options
 from hvpipe.trace import Trace
@@ -41,10 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _doctor(options, os.environ)
         if options.command == "plan":
             return _plan(options, os.environ)
+        if options.command == "bench":
+            return bench_command.bench((options.subcommand, *options.arguments), os.environ)
         return _report(options)
     except HvpipeError as error:
         print(f"hvpipe {options.command}: {error}", file=sys.stderr)
-        return 2 if options.command in ("run", "profile") else 1
+        return 2 if options.command in ("run", "profile", "bench") else 1
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -66,6 +69,13 @@ def make_parser() -> argparse.ArgumentParser:
         commands.add_parser("profile", help="measure a model's layers, the devices and links", epilog=_EPILOG)
     )
     _add_plan(commands.add_parser("plan", help="cut a model into stages for a cluster", epilog=_EPILOG))
+    measure = commands.add_parser(
+        "bench",
+        help="measure native TensorFlow, Horovod and hvpipe side by side",
+        epilog="run quick, run full, report DIR, compare BEFORE AFTER, readme DIR; each has --help",
+    )
+    measure.add_argument("subcommand", metavar="COMMAND", choices=("run", "report", "compare", "readme"))
+    measure.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 

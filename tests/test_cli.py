@@ -33,6 +33,7 @@ FLAGS = {
         *("--method", "--microbatches", "--mode", "--no-baselines", "--output", "--png", "--recompute"),
         *("--schedule", "--seed", "--stages", "-h", "-o"),
     ],
+    "bench": ["--help", "-h"],
 }
 
 

@@ -27,7 +27,7 @@ LAYERS = (
     ("session", "closing", "utilization", "links", "keras"),
     (
         *("launch", "launch_options", "supervise", "doctor", "plan_command", "plan_report"),
-        *("profile_command", "cli", "__main__", "__init__"),
+        *("profile_command", "bench_command", "cli", "__main__", "__init__"),
     ),
 )
 

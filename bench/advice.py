@@ -1,0 +1,127 @@
+"""What to change, in words with numbers: links, unequal ranks, input, overhead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bench.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples
+from bench.headlines import OURS
+from bench.metrics import format_time, median
+from bench.outcome import Outcome
+from bench.suites import proportional_shares
+
+_WORTH = 1.05  # a predicted speedup below this is not worth a word
+_WAITS = 0.10  # of a step
+_MOST = 8
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A sentence, and the speedup that it is predicted to bring."""
+
+    text: str
+    speedup: float
+
+
+def advice(outcome: Outcome, rows: list[CaseFigures]) -> list[str]:
+    """Sentences, the most rewarding first; at most eight."""
+    found: list[Advice] = []
+    for members in by_group(rows).values():
+        ours = next((row for row in members if row.case.system == OURS), None)
+        if ours is None or ours.case.task.epochs:
+            continue
+        alone = next((row for row in members if row.case.system == ALONE), None)
+        checks = (_links(outcome, ours), _shares(outcome, ours, alone), _input(ours), _overhead(ours))
+        found += [each for each in checks if each is not None]
+    return [each.text for each in sorted(found, key=lambda each: -each.speedup)[:_MOST]]
+
+
+def with_half_the_bytes(step_s: float, exposed_s: float, hidden_s: float) -> float:
+    """The step if communication took half as long: what is hidden now has room to be hidden then."""
+    return step_s - exposed_s + max(0.0, (exposed_s + hidden_s) / 2 - hidden_s)
+
+
+def _links(outcome: Outcome, row: CaseFigures) -> Advice | None:
+    exposed_s = row.parts_s.get("communication_exposed", 0.0)
+    if exposed_s < _WAITS * row.step_s:
+        return None
+    predicted_s = with_half_the_bytes(row.step_s, exposed_s, row.parts_s.get("communication_hidden", 0.0))
+    speedup = row.step_s / predicted_s
+    if speedup < _WORTH:
+        return None
+    return Advice(
+        f"{_name(row)}: {exposed_s / row.step_s:.0%} of the step waits for {_slowest_link(outcome, row)}; "
+        f'bf16 halves what travels: predicted {speedup:.2f}x. Try compression="bf16".',
+        speedup,
+    )
+
+
+def _slowest_link(outcome: Outcome, row: CaseFigures) -> str:
+    rates = {
+        each: rate
+        for each in outcome.links
+        if each.cluster == row.case.cluster and (rate := each.two_way_bits_per_s or each.bits_per_s)
+    }
+    if not rates:
+        return "the links"
+    slowest, rate = min(rates.items(), key=lambda item: item[1])
+    alike = max(rates.values()) < 1.2 * rate
+    name = "the links" if alike and len(rates) > 1 else f"the link of host {slowest.second}"
+    return f"{name} ({rate / 1e6:.0f} Mb/s each way)"
+
+
+def _shares(outcome: Outcome, row: CaseFigures, alone: CaseFigures | None) -> Advice | None:
+    """Ranks' speeds are those of computing alone."""
+    if alone is None:
+        return None
+    rounds = [each for each in rounds_by_case(outcome)[alone.case.key] if each.ok]
+    ranks = range(len(rounds[0].ranks))
+    if len(ranks) != row.case.ranks:
+        return None
+    alone_s = [median([s for each in rounds for s in each.ranks[rank].step_s]) for rank in ranks]
+    task = row.case.task
+    batches = task.shares or (task.batch,) * row.case.ranks
+    speeds = [batch / seconds for batch, seconds in zip(batches, alone_s, strict=True)]
+    shares = proportional_shares(samples(row.case) // row.case.ranks, speeds)
+    balanced_s = max(share / speed for share, speed in zip(shares, speeds, strict=True))
+    saved_s = max(alone_s) - balanced_s
+    speedup = row.step_s / (row.step_s - saved_s) if 0 < saved_s < row.step_s else 1.0
+    if saved_s < _WAITS * row.step_s or speedup < _WORTH or sum(shares) != samples(row.case):
+        return None
+    slowest = max(ranks, key=lambda rank: alone_s[rank])
+    return Advice(
+        f"{_name(row)}: rank {slowest} computes {format_time(alone_s[slowest])} where the fastest takes "
+        f"{format_time(min(alone_s))}, and all wait for it; give the ranks {'+'.join(map(str, shares))} "
+        f"samples instead of {'+'.join(map(str, batches))}: predicted {speedup:.2f}x.",
+        speedup,
+    )
+
+
+def _input(row: CaseFigures) -> Advice | None:
+    input_s = row.parts_s.get("input", 0.0)
+    if input_s < _WAITS * row.step_s:
+        return None
+    speedup = row.step_s / (row.step_s - input_s)
+    return Advice(
+        f"{_name(row)}: {input_s / row.step_s:.0%} of the step waits for input; cache the dataset, map in "
+        f"parallel, prefetch more: at most {speedup:.2f}x.",
+        speedup,
+    )
+
+
+def _overhead(row: CaseFigures) -> Advice | None:
+    overhead_s = row.parts_s.get("overhead", 0.0)
+    if overhead_s < 2 * _WAITS * row.step_s:
+        return None
+    speedup = row.step_s / (row.step_s - overhead_s)
+    return Advice(
+        f"{_name(row)}: {overhead_s / row.step_s:.0%} of the step is the framework's overhead; a larger "
+        f"batch spreads it over more samples: at most {speedup:.2f}x.",
+        speedup,
+    )
+
+
+def _name(row: CaseFigures) -> str:
+    task = row.case.task
+    size = "+".join(map(str, task.shares)) if task.shares else f"{task.batch} a rank"
+    return f"{task.workload}, {size}, on {row.case.cluster}"

@@ -1,0 +1,128 @@
+"""The command `python -m bench`, or `hvpipe bench`: run, report, compare, readme.
+
+Exit codes: 0 done; 1 some rounds failed, or `compare` found a regression; 2 wrong usage, or nothing could be
+run or read; 130 interrupted, with all finished rounds kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from bench.cluster_spec import ClusterError
+from bench.compare import compare
+from bench.evaluation import Evaluation, RunRound, find_sites
+from bench.files import show_figures, write_outputs
+from bench.journal import Journal, JournalError
+from bench.outcome import Outcome, OutcomeError
+from bench.progress import format_left, shown
+from bench.readme import ReadmeError, rewrite
+from bench.suites import SuiteError, read_suite, suite_names
+
+_ROOT = Path(__file__).parents[1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    options = make_parser().parse_args(arguments)
+    try:
+        status: int = options.act(options)
+        return status
+    except (SuiteError, ClusterError, JournalError, OutcomeError, ReadmeError) as error:
+        print(f"hvpipe bench {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; finished rounds are kept: the same command goes on from there", file=sys.stderr)
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; tests/test_bench_command.py freezes its flags."""
+    parser = argparse.ArgumentParser(
+        prog="hvpipe bench",
+        description="Measure native TensorFlow, Horovod and hvpipe side by side.",
+        epilog="exit codes: 0 done; 1 some rounds failed, or compare found a regression; "
+        "2 wrong usage, or nothing could be run or read; 130 interrupted",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="run a suite, or go on with one that was interrupted")
+    run.add_argument("suite", metavar="SUITE", help=f"{', '.join(suite_names())}, or a TOML file")
+    run.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: runs/bench-SUITE)")
+    run.add_argument("--hosts", metavar="LIST", help="hosts that exist, as in a:2,b:2, not a virtual cluster")
+    run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
+    run.add_argument(
+        "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
+    )
+    run.add_argument("--plan", action="store_true", help="say what would run and how long, and run nothing")
+    run.add_argument("--json", action="store_true", help="print the figures as JSON")
+    run.set_defaults(act=_run)
+    report = commands.add_parser("report", help="write the report, CSV and JSON of a folder again")
+    report.add_argument("folder", type=Path, metavar="DIR", help="what `run` wrote")
+    report.add_argument("--json", action="store_true", help="print the figures as JSON")
+    report.set_defaults(act=_report)
+    versus = commands.add_parser("compare", help="find what became slower, beyond the noise")
+    versus.add_argument("before", type=Path, metavar="BEFORE", help="results.json, or its folder")
+    versus.add_argument("after", type=Path, metavar="AFTER", help="results.json, or its folder")
+    versus.add_argument("--json", action="store_true", help="as JSON")
+    versus.set_defaults(act=_compare)
+    readme = commands.add_parser("readme", help="put the comparison table into README.md")
+    readme.add_argument("results", type=Path, metavar="DIR", help="results.json, or its folder")
+    readme.add_argument("--file", type=Path, default=_ROOT / "README.md", metavar="FILE", help="another file")
+    readme.set_defaults(act=_readme)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    from bench.rounds import run_round
+    from bench.systems import SYSTEMS
+
+    python = options.python or _peers_python()
+    suite = read_suite(options.suite, tuple(SYSTEMS))
+    if options.systems is not None:
+        suite = suite.only_systems(options.systems.split(","))
+    missing = {
+        name: f"{each.title}: {why}" for name, each in SYSTEMS.items() if (why := each.missing(python))
+    }
+    run: RunRound = partial(run_round, python=python)
+    evaluation = Evaluation(suite, find_sites(options.hosts), run, missing)
+    print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
+    if options.plan:
+        print(evaluation.describe())
+        return 0
+    folder = Path("runs") / f"bench-{suite.name}" if options.out is None else options.out
+    with shown(evaluation.estimate_s()) as progress:
+        outcome = evaluation.run(folder, progress)
+    return _finish(outcome, folder, options.json)
+
+
+def _peers_python() -> str:
+    """The Python of `make peers`, in which every system runs on the same TensorFlow; else this one."""
+    peers = _ROOT / ".venv-peers" / "bin" / "python"
+    return str(peers) if peers.exists() else sys.executable
+
+
+def _report(options: argparse.Namespace) -> int:
+    outcome = Journal.kept_in(options.folder) or Outcome.read(options.folder)
+    return _finish(outcome, options.folder, options.json)
+
+
+def _finish(outcome: Outcome, folder: Path, as_json: bool) -> int:
+    written = write_outputs(outcome, folder)
+    print(show_figures(outcome, as_json=as_json))
+    print(f"written: {', '.join(str(path) for path in written)}", file=sys.stderr)
+    return 1 if any(each.error for each in (*outcome.rounds, *outcome.pipelines)) else 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    found = compare(Outcome.read(options.before), Outcome.read(options.after))
+    print(json.dumps(found.to_json(), indent=1) if options.json else found.to_text())
+    return 1 if found.regressed else 0
+
+
+def _readme(options: argparse.Namespace) -> int:
+    print(f"{options.file}: {rewrite(options.file, Outcome.read(options.results))}")
+    return 0

@@ -1,0 +1,66 @@
+"""The files of an evaluation: results.json, results.csv, report.html; and its figures on a terminal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from bench.advice import advice
+from bench.figures import all_figures, by_group
+from bench.headlines import headlines
+from bench.metrics import format_time, table
+from bench.outcome import Outcome
+from bench.page import page
+from bench.spreadsheet import to_csv
+
+
+def write_outputs(outcome: Outcome, folder: Path) -> list[Path]:
+    """Write the three into the folder; their paths."""
+    texts = {
+        "results.json": outcome.to_json(),
+        "results.csv": to_csv(outcome),
+        "report.html": page(outcome),
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    return [folder / name for name in texts]
+
+
+def show_figures(outcome: Outcome, *, as_json: bool) -> str:
+    """Headlines, advice and a table of every group, for people or for programs."""
+    rows = all_figures(outcome)
+    if as_json:
+        cases = [
+            {
+                "key": row.case.key,
+                "step_s": row.step_s,
+                "noise": row.noise,
+                "samples_per_s": row.samples_per_s,
+                "efficiency": row.efficiency,
+                "over_bound": row.over_bound,
+            }
+            for row in rows
+        ]
+        heads = [{"title": h.title, "figure": h.figure, "detail": h.detail} for h in headlines(outcome, rows)]
+        return json.dumps({"headlines": heads, "advice": advice(outcome, rows), "cases": cases}, indent=1)
+    parts = [f"{head.title}: {head.figure} ({head.detail})" for head in headlines(outcome, rows)]
+    parts += [f"advice: {text}" for text in advice(outcome, rows)]
+    for name, members in by_group(rows).items():
+        lines = [
+            [
+                row.case.system,
+                format_time(row.step_s),
+                f"{row.noise:.0%}",
+                f"{row.samples_per_s:.3g}",
+                "" if row.efficiency is None else f"{row.efficiency:.0%}",
+                "" if row.over_bound is None else f"{row.over_bound:.2f}",
+            ]
+            for row in members
+        ]
+        header = ["system", "step", "noise", "samples/s", "efficiency", "over bound"]
+        parts.append(f"\n{name}\n{table(header, lines)}")
+    for each in dict.fromkeys((e.case.key, e.error.strip(), e.skipped) for e in outcome.rounds if not e.ok):
+        parts.append(
+            f"{each[0]}: {'skipped, ' + each[2] if each[2] else 'failed, ' + each[1].splitlines()[-1]}"
+        )
+    return "\n".join(parts)

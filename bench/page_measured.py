@@ -1,0 +1,104 @@
+"""The parts of the report about steps: how long, by system, and where the time goes."""
+
+from __future__ import annotations
+
+from bench.figures import ALONE, CaseFigures, by_group
+from bench.markup import around, element, figure, table
+from bench.metrics import format_time
+from bench.outcome import Outcome
+from bench.plots import bars, stacked
+from bench.record import PARTS
+
+_NAMES = (
+    *(ALONE, "tf-ps", "tf-mwms", "horovod", "horovod-tuned"),
+    *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale"),
+)
+_HIDDEN = "communication_hidden"
+
+
+def system_colour(name: str) -> int:
+    """The same in every plot: grey alone, TensorFlow orange, Horovod purple, hvpipe blue and green."""
+    return _NAMES.index(name) if name in _NAMES else len(_NAMES)
+
+
+def steps(outcome: Outcome, rows: list[CaseFigures]) -> str:
+    """A plot and a table for each group."""
+    made = []
+    for name, members in by_group(rows).items():
+        marks = {}
+        bound_s = members[0].bound_s
+        if bound_s is not None:
+            marks["bound"] = bound_s
+        drawing = bars(
+            f"step time, {name}",
+            {row.case.system: row.step_s for row in members},
+            [system_colour(row.case.system) for row in members],
+            marks,
+        )
+        description = outcome.setting.cluster(members[0].case.cluster).description
+        made += [
+            element("h3", name),
+            element("p", description, "quiet"),
+            around("div", [figure("Median step of the slowest rank", drawing), _table(members)], "beside"),
+        ]
+    return "".join(made)
+
+
+def _table(members: list[CaseFigures]) -> str:
+    others = [row for row in members if row.case.system != ALONE]
+    fastest = min(others, key=lambda row: row.step_s, default=None)
+    header = (
+        *("system", "step", "spread", "noise", "with drain", "samples/s", "efficiency", "over bound"),
+        *("CPU, cores", "memory", "sent a step"),
+    )
+    lines = [
+        [
+            row.case.system,
+            format_time(row.step_s),
+            f"{row.spread:.0%}",
+            f"{row.noise:.0%}",
+            format_time(row.wall_s),
+            f"{row.samples_per_s:.3g}",
+            "" if row.efficiency is None else f"{row.efficiency:.0%}",
+            "" if row.over_bound is None else f"{row.over_bound:.2f}",
+            f"{row.cpu_share:.2f}",
+            f"{row.peak_bytes / 1e6:.0f} MB",
+            f"{row.sent_bytes / 1e6:.1f} MB" if row.sent_bytes else "",
+        ]
+        for row in members
+    ]
+    return table(header, lines, None if fastest is None else members.index(fastest))
+
+
+def breakdown(rows: list[CaseFigures]) -> str:
+    """A stacked bar for each system of each group, and the same as a table with what was hidden."""
+    plots, tables = [], []
+    for name, members in by_group(rows).items():
+        known = [row for row in members if row.parts_s]
+        if not known:
+            continue
+        drawn = [part for part in PARTS if part != _HIDDEN]
+        parts = {row.case.system: dict(row.parts_s) for row in known}
+        plots.append(figure(name, stacked(f"where the time goes, {name}", parts, drawn)))
+        shown = [part for part in PARTS if any(part in row.parts_s for row in known)]
+        lines = [
+            [row.case.system, *(_seconds(row.parts_s.get(part)) for part in shown), format_time(row.step_s)]
+            for row in known
+        ]
+        tables += [
+            element("h3", name),
+            table(["system", *(part.replace("_", " ") for part in shown), "step"], lines),
+        ]
+    if not plots:
+        return ""
+    words = (
+        "Means over the timed steps of the slowest rank. Communication that is hidden runs beside computing "
+        "and is no part of a bar. What a system cannot tell is left out; what remains is overhead."
+    )
+    return element("p", words) + around("div", plots, "plots") + "".join(tables)
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return ""
+    return "0" if value < 5e-7 else format_time(value)

@@ -1,0 +1,146 @@
+"""Plots of an evaluation as SVG text for an HTML page, in the page's own colours: light, dark and print.
+
+matplotlib draws with colours that stand for others; afterwards each becomes a CSS variable or `currentColor`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from bench.metrics import format_time
+
+INK = "#010203"  # becomes currentColor
+_GRID = "#010204"
+_SERIES = [f"#0102{number:02x}" for number in range(16, 40)]
+_WIDTH_IN = 4.6
+PART_COLOURS = 12  # the first of the colours for parts of a step; those before are for systems
+
+
+def colour(number: int) -> str:
+    """The colour of a series, which the page defines as --c0, --c1, ..."""
+    return _SERIES[number % len(_SERIES)]
+
+
+def bars(title: str, values: Mapping[str, float], colours: Sequence[int], marks: Mapping[str, float]) -> str:
+    """A horizontal bar for each name with its seconds; `marks` are vertical lines that a legend explains."""
+    with _axes(0.36 * len(values) + 0.9 + 0.22 * len(marks), title) as (axes, finish):
+        places = range(len(values))[::-1]
+        drawn = axes.barh(places, list(values.values()), color=[colour(c) for c in colours], height=0.68)
+        axes.bar_label(drawn, [format_time(value) for value in values.values()], padding=3, fontsize=9)
+        axes.set_yticks(places, list(values))
+        axes.tick_params(axis="y", length=0)
+        for (what, value), style in zip(marks.items(), ("--", ":"), strict=False):
+            axes.axvline(
+                value,
+                color=INK,
+                linestyle=style,
+                linewidth=1.1,
+                zorder=1,
+                label=f"{what} {format_time(value)}",
+            )
+        axes.margins(x=0.2)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("seconds a step")
+        if marks:
+            _legend(axes, 1)
+        return finish()
+
+
+def stacked(title: str, rows: Mapping[str, Mapping[str, float]], parts: Sequence[str]) -> str:
+    """A horizontal bar for each row, made of its parts in the given order, those that some row has."""
+    shown = [part for part in parts if any(part in row for row in rows.values())]
+    with _axes(0.36 * len(rows) + 1.1 + 0.22 * -(-len(shown) // 2), title) as (axes, finish):
+        places = list(range(len(rows)))[::-1]
+        left = [0.0] * len(rows)
+        for part in shown:
+            widths = [row.get(part, 0.0) for row in rows.values()]
+            fill = colour(PART_COLOURS + parts.index(part))
+            axes.barh(places, widths, left=left, color=fill, label=_words(part), height=0.68)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+        axes.set_yticks(places, list(rows))
+        axes.tick_params(axis="y", length=0)
+        axes.set_xlabel("seconds a step")
+        _legend(axes, 2)
+        return finish()
+
+
+def lines(
+    title: str,
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    colours: Mapping[str, int],
+    labels: tuple[str, str],
+    top: float | None = None,
+) -> str:
+    """A line for each series over its x; `labels` are of the axes, `top` is the least upper end of y."""
+    with _axes(3.0 + 0.22 * -(-len(series) // 2), title) as (axes, finish):
+        for number, (name, (x, y)) in enumerate(series.items()):
+            style = ("-", "--", "-.", ":")[number % 4]
+            marker = "o" if len(x) <= 12 else ""
+            options = {"color": colour(colours[name]), "linewidth": 1.6, "markersize": 3}
+            axes.plot(x, y, linestyle=style, marker=marker, label=name, **options)
+        axes.set_xlabel(labels[0])
+        axes.set_ylabel(labels[1])
+        if top is not None:
+            axes.set_ylim(bottom=0, top=max(top, axes.get_ylim()[1]))
+        if all(float(value).is_integer() for x, _ in series.values() for value in x):
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        _legend(axes, 2)
+        return finish()
+
+
+@contextmanager
+def _axes(height_in: float, title: str) -> Iterator[tuple[Any, Any]]:
+    """Axes in the page's ink, and a function that makes the SVG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    ink = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.edgecolor"), INK
+    )
+    settings = {
+        **ink,
+        "svg.fonttype": "none",
+        "svg.hashsalt": title,
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with pyplot.rc_context(settings):
+        figure, axes = pyplot.subplots(figsize=(_WIDTH_IN, height_in), layout="constrained")
+        axes.grid(color=_GRID, linewidth=0.6, axis="x" if height_in < 3 else "both")
+        axes.set_axisbelow(True)
+        try:
+            yield axes, lambda: _svg(figure, title)
+        finally:
+            pyplot.close(figure)
+
+
+def _legend(axes: Any, columns: int) -> None:
+    """Below the axes, where it covers nothing."""
+    axes.figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=9)
+
+
+def _svg(figure: Any, title: str) -> str:
+    """The figure as an element for a page: no header, named for readers, scaled to its column."""
+    out = io.StringIO()
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'font-family: [^;"]*', "font-family: var(--font)", text)
+    text = text.replace(INK, "currentColor").replace(_GRID, "var(--grid)")
+    for number, series in enumerate(_SERIES):
+        text = text.replace(series, f"var(--c{number})")
+    label = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
+    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def _words(part: str) -> str:
+    return part.replace("_", " ")

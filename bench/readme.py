@@ -1,0 +1,67 @@
+"""README's comparison table, rewritten from an evaluation between two comments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.figures import ALONE, CaseFigures, all_figures, by_group
+from bench.headlines import headlines
+from bench.metrics import format_time
+from bench.outcome import Outcome
+
+BEGIN, END = "<!-- comparison: hvpipe bench readme -->", "<!-- comparison: end -->"
+
+
+class ReadmeError(ValueError):
+    """A file that the table cannot be put into."""
+
+
+def rewrite(path: Path, outcome: Outcome) -> str:
+    """Put the table between the comments; what was done, in words."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ReadmeError(f"The table goes into a file that can be read. Received: {path}") from error
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ReadmeError(f"{path} should have the lines {BEGIN} and {END}, once, in this order")
+    head, _, rest = text.partition(BEGIN)
+    new = f"{head}{BEGIN}\n{comparison(outcome)}\n{END}{rest.partition(END)[2]}"
+    if new == text:
+        return "as it was"
+    path.write_text(new)
+    return "rewritten"
+
+
+def comparison(outcome: Outcome) -> str:
+    """The headlines as a list, then a Markdown table: a row for each group, a column for each system."""
+    rows = all_figures(outcome)
+    groups = [members for members in by_group(rows).values() if not members[0].case.task.epochs]
+    systems = list(dict.fromkeys(row.case.system for members in groups for row in members))
+    systems.sort(key=lambda system: system != ALONE)
+    lines = [f"- {head.title}: **{head.figure}** ({head.detail})" for head in headlines(outcome, rows)]
+    machine, date = outcome.setting.machine.describe(), outcome.setting.started[:10]
+    lines += [
+        "",
+        f"Median step, {machine}, {date}; fastest in bold, `{ALONE}` is computing without sharing.",
+        "",
+    ]
+    lines.append(f"| what is trained | {' | '.join(f'`{system}`' for system in systems)} |")
+    lines.append("|---" * (1 + len(systems)) + "|")
+    lines += [f"| {_what(members[0])} | {' | '.join(_cells(members, systems))} |" for members in groups]
+    return "\n".join(lines).strip("\n")
+
+
+def _what(row: CaseFigures) -> str:
+    task = row.case.task
+    size = "+".join(map(str, task.shares)) if task.shares else f"{task.batch} a rank"
+    return f"{task.workload}, {task.pixels}, {size}, {row.case.cluster}"
+
+
+def _cells(members: list[CaseFigures], systems: list[str]) -> list[str]:
+    steps = {row.case.system: row.step_s for row in members}
+    fastest = min((s for system, s in steps.items() if system != ALONE), default=None)
+    cells = []
+    for system in systems:
+        text = format_time(steps[system]) if system in steps else ""
+        cells.append(f"**{text}**" if text and steps[system] == fastest and system != ALONE else text)
+    return cells

@@ -1,0 +1,234 @@
+"""The report, the advice and README's table: nothing is missing, all text is escaped, numbers are right."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.advice import advice, with_half_the_bytes
+from bench.figures import all_figures
+from bench.headlines import headlines
+from bench.links import LinkFacts
+from bench.outcome import ClusterFacts, Outcome, PipelineOutcome
+from bench.page import page
+from bench.pipeline_report import Case as PipelineCase
+from bench.pipeline_report import PipelineReport
+from bench.readme import BEGIN, END, ReadmeError, comparison, rewrite
+from bench.record import Round, Task
+from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
+
+FOUR = ClusterFacts("4x1gbit", "4 hosts", 4, 1e9)
+PARTS = {"forward": 0.4, "backward": 0.5, "communication_exposed": 1.0, "communication_hidden": 0.5}
+LINK = LinkFacts("2x1gbit", "h0", "h1", 1e9, 3e-5, 9.5e8, 9.4e8, "iperf3 --bidir")
+
+
+def everything() -> Outcome:
+    digits = Task("digits", 32, 8, epochs=2)
+    curves = {"loss": [2.0, 1.0], "accuracy": [0.5, 0.875]}
+    samples = [{"at_s": 0.2 * i, "cpu": 0.5 + 0.1 * i} for i in range(4)]
+    rounds = (
+        finished(case("single"), 1.0),
+        finished(case("tf-mwms"), 3.0),
+        finished(case("hvpipe-step"), 2.0, parts_s=PARTS, utilization=samples, sent_bytes=95_000_000),
+        Round(case("horovod"), 0, error="<b>no such</b> symbol & more\nlast line"),
+        Round(case("tf-ps"), 0, skipped="<not installed>"),
+        finished(case("single", "4x1gbit", 4), 1.0),
+        finished(case("hvpipe-step", "4x1gbit", 4), 2.5),
+        finished(case("hvpipe-none", task=digits), 0.1, **curves),
+        finished(case("hvpipe-step", task=digits), 0.1, **curves),
+    )
+    report = PipelineReport(
+        *("transformer", "2 hosts", "1f1b", 8, 2, 32),
+        (
+            PipelineCase("greedy", 2, [[3.0], [3.0]], 4.0, 2.5),
+            PipelineCase("random", 2, [[6.0], [6.0]], 5.0),
+        ),
+    )
+    found = outcome(
+        *rounds,
+        clusters=(CLUSTER, FOUR),
+        links=(LINK,),
+        pipelines=(
+            PipelineOutcome("pipeline/a", report),
+            PipelineOutcome("pipeline/b", error="<ranks> failed"),
+        ),
+    )
+    return replace(
+        found, setting=replace(found.setting, title="A <title>", notes=("plain loopback & so on",))
+    )
+
+
+class Page(HTMLParser):
+    """Collects headings and text, and checks that tags close in order."""
+
+    VOID = ("meta", "path", "use", "rect", "line", "br", "!doctype")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.tags: list[str] = []
+        self.ids: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.ids += [value for name, value in attrs if name == "id" and value]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += f" {data}"
+
+
+def test_the_page_has_every_part_and_is_whole() -> None:
+    html = page(everything())
+    found = Page(html)
+    assert found.open == []
+    for heading in (
+        *("What to change", "Step time by system", "Scaling", "Where the time goes", "Utilization over time"),
+        *("The same accuracy", "Pipelines", "Links", "Not measured", "How it was measured"),
+    ):
+        assert f"<h2>{heading}</h2>" in html, heading
+    # Steps of 3 groups, 1 breakdown, 1 utilization, 1 scaling, loss and accuracy.
+    assert found.tags.count("svg") == 8
+    assert "hvpipe-step have the losses of hvpipe-none, digit for digit" in found.text
+
+
+def test_every_figure_of_every_case_is_there() -> None:
+    text = Page(page(everything())).text
+    for figure in ("3 s", "5.33", "50%", "40%", "1 s", "0.8750", "95.0 MB", "940 Mb/s", "30 us"):
+        assert f" {figure} " in text, figure
+    for placement in ("greedy", "random", "4 s", "0.75", "1.20", "50%"):
+        assert placement in text, placement
+
+
+def test_text_is_escaped_and_what_failed_is_shown() -> None:
+    html = page(everything())
+    for raw in ("<b>no such", "<not installed>", "A <title>", "<ranks> failed"):
+        assert raw not in html
+    text = Page(html).text
+    for shown in ("<b>no such</b> symbol & more", "<not installed>", "A <title>", "plain loopback & so on"):
+        assert shown in text
+
+
+def test_the_page_needs_no_other_file_and_has_no_fixed_colours_in_plots() -> None:
+    html = page(everything())
+    assert not re.search(r'(src|href)="(?!#)', html)
+    assert "@import" not in html
+    plots = "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL))
+    assert not re.search(r"#[0-9a-fA-F]{6}\b", plots)
+    assert "prefers-color-scheme: dark" in html
+    assert "@media print" in html
+    assert 'name="viewport"' in html
+    for number in {int(n) for n in re.findall(r"var\(--c(\d+)\)", plots)}:
+        assert html.count(f"--c{number}:") == 2, number  # light and dark
+
+
+def test_an_evaluation_without_figures_has_a_page_too() -> None:
+    empty = outcome(Round(case("tf-ps"), 0, skipped="not installed"))
+    text = Page(page(empty)).text
+    assert "Not measured" in text
+    assert "What to change" not in text
+    assert Page(page(outcome())).open == []
+
+
+def test_headlines_say_how_means_are_formed() -> None:
+    found = everything()
+    heads = {head.title: head for head in headlines(found, all_figures(found))}
+    native = heads["hvpipe-step against best native TensorFlow"]
+    assert native.figure == "1.50x, 33% less time"
+    assert (
+        "geometric mean of the speedups, arithmetic mean of the reductions, 1 case on links" in native.detail
+    )
+    assert heads["scaling efficiency, 4 ranks"].figure == "40% (hvpipe-step)"
+    # 2 hosts: 2 / 1; 4 hosts: 1.5 x 0.7616 s on the links is more than computing, 2.5 / 1.1424.
+    assert heads["step over its bound"].figure == f"{(2 * 2.5 / 1.1424) ** 0.5:.2f}x"
+
+
+def test_half_the_bytes() -> None:
+    # 1.5 s on the links, 0.5 of it hidden: 0.75 s, of which 0.25 is not hidden.
+    assert with_half_the_bytes(2.0, 1.0, 0.5) == pytest.approx(1.25)
+    assert with_half_the_bytes(2.0, 0.5, 1.0) == pytest.approx(1.5)  # all of it fits
+
+
+@given(st.floats(0.1, 10), st.floats(0, 1), st.floats(0, 10))
+def test_half_the_bytes_never_hurts_and_saves_at_most_what_shows(
+    step: float, share: float, hidden: float
+) -> None:
+    exposed = share * step
+    predicted = with_half_the_bytes(step, exposed, hidden)
+    assert step - exposed - 1e-9 <= predicted <= step - exposed / 2 + 1e-9
+
+
+def test_advice_on_links_names_the_host_and_the_gain() -> None:
+    found = outcome(finished(case("hvpipe-step"), 2.0, parts_s=PARTS), links=(LINK,))
+    assert advice(found, all_figures(found)) == [
+        "resnet50, 8 a rank, on 2x1gbit: 50% of the step waits for the link of host h1 (940 Mb/s each way); "
+        'bf16 halves what travels: predicted 1.60x. Try compression="bf16".'
+    ]
+
+
+def test_advice_on_unequal_ranks_gives_the_shares() -> None:
+    alone = Round(case("single"), 0, (rank([1.0]), rank([2.0])))
+    found = outcome(alone, finished(case("hvpipe-step"), 2.5))
+    # Speeds 8 and 4 a second: 16 samples are 11 and 5 (10.67 and 5.33), 1.375 s in place of 2.
+    assert advice(found, all_figures(found)) == [
+        "resnet50, 8 a rank, on 2x1gbit: rank 1 computes 2 s where the fastest takes 1 s, and all wait for "
+        "it; give the ranks 11+5 samples instead of 8+8: predicted 1.33x."
+    ]
+    shared = replace(TASK, shares=(11, 5))
+    alone = Round(case("single", task=shared), 0, (rank([1.375]), rank([1.25])))
+    found = outcome(alone, finished(case("hvpipe-step", task=shared), 1.5))
+    assert advice(found, all_figures(found)) == []
+
+
+@pytest.mark.parametrize(("part", "says"), [("input", "waits for input"), ("overhead", "overhead")])
+def test_advice_on_input_and_overhead(part: str, says: str) -> None:
+    found = outcome(finished(case("hvpipe-step"), 2.0, parts_s={part: 0.5}))
+    (text,) = advice(found, all_figures(found))
+    assert says in text
+    assert "25% of the step" in text
+    assert "at most 1.33x" in text
+    quiet = outcome(finished(case("hvpipe-step"), 2.0, parts_s={part: 0.1}))
+    assert advice(quiet, all_figures(quiet)) == []
+
+
+def test_readme_table_goes_between_the_comments(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Title\n\n{BEGIN}\nformer\n{END}\n\nThe end.\n")
+    assert rewrite(readme, everything()) == "rewritten"
+    text = readme.read_text()
+    assert text.startswith(f"# Title\n\n{BEGIN}\n- hvpipe-step against best native")
+    assert text.endswith(f"|\n{END}\n\nThe end.\n")
+    assert "| resnet50, 64, 8 a rank, 2x1gbit | 1 s | 3 s | **2 s** |" in text
+    assert "digits" not in text
+    assert "former" not in text
+    assert rewrite(readme, everything()) == "as it was"
+
+
+def test_readme_without_the_comments(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("# Title\n")
+    with pytest.raises(ReadmeError, match="should have the lines"):
+        rewrite(readme, everything())
+    with pytest.raises(ReadmeError, match="Received: "):
+        rewrite(tmp_path / "absent.md", everything())
+
+
+def test_rows_of_the_comparison_have_as_many_cells_as_its_head() -> None:
+    table = [line for line in comparison(everything()).splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in table} == {table[0].count("|")}
+    assert len(table) == 4
