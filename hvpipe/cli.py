@@ -1,29 +1,39 @@
-"""The command `hvpipe`: run, doctor, report, profile, plan, bench.
+"""The command `hvpipe`: run, top, doctor, report, profile, plan, bench.
 
-Exit codes: 0 all is well; 1 `doctor` found a problem, a file cannot be read, or no plan fits; 2 wrong usage,
-or the run could not be started, or `profile` found no model that it can measure; otherwise `run` and
-`profile` return what mpirun returned, 128 + n after signal n. `bench` has codes of its own: 1 where
-rounds failed or `compare` found a regression.
+Exit codes: 0 all is well; 1 `doctor` found a problem, `top` found no job, a file cannot be read, or no plan
+fits; 2 wrong usage, or the run could not be started, or `profile` found no model that it can measure;
+otherwise `run` and `profile` return what mpirun returned, 128 + n after signal n. `bench` has
+codes of its own: 1 where rounds failed or `compare` found a regression.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvpipe import __version__, bench_command, doctor, launch_options, profile_command, report
+from hvpipe import (
+    __version__,
+    bench_command,
+    doctor,
+    launch_options,
+    profile_command,
+    report,
+    top_command,
+)
+from hvpipe.comm.discover import live_folder
 from hvpipe.errors import HvpipeError, LaunchError
 from hvpipe.launch_options import add_launch_options
 from hvpipe.trace import Trace
 
-_EPILOG = """exit codes: 0 ok; 1 doctor found a problem, report or plan cannot read a file, or no plan fits;
-2 wrong usage, the run could not be started, or profile found no model that it can measure; otherwise run
-and profile return mpirun's exit code, 128 + n after signal n"""
+_EPILOG = """exit codes: 0 ok; 1 doctor found a problem, top found no job, report or plan cannot read a file,
+or no plan fits; 2 wrong usage, the run could not be started, or profile found no model that it can measure;
+otherwise run and profile return mpirun's exit code, 128 + n after signal n"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,6 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _plan(options, os.environ)
         if options.command == "bench":
             return bench_command.bench((options.subcommand, *options.arguments), os.environ)
+        if options.command == "top":
+            return top_command.top(options, live_folder(os.environ), _has_colours(os.environ))
         return _report(options)
     except HvpipeError as error:
         print(f"hvpipe {options.command}: {error}", file=sys.stderr)
@@ -58,6 +70,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hvpipe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_run(commands.add_parser("run", help="start a Python script on several ranks", epilog=_EPILOG))
+    top_command.add_top_options(
+        commands.add_parser("top", help="watch all ranks of a running job", epilog=_EPILOG)
+    )
     examine = commands.add_parser(
         "doctor", help="what was built and found, what is missing and how to get it"
     )
@@ -83,6 +98,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     add_launch_options(run, timeout_s=300)
     run.add_argument("--trace", metavar="FILE", help="write one timeline of all ranks, for ui.perfetto.dev")
     run.add_argument("--utilization", metavar="FILE", help="write samples of CPU and GPU utilization")
+    run.add_argument("--utilization-hz", type=float, metavar="HZ", help="samples a second (default: 10)")
     run.add_argument("--no-summary", action="store_true", help="no summary at the end")
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     run.add_argument("script", metavar="SCRIPT", help="the Python script")
@@ -166,7 +182,7 @@ def _plan(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         print(json.dumps(plan_report.to_json(given), indent=1))
         return 0
     columns = max(40, shutil.get_terminal_size((120, 24)).columns - 16)
-    colours = sys.stdout.isatty() and "NO_COLOR" not in environ
+    colours = _has_colours(environ)
     text = plan_report.to_text(
         given, lambda one: draw(one.trace, columns, colours), explained=options.explain
     )
@@ -196,6 +212,11 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
     ):
         if value is not None:
             settings[variable] = launch_options.output_path(option, value)
+    if options.utilization_hz is not None:
+        hz = options.utilization_hz
+        if not (math.isfinite(hz) and hz > 0):
+            raise LaunchError(f"--utilization-hz should be a positive number. Received: {hz}")
+        settings["HVPIPE_UTILIZATION_HZ"] = f"{hz:g}"
     if not options.no_summary:
         settings["HVPIPE_SUMMARY"] = "1"
     return settings
@@ -206,8 +227,12 @@ def _doctor(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.json:
         print(json.dumps(doctor.to_json(findings), indent=2))
     else:
-        print(doctor.to_text(findings, colours=sys.stdout.isatty() and "NO_COLOR" not in environ))
+        print(doctor.to_text(findings, colours=_has_colours(environ)))
     return 0 if doctor.is_healthy(findings) else 1
+
+
+def _has_colours(environ: Mapping[str, str]) -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in environ
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ class _RankRun:
     samples: float
     utilization: dict[str, Any]
     device_samples: list[dict[str, Any]]
+    notes: list[str]
 
 
 def report_run(session: Session) -> Summary | None:
@@ -34,13 +36,15 @@ def report_run(session: Session) -> Summary | None:
     rank = session.world.rank
     recorded = events_of_rank(session.engine.take_events(), rank) if session.settings.trace_path else []
     trace = Trace((*recorded, *session.sampler.events())).shift(session.clock_offset_s)
+    wanted = session.settings.utilization_path is not None
     mine = _RankRun(
         trace=trace,
         counters=session.engine.counters(),
         step_durations_s=session.step_durations_s,
         samples=sum(counter.total() for counter in session.sample_counters),
         utilization=session.sampler.summary().to_json(),
-        device_samples=[asdict(sample) for sample in session.sampler.samples()],
+        device_samples=[sample.to_row() for sample in session.sampler.samples()] if wanted else [],
+        notes=session.sampler.notes(),
     )
     runs: list[_RankRun] = session.engine.allgather_object(mine)
     if rank != 0:
@@ -54,13 +58,28 @@ def report_run(session: Session) -> Summary | None:
         [run.utilization for run in runs],
     )
     if session.settings.trace_path:
-        metadata = {"counters": [run.counters for run in runs], "summary": summary.to_json()}
+        metadata = {
+            "counters": [run.counters for run in runs],
+            "summary": summary.to_json(),
+            "utilization": [run.utilization for run in runs],
+            "utilization_notes": _said_once(runs),
+        }
         Trace(whole.events, metadata).write(session.settings.trace_path)
     if session.settings.utilization_path:
         _write_utilization(Path(session.settings.utilization_path), runs)
+    # That there is no GPU is news only to those who asked.
+    if session.settings.utilization_path or any(run.utilization["gpu"] for run in runs):
+        for note in _said_once(runs):
+            print(f"hvpipe: utilization: {note}", file=sys.stderr, flush=True)
     if session.settings.summary and summary.steps > 0:
         print(summary.to_line(), file=sys.stderr, flush=True)
     return summary
+
+
+def _said_once(runs: list[_RankRun]) -> list[str]:
+    """What the ranks could not measure and why; what several say, with how many do."""
+    ranks = Counter(note for run in runs for note in dict.fromkeys(run.notes))
+    return [f"{note} ({count} of {len(runs)} ranks)" for note, count in ranks.items()]
 
 
 def _write_utilization(path: Path, runs: list[_RankRun]) -> None:
@@ -68,7 +87,11 @@ def _write_utilization(path: Path, runs: list[_RankRun]) -> None:
     if path.suffix == ".json":
         path.write_text(json.dumps([run.device_samples for run in runs]) + "\n")
         return
-    columns = sorted({key for run in runs for row in run.device_samples for key in row})
+    columns = [
+        key
+        for key in dict.fromkeys(key for run in runs for row in run.device_samples for key in row)
+        if any(row[key] is not None for run in runs for row in run.device_samples)
+    ]
     lines = [",".join(["rank", *columns])]
     for rank, run in enumerate(runs):
         for row in run.device_samples:

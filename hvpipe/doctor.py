@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hvpipe import launch, utilization
+from hvpipe import launch
 from hvpipe.engine import REBUILD
 from hvpipe.errors import LaunchError
+from hvpipe.nvml import Nvml, NvmlMissing
 
 State = Literal["ok", "absent", "problem"]
 
@@ -203,12 +204,15 @@ def _mpirun(environ: Mapping[str, str], library: str | None) -> Finding:
 
 
 def _gpus() -> Finding:
-    names = utilization.gpu_names()
-    return (
-        Finding("GPU", "ok", ", ".join(names))
-        if names
-        else Finding("GPU", "absent", "none seen through NVML")
-    )
+    try:
+        with Nvml() as nvml:
+            names = [
+                gpu.name + (f" ({len(gpu.instances)} MIG devices)" if gpu.instances else "")
+                for gpu in nvml.gpus()
+            ]
+    except NvmlMissing as missing:
+        return Finding("GPU", "absent", f"none seen: {missing}")
+    return Finding("GPU", "ok", ", ".join(names)) if names else Finding("GPU", "absent", "none")
 
 
 def _shared_memory() -> Finding:

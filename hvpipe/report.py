@@ -24,7 +24,8 @@ class Summary:
     `step_s` is the median over all ranks' steps but their first, which traces and compiles.
     `hidden_share` is the time in which communication and computing ran together, over the time in which
     communication ran, summed over the ranks. `system_share` is the mean share of busy cores of the hosts,
-    `process_cores` the cores that all ranks together kept busy. Bytes are summed over the ranks.
+    `process_cores` the cores that all ranks together kept busy. Bytes are summed over the ranks, power (the
+    mean) and energy over the GPUs, of which two ranks may share one; GPU memory is that of the fullest.
     """
 
     ranks: int
@@ -37,6 +38,9 @@ class Summary:
     process_cores: float | None
     gpu_share: float | None
     bytes_sent: int | None
+    gpu_memory_peak_bytes: int | None = None
+    gpu_power_w: float | None = None
+    gpu_energy_j: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """JSON values by field name."""
@@ -72,6 +76,12 @@ class Summary:
             figures.append(("cores", f"{self.process_cores:.1f}"))
         if self.gpu_share is not None:
             figures.append(("GPU", f"{self.gpu_share:.0%}"))
+        if self.gpu_memory_peak_bytes is not None:
+            figures.append(("GPU memory", _size(self.gpu_memory_peak_bytes)))
+        if self.gpu_power_w is not None:
+            figures.append(("GPU power", f"{self.gpu_power_w:,.0f} W"))
+        if self.gpu_energy_j is not None:
+            figures.append(("GPU energy", f"{self.gpu_energy_j / 3600:,.3g} Wh"))
         if self.bytes_sent is not None:
             figures.append(("sent", _size(self.bytes_sent)))
         return figures
@@ -82,7 +92,7 @@ def summarise(
     counters: Sequence[Mapping[str, float]],
     step_durations_s: Sequence[Sequence[float]],
     images: int,
-    utilization: Sequence[Mapping[str, float | None]] = (),
+    utilization: Sequence[Mapping[str, Any]] = (),
 ) -> Summary:
     """Sum up a run on rank 0 from what all ranks recorded.
 
@@ -101,9 +111,10 @@ def summarise(
     ]
     step_s = median(later) if later else None
     hidden = hidden_share(trace) if trace is not None else None
-    busy = list(utilization) or (
+    busy: list[Mapping[str, Any]] = list(utilization) or (
         [_sampled(trace, rank) for rank in trace.ranks()] if trace is not None else []
     )
+    gpus = {u.get("gpu") or f"of rank {rank}": u for rank, u in enumerate(busy)}.values()
     return Summary(
         ranks=max(len(counters), len(step_durations_s), len(trace.ranks()) if trace is not None else 0),
         steps=steps,
@@ -115,6 +126,11 @@ def summarise(
         process_cores=_total(u.get("process_cores") for u in busy),
         gpu_share=_mean(u.get("gpu_share") for u in busy),
         bytes_sent=_whole(_total(c.get("bytes_sent") for c in counters)),
+        gpu_memory_peak_bytes=max(
+            (u["gpu_memory_peak_bytes"] for u in busy if u.get("gpu_memory_peak_bytes")), default=None
+        ),
+        gpu_power_w=_total(u.get("gpu_power_w") for u in gpus),
+        gpu_energy_j=_total(u.get("gpu_energy_j") for u in gpus),
     )
 
 
@@ -181,7 +197,7 @@ def _hidden_by_counters(counters: Sequence[Mapping[str, float]]) -> float | None
     return min(1.0, max(0.0, 1 - exposed_s / reduce_s))
 
 
-def _sampled(trace: Trace, rank: int) -> dict[str, float | None]:
+def _sampled(trace: Trace, rank: int) -> dict[str, Any]:
     """Means of a rank's utilization curves, under the names of Utilization's fields."""
     samples = trace.of("utilization", rank)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         def total(self) -> float: ...
 
     from hvpipe.engine import Compression, Engine, Op
+    from hvpipe.live_report import LiveReport, Progress
     from hvpipe.utilization import Sampler
 
 __all__ = [
@@ -61,14 +62,10 @@ class Session:
         self.announcements = 0  # of steps that reduce, counted when their graph is made
         self.clock_offset_s = 0.0
         self.sampler: Sampler | None = None
+        self.live_report: LiveReport | None = None
         if self.engine.core is not None:
             import_native().set_default(self.engine.core)
-        if settings.trace_path or settings.utilization_path or settings.summary:
-            from hvpipe.utilization import Sampler
-
-            self.clock_offset_s = self.world.clock_offset_s()
-            self.sampler = Sampler(rank=self.world.rank)
-            self.sampler.start()
+        self._start_sampler()
 
     def close(self) -> None:
         """Drain, write the trace and the summary, free everything; all ranks together."""
@@ -77,6 +74,8 @@ class Session:
             from hvpipe.closing import report_run
 
             self.sampler.stop()
+            if self.live_report is not None:
+                self.live_report.close()
             report_run(self)
         if self.engine.core is not None:
             from hvpipe.engine import import_native
@@ -85,6 +84,38 @@ class Session:
         self.engine.stop()
         self.engine.core = None
         self.world.close()
+
+    def _start_sampler(self) -> None:
+        from hvpipe.live_report import open_live_report
+
+        settings, world = self.settings, self.world
+        self.live_report = open_live_report(world, settings, self._progress)
+        asked = settings.trace_path or settings.utilization_path or settings.summary
+        if not (asked or self.live_report is not None):
+            return
+        from hvpipe.utilization import Sampler, SamplerOptions
+
+        self.clock_offset_s = world.clock_offset_s()
+        options = SamplerOptions(
+            period_s=1 / settings.utilization_hz,
+            local_rank=world.local_rank,
+            visible_gpus=settings.visible_gpus,
+            on_sample=self.live_report.publish if self.live_report is not None else None,
+        )
+        self.sampler = Sampler(world.rank, options)
+        self.sampler.start()
+
+    def _progress(self) -> Progress:
+        """Called in the sampler's thread."""
+        from hvpipe.live_report import Progress
+
+        steps = len(self.step_durations_s)
+        return Progress(
+            steps=steps,
+            last_steps_s=tuple(self.step_durations_s[max(1, steps - 20) :] or self.step_durations_s),
+            samples=sum(counter.total() for counter in tuple(self.sample_counters)),
+            bytes_sent=self.engine.counters()["bytes_sent"],
+        )
 
 
 _lock = threading.Lock()

@@ -1,69 +1,61 @@
-"""How busy this machine is while it trains: psutil for the processor, NVML for GPUs where there are any."""
+"""How busy this rank's processor and GPU are while it trains: a thread that looks every so often."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from types import ModuleType, TracebackType
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
 
 from hvpipe.errors import HvpipeError
+from hvpipe.gpu_meter import GpuMeter
+from hvpipe.machine import Processor
+from hvpipe.nvml import NvmlMissing
+from hvpipe.sample import GpuReading, Sample, Utilization, sample_events, summarise_samples
 from hvpipe.trace import Event
 
-
-@dataclass(frozen=True)
-class Sample:
-    """One look at the machine. Shares are 0 to 1; None where it cannot be measured."""
-
-    time_s: float
-    process_cores: float | None
-    system_share: float | None
-    resident_bytes: int | None
-    gpu_share: float | None
-    gpu_memory_bytes: int | None
+PERIOD_S = 0.1
+_MOST_OF_A_CORE = 0.01
+_MOST_SAMPLES = 18_000  # half an hour of them; some 20 MB
 
 
 @dataclass(frozen=True)
-class Utilization:
-    """Means over a run (memory: peaks) on one rank; None where it could not be measured.
+class SamplerOptions:
+    """How often to look, at which GPU, and who gets each look at once (called in the sampler's thread)."""
 
-    `process_cores` is the number of cores that this rank kept busy, `system_share` the share of all the
-    host's cores that was busy with anything, `gpu_share` the mean over the GPUs that NVML shows.
-    """
+    period_s: float = PERIOD_S
+    local_rank: int = 0
+    visible_gpus: str | None = None
+    on_sample: Callable[[Sample], None] | None = None
 
-    process_cores: float | None
-    system_share: float | None
-    resident_peak_bytes: int | None
-    gpu_share: float | None
-    gpu_memory_peak_bytes: int | None
-    samples: int
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_json(document: Mapping[str, Any]) -> Utilization:
-        return Utilization(**document)
+    def __post_init__(self) -> None:
+        if not self.period_s > 0:
+            raise HvpipeError(
+                f"period_s should be a positive number of seconds. Received: period_s={self.period_s}"
+            )
 
 
 class Sampler:
     """A thread that looks every `period_s`; use it as a context manager, or `start` and `stop`.
 
-    Sampling never fails a run: what cannot be measured is None. Event times are `time.monotonic()`.
+    Sampling never fails a run: what cannot be measured is None. Where a look takes more than a hundredth of
+    the period on a core, the period grows until it does not. Of a long run every second sample is dropped
+    when there are too many, and from then on only every second one is kept, and so on. Event times are
+    `time.monotonic()`.
     """
 
-    def __init__(self, period_s: float = 0.5, rank: int = 0) -> None:
-        if not period_s > 0:
-            raise HvpipeError(
-                f"period_s should be a positive number of seconds. Received: period_s={period_s}"
-            )
-        self._period_s = period_s
+    def __init__(self, rank: int = 0, options: SamplerOptions | None = None) -> None:
         self._rank = rank
+        self._options = options or SamplerOptions()
         self._samples: list[Sample] = []
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._notes: list[str] = []
+        self._gpu: str | None = None
+        self._took_s = 0.0
+        self._looked_s = 0.0
 
     def start(self) -> None:
         """Begin to sample; calling it again while it samples does nothing."""
@@ -93,157 +85,64 @@ class Sampler:
         return tuple(self._samples)
 
     def events(self) -> tuple[Event, ...]:
-        """The samples as trace events, a curve for the processor and one for the GPUs."""
-        return tuple(event for sample in self.samples() for event in _events(sample, self._rank))
+        """The samples as trace events, a curve for each figure."""
+        return tuple(event for sample in self.samples() for event in sample_events(sample, self._rank))
 
     def summary(self) -> Utilization:
-        return summarise_samples(self.samples())
+        """After `stop`."""
+        cores = self._took_s / self._looked_s if self._looked_s > 0 else None
+        return summarise_samples(self.samples(), self._gpu, cores)
+
+    def notes(self) -> list[str]:
+        """What could not be measured and why, in sentences; after `stop`."""
+        return list(self._notes)
 
     def _run(self) -> None:
-        processor = _Processor()
-        gpus = _Gpus()
+        processor = Processor()
+        with self._open_gpu() as gpu:
+            self._look_until_stopped(processor, gpu)
+
+    @contextlib.contextmanager
+    def _open_gpu(self) -> Iterator[GpuMeter | None]:
         try:
-            while not self._stopping.wait(self._period_s):
-                self._samples.append(_look(processor, gpus))
-            self._samples.append(_look(processor, gpus))
-        finally:
-            gpus.close()
-
-
-def summarise_samples(samples: Sequence[Sample]) -> Utilization:
-    """Means of the shares, peaks of the memory."""
-    return Utilization(
-        process_cores=_mean([s.process_cores for s in samples]),
-        system_share=_mean([s.system_share for s in samples]),
-        resident_peak_bytes=max(
-            (s.resident_bytes for s in samples if s.resident_bytes is not None), default=None
-        ),
-        gpu_share=_mean([s.gpu_share for s in samples]),
-        gpu_memory_peak_bytes=max(
-            (s.gpu_memory_bytes for s in samples if s.gpu_memory_bytes is not None), default=None
-        ),
-        samples=len(samples),
-    )
-
-
-def gpu_names() -> list[str]:
-    """Names of the GPUs that NVML shows; empty without a GPU, a driver or nvidia-ml-py."""
-    gpus = _Gpus()
-    try:
-        return gpus.names()
-    finally:
-        gpus.close()
-
-
-def gpu_memory_bytes() -> list[int]:
-    """Memory of each of the GPUs that NVML shows; empty where it shows none, or does not say."""
-    gpus = _Gpus()
-    try:
-        return gpus.memory_bytes()
-    finally:
-        gpus.close()
-
-
-class _Processor:
-    """psutil's counters since the last look; everything is None where psutil is missing."""
-
-    def __init__(self) -> None:
-        self._psutil: ModuleType | None
-        try:
-            import psutil
-        except ImportError:
-            self._psutil = None
+            meter = GpuMeter(self._options.visible_gpus, self._options.local_rank)
+        except NvmlMissing as missing:
+            self._notes.append(f"no GPU figures: {missing}")
+            yield None
             return
-        self._psutil = psutil
-        self._process = psutil.Process()
-        self._process.cpu_percent(None)  # the first call only starts the clock
-        psutil.cpu_percent(None)
-
-    def look(self) -> tuple[float | None, float | None, int | None]:
-        """Cores busy with this process, share of all cores busy, resident bytes."""
-        if self._psutil is None:
-            return None, None, None
+        self._gpu = meter.uuid
         try:
-            return (
-                self._process.cpu_percent(None) / 100,
-                self._psutil.cpu_percent(None) / 100,
-                self._process.memory_info().rss,
-            )
-        except (self._psutil.Error, OSError):
-            return None, None, None
+            yield meter
+        finally:
+            self._notes.extend(meter.notes())
+            meter.close()
+
+    def _look_until_stopped(self, processor: Processor, gpu: GpuMeter | None) -> None:
+        period_s = self._options.period_s
+        keep_every, looks = 1, 0
+        began_s = due_s = time.monotonic()
+        began_cpu_s = time.thread_time()
+        stopping = False
+        while not stopping:
+            due_s = max(due_s + period_s, time.monotonic())
+            stopping = self._stopping.wait(due_s - time.monotonic())
+            before_s = time.thread_time()
+            sample = _look(processor, gpu)
+            if looks % keep_every == 0 or stopping:
+                self._samples.append(sample)
+            looks += 1
+            if len(self._samples) >= _MOST_SAMPLES:
+                del self._samples[1::2]
+                keep_every *= 2
+            if self._options.on_sample is not None:
+                self._options.on_sample(sample)
+            took_s = time.thread_time() - before_s
+            period_s = max(self._options.period_s, took_s / _MOST_OF_A_CORE)
+        self._took_s = time.thread_time() - began_cpu_s
+        self._looked_s = time.monotonic() - began_s
 
 
-class _Gpus:
-    """NVML's view of the GPUs; none where it cannot be loaded."""
-
-    def __init__(self) -> None:
-        self._nvml: Any = None
-        self._handles: list[Any] = []
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._nvml = pynvml
-            self._handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        except Exception:  # no package, no driver, no permission: a run without these numbers is still a run
-            self.close()
-
-    def names(self) -> list[str]:
-        try:
-            names = [self._nvml.nvmlDeviceGetName(handle) for handle in self._handles]
-        except Exception:
-            return []
-        return [name.decode() if isinstance(name, bytes) else str(name) for name in names]
-
-    def memory_bytes(self) -> list[int]:
-        try:
-            return [int(self._nvml.nvmlDeviceGetMemoryInfo(handle).total) for handle in self._handles]
-        except Exception:
-            return []
-
-    def look(self) -> tuple[float | None, int | None]:
-        """Mean share of time in which a kernel ran, and bytes in use on all GPUs."""
-        if not self._handles:
-            return None, None
-        try:
-            shares = [self._nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100 for handle in self._handles]
-            used_bytes = sum(int(self._nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in self._handles)
-        except Exception:  # a GPU fell off the bus, or forbids the question (MIG): never the run's problem
-            return None, None
-        return sum(shares) / len(shares), used_bytes
-
-    def close(self) -> None:
-        self._handles = []
-        if self._nvml is not None:
-            nvml, self._nvml = self._nvml, None
-            try:
-                nvml.nvmlShutdown()
-            except nvml.NVMLError:
-                return
-
-
-def _look(processor: _Processor, gpus: _Gpus) -> Sample:
-    process_cores, system_share, resident_bytes = processor.look()
-    gpu_share, gpu_memory_bytes = gpus.look()
-    return Sample(time.monotonic(), process_cores, system_share, resident_bytes, gpu_share, gpu_memory_bytes)
-
-
-def _events(sample: Sample, rank: int) -> list[Event]:
-    def event(name: str, values: dict[str, float | None]) -> list[Event]:
-        known = {key: round(value, 4) for key, value in values.items() if value is not None}
-        at_s = sample.time_s
-        return [Event(name, "utilization", rank, "utilization", at_s, at_s, known)] if known else []
-
-    resident = sample.resident_bytes
-    memory_mb = resident / 1e6 if resident is not None else None
-    return [
-        *event("cores busy with this rank", {"cores": sample.process_cores}),
-        *event("host busy", {"share": sample.system_share}),
-        *event("memory", {"MB": memory_mb}),
-        *event("GPU busy", {"share": sample.gpu_share}),
-    ]
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+def _look(processor: Processor, gpu: GpuMeter | None) -> Sample:
+    now_s = time.monotonic()
+    reading = gpu.look(now_s) if gpu is not None else GpuReading()
+    return Sample(now_s, *processor.look(), reading)

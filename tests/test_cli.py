@@ -19,8 +19,10 @@ FLAGS = {
     "": ["--help", "--version", "-h"],
     "run": [
         *("--bind", "--dry-run", "--help", "--hosts", "--launcher-args", "--module", "--mpirun", "--net"),
-        *("--no-summary", "--rsh-agent", "--timeout", "--trace", "--utilization", "-h", "-m", "-n", "-np"),
+        *("--no-summary", "--rsh-agent", "--timeout", "--trace", "--utilization", "--utilization-hz"),
+        *("-h", "-m", "-n", "-np"),
     ],
+    "top": ["--help", "--interval", "--json", "-h"],
     "doctor": ["--help", "--json", "-h"],
     "report": ["--help", "--json", "-h"],
     "profile": [
@@ -79,15 +81,18 @@ def test_files_are_absolute_and_settings_reach_other_hosts(
     script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--trace", "t.json", "--utilization", "u.json", "--timeout", "2.5", "--no-summary"]
+    options += ["--utilization-hz", "2"]
     assert dry_run(capsys, "--hosts", "a:2,b:2", *options, script) == [
         *(
             "env",
             "HVPIPE_TIMEOUT=2.5",
             f"HVPIPE_TRACE={tmp_path}/t.json",
             f"HVPIPE_UTILIZATION={tmp_path}/u.json",
+            "HVPIPE_UTILIZATION_HZ=2",
         ),
         *("/mpi/mpirun", "-np", "4", "--host", "a:2,b:2", "--bind-to", "none"),
-        *("-x", "HVPIPE_TIMEOUT", "-x", "HVPIPE_TRACE", "-x", "HVPIPE_UTILIZATION", "-x", "PATH"),
+        *("-x", "HVPIPE_TIMEOUT", "-x", "HVPIPE_TRACE", "-x", "HVPIPE_UTILIZATION"),
+        *("-x", "HVPIPE_UTILIZATION_HZ", "-x", "PATH"),
         *(sys.executable, "-u", "train.py"),
     ]
 
@@ -121,6 +126,7 @@ def test_mpiruns_own_arguments(script: str, capsys: pytest.CaptureFixture[str]) 
         (["-np", "5", "--hosts", "a:2,b:2", "train.py"], "Received: -np 5 with 4 slots"),
         (["--hosts", "a:x", "train.py"], "Received: --hosts 'a:x'"),
         (["-np", "2", "--timeout", "0", "train.py"], "Received: 0"),
+        (["-np", "2", "--utilization-hz", "0", "train.py"], "--utilization-hz should be .*Received: 0"),
         (["-np", "2", "--trace", "absent/t.json", "train.py"], "Received: --trace 'absent/t.json'"),
         (["-np", "2", "--trace", ".", "train.py"], r"Received: --trace '\.'"),
         (["-np", "2", "--rsh-agent", "./absent", "train.py"], "Received: --rsh-agent './absent'"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hvpipe.comm.discover import Launch, Settings, discover, settings
+from hvpipe.comm.discover import Launch, Settings, discover, live_folder, settings
 from hvpipe.errors import HvpipeError, InitError
 
 OPEN_MPI = {
@@ -73,6 +73,8 @@ def test_settings_are_read() -> None:
         "HVPIPE_TIMEOUT": "2.5",
         "HVPIPE_TRACE": "/tmp/t.json",
         "HVPIPE_UTILIZATION": "u.json",
+        "HVPIPE_UTILIZATION_HZ": "2.5",
+        "CUDA_VISIBLE_DEVICES": "1,0",
         "HVPIPE_BUCKET_BYTES": "1000",
         "HVPIPE_SEGMENT_BYTES": "64",
         "HVPIPE_SHARED_MEMORY": "0",
@@ -83,6 +85,9 @@ def test_settings_are_read() -> None:
         timeout_s=2.5,
         trace_path="/tmp/t.json",
         utilization_path="u.json",
+        utilization_hz=2.5,
+        visible_gpus="1,0",
+        live=True,
         bucket_bytes=1000,
         segment_bytes=64,
         shared_memory=False,
@@ -97,6 +102,8 @@ def test_settings_are_read() -> None:
         ("HVPIPE_TIMEOUT", "soon", "a positive number of seconds"),
         ("HVPIPE_TIMEOUT", "0", "a positive number of seconds"),
         ("HVPIPE_TIMEOUT", "inf", "a positive number of seconds"),
+        ("HVPIPE_UTILIZATION_HZ", "0", "a positive number of samples a second"),
+        ("HVPIPE_LIVE", "yes", "0, 1 or the absolute path of a folder"),
         ("HVPIPE_BUCKET_BYTES", "4M", "a positive number of bytes"),
         ("HVPIPE_SEGMENT_BYTES", "-1", "a positive number of bytes"),
         ("HVPIPE_SHARED_MEMORY", "yes", "0 or 1"),
@@ -107,3 +114,17 @@ def test_settings_are_read() -> None:
 def test_a_bad_setting_is_named(name: str, text: str, wanted: str) -> None:
     with pytest.raises(HvpipeError, match=f"{name} should be {wanted}. Received: {name}='{text}'"):
         settings({name: text})
+
+
+@pytest.mark.parametrize(
+    ("environ", "live", "folder"),
+    [
+        ({"HVPIPE_SUMMARY": "1"}, True, None),
+        ({"HVPIPE_SUMMARY": "1", "HVPIPE_LIVE": "0"}, False, None),
+        ({"HVPIPE_LIVE": "1"}, True, None),
+        ({"HVPIPE_LIVE": "/shared/jobs"}, True, "/shared/jobs"),
+    ],
+)
+def test_who_tells_hvpipe_top(environ: dict[str, str], live: bool, folder: str | None) -> None:
+    assert (settings(environ).live, settings(environ).live_folder) == (live, folder)
+    assert live_folder(environ) == folder

@@ -27,7 +27,7 @@ def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     monkeypatch.setattr(doctor, "_version", installed.get)
     monkeypatch.setattr(doctor, "_mpi_library", lambda: ("Open MPI v5.0.11", ""))
     monkeypatch.setattr(doctor, "_shared_memory", lambda: Finding("shared memory", "ok", "2.00 GB"))
-    monkeypatch.setattr(doctor.utilization, "gpu_names", list)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
     monkeypatch.setattr(launch, "find_mpirun", lambda *_: Mpirun("/mpirun", "Open MPI", (5, 0, 11)))
     return installed
 

@@ -19,15 +19,18 @@ PACKAGE = Path(__file__).parent.parent / "hvpipe"
 # A package's name stands for all of its modules.
 LAYERS = (
     ("errors", "document", "_build_info", "_engine"),
-    ("topology", "profile", "profile_task", "memory", "trace"),
+    ("topology", "profile", "profile_task", "memory", "trace", "sample", "visible_gpus", "live"),
     ("plan", "fitting", "report", "timeline", "drawing", "chart"),
     ("action", "generators", "schedule", "dataflow"),
     ("verify", "simulate", "reduction", "forecast", "data_parallel_forecast", "choice", "comm"),
     ("engine",),
-    ("session", "closing", "utilization", "links", "keras"),
+    (
+        *("machine", "nvml", "gpu_probes", "gpu_meter", "utilization", "links"),
+        *("live_mail", "live_report", "session", "closing", "keras"),
+    ),
     (
         *("launch", "launch_options", "supervise", "doctor", "plan_command", "plan_report"),
-        *("profile_command", "bench_command", "cli", "__main__", "__init__"),
+        *("profile_command", "bench_command", "top_command", "cli", "__main__", "__init__"),
     ),
 )
 
@@ -37,7 +40,8 @@ PLACES = {
     "keras": "keras/",
     "matplotlib": "chart.py",
     "mpi4py": "comm/mpi.py",
-    "pynvml": "utilization.py",
+    "psutil": "machine.py",
+    "pynvml": "nvml.py",
     "tensorflow": "keras/",
 }
 # Everywhere welcome.

@@ -78,6 +78,15 @@ def test_summary_by_hand() -> None:
     )
 
 
+def test_ranks_that_share_a_gpu_share_its_power() -> None:
+    mine = {"gpu": "GPU-a", "gpu_memory_peak_bytes": 5, "gpu_power_w": 200.0, "gpu_energy_j": 7200.0}
+    other = {"gpu": "GPU-b", "gpu_memory_peak_bytes": 7, "gpu_power_w": 100.0, "gpu_energy_j": 3600.0}
+    without = {"gpu": None, "gpu_memory_peak_bytes": None, "gpu_power_w": None, "gpu_energy_j": None}
+    summary = summarise(None, [], [], 0, [mine, mine, other, without])
+    assert (summary.gpu_memory_peak_bytes, summary.gpu_power_w, summary.gpu_energy_j) == (7, 300.0, 10800.0)
+    assert summary.to_line().endswith("GPU memory 7 B, GPU power 300 W, GPU energy 3 Wh")
+
+
 def test_nothing_recorded_says_nothing() -> None:
     summary = summarise(None, [], [], 0)
     assert summary == Summary(0, 0, None, None, None, None, None, None, None, None)

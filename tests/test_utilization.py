@@ -5,16 +5,27 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
+from fake_nvml import LOST, FakeGpu, FakeNvml
 
 from hvpipe import utilization
 from hvpipe.errors import HvpipeError
-from hvpipe.utilization import Sample, Sampler, Utilization, summarise_samples
+from hvpipe.sample import GpuReading, Sample, Utilization, summarise_samples
+from hvpipe.utilization import Sampler, SamplerOptions
 
-IDLE = Sample(1.0, 0.0, 0.25, 1000, None, None)
-BUSY = Sample(2.0, 2.0, 0.75, 3000, None, None)
-WITH_GPU = Sample(3.0, None, None, None, 0.5, 10_000)
+IDLE = Sample(1.0, 0.0, 0.25, 1000)
+BUSY = Sample(2.0, 2.0, 0.75, 3000)
+WITH_GPU = Sample(3.0, None, None, None, GpuReading(share=0.5, memory_bytes=10_000))
+
+
+def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    deadline_s = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
 
 
 def test_shares_are_averaged_and_memory_peaks() -> None:
@@ -30,10 +41,8 @@ def test_json_out_and_in() -> None:
 
 def test_it_samples_until_stopped() -> None:
     started_s = time.monotonic()
-    with Sampler(period_s=0.02, rank=3) as sampler:
-        until_s = time.monotonic() + 0.2
-        while time.monotonic() < until_s:  # keep a core busy
-            pass
+    with Sampler(3, SamplerOptions(period_s=0.02)) as sampler:
+        until(lambda: sum(range(100_000)) > 0 and len(sampler.samples()) >= 2)  # keeps a core busy
     samples = sampler.samples()
     assert len(samples) >= 2
     assert all(started_s <= sample.time_s <= time.monotonic() for sample in samples)
@@ -48,13 +57,13 @@ def test_it_samples_until_stopped() -> None:
 
 
 def test_a_short_run_still_has_one_sample() -> None:
-    with Sampler(period_s=60.0) as sampler:
+    with Sampler(options=SamplerOptions(period_s=60.0)) as sampler:
         pass
     assert len(sampler.samples()) == 1
 
 
 def test_events_are_curves_of_this_rank() -> None:
-    with Sampler(period_s=60.0, rank=3) as sampler:
+    with Sampler(3, SamplerOptions(period_s=60.0)) as sampler:
         pass
     events = sampler.events()
     assert {event.name for event in events} >= {"cores busy with this rank", "host busy", "memory"}
@@ -62,7 +71,7 @@ def test_events_are_curves_of_this_rank() -> None:
 
 
 def test_start_and_stop_twice() -> None:
-    sampler = Sampler(period_s=60.0)
+    sampler = Sampler(options=SamplerOptions(period_s=60.0))
     sampler.start()
     sampler.start()
     sampler.stop()
@@ -73,61 +82,88 @@ def test_start_and_stop_twice() -> None:
 def test_without_psutil_and_nvml_there_are_no_numbers_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "psutil", None)
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    with Sampler(period_s=60.0) as sampler:
+    with Sampler(options=SamplerOptions(period_s=60.0)) as sampler:
         pass
-    assert sampler.summary() == Utilization(None, None, None, None, None, 1)
+    summary = sampler.summary()
+    assert replace(summary, sampler_cores=None) == Utilization(None, None, None, None, None, 1)
     assert sampler.events() == ()
-    assert utilization.gpu_names() == []
+    assert sampler.notes() == ["no GPU figures: nvidia-ml-py is not installed (pip install 'hvpipe[gpu]')"]
 
 
-class FakeNvml:
-    """Two GPUs, of which the second stops answering when told to."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, fails: bool = False) -> None:
-        self.fails = fails
-        self.opened = 0
-
-    def nvmlInit(self) -> None:
-        self.opened += 1
-
-    def nvmlShutdown(self) -> None:
-        self.opened -= 1
-
-    def nvmlDeviceGetCount(self) -> int:
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        return index
-
-    def nvmlDeviceGetName(self, handle: int) -> bytes:
-        return b"GPU %d" % handle
-
-    def nvmlDeviceGetUtilizationRates(self, handle: int) -> object:
-        if self.fails and handle == 1:
-            raise self.NVMLError
-        return type("Rates", (), {"gpu": 40 + 20 * handle})
-
-    def nvmlDeviceGetMemoryInfo(self, handle: int) -> object:
-        return type("Memory", (), {"used": 1000})
-
-
-@pytest.mark.parametrize(("fails", "share", "used_bytes"), [(False, 0.5, 2000), (True, None, None)])
-def test_gpus(
-    fails: bool, share: float | None, used_bytes: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nvml = FakeNvml(fails)
+def test_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    energy_mj = FakeNvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION
+    gpus = [FakeGpu(0), FakeGpu(1, fields={FakeNvml.NVML_FI_DEV_POWER_INSTANT: 300_000, energy_mj: 5_000})]
+    nvml = FakeNvml(gpus)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)  # type: ignore[arg-type]
-    assert utilization.gpu_names() == ["GPU 0", "GPU 1"]
-    with Sampler(period_s=60.0) as sampler:
-        pass
-    assert sampler.summary().gpu_share == share
-    assert sampler.summary().gpu_memory_peak_bytes == used_bytes
+    with Sampler(options=SamplerOptions(period_s=0.02, local_rank=1)) as sampler:
+        until(lambda: len(sampler.samples()) > 2)
+        gpus[1].fields[energy_mj] = 65_000
+    summary = sampler.summary()
+    assert summary.gpu == "GPU-1aaa"
+    assert (summary.gpu_share, summary.gpu_memory_share) == (pytest.approx(0.41), pytest.approx(0.2))
+    assert (summary.gpu_memory_peak_bytes, summary.gpu_peak_celsius) == (1000, 61)
+    assert (summary.gpu_power_w, summary.gpu_energy_j) == (pytest.approx(300), 60.0)
     assert nvml.opened == 0
+    assert {event.name for event in sampler.events()} >= {"GPU busy", "GPU power", "GPU clock", "GPU memory"}
+
+
+def test_a_gpu_that_is_lost_does_not_end_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGpu(0)
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([gpu]))  # type: ignore[arg-type]
+    with Sampler(options=SamplerOptions(period_s=0.02)) as sampler:
+        until(lambda: len(sampler.samples()) > 2)
+        gpu.fails = {"all": LOST}
+        lost_at = len(sampler.samples())
+        until(lambda: len(sampler.samples()) > lost_at + 2)
+    assert sampler.samples()[0].gpu.share == 0.4
+    assert sampler.samples()[-1].gpu.share is None
+    assert sampler.samples()[-1].resident_bytes is not None
+    assert "Made-up GPU stopped answering: GPU is lost" in sampler.notes()
+
+
+def test_a_row_has_a_column_for_each_figure() -> None:
+    row = WITH_GPU.to_row()
+    assert (row["time_s"], row["gpu_share"], row["gpu_memory_bytes"], row["gpu_power_w"]) == (
+        *(3.0, 0.5, 10_000),
+        None,
+    )
+    assert "gpu" not in row
+
+
+def test_a_look_that_takes_long_is_taken_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundredth of a core at most, whatever the machine's counters cost."""
+
+    def slow(sample: Sample) -> None:
+        until_s = time.thread_time() + 0.003
+        while time.thread_time() < until_s:
+            pass
+
+    with Sampler(options=SamplerOptions(period_s=0.001, on_sample=slow)) as sampler:
+        until(lambda: len(sampler.samples()) > 2)
+    times_s = [sample.time_s for sample in sampler.samples()]
+    assert times_s[1] - times_s[0] >= 0.3
+    assert times_s[2] - times_s[1] >= 0.3
+
+
+def test_every_look_is_handed_on() -> None:
+    seen: list[Sample] = []
+    with Sampler(options=SamplerOptions(period_s=0.02, on_sample=seen.append)) as sampler:
+        until(lambda: len(seen) > 2)
+    assert tuple(seen) == sampler.samples()
+
+
+def test_a_long_run_keeps_every_second_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utilization, "_MOST_SAMPLES", 8)
+    monkeypatch.setattr(utilization, "_MOST_OF_A_CORE", 1e9)
+    seen: list[Sample] = []
+    with Sampler(options=SamplerOptions(period_s=0.001, on_sample=seen.append)) as sampler:
+        until(lambda: len(seen) > 40)
+    kept = [seen.index(sample) for sample in sampler.samples()]
+    assert len(kept) <= 8
+    assert kept[:-1] == list(range(0, kept[-2] + 1, kept[1]))  # evenly, but for the last
+    assert kept[1] in (8, 16)
 
 
 def test_a_period_that_is_none() -> None:
     with pytest.raises(HvpipeError, match="Received: period_s=0"):
-        Sampler(period_s=0)
+        SamplerOptions(period_s=0)

@@ -48,11 +48,15 @@ class Launch:
 
 @dataclass(frozen=True)
 class Settings:
-    """The HVPIPE_* variables, checked; see `settings` for their names."""
+    """The HVPIPE_* variables and CUDA_VISIBLE_DEVICES, checked; see `settings` for their names."""
 
     timeout_s: float = 300.0
     trace_path: str | None = None
     utilization_path: str | None = None
+    utilization_hz: float = 10.0
+    visible_gpus: str | None = None
+    live: bool = False
+    live_folder: str | None = None
     bucket_bytes: int = 4 << 20
     segment_bytes: int = 60_000
     slot_bytes: int = 256 << 10
@@ -95,27 +99,34 @@ def discover(environ: Mapping[str, str] | None = None) -> Launch:
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read the HVPIPE_* variables; a bad value raises HvpipeError naming the variable.
 
-    HVPIPE_TIMEOUT (s), HVPIPE_TRACE and HVPIPE_UTILIZATION (files to write), HVPIPE_BUCKET_BYTES,
-    HVPIPE_SEGMENT_BYTES (of a ring message), HVPIPE_SLOT_BYTES (of the shared-memory lane),
-    HVPIPE_MESSAGES_IN_FLIGHT, HVPIPE_RANKS_PER_HOST (pretend that so many ranks share a host; for tests),
-    HVPIPE_SHARED_MEMORY (0 or 1), HVPIPE_SUMMARY (0 or 1), HVPIPE_LOG_LEVEL.
+    HVPIPE_TIMEOUT (s), HVPIPE_TRACE and HVPIPE_UTILIZATION (files to write), HVPIPE_UTILIZATION_HZ (samples
+    a second), HVPIPE_LIVE (for `hvpipe top`: 0, 1 or a folder; as HVPIPE_SUMMARY where it is not set),
+    HVPIPE_BUCKET_BYTES, HVPIPE_SEGMENT_BYTES (of a ring message), HVPIPE_SLOT_BYTES (of the shared-memory
+    lane), HVPIPE_MESSAGES_IN_FLIGHT, HVPIPE_RANKS_PER_HOST (pretend that so many ranks share a host; for
+    tests), HVPIPE_SHARED_MEMORY (0 or 1), HVPIPE_SUMMARY (0 or 1), HVPIPE_LOG_LEVEL.
     """
     env = os.environ if environ is None else environ
     default = Settings()
     log_level = env.get("HVPIPE_LOG_LEVEL", default.log_level).lower()
     if log_level not in LOG_LEVELS:
         raise _bad("HVPIPE_LOG_LEVEL", f"one of {', '.join(LOG_LEVELS)}", env["HVPIPE_LOG_LEVEL"])
+    summary = _switch(env, "HVPIPE_SUMMARY", default.summary)
+    live, live_folder = _live(env, summary)
     return Settings(
-        timeout_s=_seconds(env, "HVPIPE_TIMEOUT", default.timeout_s),
+        timeout_s=_positive(env, "HVPIPE_TIMEOUT", "seconds", default.timeout_s),
         trace_path=env.get("HVPIPE_TRACE") or None,
         utilization_path=env.get("HVPIPE_UTILIZATION") or None,
+        utilization_hz=_positive(env, "HVPIPE_UTILIZATION_HZ", "samples a second", default.utilization_hz),
+        visible_gpus=env.get("CUDA_VISIBLE_DEVICES"),
+        live=live,
+        live_folder=live_folder,
         bucket_bytes=_number(env, "HVPIPE_BUCKET_BYTES", "bytes", default.bucket_bytes),
         segment_bytes=_number(env, "HVPIPE_SEGMENT_BYTES", "bytes", default.segment_bytes),
         slot_bytes=_number(env, "HVPIPE_SLOT_BYTES", "bytes", default.slot_bytes),
         messages_in_flight=_number(env, "HVPIPE_MESSAGES_IN_FLIGHT", "messages", default.messages_in_flight),
         ranks_per_host=_number(env, "HVPIPE_RANKS_PER_HOST", "ranks", default.ranks_per_host),
         shared_memory=_switch(env, "HVPIPE_SHARED_MEMORY", default.shared_memory),
-        summary=_switch(env, "HVPIPE_SUMMARY", default.summary),
+        summary=summary,
         log_level=log_level,
     )
 
@@ -153,7 +164,7 @@ def _count(env: Mapping[str, str], name: str) -> int | None:
     return value
 
 
-def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
+def _positive(env: Mapping[str, str], name: str, unit: str, default: float) -> float:
     text = env.get(name)
     if not text:
         return default
@@ -162,8 +173,23 @@ def _seconds(env: Mapping[str, str], name: str, default: float) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise _bad(name, "a positive number of seconds", text)
+        raise _bad(name, f"a positive number of {unit}", text)
     return value
+
+
+def live_folder(environ: Mapping[str, str] | None = None) -> str | None:
+    """The folder that HVPIPE_LIVE names for what `hvpipe top` shows, if it names one."""
+    return _live(os.environ if environ is None else environ, False)[1]
+
+
+def _live(env: Mapping[str, str], default: bool) -> tuple[bool, str | None]:
+    """Whether to tell `hvpipe top`, and the folder to do it in, where one is named."""
+    text = env.get("HVPIPE_LIVE")
+    if text and text.startswith("/"):
+        return True, text
+    if text and text not in ("0", "1"):
+        raise _bad("HVPIPE_LIVE", "0, 1 or the absolute path of a folder", text)
+    return (text == "1" if text else default), None
 
 
 def _number(env: Mapping[str, str], name: str, unit: str, default: int) -> int:

@@ -7,10 +7,10 @@ import tensorflow as tf
 from hvpipe.fitting import RankFacts, measured_cluster
 from hvpipe.links import measure_links
 from hvpipe.memory import usable_bytes
+from hvpipe.nvml import list_gpus
 from hvpipe.profile import Profile
 from hvpipe.session import current
 from hvpipe.topology import Cluster
-from hvpipe.utilization import gpu_memory_bytes
 
 
 def measure_cluster(profile: Profile) -> Cluster:
@@ -30,7 +30,8 @@ def measure_cluster(profile: Profile) -> Cluster:
 
 
 def _memory_bytes(ranks_here: int) -> int:
-    gpus = gpu_memory_bytes() if tf.config.list_logical_devices("GPU") else []
+    seen = list_gpus() if tf.config.list_logical_devices("GPU") else []
+    gpus = [gpu.memory_bytes for gpu in seen if gpu.memory_bytes is not None]
     if not gpus:
         return usable_bytes(ranks_here)
     # Which of them this rank has is not known: the smallest, shared evenly.

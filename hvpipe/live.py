@@ -1,0 +1,170 @@
+"""What the ranks of running jobs do now: small files that each rank writes and `hvpipe top` reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+GONE_S = 30.0
+"""A rank that has not written for so long has ended without a word, or its host cannot be reached."""
+
+JOB_PREFIX = "hvpipe-job-"
+_SWEPT_S = 3600.0
+_OTHERS = "others.json"
+
+
+@dataclass(frozen=True)
+class RankNow:
+    """One rank at one moment; None where it is not known. Times are seconds since 1970."""
+
+    job: str
+    script: str
+    rank: int
+    size: int
+    host: str
+    at_s: float
+    began_s: float
+    steps: int = 0
+    step_s: float | None = None
+    images_per_s: float | None = None
+    process_cores: float | None = None
+    system_share: float | None = None
+    resident_bytes: int | None = None
+    gpu_share: float | None = None
+    gpu_memory_bytes: int | None = None
+    gpu_power_w: float | None = None
+    sent_bytes_per_s: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(document: object) -> RankNow | None:
+        """None for what no rank wrote: the files may be cut short, and datagrams come from anywhere."""
+        if not isinstance(document, Mapping) or not document.keys() <= _TYPES.keys():
+            return None
+        if any(not isinstance(value, _TYPES[name]) for name, value in document.items()):
+            return None
+        try:
+            return RankNow(**document)
+        except TypeError:
+            return None
+
+
+_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float)}
+_TYPES = {
+    column.name: _KINDS[str(column.type).removesuffix(" | None")]
+    + ((type(None),) if "None" in str(column.type) else ())
+    for column in fields(RankNow)
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A running job: what was heard last from each of its ranks, in their order."""
+
+    name: str
+    ranks: tuple[RankNow, ...]
+
+    @property
+    def began_s(self) -> float:
+        return min(rank.began_s for rank in self.ranks)
+
+
+def live_root(folder: str | None) -> Path:
+    """Where the jobs are: `folder`, or else one of this user's in memory, or among the temporary files."""
+    if folder is not None:
+        return Path(folder)
+    memory = Path("/dev/shm")
+    base = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"hvpipe-{os.getuid()}"
+
+
+class LiveFolder:
+    """One job's folder, in which this rank has a file; `close` takes both away. Raises OSError."""
+
+    def __init__(self, folder: str | None, job: str, rank: int) -> None:
+        root = live_root(folder)
+        root.mkdir(mode=0o700, exist_ok=True)
+        if folder is None and root.stat().st_uid != os.getuid():
+            raise PermissionError(f"{root} belongs to somebody else")
+        _sweep(root)
+        self._folder = root / f"{JOB_PREFIX}{job}"
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+        self._mine = self._folder / f"rank-{rank}.json"
+        self._others = self._folder / _OTHERS
+
+    def write(self, mine: RankNow) -> None:
+        _write(self._mine, mine.to_json())
+
+    def write_others(self, others: Iterable[RankNow]) -> None:
+        """What was heard from ranks on hosts that do not share this folder."""
+        _write(self._others, [other.to_json() for other in others])
+
+    def close(self, *, with_others: bool) -> None:
+        with contextlib.suppress(OSError):
+            self._mine.unlink(missing_ok=True)
+            if with_others:
+                self._others.unlink(missing_ok=True)
+            self._folder.rmdir()  # fails until the last rank does it
+
+
+def read_jobs(root: Path, now_s: float | None = None) -> list[Job]:
+    """The jobs with a rank that has written lately, the newest first."""
+    now_s = time.time() if now_s is None else now_s
+    jobs = []
+    try:
+        folders = sorted(path for path in root.glob(f"{JOB_PREFIX}*") if path.is_dir())
+    except OSError:
+        return []
+    for folder in folders:
+        ranks: dict[int, RankNow] = {}
+        for one in _read_folder(folder):
+            if one.rank not in ranks or ranks[one.rank].at_s < one.at_s:
+                ranks[one.rank] = one
+        if any(now_s - one.at_s < GONE_S for one in ranks.values()):
+            jobs.append(
+                Job(folder.name.removeprefix(JOB_PREFIX), tuple(ranks[rank] for rank in sorted(ranks)))
+            )
+    return sorted(jobs, key=lambda job: job.began_s, reverse=True)
+
+
+def _read_folder(folder: Path) -> list[RankNow]:
+    found = []
+    for path in folder.glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            document = json.loads(path.read_text())
+            for entry in document if isinstance(document, list) else [document]:
+                if (one := RankNow.from_json(entry)) is not None:
+                    found.append(one)
+    return found
+
+
+def _write(path: Path, document: object) -> None:
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(document))
+    os.replace(partial, path)
+
+
+def _sweep(root: Path) -> None:
+    """Take away what jobs left that were killed, and nothing else: the folder may be anybody's."""
+    for folder in root.glob(f"{JOB_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            files = [*folder.glob("rank-*.json"), *folder.glob(_OTHERS)]
+            newest_s = max((path.stat().st_mtime for path in files), default=folder.stat().st_mtime)
+            if time.time() - newest_s > _SWEPT_S:
+                for path in files:
+                    path.unlink()
+                folder.rmdir()
+
+
+def heard_now(one: RankNow) -> RankNow:
+    """The same by this host's clock."""
+    return replace(one, at_s=time.time())
