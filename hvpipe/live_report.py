@@ -16,7 +16,7 @@ from hvpipe.comm import World
 from hvpipe.comm.discover import Settings
 from hvpipe.live import LiveFolder, RankNow
 from hvpipe.live_mail import Mailbox, Receiver, Sender
-from hvpipe.sample import Sample
+from hvpipe.sample import Sample, Utilization, summarise_samples
 
 _INTERVAL_S = 0.5
 _DATAGRAMS_PER_S = 500  # that rank 0 takes in
@@ -60,6 +60,7 @@ class LiveReport:
         self._progress = progress
         self._interval_s = max(_INTERVAL_S, world.size / _DATAGRAMS_PER_S)
         self._due_s = 0.0
+        self._samples: list[Sample] = []
         self._before: tuple[float, Progress] | None = None
         self._folder: LiveFolder | None = None
         self._sender: Sender | None = None
@@ -71,10 +72,13 @@ class LiveReport:
 
     def publish(self, sample: Sample) -> None:
         """Write this rank's file, and send it where rank 0 does not see the file, if it is time to."""
+        self._samples.append(sample)
         if sample.time_s < self._due_s:
             return
         self._due_s = sample.time_s + self._interval_s
-        now = self._now(sample)
+        # Over a single look the processor's clock, of 10 ms, is too coarse.
+        now = self._now(sample.time_s, summarise_samples(self._samples))
+        self._samples.clear()
         if self._sender is not None:
             self._sender.send(now)
         if self._folder is not None:
@@ -90,15 +94,15 @@ class LiveReport:
         if self._folder is not None:
             self._folder.close(with_others=self._receiver is not None)
 
-    def _now(self, sample: Sample) -> RankNow:
+    def _now(self, at_s: float, recent: Utilization) -> RankNow:
         done = self._progress()
         images_per_s = sent_bytes_per_s = None
         if self._before is not None:
             before_s, before = self._before
-            passed_s = sample.time_s - before_s
+            passed_s = at_s - before_s
             images_per_s = (done.samples - before.samples) / passed_s if done.samples else None
             sent_bytes_per_s = (done.bytes_sent - before.bytes_sent) / passed_s
-        self._before = (sample.time_s, done)
+        self._before = (at_s, done)
         return RankNow(
             job=self._invitation.job,
             script=self._invitation.script,
@@ -110,12 +114,12 @@ class LiveReport:
             steps=done.steps,
             step_s=median(done.last_steps_s) if done.last_steps_s else None,
             images_per_s=images_per_s,
-            process_cores=sample.process_cores,
-            system_share=sample.system_share,
-            resident_bytes=sample.resident_bytes,
-            gpu_share=sample.gpu.share,
-            gpu_memory_bytes=sample.gpu.memory_bytes,
-            gpu_power_w=sample.gpu.power_w,
+            process_cores=recent.process_cores,
+            system_share=recent.system_share,
+            resident_bytes=recent.resident_peak_bytes,
+            gpu_share=recent.gpu_share,
+            gpu_memory_bytes=recent.gpu_memory_peak_bytes,
+            gpu_power_w=recent.gpu_power_w,
             sent_bytes_per_s=sent_bytes_per_s,
         )
 

@@ -117,8 +117,8 @@ def test_the_way_goes_through_a_network_that_both_are_in() -> None:
     assert near_addresses(theirs, [("172.16.0.1", "255.255.0.0")]) == ["192.168.1.5", "10.1.2.3"]
 
 
-def sample(time_s: float) -> Sample:
-    return Sample(time_s, 0.9, 0.5, 1_000, GpuReading(share=0.8, memory_bytes=5, power_w=300.0))
+def sample(time_s: float, cores: float = 0.9) -> Sample:
+    return Sample(time_s, cores, 0.5, 1_000, GpuReading(share=0.8, memory_bytes=5, power_w=300.0))
 
 
 def test_a_report_is_written_twice_a_second(tmp_path: Path) -> None:
@@ -130,11 +130,12 @@ def test_a_report_is_written_twice_a_second(tmp_path: Path) -> None:
     (first,) = job.ranks
     assert (first.steps, first.step_s, first.images_per_s, first.gpu_power_w) == (3, 0.3, None, 300.0)
     del done[0]
-    report.publish(sample(10.4))
+    report.publish(sample(10.4, cores=0.0))
     assert read_jobs(tmp_path)[0].ranks == (first,)  # too soon
     report.publish(sample(12.0))
     (second,) = read_jobs(tmp_path)[0].ranks
     assert (second.steps, second.images_per_s, second.sent_bytes_per_s) == (5, 32.0, 1_000.0)
+    assert second.process_cores == 0.45  # the mean since the last word
     report.close()
     assert list(tmp_path.iterdir()) == []
 
