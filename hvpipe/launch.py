@@ -20,7 +20,7 @@ _VERSION_TIMEOUT_S = 30.0
 _EXPORTED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _EXPORTED_PREFIXES = (
     *("HVPIPE_", "PYTHON", "TF_", "KERAS_", "XLA_", "OMP_", "MKL_", "CUDA_", "NCCL_"),
-    *("TENSORFLOW_", "MALLOC_", "NVIDIA_"),
+    *("TENSORFLOW_", "MALLOC_", "NVIDIA_", "UCX_"),
 )
 
 
