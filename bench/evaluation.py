@@ -148,7 +148,7 @@ class Evaluation:
                         progress.leave_out(round_s(group))
                         continue
                     with progress.part(f"{case.key}, round {number + 1} of {group.rounds}", round_s(group)):
-                        finished = self._round(case, number, place, 120 + 6 * round_s(group))
+                        finished = self._round(case, number, place, 300 + 6 * round_s(group))
                         journal.add_round(finished)
                         progress.say(_line(finished))
         except ClusterError as error:

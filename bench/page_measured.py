@@ -77,9 +77,10 @@ def breakdown(rows: list[CaseFigures]) -> str:
         known = [row for row in members if row.parts_s]
         if not known:
             continue
-        drawn = [part for part in PARTS if part != _HIDDEN]
-        parts = {row.case.system: dict(row.parts_s) for row in known}
-        plots.append(figure(name, stacked(f"where the time goes, {name}", parts, drawn)))
+        drawn = {
+            row.case.system: {part: s for part, s in row.parts_s.items() if part != _HIDDEN} for row in known
+        }
+        plots.append(figure(name, stacked(f"where the time goes, {name}", drawn, PARTS)))
         shown = [part for part in PARTS if any(part in row.parts_s for row in known)]
         lines = [
             [row.case.system, *(_seconds(row.parts_s.get(part)) for part in shown), format_time(row.step_s)]

@@ -14,6 +14,12 @@ from bench.plots import lines
 from bench.record import RankRound, Round
 
 _EQUAL_HOSTS = re.compile(r"\d+x(\w+)")
+_SAMPLED = ("tf-ps", "tf-mwms", "horovod-tuned", "hvpipe-step")
+_QUANTITIES = {
+    "cpu": ("cores kept busy", 1.0),
+    "host": ("CPU of the whole machine, %", 100.0),
+    "gpu": ("GPU kept busy, %", 100.0),
+}
 _Series = dict[str, tuple[list[float], list[float]]]
 
 
@@ -41,24 +47,35 @@ def scaling(rows: list[CaseFigures]) -> str:
 
 
 def utilization(outcome: Outcome) -> str:
-    """What rank 0 sampled in the first good round of each case, a plot for each group and quantity."""
+    """What rank 0 sampled in the first good round, a plot for each group and quantity; of few systems."""
     plots = []
     for group, rounds in _first_good(outcome).items():
         sampled = {each.case.system: each.ranks[0].utilization for each in rounds}
-        quantities = dict.fromkeys(key for rank in sampled.values() for one in rank for key in one)
-        for quantity in quantities:
+        sampled = {name: found for name, found in sampled.items() if name in _SAMPLED} or sampled
+        for quantity in dict.fromkeys(key for rank in sampled.values() for one in rank for key in one):
+            words, scale = _quantity(quantity)
             series: _Series = {}
             for system, found in sampled.items():
-                points = [(one["at_s"], one[quantity]) for one in found if quantity in one and "at_s" in one]
+                points = [(one["at_s"], one[quantity] * scale) for one in found if quantity in one]
                 if len(points) > 1:
                     series[system] = ([at for at, _ in points], [value for _, value in points])
             if quantity != "at_s" and series:
-                words = quantity.replace("_", " ")
-                title = f"{words}, {group}"
-                plots.append(figure(title, _plot(title, series, ("seconds", words), 0.0)))
+                plots.append(
+                    figure(f"{words}, {group}", _plot(f"{words}, {group}", series, ("seconds", words), 0.0))
+                )
     if not plots:
         return ""
     return element("p", "Rank 0 in the first round, while steps are timed.") + around("div", plots, "plots")
+
+
+def _quantity(name: str) -> tuple[str, float]:
+    """What a sampled quantity is called, and its factor to the unit in that name."""
+    if name in _QUANTITIES:
+        return _QUANTITIES[name]
+    if name.endswith(("_bytes", "_bytes_per_s")):
+        unit = "MB/s" if name.endswith("_per_s") else "MB"
+        return f"{name.partition('_bytes')[0].replace('_', ' ')}, {unit}", 1e-6
+    return name.replace("_", " "), 1.0
 
 
 def accuracy(outcome: Outcome) -> str:

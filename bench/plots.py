@@ -17,6 +17,7 @@ INK = "#010203"  # becomes currentColor
 _GRID = "#010204"
 _SERIES = [f"#0102{number:02x}" for number in range(16, 40)]
 _WIDTH_IN = 4.6
+_FEW = 12  # points that are drawn as such
 PART_COLOURS = 12  # the first of the colours for parts of a step; those before are for systems
 
 
@@ -79,15 +80,16 @@ def lines(
     with _axes(3.0 + 0.22 * -(-len(series) // 2), title) as (axes, finish):
         for number, (name, (x, y)) in enumerate(series.items()):
             style = ("-", "--", "-.", ":")[number % 4]
-            marker = "o" if len(x) <= 12 else ""
+            marker = "o" if len(x) <= _FEW else ""
             options = {"color": colour(colours[name]), "linewidth": 1.6, "markersize": 3}
             axes.plot(x, y, linestyle=style, marker=marker, label=name, **options)
         axes.set_xlabel(labels[0])
         axes.set_ylabel(labels[1])
         if top is not None:
             axes.set_ylim(bottom=0, top=max(top, axes.get_ylim()[1]))
-        if all(float(value).is_integer() for x, _ in series.values() for value in x):
-            axes.xaxis.get_major_locator().set_params(integer=True)
+        places = sorted({value for x, _ in series.values() for value in x})
+        if len(places) <= _FEW and all(place.is_integer() for place in places):
+            axes.set_xticks(places)
         _legend(axes, 2)
         return finish()
 
