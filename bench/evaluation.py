@@ -212,9 +212,7 @@ def _gave_up(outcome: Outcome, case: Case) -> bool:
 
 def _line(finished: Round) -> str:
     """A round in a line for people."""
-    if finished.skipped:
-        return f"{finished.case.key}: skipped, {finished.skipped}"
-    if finished.error:
-        return f"{finished.case.key}: failed, {finished.error.strip().splitlines()[-1]}"
+    if not finished.ok:
+        return f"{finished.case.key}: {'skipped' if finished.skipped else 'failed'}, {finished.why}"
     step_s = max(median(rank.step_s) for rank in finished.ranks)
     return f"{finished.case.key}: step {format_time(step_s)}, the round {format_time(finished.taken_s)}"

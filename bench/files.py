@@ -59,8 +59,9 @@ def show_figures(outcome: Outcome, *, as_json: bool) -> str:
         ]
         header = ["system", "step", "noise", "samples/s", "efficiency", "over bound"]
         parts.append(f"\n{name}\n{table(header, lines)}")
-    for each in dict.fromkeys((e.case.key, e.error.strip(), e.skipped) for e in outcome.rounds if not e.ok):
-        parts.append(
-            f"{each[0]}: {'skipped, ' + each[2] if each[2] else 'failed, ' + each[1].splitlines()[-1]}"
-        )
+    without = [each for each in outcome.rounds if not each.ok]
+    parts += [
+        f"{each.case.key}: {'skipped' if each.skipped else 'failed'}, {each.why}"
+        for each in {each.case.key: each for each in without}.values()
+    ]
     return "\n".join(parts)

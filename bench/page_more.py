@@ -195,7 +195,7 @@ def not_measured(outcome: Outcome) -> str:
     for key, rounds in rounds_by_case(outcome).items():
         failed = next((each for each in rounds if each.error), None)
         if failed is not None:
-            made.append(folded(f"failed: {key}", failed.error))
+            made.append(folded(f"failed: {key}: {failed.why}", failed.error))
         elif not any(each.ok for each in rounds):
             made.append(element("p", f"skipped: {key}: {rounds[0].skipped}"))
     return "".join(made)

@@ -6,6 +6,7 @@ after round; a round is a fresh set of processes that warms up and then takes ti
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -108,6 +109,13 @@ class Round:
     def ok(self) -> bool:
         """Whether it has figures."""
         return not (self.error or self.skipped)
+
+    @property
+    def why(self) -> str:
+        """Why there are no figures, in a line: the last exception in the output, else its last words."""
+        lines = [line.strip() for line in self.error.splitlines() if re.search(r"\w", line)]
+        raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+        return self.skipped or (raised or lines or [""])[-1]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

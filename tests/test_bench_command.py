@@ -57,7 +57,7 @@ def test_report_writes_the_files_again(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_failed_rounds_are_exit_code_1_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    failed = Round(case("horovod"), 0, error="first line\nSegmentation fault\n")
+    failed = Round(case("horovod"), 0, error="first line\nSegmentation fault\n-----\n")
     skipped = Round(case("tf-ps"), 0, skipped="not installed")
     assert command.main(["report", written(tmp_path / "a", failed, skipped)]) == 1
     shown = capsys.readouterr().out

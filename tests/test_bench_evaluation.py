@@ -203,3 +203,15 @@ def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> Non
     progress.leave_out(25.0)
     assert progress.left_s == pytest.approx(50.0)
     assert [format_left(s) for s in (40, 130, 3700)] == ["40 s", "2 min", "1 h 1 min"]
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        ("Traceback:\nValueError: no\n-----\nmpirun: a process ended\n", "ValueError: no"),
+        ("tensorflow.errors.Aborted\nkeras.FooError: bad\nExit code: 1", "keras.FooError: bad"),
+        ("no end within 300 s\n", "no end within 300 s"),
+    ],
+)
+def test_a_failure_in_a_line(error: str, why: str) -> None:
+    assert Round(Case("a", "b", 2, Task("digits", 8)), 0, error=error).why == why
