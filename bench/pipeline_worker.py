@@ -10,6 +10,7 @@ from typing import Any
 from bench.metrics import median
 from bench.pipeline_report import Case, PipelineReport
 from bench.workload import MODELS, Workload, images, prepare_tensorflow, timed_fit
+from bench.workloads import transformer_trunk
 
 
 @dataclass(frozen=True)
@@ -38,18 +39,11 @@ def model_function(keras: Any, workload: Workload) -> Callable[[], Any]:
     return build
 
 
-def _transformer(keras: Any, length: int, tokens: int, width: int = 256, blocks: int = 6) -> Any:
-    """Pre-norm blocks of causal attention over `length` tokens, a class for each sequence."""
-    layers = keras.layers
-    inputs = keras.Input((length,), dtype="int32")
-    x = layers.Embedding(tokens, width)(inputs)
-    for _ in range(blocks):
-        y = layers.LayerNormalization()(x)
-        x = layers.Add()([x, layers.MultiHeadAttention(4, width // 4)(y, y, use_causal_mask=True)])
-        y = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
-        x = layers.Add()([x, layers.Dense(width)(y)])
-    x = layers.GlobalAveragePooling1D()(layers.LayerNormalization()(x))
-    return keras.Model(inputs, layers.Dense(tokens, activation="softmax")(x))
+def _transformer(keras: Any, length: int, tokens: int) -> Any:
+    """A class for each sequence of `length` tokens."""
+    inputs, x = transformer_trunk(keras, length, tokens, width=256, blocks=6)
+    x = keras.layers.GlobalAveragePooling1D()(x)
+    return keras.Model(inputs, keras.layers.Dense(tokens, activation="softmax")(x))
 
 
 def _batches(workload: Workload) -> Any:

@@ -1,0 +1,103 @@
+"""Where the processes of a round run, and the command lines that start them there."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench import cluster_network, mpirun
+from bench.cluster import Cluster, ClusterError
+from bench.processes import Command
+from bench.systems.system import System
+
+_PORT = 20100  # the first that is used on a virtual host, which has all of them to itself
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranks on the hosts of a cluster, slot by slot; without one, all on this machine."""
+
+    cluster: Cluster | None
+    ranks: int
+
+    def __post_init__(self) -> None:
+        slots = self.ranks if self.cluster is None else self.cluster.spec.slots
+        if not 1 <= self.ranks <= slots:
+            raise ClusterError(
+                f"Ranks must be 1 to the cluster's {slots} slots. Received: ranks={self.ranks}"
+            )
+
+    def commands(self, system: System, python: Sequence[str], directory: Path) -> list[Command]:
+        """What to start for a system; in case of "servers" the first is the one that ends."""
+        rank_process = [*python, "bench.rank_process", str(directory)]
+        if system.start == "mpirun":
+            if self.cluster is None:
+                return [Command("mpirun", mpirun.one_host(self.ranks, rank_process))]
+            return [Command("mpirun", self.cluster.mpirun_command(self.ranks, rank_process))]
+        if system.start == "processes":
+            workers = {"worker": self._addresses(self.hosts)}
+            return [
+                self._told(workers, "worker", rank, host, [*rank_process, str(rank)])
+                for rank, host in enumerate(self.hosts)
+            ]
+        return self._with_servers(
+            [*rank_process, "0"], [*python, "bench.systems.server_process", str(directory)]
+        )
+
+    @property
+    def hosts(self) -> list[int]:
+        """The host of each rank, by its number."""
+        if self.cluster is None:
+            return [0] * self.ranks
+        slots = [number for number, host in enumerate(self.cluster.spec.hosts) for _ in range(host.slots)]
+        return slots[: self.ranks]
+
+    def _with_servers(self, coordinator: list[str], server: list[str]) -> list[Command]:
+        """The coordinator on the first host, a worker for each rank, a parameter server on each host."""
+        servers = sorted(set(self.hosts))
+        addresses = self._addresses([self.hosts[0], *self.hosts, *servers])
+        jobs = {
+            "chief": addresses[:1],
+            "worker": addresses[1 : 1 + self.ranks],
+            "ps": addresses[1 + self.ranks :],
+        }
+        commands = [self._told(jobs, "chief", 0, self.hosts[0], coordinator)]
+        for job, hosts in (("worker", self.hosts), ("ps", servers)):
+            commands += [
+                self._told(jobs, job, index, host, [*server, job, str(index)])
+                for index, host in enumerate(hosts)
+            ]
+        return commands
+
+    def _told(
+        self, jobs: dict[str, list[str]], job: str, index: int, host: int, command: list[str]
+    ) -> Command:
+        """A command in its host, told by TF_CONFIG of the others."""
+        told = json.dumps({"cluster": jobs, "task": {"type": job, "index": index}})
+        line = command
+        if self.cluster is not None:
+            line = self.cluster.host_command(self.cluster.spec.hosts[host].name, command)
+        return Command(f"{job}-{index}", line, {"TF_CONFIG": told})
+
+    def _addresses(self, hosts: Sequence[int]) -> list[str]:
+        """An address for each process on those hosts."""
+        if self.cluster is None:
+            return [f"127.0.0.1:{port}" for port in _free_ports(len(hosts))]
+        return [f"{cluster_network.address(host)}:{_PORT + number}" for number, host in enumerate(hosts)]
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports below those that the kernel hands out by itself, so that they are free until they are used."""
+    found: list[int] = []
+    for port in random.sample(range(20_000, 32_000), 1000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise ClusterError(f"There must be {count} free ports from 20000 to 32000. Received: {len(found)}")

@@ -1,0 +1,103 @@
+"""Processes that run together and end together: by themselves, at the first failure, or at the deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+_PATIENCE_S = 5.0
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, and what is added to this process's environment for it."""
+
+    name: str
+    line: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How they ended: `why` is "" where those that decide ended well; `output` tells of it."""
+
+    why: str
+    output: str
+
+
+def run_together(
+    commands: Sequence[Command], directory: Path, *, timeout_s: float, decides: int | None = None
+) -> Ended:
+    """Run commands at once until all have ended, or the one with index `decides` has; then end the rest.
+
+    What they print goes to files in `directory`, a name that their command lines should contain: whatever
+    still runs with it at the end is ended as well.
+    """
+    outputs = [directory / f"{command.name}.output" for command in commands]
+    deadline_s = time.monotonic() + timeout_s
+    running: list[subprocess.Popen[bytes]] = []
+    with ExitStack() as files:
+        try:
+            for command, output in zip(commands, outputs, strict=True):
+                running.append(
+                    subprocess.Popen(
+                        command.line,
+                        stdin=subprocess.DEVNULL,
+                        stdout=files.enter_context(output.open("wb")),
+                        stderr=subprocess.STDOUT,
+                        env={**os.environ, **command.environment},
+                        start_new_session=True,
+                    )
+                )
+            deciding = running if decides is None else [running[decides]]
+            while True:
+                codes = [process.poll() for process in running]
+                failed = next((number for number, code in enumerate(codes) if code), None)
+                if failed is not None:
+                    why = f"{commands[failed].name} ended with status {codes[failed]}"
+                    return Ended(why, _end_of(outputs[failed]))
+                if all(process.returncode == 0 for process in deciding):
+                    return Ended("", "")
+                if time.monotonic() > deadline_s:
+                    said = "".join(
+                        f"--- {c.name}\n{_end_of(o, 2000)}" for c, o in zip(commands, outputs, strict=True)
+                    )
+                    return Ended(f"did not end within {timeout_s:g} s", said)
+                time.sleep(_POLL_S)
+        finally:
+            for process in running:
+                _end(process)
+            _end_left_behind(str(directory))
+
+
+def _end_of(output: Path, most: int = 6000) -> str:
+    return output.read_text(errors="replace")[-most:]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its group: ask, then insist."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_PATIENCE_S)
+            break
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def _end_left_behind(words: str) -> None:
+    """End what is not in our groups any more: ranks of a launcher that was killed itself."""
+    for process in psutil.process_iter(["cmdline"]):
+        if process.pid != os.getpid() and any(words in word for word in process.info["cmdline"] or ()):
+            with suppress(psutil.Error):
+                process.kill()

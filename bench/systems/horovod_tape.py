@@ -1,0 +1,42 @@
+"""Horovod: a compiled step with its DistributedGradientTape, as its documentation has it for loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.job import Job
+from bench.systems import loop
+from bench.workloads import batches_of, loss_of, make_model, make_optimizer, prepare
+
+
+def train(job: Job) -> None:
+    """A rank's part of a round."""
+    keras = prepare(job.task)
+    import horovod
+    import horovod.tensorflow as hvd
+    import tensorflow as tf
+
+    hvd.init()
+    if (hvd.rank(), hvd.size()) != (job.rank, job.size):
+        raise RuntimeError(
+            f"Horovod should see rank {job.rank} of {job.size}. Received: {hvd.rank()} of {hvd.size()}"
+        )
+    job.versions["Horovod"] = horovod.__version__
+    model, optimizer = make_model(keras, job.task), make_optimizer(keras, job.task)
+    variables = [v.value for v in model.trainable_variables]
+    optimizer.build(model.trainable_variables)
+    hvd.broadcast_variables([v.value for v in model.variables], root_rank=0)
+    # Horovod averages over ranks: a rank's part in the mean is that of its samples.
+    part = job.batch * job.size / sum(job.batches)
+
+    @tf.function(jit_compile=False)
+    def step(batch: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_of(keras, model, batch) * part
+        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=True)
+        optimizer.apply(tape.gradient(loss, variables), model.trainable_variables)
+        return loss
+
+    job.meet("built")
+    loop.run(keras, model, job, iter(batches_of(job)), step)
+    hvd.shutdown()

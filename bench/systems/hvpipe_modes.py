@@ -1,0 +1,25 @@
+"""hvpipe by its mode of overlap: Keras `fit` of a model made data parallel."""
+
+from __future__ import annotations
+
+from bench.job import Job
+from bench.systems.keras_fit import fit
+from bench.workloads import compiled_model, prepare
+
+TRACE = "trace.json"
+
+
+def train(job: Job) -> None:
+    """A rank's part of a round."""
+    keras = prepare(job.task)
+    import hvpipe
+    import hvpipe.keras as hk
+
+    hvpipe.init(trace=str(job.directory / TRACE))
+    # `stale` begins with exact steps: in a timed round they end within the warm-up.
+    exact = {} if job.task.epochs else {"warmup_steps": 1}
+    model = hk.data_parallel(compiled_model(keras, job.task), overlap=job.options["overlap"], **exact)
+    job.versions["hvpipe"] = hvpipe.__version__
+    job.meet("built")
+    fit(keras, model, job)
+    hvpipe.shutdown()  # writes the trace

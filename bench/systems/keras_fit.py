@@ -1,0 +1,24 @@
+"""Training by Keras `fit`, as its users do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bench.job import Job
+from bench.watch import fit_callback
+from bench.workloads import batches_of, evaluator, runs_of
+
+
+def fit(keras: Any, model: Any, job: Job) -> None:
+    """Train all of a job's steps: a `fit` for each run, which ends with whatever there is to drain."""
+    evaluate = evaluator(keras, model, job)
+    for epochs, steps, timed in runs_of(job):
+        model.fit(
+            batches_of(job),
+            epochs=epochs,
+            steps_per_epoch=steps,
+            verbose=0,
+            shuffle=False,  # the dataset is in order
+            callbacks=[fit_callback(keras, job.watch, evaluate, timed=timed)],
+        )
+    job.watch.drained()

@@ -1,0 +1,113 @@
+"""TensorFlow's ParameterServerStrategy: workers pull variables from servers and push gradients to them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from bench import meter
+from bench.job import Job
+from bench.record import RankRound
+from bench.systems.server_process import read_file, readings_file
+from bench.workloads import batches_of, evaluator, loss_of, make_model, make_optimizer, prepare, runs_of
+
+
+def train(job: Job) -> None:
+    """The coordinator's part of a round: it hands steps to the workers and measures for all of them."""
+    if len(set(job.batches)) > 1:
+        raise ValueError(
+            "Workers of parameter servers share out the work as they go: shares should be equal. "
+            f"Received: shares={job.task.shares}"
+        )
+    keras = prepare(job.task)
+    import tensorflow as tf
+
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        model, optimizer = make_model(keras, job.task), make_optimizer(keras, job.task)
+        optimizer.build(model.trainable_variables)
+
+    def replica_step(batch: Any) -> Any:
+        with tf.GradientTape() as tape:
+            # Each worker's update is its part of the step.
+            loss = loss_of(keras, model, batch) / job.size
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    @tf.function(jit_compile=False)
+    def step_on(batch: Any) -> Any:
+        return strategy.run(replica_step, (batch,))
+
+    @tf.function(jit_compile=False)
+    def step_from(iterator: Any) -> Any:
+        return strategy.run(replica_step, (next(iterator),))
+
+    if job.task.epochs:
+        # The coordinator hands out the digits, so that each is seen once in an epoch.
+        shards = itertools.cycle([iter(batches_of(job, rank)) for rank in range(job.size)])
+        schedule = lambda: coordinator.schedule(step_on, args=(next(next(shards)),))  # noqa: E731
+    else:
+        iterator = iter(coordinator.create_per_worker_dataset(lambda: batches_of(job)))
+        schedule = lambda: coordinator.schedule(step_from, args=(iterator,))  # noqa: E731
+    _run(job, schedule, coordinator, evaluator(keras, model, job))
+    job.by_rank = {rank: _with_servers(job, rank) for rank in range(job.size)}
+
+
+def _run(
+    job: Job,
+    schedule: Callable[[], Any],
+    coordinator: Any,
+    evaluate: Callable[[], tuple[float, float]] | None,
+) -> None:
+    for epochs, steps, timed in runs_of(job):
+        job.watch.begin(timed)
+        for _ in range(epochs):
+            waiting = [schedule() for _ in range(steps * job.size)]
+            for last in waiting[job.size - 1 :: job.size]:
+                last.fetch()
+                job.watch.step()
+            coordinator.join()
+            if evaluate is not None:
+                job.watch.epoch(evaluate)
+    job.watch.drained()
+
+
+def _with_servers(job: Job, rank: int) -> RankRound:
+    """A rank's figures: those of its worker, and its part of the parameter server on its host."""
+    jobs = json.loads(os.environ["TF_CONFIG"])["cluster"]
+    hosts = [address.rpartition(":")[0] for address in jobs["worker"]]
+    servers = [address.rpartition(":")[0] for address in jobs["ps"]]
+    worker = _used(job, "worker", rank)
+    server = _used(job, "ps", servers.index(hosts[rank]))
+    part = 1 / hosts.count(hosts[rank])
+    window_s = job.watch.window_s[1] - job.watch.window_s[0]
+    return replace(
+        job.watch.rank_round(),
+        cpu_share=(worker.cpu_s + part * server.cpu_s) / window_s,
+        peak_bytes=round(worker.peak_bytes + part * server.peak_bytes),
+        sent_bytes=worker.sent_bytes // len(job.watch.step_s),
+        utilization=list(_curve(job, "worker", rank)),
+    )
+
+
+def _used(job: Job, what: str, index: int) -> meter.Reading:
+    """What a process used in the timed part; its peak is that of its life."""
+    readings = read_file(readings_file(job.directory, what, index))
+    first, last = (meter.at(readings, at_s) for at_s in job.watch.window_s)
+    return replace(last, cpu_s=last.cpu_s - first.cpu_s, sent_bytes=last.sent_bytes - first.sent_bytes)
+
+
+def _curve(job: Job, what: str, index: int) -> Iterator[dict[str, float]]:
+    begin_s, end_s = job.watch.window_s
+    readings = read_file(readings_file(job.directory, what, index))
+    for before, after in itertools.pairwise(readings):
+        if begin_s <= before.at_s and after.at_s <= end_s:
+            cores = (after.cpu_s - before.cpu_s) / (after.at_s - before.at_s)
+            yield {"at_s": after.at_s - begin_s, "cpu": cores}

@@ -1,0 +1,53 @@
+"""A worker or parameter server of TensorFlow: ``python -m bench.systems.server_process DIRECTORY JOB INDEX``.
+
+It serves until it is ended, and leaves readings of what it uses in DIRECTORY/JOB-INDEX.readings.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from bench import meter
+
+_PERIOD_S = 0.2
+
+
+def readings_file(directory: Path, job: str, index: int) -> Path:
+    """Where a process leaves what it used."""
+    return directory / f"{job}-{index}.readings"
+
+
+def read_file(path: Path) -> list[meter.Reading]:
+    """What it used until now."""
+    lines = path.read_text().split("\n")[:-1]  # the last may be half written
+    return [meter.Reading(**json.loads(line)) for line in lines]
+
+
+def serve(directory: Path, job: str, index: int) -> None:
+    """Start the server that TF_CONFIG describes, and read the meter until the end."""
+    what = json.loads((directory / "job.json").read_text())
+    os.environ.update(what["environment"])
+    import tensorflow as tf
+
+    config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=what["task"]["threads"])
+    # TensorFlow's tutorial on parameter servers: with fewer cores than this, workers wait for ever.
+    if (os.cpu_count() or 1) < what["size"] + 1:
+        config.inter_op_parallelism_threads = what["size"] + 1
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    server = tf.distribute.Server(
+        resolver.cluster_spec(), job_name=job, task_index=index, protocol="grpc", config=config
+    )
+    with readings_file(directory, job, index).open("w") as file:
+        while server is not None:
+            file.write(json.dumps(asdict(meter.read())) + "\n")
+            file.flush()
+            time.sleep(_PERIOD_S)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

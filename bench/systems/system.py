@@ -1,0 +1,47 @@
+"""What the evaluation must know of a system under test: how it starts, who trains with it, what it needs."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Start = Literal["mpirun", "processes", "servers"]
+
+
+@dataclass(frozen=True)
+class System:
+    """One system under test.
+
+    `adapter` is a module of bench.systems with a function `train(job)`, which every rank calls. `start`:
+    by "mpirun"; as one process a rank ("processes"), told of each other by TF_CONFIG; or the same with a
+    parameter server on each host and a coordinator ("servers"). `environment` is set in every process
+    before anything is imported; `options` are the adapter's own.
+    """
+
+    name: str
+    title: str
+    adapter: str
+    start: Start
+    needs: tuple[str, ...] = ("tensorflow", "keras")
+    options: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def missing(self, python: str = sys.executable) -> str:
+        """Why it cannot run under that Python; "" where it can."""
+        absent = [package for package in self.needs if not _has(python, package)]
+        if not absent:
+            return ""
+        how = "; `make peers` installs it in .venv-peers" if "horovod" in absent else ""
+        return f"{', '.join(absent)} not installed in {python}{how}"
+
+
+def _has(python: str, package: str) -> bool:
+    if python == sys.executable:
+        return importlib.util.find_spec(package) is not None
+    probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
+    return subprocess.run([python, "-c", probe], check=False, timeout=60, capture_output=True).returncode == 0

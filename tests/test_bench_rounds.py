@@ -1,0 +1,192 @@
+"""Rounds of the evaluation: processes that end together, where they run, the meter, parts of a step."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench import meter, parts
+from bench.cluster_spec import ClusterError
+from bench.placement import Placement
+from bench.processes import Command, run_together
+from bench.record import Case, RankRound, Round, Task
+from bench.rounds import run_round
+from bench.systems import SYSTEMS
+from bench.workloads import check
+from hvpipe.trace import Event, Trace
+
+
+def _python(name: str, code: str, directory: Path) -> Command:
+    return Command(name, [sys.executable, "-c", code, str(directory)])
+
+
+def _running(directory: Path) -> list[int]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or ()
+        if any(str(directory) in word for word in words) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+def test_processes_end_together_when_all_are_done(tmp_path: Path) -> None:
+    commands = [_python(name, "print('hello')", tmp_path) for name in ("a", "b")]
+    assert run_together(commands, tmp_path, timeout_s=30).why == ""
+    assert (tmp_path / "b.output").read_text() == "hello\n"
+
+
+def test_the_one_that_decides_ends_the_others(tmp_path: Path) -> None:
+    commands = [_python("first", "", tmp_path), _python("server", "import time; time.sleep(60)", tmp_path)]
+    began_s = time.monotonic()
+    assert run_together(commands, tmp_path, timeout_s=50, decides=0).why == ""
+    assert time.monotonic() - began_s < 30
+    assert _running(tmp_path) == []
+
+
+def test_a_failure_ends_all_and_is_told_with_its_output(tmp_path: Path) -> None:
+    commands = [
+        _python("waits", "import time; time.sleep(60)", tmp_path),
+        _python("fails", "raise SystemExit('no such thing')", tmp_path),
+    ]
+    ended = run_together(commands, tmp_path, timeout_s=50)
+    assert ended.why == "fails ended with status 1"
+    assert "no such thing" in ended.output
+    assert _running(tmp_path) == []
+
+
+def test_a_hang_ends_at_the_deadline_with_all_its_children(tmp_path: Path) -> None:
+    # The child leaves the group, as a launcher's ranks may.
+    code = (
+        "import subprocess, sys, time; print('here', flush=True); "
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', sys.argv[1]], "
+        "start_new_session=True); time.sleep(60)"
+    )
+    ended = run_together([_python("hangs", code, tmp_path)], tmp_path, timeout_s=2)
+    assert ended.why == "did not end within 2 s"
+    assert "here" in ended.output
+    assert _running(tmp_path) == []
+
+
+def test_workers_and_servers_are_told_of_each_other(tmp_path: Path) -> None:
+    commands = Placement(None, 2).commands(SYSTEMS["tf-ps"], ["python", "-m"], tmp_path)
+    assert [command.name for command in commands] == ["chief-0", "worker-0", "worker-1", "ps-0"]
+    told = [json.loads(command.environment["TF_CONFIG"]) for command in commands]
+    assert all(each["cluster"] == told[0]["cluster"] for each in told)
+    assert {job: len(addresses) for job, addresses in told[0]["cluster"].items()} == {
+        "chief": 1,
+        "worker": 2,
+        "ps": 1,
+    }
+    assert told[2]["task"] == {"type": "worker", "index": 1}
+
+
+def test_ranks_must_be_positive() -> None:
+    with pytest.raises(ClusterError, match="Received: ranks=0"):
+        Placement(None, 0)
+
+
+def test_totals_between_two_readings() -> None:
+    readings = [meter.Reading(10.0, 1.0, 100, 1000), meter.Reading(12.0, 2.0, 300, 3000)]
+    assert meter.at(readings, 10.5) == meter.Reading(10.5, 1.25, 300, 1500)
+    assert meter.at(readings, 99.0).cpu_s == 2.0
+
+
+def test_the_meter_counts_this_process() -> None:
+    before = meter.read()
+    began_s = time.process_time()
+    while time.process_time() - began_s < 0.05:
+        pass
+    after = meter.read()
+    assert after.cpu_s - before.cpu_s >= 0.05
+    assert after.peak_bytes >= psutil.Process().memory_info().rss * 0.5
+
+
+def _span(category: str, start_s: float, end_s: float, rank: int = 0, name: str = "b0") -> Event:
+    return Event(name, category, rank, category, start_s, end_s)
+
+
+def test_parts_count_each_moment_once() -> None:
+    trace = Trace(
+        (
+            _span("step", 0, 100),  # untimed
+            _span("step", 100, 110),
+            _span("forward", 100, 103),
+            _span("backward", 103, 106),
+            _span("reduce", 105, 109),  # a second beside backward, three after
+            _span("update", 109, 109.5),
+            _span("step", 200, 210, rank=1),
+            _span("reduce", 107, 109, rank=1),  # a straggler: two seconds later
+        )
+    )
+    found = parts.parts_of_trace(trace, rank=0, warm_up=1)
+    assert found == pytest.approx(
+        {
+            "forward": 3,
+            "backward": 3,
+            "update": 0.5,
+            "pack": 0,
+            "straggler": 1,  # 106 to 107: before that, it computes
+            "communication_exposed": 2,
+            "overhead": 0.5,
+            "communication_hidden": 1,
+        }
+    )
+
+
+def _measured(system: str, step_s: float, parts_s: dict[str, float]) -> Round:
+    rank = RankRound(step_s=[step_s], wall_s=step_s, cpu_share=1, peak_bytes=1, parts_s=parts_s)
+    return Round(Case(system, "c", 1, Task("digits", 8)), 0, (rank,))
+
+
+def test_parts_of_a_system_that_tells_nothing_come_from_computing_alone() -> None:
+    alone = _measured("single", 6.0, {"input": 0.5, "forward": 2.0, "backward": 3.0, "update": 1.0})
+    found = parts.against_alone(_measured("horovod", 10.0, {"input": 0.5}), alone).ranks[0].parts_s
+    assert found == {
+        "input": 0.5,
+        "forward": 2.0,
+        "backward": 3.0,
+        "update": 1.0,
+        "communication_exposed": 3.5,
+    }
+
+
+def test_a_forward_that_waits_for_weights_is_found_out() -> None:
+    alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
+    mine = {"forward": 4.5, "backward": 3.0, "update": 0.5, "communication_exposed": 1.0}
+    found = parts.against_alone(_measured("hvpipe-step", 9.0, mine), alone).ranks[0].parts_s
+    assert found == {"forward": 2.0, "backward": 3.0, "update": 0.5, "communication_exposed": 3.5}
+
+
+@pytest.mark.parametrize(
+    ("task", "received"),
+    [
+        (Task("resnet51", 8), "workload='resnet51'"),
+        (Task("inceptionv3", 8, pixels=64), "pixels=64"),
+        (Task("resnet50", 8, epochs=2), "workload='resnet50'"),
+        (Task("digits", 0), "batch=0"),
+        (Task("digits", 8, shares=(8, 0)), r"shares=\(8, 0\)"),
+    ],
+)
+def test_a_task_that_cannot_be_trained_is_named(task: Task, received: str) -> None:
+    with pytest.raises(ValueError, match=f"Received: .*{received}"):
+        check(task)
+
+
+def test_an_unknown_system_is_an_error_of_the_round() -> None:
+    round_ = run_round(Case("caffe", "c", 1, Task("digits", 8)), 0, None, 10)
+    assert "Received: 'caffe'" in round_.error
+
+
+def test_a_system_that_is_not_installed_is_skipped_by_name(tmp_path: Path) -> None:
+    python = tmp_path / "python"  # has no packages at all
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    round_ = run_round(Case("horovod", "c", 1, Task("digits", 8)), 0, None, 10, python=str(python))
+    assert not round_.ok
+    assert "horovod" in round_.skipped
+    assert "make peers" in round_.skipped

@@ -1,0 +1,68 @@
+"""Every system of the evaluation that is installed here trains two steps; the others are skipped by name."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from bench.record import Case, Round, Task
+from bench.rounds import run_round
+from bench.systems import SYSTEMS
+from distributed import environment
+
+TASK = Task("digits", batch=4, warm_up=1, steps=2)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a round must not take themselves for ranks of the job that these tests may run in."""
+    kept = environment()
+    for name in set(os.environ) - set(kept):
+        monkeypatch.delenv(name)
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+
+
+def _run(system: str, task: Task, timeout_s: float = 300, ranks: int = 2) -> Round:
+    return run_round(Case(system, "one host", ranks, task), 0, None, timeout_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_two_steps(name: str) -> None:
+    round_ = _run(name, TASK)
+    if round_.skipped:
+        pytest.skip(round_.skipped)
+    assert round_.error == ""
+    assert [len(rank.step_s) for rank in round_.ranks] == [2, 2]
+    for rank in round_.ranks:
+        assert min(rank.step_s) > 0
+        assert sum(rank.step_s) <= rank.wall_s * 2 * 1.001
+        assert rank.first_step_s > max(rank.step_s)
+        assert 0 < rank.cpu_share < (os.cpu_count() or 1) * 1.1
+        assert rank.peak_bytes > 100e6
+        assert rank.parts_s["input"] > 0
+    assert "TensorFlow" in round_.versions
+    assert Round.from_dict(round_.to_dict()) == round_
+
+
+@pytest.mark.slow
+def test_exact_modes_learn_digits_alike() -> None:
+    task = Task("digits", batch=64, warm_up=1, steps=1, epochs=3)
+    linear, step = _run("hvpipe-none", task), _run("hvpipe-step", task)
+    assert (linear.error, step.error) == ("", "")
+    assert step.ranks[0].loss == linear.ranks[0].loss
+    assert linear.ranks[0].loss == linear.ranks[1].loss
+    assert linear.ranks[0].loss[2] < linear.ranks[0].loss[0]
+    assert linear.ranks[0].accuracy[2] > 0.5
+
+
+def test_a_crash_is_told_with_its_output() -> None:
+    round_ = _run("single", Task("digits", batch=4, shares=(1, 2, 3)))
+    assert "Shares must be one for each of 2 ranks" in round_.error
+
+
+def test_a_hang_is_told_and_ended() -> None:
+    round_ = _run("tf-mwms", TASK, timeout_s=1)
+    assert "did not end within 1 s" in round_.error
