@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,18 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import cluster_network, mpirun
-from bench.cluster import Cluster, ClusterError
+from bench.cluster_spec import ClusterError
+from bench.places import Place, RealHosts
 from bench.processes import Command
 from bench.systems.system import System
 
-_PORT = 20100  # the first that is used on a virtual host, which has all of them to itself
+ROOT = Path(__file__).parents[1]
+
+_PORT = 20100  # the first that is used on a virtual host, which has them all to itself, and on a real one
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks on the hosts of a cluster, slot by slot; without one, all on this machine."""
+    """Ranks on the hosts of a cluster, slot by slot; without one, all on this machine.
 
-    cluster: Cluster | None
+    Hosts that exist are reached over ssh, which hands on no environment: it stands on the command line.
+    """
+
+    cluster: Place | None
     ranks: int
 
     def __post_init__(self) -> None:
@@ -34,6 +41,8 @@ class Placement:
 
     def commands(self, system: System, python: Sequence[str], directory: Path) -> list[Command]:
         """What to start for a system; in case of "servers" the first is the one that ends."""
+        if isinstance(self.cluster, RealHosts):
+            python = ["env", f"PYTHONPATH={ROOT}", *python]
         rank_process = [*python, "bench.rank_process", str(directory)]
         if system.start == "mpirun":
             if self.cluster is None:
@@ -80,6 +89,8 @@ class Placement:
         """A command in its host, told by TF_CONFIG of the others."""
         told = json.dumps({"cluster": jobs, "task": {"type": job, "index": index}})
         line = command
+        if isinstance(self.cluster, RealHosts):
+            command = [shlex.quote(word) for word in ("env", f"TF_CONFIG={told}", *command)]
         if self.cluster is not None:
             line = self.cluster.host_command(self.cluster.spec.hosts[host].name, command)
         return Command(f"{job}-{index}", line, {"TF_CONFIG": told})
@@ -88,7 +99,11 @@ class Placement:
         """An address for each process on those hosts."""
         if self.cluster is None:
             return [f"127.0.0.1:{port}" for port in _free_ports(len(hosts))]
-        return [f"{cluster_network.address(host)}:{_PORT + number}" for number, host in enumerate(hosts)]
+        if isinstance(self.cluster, RealHosts):
+            names = [host.name for host in self.cluster.spec.hosts]
+        else:
+            names = [cluster_network.address(number) for number in range(len(self.cluster.spec.hosts))]
+        return [f"{names[host]}:{_PORT + number}" for number, host in enumerate(hosts)]
 
 
 def _free_ports(count: int) -> list[int]:

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from bench import mpirun
-from bench.cluster import Cluster, ClusterError
+from bench.cluster_spec import ClusterError
 from bench.parts import parts_of_trace
-from bench.placement import Placement
+from bench.placement import ROOT, Placement
+from bench.places import Place, RealHosts
 from bench.processes import run_together
 from bench.record import Case, RankRound, Round
 from bench.systems import SYSTEMS, System
@@ -26,16 +27,15 @@ from bench.systems.hvpipe_modes import TRACE
 from bench.workloads import check
 from hvpipe.trace import Trace
 
-_ROOT = Path(__file__).parents[1]
-
 
 def run_round(
-    case: Case, number: int, cluster: Cluster | None, timeout_s: float, *, python: str = sys.executable
+    case: Case, number: int, cluster: Place | None, timeout_s: float, *, python: str = sys.executable
 ) -> Round:
     """Run one round of a case in fresh processes under `python`, and end whatever it started.
 
-    `cluster` is up; None is this machine alone. What goes wrong is told in the round, not raised: a system
-    that is not installed (`skipped`), a failure or a hang (`error`, with the output's end).
+    `cluster` is up; None is this machine alone. Hosts that exist must share the current folder. What goes
+    wrong is told in the round, not raised: a system that is not installed (`skipped`), a failure or a hang
+    (`error`, with the output's end).
     """
     began_s = time.monotonic()
     round_ = Round(case, number)
@@ -48,7 +48,8 @@ def run_round(
         return replace(round_, skipped=f"{system.title}: {why}")
     try:
         check(case.task)
-        with tempfile.TemporaryDirectory(prefix="hvpipe-round-") as name:
+        shared = Path.cwd() if isinstance(cluster, RealHosts) else None
+        with tempfile.TemporaryDirectory(prefix="hvpipe-round-", dir=shared) as name:
             round_ = _run(round_, system, cluster, Path(name), timeout_s, python)
     except (ClusterError, ValueError) as error:
         round_ = replace(round_, error=str(error))
@@ -56,7 +57,7 @@ def run_round(
 
 
 def _run(
-    round_: Round, system: System, cluster: Cluster | None, directory: Path, timeout_s: float, python: str
+    round_: Round, system: System, cluster: Place | None, directory: Path, timeout_s: float, python: str
 ) -> Round:
     case = round_.case
     job = {
@@ -71,7 +72,7 @@ def _run(
     commands = placement.commands(system, [python, "-m"], directory)
     path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     commands = [
-        replace(c, environment={**c.environment, "PYTHONPATH": str(_ROOT), "PATH": path}) for c in commands
+        replace(c, environment={**c.environment, "PYTHONPATH": str(ROOT), "PATH": path}) for c in commands
     ]
     decides = 0 if system.start == "servers" else None
     ended = run_together(commands, directory, timeout_s=timeout_s, decides=decides)

@@ -131,7 +131,7 @@ def test_more_ranks_than_slots_is_an_error() -> None:
 
 def test_ranks_beyond_the_cores_yield(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    monkeypatch.setattr("bench.mpirun.find_mpirun", lambda: "mpirun")
+    monkeypatch.setattr("bench.mpirun.find_mpirun", lambda *_: "mpirun")
     monkeypatch.setattr("bench.mpirun.open_mpi_major", lambda mpirun: 5)
     yielding = ["--mca", "mpi_yield_when_idle", "1"]
     for ranks, expected in ((2, False), (3, True)):
@@ -141,7 +141,7 @@ def test_ranks_beyond_the_cores_yield(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_host_flags_follow_the_mpi_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.mpirun.find_mpirun", lambda: "mpirun")
+    monkeypatch.setattr("bench.mpirun.find_mpirun", lambda *_: "mpirun")
     monkeypatch.setattr("bench.mpirun.open_mpi_major", lambda mpirun: 5)
     line = " ".join(across_hosts(equal_hosts(2, slots=2), Path("agent"), 4, ["true"]))
     assert "--prtemca plm_ssh_agent agent --host h0:2,h1:2 -np 4" in line
