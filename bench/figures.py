@@ -15,6 +15,7 @@ from itertools import groupby
 
 from bench.metrics import communication_bound_s, geometric_mean, median, relative_spread
 from bench.outcome import Outcome
+from bench.parts import against_alone
 from bench.record import Case, RankRound, Round
 
 ALONE = "single"
@@ -90,11 +91,14 @@ class Means:
 
 def all_figures(outcome: Outcome) -> list[CaseFigures]:
     """A row for each case that has figures, groups in the order of the suite."""
+    computing = _computing_alone(outcome)
     rows = []
     for rounds in rounds_by_case(outcome).values():
         good = [each for each in rounds if each.ok]
         if good:
-            rows.append(_case_figures(outcome, good))
+            # What a system cannot tell of its parts follows from computing alone, where that was measured.
+            known = computing.get(good[0].case.group)
+            rows.append(_case_figures([against_alone(each, known) for each in good] if known else good))
     alone = {row.case.group: row.step_s for row in rows if row.case.system == ALONE}
     return [_with_bound(outcome, row, alone.get(row.case.group)) for row in _in_groups(rows)]
 
@@ -178,7 +182,16 @@ def steps_noise(rounds: Sequence[Sequence[float]]) -> float:
     return max(by_steps, by_rounds)
 
 
-def _case_figures(outcome: Outcome, rounds: list[Round]) -> CaseFigures:
+def _computing_alone(outcome: Outcome) -> dict[str, Round]:
+    """By group, the first good round in which every rank computed alone."""
+    found: dict[str, Round] = {}
+    for each in outcome.rounds:
+        if each.ok and each.case.system == ALONE:
+            found.setdefault(each.case.group, each)
+    return found
+
+
+def _case_figures(rounds: list[Round]) -> CaseFigures:
     case = rounds[0].case
     slowest = max(range(len(rounds[0].ranks)), key=lambda rank: median(_steps(rounds, rank)))
     steps = _steps(rounds, slowest)

@@ -87,6 +87,16 @@ def test_parts_are_of_the_slowest_rank_and_known_to_every_round() -> None:
     assert found.parts_s == {"forward": pytest.approx(0.3)}
 
 
+def test_parts_that_a_system_cannot_tell_follow_from_computing_alone() -> None:
+    alone = finished(case("single"), 1.0, parts_s={"forward": 0.3, "backward": 0.6, "update": 0.1})
+    rows = all_figures(outcome(alone, finished(case("tf-mwms"), 2.5)))
+    # 1 s of computing: the other 1.5 s are communication, as far as it shows.
+    assert row("tf-mwms", rows).parts_s == {
+        **{"forward": 0.3, "backward": 0.6, "update": 0.1},
+        "communication_exposed": pytest.approx(1.5),
+    }
+
+
 def test_both_means_are_formed_as_they_say() -> None:
     # 1.36x is 26.5 % less; 1.5x would be 33 % less.
     assert Comparison("g", "a", "b", 1 / (1 - 0.265), 0.0).reduction == pytest.approx(0.265)
