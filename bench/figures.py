@@ -183,10 +183,10 @@ def steps_noise(rounds: Sequence[Sequence[float]]) -> float:
 
 
 def _computing_alone(outcome: Outcome) -> dict[str, Round]:
-    """By group, the first good round in which every rank computed alone."""
+    """By group, the first good round in which every rank computed alone and told its parts."""
     found: dict[str, Round] = {}
     for each in outcome.rounds:
-        if each.ok and each.case.system == ALONE:
+        if each.ok and each.case.system == ALONE and all(rank.parts_s for rank in each.ranks):
             found.setdefault(each.case.group, each)
     return found
 

@@ -26,10 +26,10 @@ class StepWatch:
     at_window: Callable[[], None] | None = None
 
     def __init__(self, open_after: int | None = None) -> None:
-        from hvpipe.utilization import Sampler
+        from hvpipe.utilization import Sampler, SamplerOptions
 
         self._open_after = open_after
-        self._sampler = Sampler(_SAMPLE_S)
+        self._sampler = Sampler(options=SamplerOptions(period_s=_SAMPLE_S))
         self._last_s = 0.0
         self._done = 0
         self._paused_s = 0.0
@@ -110,13 +110,13 @@ class StepWatch:
         """The samples that were taken, from the begin of the timed part on."""
         kept = []
         for sample in self._sampler.samples():
+            row = sample.to_row()
+            del row["time_s"]
             values = {
                 "at_s": sample.time_s - self._began_s,
-                "cpu": sample.process_cores,
-                "host": sample.system_share,
-                "resident_bytes": sample.resident_bytes,
-                "gpu": sample.gpu_share,
-                "gpu_memory_bytes": sample.gpu_memory_bytes,
+                "cpu": row.pop("process_cores"),
+                "host": row.pop("system_share"),
+                **row,
             }
             kept.append({name: float(value) for name, value in values.items() if value is not None})
         return kept
