@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from bench import command
+from bench.evaluation import Sites
 from bench.files import write_outputs
 from bench.journal import Journal
 from bench.outcome import Outcome
-from bench.record import Round
+from bench.record import Case, Round
 from bench_rounds import case, finished, outcome
 from hvpipe import bench_command, cli
 from hvpipe.errors import LaunchError
@@ -34,6 +35,54 @@ def written(folder: Path, *rounds: Round) -> str:
 def test_the_flags_are_frozen() -> None:
     (commands,) = [a for a in command.make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
     assert {name: sorted(p._option_string_actions) for name, p in commands.choices.items()} == FLAGS
+
+
+SUITE = """
+[[group]]
+workload = "digits"
+batch = 8
+clusters = ["2x1gbit"]
+systems = ["single", "horovod", "hvpipe-step"]
+rounds = 1
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A suite for this host alone; rounds take no time, and Horovod is not there."""
+
+    def run_round(case: Case, number: int, place: object, timeout_s: float, *, python: str) -> Round:
+        return finished(case, 2.0 if case.system == "hvpipe-step" else 1.0, number=number)
+
+    monkeypatch.setattr("bench.rounds.run_round", run_round)
+    monkeypatch.setattr(
+        "bench.systems.System.missing", lambda self, python: "absent" if self.name == "horovod" else ""
+    )
+    monkeypatch.setattr(command, "find_sites", lambda hosts: Sites(loopback=True, note="on plain loopback"))
+    (tmp_path / "mine.toml").write_text(SUITE)
+    return str(tmp_path / "mine.toml")
+
+
+def test_run_measures_what_is_there_and_writes_the_files(
+    suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--json"]) == 0
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    assert [each["step_s"] for each in cases] == [1.0, 2.0]
+    assert "absent" in (tmp_path / "out" / "report.html").read_text()
+    found = Outcome.read(tmp_path / "out")
+    assert [each.case.system for each in found.rounds if each.skipped] == ["horovod"]
+    assert found.setting.notes == ("on plain loopback",)
+
+
+def test_a_plan_says_what_would_run_and_runs_nothing(
+    suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--plan", "--systems", "single"]) == 0
+    shown = capsys.readouterr().out
+    assert "digits-64/8/loopback-2/weak: 1 systems, 1 rounds" in shown
+    assert "on plain loopback" in shown
+    assert not (tmp_path / "out").exists()
 
 
 def test_report_writes_the_files_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

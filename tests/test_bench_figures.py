@@ -92,7 +92,9 @@ def test_parts_that_a_system_cannot_tell_follow_from_computing_alone() -> None:
     rows = all_figures(outcome(alone, finished(case("tf-mwms"), 2.5)))
     # 1 s of computing: the other 1.5 s are communication, as far as it shows.
     assert row("tf-mwms", rows).parts_s == {
-        **{"forward": 0.3, "backward": 0.6, "update": 0.1},
+        "forward": 0.3,
+        "backward": 0.6,
+        "update": 0.1,
         "communication_exposed": pytest.approx(1.5),
     }
 
