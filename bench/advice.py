@@ -43,17 +43,23 @@ def with_half_the_bytes(step_s: float, exposed_s: float, hidden_s: float) -> flo
 
 def _links(outcome: Outcome, row: CaseFigures) -> Advice | None:
     exposed_s = row.parts_s.get("communication_exposed", 0.0)
-    if exposed_s < _WAITS * row.step_s:
+    whole_s = _mean_step_s(row)
+    if exposed_s < _WAITS * whole_s:
         return None
-    predicted_s = with_half_the_bytes(row.step_s, exposed_s, row.parts_s.get("communication_hidden", 0.0))
-    speedup = row.step_s / predicted_s
+    predicted_s = with_half_the_bytes(whole_s, exposed_s, row.parts_s.get("communication_hidden", 0.0))
+    speedup = whole_s / predicted_s
     if speedup < _WORTH:
         return None
     return Advice(
-        f"{_name(row)}: {exposed_s / row.step_s:.0%} of the step waits for {_slowest_link(outcome, row)}; "
+        f"{_name(row)}: {exposed_s / whole_s:.0%} of the step waits for {_slowest_link(outcome, row)}; "
         f'bf16 halves what travels: predicted {speedup:.2f}x. Try compression="bf16".',
         speedup,
     )
+
+
+def _mean_step_s(row: CaseFigures) -> float:
+    """What parts are shares of: they are means, and add up to more than the median if some are long."""
+    return max(row.step_s, sum(s for part, s in row.parts_s.items() if part != "communication_hidden"))
 
 
 def _slowest_link(outcome: Outcome, row: CaseFigures) -> str:
@@ -98,24 +104,24 @@ def _shares(outcome: Outcome, row: CaseFigures, alone: CaseFigures | None) -> Ad
 
 
 def _input(row: CaseFigures) -> Advice | None:
-    input_s = row.parts_s.get("input", 0.0)
-    if input_s < _WAITS * row.step_s:
+    input_s, whole_s = row.parts_s.get("input", 0.0), _mean_step_s(row)
+    if input_s < _WAITS * whole_s:
         return None
-    speedup = row.step_s / (row.step_s - input_s)
+    speedup = whole_s / (whole_s - input_s)
     return Advice(
-        f"{_name(row)}: {input_s / row.step_s:.0%} of the step waits for input; cache the dataset, map in "
+        f"{_name(row)}: {input_s / whole_s:.0%} of the step waits for input; cache the dataset, map in "
         f"parallel, prefetch more: at most {speedup:.2f}x.",
         speedup,
     )
 
 
 def _overhead(row: CaseFigures) -> Advice | None:
-    overhead_s = row.parts_s.get("overhead", 0.0)
-    if overhead_s < 2 * _WAITS * row.step_s:
+    overhead_s, whole_s = row.parts_s.get("overhead", 0.0), _mean_step_s(row)
+    if overhead_s < 2 * _WAITS * whole_s:
         return None
-    speedup = row.step_s / (row.step_s - overhead_s)
+    speedup = whole_s / (whole_s - overhead_s)
     return Advice(
-        f"{_name(row)}: {overhead_s / row.step_s:.0%} of the step is the framework's overhead; a larger "
+        f"{_name(row)}: {overhead_s / whole_s:.0%} of the step is the framework's overhead; a larger "
         f"batch spreads it over more samples: at most {speedup:.2f}x.",
         speedup,
     )

@@ -118,7 +118,8 @@ class Evaluation:
             for group in self._suite.groups
         ]
         lines += [f"{run.name}: {pipeline_s(run) / 60:.1f} min" for run in self._suite.pipelines]
-        lines += [f"skipped: {why}" for why in self._missing.values()]
+        asked = {system for group in self._suite.groups for system in group.systems}
+        lines += [f"skipped: {why}" for system, why in self._missing.items() if system in asked]
         return "\n".join([*([self._sites.note] if self._sites.note else []), *lines])
 
     def run(self, folder: Path, progress: Progress) -> Outcome:

@@ -19,7 +19,8 @@ class Job:
     `versions` of what it used.
 
     The ranks of a round share `directory`, by which they also meet. Where one process measures for all
-    ranks, it leaves what they measured in `by_rank`.
+    ranks, it leaves what they measured in `by_rank`. `gradient_bytes`
+    is of the model that all systems train; told by `single`, against which all are held.
     """
 
     task: Task
@@ -30,6 +31,7 @@ class Job:
     watch: StepWatch = field(init=False)
     parts_s: dict[str, float] = field(default_factory=dict)
     by_rank: dict[int, RankRound] = field(default_factory=dict)
+    gradient_bytes: int = 0
     versions: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from bench.job import Job
 from bench.metrics import median
 from bench.systems.keras_fit import fit
+from bench.workload import gradient_bytes
 from bench.workloads import batches_of, compiled_model, loss_of, prepare
 
 
@@ -16,6 +17,7 @@ def train(job: Job) -> None:
     """A rank's part of a round."""
     keras = prepare(job.task)
     model = compiled_model(keras, job.task)
+    job.gradient_bytes = gradient_bytes(model)
     # They are to compute all at once: nothing else keeps them in step.
     job.watch.at_window = lambda: job.meet("window")
     job.meet("built")
