@@ -74,7 +74,7 @@ def breakdown(rows: list[CaseFigures]) -> str:
     """A stacked bar for each system of each group, and the same as a table with what was hidden."""
     plots, tables = [], []
     for name, members in by_group(rows).items():
-        known = [row for row in members if row.parts_s]
+        known = [row for row in members if set(row.parts_s) - {"input"}]
         if not known:
             continue
         drawn = {

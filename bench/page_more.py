@@ -18,6 +18,7 @@ _SAMPLED = ("tf-ps", "tf-mwms", "horovod-tuned", "hvpipe-step")
 _QUANTITIES = {
     "cpu": ("cores kept busy", 1.0),
     "host": ("CPU of the whole machine, %", 100.0),
+    "resident_bytes": ("memory, MB", 1e-6),
     "gpu_share": ("GPU kept busy, %", 100.0),
     "gpu_memory_share": ("GPU memory kept busy, %", 100.0),
     "gpu_power_w": ("GPU power, W", 1.0),
