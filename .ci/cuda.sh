@@ -1,20 +1,26 @@
 #!/usr/bin/env bash
-# Compile every .cu file with nvcc where both exist; say what is skipped where one does not.
+# Compile the CUDA sources for each GPU generation that nvcc knows, warnings being errors; say what is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-mapfile -t kernels < <(find csrc -name '*.cu' 2>/dev/null | LC_ALL=C sort)
-if [ ${#kernels[@]} -eq 0 ]; then
-    echo "==> SKIPPED: CUDA compile: csrc/ has no .cu files"
-    exit 0
-fi
+mapfile -t kernels < <(find csrc -name '*.cu' | LC_ALL=C sort)
 if ! command -v nvcc >/dev/null; then
     echo "==> SKIPPED: CUDA compile of ${kernels[*]}: no nvcc on PATH"
     exit 0
 fi
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-for kernel in "${kernels[@]}"; do
-    echo "==> nvcc -c $kernel"
-    nvcc -std=c++17 -Werror all-warnings -I csrc -c "$kernel" -o "$scratch/$(basename "$kernel").o"
+known=$(nvcc --list-gpu-code)
+targets=()
+for generation in 80 90 100; do
+    if grep -qx "sm_$generation" <<<"$known"; then
+        targets+=(-gencode "arch=compute_$generation,code=sm_$generation")
+    else
+        echo "==> SKIPPED: sm_$generation, which this nvcc does not know"
+    fi
+done
+strict=(-std=c++17 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wconversion,-Wshadow,-Werror -I csrc)
+for kernel in "${kernels[@]}" csrc/cuda_device.cc; do
+    echo "==> nvcc ${targets[*]} -c $kernel"
+    nvcc "${strict[@]}" "${targets[@]}" -c "$kernel" -o "$scratch/$(basename "$kernel").o"
 done

@@ -1,25 +1,11 @@
-// Error type of the core and the gate that every MPI call passes through.
+// The gate that every MPI call passes through.
 #pragma once
 
 #include <mpi.h>
 
-#include <stdexcept>
-#include <string>
+#include "error.h"
 
 namespace hvpipe {
-
-// What went wrong, so that the Python face can raise the matching exception.
-enum class ErrorKind { kInternal, kMismatch, kDeadline, kPeer, kUsage };
-
-class Error : public std::runtime_error {
- public:
-  explicit Error(const std::string& message, ErrorKind kind = ErrorKind::kInternal)
-      : std::runtime_error(message), kind_(kind) {}
-  ErrorKind kind() const { return kind_; }
-
- private:
-  ErrorKind kind_;
-};
 
 // Throws with the text of `code` and of the call, unless it is MPI_SUCCESS.
 void CheckMpi(int code, const char* call);

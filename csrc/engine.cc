@@ -64,7 +64,8 @@ Engine::Engine(MPI_Comm world, EngineOptions options)
   world_ = std::make_unique<MpiTransport>(own);
   const bool crowded = static_cast<unsigned>(local_size_) > std::thread::hardware_concurrency();
   const Progress::Options progress{options.timeout_s, [this](int idle_passes) { return NapS(idle_passes); },
-                                   crowded, [this](double now_s) { BeginPass(now_s); }};
+                                   crowded, [this](double now_s) { BeginPass(now_s); },
+                                   [this] { AbortDevice(); }};
   progress_ = std::make_unique<Progress>(progress, counters_, log_);
 }
 
@@ -96,13 +97,27 @@ double Engine::NapS(int idle_passes) const {
   return std::clamp(nap_s, options_.shortest_nap_s, options_.longest_nap_s);
 }
 
-void Engine::Stop() { progress_->Stop(); }
+void Engine::Stop() {
+  progress_->Stop();
+  constexpr double kLeaveS = 10;
+  if (device_ && device_->ranks && !progress_->error()) device_->ranks->Close(kLeaveS);
+}
 
-int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vector<BucketLayout> buckets) {
+int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vector<BucketLayout> buckets,
+                    Memory memory) {
   auto plan = std::make_unique<Plan>();
   plan->name = name;
   plan->signature = signature;
-  for (BucketLayout& layout : buckets) plan->buckets.push_back(std::make_unique<Bucket>(std::move(layout)));
+  if (memory == Memory::kDevice) plan->signature ^= DeviceSignature();
+  for (BucketLayout& layout : buckets) {
+    auto bucket = std::make_unique<Bucket>(std::move(layout));
+    if (memory == Memory::kDevice) {
+      bucket->device = std::make_unique<DeviceBuffer>(device(), bucket->layout.bytes(), true);
+    } else {
+      bucket->NewBuffer();
+    }
+    plan->buckets.push_back(std::move(bucket));
+  }
   const std::lock_guard<std::mutex> lock(mutex_);
   for (auto& bucket : plan->buckets) bucket->tag = kFirstBucketTag + buckets_++ % kBucketTags;
   plans_.push_back(std::move(plan));
@@ -191,7 +206,11 @@ std::shared_ptr<Operation> Engine::BucketOperation(Bucket& bucket) {
   operation->priority = bucket.layout.priority;
   operation->traced = "reduce";
   bucket.ends = std::make_shared<Ends>();
-  if (size_ > 1) {
+  if (bucket.device) {
+    const DeviceBuffer& buffer = *bucket.device;
+    AddDeviceReduce(*operation, {buffer.data(), buffer.data(), buffer.host(), bucket.layout.count,
+                                 bucket.layout.wire_type, buffer.filled(), buffer.moved(), bucket.tag});
+  } else if (size_ > 1) {
     AddReduceStages(*operation, bucket.ends, bucket.layout.count, bucket.layout.wire_type, 1.0, bucket.tag);
   }
   operation->finished = [this, &bucket](const Error* error) { BucketReduced(bucket, error); };
@@ -253,21 +272,26 @@ bool Engine::Announced() const {
   return false;
 }
 
+std::shared_ptr<Operation> Engine::Claim(Bucket& target) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (target.state != BucketState::kIdle || !target.operation) {
+    throw Error("A bucket was submitted that " +
+                    std::string(target.operation ? "still holds the step before" : "no step announced") +
+                    ". Received: bucket=" + target.layout.name,
+                ErrorKind::kUsage);
+  }
+  target.state = BucketState::kReducing;
+  return std::exchange(target.operation, nullptr);
+}
+
 void Engine::Submit(int plan, int index, const std::vector<const void*>& tensors, double scale) {
   Bucket& target = bucket(plan, index);
-  std::shared_ptr<Operation> operation;
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (target.state != BucketState::kIdle || !target.operation) {
-      throw Error("A bucket was submitted that " +
-                      std::string(target.operation ? "still holds the step before" : "no step announced") +
-                      ". Received: bucket=" + target.layout.name,
-                  ErrorKind::kUsage);
-    }
-    target.state = BucketState::kReducing;
-    operation = std::move(target.operation);
-    target.operation = nullptr;
+  if (target.device) {
+    throw Error(
+        "The plan is one of device memory. Received: arrays in host memory for bucket=" + target.layout.name,
+        ErrorKind::kUsage);
   }
+  const std::shared_ptr<Operation> operation = Claim(target);
   // The fence pairs with the release of whoever gave the buffer back.
   if (target.buffer.use_count() > 1) {
     target.NewBuffer();

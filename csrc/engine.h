@@ -14,6 +14,7 @@
 
 #include "bucket.h"
 #include "control.h"
+#include "device_side.h"
 #include "event_log.h"
 #include "message.h"
 #include "mpi_transport.h"
@@ -33,6 +34,9 @@ struct EngineOptions {
   int ranks_per_host = 0;               // > 0: pretend that every so many ranks are a host (for tests)
   bool trace = false;
 };
+
+// Where the gradients of a plan lie.
+enum class Memory { kHost, kDevice };
 
 class Engine {
  public:
@@ -58,7 +62,8 @@ class Engine {
 
   // Makes the fused buffers of a set of buckets that are reduced together each step, in this order.
   // `signature` must be equal on all ranks; that is checked at every step. Not collective.
-  int AddPlan(const std::string& name, std::uint64_t signature, std::vector<BucketLayout> buckets);
+  int AddPlan(const std::string& name, std::uint64_t signature, std::vector<BucketLayout> buckets,
+              Memory memory = Memory::kHost);
   const BucketLayout& layout(int plan, int bucket) const;
 
   // Announces a step of `samples` samples. With `reduces`, this rank will submit every bucket of the plan
@@ -102,6 +107,19 @@ class Engine {
   void GroupAllReduce(int group, void* data, std::size_t count, DType dtype, const std::string& what,
                       Done done);
 
+  // Device memory; called by all ranks before any of the calls below. How data will go, in words.
+  std::string UseDevice(const DeviceOptions& options, const Interrupt& interrupt);
+  // As above, for a plan or arrays in device memory. `stream` is the one that the arrays are made and used
+  // on: what reads and writes them is enqueued there, and the host waits for none of it. The blocking calls
+  // return when the sum is there.
+  void SubmitDevice(int plan, int bucket, const std::vector<const void*>& tensors, double scale,
+                    Device::Stream stream);
+  void UnpackDevice(int plan, int bucket, const std::vector<void*>& tensors, Device::Stream stream);
+  void AllReduceDevice(const void* in, void* out, std::size_t count, DType dtype, double scale,
+                       const std::string& what, Device::Stream stream, const Interrupt& interrupt);
+  void BroadcastDevice(void* data, std::size_t bytes, int root, const std::string& what,
+                       Device::Stream stream, const Interrupt& interrupt);
+
   // Ends all that is under way with an error, and everything later.
   void Fail(const Error& error) { progress_->Fail(error); }
   // Stops the progress thread; call Agree("shutdown") first to drain. Idempotent.
@@ -115,10 +133,12 @@ class Engine {
     void* out;
   };
   struct Bucket {
-    explicit Bucket(BucketLayout bucket_layout) : layout(std::move(bucket_layout)) { NewBuffer(); }
+    explicit Bucket(BucketLayout bucket_layout) : layout(std::move(bucket_layout)) {}
     void NewBuffer();
     BucketLayout layout;
-    std::shared_ptr<AlignedBuffer> buffer;
+    std::shared_ptr<AlignedBuffer> buffer;  // in host memory
+    std::unique_ptr<DeviceBuffer> device;   // or this
+    bool unpacked = false;                  // from device memory, at least once
     BucketState state = BucketState::kIdle;
     std::shared_ptr<Operation> operation;  // announced, waiting for Submit
     std::shared_ptr<Ends> ends;            // of that operation
@@ -132,6 +152,17 @@ class Engine {
     std::vector<std::unique_ptr<Bucket>> buckets;
   };
 
+  // An all-reduce of device memory, that may begin behind one event and is over at the other.
+  struct DeviceReduce {
+    const void* in;
+    void* out;
+    void* host;  // room on the host, where there is no NCCL
+    std::size_t count;
+    DType dtype;
+    Device::Event begun, ended;
+    int tag;
+  };
+
   struct Group {
     std::unique_ptr<MpiTransport> transport;
     int calls = 0;
@@ -143,10 +174,12 @@ class Engine {
   double NapS(int idle_passes) const;
   void CheckPeersAreHere(const std::string& what);
   std::shared_ptr<Operation> BucketOperation(Bucket& bucket);
+  std::shared_ptr<Operation> Claim(Bucket& bucket);
   void BucketReduced(Bucket& bucket, const Error* error);
   void AddReduceStages(Operation& operation, std::shared_ptr<const Ends> ends, std::size_t count, DType dtype,
                        double scale, int tag);
   void AddControlStage(Operation& operation, double samples, std::uint64_t signature);
+  static std::shared_ptr<Operation> Blocking(const std::string& what);
   std::shared_ptr<Operation> Checked(const std::string& what);
   void RunChecked(const std::string& what, std::function<std::unique_ptr<Collective>(const Operation&)> make,
                   const Interrupt& interrupt);
@@ -154,6 +187,19 @@ class Engine {
   void StartMessage(const char* category, const std::string& what,
                     std::function<std::unique_ptr<Collective>()> make, Done done);
   MessageOptions MessageTo(int peer, int tag) const;
+
+  DeviceSide& device() const;
+  void CheckOwnDevices(const Device& device, const Interrupt& interrupt);
+  void JoinNccl(DeviceSide& side, const DeviceOptions& options, const Interrupt& interrupt);
+  std::uint64_t DeviceSignature() const;
+  DeviceBuffer& DeviceBufferOf(const Bucket& bucket) const;
+  void AddDeviceReduce(Operation& operation, const DeviceReduce& reduce);
+  void AddNcclStages(Operation& operation, Device::Event begun, Device::Event ended,
+                     std::function<void(NcclCommunicator&, Device::Stream)> call);
+  void AddCopy(Operation& operation, Device::Event begun, Device::Event ended,
+               std::function<void(Device&, Device::Stream)> copy);
+  void AddArrival(Operation& operation, Device::Event event);
+  void AbortDevice();
 
   EngineOptions options_;
   int rank_ = 0, size_ = 1, local_rank_ = 0, local_size_ = 1, hosts_ = 1;
@@ -168,6 +214,7 @@ class Engine {
   std::unique_ptr<Lane> up_, down_;
   OrderQueue control_order_, lane_order_, down_order_;
   mutable std::mutex mutex_;
+  std::unique_ptr<DeviceSide> device_;  // set once, before any device memory comes
   std::vector<std::unique_ptr<Plan>> plans_;
   int buckets_ = 0;
   std::atomic<int> blocking_calls_{0};

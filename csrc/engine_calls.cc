@@ -8,16 +8,12 @@
 
 namespace hvpipe {
 
-namespace {
-
-std::shared_ptr<Operation> Blocking(const std::string& what) {
+std::shared_ptr<Operation> Engine::Blocking(const std::string& what) {
   auto operation = std::make_shared<Operation>();
   operation->what = what;
   operation->priority = kBlockingPriority;
   return operation;
 }
-
-}  // namespace
 
 int Engine::NextTag() { return kFirstCallTag + blocking_calls_++ % kCallTags; }
 

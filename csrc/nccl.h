@@ -6,7 +6,7 @@
 #include <string>
 
 #include "bucket.h"
-#include "check.h"
+#include "error.h"
 
 namespace hvpipe {
 

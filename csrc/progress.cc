@@ -342,6 +342,7 @@ void Progress::FailAll(const Error& error) {
     failed_.push_back(std::move(operation));
   }
   active_.clear();
+  options_.failed();
 }
 
 void Progress::RunFinished() {

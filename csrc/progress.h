@@ -64,6 +64,7 @@ class Progress {
     std::function<double(int)> nap_s = [](int) { return 50e-6; };
     bool crowded = false;  // more ranks on this host than cores
     std::function<void(double now_s)> begin_pass = [](double) {};
+    std::function<void()> failed = [] {};  // called with every error that ends all
   };
 
   Progress(Options options, Counters& counters, EventLog& log);

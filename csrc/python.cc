@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -141,12 +142,13 @@ std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::si
 using BucketSpec = std::tuple<std::string, std::string, std::string, std::vector<std::size_t>, int>;
 
 int AddPlan(Engine& engine, const std::string& name, std::uint64_t signature,
-            const std::vector<BucketSpec>& buckets) {
+            const std::vector<BucketSpec>& buckets, bool on_device) {
   std::vector<hvpipe::BucketLayout> layouts;
   for (const auto& [bucket, dtype, wire, counts, priority] : buckets) {
     layouts.emplace_back(bucket, ParseDType(dtype), ParseDType(wire), counts, priority);
   }
-  return engine.AddPlan(name, signature, std::move(layouts));
+  const auto memory = on_device ? hvpipe::Memory::kDevice : hvpipe::Memory::kHost;
+  return engine.AddPlan(name, signature, std::move(layouts), memory);
 }
 
 std::tuple<double, double> BeginStep(Engine& engine, int plan, std::int64_t step, double samples,
@@ -215,6 +217,71 @@ void AllReduce(Engine& engine, const InArray& in, const OutArray& out, const std
   const nb::gil_scoped_release release;
   const std::string call = what + " of " + dtype_name + "[" + std::to_string(count) + "]";
   engine.AllReduce(from, to, count, dtype, scale, call, CheckSignals);
+}
+
+// Arrays in device memory come as (address, bytes), which Python reads from the array's own protocol.
+using Address = std::uintptr_t;
+using DeviceTensors = std::vector<std::pair<Address, std::size_t>>;
+
+template <typename Pointer>
+std::vector<Pointer> PointersOf(const hvpipe::BucketLayout& layout, const DeviceTensors& tensors) {
+  std::vector<Pointer> pointers;
+  std::vector<std::size_t> bytes;
+  for (const auto& [address, size] : tensors) {
+    pointers.push_back(reinterpret_cast<Pointer>(address));
+    bytes.push_back(size);
+  }
+  CheckSizes(layout, bytes);
+  return pointers;
+}
+
+std::string UseDevice(Engine& engine, const std::string& library, int ordinal, const std::string& nccl,
+                      bool nccl_required, bool may_share) {
+  const nb::gil_scoped_release release;
+  return engine.UseDevice({library, ordinal, nccl, nccl_required, may_share}, CheckSignals);
+}
+
+void SubmitDevice(Engine& engine, int plan, int bucket, const DeviceTensors& tensors, double scale,
+                  Address stream) {
+  const auto pointers = PointersOf<const void*>(engine.layout(plan, bucket), tensors);
+  const nb::gil_scoped_release release;
+  engine.SubmitDevice(plan, bucket, pointers, scale, reinterpret_cast<void*>(stream));
+}
+
+void CollectDevice(Engine& engine, int plan, int bucket, const DeviceTensors& tensors, Address stream) {
+  const auto pointers = PointersOf<void*>(engine.layout(plan, bucket), tensors);
+  const nb::gil_scoped_release release;
+  auto waiter = std::make_shared<Waiter>();
+  engine.Collect(plan, bucket, [=](const Error* error) { waiter->Set(error); });
+  waiter->Wait();
+  engine.UnpackDevice(plan, bucket, pointers, reinterpret_cast<void*>(stream));
+}
+
+void AllReduceDevice(Engine& engine, Address in, Address out, std::size_t bytes,
+                     const std::string& dtype_name, double scale, const std::string& what, Address stream) {
+  const DType dtype = ParseDType(dtype_name);
+  const std::size_t count = bytes / hvpipe::SizeOf(dtype);
+  const nb::gil_scoped_release release;
+  const std::string call = what + " of " + dtype_name + "[" + std::to_string(count) + "] on a device";
+  engine.AllReduceDevice(reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), count, dtype, scale,
+                         call, reinterpret_cast<void*>(stream), CheckSignals);
+}
+
+void BroadcastDevice(Engine& engine, Address data, std::size_t bytes, int root, const std::string& what,
+                     Address stream) {
+  const nb::gil_scoped_release release;
+  engine.BroadcastDevice(reinterpret_cast<void*>(data), bytes, root, what + " on a device",
+                         reinterpret_cast<void*>(stream), CheckSignals);
+}
+
+// Address, bytes, code and bits of the type (as DLPack has them) and shape of a C-contiguous array on a
+// device.
+std::tuple<Address, std::size_t, int, int, std::vector<std::size_t>> DeviceMemory(
+    const nb::ndarray<nb::c_contig, nb::device::cuda>& array) {
+  std::vector<std::size_t> shape;
+  for (std::size_t i = 0; i < array.ndim(); ++i) shape.push_back(array.shape(i));
+  return {reinterpret_cast<Address>(array.data()), array.nbytes(), array.dtype().code, array.dtype().bits,
+          shape};
 }
 
 void Cast(const InArray& in, const std::string& from, const OutArray& out, const std::string& to,
@@ -290,12 +357,23 @@ NB_MODULE(_engine, m) {
       .def_prop_ro("local_rank", &Engine::local_rank)
       .def_prop_ro("local_size", &Engine::local_size)
       .def_prop_ro("hosts", &Engine::hosts)
-      .def("add_plan", &AddPlan, nb::arg("name"), nb::arg("signature"), nb::arg("buckets"))
+      .def("add_plan", &AddPlan, nb::arg("name"), nb::arg("signature"), nb::arg("buckets"),
+           nb::arg("on_device") = false)
       .def("begin_step", &BeginStep, nb::arg("plan"), nb::arg("step"), nb::arg("samples"), nb::arg("reduces"))
       .def("submit", &Submit, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"), nb::arg("scale"))
       .def("collect", &Collect, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"))
       .def("all_reduce", &AllReduce, nb::arg("array"), nb::arg("out"), nb::arg("dtype"), nb::arg("scale"),
            nb::arg("what"))
+      .def("use_device", &UseDevice, nb::arg("library"), nb::arg("ordinal"), nb::arg("nccl"),
+           nb::arg("nccl_required"), nb::arg("may_share"))
+      .def("submit_device", &SubmitDevice, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"),
+           nb::arg("scale"), nb::arg("stream"))
+      .def("collect_device", &CollectDevice, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"),
+           nb::arg("stream"))
+      .def("all_reduce_device", &AllReduceDevice, nb::arg("address"), nb::arg("out"), nb::arg("bytes"),
+           nb::arg("dtype"), nb::arg("scale"), nb::arg("what"), nb::arg("stream"))
+      .def("broadcast_device", &BroadcastDevice, nb::arg("address"), nb::arg("bytes"), nb::arg("root"),
+           nb::arg("what"), nb::arg("stream"))
       .def(
           "broadcast",
           [](Engine& engine, const OutArray& array, int root, const std::string& what) {
@@ -348,6 +426,8 @@ NB_MODULE(_engine, m) {
           nb::arg("category"), nb::arg("name"), nb::arg("start_s"), nb::arg("end_s"));
   m.def("set_default", &hvpipe::SetDefaultEngine, nb::arg("engine").none());
   m.def("now", &hvpipe::Now);
+  m.def("count_devices", &hvpipe::CountDevices, nb::arg("library"));
+  m.def("device_memory", &DeviceMemory, nb::arg("array").noconvert());
   m.def("cast", &Cast, nb::arg("array"), nb::arg("dtype"), nb::arg("out"), nb::arg("out_dtype"),
         nb::arg("scale"));
   m.def("sum_arrays", &SumArrays, nb::arg("arrays"), nb::arg("out"), nb::arg("dtype"));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,6 +12,7 @@ import numpy as np
 
 from hvpipe.comm import World
 from hvpipe.comm.discover import Settings
+from hvpipe.device_array import DeviceArray, assign_gpu, device_array, find_nccl, is_device_array
 from hvpipe.errors import BuildMismatchError, HvpipeError, InitError
 from hvpipe.plan.buckets import ITEM_BYTES, WIRE_DTYPE, BucketPlan
 
@@ -39,6 +41,8 @@ class Engine:
         self.world = world
         self.core: Any = None
         self._traced = settings.trace_path is not None
+        self._settings = settings
+        self._device_way: str | None = None
         if world.fortran_handle is None:
             return
         native = import_native()
@@ -61,7 +65,12 @@ class Engine:
 
         The dtype is float32, float64, float16 or bfloat16; halves are added in float32. The result has the
         same bits on every rank. `compression` casts float32 to a half type on its way.
+
+        An array in device memory is reduced into `out`, which may be the array itself; all ranks then give
+        device arrays. What is enqueued goes to the stream that the array names, else to the default stream.
         """
+        if is_device_array(array):
+            return self._allreduce_on_device(array, op, compression, out)  # type: ignore[no-any-return]
         source = host_array(array)
         dtype = reducible_dtype(source)
         if op not in ("average", "sum"):
@@ -82,6 +91,61 @@ class Engine:
         self.core.all_reduce(buffer, buffer, wire, 1.0, f"{_CALL[op]} under {compression}")
         native.cast(buffer, wire, _bits(target), "float32", 1.0)
         return target
+
+    def _allreduce_on_device(self, array: Any, op: Op, compression: Compression, out: Any) -> Any:
+        if op not in ("average", "sum"):
+            raise HvpipeError(f"op should be 'average' or 'sum'. Received: op={op!r}")
+        if compression is not None or out is None or not is_device_array(out):
+            raise HvpipeError(
+                "A device array wants out=, itself or another device array, and no compression. "
+                f"Received: out={type(out).__name__}, compression={compression!r}"
+            )
+        source, target = self._on_device(array), self._on_device(out)
+        if (source.shape, source.dtype) != (target.shape, target.dtype):
+            raise HvpipeError(
+                f"out should be a {source.dtype}{list(source.shape)}. "
+                f"Received: {target.dtype}{list(target.shape)}"
+            )
+        self.use_device()
+        scale = 1.0 / self.world.size if op == "average" else 1.0
+        self.core.all_reduce_device(
+            *(source.address, target.address, source.nbytes, source.dtype, scale, _CALL[op], source.stream)
+        )
+        return out
+
+    def _on_device(self, array: Any) -> DeviceArray:
+        self._messenger("A device array")
+        return device_array(array, import_native())
+
+    def use_device(self) -> str:
+        """Open this rank's GPU and, between several ranks, NCCL; all ranks together, once. How data will go.
+
+        The GPU is the local rank's among those that CUDA_VISIBLE_DEVICES leaves. Without NCCL data goes
+        through pinned host memory to MPI, which the result says, with the reason.
+        """
+        core = self._messenger("A GPU")
+        if self._device_way is None:
+            settings = self._settings
+            library = settings.device_library or str(native_directory() / "libhvpipe_cuda.so")
+            visible = import_native().count_devices(library)
+            ordinal = assign_gpu(core.local_rank, core.local_size, visible)
+            required = settings.nccl_library not in ("", "none")
+            nccl = find_nccl(settings.nccl_library)
+            self._device_way = str(
+                core.use_device(library, ordinal, nccl, required, settings.gpus_may_be_shared)
+            )
+            logging.getLogger(__name__).info("data on GPUs goes %s", self._device_way)
+        return self._device_way
+
+    def submit_on_device(self, plan: int, bucket: int, tensors: Sequence[Any], scale: float) -> None:
+        """Pack a bucket's device arrays, times `scale`, and let its all-reduce start; waits for nothing."""
+        found = [self._on_device(tensor) for tensor in tensors]
+        self.core.submit_device(plan, bucket, [f.span for f in found], scale, found[0].stream)
+
+    def collect_on_device(self, plan: int, bucket: int, tensors: Sequence[Any]) -> None:
+        """Wait for a bucket's sum and enqueue its copy into these device arrays."""
+        found = [self._on_device(tensor) for tensor in tensors]
+        self.core.collect_device(plan, bucket, [f.span for f in found], found[0].stream)
 
     def allgather(self, array: Any) -> Array:
         """All ranks' arrays, one after the other along the first axis, whose length may differ by rank."""
@@ -106,9 +170,18 @@ class Engine:
         return shaped
 
     def broadcast(self, array: Any, root: int = 0) -> Array:
-        """The root's array, on every rank; shape and dtype must be the same everywhere."""
+        """The root's array, on every rank; shape and dtype must be the same everywhere.
+
+        A device array is itself filled with the root's numbers.
+        """
         if not 0 <= root < self.world.size:
             raise HvpipeError(f"root should be a rank, 0 to {self.world.size - 1}. Received: root={root}")
+        if is_device_array(array):
+            filled = self._on_device(array)
+            self.use_device()
+            what = f"broadcast of {filled.dtype}{list(filled.shape)} from rank {root}"
+            self.core.broadcast_device(*filled.span, root, what, filled.stream)
+            return array  # type: ignore[no-any-return]
         target: Array = np.array(host_array(array))
         if self.core is not None:
             what = f"broadcast of {target.dtype}{list(target.shape)} from rank {root}"
@@ -156,12 +229,15 @@ class Engine:
             raise HvpipeError(f"{what} needs another rank. Received: one rank without MPI")
         return self.core
 
-    def add_plan(self, name: str, plan: BucketPlan) -> int:
-        """Make the fused buffers of the buckets that one step reduces together; not collective."""
+    def add_plan(self, name: str, plan: BucketPlan, on_device: bool = False) -> int:
+        """Make the fused buffers of the buckets that one step reduces together; not collective.
+
+        For gradients in device memory call `use_device` first.
+        """
         if self.core is None:
             raise HvpipeError("A plan needs several ranks or MPI. Received: one rank without MPI")
         rows = [(b.name, b.dtype, b.wire_dtype, list(b.counts), b.priority) for b in plan.buckets]
-        return int(self.core.add_plan(name, plan.signature, rows))
+        return int(self.core.add_plan(name, plan.signature, rows, on_device))
 
     def counters(self) -> dict[str, float]:
         """Traffic since the start: bytes, messages, operations, seconds of exposed waiting."""

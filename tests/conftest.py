@@ -17,7 +17,7 @@ import pytest
 RANK_FOLDERS = ("mpi", "mpi_keras")
 # Out of reach of the planning half, and the modules that bring them in.
 BLOCKED = ("horovod", "keras", "mpi4py", "tensorflow")
-BRINGING_IN = ("distributed", "hvpipe.engine", "hvpipe.keras", "hvpipe.session", *BLOCKED)
+BRINGING_IN = ("distributed", "hvpipe.engine", "hvpipe.keras", "hvpipe.session", "native_build", *BLOCKED)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,6 +23,7 @@ LAYERS = (
     ("plan", "fitting", "report", "timeline", "drawing", "chart"),
     ("action", "generators", "schedule", "dataflow"),
     ("verify", "simulate", "reduction", "forecast", "data_parallel_forecast", "choice", "comm"),
+    ("device_array",),
     ("engine",),
     (
         *("machine", "nvml", "gpu_probes", "gpu_meter", "utilization", "links"),

@@ -64,6 +64,9 @@ class Settings:
     ranks_per_host: int = 0
     shared_memory: bool = True
     summary: bool = False
+    nccl_library: str = ""  # empty: wherever it is found; "none": data on GPUs goes through the host
+    device_library: str = ""  # empty: hvpipe's own for CUDA
+    gpus_may_be_shared: bool = False
     log_level: str = "warning"
 
 
@@ -103,7 +106,9 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     a second), HVPIPE_LIVE (for `hvpipe top`: 0, 1 or a folder; as HVPIPE_SUMMARY where it is not set),
     HVPIPE_BUCKET_BYTES, HVPIPE_SEGMENT_BYTES (of a ring message), HVPIPE_SLOT_BYTES (of the shared-memory
     lane), HVPIPE_MESSAGES_IN_FLIGHT, HVPIPE_RANKS_PER_HOST (pretend that so many ranks share a host; for
-    tests), HVPIPE_SHARED_MEMORY (0 or 1), HVPIPE_SUMMARY (0 or 1), HVPIPE_LOG_LEVEL.
+    tests), HVPIPE_SHARED_MEMORY (0 or 1), HVPIPE_SUMMARY (0 or 1), HVPIPE_NCCL_LIBRARY (a
+    path, or "none" to send what lies on GPUs through the host), HVPIPE_DEVICE_LIBRARY (what serves device
+    arrays; for tests), HVPIPE_LOG_LEVEL. Of NCCL's own: NCCL_MULTI_RANK_GPU_ENABLE.
     """
     env = os.environ if environ is None else environ
     default = Settings()
@@ -127,6 +132,9 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         ranks_per_host=_number(env, "HVPIPE_RANKS_PER_HOST", "ranks", default.ranks_per_host),
         shared_memory=_switch(env, "HVPIPE_SHARED_MEMORY", default.shared_memory),
         summary=summary,
+        nccl_library=env.get("HVPIPE_NCCL_LIBRARY", ""),
+        device_library=env.get("HVPIPE_DEVICE_LIBRARY", ""),
+        gpus_may_be_shared=env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
         log_level=log_level,
     )
 

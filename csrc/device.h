@@ -1,0 +1,65 @@
+// What the engine needs of an accelerator. CUDA's is a library of its own, loaded when the first device array
+// comes.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bucket.h"
+
+namespace hvpipe {
+
+// One device. Nothing here waits for it, and any thread may call; what goes wrong throws.
+class Device {
+ public:
+  using Stream = void*;
+  using Event = void*;
+  struct Piece {
+    const void* from;
+    void* to;
+    std::size_t count;  // elements
+  };
+
+  virtual ~Device() = default;
+  // Tells devices apart across the ranks of a host.
+  virtual std::string Name() const = 0;
+  virtual void MakeCurrent() = 0;
+
+  // Filled with zeros. The error says how much was wanted and how much was free.
+  virtual void* Allocate(std::size_t bytes) = 0;
+  virtual void Free(void* memory) noexcept = 0;
+  // Host memory that copies to and from the device run beside computing with.
+  virtual void* AllocateHost(std::size_t bytes) = 0;
+  virtual void FreeHost(void* memory) noexcept = 0;
+
+  // Of the highest priority, and not ordered with the default stream.
+  virtual Stream MakeStream() = 0;
+  virtual void DestroyStream(Stream stream) noexcept = 0;
+  virtual Event MakeEvent() = 0;
+  virtual void DestroyEvent(Event event) noexcept = 0;
+  virtual void Record(Event event, Stream stream) = 0;
+  virtual bool Reached(Event event) = 0;
+  virtual void Wait(Stream stream, Event event) = 0;
+
+  virtual void CopyToHost(void* host, const void* device, std::size_t bytes, Stream stream) = 0;
+  virtual void CopyFromHost(void* device, const void* host, std::size_t bytes, Stream stream) = 0;
+  // to[i] = cast(from[i] * scale) for all pieces in one launch, as PackScaled does it on the host. Where a
+  // result is not finite, *not_finite (device memory; may be null) becomes 1.
+  virtual void Move(const std::vector<Piece>& pieces, DType from, DType to, double scale,
+                    unsigned* not_finite, Stream stream) = 0;
+};
+
+// A library that serves devices has two functions: how many this process sees, and one of them. `version`
+// guards against a library of another build.
+constexpr int kDeviceInterface = 1;
+constexpr const char* kCountDevices = "hvpipe_count_devices";
+constexpr const char* kOpenDevice = "hvpipe_open_device";
+using CountDevicesFunction = int (*)();
+using OpenDeviceFunction = Device* (*)(int ordinal, int version);
+
+int CountDevices(const std::string& library);
+std::unique_ptr<Device> OpenDevice(const std::string& library, int ordinal);
+
+}  // namespace hvpipe

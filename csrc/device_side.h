@@ -1,0 +1,87 @@
+// A rank's device as the engine uses it: its stream, its order of collectives, and NCCL where all ranks have
+// it.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "collective.h"
+#include "device.h"
+#include "nccl.h"
+#include "progress.h"
+
+namespace hvpipe {
+
+struct DeviceOptions {
+  std::string library;         // that serves the device
+  int ordinal = 0;             // among the devices that this process sees
+  std::string nccl;            // its library; empty: data goes through the host
+  bool nccl_required = false;  // throw where it cannot be used, instead of going through the host
+  bool may_share = false;      // NCCL was told that several ranks may have one device
+};
+
+struct DeviceSide {
+  explicit DeviceSide(const DeviceOptions& options);
+  ~DeviceSide();
+  DeviceSide(const DeviceSide&) = delete;
+  DeviceSide& operator=(const DeviceSide&) = delete;
+
+  std::unique_ptr<Device> device;
+  Device::Stream stream = nullptr;                 // of all communication
+  Device::Event begun = nullptr, ended = nullptr;  // of blocking calls, one of which runs at a time
+  std::unique_ptr<NcclLibrary> library;
+  std::unique_ptr<NcclCommunicator> ranks;  // null: data goes through the host
+  std::string way;                          // in words: by NCCL, or why not
+  OrderQueue order;                         // all ranks hand collectives to the device in this order
+};
+
+// A bucket's memory on the device and, where there is no NCCL, on the host.
+class DeviceBuffer {
+ public:
+  DeviceBuffer(DeviceSide& side, std::size_t bytes, bool on_device);
+  ~DeviceBuffer();
+  DeviceBuffer(const DeviceBuffer&) = delete;
+  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+
+  void* data() const { return data_; }
+  void* host() const { return host_; }
+  Device::Event filled() const { return filled_; }  // recorded behind the pack
+  Device::Event moved() const { return moved_; }    // behind what the communication did last
+  Device::Event read() const { return read_; }      // behind the unpack
+
+ private:
+  Device& device_;
+  void* data_ = nullptr;
+  void* host_ = nullptr;
+  Device::Event filled_ = nullptr, moved_ = nullptr, read_ = nullptr;
+};
+
+// Done once `launch` says that all of it was handed to the device. Nothing waits for the device to do it.
+class DeviceLaunch : public Collective {
+ public:
+  explicit DeviceLaunch(std::function<bool()> launch) : launch_(std::move(launch)) {}
+  bool Step() override { return done_ = launch_(); }
+  bool done() const override { return done_; }
+  std::string Waiting() const override { return "NCCL to start it"; }
+
+ private:
+  std::function<bool()> launch_;
+  bool done_ = false;
+};
+
+// Done when the device has come to `event`. An error that NCCL finds meanwhile is thrown.
+class DeviceArrival : public Collective {
+ public:
+  DeviceArrival(DeviceSide& side, Device::Event event) : side_(side), event_(event) {}
+  bool Step() override;
+  bool done() const override { return done_; }
+  std::string Waiting() const override;
+
+ private:
+  DeviceSide& side_;
+  Device::Event event_;
+  bool done_ = false;
+};
+
+}  // namespace hvpipe

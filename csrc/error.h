@@ -1,0 +1,22 @@
+// Error type of the core.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+namespace hvpipe {
+
+// What went wrong, so that the Python face can raise the matching exception.
+enum class ErrorKind { kInternal, kMismatch, kDeadline, kPeer, kUsage };
+
+class Error : public std::runtime_error {
+ public:
+  explicit Error(const std::string& message, ErrorKind kind = ErrorKind::kInternal)
+      : std::runtime_error(message), kind_(kind) {}
+  ErrorKind kind() const { return kind_; }
+
+ private:
+  ErrorKind kind_;
+};
+
+}  // namespace hvpipe

@@ -1,0 +1,42 @@
+// Packs and unpacks any number of tensors in one launch: scale, cast, check.
+#include "kernels.h"
+
+#include "tiles.h"
+
+namespace hvpipe {
+namespace {
+
+template <typename From, typename To, int kCapacity>
+__global__ void __launch_bounds__(kTileThreads)
+    MoveKernel(const __grid_constant__ TileTable<kCapacity> table) {
+  MoveTile<From, To>(table, blockIdx.x, threadIdx.x, kTileThreads);
+}
+
+template <int kCapacity>
+cudaError_t LaunchTables(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
+                         unsigned* not_finite, cudaStream_t stream) {
+  cudaError_t outcome = cudaSuccess;
+  WithTypes(from, to, [&](auto source, auto target) {
+    using From = decltype(source);
+    using To = decltype(target);
+    ForEachTable<kCapacity>(pieces, scale, not_finite, [&](const auto& table, unsigned tiles) {
+      if (outcome != cudaSuccess) return;
+      MoveKernel<From, To, kCapacity><<<tiles, kTileThreads, 0, stream>>>(table);
+      outcome = cudaGetLastError();
+    });
+  });
+  return outcome;
+}
+
+}  // namespace
+
+cudaError_t LaunchMove(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
+                       unsigned* not_finite, cudaStream_t stream) {
+#if CUDART_VERSION >= 12010
+  if (pieces.size() > kFewPieces)
+    return LaunchTables<kManyPieces>(pieces, from, to, scale, not_finite, stream);
+#endif
+  return LaunchTables<kFewPieces>(pieces, from, to, scale, not_finite, stream);
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,267 @@
+"""Arrays in device memory through the whole engine, on a device and an NCCL made for tests (tests/native)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi.arrays import DTYPES, Array
+from native_build import build
+
+import hvpipe
+from hvpipe.engine import Engine
+from hvpipe.errors import DeadlineError, HvpipeError, MismatchError, PeerError
+from hvpipe.plan.buckets import Gradient, plan_buckets
+from hvpipe.session import current
+
+WAYS = ("NCCL", "host")
+TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V2"}
+
+
+class OnDevice:
+    """An array that says it lies on a device, as CuPy's and PyTorch's do."""
+
+    def __init__(self, values: Array) -> None:
+        self.values = values
+        self.__cuda_array_interface__ = {
+            "shape": values.shape,
+            "typestr": TYPESTR[values.dtype.name],
+            "data": (values.ctypes.data, False),
+            "strides": None if values.flags.c_contiguous else values.strides,
+            "version": 3,
+            "stream": 1,
+        }
+
+
+@dataclass(frozen=True)
+class Libraries:
+    device: str
+    nccl: str
+    old_nccl: str
+
+
+@pytest.fixture(scope="session")
+def libraries(world: None) -> Libraries:
+    """Built by one rank for all."""
+    made = None
+    if hvpipe.rank() == 0:
+        paths = (build("fake_device.cc"), build("fake_nccl.cc"), build("fake_nccl.cc", "-DVERSION=22203"))
+        made = Libraries(*map(str, paths))
+    found: Libraries = hvpipe.broadcast_object(made)
+    return found
+
+
+def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
+    session = current()
+    if session.engine.core is None:
+        pytest.skip("one rank without MPI has no C++ engine")
+    changes.setdefault("nccl_library", libraries.nccl if way == "NCCL" else "none")
+    changes.setdefault("device_library", libraries.device)
+    settings = replace(session.settings, **changes)
+    return Engine(session.world, settings, settings.ranks_per_host)
+
+
+@pytest.fixture(params=WAYS)
+def device_engine(request: Any, libraries: Libraries) -> Iterator[Engine]:
+    engine = open_engine(libraries, request.param)
+    yield engine
+    engine.agree("end of a case")
+    engine.stop()
+
+
+def values_of(rank: int, count: int, dtype: str) -> Array:
+    # Whole numbers, so that any order of adding gives the same sum.
+    return np.random.default_rng([rank, count]).integers(-8, 8, count).astype(DTYPES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [0, 1, 5, 4097, 100_000])
+def test_a_device_array_is_summed_into_another(device_engine: Engine, dtype: str, count: int) -> None:
+    mine = values_of(hvpipe.rank(), count, dtype)
+    out = OnDevice(np.full(count, np.nan).astype(DTYPES[dtype]))
+    device_engine.allreduce(OnDevice(mine.copy()), op="sum", out=out)
+    wanted = sum(values_of(r, count, dtype).astype(np.float64) for r in range(hvpipe.size()))
+    np.testing.assert_array_equal(out.values.astype(np.float64), wanted)
+
+
+def test_it_is_averaged_in_place(device_engine: Engine) -> None:
+    array = OnDevice(values_of(hvpipe.rank(), 1000, "float64"))
+    assert device_engine.allreduce(array, out=array) is array
+    wanted = sum(values_of(r, 1000, "float64") for r in range(hvpipe.size())) / hvpipe.size()
+    np.testing.assert_allclose(array.values, wanted, rtol=1e-15)
+
+
+MODEL = [
+    Gradient("a", (3,), "float32"),
+    Gradient("b", (50_000,), "float32"),
+    Gradient("c", (40, 7), "float16"),
+    Gradient("d", (), "float64"),
+    Gradient("f", (0, 4), "float32"),
+    Gradient("g", (1_111,), "bfloat16"),
+    *(Gradient(f"many-{i}", (5,), "float32") for i in range(200)),
+]
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+def test_steps_of_buckets_are_packed_reduced_and_unpacked(
+    device_engine: Engine, compression: str | None
+) -> None:
+    plan = plan_buckets(MODEL, 16_000, compression)
+    device_engine.use_device()
+    plan_id = device_engine.add_plan(f"on a device, {compression}", plan, on_device=True)
+    core = device_engine.core
+    size = hvpipe.size()
+    for step in range(3):
+        scale, total = core.begin_step(plan_id, step, 1.0, True)
+        assert (scale, total) == (1 / size, size)
+        # Each rank in its own order: the engine must bring them into one.
+        order = np.random.default_rng([step, hvpipe.rank()]).permutation(len(plan.buckets))
+        for index in order:
+            bucket = plan.buckets[index]
+            gradients = [values_of(hvpipe.rank() + step, n, bucket.dtype) for n in bucket.counts]
+            device_engine.submit_on_device(plan_id, int(index), [OnDevice(g) for g in gradients], 0.5)
+        for index, bucket in enumerate(plan.buckets):
+            outs = [OnDevice(np.full(n, np.nan).astype(DTYPES[bucket.dtype])) for n in bucket.counts]
+            device_engine.collect_on_device(plan_id, index, outs)
+            for out, n in zip(outs, bucket.counts, strict=True):
+                terms = [values_of(r + step, n, bucket.dtype).astype(np.float64) for r in range(size)]
+                np.testing.assert_array_equal(out.values.astype(np.float64), 0.5 * sum(terms))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_device_array_is_filled_with_the_roots_numbers(libraries: Libraries, last: bool) -> None:
+    engine = open_engine(libraries, "host")
+    root = hvpipe.size() - 1 if last else 0
+    array = OnDevice(values_of(hvpipe.rank(), 30_000, "float32"))
+    engine.broadcast(array, root)
+    np.testing.assert_array_equal(array.values, values_of(root, 30_000, "float32"))
+    engine.stop()
+
+
+def test_which_way_data_goes_is_said(libraries: Libraries) -> None:
+    engine = open_engine(libraries, "NCCL")
+    one = hvpipe.size() == 1
+    assert engine.use_device() == ("one rank" if one else "by NCCL 2.30.5")
+    assert engine.use_device() == engine.use_device()
+    engine.agree("end of a case")
+    engine.stop()
+    engine = open_engine(libraries, "host")
+    assert engine.use_device() == ("one rank" if one else "through the host: no NCCL was named")
+    engine.stop()
+
+
+def needs_others() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank has nobody to wait for")
+
+
+def test_an_nccl_of_another_version_on_one_rank_is_refused(libraries: Libraries) -> None:
+    needs_others()
+    odd = {"nccl_library": libraries.old_nccl} if hvpipe.rank() == 1 else {}
+    engine = open_engine(libraries, "NCCL", **odd)
+    with pytest.raises(HvpipeError, match=r"NCCL should serve all ranks.*different versions"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_two_ranks_on_one_device_are_told_so(libraries: Libraries, monkeypatch: Any) -> None:
+    needs_others()
+    monkeypatch.setenv("FAKE_DEVICES", "1")
+    engine = open_engine(libraries, "NCCL")
+    with pytest.raises(HvpipeError, match=r"a GPU of its own.*ranks \d and \d on .*test device 0"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_more_ranks_than_devices_is_an_error(libraries: Libraries, monkeypatch: Any) -> None:
+    if hvpipe.local_size() < 3:
+        pytest.skip("needs three ranks")
+    monkeypatch.setenv("FAKE_DEVICES", "2")
+    engine = open_engine(libraries, "NCCL")
+    with pytest.raises(HvpipeError, match=r"Received: \d ranks on this host, 2 GPUs visible"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_host_memory_on_one_rank_is_a_mismatch(libraries: Libraries) -> None:
+    needs_others()
+    engine = open_engine(libraries, "host", timeout_s=4.0)
+    engine.use_device()
+    array = np.ones(10, np.float32)
+    if hvpipe.rank() == 0:
+        with pytest.raises(MismatchError, match="on a device"):
+            engine.allreduce(array, out=array)
+    else:
+        # Where the ranks of a host meet in shared memory, the first to notice takes the others' record.
+        on_device = OnDevice(array)
+        with pytest.raises((MismatchError, DeadlineError)):
+            engine.allreduce(on_device, out=on_device)
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("variable", "how", "kind", "says"),
+    [
+        ("FAKE_NCCL", "async", PeerError, "remote process exited"),
+        ("FAKE_NCCL", "hang", DeadlineError, "NCCL to start it"),
+        ("FAKE_DEVICE_HANGS", "1", DeadlineError, "test device . to finish.*NCCL waits for all ranks"),
+    ],
+)
+def test_what_fails_in_the_background_ends_the_engine(
+    libraries: Libraries, monkeypatch: Any, variable: str, how: str, kind: type[Exception], says: str
+) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL", timeout_s=2.0)
+    engine.use_device()
+    monkeypatch.setenv(variable, how)
+    array = OnDevice(np.ones(10, np.float32))
+    with pytest.raises(kind, match=says):
+        engine.allreduce(array, out=array)
+    monkeypatch.delenv(variable)
+    with pytest.raises(kind, match=says):  # and nothing goes on after that
+        engine.allreduce(array, out=array)
+    engine.stop()
+
+
+def test_what_cannot_be_reduced_is_refused(device_engine: Engine) -> None:
+    good = OnDevice(np.ones((4, 4), np.float32))
+    with pytest.raises(HvpipeError, match=r"C-contiguous device array.*strides"):
+        device_engine.allreduce(OnDevice(np.ones((4, 4), np.float32).T[:2]), out=good)
+    with pytest.raises(HvpipeError, match=r"out should be a float32\[4, 4\].*Received: float32\[3\]"):
+        device_engine.allreduce(good, out=OnDevice(np.ones(3, np.float32)))
+    with pytest.raises(HvpipeError, match="wants out="):
+        device_engine.allreduce(good)
+
+
+def test_buckets_on_a_device_take_no_host_arrays(device_engine: Engine) -> None:
+    device_engine.use_device()
+    plan = plan_buckets([Gradient("a", (3,), "float32")], 16_000, None)
+    plan_id = device_engine.add_plan("on a device", plan, on_device=True)
+    with pytest.raises(HvpipeError, match="one of device memory"):
+        device_engine.core.submit(plan_id, 0, [np.ones(3, np.float32)], 1.0)
+
+
+def test_without_the_library_it_is_said_how_to_get_it(libraries: Libraries) -> None:
+    engine = open_engine(libraries, "host", device_library="libnowhere.so")
+    array = OnDevice(np.ones(3, np.float32))
+    with pytest.raises(HvpipeError, match="built where CUDA's compiler is"):
+        engine.allreduce(array, out=array)
+    engine.stop()
+
+
+def test_hvpipes_own_library_says_that_there_is_no_driver(libraries: Libraries) -> None:
+    from hvpipe.engine import native_directory
+
+    own = native_directory() / "libhvpipe_cuda.so"
+    if not own.exists():
+        pytest.skip("hvpipe was built without nvcc")
+    if os.path.exists("/dev/nvidiactl"):
+        pytest.skip("there is a GPU")
+    engine = open_engine(libraries, "host", device_library=str(own))
+    with pytest.raises(HvpipeError, match=r"A CUDA device should be usable.*Received: (no|a) driver"):
+        engine.use_device()
+    engine.stop()

@@ -1,0 +1,102 @@
+// A device for tests without a GPU: its memory is the host's, its threads run one after the other, and an
+// event is reached only at the second look. What it is asked for in the wrong order it refuses.
+#include <cstdlib>
+#include <cstring>
+#include <set>
+#include <string>
+
+#include "device.h"
+#include "error.h"
+#include "tiles.h"
+
+namespace {
+
+using hvpipe::Device;
+using hvpipe::DType;
+using hvpipe::Error;
+
+template <int kCapacity>
+void MoveOnHost(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
+                unsigned* not_finite, unsigned* launches) {
+  hvpipe::WithTypes(from, to, [&](auto source, auto target) {
+    hvpipe::ForEachTable<kCapacity>(pieces, scale, not_finite, [&](const auto& table, unsigned tiles) {
+      for (unsigned tile = 0; tile < tiles; ++tile) {
+        for (unsigned thread = 0; thread < hvpipe::kTileThreads; ++thread) {
+          hvpipe::MoveTile<decltype(source), decltype(target)>(table, tile, thread, hvpipe::kTileThreads);
+        }
+      }
+      if (launches != nullptr) ++*launches;
+    });
+  });
+}
+
+struct FakeEvent {
+  bool recorded = false;
+  int looks = 0;
+};
+
+class FakeDevice : public Device {
+ public:
+  explicit FakeDevice(int ordinal) : ordinal_(ordinal) {}
+  std::string Name() const override { return "test device " + std::to_string(ordinal_); }
+  void MakeCurrent() override {}
+
+  void* Allocate(std::size_t bytes) override { return std::calloc(bytes, 1); }
+  void Free(void* memory) noexcept override { std::free(memory); }
+  void* AllocateHost(std::size_t bytes) override { return std::malloc(bytes); }
+  void FreeHost(void* memory) noexcept override { std::free(memory); }
+
+  Stream MakeStream() override { return new char; }
+  void DestroyStream(Stream stream) noexcept override { delete static_cast<char*>(stream); }
+  Event MakeEvent() override { return new FakeEvent; }
+  void DestroyEvent(Event event) noexcept override { delete static_cast<FakeEvent*>(event); }
+  void Record(Event event, Stream) override { *static_cast<FakeEvent*>(event) = {true, 0}; }
+  bool Reached(Event event) override {
+    auto& of = *static_cast<FakeEvent*>(event);
+    if (!of.recorded) throw Error("an event was asked for that was not recorded");
+    return ++of.looks > 1 && std::getenv("FAKE_DEVICE_HANGS") == nullptr;
+  }
+  void Wait(Stream, Event event) override {
+    if (!static_cast<FakeEvent*>(event)->recorded) throw Error("a stream waits for nothing");
+  }
+
+  void CopyToHost(void* host, const void* device, std::size_t bytes, Stream) override {
+    std::memcpy(host, device, bytes);
+  }
+  void CopyFromHost(void* device, const void* host, std::size_t bytes, Stream) override {
+    std::memcpy(device, host, bytes);
+  }
+  void Move(const std::vector<Piece>& pieces, DType from, DType to, double scale, unsigned* not_finite,
+            Stream) override {
+    MoveOnHost<hvpipe::kFewPieces>(pieces, from, to, scale, not_finite, nullptr);
+  }
+
+ private:
+  const int ordinal_;
+};
+
+}  // namespace
+
+extern "C" {
+
+int hvpipe_count_devices() {
+  const char* const devices = std::getenv("FAKE_DEVICES");
+  return devices != nullptr ? std::atoi(devices) : 8;
+}
+
+Device* hvpipe_open_device(int ordinal, int version) {
+  if (version != hvpipe::kDeviceInterface) throw Error("another build", hvpipe::ErrorKind::kUsage);
+  return new FakeDevice(ordinal);
+}
+
+// The kernel's own code on the CPU; the number of launches.
+unsigned move_pieces(int count, const void* const* from, void* const* to, const std::size_t* counts,
+                     int from_type, int to_type, double scale, unsigned* not_finite, int many) {
+  std::vector<Device::Piece> pieces;
+  for (int i = 0; i < count; ++i) pieces.push_back({from[i], to[i], counts[i]});
+  unsigned launches = 0;
+  const auto move = many != 0 ? MoveOnHost<hvpipe::kManyPieces> : MoveOnHost<hvpipe::kFewPieces>;
+  move(pieces, static_cast<DType>(from_type), static_cast<DType>(to_type), scale, not_finite, &launches);
+  return launches;
+}
+}

@@ -1,0 +1,89 @@
+"""What is read from a device array's own protocols, which GPU a rank has, and where NCCL is looked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvpipe.device_array import assign_gpu, device_array, find_nccl, is_device_array
+from hvpipe.errors import HvpipeError
+
+
+class Described:
+    """Something with a `__cuda_array_interface__`."""
+
+    def __init__(self, **changes: Any) -> None:
+        plain = {"shape": (2, 3), "typestr": "<f4", "data": (4096, False), "version": 3}
+        self.__cuda_array_interface__ = plain | changes
+
+
+class OnDlpackDevice:
+    def __init__(self, kind: int) -> None:
+        self.kind = kind
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.kind, 0
+
+
+class Native:
+    """The compiled module's look into DLPack."""
+
+    def device_memory(self, array: Any) -> tuple[int, int, int, int, list[int]]:
+        return 8192, 12, 4, 16, [2, 3]
+
+
+def test_device_memory_is_told_from_host_memory() -> None:
+    assert is_device_array(Described())
+    assert is_device_array(OnDlpackDevice(2))
+    assert is_device_array(OnDlpackDevice(13))
+    assert not is_device_array(OnDlpackDevice(1))
+    assert not is_device_array(np.ones(3))
+    assert not is_device_array([1, 2])
+
+
+def test_the_interface_is_read() -> None:
+    found = device_array(Described(typestr="<f8", stream=7), None)
+    assert (found.address, found.nbytes, found.shape) == (4096, 48, (2, 3))
+    assert (found.dtype, found.stream) == ("float64", 7)
+    assert device_array(Described(strides=(12, 4), stream=None), None).stream == 0
+
+
+def test_dlpack_is_read() -> None:
+    found = device_array(OnDlpackDevice(2), Native())
+    assert (found.span, found.shape, found.dtype) == ((8192, 12), (2, 3), "bfloat16")
+
+
+def test_other_strides_and_types_are_refused() -> None:
+    with pytest.raises(HvpipeError, match=r"C-contiguous.*strides=\(4, 8\)"):
+        device_array(Described(strides=(4, 8)), None)
+    with pytest.raises(
+        HvpipeError, match=r"float32, float64, float16, bfloat16 is wanted. Received: dtype=<i4"
+    ):
+        device_array(Described(typestr="<i4"), None)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "local_size", "visible", "gpu"),
+    [(0, 1, 1, 0), (0, 1, 8, 0), (3, 4, 4, 3), (3, 4, 8, 3), (2, 4, 1, 0)],
+)
+def test_a_rank_has_the_gpu_of_its_number(local_rank: int, local_size: int, visible: int, gpu: int) -> None:
+    assert assign_gpu(local_rank, local_size, visible) == gpu
+
+
+@pytest.mark.parametrize(("local_size", "visible"), [(3, 2), (1, 0), (8, 4)])
+def test_more_ranks_than_gpus_is_an_error(local_size: int, visible: int) -> None:
+    with pytest.raises(HvpipeError, match=f"Received: {local_size} ranks on this host, {visible} GPUs"):
+        assign_gpu(0, local_size, visible)
+
+
+def test_nccl_is_the_one_that_is_named_or_the_wheels_or_the_systems(tmp_path: Any, monkeypatch: Any) -> None:
+    assert find_nccl("/opt/libnccl.so.2") == "/opt/libnccl.so.2"
+    assert find_nccl("none") == ""
+    library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    library.parent.mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_nccl("") == "libnccl.so.2"  # a folder without the library
+    library.touch()
+    assert find_nccl("") == str(library)
