@@ -14,6 +14,7 @@
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "xla/stream_executor/stream.h"
 
 namespace hvpipe {
 namespace {
@@ -45,6 +46,16 @@ std::shared_ptr<Engine> EngineOrThrow() {
   if (!engine)
     throw Error("hvpipe is not initialised: call hvpipe.init() before training.", ErrorKind::kUsage);
   return engine;
+}
+
+// The CUDA stream that TensorFlow computes on: gradients are ready behind what is on it, and what is enqueued
+// on it comes before whoever uses the result.
+Device::Stream ComputeStream(tf::OpKernelContext* context) {
+  const auto* const device = context->op_device_context();
+  if (device == nullptr || device->stream() == nullptr) {
+    throw Error("internal: TensorFlow gave a GPU kernel no stream");
+  }
+  return device->stream()->platform_specific_handle().stream;
 }
 
 // Runs `work` on TensorFlow's threads, so that the progress thread goes on.
@@ -131,7 +142,7 @@ class SubmitOp : public tf::OpKernel {
             SizeChanged(layout.name, tensors[i].shape()));
         pointers.push_back(tensors[i].tensor_data().data());
       }
-      engine->Submit(plan_, bucket_, pointers, context->input(0).scalar<double>()());
+      Hand(*engine, context, pointers, context->input(0).scalar<double>()());
       tf::Tensor* token = nullptr;
       OP_REQUIRES_OK(context, context->allocate_output(0, tf::TensorShape(), &token));
       token->scalar<std::int64_t>()() = 1;
@@ -140,11 +151,29 @@ class SubmitOp : public tf::OpKernel {
     }
   }
 
- private:
+ protected:
+  virtual void Hand(Engine& engine, tf::OpKernelContext* /*context*/, const std::vector<const void*>& tensors,
+                    double scale) const {
+    engine.Submit(plan_, bucket_, tensors, scale);
+  }
+
   int plan_ = 0;
   int bucket_ = 0;
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeSubmit").Device(tf::DEVICE_CPU), SubmitOp);
+
+class GpuSubmitOp : public SubmitOp {
+ public:
+  using SubmitOp::SubmitOp;
+
+ protected:
+  void Hand(Engine& engine, tf::OpKernelContext* context, const std::vector<const void*>& tensors,
+            double scale) const override {
+    engine.SubmitDevice(plan_, bucket_, tensors, scale, ComputeStream(context));
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeSubmit").Device(tf::DEVICE_GPU).HostMemory("scale").HostMemory("token"),
+                        GpuSubmitOp);
 
 REGISTER_OP("HvpipeCollect")
     .Input("token: int64")
@@ -202,7 +231,11 @@ class CollectOp : public tf::AsyncOpKernel {
           return;
         }
         RunOnTensorFlow(context, [this, engine, context, done] {
-          context->SetStatus(Unpack(*engine, context));
+          try {
+            context->SetStatus(Unpack(*engine, context));
+          } catch (const Error& failed) {
+            context->SetStatus(ToStatus(failed));
+          }
           done();
         });
       });
@@ -212,8 +245,8 @@ class CollectOp : public tf::AsyncOpKernel {
     }
   }
 
- private:
-  absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const {
+ protected:
+  virtual absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const {
     const BucketLayout& layout = engine.layout(plan_, bucket_);
     if (!layout.compressed()) {
       const std::shared_ptr<AlignedBuffer> buffer = engine.Take(plan_, bucket_);
@@ -225,15 +258,20 @@ class CollectOp : public tf::AsyncOpKernel {
       }
       return absl::Status();
     }
+    std::vector<void*> pointers;
+    TF_RETURN_IF_ERROR(Allocate(context, pointers));
+    engine.Unpack(plan_, bucket_, pointers);
+    return absl::Status();
+  }
+
+  absl::Status Allocate(tf::OpKernelContext* context, std::vector<void*>& pointers) const {
     tf::OpOutputList outputs;
     TF_RETURN_IF_ERROR(context->output_list("tensors", &outputs));
-    std::vector<void*> pointers;
     for (std::size_t i = 0; i < shapes_.size(); ++i) {
       tf::Tensor* tensor = nullptr;
       TF_RETURN_IF_ERROR(outputs.allocate(static_cast<int>(i), shapes_[i], &tensor));
       pointers.push_back(tensor->data());
     }
-    engine.Unpack(plan_, bucket_, pointers);
     return absl::Status();
   }
 
@@ -242,6 +280,22 @@ class CollectOp : public tf::AsyncOpKernel {
   std::vector<tf::TensorShape> shapes_;
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_CPU), CollectOp);
+
+// Done when the sum is there, not when it was asked for: TensorFlow computes on one stream, and what waited
+// on it for the network would hold up all that comes behind.
+class GpuCollectOp : public CollectOp {
+ public:
+  using CollectOp::CollectOp;
+
+ protected:
+  absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const override {
+    std::vector<void*> pointers;
+    TF_RETURN_IF_ERROR(Allocate(context, pointers));
+    engine.UnpackDevice(plan_, bucket_, pointers, ComputeStream(context));
+    return absl::Status();
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_GPU).HostMemory("token"), GpuCollectOp);
 
 // Passes a value on and notes the time, for the trace.
 REGISTER_OP("HvpipeMark")
@@ -266,6 +320,8 @@ class MarkOp : public tf::OpKernel {
   std::string label_;
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeMark").Device(tf::DEVICE_CPU), MarkOp);
+// On a GPU the time is that of enqueueing: the value itself comes later.
+REGISTER_KERNEL_BUILDER(Name("HvpipeMark").Device(tf::DEVICE_GPU), MarkOp);
 
 }  // namespace
 }  // namespace hvpipe

@@ -7,6 +7,7 @@ import contextlib
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -120,6 +121,7 @@ class Session:
 
 _lock = threading.Lock()
 _session: Session | None = None
+_when_joined: list[Callable[[Session], None]] = []
 
 
 def init(*, timeout_s: float | None = None, trace: str | None = None) -> None:
@@ -144,6 +146,8 @@ def init(*, timeout_s: float | None = None, trace: str | None = None) -> None:
         if trace is not None:
             settings = replace(settings, trace_path=trace)
         _session = Session(settings)
+        for prepare in _when_joined:
+            prepare(_session)
         if _session.world.size > 1:
             _end_all_on_error(_session.world)
         atexit.register(shutdown)
@@ -165,6 +169,13 @@ def shutdown() -> None:
         # At exit an exception would be printed and forgotten, and the peers would wait.
         _print_with_rank(session.world, traceback.format_exc())
         session.world.abort(1)
+
+
+def when_joined(prepare: Callable[[Session], None]) -> None:
+    """Call `prepare` with every session that is made, and at once with the present one."""
+    _when_joined.append(prepare)
+    if _session is not None:
+        prepare(_session)
 
 
 def current() -> Session:

@@ -16,9 +16,13 @@ from hvpipe.keras.distributed import (  # noqa: E402
     allreduce,
     average_gradients,
 )
+from hvpipe.keras.gpu import claim_gpu as _claim_gpu  # noqa: E402
 from hvpipe.keras.measure import measure  # noqa: E402
 from hvpipe.keras.pipeline_parallel import pipeline_parallel  # noqa: E402
 from hvpipe.keras.variables import broadcast_variables  # noqa: E402
+from hvpipe.session import when_joined as _when_joined  # noqa: E402
+
+_when_joined(_claim_gpu)
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",

@@ -77,7 +77,10 @@ class Reducer:
             gradients, bucket_bytes or session.settings.bucket_bytes, compression
         )
         self._gradients = gradients
-        self._plan_id = session.engine.add_plan(name, self.plan)
+        on_device = session.engine.core is not None and bool(tf.config.get_visible_devices("GPU"))
+        if on_device:
+            session.engine.use_device()
+        self._plan_id = session.engine.add_plan(name, self.plan, on_device)
         with tf.init_scope():
             # An input that changes every step keeps grappler from folding or sharing the announcement.
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_step")

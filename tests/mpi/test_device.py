@@ -65,11 +65,12 @@ def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
     return Engine(session.world, settings, settings.ranks_per_host)
 
 
-@pytest.fixture(params=WAYS)
+# One engine for all cases: under a crowd of ranks its start takes longer than a case.
+@pytest.fixture(params=WAYS, scope="session")
 def device_engine(request: Any, libraries: Libraries) -> Iterator[Engine]:
     engine = open_engine(libraries, request.param)
     yield engine
-    engine.agree("end of a case")
+    engine.agree("end of the cases")
     engine.stop()
 
 
@@ -133,13 +134,11 @@ def test_steps_of_buckets_are_packed_reduced_and_unpacked(
 
 
 @pytest.mark.parametrize("last", [False, True])
-def test_a_device_array_is_filled_with_the_roots_numbers(libraries: Libraries, last: bool) -> None:
-    engine = open_engine(libraries, "host")
+def test_a_device_array_is_filled_with_the_roots_numbers(device_engine: Engine, last: bool) -> None:
     root = hvpipe.size() - 1 if last else 0
     array = OnDevice(values_of(hvpipe.rank(), 30_000, "float32"))
-    engine.broadcast(array, root)
+    device_engine.broadcast(array, root)
     np.testing.assert_array_equal(array.values, values_of(root, 30_000, "float32"))
-    engine.stop()
 
 
 def test_which_way_data_goes_is_said(libraries: Libraries) -> None:

@@ -1,0 +1,30 @@
+"""The GPU that TensorFlow uses on this rank: one of its own, with memory taken as it is needed."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from hvpipe.device_array import assign_gpu
+from hvpipe.errors import HvpipeError
+from hvpipe.session import Session
+
+
+def claim_gpu(session: Session) -> None:
+    """Let TensorFlow see this rank's GPU alone; before it has used any. Nothing happens where there is none.
+
+    Raises HvpipeError where a host has more ranks than GPUs, or where TensorFlow holds them all already.
+    """
+    gpus = tf.config.list_physical_devices("GPU")
+    if not gpus:
+        return
+    mine = gpus[assign_gpu(session.world.local_rank, session.world.local_size, len(gpus))]
+    try:
+        tf.config.set_visible_devices([mine], "GPU")
+        tf.config.experimental.set_memory_growth(mine, True)
+    except RuntimeError as error:
+        if session.world.local_size == 1:
+            return  # nobody else is there to have room for
+        raise HvpipeError(
+            "hvpipe.init() should come before TensorFlow's first operation on a GPU, so that each rank takes "
+            f"its own. Received: {error}"
+        ) from error
