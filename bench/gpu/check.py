@@ -2,7 +2,8 @@
 
 Builds hvpipe where it lacks its GPU library, then runs bench.gpu.check_worker with one rank and with two:
 every result against a float64 reference, on fresh random data, with outputs poisoned before. Needs PyTorch,
-MPI and nvcc. Two ranks share the GPU where there is one only, which takes NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY).
+MPI and nvcc. Two ranks share the GPU where there is one only, which takes NCCL 2.30 or later
+(HVPIPE_NCCL_LIBRARY).
 
 Exits 0 where all is right, 1 where a result is wrong or a rank failed, 77 where there is no GPU to check.
 """
