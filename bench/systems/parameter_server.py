@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from bench import meter
 from bench.job import Job
 from bench.record import RankRound
-from bench.systems.server_process import read_file, readings_file
+from bench.systems.server_process import PERIOD_S, read_file, readings_file
 from bench.workloads import batches_of, evaluator, loss_of, make_model, make_optimizer, prepare, runs_of
 
 
@@ -57,6 +58,7 @@ def train(job: Job) -> None:
         iterator = iter(coordinator.create_per_worker_dataset(lambda: batches_of(job)))
         schedule = lambda: coordinator.schedule(step_from, args=(iterator,))  # noqa: E731
     _run(job, schedule, coordinator, evaluator(keras, model, job))
+    time.sleep(2 * PERIOD_S)  # until the servers have written what they used up to the end
     job.by_rank = {rank: _with_servers(job, rank) for rank in range(job.size)}
 
 

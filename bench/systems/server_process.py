@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bench import meter
 
-_PERIOD_S = 0.2
+PERIOD_S = 0.2
 
 
 def readings_file(directory: Path, job: str, index: int) -> Path:
@@ -46,7 +46,7 @@ def serve(directory: Path, job: str, index: int) -> None:
         while server is not None:
             file.write(json.dumps(asdict(meter.read())) + "\n")
             file.flush()
-            time.sleep(_PERIOD_S)
+            time.sleep(PERIOD_S)
 
 
 if __name__ == "__main__":
