@@ -92,9 +92,11 @@ class CudaDevice : public Device {
                   ErrorKind::kUsage);
     }
     CheckCuda(code, "cudaMalloc");
-    const cudaError_t cleared = cudaMemset(memory, 0, bytes);
+    // Streams that do not wait for the default one could fill it before it is cleared; once, when it is made.
+    cudaError_t cleared = cudaMemsetAsync(memory, 0, bytes, cudaStreamLegacy);
+    if (cleared == cudaSuccess) cleared = cudaStreamSynchronize(cudaStreamLegacy);
     if (cleared != cudaSuccess) Free(memory);
-    CheckCuda(cleared, "cudaMemset");
+    CheckCuda(cleared, "clearing a buffer");
     return memory;
   }
   void Free(void* memory) noexcept override { (void)cudaFree(memory); }

@@ -1,6 +1,8 @@
 // What a rank owns on its device, and the two steps of a collective there: handed over, arrived.
 #include "device_side.h"
 
+#include <algorithm>
+
 namespace hvpipe {
 
 DeviceSide::DeviceSide(const DeviceOptions& options) : device(OpenDevice(options.library, options.ordinal)) {
@@ -19,8 +21,9 @@ DeviceSide::~DeviceSide() {
 
 // `on_device`: without it only what data that lies elsewhere on the device needs to pass through the host.
 DeviceBuffer::DeviceBuffer(DeviceSide& side, std::size_t bytes, bool on_device) : device_(*side.device) {
-  if (on_device) data_ = device_.Allocate(bytes);
-  if (!side.ranks) host_ = device_.AllocateHost(bytes);
+  const std::size_t room = std::max<std::size_t>(bytes, kAlignment);  // of nothing there is no address
+  if (on_device) data_ = device_.Allocate(room);
+  if (!side.ranks) host_ = device_.AllocateHost(room);
   filled_ = device_.MakeEvent();
   moved_ = device_.MakeEvent();
   read_ = device_.MakeEvent();
