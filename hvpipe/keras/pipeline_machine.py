@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.backend.common.masking import set_keras_mask
 
 from hvpipe.keras.mail import Mail
 from hvpipe.keras.pipeline_layout import Layout
@@ -45,10 +46,10 @@ class Machine:
         self._structure = structure
         self._signature = _specs(targets)
         self._rank = session.world.rank
-        has_targets = bool(self._signature) and keras.tree.flatten(structure[0])[0] is not None
+        with_loss = structure is not None and owner._compile_loss is not None
         self.functions = {
             stage: StageFunctions(
-                layout.stages, stage, self._signature, self._loss if has_targets else None, recompute
+                layout.stages, stage, self._signature, self._loss if with_loss else None, recompute
             )
             for stage in layout.stages_of(self._rank)
         }
@@ -61,10 +62,10 @@ class Machine:
         session.sample_counters.append(self._trained)
         self._update_metrics = tf.function(self._metrics_in_graph, autograph=False, reduce_retracing=True)
 
-    def fits(self, targets: Sequence[Any]) -> bool:
-        """Whether it can run batches with targets, flat, like these."""
+    def fits(self, structure: Any, targets: Sequence[Any]) -> bool:
+        """Whether it can run batches with such targets, and the same flat."""
         specs = _specs(targets)
-        return len(specs) == len(self._signature) and all(
+        return _paths(structure) == _paths(self._structure) and all(
             mine.is_compatible_with(spec) for mine, spec in zip(self._signature, specs, strict=True)
         )
 
@@ -129,11 +130,15 @@ class Machine:
             lambda leaf: None if leaf is None else next(rest), self._structure, none_is_leaf=True
         )
 
-    def _observe(self, targets: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def _observe(self, targets: Sequence[Any], outputs: Sequence[Any], masks: Mapping[int, Any]) -> None:
         if self._owner._compile_metrics is not None:
-            self._update_metrics(list(targets), list(outputs))
+            self._update_metrics(list(targets), list(outputs), list(masks), list(masks.values()))
 
-    def _metrics_in_graph(self, targets: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def _metrics_in_graph(
+        self, targets: Sequence[Any], outputs: Sequence[Any], places: Sequence[int], masks: Sequence[Any]
+    ) -> None:
+        for place, mask in zip(places, masks, strict=True):
+            set_keras_mask(outputs[place], mask)
         y, sample_weight = self._targets(targets)
         self._owner._compile_metrics.update_state(y, self._owner.pack_outputs(outputs), sample_weight)
 
@@ -151,6 +156,11 @@ class _Trained:
 def flat_targets(structure: Any) -> list[Any]:
     """The tensors of (y, sample_weight), without what is None."""
     return [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(structure) if leaf is not None]
+
+
+def _paths(structure: Any) -> list[Any]:
+    """Where in (y, sample_weight) which target is, the flat order of which says nothing by itself."""
+    return [path for path, leaf in keras.tree.flatten_with_path(structure) if leaf is not None]
 
 
 def _specs(targets: Sequence[Any]) -> list[Any]:

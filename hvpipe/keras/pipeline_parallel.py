@@ -16,7 +16,8 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.callbacks import stop_together
 from hvpipe.keras.deferred import build_without_memory, give_memory
-from hvpipe.keras.layer_graph import functional_of, layer_graph
+from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
+from hvpipe.keras.part_loss import by_parts
 from hvpipe.keras.pipeline_files import PipelineFiles, make_folders
 from hvpipe.keras.pipeline_layout import Layout, layout_of
 from hvpipe.keras.pipeline_machine import Machine, flat_targets
@@ -77,6 +78,7 @@ def pipeline_parallel(
         )
     graph = layer_graph(model)
     _check_steps(model)
+    _check_sizes(graph)
     how = Pipelining(schedule, microbatches, recompute, chunks if schedule == "interleaved" else 1)
     plan, ranks = plan_for(session, graph, Wish(stages, replicas, how, profile, cluster))
     layout = layout_of(graph, plan, ranks)
@@ -96,6 +98,18 @@ def _check_steps(model: Any) -> None:
         raise HvpipeError(
             "A pipeline runs steps of its own: put what the model's do into layers (add_loss), losses and "
             f"metrics. Received: {type(model).__name__} {model.name!r}, which defines {', '.join(own)}"
+        )
+
+
+def _check_sizes(graph: LayerGraph) -> None:
+    """Micro-batches are smaller than the batch, and differ in size."""
+    fixed = [
+        graph.tensors[number].shape for number in graph.inputs if None not in graph.tensors[number].shape[:1]
+    ]
+    if fixed:
+        raise HvpipeError(
+            "A pipeline cuts batches, so the model's inputs should leave their size open: "
+            f"keras.Input(shape=...), without batch_shape. Received: an input of shape {fixed[0]}"
         )
 
 
@@ -159,6 +173,9 @@ class PipelineParallel(PipelineFiles, keras.Model):
         """As keras.Model.compile; XLA is off, as sends and receives lie between the stages' functions."""
         kwargs["jit_compile"] = False
         super().compile(*args, **kwargs)
+        compiled = self._compile_loss
+        if compiled is not None:
+            compiled._user_loss = by_parts(compiled._user_loss, self._parts.samples)
         self._parts.reset()
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
@@ -181,7 +198,8 @@ class PipelineParallel(PipelineFiles, keras.Model):
     def _quiet(self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name; nothing is printed on ranks other than 0."""
         bound = inspect.signature(method).bind(*args, **kwargs)
-        named = {**bound.arguments, **bound.arguments.pop("kwargs", {})}
+        more = bound.arguments.pop("kwargs", {})
+        named = {**bound.arguments, **more}
         return named if self._parts.session.world.rank == 0 else {**named, "verbose": 0}
 
     def make_train_function(self, force: bool = False) -> None:
@@ -206,8 +224,8 @@ class PipelineParallel(PipelineFiles, keras.Model):
 
     # Steps ----------------------------------------------------------------------------------------------
 
-    def _run_batches(self, iterator: Iterator[Any], training: bool) -> dict[str, float]:
-        logs: dict[str, float] = {}
+    def _run_batches(self, iterator: Iterator[Any], training: bool) -> dict[str, Any]:
+        logs: dict[str, Any] = {}
         for count in range(self.steps_per_execution):
             try:
                 data = next(iterator)
@@ -216,8 +234,13 @@ class PipelineParallel(PipelineFiles, keras.Model):
                     raise
                 break
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            if y is None and self._compile_loss is not None:
+                raise HvpipeError(
+                    f"{self.name} is compiled with a loss, so it wants targets. Received: a batch without any"
+                )
             inputs = self._inputs(x)
             batch = Batch(inputs, flat_targets((y, sample_weight)), int(inputs[0].shape[0]))
+            self._parts.samples.assign(batch.samples)
             machine = self._machine((y, sample_weight), batch.targets)
             outcome = machine.train(batch) if training else machine.evaluate(batch)
             logs = self._logs(outcome, batch.samples)
@@ -239,7 +262,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
     def _machine(self, structure: Any, targets: Sequence[Any]) -> Machine:
         """For batches with such targets; made once, and again where their shapes vary."""
         parts = self._parts
-        if parts.machine is None or (structure is not None and not parts.machine.fits(targets)):
+        if parts.machine is None or (structure is not None and not parts.machine.fits(structure, targets)):
             parts.machine = Machine(
                 self,
                 parts.session,
@@ -251,22 +274,25 @@ class PipelineParallel(PipelineFiles, keras.Model):
             )
         return parts.machine
 
-    def _logs(self, outcome: Outcome, samples: int) -> dict[str, float]:
+    def _logs(self, outcome: Outcome, samples: int) -> dict[str, Any]:
         """Loss and metrics so far in this epoch, the same on all ranks."""
         parts = self._parts
         last = parts.layout.ranks_of(len(parts.layout.stages.cuts) - 1)
         mine = self._metric_results() if parts.session.world.rank in last else {}
-        if parts.metric_names is None:
-            parts.metric_names = parts.session.engine.broadcast_object(list(mine), last[0])
-        row = [outcome.loss, outcome.samples, *(mine.get(name, 0.0) for name in parts.metric_names)]
-        rows = parts.session.engine.allgather(np.array([row], np.float64))
+        if parts.metric_shapes is None:
+            shapes = {name: value.shape for name, value in mine.items()}
+            parts.metric_shapes = parts.session.engine.broadcast_object(shapes, last[0])
+        shapes = parts.metric_shapes
+        flat = [np.ravel(mine.get(name, np.zeros(shape))) for name, shape in shapes.items()]
+        row = np.concatenate([[outcome.loss, outcome.samples], *flat])
+        rows = parts.session.engine.allgather(row[None].astype(np.float64))
         parts.loss.add(float(rows[:, 0].sum()), samples)
         means = (rows[:, 1:2] * rows[:, 2:]).sum(axis=0) / rows[:, 1].sum()
-        return {"loss": parts.loss.mean, **dict(zip(parts.metric_names, map(float, means), strict=True))}
+        return {"loss": parts.loss.mean, **_named_metrics(shapes, means)}
 
-    def _metric_results(self) -> dict[str, float]:
+    def _metric_results(self) -> dict[str, Any]:
         results = self.get_metrics_result()
-        return {name: float(value) for name, value in results.items() if name != "loss"}
+        return {name: np.asarray(value, np.float64) for name, value in results.items() if name != "loss"}
 
 
 class EpochEnd(keras.callbacks.Callback):
@@ -309,12 +335,21 @@ class _Parts:
         self.sharing = sharing
         self.recompute = recompute
         self.loss = _RunningMean()
+        self.samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
         self.reset()
 
     def reset(self) -> None:
         """What depends on how the model is compiled is made again."""
         self.machine: Machine | None = None
-        self.metric_names: list[str] | None = None
+        self.metric_shapes: dict[str, tuple[int, ...]] | None = None
+
+
+def _named_metrics(shapes: Mapping[str, tuple[int, ...]], values: Any) -> dict[str, Any]:
+    """Numbers, and arrays where a metric has one value for each class, from all values in a row."""
+    ends = np.cumsum([int(np.prod(shape)) for shape in shapes.values()])
+    parts = np.split(values, ends[:-1]) if shapes else []
+    found = zip(shapes.items(), parts, strict=True)
+    return {name: part.reshape(shape) if shape else float(part[0]) for (name, shape), part in found}
 
 
 def _listed(callbacks: Any) -> list[Any]:

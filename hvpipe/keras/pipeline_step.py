@@ -18,8 +18,8 @@ from hvpipe.keras.stage import StageFunctions, Stages, Wire
 from hvpipe.schedule import Schedule
 
 Values = list[Any]
-Observe = Callable[[Sequence[Any], Sequence[Any]], None]
-"""Called with the targets and the outputs of a micro-batch of the last stage."""
+Observe = Callable[[Sequence[Any], Sequence[Any], Mapping[int, Any]], None]
+"""Called with targets, outputs and (by the output's place) masks of a micro-batch of the last stage."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class PipelineStep:
     ) -> Outcome:
         """All actions of a training step, up to the gradients, of the loss times `loss_scale`.
 
-        `observe(targets, outputs)` is called for each micro-batch of the last stage,
+        `observe(targets, outputs, masks)` is called for each micro-batch of the last stage,
         `stage_done(stage)` when a stage's gradients are complete.
         """
         return _Pass(self, course, batch, observe, stage_done, "train", loss_scale).run()
@@ -268,12 +268,14 @@ class _Pass:
         if functions.has_loss and self._mode != "predict":
             self._losses.append((rest[0], samples / self._batch.samples))
         if functions.outputs_of_model:
-            outputs = rest[len(rest) - functions.outputs_of_model :]
+            first = int(functions.has_loss and self._mode != "predict")
+            outputs = rest[first : first + functions.outputs_of_model]
             self._outcome.samples += samples
             if self._mode == "predict":
                 self._outcome.outputs[i] = outputs
             else:
-                self._observe(given[len(cut.inputs) :], outputs)
+                masks = dict(zip(functions.masked, rest[first + len(outputs) :], strict=True))
+                self._observe(given[len(cut.inputs) :], outputs, masks)
 
     def _backward(self, action: Action) -> None:
         i, stage = action.microbatch, action.stage

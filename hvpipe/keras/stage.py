@@ -168,12 +168,18 @@ class StageFunctions:
         self._regularized = [v for v in self.trainable if v.regularizer is not None and id(v) not in earlier]
         self.has_loss = self._loss is not None or bool(self._regularized) or self._has_activity_losses(layers)
         self.outputs_of_model = len(graph.outputs) if self._last else 0
+        # Those of the outputs that have a mask, which metrics count by.
+        self.masked = [
+            place
+            for place, number in enumerate(graph.outputs)
+            if self._last and graph.tensors[number].mask_shape is not None
+        ]
         self._recompute = recompute
         self._layers = layers
 
     @cached_property
     def training(self) -> Halves:
-        """Forward and backward. Outputs: `StageCut.outputs`, the loss if the stage has one, the model's.
+        """Forward and backward. Outputs: `StageCut.outputs`, the loss if there is one, the model's, masks.
 
         Gradients are given for the floating ones and the loss, and come for the floating wires.
         """
@@ -182,7 +188,7 @@ class StageFunctions:
             [*self._signature, *self._target_signature],
             [v.value for v in self.trainable],
             wanted=len(self.wires_in),
-            only_out=self.outputs_of_model,
+            only_out=self.outputs_of_model + len(self.masked),
             recompute=self._recompute,
         )
 
@@ -235,7 +241,7 @@ class StageFunctions:
             losses.insert(0, self._loss(results, targets))
         if self.has_loss:
             found.append(tf.add_n([tf.cast(loss, tf.float32) for loss in losses] or [tf.constant(0.0)]))
-        return [*found, *results]
+        return [*found, *results, *(get_keras_mask(results[place]) for place in self.masked)]
 
     @staticmethod
     def _has_activity_losses(layers: Sequence[Any]) -> bool:

@@ -208,6 +208,10 @@ class Subclassed(keras.Model):
         return inputs
 
 
+def of_a_fixed_batch() -> keras.Model:
+    return keras.Sequential([keras.Input(batch_shape=(8, 12)), *(keras.layers.Dense(4) for _ in range(4))])
+
+
 @pytest.mark.parametrize(
     ("build", "options", "says"),
     [
@@ -226,6 +230,7 @@ class Subclassed(keras.Model):
         (Subclassed, {}, r"subclassed model into a function"),
         (lambda: None, {}, r"should return a Keras model"),
         (3, {}, r"wants a Keras model or a function"),
+        (of_a_fixed_batch, {}, r"without batch_shape. Received: an input of shape \(8, 12\)"),
     ],
 )
 def test_bad_input_is_told(build: Any, options: dict[str, Any], says: str) -> None:
