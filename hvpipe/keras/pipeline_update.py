@@ -114,7 +114,7 @@ class PipelineUpdate:
         norm = self._global_norm(gradients)
         finite = self._all_finite(gradients)
         if not self.variables:
-            self._optimizer.iterations.assign_add(1)
+            self._count_step(finite)
         else:
             self._apply(norm, tf.constant(1.0 if finite else np.nan), *gradients)
 
@@ -150,6 +150,18 @@ class PipelineUpdate:
             return True
         mine = all(bool(tf.reduce_all(tf.math.is_finite(g))) for g in gradients)
         return not any(self._session.engine.agree("whether all gradients are finite", 0.0 if mine else 1.0))
+
+    def _count_step(self, finite: bool) -> None:
+        """Without variables here: the optimizer's count and its scale move as they do on all other ranks."""
+        optimizer = self._optimizer
+        if finite:
+            optimizer.iterations.assign_add(1)
+        if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            return
+        grows = finite and int(optimizer.step_counter) == optimizer.dynamic_growth_steps - 1
+        optimizer.step_counter.assign(int(optimizer.step_counter) + 1 if finite and not grows else 0)
+        if grows or not finite:
+            optimizer.dynamic_scale.assign(optimizer.dynamic_scale * (2.0 if grows else 0.5))
 
     def _make_apply(self) -> Any:
         optimizer, clipping = self._optimizer, _clipping(self._optimizer)

@@ -75,6 +75,27 @@ def test_half_precision_scales_the_loss_and_clips_over_all_stages() -> None:
     np.testing.assert_allclose(losses[1], losses[0], rtol=5e-4)
 
 
+def with_layers_without_weights_at_the_end() -> keras.Model:
+    rest = [keras.layers.Softmax() for _ in range(8)]
+    return keras.Sequential([keras.Input((12,)), keras.layers.Dense(4), *rest])
+
+
+def test_the_loss_scale_moves_on_a_rank_without_weights() -> None:
+    x, y = batches(mlp, 64)
+    told = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(5)
+        build = with_layers_without_weights_at_the_end
+        model = hk.pipeline_parallel(build, microbatches=4) if parallel else build()
+        optimizer = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0, dynamic_growth_steps=2)
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+        told.append([*history["loss"], float(optimizer.dynamic_scale), int(optimizer.iterations)])
+    if hvpipe.size() > 1 and hvpipe.rank() == hvpipe.size() - 1:
+        assert not model.weights
+    np.testing.assert_allclose(told[1], told[0], rtol=1e-5)
+
+
 class StopsOnTheLastRank(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch == 1 and hvpipe.rank() == hvpipe.size() - 1:
