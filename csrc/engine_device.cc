@@ -33,13 +33,15 @@ void Engine::CheckOwnDevices(const Device& device, const Interrupt& interrupt) {
   std::copy_n(name.begin(), std::min(name.size(), mine.size() - 1), mine.begin());
   std::vector<Name> all(static_cast<std::size_t>(size_));
   AllGather(mine.data(), all.data(), sizeof mine, "devices of all ranks", interrupt);
-  for (int rank = 0; rank < size_; ++rank) {
-    if (rank == rank_ || all[static_cast<std::size_t>(rank)] != mine) continue;
+  // Every rank sees all names, and all end: none waits for one that has ended.
+  for (auto second = all.begin(); second != all.end(); ++second) {
+    const auto first = std::find(all.begin(), second, *second);
+    if (first == second) continue;
     throw Error(
         "Each rank should have a GPU of its own: start at most as many ranks on a host as it has, or go "
         "through the host with HVPIPE_NCCL_LIBRARY=none. Received: ranks " +
-            std::to_string(std::min(rank, rank_)) + " and " + std::to_string(std::max(rank, rank_)) + " on " +
-            mine.data(),
+            std::to_string(first - all.begin()) + " and " + std::to_string(second - all.begin()) + " on " +
+            first->data(),
         ErrorKind::kUsage);
   }
 }
