@@ -49,7 +49,7 @@ def test_two_steps(name: str) -> None:
 
 @pytest.mark.slow
 def test_exact_modes_learn_digits_alike() -> None:
-    task = Task("digits", batch=64, warm_up=1, steps=1, epochs=3)
+    task = Task("digits", batch=16, warm_up=1, steps=1, epochs=3)
     linear, step = _run("hvpipe-none", task), _run("hvpipe-step", task)
     assert (linear.error, step.error) == ("", "")
     assert step.ranks[0].loss == linear.ranks[0].loss
