@@ -35,7 +35,7 @@ def describe_machine() -> Machine:
         _cpu(),
         os.cpu_count() or 1,
         psutil.virtual_memory().total,
-        f"{platform.system()} {platform.release()}",
+        f"{platform.system()} {'.'.join(platform.release().split('.')[:2])}",
         platform.python_version(),
         __version__,
     )
