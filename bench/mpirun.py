@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from bench.cluster_network import SUBNET
 from bench.cluster_spec import ClusterError, ClusterSpec
@@ -29,12 +30,15 @@ def find_mpirun(program: str = sys.executable) -> str:
     return found
 
 
+def version_line(mpirun: str) -> str:
+    """The first line of what it says of its version; "" where it says nothing."""
+    said = subprocess.run([mpirun, "--version"], check=False, capture_output=True, text=True, timeout=60)
+    return said.stdout.splitlines()[0] if said.stdout else ""
+
+
 def open_mpi_major(mpirun: str) -> int:
     """The major version of an Open MPI; the flags differ between 4 and 5."""
-    said = subprocess.run(
-        [mpirun, "--version"], check=False, capture_output=True, text=True, timeout=60
-    ).stdout
-    first = said.splitlines()[0] if said else ""
+    first = version_line(mpirun)
     if "Open MPI" not in first:
         raise ClusterError(
             f"The benchmarks drive Open MPI's mpirun. Received: {mpirun} ({first or 'no version'})"
@@ -96,15 +100,15 @@ def run(
         try:
             out, err = process.communicate(timeout=timeout_s)
         except BaseException as error:
-            out, err = _end(process)
+            out, err = end(process)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise subprocess.TimeoutExpired(list(command), error.timeout, out, err) from None
             raise
     return subprocess.CompletedProcess(list(command), process.returncode, out, err)
 
 
-def _end(process: subprocess.Popen[str], patience_s: float = 5.0) -> tuple[str, str]:
-    """Ask mpirun to end its ranks, then insist."""
+def end(process: subprocess.Popen[Any], patience_s: float = 5.0) -> tuple[Any, Any]:
+    """Ask a process group (mpirun: its ranks too) to end, then insist; what its pipes still held."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

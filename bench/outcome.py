@@ -9,7 +9,6 @@ from typing import Any
 
 from bench.links import LinkFacts
 from bench.machine import Machine
-from bench.pipeline_report import Case as PipelineCase
 from bench.pipeline_report import PipelineReport
 from bench.record import FORMAT, Round
 
@@ -113,8 +112,5 @@ def setting_from_dict(data: dict[str, Any]) -> Setting:
 
 def pipeline_from_dict(data: dict[str, Any]) -> PipelineOutcome:
     """What asdict made of a PipelineOutcome, perhaps through JSON."""
-    report = data["report"]
-    if report is not None:
-        cases = tuple(PipelineCase(**case) for case in report["cases"])
-        report = PipelineReport(**{**report, "cases": cases})
+    report = None if data["report"] is None else PipelineReport.from_dict(data["report"])
     return PipelineOutcome(data["name"], report, data["error"])

@@ -28,7 +28,7 @@ def _own_bytes() -> int:
 
 def probe(workload: Workload, system: str, rank: int) -> dict[str, float]:
     """Train under plain Keras or in an overlap mode of hvpipe; seconds and bytes of this process."""
-    keras = prepare_tensorflow(workload)
+    keras = prepare_tensorflow(workload.threads)
     if system != "plain":
         import hvpipe
         import hvpipe.keras as hk

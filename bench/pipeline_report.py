@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from bench.metrics import format_time, median, relative_spread, table
 
@@ -62,6 +63,9 @@ class PipelineReport:
 
     @staticmethod
     def from_json(text: str) -> PipelineReport:
-        found = json.loads(text)
-        found["cases"] = tuple(Case(**case) for case in found["cases"])
-        return PipelineReport(**found)
+        return PipelineReport.from_dict(json.loads(text))
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> PipelineReport:
+        """What asdict made of a report, perhaps through JSON."""
+        return PipelineReport(**{**data, "cases": tuple(Case(**case) for case in data["cases"])})

@@ -67,7 +67,7 @@ def _describe(workload: Workload) -> str:
 
 def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str], None]) -> PipelineReport:
     """Profile once, then train every plan in rounds; every rank calls it, and gets the report."""
-    keras = prepare_tensorflow(workload)
+    keras = prepare_tensorflow(workload.threads)
     import hvpipe
     import hvpipe.keras as hk
     from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of

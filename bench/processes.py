@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 
-_PATIENCE_S = 5.0
+from bench import mpirun
+
 _POLL_S = 0.05
 
 
@@ -75,24 +76,14 @@ def run_together(
                 time.sleep(_POLL_S)
         finally:
             for process in running:
-                _end(process)
+                mpirun.end(process)
+                with suppress(ProcessLookupError):  # what has outlived the first of its group
+                    os.killpg(process.pid, signal.SIGKILL)
             _end_left_behind(str(directory))
 
 
 def _end_of(output: Path, most: int = 6000) -> str:
     return output.read_text(errors="replace")[-most:]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its group: ask, then insist."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=_PATIENCE_S)
-            break
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _end_left_behind(words: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -103,10 +102,8 @@ def _environment(case: Case) -> dict[str, str]:
 
 
 def _mpi_version(python: str) -> str:
-    said = subprocess.run(
-        [mpirun.find_mpirun(python), "--version"], check=False, capture_output=True, text=True, timeout=60
-    )
-    return said.stdout.splitlines()[0].replace("mpirun (", "").replace(")", "") if said.stdout else "MPI"
+    first = mpirun.version_line(mpirun.find_mpirun(python))
+    return first.replace("mpirun (", "").replace(")", "") or "MPI"
 
 
 if __name__ == "__main__":

@@ -82,7 +82,7 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
     """All rounds; every rank calls it and gets the report. `say` is called on rank 0."""
     world = MPI.COMM_WORLD
     tell = say if world.rank == 0 else lambda text: None
-    keras = prepare_tensorflow(workload)
+    keras = prepare_tensorflow(workload.threads)
     if effort.modes:
         import hvpipe
 

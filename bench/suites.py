@@ -15,6 +15,7 @@ from typing import Any
 
 from bench.cluster_spec import ClusterError, ClusterSpec, equal_hosts, read_spec
 from bench.record import Case, Task
+from hvpipe.data_parallel_forecast import whole_shares
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -166,14 +167,8 @@ def cluster_spec(name: str) -> ClusterSpec:
 
 
 def proportional_shares(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
-    """Samples of each rank, by speed: batch x ranks in all, at least one each, largest remainders up."""
-    total = batch * len(speeds)
-    exact = [total * speed / sum(speeds) for speed in speeds]
-    shares = [max(1, int(share)) for share in exact]
-    by_remainder = sorted(range(len(speeds)), key=lambda rank: shares[rank] - exact[rank])
-    for rank in by_remainder[: max(0, total - sum(shares))]:
-        shares[rank] += 1
-    return tuple(shares)
+    """Samples of each rank, by speed: batch x ranks in all, at least one each."""
+    return tuple(whole_shares(batch * len(speeds), speeds, least=1))
 
 
 def _groups(path: Path, table: dict[str, Any], all_systems: Sequence[str]) -> list[Group]:

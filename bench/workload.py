@@ -40,13 +40,13 @@ class Workload:
         )
 
 
-def prepare_tensorflow(workload: Workload) -> Any:
-    """Import Keras with TensorFlow, quiet and with the workload's threads; call it once, first."""
+def prepare_tensorflow(threads: int) -> Any:
+    """Import Keras with TensorFlow, quiet and with so many threads an operation; call it once, first."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ["KERAS_BACKEND"] = "tensorflow"
     import tensorflow as tf
 
-    tf.config.threading.set_intra_op_parallelism_threads(workload.threads)
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
     import keras
 
     return keras

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -99,18 +98,6 @@ def check(task: Task) -> None:
         raise ValueError(f"Only digits train epochs, on real data. Received: workload={task.workload!r}")
     if min(task.batch, task.threads, task.steps, task.warm_up, *task.shares) < 1:
         raise ValueError(f"Batch, shares, threads, steps and warm-up must be at least 1. Received: {task}")
-
-
-def prepare(task: Task) -> Any:
-    """Import Keras with TensorFlow, quiet and with the task's threads; call it once, first."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    import tensorflow as tf
-
-    tf.config.threading.set_intra_op_parallelism_threads(task.threads)
-    import keras
-
-    return keras
 
 
 def make_model(keras: Any, task: Task) -> Any:

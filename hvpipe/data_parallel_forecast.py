@@ -15,12 +15,15 @@ from hvpipe.topology import Cluster
 from hvpipe.trace import Event, Trace
 
 
-def whole_shares(count: int, weights: Sequence[float]) -> list[int]:
-    """`count` in whole parts, in proportion to the weights: rounded down, then the largest remainders up."""
+def whole_shares(count: int, weights: Sequence[float], least: int = 0) -> list[int]:
+    """`count` in whole parts, in proportion to the weights: rounded down, then the largest remainders up.
+
+    None is below `least`, even where all together are then more than `count`.
+    """
     exact = [count * weight / sum(weights) for weight in weights]
-    parts = [int(part) for part in exact]
+    parts = [max(least, int(part)) for part in exact]
     for place in sorted(range(len(parts)), key=lambda place: parts[place] - exact[place]):
-        if sum(parts) == count:
+        if sum(parts) >= count:
             break
         parts[place] += 1
     return parts

@@ -6,12 +6,13 @@ from typing import Any
 
 from bench.job import Job
 from bench.systems import loop
-from bench.workloads import batches_of, loss_of, make_model, make_optimizer, prepare
+from bench.workload import prepare_tensorflow
+from bench.workloads import batches_of, loss_of, make_model, make_optimizer
 
 
 def train(job: Job) -> None:
     """A rank's part of a round."""
-    keras = prepare(job.task)
+    keras = prepare_tensorflow(job.task.threads)
     import horovod
     import horovod.tensorflow as hvd
     import tensorflow as tf

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from bench.job import Job
 from bench.systems.keras_fit import fit
-from bench.workloads import compiled_model, prepare
+from bench.workload import prepare_tensorflow
+from bench.workloads import compiled_model
 
 TRACE = "trace.json"
 
 
 def train(job: Job) -> None:
     """A rank's part of a round."""
-    keras = prepare(job.task)
+    keras = prepare_tensorflow(job.task.threads)
     import hvpipe
     import hvpipe.keras as hk
 

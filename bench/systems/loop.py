@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.job import Job
-from bench.workloads import evaluator, runs_of
+from bench.workloads import evaluator, loss_of, runs_of
 
 
 def run(keras: Any, model: Any, job: Job, data: Iterator[Any], step: Callable[[Any], Any]) -> None:
@@ -22,3 +22,17 @@ def run(keras: Any, model: Any, job: Job, data: Iterator[Any], step: Callable[[A
             if evaluate is not None:
                 job.watch.epoch(evaluate)
     job.watch.drained()
+
+
+def replica_step(keras: Any, model: Any, optimizer: Any, part: float) -> Callable[[Any], Any]:
+    """A replica's step under a strategy, which adds up what all replicas do: `part` of the batch's mean."""
+    import tensorflow as tf
+
+    def step(batch: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = loss_of(keras, model, batch) * part
+        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    return step

@@ -6,12 +6,13 @@ from typing import Any
 
 from bench.job import Job
 from bench.systems import loop
-from bench.workloads import batches_of, loss_of, make_model, make_optimizer, prepare
+from bench.workload import prepare_tensorflow
+from bench.workloads import batches_of, make_model, make_optimizer
 
 
 def train(job: Job) -> None:
     """A rank's part of a round; TF_CONFIG tells of the others."""
-    keras = prepare(job.task)
+    keras = prepare_tensorflow(job.task.threads)
     import tensorflow as tf
 
     ring = tf.distribute.experimental.CommunicationImplementation.RING
@@ -22,18 +23,11 @@ def train(job: Job) -> None:
         model, optimizer = make_model(keras, job.task), make_optimizer(keras, job.task)
         optimizer.build(model.trainable_variables)
     # Its optimizer adds up the gradients of all ranks: a rank's part in the mean is that of its samples.
-    part = job.batch / sum(job.batches)
-
-    def replica_step(batch: Any) -> Any:
-        with tf.GradientTape() as tape:
-            loss = loss_of(keras, model, batch) * part
-        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
-        optimizer.apply(gradients, model.trainable_variables)
-        return loss
+    of_replica = loop.replica_step(keras, model, optimizer, job.batch / sum(job.batches))
 
     @tf.function(jit_compile=False)
     def step(batch: Any) -> Any:
-        return strategy.run(replica_step, (batch,))
+        return strategy.run(of_replica, (batch,))
 
     job.meet("built")
     loop.run(keras, model, job, iter(batches_of(job)), step)

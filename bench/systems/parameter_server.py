@@ -13,8 +13,10 @@ from typing import Any
 from bench import meter
 from bench.job import Job
 from bench.record import RankRound
+from bench.systems.loop import replica_step
 from bench.systems.server_process import PERIOD_S, read_file, readings_file
-from bench.workloads import batches_of, evaluator, loss_of, make_model, make_optimizer, prepare, runs_of
+from bench.workload import prepare_tensorflow
+from bench.workloads import batches_of, evaluator, make_model, make_optimizer, runs_of
 
 
 def train(job: Job) -> None:
@@ -24,7 +26,7 @@ def train(job: Job) -> None:
             "Workers of parameter servers share out the work as they go: shares should be equal. "
             f"Received: shares={job.task.shares}"
         )
-    keras = prepare(job.task)
+    keras = prepare_tensorflow(job.task.threads)
     import tensorflow as tf
 
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
@@ -34,21 +36,16 @@ def train(job: Job) -> None:
         model, optimizer = make_model(keras, job.task), make_optimizer(keras, job.task)
         optimizer.build(model.trainable_variables)
 
-    def replica_step(batch: Any) -> Any:
-        with tf.GradientTape() as tape:
-            # Each worker's update is its part of the step.
-            loss = loss_of(keras, model, batch) / job.size
-        gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
-        optimizer.apply(gradients, model.trainable_variables)
-        return loss
+    # Each worker's update is its part of the step.
+    of_replica = replica_step(keras, model, optimizer, 1 / job.size)
 
     @tf.function(jit_compile=False)
     def step_on(batch: Any) -> Any:
-        return strategy.run(replica_step, (batch,))
+        return strategy.run(of_replica, (batch,))
 
     @tf.function(jit_compile=False)
     def step_from(iterator: Any) -> Any:
-        return strategy.run(replica_step, (next(iterator),))
+        return strategy.run(of_replica, (next(iterator),))
 
     if job.task.epochs:
         # The coordinator hands out the digits, so that each is seen once in an epoch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import subprocess
 import sys
@@ -40,6 +41,7 @@ class System:
         return f"{', '.join(absent)} not installed in {python}{how}"
 
 
+@functools.cache
 def _has(python: str, package: str) -> bool:
     if python == sys.executable:
         return importlib.util.find_spec(package) is not None

@@ -175,7 +175,6 @@ class StageFunctions:
             if self._last and graph.tensors[number].mask_shape is not None
         ]
         self._recompute = recompute
-        self._layers = layers
 
     @cached_property
     def training(self) -> Halves:
