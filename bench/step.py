@@ -41,6 +41,11 @@ def _parser() -> argparse.ArgumentParser:
         "--threads", type=int, help="threads of an operation (default: cores / ranks of a host)"
     )
     parser.add_argument("--modes", default=",".join(_MODES), help=f"(default: {','.join(_MODES)})")
+    parser.add_argument(
+        "--beside-tcp",
+        action="store_true",
+        help="also compute alone while plain TCP moves as much between the hosts as gradients would",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="each has every mode (default: 3)")
     parser.add_argument("--steps", type=int, default=6, help="of a mode in a round (default: 6)")
     parser.add_argument(
@@ -97,7 +102,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     from bench.step_worker import Effort, measure
 
     with ends_all_ranks() as world:
-        effort = Effort(_modes(arguments), arguments.rounds, arguments.steps)
+        effort = Effort(_modes(arguments), arguments.rounds, arguments.steps, beside_tcp=arguments.beside_tcp)
         workload = _workload(arguments, _threads(world.size))
         report = measure(
             workload, effort, arguments.where, lambda text: print(text, file=sys.stderr, flush=True)

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mpi4py import MPI
 
-from bench.metrics import median
-from bench.step_report import ALONE, Round, StepReport
+from bench.metrics import median, ring_factor
+from bench.ring_stream import RingStream
+from bench.step_report import ALONE, ALONE_AND_TCP, Round, StepReport
 from bench.workload import Workload, compiled_model, gradient_bytes, images, prepare_tensorflow, timed_fit
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Which modes of hvpipe, and how long: `rounds` of `steps` each, after `warm_up` steps."""
+    """Which modes of hvpipe, and how long: `rounds` of `steps` each, after `warm_up` steps.
+
+    `beside_tcp` adds computing alone while plain TCP moves as much between the hosts as gradients would.
+    """
 
     modes: tuple[str, ...] = ("none", "backward", "step", "stale")
     rounds: int = 3
     steps: int = 6
     warm_up: int = 3
+    beside_tcp: bool = False
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.steps < 2 or self.warm_up < 1:
@@ -58,18 +63,31 @@ def _grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float
 
 
 def _counters(mode: str) -> dict[str, float]:
-    if mode == ALONE:
+    if mode in (ALONE, ALONE_AND_TCP):
         return {}
     import hvpipe
 
     return dict(hvpipe.counters())
 
 
-def one_round(keras: Any, mode: str, model: Any, data: Any, steps: int) -> Round:
+def _moves_bytes(keras: Any, stream: RingStream) -> Any:
+    """A callback that lets a step's bytes go as it begins, and has it end no sooner than they arrived."""
+
+    class MovesBytes(keras.callbacks.Callback):  # type: ignore[misc]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            stream.begin()
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            stream.wait()
+
+    return MovesBytes()
+
+
+def one_round(keras: Any, mode: str, model: Any, data: Any, steps: int, within: Sequence[Any] = ()) -> Round:
     """Train one mode on all ranks at once; every rank gets every rank's times."""
     _meet()
     before = _counters(mode)
-    step_s, rest_s = timed_fit(keras, model, data, steps)
+    step_s, rest_s = timed_fit(keras, model, data, steps, within)
     wall_s = (sum(step_s) + rest_s) / steps
     grown = _grown(before, _counters(mode))
     _meet()
@@ -87,22 +105,32 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
         import hvpipe
 
         hvpipe.init()
+    hosts = len(set(world.allgather(MPI.Get_processor_name())))
+    if effort.beside_tcp and hosts == 1:
+        raise ValueError("Plain TCP beside computing needs ranks on several hosts. Received: ranks on one")
     models = _models(keras, workload, effort.modes, tell)
     data = images(workload, world.rank)
     for mode, model in models.items():
         tell(f"tracing and warming up {mode} ...")
         one_round(keras, mode, model, data, effort.warm_up + 1)
+    within: dict[str, list[Any]] = {}
+    if effort.beside_tcp:
+        stream = RingStream(world, round(ring_factor(hosts) * gradient_bytes(models[ALONE])))
+        models[ALONE_AND_TCP] = models[ALONE]
+        within[ALONE_AND_TCP] = [_moves_bytes(keras, stream)]
     rounds = []
     for index in range(effort.rounds):
         for mode, model in models.items():
-            rounds.append(one_round(keras, mode, model, data, effort.steps))
+            rounds.append(one_round(keras, mode, model, data, effort.steps, within.get(mode, ())))
             tell(f"round {index + 1} of {effort.rounds}: {mode} {median(rounds[-1].step_s[0]):.3f} s")
+    if effort.beside_tcp:
+        stream.close()
     return StepReport(
         workload.describe(),
         where,
         _versions(keras),
         world.size,
-        len(set(world.allgather(MPI.Get_processor_name()))),
+        hosts,
         workload.batch,
         gradient_bytes(models[ALONE]),
         tuple(rounds),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -113,10 +114,16 @@ def step_timer(keras: Any) -> Any:
     return StepTimer()
 
 
-def timed_fit(keras: Any, model: Any, data: Any, steps: int) -> tuple[list[float], float]:
-    """Train some steps: the seconds of each, and of what follows the last until `fit` returns (draining)."""
+def timed_fit(
+    keras: Any, model: Any, data: Any, steps: int, within: Sequence[Any] = ()
+) -> tuple[list[float], float]:
+    """Train some steps: the seconds of each, and of what follows the last until `fit` returns (draining).
+
+    What callbacks `within` do at the end of a batch is part of the step.
+    """
     timer = step_timer(keras)
-    model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, shuffle=False, callbacks=[timer])
+    callbacks = [*within, timer]
+    model.fit(data, steps_per_epoch=steps, epochs=1, verbose=0, shuffle=False, callbacks=callbacks)
     end_s = time.perf_counter()
     marks_s = timer.marks_s
     return [after - before for before, after in pairwise(marks_s)], end_s - marks_s[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ import pytest
 from bench import all_reduce, metrics, step
 from bench.all_reduce_report import AllReduceReport, Row
 from bench.overhead import OverheadReport
-from bench.step_report import Round, StepReport
+from bench.ring_stream import RingStream
+from bench.step_report import ALONE_AND_TCP, Round, StepReport
 from bench.two_way_stream import measure, serve
 from bench.workload import Workload
 
@@ -166,6 +168,40 @@ def test_step_summary() -> None:
         "step_over_bound": pytest.approx(1.1),
         "step_over_alone": pytest.approx(2.2),
     }
+
+
+def test_step_summary_tells_what_plain_tcp_costs_beside_computing() -> None:
+    loaded = Round(ALONE_AND_TCP, [[0.6, 0.7, 0.8], [0.9, 1.0, 1.1]], [0.7, 1.0])
+    report = step_report()
+    report = replace(report, rounds=(*report.rounds[:2], loaded, *report.rounds[2:], loaded))
+    assert report.summary()["alone_and_tcp_s"] == pytest.approx(1.0)
+    assert report.summary()["step_over_alone"] == pytest.approx(2.2)
+    assert ALONE_AND_TCP in report.to_text()
+
+
+class OneRank:
+    """The part of a communicator that a stream needs."""
+
+    rank = 0
+
+    def allgather(self, value: object) -> list[object]:
+        return [value]
+
+
+def test_a_ring_of_one_host_streams_to_itself() -> None:
+    stream = RingStream(OneRank(), 3_000_000)
+    for _ in range(2):
+        stream.begin()
+        stream.wait()
+    stream.close()
+
+
+def test_a_stream_that_ends_early_is_noticed() -> None:
+    stream = RingStream(OneRank(), 0)
+    stream._process.kill()
+    with pytest.raises(RuntimeError, match="ended with status -9"):
+        stream.wait()
+    stream._process.communicate(timeout=10)
 
 
 def test_step_report_survives_json_and_is_readable() -> None:
