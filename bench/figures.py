@@ -2,7 +2,8 @@
 
 A step is the median over all timed steps of the slowest rank. Its noise is what is left to chance in that
 median: the larger of the standard error by the steps' quartiles and half the distance between the medians of
-the rounds.
+the rounds. Of an asynchronous system, whose steps end in bursts, a step is the mean instead, with draining,
+and so is that of whatever is compared with it; its spread is the standard deviation.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from bench.metrics import communication_bound_s, geometric_mean, median, relativ
 from bench.outcome import Outcome
 from bench.parts import against_alone
 from bench.record import Case, RankRound, Round
+from bench.systems import SYSTEMS
 
 ALONE = "single"
 NATIVE = ("tf-ps", "tf-mwms")
@@ -30,7 +32,7 @@ class CaseFigures:
 
     case: Case
     step_s: float
-    spread: float  # half the distance between the quartiles of all steps, over the median
+    spread: float  # half the distance between the quartiles of all steps, over the median; see above
     noise: float  # of step_s, relative; one standard error
     wall_s: float  # a step with its part of what is drained at the end
     samples_per_s: float
@@ -39,6 +41,7 @@ class CaseFigures:
     peak_bytes: int
     sent_bytes: int
     rounds: int
+    asynchronous: bool = False
     alone_s: float | None = None  # computing alone in the same group
     bound_s: float | None = None  # the larger of that and the links
     parts_s: Mapping[str, float] = field(default_factory=dict)  # of the slowest rank, a step
@@ -120,9 +123,9 @@ def compare_in_groups(rows: Iterable[CaseFigures], system: str, baselines: Seque
         mine = next((row for row in members if row.case.system == system), None)
         others = [row for row in members if row.case.system in baselines]
         if mine is not None and others:
-            best = min(others, key=lambda row: row.step_s)
+            best = min(others, key=lambda row: _speedup(mine, row))
             noise = math.hypot(mine.noise, best.noise)
-            found.append(Comparison(group, system, best.case.system, best.step_s / mine.step_s, noise))
+            found.append(Comparison(group, system, best.case.system, _speedup(mine, best), noise))
     return found
 
 
@@ -177,9 +180,29 @@ def steps_noise(rounds: Sequence[Sequence[float]]) -> float:
     steps = [step for each in rounds for step in each]
     # Half the distance between the quartiles is 0.6745 sigma; a median of n is off by 1.2533 sigma / sqrt(n).
     by_steps = relative_spread(steps) / 0.6745 * 1.2533 / math.sqrt(len(steps))
-    middles = [median(each) for each in rounds]
-    by_rounds = (max(middles) - min(middles)) / 2 / median(steps)
-    return max(by_steps, by_rounds)
+    return max(by_steps, _between([median(each) for each in rounds]))
+
+
+def mean_noise(rounds: Sequence[Sequence[float]]) -> float:
+    """One standard error of the mean of all steps, relative to it."""
+    steps = [step for each in rounds for step in each]
+    by_steps = _deviation(steps) / math.sqrt(len(steps))
+    return max(by_steps, _between([statistics.fmean(each) for each in rounds]))
+
+
+def _deviation(steps: Sequence[float]) -> float:
+    return statistics.pstdev(steps) / statistics.fmean(steps)
+
+
+def _between(rounds: Sequence[float]) -> float:
+    """Half the distance between the rounds' figures, relative to their middle."""
+    return (max(rounds) - min(rounds)) / 2 / median(rounds)
+
+
+def _speedup(mine: CaseFigures, other: CaseFigures) -> float:
+    if mine.asynchronous or other.asynchronous:
+        return other.wall_s / mine.wall_s
+    return other.step_s / mine.step_s
 
 
 def _computing_alone(outcome: Outcome) -> dict[str, Round]:
@@ -195,20 +218,24 @@ def _case_figures(rounds: list[Round]) -> CaseFigures:
     case = rounds[0].case
     slowest = max(range(len(rounds[0].ranks)), key=lambda rank: median(_steps(rounds, rank)))
     steps = _steps(rounds, slowest)
+    steps_by_round = [each.ranks[slowest].step_s for each in rounds]
     ranks = [rank for each in rounds for rank in each.ranks]
-    step_s = median(steps)
+    asynchronous = case.system in SYSTEMS and SYSTEMS[case.system].asynchronous
+    wall_s = median([max(rank.wall_s for rank in each.ranks) for each in rounds])
+    step_s = wall_s if asynchronous else median(steps)
     return CaseFigures(
         case,
         step_s,
-        relative_spread(steps),
-        steps_noise([each.ranks[slowest].step_s for each in rounds]),
-        median([max(rank.wall_s for rank in each.ranks) for each in rounds]),
+        _deviation(steps) if asynchronous else relative_spread(steps),
+        mean_noise(steps_by_round) if asynchronous else steps_noise(steps_by_round),
+        wall_s,
         samples(case) / step_s,
         median([max(rank.first_step_s for rank in each.ranks) for each in rounds]),
         statistics.fmean(rank.cpu_share for rank in ranks),
         max(rank.peak_bytes for rank in ranks),
         max(rank.sent_bytes for rank in ranks),
         len(rounds),
+        asynchronous,
         parts_s=_mean_parts([each.ranks[slowest] for each in rounds]),
     )
 

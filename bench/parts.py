@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from bench.metrics import median
 from bench.record import RankRound, Round
 from hvpipe.trace import Trace
 
@@ -93,7 +93,7 @@ def _rank_against(mine: RankRound, alone: RankRound) -> RankRound:
     known = all(part in parts for part in COMPUTING)
     if not known:
         parts.update(computing)
-        rest_s = median(mine.step_s) - sum(computing.values()) - parts.get("input", 0.0)
+        rest_s = statistics.fmean(mine.step_s) - sum(computing.values()) - parts.get("input", 0.0)
         parts["communication_exposed"] = max(0.0, rest_s)
         return replace(mine, parts_s=parts)
     # In "step" forward waits for weights on their way: beyond computing alone, that is exposed.

@@ -42,7 +42,8 @@ def comparison(outcome: Outcome) -> str:
     machine, date = outcome.setting.machine.describe(), outcome.setting.started[:10]
     lines += [
         "",
-        f"Median step, {machine}, {date}; fastest in bold, `{ALONE}` is computing without sharing.",
+        f"Median step (mean where asynchronous: `tf-ps`), {machine}, {date}; fastest in bold, `{ALONE}` is "
+        "computing without sharing.",
         "",
     ]
     lines.append(f"| what is trained | {' | '.join(f'`{system}`' for system in systems)} |")

@@ -12,6 +12,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# The same examples everywhere, and no clock that decides: the machine may be busy.
+settings.register_profile(
+    "hvpipe", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("hvpipe")
 
 # Cases in terms of hvpipe.size(): test_mpi.py runs them under mpirun.
 RANK_FOLDERS = ("mpi", "mpi_keras")

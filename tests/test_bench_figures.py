@@ -120,6 +120,24 @@ def test_a_system_is_compared_with_the_fastest_baseline() -> None:
     assert compare_in_groups(rows, "absent", ("tf-ps",)) == []
 
 
+def test_a_step_that_ends_in_bursts_is_the_mean_and_so_is_what_it_is_compared_with() -> None:
+    def took(system: str, steps: list[float], wall_s: float) -> Round:
+        return Round(case(system), 0, (replace(rank(steps), wall_s=wall_s),) * 2)
+
+    bursts = took("tf-ps", [0.0, 0.0, 6.0], 2.1)
+    ours = took("hvpipe-step", [1.0, 1.0, 1.3], 1.4)
+    linear = took("tf-mwms", [3.0, 3.0, 3.0], 3.0)
+    rows = all_figures(outcome(bursts, ours, linear))
+    assert [(row.case.system, row.step_s) for row in rows] == [
+        ("tf-ps", 2.1),
+        ("hvpipe-step", 1.0),
+        ("tf-mwms", 3.0),
+    ]
+    assert rows[0].noise == pytest.approx(math.sqrt(8) / 2 / math.sqrt(3))  # pstdev 2.83 of a mean of 2
+    (found,) = compare_in_groups(rows, "hvpipe-step", ("tf-ps", "tf-mwms"))
+    assert (found.baseline, found.speedup) == ("tf-ps", pytest.approx(2.1 / 1.4))
+
+
 def test_slower_means_beyond_the_noise() -> None:
     assert Comparison("g", "a", "b", 0.9, 0.01).slower
     assert not Comparison("g", "a", "b", 0.9, 0.2).slower

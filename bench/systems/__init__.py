@@ -58,8 +58,9 @@ _ALL = (
             "asynchronous, as TensorFlow 2 has it: each worker pulls, computes and pushes by itself, and its "
             "gradient counts for its share of the global batch",
             "a step has ended when as many batches are done as there are workers; CPU and memory are those "
-            "of the host's worker and server",
+            "of the host's worker and server; steps end in bursts, so the step here is their mean, drained",
         ),
+        asynchronous=True,
     ),
     System(
         name="tf-mwms",

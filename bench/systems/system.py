@@ -20,7 +20,8 @@ class System:
     `adapter` is a module of bench.systems with a function `train(job)`, which every rank calls. `start`:
     by "mpirun"; as one process a rank ("processes"), told of each other by TF_CONFIG; or the same with a
     parameter server on each host and a coordinator ("servers"). `environment` is set in every process
-    before anything is imported; `options` are the adapter's own.
+    before anything is imported; `options` are the adapter's own. Where workers are `asynchronous`, several
+    steps may end at once and the next much later: only their mean tells how long one takes.
     """
 
     name: str
@@ -31,6 +32,7 @@ class System:
     options: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    asynchronous: bool = False
 
     def missing(self, python: str = sys.executable) -> str:
         """Why it cannot run under that Python; "" where it can."""
