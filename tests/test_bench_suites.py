@@ -25,7 +25,7 @@ def written(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(("name", "minutes"), [("quick", 10), ("full", 90)])
+@pytest.mark.parametrize(("name", "minutes"), [("quick", 10), ("newest", 10), ("full", 90)])
 def test_the_suites_fit_their_budgets(name: str, minutes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     assert suite_s(read_suite(name, SYSTEMS)) < 60 * minutes
@@ -48,7 +48,7 @@ def test_full_has_what_was_asked_for() -> None:
     assert accuracy.systems == SYSTEMS
     # Half the CPU: of 16 samples, 10.67 and 5.33.
     assert [group.task.shares for group in suite.groups if group.task.shares] == [(11, 5)]
-    assert suite_names() == ["full", "quick"]
+    assert suite_names() == ["full", "newest", "quick"]
 
 
 def test_systems_take_turns_and_none_is_always_first(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_what_is_wrong_is_named(text: str, says: str, tmp_path: Path) -> None:
 
 
 def test_names_that_nobody_knows() -> None:
-    with pytest.raises(SuiteError, match=r"one of full, quick, or a TOML file. Received: 'fast'"):
+    with pytest.raises(SuiteError, match=r"one of full, newest, quick, or a TOML file. Received: 'fast'"):
         read_suite("fast", SYSTEMS)
     with pytest.raises(ClusterError, match=r"homogeneous-2.*Received: 'cloud'"):
         cluster_spec("cloud")

@@ -10,9 +10,6 @@ import pytest
 
 from distributed import ALONE, run_cases
 
-# More ranks than the fast half needs.
-SLOW_SIZES = (3, 4)
-
 
 @dataclass(frozen=True)
 class Suite:
@@ -62,7 +59,8 @@ SUITES = (
 def _runs() -> Iterator[object]:
     for suite in SUITES:
         for size in suite.sizes:
-            marks = [pytest.mark.slow] if size in SLOW_SIZES else []
+            # The fast half needs no more than two ranks, and has Keras's cases there.
+            marks = [pytest.mark.slow] if size > 2 or (size == 1 and "keras" in suite.name) else []
             yield pytest.param(
                 suite, size, id=f"{suite.name.replace(' ', '-')}-{size or 'alone'}", marks=marks
             )
