@@ -15,6 +15,8 @@ from typing import Any
 
 from bench.cluster_spec import ClusterError, ClusterSpec, equal_hosts, read_spec
 from bench.record import Case, Task
+from bench.workload import MODELS
+from bench.workloads import check
 from hvpipe.data_parallel_forecast import whole_shares
 
 if sys.version_info >= (3, 11):
@@ -26,17 +28,8 @@ _FOLDER = Path(__file__).parent
 _EQUAL = re.compile(r"(\d+)x(\w+)")
 _TASK_KEYS = {"workload", "batch", "pixels", "threads", "warm_up", "steps", "seed", "epochs"}
 _GROUP_KEYS = _TASK_KEYS | {"clusters", "systems", "rounds", "scaling", "shares"}
-_PIPELINE_KEYS = {
-    "cluster",
-    "model",
-    "pixels",
-    "batch",
-    "microbatches",
-    "methods",
-    "seeds",
-    "rounds",
-    "steps",
-}
+_PIPELINE_COUNTS = {"pixels", "batch", "seeds", "rounds", "steps"}
+_PIPELINE_KEYS = _PIPELINE_COUNTS | {"cluster", "model", "microbatches", "methods"}
 
 
 class SuiteError(ValueError):
@@ -80,7 +73,7 @@ class PipelineRun:
     model: str
     pixels: int = 64
     batch: int = 32
-    microbatches: int = 8
+    microbatches: int | str = 8  # or "auto"
     methods: str = "greedy,even,round_robin,random"
     seeds: int = 1
     rounds: int = 2
@@ -109,6 +102,9 @@ class Suite:
     def only_systems(self, names: Iterable[str]) -> Suite:
         """The same with some of the systems; groups without any of them are left out."""
         wanted = set(names)
+        known = dict.fromkeys(name for group in self.groups for name in group.systems)
+        if unknown := sorted(wanted - set(known)):
+            raise SuiteError(f"Systems of this suite are {', '.join(known)}. Received: {unknown}")
         groups = []
         for group in self.groups:
             kept = tuple(name for name in group.systems if name in wanted)
@@ -137,22 +133,23 @@ def read_suite(name: str, all_systems: Sequence[str]) -> Suite:
     """The suite of that name, or in that TOML file. `all_systems` is what "all" means."""
     path = Path(name) if name.endswith(".toml") else _FOLDER / "suites" / f"{name}.toml"
     try:
-        data = tomllib.loads(path.read_text())
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise SuiteError(
             f"A suite should be one of {', '.join(suite_names())}, or a TOML file. Received: {name!r}"
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise SuiteError(f"{path} should be TOML. Received: {error}") from error
     _require_keys(path, data, {"title", "group", "pipeline"})
-    tables = data.get("group", [])
-    groups = [group for table in tables for group in _groups(path, table, all_systems)]
-    pipelines = [_pipeline(path, table) for table in data.get("pipeline", [])]
+    title = data.get("title", path.stem)
+    _require(path, isinstance(title, str), "the title should be a text", title)
+    groups = [group for table in _tables(path, data, "group") for group in _groups(path, table, all_systems)]
+    pipelines = [_pipeline(path, table) for table in _tables(path, data, "pipeline")]
     names = [each.name for each in (*groups, *pipelines)]
     if not names or len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise SuiteError(f"{path} should hold groups, each once. Received: {twice or 'none'}")
-    return Suite(path.stem, data.get("title", path.stem), tuple(groups), tuple(pipelines))
+    return Suite(path.stem, title, tuple(groups), tuple(pipelines))
 
 
 def cluster_spec(name: str) -> ClusterSpec:
@@ -177,40 +174,88 @@ def _groups(path: Path, table: dict[str, Any], all_systems: Sequence[str]) -> li
         raise SuiteError(
             f"{path}: a group has workload, batch, clusters and systems. Received: {sorted(table)}"
         )
-    systems = tuple(all_systems) if table["systems"] == "all" else tuple(table["systems"])
-    unknown = sorted(set(systems) - set(all_systems))
-    if unknown or not systems:
-        raise SuiteError(
-            f"{path}: systems should be of {', '.join(all_systems)}. Received: {', '.join(unknown) or 'none'}"
-        )
-    task = Task(**{key: value for key, value in table.items() if key in _TASK_KEYS})
+    systems = tuple(all_systems) if table["systems"] == "all" else _texts(path, table, "systems")
+    if unknown := sorted(set(systems) - set(all_systems)):
+        raise SuiteError(f"{path}: systems should be of {', '.join(all_systems)}. Received: {unknown}")
+    scaling = table.get("scaling", "weak")
+    _require(path, scaling in ("weak", "strong"), "scaling should be 'weak' or 'strong'", scaling)
+    rounds = table.get("rounds", 2)
+    _require(path, _is_count(rounds), "rounds should be a whole number of at least 1", rounds)
     made = []
-    for cluster in table["clusters"]:
+    for cluster in _texts(path, table, "clusters"):
         spec = cluster_spec(cluster)
-        shares = table.get("shares", ())
-        if shares == "proportional":
-            speeds = [host.cpus or 1.0 for host in spec.hosts for _ in range(host.slots)]
-            shares = proportional_shares(task.batch, speeds)
-        if shares and len(shares) != spec.slots:
-            raise SuiteError(f"{path}: shares are one for each of {spec.slots} ranks. Received: {shares}")
-        made.append(
-            Group(
-                replace(task, shares=tuple(shares)),
-                cluster,
-                spec.slots,
-                systems,
-                table.get("rounds", 2),
-                table.get("scaling", "weak"),
-            )
-        )
+        made.append(Group(_task(path, table, spec), cluster, spec.slots, systems, rounds, scaling))
     return made
+
+
+def _task(path: Path, table: dict[str, Any], spec: ClusterSpec) -> Task:
+    """What a group trains on one of its clusters."""
+    values = {key: value for key, value in table.items() if key in _TASK_KEYS}
+    workload = values["workload"]
+    _require(path, isinstance(workload, str), "the workload should be a name", workload)
+    for key in sorted(values.keys() - {"workload"}):
+        _require(path, type(values[key]) is int, f"{key} should be a whole number", values[key])
+    shares = table.get("shares", [])
+    proportional = shares == "proportional"
+    if proportional:
+        speeds = [host.cpus or 1.0 for host in spec.hosts for _ in range(host.slots)]
+        shares = proportional_shares(values["batch"], speeds)
+    whole = proportional or (isinstance(shares, list) and all(type(each) is int for each in shares))
+    _require(path, whole, "shares should be 'proportional', or a list of whole numbers", shares)
+    if shares and len(shares) != spec.slots:
+        raise SuiteError(f"{path}: shares are one for each of {spec.slots} ranks. Received: {shares}")
+    task = Task(**values, shares=tuple(shares))
+    try:
+        check(task)
+    except ValueError as error:
+        raise SuiteError(f"{path}: {error}") from error
+    return task
 
 
 def _pipeline(path: Path, table: dict[str, Any]) -> PipelineRun:
     _require_keys(path, table, _PIPELINE_KEYS)
+    models = (*MODELS, "transformer")
+    model, methods = table.get("model"), table.get("methods", "")
+    _require(path, model in models, f"a pipeline's model should be one of {', '.join(models)}", model)
+    _require(path, isinstance(methods, str), "methods should be a text, as in 'greedy,random'", methods)
+    _require(path, isinstance(table.get("cluster"), str), "a pipeline has a cluster", table.get("cluster"))
+    counts = {key: value for key, value in table.items() if key in _PIPELINE_COUNTS}
+    if table.get("microbatches", "auto") != "auto":
+        counts["microbatches"] = table["microbatches"]
+    for key, value in counts.items():
+        _require(path, _is_count(value), f"{key} should be a whole number of at least 1", value)
     run = PipelineRun(**table)
     cluster_spec(run.cluster)
     return run
+
+
+def _tables(path: Path, data: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    tables = data.get(key, [])
+    are_tables = isinstance(tables, list) and all(isinstance(each, dict) for each in tables)
+    _require(path, are_tables, f"[[{key}]] should be tables", tables)
+    return list(tables)
+
+
+def _texts(path: Path, table: dict[str, Any], key: str) -> tuple[str, ...]:
+    """A list of different texts, at least one."""
+    found = table[key]
+    are_texts = isinstance(found, list) and all(isinstance(each, str) for each in found)
+    _require(
+        path,
+        are_texts and len(found) > 0 and len(set(found)) == len(found),
+        f"{key} should be a list of names, each once",
+        found,
+    )
+    return tuple(found)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _require(path: Path, holds: bool, wanted: str, received: object) -> None:
+    if not holds:
+        raise SuiteError(f"{path}: {wanted}. Received: {received!r}")
 
 
 def _require_keys(path: Path, table: dict[str, Any], known: set[str]) -> None:

@@ -98,6 +98,8 @@ def check(task: Task) -> None:
         raise ValueError(f"Only digits train epochs, on real data. Received: workload={task.workload!r}")
     if min(task.batch, task.threads, task.steps, task.warm_up, *task.shares) < 1:
         raise ValueError(f"Batch, shares, threads, steps and warm-up must be at least 1. Received: {task}")
+    if min(task.epochs, task.seed) < 0:
+        raise ValueError(f"Epochs and the seed must be at least 0. Received: {task}")
 
 
 def make_model(keras: Any, task: Task) -> Any:
@@ -131,7 +133,13 @@ def runs_of(job: Job) -> list[tuple[int, int, bool]]:
     """
     if job.task.epochs == 0:
         return [(1, job.task.warm_up, False), (1, job.task.steps, True)]
-    return [(job.task.epochs, _steps_of_epoch(job), False)]
+    steps = _steps_of_epoch(job)
+    if job.task.epochs * steps <= job.task.warm_up:
+        raise ValueError(
+            f"Epochs must have more steps than the {job.task.warm_up} of the warm-up. "
+            f"Received: epochs={job.task.epochs} of {steps} steps, of {sum(job.batches)} samples"
+        )
+    return [(job.task.epochs, steps, False)]
 
 
 def _steps_of_epoch(job: Job) -> int:

@@ -17,6 +17,7 @@ SYSTEMS = (
     *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale"),
 )
 GROUP = '[[group]]\nworkload = "resnet50"\nbatch = 8\nclusters = ["2x1gbit"]\nsystems = "all"\n'
+PIPELINE = '[[pipeline]]\ncluster = "2x1gbit"\nmodel = "vgg16"\n'
 
 
 def written(tmp_path: Path, text: str) -> str:
@@ -83,6 +84,8 @@ def test_on_one_cluster_tasks_are_run_once_and_shares_left_out() -> None:
 def test_some_systems_only() -> None:
     suite = read_suite("quick", SYSTEMS).only_systems(["tf-ps"])
     assert {group.systems for group in suite.groups} == {("tf-ps",)}
+    with pytest.raises(SuiteError, match=r"Systems of this suite are single.*Received: \['hvpipe-stpe'\]"):
+        read_suite("quick", SYSTEMS).only_systems(["hvpipe-stpe", "tf-ps"])
 
 
 @given(st.integers(1, 64), st.lists(st.floats(0.1, 10), min_size=1, max_size=8))
@@ -105,8 +108,35 @@ def test_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None
         ("[group", "should be TOML"),
         (GROUP + "colour = 1", "Received: colour"),
         (GROUP.replace("batch = 8\n", ""), "a group has workload, batch"),
-        (GROUP.replace('"all"', '["tf-ps", "absent"]'), "Received: absent"),
-        (GROUP.replace('"all"', "[]"), "Received: none"),
+        (GROUP.replace('"all"', '["tf-ps", "absent"]'), r"Received: \['absent'\]"),
+        (GROUP.replace('"all"', "[]"), r"Received: \[\]"),
+        (GROUP.replace('"all"', '"single"'), "systems should be a list of names.*Received: 'single'"),
+        (GROUP.replace('"all"', '["tf-ps", "tf-ps"]'), "each once"),
+        (GROUP.replace('"all"', "5"), "Received: 5"),
+        (GROUP.replace('["2x1gbit"]', '"2x1gbit"'), "clusters should be a list of names"),
+        (GROUP.replace('["2x1gbit"]', "[2]"), "clusters should be a list of names"),
+        (GROUP.replace("resnet50", "resnet51"), "workload='resnet51'"),
+        (GROUP.replace('"resnet50"', "[]"), r"the workload should be a name. Received: \[\]"),
+        (GROUP.replace("batch = 8", 'batch = "8"'), "batch should be a whole number. Received: '8'"),
+        (GROUP.replace("batch = 8", "batch = true"), "Received: True"),
+        (GROUP.replace("batch = 8", "batch = 0"), "batch=0"),
+        (GROUP + "steps = 2.5", "steps should be a whole number"),
+        (GROUP + "epochs = -1", "epochs=-1"),
+        (GROUP + "rounds = 0", "rounds should be a whole number of at least 1. Received: 0"),
+        (GROUP + 'rounds = "2"', "Received: '2'"),
+        (GROUP + 'scaling = "medium"', "Received: 'medium'"),
+        (GROUP + 'shares = "ab"', "Received: 'ab'"),
+        (GROUP + "shares = [16, 0]", r"shares=\(16, 0\)"),
+        (GROUP + "shares = 8", "Received: 8"),
+        ("group = 5", r"\[\[group\]\] should be tables. Received: 5"),
+        (GROUP.replace("[[group]]", "[group]"), "should be tables"),
+        ("title = 5\n" + GROUP, "title should be a text. Received: 5"),
+        (PIPELINE.replace('model = "vgg16"', ""), "model should be one of .*Received: None"),
+        (PIPELINE.replace("vgg16", "vgg61"), "Received: 'vgg61'"),
+        (PIPELINE.replace('cluster = "2x1gbit"', ""), "has a cluster"),
+        (PIPELINE + 'batch = "32"', "Received: '32'"),
+        (PIPELINE + 'microbatches = "many"', "Received: 'many'"),
+        (PIPELINE + "methods = []", r"Received: \[\]"),
         (GROUP + "shares = [1, 2, 3]", "one for each of 2 ranks"),
         (GROUP + GROUP, "each once. Received: .'resnet50-64/8/2x1gbit-2/weak'"),
     ],
@@ -114,6 +144,17 @@ def test_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None
 def test_what_is_wrong_is_named(text: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(SuiteError, match=says):
         read_suite(written(tmp_path, text), SYSTEMS)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_bytes(b"title = '\xff'")
+    with pytest.raises(SuiteError, match=r"mine\.toml should be TOML"):
+        read_suite(str(tmp_path / "mine.toml"), SYSTEMS)
+
+
+def test_a_pipeline_may_choose_its_micro_batches(tmp_path: Path) -> None:
+    (run,) = read_suite(written(tmp_path, PIPELINE + 'microbatches = "auto"'), SYSTEMS).pipelines
+    assert run.words()[run.words().index("--microbatches") + 1] == "auto"
 
 
 def test_names_that_nobody_knows() -> None:
