@@ -13,24 +13,21 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import Any
+from types import TracebackType
 
 from bench import cluster_cpu, cluster_network, mpirun
 from bench.cluster_spec import ClusterError, ClusterSpec, equal_hosts, read_spec
 from bench.cluster_state import ClusterState, all_states, process_started, read_state
+from bench.termination import ended_by_exception, undisturbed
 
 __all__ = ["Cluster", "ClusterError", "ClusterSpec", "clean_up", "equal_hosts", "read_spec"]
 
 _NAME = re.compile(r"[a-z][a-z0-9]{0,19}")
-_DEADLY = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Cluster:
@@ -43,7 +40,7 @@ class Cluster:
     def __init__(self, spec: ClusterSpec, name: str | None = None) -> None:
         self.spec = spec
         self.name = f"hv{os.getpid()}" if name is None else name
-        self._previous: dict[int, Any] = {}
+        self._signals = ExitStack()
         if not _NAME.fullmatch(self.name):
             raise ClusterError(
                 "A cluster's name must be lower-case letters and digits, at most 20, starting with a letter. "
@@ -56,21 +53,17 @@ class Cluster:
         return Cluster(read_state(name).spec, name)
 
     def __enter__(self) -> Cluster:
-        self._raise_on_termination()
-        try:
+        with ExitStack() as signals:
+            signals.enter_context(ended_by_exception())
             self.up(owner_pid=os.getpid())
-        except BaseException:
-            self._restore_signals()
-            raise
+            self._signals = signals.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
+        with self._signals:
             self.down()
-        finally:
-            self._restore_signals()
 
     def up(self, owner_pid: int = 0) -> None:
         """Build it, in place of an idle one of the same name; with owner_pid 0 it stays up until `down`."""
@@ -95,7 +88,7 @@ class Cluster:
 
     def down(self) -> None:
         """End the processes inside and remove every trace; a second Ctrl-C waits until that is done."""
-        with _undisturbed():
+        with undisturbed():
             cluster_network.remove(self.name)
             cluster_cpu.remove(self.name)
             ClusterState(self.name, self.spec, 0, 0).delete()
@@ -148,31 +141,6 @@ class Cluster:
     ) -> subprocess.CompletedProcess[str]:
         """Run a command on `ranks` ranks to its end; `env` reaches every rank."""
         return mpirun.run(self.mpirun_command(ranks, command), timeout_s=timeout_s, env=env, capture=capture)
-
-    def _raise_on_termination(self) -> None:
-        """SIGTERM and SIGHUP become SystemExit, so that the block is left as by any exception."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-
-        def leave(number: int, frame: FrameType | None) -> None:
-            raise SystemExit(128 + number)
-
-        self._previous = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-
-    def _restore_signals(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Hold back the signals that would stop us, until the block is done."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _DEADLY)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def clean_up() -> list[str]:

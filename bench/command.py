@@ -1,13 +1,16 @@
 """The command `python -m bench`, or `hvpipe bench`: run, report, compare, readme.
 
 Exit codes: 0 done; 1 some rounds failed, or `compare` found a regression; 2 wrong usage, or nothing could be
-run or read; 130 interrupted, with all finished rounds kept.
+run or read; 130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -22,21 +25,30 @@ from bench.outcome import Outcome, OutcomeError
 from bench.progress import format_left, shown
 from bench.readme import ReadmeError, rewrite
 from bench.suites import SuiteError, read_suite, suite_names
+from bench.termination import ended_by_exception
+from hvpipe.errors import HvpipeError
 
 _ROOT = Path(__file__).parents[1]
+
+
+class UsageError(ValueError):
+    """Words on the command line that cannot be followed."""
+
+
+_TOLD = (ClusterError, HvpipeError, JournalError, OSError, OutcomeError, ReadmeError, SuiteError, UsageError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     options = make_parser().parse_args(arguments)
     try:
-        status: int = options.act(options)
+        with ended_by_exception():
+            status: int = options.act(options)
         return status
-    except (SuiteError, ClusterError, JournalError, OutcomeError, ReadmeError) as error:
+    except _TOLD as error:
         print(f"hvpipe bench {options.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted; finished rounds are kept: the same command goes on from there", file=sys.stderr)
         return 130
 
 
@@ -46,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
         prog="hvpipe bench",
         description="Measure native TensorFlow, Horovod and hvpipe side by side.",
         epilog="exit codes: 0 done; 1 some rounds failed, or compare found a regression; "
-        "2 wrong usage, or nothing could be run or read; 130 interrupted",
+        "2 wrong usage, or nothing could be run or read; 128 + n ended by signal n (130: Ctrl-C)",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a suite, or go on with one that was interrupted")
@@ -80,10 +92,10 @@ def _run(options: argparse.Namespace) -> int:
     from bench.rounds import run_round
     from bench.systems import SYSTEMS
 
-    python = options.python or _peers_python()
+    python = _python(options.python)
     suite = read_suite(options.suite, tuple(SYSTEMS))
     if options.systems is not None:
-        suite = suite.only_systems(options.systems.split(","))
+        suite = suite.only_systems(name.strip() for name in options.systems.split(","))
     missing = {
         name: f"{each.title}: {why}" for name, each in SYSTEMS.items() if (why := each.missing(python))
     }
@@ -93,21 +105,47 @@ def _run(options: argparse.Namespace) -> int:
     if options.plan:
         print(evaluation.describe())
         return 0
+    _require_plots()
     folder = Path("runs") / f"bench-{suite.name}" if options.out is None else options.out
-    with shown(evaluation.estimate_s()) as progress:
-        outcome = evaluation.run(folder, progress)
-    return _finish(outcome, folder, options.json)
+    try:
+        with shown(evaluation.estimate_s()) as progress:
+            outcome = evaluation.run(folder, progress)
+    except (KeyboardInterrupt, SystemExit):
+        print("interrupted; finished rounds are kept: the same command goes on from there", file=sys.stderr)
+        raise
+    status = _finish(outcome, folder, options.json)
+    if not outcome.pipelines and all(each.skipped for each in outcome.rounds):
+        raise UsageError("One of the suite's systems at least should be installed. Received: none")
+    return status
 
 
-def _peers_python() -> str:
-    """The Python of `make peers`, in which every system runs on the same TensorFlow; else this one."""
+def _python(given: str | None) -> str:
+    """The Python that trains, where every host finds it: --python, else that of `make peers`, in which every
+    system runs on the same TensorFlow, else this one."""
     peers = _ROOT / ".venv-peers" / "bin" / "python"
-    return str(peers) if peers.exists() else sys.executable
+    python = given or (str(peers) if peers.exists() else sys.executable)
+    found = shutil.which(python)
+    if found is None:
+        raise UsageError(f"--python should be a Python that runs. Received: {python!r}")
+    return os.path.abspath(found)  # no links followed: a virtual environment is where its link is
+
+
+def _require_plots() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UsageError("The report needs matplotlib: `pip install '.[bench]'`. Received: not installed")
 
 
 def _report(options: argparse.Namespace) -> int:
-    outcome = Journal.kept_in(options.folder) or Outcome.read(options.folder)
-    return _finish(outcome, options.folder, options.json)
+    _require_plots()
+    if not options.folder.is_dir():
+        raise UsageError(f"DIR should be a folder that `run` wrote. Received: {options.folder}")
+    return _finish(_read(options.folder), options.folder, options.json)
+
+
+def _read(path: Path) -> Outcome:
+    """What a folder's journal has, which may be newer than its results.json; else the file of results."""
+    kept = Journal.kept_in(path) if path.is_dir() else None
+    return Outcome.read(path) if kept is None else kept
 
 
 def _finish(outcome: Outcome, folder: Path, as_json: bool) -> int:
@@ -118,11 +156,11 @@ def _finish(outcome: Outcome, folder: Path, as_json: bool) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    found = compare(Outcome.read(options.before), Outcome.read(options.after))
+    found = compare(_read(options.before), _read(options.after))
     print(json.dumps(found.to_json(), indent=1) if options.json else found.to_text())
     return 1 if found.regressed else 0
 
 
 def _readme(options: argparse.Namespace) -> int:
-    print(f"{options.file}: {rewrite(options.file, Outcome.read(options.results))}")
+    print(f"{options.file}: {rewrite(options.file, _read(options.results))}")
     return 0

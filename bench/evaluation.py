@@ -16,7 +16,7 @@ from bench.cluster import Cluster
 from bench.cluster_network import require_privileges
 from bench.cluster_spec import ClusterError
 from bench.estimates import pipeline_s, round_s, suite_s
-from bench.journal import Journal
+from bench.journal import Journal, alone_in
 from bench.machine import describe_machine
 from bench.metrics import format_time, median
 from bench.outcome import ClusterFacts, Outcome, PipelineOutcome, Setting
@@ -25,7 +25,7 @@ from bench.places import Place, RealHosts
 from bench.progress import Progress
 from bench.ranks import run_ranks
 from bench.record import Case, Round
-from bench.suites import Group, PipelineRun, Suite, cluster_spec
+from bench.suites import Group, PipelineRun, Suite, SuiteError, cluster_spec
 
 RunRound = Callable[[Case, int, "Place | None", float], Round]
 """Runs one round of a case: case, number, place, seconds until it is ended."""
@@ -43,10 +43,14 @@ class Sites:
     note: str = ""
 
     def fit(self, suite: Suite) -> Suite:
-        """The suite as far as it can run here."""
+        """The suite as far as it can run here; SuiteError where nothing of it can."""
         if self.hosts is not None:
-            return suite.on_one_cluster("hosts", self.hosts.spec.slots)
-        return suite.on_one_cluster(_LOOPBACK, _LOOPBACK_RANKS) if self.loopback else suite
+            fitted = suite.on_one_cluster("hosts", self.hosts.spec.slots)
+        else:
+            fitted = suite.on_one_cluster(_LOOPBACK, _LOOPBACK_RANKS) if self.loopback else suite
+        if not fitted.groups and not fitted.pipelines:
+            raise SuiteError(f"A group at least should be able to run here. Received: none, {self.note}")
+        return fitted
 
     def facts(self, cluster: str) -> ClusterFacts:
         """What is known of a cluster before anything is measured."""
@@ -72,12 +76,12 @@ def find_sites(hosts: str | None) -> Sites:
     if hosts is not None:
         real = RealHosts(hosts)
         real.require_answers()
-        note = f"on {real.spec.describe()}; groups that need certain clusters or shares are left out"
+        note = f"on {real.spec.describe()}; certain clusters, shares and pipelines are left out"
         return Sites(hosts=real, note=note)
     try:
         require_privileges()
     except ClusterError as error:
-        note = f"on plain loopback, links not limited, clusters of the suite left out: {error}"
+        note = f"on plain loopback, without limits; clusters, shares and pipelines are left out: {error}"
         return Sites(loopback=True, note=note)
     return Sites()
 
@@ -124,12 +128,13 @@ class Evaluation:
 
     def run(self, folder: Path, progress: Progress) -> Outcome:
         """Run what is missing in the folder; KeyboardInterrupt leaves with all finished rounds kept."""
-        journal = Journal(folder, setting_of(self._suite, self._sites))
-        for group in self._suite.groups:
-            self._run_group(group, journal, progress)
-        for run in self._suite.pipelines:
-            self._run_pipeline(run, journal, progress)
-        return journal.outcome
+        with alone_in(folder):
+            journal = Journal(folder, setting_of(self._suite, self._sites))
+            for group in self._suite.groups:
+                self._run_group(group, journal, progress)
+            for run in self._suite.pipelines:
+                self._run_pipeline(run, journal, progress)
+            return journal.outcome
 
     def _run_group(self, group: Group, journal: Journal, progress: Progress) -> None:
         left = [turn for turn in group.turns() if not _done(journal.outcome, *turn)]
@@ -176,8 +181,8 @@ class Evaluation:
         progress.working_on(f"{cluster}: links")
         try:
             journal.add_links(links.measure(place, cluster))
-        except (ClusterError, subprocess.TimeoutExpired) as error:
-            progress.say(f"{cluster}: links not measured, {error}")
+        except Exception as error:  # the systems can be measured all the same
+            progress.say(f"{cluster}: links not measured, {error!r}")
 
     def _run_pipeline(self, run: PipelineRun, journal: Journal, progress: Progress) -> None:
         if any(each.name == run.name for each in journal.outcome.pipelines):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,24 @@ FILE = "journal.jsonl"
 
 class JournalError(RuntimeError):
     """A journal that belongs to another evaluation, or cannot be read."""
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make the folder and hold it; JournalError while another process does. It ends with the process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    place = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise JournalError(
+                    f"One evaluation at a time may run in a folder. Received: {folder}, in use by another"
+                ) from error
+        yield
+    finally:
+        os.close(place)
 
 
 class Journal:
@@ -86,7 +107,7 @@ def _outcome(path: Path, lines: list[bytes]) -> Outcome:
             tuple(LinkFacts(**each) for each in of.get("link", [])),
             tuple(pipeline_from_dict(each) for each in of.get("pipeline", [])),
         )
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise JournalError(f"{path} should be a journal of an evaluation. Received: {error!r}") from error
 
 
@@ -95,6 +116,11 @@ def _require_same(folder: Path, there: Setting, wanted: Setting) -> None:
         raise JournalError(
             f"{folder} holds the results of another plan (suite {there.suite!r}, of {there.started}): "
             f"go on with that one, or give another --out. Received: suite {wanted.suite!r}"
+        )
+    if there.clusters != wanted.clusters:
+        began, now = ("; ".join(each.description for each in of.clusters) for of in (there, wanted))
+        raise JournalError(
+            f"{folder} was begun on other hosts ({began}): give another --out. Received: {now}"
         )
     if there.machine.cpu != wanted.machine.cpu or there.machine.cores != wanted.machine.cores:
         raise JournalError(

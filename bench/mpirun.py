@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.cluster_network import SUBNET
 from bench.cluster_spec import ClusterError, ClusterSpec
+from bench.termination import undisturbed
 
 Start = Callable[[list[str]], list[str]]  # a command to the command line that starts it on ranks
 
@@ -100,7 +101,8 @@ def run(
         try:
             out, err = process.communicate(timeout=timeout_s)
         except BaseException as error:
-            out, err = end(process)
+            with undisturbed():
+                out, err = end(process)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise subprocess.TimeoutExpired(list(command), error.timeout, out, err) from None
             raise

@@ -86,9 +86,11 @@ class Outcome:
                 tuple(LinkFacts(**each) for each in data["links"]),
                 tuple(pipeline_from_dict(each) for each in data["pipelines"]),
             )
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except OutcomeError:
+            raise
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise OutcomeError(
-                f"Results should be as `python -m bench run` writes them. Received: {error!r}"
+                f"Results should be as `hvpipe bench run` writes them. Received: {error!r}"
             ) from error
 
     @staticmethod
@@ -96,8 +98,8 @@ class Outcome:
         """From results.json, or from a folder that has one."""
         file = path / "results.json" if path.is_dir() else path
         try:
-            return Outcome.from_json(file.read_text())
-        except OSError as error:
+            return Outcome.from_json(file.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
             raise OutcomeError(f"Results should be a file that can be read. Received: {file}") from error
         except OutcomeError as error:
             raise OutcomeError(f"{file}: {error}") from error

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from bench import mpirun
+from bench.termination import undisturbed
 
 _POLL_S = 0.05
 
@@ -75,11 +76,12 @@ def run_together(
                     return Ended(f"did not end within {timeout_s:g} s", said)
                 time.sleep(_POLL_S)
         finally:
-            for process in running:
-                mpirun.end(process)
-                with suppress(ProcessLookupError):  # what has outlived the first of its group
-                    os.killpg(process.pid, signal.SIGKILL)
-            _end_left_behind(str(directory))
+            with undisturbed():
+                for process in running:
+                    mpirun.end(process)
+                    with suppress(ProcessLookupError):  # what has outlived the first of its group
+                        os.killpg(process.pid, signal.SIGKILL)
+                _end_left_behind(str(directory))
 
 
 def _end_of(output: Path, most: int = 6000) -> str:

@@ -6,6 +6,7 @@ after round; a round is a fresh set of processes that warms up and then takes ti
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -127,6 +128,15 @@ class Round:
         case = dict(data["case"])
         task = dict(case.pop("task"))
         task["shares"] = tuple(task["shares"])
-        ranks = tuple(RankRound(**rank) for rank in data["ranks"])
+        ranks = tuple(_rank(rank) for rank in data["ranks"])
         rest = {k: v for k, v in data.items() if k not in ("case", "ranks", "notes")}
         return Round(Case(task=Task(**task), **case), ranks=ranks, notes=tuple(data["notes"]), **rest)
+
+
+def _rank(data: dict[str, Any]) -> RankRound:
+    """ValueError where steps are no seconds: a step that is NaN would compare as none."""
+    rank = RankRound(**data)
+    times_s = (*rank.step_s, rank.wall_s)
+    if not rank.step_s or not all(math.isfinite(each) and each >= 0 for each in times_s):
+        raise ValueError(f"A rank's steps should be seconds. Received: step_s={rank.step_s}, {rank.wall_s}")
+    return rank

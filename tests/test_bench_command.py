@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench import command
@@ -13,7 +19,9 @@ from bench.evaluation import Sites
 from bench.files import write_outputs
 from bench.journal import Journal
 from bench.outcome import Outcome
+from bench.readme import BEGIN, END
 from bench.record import Case, Round
+from bench.termination import ended_by_exception
 from bench_rounds import case, finished, outcome
 from hvpipe import bench_command, cli
 from hvpipe.errors import LaunchError
@@ -75,6 +83,112 @@ def test_run_measures_what_is_there_and_writes_the_files(
     assert found.setting.notes == ("on plain loopback",)
 
 
+def test_where_no_system_is_there_nothing_could_be_run(
+    suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--systems", "horovod"]) == 2
+    assert "Received: none" in capsys.readouterr().err
+    assert "absent" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--systems", "hvpipe-stpe"], "Received: ['hvpipe-stpe']"),
+        (["--systems", ""], "Received: ['']"),
+        (["--python", "/absent/python"], "--python should be a Python that runs. Received: '/absent/python'"),
+        (["--out", "{file}"], "File exists"),
+    ],
+)
+def test_words_that_cannot_be_followed_are_exit_code_2(
+    words: list[str], says: str, suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert command.main(["run", suite, *(word.format(file=tmp_path / "file") for word in words)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_systems_may_have_blanks_between_them(suite: str, tmp_path: Path) -> None:
+    words = ["run", suite, "--out", str(tmp_path / "out"), "--systems", "single, hvpipe-step"]
+    assert command.main(words) == 0
+
+
+def test_the_python_that_trains_is_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert command._python("bin/python") == str(tmp_path / "bin" / "python")
+
+
+def test_without_matplotlib_it_says_so_before_anything_is_measured(
+    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert command.main(["run", suite, "--out", str(tmp_path / "out")]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+SLEEPER = """
+import sys
+from pathlib import Path
+from bench import command, rounds
+from bench.evaluation import Sites
+from bench.processes import Command, run_together
+from bench_rounds import finished
+
+folder = Path(sys.argv[1])
+
+def run_round(case, number, place, timeout_s, *, python):
+    if case.system == "single":
+        return finished(case, 1.0)
+    line = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(300)", str(folder)]
+    run_together([Command("sleeper", line)], folder, timeout_s=300)
+
+rounds.run_round = run_round
+command.find_sites = lambda hosts: Sites(loopback=True)
+systems = ["--systems", "single,hvpipe-step"]
+sys.exit(command.main(["run", str(folder / "mine.toml"), "--out", str(folder / "out"), *systems]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_ends_what_runs_on_plain_loopback_and_keeps_the_rest(
+    number: signal.Signals, suite: str, tmp_path: Path
+) -> None:
+    line = [sys.executable, "-c", SLEEPER, str(tmp_path)]
+    folders = f"{Path(command.__file__).parents[1]}:{Path(__file__).parent}"
+    environment = {**os.environ, "PYTHONPATH": folders}
+    said = tmp_path / "sleeper.output"
+    with subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        deadline_s = time.monotonic() + 60
+        while not (said.exists() and said.read_text()) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "finished rounds are kept" in error
+    running = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
+    assert not any(str(tmp_path) in words for words in running)
+    kept = Journal.kept_in(tmp_path / "out")
+    assert kept is not None
+    assert [each.case.system for each in kept.rounds] == ["single"]
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ended_by_exception():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_plan_says_what_would_run_and_runs_nothing(
     suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +238,21 @@ def test_a_report_of_a_run_that_was_interrupted(tmp_path: Path) -> None:
     assert len(Outcome.read(tmp_path).rounds) == 2
 
 
+def test_a_run_that_was_interrupted_is_compared_and_shown_as_far_as_it_went(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "after", outcome().setting)
+    journal.add_round(finished(case("hvpipe-step"), 1.0))
+    before = written(tmp_path / "before", finished(case("hvpipe-step"), 1.0))
+    assert command.main(["compare", before, str(tmp_path / "after")]) == 0
+    # What the journal has since then counts, not the results written before.
+    write_outputs(journal.outcome, tmp_path / "after")
+    journal.add_round(finished(case("hvpipe-step"), 5.0, number=1))
+    assert command.main(["compare", before, str(tmp_path / "after")]) == 1
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    assert command.main(["readme", str(tmp_path / "after"), "--file", str(readme)]) == 0
+    assert "3 s" in readme.read_text()
+
+
 def test_compare_is_exit_code_1_where_something_is_slower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,6 +268,10 @@ def test_compare_is_exit_code_1_where_something_is_slower(
 def test_what_cannot_be_read_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("hvpipe bench report: Results should be a file")
+    (tmp_path / "results.json").write_bytes(b"\xff")
+    for words in (["report", str(tmp_path / "results.json")], ["compare", str(tmp_path), str(tmp_path)]):
+        assert command.main(words) == 2
+        assert "Received: " in capsys.readouterr().err
     with pytest.raises(SystemExit) as caught:
         command.main(["walk"])
     assert caught.value.code == 2

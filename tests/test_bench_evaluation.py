@@ -15,12 +15,12 @@ import pytest
 from bench import evaluation
 from bench.cluster_spec import ClusterError
 from bench.evaluation import Evaluation, Sites, find_sites
-from bench.journal import FILE, JournalError
+from bench.journal import FILE, JournalError, alone_in
 from bench.outcome import Outcome, OutcomeError
 from bench.places import RealHosts
 from bench.progress import Progress, format_left
 from bench.record import Case, Round, Task
-from bench.suites import Group, Suite
+from bench.suites import Group, Suite, SuiteError
 from bench_rounds import finished
 
 HERE = Sites(loopback=True, note="not root")
@@ -141,8 +141,31 @@ def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
         run(tmp_path, Systems(), other)
 
 
-def test_a_journal_that_is_none(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_text('{"kind": "round"}\n')
+def test_a_folder_of_other_hosts_is_refused(tmp_path: Path) -> None:
+    def on(hosts: str) -> Evaluation:
+        return Evaluation(SUITE, Sites(hosts=RealHosts(hosts)), Systems(), {"a": "absent", "b": "absent"})
+
+    on("a:1,b:1").run(tmp_path, Progress(1.0, io.StringIO()))
+    on("a:1,b:1").run(tmp_path, Progress(1.0, io.StringIO()))
+    with pytest.raises(JournalError, match=r"begun on other hosts \(hosts a:1, b:1\).*Received: hosts c:2"):
+        on("c:2").run(tmp_path, Progress(1.0, io.StringIO()))
+
+
+def test_a_folder_in_which_another_one_runs_is_refused(tmp_path: Path) -> None:
+    with alone_in(tmp_path), pytest.raises(JournalError, match="One evaluation at a time"):
+        run(tmp_path, Systems())
+    run(tmp_path, Systems())
+
+
+def test_a_suite_of_which_nothing_can_run_here(tmp_path: Path) -> None:
+    shared = Group(Task("digits", 8, shares=(12, 4)), "slow-cpu", 2, ("a",))
+    with pytest.raises(SuiteError, match="Received: none, not root"):
+        Evaluation(Suite("mine", "Mine", (shared,)), HERE, Systems(), {})
+
+
+@pytest.mark.parametrize("text", [b'{"kind": "round"}', b"5", b"null", b"[]", b"\xff", b'{"kind": []}'])
+def test_a_journal_that_is_none(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(text + b"\n")
     with pytest.raises(JournalError, match="should be a journal"):
         run(tmp_path, Systems())
 
@@ -150,7 +173,10 @@ def test_a_journal_that_is_none(tmp_path: Path) -> None:
 def test_results_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(OutcomeError, match=r"can be read. Received: "):
         Outcome.read(tmp_path)
-    for text in ("", "[]", "{}", json.dumps({"format": 99})):
+    found = json.loads(run(tmp_path, Systems())[0].to_json())
+    found["rounds"][0]["ranks"][0]["step_s"] = [float("nan")]
+    steps = json.dumps(found)
+    for text in ("", "[]", "{}", "5", json.dumps({"format": 99}), '{"format": 1, "setting": []}', steps):
         (tmp_path / "results.json").write_text(text)
         with pytest.raises(OutcomeError, match=r"results\.json: Results should be .*Received: "):
             Outcome.read(tmp_path)

@@ -121,7 +121,7 @@ def test_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None
         (GROUP.replace("batch = 8", "batch = true"), "Received: True"),
         (GROUP.replace("batch = 8", "batch = 0"), "batch=0"),
         (GROUP + "steps = 2.5", "steps should be a whole number"),
-        (GROUP + "epochs = -1", "epochs=-1"),
+        (GROUP.replace("resnet50", "digits") + "epochs = -1", "epochs=-1"),
         (GROUP + "rounds = 0", "rounds should be a whole number of at least 1. Received: 0"),
         (GROUP + 'rounds = "2"', "Received: '2'"),
         (GROUP + 'scaling = "medium"', "Received: 'medium'"),
