@@ -72,7 +72,9 @@ def _slowest_link(outcome: Outcome, row: CaseFigures) -> str:
         return "the links"
     slowest, rate = min(rates.items(), key=lambda item: item[1])
     alike = max(rates.values()) < 1.2 * rate
-    name = "the links" if alike and len(rates) > 1 else f"the link of host {slowest.second}"
+    name = "the links" if alike else f"the link of host {slowest.second}"
+    if len(rates) == 1:  # which of its ends is the slow one, nobody can tell
+        name = f"the link between {slowest.first} and {slowest.second}"
     return f"{name} ({rate / 1e6:.0f} Mb/s each way)"
 
 

@@ -146,7 +146,10 @@ def _end_processes(cluster: str, patience_s: float = 2.0) -> None:
 
 
 def _call(*command: str) -> str:
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    try:
+        result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(f"`{' '.join(command)}` did not end within {error.timeout:g} s.") from error
     if result.returncode != 0:
         said = result.stderr.strip() or f"exit status {result.returncode}"
         raise ClusterError(f"`{' '.join(command)}` failed: {said}.")

@@ -9,7 +9,7 @@ from bench.cluster_spec import ClusterError
 from bench.metrics import communication_bound_s
 from bench.suites import Group, PipelineRun, Suite, cluster_spec
 
-_GROUP_S = 15.0  # cluster up and down, links measured
+GROUP_S = 15.0  # cluster up and down, links measured
 _PROCESS_S = 9.0  # TensorFlow's import, of each process
 _DIGITS = 1437  # samples of an epoch
 
@@ -62,8 +62,8 @@ def pipeline_s(run: PipelineRun) -> float:
 
 def suite_s(suite: Suite) -> float:
     """Seconds of the whole suite."""
-    groups = sum(_GROUP_S + len(group.turns()) * round_s(group) for group in suite.groups)
-    return groups + sum(_GROUP_S + pipeline_s(run) for run in suite.pipelines)
+    groups = sum(GROUP_S + len(group.turns()) * round_s(group) for group in suite.groups)
+    return groups + sum(GROUP_S + pipeline_s(run) for run in suite.pipelines)
 
 
 def _cluster_facts(group: Group) -> tuple[int, float | None, float]:

@@ -14,8 +14,8 @@ from pathlib import Path
 from bench import links
 from bench.cluster import Cluster
 from bench.cluster_network import require_privileges
-from bench.cluster_spec import ClusterError
-from bench.estimates import pipeline_s, round_s, suite_s
+from bench.cluster_spec import ClusterError, equal_hosts
+from bench.estimates import GROUP_S, pipeline_s, round_s, suite_s
 from bench.journal import Journal, alone_in
 from bench.machine import describe_machine
 from bench.metrics import format_time, median
@@ -80,6 +80,8 @@ def find_sites(hosts: str | None) -> Sites:
         return Sites(hosts=real, note=note)
     try:
         require_privileges()
+        with Cluster(equal_hosts(1)):  # root of a container may not be allowed to
+            pass
     except ClusterError as error:
         note = f"on plain loopback, without limits; clusters, shares and pipelines are left out: {error}"
         return Sites(loopback=True, note=note)
@@ -132,12 +134,15 @@ class Evaluation:
             journal = Journal(folder, setting_of(self._suite, self._sites))
             for group in self._suite.groups:
                 self._run_group(group, journal, progress)
+                progress.leave_out(GROUP_S)
             for run in self._suite.pipelines:
                 self._run_pipeline(run, journal, progress)
+                progress.leave_out(GROUP_S)
             return journal.outcome
 
     def _run_group(self, group: Group, journal: Journal, progress: Progress) -> None:
-        left = [turn for turn in group.turns() if not _done(journal.outcome, *turn)]
+        kept = journal.outcome
+        left = [turn for turn in group.turns() if not _done(kept, *turn) and not _gave_up(kept, turn[1])]
         for case in dict.fromkeys(case for _, case in left if case.system in self._missing):
             if not any(each.case.key == case.key for each in journal.outcome.rounds):
                 journal.add_round(Round(case, 0, skipped=self._missing[case.system]))
@@ -161,6 +166,7 @@ class Evaluation:
             for number, case in left:
                 if not _done(journal.outcome, number, case):
                     journal.add_round(Round(case, number, error=f"the cluster: {error}"))
+                    progress.leave_out(round_s(group))
             progress.say(f"{group.name}: failed, {error}")
 
     def _round(self, case: Case, number: int, place: Place | None, timeout_s: float) -> Round:
@@ -186,6 +192,7 @@ class Evaluation:
 
     def _run_pipeline(self, run: PipelineRun, journal: Journal, progress: Progress) -> None:
         if any(each.name == run.name for each in journal.outcome.pipelines):
+            progress.leave_out(pipeline_s(run))
             return
         with progress.part(run.name, pipeline_s(run)):
             try:

@@ -9,6 +9,7 @@ and so is that of whatever is compared with it; its spread is the standard devia
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -112,6 +113,30 @@ def rounds_by_case(outcome: Outcome) -> dict[str, list[Round]]:
     for each in outcome.rounds:
         cases.setdefault(each.case.key, []).append(each)
     return cases
+
+
+def not_measured(outcome: Outcome) -> dict[str, str]:
+    """Why, by case or pipeline: one that failed in any round, and one that was skipped in all."""
+    found = {}
+    for key, rounds in rounds_by_case(outcome).items():
+        failed = next((each for each in rounds if each.error), None)
+        if failed is not None:
+            found[key] = f"failed, {failed.why}"
+        elif not any(each.ok for each in rounds):
+            found[key] = f"skipped, {rounds[-1].why}"
+    return found | {each.name: f"failed, {each.error}" for each in outcome.pipelines if each.error}
+
+
+def tensorflow_versions(outcome: Outcome) -> dict[str, list[str]]:
+    """The systems that were measured on each version of TensorFlow."""
+    found: dict[str, list[str]] = {}
+    for each in outcome.rounds:
+        version = re.search(r"TensorFlow ([^\s,]+)", each.versions)
+        if each.ok and version is not None:
+            systems = found.setdefault(version[1], [])
+            if each.case.system not in systems:
+                systems.append(each.case.system)
+    return found
 
 
 def compare_in_groups(rows: Iterable[CaseFigures], system: str, baselines: Sequence[str]) -> list[Comparison]:

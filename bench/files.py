@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 from bench.advice import advice
-from bench.figures import all_figures, by_group
-from bench.headlines import headlines
+from bench.figures import all_figures, by_group, not_measured
+from bench.headlines import cautions, headlines
 from bench.metrics import format_time, table
 from bench.outcome import Outcome
 from bench.page import page
@@ -15,15 +17,17 @@ from bench.spreadsheet import to_csv
 
 
 def write_outputs(outcome: Outcome, folder: Path) -> list[Path]:
-    """Write the three into the folder; their paths."""
-    texts = {
-        "results.json": outcome.to_json(),
-        "results.csv": to_csv(outcome),
-        "report.html": page(outcome),
+    """Write the three into the folder, each whole or not at all; their paths."""
+    outputs: dict[str, Callable[[Outcome], str]] = {
+        "results.json": Outcome.to_json,
+        "results.csv": to_csv,
+        "report.html": page,
     }
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-    return [folder / name for name in texts]
+    for name, make in outputs.items():
+        partial = folder / f".{name}"
+        partial.write_text(make(outcome), encoding="utf-8")
+        os.replace(partial, folder / name)
+    return [folder / name for name in outputs]
 
 
 def show_figures(outcome: Outcome, *, as_json: bool) -> str:
@@ -42,8 +46,16 @@ def show_figures(outcome: Outcome, *, as_json: bool) -> str:
             for row in rows
         ]
         heads = [{"title": h.title, "figure": h.figure, "detail": h.detail} for h in headlines(outcome, rows)]
-        return json.dumps({"headlines": heads, "advice": advice(outcome, rows), "cases": cases}, indent=1)
-    parts = [f"{head.title}: {head.figure} ({head.detail})" for head in headlines(outcome, rows)]
+        figures = {
+            "headlines": heads,
+            "advice": advice(outcome, rows),
+            "cautions": cautions(outcome),
+            "cases": cases,
+            "not_measured": not_measured(outcome),
+        }
+        return json.dumps(figures, indent=1)
+    parts = cautions(outcome)
+    parts += [f"{head.title}: {head.figure} ({head.detail})" for head in headlines(outcome, rows)]
     parts += [f"advice: {text}" for text in advice(outcome, rows)]
     for name, members in by_group(rows).items():
         lines = [
@@ -59,9 +71,5 @@ def show_figures(outcome: Outcome, *, as_json: bool) -> str:
         ]
         header = ["system", "step", "noise", "samples/s", "efficiency", "over bound"]
         parts.append(f"\n{name}\n{table(header, lines)}")
-    without = [each for each in outcome.rounds if not each.ok]
-    parts += [
-        f"{each.case.key}: {'skipped' if each.skipped else 'failed'}, {each.why}"
-        for each in {each.case.key: each for each in without}.values()
-    ]
+    parts += [f"{key}: {why}" for key, why in not_measured(outcome).items()]
     return "\n".join(parts)

@@ -15,6 +15,7 @@ from bench.figures import (
     limited_by_links,
     means,
     shares_gain,
+    tensorflow_versions,
 )
 from bench.metrics import geometric_mean
 from bench.outcome import Outcome
@@ -44,7 +45,8 @@ def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
     for title, baselines in _AGAINST:
         mean = means(compare_in_groups(limited or rows, OURS, baselines))
         if mean is not None:
-            found.append(_against(title, mean, "on links up to 1 Gb/s" if limited else "on unlimited links"))
+            where = "on links up to 1 Gb/s" if limited else "on links that are faster or have no set rate"
+            found.append(_against(title, mean, where))
     ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
     ratios = [row.over_bound for row in ours if row.over_bound is not None]
     if ratios:
@@ -66,11 +68,19 @@ def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
     return found + _scaling(rows)
 
 
+def cautions(outcome: Outcome) -> list[str]:
+    """What a reader must know before the figures."""
+    versions = tensorflow_versions(outcome)
+    said = ", ".join(f"{version} ({', '.join(systems)})" for version, systems in versions.items())
+    mixed = [f"Not all was measured on the same TensorFlow: {said}."] if len(versions) > 1 else []
+    return [*outcome.setting.notes, *mixed]
+
+
 def _against(title: str, mean: Means, where: str) -> Headline:
     slower = f"; slower in {', '.join(mean.slower_in)}" if mean.slower_in else "; slower in none"
     return Headline(
         f"{OURS} against {title}",
-        f"{mean.speedup:.2f}x, {mean.reduction:.0%} less time",
+        f"{mean.speedup:.2f}x, {abs(mean.reduction):.0%} {'less' if mean.reduction >= 0 else 'more'} time",
         f"geometric mean of the speedups, arithmetic mean of the reductions, {_cases(mean.groups)} {where}; "
         f"worst {mean.worst_speedup:.2f}x{slower}",
     )

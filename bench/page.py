@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.advice import advice
 from bench.figures import all_figures
-from bench.headlines import headlines
+from bench.headlines import cautions, headlines
 from bench.markup import around, element
 from bench.outcome import Outcome
 from bench.page_measured import breakdown, steps
@@ -51,14 +51,14 @@ def page(outcome: Outcome) -> str:
         element(
             "p", f"{setting.started[:10]}, {setting.machine.describe()}, hvpipe {setting.machine.hvpipe}"
         ),
-        *(element("p", note, "notice") for note in setting.notes),
+        *(element("p", each, "notice") for each in cautions(outcome)),
         around("div", cards, "cards"),
     ]
     for title, make in sections:
         made = make()
         if made and made != "<ul></ul>":
             body += [element("h2", title), made]
-    style = Path(__file__).with_name("page.css").read_text()
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

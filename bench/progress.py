@@ -21,12 +21,14 @@ class Progress:
     @property
     def share(self) -> float:
         """0 to 1."""
-        return self._done_s / self._total_s if self._total_s else 1.0
+        left_s = self._total_s - self._done_s
+        return self._done_s / self._total_s if left_s > 1e-6 else 1.0
 
     @property
     def left_s(self) -> float:
         """By the estimates, corrected once a twentieth is done."""
-        factor = self._taken_s / self._done_s if self.share > 0.05 else 1.0
+        begun = self._done_s > max(0.0, 0.05 * self._total_s)
+        factor = self._taken_s / self._done_s if begun else 1.0
         return max(0.0, self._total_s - self._done_s) * factor
 
     @contextmanager

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
-from bench.figures import ALONE, CaseFigures, all_figures, by_group
-from bench.headlines import headlines
+from bench.figures import ALONE, CaseFigures, all_figures, by_group, not_measured
+from bench.headlines import cautions, headlines
 from bench.metrics import format_time
 from bench.outcome import Outcome
 
@@ -19,8 +21,8 @@ class ReadmeError(ValueError):
 def rewrite(path: Path, outcome: Outcome) -> str:
     """Put the table between the comments; what was done, in words."""
     try:
-        text = path.read_text()
-    except OSError as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
         raise ReadmeError(f"The table goes into a file that can be read. Received: {path}") from error
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
         raise ReadmeError(f"{path} should have the lines {BEGIN} and {END}, once, in this order")
@@ -28,7 +30,7 @@ def rewrite(path: Path, outcome: Outcome) -> str:
     new = f"{head}{BEGIN}\n{comparison(outcome)}\n{END}{rest.partition(END)[2]}"
     if new == text:
         return "as it was"
-    path.write_text(new)
+    path.write_text(new, encoding="utf-8")
     return "rewritten"
 
 
@@ -36,8 +38,11 @@ def comparison(outcome: Outcome) -> str:
     """The headlines as a list, then a Markdown table: a row for each group, a column for each system."""
     rows = all_figures(outcome)
     groups = [members for members in by_group(rows).values() if not members[0].case.task.epochs]
-    systems = list(dict.fromkeys(row.case.system for members in groups for row in members))
+    if not groups:
+        raise ReadmeError("The table wants an evaluation with figures of steps. Received: none")
+    systems = list(dict.fromkeys(each.case.system for each in outcome.rounds if not each.case.task.epochs))
     systems.sort(key=lambda system: system != ALONE)
+    without = {key: why.partition(",")[0] for key, why in not_measured(outcome).items()}
     lines = [f"- {head.title}: **{head.figure}** ({head.detail})" for head in headlines(outcome, rows)]
     machine, date = outcome.setting.machine.describe(), outcome.setting.started[:10]
     lines += [
@@ -45,11 +50,15 @@ def comparison(outcome: Outcome) -> str:
         f"Median step (mean where asynchronous: `tf-ps`), {machine}, {date}; fastest in bold, `{ALONE}` is "
         "computing without sharing.",
         "",
+        *cautions(outcome),
+        "",
     ]
     lines.append(f"| what is trained | {' | '.join(f'`{system}`' for system in systems)} |")
     lines.append("|---" * (1 + len(systems)) + "|")
-    lines += [f"| {_what(members[0])} | {' | '.join(_cells(members, systems))} |" for members in groups]
-    return "\n".join(lines).strip("\n")
+    lines += [
+        f"| {_what(members[0])} | {' | '.join(_cells(members, systems, without))} |" for members in groups
+    ]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
 
 
 def _what(row: CaseFigures) -> str:
@@ -58,11 +67,13 @@ def _what(row: CaseFigures) -> str:
     return f"{task.workload}, {task.pixels}, {size}, {row.case.cluster}"
 
 
-def _cells(members: list[CaseFigures], systems: list[str]) -> list[str]:
+def _cells(members: list[CaseFigures], systems: list[str], without: Mapping[str, str]) -> list[str]:
+    """A step for each system, or `failed` or `skipped` as in `without`, by case."""
     steps = {row.case.system: row.step_s for row in members}
     fastest = min((s for system, s in steps.items() if system != ALONE), default=None)
     cells = []
     for system in systems:
-        text = format_time(steps[system]) if system in steps else ""
-        cells.append(f"**{text}**" if text and steps[system] == fastest and system != ALONE else text)
+        why = without.get(f"{members[0].case.group}/{system}", "")
+        text = format_time(steps[system]) if system in steps else why
+        cells.append(f"**{text}**" if steps.get(system) == fastest and system != ALONE else text)
     return cells

@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 
 from bench import evaluation
+from bench.cluster import Cluster
 from bench.cluster_spec import ClusterError
-from bench.evaluation import Evaluation, Sites, find_sites
-from bench.journal import FILE, JournalError, alone_in
-from bench.outcome import Outcome, OutcomeError
+from bench.evaluation import Evaluation, Sites, find_sites, setting_of
+from bench.journal import FILE, Journal, JournalError, alone_in
+from bench.outcome import Outcome, OutcomeError, PipelineOutcome
 from bench.places import RealHosts
 from bench.progress import Progress, format_left
 from bench.record import Case, Round, Task
-from bench.suites import Group, Suite, SuiteError
+from bench.suites import Group, PipelineRun, Suite, SuiteError
 from bench_rounds import finished
 
 HERE = Sites(loopback=True, note="not root")
@@ -71,6 +72,31 @@ def test_what_is_interrupted_goes_on_without_losing_or_repeating(stop_at: int, t
     outcome, _ = run(tmp_path, second)
     assert first.asked + second.asked == ALL
     assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
+
+
+def test_at_the_end_nothing_is_left_to_do(tmp_path: Path) -> None:
+    run_, part = PipelineRun("2x1gbit", "vgg16"), Group(Task("digits", 8), "loopback", 2, ("c",))
+    suite = replace(SUITE, groups=(*SUITE.groups, part))
+    for systems in (Systems(fails=("b",)), Systems()):
+        evaluated = Evaluation(suite, HERE, systems, {"c": "absent"})
+        progress = Progress(evaluated.estimate_s(), io.StringIO())
+        evaluated.run(tmp_path, progress)
+        assert progress.share == pytest.approx(1.0)
+        assert progress.left_s == pytest.approx(0.0, abs=1e-6)
+    journal = Journal(tmp_path / "p", setting_of(Suite("p", "P", (), (run_,)), Sites()))
+    journal.add_pipeline(PipelineOutcome(run_.name, error="failed"))
+    evaluated = Evaluation(Suite("p", "P", (), (run_,)), Sites(), Systems(), {})
+    progress = Progress(evaluated.estimate_s(), io.StringIO())
+    evaluated.run(tmp_path / "p", progress)
+    assert progress.left_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_cluster_is_not_brought_up_for_what_has_failed_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, Systems(stop_at=2, fails=("a", "b")))
+    monkeypatch.setattr(Sites, "place", lambda self, cluster: pytest.fail("it was"))
+    run(tmp_path, Systems())
 
 
 def test_a_line_that_was_half_written_is_measured_again(tmp_path: Path) -> None:
@@ -194,6 +220,17 @@ def test_without_root_it_is_plain_loopback_and_says_so(monkeypatch: pytest.Monke
     with sites.place("2x1gbit") as place:
         assert place is None
     assert sites.facts("loopback").slowest_bits_per_s is None
+
+
+def test_root_that_may_not_make_namespaces_is_plain_loopback_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Cluster, owner_pid: int = 0) -> None:
+        raise ClusterError("`ip netns add` failed: Operation not permitted.")
+
+    monkeypatch.setattr(evaluation, "require_privileges", lambda: None)
+    monkeypatch.setattr(Cluster, "up", refuse)
+    sites = find_sites(None)
+    assert sites.loopback
+    assert "not permitted" in sites.note
 
 
 def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from functools import cache
@@ -13,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.advice import advice, with_half_the_bytes
-from bench.figures import all_figures
-from bench.headlines import headlines
+from bench.figures import all_figures, not_measured
+from bench.files import show_figures, write_outputs
+from bench.headlines import cautions, headlines
 from bench.links import LinkFacts
 from bench.outcome import ClusterFacts, Outcome, PipelineOutcome
 from bench.page import page
@@ -161,6 +163,49 @@ def test_headlines_say_how_means_are_formed() -> None:
     assert heads["step over its bound"].figure == f"{(2 * 2.5 / 1.1424) ** 0.5:.2f}x"
 
 
+def test_slower_is_more_time_and_links_without_a_rate_are_not_said_to_be_slow() -> None:
+    rounds = [finished(case(name, "hosts"), s) for name, s in (("tf-mwms", 1.0), ("hvpipe-step", 1.25))]
+    found = outcome(*rounds, clusters=(ClusterFacts("hosts", "hosts a:1, b:1", 2),))
+    head = headlines(found, all_figures(found))[0]
+    assert head.figure == "0.80x, 25% more time"
+    assert "1 case on links that are faster or have no set rate" in head.detail
+
+
+def test_figures_of_different_tensorflows_are_said_to_be() -> None:
+    newer = replace(finished(case("horovod"), 1.0), versions="TensorFlow 2.21.0, Keras 3.15")
+    found = outcome(finished(case("single"), 1.0), finished(case("tf-mwms"), 1.0), newer)
+    said = "Not all was measured on the same TensorFlow: 2.18.1 (single, tf-mwms), 2.21.0 (horovod)."
+    assert cautions(found) == [said]
+    assert said in page(found)
+    assert said in show_figures(found, as_json=False)
+    assert said in comparison(found)
+    assert cautions(everything()) == ["plain loopback & so on"]
+
+
+def test_what_was_measured_in_the_end_is_not_shown_as_skipped() -> None:
+    skipped = Round(case("horovod"), 0, skipped="not installed")
+    found = outcome(skipped, finished(case("horovod"), 1.0), pipelines=(PipelineOutcome("p", error="no"),))
+    assert not_measured(found) == {"p": "failed, no"}
+    assert "skipped" not in show_figures(found, as_json=False)
+    assert json.loads(show_figures(outcome(skipped), as_json=True))["not_measured"] == {
+        "resnet50-64/8/2x1gbit-2/weak/horovod": "skipped, not installed"
+    }
+
+
+def test_results_are_written_though_the_page_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Outcome) -> str:
+        raise RuntimeError("no plots")
+
+    write_outputs(everything(), tmp_path)
+    monkeypatch.setattr("bench.files.page", fail)
+    with pytest.raises(RuntimeError, match="no plots"):
+        write_outputs(outcome(finished(case("single"), 1.0)), tmp_path)
+    assert len(Outcome.read(tmp_path).rounds) == 1
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == whole_page()
+
+
 def test_half_the_bytes() -> None:
     # 1.5 s on the links, 0.5 of it hidden: 0.75 s, of which 0.25 is not hidden.
     assert with_half_the_bytes(2.0, 1.0, 0.5) == pytest.approx(1.25)
@@ -176,11 +221,19 @@ def test_half_the_bytes_never_hurts_and_saves_at_most_what_shows(
     assert step - exposed - 1e-9 <= predicted <= step - exposed / 2 + 1e-9
 
 
-def test_advice_on_links_names_the_host_and_the_gain() -> None:
+def test_advice_names_the_host_whose_link_is_slower_than_the_others() -> None:
+    links = (LINK, replace(LINK, second="h2", two_way_bits_per_s=9.4e7), replace(LINK, second="h3"))
+    found = outcome(finished(case("hvpipe-step"), 2.0, parts_s=PARTS), links=links)
+    assert "waits for the link of host h2 (94 Mb/s each way)" in advice(found, all_figures(found))[0]
+    found = replace(found, links=(LINK, replace(LINK, second="h2")))
+    assert "waits for the links (940 Mb/s each way)" in advice(found, all_figures(found))[0]
+
+
+def test_advice_on_links_names_them_and_the_gain() -> None:
     found = outcome(finished(case("hvpipe-step"), 2.0, parts_s=PARTS), links=(LINK,))
     assert advice(found, all_figures(found)) == [
-        "resnet50, 8 a rank, on 2x1gbit: 50% of the step waits for the link of host h1 (940 Mb/s each way); "
-        'bf16 halves what travels: predicted 1.60x. Try compression="bf16".'
+        "resnet50, 8 a rank, on 2x1gbit: 50% of the step waits for the link between h0 and h1 (940 Mb/s each "
+        'way); bf16 halves what travels: predicted 1.60x. Try compression="bf16".'
     ]
 
 
@@ -225,7 +278,9 @@ def test_readme_table_goes_between_the_comments(tmp_path: Path) -> None:
     text = readme.read_text()
     assert text.startswith(f"# Title\n\n{BEGIN}\n- hvpipe-step against best native")
     assert text.endswith(f"|\n{END}\n\nThe end.\n")
-    assert "| resnet50, 64, 8 a rank, 2x1gbit | 1 s | 3 s | **2 s** |" in text
+    assert "| resnet50, 64, 8 a rank, 2x1gbit | 1 s | 3 s | **2 s** | failed | skipped |" in text
+    assert "| resnet50, 64, 8 a rank, 4x1gbit | 1 s |  | **2.5 s** |  |  |" in text
+    assert "\n\nplain loopback & so on\n\n|" in text
     assert "digits" not in text
     assert "former" not in text
     assert rewrite(readme, everything()) == "as it was"
@@ -238,6 +293,10 @@ def test_readme_without_the_comments(tmp_path: Path) -> None:
         rewrite(readme, everything())
     with pytest.raises(ReadmeError, match="Received: "):
         rewrite(tmp_path / "absent.md", everything())
+    readme.write_text(f"{BEGIN}\nformer\n{END}\n")
+    with pytest.raises(ReadmeError, match="Received: none"):
+        rewrite(readme, outcome(Round(case("tf-ps"), 0, skipped="not installed")))
+    assert "former" in readme.read_text()
 
 
 def test_rows_of_the_comparison_have_as_many_cells_as_its_head() -> None:
