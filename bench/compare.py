@@ -30,7 +30,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Differences:
-    """All cases of both; `same_machine` is False where figures should not be held together."""
+    """All cases of both; `same_machine` is False where figures should not be held together: the machine is
+    another, or a cluster of the same name."""
 
     changes: tuple[Change, ...]
     same_machine: bool
@@ -58,7 +59,9 @@ class Differences:
             ]
             for each in sorted(self.changes, key=lambda each: order.index(each.verdict))
         ]
-        lines = [] if self.same_machine else ["Measured on different machines: ratios say little."]
+        lines = (
+            [] if self.same_machine else ["Measured on different machines or clusters: ratios say little."]
+        )
         lines.append(table(["case", "before", "after", "ratio", "noise allows", "verdict"], rows))
         ratios = [each.ratio for each in self.changes if each.ratio is not None]
         if ratios:
@@ -75,7 +78,9 @@ def compare(before: Outcome, after: Outcome) -> Differences:
     changes = [_change(key, old.get(key), new.get(key)) for key in dict.fromkeys((*old, *new))]
     machines = [each.setting.machine for each in (before, after)]
     same = (machines[0].cpu, machines[0].cores) == (machines[1].cpu, machines[1].cores)
-    return Differences(tuple(changes), same)
+    names = [{each.name: each.description for each in of.setting.clusters} for of in (before, after)]
+    alike = all(names[0][name] == names[1][name] for name in names[0].keys() & names[1].keys())
+    return Differences(tuple(changes), same and alike)
 
 
 def _change(key: str, old: CaseFigures | None, new: CaseFigures | None) -> Change:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,9 +23,10 @@ from bench.metrics import format_time, median
 from bench.outcome import ClusterFacts, Outcome, PipelineOutcome, Setting
 from bench.pipeline_report import PipelineReport
 from bench.places import Place, RealHosts
+from bench.processes import plain
 from bench.progress import Progress
 from bench.ranks import run_ranks
-from bench.record import Case, Round
+from bench.record import Case, Round, last_words
 from bench.suites import Group, PipelineRun, Suite, SuiteError, cluster_spec
 
 RunRound = Callable[[Case, int, "Place | None", float], Round]
@@ -194,21 +196,31 @@ class Evaluation:
         if any(each.name == run.name for each in journal.outcome.pipelines):
             progress.leave_out(pipeline_s(run))
             return
-        with progress.part(run.name, pipeline_s(run)):
+        with progress.part(run.name, pipeline_s(run)), tempfile.TemporaryDirectory() as directory:
+            output = Path(directory) / "output"
+            output.touch()
             try:
                 with self._sites.place(run.cluster) as place:
                     assert isinstance(place, Cluster)  # other sites leave pipelines out
-                    text = run_ranks(
-                        "bench.pipeline",
-                        lambda command: place.mpirun_command(place.spec.slots, command),
-                        run.words(),
-                        where=place.spec.describe(),
-                        timeout_s=300 + 6 * pipeline_s(run),
-                    )
-                journal.add_pipeline(PipelineOutcome(run.name, PipelineReport.from_json(text)))
-            except ClusterError as error:
-                journal.add_pipeline(PipelineOutcome(run.name, error=str(error)))
-                progress.say(f"{run.name}: failed, {error}")
+                    report = _pipeline_report(run, place, output)
+                finished = PipelineOutcome(run.name, report)
+            except Exception as error:
+                said = plain(output.read_text(errors="replace"))[-_OUTPUT_END:]
+                finished = PipelineOutcome(run.name, error=f"{error}\n{said}".rstrip())
+                progress.say(f"{run.name}: failed, {last_words(finished.error)}")
+            journal.add_pipeline(finished)
+
+
+def _pipeline_report(run: PipelineRun, cluster: Cluster, output: Path) -> PipelineReport:
+    """Run a pipeline's ranks; what they print goes to `output`. ClusterError where they fail or hang."""
+
+    def start(command: list[str]) -> list[str]:
+        line = cluster.mpirun_command(cluster.spec.slots, command)
+        return ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(output), *line]
+
+    where, timeout_s = cluster.spec.describe(), 300 + 6 * pipeline_s(run)
+    text = run_ranks("bench.pipeline", start, run.words(), where=where, timeout_s=timeout_s)
+    return PipelineReport.from_json(text)
 
 
 def _done(outcome: Outcome, number: int, case: Case) -> bool:

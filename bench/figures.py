@@ -18,7 +18,7 @@ from itertools import groupby
 from bench.metrics import communication_bound_s, geometric_mean, median, relative_spread
 from bench.outcome import Outcome
 from bench.parts import against_alone
-from bench.record import Case, RankRound, Round
+from bench.record import Case, RankRound, Round, last_words
 from bench.systems import SYSTEMS
 
 ALONE = "single"
@@ -124,7 +124,10 @@ def not_measured(outcome: Outcome) -> dict[str, str]:
             found[key] = f"failed, {failed.why}"
         elif not any(each.ok for each in rounds):
             found[key] = f"skipped, {rounds[-1].why}"
-    return found | {each.name: f"failed, {each.error}" for each in outcome.pipelines if each.error}
+    for each in outcome.pipelines:
+        if each.error:
+            found[each.name] = f"failed, {last_words(each.error)}"
+    return found
 
 
 def tensorflow_versions(outcome: Outcome) -> dict[str, list[str]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from bench.cluster import Cluster
 from bench.cluster_spec import ClusterError
 from bench.link_rate import measure_two_way
-from bench.places import Place
+from bench.places import Place, RealHosts
 
 _TIMEOUT_S = 180.0
 # Small ones tell the latency; large ones the bandwidth: a token bucket lets 256 KB pass at once.
@@ -73,7 +73,9 @@ def _slower(place: Place, second: str) -> float | None:
 
 def _ping_pongs(place: Place) -> dict[int, tuple[float, float | None]]:
     """Latency and bits per second between rank 0 and each other rank."""
-    with tempfile.TemporaryDirectory() as directory:
+    # Rank 0 may be on another host, which shares the current folder.
+    shared = Path.cwd() if isinstance(place, RealHosts) else None
+    with tempfile.TemporaryDirectory(prefix="hvpipe-links-", dir=shared) as directory:
         result = Path(directory) / "links.json"
         command = [sys.executable, "-m", "bench.links", "--result", str(result)]
         env = {"PYTHONPATH": str(Path(__file__).parents[1])}

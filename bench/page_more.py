@@ -11,7 +11,7 @@ from bench.metrics import format_time, median
 from bench.outcome import Outcome
 from bench.page_measured import system_colour
 from bench.plots import lines
-from bench.record import RankRound, Round
+from bench.record import RankRound, Round, last_words
 
 _EQUAL_HOSTS = re.compile(r"\d+x(\w+)")
 _SAMPLED = ("tf-ps", "tf-mwms", "horovod-tuned", "hvpipe-step")
@@ -140,7 +140,7 @@ def pipelines(outcome: Outcome) -> str:
     for each in outcome.pipelines:
         made.append(element("h3", each.name))
         if each.report is None:
-            made.append(element("p", f"failed: {each.error}", "notice"))
+            made.append(folded(f"failed: {last_words(each.error)}", each.error))
             continue
         report = each.report
         first = report.cases[0]

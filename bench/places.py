@@ -14,7 +14,8 @@ from hvpipe.errors import LaunchError
 from hvpipe.launch import HostSlots, LaunchSpec, exported_names, identify, mpirun_command, parse_hosts
 
 _ANSWER_TIMEOUT_S = 60.0
-_SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
+# With a terminal of its own (-tt), what runs there ends when we do: a server would serve for ever.
+_SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,6 @@ class RealHosts:
     def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
         """The command line that starts `command` on `ranks` ranks, hosts filled in turn."""
         return self._mpirun(self.spec.hosts, ranks, command, os.environ)
-
-    def execute(
-        self, host: str, command: Sequence[str], *, timeout_s: float | None = None
-    ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host to its end; its output comes back as text."""
-        return mpirun.run(self.host_command(host, command), timeout_s=timeout_s)
 
     def run(
         self,
@@ -97,7 +92,7 @@ class RealHosts:
         also: tuple[str, ...] = (),
     ) -> list[str]:
         spec = LaunchSpec(
-            identify(mpirun.find_mpirun()),
+            identify(mpirun.find_mpirun(_program(command))),
             ranks,
             tuple(command),
             hosts=hosts,
@@ -108,6 +103,11 @@ class RealHosts:
 
 
 Place = Cluster | RealHosts
+
+
+def _program(command: Sequence[str]) -> str:
+    """What a command line starts, after `env` and what it sets: its MPI may be another than ours."""
+    return next(word for word in command if word != "env" and "=" not in word)
 
 
 def _end(output: str, lines: int = 3) -> str:

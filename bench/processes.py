@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -85,7 +86,13 @@ def run_together(
 
 
 def _end_of(output: Path, most: int = 6000) -> str:
-    return output.read_text(errors="replace")[-most:]
+    return plain(output.read_text(errors="replace"))[-most:]
+
+
+def plain(output: str) -> str:
+    """What a program printed, without what colours a terminal or moves on it."""
+    uncoloured = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", uncoloured)
 
 
 def _end_left_behind(words: str) -> None:

@@ -43,7 +43,7 @@ def run_ranks(module: str, start: mpirun.Start, words: list[str], *, where: str,
                 f"The ranks must end within --timeout. Received: none after {timeout_s:g} s"
             ) from error
         if done.returncode != 0 or not result.exists():
-            raise ClusterError(f"The ranks failed with status {done.returncode}; their output is above")
+            raise ClusterError(f"The ranks failed with status {done.returncode}: see their output")
         return result.read_text()
 
 

@@ -114,9 +114,7 @@ class Round:
     @property
     def why(self) -> str:
         """Why there are no figures, in a line: the last exception in the output, else its last words."""
-        lines = [line.strip() for line in self.error.splitlines() if re.search(r"\w", line)]
-        raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
-        return self.skipped or (raised or lines or [""])[-1]
+        return self.skipped or last_words(self.error)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -131,6 +129,13 @@ class Round:
         ranks = tuple(_rank(rank) for rank in data["ranks"])
         rest = {k: v for k, v in data.items() if k not in ("case", "ranks", "notes")}
         return Round(Case(task=Task(**task), **case), ranks=ranks, notes=tuple(data["notes"]), **rest)
+
+
+def last_words(output: str) -> str:
+    """The last exception in an output, else its last line with a word."""
+    lines = [line.strip() for line in output.splitlines() if re.search(r"\w", line)]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
+    return (raised or lines or [""])[-1]
 
 
 def _rank(data: dict[str, Any]) -> RankRound:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.compare import compare
+from bench.outcome import ClusterFacts
 from bench_rounds import MACHINE, case, finished, outcome
 
 QUIET = (1.0, 1.0, 1.0, 1.0)
@@ -64,3 +65,6 @@ def test_different_machines_are_said_to_be() -> None:
     other = replace(one, setting=replace(one.setting, machine=replace(MACHINE, cores=64)))
     assert not compare(one, other).same_machine
     assert compare(one, other).to_text().startswith("Measured on different machines")
+    hosts = [outcome(clusters=(ClusterFacts("hosts", f"hosts {name}", 2),)) for name in "ab"]
+    assert not compare(*hosts).same_machine
+    assert compare(hosts[0], hosts[0]).same_machine

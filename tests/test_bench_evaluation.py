@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from bench import evaluation
+from bench import evaluation, links
 from bench.cluster import Cluster
-from bench.cluster_spec import ClusterError
+from bench.cluster_spec import ClusterError, equal_hosts
 from bench.evaluation import Evaluation, Sites, find_sites, setting_of
+from bench.figures import not_measured
 from bench.journal import FILE, Journal, JournalError, alone_in
 from bench.outcome import Outcome, OutcomeError, PipelineOutcome
 from bench.places import RealHosts
@@ -239,7 +240,7 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
         return subprocess.CompletedProcess(command, status, "", "-----\nssh: no route to host\n")
 
     monkeypatch.setattr("bench.mpirun.run", answer)
-    monkeypatch.setattr("bench.mpirun.find_mpirun", lambda: "/mpi/mpirun")
+    monkeypatch.setattr("bench.mpirun.find_mpirun", lambda program: f"/{Path(program).name}/mpirun")
     monkeypatch.setattr("hvpipe.launch.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
     with pytest.raises(ClusterError, match=r"Received: host='b', ssh: no route to host"):
         find_sites("a:2,b:2")
@@ -249,9 +250,47 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     hosts.require_answers()
     assert hosts.spec.slots == 3
     command = hosts.mpirun_command(3, ["python", "x.py"])
-    assert command[:3] == ["/mpi/mpirun", "-np", "3"]
+    assert command[:3] == ["/python/mpirun", "-np", "3"]
     assert command[-2:] == ["python", "x.py"]
     assert "a:2,c:1" in command
+    # The peers' ranks are started by the MPI that is beside their Python.
+    command = hosts.mpirun_command(3, ["env", "PYTHONPATH=/x", "/peers/bin/peers-python", "x.py"])
+    assert command[0] == "/peers-python/mpirun"
+    # What is left on a host of its own accord ends with the terminal.
+    assert "-tt" in hosts.host_command("a", ["serve"])
+
+
+def test_links_of_hosts_that_exist_are_handed_back_in_the_folder_they_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(self: RealHosts, ranks: int, command: list[str], **_: object) -> object:
+        result = Path(command[-1])
+        assert tmp_path in result.parents
+        result.write_text(json.dumps({"1": [1e-5, 1e9], "2": [2e-5, 1e8]}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(RealHosts, "run", measure)
+    monkeypatch.chdir(tmp_path)
+    (found,) = links.measure(RealHosts("a:2,c"), "hosts")  # rank 2 is the first of c
+    assert (found.second, found.latency_s, found.bits_per_s) == ("c", 2e-5, 1e8)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipeline_that_fails_is_recorded_with_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def up(self: Sites, cluster: str) -> Iterator[Cluster]:
+        yield Cluster(equal_hosts(2))
+
+    says = ["sh", "-c", "printf '\\033[31mValueError: too large\\033[0m\\n' >&2; exit 3"]
+    monkeypatch.setattr(Sites, "place", up)
+    monkeypatch.setattr(Cluster, "mpirun_command", lambda self, ranks, command: says)
+    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16"),))
+    found = Evaluation(suite, Sites(), Systems(), {}).run(tmp_path, Progress(1.0, io.StringIO()))
+    (failed,) = found.pipelines
+    assert failed.error == "The ranks failed with status 3: see their output\nValueError: too large"
+    assert not_measured(found) == {"pipeline/vgg16-64/32/2x1gbit": "failed, ValueError: too large"}
 
 
 def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,11 +51,11 @@ def test_the_one_that_decides_ends_the_others(tmp_path: Path) -> None:
 def test_a_failure_ends_all_and_is_told_with_its_output(tmp_path: Path) -> None:
     commands = [
         _python("waits", "import time; time.sleep(60)", tmp_path),
-        _python("fails", "raise SystemExit('no such thing')", tmp_path),
+        _python("fails", r"raise SystemExit('\033[1mno such\033[0m thing\r\n')", tmp_path),
     ]
     ended = run_together(commands, tmp_path, timeout_s=50)
     assert ended.why == "fails ended with status 1"
-    assert "no such thing" in ended.output
+    assert ended.output == "no such thing\n\n"  # without what a terminal makes of it
     assert _running(tmp_path) == []
 
 
