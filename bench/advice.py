@@ -37,7 +37,11 @@ def advice(outcome: Outcome, rows: list[CaseFigures]) -> list[str]:
 
 
 def with_half_the_bytes(step_s: float, exposed_s: float, hidden_s: float) -> float:
-    """The step if communication took half as long: what is hidden now has room to be hidden then."""
+    """The step if communication took half as long: what is hidden now has room to be hidden then.
+
+    No more can be hidden than there is beside what is exposed, so that it is half the step at least.
+    """
+    hidden_s = min(hidden_s, step_s - exposed_s)
     return step_s - exposed_s + max(0.0, (exposed_s + hidden_s) / 2 - hidden_s)
 
 

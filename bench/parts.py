@@ -100,6 +100,8 @@ def _rank_against(mine: RankRound, alone: RankRound) -> RankRound:
     excess_s = max(0.0, parts["forward"] - computing.get("forward", parts["forward"]))
     parts["forward"] -= excess_s
     parts["communication_exposed"] = parts.get("communication_exposed", 0.0) + excess_s
+    # What it waited for ran beside it, and had been counted as hidden.
+    parts["communication_hidden"] = max(0.0, parts.get("communication_hidden", 0.0) - excess_s)
     return replace(mine, parts_s=parts)
 
 

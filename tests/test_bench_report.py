@@ -210,6 +210,8 @@ def test_half_the_bytes() -> None:
     # 1.5 s on the links, 0.5 of it hidden: 0.75 s, of which 0.25 is not hidden.
     assert with_half_the_bytes(2.0, 1.0, 0.5) == pytest.approx(1.25)
     assert with_half_the_bytes(2.0, 0.5, 1.0) == pytest.approx(1.5)  # all of it fits
+    # 0.7 s of 0.8 s wait: whatever is said to be hidden, only 0.1 s can be.
+    assert with_half_the_bytes(0.8, 0.7, 0.7) == pytest.approx(0.4)
 
 
 @given(st.floats(0.1, 10), st.floats(0, 1), st.floats(0, 10))
@@ -219,6 +221,7 @@ def test_half_the_bytes_never_hurts_and_saves_at_most_what_shows(
     exposed = share * step
     predicted = with_half_the_bytes(step, exposed, hidden)
     assert step - exposed - 1e-9 <= predicted <= step - exposed / 2 + 1e-9
+    assert predicted >= step / 2 - 1e-9
 
 
 def test_advice_names_the_host_whose_link_is_slower_than_the_others() -> None:

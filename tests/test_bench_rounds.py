@@ -158,8 +158,16 @@ def test_parts_of_a_system_that_tells_nothing_come_from_computing_alone() -> Non
 def test_a_forward_that_waits_for_weights_is_found_out() -> None:
     alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
     mine = {"forward": 4.5, "backward": 3.0, "update": 0.5, "communication_exposed": 1.0}
+    # 4 s of reducing beside forward and backward: in 2.5 of them forward did nothing but wait.
+    mine["communication_hidden"] = 4.0
     found = parts.against_alone(_measured("hvpipe-step", 9.0, mine), alone).ranks[0].parts_s
-    assert found == {"forward": 2.0, "backward": 3.0, "update": 0.5, "communication_exposed": 3.5}
+    assert found == {
+        "forward": 2.0,
+        "backward": 3.0,
+        "update": 0.5,
+        "communication_exposed": 3.5,
+        "communication_hidden": 1.5,
+    }
 
 
 @pytest.mark.parametrize(
