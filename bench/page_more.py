@@ -14,6 +14,7 @@ from bench.plots import lines
 from bench.record import RankRound, Round, last_words
 
 _EQUAL_HOSTS = re.compile(r"\d+x(\w+)")
+_SYNCHRONOUS = ("tf-mwms", "horovod", "horovod-tuned")  # the same algorithm as hvpipe-none
 _SAMPLED = ("tf-ps", "tf-mwms", "horovod-tuned", "hvpipe-step")
 _QUANTITIES = {
     "cpu": ("cores kept busy", 1.0),
@@ -119,11 +120,11 @@ def _by_epoch(title: str, what: str, trained: Mapping[str, RankRound]) -> str:
 
 
 def _equal_words(trained: Mapping[str, RankRound]) -> str:
-    """Which of hvpipe's exact modes have exactly the losses of its linear mode."""
+    """Which of hvpipe's exact modes have exactly the losses of its linear mode, and how near others come."""
     linear = trained.get("hvpipe-none")
-    exact = [name for name in ("hvpipe-backward", "hvpipe-step") if name in trained]
-    if linear is None or not exact:
+    if linear is None:
         return ""
+    exact = [name for name in ("hvpipe-backward", "hvpipe-step") if name in trained]
     same = [name for name in exact if trained[name].loss == linear.loss]
     others = [name for name in exact if name not in same]
     words = []
@@ -131,6 +132,13 @@ def _equal_words(trained: Mapping[str, RankRound]) -> str:
         words.append(f"{' and '.join(same)} have the losses of hvpipe-none, digit for digit.")
     if others:
         words.append(f"{' and '.join(others)} do not have the losses of hvpipe-none.")
+    apart = [
+        f"{name} {max(abs(a - b) / b for a, b in zip(trained[name].loss, linear.loss, strict=False)):.1g}"
+        for name in _SYNCHRONOUS
+        if name in trained
+    ]
+    if apart:
+        words.append(f"Farthest from those in any epoch, relatively: {', '.join(apart)}.")
     return " ".join(words)
 
 

@@ -48,7 +48,11 @@ def run_round(
     try:
         check(case.task)
         shared = Path.cwd() if isinstance(cluster, RealHosts) else None
-        with tempfile.TemporaryDirectory(prefix="hvpipe-round-", dir=shared) as name:
+        with tempfile.TemporaryDirectory(
+            prefix="hvpipe-round-",
+            dir=shared,
+            ignore_cleanup_errors=True,  # NFS keeps a file that another host has open
+        ) as name:
             round_ = _run(round_, system, cluster, Path(name), timeout_s, python)
     except (ClusterError, ValueError) as error:
         round_ = replace(round_, error=str(error))

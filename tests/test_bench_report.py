@@ -45,6 +45,7 @@ def everything() -> Outcome:
         finished(case("hvpipe-step", "4x1gbit", 4), 2.5),
         finished(case("hvpipe-none", task=digits), 0.1, **curves),
         finished(case("hvpipe-step", task=digits), 0.1, **curves),
+        finished(case("tf-mwms", task=digits), 0.1, **{**curves, "loss": [2.0, 1.00002]}),
     )
     report = PipelineReport(
         *("transformer", "2 hosts", "1f1b", 8, 2, 32),
@@ -110,6 +111,7 @@ def test_the_page_has_every_part_and_is_whole() -> None:
     assert "cores kept busy, resnet50-64/8/2x1gbit-2/weak" in found.text
     assert found.tags.count("svg") == 8
     assert "hvpipe-step have the losses of hvpipe-none, digit for digit" in found.text
+    assert "Farthest from those in any epoch, relatively: tf-mwms 2e-05." in found.text
 
 
 def test_every_figure_of_every_case_is_there() -> None:
