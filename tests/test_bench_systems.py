@@ -58,6 +58,15 @@ def test_exact_modes_learn_digits_alike() -> None:
     assert linear.ranks[0].accuracy[2] > 0.5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("shares", [(), (20, 12)])
+def test_mirrored_workers_learn_digits_as_the_linear_mode_does(shares: tuple[int, ...]) -> None:
+    task = Task("digits", batch=16, warm_up=1, steps=1, epochs=2, shares=shares)
+    linear, mirrored = _run("hvpipe-none", task), _run("tf-mwms", task)
+    assert (linear.error, mirrored.error) == ("", "")
+    assert mirrored.ranks[0].loss == pytest.approx(linear.ranks[0].loss, rel=1e-4)
+
+
 def test_a_crash_is_told_with_its_output() -> None:
     round_ = _run("single", Task("digits", batch=4, shares=(1, 2, 3)))
     assert "Shares must be one for each of 2 ranks" in round_.error

@@ -29,8 +29,10 @@ def replica_step(keras: Any, model: Any, optimizer: Any, part: float) -> Callabl
     import tensorflow as tf
 
     def step(batch: Any) -> Any:
+        # Under a strategy Keras divides a mean loss by the replicas in sync, as if all had as many samples.
+        replicas = tf.distribute.get_strategy().num_replicas_in_sync
         with tf.GradientTape() as tape:
-            loss = loss_of(keras, model, batch) * part
+            loss = loss_of(keras, model, batch) * (replicas * part)
         gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
         optimizer.apply(gradients, model.trainable_variables)
         return loss
