@@ -1,9 +1,9 @@
 """Verify and measure hvpipe on this machine's GPU: `python -m bench.gpu.check`.
 
-Builds hvpipe where it lacks its GPU library, then runs bench.gpu.check_worker with one rank and with two:
-every result against a float64 reference, on fresh random data, with outputs poisoned before. Needs PyTorch,
-MPI and nvcc. Two ranks share the GPU where there is one only, which takes NCCL 2.30 or later
-(HVPIPE_NCCL_LIBRARY).
+Builds hvpipe where it lacks its GPU library, then runs bench.gpu.check_worker with one rank, with two through
+the host and with two by NCCL: every result against a float64 reference, on fresh random data, with outputs
+poisoned before. Needs PyTorch, MPI and nvcc; docs/gpu.md says how to bring what a machine lacks. Where there
+is one GPU only, two ranks share it, which takes NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY).
 
 Exits 0 where all is right, 1 where a result is wrong or a rank failed, 77 where there is no GPU to check.
 """
@@ -11,26 +11,34 @@ Exits 0 where all is right, 1 where a result is wrong or a rank failed, 77 where
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import ctypes
+import datetime
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
+
+from hvpipe.device_array import find_nccl
 
 NO_GPU = 77
 REPOSITORY = Path(__file__).parents[2]
-RUN_TIMEOUT_S = 240
+WORKER = "bench.gpu.check_worker"
+RUN_TIMEOUT_S = 150
+SHARES_A_GPU = 23000  # NCCL's version from which two ranks may have one GPU
+
+Row = dict[str, Any]
 
 
 def gpus() -> int | str:
     """How many GPUs PyTorch can use, or why none."""
-    if importlib.util.find_spec("torch") is None:
-        return "PyTorch is not installed"
-    import torch
-
-    return torch.cuda.device_count() or "PyTorch finds no CUDA device"
+    try:
+        from bench.gpu.torch_gpu import count_gpus
+    except ImportError as error:
+        return f"PyTorch does not load: {error}"
+    return count_gpus() or "PyTorch finds no CUDA device"
 
 
 def build() -> None:
@@ -38,55 +46,87 @@ def build() -> None:
     look = (
         "import hvpipe.engine as e, sys; sys.exit(not (e.native_directory() / 'libhvpipe_cuda.so').exists())"
     )
-    if subprocess.run([sys.executable, "-c", look], capture_output=True, check=False).returncode == 0:
+    there = subprocess.run([sys.executable, "-c", look], cwd=REPOSITORY, capture_output=True, check=False)
+    if there.returncode == 0:
         return
     print("building hvpipe with its GPU library", flush=True)
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "-e"]
-    subprocess.run([*command, str(REPOSITORY)], check=True)
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps", "-e", "."]
+    subprocess.run(command, cwd=REPOSITORY, check=True)
 
 
-def run(ranks: int, devices: int) -> list[dict[str, object]]:
-    """The rows that rank 0 of a worker writes; raises CalledProcessError where a rank failed."""
-    env = dict(os.environ)
-    if devices < ranks:
-        env["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-        env["CUDA_VISIBLE_DEVICES"] = env.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+def nccl_version(named: str) -> int:
+    """As NCCL writes it, 23005 for 2.30.5; 0 where it does not load."""
+    version = ctypes.c_int()
+    try:
+        ctypes.CDLL(find_nccl(named)).ncclGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return 0
+    return version.value
+
+
+def run(ranks: int, settings: dict[str, str], small: bool) -> list[Row]:
+    """The rows that rank 0 of the worker wrote, and one more where a rank failed or took too long."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
-        worker = str(Path(__file__).with_name("check_worker.py"))
-        command = [sys.executable, "-m", "hvpipe", "run", "-np", str(ranks), worker, str(rows)]
-        subprocess.run(command, env=env, cwd=REPOSITORY, check=True, timeout=RUN_TIMEOUT_S)
-        found: list[dict[str, object]] = json.loads(rows.read_text())
+        command = [sys.executable, "-m", "hvpipe", "run", "--no-summary", "-np", str(ranks), "-m", WORKER]
+        command += [str(rows), *(["small"] if small else [])]
+        with subprocess.Popen(command, env={**os.environ, **settings}, cwd=REPOSITORY) as launcher:
+            try:
+                code = launcher.wait(RUN_TIMEOUT_S)
+                ended = f"exit code {code}" if code else ""
+            except subprocess.TimeoutExpired:
+                launcher.terminate()  # which ends the ranks as well
+                ended = f"took longer than {RUN_TIMEOUT_S} s"
+        found: list[Row] = json.loads(rows.read_text()) if rows.exists() else []
+    if ended:
+        found.append({"what": f"{ranks} rank(s) {settings}", "result": f"FAILED: {ended}", "ok": False})
     return found
 
 
-def table(rows: list[dict[str, object]]) -> str:
-    """The rows in words and aligned."""
-    width = max(len(str(row["what"])) for row in rows)
-    return "\n".join(f"{row['what']!s:{width}}  {row['result']}" for row in rows)
+def runs(devices: int, version: int) -> list[tuple[int, dict[str, str]]]:
+    """Ranks and settings of each run, with NCCL of this version."""
+    shared = {}
+    if devices == 1:
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        shared = {"CUDA_VISIBLE_DEVICES": first, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    found: list[tuple[int, dict[str, str]]] = [(1, {}), (2, {**shared, "HVPIPE_NCCL_LIBRARY": "none"})]
+    if version >= (SHARES_A_GPU if devices == 1 else 1):
+        found.append((2, shared))
+    return found
+
+
+def table(rows: list[Row]) -> str:
+    """The rows in words and aligned, what is wrong being marked."""
+    width = max((len(row["what"]) for row in rows), default=0)
+    return "\n".join(
+        f"{'!!' if row['ok'] is False else '  '} {row['what']:{width}}  {row['result']}" for row in rows
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--small", action="store_true", help="little data, for a run under compute-sanitizer")
     arguments = parser.parse_args()
     devices = gpus()
     if isinstance(devices, str):
         print(f"No GPU to check here: {devices}. Nothing was measured (exit {NO_GPU}).")
         return NO_GPU
     build()
-    rows: list[dict[str, object]] = []
-    try:
-        for ranks in (1, 2):
-            rows += run(ranks, devices)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        print(f"FAILED: {error}", file=sys.stderr)
-        return 1
-    finally:
-        if rows:
-            print(table(rows))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    version = nccl_version(os.environ.get("HVPIPE_NCCL_LIBRARY", ""))
+    planned = runs(devices, version)
+    rows: list[Row] = []
+    if len(planned) < 3:
+        result = f"left out: NCCL is {version or 'missing'}, wanted for two ranks on one GPU: {SHARES_A_GPU}"
+        rows.append({"what": "2 ranks, NCCL", "result": result, "ok": None})
+        print(table(rows))
+    for ranks, settings in planned:
+        new = run(ranks, settings, arguments.small)
+        rows += new
+        print(table(new), flush=True)
+        if arguments.json:  # after each run, since the next one may not end
+            date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            arguments.json.write_text(json.dumps({"date": date, "rows": rows}, indent=1) + "\n")
     wrong = [row for row in rows if row["ok"] is False]
     print(f"{len(rows)} rows, {len(wrong)} wrong")
     return 1 if wrong else 0

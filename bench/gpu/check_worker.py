@@ -5,229 +5,365 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 import hvpipe
 from hvpipe.engine import Engine
-from hvpipe.plan.buckets import Gradient, plan_buckets
+from hvpipe.plan.buckets import WIRE_DTYPE, Gradient, plan_buckets
 from hvpipe.session import current
+from hvpipe.utilization import Sampler, SamplerOptions
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16}
-# Relative to the largest sum: a few roundings of the type that travels.
+# Of the largest sum of absolute values: a few roundings of the type that travels.
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14, "float16": 4e-3, "bfloat16": 3e-2}
-COUNTS = (1, 7, 4096, 1_000_003)
-MEGABYTES = (4, 16, 64, 256)
-ROUNDS = 11
-AHEAD_CYCLES = 20_000_000  # some 10 ms, in which the host runs ahead of what is measured
-SEED = int.from_bytes(np.random.default_rng().bytes(4), "little")
+TENSORS = 40  # in a bucket whose packing is measured
 
-rows: list[dict[str, object]] = []
+Numbers = NDArray[np.float64]
 
 
-def note(what: str, result: str, ok: bool | None = None) -> None:
-    """One line of the table; `ok` is None for a figure."""
-    rows.append({"what": f"{hvpipe.size()} rank(s): {what}", "result": result, "ok": ok})
+class Gpu(Protocol):
+    """Arrays on this rank's device, work for it, and its clock; everything is enqueued on one stream."""
+
+    name: str
+
+    def put(self, values: Numbers, dtype: str) -> Any:
+        """A new device array of these numbers."""
+
+    def get(self, array: Any) -> Numbers:
+        """The numbers of a device array, once all that was enqueued is done."""
+
+    def faces(self, array: Any) -> dict[str, Any]:
+        """The same memory as other libraries and protocols show it."""
+
+    def copy(self, target: Any, source: Any) -> None: ...
+
+    def multiply(self) -> None:
+        """A matrix product, much shorter than an all-reduce of 64 MB."""
+
+    def hold(self) -> None:
+        """Keep the device waiting while the host enqueues what is measured."""
+
+    def synchronize(self) -> None: ...
+
+    def mark(self) -> Any:
+        """A point in what is enqueued."""
+
+    def elapsed_s(self, begin: Any, end: Any) -> float:
+        """From one mark to another; waits for both."""
 
 
-def numbers(seed: int, rank: int, count: int) -> Any:
-    return np.random.default_rng([seed, rank, count]).standard_normal(count)
+@dataclass(frozen=True)
+class Sizes:
+    """How much is verified and measured: elements, megabytes (10^6 bytes), rounds, seconds."""
+
+    counts: tuple[int, ...] = (1, 7, 4096, 1_000_003)
+    largest: int = 250_000
+    megabytes: tuple[int, ...] = (4, 16, 64, 256)
+    overlapped_megabytes: int = 64
+    rounds: int = 11
+    sampled_s: float = 5.0
 
 
-def worst(found: Any, wanted: Any) -> float:
-    """The largest error, relative to the largest number wanted; infinite where something was not written."""
-    error = np.abs(found.double().cpu().numpy() - wanted).max()
-    return float(error / np.abs(wanted).max()) if np.isfinite(error) else float("inf")
+SMALL = Sizes((1, 7, 4097), 20_000, (1,), 1, 3, 1.0)
 
 
-def verify_allreduce(engine: Engine, seed: int) -> None:
-    """Sums of all sizes and types, into poisoned outputs, against float64."""
-    for name, dtype in DTYPES.items():
-        errors = []
-        for count in COUNTS:
-            terms = [torch.tensor(numbers(seed, r, count)).to(dtype) for r in range(hvpipe.size())]
-            mine = terms[hvpipe.rank()].cuda()
-            out = torch.full_like(mine, float("nan"))
-            engine.allreduce(mine, op="sum", out=out)
-            errors.append(worst(out, sum(t.double().numpy() for t in terms)))
-        note(f"all-reduce {name}", f"error {max(errors):.1e}", max(errors) <= TOLERANCE[name])
+class Check:
+    """What one rank verifies and measures; rank 0 keeps the rows so far in a file.
 
+    `failed` says that a part of it could not be done on this rank.
+    """
 
-def gradients(seed: int, rank: int, counts: list[int]) -> list[Any]:
-    generator = torch.Generator(device="cuda").manual_seed(seed + 7919 * rank)
-    return [torch.randn(n, generator=generator, device="cuda") for n in counts]
+    def __init__(self, engine: Engine, gpu: Gpu, sizes: Sizes, path: Path) -> None:
+        self._engine, self._gpu, self._sizes, self._path = engine, gpu, sizes, path
+        self._rows: list[dict[str, object]] = []
+        self._way = ""
+        self.failed = False
+        self._seed = int(hvpipe.broadcast_object(int.from_bytes(np.random.default_rng().bytes(4), "little")))
 
+    def run(self) -> None:
+        """Every part, whatever becomes of the others."""
+        self._part(self._prepare)
+        for part in (self._verify_all_reduce, self._verify_broadcast, self._verify_steps):
+            self._part(part)
+        if hvpipe.size() == 1:
+            for part in (self._verify_faces, self._measure_packing, self._measure_sampler):
+                self._part(part)
+        else:
+            self._part(self._measure_overlap)
+        self._part(self._measure_all_reduce)
 
-def verify_steps(engine: Engine, seed: int) -> None:
-    """Three steps of buckets of many tensors, also misaligned ones, with and without compression."""
-    counts = [1, 3, 1000, 4097, 250_000, *[5] * 300]
-    for compression in (None, "bf16", "fp16"):
-        plan = plan_buckets(
-            [Gradient(str(i), (n,), "float32") for i, n in enumerate(counts)], 1 << 20, compression
-        )
-        plan_id = engine.add_plan(f"check {compression}", plan, on_device=True)
-        errors = []
-        for step in range(3):
-            scale, _ = engine.core.begin_step(plan_id, step, 1.0, True)
-            terms = [gradients(seed + step, r, counts) for r in range(hvpipe.size())]
-            # One element into a larger tensor: 4 bytes beyond what 16-byte accesses want.
-            room = torch.empty(250_001, device="cuda")
-            room[1:] = terms[hvpipe.rank()][4]
-            terms[hvpipe.rank()][4] = room[1:]
-            outs = [torch.full((n,), float("nan"), device="cuda") for n in counts]
-            for number, bucket in enumerate(plan.buckets):
-                engine.submit_on_device(
-                    plan_id, number, [terms[hvpipe.rank()][i] for i in bucket.members], scale
+    def _part(self, part: Callable[[], None]) -> None:
+        try:
+            part()
+        except Exception as error:
+            traceback.print_exc()
+            self.failed = True
+            name = part.__name__.strip("_").replace("_", " ")
+            self._note(name, f"FAILED: {type(error).__name__}: {error}", ok=False)
+
+    def _note(self, what: str, result: str, ok: bool | None = None, **figures: float) -> None:
+        """A row; `ok` is None where there is nothing to be right or wrong."""
+        ranks = f"{hvpipe.size()} rank{'s' if hvpipe.size() > 1 else ''}{self._way}"
+        self._rows.append({"what": f"{ranks}: {what}", "result": result, "ok": ok, "figures": figures})
+        if hvpipe.rank() == 0:
+            self._path.write_text(json.dumps(self._rows))
+
+    def _verified(self, what: str, errors: Sequence[float], tolerance: float) -> None:
+        """A row for the largest error of any rank."""
+        error = max(hvpipe.allgather_object(max(errors)))
+        self._note(what, f"error {error:.1e}", error <= tolerance, error=error, tolerance=tolerance)
+
+    def _prepare(self) -> None:
+        way = self._engine.use_device()
+        if hvpipe.size() > 1:
+            self._way = ", NCCL" if way.startswith("by NCCL") else ", host"
+        self._note("data goes", way)
+        self._note("device", self._gpu.name)
+        self._note("seed of the numbers", str(self._seed))
+
+    def _terms(self, count: int, dtype: str, *key: int) -> tuple[Any, Numbers]:
+        """This rank's random device array, and what all ranks have, [ranks, count]."""
+        arrays = [
+            self._gpu.put(np.random.default_rng([self._seed, *key, r]).standard_normal(count), dtype)
+            for r in range(hvpipe.size())
+        ]
+        return arrays[hvpipe.rank()], np.stack([self._gpu.get(array) for array in arrays])
+
+    def _poisoned(self, count: int, dtype: str) -> Any:
+        return self._gpu.put(np.full(count, np.nan), dtype)
+
+    def _verify_all_reduce(self) -> None:
+        for dtype, tolerance in TOLERANCE.items():
+            errors = []
+            for count in self._sizes.counts:
+                mine, terms = self._terms(count, dtype, count)
+                out = self._poisoned(count, dtype)
+                self._engine.allreduce(mine, op="sum", out=out)
+                errors.append(worst(self._gpu.get(out), terms))
+            self._verified(f"all-reduce {dtype}", errors, tolerance)
+
+    def _verify_broadcast(self) -> None:
+        root = hvpipe.size() - 1
+        array, terms = self._terms(self._sizes.counts[-1], "float32")
+        self._engine.broadcast(array, root)
+        self._verified("broadcast", [worst(self._gpu.get(array), terms[root:])], 0.0)
+
+    def _verify_faces(self) -> None:
+        """Arrays that are not the library's own."""
+        mine, terms = self._terms(1000, "float32")
+        out = self._poisoned(1000, "float32")
+        outs = self._gpu.faces(out)
+        for name, array in self._gpu.faces(mine).items():
+            self._gpu.copy(out, self._poisoned(1000, "float32"))
+            self._engine.allreduce(array, op="sum", out=outs[name])
+            self._verified(f"all-reduce of {name}", [worst(self._gpu.get(out), terms)], 0.0)
+
+    def _verify_steps(self) -> None:
+        """Three steps of buckets of many tensors, one of them misaligned, with and without compression."""
+        counts = [self._sizes.largest, 1, 3, 1000, 4097, *[5] * 300]
+        for compression in (None, "bf16", "fp16"):
+            plan = plan_buckets(
+                [Gradient(str(i), (n,), "float32") for i, n in enumerate(counts)], 1 << 20, compression
+            )
+            plan_id = self._engine.add_plan(f"steps {compression}", plan, on_device=True)
+            errors = []
+            for step in range(3):
+                scale, _ = self._engine.core.begin_step(plan_id, step, 1.0, True)
+                mine, terms = zip(
+                    *(self._terms(n, "float32", step, i) for i, n in enumerate(counts)), strict=True
                 )
-            for number, bucket in enumerate(plan.buckets):
-                engine.collect_on_device(plan_id, number, [outs[i] for i in bucket.members])
-            for i, out in enumerate(outs):
-                errors.append(worst(out, scale * sum(t[i].double().cpu().numpy() for t in terms)))
-        wire = {"bf16": "bfloat16", "fp16": "float16"}.get(compression or "", "float32")
-        note(f"steps, compression {compression}", f"error {max(errors):.1e}", max(errors) <= TOLERANCE[wire])
+                outs = [self._poisoned(n, "float32") for n in counts]
+                # One element into a larger tensor: 4 bytes beyond what 16-byte accesses want.
+                room = self._poisoned(counts[0] + 1, "float32")[1:]
+                self._gpu.copy(room, mine[0])
+                given = [room, *mine[1:]]
+                for number, bucket in enumerate(plan.buckets):
+                    self._engine.submit_on_device(plan_id, number, [given[i] for i in bucket.members], scale)
+                for number, bucket in enumerate(plan.buckets):
+                    self._engine.collect_on_device(plan_id, number, [outs[i] for i in bucket.members])
+                errors += [
+                    worst(self._gpu.get(out), scale * term) for out, term in zip(outs, terms, strict=True)
+                ]
+            wire = WIRE_DTYPE[compression] if compression else "float32"
+            self._verified(f"steps, compression {compression}", errors, TOLERANCE[wire])
 
-
-def device_s(work: Callable[[], None], ahead: bool = True) -> float:
-    """The median time of `work` on the device."""
-    times = []
-    for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        if ahead:
-            torch.cuda._sleep(AHEAD_CYCLES)
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1e-3)
-    return statistics.median(times[1:])
-
-
-def measure_packing(engine: Engine) -> None:
-    """Pack and unpack of 40 tensors against the device's own copy of as many bytes."""
-    for megabytes in MEGABYTES:
-        count = megabytes * 1_000_000 // 4 // 40
-        plan = plan_buckets([Gradient(str(i), (count,), "float32") for i in range(40)], 1 << 40, None)
-        plan_id = engine.add_plan(f"pack {megabytes} MB", plan, on_device=True)
-        tensors = gradients(1, 0, [count] * 40)
-        source = torch.randn(40 * count, device="cuda")
-        target = torch.empty_like(source)
-        moved = 2 * source.numel() * 4
-        copy_s = device_s(lambda: target.copy_(source))  # noqa: B023
-        packs, unpacks = [], []
-        for step in range(ROUNDS):
-            engine.core.begin_step(plan_id, step, 1.0, True)
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-            torch.cuda.synchronize()
-            torch.cuda._sleep(AHEAD_CYCLES)
-            marks[0].record()
-            engine.submit_on_device(plan_id, 0, tensors, 0.5)
-            marks[1].record()
-            engine.collect_on_device(plan_id, 0, tensors)
-            marks[2].record()
-            torch.cuda.synchronize()
-            packs.append(marks[0].elapsed_time(marks[1]) * 1e-3)
-            unpacks.append(marks[1].elapsed_time(marks[2]) * 1e-3)
-        for what, times in (("pack", packs), ("unpack", unpacks)):
-            taken_s = statistics.median(times[1:])
-            share = copy_s / taken_s
-            note(f"{what} {megabytes} MB", f"{moved / taken_s / 1e9:.0f} GB/s, {share:.0%} of a copy's")
-
-
-def measure_allreduce(engine: Engine) -> None:
-    """Bandwidth as nccl-tests defines it: 2 (n - 1) / n of the bytes in the time of a call."""
-    size = hvpipe.size()
-    for megabytes in MEGABYTES:
-        array = torch.ones(megabytes * 250_000, device="cuda")
-        taken_s = device_s(lambda: engine.allreduce(array, op="average", out=array), ahead=False)  # noqa: B023
-        bus = 2 * (size - 1) / size * array.numel() * 4 / taken_s / 1e9
-        note(
-            f"all-reduce {megabytes} MB",
-            f"{taken_s * 1e3:.2f} ms" + (f", bus {bus:.1f} GB/s" if size > 1 else ""),
-        )
-
-
-def measure_overlap(engine: Engine) -> None:
-    """How much of a bucket's reduce is hidden under matrix products that last longer."""
-    count = 64_000_000 // 4
-    plan = plan_buckets([Gradient("all", (count,), "float32")], 1 << 40, None)
-    plan_id = engine.add_plan("overlap", plan, on_device=True)
-    gradient = torch.ones(count, device="cuda")
-    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    step = 0
-
-    def begin() -> None:
-        nonlocal step
-        engine.core.begin_step(plan_id, step, 1.0, True)
-        step += 1
-
-    def reduce() -> None:
-        engine.submit_on_device(plan_id, 0, [gradient], 1.0)
-        engine.collect_on_device(plan_id, 0, [gradient])
-
-    def timed(work: Callable[[], None], after: Callable[[], None] = lambda: None) -> float:
+    def _median_s(self, ready: Callable[[], object], work: Callable[[], None]) -> float:
+        """What `work` takes on the device, the first round left out; `ready` comes before, untimed."""
         times = []
-        for _ in range(ROUNDS):
-            begin()
-            times.append(_once(work))
-            after()
+        for _ in range(self._sizes.rounds):
+            self._gpu.synchronize()
+            ready()
+            begin = self._gpu.mark()
+            work()
+            times.append(self._gpu.elapsed_s(begin, self._gpu.mark()))
         return statistics.median(times[1:])
 
-    def products() -> None:
-        for _ in range(repeats):
-            torch.mm(matrix, matrix)
+    def _measure_packing(self) -> None:
+        """Pack and unpack of many tensors against the device's own copy of as many bytes."""
+        gpu = self._gpu
+        for megabytes in self._sizes.megabytes:
+            count = megabytes * 1_000_000 // 4 // TENSORS
+            bucket = Bucket(self._engine, gpu, f"pack {megabytes} MB", [count] * TENSORS)
+            source = gpu.put(np.ones(count * TENSORS), "float32")
+            target = gpu.put(np.ones(count * TENSORS), "float32")
+            copy_s = self._median_s(gpu.hold, lambda: gpu.copy(target, source))  # noqa: B023
+            for what, taken_s in zip(("pack", "unpack"), self._halves_s(bucket), strict=True):
+                rate = 2 * count * TENSORS * 4 / taken_s / 1e9
+                share = copy_s / taken_s
+                self._note(
+                    f"{what} {megabytes} MB",
+                    f"{rate:.0f} GB/s, {share:.0%} of a copy's (wanted: 85%)",
+                    gb_per_s=rate,
+                    share=share,
+                )
 
-    def submit_then_multiply() -> None:
-        engine.submit_on_device(plan_id, 0, [gradient], 1.0)
-        products()
-        engine.collect_on_device(plan_id, 0, [gradient])
+    def _halves_s(self, bucket: Bucket) -> tuple[float, float]:
+        """What packing and unpacking take on the device, the host being ahead of it."""
+        gpu = self._gpu
+        packs, unpacks = [], []
+        for _ in range(self._sizes.rounds):
+            bucket.begin()
+            gpu.synchronize()
+            gpu.hold()
+            begin = gpu.mark()
+            bucket.submit()
+            middle = gpu.mark()
+            bucket.collect()
+            end = gpu.mark()
+            packs.append(gpu.elapsed_s(begin, middle))
+            unpacks.append(gpu.elapsed_s(middle, end))
+        return statistics.median(packs[1:]), statistics.median(unpacks[1:])
 
-    reduce_s = timed(reduce)
-    repeats = 20
-    once_s = timed(products, after=reduce)
-    repeats = max(20, int(repeats * 2 * reduce_s / once_s))
-    products_s = timed(products, after=reduce)
-    both_s = timed(submit_then_multiply)
-    hidden = (products_s + reduce_s - both_s) / reduce_s
-    figures = (
-        f"products {products_s * 1e3:.2f} ms, reduce {reduce_s * 1e3:.2f} ms, both {both_s * 1e3:.2f} ms"
-    )
-    note("overlap, 64 MB", f"{figures}: {hidden:.0%} hidden")
+    def _measure_all_reduce(self) -> None:
+        """Bandwidth as nccl-tests defines it: 2 (n - 1) / n of the bytes in the time of a call."""
+        size = hvpipe.size()
+        for megabytes in self._sizes.megabytes:
+            array = self._gpu.put(np.ones(megabytes * 250_000), "float32")
+
+            def work(array: Any = array) -> None:
+                self._engine.allreduce(array, op="average", out=array)
+
+            taken_s = self._median_s(hvpipe.barrier, work)
+            bus = 2 * (size - 1) / size * megabytes * 1e6 / taken_s / 1e9
+            self._note(
+                f"all-reduce {megabytes} MB",
+                f"{taken_s * 1e3:.2f} ms" + (f", bus {bus:.1f} GB/s" if size > 1 else ""),
+                taken_s=taken_s,
+                bus_gb_per_s=bus,
+            )
+
+    def _measure_overlap(self) -> None:
+        """A stream of matrix products slowed by a bucket's reduce, and how much of the reduce it hides."""
+        megabytes = self._sizes.overlapped_megabytes
+        bucket = Bucket(self._engine, self._gpu, "overlap", [megabytes * 250_000])
+        repeats = 20
+
+        def begin() -> None:
+            bucket.begin()
+            hvpipe.barrier()
+
+        def reduce() -> None:
+            bucket.submit()
+            bucket.collect()
+
+        def products() -> None:
+            for _ in range(repeats):
+                self._gpu.multiply()
+
+        def both() -> None:
+            bucket.submit()
+            products()
+            bucket.collect()
+
+        reduce_s = self._median_s(begin, reduce)
+        once_s = self._median_s(hvpipe.barrier, products)
+        repeats = max(hvpipe.allgather_object(max(repeats, int(repeats * 2 * reduce_s / once_s))))
+        products_s = self._median_s(hvpipe.barrier, products)
+        both_s = self._median_s(begin, both)
+        hidden = (products_s + reduce_s - both_s) / reduce_s
+        slowed = both_s / products_s - 1
+        self._note(
+            f"overlap, {megabytes} MB",
+            f"products {products_s * 1e3:.2f} ms, reduce {reduce_s * 1e3:.2f} ms, both {both_s * 1e3:.2f} ms"
+            f": {hidden:.0%} hidden (wanted: 90%), products slowed by {slowed:.0%}",
+            products_s=products_s,
+            reduce_s=reduce_s,
+            both_s=both_s,
+            hidden=hidden,
+            slowed=slowed,
+        )
+
+    def _measure_sampler(self) -> None:
+        """What looking at the GPU 10 times a second takes while it computes."""
+        visible = current().settings.visible_gpus
+        with Sampler(options=SamplerOptions(visible_gpus=visible)) as sampler:
+            end_s = time.monotonic() + self._sizes.sampled_s
+            while time.monotonic() < end_s:
+                self._gpu.multiply()
+                self._gpu.synchronize()
+        found = sampler.summary()
+        cores = found.sampler_cores or 0.0
+        rate = found.samples / self._sizes.sampled_s
+        busy = "no figures of the GPU" if found.gpu_share is None else f"GPU busy {found.gpu_share:.0%}"
+        self._note(
+            "sampler (NVML)",
+            f"{cores:.2%} of a core (wanted: 1%), {rate:.1f} looks/s, {busy}",
+            cores=cores,
+            looks_per_s=rate,
+        )
+        for note in sampler.notes():
+            self._note("sampler (NVML)", note)
 
 
-def _once(work: Callable[[], None]) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    hvpipe.barrier()
-    begin.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return float(begin.elapsed_time(end)) * 1e-3
+class Bucket:
+    """A plan of one bucket of float32 tensors of these counts; each step is begun, submitted, collected."""
+
+    def __init__(self, engine: Engine, gpu: Gpu, name: str, counts: Sequence[int]) -> None:
+        plan = plan_buckets([Gradient(str(i), (n,), "float32") for i, n in enumerate(counts)], 1 << 40)
+        self._engine = engine
+        self._plan_id = engine.add_plan(name, plan, on_device=True)
+        self._tensors = [gpu.put(np.ones(n), "float32") for n in counts]
+        self._step = 0
+
+    def begin(self) -> None:
+        self._engine.core.begin_step(self._plan_id, self._step, 1.0, True)
+        self._step += 1
+
+    def submit(self) -> None:
+        self._engine.submit_on_device(self._plan_id, 0, self._tensors, 1.0)
+
+    def collect(self) -> None:
+        self._engine.collect_on_device(self._plan_id, 0, self._tensors)
 
 
-def main() -> None:
+def worst(found: Numbers, terms: Numbers) -> float:
+    """The largest error of a sum over the ranks, relative to the largest sum of absolute values.
+
+    `found` [count], `terms` [ranks, count]; infinite where something was not written.
+    """
+    error = np.abs(found - terms.sum(0)).max()
+    return float(error / np.abs(terms).sum(0).max()) if np.isfinite(error) else float("inf")
+
+
+def main(open_gpu: Callable[[int], Gpu]) -> None:
+    """Run as one rank: `check_worker ROWS.json [small]`; `open_gpu` takes the local rank."""
     hvpipe.init(timeout_s=60)
-    engine = current().engine
-    torch.cuda.set_device(hvpipe.local_rank() % torch.cuda.device_count())
-    note("data goes", engine.use_device())
-    note("device", f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
-    seed = int(hvpipe.broadcast_object(SEED))
-    verify_allreduce(engine, seed)
-    verify_steps(engine, seed)
-    if hvpipe.size() == 1:
-        measure_packing(engine)
-    else:
-        measure_overlap(engine)
-    measure_allreduce(engine)
-    if hvpipe.rank() == 0:
-        Path(sys.argv[1]).write_text(json.dumps(rows))
+    gpu = open_gpu(hvpipe.local_rank())
+    sizes = SMALL if sys.argv[2:] == ["small"] else Sizes()
+    check = Check(current().engine, gpu, sizes, Path(sys.argv[1]))
+    check.run()
     hvpipe.shutdown()
+    sys.exit(check.failed)
 
 
 if __name__ == "__main__":
-    main()
+    from bench.gpu.torch_gpu import TorchGpu
+
+    main(TorchGpu)

@@ -1,0 +1,87 @@
+"""PyTorch's arrays, matrix products and clock on this rank's GPU; the only file that imports PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import subprocess
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+AHEAD_CYCLES = 20_000_000  # some 10 ms
+MATRIX = 4096  # a product of two takes some 0.2 ms on an H100 or H200
+
+
+def count_gpus() -> int:
+    """How many this process may use."""
+    return torch.cuda.device_count()
+
+
+class DlpackOnly:
+    """A tensor that shows itself by DLPack alone."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._tensor.__dlpack_device__()
+
+
+class TorchGpu:
+    """The GPU of this local rank, or the only one there is; see bench.gpu.check_worker.Gpu."""
+
+    def __init__(self, local_rank: int) -> None:
+        torch.cuda.set_device(local_rank % count_gpus())
+        self.name = f"{_driver()}, PyTorch {torch.__version__}, CUDA {torch.version.cuda}"
+        self._matrix = torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
+        self._product = torch.empty_like(self._matrix)
+
+    def put(self, values: NDArray[np.float64], dtype: str) -> torch.Tensor:
+        return torch.from_numpy(values).cuda().to(getattr(torch, dtype))
+
+    def get(self, array: torch.Tensor) -> NDArray[np.float64]:
+        found: NDArray[np.float64] = array.double().cpu().numpy()
+        return found
+
+    def faces(self, array: torch.Tensor) -> dict[str, Any]:
+        faces: dict[str, Any] = {"DLPack": DlpackOnly(array)}
+        with contextlib.suppress(ImportError):
+            faces["CuPy"] = importlib.import_module("cupy").asarray(array)
+        return faces
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def multiply(self) -> None:
+        torch.mm(self._matrix, self._matrix, out=self._product)
+
+    def hold(self) -> None:
+        torch.cuda._sleep(AHEAD_CYCLES)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_s(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(begin.elapsed_time(end)) * 1e-3
+
+
+def _driver() -> str:
+    """The GPU's name and the driver's version."""
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return torch.cuda.get_device_name()
+    return done.stdout.splitlines()[0].replace(", ", ", driver ")
