@@ -88,8 +88,10 @@ class Check:
         self._seed = int(hvpipe.broadcast_object(int.from_bytes(np.random.default_rng().bytes(4), "little")))
 
     def run(self) -> None:
-        """Every part, whatever becomes of the others."""
+        """Every part, whatever becomes of the others; none without a device."""
         self._part(self._prepare)
+        if self.failed:
+            return
         for part in (self._verify_all_reduce, self._verify_broadcast, self._verify_steps):
             self._part(part)
         if hvpipe.size() == 1:
