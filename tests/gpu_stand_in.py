@@ -8,9 +8,9 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from numpy.typing import NDArray
 
 from bench.gpu import check_worker
+from bench.gpu.interface import Numbers
 from hvpipe.engine import Engine
 
 TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V2"}
@@ -31,18 +31,18 @@ class OnDevice(np.ndarray[Any, Any]):
 
 
 class StandIn:
-    """See bench.gpu.check_worker.Gpu; STAND_IN_BREAKS lets one of its functions fail."""
+    """See bench.gpu.interface; STAND_IN_BREAKS lets one of its functions fail."""
 
     name = "stand-in"
 
     def __init__(self, local_rank: int) -> None:
         self._matrix = np.ones((64, 64))
 
-    def put(self, values: NDArray[np.float64], dtype: str) -> Any:
+    def put(self, values: Numbers, dtype: str) -> Any:
         kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
         return values.astype(kind).view(OnDevice)
 
-    def get(self, array: Any) -> NDArray[np.float64]:
+    def get(self, array: Any) -> Numbers:
         return np.array(array, np.float64, subok=False)
 
     def faces(self, array: Any) -> dict[str, Any]:

@@ -10,12 +10,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import hvpipe
+from bench.gpu.interface import Gpu, Numbers
 from hvpipe.engine import Engine
 from hvpipe.plan.buckets import WIRE_DTYPE, Gradient, plan_buckets
 from hvpipe.session import current
@@ -24,39 +24,6 @@ from hvpipe.utilization import Sampler, SamplerOptions
 # Of the largest sum of absolute values: a few roundings of the type that travels.
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14, "float16": 4e-3, "bfloat16": 3e-2}
 TENSORS = 40  # in a bucket whose packing is measured
-
-Numbers = NDArray[np.float64]
-
-
-class Gpu(Protocol):
-    """Arrays on this rank's device, work for it, and its clock; everything is enqueued on one stream."""
-
-    name: str
-
-    def put(self, values: Numbers, dtype: str) -> Any:
-        """A new device array of these numbers."""
-
-    def get(self, array: Any) -> Numbers:
-        """The numbers of a device array, once all that was enqueued is done."""
-
-    def faces(self, array: Any) -> dict[str, Any]:
-        """The same memory as other libraries and protocols show it."""
-
-    def copy(self, target: Any, source: Any) -> None: ...
-
-    def multiply(self) -> None:
-        """A matrix product, much shorter than an all-reduce of 64 MB."""
-
-    def hold(self) -> None:
-        """Keep the device waiting while the host enqueues what is measured."""
-
-    def synchronize(self) -> None: ...
-
-    def mark(self) -> Any:
-        """A point in what is enqueued."""
-
-    def elapsed_s(self, begin: Any, end: Any) -> float:
-        """From one mark to another; waits for both."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import struct
 import sys
 from pathlib import Path
 
-# A fat binary: magic, version, bytes of this header, bytes of the entries. An entry: kind, version, bytes of its
-# header, bytes of its code, 12 bytes of something else, generation. NVIDIA documents neither.
+# A fat binary: magic, version, bytes of this header, bytes of the entries. An entry: kind, version, bytes of
+# its header, bytes of its code, 12 bytes of something else, generation. NVIDIA documents neither.
 _FAT = struct.Struct("<IHHQ")
 _ENTRY = struct.Struct("<HHIQ12xI")
 _MAGIC = 0xBA55ED50

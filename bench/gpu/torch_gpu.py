@@ -7,9 +7,9 @@ import importlib
 import subprocess
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
+
+from bench.gpu.interface import Numbers
 
 AHEAD_CYCLES = 20_000_000  # some 10 ms
 MATRIX = 4096  # a product of two takes some 0.2 ms on an H100 or H200
@@ -34,7 +34,7 @@ class DlpackOnly:
 
 
 class TorchGpu:
-    """The GPU of this local rank, or the only one there is; see bench.gpu.check_worker.Gpu."""
+    """The GPU of this local rank, or the only one there is; see bench.gpu.interface."""
 
     def __init__(self, local_rank: int) -> None:
         torch.cuda.set_device(local_rank % count_gpus())
@@ -42,11 +42,11 @@ class TorchGpu:
         self._matrix = torch.randn(MATRIX, MATRIX, device="cuda", dtype=torch.bfloat16)
         self._product = torch.empty_like(self._matrix)
 
-    def put(self, values: NDArray[np.float64], dtype: str) -> torch.Tensor:
+    def put(self, values: Numbers, dtype: str) -> torch.Tensor:
         return torch.from_numpy(values).cuda().to(getattr(torch, dtype))
 
-    def get(self, array: torch.Tensor) -> NDArray[np.float64]:
-        found: NDArray[np.float64] = array.double().cpu().numpy()
+    def get(self, array: torch.Tensor) -> Numbers:
+        found: Numbers = array.double().cpu().numpy()
         return found
 
     def faces(self, array: torch.Tensor) -> dict[str, Any]:
