@@ -287,8 +287,8 @@ class Check:
             cores=cores,
             looks_per_s=rate,
         )
-        for note in sampler.notes():
-            self._note("sampler (NVML)", note)
+        if sampler.notes():
+            self._note("not sampled", "; ".join(sampler.notes()))
 
 
 class Bucket:
