@@ -27,7 +27,7 @@ struct EngineOptions {
   double timeout_s = 300;         // longest wait for a peer
   double shortest_nap_s = 50e-6;  // of the progress thread, when nothing moves
   double longest_nap_s = 1e-3;
-  std::size_t segment_bytes = 60'000;   // of a ring message; below the eager limit of MPI
+  std::size_t segment_bytes = 60'000;   // the most that a message has; below the eager limit of MPI
   int messages_in_flight = 8;           // ring messages that this rank may have under way
   std::size_t slot_bytes = 256 * 1024;  // of the shared-memory lane
   bool shared_memory = true;            // off: ranks of one host use the ring as well

@@ -4,6 +4,16 @@
 #include <algorithm>
 
 namespace hvpipe {
+namespace {
+
+// A chunk is cut into several segments, so that a rank hands on the first while the next still come; but not
+// into such that the work for a message outweighs its bytes.
+std::size_t SegmentBytes(std::size_t chunk_bytes, std::size_t most) {
+  constexpr std::size_t kSeveral = 4, kWorthAMessage = 60'000;
+  return std::clamp(chunk_bytes / kSeveral, std::min(kWorthAMessage, most), most);
+}
+
+}  // namespace
 
 // Segment `index` counts through the steps of the ring and, inside a step, through the segments of a chunk:
 //
@@ -24,16 +34,12 @@ RingAllReduce::RingAllReduce(Transport& transport, SendBudget& budget, Counters&
       ranks_(static_cast<std::size_t>(transport.size())),
       steps_(2 * (ranks_ - 1)) {
   const std::size_t element = SizeOf(dtype);
-  const std::size_t per_segment = std::max<std::size_t>(1, options.segment_bytes / element);
   const std::size_t largest = PartOf(count, ranks_, 0).count;
+  const std::size_t per_segment =
+      std::max<std::size_t>(1, SegmentBytes(largest * element, options.segment_bytes) / element);
   segments_ = std::max<std::size_t>(1, (largest + per_segment - 1) / per_segment);
   total_ = steps_ * segments_;
-  const std::size_t scratch_bytes = (PartOf(largest, segments_, 0).count * element + 63) / 64 * 64;
-  const auto slots = static_cast<std::size_t>(options.receives_in_flight);
-  scratch_ = AlignedBuffer(scratch_bytes * slots);
-  for (std::size_t i = 0; i < slots; ++i) {
-    free_scratch_.push_back(static_cast<char*>(scratch_.data()) + i * scratch_bytes);
-  }
+  scratch_bytes_ = PartOf(largest, segments_, 0).count * element;
 }
 
 Range RingAllReduce::Segment(std::size_t index, bool incoming) const {
@@ -53,17 +59,30 @@ bool RingAllReduce::Step() {
   return moved;
 }
 
+void* RingAllReduce::TakeScratch() {
+  if (free_scratch_.empty()) {
+    scratch_.emplace_back(scratch_bytes_);
+    return scratch_.back().data();
+  }
+  void* scratch = free_scratch_.back();
+  free_scratch_.pop_back();
+  return scratch;
+}
+
+// Few until something has come: many operations wait for their turn, and each would keep memory for all.
 bool RingAllReduce::PostReceives() {
+  constexpr std::size_t kWaiting = 2;
+  const std::size_t window =
+      std::min(static_cast<std::size_t>(options_.receives_in_flight), kWaiting + received_);
   const std::size_t element = SizeOf(dtype_);
   const int left = (transport_.rank() + transport_.size() - 1) % transport_.size();
   bool moved = false;
-  while (posted_receives_ < total_ && !free_scratch_.empty()) {
+  while (posted_receives_ < total_ && receives_.size() < window) {
     const std::size_t index = posted_receives_;
     // What arrives in place overwrites what this rank sent size - 1 steps before: that send must be over.
     if (!Reducing(index) && sent_ + (ranks_ - 1) * segments_ <= index) break;
     const Range segment = Segment(index, true);
-    void* scratch = free_scratch_.back();
-    free_scratch_.pop_back();
+    void* scratch = Reducing(index) ? TakeScratch() : nullptr;
     void* target = Reducing(index) ? scratch : buffer_ + segment.first * element;
     const Ticket ticket = segment.count == 0
                               ? kNoTicket
@@ -86,7 +105,7 @@ bool RingAllReduce::FinishReceives() {
       AddInto(buffer_ + segment.first * element, receive.scratch, dtype_, segment.count);
     }
     counters_.network_bytes_received += segment.count * element;
-    free_scratch_.push_back(receive.scratch);
+    if (receive.scratch != nullptr) free_scratch_.push_back(receive.scratch);
     receives_.pop_front();
     ++received_;
     moved = true;

@@ -16,7 +16,7 @@ namespace hvpipe {
 class RingAllReduce : public Collective {
  public:
   struct Options {
-    std::size_t segment_bytes = 60'000;
+    std::size_t segment_bytes = 60'000;  // the most that a message has
     int receives_in_flight = 8;
     int tag = 0;
   };
@@ -42,6 +42,7 @@ class RingAllReduce : public Collective {
   Range Segment(std::size_t index, bool incoming) const;
   bool Reducing(std::size_t index) const { return index < steps_ / 2 * segments_; }
   bool PostReceives();
+  void* TakeScratch();
   bool FinishReceives();
   bool PostSends();
   bool FinishSends();
@@ -60,7 +61,8 @@ class RingAllReduce : public Collective {
   std::size_t posted_receives_ = 0, received_ = 0, posted_sends_ = 0, sent_ = 0;
   std::deque<Receive> receives_;
   std::deque<Send> sends_;
-  AlignedBuffer scratch_;
+  std::size_t scratch_bytes_;
+  std::vector<AlignedBuffer> scratch_;
   std::vector<void*> free_scratch_;
 };
 

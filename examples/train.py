@@ -33,6 +33,7 @@ class Images:
     name: str
     train: tf.data.Dataset
     test: tf.data.Dataset
+    held_out: int  # images in test
     shape: tuple[int, int, int]
     classes: int
 
@@ -50,7 +51,7 @@ def digits(batch: int, seed: int) -> Images:
     train = tf.data.Dataset.from_tensor_slices((train_x, train_y))
     train = train.shuffle(len(train_x), seed=seed).batch(batch, drop_remainder=True)
     test = tf.data.Dataset.from_tensor_slices((test_x, test_y)).batch(batch)
-    return Images("digits", train, test, images.shape[1:], classes=10)
+    return Images("digits", train, test, len(test_x), images.shape[1:], classes=10)
 
 
 def folders(directory: Path, pixels: int, batch: int, seed: int) -> Images:
@@ -64,7 +65,8 @@ def folders(directory: Path, pixels: int, batch: int, seed: int) -> Images:
         batch_size=batch,
         verbose=False,
     )
-    return Images(directory.name, train, test, (pixels, pixels, 3), len(train.class_names))
+    held_out = len(test.file_paths)
+    return Images(directory.name, train, test, held_out, (pixels, pixels, 3), len(train.class_names))
 
 
 def residual_block(x: keras.KerasTensor, filters: int, strides: int) -> keras.KerasTensor:
@@ -110,6 +112,13 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int) -> keras.M
     return keras.Model(inputs, layers.Dense(classes)(x), name=name)
 
 
+def my_images(dataset: tf.data.Dataset, images: int, batch: int) -> tf.data.Dataset:
+    """This rank's part of a dataset, image by image, so that none is left out."""
+    mine = len(range(hvpipe.rank(), images, hvpipe.size()))
+    part = dataset.unbatch().shard(hvpipe.size(), hvpipe.rank()).batch(batch)
+    return part.apply(tf.data.experimental.assert_cardinality(-(-mine // batch)))  # unbatch forgets it
+
+
 def learning_rate(options: argparse.Namespace, steps: int) -> keras.optimizers.schedules.CosineDecay:
     """From a rate in proportion to the images of one step on all ranks, down to nothing."""
     rate = options.rate * options.batch * hvpipe.size() / BATCH_OF_RATE
@@ -141,8 +150,7 @@ def train(options: argparse.Namespace) -> tuple[keras.Model, str]:
     )
     model = hk.data_parallel(model, overlap=options.overlap, compression=options.compression)
 
-    # Image by image, so that none is left out.
-    mine_of_test = images.test.unbatch().shard(hvpipe.size(), hvpipe.rank()).batch(options.batch)
+    mine_of_test = my_images(images.test, images.held_out, options.batch)
 
     started = time.perf_counter()
     model.fit(

@@ -50,7 +50,7 @@ class Engine:
         self.core = native.Engine.create(
             world.fortran_handle,
             timeout_s=settings.timeout_s,
-            segment_bytes=settings.segment_bytes,
+            segment_bytes=settings.segment_bytes or world.eager_bytes * 15 // 16,  # with room for headers
             messages_in_flight=settings.messages_in_flight,
             slot_bytes=settings.slot_bytes,
             shared_memory=settings.shared_memory,
@@ -69,7 +69,7 @@ class Engine:
         An array in device memory is reduced into `out`, which may be the array itself; all ranks then give
         device arrays. What is enqueued goes to the stream that the array names, else to the default stream.
         """
-        if is_device_array(array):
+        if type(array) is not np.ndarray and is_device_array(array):
             return self._allreduce_on_device(array, op, compression, out)  # type: ignore[no-any-return]
         source = host_array(array)
         dtype = reducible_dtype(source)

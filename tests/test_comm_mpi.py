@@ -30,8 +30,8 @@ def write(tmp_path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("before", "culprit"),
     [
-        ("import mpi4py; mpi4py.rc.threads = False", "SINGLE"),
-        ("import mpi4py; mpi4py.rc.thread_level = 'funneled'", "FUNNELED"),
+        ("import mpi4py; mpi4py.rc.threads = False; from mpi4py import MPI", "SINGLE"),
+        ("import mpi4py; mpi4py.rc.thread_level = 'funneled'; from mpi4py import MPI", "FUNNELED"),
         ("import mpi4py; mpi4py.rc.thread_level = 'serialized'; from mpi4py import MPI", "SERIALIZED"),
     ],
 )
@@ -47,7 +47,13 @@ def test_mpi_initialised_by_the_program_without_thread_support(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "before", ["", "from mpi4py import MPI", "import mpi4py; mpi4py.rc.initialize = False"]
+    "before",
+    [
+        "",
+        "from mpi4py import MPI",
+        "import mpi4py; mpi4py.rc.initialize = False",
+        "import mpi4py; mpi4py.rc.threads = False",
+    ],
 )
 def test_whoever_imports_mpi4py_first(before: str, tmp_path: Path) -> None:
     result = launch(2, [write(tmp_path, f"{before}\n{OPEN}world.close()")], limit_s=LIMIT_S)

@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
-from hvpipe.comm.discover import Launch, Settings, discover, live_folder, settings
+from hvpipe.comm.discover import (
+    Launch,
+    Settings,
+    discover,
+    eager_bytes,
+    live_folder,
+    prepare_open_mpi,
+    settings,
+)
 from hvpipe.errors import HvpipeError, InitError
 
 OPEN_MPI = {
@@ -128,3 +138,39 @@ def test_a_bad_setting_is_named(name: str, text: str, wanted: str) -> None:
 def test_who_tells_hvpipe_top(environ: dict[str, str], live: bool, folder: str | None) -> None:
     assert (settings(environ).live, settings(environ).live_folder) == (live, folder)
     assert live_folder(environ) == folder
+
+
+@pytest.mark.parametrize(
+    ("library", "environ", "wanted"),
+    [
+        ("Open MPI v5.0.11", {}, 65536),
+        ("Open MPI v5.0.11", {"OMPI_MCA_btl_tcp_eager_limit": "262144"}, 262144),
+        ("Open MPI v5.0.11", {"OMPI_MCA_btl_tcp_eager_limit": "much"}, 65536),
+        ("MPICH Version: 4.2.3", {"OMPI_MCA_btl_tcp_eager_limit": "262144"}, 65536),
+    ],
+)
+def test_the_eager_limit_is_what_open_mpi_was_told(
+    library: str, environ: dict[str, str], wanted: int
+) -> None:
+    assert eager_bytes(library, environ) == wanted
+
+
+@pytest.mark.parametrize(
+    ("chosen", "limit", "most"),
+    [
+        ({}, "262144", "262144"),
+        ({"OMPI_MCA_btl_tcp_eager_limit": "1000"}, "1000", None),
+        ({"OMPI_MCA_btl_tcp_max_send_size": "1000"}, None, "1000"),
+    ],
+)
+def test_what_the_user_told_open_mpi_stays(
+    chosen: dict[str, str], limit: str | None, most: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"OMPI_MCA_{name}" for name in ("osc", "btl_tcp_eager_limit", "btl_tcp_max_send_size")]
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    prepare_open_mpi()
+    assert [os.environ.get(name) for name in names] == ["^ucx", limit, most]

@@ -54,6 +54,7 @@ def train(size: int, *arguments: str | Path, limit_s: float = 240.0) -> Run:
     """Run the example on `size` ranks; it must succeed."""
     result = launch(size, [TRAIN, "--progress", "epoch", *arguments], limit_s=limit_s)
     assert result.returncode == 0, result.describe()
+    assert "ran out of data" not in result.output, result.describe()
     return result
 
 

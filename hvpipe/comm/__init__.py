@@ -42,6 +42,10 @@ class World(Protocol):
     def library_version(self) -> str:
         """Name and version of the library, e.g. "Open MPI v5.0.11"; "none" for a single rank without MPI."""
 
+    @property
+    def eager_bytes(self) -> int:
+        """The largest message that leaves at once on every rank; 0 where there is no MPI."""
+
     def allgather_object(self, value: Any) -> list[Any]: ...
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any: ...
@@ -67,6 +71,7 @@ class SingleWorld:
     local_size = 1
     fortran_handle: int | None = None
     library_version = "none"
+    eager_bytes = 0
 
     def __init__(self) -> None:
         self.host = socket.gethostname()

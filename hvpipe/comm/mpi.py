@@ -9,7 +9,7 @@ from array import array
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hvpipe.comm.discover import Launch, quiet_open_mpi
+from hvpipe.comm.discover import Launch, eager_bytes, prepare_open_mpi
 from hvpipe.errors import DeadlineError, HvpipeError, InitError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ class MpiWorld:
         self.library_version: str = short_version(mpi.Get_library_version())
         self.fortran_handle: int | None = self._engine_comm.py2f()
         self._closed = False
+        self.eager_bytes: int = min(self.allgather_object(eager_bytes(self.library_version)))
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank (pickled)."""
@@ -141,11 +142,11 @@ def open_world(launch: Launch, timeout_s: float = 300.0) -> MpiWorld:
     Raises InitError where MPI is missing, lacks thread support, or was started by another MPI's mpirun.
     """
     was_imported = "mpi4py.MPI" in sys.modules
-    quiet_open_mpi()
     mpi = _import_mpi()
     if mpi.Is_finalized():
         raise InitError("hvpipe.init() should come before MPI is finalised. Received: a finalised MPI")
     if not mpi.Is_initialized():
+        prepare_open_mpi()
         _initialise(mpi)
     _check_threads(mpi, was_imported)
     world_size = mpi.COMM_WORLD.size
@@ -162,9 +163,6 @@ def open_world(launch: Launch, timeout_s: float = 300.0) -> MpiWorld:
 
 def library_version() -> str:
     """Name and version of the MPI library that mpi4py loads, without initialising MPI."""
-    import mpi4py
-
-    mpi4py.rc.initialize = False
     return short_version(_import_mpi().Get_library_version())
 
 
@@ -175,7 +173,11 @@ def short_version(text: str) -> str:
 
 
 def _import_mpi() -> ModuleType:
+    """Load MPI, which the first import of mpi4py's also starts unless told not to."""
     try:
+        import mpi4py
+
+        mpi4py.rc.initialize = False
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
         raise InitError(
@@ -187,7 +189,7 @@ def _import_mpi() -> ModuleType:
 
 
 def _initialise(mpi: ModuleType) -> None:
-    """Somebody imported mpi4py with rc.initialize off: do what mpi4py would have done."""
+    """Do what mpi4py would have done when it was imported."""
     import atexit
 
     mpi.Init_thread(mpi.THREAD_MULTIPLE)
