@@ -1,4 +1,4 @@
-"""Make a CUDA library small on its way: `python -m bench.gpu.thin libnccl.so.2 90 | xz -T0 > thin.so.xz`.
+"""Make a CUDA library small on its way: `python -m bench.gpu.thin libnccl.so.2 90 | xz -3 > thin.so.xz`.
 
 The code for all GPUs but one generation (90: Hopper) becomes zeros, which compress to nothing. Such a library
 serves that generation alone.
