@@ -15,6 +15,7 @@ from bench.metrics import format_time
 
 INK = "#010203"  # becomes currentColor
 _GRID = "#010204"
+_PAPER = "#010205"  # behind the page
 _SERIES = [f"#0102{number:02x}" for number in range(16, 40)]
 _WIDTH_IN = 4.6
 _FEW = 12  # points that are drawn as such
@@ -31,7 +32,10 @@ def bars(title: str, values: Mapping[str, float], colours: Sequence[int], marks:
     with _axes(0.36 * len(values) + 0.9 + 0.22 * len(marks), title) as (axes, finish):
         places = range(len(values))[::-1]
         drawn = axes.barh(places, list(values.values()), color=[colour(c) for c in colours], height=0.68)
-        axes.bar_label(drawn, [format_time(value) for value in values.values()], padding=3, fontsize=9)
+        # A mark may pass behind a label, not through it.
+        behind = {"facecolor": _PAPER, "edgecolor": "none", "pad": 0.5}
+        texts = [format_time(value) for value in values.values()]
+        axes.bar_label(drawn, texts, padding=3, fontsize=9, bbox=behind, zorder=3)
         axes.set_yticks(places, list(values))
         axes.tick_params(axis="y", length=0)
         for (what, value), style in zip(marks.items(), ("--", ":"), strict=False):
@@ -137,7 +141,7 @@ def _svg(figure: Any, title: str) -> str:
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'font-family: [^;"]*', "font-family: var(--font)", text)
-    text = text.replace(INK, "currentColor").replace(_GRID, "var(--grid)")
+    text = text.replace(INK, "currentColor").replace(_GRID, "var(--grid)").replace(_PAPER, "var(--paper)")
     for number, series in enumerate(_SERIES):
         text = text.replace(series, f"var(--c{number})")
     label = title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

@@ -140,6 +140,8 @@ def test_the_page_needs_no_other_file_and_has_no_fixed_colours_in_plots() -> Non
     assert "prefers-color-scheme: dark" in html
     assert "@media print" in html
     assert 'name="viewport"' in html
+    # A mark passes behind the labels of bars, which stand on the page's own paper.
+    assert plots.count("fill: var(--paper)") == 8
     for number in {int(n) for n in re.findall(r"var\(--c(\d+)\)", plots)}:
         assert html.count(f"--c{number}:") == 2, number  # light and dark
 
