@@ -6,11 +6,9 @@ import functools
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
@@ -20,9 +18,10 @@ from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
 from hvpipe.keras.part_loss import by_parts
 from hvpipe.keras.pipeline_files import PipelineFiles, make_folders
 from hvpipe.keras.pipeline_layout import Layout, layout_of
+from hvpipe.keras.pipeline_logs import PipelineLogs, flat_results
 from hvpipe.keras.pipeline_machine import Machine, flat_targets
 from hvpipe.keras.pipeline_plan import Wish, plan_for
-from hvpipe.keras.pipeline_step import Batch, Outcome
+from hvpipe.keras.pipeline_step import Batch
 from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import Stages
 from hvpipe.keras.variables import broadcast_variables
@@ -213,13 +212,13 @@ class PipelineParallel(PipelineFiles, keras.Model):
 
     def reset_metrics(self) -> None:
         super().reset_metrics()
-        self._parts.loss.reset()
+        self._parts.logs.reset()
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         return logs
 
     def _flatten_metrics_in_order(self, logs: Mapping[str, Any]) -> Any:
-        values = [logs["loss"], *(value for name, value in logs.items() if name != "loss")]
+        values = [logs[name] for name in ("loss", *self._parts.logs.names)]
         return values[0] if len(values) == 1 else values
 
     # Steps ----------------------------------------------------------------------------------------------
@@ -243,7 +242,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
             self._parts.samples.assign(batch.samples)
             machine = self._machine((y, sample_weight), batch.targets)
             outcome = machine.train(batch) if training else machine.evaluate(batch)
-            logs = self._logs(outcome, batch.samples)
+            logs = self._parts.logs.add(outcome, batch.samples, self._metric_results)
         return logs
 
     def _predict_batches(self, data: Sequence[Any]) -> Any:
@@ -274,25 +273,12 @@ class PipelineParallel(PipelineFiles, keras.Model):
             )
         return parts.machine
 
-    def _logs(self, outcome: Outcome, samples: int) -> dict[str, Any]:
-        """Loss and metrics so far in this epoch, the same on all ranks."""
-        parts = self._parts
-        last = parts.layout.ranks_of(len(parts.layout.stages.cuts) - 1)
-        mine = self._metric_results() if parts.session.world.rank in last else {}
-        if parts.metric_shapes is None:
-            shapes = {name: value.shape for name, value in mine.items()}
-            parts.metric_shapes = parts.session.engine.broadcast_object(shapes, last[0])
-        shapes = parts.metric_shapes
-        flat = [np.ravel(mine.get(name, np.zeros(shape))) for name, shape in shapes.items()]
-        row = np.concatenate([[outcome.loss, outcome.samples], *flat])
-        rows = parts.session.engine.allgather(row[None].astype(np.float64))
-        parts.loss.add(float(rows[:, 0].sum()), samples)
-        means = (rows[:, 1:2] * rows[:, 2:]).sum(axis=0) / rows[:, 1].sum()
-        return {"loss": parts.loss.mean, **_named_metrics(shapes, means)}
-
     def _metric_results(self) -> dict[str, Any]:
-        results = self.get_metrics_result()
-        return {name: np.asarray(value, np.float64) for name, value in results.items() if name != "loss"}
+        """Of the last stage, without the loss, in the order in which Keras lists them."""
+        found = flat_results(self.get_metrics_result())
+        found.pop("loss", None)
+        names = super()._flatten_metrics_in_order({name: name for name in found})
+        return {name: found[name] for name in ([names] if isinstance(names, str) else names)}
 
 
 class EpochEnd(keras.callbacks.Callback):
@@ -306,23 +292,6 @@ class EpochEnd(keras.callbacks.Callback):
         self._sharing.average_statistics()
 
 
-@dataclass
-class _RunningMean:
-    total: float = 0.0
-    weight: float = 0.0
-
-    def reset(self) -> None:
-        self.total = self.weight = 0.0
-
-    def add(self, value: float, weight: float) -> None:
-        self.total += value * weight
-        self.weight += weight
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.weight
-
-
 class _Parts:
     """What a pipeline is made of; a plain object, whose insides Keras takes for no layers of the pipeline."""
 
@@ -334,22 +303,14 @@ class _Parts:
         self.layout = layout
         self.sharing = sharing
         self.recompute = recompute
-        self.loss = _RunningMean()
+        self.logs = PipelineLogs(session)
         self.samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
         self.reset()
 
     def reset(self) -> None:
         """What depends on how the model is compiled is made again."""
         self.machine: Machine | None = None
-        self.metric_shapes: dict[str, tuple[int, ...]] | None = None
-
-
-def _named_metrics(shapes: Mapping[str, tuple[int, ...]], values: Any) -> dict[str, Any]:
-    """Numbers, and arrays where a metric has one value for each class, from all values in a row."""
-    ends = np.cumsum([int(np.prod(shape)) for shape in shapes.values()])
-    parts = np.split(values, ends[:-1]) if shapes else []
-    found = zip(shapes.items(), parts, strict=True)
-    return {name: part.reshape(shape) if shape else float(part[0]) for (name, shape), part in found}
+        self.logs.forget()
 
 
 def _listed(callbacks: Any) -> list[Any]:
