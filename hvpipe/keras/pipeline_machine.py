@@ -24,8 +24,8 @@ from hvpipe.session import Session
 class Machine:
     """Runs steps of this rank's stages for targets of one structure; `owner` is compiled as the user wants.
 
-    `structure` is (y, sample_weight) of a batch and `targets` the same flat (`flat_targets`); None and
-    nothing before any (only `predict` then).
+    `structure` is (y, sample_weight) of a batch and `signature` what they look like flat (`signature_of`);
+    None and nothing before any (only `predict` then).
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Machine:
         layout: Layout,
         sharing: Sharing,
         structure: Any,
-        targets: Sequence[Any],
+        signature: Sequence[Any],
         *,
         recompute: bool,
     ) -> None:
@@ -44,12 +44,12 @@ class Machine:
         self._layout = layout
         self._sharing = sharing
         self._structure = structure
-        self._signature = _specs(targets)
+        self.signature = list(signature)
         self._rank = session.world.rank
         with_loss = structure is not None and owner._compile_loss is not None
         self.functions = {
             stage: StageFunctions(
-                layout.stages, stage, self._signature, self._loss if with_loss else None, recompute
+                layout.stages, stage, self.signature, self._loss if with_loss else None, recompute
             )
             for stage in layout.stages_of(self._rank)
         }
@@ -62,12 +62,19 @@ class Machine:
         session.sample_counters.append(self._trained)
         self._update_metrics = tf.function(self._metrics_in_graph, autograph=False, reduce_retracing=True)
 
-    def fits(self, structure: Any, targets: Sequence[Any]) -> bool:
-        """Whether it can run batches with such targets, and the same flat."""
-        specs = _specs(targets)
-        return _paths(structure) == _paths(self._structure) and all(
-            mine.is_compatible_with(spec) for mine, spec in zip(self._signature, specs, strict=True)
-        )
+    def common_signature(self, structure: Any, signature: Sequence[Any]) -> list[Any] | None:
+        """One that holds for its own batches and for these, axes open that differ; None where none does."""
+        if _paths(structure) != _paths(self._structure):
+            return None
+        pairs = list(zip(self.signature, signature, strict=True))
+        if any(own.dtype != other.dtype or own.shape.rank != other.shape.rank for own, other in pairs):
+            return None
+        return [
+            tf.TensorSpec(
+                [m if m == n else None for m, n in zip(own.shape, other.shape, strict=True)], own.dtype
+            )
+            for own, other in pairs
+        ]
 
     def train(self, batch: Batch) -> Outcome:
         """One training step, weights updated; collective."""
@@ -163,6 +170,6 @@ def _paths(structure: Any) -> list[Any]:
     return [path for path, leaf in keras.tree.flatten_with_path(structure) if leaf is not None]
 
 
-def _specs(targets: Sequence[Any]) -> list[Any]:
-    """What targets look like, whatever the batch size."""
+def signature_of(targets: Sequence[Any]) -> list[Any]:
+    """What flat targets look like, whatever the batch size."""
     return [tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in targets]

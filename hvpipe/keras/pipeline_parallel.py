@@ -19,7 +19,7 @@ from hvpipe.keras.part_loss import by_parts
 from hvpipe.keras.pipeline_files import PipelineFiles, make_folders
 from hvpipe.keras.pipeline_layout import Layout, layout_of
 from hvpipe.keras.pipeline_logs import PipelineLogs, flat_results
-from hvpipe.keras.pipeline_machine import Machine, flat_targets
+from hvpipe.keras.pipeline_machine import Machine, flat_targets, signature_of
 from hvpipe.keras.pipeline_plan import Wish, plan_for
 from hvpipe.keras.pipeline_step import Batch
 from hvpipe.keras.sharing import Sharing
@@ -259,19 +259,31 @@ class PipelineParallel(PipelineFiles, keras.Model):
         return list(functional._standardize_inputs(x))
 
     def _machine(self, structure: Any, targets: Sequence[Any]) -> Machine:
-        """For batches with such targets; made once, and again where their shapes vary."""
+        """For batches with such targets; made once, and once more where their sizes vary."""
         parts = self._parts
-        if parts.machine is None or (structure is not None and not parts.machine.fits(structure, targets)):
-            parts.machine = Machine(
+        if structure is None and parts.machines:
+            return parts.machines[0]
+        signature = signature_of(targets)
+        for machine in parts.machines:
+            common = machine.common_signature(structure, signature)
+            if common == machine.signature:
+                return machine
+            if common is not None:
+                parts.machines.remove(machine)
+                signature = common
+                break
+        parts.machines.append(
+            Machine(
                 self,
                 parts.session,
                 parts.layout,
                 parts.sharing,
                 structure,
-                targets,
+                signature,
                 recompute=parts.recompute,
             )
-        return parts.machine
+        )
+        return parts.machines[-1]
 
     def _metric_results(self) -> dict[str, Any]:
         """Of the last stage, without the loss, in the order in which Keras lists them."""
@@ -309,7 +321,7 @@ class _Parts:
 
     def reset(self) -> None:
         """What depends on how the model is compiled is made again."""
-        self.machine: Machine | None = None
+        self.machines: list[Machine] = []
         self.logs.forget()
 
 
