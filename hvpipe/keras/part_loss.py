@@ -1,4 +1,8 @@
-"""The losses that a pipeline is compiled with, as micro-batches that count by their samples need them."""
+"""The losses that a pipeline is compiled with, for the parts of a batch.
+
+A step adds up the losses of a batch's parts, each weighted by its samples. Of a mean over all entries that
+gives the batch's. A sum, and a mean over what masks leave, are scaled so that it does for them too.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +10,81 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.masking import get_keras_mask
+from keras.src.trainers.compile_utils import CompileLoss
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.loss_entries import entries_of
 
-_MEANS = ("sum_over_batch_size", "mean")
+_REDUCTIONS = ("sum_over_batch_size", "mean", "sum")
 
 
-class SumOfParts(keras.losses.Loss):
-    """A loss that is a sum over the batch: a part that counts by n of N samples gives N / n times its sum.
+class LossOfParts(CompileLoss):
+    """What a model is compiled with, `compiled`, for parts of a batch.
 
-    `samples` is the variable that holds N.
+    `samples` is the variable that holds the batch's samples. `entries` are those that hold how many of its
+    entries count in a loss, by the loss's place, for losses that leave some out; where there is none, a part
+    takes its own for typical. Raises HvpipeError for a reduction that parts cannot have by themselves.
     """
 
-    def __init__(self, loss: Any, samples: Any) -> None:
-        super().__init__(name=loss.name, reduction="sum", dtype=loss.dtype)
+    _flat_losses: Any
+
+    def __init__(self, compiled: CompileLoss, samples: Any) -> None:
+        for loss in keras.tree.flatten(compiled._user_loss):
+            _check_reduction(loss)
+        super().__init__(compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names)
+        self.samples = samples
+        self.entries: dict[int, Any] = {}
+
+    def build(self, y_true: Any, y_pred: Any) -> None:
+        super().build(y_true, y_pred)
+        parts = [_LossOfPart(self, place, one.loss) for place, one in enumerate(self._flat_losses)]
+        self._flat_losses = [
+            one._replace(loss=part) for one, part in zip(self._flat_losses, parts, strict=True)
+        ]
+        # Keras tracks each where there are several.
+        if self._metrics:
+            names = [metric.name for metric in self._metrics]
+            self._metrics[:] = [_MeanOfParts(name, part) for name, part in zip(names, parts, strict=True)]
+
+
+class _LossOfPart:
+    """One loss of a part. `share` is the part's, of the batch's samples, when it was last called."""
+
+    def __init__(self, whole: LossOfParts, place: int, loss: Any) -> None:
+        self._whole = whole
+        self._place = place
         self._loss = loss
-        self._samples = samples
+        self.share: Any = None
 
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         value = self._loss(y_true, y_pred, sample_weight)
-        return value * tf.cast(self._samples / tf.cast(tf.shape(y_pred)[0], tf.float32), value.dtype)
+        samples = tf.shape(keras.tree.flatten(y_pred)[0])[0]
+        self.share = tf.cast(samples, tf.float32) / self._whole.samples
+        if getattr(self._loss, "reduction", None) == "sum":
+            return value / tf.cast(self.share, value.dtype)
+        entries = self._whole.entries.get(self._place)
+        if entries is None:
+            return value
+        here = entries_of(self._loss, y_true, get_keras_mask(y_pred))
+        return value * tf.cast(tf.math.divide_no_nan(here, entries) / self.share, value.dtype)
 
 
-def by_parts(losses: Any, samples: Any) -> Any:
-    """The losses that `compile` was given (any structure), for parts of a batch of `samples`.
+class _MeanOfParts(keras.metrics.Mean):
+    """The mean of a loss over batches, of which it is given parts."""
 
-    Raises HvpipeError for a reduction that parts of a batch cannot have by themselves.
-    """
-    return keras.tree.map_structure(lambda leaf: _by_parts(leaf, samples), losses)
+    def __init__(self, name: str, part: _LossOfPart) -> None:
+        super().__init__(name=name)
+        self._part = part
+
+    def update_state(self, values: Any, sample_weight: Any = None) -> None:
+        super().update_state(values, self._part.share)
 
 
-def _by_parts(loss: Any, samples: Any) -> Any:
+def _check_reduction(loss: Any) -> None:
     reduction = getattr(loss, "reduction", "sum_over_batch_size")
-    if reduction in _MEANS:
-        return loss
-    if reduction == "sum":
-        return SumOfParts(loss, samples)
-    raise HvpipeError(
-        "A pipeline computes the loss of each micro-batch by itself, so the reduction of a loss should be "
-        f"'sum_over_batch_size', 'mean' or 'sum'. Received: {loss.name} with reduction={reduction!r}"
-    )
+    if reduction not in _REDUCTIONS:
+        raise HvpipeError(
+            "A pipeline computes the loss of each micro-batch by itself, so the reduction of a loss should "
+            f"be 'sum_over_batch_size', 'mean' or 'sum'. Received: {loss.name} with reduction={reduction!r}"
+        )

@@ -18,6 +18,7 @@ import tensorflow as tf
 from hvpipe.document import Table, read_document, write_document
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.pipeline_state import Holdings, Place, number_in, together
+from hvpipe.keras.seeds import own_seed
 from hvpipe.session import Session
 
 # A folder holds an index and the shards that it names:
@@ -182,7 +183,11 @@ def _read(folder: Path, holdings: Holdings, optimizer: Any, rank: int) -> dict[s
             f"Received: {_spoken(missing[0], holdings)}, which {folder} does not have"
         )
     _check_shards(folder, {home[source] for source in sources.values()})
-    return _values(folder, home, sources, wanted)
+    values = _values(folder, home, sources, wanted)
+    for name, place in holdings.seeds.items():
+        if sources[name] == name:  # the first holder's
+            values[name] = own_seed(values[name], place)
+    return values
 
 
 def _source(

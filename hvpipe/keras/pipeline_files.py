@@ -73,9 +73,11 @@ class PipelineFiles:
         """
         parts = self._parts
         load_checkpoint(parts.session, folder, self._holdings(), optimizer_of(self))
+        parts.sharing.note_apart()
 
     def _write_whole(self, write: Callable[[Any], None]) -> None:
         parts = self._parts
+        parts.sharing.average_statistics()
         write_whole(parts.session, self, parts.model, self._holdings(), write)
 
     def _holdings(self) -> Holdings:
@@ -113,3 +115,16 @@ def _make(session: Session, folders: Sequence[str]) -> None:
     if session.world.rank == 0:
         for folder in filter(None, folders):
             os.makedirs(folder, exist_ok=True)
+
+
+def with_one_writer(session: Session, callbacks: Sequence[Any]) -> list[Any]:
+    """The callbacks without CSVLoggers of files that one of a lower rank writes; collective.
+
+    All have the same logs, and a file that is appended to would get every row from each.
+    """
+    files = [
+        os.path.abspath(c.filename) if isinstance(c, keras.callbacks.CSVLogger) else None for c in callbacks
+    ]
+    everyone = session.engine.allgather_object(files)
+    written = {file for of_rank in everyone[: session.world.rank] for file in of_rank if file is not None}
+    return [c for c, file in zip(callbacks, files, strict=True) if file not in written]

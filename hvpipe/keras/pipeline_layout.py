@@ -40,13 +40,13 @@ class Layout:
         count = min(self.microbatches, samples)
         key = (count, training)
         if key not in self._courses:
-            schedule = self.make_schedule(count)
             place = self.ranks.index(world_rank)
             if training:
+                schedule = self.make_schedule(count)
                 verified = verify(schedule, self.stages.dataflow)
-                self._courses[key] = Course(schedule, verified.programs, place)
+                self._courses[key] = Course(schedule, verified.programs, place, count)
             else:
-                self._courses[key] = Course.forward_only(schedule, self.stages, place)
+                self._courses[key] = Course.forward_only(self._whole, self.stages, place, count)
         return self._courses[key]
 
     @cached_property
@@ -64,6 +64,11 @@ class Layout:
             f"{schedule.microbatches} micro-batches, {schedule.name}, "
             f"checksum {crc32(everything.encode()):08x}"
         )
+
+    @property
+    def feeder(self) -> int:
+        """The world rank whose batches count: the one that begins with the first micro-batch."""
+        return self.ranks[self._whole.rank_of(Action("F", 0, 0))]
 
     def stages_of(self, world_rank: int) -> tuple[int, ...]:
         """The stages of a rank, in order."""

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.masking import set_keras_mask
 
+from hvpipe.keras.loss_entries import BatchEntries, masked_losses
 from hvpipe.keras.mail import Mail
 from hvpipe.keras.pipeline_layout import Layout
 from hvpipe.keras.pipeline_step import Batch, Outcome, PipelineStep
@@ -53,6 +54,7 @@ class Machine:
             )
             for stage in layout.stages_of(self._rank)
         }
+        self._entries = self._batch_entries() if with_loss else None
         self._mail = Mail(session)
         self._step = PipelineStep(
             layout.stages, self.functions, layout.ranks, self._mail, session.engine.recorded
@@ -81,12 +83,13 @@ class Machine:
         begun_s = time.perf_counter()
         with self._session.engine.recorded("step", "training step"):
             outcome = self._train(batch)
+        self._sharing.note_apart()
         self._session.step_durations_s.append(time.perf_counter() - begun_s)
         self._trained.samples += outcome.samples
         return outcome
 
     def _train(self, batch: Batch) -> Outcome:
-        self._agree("training", batch)
+        self._begin("training", batch)
         if self._update is None:
             self._update = PipelineUpdate(self._session, self._owner.optimizer, self.functions, self._sharing)
         update = self._update
@@ -100,7 +103,8 @@ class Machine:
 
     def evaluate(self, batch: Batch) -> Outcome:
         """Forward and loss of a batch in inference mode; collective."""
-        self._agree("evaluation", batch)
+        self._begin("evaluation", batch)
+        self._sharing.average_statistics()
         course = self._layout.course(batch.samples, self._rank, False)
         outcome = self._step.evaluate(course, batch, self._observe)
         self._mail.finish()
@@ -109,6 +113,7 @@ class Machine:
     def predict(self, batch: Batch) -> list[Any]:
         """The model's outputs for a batch, flat, on all ranks; collective."""
         self._agree("prediction", batch)
+        self._sharing.average_statistics()
         course = self._layout.course(batch.samples, self._rank, False)
         outcome = self._step.predict(course, batch)
         self._mail.finish()
@@ -124,11 +129,27 @@ class Machine:
             f"{what} step of {self._layout.stages.graph.name} on a batch of {batch.samples}"
         )
 
+    def _begin(self, what: str, batch: Batch) -> None:
+        """Of a step with a loss: what its parts need of the whole batch."""
+        self._agree(what, batch)
+        if self._entries is not None:
+            self._entries.tell(batch.inputs, batch.targets)
+
+    def _batch_entries(self) -> BatchEntries | None:
+        graph, loss = self._layout.stages.graph, self._owner._compile_loss
+        masked = masked_losses(loss, graph, self.signature, self._compare)
+        if not masked:
+            return None
+        return BatchEntries(self._session, self._layout.feeder, graph, masked, self.signature, loss.entries)
+
     # On the rank with the last stage --------------------------------------------------------------------
 
     def _loss(self, outputs: Sequence[Any], targets: Sequence[Any]) -> Any:
+        return self._compare(self._owner._compile_loss, outputs, targets)
+
+    def _compare(self, loss: Any, outputs: Sequence[Any], targets: Sequence[Any]) -> Any:
         y, sample_weight = self._targets(targets)
-        return self._owner._compile_loss(y, self._owner.pack_outputs(outputs), sample_weight)
+        return loss(y, self._owner.pack_outputs(outputs), sample_weight)
 
     def _targets(self, values: Sequence[Any]) -> Any:
         """The flat targets in the batch's structure, with None where there was none."""

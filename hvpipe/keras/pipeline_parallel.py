@@ -15,8 +15,8 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.callbacks import stop_together
 from hvpipe.keras.deferred import build_without_memory, give_memory
 from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
-from hvpipe.keras.part_loss import by_parts
-from hvpipe.keras.pipeline_files import PipelineFiles, make_folders
+from hvpipe.keras.part_loss import LossOfParts
+from hvpipe.keras.pipeline_files import PipelineFiles, make_folders, with_one_writer
 from hvpipe.keras.pipeline_layout import Layout, layout_of
 from hvpipe.keras.pipeline_logs import PipelineLogs, flat_results
 from hvpipe.keras.pipeline_machine import Machine, flat_targets, signature_of
@@ -119,6 +119,8 @@ class PipelineParallel(PipelineFiles, keras.Model):
     same arguments. `layers` and `weights` are those of this rank's stages.
     """
 
+    _compile_loss: Any
+
     def __init__(
         self, session: Session, model: Any, layout: Layout, *, deferred: bool, recompute: bool
     ) -> None:
@@ -132,6 +134,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
             broadcast_variables(model.variables)
         self._parts: _Parts = _Parts(session, model, layout, Sharing(session, layout), recompute)
         self._parts.sharing.equalise()
+        self._parts.sharing.separate_seeds()
         self.built = True
 
     # What Keras asks of a model -------------------------------------------------------------------------
@@ -172,16 +175,22 @@ class PipelineParallel(PipelineFiles, keras.Model):
         """As keras.Model.compile; XLA is off, as sends and receives lie between the stages' functions."""
         kwargs["jit_compile"] = False
         super().compile(*args, **kwargs)
-        compiled = self._compile_loss
+        if self._compile_loss is not None:
+            self._compile_loss = LossOfParts(self._compile_loss, self._parts.samples)
+        compiled = self._compile_metrics
         if compiled is not None:
-            compiled._user_loss = by_parts(compiled._user_loss, self._parts.samples)
+            # What has served another model begins anew, as where Keras builds a model.
+            given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
+            for metric in given:
+                if isinstance(metric, keras.metrics.Metric):
+                    metric.reset_state()
         self._parts.reset()
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As keras.Model.fit, on all ranks together; rank 0 prints the progress."""
         session, sharing = self._parts.session, self._parts.sharing
         named = self._quiet(super().fit, args, kwargs)
-        callbacks = _listed(named.get("callbacks") or [])
+        callbacks = with_one_writer(session, _listed(named.get("callbacks") or []))
         make_folders(session, callbacks)
         named["callbacks"] = [EpochEnd(sharing), *callbacks, stop_together(session, callbacks)]
         return super().fit(**named)

@@ -11,6 +11,7 @@ import keras
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.deferred import variables_of
 from hvpipe.keras.pipeline_layout import Layout
+from hvpipe.keras.seeds import seeds_of
 from hvpipe.session import Session
 
 Result = TypeVar("Result")
@@ -37,13 +38,15 @@ class Holdings:
     """What one rank has of the state, by name.
 
     `owned` are the names that this rank saves, so that each is saved once: the first holder does. What an
-    optimizer has once is that of the first rank that trains anything.
+    optimizer has once is that of the first rank that trains anything. `seeds` are the states of seed
+    generators, each with this rank's place among its holders.
     """
 
     places: tuple[Place, ...]
     weights: Mapping[str, Any]
     optimizer: Mapping[str, Any]
     owned: frozenset[str]
+    seeds: Mapping[str, int]
 
     @property
     def named(self) -> dict[str, Any]:
@@ -72,7 +75,15 @@ def holdings_of(session: Session, layout: Layout, optimizer: Any, trainable: Seq
         return keeper if number is None else places[number].holders[0]
 
     owned = {name for name in (*weights, *slots) if owner(name) == rank}
-    return Holdings(places, weights, slots, frozenset(owned))
+    states = {
+        id(state) for state in seeds_of(layout.stages.graph.layers(range(len(layout.stages.graph.calls))))
+    }
+    seeds = {
+        f"weights/{i}": p.holders.index(rank)
+        for i, p in enumerate(places)
+        if id(p.variable) in states and rank in p.holders
+    }
+    return Holdings(places, weights, slots, frozenset(owned), seeds)
 
 
 def places_of(layout: Layout) -> tuple[Place, ...]:

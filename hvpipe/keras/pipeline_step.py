@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvpipe.action import Action
-from hvpipe.dataflow import Message, Program, Receive, Send, needs_of, programs
+from hvpipe.dataflow import Message, Program, Receive, Send, Step, needs_of, programs
 from hvpipe.keras.mail import Expected, Mail
 from hvpipe.keras.stage import StageFunctions, Stages, Wire
 from hvpipe.schedule import Schedule
@@ -24,11 +24,15 @@ Observe = Callable[[Sequence[Any], Sequence[Any], Mapping[int, Any]], None]
 
 @dataclass(frozen=True)
 class Course:
-    """A schedule made ready to run: every rank's program. `place` is this rank's number in it."""
+    """A schedule made ready to run: every rank's program. `place` is this rank's number in it.
+
+    `microbatches` are those that the programs run, the first of the schedule's.
+    """
 
     schedule: Schedule
     programs: tuple[Program, ...]
     place: int
+    microbatches: int
 
     @property
     def program(self) -> Program:
@@ -40,11 +44,17 @@ class Course:
         return frozenset(a.stage for actions in self.schedule.actions for a in actions if a.kind == "I")
 
     @staticmethod
-    def forward_only(schedule: Schedule, stages: Stages, place: int) -> Course:
-        """The forwards of a schedule alone, in its order: for evaluate and predict."""
+    def forward_only(schedule: Schedule, stages: Stages, place: int, microbatches: int) -> Course:
+        """The forwards of a schedule's first micro-batches, in its order: for evaluate and predict."""
         actions = tuple(tuple(a for a in of_rank if a.kind == "F") for of_rank in schedule.actions)
         forward = Schedule("forward", schedule.stages, schedule.microbatches, actions)
-        return Course(forward, programs(forward, needs_of(forward, stages.dataflow)), place)
+        whole = programs(forward, needs_of(forward, stages.dataflow))
+        first = tuple(tuple(s for s in p if _microbatch_of(s) < microbatches) for p in whole)
+        return Course(forward, first, place, microbatches)
+
+
+def _microbatch_of(step: Step) -> int:
+    return step.microbatch if isinstance(step, Action) else step.message.producer.microbatch
 
 
 @dataclass(frozen=True)
@@ -144,7 +154,7 @@ class _Pass:
         self._observe, self._stage_done = observe, stage_done
         self._mode = mode
         self._loss_scale = loss_scale
-        self._parts = parts_of(batch.samples, self._schedule.microbatches)
+        self._parts = parts_of(batch.samples, course.microbatches)
         self._expected: dict[Message, list[Expected]] = {}
         self._local: dict[tuple[Action, Action], Values] = {}  # by producer and consumer
         self._away: dict[tuple[Action, int], Values] = {}  # what is to be sent, by producer and stage

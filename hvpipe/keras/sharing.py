@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from hvpipe.keras.deferred import variables_of
 from hvpipe.keras.pipeline_layout import Layout
+from hvpipe.keras.seeds import own_seed, seeds_of
 from hvpipe.session import Session
 
 
@@ -32,6 +34,9 @@ class Sharing:
             key: tuple(sorted(ranks)) for key, ranks in ranks_of.items() if len(ranks) > 1 and rank in ranks
         }
         self.variables = [of_all[key] for key in self.holders]
+        every = [layout.stages.layers(stage) for stage in range(len(layout.stages.cuts))]
+        self._seeds = [state for state in seeds_of(chain(*every)) if id(state) in self.holders]
+        self._apart = False
         # In one order on all ranks, so that none waits for one that waits for it.
         self.groups = {ranks: session.engine.add_group(ranks) for ranks in sorted(set(self.holders.values()))}
 
@@ -40,9 +45,24 @@ class Sharing:
         rank = self._session.world.rank
         self._sum(lambda value, ranks: value if ranks[0] == rank else np.zeros_like(value))
 
+    def separate_seeds(self) -> None:
+        """Let every holder of a seed draw random numbers of its own; the first goes on with the seed's."""
+        rank = self._session.world.rank
+        for state in self._seeds:
+            state.assign(own_seed(state.numpy(), self.holders[id(state)].index(rank)))
+
+    def note_apart(self) -> None:
+        """The holders' statistics may differ from now on."""
+        self._apart = True
+
     def average_statistics(self) -> None:
-        """Give shared variables that no gradient moves (moving averages) their mean over the holders."""
-        self._sum(lambda value, ranks: value / len(ranks), trainable=False)
+        """Give shared variables that no gradient moves (moving averages) their mean over the holders.
+
+        Nothing where they are so already.
+        """
+        if self._apart:
+            self._sum(lambda value, ranks: value / len(ranks), trainable=False)
+        self._apart = False
 
     def _sum(self, part: Any, trainable: bool | None = None) -> None:
         under_way = []

@@ -181,7 +181,7 @@ class _Cut:
             for op in graph.get_operations()
             if op.inputs and op.inputs[0].dtype == tf.resource and op.type != "ReadVariableOp"
         }
-        self._forward = _ancestors([*(y.op for y in outputs), *graph.control_outputs], with_control=True)
+        self._forward = ancestors([*(y.op for y in outputs), *graph.control_outputs], with_control=True)
         self._forward |= {x.op for x in inputs}
         self._inputs = {x.op for x in inputs}
         self._cheap: dict[Any, bool] = {}
@@ -189,7 +189,7 @@ class _Cut:
     def kept_from_forward(self, targets: Sequence[Any]) -> list[Any]:
         """What flows from the forward into what is behind `targets`: where it will do, a size alone."""
         # An operation of the backward that only asks for a size can run with the forward.
-        for op in _ancestors([t.op for t in targets]):
+        for op in ancestors([t.op for t in targets]):
             if op.type in _SIZES and op.inputs[0].op in self._forward:
                 self._forward.add(op)
         return self._crossing(targets, self._forward)
@@ -198,7 +198,7 @@ class _Cut:
         self, of_inputs: Sequence[Any], of_weights: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """What the weights' part takes of the inputs' part, and of what that takes itself."""
-        done = _ancestors([t.op for t in of_inputs]) - self._forward
+        done = ancestors([t.op for t in of_inputs]) - self._forward
         done = {op for op in done if not self._follows_from_weights(op)} | self._given
         crossing = self._crossing(of_weights, self._forward | done)
         shared = [t for t in crossing if t.op in self._forward or t.op in self._given]
@@ -307,7 +307,8 @@ class _Cut:
         return definition
 
 
-def _ancestors(ops: Iterable[Any], with_control: bool = False) -> set[Any]:
+def ancestors(ops: Iterable[Any], with_control: bool = False) -> set[Any]:
+    """The operations of a graph that lead to these, themselves among them."""
     seen: set[Any] = set()
     stack = list(ops)
     while stack:

@@ -59,6 +59,81 @@ def test_replicas_of_stages_train_alike() -> None:
         check_same(pipelined("mlp", stages=2), plain("mlp"), WITHIN)
 
 
+class Drops(keras.layers.Layer):
+    """Dropout that notes what it has left of its last micro-batch's first sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = keras.layers.Dropout(0.5)
+
+    def build(self, shape: Any) -> None:
+        self.left = self.add_weight(shape=shape[1:], trainable=False, initializer="zeros")
+        super().build(shape)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        y = self.dropout(x, training=training)
+        if training:
+            self.left.assign(keras.ops.cast(y[0] != 0, "float32"))
+        return y
+
+
+def dropping() -> keras.Model:
+    return keras.Sequential([keras.Input((64,)), Drops(), keras.layers.Dense(4)])
+
+
+def left_by_replicas() -> list[list[float]]:
+    """What every rank's Drops has left after a step of one stage on all ranks, a micro-batch for each."""
+    size = hvpipe.size()
+    keras.utils.set_random_seed(5)
+    pipe = compile_as_all(hk.pipeline_parallel(dropping, stages=1, microbatches=size))
+    pipe.train_on_batch(np.ones((size, 64), np.float32), np.zeros(size, np.int32))
+    (mine,) = (layer.left.numpy().tolist() for layer in pipe.layers if isinstance(layer, Drops))
+    return hvpipe.allgather_object(mine)
+
+
+def test_replicas_draw_random_numbers_of_their_own() -> None:
+    """The same ones in every run, and the first replica those of the undivided model."""
+    left = left_by_replicas()
+    assert left == left_by_replicas()
+    assert len({tuple(mask) for mask in left}) == hvpipe.size()
+    keras.utils.set_random_seed(5)
+    model = compile_as_all(dropping())
+    model.train_on_batch(np.ones((1, 64), np.float32), np.zeros(1, np.int32))
+    assert left[0] == model.layers[0].left.numpy().tolist()
+
+
+def normalised() -> keras.Model:
+    return keras.Sequential([keras.Input((12,)), keras.layers.BatchNormalization(), keras.layers.Dense(4)])
+
+
+def test_replicas_have_one_answer_after_training() -> None:
+    """Each has taken statistics from micro-batches of its own."""
+    x, y = batches(mlp, 16)
+    pipe = compile_as_all(hk.pipeline_parallel(normalised, stages=1, microbatches=4))
+    pipe.train_on_batch(x * np.arange(16)[:, None], y)
+    found = pipe.predict(np.repeat(x[:1], 8, axis=0), batch_size=8, verbose=0)
+    np.testing.assert_allclose(found, np.repeat(found[:1], 8, axis=0), rtol=1e-6)
+
+
+def test_batches_smaller_than_the_replicas_are_evaluated() -> None:
+    """The last one has a single sample."""
+    x, y = batches(mlp, 9)
+    keras.utils.set_random_seed(5)
+    model = compile_as_all(mlp())
+    keras.utils.set_random_seed(5)
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, stages=1, microbatches=4))
+    np.testing.assert_allclose(
+        pipe.predict(x, batch_size=8, verbose=0), model.predict(x, verbose=0), rtol=1e-5, atol=1e-6
+    )
+    for samples in (slice(0, 9), slice(8, 9)):
+        expected = model.evaluate(x[samples], y[samples], batch_size=8, verbose=0)
+        found = pipe.evaluate(x[samples], y[samples], batch_size=8, verbose=0)
+        assert found == pytest.approx(expected, rel=1e-5)
+    if hvpipe.size() > 1:
+        with pytest.raises(HvpipeError, match="a sample for each of"):
+            pipe.fit(x[:1], y[:1], verbose=0)
+
+
 @slow
 def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
     keras.utils.set_random_seed(5)

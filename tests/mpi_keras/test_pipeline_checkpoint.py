@@ -19,6 +19,7 @@ import hvpipe
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import pipeline_checkpoint
+from hvpipe.keras.seeds import seeds_of
 
 BATCH = 8
 EPOCH = {"batch_size": BATCH, "epochs": 1, "shuffle": False, "verbose": 0}
@@ -268,6 +269,19 @@ def test_seeds_and_statistics_go_on_too(folder: Path) -> None:
     assert_same(state(pipe), state(again))
     for one, other in zip(pipe.variables, again.variables, strict=True):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+def test_replicas_that_a_checkpoint_did_not_have_draw_numbers_of_their_own(folder: Path) -> None:
+    pipe = pipeline(build_with_more_state)
+    pipe.fit(*data(), **EPOCH)
+    pipe.save_checkpoint(folder)
+    again = pipeline(build_with_more_state, stages=1)
+    again.load_checkpoint(folder)
+    states = hvpipe.allgather_object([state.numpy().tolist() for state in seeds_of(again.layers)])
+    seeds = [seed for of_rank in states for seed, _ in of_rank]
+    assert len(set(seeds)) == len(seeds) == 2 * hvpipe.size()
+    # As many micro-batches have been drawn for on all of them.
+    assert {draws for of_rank in states for _, draws in of_rank} == {12}
 
 
 def other_layouts() -> list[dict[str, Any]]:

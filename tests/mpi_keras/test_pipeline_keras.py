@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -13,6 +14,7 @@ from mpi_keras.pipelines import batches, compile_as_all, mlp, sgd
 import hvpipe
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.pipeline_machine import Machine
 
 
 def small() -> keras.Model:
@@ -108,6 +110,55 @@ def test_a_callback_that_stops_one_rank_within_an_epoch_stops_all() -> None:
     history = pipe.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[StopsOnTheLastRank()])
     assert len(history.history["loss"]) == 1
     assert int(pipe.optimizer.iterations) == 2
+
+
+def test_one_rank_writes_a_log_that_all_were_told_of(tmp_path: Path) -> None:
+    x, y = batches(mlp, 16)
+    shared = hvpipe.broadcast_object(str(tmp_path / "log.csv"))
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    options = {"batch_size": 8, "verbose": 0}
+    for first, end in ((0, 2), (2, 3)):
+        files = [
+            keras.callbacks.CSVLogger(shared, append=True),
+            keras.callbacks.CSVLogger(tmp_path / "own.csv"),
+        ]
+        pipe.fit(x, y, epochs=end, initial_epoch=first, callbacks=files, **options)
+    hvpipe.barrier()
+    rows = Path(shared).read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["epoch", "0", "1", "2"]
+    assert (tmp_path / "own.csv").read_text().splitlines()[-1] == rows[-1]
+
+
+def test_graphs_are_made_once_for_each_structure_of_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training counts classes, validation does not; targets have lengths of all kinds."""
+    made: list[Any] = []
+    own = Machine.__init__
+
+    def counting(machine: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(machine)
+        own(machine, *args, **kwargs)
+
+    monkeypatch.setattr(Machine, "__init__", counting)
+    x, y = batches(mlp, 16)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    pipe.fit(x, y, batch_size=8, epochs=3, verbose=0, class_weight={0: 2.0}, validation_data=(x, y))
+    assert len(made) == 2
+    keras.utils.set_random_seed(5)
+    pipe = hk.pipeline_parallel(of_any_length)
+    pipe.compile(sgd(), "mse")
+    told = [pipe.train_on_batch(np.ones((8, steps, 3)), np.ones((8, steps, 4))) for steps in (5, 6, 7, 9, 6)]
+    assert len(made) == 4
+    keras.utils.set_random_seed(5)
+    model = of_any_length()
+    model.compile(sgd(), "mse")
+    expected = [
+        model.train_on_batch(np.ones((8, steps, 3)), np.ones((8, steps, 4))) for steps in (5, 6, 7, 9, 6)
+    ]
+    np.testing.assert_allclose(told, expected, rtol=1e-5)
+
+
+def of_any_length() -> keras.Model:
+    return keras.Sequential([keras.Input((None, 3)), *(keras.layers.Dense(4) for _ in range(4))])
 
 
 def test_inputs_of_another_shape_are_refused_as_keras_does() -> None:

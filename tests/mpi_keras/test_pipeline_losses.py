@@ -28,12 +28,14 @@ def two_outputs() -> keras.Model:
     return keras.Model(inputs, [layers.Dense(1, name="z")(x), layers.Dense(1, name="a")(x)])
 
 
-def told(build: Any, fit: Any, **compiled: Any) -> list[dict[str, list[float]]]:
+def told(
+    build: Any, fit: Any, layout: dict[str, Any] | None = None, **compiled: Any
+) -> list[dict[str, list[float]]]:
     """The histories of the undivided model and of its pipeline."""
     found = []
     for parallel in (False, True):
         keras.utils.set_random_seed(5)
-        model = hk.pipeline_parallel(build, microbatches=4) if parallel else build()
+        model = hk.pipeline_parallel(build, microbatches=4, **(layout or {})) if parallel else build()
         model.compile(keras.optimizers.SGD(0.01), **compiled)
         found.append(fit(model))
     return found
@@ -42,7 +44,7 @@ def told(build: Any, fit: Any, **compiled: Any) -> list[dict[str, list[float]]]:
 def check_equal(found: list[dict[str, list[float]]]) -> None:
     assert found[0].keys() == found[1].keys()
     for name, values in found[0].items():
-        np.testing.assert_allclose(found[1][name], values, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def test_a_loss_that_is_a_sum_is_that_of_the_batch() -> None:
@@ -92,12 +94,146 @@ def test_targets_may_be_structured_otherwise_in_validation() -> None:
     check_equal(told(two_outputs, fit, loss="mse"))
 
 
-def test_metrics_do_not_count_what_is_masked() -> None:
-    def tagger() -> keras.Model:
-        tokens = keras.Input((6,), dtype="int32")
-        x = layers.Embedding(9, 4, mask_zero=True)(tokens)
-        return keras.Model(tokens, layers.Dense(4)(layers.LSTM(4, return_sequences=True)(x)))
+class Moments(keras.metrics.Metric):
+    """Gives two numbers, whose names come before and after those of other metrics."""
 
+    def __init__(self) -> None:
+        super().__init__(name="moments")
+        self.count, self.total, self.squares = (
+            self.add_weight(name=name, initializer="zeros") for name in "cts"
+        )
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        ops = keras.ops
+        self.count.assign_add(ops.cast(ops.size(y_pred), "float32"))
+        self.total.assign_add(ops.sum(y_pred))
+        self.squares.assign_add(ops.sum(y_pred**2))
+
+    def result(self) -> dict[str, Any]:
+        return {"square": self.squares / self.count, "a_mean": self.total / self.count}
+
+
+def test_a_metric_may_give_several_numbers() -> None:
+    x, _ = batches(mlp, 16)
+    y = x[:, :1]
+
+    def fit(model: Any) -> Any:
+        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        history = model.fit(x, y, validation_data=(x[:8], y[:8]), **options).history
+        assert {"a_mean", "square", "val_a_mean", "val_square"} <= history.keys()
+        return {**history, "evaluation": model.evaluate(x, y, verbose=0)}
+
+    metrics = [keras.metrics.MeanSquaredError("zeta"), Moments(), "mae"]
+    check_equal(told(one_output, fit, loss="mse", metrics=metrics))
+
+
+def test_metrics_of_replicas_count_by_the_samples_of_each() -> None:
+    """In the last batch the replicas have unequal numbers of them."""
+    x, y = batches(mlp, 19)
+
+    def fit(model: Any) -> Any:
+        return model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    check_equal(told(mlp, fit, {"stages": 1}, loss=loss, metrics=["accuracy"]))
+
+
+def test_the_losses_of_several_outputs_are_told_as_keras_does() -> None:
+    """Batches of 10 in 4 parts."""
+    x, _ = batches(mlp, 20)
+
+    def fit(model: Any) -> Any:
+        options = {"batch_size": 10, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(x, [x[:, :1], 3 * x[:, 1:2]], **options).history
+
+    losses = ["mse", keras.losses.MeanSquaredError(reduction="sum")]
+    check_equal(told(two_outputs, fit, loss=losses, loss_weights=[0.5, 0.1]))
+
+
+# Masks ------------------------------------------------------------------------------------------------------
+
+
+def tagger() -> keras.Model:
+    tokens = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True)(tokens)
+    return keras.Model(tokens, layers.Dense(4)(layers.LSTM(4, return_sequences=True)(x)))
+
+
+def masked_floats() -> keras.Model:
+    """Of two outputs one has a mask."""
+    inputs = keras.Input((6, 3))
+    x = layers.LSTM(4, return_sequences=True)(layers.Masking()(inputs))
+    pooled = layers.Dense(6, name="pooled")(layers.GlobalAveragePooling1D()(layers.Dense(4)(x)))
+    return keras.Model(inputs, [pooled, layers.Dense(4, name="steps")(x)])
+
+
+def unmasked() -> keras.Model:
+    inputs = keras.Input((6, 1))
+    return keras.Model(inputs, layers.Dense(4)(layers.Dense(4, activation="tanh")(layers.Dense(4)(inputs))))
+
+
+def tokens() -> tuple[Any, Any]:
+    """Sequences of unequal length, shorter ones first, and labels."""
+    rng = np.random.default_rng(1)
+    x, y = rng.integers(1, 9, (20, 6)), rng.integers(0, 4, (20, 6))
+    x[:8, 2:] = 0
+    x[8, 1:] = 0
+    return x, y
+
+
+CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def trained(x: Any, y: Any, **options: Any) -> Any:
+    """What fits a model on these, and tells of its losses and outputs."""
+
+    def fit(model: Any) -> Any:
+        history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0, **options).history
+        outputs = keras.tree.flatten(model.predict(x, verbose=0))
+        return {**history, **{f"output {i}": value for i, value in enumerate(outputs)}}
+
+    return fit
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_masked_loss_is_that_of_the_batch(weighted: bool) -> None:
+    x, y = tokens()
+    options = {"sample_weight": np.linspace(0, 1, 120).reshape(20, 6)} if weighted else {}
+    fit = trained(x, y, validation_data=(x[:10], y[:10]), **options)
+    check_equal(told(tagger, fit, loss=CROSSENTROPY, metrics=["accuracy"]))
+
+
+def test_each_output_has_its_own_mask() -> None:
+    x, y = tokens()
+    inputs = np.where(x[..., None] == 0, 0, np.stack([x, x - 3, 0.1 * y], -1)).astype("float32")
+    fit = trained(inputs, {"pooled": x / 9, "steps": y})
+    check_equal(told(masked_floats, fit, loss={"steps": CROSSENTROPY, "pooled": "mse"}))
+
+
+@pytest.mark.parametrize("build", [tagger, unmasked])
+def test_a_class_that_is_ignored_counts_for_nothing(build: Any) -> None:
+    """Alone, and with a mask beside it; a whole micro-batch has no other."""
+    x, y = tokens()
+    y[10:13] = -1
+    inputs = x if build is tagger else x[..., None].astype("float32")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    check_equal(told(build, trained(inputs, y), loss=loss))
+
+
+def test_a_mask_that_follows_from_weights_is_counted_in_each_part() -> None:
+    """Which steps it leaves nobody knows before they have been computed."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((6, 3))
+        x = layers.Masking()(layers.ReLU()(layers.Dense(2)(inputs)))
+        return keras.Model(inputs, layers.Dense(4)(layers.LSTM(4, return_sequences=True)(x)))
+
+    inputs = np.random.default_rng(2).normal(size=(20, 6, 3)).astype("float32")
+    plain, parts = told(build, trained(inputs, tokens()[1]), loss=CROSSENTROPY)
+    np.testing.assert_allclose(parts["loss"], plain["loss"], rtol=0.1)
+
+
+def test_metrics_do_not_count_what_is_masked() -> None:
     rng = np.random.default_rng(1)
     x, y = rng.integers(0, 9, (16, 6)), rng.integers(0, 4, (16, 6))
     x[:5, 2:] = 0
@@ -105,5 +241,4 @@ def test_metrics_do_not_count_what_is_masked() -> None:
     def evaluate(model: Any) -> Any:
         return {"accuracy": [model.evaluate(x, y, verbose=0)[1]]}
 
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    check_equal(told(tagger, evaluate, loss=loss, metrics=["accuracy"]))
+    check_equal(told(tagger, evaluate, loss=CROSSENTROPY, metrics=["accuracy"]))
