@@ -5,34 +5,58 @@
 
 namespace hvpipe {
 
-DeviceSide::DeviceSide(const DeviceOptions& options) : device(OpenDevice(options.library, options.ordinal)) {
+namespace {
+
+constexpr std::size_t kLeastStagingBytes = 1 << 16;
+
+Owned OwnMemory(Device& device, std::size_t bytes) {
+  return {device.Allocate(bytes), [&device](void* memory) { device.Free(memory); }};
+}
+
+Owned OwnHostMemory(Device& device, std::size_t bytes) {
+  return {device.AllocateHost(bytes), [&device](void* memory) { device.FreeHost(memory); }};
+}
+
+Owned OwnStream(Device& device) {
+  return {device.MakeStream(), [&device](void* stream) { device.DestroyStream(stream); }};
+}
+
+Owned OwnEvent(Device& device) {
+  return {device.MakeEvent(), [&device](void* event) { device.DestroyEvent(event); }};
+}
+
+}  // namespace
+
+// In powers of two: calls of growing sizes make few.
+void* Staging::Room(std::size_t bytes) {
+  if (bytes > bytes_) {
+    std::size_t room = kLeastStagingBytes;
+    while (room < bytes) room *= 2;
+    memory_.reset();
+    bytes_ = 0;
+    memory_ = OwnHostMemory(device_, room);
+    bytes_ = room;
+  }
+  return memory_.get();
+}
+
+DeviceSide::DeviceSide(const DeviceOptions& options)
+    : device(OpenDevice(options.library, options.ordinal)),
+      stream(OwnStream(*device)),
+      begun(OwnEvent(*device)),
+      ended(OwnEvent(*device)),
+      staging(*device) {
   device->MakeCurrent();
-  stream = device->MakeStream();
-  begun = device->MakeEvent();
-  ended = device->MakeEvent();
 }
 
-DeviceSide::~DeviceSide() {
-  ranks.reset();
-  if (begun != nullptr) device->DestroyEvent(begun);
-  if (ended != nullptr) device->DestroyEvent(ended);
-  if (stream != nullptr) device->DestroyStream(stream);
-}
-
-// `on_device`: without it only what data that lies elsewhere on the device needs to pass through the host.
-DeviceBuffer::DeviceBuffer(DeviceSide& side, std::size_t bytes, bool on_device) : device_(*side.device) {
+DeviceBuffer::DeviceBuffer(DeviceSide& side, std::size_t bytes) {
+  Device& device = *side.device;
   const std::size_t room = std::max<std::size_t>(bytes, kAlignment);  // of nothing there is no address
-  if (on_device) data_ = device_.Allocate(room);
-  if (!side.ranks) host_ = device_.AllocateHost(room);
-  filled_ = device_.MakeEvent();
-  moved_ = device_.MakeEvent();
-  read_ = device_.MakeEvent();
-}
-
-DeviceBuffer::~DeviceBuffer() {
-  for (const Device::Event event : {filled_, moved_, read_}) device_.DestroyEvent(event);
-  if (host_ != nullptr) device_.FreeHost(host_);
-  if (data_ != nullptr) device_.Free(data_);
+  data_ = OwnMemory(device, room);
+  if (!side.ranks) host_ = OwnHostMemory(device, room);
+  filled_ = OwnEvent(device);
+  moved_ = OwnEvent(device);
+  read_ = OwnEvent(device);
 }
 
 bool DeviceArrival::Step() {

@@ -21,15 +21,30 @@ struct DeviceOptions {
   bool may_share = false;      // NCCL was told that several ranks may have one device
 };
 
+// What a device gave: memory, a stream or an event. It takes it back where the owner ends.
+using Owned = std::unique_ptr<void, std::function<void(void*)>>;
+
+// Page-locked host memory that blocking calls pass data through, one call at a time. Locking pages takes
+// longer than most copies: so it is kept, and made anew only for a call that needs more.
+class Staging {
+ public:
+  explicit Staging(Device& device) : device_(device) {}
+  // At least `bytes`, until the next call; what was there is lost.
+  void* Room(std::size_t bytes);
+
+ private:
+  Device& device_;
+  Owned memory_;
+  std::size_t bytes_ = 0;
+};
+
 struct DeviceSide {
   explicit DeviceSide(const DeviceOptions& options);
-  ~DeviceSide();
-  DeviceSide(const DeviceSide&) = delete;
-  DeviceSide& operator=(const DeviceSide&) = delete;
 
   std::unique_ptr<Device> device;
-  Device::Stream stream = nullptr;                 // of all communication
-  Device::Event begun = nullptr, ended = nullptr;  // of blocking calls, one of which runs at a time
+  Owned stream;        // of all communication
+  Owned begun, ended;  // events of blocking calls, one of which runs at a time
+  Staging staging;     // of these
   std::unique_ptr<NcclLibrary> library;
   std::unique_ptr<NcclCommunicator> ranks;  // null: data goes through the host
   std::string way;                          // in words: by NCCL, or why not
@@ -39,22 +54,17 @@ struct DeviceSide {
 // A bucket's memory on the device and, where there is no NCCL, on the host.
 class DeviceBuffer {
  public:
-  DeviceBuffer(DeviceSide& side, std::size_t bytes, bool on_device);
-  ~DeviceBuffer();
-  DeviceBuffer(const DeviceBuffer&) = delete;
-  DeviceBuffer& operator=(const DeviceBuffer&) = delete;
+  DeviceBuffer(DeviceSide& side, std::size_t bytes);
 
-  void* data() const { return data_; }
-  void* host() const { return host_; }
-  Device::Event filled() const { return filled_; }  // recorded behind the pack
-  Device::Event moved() const { return moved_; }    // behind what the communication did last
-  Device::Event read() const { return read_; }      // behind the unpack
+  void* data() const { return data_.get(); }
+  void* host() const { return host_.get(); }
+  Device::Event filled() const { return filled_.get(); }  // recorded behind the pack
+  Device::Event moved() const { return moved_.get(); }    // behind what the communication did last
+  Device::Event read() const { return read_.get(); }      // behind the unpack
 
  private:
-  Device& device_;
-  void* data_ = nullptr;
-  void* host_ = nullptr;
-  Device::Event filled_ = nullptr, moved_ = nullptr, read_ = nullptr;
+  Owned data_, host_;
+  Owned filled_, moved_, read_;
 };
 
 // Done once `launch` says that all of it was handed to the device. Nothing waits for the device to do it.

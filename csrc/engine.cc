@@ -112,7 +112,7 @@ int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vecto
   for (BucketLayout& layout : buckets) {
     auto bucket = std::make_unique<Bucket>(std::move(layout));
     if (memory == Memory::kDevice) {
-      bucket->device = std::make_unique<DeviceBuffer>(device(), bucket->layout.bytes(), true);
+      bucket->device = std::make_unique<DeviceBuffer>(device(), bucket->layout.bytes());
     } else {
       bucket->NewBuffer();
     }

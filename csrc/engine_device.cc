@@ -90,12 +90,12 @@ void Engine::AddNcclStages(Operation& operation, Device::Event begun, Device::Ev
   auto called = std::make_shared<bool>(false);
   const auto launch = [=] {
     if (!*called) {
-      side->device->Wait(side->stream, begun);
-      call(*side->ranks, side->stream);
+      side->device->Wait(side->stream.get(), begun);
+      call(*side->ranks, side->stream.get());
       *called = true;
     }
     if (!side->ranks->Ready()) return false;  // the launch may still be under way in NCCL's own thread
-    side->device->Record(ended, side->stream);
+    side->device->Record(ended, side->stream.get());
     return true;
   };
   operation.stages.push_back(
@@ -113,9 +113,9 @@ void Engine::AddCopy(Operation& operation, Device::Event begun, Device::Event en
                      std::function<void(Device&, Device::Stream)> copy) {
   DeviceSide* const side = device_.get();
   const auto launch = [=] {
-    side->device->Wait(side->stream, begun);
-    copy(*side->device, side->stream);
-    side->device->Record(ended, side->stream);
+    side->device->Wait(side->stream.get(), begun);
+    copy(*side->device, side->stream.get());
+    side->device->Record(ended, side->stream.get());
     return true;
   };
   operation.stages.push_back(
@@ -204,11 +204,12 @@ void Engine::AllReduceDevice(const void* in, void* out, std::size_t count, DType
   DeviceSide& side = device();
   if (size_ > 1) {
     progress_->Run(Checked(what), interrupt);
-    const DeviceBuffer staging(side, side.ranks ? 0 : count * SizeOf(dtype), false);
-    side.device->Record(side.begun, stream);
+    void* const host = side.ranks ? nullptr : side.staging.Room(count * SizeOf(dtype));
+    const Device::Event begun = side.begun.get();
+    side.device->Record(begun, stream);
     auto operation = Blocking(what);
     operation->traced = "reduce";
-    AddDeviceReduce(*operation, {in, out, staging.host(), count, dtype, side.begun, side.ended, NextTag()});
+    AddDeviceReduce(*operation, {in, out, host, count, dtype, begun, side.ended.get(), NextTag()});
     progress_->Run(operation, interrupt);
     in = out;
   }
@@ -222,8 +223,8 @@ void Engine::BroadcastDevice(void* data, std::size_t bytes, int root, const std:
   if (size_ == 1) return;
   const bool mine = rank_ == root;
   progress_->Run(Checked(what), interrupt);
-  const DeviceBuffer staging(side, side.ranks ? 0 : bytes, false);
-  side.device->Record(side.begun, stream);
+  const Device::Event begun = side.begun.get(), ended = side.ended.get();
+  side.device->Record(begun, stream);
   const auto run = [&](const auto& add) {
     auto operation = Blocking(what);
     add(*operation);
@@ -231,22 +232,22 @@ void Engine::BroadcastDevice(void* data, std::size_t bytes, int root, const std:
   };
   if (side.ranks) {
     return run([&](Operation& operation) {
-      AddNcclStages(operation, side.begun, side.ended, [=](NcclCommunicator& ranks, Device::Stream on) {
+      AddNcclStages(operation, begun, ended, [=](NcclCommunicator& ranks, Device::Stream on) {
         ranks.Broadcast(data, bytes, root, on);
       });
     });
   }
-  void* const host = staging.host();
+  void* const host = side.staging.Room(bytes);
   if (mine) {
     run([&](Operation& operation) {
-      AddCopy(operation, side.begun, side.ended,
+      AddCopy(operation, begun, ended,
               [=](Device& device, Device::Stream on) { device.CopyToHost(host, data, bytes, on); });
     });
   }
   Broadcast(host, bytes, root, what, interrupt);
   if (mine) return;
   run([&](Operation& operation) {
-    AddCopy(operation, side.begun, side.ended,
+    AddCopy(operation, begun, ended,
             [=](Device& device, Device::Stream on) { device.CopyFromHost(data, host, bytes, on); });
   });
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -153,6 +154,33 @@ def test_which_way_data_goes_is_said(libraries: Libraries) -> None:
     engine = open_engine(libraries, "host")
     assert engine.use_device() == ("one rank" if one else "through the host: no NCCL was named")
     engine.stop()
+
+
+def test_host_memory_is_made_once_and_given_back(libraries: Libraries) -> None:
+    device = ctypes.CDLL(libraries.device)
+    held = device.things_held()
+    engine = open_engine(libraries, "host")
+    engine.use_device()
+    before = device.host_memory_allocations()
+    # Two sizes of room: up to 64 KiB, and up to 512 KiB.
+    for count in (10, 1_000, 16_000, 7, 100_000, 50_000, 130_000, 1_000):
+        array = OnDevice(np.ones(count, np.float32))
+        engine.allreduce(array, op="sum", out=array)
+        np.testing.assert_array_equal(array.values, np.full(count, hvpipe.size()))
+        engine.broadcast(array)
+    assert device.host_memory_allocations() - before == (2 if hvpipe.size() > 1 else 0)
+    plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000, None), True)
+    before = device.host_memory_allocations()
+    for step in range(3):
+        engine.core.begin_step(plan_id, step, 1.0, True)
+        array = OnDevice(np.ones(3, np.float32))
+        engine.submit_on_device(plan_id, 0, [array], 1.0)
+        engine.collect_on_device(plan_id, 0, [array])
+    assert device.host_memory_allocations() == before
+    engine.agree("end of a case")
+    engine.stop()
+    engine.core = None
+    assert device.things_held() == held
 
 
 def needs_others() -> None:

@@ -1,8 +1,8 @@
 // A device for tests without a GPU: its memory is the host's, its threads run one after the other, and an
 // event is reached only at the second look. What it is asked for in the wrong order it refuses.
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <set>
 #include <string>
 
 #include "device.h"
@@ -30,6 +30,10 @@ void MoveOnHost(const std::vector<Device::Piece>& pieces, DType from, DType to, 
   });
 }
 
+// Of all devices of this process: memory, streams and events that were not given back, and how often host
+// memory was wanted.
+std::atomic<int> held{0}, host_allocations{0};
+
 struct FakeEvent {
   bool recorded = false;
   int looks = 0;
@@ -41,15 +45,18 @@ class FakeDevice : public Device {
   std::string Name() const override { return "test device " + std::to_string(ordinal_); }
   void MakeCurrent() override {}
 
-  void* Allocate(std::size_t bytes) override { return std::calloc(bytes, 1); }
-  void Free(void* memory) noexcept override { std::free(memory); }
-  void* AllocateHost(std::size_t bytes) override { return std::malloc(bytes); }
-  void FreeHost(void* memory) noexcept override { std::free(memory); }
+  void* Allocate(std::size_t bytes) override { return Held(std::calloc(bytes, 1)); }
+  void Free(void* memory) noexcept override { std::free(Returned(memory)); }
+  void* AllocateHost(std::size_t bytes) override {
+    ++host_allocations;
+    return Held(std::malloc(bytes));
+  }
+  void FreeHost(void* memory) noexcept override { std::free(Returned(memory)); }
 
-  Stream MakeStream() override { return new char; }
-  void DestroyStream(Stream stream) noexcept override { delete static_cast<char*>(stream); }
-  Event MakeEvent() override { return new FakeEvent; }
-  void DestroyEvent(Event event) noexcept override { delete static_cast<FakeEvent*>(event); }
+  Stream MakeStream() override { return Held(new char); }
+  void DestroyStream(Stream stream) noexcept override { delete static_cast<char*>(Returned(stream)); }
+  Event MakeEvent() override { return Held(new FakeEvent); }
+  void DestroyEvent(Event event) noexcept override { delete static_cast<FakeEvent*>(Returned(event)); }
   void Record(Event event, Stream) override { *static_cast<FakeEvent*>(event) = {true, 0}; }
   bool Reached(Event event) override {
     auto& of = *static_cast<FakeEvent*>(event);
@@ -72,6 +79,15 @@ class FakeDevice : public Device {
   }
 
  private:
+  static void* Held(void* given) {
+    ++held;
+    return given;
+  }
+  static void* Returned(void* taken) {
+    --held;
+    return taken;
+  }
+
   const int ordinal_;
 };
 
@@ -88,6 +104,9 @@ Device* hvpipe_open_device(int ordinal, int version) {
   if (version != hvpipe::kDeviceInterface) throw Error("another build", hvpipe::ErrorKind::kUsage);
   return new FakeDevice(ordinal);
 }
+
+int things_held() { return held; }
+int host_memory_allocations() { return host_allocations; }
 
 // The kernel's own code on the CPU; the number of launches.
 unsigned move_pieces(int count, const void* const* from, void* const* to, const std::size_t* counts,
