@@ -25,6 +25,11 @@ Owned OwnEvent(Device& device) {
   return {device.MakeEvent(), [&device](void* event) { device.DestroyEvent(event); }};
 }
 
+// Into how many parts NCCL scatters a buffer; this rank's part goes through the host.
+std::size_t PartsOf(const DeviceSide& side) {
+  return side.rail != nullptr ? static_cast<std::size_t>(side.ranks->size()) : 1;
+}
+
 }  // namespace
 
 // In powers of two: calls of growing sizes make few.
@@ -49,11 +54,14 @@ DeviceSide::DeviceSide(const DeviceOptions& options)
   device->MakeCurrent();
 }
 
-DeviceBuffer::DeviceBuffer(DeviceSide& side, std::size_t bytes) {
+DeviceBuffer::DeviceBuffer(DeviceSide& side, std::size_t count, DType dtype)
+    : count_((count + PartsOf(side) - 1) / PartsOf(side) * PartsOf(side)) {
   Device& device = *side.device;
-  const std::size_t room = std::max<std::size_t>(bytes, kAlignment);  // of nothing there is no address
-  data_ = OwnMemory(device, room);
-  if (!side.ranks) host_ = OwnHostMemory(device, room);
+  const auto room = [&](std::size_t elements) {  // of nothing there is no address
+    return std::max<std::size_t>(elements * SizeOf(dtype), kAlignment);
+  };
+  data_ = OwnMemory(device, room(count_));
+  if (!side.nccl_joins_all()) host_ = OwnHostMemory(device, room(count_ / PartsOf(side)));
   filled_ = OwnEvent(device);
   moved_ = OwnEvent(device);
   read_ = OwnEvent(device);

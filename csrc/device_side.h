@@ -10,8 +10,12 @@
 #include "device.h"
 #include "nccl.h"
 #include "progress.h"
+#include "transport.h"
 
 namespace hvpipe {
+
+// Which ranks NCCL joins: all, or those of each host, and between hosts data goes by MPI.
+enum class NcclSpan { kWorld, kHost };
 
 struct DeviceOptions {
   std::string library;         // that serves the device
@@ -19,6 +23,7 @@ struct DeviceOptions {
   std::string nccl;            // its library; empty: data goes through the host
   bool nccl_required = false;  // throw where it cannot be used, instead of going through the host
   bool may_share = false;      // NCCL was told that several ranks may have one device
+  NcclSpan span = NcclSpan::kWorld;
 };
 
 // What a device gave: memory, a stream or an event. It takes it back where the owner ends.
@@ -47,15 +52,21 @@ struct DeviceSide {
   Staging staging;     // of these
   std::unique_ptr<NcclLibrary> library;
   std::unique_ptr<NcclCommunicator> ranks;  // null: data goes through the host
-  std::string way;                          // in words: by NCCL, or why not
-  OrderQueue order;                         // all ranks hand collectives to the device in this order
+  Transport* rail = nullptr;  // the rank at this one's place on each host, where `ranks` are of one host
+  std::string way;            // in words: by NCCL, or why not
+  OrderQueue order;           // all ranks hand collectives to the device in this order
+
+  bool nccl_joins_all() const { return ranks != nullptr && rail == nullptr; }
 };
 
-// A bucket's memory on the device and, where there is no NCCL, on the host.
+// A bucket's memory on the device and what of it passes through the host: nothing where NCCL joins all ranks,
+// this rank's part where it joins those of a host, all of it without NCCL.
 class DeviceBuffer {
  public:
-  DeviceBuffer(DeviceSide& side, std::size_t bytes);
+  DeviceBuffer(DeviceSide& side, std::size_t count, DType dtype);
 
+  // Elements: as many as were asked for, or some more, all zero, so that NCCL's parts are equal.
+  std::size_t count() const { return count_; }
   void* data() const { return data_.get(); }
   void* host() const { return host_.get(); }
   Device::Event filled() const { return filled_.get(); }  // recorded behind the pack
@@ -63,6 +74,7 @@ class DeviceBuffer {
   Device::Event read() const { return read_.get(); }      // behind the unpack
 
  private:
+  const std::size_t count_;
   Owned data_, host_;
   Owned filled_, moved_, read_;
 };

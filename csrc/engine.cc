@@ -48,6 +48,8 @@ Engine::Engine(MPI_Comm world, EngineOptions options)
   }
   HVPIPE_MPI(MPI_Comm_rank(local, &local_rank_));
   HVPIPE_MPI(MPI_Comm_size(local, &local_size_));
+  host_ = rank_;
+  HVPIPE_MPI(MPI_Bcast(&host_, 1, MPI_INT, 0, local));
   const int leader = local_rank_ == 0 ? 1 : 0;
   HVPIPE_MPI(MPI_Allreduce(&leader, &hosts_, 1, MPI_INT, MPI_SUM, own));
   single_ranked_hosts_ = hosts_ == size_;
@@ -112,7 +114,8 @@ int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vecto
   for (BucketLayout& layout : buckets) {
     auto bucket = std::make_unique<Bucket>(std::move(layout));
     if (memory == Memory::kDevice) {
-      bucket->device = std::make_unique<DeviceBuffer>(device(), bucket->layout.bytes());
+      bucket->device =
+          std::make_unique<DeviceBuffer>(device(), bucket->layout.count, bucket->layout.wire_type);
     } else {
       bucket->NewBuffer();
     }
@@ -160,15 +163,10 @@ void Engine::AddReduceStages(Operation& operation, std::shared_ptr<const Ends> e
   if (lane_alone) return;
   Transport* ring = up_ ? leaders_.get() : world_.get();
   if (ring != nullptr && ring->size() > 1) {
-    RingAllReduce::Options ring_options;
-    ring_options.segment_bytes = options_.segment_bytes;
-    ring_options.receives_in_flight = options_.messages_in_flight;
-    ring_options.tag = tag;
-    operation.stages.push_back({[=](const Operation&) -> std::unique_ptr<Collective> {
+    operation.stages.push_back({[=](const Operation&) {
                                   if (!up_ && ends->in != ends->out)
                                     std::memcpy(ends->out, ends->in, count * SizeOf(dtype));
-                                  return std::make_unique<RingAllReduce>(*ring, budget_, counters_, ends->out,
-                                                                         count, dtype, ring_options);
+                                  return Ring(*ring, ends->out, count, dtype, tag);
                                 },
                                 nullptr, nullptr});
   }
@@ -191,6 +189,15 @@ void Engine::AddReduceStages(Operation& operation, std::shared_ptr<const Ends> e
   }
 }
 
+std::unique_ptr<Collective> Engine::Ring(Transport& ranks, void* data, std::size_t count, DType dtype,
+                                         int tag) {
+  RingAllReduce::Options ring;
+  ring.segment_bytes = options_.segment_bytes;
+  ring.receives_in_flight = options_.messages_in_flight;
+  ring.tag = tag;
+  return std::make_unique<RingAllReduce>(ranks, budget_, counters_, data, count, dtype, ring);
+}
+
 void Engine::AddControlStage(Operation& operation, double samples, std::uint64_t signature) {
   operation.stages.push_back({[=](const Operation& op) -> std::unique_ptr<Collective> {
                                 return std::make_unique<ControlExchange>(
@@ -199,21 +206,38 @@ void Engine::AddControlStage(Operation& operation, double samples, std::uint64_t
                               &control_order_, nullptr});
 }
 
+std::shared_ptr<Operation> Engine::EmptyOperation(const BucketLayout& layout) {
+  auto operation = std::make_shared<Operation>();
+  operation->what = layout.name;
+  operation->priority = layout.priority;
+  operation->traced = "reduce";
+  return operation;
+}
+
 // Rank and engine options decide nothing here: a bucket's way is the same on all ranks of a host.
 std::shared_ptr<Operation> Engine::BucketOperation(Bucket& bucket) {
-  auto operation = std::make_shared<Operation>();
-  operation->what = bucket.layout.name;
-  operation->priority = bucket.layout.priority;
-  operation->traced = "reduce";
+  const BucketLayout& layout = bucket.layout;
+  const auto operation = EmptyOperation(layout);
+  const auto finished = [this, &bucket](const Error* error) { BucketReduced(bucket, error); };
   bucket.ends = std::make_shared<Ends>();
-  if (bucket.device) {
-    const DeviceBuffer& buffer = *bucket.device;
-    AddDeviceReduce(*operation, {buffer.data(), buffer.data(), buffer.host(), bucket.layout.count,
-                                 bucket.layout.wire_type, buffer.filled(), buffer.moved(), bucket.tag});
-  } else if (size_ > 1) {
-    AddReduceStages(*operation, bucket.ends, bucket.layout.count, bucket.layout.wire_type, 1.0, bucket.tag);
+  if (!bucket.device) {
+    if (size_ > 1) AddReduceStages(*operation, bucket.ends, layout.count, layout.wire_type, 1.0, bucket.tag);
+    operation->finished = finished;
+    return operation;
   }
-  operation->finished = [this, &bucket](const Error* error) { BucketReduced(bucket, error); };
+  const DeviceBuffer& buffer = *bucket.device;
+  const DeviceReduce reduce{buffer.data(),    buffer.data(),   buffer.host(),  buffer.count(),
+                            layout.wire_type, buffer.filled(), buffer.moved(), bucket.tag};
+  if (device_->rail == nullptr) {
+    AddDeviceReduce(*operation, reduce);
+    operation->finished = finished;
+    return operation;
+  }
+  AddScatter(*operation, reduce);
+  bucket.gather = EmptyOperation(layout);
+  AddGather(*bucket.gather, reduce);
+  bucket.gather->finished = finished;
+  operation->check = [this, gather = bucket.gather](Operation&) { progress_->MakeReady(gather); };
   return operation;
 }
 
@@ -239,6 +263,11 @@ void Engine::BeginStep(int plan_index, std::int64_t step, double samples, bool r
       for (auto& bucket : plan.buckets) {
         bucket->operation = BucketOperation(*bucket);
         announced.push_back(bucket->operation);
+      }
+      // NCCL scatters every bucket before it gathers the first: a gather waits for messages between hosts,
+      // and what comes behind it in NCCL's one order would wait as well.
+      for (auto& bucket : plan.buckets) {
+        if (bucket->gather) announced.push_back(std::exchange(bucket->gather, nullptr));
       }
     }
     ++counters_.steps;

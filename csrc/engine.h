@@ -141,6 +141,7 @@ class Engine {
     bool unpacked = false;                  // from device memory, at least once
     BucketState state = BucketState::kIdle;
     std::shared_ptr<Operation> operation;  // announced, waiting for Submit
+    std::shared_ptr<Operation> gather;     // to be announced behind it, where NCCL stays inside hosts
     std::shared_ptr<Ends> ends;            // of that operation
     Done waiting;                          // of a Collect that came before the sum
     double asked_s = 0;
@@ -163,6 +164,14 @@ class Engine {
     int tag;
   };
 
+  // This rank's place in an NCCL communicator, and the rank that makes its address.
+  struct NcclPlace {
+    int rank, size;
+    int first;
+  };
+  // Enqueues something on the stream of all communication.
+  using DeviceCall = std::function<void(DeviceSide& side, Device::Stream stream)>;
+
   struct Group {
     std::unique_ptr<MpiTransport> transport;
     int calls = 0;
@@ -174,10 +183,12 @@ class Engine {
   double NapS(int idle_passes) const;
   void CheckPeersAreHere(const std::string& what);
   std::shared_ptr<Operation> BucketOperation(Bucket& bucket);
+  static std::shared_ptr<Operation> EmptyOperation(const BucketLayout& layout);
   std::shared_ptr<Operation> Claim(Bucket& bucket);
   void BucketReduced(Bucket& bucket, const Error* error);
   void AddReduceStages(Operation& operation, std::shared_ptr<const Ends> ends, std::size_t count, DType dtype,
                        double scale, int tag);
+  std::unique_ptr<Collective> Ring(Transport& ranks, void* data, std::size_t count, DType dtype, int tag);
   void AddControlStage(Operation& operation, double samples, std::uint64_t signature);
   static std::shared_ptr<Operation> Blocking(const std::string& what);
   std::shared_ptr<Operation> Checked(const std::string& what);
@@ -191,18 +202,22 @@ class Engine {
   DeviceSide& device() const;
   void CheckOwnDevices(const Device& device, const Interrupt& interrupt);
   void JoinNccl(DeviceSide& side, const DeviceOptions& options, const Interrupt& interrupt);
+  void JoinHosts(DeviceSide& side, const std::vector<int>& rail, const Interrupt& interrupt);
+  void JoinRanks(DeviceSide& side, const NcclPlace& place, const Interrupt& interrupt);
   std::uint64_t DeviceSignature() const;
   DeviceBuffer& DeviceBufferOf(const Bucket& bucket) const;
   void AddDeviceReduce(Operation& operation, const DeviceReduce& reduce);
-  void AddNcclStages(Operation& operation, Device::Event begun, Device::Event ended,
-                     std::function<void(NcclCommunicator&, Device::Stream)> call);
-  void AddCopy(Operation& operation, Device::Event begun, Device::Event ended,
-               std::function<void(Device&, Device::Stream)> copy);
+  void AddScatter(Operation& operation, const DeviceReduce& reduce);
+  void AddGather(Operation& operation, const DeviceReduce& reduce);
+  void AddNcclStages(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall call,
+                     DeviceCall then = nullptr);
+  void AddCopy(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall copy);
   void AddArrival(Operation& operation, Device::Event event);
   void AbortDevice();
 
   EngineOptions options_;
   int rank_ = 0, size_ = 1, local_rank_ = 0, local_size_ = 1, hosts_ = 1;
+  int host_ = 0;  // the first rank on this one's host
   bool single_ranked_hosts_ = true;
   Counters counters_;
   EventLog log_;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <utility>
 
 #include "engine.h"
@@ -46,34 +47,95 @@ void Engine::CheckOwnDevices(const Device& device, const Interrupt& interrupt) {
   }
 }
 
-// All ranks by NCCL or none: so each says first whether it could.
+namespace {
+
+// What a rank says before NCCL joins it to others.
+struct Joining {
+  int version;  // of its NCCL; 0 where there is none
+  NcclSpan span;
+  int host;  // the first rank on its host
+};
+
+// The rank at `place` on each host, in order; none where not every host has `local_size` ranks.
+std::vector<int> RailOf(const std::vector<Joining>& all, std::size_t place, std::size_t local_size) {
+  std::map<int, std::vector<int>> hosts;
+  for (std::size_t rank = 0; rank < all.size(); ++rank) {
+    hosts[all[rank].host].push_back(static_cast<int>(rank));
+  }
+  std::vector<int> rail;
+  for (const auto& [first, ranks] : hosts) {
+    if (ranks.size() != local_size) return {};
+    rail.push_back(ranks[place]);
+  }
+  std::sort(rail.begin(), rail.end());
+  return rail;
+}
+
+}  // namespace
+
+// All ranks by NCCL or none: so each says first whether it could, and whoever throws does so after that.
 void Engine::JoinNccl(DeviceSide& side, const DeviceOptions& options, const Interrupt& interrupt) {
-  int version = 0;
+  Joining mine{0, options.span, host_};
   std::string why;
   try {
     side.library = std::make_unique<NcclLibrary>(options.nccl);
-    version = side.library->version();
+    mine.version = side.library->version();
   } catch (const Error& error) {
-    if (options.nccl_required) throw;
     why = error.what();
   }
-  std::vector<int> versions(static_cast<std::size_t>(size_));
-  AllGather(&version, versions.data(), sizeof version, "choice of NCCL", interrupt);
-  const bool same = std::all_of(versions.begin(), versions.end(), [&](int v) { return v == versions[0]; });
-  if (version == 0 || !same) {
-    if (why.empty()) why = "the ranks have different versions of NCCL, or some have none";
+  std::vector<Joining> all(static_cast<std::size_t>(size_));
+  AllGather(&mine, all.data(), sizeof mine, "choice of NCCL", interrupt);
+  const bool same = std::all_of(all.begin(), all.end(), [&](const Joining& other) {
+    return other.version == mine.version && other.span == mine.span;
+  });
+  if (mine.version == 0 || !same) {
+    if (why.empty()) {
+      why = "the ranks have different versions of NCCL or another HVPIPE_NCCL_SPAN, or some have no NCCL";
+    }
     if (options.nccl_required)
       throw Error("NCCL should serve all ranks. Received: " + why, ErrorKind::kUsage);
-    side.library.reset();
     side.way = "through the host: " + why;
     return;
   }
+  if (options.span == NcclSpan::kHost && hosts_ > 1) {
+    const auto place = static_cast<std::size_t>(local_rank_);
+    JoinHosts(side, RailOf(all, place, static_cast<std::size_t>(local_size_)), interrupt);
+  } else {
+    JoinRanks(side, {rank_, size_, 0}, interrupt);
+    side.way = "by NCCL " + side.library->VersionText();
+  }
+}
+
+// NCCL inside each host; `rail` is RailOf for this rank's place.
+void Engine::JoinHosts(DeviceSide& side, const std::vector<int>& rail, const Interrupt& interrupt) {
+  if (rail.empty()) {
+    side.way =
+        "through the host: NCCL stays inside hosts (HVPIPE_NCCL_SPAN=host) only where all have the same "
+        "number of ranks. Received: " +
+        std::to_string(size_) + " ranks on " + std::to_string(hosts_) + " hosts";
+  } else if (local_size_ == 1) {
+    side.way =
+        "through the host: NCCL is to stay inside hosts (HVPIPE_NCCL_SPAN=host), and each has one rank";
+  } else {
+    JoinRanks(side, {local_rank_, local_size_, host_}, interrupt);
+    const int group = AddGroup(rail);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    side.rail = groups_[static_cast<std::size_t>(group)]->transport.get();
+    side.way =
+        "by NCCL " + side.library->VersionText() + " inside hosts, through the host and MPI between them";
+  }
+}
+
+// Called by all ranks, whichever communicator each of them is to be in.
+void Engine::JoinRanks(DeviceSide& side, const NcclPlace& place, const Interrupt& interrupt) {
   nccl::UniqueId id{};
-  if (rank_ == 0) id = side.library->NewId();
-  Broadcast(&id, sizeof id, 0, "NCCL's address", interrupt);
-  side.ranks = std::make_unique<NcclCommunicator>(*side.library, rank_, size_, id);
-  side.ranks->WaitUntilReady(options_.timeout_s, "joining all ranks", interrupt);
-  side.way = "by NCCL " + side.library->VersionText();
+  if (rank_ == place.first) id = side.library->NewId();
+  std::vector<nccl::UniqueId> ids(static_cast<std::size_t>(size_));
+  AllGather(&id, ids.data(), sizeof id, "NCCL's addresses", interrupt);
+  side.ranks = std::make_unique<NcclCommunicator>(*side.library, place.rank, place.size,
+                                                  ids[static_cast<std::size_t>(place.first)]);
+  side.ranks->WaitUntilReady(options_.timeout_s, "joining " + std::to_string(place.size) + " ranks",
+                             interrupt);
 }
 
 DeviceSide& Engine::device() const {
@@ -83,18 +145,20 @@ DeviceSide& Engine::device() const {
               ErrorKind::kUsage);
 }
 
-// Collectives are handed to the device in one order on all ranks; when they arrive is its own matter.
-void Engine::AddNcclStages(Operation& operation, Device::Event begun, Device::Event ended,
-                           std::function<void(NcclCommunicator&, Device::Stream)> call) {
+// Collectives are handed to the device in one order on all ranks; when they arrive is its own matter. `then`
+// goes behind them.
+void Engine::AddNcclStages(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall call,
+                           DeviceCall then) {
   DeviceSide* const side = device_.get();
   auto called = std::make_shared<bool>(false);
   const auto launch = [=] {
     if (!*called) {
       side->device->Wait(side->stream.get(), begun);
-      call(*side->ranks, side->stream.get());
+      call(*side, side->stream.get());
       *called = true;
     }
     if (!side->ranks->Ready()) return false;  // the launch may still be under way in NCCL's own thread
+    if (then) then(*side, side->stream.get());
     side->device->Record(ended, side->stream.get());
     return true;
   };
@@ -109,12 +173,11 @@ void Engine::AddArrival(Operation& operation, Device::Event event) {
       {[=](const Operation&) { return std::make_unique<DeviceArrival>(*side, event); }, nullptr, nullptr});
 }
 
-void Engine::AddCopy(Operation& operation, Device::Event begun, Device::Event ended,
-                     std::function<void(Device&, Device::Stream)> copy) {
+void Engine::AddCopy(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall copy) {
   DeviceSide* const side = device_.get();
   const auto launch = [=] {
     side->device->Wait(side->stream.get(), begun);
-    copy(*side->device, side->stream.get());
+    copy(*side, side->stream.get());
     side->device->Record(ended, side->stream.get());
     return true;
   };
@@ -127,25 +190,58 @@ void Engine::AddCopy(Operation& operation, Device::Event begun, Device::Event en
 //   without    copy to the host | the stages of host memory | copy back
 void Engine::AddDeviceReduce(Operation& operation, const DeviceReduce& reduce) {
   if (size_ == 1) return;
-  if (device_->ranks) {
-    AddNcclStages(operation, reduce.begun, reduce.ended, [=](NcclCommunicator& ranks, Device::Stream stream) {
-      ranks.AllReduce(reduce.in, reduce.out, reduce.count, reduce.dtype, stream);
+  if (device_->nccl_joins_all()) {
+    AddNcclStages(operation, reduce.begun, reduce.ended, [=](DeviceSide& side, Device::Stream stream) {
+      side.ranks->AllReduce(reduce.in, reduce.out, reduce.count, reduce.dtype, stream);
     });
     return;
   }
   const std::size_t bytes = reduce.count * SizeOf(reduce.dtype);
-  AddCopy(operation, reduce.begun, reduce.ended, [=](Device& device, Device::Stream stream) {
-    device.CopyToHost(reduce.host, reduce.in, bytes, stream);
+  AddCopy(operation, reduce.begun, reduce.ended, [=](DeviceSide& side, Device::Stream stream) {
+    side.device->CopyToHost(reduce.host, reduce.in, bytes, stream);
   });
   const auto ends = std::make_shared<const Ends>(Ends{reduce.host, reduce.host});
   AddReduceStages(operation, ends, reduce.count, reduce.dtype, 1.0, reduce.tag);
-  AddCopy(operation, reduce.begun, reduce.ended, [=](Device& device, Device::Stream stream) {
-    device.CopyFromHost(reduce.out, reduce.host, bytes, stream);
+  AddCopy(operation, reduce.begun, reduce.ended, [=](DeviceSide& side, Device::Stream stream) {
+    side.device->CopyFromHost(reduce.out, reduce.host, bytes, stream);
+  });
+}
+
+//   NCCL inside hosts, MPI between them:
+//
+//   scatter: each rank of a host has a part of its sum | copy to the host | ring of the ranks with this part
+//   gather:  copy back | each rank of a host has all parts
+void Engine::AddScatter(Operation& operation, const DeviceReduce& reduce) {
+  const std::size_t count = reduce.count / static_cast<std::size_t>(local_size_);
+  const std::size_t bytes = count * SizeOf(reduce.dtype);
+  char* const mine = static_cast<char*>(reduce.out) + bytes * static_cast<std::size_t>(local_rank_);
+  AddNcclStages(
+      operation, reduce.begun, reduce.ended,
+      [=](DeviceSide& side, Device::Stream stream) {
+        side.ranks->ReduceScatter(reduce.out, reduce.count, reduce.dtype, stream);
+      },
+      [=](DeviceSide& side, Device::Stream stream) {
+        side.device->CopyToHost(reduce.host, mine, bytes, stream);
+      });
+  Transport& rail = *device_->rail;
+  operation.stages.push_back(
+      {[=, &rail](const Operation&) { return Ring(rail, reduce.host, count, reduce.dtype, reduce.tag); },
+       nullptr, nullptr});
+}
+
+void Engine::AddGather(Operation& operation, const DeviceReduce& reduce) {
+  const std::size_t bytes = reduce.count / static_cast<std::size_t>(local_size_) * SizeOf(reduce.dtype);
+  char* const mine = static_cast<char*>(reduce.out) + bytes * static_cast<std::size_t>(local_rank_);
+  AddNcclStages(operation, reduce.begun, reduce.ended, [=](DeviceSide& side, Device::Stream stream) {
+    side.device->CopyFromHost(mine, reduce.host, bytes, stream);
+    side.ranks->AllGather(reduce.out, reduce.count, reduce.dtype, stream);
   });
 }
 
 std::uint64_t Engine::DeviceSignature() const {
-  return Hash(device().ranks ? "device memory by NCCL" : "device memory through the host");
+  const DeviceSide& side = device();
+  if (!side.ranks) return Hash("device memory through the host");
+  return Hash(side.nccl_joins_all() ? "device memory by NCCL" : "device memory by NCCL inside hosts");
 }
 
 namespace {
@@ -204,7 +300,7 @@ void Engine::AllReduceDevice(const void* in, void* out, std::size_t count, DType
   DeviceSide& side = device();
   if (size_ > 1) {
     progress_->Run(Checked(what), interrupt);
-    void* const host = side.ranks ? nullptr : side.staging.Room(count * SizeOf(dtype));
+    void* const host = side.nccl_joins_all() ? nullptr : side.staging.Room(count * SizeOf(dtype));
     const Device::Event begun = side.begun.get();
     side.device->Record(begun, stream);
     auto operation = Blocking(what);
@@ -230,25 +326,24 @@ void Engine::BroadcastDevice(void* data, std::size_t bytes, int root, const std:
     add(*operation);
     progress_->Run(operation, interrupt);
   };
-  if (side.ranks) {
+  if (side.nccl_joins_all()) {
     return run([&](Operation& operation) {
-      AddNcclStages(operation, begun, ended, [=](NcclCommunicator& ranks, Device::Stream on) {
-        ranks.Broadcast(data, bytes, root, on);
-      });
+      AddNcclStages(operation, begun, ended,
+                    [=](DeviceSide& of, Device::Stream on) { of.ranks->Broadcast(data, bytes, root, on); });
     });
   }
   void* const host = side.staging.Room(bytes);
   if (mine) {
     run([&](Operation& operation) {
       AddCopy(operation, begun, ended,
-              [=](Device& device, Device::Stream on) { device.CopyToHost(host, data, bytes, on); });
+              [=](DeviceSide& of, Device::Stream on) { of.device->CopyToHost(host, data, bytes, on); });
     });
   }
   Broadcast(host, bytes, root, what, interrupt);
   if (mine) return;
   run([&](Operation& operation) {
     AddCopy(operation, begun, ended,
-            [=](Device& device, Device::Stream on) { device.CopyFromHost(data, host, bytes, on); });
+            [=](DeviceSide& of, Device::Stream on) { of.device->CopyFromHost(data, host, bytes, on); });
   });
 }
 

@@ -4,7 +4,6 @@
 
 #include "engine.h"
 #include "message.h"
-#include "ring.h"
 #include "tags.h"
 
 namespace hvpipe {
@@ -90,16 +89,8 @@ void Engine::GroupAllReduce(int group, void* data, std::size_t count, DType dtyp
     of = groups_[static_cast<std::size_t>(group)].get();
     tag = of->calls++ % kCallTags;
   }
-  RingAllReduce::Options ring;
-  ring.segment_bytes = options_.segment_bytes;
-  ring.receives_in_flight = options_.messages_in_flight;
-  ring.tag = tag;
   StartMessage(
-      "reduce", what,
-      [=] {
-        return std::make_unique<RingAllReduce>(*of->transport, budget_, counters_, data, count, dtype, ring);
-      },
-      std::move(done));
+      "reduce", what, [=] { return Ring(*of->transport, data, count, dtype, tag); }, std::move(done));
 }
 
 }  // namespace hvpipe

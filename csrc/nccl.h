@@ -96,6 +96,7 @@ class NcclCommunicator {
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
 
+  int size() const { return size_; }
   // Whether NCCL has nothing left to do in the background. Throws, after an abort, on an asynchronous error.
   bool Ready();
   // Asks until it is ready; throws, after an abort, when `timeout_s` is over. `interrupt` may throw.

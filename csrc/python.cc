@@ -236,9 +236,13 @@ std::vector<Pointer> PointersOf(const hvpipe::BucketLayout& layout, const Device
 }
 
 std::string UseDevice(Engine& engine, const std::string& library, int ordinal, const std::string& nccl,
-                      bool nccl_required, bool may_share) {
+                      bool nccl_required, bool may_share, const std::string& nccl_span) {
+  if (nccl_span != "world" && nccl_span != "host") {
+    throw Error("nccl_span should be world or host. Received: nccl_span=" + nccl_span, ErrorKind::kUsage);
+  }
+  const auto span = nccl_span == "host" ? hvpipe::NcclSpan::kHost : hvpipe::NcclSpan::kWorld;
   const nb::gil_scoped_release release;
-  return engine.UseDevice({library, ordinal, nccl, nccl_required, may_share}, CheckSignals);
+  return engine.UseDevice({library, ordinal, nccl, nccl_required, may_share, span}, CheckSignals);
 }
 
 void SubmitDevice(Engine& engine, int plan, int bucket, const DeviceTensors& tensors, double scale,
@@ -365,7 +369,7 @@ NB_MODULE(_engine, m) {
       .def("all_reduce", &AllReduce, nb::arg("array"), nb::arg("out"), nb::arg("dtype"), nb::arg("scale"),
            nb::arg("what"))
       .def("use_device", &UseDevice, nb::arg("library"), nb::arg("ordinal"), nb::arg("nccl"),
-           nb::arg("nccl_required"), nb::arg("may_share"))
+           nb::arg("nccl_required"), nb::arg("may_share"), nb::arg("nccl_span"))
       .def("submit_device", &SubmitDevice, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"),
            nb::arg("scale"), nb::arg("stream"))
       .def("collect_device", &CollectDevice, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"),

@@ -121,7 +121,8 @@ class Engine:
         """Open this rank's GPU and, between several ranks, NCCL; all ranks together, once. How data will go.
 
         The GPU is the local rank's among those that CUDA_VISIBLE_DEVICES leaves. Without NCCL data goes
-        through pinned host memory to MPI, which the result says, with the reason.
+        through pinned host memory to MPI, which the result says, with the reason. Where HVPIPE_NCCL_SPAN is
+        "host", NCCL joins the ranks of each host, and MPI carries the sums of buckets between hosts.
         """
         core = self._messenger("A GPU")
         if self._device_way is None:
@@ -132,7 +133,9 @@ class Engine:
             required = settings.nccl_library not in ("", "none")
             nccl = find_nccl(settings.nccl_library)
             self._device_way = str(
-                core.use_device(library, ordinal, nccl, required, settings.gpus_may_be_shared)
+                core.use_device(
+                    *(library, ordinal, nccl, required, settings.gpus_may_be_shared, settings.nccl_span)
+                )
             )
             logging.getLogger(__name__).info("data on GPUs goes %s", self._device_way)
         return self._device_way

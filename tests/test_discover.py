@@ -88,6 +88,7 @@ def test_settings_are_read() -> None:
         "HVPIPE_BUCKET_BYTES": "1000",
         "HVPIPE_SEGMENT_BYTES": "64",
         "HVPIPE_SHARED_MEMORY": "0",
+        "HVPIPE_NCCL_SPAN": "host",
         "HVPIPE_SUMMARY": "1",
         "HVPIPE_LOG_LEVEL": "DEBUG",
     }
@@ -101,6 +102,7 @@ def test_settings_are_read() -> None:
         bucket_bytes=1000,
         segment_bytes=64,
         shared_memory=False,
+        nccl_span="host",
         summary=True,
         log_level="debug",
     )
@@ -117,6 +119,7 @@ def test_settings_are_read() -> None:
         ("HVPIPE_BUCKET_BYTES", "4M", "a positive number of bytes"),
         ("HVPIPE_SEGMENT_BYTES", "-1", "a positive number of bytes"),
         ("HVPIPE_SHARED_MEMORY", "yes", "0 or 1"),
+        ("HVPIPE_NCCL_SPAN", "rack", "world or host"),
         ("HVPIPE_SUMMARY", "2", "0 or 1"),
         ("HVPIPE_LOG_LEVEL", "loud", "one of debug, info, warning, error"),
     ],

@@ -12,6 +12,8 @@ from hvpipe.errors import HvpipeError, InitError
 
 Launcher = Literal["mpirun", "srun", "horovodrun", "none"]
 
+NcclSpan = Literal["world", "host"]
+
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 # Where each process manager puts rank, size, local rank and local size; "" where only MPI can tell.
@@ -69,6 +71,7 @@ class Settings:
     shared_memory: bool = True
     summary: bool = False
     nccl_library: str = ""  # empty: wherever it is found; "none": data on GPUs goes through the host
+    nccl_span: NcclSpan = "world"  # "host": between hosts MPI carries what lies on GPUs
     device_library: str = ""  # empty: hvpipe's own for CUDA
     gpus_may_be_shared: bool = False
     log_level: str = "warning"
@@ -110,9 +113,10 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     a second), HVPIPE_LIVE (for `hvpipe top`: 0, 1 or a folder; as HVPIPE_SUMMARY where it is not set),
     HVPIPE_BUCKET_BYTES, HVPIPE_SEGMENT_BYTES (of a ring message), HVPIPE_SLOT_BYTES (of the shared-memory
     lane), HVPIPE_MESSAGES_IN_FLIGHT, HVPIPE_RANKS_PER_HOST (pretend that so many ranks share a host; for
-    tests), HVPIPE_SHARED_MEMORY (0 or 1), HVPIPE_SUMMARY (0 or 1), HVPIPE_NCCL_LIBRARY (a
-    path, or "none" to send what lies on GPUs through the host), HVPIPE_DEVICE_LIBRARY (what serves device
-    arrays; for tests), HVPIPE_LOG_LEVEL. Of NCCL's own: NCCL_MULTI_RANK_GPU_ENABLE.
+    tests), HVPIPE_SHARED_MEMORY (0 or 1), HVPIPE_SUMMARY (0 or 1), HVPIPE_NCCL_LIBRARY (a path, or "none"
+    to send what lies on GPUs through the host), HVPIPE_NCCL_SPAN ("world", or "host" to keep NCCL inside
+    hosts), HVPIPE_DEVICE_LIBRARY (what serves device arrays; for tests), HVPIPE_LOG_LEVEL. Of NCCL's own:
+    NCCL_MULTI_RANK_GPU_ENABLE.
     """
     env = os.environ if environ is None else environ
     default = Settings()
@@ -137,6 +141,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         shared_memory=_switch(env, "HVPIPE_SHARED_MEMORY", default.shared_memory),
         summary=summary,
         nccl_library=env.get("HVPIPE_NCCL_LIBRARY", ""),
+        nccl_span=_nccl_span(env, default.nccl_span),
         device_library=env.get("HVPIPE_DEVICE_LIBRARY", ""),
         gpus_may_be_shared=env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
         log_level=log_level,
@@ -224,6 +229,17 @@ def _number(env: Mapping[str, str], name: str, unit: str, default: int) -> int:
     if value < 1:
         raise _bad(name, f"a positive number of {unit}", text)
     return value
+
+
+def _nccl_span(env: Mapping[str, str], default: NcclSpan) -> NcclSpan:
+    text = env.get("HVPIPE_NCCL_SPAN")
+    if not text:
+        return default
+    if text == "world":
+        return "world"
+    if text == "host":
+        return "host"
+    raise _bad("HVPIPE_NCCL_SPAN", "world or host", text)
 
 
 def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:

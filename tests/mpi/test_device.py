@@ -19,7 +19,7 @@ from hvpipe.errors import DeadlineError, HvpipeError, MismatchError, PeerError
 from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.session import current
 
-WAYS = ("NCCL", "host")
+WAYS = ("NCCL", "NCCL inside hosts", "host")
 TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V2"}
 
 
@@ -60,7 +60,11 @@ def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
     session = current()
     if session.engine.core is None:
         pytest.skip("one rank without MPI has no C++ engine")
-    changes.setdefault("nccl_library", libraries.nccl if way == "NCCL" else "none")
+    if way == "NCCL inside hosts":
+        if session.engine.core.hosts == 1:
+            pytest.skip("one host")
+        changes.setdefault("nccl_span", "host")
+    changes.setdefault("nccl_library", "none" if way == "host" else libraries.nccl)
     changes.setdefault("device_library", libraries.device)
     # Hosts that are made up have the same GPUs.
     changes.setdefault("gpus_may_be_shared", session.settings.ranks_per_host > 0)
@@ -153,6 +157,59 @@ def test_which_way_data_goes_is_said(libraries: Libraries) -> None:
     engine.stop()
     engine = open_engine(libraries, "host")
     assert engine.use_device() == ("one rank" if one else "through the host: no NCCL was named")
+    engine.stop()
+    engine = open_engine(libraries, "NCCL", nccl_span="host")
+    assert engine.use_device() == way_of_a_span_of_hosts()
+    engine.agree("end of a case")
+    engine.stop()
+
+
+def way_of_a_span_of_hosts() -> str:
+    hosts = current().engine.core.hosts
+    if hvpipe.size() == 1:
+        return "one rank"
+    if hosts == 1:
+        return "by NCCL 2.30.5"
+    if hvpipe.size() == 3:
+        return (
+            "through the host: NCCL stays inside hosts (HVPIPE_NCCL_SPAN=host) only where all have the same "
+            "number of ranks. Received: 3 ranks on 2 hosts"
+        )
+    return "by NCCL 2.30.5 inside hosts, through the host and MPI between them"
+
+
+def test_between_hosts_each_rank_carries_its_part_alone(libraries: Libraries) -> None:
+    engine = open_engine(libraries, "NCCL inside hosts")
+    if "inside hosts, through" not in engine.use_device():
+        pytest.skip("hosts with different numbers of ranks")
+    # 8 bytes beyond what two ranks share equally: padded.
+    layers = [Gradient("a", (4_001,), "float64"), Gradient("b", (30_000,), "float64")]
+    plan_id = engine.add_plan("a", plan_buckets(layers, 250_000, None), on_device=True)
+    sent = engine.counters()["network_bytes_sent"]
+    engine.core.begin_step(plan_id, 0, 1.0, True)
+    announced = engine.counters()["network_bytes_sent"] - sent
+    arrays = [OnDevice(values_of(hvpipe.rank(), 30_000, "float64")), OnDevice(np.ones(4_001))]
+    for bucket, array in enumerate(arrays):
+        engine.submit_on_device(plan_id, bucket, [array], 1.0)
+    for bucket, array in enumerate(arrays):
+        engine.collect_on_device(plan_id, bucket, [array])
+    wanted = sum(values_of(r, 30_000, "float64") for r in range(hvpipe.size()))
+    np.testing.assert_array_equal(arrays[0].values, wanted)
+    np.testing.assert_array_equal(arrays[1].values, np.full(4_001, hvpipe.size()))
+    # A ring of H hosts sends 2 (H - 1) / H of a rank's part.
+    hosts, local = engine.core.hosts, engine.core.local_size
+    share = 2 * (hosts - 1) / hosts * 8 * (30_000 + 4_002) / local
+    assert announced == 0
+    assert engine.counters()["network_bytes_sent"] - sent == share
+    engine.agree("end of a case")
+    engine.stop()
+
+
+def test_ranks_that_differ_on_where_nccl_goes_are_told_so(libraries: Libraries) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL", nccl_span="host" if hvpipe.rank() == 1 else "world")
+    with pytest.raises(HvpipeError, match=r"NCCL should serve all ranks.*another HVPIPE_NCCL_SPAN"):
+        engine.use_device()
     engine.stop()
 
 
@@ -253,6 +310,24 @@ def test_what_fails_in_the_background_ends_the_engine(
     monkeypatch.delenv(variable)
     with pytest.raises(kind, match=says):  # and nothing goes on after that
         engine.allreduce(array, out=array)
+    engine.stop()
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_bucket_that_nccl_does_not_end_ends_the_engine(
+    libraries: Libraries, monkeypatch: Any, way: str
+) -> None:
+    needs_others()
+    engine = open_engine(libraries, way, timeout_s=2.0)
+    if "by NCCL" not in engine.use_device():
+        pytest.skip("hosts with different numbers of ranks")
+    plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
+    engine.core.begin_step(plan_id, 0, 1.0, True)
+    monkeypatch.setenv("FAKE_NCCL", "hang")
+    array = OnDevice(np.ones(3, np.float32))
+    engine.submit_on_device(plan_id, 0, [array], 1.0)
+    with pytest.raises(DeadlineError, match="NCCL to start it"):
+        engine.collect_on_device(plan_id, 0, [array])
     engine.stop()
 
 

@@ -1,4 +1,5 @@
-// An NCCL for tests without a GPU: sums host memory over MPI, in the background, and fails when told to.
+// An NCCL for tests without a GPU: sums host memory over MPI, in the background, and fails when told to. Every
+// rank of MPI's world makes a communicator at once; those with one id are joined.
 //
 // Compiled with -DVERSION=code and, for a library that lacks a function, -DWITHOUT_BROADCAST. FAKE_NCCL names
 // what goes wrong: "init" (an error at once), "init-hang" (never ready), "async" (an error after the first
@@ -40,9 +41,10 @@ struct Communicator {
   int rank = 0, size = 1;
   MPI_Comm ranks = MPI_COMM_NULL;
   MPI_Request request = MPI_REQUEST_NULL;
-  std::vector<char> sent, gathered;
+  std::vector<char> sent, gathered;  // gathered: what every rank sent
   void* out = nullptr;
-  std::size_t count = 0;
+  bool sums = true;
+  std::size_t first = 0, count = 0;  // of each rank's elements those that are summed
   hvpipe::DType dtype = hvpipe::DType::kFloat32;
   bool busy = false;
   int state = kSuccess;
@@ -57,12 +59,31 @@ hvpipe::DType TypeOf(int type) {
 }
 
 void Finish(Communicator& communicator) {
+  communicator.busy = false;
+  if (!communicator.sums) {
+    std::memcpy(communicator.out, communicator.gathered.data(), communicator.gathered.size());
+    return;
+  }
   std::vector<const void*> terms;
   for (int rank = 0; rank < communicator.size; ++rank) {
-    terms.push_back(communicator.gathered.data() + static_cast<std::size_t>(rank) * communicator.sent.size());
+    terms.push_back(communicator.gathered.data() + static_cast<std::size_t>(rank) * communicator.sent.size() +
+                    communicator.first * hvpipe::SizeOf(communicator.dtype));
   }
   hvpipe::SumInto(communicator.out, terms.data(), terms.size(), communicator.dtype, communicator.count);
-  communicator.busy = false;
+}
+
+// Begins to gather `count` elements of each rank.
+int Begin(Communicator& of, const void* in, std::size_t count) {
+  const std::size_t bytes = count * hvpipe::SizeOf(of.dtype);
+  of.sent.assign(static_cast<const char*>(in), static_cast<const char*>(in) + bytes);
+  of.gathered = of.sent;
+  of.busy = true;
+  if (Fails("async")) of.state = kRemoteError;
+  if (of.size == 1) return kInProgress;
+  of.gathered.resize(bytes * static_cast<std::size_t>(of.size));
+  MPI_Iallgather(of.sent.data(), static_cast<int>(bytes), MPI_BYTE, of.gathered.data(),
+                 static_cast<int>(bytes), MPI_BYTE, of.ranks, &of.request);
+  return kInProgress;
 }
 
 }  // namespace
@@ -83,6 +104,10 @@ const char* ncclGetLastError(void*) { return "the last error of the test library
 
 int ncclGetUniqueId(UniqueId* id) {
   std::memset(id, 7, sizeof *id);
+  int running = 0, maker = 0;
+  MPI_Initialized(&running);
+  if (running != 0) MPI_Comm_rank(MPI_COMM_WORLD, &maker);
+  id->internal[1] = static_cast<char>(maker);
   return kSuccess;
 }
 
@@ -93,7 +118,7 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
   auto* const made = new Communicator;
   made->rank = rank;
   made->size = size;
-  if (size > 1) MPI_Comm_dup(MPI_COMM_WORLD, &made->ranks);
+  if (size > 1) MPI_Comm_split(MPI_COMM_WORLD, id.internal[1], rank, &made->ranks);
   *out = made;
   return kInProgress;
 }
@@ -115,18 +140,33 @@ int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int /*
   Communicator& of = Of(communicator);
   if (of.busy) return kInvalidUsage;  // the caller did not wait until it was ready
   of.dtype = TypeOf(type);
+  of.sums = true;
+  of.first = 0;
   of.count = count;
   of.out = out;
-  const std::size_t bytes = count * hvpipe::SizeOf(of.dtype);
-  of.sent.assign(static_cast<const char*>(in), static_cast<const char*>(in) + bytes);
-  of.gathered = of.sent;
-  of.busy = true;
-  if (Fails("async")) of.state = kRemoteError;
-  if (of.size == 1) return kInProgress;
-  of.gathered.resize(bytes * static_cast<std::size_t>(of.size));
-  MPI_Iallgather(of.sent.data(), static_cast<int>(bytes), MPI_BYTE, of.gathered.data(),
-                 static_cast<int>(bytes), MPI_BYTE, of.ranks, &of.request);
-  return kInProgress;
+  return Begin(of, in, count);
+}
+
+int ncclReduceScatter(const void* in, void* out, std::size_t part, int type, int /*sum*/, void* communicator,
+                      void* /*stream*/) {
+  Communicator& of = Of(communicator);
+  if (of.busy) return kInvalidUsage;
+  of.dtype = TypeOf(type);
+  of.sums = true;
+  of.first = part * static_cast<std::size_t>(of.rank);
+  of.count = part;
+  of.out = out;
+  return Begin(of, in, part * static_cast<std::size_t>(of.size));
+}
+
+int ncclAllGather(const void* in, void* out, std::size_t part, int type, void* communicator,
+                  void* /*stream*/) {
+  Communicator& of = Of(communicator);
+  if (of.busy) return kInvalidUsage;
+  of.dtype = TypeOf(type);
+  of.sums = false;
+  of.out = out;
+  return Begin(of, in, part);
 }
 
 #ifndef WITHOUT_BROADCAST
@@ -141,8 +181,6 @@ int ncclBroadcast(const void* in, void* out, std::size_t bytes, int /*type*/, in
 #endif
 
 // Of the others only that they are there: who calls them here is told so.
-int ncclReduceScatter(const void*, void*, std::size_t, int, int, void*, void*) { return kInvalidUsage; }
-int ncclAllGather(const void*, void*, std::size_t, int, void*, void*) { return kInvalidUsage; }
 int ncclSend(const void*, std::size_t, int, int, void*, void*) { return kInvalidUsage; }
 int ncclRecv(void*, std::size_t, int, int, void*, void*) { return kInvalidUsage; }
 int ncclGroupStart() { return kSuccess; }
