@@ -74,7 +74,13 @@ class CudaDevice : public Device {
     return std::string(properties.name) + " " + bus;
   }
 
-  void MakeCurrent() override { HVPIPE_CUDA(cudaSetDevice(ordinal_)); }
+  int Enter() override {
+    int before = 0;
+    HVPIPE_CUDA(cudaGetDevice(&before));
+    HVPIPE_CUDA(cudaSetDevice(ordinal_));
+    return before;
+  }
+  void Leave(int before) noexcept override { (void)cudaSetDevice(before); }
 
   void* Allocate(std::size_t bytes) override {
     const Current current(ordinal_);
@@ -92,14 +98,21 @@ class CudaDevice : public Device {
                   ErrorKind::kUsage);
     }
     CheckCuda(code, "cudaMalloc");
-    // Streams that do not wait for the default one could fill it before it is cleared; once, when it is made.
-    cudaError_t cleared = cudaMemsetAsync(memory, 0, bytes, cudaStreamLegacy);
-    if (cleared == cudaSuccess) cleared = cudaStreamSynchronize(cudaStreamLegacy);
-    if (cleared != cudaSuccess) Free(memory);
-    CheckCuda(cleared, "clearing a buffer");
+    try {
+      Clear(memory, bytes);
+    } catch (...) {
+      Free(memory);
+      throw;
+    }
     return memory;
   }
   void Free(void* memory) noexcept override { (void)cudaFree(memory); }
+  // Streams that do not wait for the default one could fill it before it is cleared.
+  void Clear(void* memory, std::size_t bytes) override {
+    const Current current(ordinal_);
+    HVPIPE_CUDA(cudaMemsetAsync(memory, 0, bytes, cudaStreamLegacy));
+    HVPIPE_CUDA(cudaStreamSynchronize(cudaStreamLegacy));
+  }
 
   void* AllocateHost(std::size_t bytes) override {
     const Current current(ordinal_);

@@ -11,7 +11,7 @@
 
 namespace hvpipe {
 
-// One device. Nothing here waits for it, and any thread may call; what goes wrong throws.
+// One device. Nothing here but making memory waits for it, and any thread may call; what goes wrong throws.
 class Device {
  public:
   using Stream = void*;
@@ -25,11 +25,15 @@ class Device {
   virtual ~Device() = default;
   // Tells devices apart across the ranks of a host.
   virtual std::string Name() const = 0;
-  virtual void MakeCurrent() = 0;
+  // Makes it the device of the calling thread; what was is for Leave. See CurrentDevice.
+  virtual int Enter() = 0;
+  virtual void Leave(int before) noexcept = 0;
 
   // Filled with zeros. The error says how much was wanted and how much was free.
   virtual void* Allocate(std::size_t bytes) = 0;
   virtual void Free(void* memory) noexcept = 0;
+  // Fills memory with zeros that any stream sees from now on; waits for that.
+  virtual void Clear(void* memory, std::size_t bytes) = 0;
   // Host memory that copies to and from the device run beside computing with.
   virtual void* AllocateHost(std::size_t bytes) = 0;
   virtual void FreeHost(void* memory) noexcept = 0;
@@ -51,9 +55,23 @@ class Device {
                     unsigned* not_finite, Stream stream) = 0;
 };
 
+// Has a device current on this thread for a scope, as NCCL wants it of whoever calls. The thread may have
+// another one current, and keeps that.
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(Device& device) : device_(device), before_(device.Enter()) {}
+  ~CurrentDevice() { device_.Leave(before_); }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  Device& device_;
+  const int before_;
+};
+
 // A library that serves devices has two functions: how many this process sees, and one of them. `version`
 // guards against a library of another build.
-constexpr int kDeviceInterface = 1;
+constexpr int kDeviceInterface = 2;
 constexpr const char* kCountDevices = "hvpipe_count_devices";
 constexpr const char* kOpenDevice = "hvpipe_open_device";
 using CountDevicesFunction = int (*)();

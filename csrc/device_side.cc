@@ -8,6 +8,8 @@ namespace hvpipe {
 namespace {
 
 constexpr std::size_t kLeastStagingBytes = 1 << 16;
+// NCCL's own memory comes in pieces of 2 MiB.
+constexpr std::size_t kLeastNcclBytes = 1 << 20;
 
 Owned OwnMemory(Device& device, std::size_t bytes) {
   return {device.Allocate(bytes), [&device](void* memory) { device.Free(memory); }};
@@ -23,6 +25,14 @@ Owned OwnStream(Device& device) {
 
 Owned OwnEvent(Device& device) {
   return {device.MakeEvent(), [&device](void* event) { device.DestroyEvent(event); }};
+}
+
+Owned OwnNcclMemory(DeviceSide& side, std::size_t bytes) {
+  const NcclLibrary& library = *side.library;
+  const CurrentDevice current(*side.device);
+  Owned memory(library.Allocate(bytes), [&library](void* taken) { library.Free(taken); });
+  side.device->Clear(memory.get(), bytes);
+  return memory;
 }
 
 // Into how many parts NCCL scatters a buffer; this rank's part goes through the host.
@@ -50,21 +60,26 @@ DeviceSide::DeviceSide(const DeviceOptions& options)
       stream(OwnStream(*device)),
       begun(OwnEvent(*device)),
       ended(OwnEvent(*device)),
-      staging(*device) {
-  device->MakeCurrent();
-}
+      staging(*device) {}
 
 DeviceBuffer::DeviceBuffer(DeviceSide& side, std::size_t count, DType dtype)
-    : count_((count + PartsOf(side) - 1) / PartsOf(side) * PartsOf(side)) {
+    : side_(side),
+      count_((count + PartsOf(side) - 1) / PartsOf(side) * PartsOf(side)),
+      bytes_(std::max<std::size_t>(count_ * SizeOf(dtype), kAlignment)),  // of nothing there is no address
+      of_nccl_(side.nccl_memory && bytes_ >= kLeastNcclBytes) {
   Device& device = *side.device;
-  const auto room = [&](std::size_t elements) {  // of nothing there is no address
-    return std::max<std::size_t>(elements * SizeOf(dtype), kAlignment);
-  };
-  data_ = OwnMemory(device, room(count_));
-  if (!side.nccl_joins_all()) host_ = OwnHostMemory(device, room(count_ / PartsOf(side)));
+  data_ = of_nccl_ ? OwnNcclMemory(side, bytes_) : OwnMemory(device, bytes_);
+  if (!side.nccl_joins_all()) host_ = OwnHostMemory(device, (bytes_ + PartsOf(side) - 1) / PartsOf(side));
   filled_ = OwnEvent(device);
   moved_ = OwnEvent(device);
   read_ = OwnEvent(device);
+}
+
+// The registration ends with the communicator, which ends before its buffers.
+void DeviceBuffer::Register() {
+  if (!of_nccl_ || registered_) return;
+  (void)side_.ranks->Register(data_.get(), bytes_);
+  registered_ = true;
 }
 
 bool DeviceArrival::Step() {

@@ -52,6 +52,7 @@ struct DeviceSide {
   Staging staging;     // of these
   std::unique_ptr<NcclLibrary> library;
   std::unique_ptr<NcclCommunicator> ranks;  // null: data goes through the host
+  bool nccl_memory = false;                 // all ranks register large buffers with NCCL
   Transport* rail = nullptr;  // the rank at this one's place on each host, where `ranks` are of one host
   std::string way;            // in words: by NCCL, or why not
   OrderQueue order;           // all ranks hand collectives to the device in this order
@@ -73,8 +74,14 @@ class DeviceBuffer {
   Device::Event moved() const { return moved_.get(); }    // behind what the communication did last
   Device::Event read() const { return read_.get(); }      // behind the unpack
 
+  // Before NCCL's first collective on it, where NCCL is not busy.
+  void Register();
+
  private:
-  const std::size_t count_;
+  DeviceSide& side_;
+  const std::size_t count_, bytes_;
+  const bool of_nccl_;  // on all ranks alike
+  bool registered_ = false;
   Owned data_, host_;
   Owned filled_, moved_, read_;
 };

@@ -225,9 +225,9 @@ std::shared_ptr<Operation> Engine::BucketOperation(Bucket& bucket) {
     operation->finished = finished;
     return operation;
   }
-  const DeviceBuffer& buffer = *bucket.device;
-  const DeviceReduce reduce{buffer.data(),    buffer.data(),   buffer.host(),  buffer.count(),
-                            layout.wire_type, buffer.filled(), buffer.moved(), bucket.tag};
+  DeviceBuffer& buffer = *bucket.device;
+  const DeviceReduce reduce{buffer.data(),   buffer.data(),  buffer.host(), buffer.count(), layout.wire_type,
+                            buffer.filled(), buffer.moved(), bucket.tag,    &buffer};
   if (device_->rail == nullptr) {
     AddDeviceReduce(*operation, reduce);
     operation->finished = finished;

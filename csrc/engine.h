@@ -76,7 +76,8 @@ class Engine {
   // Packs tensors times `scale` into the fused buffer of a bucket and lets its all-reduce start.
   void Submit(int plan, int bucket, const std::vector<const void*>& tensors, double scale);
 
-  // Calls `done` when the bucket's sum is there (at once, if it is). Then Unpack or Take once.
+  // Calls `done` when the bucket's sum is there (at once, if it is). Then Unpack or Take once. Where NCCL
+  // stays inside hosts no sum is there before all buckets of the step were submitted.
   void Collect(int plan, int bucket, Done done);
   // Copies the sums out, cast to the gradients' type.
   void Unpack(int plan, int bucket, const std::vector<void*>& tensors);
@@ -162,6 +163,7 @@ class Engine {
     DType dtype;
     Device::Event begun, ended;
     int tag;
+    DeviceBuffer* buffer = nullptr;  // where it is a bucket's
   };
 
   // This rank's place in an NCCL communicator, and the rank that makes its address.
@@ -203,6 +205,7 @@ class Engine {
   void CheckOwnDevices(const Device& device, const Interrupt& interrupt);
   void JoinNccl(DeviceSide& side, const DeviceOptions& options, const Interrupt& interrupt);
   void JoinHosts(DeviceSide& side, const std::vector<int>& rail, const Interrupt& interrupt);
+  void AgreeOnNcclMemory(DeviceSide& side, const Interrupt& interrupt);
   void JoinRanks(DeviceSide& side, const NcclPlace& place, const Interrupt& interrupt);
   std::uint64_t DeviceSignature() const;
   DeviceBuffer& DeviceBufferOf(const Bucket& bucket) const;

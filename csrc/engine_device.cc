@@ -132,10 +132,32 @@ void Engine::JoinRanks(DeviceSide& side, const NcclPlace& place, const Interrupt
   if (rank_ == place.first) id = side.library->NewId();
   std::vector<nccl::UniqueId> ids(static_cast<std::size_t>(size_));
   AllGather(&id, ids.data(), sizeof id, "NCCL's addresses", interrupt);
+  const CurrentDevice current(*side.device);
   side.ranks = std::make_unique<NcclCommunicator>(*side.library, place.rank, place.size,
                                                   ids[static_cast<std::size_t>(place.first)]);
   side.ranks->WaitUntilReady(options_.timeout_s, "joining " + std::to_string(place.size) + " ranks",
                              interrupt);
+  AgreeOnNcclMemory(side, interrupt);
+}
+
+// What one rank registers all must, so each tries first. The device is current.
+void Engine::AgreeOnNcclMemory(DeviceSide& side, const Interrupt& interrupt) {
+  char able = 0;
+  if (side.library->has_memory()) {
+    void* memory = nullptr;
+    try {
+      memory = side.library->Allocate(kAlignment);
+      if (void* const registration = side.ranks->Register(memory, kAlignment)) {
+        side.ranks->Deregister(registration);
+        able = 1;
+      }
+    } catch (const Error&) {  // then buffers are the device's own, as before NCCL 2.19
+    }
+    if (memory != nullptr) side.library->Free(memory);
+  }
+  std::vector<char> all(static_cast<std::size_t>(size_));
+  AllGather(&able, all.data(), sizeof able, "choice of memory", interrupt);
+  side.nccl_memory = std::all_of(all.begin(), all.end(), [](char each) { return each != 0; });
 }
 
 DeviceSide& Engine::device() const {
@@ -153,6 +175,7 @@ void Engine::AddNcclStages(Operation& operation, Device::Event begun, Device::Ev
   auto called = std::make_shared<bool>(false);
   const auto launch = [=] {
     if (!*called) {
+      const CurrentDevice current(*side->device);
       side->device->Wait(side->stream.get(), begun);
       call(*side, side->stream.get());
       *called = true;
@@ -192,6 +215,7 @@ void Engine::AddDeviceReduce(Operation& operation, const DeviceReduce& reduce) {
   if (size_ == 1) return;
   if (device_->nccl_joins_all()) {
     AddNcclStages(operation, reduce.begun, reduce.ended, [=](DeviceSide& side, Device::Stream stream) {
+      if (reduce.buffer != nullptr) reduce.buffer->Register();
       side.ranks->AllReduce(reduce.in, reduce.out, reduce.count, reduce.dtype, stream);
     });
     return;
@@ -218,6 +242,7 @@ void Engine::AddScatter(Operation& operation, const DeviceReduce& reduce) {
   AddNcclStages(
       operation, reduce.begun, reduce.ended,
       [=](DeviceSide& side, Device::Stream stream) {
+        reduce.buffer->Register();
         side.ranks->ReduceScatter(reduce.out, reduce.count, reduce.dtype, stream);
       },
       [=](DeviceSide& side, Device::Stream stream) {

@@ -71,6 +71,9 @@ NcclLibrary::NcclLibrary(const std::string& path) : path_(path) {
 #define HVPIPE_NCCL_FIND(name, ...) Find(library, path, "nccl" #name, name);
   HVPIPE_NCCL_FUNCTIONS(HVPIPE_NCCL_FIND)
 #undef HVPIPE_NCCL_FIND
+#define HVPIPE_NCCL_LOOK(name, ...) name = reinterpret_cast<decltype(name)>(dlsym(library, "nccl" #name));
+  HVPIPE_NCCL_MEMORY_FUNCTIONS(HVPIPE_NCCL_LOOK)
+#undef HVPIPE_NCCL_LOOK
 }
 
 std::string NcclLibrary::VersionText() const { return TextOf(version_); }
@@ -79,6 +82,12 @@ nccl::UniqueId NcclLibrary::NewId() const {
   nccl::UniqueId id;
   Check(GetUniqueId(&id), "ncclGetUniqueId");
   return id;
+}
+
+void* NcclLibrary::Allocate(std::size_t bytes) const {
+  void* memory = nullptr;
+  Check(MemAlloc(&memory, bytes), "ncclMemAlloc");
+  return memory;
 }
 
 void NcclLibrary::Check(int code, const char* call, nccl::Communicator communicator) const {
@@ -170,6 +179,17 @@ void NcclCommunicator::Send(const void* data, std::size_t bytes, int peer, nccl:
 
 void NcclCommunicator::Receive(void* data, std::size_t bytes, int peer, nccl::Stream stream) {
   library_.Check(library_.Recv(data, bytes, nccl::kInt8, peer, Usable(), stream), "ncclRecv", communicator_);
+}
+
+void* NcclCommunicator::Register(void* memory, std::size_t bytes) {
+  void* registration = nullptr;
+  library_.Check(library_.CommRegister(Usable(), memory, bytes, &registration), "ncclCommRegister",
+                 communicator_);
+  return registration;
+}
+
+void NcclCommunicator::Deregister(void* registration) {
+  library_.Check(library_.CommDeregister(Usable(), registration), "ncclCommDeregister", communicator_);
 }
 
 void NcclCommunicator::Grouped(const std::function<void()>& calls) {

@@ -54,6 +54,13 @@ using Stream = void*;
   X(GroupStart)                                                                              \
   X(GroupEnd)
 
+// Of 2.19 and later: used where all of them are there.
+#define HVPIPE_NCCL_MEMORY_FUNCTIONS(X)              \
+  X(MemAlloc, void**, std::size_t)                   \
+  X(MemFree, void*)                                  \
+  X(CommRegister, void*, void*, std::size_t, void**) \
+  X(CommDeregister, void*, void*)
+
 int TypeOf(DType dtype);
 
 }  // namespace nccl
@@ -70,11 +77,16 @@ class NcclLibrary {
   // "2.27.3"
   std::string VersionText() const;
   nccl::UniqueId NewId() const;
+  bool has_memory() const { return MemAlloc && MemFree && CommRegister && CommDeregister; }
+  // Memory of the current device that NCCL can register, where it has memory. Not cleared.
+  void* Allocate(std::size_t bytes) const;
+  void Free(void* memory) const noexcept { (void)MemFree(memory); }
   // Throws with NCCL's words, unless `code` says success or that it goes on in the background.
   void Check(int code, const char* call, nccl::Communicator communicator = nullptr) const;
 
 #define HVPIPE_NCCL_POINTER(name, ...) int (*name)(__VA_ARGS__) = nullptr;
   HVPIPE_NCCL_FUNCTIONS(HVPIPE_NCCL_POINTER)
+  HVPIPE_NCCL_MEMORY_FUNCTIONS(HVPIPE_NCCL_POINTER)
 #undef HVPIPE_NCCL_POINTER
 
  private:
@@ -110,6 +122,11 @@ class NcclCommunicator {
   void Broadcast(void* data, std::size_t bytes, int root, nccl::Stream stream);
   void Send(const void* data, std::size_t bytes, int peer, nccl::Stream stream);
   void Receive(void* data, std::size_t bytes, int peer, nccl::Stream stream);
+  // Lets other GPUs and the network card read and write this memory of NcclLibrary::Allocate themselves,
+  // until Deregister or the end of the communicator. What one rank gives to a collective must be registered
+  // on all ranks or on none. Returns what Deregister wants; null where the user told NCCL not to.
+  void* Register(void* memory, std::size_t bytes);
+  void Deregister(void* registration);
   // What `calls` enqueues starts as one launch, and sends and receives inside cannot wait for each other.
   void Grouped(const std::function<void()>& calls);
 

@@ -43,6 +43,7 @@ class Libraries:
     device: str
     nccl: str
     old_nccl: str
+    nccl_without_memory: str
 
 
 @pytest.fixture(scope="session")
@@ -50,9 +51,13 @@ def libraries(world: None) -> Libraries:
     """Built by one rank for all."""
     made = None
     if hvpipe.rank() == 0:
-        paths = (build("fake_device.cc"), build("fake_nccl.cc"), build("fake_nccl.cc", "-DVERSION=22203"))
+        paths = (
+            *(build("fake_device.cc"), build("fake_nccl.cc")),
+            *(build("fake_nccl.cc", "-DVERSION=22203"), build("fake_nccl.cc", "-DWITHOUT_MEMORY")),
+        )
         made = Libraries(*map(str, paths))
     found: Libraries = hvpipe.broadcast_object(made)
+    os.environ["FAKE_NCCL_DEVICE"] = found.device
     return found
 
 
@@ -138,6 +143,50 @@ def test_steps_of_buckets_are_packed_reduced_and_unpacked(
             for out, n in zip(outs, bucket.counts, strict=True):
                 terms = [values_of(r + step, n, bucket.dtype).astype(np.float64) for r in range(size)]
                 np.testing.assert_array_equal(out.values.astype(np.float64), 0.5 * sum(terms))
+
+
+MEMORY = {"there is some": "nccl", "of an older NCCL": "nccl_without_memory", "not on one rank": "nccl"}
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_large_buckets_are_registered_with_nccl_on_all_ranks_or_none(
+    libraries: Libraries, monkeypatch: Any, way: str, memory: str
+) -> None:
+    needs_others()
+    library = getattr(libraries, MEMORY[memory])
+    engine = open_engine(libraries, way, nccl_library=library)
+    if memory == "not on one rank" and hvpipe.rank() == 1:
+        monkeypatch.setenv("FAKE_NCCL", "memory")
+    if "by NCCL" not in engine.use_device():
+        pytest.skip("hosts with different numbers of ranks")
+    nccl = ctypes.CDLL(library)
+    held, registered = nccl.nccl_memory_held(), nccl.nccl_registrations()
+    layers = [Gradient("small", (1_000,), "float32"), Gradient("large", (300_001,), "float32")]
+    plan_id = engine.add_plan("a", plan_buckets(layers, 1_000_000), on_device=True)
+    for step in range(2):
+        engine.core.begin_step(plan_id, step, 1.0, True)
+        arrays = [OnDevice(values_of(hvpipe.rank(), count, "float32")) for count in (300_001, 1_000)]
+        for bucket, array in enumerate(arrays):
+            engine.submit_on_device(plan_id, bucket, [array], 1.0)
+        for bucket, array in enumerate(arrays):
+            engine.collect_on_device(plan_id, bucket, [array])
+            wanted = sum(values_of(r, array.values.size, "float32") for r in range(hvpipe.size()))
+            np.testing.assert_array_equal(array.values, wanted)
+    large = 1 if memory == "there is some" else 0
+    assert nccl.nccl_memory_held() - held == large
+    assert nccl.nccl_registrations() - registered == large
+    engine.agree("end of a case")
+    engine.stop()
+    engine.core = None
+    assert nccl.nccl_memory_held() == held
+
+
+def test_a_thread_keeps_the_device_that_it_has(device_engine: Engine, libraries: Libraries) -> None:
+    device = ctypes.CDLL(libraries.device)
+    array = OnDevice(np.ones(10, np.float32))
+    device_engine.allreduce(array, out=array)
+    assert device.current_device() == -1
 
 
 @pytest.mark.parametrize("last", [False, True])

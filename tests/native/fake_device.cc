@@ -34,6 +34,9 @@ void MoveOnHost(const std::vector<Device::Piece>& pieces, DType from, DType to, 
 // memory was wanted.
 std::atomic<int> held{0}, host_allocations{0};
 
+// Of the calling thread; -1: none that a rank of this process serves.
+thread_local int current = -1;
+
 struct FakeEvent {
   bool recorded = false;
   int looks = 0;
@@ -43,10 +46,16 @@ class FakeDevice : public Device {
  public:
   explicit FakeDevice(int ordinal) : ordinal_(ordinal) {}
   std::string Name() const override { return "test device " + std::to_string(ordinal_); }
-  void MakeCurrent() override {}
+  int Enter() override {
+    const int before = current;
+    current = ordinal_;
+    return before;
+  }
+  void Leave(int before) noexcept override { current = before; }
 
   void* Allocate(std::size_t bytes) override { return Held(std::calloc(bytes, 1)); }
   void Free(void* memory) noexcept override { std::free(Returned(memory)); }
+  void Clear(void* memory, std::size_t bytes) override { std::memset(memory, 0, bytes); }
   void* AllocateHost(std::size_t bytes) override {
     ++host_allocations;
     return Held(std::malloc(bytes));
@@ -105,6 +114,7 @@ Device* hvpipe_open_device(int ordinal, int version) {
   return new FakeDevice(ordinal);
 }
 
+int current_device() { return current; }
 int things_held() { return held; }
 int host_memory_allocations() { return host_allocations; }
 

@@ -1,11 +1,15 @@
-// An NCCL for tests without a GPU: sums host memory over MPI, in the background, and fails when told to. Every
-// rank of MPI's world makes a communicator at once; those with one id are joined.
+// An NCCL for tests without a GPU: sums host memory over MPI, in the background, and fails when told to.
+// Every rank of MPI's world makes a communicator at once; those with one id are joined.
 //
-// Compiled with -DVERSION=code and, for a library that lacks a function, -DWITHOUT_BROADCAST. FAKE_NCCL names
-// what goes wrong: "init" (an error at once), "init-hang" (never ready), "async" (an error after the first
-// collective), "hang" (the first collective never ends).
+// Compiled with -DVERSION=code and, for a library that lacks functions, -DWITHOUT_BROADCAST or
+// -DWITHOUT_MEMORY. FAKE_NCCL names what goes wrong: "init" (an error at once), "init-hang" (never ready),
+// "async" (an error after the first collective), "hang" (the first collective never ends), "memory" (there is
+// none). FAKE_NCCL_DEVICE names the test device's library: collectives are then refused on a thread where no
+// device is current.
+#include <dlfcn.h>
 #include <mpi.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -72,8 +76,20 @@ void Finish(Communicator& communicator) {
   hvpipe::SumInto(communicator.out, terms.data(), terms.size(), communicator.dtype, communicator.count);
 }
 
+std::atomic<int> memory_held{0}, registrations{0};
+
+bool DeviceIsCurrent() {
+  const char* const named = std::getenv("FAKE_NCCL_DEVICE");
+  if (named == nullptr) return true;
+  void* const device = dlopen(named, RTLD_NOW | RTLD_NOLOAD);
+  const auto current =
+      device == nullptr ? nullptr : reinterpret_cast<int (*)()>(dlsym(device, "current_device"));
+  return current != nullptr && current() >= 0;
+}
+
 // Begins to gather `count` elements of each rank.
 int Begin(Communicator& of, const void* in, std::size_t count) {
+  if (!DeviceIsCurrent()) return kInvalidUsage;
   const std::size_t bytes = count * hvpipe::SizeOf(of.dtype);
   of.sent.assign(static_cast<const char*>(in), static_cast<const char*>(in) + bytes);
   of.gathered = of.sent;
@@ -173,12 +189,44 @@ int ncclAllGather(const void* in, void* out, std::size_t part, int type, void* c
 int ncclBroadcast(const void* in, void* out, std::size_t bytes, int /*type*/, int root, void* communicator,
                   void* /*stream*/) {
   Communicator& of = Of(communicator);
-  if (of.busy || of.size == 1) return kInvalidUsage;
+  if (of.busy || of.size == 1 || !DeviceIsCurrent()) return kInvalidUsage;
   if (in != out) std::memcpy(out, in, bytes);
   MPI_Bcast(out, static_cast<int>(bytes), MPI_BYTE, root, of.ranks);
   return kSuccess;
 }
 #endif
+
+#ifndef WITHOUT_MEMORY
+int ncclMemAlloc(void** memory, std::size_t bytes) {
+  if (Fails("memory") || !DeviceIsCurrent()) return kUnhandledCudaError;
+  *memory = std::malloc(bytes);
+  std::memset(*memory, 0x55, bytes);
+  ++memory_held;
+  return kSuccess;
+}
+
+int ncclMemFree(void* memory) {
+  std::free(memory);
+  --memory_held;
+  return kSuccess;
+}
+
+int ncclCommRegister(void* communicator, void* memory, std::size_t, void** registration) {
+  if (Of(communicator).busy) return kInvalidUsage;
+  *registration = memory;
+  ++registrations;
+  return kSuccess;
+}
+
+int ncclCommDeregister(void* communicator, void* registration) {
+  if (Of(communicator).busy || registration == nullptr) return kInvalidUsage;
+  --registrations;
+  return kSuccess;
+}
+#endif
+
+int nccl_memory_held() { return memory_held; }
+int nccl_registrations() { return registrations; }
 
 // Of the others only that they are there: who calls them here is told so.
 int ncclSend(const void*, std::size_t, int, int, void*, void*) { return kInvalidUsage; }

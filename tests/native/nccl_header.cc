@@ -39,3 +39,4 @@ constexpr bool SameParameters(void (*)(Ours...), ncclResult_t (*)(Theirs...)) {
 #define HVPIPE_SAME(name, ...) \
   static_assert(SameParameters(static_cast<void (*)(__VA_ARGS__)>(nullptr), &nccl##name));
 HVPIPE_NCCL_FUNCTIONS(HVPIPE_SAME)
+HVPIPE_NCCL_MEMORY_FUNCTIONS(HVPIPE_SAME)
