@@ -71,13 +71,19 @@ Engine::Engine(MPI_Comm world, EngineOptions options)
   progress_ = std::make_unique<Progress>(progress, counters_, log_);
 }
 
-// Freeing a window is collective: after an error the peers may be gone, so then it is left to the end of
-// the process.
+// Freeing a window is collective, and after an error the peers may be gone; messages that were under way
+// still name buffers. So after an error these are left to the end of the process.
 Engine::~Engine() {
-  Stop();
+  try {
+    Stop();
+  } catch (const Error&) {  // is for whoever calls Stop
+  }
   if (!progress_->error()) return;
   (void)up_.release();
   (void)down_.release();
+  (void)progress_.release();
+  for (auto& plan : plans_) (void)plan.release();
+  (void)device_.release();
 }
 
 void Engine::BeginPass(double now_s) {
@@ -102,7 +108,9 @@ double Engine::NapS(int idle_passes) const {
 void Engine::Stop() {
   progress_->Stop();
   constexpr double kLeaveS = 10;
-  if (device_ && device_->ranks && !progress_->error()) device_->ranks->Close(kLeaveS);
+  if (device_ && device_->ranks && !progress_->error()) {
+    device_->ranks->Close(std::min(kLeaveS, options_.timeout_s));
+  }
 }
 
 int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vector<BucketLayout> buckets,
@@ -353,20 +361,23 @@ void Engine::BucketReduced(Bucket& reduced, const Error* error) {
 
 void Engine::Collect(int plan, int index, Done done) {
   Bucket& target = bucket(plan, index);
-  if (const auto error = progress_->error()) return done(&*error);
+  std::optional<Error> error;
   {
+    // An engine that fails sets its error before it comes to BucketReduced: so either that is seen here, or
+    // it finds who waits there.
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (target.state == BucketState::kIdle || target.waiting) {
+    error = progress_->error();
+    if (!error && (target.state == BucketState::kIdle || target.waiting)) {
       throw Error("A bucket was collected that was not submitted. Received: bucket=" + target.layout.name,
                   ErrorKind::kUsage);
     }
-    if (target.state == BucketState::kReducing) {
+    if (!error && target.state == BucketState::kReducing) {
       target.asked_s = Now();
       target.waiting = std::move(done);
       return;
     }
   }
-  done(nullptr);
+  done(error ? &*error : nullptr);
 }
 
 void Engine::Unpack(int plan, int index, const std::vector<void*>& tensors) {

@@ -296,11 +296,16 @@ void Engine::SubmitDevice(int plan, int index, const std::vector<const void*>& t
   Device& on = *device().device;
   const BucketLayout& layout = target.layout;
   const std::shared_ptr<Operation> operation = Claim(target);
-  // On the stream of whoever made the gradients: they may be freed or overwritten behind this.
-  if (target.unpacked) on.Wait(stream, buffer.read());
-  on.Move(PackPieces(layout, tensors, buffer.data()), layout.tensor_type, layout.wire_type, scale, nullptr,
-          stream);
-  on.Record(buffer.filled(), stream);
+  try {
+    // On the stream of whoever made the gradients: they may be freed or overwritten behind this.
+    if (target.unpacked) on.Wait(stream, buffer.read());
+    on.Move(PackPieces(layout, tensors, buffer.data()), layout.tensor_type, layout.wire_type, scale, nullptr,
+            stream);
+    on.Record(buffer.filled(), stream);
+  } catch (const Error& error) {
+    progress_->Fail(error);  // the others were told of a bucket that will not come
+    throw;
+  }
   progress_->MakeReady(operation);
 }
 

@@ -209,8 +209,13 @@ void NcclCommunicator::Abort() {
 
 void NcclCommunicator::Close(double timeout_s) {
   if (communicator_ == nullptr) return;
-  library_.Check(library_.CommFinalize(communicator_), "ncclCommFinalize", communicator_);
-  WaitUntilReady(timeout_s, "leaving the communicator", [] {});
+  try {
+    library_.Check(library_.CommFinalize(communicator_), "ncclCommFinalize", communicator_);
+    WaitUntilReady(timeout_s, "leaving the communicator", [] {});
+  } catch (const Error&) {
+    Abort();
+    throw;
+  }
   library_.Check(library_.CommDestroy(std::exchange(communicator_, nullptr)), "ncclCommDestroy");
 }
 

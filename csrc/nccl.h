@@ -132,7 +132,8 @@ class NcclCommunicator {
 
   // Ends what is under way, on the device as well; nothing can be called after. Idempotent.
   void Abort();
-  // Leaves in an orderly way, where nothing is under way; waits for NCCL at most `timeout_s`.
+  // Leaves in an orderly way, where nothing is under way; waits for NCCL at most `timeout_s`. Aborts where it
+  // throws.
   void Close(double timeout_s);
 
  private:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from hvpipe.errors import HvpipeError
 
 _CUDA, _CUDA_MANAGED = 2, 13  # device types of DLPack
+_DEFAULT_STREAM = 1  # CUDA's name for the one that 0 means as well
 _BY_TYPESTR = {"<f4": "float32", "<f8": "float64", "<f2": "float16", "<V2": "bfloat16"}
 _BY_CODE = {(2, 32): "float32", (2, 64): "float64", (2, 16): "float16", (4, 16): "bfloat16"}
 
@@ -61,6 +63,17 @@ def device_array(array: Any, native: Any) -> DeviceArray:
         )
     address = int(interface["data"][0])
     return DeviceArray(address, math.prod(shape) * itemsize, shape, dtype, int(interface.get("stream") or 0))
+
+
+def common_stream(arrays: Sequence[DeviceArray]) -> int:
+    """The CUDA stream that all of them name (0 is 1, the default one); HvpipeError where they name several.
+
+    Nothing would order what is enqueued on one stream with what another one does.
+    """
+    streams = {array.stream or _DEFAULT_STREAM for array in arrays}
+    if len(streams) != 1:
+        raise HvpipeError(f"Device arrays of one stream are wanted. Received: streams={sorted(streams)}")
+    return streams.pop()
 
 
 def assign_gpu(local_rank: int, local_size: int, visible: int) -> int:

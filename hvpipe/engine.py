@@ -12,7 +12,14 @@ import numpy as np
 
 from hvpipe.comm import World
 from hvpipe.comm.discover import Settings
-from hvpipe.device_array import DeviceArray, assign_gpu, device_array, find_nccl, is_device_array
+from hvpipe.device_array import (
+    DeviceArray,
+    assign_gpu,
+    common_stream,
+    device_array,
+    find_nccl,
+    is_device_array,
+)
 from hvpipe.errors import BuildMismatchError, HvpipeError, InitError
 from hvpipe.plan.buckets import ITEM_BYTES, WIRE_DTYPE, BucketPlan
 
@@ -108,8 +115,9 @@ class Engine:
             )
         self.use_device()
         scale = 1.0 / self.world.size if op == "average" else 1.0
+        stream = common_stream([source, target])
         self.core.all_reduce_device(
-            *(source.address, target.address, source.nbytes, source.dtype, scale, _CALL[op], source.stream)
+            *(source.address, target.address, source.nbytes, source.dtype, scale, _CALL[op], stream)
         )
         return out
 
@@ -143,12 +151,12 @@ class Engine:
     def submit_on_device(self, plan: int, bucket: int, tensors: Sequence[Any], scale: float) -> None:
         """Pack a bucket's device arrays, times `scale`, and let its all-reduce start; waits for nothing."""
         found = [self._on_device(tensor) for tensor in tensors]
-        self.core.submit_device(plan, bucket, [f.span for f in found], scale, found[0].stream)
+        self.core.submit_device(plan, bucket, [f.span for f in found], scale, common_stream(found))
 
     def collect_on_device(self, plan: int, bucket: int, tensors: Sequence[Any]) -> None:
         """Wait for a bucket's sum and enqueue its copy into these device arrays."""
         found = [self._on_device(tensor) for tensor in tensors]
-        self.core.collect_device(plan, bucket, [f.span for f in found], found[0].stream)
+        self.core.collect_device(plan, bucket, [f.span for f in found], common_stream(found))
 
     def allgather(self, array: Any) -> Array:
         """All ranks' arrays, one after the other along the first axis, whose length may differ by rank."""

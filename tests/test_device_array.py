@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvpipe.device_array import assign_gpu, device_array, find_nccl, is_device_array
+from hvpipe.device_array import assign_gpu, common_stream, device_array, find_nccl, is_device_array
 from hvpipe.errors import HvpipeError
 
 
@@ -62,6 +62,21 @@ def test_other_strides_and_types_are_refused() -> None:
         HvpipeError, match=r"float32, float64, float16, bfloat16 is wanted. Received: dtype=<i4"
     ):
         device_array(Described(typestr="<i4"), None)
+
+
+def on_stream(stream: int) -> Any:
+    return device_array(Described(stream=stream), None)
+
+
+def test_arrays_of_one_stream_are_taken() -> None:
+    assert common_stream([on_stream(7), on_stream(7)]) == 7
+    # PyTorch names none, CuPy 1: both mean the default stream.
+    assert common_stream([on_stream(0), on_stream(1)]) == 1
+
+
+def test_arrays_of_several_streams_are_refused() -> None:
+    with pytest.raises(HvpipeError, match=r"one stream.*Received: streams=\[1, 7\]"):
+        common_stream([on_stream(7), on_stream(0)])
 
 
 @pytest.mark.parametrize(

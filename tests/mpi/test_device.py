@@ -380,6 +380,39 @@ def test_a_bucket_that_nccl_does_not_end_ends_the_engine(
     engine.stop()
 
 
+def test_a_bucket_that_cannot_be_packed_ends_the_engine(libraries: Libraries, monkeypatch: Any) -> None:
+    device = ctypes.CDLL(libraries.device)
+    held = device.things_held()
+    engine = open_engine(libraries, "host")
+    engine.use_device()
+    plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
+    engine.core.begin_step(plan_id, 0, 1.0, True)
+    monkeypatch.setenv("FAKE_DEVICE_FAILS", "1")
+    array = OnDevice(np.ones(3, np.float32))
+    for call in (
+        lambda: engine.submit_on_device(plan_id, 0, [array], 1.0),
+        lambda: engine.collect_on_device(plan_id, 0, [array]),
+    ):
+        with pytest.raises(PeerError, match="a launch failed"):
+            call()
+    engine.stop()
+    engine.core = None
+    assert device.things_held() > held  # what messages may still name is not given back
+
+
+def test_nccl_that_does_not_leave_is_an_error_of_stop(libraries: Libraries, monkeypatch: Any) -> None:
+    needs_others()
+    for stops in (True, False):
+        engine = open_engine(libraries, "NCCL")
+        engine.use_device()
+        monkeypatch.setenv("FAKE_NCCL", "finalize")
+        if stops:
+            with pytest.raises(PeerError, match="ncclCommFinalize: remote process exited"):
+                engine.stop()
+        engine.core = None  # its end raises nothing
+        monkeypatch.delenv("FAKE_NCCL")
+
+
 def test_what_cannot_be_reduced_is_refused(device_engine: Engine) -> None:
     good = OnDevice(np.ones((4, 4), np.float32))
     with pytest.raises(HvpipeError, match=r"C-contiguous device array.*strides"):

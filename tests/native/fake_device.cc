@@ -84,6 +84,7 @@ class FakeDevice : public Device {
   }
   void Move(const std::vector<Piece>& pieces, DType from, DType to, double scale, unsigned* not_finite,
             Stream) override {
+    if (std::getenv("FAKE_DEVICE_FAILS") != nullptr) throw Error("a launch failed", hvpipe::ErrorKind::kPeer);
     MoveOnHost<hvpipe::kFewPieces>(pieces, from, to, scale, not_finite, nullptr);
   }
 

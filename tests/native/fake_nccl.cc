@@ -4,8 +4,8 @@
 // Compiled with -DVERSION=code and, for a library that lacks functions, -DWITHOUT_BROADCAST or
 // -DWITHOUT_MEMORY. FAKE_NCCL names what goes wrong: "init" (an error at once), "init-hang" (never ready),
 // "async" (an error after the first collective), "hang" (the first collective never ends), "memory" (there is
-// none). FAKE_NCCL_DEVICE names the test device's library: collectives are then refused on a thread where no
-// device is current.
+// none), "finalize" (an error). FAKE_NCCL_DEVICE names the test device's library: collectives are then
+// refused on a thread where no device is current.
 #include <dlfcn.h>
 #include <mpi.h>
 
@@ -234,7 +234,7 @@ int ncclRecv(void*, std::size_t, int, int, void*, void*) { return kInvalidUsage;
 int ncclGroupStart() { return kSuccess; }
 int ncclGroupEnd() { return kSuccess; }
 
-int ncclCommFinalize(void*) { return kSuccess; }
+int ncclCommFinalize(void*) { return Fails("finalize") ? kRemoteError : kSuccess; }
 
 int ncclCommDestroy(void* communicator) {
   delete &Of(communicator);
