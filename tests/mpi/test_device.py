@@ -303,6 +303,19 @@ def test_an_nccl_of_another_version_on_one_rank_is_refused(libraries: Libraries)
     engine.stop()
 
 
+def test_nccl_that_does_not_start_on_one_rank_is_an_error_on_all(
+    libraries: Libraries, monkeypatch: Any
+) -> None:
+    needs_others()
+    first = hvpipe.rank() == 0
+    engine = open_engine(libraries, "NCCL")
+    if first:
+        monkeypatch.setenv("FAKE_NCCL", "id")
+    with pytest.raises(PeerError, match="ncclGetUniqueId: unhandled" if first else "did not start on rank 0"):
+        engine.use_device()
+    engine.stop()
+
+
 def test_two_ranks_on_one_device_are_told_so(libraries: Libraries, monkeypatch: Any) -> None:
     needs_others()
     monkeypatch.setenv("FAKE_DEVICES", "1")

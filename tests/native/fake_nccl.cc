@@ -2,10 +2,10 @@
 // Every rank of MPI's world makes a communicator at once; those with one id are joined.
 //
 // Compiled with -DVERSION=code and, for a library that lacks functions, -DWITHOUT_BROADCAST or
-// -DWITHOUT_MEMORY. FAKE_NCCL names what goes wrong: "init" (an error at once), "init-hang" (never ready),
-// "async" (an error after the first collective), "hang" (the first collective never ends), "memory" (there is
-// none), "finalize" (an error). FAKE_NCCL_DEVICE names the test device's library: collectives are then
-// refused on a thread where no device is current.
+// -DWITHOUT_MEMORY. FAKE_NCCL names what goes wrong: "id" or "init" (an error at once), "init-hang" (never
+// ready), "async" (an error after the first collective), "hang" (the first collective never ends), "memory"
+// (there is none), "finalize" (an error). FAKE_NCCL_DEVICE names the test device's library: collectives are
+// then refused on a thread where no device is current.
 #include <dlfcn.h>
 #include <mpi.h>
 
@@ -119,6 +119,7 @@ const char* ncclGetErrorString(int code) {
 const char* ncclGetLastError(void*) { return "the last error of the test library"; }
 
 int ncclGetUniqueId(UniqueId* id) {
+  if (Fails("id")) return kUnhandledCudaError;
   std::memset(id, 7, sizeof *id);
   int running = 0, maker = 0;
   MPI_Initialized(&running);
