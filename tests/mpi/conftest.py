@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from mpi.devices import Libraries
+from native_build import build
 
 import hvpipe
 from distributed import rank_in_environment
@@ -25,6 +28,21 @@ def world() -> Iterator[None]:
     hvpipe.init()
     yield
     hvpipe.shutdown()
+
+
+@pytest.fixture(scope="session")
+def libraries(world: None) -> Libraries:
+    """Built by one rank for all."""
+    made = None
+    if hvpipe.rank() == 0:
+        paths = (
+            *(build("fake_device.cc"), build("fake_nccl.cc")),
+            *(build("fake_nccl.cc", "-DVERSION=22203"), build("fake_nccl.cc", "-DWITHOUT_MEMORY")),
+        )
+        made = Libraries(*map(str, paths))
+    found: Libraries = hvpipe.broadcast_object(made)
+    os.environ["FAKE_NCCL_DEVICE"] = found.device
+    return found
 
 
 @pytest.fixture

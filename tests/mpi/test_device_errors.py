@@ -1,0 +1,178 @@
+"""What goes wrong between ranks with device arrays: who is told, how soon, what is left (tests/native)."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi.devices import WAYS, Libraries, OnDevice, needs_others, open_engine
+
+import hvpipe
+from hvpipe.errors import DeadlineError, HvpipeError, MismatchError, PeerError
+from hvpipe.plan.buckets import Gradient, plan_buckets
+from hvpipe.session import current
+
+
+def test_an_nccl_of_another_version_on_one_rank_is_refused(libraries: Libraries) -> None:
+    needs_others()
+    odd = {"nccl_library": libraries.old_nccl} if hvpipe.rank() == 1 else {}
+    engine = open_engine(libraries, "NCCL", **odd)
+    with pytest.raises(HvpipeError, match=r"NCCL should serve all ranks.*different versions"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_nccl_that_does_not_start_on_one_rank_is_an_error_on_all(
+    libraries: Libraries, monkeypatch: Any
+) -> None:
+    needs_others()
+    first = hvpipe.rank() == 0
+    engine = open_engine(libraries, "NCCL")
+    if first:
+        monkeypatch.setenv("FAKE_NCCL", "id")
+    with pytest.raises(PeerError, match="ncclGetUniqueId: unhandled" if first else "did not start on rank 0"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_two_ranks_on_one_device_are_told_so(libraries: Libraries, monkeypatch: Any) -> None:
+    needs_others()
+    monkeypatch.setenv("FAKE_DEVICES", "1")
+    engine = open_engine(libraries, "NCCL", gpus_may_be_shared=False)
+    with pytest.raises(HvpipeError, match=r"a GPU of its own.*ranks \d and \d on .*test device 0"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_more_ranks_than_devices_is_an_error(libraries: Libraries, monkeypatch: Any) -> None:
+    if hvpipe.local_size() < 3 or current().settings.ranks_per_host:
+        pytest.skip("needs three ranks on a host")
+    monkeypatch.setenv("FAKE_DEVICES", "2")
+    engine = open_engine(libraries, "NCCL")
+    with pytest.raises(HvpipeError, match=r"Received: \d ranks on this host, 2 GPUs visible"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_host_memory_on_one_rank_is_a_mismatch(libraries: Libraries) -> None:
+    needs_others()
+    engine = open_engine(libraries, "host", timeout_s=4.0)
+    engine.use_device()
+    array = np.ones(10, np.float32)
+    if hvpipe.rank() == 0:
+        with pytest.raises(MismatchError, match="on a device"):
+            engine.allreduce(array, out=array)
+    else:
+        # Where the ranks of a host meet in shared memory, the first to notice takes the others' record.
+        on_device = OnDevice(array)
+        with pytest.raises((MismatchError, DeadlineError)):
+            engine.allreduce(on_device, out=on_device)
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("variable", "how", "kind", "says"),
+    [
+        ("FAKE_NCCL", "async", PeerError, "remote process exited"),
+        ("FAKE_NCCL", "hang", DeadlineError, "NCCL to start it"),
+        ("FAKE_DEVICE_HANGS", "1", DeadlineError, "test device . to finish.*NCCL waits for all ranks"),
+    ],
+)
+def test_what_fails_in_the_background_ends_the_engine(
+    libraries: Libraries, monkeypatch: Any, variable: str, how: str, kind: type[Exception], says: str
+) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL", timeout_s=2.0)
+    engine.use_device()
+    monkeypatch.setenv(variable, how)
+    array = OnDevice(np.ones(10, np.float32))
+    with pytest.raises(kind, match=says):
+        engine.allreduce(array, out=array)
+    monkeypatch.delenv(variable)
+    with pytest.raises(kind, match=says):  # and nothing goes on after that
+        engine.allreduce(array, out=array)
+    engine.stop()
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_bucket_that_nccl_does_not_end_ends_the_engine(
+    libraries: Libraries, monkeypatch: Any, way: str
+) -> None:
+    needs_others()
+    engine = open_engine(libraries, way, timeout_s=2.0)
+    if "by NCCL" not in engine.use_device():
+        pytest.skip("hosts with different numbers of ranks")
+    plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
+    engine.core.begin_step(plan_id, 0, 1.0, True)
+    monkeypatch.setenv("FAKE_NCCL", "hang")
+    array = OnDevice(np.ones(3, np.float32))
+    engine.submit_on_device(plan_id, 0, [array], 1.0)
+    with pytest.raises(DeadlineError, match="NCCL to start it"):
+        engine.collect_on_device(plan_id, 0, [array])
+    engine.stop()
+
+
+def test_a_bucket_that_cannot_be_packed_ends_the_engine(libraries: Libraries, monkeypatch: Any) -> None:
+    device = ctypes.CDLL(libraries.device)
+    held = device.things_held()
+    engine = open_engine(libraries, "host")
+    engine.use_device()
+    plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
+    engine.core.begin_step(plan_id, 0, 1.0, True)
+    monkeypatch.setenv("FAKE_DEVICE_FAILS", "1")
+    array = OnDevice(np.ones(3, np.float32))
+    for call in (
+        lambda: engine.submit_on_device(plan_id, 0, [array], 1.0),
+        lambda: engine.collect_on_device(plan_id, 0, [array]),
+    ):
+        with pytest.raises(PeerError, match="a launch failed"):
+            call()
+    engine.stop()
+    engine.core = None
+    assert device.things_held() > held  # what messages may still name is not given back
+
+
+def test_nccl_that_does_not_leave_is_an_error_of_stop(libraries: Libraries, monkeypatch: Any) -> None:
+    needs_others()
+    for stops in (True, False):
+        engine = open_engine(libraries, "NCCL")
+        engine.use_device()
+        monkeypatch.setenv("FAKE_NCCL", "finalize")
+        if stops:
+            with pytest.raises(PeerError, match="ncclCommFinalize: remote process exited"):
+                engine.stop()
+        engine.core = None  # its end raises nothing
+        monkeypatch.delenv("FAKE_NCCL")
+
+
+def test_ranks_that_differ_on_where_nccl_goes_are_told_so(libraries: Libraries) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL", nccl_span="host" if hvpipe.rank() == 1 else "world")
+    with pytest.raises(HvpipeError, match=r"NCCL should serve all ranks.*another HVPIPE_NCCL_SPAN"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_without_the_library_it_is_said_how_to_get_it(libraries: Libraries) -> None:
+    engine = open_engine(libraries, "host", device_library="libnowhere.so")
+    array = OnDevice(np.ones(3, np.float32))
+    with pytest.raises(HvpipeError, match="built where CUDA's compiler is"):
+        engine.allreduce(array, out=array)
+    engine.stop()
+
+
+def test_hvpipes_own_library_says_that_there_is_no_driver(libraries: Libraries) -> None:
+    from hvpipe.engine import native_directory
+
+    own = native_directory() / "libhvpipe_cuda.so"
+    if not own.exists():
+        pytest.skip("hvpipe was built without nvcc")
+    if os.path.exists("/dev/nvidiactl"):
+        pytest.skip("there is a GPU")
+    engine = open_engine(libraries, "host", device_library=str(own))
+    with pytest.raises(HvpipeError, match=r"A CUDA device should be usable.*Received: (no|a) driver"):
+        engine.use_device()
+    engine.stop()
