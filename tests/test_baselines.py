@@ -77,7 +77,7 @@ def test_an_unknown_name_is_told() -> None:
         baseline("best", FIVE, equal_cluster(2), 2)
 
 
-@settings(deadline=None, max_examples=30, derandomize=True)
+@settings(max_examples=30)
 @given(profiles(), st.sampled_from(sorted(BASELINES)), st.integers(1, 4))
 def test_every_layer_is_somewhere_once(profile: Profile, name: str, stages: int) -> None:
     plan = baseline(name, profile, equal_cluster(4, Link(0.1, 100.0)), stages)

@@ -25,7 +25,7 @@ gradients = st.builds(
 models = st.lists(gradients, max_size=25)
 caps = st.integers(1, 3000)
 compressions = st.sampled_from(COMPRESSIONS)
-quickly = settings(deadline=None, max_examples=100, derandomize=True)
+quickly = settings(max_examples=100)
 
 
 def bytes_of(gradient: Gradient) -> int:

@@ -147,7 +147,7 @@ def test_an_unknown_mode() -> None:
         candidate("model", chain(1), equal_cluster(1), FOUR)
 
 
-@settings(deadline=None, max_examples=20, derandomize=True)
+@settings(max_examples=20)
 @given(profiles(), clusters())
 def test_what_is_chosen_fits_and_is_the_fastest(profile: Profile, cluster: Cluster) -> None:
     found = candidates(profile, cluster, FOUR)

@@ -16,7 +16,7 @@ from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.topology import Cluster, Device, Host, Link, equal_cluster
 
-quickly = settings(deadline=None, max_examples=25, derandomize=True)
+quickly = settings(max_examples=25)
 
 
 def every_plan(profile: Profile, cluster: Cluster, stages: int) -> list[float]:

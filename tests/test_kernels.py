@@ -27,7 +27,7 @@ THROUGH_FLOAT32 = ("float32", *HALVES)
 WORD = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 # Around a vector's width and around the block of 1024 that half types pass through.
 COUNTS = (0, 1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 1023, 1024, 1025, 2047, 2048, 2049, 5000)
-quickly = settings(deadline=None, max_examples=60, derandomize=True)
+quickly = settings(max_examples=60)
 native = import_native()
 
 

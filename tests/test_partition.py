@@ -21,7 +21,7 @@ from hvpipe.plan.stages import Plan
 from hvpipe.profile import LayerCost, Profile
 from hvpipe.topology import Cluster, Device, Host, Link, equal_cluster
 
-quickly = settings(deadline=None, max_examples=40, derandomize=True)
+quickly = settings(max_examples=40)
 
 
 def cut(plan: Plan) -> list[str]:

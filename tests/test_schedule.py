@@ -15,7 +15,7 @@ from hvpipe.action import Action
 from hvpipe.errors import HvpipeError
 from hvpipe.schedule import NAMES, Schedule, deal, make
 
-quickly = settings(deadline=None, max_examples=60, derandomize=True)
+quickly = settings(max_examples=60)
 
 
 @st.composite

@@ -14,7 +14,7 @@ from hvpipe.schedule import NAMES, Schedule, make
 from hvpipe.simulate import Contention, StageCost, links, lower_bound_s, ports, simulate
 from hvpipe.trace import CATEGORIES, Trace
 
-quickly = settings(deadline=None, max_examples=25, derandomize=True)
+quickly = settings(max_examples=25)
 
 # p in 2..8, m in p..64; whole seconds, so that sums are exact.
 seconds = st.integers(1, 9)
