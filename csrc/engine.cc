@@ -71,16 +71,11 @@ Engine::Engine(MPI_Comm world, EngineOptions options)
   progress_ = std::make_unique<Progress>(progress, counters_, log_);
 }
 
-// Freeing a window is collective, and after an error the peers may be gone; messages that were under way
-// still name buffers. So after an error these are left to the end of the process.
+// What MPI is to free is left to the end of the process, unless Stop did: freeing is collective, and ranks
+// destroy their engines when they please. After an error, messages that were under way still name buffers.
 Engine::~Engine() {
-  try {
-    Stop();
-  } catch (const Error&) {  // is for whoever calls Stop
-  }
+  progress_->Stop();
   if (!progress_->error()) return;
-  (void)up_.release();
-  (void)down_.release();
   (void)progress_.release();
   for (auto& plan : plans_) (void)plan.release();
   (void)device_.release();
@@ -105,11 +100,19 @@ double Engine::NapS(int idle_passes) const {
   return std::clamp(nap_s, options_.shortest_nap_s, options_.longest_nap_s);
 }
 
+// After an error the peers may be gone; and what they had sent may yet come, and must find its communicator:
+// where that was freed, Open MPI was seen to abort in the next one that took its place.
 void Engine::Stop() {
   progress_->Stop();
+  if (stopped_.exchange(true) || progress_->error()) return;
   constexpr double kLeaveS = 10;
-  if (device_ && device_->ranks && !progress_->error()) {
-    device_->ranks->Close(std::min(kLeaveS, options_.timeout_s));
+  if (device_ && device_->ranks) device_->ranks->Close(std::min(kLeaveS, options_.timeout_s));
+  for (const auto* lane : {&down_, &up_}) {
+    if (*lane) (*lane)->Free();
+  }
+  for (auto& group : groups_) group->transport->Free();
+  for (const auto* transport : {&leaders_, &messages_, &world_}) {
+    if (*transport) (*transport)->Free();
   }
 }
 

@@ -123,7 +123,8 @@ class Engine {
 
   // Ends all that is under way with an error, and everything later.
   void Fail(const Error& error) { progress_->Fail(error); }
-  // Stops the progress thread; call Agree("shutdown") first to drain. Idempotent.
+  // Stops the progress thread and frees what MPI holds, on all ranks together: call Agree("shutdown") first,
+  // which drains. After an error it waits for nobody and frees nothing. Idempotent.
   void Stop();
 
  private:
@@ -236,6 +237,7 @@ class Engine {
   std::vector<std::unique_ptr<Plan>> plans_;
   int buckets_ = 0;
   std::atomic<int> blocking_calls_{0};
+  std::atomic<bool> stopped_{false};
   std::unique_ptr<Progress> progress_;
 };
 

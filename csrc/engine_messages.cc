@@ -57,6 +57,7 @@ std::shared_ptr<AlignedBuffer> Engine::Receive(int peer, int tag, std::size_t by
 }
 
 int Engine::AddGroup(const std::vector<int>& ranks) {
+  if (stopped_) throw ShutDown();
   const bool ordered = std::is_sorted(ranks.begin(), ranks.end()) &&
                        std::adjacent_find(ranks.begin(), ranks.end()) == ranks.end();
   if (!ordered || ranks.size() < 2 || ranks.front() < 0 || ranks.back() >= size_ ||

@@ -11,10 +11,8 @@ MpiTransport::MpiTransport(MPI_Comm communicator) : communicator_(communicator) 
   HVPIPE_MPI(MPI_Comm_size(communicator_, &size_));
 }
 
-MpiTransport::~MpiTransport() {
-  int finalized = 0;
-  MPI_Finalized(&finalized);
-  if (finalized == 0 && free_.size() == requests_.size()) MPI_Comm_free(&communicator_);
+void MpiTransport::Free() {
+  if (free_.size() == requests_.size()) HVPIPE_MPI(MPI_Comm_free(&communicator_));
 }
 
 Ticket MpiTransport::NewTicket() {
@@ -68,12 +66,6 @@ bool MpiTransport::Probe(int peer, int tag) {
   int found = 0;
   HVPIPE_MPI(MPI_Iprobe(peer, tag, communicator_, &found, MPI_STATUS_IGNORE));
   return found != 0;
-}
-
-void MpiTransport::Abandon() {
-  for (MPI_Request& request : requests_) {
-    if (request != MPI_REQUEST_NULL) MPI_Request_free(&request);
-  }
 }
 
 }  // namespace hvpipe

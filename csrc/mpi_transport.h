@@ -12,21 +12,21 @@ namespace hvpipe {
 
 class MpiTransport : public Transport {
  public:
-  // Takes over `communicator` (a duplicate that nobody else uses) and frees it.
+  // Takes over `communicator`, a duplicate that nobody else uses.
   explicit MpiTransport(MPI_Comm communicator);
-  ~MpiTransport() override;
   MpiTransport(const MpiTransport&) = delete;
   MpiTransport& operator=(const MpiTransport&) = delete;
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   MPI_Comm communicator() const { return communicator_; }
+  // Collective; the end of this transport's use. Nothing is freed while messages are under way.
+  void Free();
   Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) override;
   Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override;
   void Poll() override;
   bool Test(Ticket ticket) override;
   bool Probe(int peer, int tag) override;
-  void Abandon() override;
 
  private:
   Ticket NewTicket();

@@ -65,11 +65,15 @@ Progress::Progress(Options options, Counters& counters, EventLog& log)
 
 Progress::~Progress() { Stop(); }
 
+Error ShutDown() {
+  return Error("The engine has been shut down; call hvpipe.init() first.", ErrorKind::kUsage);
+}
+
 void Progress::Enqueue(const std::vector<std::shared_ptr<Operation>>& operations, bool ready) {
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     if (error_) throw *error_;
-    if (stop_) throw Error("The engine has been shut down; call hvpipe.init() first.", ErrorKind::kUsage);
+    if (stop_) throw ShutDown();
     for (const auto& operation : operations) {
       operation->sequence_ = operation->of_all_ranks ? next_sequence_++ : next_sequence_;
       operation->ready_ = ready;
@@ -102,7 +106,7 @@ void Progress::Run(const std::shared_ptr<Operation>& operation, const std::funct
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     if (error_) throw *error_;
-    if (stop_) throw Error("The engine has been shut down; call hvpipe.init() first.", ErrorKind::kUsage);
+    if (stop_) throw ShutDown();
     operation->sequence_ = next_sequence_++;
     operation->ready_ = true;
     inbox_.push_back(operation);

@@ -21,6 +21,9 @@ namespace hvpipe {
 
 class Operation;
 
+// Of a call that comes after the end.
+Error ShutDown();
+
 // Operations that share a resource take it in the order in which they were enqueued, the same on all ranks.
 using OrderQueue = std::deque<Operation*>;
 

@@ -55,12 +55,9 @@ Lane::Lane(MPI_Comm local, Options options) : options_(options), local_(local) {
   HVPIPE_MPI(MPI_Barrier(local_));
 }
 
-Lane::~Lane() {
-  int finalized = 0;
-  MPI_Finalized(&finalized);
-  if (finalized != 0) return;
-  if (window_ != MPI_WIN_NULL) MPI_Win_free(&window_);
-  MPI_Comm_free(&local_);
+void Lane::Free() {
+  HVPIPE_MPI(MPI_Win_free(&window_));
+  HVPIPE_MPI(MPI_Comm_free(&local_));
 }
 
 std::atomic<std::uint64_t>& Lane::Counter(int rank, int which) const {

@@ -31,11 +31,13 @@ class Lane {
     char what[104] = {};          // the operation in words
   };
 
-  // Collective over `local`, the ranks of one host; takes the communicator over and frees it.
+  // Collective over `local`, the ranks of one host; takes the communicator over.
   Lane(MPI_Comm local, Options options);
-  ~Lane();
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
+
+  // Collective; the end of this lane's use.
+  void Free();
 
   int rank() const { return rank_; }
   int size() const { return size_; }

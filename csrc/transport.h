@@ -31,9 +31,6 @@ class Transport {
 
   // True if a message of this peer and tag has come that no receive has taken.
   virtual bool Probe(int peer, int tag) = 0;
-
-  // Gives up everything in flight (after an error).
-  virtual void Abandon() = 0;
 };
 
 }  // namespace hvpipe

@@ -188,7 +188,8 @@ def run_rank(logs: Path, arguments: Sequence[str]) -> int:
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     faulthandler.register(signal.SIGTERM, file=log, all_threads=True, chain=True)
     timeout = ["--timeout=240", "--timeout-method=thread"]
-    defaults = ["-x", "-q", "-p", "no:cacheprovider", "--color=no", *timeout]
+    # Not --capture=fd: what MPI or C++ say as they end a process would go with pytest's file.
+    defaults = ["-x", "-q", "-p", "no:cacheprovider", "--color=no", "--capture=sys", *timeout]
     return int(pytest.main([*defaults, f"--basetemp={logs}/tmp-{rank}", *arguments]))
 
 
