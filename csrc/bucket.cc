@@ -292,7 +292,8 @@ void Scale(void* buffer, DType dtype, std::size_t count, double scale) {
 
 AlignedBuffer::AlignedBuffer(std::size_t bytes) : bytes_(bytes) {
   void* pointer = std::aligned_alloc(kAlignment, (bytes + kAlignment) / kAlignment * kAlignment);
-  if (pointer == nullptr) throw std::bad_alloc();
+  if (pointer == nullptr)
+    throw Error("Out of memory. Received: a request for " + std::to_string(bytes) + " bytes");
   data_.reset(pointer);
 }
 

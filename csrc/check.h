@@ -1,4 +1,4 @@
-// The gate that every MPI call passes through.
+// What turns MPI's error codes into exceptions.
 #pragma once
 
 #include <mpi.h>

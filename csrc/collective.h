@@ -1,9 +1,13 @@
 // What the progress thread drives: a communication that moves forward in steps and never blocks.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bucket.h"
 
@@ -19,6 +23,28 @@ class Collective {
   virtual std::string Waiting() const = 0;
 };
 
+// Several that move side by side.
+class Together : public Collective {
+ public:
+  explicit Together(std::vector<std::unique_ptr<Collective>> parts) : parts_(std::move(parts)) {}
+  bool Step() override {
+    bool moved = false;
+    for (const auto& part : parts_) moved = (!part->done() && part->Step()) || moved;
+    return moved;
+  }
+  bool done() const override {
+    return std::all_of(parts_.begin(), parts_.end(), [](const auto& part) { return part->done(); });
+  }
+  std::string Waiting() const override {
+    const auto late =
+        std::find_if(parts_.begin(), parts_.end(), [](const auto& part) { return !part->done(); });
+    return late == parts_.end() ? "nothing" : (*late)->Waiting();
+  }
+
+ private:
+  std::vector<std::unique_ptr<Collective>> parts_;
+};
+
 // Sends in flight that all collectives of an engine share. What one gives back goes to whoever is stepped
 // first in the next pass, and that is the most urgent: so a small bucket that the next forward needs first
 // overtakes a big one in the middle, instead of each keeping its share.
@@ -27,13 +53,17 @@ class SendBudget {
   explicit SendBudget(int messages) : messages_(messages), available_(messages) {}
 
   bool empty() const { return available_ == 0; }
-  void Take() { --available_; }
+  void Take() {
+    if (--available_ == 0) since_s_ = now_s_;
+  }
   void Return() { ++returned_; }
 
   void BeginPass(double now_s) {
+    now_s_ = now_s;
     if (returned_ == 0) return;
-    if (empty()) each_s_ += 0.25 * ((now_s - returned_at_s_) / returned_ - each_s_);
-    returned_at_s_ = now_s;
+    // Of a time in which there was always something to drain.
+    if (empty()) each_s_ += 0.25 * ((now_s - since_s_) / returned_ - each_s_);
+    since_s_ = now_s;
     available_ += returned_;
     returned_ = 0;
   }
@@ -45,7 +75,8 @@ class SendBudget {
  private:
   int messages_, available_;
   int returned_ = 0;
-  double each_s_ = 0, returned_at_s_ = 0;
+  double each_s_ = 0;
+  double now_s_ = 0, since_s_ = 0;  // of this pass; since some came back, or the last was taken
 };
 
 // Traffic of one engine since it started.

@@ -68,7 +68,7 @@ Error Disagreement(const std::string& kind, int rank, const std::string& what, i
                ErrorKind::kMismatch);
 }
 
-std::optional<Record> PeekRecord(Transport& transport, int rank, int tag) {
+std::optional<Record> TakeRecord(Transport& transport, int rank, int tag) {
   if (!transport.Probe(rank, tag)) return std::nullopt;
   Record record;
   const Ticket ticket = transport.Irecv(&record, sizeof record, rank, tag);

@@ -49,7 +49,7 @@ class ControlExchange : public Collective {
 
 // The first record of an exchange that `rank` has begun and this rank has not, if it has come; it is then
 // taken, so the exchange can no longer succeed.
-std::optional<Record> PeekRecord(Transport& transport, int rank, int tag);
+std::optional<Record> TakeRecord(Transport& transport, int rank, int tag);
 
 // What to throw where `rank` is at `what` and `other` at something else; `kind` is "Rank" or "Local rank".
 Error Disagreement(const std::string& kind, int rank, const std::string& what, int other,

@@ -75,7 +75,10 @@ Engine::Engine(MPI_Comm world, EngineOptions options)
 // destroy their engines when they please. After an error, messages that were under way still name buffers.
 Engine::~Engine() {
   progress_->Stop();
-  if (!progress_->error()) return;
+  if (!progress_->error()) {
+    if (device_) device_->ranks.reset();  // before the buffers that are registered with it
+    return;
+  }
   (void)progress_.release();
   for (auto& plan : plans_) (void)plan.release();
   (void)device_.release();
@@ -101,18 +104,35 @@ double Engine::NapS(int idle_passes) const {
 }
 
 // After an error the peers may be gone; and what they had sent may yet come, and must find its communicator:
-// where that was freed, Open MPI was seen to abort in the next one that took its place.
+// where that was freed, Open MPI was seen to abort in the next one that took its place. So all ranks free, or
+// none does.
 void Engine::Stop() {
+  if (stopped_.exchange(true)) return;
+  const double patience_s = std::min(10.0, options_.timeout_s);
+  progress_->Drain(patience_s);
   progress_->Stop();
-  if (stopped_.exchange(true) || progress_->error()) return;
-  constexpr double kLeaveS = 10;
-  if (device_ && device_->ranks) device_->ranks->Close(std::min(kLeaveS, options_.timeout_s));
+  if (progress_->error()) return;
+  if (device_ && device_->ranks) device_->ranks->Close(patience_s);
+  if (!AllLeave(patience_s)) return;
   for (const auto* lane : {&down_, &up_}) {
     if (*lane) (*lane)->Free();
   }
   for (auto& group : groups_) group->transport->Free();
   for (const auto* transport : {&leaders_, &messages_, &world_}) {
     if (*transport) (*transport)->Free();
+  }
+}
+
+// Whether all ranks have come here within `patience_s`.
+bool Engine::AllLeave(double patience_s) const {
+  MPI_Request request = MPI_REQUEST_NULL;
+  HVPIPE_MPI(MPI_Ibarrier(world_->communicator(), &request));
+  const double deadline_s = Now() + patience_s;
+  for (int all = 0;;) {
+    HVPIPE_MPI(MPI_Test(&request, &all, MPI_STATUS_IGNORE));
+    if (all != 0) return true;
+    if (Now() > deadline_s) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
 }
 
@@ -182,7 +202,7 @@ void Engine::AddReduceStages(Operation& operation, std::shared_ptr<const Ends> e
                                 nullptr, nullptr});
   }
   if (down_ && local_size_ > 1) {
-    // The first rank of a host sends in the order in which rings end, one whole bucket after the other.
+    // The first rank of a host sends in the order in which rings end.
     operation.stages.push_back({[=](const Operation& op) -> std::unique_ptr<Collective> {
                                   LaneTag lane_tag{Hash(op.what), op.sequence(), op.what};
                                   return std::make_unique<LaneBroadcast>(*down_, counters_,
@@ -334,7 +354,12 @@ void Engine::Submit(int plan, int index, const std::vector<const void*>& tensors
   const std::shared_ptr<Operation> operation = Claim(target);
   // The fence pairs with the release of whoever gave the buffer back.
   if (target.buffer.use_count() > 1) {
-    target.NewBuffer();
+    try {
+      target.NewBuffer();
+    } catch (const Error& error) {
+      progress_->Fail(error);  // the others were told of a bucket that will not come
+      throw;
+    }
   } else {
     std::atomic_thread_fence(std::memory_order_acquire);
   }
@@ -349,6 +374,7 @@ void Engine::Submit(int plan, int index, const std::vector<const void*>& tensors
   }
   if (log_.enabled()) log_.Add("pack", layout.name, start, Now());
   progress_->MakeReady(operation);
+  if (const auto error = progress_->error()) throw *error;
 }
 
 void Engine::BucketReduced(Bucket& reduced, const Error* error) {

@@ -6,10 +6,12 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "bucket.h"
@@ -103,7 +105,7 @@ class Engine {
   std::shared_ptr<AlignedBuffer> Receive(int peer, int tag, std::size_t bytes, const std::string& what,
                                          Done done);
   // Ranks that reduce among themselves; called by these ranks alone, in the same order, and waits for them.
-  int AddGroup(const std::vector<int>& ranks);
+  int AddGroup(const std::vector<int>& ranks, const Interrupt& interrupt);
   // In place, without waiting: data = sum over the ranks of the group, which call it in the same order.
   void GroupAllReduce(int group, void* data, std::size_t count, DType dtype, const std::string& what,
                       Done done);
@@ -123,8 +125,8 @@ class Engine {
 
   // Ends all that is under way with an error, and everything later.
   void Fail(const Error& error) { progress_->Fail(error); }
-  // Stops the progress thread and frees what MPI holds, on all ranks together: call Agree("shutdown") first,
-  // which drains. After an error it waits for nobody and frees nothing. Idempotent.
+  // Lets what is under way end, stops the progress thread and frees what MPI holds, on all ranks together;
+  // waits some seconds at most, and without them all, or after an error, frees nothing. Idempotent.
   void Stop();
 
  private:
@@ -199,7 +201,9 @@ class Engine {
                   const Interrupt& interrupt);
   int NextTag();
   void StartMessage(const char* category, const std::string& what,
-                    std::function<std::unique_ptr<Collective>()> make, Done done);
+                    std::function<std::unique_ptr<Collective>()> make, OrderQueue* order, Done done);
+  void Meet(const std::vector<int>& ranks, const Interrupt& interrupt);
+  OrderQueue* MessageOrder(bool sent, const MessageOptions& options);
   MessageOptions MessageTo(int peer, int tag) const;
 
   DeviceSide& device() const;
@@ -218,6 +222,7 @@ class Engine {
   void AddCopy(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall copy);
   void AddArrival(Operation& operation, Device::Event event);
   void AbortDevice();
+  bool AllLeave(double patience_s) const;
 
   EngineOptions options_;
   int rank_ = 0, size_ = 1, local_rank_ = 0, local_size_ = 1, hosts_ = 1;
@@ -231,7 +236,8 @@ class Engine {
   std::vector<std::unique_ptr<Group>> groups_;
   std::unique_ptr<MpiTransport> leaders_;  // one rank of each host; null on the others
   std::unique_ptr<Lane> up_, down_;
-  OrderQueue control_order_, lane_order_, down_order_;
+  OrderQueue control_order_, lane_order_;
+  std::map<std::tuple<bool, int, int>, OrderQueue> message_order_;  // by whether sent, peer and tag
   mutable std::mutex mutex_;
   std::unique_ptr<DeviceSide> device_;  // set once, before any device memory comes
   std::vector<std::unique_ptr<Plan>> plans_;

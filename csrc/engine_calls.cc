@@ -64,7 +64,7 @@ void Engine::CheckPeersAreHere(const std::string& what) {
   const int above = (rank_ + 1) % size_;
   const auto& theirs = up_->written(above);
   if (theirs.load(std::memory_order_acquire) >= up_->written(rank_).load(std::memory_order_relaxed)) return;
-  const std::optional<Record> record = PeekRecord(*world_, above, kControlTag);
+  const std::optional<Record> record = TakeRecord(*world_, above, kControlTag);
   if (!record) return;
   throw Disagreement("Rank", rank_, what, above, record->what.data());
 }

@@ -152,6 +152,7 @@ void Engine::SubmitDevice(int plan, int index, const std::vector<const void*>& t
     throw;
   }
   progress_->MakeReady(operation);
+  if (const auto error = progress_->error()) throw *error;
 }
 
 void Engine::UnpackDevice(int plan, int index, const std::vector<void*>& tensors, Device::Stream stream) {

@@ -124,7 +124,7 @@ void Engine::JoinHosts(DeviceSide& side, const std::vector<int>& rail, const Int
         "through the host: NCCL is to stay inside hosts (HVPIPE_NCCL_SPAN=host), and each has one rank";
   } else {
     JoinRanks(side, {local_rank_, local_size_, host_}, interrupt);
-    const int group = AddGroup(rail);
+    const int group = AddGroup(rail, interrupt);
     const std::lock_guard<std::mutex> lock(mutex_);
     side.rail = groups_[static_cast<std::size_t>(group)]->transport.get();
     side.way =

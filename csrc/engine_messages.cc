@@ -8,17 +8,23 @@
 
 namespace hvpipe {
 
-// Its maker runs when the operation's turn has come.
+// Its maker runs when the operation's turn has come, behind those of its `order`.
 void Engine::StartMessage(const char* category, const std::string& what,
-                          std::function<std::unique_ptr<Collective>()> make, Done done) {
+                          std::function<std::unique_ptr<Collective>()> make, OrderQueue* order, Done done) {
   auto operation = std::make_shared<Operation>();
   operation->what = what;
   operation->priority = kMessagePriority;
   operation->traced = category;
   operation->of_all_ranks = false;
-  operation->stages.push_back({[=](const Operation&) { return make(); }, nullptr, nullptr});
+  operation->stages.push_back({[=](const Operation&) { return make(); }, order, nullptr});
   operation->finished = std::move(done);
   progress_->Enqueue({operation}, true);
+}
+
+// MPI matches messages by peer and tag alone: the segments of two with the same ones must not mix.
+OrderQueue* Engine::MessageOrder(bool sent, const MessageOptions& options) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return &message_order_[{sent, options.peer, options.tag}];
 }
 
 MessageOptions Engine::MessageTo(int peer, int tag) const {
@@ -41,7 +47,7 @@ void Engine::Send(int peer, int tag, const void* data, std::size_t bytes, const 
   StartMessage(
       "transfer", what,
       [=] { return std::make_unique<MessageSend>(*messages_, counters_, data, bytes, options); },
-      std::move(done));
+      MessageOrder(true, options), std::move(done));
 }
 
 std::shared_ptr<AlignedBuffer> Engine::Receive(int peer, int tag, std::size_t bytes, const std::string& what,
@@ -51,13 +57,15 @@ std::shared_ptr<AlignedBuffer> Engine::Receive(int peer, int tag, std::size_t by
   StartMessage(
       "transfer", what,
       [=] { return std::make_unique<MessageReceive>(*messages_, counters_, buffer->data(), bytes, options); },
+      MessageOrder(false, options),
       // Holds on to the buffer until nothing more can be written into it.
       [buffer, done = std::move(done)](const Error* error) { done(error); });
   return buffer;
 }
 
-int Engine::AddGroup(const std::vector<int>& ranks) {
+int Engine::AddGroup(const std::vector<int>& ranks, const Interrupt& interrupt) {
   if (stopped_) throw ShutDown();
+  if (const auto error = progress_->error()) throw *error;
   const bool ordered = std::is_sorted(ranks.begin(), ranks.end()) &&
                        std::adjacent_find(ranks.begin(), ranks.end()) == ranks.end();
   if (!ordered || ranks.size() < 2 || ranks.front() < 0 || ranks.back() >= size_ ||
@@ -66,6 +74,7 @@ int Engine::AddGroup(const std::vector<int>& ranks) {
                     " among them. Received: " + std::to_string(ranks.size()) + " ranks",
                 ErrorKind::kUsage);
   }
+  Meet(ranks, interrupt);
   MPI_Group everyone = MPI_GROUP_NULL, some = MPI_GROUP_NULL;
   MPI_Comm communicator = MPI_COMM_NULL;
   HVPIPE_MPI(MPI_Comm_group(messages_->communicator(), &everyone));
@@ -76,6 +85,27 @@ int Engine::AddGroup(const std::vector<int>& ranks) {
   const std::lock_guard<std::mutex> lock(mutex_);
   groups_.push_back(std::make_unique<Group>(Group{std::make_unique<MpiTransport>(communicator), 0}));
   return static_cast<int>(groups_.size() - 1);
+}
+
+// Returns when all of `ranks` have called it. What follows in MPI has no deadline.
+void Engine::Meet(const std::vector<int>& ranks, const Interrupt& interrupt) {
+  auto meeting = std::make_shared<Operation>();
+  meeting->what = "the meeting of a group of " + std::to_string(ranks.size()) + " ranks";
+  meeting->priority = kMessagePriority;
+  meeting->of_all_ranks = false;
+  meeting->stages.push_back(
+      {[&](const Operation&) -> std::unique_ptr<Collective> {
+         std::vector<std::unique_ptr<Collective>> words;
+         for (const int peer : ranks) {
+           if (peer == rank_) continue;
+           const MessageOptions options{peer, kMeetingTag, 1, 1};
+           words.push_back(std::make_unique<MessageReceive>(*messages_, counters_, nullptr, 0, options));
+           words.push_back(std::make_unique<MessageSend>(*messages_, counters_, nullptr, 0, options));
+         }
+         return std::make_unique<Together>(std::move(words));
+       },
+       nullptr, nullptr});
+  progress_->Run(meeting, interrupt);
 }
 
 void Engine::GroupAllReduce(int group, void* data, std::size_t count, DType dtype, const std::string& what,
@@ -91,7 +121,8 @@ void Engine::GroupAllReduce(int group, void* data, std::size_t count, DType dtyp
     tag = of->calls++ % kCallTags;
   }
   StartMessage(
-      "reduce", what, [=] { return Ring(*of->transport, data, count, dtype, tag); }, std::move(done));
+      "reduce", what, [=] { return Ring(*of->transport, data, count, dtype, tag); }, nullptr,
+      std::move(done));
 }
 
 }  // namespace hvpipe

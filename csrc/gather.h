@@ -28,7 +28,7 @@ class RingAllGather : public Collective {
   std::size_t bytes_;
   int tag_;
   std::size_t segments_, total_;
-  std::size_t posted_ = 0, received_ = 0, sent_ = 0, posted_sends_ = 0;
+  std::size_t received_ = 0, sent_ = 0;
   Ticket receive_ = kNoTicket, send_ = kNoTicket;
 };
 

@@ -11,9 +11,7 @@ MpiTransport::MpiTransport(MPI_Comm communicator) : communicator_(communicator) 
   HVPIPE_MPI(MPI_Comm_size(communicator_, &size_));
 }
 
-void MpiTransport::Free() {
-  if (free_.size() == requests_.size()) HVPIPE_MPI(MPI_Comm_free(&communicator_));
-}
+void MpiTransport::Free() { HVPIPE_MPI(MPI_Comm_free(&communicator_)); }
 
 Ticket MpiTransport::NewTicket() {
   if (free_.empty()) {

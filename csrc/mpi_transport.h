@@ -3,7 +3,6 @@
 
 #include <mpi.h>
 
-#include <memory>
 #include <vector>
 
 #include "transport.h"
@@ -20,7 +19,7 @@ class MpiTransport : public Transport {
   int rank() const override { return rank_; }
   int size() const override { return size_; }
   MPI_Comm communicator() const { return communicator_; }
-  // Collective; the end of this transport's use. Nothing is freed while messages are under way.
+  // Collective, with nothing under way; the end of this transport's use.
   void Free();
   Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) override;
   Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override;

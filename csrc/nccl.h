@@ -98,8 +98,8 @@ class NcclLibrary {
 
 // One rank's end of an NCCL communicator on the device that is current where it is made. Calls only enqueue,
 // and nothing waits for a peer: after each call, ask `Ready` until it is true before the next call and before
-// an event is recorded behind it. All ranks make the same calls in the same order. Whoever calls holds the
-// device current.
+// an event is recorded behind it. All ranks make the same calls in the same order. Whoever enqueues work
+// holds the device current.
 class NcclCommunicator {
  public:
   NcclCommunicator(const NcclLibrary& library, int rank, int size, const nccl::UniqueId& id);

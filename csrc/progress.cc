@@ -45,6 +45,8 @@ class Backoff {
   // With more ranks than cores a peer that is waited for may need this very core.
   explicit Backoff(bool crowded) : spins_(crowded ? 0 : 4000) {}
   void Reset() { idle_ = 0; }
+  // Whether the next wait is no longer a busy one.
+  bool Sleeps() const { return idle_ >= spins_ + kYields; }
   void Wait(const std::function<double(int)>& nap_s) {
     ++idle_;
     if (idle_ < spins_) return Relax();
@@ -76,7 +78,6 @@ void Progress::Enqueue(const std::vector<std::shared_ptr<Operation>>& operations
     if (stop_) throw ShutDown();
     for (const auto& operation : operations) {
       operation->sequence_ = operation->of_all_ranks ? next_sequence_++ : next_sequence_;
-      operation->ready_ = ready;
       inbox_.push_back(operation);
       if (ready) newly_ready_.push_back(operation);
     }
@@ -88,8 +89,7 @@ void Progress::Enqueue(const std::vector<std::shared_ptr<Operation>>& operations
 void Progress::MakeReady(const std::shared_ptr<Operation>& operation) {
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    if (error_) throw *error_;
-    operation->ready_ = true;
+    if (error_) return;
     newly_ready_.push_back(operation);
     woken_ = true;
   }
@@ -97,18 +97,21 @@ void Progress::MakeReady(const std::shared_ptr<Operation>& operation) {
 }
 
 void Progress::Run(const std::shared_ptr<Operation>& operation, const std::function<void()>& interrupt) {
-  std::optional<Error> outcome;
-  bool ended = false;
-  operation->finished = [&](const Error* error) {
-    if (error != nullptr) outcome = *error;
-    ended = true;
+  // Shared: an interrupted caller may leave while another thread is about to call back.
+  struct Outcome {
+    std::optional<Error> error;
+    std::atomic<bool> ended{false};
+  };
+  const auto outcome = std::make_shared<Outcome>();
+  operation->finished = [outcome](const Error* error) {
+    if (error != nullptr) outcome->error = *error;
+    outcome->ended = true;
   };
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     if (error_) throw *error_;
     if (stop_) throw ShutDown();
-    operation->sequence_ = next_sequence_++;
-    operation->ready_ = true;
+    operation->sequence_ = operation->of_all_ranks ? next_sequence_++ : next_sequence_;
     inbox_.push_back(operation);
     newly_ready_.push_back(operation);
     ++inline_drivers_;
@@ -120,19 +123,21 @@ void Progress::Run(const std::shared_ptr<Operation>& operation, const std::funct
     std::unique_lock<std::mutex> drive(drive_mutex_);
     Backoff backoff(options_.crowded);
     double next_interrupt_s = Now() + kInterruptCheckS;
-    while (!ended && !interrupted) {
+    while (!outcome->ended && !interrupted) {
       const PassResult result = Pass();
       if (!finished_.empty()) {
         drive.unlock();
         RunFinished();
         drive.lock();
       }
-      if (ended) break;
+      if (outcome->ended) break;
       if (result.moved) {
         backoff.Reset();
         continue;
       }
+      if (backoff.Sleeps()) drive.unlock();  // so that another thread may fail what is under way
       backoff.Wait(options_.nap_s);
+      if (!drive.owns_lock()) drive.lock();
       if (Now() < next_interrupt_s) continue;
       next_interrupt_s = Now() + kInterruptCheckS;
       drive.unlock();
@@ -155,16 +160,15 @@ void Progress::Run(const std::shared_ptr<Operation>& operation, const std::funct
   if (wake) wake_.notify_all();
   if (interrupted) {
     // The peers cannot be told that this operation will not come: nothing after it could be right.
-    if (!ended) Fail(Error("Interrupted during: " + operation->what, ErrorKind::kUsage));
+    if (!outcome->ended) Fail(Error("Interrupted during: " + operation->what, ErrorKind::kUsage));
     std::rethrow_exception(interrupted);
   }
-  if (outcome) throw *outcome;
+  if (outcome->error) throw *outcome->error;
 }
 
 void Progress::Fail(const Error& error) {
   {
     const std::lock_guard<std::mutex> drive(drive_mutex_);
-    TakeInbox();
     FailAll(error);
   }
   RunFinished();
@@ -173,6 +177,20 @@ void Progress::Fail(const Error& error) {
 std::optional<Error> Progress::error() const {
   const std::lock_guard<std::mutex> lock(inbox_mutex_);
   return error_;
+}
+
+void Progress::Drain(double patience_s) {
+  const double deadline_s = Now() + patience_s;
+  for (;;) {
+    {
+      const std::lock_guard<std::mutex> drive(drive_mutex_);
+      TakeInbox();
+      const bool busy = std::any_of(active_.begin(), active_.end(),
+                                    [](const auto& operation) { return operation->seen_ready_; });
+      if (!busy || error() || Now() > deadline_s) return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
 }
 
 void Progress::Stop() {
@@ -210,10 +228,13 @@ void Progress::Loop() {
     }
     RunFinished();
   }
-  const std::lock_guard<std::mutex> drive(drive_mutex_);
-  TakeInbox();
-  if (!active_.empty())
-    FailAll(Error("The engine was shut down while communication was under way.", ErrorKind::kUsage));
+  {
+    const std::lock_guard<std::mutex> drive(drive_mutex_);
+    TakeInbox();
+    if (!active_.empty())
+      FailAll(Error("The engine was shut down while communication was under way.", ErrorKind::kUsage));
+  }
+  RunFinished();
 }
 
 // Takes over what callers have enqueued, in their order.
@@ -335,8 +356,12 @@ void Progress::CheckDeadline(const Operation& operation, double waited_s) const 
 
 void Progress::FailAll(const Error& error) {
   {
+    // Nothing comes to the inbox after this, and what is there ends with the rest.
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     if (!error_) error_ = error;
+    active_.insert(active_.end(), inbox_.begin(), inbox_.end());
+    inbox_.clear();
+    newly_ready_.clear();
   }
   for (auto& operation : active_) {
     for (Operation::Stage& stage : operation->stages) {

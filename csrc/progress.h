@@ -53,7 +53,6 @@ class Operation {
   friend class Progress;
   std::uint64_t sequence_ = 0;
   std::size_t current_ = 0;
-  bool ready_ = false;  // guarded by Progress::inbox_mutex_ until seen by a pass
   bool seen_ready_ = false;
   bool ended_ = false;
   double ready_s_ = 0, started_s_ = 0, moved_s_ = 0;
@@ -76,7 +75,7 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
 
   // Enqueues operations in this order; those that are not `ready` wait for MakeReady. Throws the first
-  // error if the engine has failed.
+  // error if the engine has failed; what fails later, each operation's `finished` is told.
   void Enqueue(const std::vector<std::shared_ptr<Operation>>& operations, bool ready);
   void MakeReady(const std::shared_ptr<Operation>& operation);
 
@@ -88,6 +87,8 @@ class Progress {
   void Fail(const Error& error);
   std::optional<Error> error() const;
 
+  // Waits until nothing that is ready is under way, all has failed, or `patience_s` is over.
+  void Drain(double patience_s);
   // Ends the thread. What is still under way is failed.
   void Stop();
 

@@ -1,4 +1,4 @@
-// The engine's Python face: NumPy and DLPack arrays in host memory, exceptions, interrupts.
+// The engine's Python face: arrays in host memory, addresses in device memory, exceptions, interrupts.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
@@ -8,6 +8,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -55,6 +56,10 @@ class Waiter {
     const std::lock_guard<std::mutex> lock(mutex_);
     return set_;
   }
+  bool set_without_error() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return set_ && !error_;
+  }
   void Wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     while (!changed_.wait_for(lock, std::chrono::milliseconds(50), [&] { return set_; })) {
@@ -72,10 +77,33 @@ class Waiter {
   std::optional<Error> error_;
 };
 
+// Leaves an array to the end of the process: after an error MPI may still read it, or receive into it.
+template <typename Array>
+void Keep(const Array& array) {
+  (void)new Array(array);
+}
+
+// Calls without the interpreter lock.
+template <typename Call, typename... Arrays>
+void CallOn(const Call& call, const Arrays&... arrays) {
+  try {
+    const nb::gil_scoped_release release;
+    call();
+  } catch (...) {
+    (Keep(arrays), ...);
+    throw;
+  }
+}
+
 // Something under way that the engine will end; holds what it is about until then.
 class Request {
  public:
   Request() : waiter_(std::make_shared<Waiter>()) {}
+  ~Request() {
+    if (source.is_valid() && !waiter_->set_without_error()) Keep(source);
+  }
+  Request(Request&&) = default;
+  Request& operator=(Request&&) = delete;
   Engine::Done Done() const {
     return [waiter = waiter_](const Error* error) { waiter->Set(error); };
   }
@@ -129,7 +157,8 @@ std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::si
                                    int ranks_per_host, bool trace) {
   hvpipe::EngineOptions options;
   options.timeout_s = timeout_s;
-  options.segment_bytes = segment_bytes;
+  // An MPI may have any eager limit; counts of MPI are ints.
+  options.segment_bytes = std::clamp<std::size_t>(segment_bytes, 64, std::size_t{1} << 30);
   options.messages_in_flight = messages_in_flight;
   options.slot_bytes = slot_bytes;
   options.shared_memory = shared_memory;
@@ -214,9 +243,8 @@ void AllReduce(Engine& engine, const InArray& in, const OutArray& out, const std
   const void* from = in.data();
   void* to = out.data();
   const std::size_t count = in.nbytes() / hvpipe::SizeOf(dtype);
-  const nb::gil_scoped_release release;
   const std::string call = what + " of " + dtype_name + "[" + std::to_string(count) + "]";
-  engine.AllReduce(from, to, count, dtype, scale, call, CheckSignals);
+  CallOn([&] { engine.AllReduce(from, to, count, dtype, scale, call, CheckSignals); }, in, out);
 }
 
 // Arrays in device memory come as (address, bytes), which Python reads from the array's own protocol.
@@ -383,8 +411,7 @@ NB_MODULE(_engine, m) {
           [](Engine& engine, const OutArray& array, int root, const std::string& what) {
             void* data = array.data();
             const std::size_t bytes = array.nbytes();
-            const nb::gil_scoped_release release;
-            engine.Broadcast(data, bytes, root, what, CheckSignals);
+            CallOn([&] { engine.Broadcast(data, bytes, root, what, CheckSignals); }, array);
           },
           nb::arg("array"), nb::arg("root"), nb::arg("what"))
       .def(
@@ -396,8 +423,7 @@ NB_MODULE(_engine, m) {
             }
             const void* from = array.data();
             void* to = out.data();
-            const nb::gil_scoped_release release;
-            engine.AllGather(from, to, bytes, what, CheckSignals);
+            CallOn([&] { engine.AllGather(from, to, bytes, what, CheckSignals); }, array, out);
           },
           nb::arg("array"), nb::arg("out"), nb::arg("what"))
       .def(
@@ -417,7 +443,10 @@ NB_MODULE(_engine, m) {
       .def("announced", &Engine::Announced)
       .def("send", &Send, nb::arg("array"), nb::arg("peer"), nb::arg("tag"), nb::arg("what"))
       .def("receive", &Receive, nb::arg("bytes"), nb::arg("peer"), nb::arg("tag"), nb::arg("what"))
-      .def("add_group", &Engine::AddGroup, nb::arg("ranks"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "add_group",
+          [](Engine& engine, const std::vector<int>& ranks) { return engine.AddGroup(ranks, CheckSignals); },
+          nb::arg("ranks"), nb::call_guard<nb::gil_scoped_release>())
       .def("group_all_reduce", &GroupAllReduce, nb::arg("group"), nb::arg("array"), nb::arg("dtype"),
            nb::arg("what"))
       .def("stop", &Engine::Stop, nb::call_guard<nb::gil_scoped_release>())

@@ -128,7 +128,7 @@ bool RingAllReduce::PostSends() {
       ++counters_.messages_sent;
     }
     budget_.Take();
-    sends_.push_back({ticket, posted_sends_});
+    sends_.push_back(ticket);
     ++posted_sends_;
     moved = true;
   }
@@ -138,8 +138,7 @@ bool RingAllReduce::PostSends() {
 bool RingAllReduce::FinishSends() {
   bool moved = false;
   while (!sends_.empty()) {
-    const Send& send = sends_.front();
-    if (send.ticket != kNoTicket && !transport_.Test(send.ticket)) break;
+    if (sends_.front() != kNoTicket && !transport_.Test(sends_.front())) break;
     budget_.Return();
     sends_.pop_front();
     ++sent_;

@@ -34,11 +34,6 @@ class RingAllReduce : public Collective {
     std::size_t index;
     void* scratch;  // null in the all-gather, which receives in place
   };
-  struct Send {
-    Ticket ticket;
-    std::size_t index;
-  };
-
   Range Segment(std::size_t index, bool incoming) const;
   bool Reducing(std::size_t index) const { return index < steps_ / 2 * segments_; }
   bool PostReceives();
@@ -60,7 +55,7 @@ class RingAllReduce : public Collective {
   std::size_t total_;     // steps * segments
   std::size_t posted_receives_ = 0, received_ = 0, posted_sends_ = 0, sent_ = 0;
   std::deque<Receive> receives_;
-  std::deque<Send> sends_;
+  std::deque<Ticket> sends_;
   std::size_t scratch_bytes_;
   std::vector<AlignedBuffer> scratch_;
   std::vector<void*> free_scratch_;

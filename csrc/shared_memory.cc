@@ -23,6 +23,8 @@ std::size_t HeadBytes(std::size_t slots) {
   return ((kCounters + slots) * kLine + kPage - 1) / kPage * kPage + kPage / 2;
 }
 
+constexpr std::size_t kMostRanks = 1024;
+
 }  // namespace
 
 static_assert(sizeof(Lane::SlotHeader) <= kLine);
@@ -33,6 +35,11 @@ Lane::Lane(MPI_Comm local, Options options) : options_(options), local_(local) {
   HVPIPE_MPI(MPI_Comm_set_errhandler(local_, MPI_ERRORS_RETURN));
   HVPIPE_MPI(MPI_Comm_rank(local_, &rank_));
   HVPIPE_MPI(MPI_Comm_size(local_, &size_));
+  if (static_cast<std::size_t>(size_) > kMostRanks) {
+    throw Error("A host should have at most " + std::to_string(kMostRanks) +
+                    " ranks. Received: " + std::to_string(size_),
+                ErrorKind::kUsage);
+  }
   // Whole pages, so that every rank's part is aligned however MPI lays them out.
   const std::size_t bytes =
       (HeadBytes(options.slots) + options.slots * options.slot_bytes + 4095) / 4096 * 4096;
@@ -186,7 +193,6 @@ void LaneReduce::CheckSameOperation(std::uint64_t chunk) const {
 
 // Sums `part` of a chunk over all slots, this rank's own part being at `own`.
 void LaneReduce::SumChunk(void* target, std::uint64_t chunk, Range part, const char* own) const {
-  constexpr std::size_t kMostRanks = 1024;
   const void* sources[kMostRanks];
   const auto ranks = static_cast<std::size_t>(lane_.size());
   for (std::size_t peer = 0; peer < ranks; ++peer) {
@@ -256,13 +262,23 @@ bool LaneReduce::Read() {
 }
 
 std::string LaneReduce::Waiting() const {
-  std::string text =
-      "chunk " + std::to_string(read_ + 1) + " of " + std::to_string(chunks_) + " from local rank";
-  for (int peer = 0; peer < lane_.size(); ++peer) {
-    if (lane_.written(peer).load(std::memory_order_acquire) < base_ + read_ + 1)
-      text += " " + std::to_string(peer);
-  }
-  return text;
+  const auto behind = [this](auto counter, std::uint64_t wanted) {
+    std::string ranks;
+    for (int peer = 0; peer < lane_.size(); ++peer) {
+      if ((lane_.*counter)(peer).load(std::memory_order_acquire) < wanted)
+        ranks += " " + std::to_string(peer);
+    }
+    return ranks;
+  };
+  const std::string chunk = "chunk " + std::to_string(read_ + 1) + " of " + std::to_string(chunks_);
+  const std::uint64_t wanted = base_ + read_ + 1;
+  std::string ranks = behind(&Lane::written, wanted);
+  if (!ranks.empty()) return chunk + " from local rank" + ranks;
+  ranks = behind(&Lane::reduced, wanted);
+  if (!ranks.empty()) return "the sum of " + chunk + " from local rank" + ranks;
+  const std::uint64_t next = base_ + written_ + 1;  // to be written, once all have read what was in its slot
+  return "local rank" + behind(&Lane::read, next - std::min<std::uint64_t>(lane_.slots(), next)) +
+         " to read the chunks before";
 }
 
 LaneBroadcast::LaneBroadcast(Lane& lane, Counters& counters, LaneTag tag, void* data, std::size_t bytes,

@@ -13,6 +13,7 @@ inline constexpr int kBucketTags = 32767 - kFirstBucketTag;
 
 // On communicators of their own.
 inline constexpr int kMessageTags = 32767;
+inline constexpr int kMeetingTag = kMessageTags;
 inline constexpr int kGroupTag = 2;
 
 inline constexpr int kControlPriority = -2;  // before any bucket: everything else waits for it

@@ -280,7 +280,7 @@ class Engine:
             )
 
     def stop(self) -> None:
-        """End the progress thread."""
+        """Leave the other ranks, which leave too: end the progress thread and free what MPI holds."""
         if self.core is not None:
             self.core.stop()
 

@@ -69,7 +69,7 @@ class Session:
         self._start_sampler()
 
     def close(self) -> None:
-        """Drain, write the trace and the summary, free everything; all ranks together."""
+        """Write the trace and the summary, let what is under way end, free everything; all ranks together."""
         self.engine.agree("shutdown")
         if self.sampler is not None:
             from hvpipe.closing import report_run

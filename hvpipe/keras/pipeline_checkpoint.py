@@ -29,6 +29,7 @@ from hvpipe.session import Session
 # Shards have new names in every save, and the index is replaced when all of them are complete: until then
 # the folder is the checkpoint that it was. Only then shards that no index names are removed.
 INDEX = "checkpoint.json"
+FORMAT, VERSION = "hvpipe-checkpoint", 1
 _SHARD = re.compile(r"\.?(\d{6,})-\d+\.npz(\.partial)?")
 
 
@@ -127,7 +128,8 @@ def _plain(array: Any) -> Any:
 
 def _index(model_name: str, holdings: Holdings, optimizer: Any, shards: Sequence[Shard]) -> dict[str, Any]:
     return {
-        "version": 1,
+        "format": FORMAT,
+        "version": VERSION,
         "model": model_name,
         "variables": [_described(place) for place in holdings.places],
         "optimizer": "" if optimizer is None else type(optimizer).__name__,
@@ -164,6 +166,7 @@ def _read(folder: Path, holdings: Holdings, optimizer: Any, rank: int) -> dict[s
             f"Received: folder={str(folder)!r} without one"
         )
     index = read_document(folder / INDEX)
+    index.check_format(FORMAT, VERSION)
     saved = index.tables("variables")
     _check_model(index, saved, holdings.places)
     wanted = dict(holdings.weights)

@@ -343,7 +343,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(trained: Trained) -> None:
         )
 
 
-@pytest.mark.parametrize("fault", ["no index", "index cut", "missing", "cut", "changed"])
+@pytest.mark.parametrize("fault", ["no index", "index cut", "another version", "missing", "cut", "changed"])
 def test_a_checkpoint_that_is_not_whole_is_refused(trained: Trained, folder: Path, fault: str) -> None:
     damaged = folder / "damaged"
     if hvpipe.rank() == 0:
@@ -354,6 +354,8 @@ def test_a_checkpoint_that_is_not_whole_is_refused(trained: Trained, folder: Pat
             index.unlink()
         elif fault == "index cut":
             index.write_text(index.read_text()[:100])
+        elif fault == "another version":
+            index.write_text(json.dumps({**json.loads(index.read_text()), "version": 2}))
         elif fault == "missing":
             shard.unlink()
         else:
@@ -364,6 +366,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(trained: Trained, folder: Pat
     says = {
         "no index": r"should have an index, checkpoint\.json",
         "index cut": r"checkpoint\.json, line \d+, column \d+: should be JSON",
+        "another version": r"""should have "format": "hvpipe-checkpoint" and "version": 1.*version=2""",
         "missing": r"npz is missing",
         "cut": r"npz of \d+ bytes, not \d+",
         "changed": r"npz should be as it was written. Received: BadZipFile",

@@ -1,0 +1,116 @@
+"""Pipelines of several models on several virtual clusters, measured: against random placement and forecasts.
+
+``python -m bench.pipelines --out bench/results/pipelines`` runs `bench.pipeline` on each, writes a JSON file
+of each, and ends with a table; cases that have a file are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bench.metrics import format_time, geometric_mean, table
+from bench.pipeline_report import Case, PipelineReport
+
+_CLUSTERS = Path(__file__).parent / "clusters"
+_MODELS = {"resnet50": 64, "vgg16": 64, "transformer": 128}
+"""By name, and pixels or tokens."""
+_WHERE = ("gigabit-2", "homogeneous-2", "slow-cpu", "slow-link", "gigabit-4", "unequal-4")
+_CLOSE = 0.10  # of the simulated step
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.pipelines", description="Pipelines, measured.")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the cases' JSON files")
+    parser.add_argument(
+        "--clusters", default=",".join(_WHERE), help=f"of bench/clusters (default: {','.join(_WHERE)})"
+    )
+    parser.add_argument(
+        "--models", default=",".join(_MODELS), help=f"some of {','.join(_MODELS)} (default: all)"
+    )
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3, help="of a plan in a round (default: 3)")
+    parser.add_argument("--seeds", type=int, default=1, help="how many random placements (default: 1)")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a case (default: 900)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is not there yet; 0, 1 if a case failed, 2 on a wrong argument."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    models, clusters = options.models.split(","), options.clusters.split(",")
+    if unknown := sorted({*models} - {*_MODELS}):
+        parser.error(f"--models should be some of {', '.join(_MODELS)}. Received: {unknown[0]!r}")
+    for cluster in clusters:
+        if not (_CLUSTERS / f"{cluster}.toml").exists():
+            parser.error(f"--clusters should name files in {_CLUSTERS}. Received: {cluster!r}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for number, (cluster, model) in enumerate([(c, m) for c in clusters for m in models], start=1):
+        file = options.out / f"{cluster}-{model}.json"
+        if file.exists():
+            continue
+        print(f"==> {number} of {len(clusters) * len(models)}: {model} on {cluster}", flush=True)
+        if subprocess.run(_command(options, cluster, model, file)).returncode != 0:
+            failed.append(f"{model} on {cluster}")
+    print(summary(read(options.out)))
+    if failed:
+        print(f"bench.pipelines: not measured: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _command(options: argparse.Namespace, cluster: str, model: str, file: Path) -> list[str]:
+    command = [sys.executable, "-m", "bench.pipeline", "--spec", str(_CLUSTERS / f"{cluster}.toml")]
+    command += ["--model", model, "--pixels", str(_MODELS[model]), "--methods", "greedy,random"]
+    command += ["--rounds", str(options.rounds), "--steps", str(options.steps), "--seeds", str(options.seeds)]
+    return [*command, "--timeout", str(options.timeout), "--json", str(file)]
+
+
+def read(folder: Path) -> dict[str, PipelineReport]:
+    """The cases of a folder, by name."""
+    return {
+        file.stem: PipelineReport.from_dict(json.loads(file.read_text()))
+        for file in sorted(folder.glob("*.json"))
+    }
+
+
+def summary(reports: Mapping[str, PipelineReport]) -> str:
+    """A table of all cases, and the figures that targets are set for."""
+    titles = ["case", "micro-batches", "greedy", "over simulated", "random", "over simulated", "saved"]
+    rows, savings, speedups = [], [], []
+    for name, report in reports.items():
+        greedy, *random = report.cases
+        row = [name, str(report.microbatches), format_time(greedy.seconds()), f"{_over(greedy):.2f}"]
+        if random:
+            by_step = sorted(random, key=Case.seconds)
+            middle = by_step[len(by_step) // 2]
+            savings.append(1 - greedy.seconds() / middle.seconds())
+            speedups.append(middle.seconds() / greedy.seconds())
+            row += [format_time(middle.seconds()), f"{_over(middle):.2f}", f"{100 * savings[-1]:.0f} %"]
+        rows.append(row + [""] * (len(titles) - len(row)))
+    lines = [table(titles, rows)]
+    plans = [case for report in reports.values() for case in report.cases]
+    for what, cases in (("greedy plans", [p for p in plans if p.method == "greedy"]), ("all plans", plans)):
+        close = sum(abs(_over(case) - 1) <= _CLOSE for case in cases)
+        lines.append(f"{what} within {_CLOSE:.0%} of the simulation: {close} of {len(cases)}")
+    if savings:
+        mean = sum(savings) / len(savings)
+        lines.append(
+            f"greedy against random: {mean:.0%} less time (arithmetic mean), {geometric_mean(speedups):.2f}x "
+            f"(geometric mean), worst {min(speedups):.2f}x"
+        )
+    return "\n".join(lines)
+
+
+def _over(case: Case) -> float:
+    """The measured step as a multiple of the simulated one."""
+    return case.seconds() / case.forecast_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""bench.pipelines: its figures by hand, what it runs, its arguments."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import pipelines
+from bench.pipeline_report import Case, PipelineReport
+
+
+def report(greedy: tuple[float, float], *random: tuple[float, float]) -> PipelineReport:
+    """Of measured and simulated steps."""
+    cases = [Case("greedy", 2, [[step], [step / 2]], simulated) for step, simulated in (greedy,)]
+    cases += [
+        Case(f"random {seed}", 2, [[step], [step]], simulated)
+        for seed, (step, simulated) in enumerate(random)
+    ]
+    return PipelineReport("m", "somewhere", "1f1b", 8, 2, 32, tuple(cases))
+
+
+def test_figures_by_hand() -> None:
+    text = pipelines.summary(
+        {
+            "a": report((2.0, 2.0), (8.0, 4.0)),
+            "b": report((3.0, 2.0), (1.0, 1.0), (9.0, 9.0), (6.0, 6.5)),
+        }
+    )
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[1] == ["a", "8", "2", "s", "1.00", "8", "s", "2.00", "75", "%"]
+    assert rows[2] == ["b", "8", "3", "s", "1.50", "6", "s", "0.92", "50", "%"]
+    assert "greedy plans within 10% of the simulation: 1 of 2" in text
+    assert "all plans within 10% of the simulation: 4 of 6" in text
+    assert "62% less time (arithmetic mean), 2.83x (geometric mean), worst 2.00x" in text
+
+
+def test_cases_with_a_file_are_not_run_again(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = []
+
+    class Done:
+        def __init__(self, command: list[str]) -> None:
+            started.append(command[command.index("--model") + 1])
+            self.returncode = int(started[-1] == "vgg16")
+            if self.returncode == 0:
+                Path(command[-1]).write_text(report((1.0, 1.0), (2.0, 2.0)).to_json())
+
+    monkeypatch.setattr(pipelines.subprocess, "run", Done)
+    arguments = ["--out", str(tmp_path), "--clusters", "slow-cpu", "--models", "resnet50,vgg16"]
+    assert pipelines.main(arguments) == 1
+    assert "not measured: vgg16 on slow-cpu" in capsys.readouterr().err
+    assert pipelines.main(arguments) == 1
+    assert started == ["resnet50", "vgg16", "vgg16"]
+    assert "slow-cpu-resnet50" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--models", "resnet50,foo"], "some of resnet50, vgg16, transformer. Received: 'foo'"),
+        (["--clusters", "foo"], "should name files in .*Received: 'foo'"),
+    ],
+)
+def test_wrong_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        pipelines.main(["--out", str(tmp_path), *arguments])
+    found = capsys.readouterr().err
+    assert re.search(says, found)
