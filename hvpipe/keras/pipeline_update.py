@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import keras
@@ -47,7 +48,7 @@ class PipelineUpdate:
             halves = functions[stage].training
             for variable, accumulator in zip(halves.variables, halves.accumulators, strict=True):
                 accumulators[id(variable)].append(accumulator)
-        # In the order of the model, the same on all who share; a shared one even where nothing reached it.
+        # In the order in which the stages here use them; a shared one even where nothing reached it.
         keys = [key for key, v in keras_variables.items() if accumulators[key] or id(v) in holders]
         self.variables = [keras_variables[key] for key in keys]
         self._accumulators = [accumulators[key] for key in keys]
@@ -55,29 +56,33 @@ class PipelineUpdate:
             {stage for stage, of_stage in functions.items() if any(v is u for u in of_stage.trainable)}
             for v in self.variables
         ]
-        self._buckets = self._make_buckets(sharing.groups)
+        self._buckets = self._make_buckets(sharing)
         self._done: set[int] = set()
         if not optimizer.built:
             optimizer.build(self.variables)
         self._apply = self._make_apply()
 
-    def _make_buckets(self, groups: Mapping[tuple[int, ...], int]) -> list[_Bucket]:
+    def _make_buckets(self, sharing: Sharing) -> list[list[_Bucket]]:
+        """Those of each group, in the one order in which all of its ranks sum them."""
+        places = {id(variable): place for place, variable in enumerate(self.variables)}
         by_ranks: dict[tuple[int, ...], list[int]] = {}
-        for place, variable in enumerate(self.variables):
-            if id(variable) in self._holders:
-                by_ranks.setdefault(self._holders[id(variable)], []).append(place)
-        buckets = []
-        limit_bytes = self._session.settings.bucket_bytes
-        for ranks in sorted(by_ranks):
-            size_bytes = limit_bytes
-            # The gradients of the last layers are there first.
-            for place in reversed(by_ranks[ranks]):
-                nbytes = 4 * int(np.prod(self.variables[place].shape))
-                if size_bytes + nbytes > limit_bytes:
-                    buckets.append(_Bucket(groups[ranks], []))
-                    size_bytes = 0
-                buckets[-1].members.append(place)
-                size_bytes += nbytes
+        for variable in sharing.variables:
+            if id(variable) in places:
+                by_ranks.setdefault(self._holders[id(variable)], []).append(places[id(variable)])
+        return [self._cut(sharing.groups[ranks], by_ranks[ranks]) for ranks in sorted(by_ranks)]
+
+    def _cut(self, group: int, places: Sequence[int]) -> list[_Bucket]:
+        """The buckets of a group whose variables, in the order of the model, are at these places."""
+        buckets: list[_Bucket] = []
+        size_bytes = limit_bytes = self._session.settings.bucket_bytes
+        # The gradients of the last layers are there first.
+        for place in reversed(places):
+            nbytes = 4 * int(np.prod(self.variables[place].shape))
+            if size_bytes + nbytes > limit_bytes:
+                buckets.append(_Bucket(group, []))
+                size_bytes = 0
+            buckets[-1].members.append(place)
+            size_bytes += nbytes
         return buckets
 
     def begin(self) -> None:
@@ -87,19 +92,26 @@ class PipelineUpdate:
     def stage_done(self, stage: int) -> None:
         """Start the sums of what is complete now, while other stages still run."""
         self._done.add(stage)
-        for bucket in self._buckets:
-            needed = {s for place in bucket.members for s in self._stages_of[place]}
-            if bucket.request is None and needed <= self._done:
-                gradients = [np.asarray(self._gradient(place), np.float32) for place in bucket.members]
-                bucket.buffer = np.concatenate([g.reshape(-1) for g in gradients])
-                bucket.request = self._session.engine.group_allreduce(
-                    bucket.group, bucket.buffer, f"gradients of {self.variables[bucket.members[0]].path}"
-                )
+        for of_group in self._buckets:
+            for bucket in of_group:
+                needed = {s for place in bucket.members for s in self._stages_of[place]}
+                if not needed <= self._done:
+                    # The next ones wait too: all ranks of a group sum in one order.
+                    break
+                if bucket.request is None:
+                    self._start(bucket)
+
+    def _start(self, bucket: _Bucket) -> None:
+        gradients = [np.asarray(self._gradient(place), np.float32) for place in bucket.members]
+        bucket.buffer = np.concatenate([g.reshape(-1) for g in gradients])
+        bucket.request = self._session.engine.group_allreduce(
+            bucket.group, bucket.buffer, f"gradients of {self.variables[bucket.members[0]].path}"
+        )
 
     def apply(self) -> None:
         """Update this rank's weights; all ranks together, as some updates depend on all gradients."""
         gradients: list[Any] = [None] * len(self.variables)
-        for bucket in self._buckets:
+        for bucket in chain(*self._buckets):
             bucket.request.wait()
             bucket.request = None
             start = 0

@@ -1,0 +1,62 @@
+"""What pipeline ranks do with gradients: shared weights get the sum of their own, with any optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import keras
+import pytest
+from mpi_keras.pipelines import MODELS, batches, check_same, compile_as_all, plain, train
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.session import current
+
+WITHIN = 1e-5
+
+
+def crossed(count: int) -> keras.Model:
+    """Two layers of the same shapes: the first one is called around `count` - 2 calls of the second."""
+    inputs = x = keras.Input((12,))
+    outer, inner = keras.layers.Dense(12, activation="tanh"), keras.layers.Dense(12, activation="relu")
+    for layer in (outer, *[inner] * (count - 2), outer):
+        x = layer(x)
+    return keras.Model(inputs, x)
+
+
+def crossed_in_four_calls() -> keras.Model:
+    return crossed(4)
+
+
+def crossed_in_two_calls_a_rank() -> keras.Model:
+    return crossed(2 * hvpipe.size())
+
+
+@pytest.fixture(params=["whole", "each by itself"])
+def _bucket_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are summed in as few buckets as there may be, and in one for each."""
+    if request.param == "each by itself":
+        settings = dataclasses.replace(current().settings, bucket_bytes=1)
+        monkeypatch.setattr(current(), "settings", settings)
+
+
+@pytest.mark.usefixtures("_bucket_sizes")
+@pytest.mark.parametrize(
+    ("build", "options", "cuts_of_two"),
+    [
+        (crossed_in_four_calls, {}, [(0, 1), (2, 3)]),
+        (crossed_in_two_calls_a_rank, {"schedule": "interleaved"}, [(0,), (1,), (2,), (3,)]),
+    ],
+)
+def test_layers_that_stages_share_in_another_order_get_their_own_gradients(
+    build: Any, options: dict[str, Any], cuts_of_two: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank meets them in an order of its own: in its stage, or by which of its stages ends first."""
+    name = build.__name__
+    monkeypatch.setitem(MODELS, name, build)
+    keras.utils.set_random_seed(5)
+    pipe = compile_as_all(hk.pipeline_parallel(build, microbatches=4, **options))
+    if hvpipe.size() == 2:
+        assert [cut.calls for cut in pipe.stages.cuts] == cuts_of_two
+    check_same(train(pipe, pipe.stages.graph, batches(build)), plain(name), WITHIN)
