@@ -17,24 +17,28 @@ if TYPE_CHECKING:
 
 
 def average_logs(session: Session, logs: MutableMapping[str, Any], samples: float, what: str) -> None:
-    """Replace the numbers in `logs` by their means over ranks, by `samples` of this rank; collective."""
+    """Replace the numbers and arrays in `logs` by their means over ranks, by `samples` here; collective."""
     if session.world.size == 1:
         return
-    names = sorted(name for name, value in logs.items() if np.ndim(value) == 0 and _is_number(value))
-    row = np.array([[samples, *(float(logs[name]) for name in names)]], np.float64)
-    session.engine.agree(f"{what} ({', '.join(names)})")
+    values = {name: found for name, value in sorted(logs.items()) if (found := _numbers(value)) is not None}
+    row = np.concatenate([[samples], *(value.ravel() for value in values.values())])[None]
+    session.engine.agree(
+        f"{what} ({', '.join(f'{name}{list(v.shape) or str()}' for name, v in values.items())})"
+    )
     everyone = session.engine.allgather(row)
     weights = everyone[:, 0] / everyone[:, 0].sum() if everyone[:, 0].sum() > 0 else None
-    for place, name in enumerate(names, start=1):
-        logs[name] = float(np.average(everyone[:, place], weights=weights))
+    means = np.average(everyone[:, 1:], axis=0, weights=weights)
+    for name, value in values.items():
+        mean, means = means[: value.size], means[value.size :]
+        logs[name] = mean.reshape(value.shape) if value.shape else float(mean[0])
 
 
-def _is_number(value: Any) -> bool:
+def _numbers(value: Any) -> Any:
+    """As float64; None where that is not possible."""
     try:
-        float(value)
+        return np.asarray(value, np.float64)
     except (TypeError, ValueError):
-        return False
-    return True
+        return None
 
 
 class EpochEnd(keras.callbacks.Callback):

@@ -168,7 +168,9 @@ class DataParallel:
             logs.update(own)
 
     def _statistics(self) -> list[Any]:
-        return [v for v in self.model.non_trainable_variables if not _is_seed(v)]
+        """What layers keep beside weights; frozen weights, which are equal, are none of it."""
+        kept = {id(v): v for layer in self.model._flatten_layers() for v in layer._non_trainable_variables}
+        return list(kept.values())
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         self.model._assert_compile_called("fit")
@@ -209,7 +211,7 @@ class DataParallel:
             logger.warning(
                 "hvpipe: callback %s may read weights between steps, so every step is finished before it "
                 "runs, and the overlap with the next step is lost. Set reads_weights = False on it if it "
-                "does not.",
+                "does not, and sets nothing of the optimizer either.",
                 ", ".join(readers),
             )
         return FinishBeforeBatchCallbacks(self)
@@ -240,7 +242,3 @@ class DataParallel:
     def _flush_first(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._steps.flush()
         return self._methods.own(name)(*args, **kwargs)
-
-
-def _is_seed(variable: Any) -> bool:
-    return not tf.as_dtype(variable.dtype).is_floating

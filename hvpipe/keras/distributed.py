@@ -38,6 +38,7 @@ def DistributedOptimizer(
         variables = (
             optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
         )
+        _refuse_loss_scaling_outside(optimizer)
         if not optimizer.built:
             optimizer.build(variables)
         if not hooked:
@@ -49,6 +50,18 @@ def DistributedOptimizer(
 
     optimizer.apply = apply
     return optimizer
+
+
+def _refuse_loss_scaling_outside(optimizer: Any) -> None:
+    """Keras would skip an update, and with it the reduction, on the ranks whose own gradients overflow."""
+    if keras.config.dtype_policy().name != "mixed_float16":
+        return
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        raise HvpipeError(
+            "With mixed_float16 the optimizer that scales the loss should be inside: "
+            "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)). "
+            f"Received: DistributedOptimizer of {type(optimizer).__name__}"
+        )
 
 
 class DistributedGradientTape:

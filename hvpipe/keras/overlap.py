@@ -76,7 +76,8 @@ class OverlappedOptimizer:
         self._samples: Any = None
         self._applied = False
         self._finished: list[Any] = []
-        # Operations of the graph when `apply` was done: what a step in "step" does later is too early.
+        self._graph: Any = None  # of the step
+        # Its operations when `apply` was done: what a step in "step" does later is too early.
         self._operations_then: int | None = None
         with tf.init_scope():
             # Of the last submits, into the next step: 0 where nothing waits to be collected.
@@ -109,6 +110,7 @@ class OverlappedOptimizer:
         """Start of a step with a batch of `samples` (scalar tensor) on this rank."""
         self._samples = samples
         self._applied = False
+        self._graph = tf.compat.v1.get_default_graph()
         self._operations_then = None
         if self.overlap == "step":
             # Only where there is a batch: the call that finds the data at its end runs what needs no data,
@@ -121,7 +123,8 @@ class OverlappedOptimizer:
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Stand in for `optimizer.apply`: reduce, and update as the overlap says."""
-        variables = self.reducer.variables if trainable_variables is None else list(trainable_variables)
+        known = self.optimizer._trainable_variables
+        variables = list(known if trainable_variables is None else trainable_variables)
         gradients = self._in_plan_order(grads, variables)
         samples = tf.constant(1.0, tf.float64) if self._samples is None else self._samples
         if self._applied and self.defers:
@@ -129,23 +132,27 @@ class OverlappedOptimizer:
                 f"overlap={self.overlap!r} wants one call of the optimizer in train_step; with several, use "
                 'overlap="backward". Received: a second call in one step'
             )
+        in_graph = self.overlap == "step" and not tf.executing_eagerly()
+        if in_graph and tf.compat.v1.get_default_graph() is not self._graph:
+            # What the step does later is out of sight.
+            self.used_early = ["weights, for all one can tell from outside its tf.function or branch,"]
+            raise HvpipeError("the update is in a graph of its own")
         self._applied = True
         steps = self.optimizer.gradient_accumulation_steps
         if steps:
             self._accumulate(gradients, samples, int(steps))
         else:
             self._reduce_and_update(gradients, self.reducer.announce(samples))
-        if self.overlap == "step" and not tf.executing_eagerly():
-            self._operations_then = len(tf.compat.v1.get_default_graph().get_operations())
+        if in_graph:
+            self._operations_then = len(self._graph.get_operations())
 
     def end(self) -> None:
         """End of a step's graph: in "step", refuse one that touches variables after `apply`."""
         if self._operations_then is None:
             return
-        graph = tf.compat.v1.get_default_graph()
-        later = graph.get_operations()[self._operations_then :]
+        later = self._graph.get_operations()[self._operations_then :]
         taken = {id(tensor) for operation in later for tensor in operation.inputs}
-        touched = {id(outside) for outside, inside in graph.captures if id(inside) in taken}
+        touched = {id(outside) for outside, inside in self._graph.captures if id(inside) in taken}
         rate = getattr(self.optimizer, "_learning_rate", None)  # no update changes it
         watched = [*self.reducer.variables, *(v for v in self.optimizer.variables if v is not rate)]
         self.used_early = [name_of(v) for v in watched if id(native(v).handle) in touched]

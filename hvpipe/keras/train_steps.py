@@ -95,20 +95,9 @@ class TrainSteps:
                 iterator = list(itertools.islice(iterator, self.model.steps_per_execution))
             if not self.ready:
                 self._prepare(batch_of(iterator))
-            waited, self._pending = self._pending, False  # this call finishes what waits
-            try:
-                logs = self._call(holder[0], iterator)
-            except (StopIteration, tf.errors.OutOfRangeError):
-                self._pending = waited  # or not: the data had come to its end
-                raise
-            except Exception as error:
-                if not self._plan_anew():
-                    self.session.engine.fail_if_announced(f"{type(error).__name__}: {error}")
-                    raise
-                self._methods.own("make_train_function")(force=True)
-                holder[0] = self.model.train_function
-                self.model.train_function = train_function
-                logs = self._call(holder[0], iterator)
+            logs = None
+            while logs is None:
+                logs = self._call_or_make_anew(holder, iterator)
             self._pending = True
             self._steps_seen += 1
             if self._steps_seen == 1:
@@ -116,6 +105,24 @@ class TrainSteps:
             return logs
 
         return train_function
+
+    def _call_or_make_anew(self, holder: list[Callable[..., Any]], iterator: Any) -> Any:
+        """The logs of a call; None if the train function was made again instead."""
+        waited, self._pending = self._pending, False  # the call finishes what waits
+        try:
+            return self._call(holder[0], iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            self._pending = waited  # or not: the data had come to its end
+            raise
+        except Exception as error:
+            self._pending = waited
+            if not self._plan_anew():
+                self.session.engine.fail_if_announced(f"{type(error).__name__}: {error}")
+                raise
+        installed = self.model.train_function
+        self._methods.own("make_train_function")(force=True)
+        holder[0], self.model.train_function = self.model.train_function, installed
+        return None
 
     def _plan_anew(self) -> bool:
         """After a failed call: whether that was in tracing, and the optimizer is hooked now as it must be."""

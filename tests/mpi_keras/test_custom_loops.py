@@ -248,3 +248,22 @@ def test_wrong_arguments() -> None:
         hk.DistributedOptimizer("sgd")
     with pytest.raises(HvpipeError, match="compression"):
         hk.DistributedGradientTape(tf.GradientTape(), compression="int8")
+
+
+def test_loss_scaling_around_a_distributed_optimizer_is_refused() -> None:
+    """Each rank would skip the updates, and so the reductions, of its own overflows."""
+    if hvpipe.size() == 1:
+        pytest.skip("one rank reduces nothing")
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = compiled(mlp, hk.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        with pytest.raises(HvpipeError, match=r"should be inside.*Received: DistributedOptimizer of SGD"):
+            model.fit(my_batches(1), verbose=0)
+        inside = hk.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)))
+        model = compiled(mlp, inside, jit_compile=False)
+        model.fit(my_batches(2), verbose=0)
+        assert_same_on_all_ranks(model.get_weights()[0])
+    finally:
+        keras.config.set_dtype_policy(policy)

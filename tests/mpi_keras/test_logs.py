@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from mpi_keras.training import (
+    CLASSES,
     all_batches,
     assert_same_on_all_ranks,
     compiled,
@@ -70,6 +71,22 @@ def test_train_on_batch_of_ranks_that_change_their_size() -> None:
     found = model.train_on_batch(x, y, return_dict=True)
     assert found == pytest.approx(expected(), rel=1e-5)
     assert model.train_on_batch(x, y) == pytest.approx([expected()["loss"], expected()["accuracy"]], rel=1e-5)
+
+
+def test_metrics_with_a_value_for_each_class() -> None:
+    """Each is a mean over ranks by samples."""
+    rank, size = hvpipe.rank(), hvpipe.size()
+    model = compiled(mlp, loss="categorical_crossentropy", metrics=[keras.metrics.F1Score()])
+    x, y = own_samples()
+    y = keras.utils.to_categorical(y, CLASSES)
+    own = model.evaluate(x, y, verbose=0, return_dict=True)["f1_score"]
+    found = parallel(model).evaluate(x, y, verbose=0, return_dict=True)["f1_score"]
+    everyone = np.array(hvpipe.allgather_object(own))
+    np.testing.assert_allclose(found, np.average(everyone, 0, weights=[5 + 3 * r for r in range(size)]))
+    assert found.shape == (CLASSES,)
+    assert len(everyone) == size > rank
+    history = fit(model, x, y=y, batch_size=len(x), epochs=2)
+    assert_same_on_all_ranks(history["f1_score"])
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from mpi_keras.training import (
 import hvpipe
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError
+from hvpipe.session import current
 
 STEPS = 6
 
@@ -69,7 +70,22 @@ class Teaching(OwnStep):
             mean.assign(0.9 * mean + 0.1 * variable.value)
 
 
-@pytest.mark.parametrize("kind", [OwnStep, Clipping, Teaching])
+class CompiledClipping(Clipping):
+    """As many write it: Keras would compile it anyway."""
+
+    @tf.function
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+class ForgetsVariables(OwnStep):
+    """Relies on the optimizer to know them; one has no gradient."""
+
+    def update(self, gradients: Any) -> None:
+        self.optimizer.apply([None, *gradients[1:]])
+
+
+@pytest.mark.parametrize("kind", [OwnStep, ForgetsVariables, Clipping, CompiledClipping, Teaching])
 def test_what_follows_the_update_sees_its_weights(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     def trained(overlap: str) -> dict[str, np.ndarray]:
         model = parallel(compiled(kind), overlap)
@@ -82,7 +98,15 @@ def test_what_follows_the_update_sees_its_weights(kind: Any, caplog: pytest.LogC
     with caplog.at_level(logging.WARNING):
         assert_same_bits(trained("step"), found)
     warned = "after the optimizer's update" in caplog.text
-    assert warned == (kind is not OwnStep and hvpipe.rank() == 0)
+    assert warned == (kind not in (OwnStep, ForgetsVariables) and hvpipe.rank() == 0)
+
+
+def test_steps_are_timed_where_a_variable_has_no_gradient() -> None:
+    model = parallel(compiled(ForgetsVariables))
+    timed = current().step_durations_s
+    before = len(timed)
+    fit(model, my_batches(STEPS), epochs=2)
+    assert len(timed) == before + 2 * STEPS
 
 
 def test_an_optimizer_that_is_not_the_compiled_one() -> None:

@@ -81,6 +81,17 @@ def test_start_is_that_of_rank_0() -> None:
             np.testing.assert_array_equal(variable.numpy(), array)
 
 
+def test_frozen_weights_are_no_statistics() -> None:
+    """They may be large, and are equal on all ranks anyway."""
+    model = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(3), layers.BatchNormalization(), layers.Dense(1)]
+    )
+    model.layers[0].trainable = model.layers[1].trainable = False
+    model.compile("sgd", "mse")
+    data_parallel = hk.data_parallel(model)._hvpipe
+    assert [v.name for v in data_parallel._statistics()] == ["moving_mean", "moving_variance"]
+
+
 def test_statistics_are_means_over_all_samples() -> None:
     """Moving averages of BatchNormalization come from each rank's own data; all ranks end with the mean."""
     size, rank = hvpipe.size(), hvpipe.rank()
