@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.masking import set_keras_mask
 
+from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras.loss_entries import BatchEntries, masked_losses
 from hvpipe.keras.mail import Mail
 from hvpipe.keras.pipeline_layout import Layout
@@ -47,7 +49,9 @@ class Machine:
         self._structure = structure
         self.signature = list(signature)
         self._rank = session.world.rank
-        with_loss = structure is not None and owner._compile_loss is not None
+        self._targets_in_words = _in_words(structure, self.signature)
+        self._has_y = structure is not None and structure[0] is not None
+        with_loss = self._has_y and owner._compile_loss is not None
         self.functions = {
             stage: StageFunctions(
                 layout.stages, stage, self.signature, self._loss if with_loss else None, recompute
@@ -124,14 +128,30 @@ class Machine:
         in_order = [everyone[i] for i in sorted(everyone)]
         return [np.concatenate(of_output) for of_output in zip(*in_order, strict=True)]
 
-    def _agree(self, what: str, batch: Batch) -> None:
-        self._session.engine.agree(
-            f"{what} step of {self._layout.stages.graph.name} on a batch of {batch.samples}"
+    def _agree(self, what: str, batch: Batch, number: float = 0.0) -> list[float]:
+        return self._session.engine.agree(
+            f"{what} step of {self._layout.stages.graph.name} on a batch of {batch.samples}", number
         )
 
     def _begin(self, what: str, batch: Batch) -> None:
-        """Of a step with a loss: what its parts need of the whole batch."""
-        self._agree(what, batch)
+        """Of a step with targets: see that all ranks' look alike, and tell its parts what they need of all.
+
+        A rank reads the targets that another one sends as those of its own batch. Raises MismatchError
+        where they differ; HvpipeError for a loss without targets.
+        """
+        mine = float(zlib.crc32(self._targets_in_words.encode()))
+        if any(theirs != mine for theirs in self._agree(what, batch, mine)):
+            said = self._session.engine.allgather_object(self._targets_in_words)
+            other = next(rank for rank, theirs in enumerate(said) if theirs != said[0])
+            raise MismatchError(
+                f"A {what} step of {self._owner.name} wants targets and sample weights of the same structure "
+                f"and dtypes on all ranks. Received: {said[0]} on rank 0 and {said[other]} on rank {other}"
+            )
+        if self._owner._compile_loss is not None and not self._has_y:
+            raise HvpipeError(
+                f"{self._owner.name} is compiled with a loss, so it wants targets. "
+                "Received: a batch without any"
+            )
         if self._entries is not None:
             self._entries.tell(batch.inputs, batch.targets)
 
@@ -189,6 +209,16 @@ def flat_targets(structure: Any) -> list[Any]:
 def _paths(structure: Any) -> list[Any]:
     """Where in (y, sample_weight) which target is, the flat order of which says nothing by itself."""
     return [path for path, leaf in keras.tree.flatten_with_path(structure) if leaf is not None]
+
+
+def _in_words(structure: Any, signature: Sequence[Any]) -> str:
+    """The structure, dtypes and axes of (y, sample_weight), in words that differ where these do."""
+    named = [
+        f"{'/'.join([('y', 'sample_weight')[int(path[0])], *map(str, path[1:])])} of {spec.dtype.name} "
+        f"with {spec.shape.rank} {'axis' if spec.shape.rank == 1 else 'axes'}"
+        for path, spec in zip(_paths(structure), signature, strict=True)
+    ]
+    return ", ".join(named) or "no targets"
 
 
 def signature_of(targets: Sequence[Any]) -> list[Any]:

@@ -242,10 +242,6 @@ class PipelineParallel(PipelineFiles, keras.Model):
                     raise
                 break
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            if y is None and self._compile_loss is not None:
-                raise HvpipeError(
-                    f"{self.name} is compiled with a loss, so it wants targets. Received: a batch without any"
-                )
             inputs = self._inputs(x)
             batch = Batch(inputs, flat_targets((y, sample_weight)), int(inputs[0].shape[0]))
             self._parts.samples.assign(batch.samples)

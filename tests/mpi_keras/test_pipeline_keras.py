@@ -13,7 +13,7 @@ from mpi_keras.pipelines import batches, compile_as_all, mlp, sgd
 
 import hvpipe
 import hvpipe.keras as hk
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras.pipeline_machine import Machine
 
 
@@ -166,6 +166,44 @@ def test_inputs_of_another_shape_are_refused_as_keras_does() -> None:
     pipe = compile_as_all(hk.pipeline_parallel(small))
     with pytest.raises(ValueError, match=r"expected shape=\(None, 12\), found shape=\(8, 5\)"):
         pipe.fit(x[:, :5], y, batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("differs", "says"),
+    [
+        ({"y": np.zeros(16, np.float32)}, "y of float32 with 1 axis"),
+        ({"y": np.zeros((16, 1), np.int32)}, "y of int32 with 2 axes"),
+        (
+            {"class_weight": {0: 2.0}},
+            "y of int32 with 1 axis, sample_weight of float32 with 1 axis",
+        ),
+        ({"y": {"label": np.zeros(16, np.int32)}}, "y/label of int32 with 1 axis"),
+        ({"y": None}, "no targets"),
+    ],
+)
+def test_targets_that_look_otherwise_on_one_rank_are_told(differs: dict[str, Any], says: str) -> None:
+    """It would read what the first stage's rank sends as what its own batch holds."""
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 16)
+    last = hvpipe.size() - 1
+    given = {"y": y.astype(np.int32), **(differs if hvpipe.rank() == last else {})}
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    both = f"Received: y of int32 with 1 axis on rank 0 and {says} on rank {last}"
+    with pytest.raises(MismatchError, match=f"training step .* {both}"):
+        pipe.fit(x, batch_size=8, verbose=0, **given)
+    # The ranks are still in step.
+    assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
+
+
+def test_targets_of_another_dtype_on_one_rank_are_told_in_evaluation() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 16)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    dtype = np.int32 if hvpipe.rank() == 0 else np.int64
+    with pytest.raises(MismatchError, match=r"evaluation step .* y of int32 .* on rank 0 and y of int64"):
+        pipe.evaluate(x, y.astype(dtype), batch_size=8, verbose=0)
 
 
 class OwnStep(keras.Model):
