@@ -82,18 +82,24 @@ class Machine:
             for own, other in pairs
         ]
 
-    def train(self, batch: Batch) -> Outcome:
-        """One training step, weights updated; collective."""
+    def train(self, batch: Batch, *, first: bool) -> Outcome:
+        """One training step, weights updated; collective.
+
+        `first`: of this model as it is compiled, on any machine. Raises HvpipeError then where no stage has
+        a loss.
+        """
         begun_s = time.perf_counter()
         with self._session.engine.recorded("step", "training step"):
-            outcome = self._train(batch)
+            outcome = self._train(batch, first)
         self._sharing.note_apart()
         self._session.step_durations_s.append(time.perf_counter() - begun_s)
         self._trained.samples += outcome.samples
         return outcome
 
-    def _train(self, batch: Batch) -> Outcome:
+    def _train(self, batch: Batch, first: bool) -> Outcome:
         self._begin("training", batch)
+        if first:
+            self._check_loss()
         if self._update is None:
             self._update = PipelineUpdate(self._session, self._owner.optimizer, self.functions, self._sharing)
         update = self._update
@@ -154,6 +160,14 @@ class Machine:
             )
         if self._entries is not None:
             self._entries.tell(batch.inputs, batch.targets)
+
+    def _check_loss(self) -> None:
+        mine = sum(stage.trains_by_a_loss for stage in self.functions.values())
+        if not any(self._session.engine.agree("whether any stage has a loss", float(mine))):
+            raise HvpipeError(
+                f"Training {self._owner.name} takes a loss: pass one to compile(loss=...), or let a layer "
+                "have one (add_loss, a regularizer). Received: loss=None, and no layer with a loss"
+            )
 
     def _batch_entries(self) -> BatchEntries | None:
         graph, loss = self._layout.stages.graph, self._owner._compile_loss

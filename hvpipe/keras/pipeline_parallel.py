@@ -246,7 +246,11 @@ class PipelineParallel(PipelineFiles, keras.Model):
             batch = Batch(inputs, flat_targets((y, sample_weight)), int(inputs[0].shape[0]))
             self._parts.samples.assign(batch.samples)
             machine = self._machine((y, sample_weight), batch.targets)
-            outcome = machine.train(batch) if training else machine.evaluate(batch)
+            if training:
+                outcome = machine.train(batch, first=not self._parts.trains)
+                self._parts.trains = True
+            else:
+                outcome = machine.evaluate(batch)
             logs = self._parts.logs.add(outcome, batch.samples, self._metric_results)
         return logs
 
@@ -327,6 +331,7 @@ class _Parts:
     def reset(self) -> None:
         """What depends on how the model is compiled is made again."""
         self.machines: list[Machine] = []
+        self.trains = False
         self.logs.forget()
 
 

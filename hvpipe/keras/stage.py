@@ -175,6 +175,7 @@ class StageFunctions:
             if self._last and graph.tensors[number].mask_shape is not None
         ]
         self._recompute = recompute
+        self._adds_loss = False  # told by tracing
 
     @cached_property
     def training(self) -> Halves:
@@ -190,6 +191,12 @@ class StageFunctions:
             only_out=self.outputs_of_model + len(self.masked),
             recompute=self._recompute,
         )
+
+    @property
+    def trains_by_a_loss(self) -> bool:
+        """Whether any loss comes of the forward in training; `has_loss` is true already where one may."""
+        _ = self.training
+        return self._adds_loss
 
     @cached_property
     def evaluation(self) -> Any:
@@ -238,6 +245,7 @@ class StageFunctions:
         losses.extend(v.regularizer(v) for v in self._regularized)
         if self._loss is not None:
             losses.insert(0, self._loss(results, targets))
+        self._adds_loss |= training and bool(losses)
         if self.has_loss:
             found.append(tf.add_n([tf.cast(loss, tf.float32) for loss in losses] or [tf.constant(0.0)]))
         return [*found, *results, *(get_keras_mask(results[place]) for place in self.masked)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import keras
@@ -71,6 +72,52 @@ def test_targets_are_needed_for_a_loss() -> None:
     pipe.compile(sgd(), "mse")
     with pytest.raises(HvpipeError, match="compiled with a loss, so it wants targets"):
         pipe.fit(x, batch_size=8, verbose=0)
+
+
+class Penalty(layers.Layer):
+    """Passes its input on; adds a loss in training if `weight` is not 0."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training and self.weight:
+            self.add_loss(self.weight * keras.ops.mean(x**2))
+        return x
+
+
+def with_penalty(weight: float, **options: Any) -> keras.Model:
+    dense = [layers.Dense(4, activation="tanh", **options) for _ in range(3)]
+    return keras.Sequential([keras.Input((12,)), dense[0], Penalty(weight), *dense[1:], layers.Dense(1)])
+
+
+def test_training_without_any_loss_is_refused() -> None:
+    """Nothing would move, and nobody would say so. A layer of one's own may have a loss, and has none."""
+    x, _ = batches(mlp, 8)
+    for build in (one_output, functools.partial(with_penalty, 0.0)):
+        pipe = hk.pipeline_parallel(build)
+        pipe.compile(sgd(), metrics=["mae"])
+        with pytest.raises(HvpipeError, match=r"compile\(loss=\.\.\.\).* Received: loss=None, and no layer"):
+            pipe.fit(x, x[:, :1], batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        functools.partial(with_penalty, 0.5),
+        functools.partial(with_penalty, 0.0, activity_regularizer="l2"),
+        functools.partial(with_penalty, 0.0, kernel_regularizer="l2"),
+    ],
+)
+def test_a_loss_of_the_layers_is_enough(build: Any) -> None:
+    x, _ = batches(mlp, 16)
+
+    def fit(model: Any) -> Any:
+        history = model.fit(x, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        return {**history, "outputs": model.predict(x, verbose=0)}
+
+    check_equal(told(build, fit))
 
 
 def test_a_metric_may_have_a_value_for_each_class() -> None:
