@@ -101,7 +101,13 @@ class Machine:
         if first:
             self._check_loss()
         if self._update is None:
-            self._update = PipelineUpdate(self._session, self._owner.optimizer, self.functions, self._sharing)
+            self._update = PipelineUpdate(
+                self._session,
+                self._owner.optimizer,
+                self._owner.trainable_variables,
+                self.functions,
+                self._sharing,
+            )
         update = self._update
         update.begin()
         course = self._layout.course(batch.samples, self._rank, True)

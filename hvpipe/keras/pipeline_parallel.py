@@ -100,6 +100,17 @@ def _check_steps(model: Any) -> None:
         )
 
 
+def _check_optimizer(optimizer: Any) -> None:
+    """Those inside a MultiOptimizer would each clip, scale and count apart from the other ranks'."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    several = getattr(keras.optimizers, "MultiOptimizer", ())
+    if isinstance(inner, several):
+        raise HvpipeError(
+            "A pipeline wants one optimizer for all layers. "
+            f"Received: optimizer={type(inner).__name__}, which has one for each group of them"
+        )
+
+
 def _check_sizes(graph: LayerGraph) -> None:
     """Micro-batches are smaller than the batch, and differ in size."""
     fixed = [
@@ -172,9 +183,13 @@ class PipelineParallel(PipelineFiles, keras.Model):
         pass
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As keras.Model.compile; XLA is off, as sends and receives lie between the stages' functions."""
+        """As keras.Model.compile; XLA is off, as sends and receives lie between the stages' functions.
+
+        Raises HvpipeError for a MultiOptimizer, and for a loss that parts of a batch cannot have.
+        """
         kwargs["jit_compile"] = False
         super().compile(*args, **kwargs)
+        _check_optimizer(self.optimizer)
         if self._compile_loss is not None:
             self._compile_loss = LossOfParts(self._compile_loss, self._parts.samples)
         compiled = self._compile_metrics

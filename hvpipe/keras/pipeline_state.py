@@ -144,7 +144,7 @@ def _slots_of(optimizer: Any, trainable: Sequence[Any], numbers: Mapping[int, in
     if not optimizer.built:
         optimizer.build(list(trainable))
     found = optimizer_names(optimizer, numbers)
-    # What no gradient reached has no slots yet, but would have in the undivided model.
+    # What was made trainable after that has no slots yet, but would have in the undivided model.
     known = {id(v) for v in optimizer._trainable_variables}
     left = [v for v in trainable if id(v) not in known]
     if left:

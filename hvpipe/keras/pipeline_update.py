@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -28,12 +29,17 @@ class _Bucket:
 
 
 class PipelineUpdate:
-    """Sums, clips and applies the gradients of one rank's stages; who shares a variable adds the same sum."""
+    """Sums, clips and applies the gradients of one rank's stages; who shares a variable adds the same sum.
+
+    `trainable` is what the optimizer is built with where it is not yet: the stages' variables in the order
+    of the model, also those that no gradient reaches, as Keras counts on when it averages weights.
+    """
 
     def __init__(
         self,
         session: Session,
         optimizer: Any,
+        trainable: Sequence[Any],
         functions: Mapping[int, StageFunctions],
         sharing: Sharing,
     ) -> None:
@@ -59,7 +65,7 @@ class PipelineUpdate:
         self._buckets = self._make_buckets(sharing)
         self._done: set[int] = set()
         if not optimizer.built:
-            optimizer.build(self.variables)
+            optimizer.build(list(trainable))
         self._apply = self._make_apply()
 
     def _make_buckets(self, sharing: Sharing) -> list[list[_Bucket]]:
@@ -164,10 +170,12 @@ class PipelineUpdate:
         return not any(self._session.engine.agree("whether all gradients are finite", 0.0 if mine else 1.0))
 
     def _count_step(self, finite: bool) -> None:
-        """Without variables here: the optimizer's count and its scale move as they do on all other ranks."""
-        optimizer = self._optimizer
+        """Without gradients here: what an optimizer has once, and averages of weights, move as elsewhere."""
+        optimizer, inner = self._optimizer, _clipping(self._optimizer)
         if finite:
-            optimizer.iterations.assign_add(1)
+            with _clipped_already(inner):
+                inner._backend_apply_gradients([], [])
+            inner._iterations.assign_add(1)
         if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             return
         grows = finite and int(optimizer.step_counter) == optimizer.dynamic_growth_steps - 1
@@ -194,14 +202,20 @@ class PipelineUpdate:
                     optimizer.loss_scale_factor or 1.0 if clipping is optimizer else optimizer.dynamic_scale
                 )
                 found, _ = tf.clip_by_global_norm(found, limit * scale, use_norm=norm * scale)
-            # Clipped already, over all stages.
-            clipping.global_clipnorm = None
-            try:
+            with _clipped_already(clipping):
                 optimizer.apply(found, self.variables)
-            finally:
-                clipping.global_clipnorm = limit
 
         return tf.function(apply, autograph=False)
+
+
+@contextlib.contextmanager
+def _clipped_already(optimizer: Any) -> Iterator[None]:
+    """Over all stages, so the optimizer is not to clip by the norm of the gradients that are here."""
+    limit, optimizer.global_clipnorm = optimizer.global_clipnorm, None
+    try:
+        yield
+    finally:
+        optimizer.global_clipnorm = limit
 
 
 def _clipping(optimizer: Any) -> Any:

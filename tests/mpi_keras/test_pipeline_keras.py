@@ -98,6 +98,63 @@ def test_the_loss_scale_moves_on_a_rank_without_weights() -> None:
     np.testing.assert_allclose(told[1], told[0], rtol=1e-5)
 
 
+class Idle(keras.layers.Layer):
+    """Has weights of the shape of Dense's after it, which no gradient reaches."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+def with_idle_weights() -> keras.Model:
+    rows = [layer for _ in range(4) for layer in (Idle(), keras.layers.Dense(12, activation="tanh"))]
+    return keras.Sequential([keras.Input((12,)), *rows])
+
+
+def without_weights_at_the_end() -> keras.Model:
+    rest = [keras.layers.Activation("tanh") for _ in range(8)]
+    return keras.Sequential([keras.Input((12,)), keras.layers.Dense(12), *rest])
+
+
+def with_idle_weights_alone_at_the_end() -> keras.Model:
+    return keras.Sequential([keras.Input((12,)), keras.layers.Dense(12), *(Idle() for _ in range(8))])
+
+
+def averaging() -> Any:
+    return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3)
+
+
+def accumulating() -> Any:
+    return keras.optimizers.Nadam(0.01, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize("optimizer", [averaging, accumulating])
+@pytest.mark.parametrize(
+    "build",
+    [without_weights_at_the_end, with_idle_weights, with_idle_weights_alone_at_the_end],
+)
+def test_weights_that_no_gradient_reaches_are_averaged_as_in_keras(build: Any, optimizer: Any) -> None:
+    """Averages replace weights at the end of fit, by their place; every rank counts its steps."""
+    x, y = batches(mlp, 40)
+    told = []
+    for model in pair(build, optimizer):
+        history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+        outputs = model.predict(x, verbose=0).ravel()
+        told.append([*history["loss"], *outputs, int(model.optimizer.iterations)])
+        for layer in model.layers:
+            if isinstance(layer, Idle):
+                np.testing.assert_allclose(layer.kernel, 1, rtol=1e-6)
+    np.testing.assert_allclose(told[1], told[0], rtol=1e-5, atol=1e-6)
+
+
+def test_several_optimizers_are_refused() -> None:
+    several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd()))
+    with pytest.raises(HvpipeError, match=r"one optimizer for all layers.* optimizer=MultiOptimizer"):
+        compile_as_all(hk.pipeline_parallel(small), several)
+
+
 class StopsOnTheLastRank(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch == 1 and hvpipe.rank() == hvpipe.size() - 1:
