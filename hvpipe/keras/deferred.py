@@ -21,17 +21,43 @@ def build_without_memory(session: Session, build_model: Callable[[], Any]) -> An
 
     All ranks draw the seeds that layers take from Python's generator as rank 0 does, so a weight starts
     with the same value on whichever rank it comes to live, the one it has in the undivided model.
-    Raises HvpipeError where the function makes a variable from a value instead of an initializer.
+    Raises HvpipeError where the function makes a variable from a value instead of an initializer, or gives
+    one of the model's a value, which would be lost.
     """
     random.setstate(session.engine.broadcast_object(random.getstate()))
-    return without_memory(build_model)
+    model, assigned = _built(build_model)
+    lost = next((v for v in variables_of([model]) if any(v is other for other in assigned)), None)
+    if lost is not None:
+        raise HvpipeError(
+            "build_model gives its variables values (by load_weights, set_weights, weights=...) before they "
+            "have memory. Load them into the pipeline, by load(file), or pass the model itself instead of "
+            f"the function. Received: a value for {lost.path}"
+        )
+    return model
 
 
 def without_memory(build_model: Callable[[], Any]) -> Any:
-    """What `build_without_memory` gives, on this rank alone, with seeds of its own."""
+    """What `build_without_memory` gives, on this rank alone, with seeds of its own, whatever was assigned."""
+    return _built(build_model)[0]
+
+
+class _Recording(keras.StatelessScope):
+    """Gives variables no memory, and knows which ones were to be given values."""
+
+    def __init__(self) -> None:
+        super().__init__(initialize_variables=False)
+        self.assigned: list[Any] = []
+
+    def add_update(self, update: Any) -> None:
+        self.assigned.append(update[0])
+        super().add_update(update)
+
+
+def _built(build_model: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    """The model, and the variables that the function assigned values to."""
     before = list(global_state.get_global_attribute(_WAITING, []))
     try:
-        with keras.StatelessScope(initialize_variables=False):
+        with _Recording() as scope:
             model = build_model()
     except ValueError as error:
         if "create a variable" not in str(error):
@@ -48,7 +74,7 @@ def without_memory(build_model: Callable[[], Any]) -> Any:
         raise HvpipeError(
             f"build_model should return a Keras model. Received: {type(model).__name__} from it"
         )
-    return model
+    return model, scope.assigned
 
 
 def give_memory(layers: Iterable[Any]) -> None:

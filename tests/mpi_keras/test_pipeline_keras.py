@@ -278,6 +278,42 @@ def test_a_train_step_of_ones_own_is_not_passed_over() -> None:
         hk.pipeline_parallel(with_own_step)
 
 
+def test_weights_that_build_model_loads_are_not_lost_in_silence(tmp_path: Path) -> None:
+    file, whole = tmp_path / "model.weights.h5", small()
+    whole.save_weights(file)
+
+    def by_file() -> keras.Model:
+        model = small()
+        model.load_weights(file)
+        return model
+
+    def by_value() -> keras.Model:
+        model = small()
+        model.layers[1].set_weights([np.ones((8, 8)), np.zeros(8)])
+        return model
+
+    for build, name in ((by_file, r"dense\w*/kernel"), (by_value, r"dense_\w*/kernel")):
+        with pytest.raises(HvpipeError, match=rf"by load\(file\), .* a value for (\w*/)?{name}"):
+            hk.pipeline_parallel(build)
+    pipe = hk.pipeline_parallel(small)
+    pipe.load(file)
+    x, _ = batches(mlp, 8)
+    np.testing.assert_allclose(pipe.predict(x, verbose=0), whole.predict(x, verbose=0), atol=1e-6)
+
+
+def a_model_that_was_called() -> keras.Model:
+    """Nothing of that is lost, nor of a model that goes no further."""
+    other = small()
+    other.set_weights(other.get_weights())
+    model = small()
+    model(np.zeros((2, 12)))
+    return model
+
+
+def test_build_model_may_call_the_model() -> None:
+    hk.pipeline_parallel(a_model_that_was_called)
+
+
 def test_clipping_over_all_stages_goes_without_accumulation() -> None:
     x, y = batches(mlp, 16)
     optimizer = keras.optimizers.SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2)
