@@ -21,10 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
 # Of a tensor of which the backward wants only the size, the size is kept.
 _SIZES = ("Shape", "ShapeN", "Size", "Rank")
 _LOOPS = ("While", "StatelessWhile")
+# Operations on a variable that leave it as it is.
+_READS = ("ReadVariableOp", "VariableShape", "ResourceGather", "ResourceGatherNd", "Identity")
 
 
 @dataclass(frozen=True)
@@ -176,11 +179,8 @@ class _Cut:
         self._given = {placeholder.op for placeholder in given}
         self._whole = graph.as_graph_def()
         self._nodes = {node.name: node for node in self._whole.node}
-        self._written = {
-            op.inputs[0].name
-            for op in graph.get_operations()
-            if op.inputs and op.inputs[0].dtype == tf.resource and op.type != "ReadVariableOp"
-        }
+        self._functions = {f.signature.name: f for f in self._whole.library.function}
+        self._written = {_source_of_handle(t).name for op in graph.get_operations() for t in self._writes(op)}
         self._forward = ancestors([*(y.op for y in outputs), *graph.control_outputs], with_control=True)
         self._forward |= {x.op for x in inputs}
         self._inputs = {x.op for x in inputs}
@@ -236,9 +236,31 @@ class _Cut:
 
     def _is_pure(self, op: Any) -> bool:
         """Running it twice in a step gives the same both times."""
-        if op.type == "ReadVariableOp":
-            return op.inputs[0].name not in self._written
-        return op.type in _LOOPS or op.type == "Placeholder" or not op.op_def.is_stateful
+        if op.type == "ReadVariableOp" or op.type in _LOOPS:
+            handles = {_source_of_handle(t).name for t in op.inputs if t.dtype == tf.resource}
+            return handles.isdisjoint(self._written) and self._only_reads(self._nodes[op.name])
+        return op.type == "Placeholder" or not op.op_def.is_stateful
+
+    def _writes(self, op: Any) -> list[Any]:
+        """The handles of what an operation may change; one with functions inside says what it only reads."""
+        if op.type in _READS:
+            return []
+        said = self._nodes[op.name].attr.get("_read_only_resource_inputs")
+        only_read = () if said is None else said.list.i
+        return [t for i, t in enumerate(op.inputs) if t.dtype == tf.resource and i not in only_read]
+
+    def _only_reads(self, node: Any) -> bool:
+        """Whether a node and the functions inside it draw no random numbers and have no other effects."""
+        inside = [
+            name
+            for attr in node.attr.values()
+            for name in (attr.func.name, *(f.name for f in attr.list.func))
+        ]
+        functions = [self._functions[name] for name in inside if name in self._functions]
+        if functions:
+            return all(self._only_reads(n) for function in functions for n in function.node_def)
+        definition = op_def_registry.get(node.op)
+        return node.op in _READS or (definition is not None and not definition.is_stateful)
 
     def _follows_from_weights(self, op: Any) -> bool:
         if op not in self._cheap:

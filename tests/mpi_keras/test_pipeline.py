@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from mpi_keras.pipelines import MODELS, batches, check_same, compile_as_all, mlp, pipelined, plain, sgd
 
 import hvpipe
@@ -46,6 +47,40 @@ def test_schedules_and_recompute_give_the_same_bits() -> None:
         assert other.history == first.history
         for number, value in first.weights.items():
             np.testing.assert_array_equal(other.weights[number], value, err_msg=f"{options} {number}")
+
+
+class Switched(keras.layers.Layer):
+    """Takes one of two ways, by a weight."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, x: Any) -> Any:
+        return tf.cond(
+            self.kernel[0, 0] > 0,
+            lambda: tf.tanh(x @ self.kernel),
+            lambda: x * tf.nn.sigmoid(x @ self.kernel),
+        )
+
+
+def loops_and_branches() -> keras.Model:
+    layers = keras.layers
+    inputs = keras.Input((4, 3))
+    x = layers.LSTM(4, return_sequences=True)(Switched()(layers.Dense(4)(inputs)))
+    return keras.Model(inputs, layers.Dense(4)(Switched()(layers.GRU(4)(x))))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"recompute": True}, marks=slow),
+        pytest.param({"schedule": "zb-h1"}, marks=slow),
+        {"schedule": "zb-h1", "recompute": True},
+    ],
+)
+def test_loops_and_branches_train_alike(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "loops_and_branches", loops_and_branches)
+    check_same(pipelined("loops_and_branches", **options), plain("loops_and_branches"), WITHIN)
 
 
 def test_replicas_of_stages_train_alike() -> None:

@@ -31,10 +31,100 @@ def tokens() -> keras.Model:
     return keras.Model(inputs, layers.Dense(3)(layers.GRU(4)(x)))
 
 
+class Branches(layers.Layer):
+    """Takes one of two ways, each with a weight, as its input says."""
+
+    def build(self, shape: Any) -> None:
+        self.left, self.right = (self.add_weight(shape=(shape[-1], shape[-1])) for _ in range(2))
+
+    def call(self, x: Any) -> Any:
+        return tf.cond(
+            tf.reduce_mean(x) > 0, lambda: tf.tanh(x @ self.left), lambda: tf.nn.sigmoid(x @ self.right) * x
+        )
+
+
+class Counted(layers.Layer):
+    """Multiplies by a count of its calls, which it raises in a branch, a loop or a function of its own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        y = tf.tanh(x) * self.count.value
+        if self.how == "branch":
+            tf.cond(tf.reduce_max(x) > -100, self._raise, lambda: 0)
+        elif self.how == "loop":
+            tf.while_loop(lambda i: i < 1, lambda i: i + self._raise(), [0])
+        else:
+            tf.function(lambda _: self._raise())(x)
+        return y
+
+    def _raise(self) -> int:
+        self.count.assign_add(1.0)
+        return 1
+
+
+def branches() -> keras.Model:
+    inputs = keras.Input((6,))
+    x = layers.Dense(6)(Branches()(inputs))
+    return keras.Model(inputs, layers.Dense(3)(Branches()(x)))
+
+
+def counts_in_branch() -> keras.Model:
+    return with_counts("branch")
+
+
+def counts_in_loop() -> keras.Model:
+    return with_counts("loop")
+
+
+def counts_in_function() -> keras.Model:
+    return with_counts("function")
+
+
+def with_counts(how: str) -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), layers.Dense(4), Counted(how), layers.Dense(3)])
+
+
+class Forgetful(layers.SimpleRNNCell):
+    """Draws new random numbers in every step of the loop."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__(units)
+        self.forget = layers.Dropout(0.3)
+
+    def call(self, x: Any, states: Any, training: bool = False) -> Any:
+        return super().call(self.forget(x, training=training), states, training=training)
+
+
+def random_steps() -> keras.Model:
+    inputs = keras.Input((5, 6))
+    return keras.Model(inputs, layers.Dense(3)(layers.RNN(Forgetful(4))(inputs)))
+
+
+BUILDS = [
+    convolutions,
+    tokens,
+    branches,
+    counts_in_branch,
+    counts_in_loop,
+    counts_in_function,
+    random_steps,
+]
+
+
 def values(model: keras.Model) -> Any:
     rng = np.random.default_rng(0)
     shape = (6, *model.input_shape[1:])
-    return rng.integers(0, 9, shape) if len(shape) == 2 else rng.normal(size=shape).astype(np.float32)
+    return (
+        rng.integers(0, 9, shape)
+        if model.inputs[0].dtype == "int32"
+        else rng.normal(size=shape).astype(np.float32)
+    )
 
 
 def run(halves: Halves, x: Any, gradient: Any, split: bool) -> tuple[list[Any], list[Any]]:
@@ -54,7 +144,7 @@ def run(halves: Halves, x: Any, gradient: Any, split: bool) -> tuple[list[Any], 
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("build", [convolutions, tokens])
+@pytest.mark.parametrize("build", BUILDS)
 def test_the_same_as_a_tape(build: Callable[[], keras.Model], recompute: bool) -> None:
     model = build()
     x = values(model)
@@ -104,6 +194,21 @@ def test_the_same_as_a_tape(build: Callable[[], keras.Model], recompute: bool) -
         # Moving averages and seeds have moved once for each forward, and not in the backward.
         for v, value in zip(model.variables, end, strict=True):
             np.testing.assert_allclose(v.numpy(), value, atol=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_a_loop_draws_is_not_drawn_again(recompute: bool) -> None:
+    """By an operation without a variable for its state; y = r x, so the gradient is y / x."""
+
+    def times_random(x: Any) -> list[Any]:
+        loop = tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, y * tf.random.uniform([])), (0, x))
+        return [loop[1]]
+
+    halves = split_gradient(
+        times_random, [tf.TensorSpec((None, 3), "float32")], [], wanted=1, recompute=recompute
+    )
+    outputs, kept = halves.forward([tf.ones((2, 3))])
+    np.testing.assert_allclose(halves.backward(kept, [tf.ones((2, 3))], True)[0], outputs[0], rtol=1e-6)
 
 
 def kept_bytes(kept: list[Any]) -> int:
