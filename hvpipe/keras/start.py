@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
+import tensorflow as tf
+from keras.src.backend import compute_output_spec
+
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.layer_graph import functional_of
 from hvpipe.keras.variables import broadcast_variables, check_same_variables
 from hvpipe.session import Session
+
+# Methods in which a model may compare something else than its outputs with its targets.
+_COMPARING = ("train_step", "compute_loss", "compute_metrics")
 
 
 def start_equal(session: Session, model: Any, batch: Any) -> None:
@@ -20,6 +28,7 @@ def start_equal(session: Session, model: Any, batch: Any) -> None:
     _build(model, batch)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+    _build_loss_and_metrics(model, batch)
     check_same_variables(session, model.trainable_variables)
     broadcast_variables([*model.variables, *model.optimizer.variables])
 
@@ -33,3 +42,27 @@ def _build(model: Any, batch: Any) -> None:
         # A model with a train_step but no call(): its layers have been built one by one.
         if not all(layer.built for layer in model._flatten_layers(include_self=False)):
             raise
+
+
+def _build_loss_and_metrics(model: Any, batch: Any) -> None:
+    """Let them make their variables where the model's graph tells its outputs.
+
+    Else they make them inside the step, which TensorFlow then traces twice.
+    """
+    functional = functional_of(model)
+    parts = (model._compile_loss, model._compile_metrics)
+    if functional is None or all(part is None or part.built for part in parts):
+        return
+    if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in _COMPARING):
+        return
+    specs = keras.tree.flatten(batch)
+    if not all(isinstance(s, (tf.Tensor, tf.TensorSpec)) and s.shape.rank is not None for s in specs):
+        return
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(_symbol_of, batch))
+    y_pred = functional._outputs_struct
+    compute_output_spec(model.compute_metrics, x, y, y_pred, sample_weight=sample_weight)
+    compute_output_spec(model._compute_loss, x, y, y_pred, sample_weight=sample_weight, training=False)
+
+
+def _symbol_of(leaf: Any) -> Any:
+    return keras.KerasTensor(leaf.shape, keras.backend.standardize_dtype(leaf.dtype))

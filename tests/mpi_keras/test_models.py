@@ -268,3 +268,28 @@ def test_two_updates_in_one_step_are_refused_in_step() -> None:
         fit(model, my_batches(3))
         assert int(model.optimizer.iterations) == 6
     assert_same_bits(state_of(twice[1]), state_of(twice[0]))
+
+
+class Traced(layers.Layer):
+    """Counts how often it is called to train."""
+
+    calls = 0
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        self.calls += bool(training)
+        return inputs
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_step_with_metrics_is_traced_once(outputs: int) -> None:
+    """Keras would build them in its first step, which is traced again then."""
+    traced = Traced()
+    inputs = keras.Input((FEATURES,))
+    hidden = traced(inputs)
+    built = keras.Model(inputs, [layers.Dense(CLASSES)(hidden) for _ in range(outputs)])
+    built.compile("adam", [loss() for _ in range(outputs)], metrics=[["accuracy"]] * outputs)
+    model = parallel(built)
+    x, y = samples(16, seed=hvpipe.rank())
+    history = fit(model, x, y=[y] * outputs if outputs > 1 else y, batch_size=8)
+    assert sum("accuracy" in name for name in history) == outputs
+    assert traced.calls == (1 if hvpipe.size() > 1 else 2)
