@@ -130,10 +130,14 @@ def accumulating() -> Any:
     return keras.optimizers.Nadam(0.01, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=2)
 
 
-@pytest.mark.parametrize("optimizer", [averaging, accumulating])
 @pytest.mark.parametrize(
-    "build",
-    [without_weights_at_the_end, with_idle_weights, with_idle_weights_alone_at_the_end],
+    ("build", "optimizer"),
+    [
+        (without_weights_at_the_end, accumulating),
+        (with_idle_weights, averaging),
+        (with_idle_weights_alone_at_the_end, accumulating),
+        pytest.param(with_idle_weights_alone_at_the_end, averaging, marks=pytest.mark.slow),
+    ],
 )
 def test_weights_that_no_gradient_reaches_are_averaged_as_in_keras(build: Any, optimizer: Any) -> None:
     """Averages replace weights at the end of fit, by their place; every rank counts its steps."""
