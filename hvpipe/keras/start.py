@@ -49,7 +49,7 @@ def _build_loss_and_metrics(model: Any, batch: Any) -> None:
 
     Else they make them inside the step, which TensorFlow then traces twice.
     """
-    functional = functional_of(model)
+    functional = None if model.run_eagerly else functional_of(model)
     parts = (model._compile_loss, model._compile_metrics)
     if functional is None or all(part is None or part.built for part in parts):
         return

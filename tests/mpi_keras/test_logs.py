@@ -89,6 +89,11 @@ def test_metrics_with_a_value_for_each_class() -> None:
     assert_same_on_all_ranks(history["f1_score"])
 
 
+def test_a_metric_that_runs_eagerly_alone() -> None:
+    model = parallel(compiled(metrics=[lambda y, _: float(y.numpy().max())], run_eagerly=True))
+    assert_same_on_all_ranks(fit(model, my_batches(2)))
+
+
 @pytest.mark.slow
 def test_history_is_that_of_one_rank_with_the_whole_batch() -> None:
     model = parallel(compiled(metrics=["accuracy"]))
