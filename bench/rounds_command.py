@@ -16,12 +16,18 @@ from bench.ranks import warn_if_busy
 from bench.record import PARTS, Case, Round, Task
 from bench.rounds import run_round
 from bench.systems import SYSTEMS
+from bench.termination import ended_by_exception
 from bench.workloads import WORKLOADS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one round and print it; 0 when it has figures, 1 with the reason when not."""
     arguments = _parser().parse_args(argv)
+    with ended_by_exception():
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         alone = arguments.hosts is None and arguments.spec is None
         spec = None if alone else spec_from_arguments(arguments)

@@ -17,6 +17,10 @@ Family = Literal["Open MPI", "MPICH"]
 BINDINGS = ("none", "core", "numa", "socket")
 
 _VERSION_TIMEOUT_S = 30.0
+# Options of mpirun that may place ranks on other machines.
+_NAMING_HOSTS = frozenset(
+    f"{dash}{name}" for dash in ("-", "--") for name in ("host", "hostfile", "machinefile", "hosts", "H", "f")
+)
 _EXPORTED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _EXPORTED_PREFIXES = (
     *("HVPIPE_", "PYTHON", "TF_", "KERAS_", "XLA_", "OMP_", "MKL_", "CUDA_", "NCCL_"),
@@ -81,6 +85,11 @@ class LaunchSpec:
                 f"{self.ranks} ranks want {self.ranks} slots: give the hosts more (--hosts a:2,b:2), or ask "
                 f"for fewer ranks (-np). Received: -np {self.ranks} with {slots} slots in --hosts {listed}"
             )
+        if ":" in self.command:
+            raise LaunchError(
+                "mpirun takes an argument that is a lone colon as the end of its command, so none can be "
+                f"handed to the ranks. Received: {' '.join(self.command)}"
+            )
         if self.bind == "core" and self.on_one_machine and self.ranks > self.cores:
             raise LaunchError(
                 f"--bind core wants a core for each rank. Received: {self.ranks} ranks on {self.cores} cores"
@@ -89,7 +98,7 @@ class LaunchSpec:
     @property
     def on_one_machine(self) -> bool:
         """Whether every rank surely runs on this machine."""
-        return not self.hosts and not self.allocated
+        return not self.hosts and not self.allocated and _NAMING_HOSTS.isdisjoint(self.launcher_args)
 
 
 def mpirun_command(spec: LaunchSpec) -> list[str]:

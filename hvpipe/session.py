@@ -54,8 +54,10 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         from hvpipe.engine import Engine, import_native
 
-        self.settings = settings
         self.world: World = open_world(discover(), settings)
+        if self.world.size > 1:
+            _end_all_on_error(self.world)
+        self.settings = settings = _as_rank_0(settings, self.world)
         self.engine: Engine = Engine(self.world, settings, settings.ranks_per_host)
         self.step_durations_s: list[float] = []
         self.sample_counters: list[SampleCounter] = []
@@ -119,6 +121,9 @@ class Session:
         )
 
 
+# Settings of the trace, the utilization file and the summary.
+_RECORDED = ("trace_path", "utilization_path", "utilization_hz", "summary")
+
 _lock = threading.Lock()
 _session: Session | None = None
 _when_joined: list[Callable[[Session], None]] = []
@@ -145,11 +150,10 @@ def init(*, timeout_s: float | None = None, trace: str | None = None) -> None:
             settings = replace(settings, timeout_s=timeout_s)
         if trace is not None:
             settings = replace(settings, trace_path=trace)
-        _session = Session(settings)
+        session = Session(settings)
         for prepare in _when_joined:
-            prepare(_session)
-        if _session.world.size > 1:
-            _end_all_on_error(_session.world)
+            prepare(session)
+        _session = session
         atexit.register(shutdown)
 
 
@@ -250,6 +254,13 @@ def barrier() -> None:
 def counters() -> dict[str, float]:
     """Traffic of this rank since `init`: bytes_sent, operations, exposed_wait_s, ..."""
     return current().engine.counters()
+
+
+def _as_rank_0(settings: Settings, world: World) -> Settings:
+    """With rank 0's word on what is recorded, which all ranks must do alike: mpirun alone hands no
+    HVPIPE_* to other hosts."""
+    recorded = {name: getattr(settings, name) for name in _RECORDED}
+    return replace(settings, **world.broadcast_object(recorded))
 
 
 def _end_all_on_error(world: World) -> None:

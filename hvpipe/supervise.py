@@ -13,22 +13,25 @@ from types import FrameType
 
 from hvpipe.errors import LaunchError
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Batch systems send these as a warning; they are for the ranks, to which mpirun hands them on.
+_PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float = 5.0) -> int:
     """Run a command until it ends; called from the main thread.
 
-    The first SIGINT, SIGTERM or SIGHUP goes on to the command, which then has `grace_s` to end its ranks;
-    what is left after that, or at a second signal, is killed. Returns the command's exit code, or 128 + n
-    where signal n ended it or was sent to this process.
+    The first SIGINT, SIGTERM, SIGHUP or SIGQUIT goes on to the command, which then has `grace_s` to end its
+    ranks; what is left after that, or at a second signal, is killed, as is what a command that failed
+    leaves. SIGUSR1 and SIGUSR2 go on to it and end nothing here. Returns the command's exit code, or
+    128 + n where signal n ended it or was sent to this process.
     """
     supervisor = _Supervisor(grace_s)
-    before = {number: signal.getsignal(number) for number in _FORWARDED}
+    before = {number: signal.getsignal(number) for number in (*_ENDING, *_PASSED_ON)}
     # Signals ignored so far (nohup, a background job of a script) stay ignored.
     replaced = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
     for number in replaced:
-        signal.signal(number, supervisor.on_signal)
+        signal.signal(number, supervisor.on_signal if number in _ENDING else supervisor.pass_on)
     try:
         return supervisor.run(command, environ)
     finally:
@@ -56,8 +59,9 @@ class _Supervisor:
         code = self._process.wait()
         if self._timer is not None:
             self._timer.cancel()
-        if self._received is not None:
+        if self._received is not None or code != 0:
             kill_session(self._process.pid)
+        if self._received is not None:
             return 128 + self._received
         return code if code >= 0 else 128 - code
 
@@ -71,6 +75,10 @@ class _Supervisor:
             self._forward(number)
         else:
             kill_session(self._process.pid)
+
+    def pass_on(self, number: int, frame: FrameType | None) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
 
     def _forward(self, number: int) -> None:
         assert self._process is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -34,6 +35,8 @@ class InStep:
         mine = told[self._comm.rank]
         if all(other[:3] == mine[:3] and other[2] != "failed" for other in told):
             return report
+        # At once: pytest prints reports at its end, which a failure of hvpipe's may not let it reach.
+        print(f"\n{mine[0]} {mine[2]} ({mine[1]})\n{mine[3]}", file=sys.__stderr__, flush=True)
         report.outcome = "failed"
         report.longrepr = "\n\n".join(
             f"rank {rank}: {when} of {case} {outcome}\n{text}"

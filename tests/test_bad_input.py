@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from distributed import ALONE, Run, environment, expect_fatal, launch, mpirun_command
+from hvpipe.trace import Trace
 
 LIMIT_S = 180.0
 # From the error to the end of all ranks; mpirun itself takes a second or two.
@@ -84,6 +85,34 @@ def test_a_rank_that_raises_while_the_others_wait_in_a_collective(tmp_path: Path
         "if rank == 2:\n    time.sleep(0.5)\n    say_when()\n    {}['absent']\nhvpipe.allreduce(np.ones(9))"
     )
     fails(tmp_path, INIT + script, r"(?s)rank 2 of 3 .*KeyError: 'absent'", size=3)
+
+
+def test_a_rank_that_raises_while_it_joins(tmp_path: Path) -> None:
+    script = """
+import hvpipe.session, os, time
+def prepare(session):
+    if session.world.rank == 1:
+        print(f"failing at {time.time()}", flush=True)
+        raise ValueError("no GPU for this rank")
+hvpipe.session.when_joined(prepare)
+"""
+    result = fails(
+        tmp_path, script + INIT + "hvpipe.barrier()", r"rank 1 of 2 .*\n(.*\n)*ValueError: no GPU for"
+    )
+    assert_soon(result)
+
+
+def test_what_is_recorded_is_rank_0s_word(tmp_path: Path) -> None:
+    """mpirun hands none of HVPIPE_* to other hosts."""
+    script = """
+import os
+if os.environ["OMPI_COMM_WORLD_RANK"] != "0": del os.environ["HVPIPE_TRACE"]
+"""
+    trace = tmp_path / "trace.json"
+    case = write(tmp_path, script + INIT + "assert hvpipe.trace_path()")
+    result = launch(2, [case], limit_s=LIMIT_S, env={"HVPIPE_TRACE": str(trace)})
+    assert result.returncode == 0, result.describe()
+    assert {event.rank for event in Trace.read(trace).events} == {0, 1}
 
 
 def test_a_rank_that_skips_a_step(tmp_path: Path) -> None:

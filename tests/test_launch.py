@@ -139,6 +139,20 @@ def test_a_world_larger_than_its_slots() -> None:
         replace(SPEC, ranks=5, hosts=HOSTS)
 
 
+def test_a_lone_colon_is_refused() -> None:
+    """mpirun would take what follows as another program, or lose it."""
+    with pytest.raises(LaunchError, match=r"a lone colon .* Received: python args.py a : b"):
+        LaunchSpec(OPEN_MPI_5, 2, ("python", "args.py", "a", ":", "b"))
+
+
+@pytest.mark.parametrize("option", ["--host", "-H", "--hostfile", "-machinefile"])
+def test_hosts_named_to_mpirun_itself_are_other_machines(option: str) -> None:
+    spec = LaunchSpec(OPEN_MPI_5, 2, ("python",), export=("HVPIPE_TRACE",), launcher_args=(option, "a,b"))
+    command = " ".join(mpirun_command(spec))
+    assert "-x HVPIPE_TRACE" in command
+    assert thread_settings(spec, {}) == {}
+
+
 def test_no_ranks() -> None:
     with pytest.raises(LaunchError, match="Received: ranks=0"):
         replace(SPEC, ranks=0)

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hvpipe.errors import LaunchError
@@ -64,7 +65,7 @@ def test_a_launcher_that_is_none() -> None:
         supervise(["/nowhere/mpirun"], os.environ)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_reaches_the_launcher_once(number: signal.Signals, tmp_path: Path) -> None:
     program = f"""
 import signal, time
@@ -79,6 +80,19 @@ open("seen", "w").write(str(len(seen)))
     process.send_signal(number)
     assert process.wait(LIMIT_S) == 128 + number
     assert (tmp_path / "seen").read_text() == "1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_warning_is_passed_on_and_ends_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    program = f"""
+import signal, sys, time
+signal.signal({int(number)}, lambda *_: sys.exit(7))
+open("ready", "w").close()
+time.sleep(60)
+"""
+    process = supervised(program, tmp_path)
+    process.send_signal(number)
+    assert process.wait(LIMIT_S) == 7
 
 
 STUBBORN = """
@@ -105,6 +119,16 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(LIMIT_S) == 130
     assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_what_a_launcher_leaves_that_was_killed_is_killed(tmp_path: Path) -> None:
+    process = supervised(STUBBORN, tmp_path, grace_s=600.0)
+    child = int((tmp_path / "pid").read_text())
+    launcher = psutil.Process(child).parent()
+    assert launcher is not None
+    launcher.kill()
+    assert process.wait(LIMIT_S) == 137
+    assert not is_running(child)
 
 
 def test_a_signal_ignored_before_stays_ignored(tmp_path: Path) -> None:
