@@ -10,7 +10,7 @@ from hvpipe.forecast import Forecast
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
-from hvpipe.reduction import Backward, Ring, reduce_beside
+from hvpipe.reduction import Backward, Gradients, Ring, reduce_beside
 from hvpipe.topology import Cluster
 from hvpipe.trace import Event, Trace
 
@@ -59,7 +59,8 @@ def data_parallel(profile: Profile, cluster: Cluster, pipelining: Pipelining) ->
         memory_bytes.append(sum(layer.state_bytes + layer.saved_bytes for layer in local.layers))
     backwards = [Backward(event.start_s, event.end_s) for event in events if event.category == "backward"]
     busy_s = tuple(backward.end_s for backward in backwards)
-    for start_s, end_s, size_bytes in reduce_beside(profile.layers, backwards, Ring.of(cluster, names)):
+    gradients = Gradients(profile.layers, backwards, Ring.of(cluster, names))
+    for _, start_s, end_s, size_bytes in reduce_beside({0: gradients}):
         events.append(Event("reduce", "reduce", 0, "transfer", start_s, end_s, {"bytes": size_bytes}))
     step_s = max(event.end_s for event in events)
     trace = Trace.merge([Trace(tuple(events), {"makespan_s": step_s, "devices": list(names)})])

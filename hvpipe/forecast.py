@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from hvpipe.dataflow import Dataflow
+from hvpipe.dataflow import Dataflow, Message
 from hvpipe.errors import PlanError
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
-from hvpipe.reduction import Backward, Ring, reduce_beside
+from hvpipe.reduction import Backward, Gradients, Ring, reduce_beside
 from hvpipe.schedule import Schedule, make
-from hvpipe.simulate import Contention, Costs, Simulation, StageCost, simulate
+from hvpipe.simulate import Contention, Costs, Simulation, StageCost, Way, links, simulate
 from hvpipe.topology import Cluster
 from hvpipe.trace import Event, Trace
 from hvpipe.verify import peak_stash
@@ -54,16 +54,17 @@ def forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
     """Foretell a step of the plan; PlanError where it is of another model or cluster.
 
     A pipeline is simulated: computing on every device, and beside it the transfers between stages, each skip
-    connection on a way of its own; all that leaves or enters a host shares its link. Then the gradients of a
-    stage's replicas are reduced, beside their last backward. Where stages are no runs of consecutive layers
-    there is no pipeline: the whole batch passes once, as in the native mode.
+    connection on a way of its own; all that leaves or enters a host shares its link. The gradients of each
+    stage's replicas are reduced beside their last backward, and between hosts travel while transfers leave
+    the links free. Where stages are no runs of consecutive layers there is no pipeline: the whole batch
+    passes once, as in the native mode.
     """
     plan.check(profile, cluster)
     if not plan.contiguous:
         return _without_pipelining(plan, profile, cluster)
     schedule = schedule_of(plan)
     costs = costs_of(plan, profile, cluster)
-    foreseen = simulate(schedule, costs, dataflow_of(plan, profile), contention_of(plan, cluster))
+    foreseen = simulate(schedule, costs, dataflow_of(plan, profile), contention_of(plan, profile, cluster))
     reduces = tuple(_reduces(plan, profile, cluster, foreseen, schedule))
     step_s = max([foreseen.makespan_s, *(event.end_s for event in reduces)])
     metadata = {**foreseen.trace.metadata, "devices": list(plan.ranks)}
@@ -94,9 +95,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
 
     A profile does not say which part of a backward is for the weights: schedules that run it apart get half.
     """
-    sizes: dict[tuple[int, int], list[int]] = {}
-    for maker, user, size_bytes in _crossing(plan, profile):
-        sizes.setdefault((maker, user), []).append(size_bytes)
+    sizes = _crossing_bytes(plan, profile)
     costs = []
     for number, (devices, places) in enumerate(plan.placement(profile)):
         layers = [profile.layers[place] for place in places]
@@ -121,14 +120,21 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
     return costs
 
 
-def contention_of(plan: Plan, cluster: Cluster) -> Contention:
-    """Devices of a host share its link, which sends and receives at once; inside, each pair has wires."""
-    hosts = [cluster.host_of(name).name for name in plan.ranks]
+def contention_of(plan: Plan, profile: Profile, cluster: Cluster) -> Contention:
+    """Devices of a host share its link, which sends and receives at once; inside, each pair has wires.
 
-    def keeps_busy(source: int, target: int) -> Sequence[tuple[str, int]]:
-        if hosts[source] == hosts[target]:
-            return ((f"to {target}", source),)
-        return (("out of host", hosts.index(hosts[source])), ("into host", hosts.index(hosts[target])))
+    A message keeps a host's link busy for as long as that alone takes: it may well travel for longer.
+    """
+    sizes = _crossing_bytes(plan, profile)
+
+    def keeps_busy(message: Message, seconds: float) -> Sequence[tuple[Way, float]]:
+        shared = cluster.ports(plan.ranks[message.source], plan.ranks[message.target])
+        if not shared:
+            return links(message, seconds)
+        maker, user = sorted((message.producer.stage, message.consumer.stage))
+        tensors = sizes[maker, user]
+        total_bytes, count = sum(tensors), sum(map(bool, tensors))
+        return tuple((port, min(seconds, link.time_s(total_bytes, count))) for port, link in shared)
 
     return keeps_busy
 
@@ -144,20 +150,29 @@ def _crossing(plan: Plan, profile: Profile) -> Iterator[tuple[int, int, int]]:
             yield home, away, layer.output_bytes
 
 
+def _crossing_bytes(plan: Plan, profile: Profile) -> Mapping[tuple[int, int], Sequence[int]]:
+    """The bytes of the tensors that go from one stage to another, by (maker's stage, user's stage)."""
+    sizes: dict[tuple[int, int], list[int]] = {}
+    for maker, user, size_bytes in _crossing(plan, profile):
+        sizes.setdefault((maker, user), []).append(size_bytes)
+    return sizes
+
+
 def _reduces(
     plan: Plan, profile: Profile, cluster: Cluster, foreseen: Simulation, schedule: Schedule
 ) -> Iterator[Event]:
     """The all-reduces of the stages that have replicas, on their first ranks."""
     last = {event.rank: event for event in foreseen.trace.of("backward") if event.args["kind"] != "I"}
+    gradients = {}
     for number, (devices, places) in enumerate(plan.placement(profile)):
-        if len(devices) == 1:
-            continue
-        ranks = schedule.ranks_of(number)
-        backwards = [Backward(last[rank].start_s, last[rank].end_s) for rank in ranks]
-        layers = [profile.layers[place] for place in places]
-        for start_s, end_s, size_bytes in reduce_beside(layers, backwards, Ring.of(cluster, devices)):
-            args = {"stage": number, "bytes": size_bytes}
-            yield Event(f"reduce stage {number}", "reduce", ranks[0], "transfer", start_s, end_s, args)
+        if len(devices) > 1:
+            backwards = [Backward(last[rank].start_s, last[rank].end_s) for rank in schedule.ranks_of(number)]
+            layers = [profile.layers[place] for place in places]
+            gradients[number] = Gradients(layers, backwards, Ring.of(cluster, devices))
+    for number, start_s, end_s, size_bytes in reduce_beside(gradients, foreseen.taken):
+        name, rank = f"reduce stage {number}", schedule.ranks_of(number)[0]
+        args = {"stage": number, "bytes": size_bytes}
+        yield Event(name, "reduce", rank, "transfer", start_s, end_s, args)
 
 
 def _memory_bytes(plan: Plan, profile: Profile, schedule: Schedule) -> tuple[int, ...]:

@@ -1,39 +1,59 @@
-"""Foretells how long gradients travel around a ring of devices, and how much hides behind backward."""
+"""Foretells how long gradients travel around rings of devices, and how much hides behind backward."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import heapq
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 
 from hvpipe.profile import LayerCost
-from hvpipe.topology import Cluster, Link
+from hvpipe.simulate import Way
+from hvpipe.topology import Cluster, Link, Port
 
 BUCKET_BYTES = 4 << 20
 """The size of a fused buffer: hvpipe's default."""
 
+Span = tuple[float, float]
+"""Start and end in seconds."""
+
 
 @dataclass(frozen=True)
 class Ring:
-    """So many devices in a circle, of whose links the slowest counts."""
+    """So many devices in a circle, of whose links the slowest counts.
+
+    `ports` are the links of hosts that it crosses and shares with others, each with what that carries alone.
+    """
 
     devices: int
     link: Link
+    ports: tuple[tuple[Port, Link], ...] = ()
 
     @staticmethod
     def of(cluster: Cluster, names: Sequence[str]) -> Ring:
         """The ring of these devices, those of a host side by side."""
         hosts = [host.name for host in cluster.hosts]
         around = sorted(names, key=lambda name: hosts.index(cluster.host_of(name).name))
-        links = (
-            cluster.link(one, other) for one, other in zip(around, [*around[1:], around[0]], strict=True)
-        )
-        return Ring(len(names), reduce(Link.joined, links))
+        pairs = list(zip(around, [*around[1:], around[0]], strict=True))
+        slowest = reduce(Link.joined, (cluster.link(one, other) for one, other in pairs))
+        ports = chain.from_iterable(cluster.ports(one, other) for one, other in pairs)
+        return Ring(len(names), slowest, tuple(ports))
 
     def seconds(self, size_bytes: float) -> float:
         """An all-reduce (Patarasuk and Yuan, 2009): 2 (n - 1) messages of an n-th, one after the other."""
+        return self._seconds_over(self.link, size_bytes)
+
+    def busy_s(self, size_bytes: float) -> Iterator[tuple[Port, float]]:
+        """How long an all-reduce keeps each of the ports busy: as long as that alone would take."""
+        for port, link in self.ports:
+            yield port, min(self.seconds(size_bytes), self._seconds_over(link, size_bytes))
+
+    def _seconds_over(self, link: Link, size_bytes: float) -> float:
         rounds = 2 * (self.devices - 1)
-        return self.link.time_s(rounds * size_bytes / self.devices, rounds) if rounds else 0.0
+        return link.time_s(rounds * size_bytes / self.devices, rounds) if rounds else 0.0
 
 
 @dataclass(frozen=True)
@@ -44,23 +64,74 @@ class Backward:
     end_s: float
 
 
-def reduce_beside(
-    layers: Sequence[LayerCost], backwards: Sequence[Backward], ring: Ring
-) -> Iterator[tuple[float, float, int]]:
-    """Start, end and bytes of each bucket's all-reduce, beside the last backward (`overlap="backward"`).
+@dataclass(frozen=True)
+class Gradients:
+    """What the devices of a ring sum: the gradients of these layers, which all of them run."""
 
-    Buckets are filled in the order of the backward. Each is reduced when it is final on all devices and the
-    one before is done: one at a time, while the devices compute on.
+    layers: Sequence[LayerCost]
+    backwards: Sequence[Backward]
+    ring: Ring
+
+    def buckets(self) -> Iterator[tuple[float, int]]:
+        """When each bucket is final on all devices, and its bytes; filled in the order of the backward."""
+        whole_s = sum(layer.backward_s for layer in self.layers)
+        done_s, size_bytes = 0.0, 0
+        for number, layer in enumerate(reversed(self.layers), 1):
+            done_s += layer.backward_s
+            size_bytes += layer.weight_bytes
+            last = number == len(self.layers)
+            if size_bytes >= BUCKET_BYTES or (last and size_bytes):
+                share = 1.0 if last or not whole_s else done_s / whole_s
+                yield max(b.start_s + share * (b.end_s - b.start_s) for b in self.backwards), size_bytes
+                size_bytes = 0
+
+
+def reduce_beside(
+    gradients: Mapping[int, Gradients], taken: Mapping[Way, Sequence[Span]] | None = None
+) -> Iterator[tuple[int, float, float, int]]:
+    """Key, start, end and bytes of each bucket's all-reduce, beside the last backward (`overlap="backward"`).
+
+    Around each ring one bucket goes after the other, when it is final and no other ring is on the links of
+    hosts that it crosses: first come, first served. While transfers have these, as `taken` says, it rests.
     """
-    whole_s = sum(layer.backward_s for layer in layers)
-    done_s, size_bytes, free_s = 0.0, 0, 0.0
-    for number, layer in enumerate(reversed(layers), 1):
-        done_s += layer.backward_s
-        size_bytes += layer.weight_bytes
-        if size_bytes >= BUCKET_BYTES or (number == len(layers) and size_bytes):
-            share = 1.0 if number == len(layers) or not whole_s else done_s / whole_s
-            ready_s = max(b.start_s + share * (b.end_s - b.start_s) for b in backwards)
-            start_s = max(ready_s, free_s)
-            free_s = start_s + ring.seconds(size_bytes)
-            yield start_s, free_s, size_bytes
-            size_bytes = 0
+    buckets = {key: list(one.buckets()) for key, one in gradients.items()}
+    resting = {
+        key: _merged(span for port, _ in one.ring.ports for span in (taken or {}).get(port, ()))
+        for key, one in gradients.items()
+    }
+    free_s: dict[Port, float] = defaultdict(float)
+    queue = [(of_ring[0][0], key, 0) for key, of_ring in buckets.items() if of_ring]
+    heapq.heapify(queue)
+    while queue:
+        ready_s, key, number = heapq.heappop(queue)
+        ring, size_bytes = gradients[key].ring, buckets[key][number][1]
+        start_s = max([ready_s, *(free_s[port] for port, _ in ring.ports)])
+        end_s = _end_s(start_s, ring.seconds(size_bytes), resting[key])
+        for port, busy_s in ring.busy_s(size_bytes):
+            free_s[port] = _end_s(start_s, busy_s, resting[key])
+        yield key, start_s, end_s, size_bytes
+        if number + 1 < len(buckets[key]):
+            heapq.heappush(queue, (max(end_s, buckets[key][number + 1][0]), key, number + 1))
+
+
+def _merged(spans: Iterator[Span]) -> list[Span]:
+    """The spans in order, those that touch as one."""
+    found: list[Span] = []
+    for start_s, end_s in sorted(spans):
+        if found and start_s <= found[-1][1]:
+            found[-1] = found[-1][0], max(end_s, found[-1][1])
+        else:
+            found.append((start_s, end_s))
+    return found
+
+
+def _end_s(start_s: float, seconds: float, resting: Sequence[Span]) -> float:
+    """When something that takes so many seconds is done, if it rests in all of these spans."""
+    end_s = start_s + seconds
+    first = bisect_right(resting, start_s, key=lambda span: span[1])
+    for place in range(first, len(resting)):
+        from_s, to_s = resting[place]
+        if from_s >= end_s:
+            break
+        end_s += to_s - max(from_s, start_s)
+    return end_s

@@ -65,31 +65,36 @@ class StageCost:
 Costs = Sequence[StageCost | Sequence[StageCost]]
 """For each stage what it takes: the same on all its ranks, or what on each of them."""
 
-Contention = Callable[[int, int], Sequence[tuple[str, int]]]
-"""What a transfer from one rank to another keeps busy; what is busy serves one transfer after the other."""
+Way = tuple[str, int | str]
+"""Something that transfers share, by name; it serves one after the other."""
+
+Contention = Callable[[Message, float], Sequence[tuple[Way, float]]]
+"""What a message that travels so many seconds keeps busy, and each for how many of them, from the first."""
 
 
-def links(source: int, target: int) -> Sequence[tuple[str, int]]:
+def links(message: Message, seconds: float) -> Sequence[tuple[Way, float]]:
     """Each pair of ranks has a wire for each direction."""
-    return ((f"to {target}", source),)
+    return (((f"to {message.target}", message.source), seconds),)
 
 
-def ports(source: int, target: int) -> Sequence[tuple[str, int]]:
+def ports(message: Message, seconds: float) -> Sequence[tuple[Way, float]]:
     """Each rank has one port, which sends and receives at the same time: ranks on hosts of their own."""
-    return (("out", source), ("in", target))
+    return ((("out", message.source), seconds), (("in", message.target), seconds))
 
 
 @dataclass(frozen=True)
 class Simulation:
     """One step as foreseen. `trace` has lane "compute", with a wait wherever it is idle, and lane "transfer".
 
-    `busy_s` is the computing of each rank, `peak_stash` the micro-batches that it stashes at most.
+    `busy_s` is the computing of each rank, `peak_stash` the micro-batches that it stashes at most. `taken`
+    is when transfers keep each way busy, start and end, in order.
     """
 
     trace: Trace
     makespan_s: float
     busy_s: tuple[float, ...]
     peak_stash: tuple[int, ...]
+    taken: Mapping[Way, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def utilization(self) -> tuple[float, ...]:
@@ -125,7 +130,8 @@ def simulate(
         math.fsum(cost_at[action.stage, rank].seconds(action.kind) for action in actions)
         for rank, actions in enumerate(schedule.actions)
     )
-    return Simulation(trace, makespan_s, busy_s, tuple(int(peak) for peak in peak_stash(schedule)))
+    peaks = tuple(int(peak) for peak in peak_stash(schedule))
+    return Simulation(trace, makespan_s, busy_s, peaks, run.taken)
 
 
 _CostAt = Mapping[tuple[int, int], StageCost]
@@ -173,7 +179,7 @@ class _Run:
             for need in needed:
                 self.users[need].append(action)
         self.inputs_s: dict[Action, float] = defaultdict(float)  # when the last of them has arrived
-        self.free_s: dict[tuple[str, int], float] = defaultdict(float)
+        self.taken: dict[Way, list[tuple[float, float]]] = defaultdict(list)
         self.spans: list[list[Span]] = [[] for _ in schedule.actions]
         self.running: list[tuple[float, int]] = []  # (end, rank); each rank at most once
         self.transfers: list[Event] = []
@@ -208,10 +214,10 @@ class _Run:
 
     def _transfer(self, message: Message, made_s: float) -> None:
         seconds = self._way_s(message)
-        keeps_busy = self.contention(message.source, message.target) if seconds else ()
-        start_s = max([made_s, *(self.free_s[what] for what in keeps_busy)])
-        for what in keeps_busy:
-            self.free_s[what] = start_s + seconds
+        keeps_busy = self.contention(message, seconds) if seconds else ()
+        start_s = max([made_s, *(self.taken[way][-1][1] for way, _ in keeps_busy if self.taken[way])])
+        for way, busy_s in keeps_busy:
+            self.taken[way].append((start_s, start_s + busy_s))
         self.inputs_s[message.consumer] = max(self.inputs_s[message.consumer], start_s + seconds)
         if seconds:
             name = f"{message.producer} to rank {message.target}"

@@ -15,6 +15,9 @@ from hvpipe.errors import HvpipeError
 
 FORMAT, VERSION = "hvpipe-cluster", 1
 
+Port = tuple[str, str]
+"""One direction of a host's link: ("out of", its name) or ("into", its name)."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -105,6 +108,10 @@ class Cluster:
         return tuple(device for host in self.hosts for device in host.devices)
 
     @cached_property
+    def _device(self) -> dict[str, Device]:
+        return {device.name: device for device in self.devices}
+
+    @cached_property
     def _host_of(self) -> dict[str, Host]:
         return {device.name: host for host in self.hosts for device in host.devices}
 
@@ -113,16 +120,14 @@ class Cluster:
         return {frozenset((one, other)): link for one, other, link in self.measured}
 
     def device(self, name: str) -> Device:
-        for device in self.devices:
-            if device.name == name:
-                return device
-        raise HvpipeError(
-            f"A device should be one of {', '.join(d.name for d in self.devices)}. Received: device={name!r}"
-        )
+        if name not in self._device:
+            raise HvpipeError(
+                f"A device should be one of {', '.join(self._device)}. Received: device={name!r}"
+            )
+        return self._device[name]
 
     def host_of(self, device: str) -> Host:
-        self.device(device)
-        return self._host_of[device]
+        return self._host_of[self.device(device).name]
 
     def link(self, one: str, other: str) -> Link:
         """The link between two devices: as measured, else what their hosts' links make; to itself, free."""
@@ -132,6 +137,30 @@ class Cluster:
             return found
         a, b = self.host_of(one), self.host_of(other)
         return a.inner if a is b else a.link.joined(b.link)
+
+    def ports(self, one: str, other: str) -> tuple[tuple[Port, Link], ...]:
+        """What a message from `one` device to `other` shares with all that leaves or enters their hosts.
+
+        None inside a host. Each with what it carries by itself, the other end being no limit: as its host's
+        link says, or as the fastest measured link to another host does.
+        """
+        source, target = self.host_of(one), self.host_of(other)
+        if source is target:
+            return ()
+        out, into = ("out of", source.name), ("into", target.name)
+        return ((out, self._outward[source.name]), (into, self._outward[target.name]))
+
+    @cached_property
+    def _outward(self) -> dict[str, Link]:
+        found: dict[str, list[Link]] = {host.name: [] for host in self.hosts}
+        for one, other, link in self.measured:
+            if self.host_of(one) is not self.host_of(other):
+                found[self.host_of(one).name].append(link)
+                found[self.host_of(other).name].append(link)
+        return {
+            host.name: max(links, key=lambda link: link.bandwidth_bytes_per_s) if links else host.link
+            for host, links in ((host, found[host.name]) for host in self.hosts)
+        }
 
     @cached_property
     def common_link(self) -> Link | None:

@@ -114,6 +114,44 @@ def test_replicas_reduce_beside_and_behind_their_last_backward() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_two_stages_reduce_over_one_link_after_the_other() -> None:
+    """Each of two stages has a replica on either host, and 25 bytes of gradients: 5 s over 5 bytes/s.
+
+    Each replica has one micro-batch. B of stage 1 ends at 4, that of stage 0 at 6.
+    """
+    hosts = tuple(Host(h, (Device(f"{h}0"), Device(f"{h}1")), Link(0, 5.0)) for h in "xy")
+    profile, cluster = chain(3, 3, weight_bytes=25), Cluster(hosts)
+    placement = [(("x0", "y0"), [0]), (("x1", "y1"), [1])]
+    plan = Plan.of(profile, cluster, placement, Pipelining("1f1b", 2), "hybrid")
+    one = forecast(plan, profile, cluster)
+    assert [(e.args["stage"], e.start_s, e.end_s) for e in one.trace.of("reduce")] == [
+        (1, pytest.approx(4), pytest.approx(9)),
+        (0, pytest.approx(9), pytest.approx(14)),
+    ]
+    assert one.step_s == pytest.approx(14)
+
+
+def test_a_fast_host_serves_two_slow_ones_at_once() -> None:
+    """A tensor of 10 bytes enters a slow host in 1 s; to leave the fast one takes it 0.01 s."""
+    layers = [LayerCost("a", 1, 1, output_bytes=10), LayerCost("b", 1, 1), LayerCost("c", 1, 1)]
+    profile = Profile.of(layers, [("a", "b"), ("a", "c")])
+    hosts = tuple(
+        Host(name, (Device(name),), Link(0, bandwidth))
+        for name, bandwidth in (("fast", 1000.0), ("slow", 10.0), ("also slow", 10.0))
+    )
+    cluster = Cluster(hosts)
+    placement = [(("fast",), [0]), (("slow",), [1]), (("also slow",), [2])]
+    plan = Plan.of(profile, cluster, placement, Pipelining("gpipe", 1), "by hand")
+    one = forecast(plan, profile, cluster)
+    assert [(e.name, e.start_s, e.end_s) for e in one.trace.of("transfer")] == [
+        ("0F0 to rank 1", 1, 2),
+        ("0F0 to rank 2", 1.01, 2.01),
+        ("1B0 to rank 0", 4, 5),
+        ("2B0 to rank 0", pytest.approx(4.01), pytest.approx(5.01)),
+    ]
+    assert one.step_s == pytest.approx(6.01)
+
+
 def test_replicas_of_unequal_speed_get_unequal_shares() -> None:
     profile, cluster = chain(3), equal_cluster(2, speeds=(1.0, 0.5))
     plan = Plan.of(profile, cluster, [(("h0", "h1"), [0])], Pipelining("1f1b", 6), "hybrid")

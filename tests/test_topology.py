@@ -37,6 +37,19 @@ def test_a_measured_link_goes_first() -> None:
     assert cluster.link("g0", "g2") == cluster.link("g2", "g0") == BUS
 
 
+def test_a_message_between_hosts_shares_their_links() -> None:
+    assert TWO_HOSTS.ports("g0", "g1") == ()
+    assert TWO_HOSTS.ports("g1", "g2") == ((("out of", "h0"), FAST), (("into", "h1"), SLOW))
+
+
+def test_a_measured_link_says_what_its_hosts_can_carry() -> None:
+    """The fastest that was measured to another host; a link inside a host says nothing about that."""
+    hosts = (*TWO_HOSTS.hosts, Host("h2", (Device("g3"),), SLOW))
+    slower = Link(1e-3, 2e6)
+    cluster = Cluster(hosts, (("g0", "g1", BUS), ("g2", "g0", slower), ("g3", "g2", Link(1e-3, 3e6))))
+    assert cluster.ports("g1", "g2") == ((("out of", "h0"), slower), (("into", "h1"), Link(1e-3, 3e6)))
+
+
 def test_json_comes_back(tmp_path: Path) -> None:
     cluster = Cluster(TWO_HOSTS.hosts, (("g2", "g0", BUS),))
     cluster.write(tmp_path / "c.json")
