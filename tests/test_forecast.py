@@ -173,6 +173,15 @@ def test_without_pipelining_the_whole_batch_passes_once() -> None:
         schedule_of(plan)
 
 
+def test_without_pipelining_recompute_takes_time_too() -> None:
+    profile, cluster = chain(3, 3, 3), equal_cluster(2)
+    plan = baseline("round_robin", profile, cluster, 2, Pipelining("1f1b", 4, recompute=True))
+    one = forecast(plan, profile, cluster)
+    # 4 x 9 s of computing, and 4 x 3 forwards of 1 s again.
+    assert one.step_s == pytest.approx(36 + 12)
+    assert one.busy_s == pytest.approx((32, 16))
+
+
 def test_a_forecast_for_another_cluster_is_refused() -> None:
     profile, cluster = chain(3, 3), equal_cluster(2)
     plan = partition(profile, cluster, 2)

@@ -98,11 +98,14 @@ def _slowest(cluster: Cluster, one: tuple[str, ...], other: tuple[str, ...]) -> 
     return reduce(Link.joined, (cluster.link(a, b) for a in one for b in other))
 
 
-def one_batch_s(profile: Profile, cluster: Cluster, placement: Placement) -> float:
+def one_batch_s(
+    profile: Profile, cluster: Cluster, placement: Placement, *, recompute: bool = False
+) -> float:
     """The time of one micro-batch without pipelining, forward and backward, as the native mode runs it.
 
     Each device runs its layers one at a time in the order of the profile, as soon as their inputs are there.
-    Transfers are delays that occupy no device. Of several replicas the first runs it.
+    Transfers are delays that occupy no device. Of several replicas the first runs it. With `recompute` a
+    layer's backward takes its forward once more.
     """
     device_of = {place: devices[0] for devices, layers in placement for place in layers}
     speed = {devices[0]: cluster.device(devices[0]).speed for devices, _ in placement}
@@ -126,7 +129,9 @@ def one_batch_s(profile: Profile, cluster: Cluster, placement: Placement) -> flo
             for user in profile.users[place]
         )
         start_s = max(free_s[device], max(arrivals, default=turn_s))
-        backward_s[place] = free_s[device] = start_s + profile.layers[place].backward_s / speed[device]
+        layer = profile.layers[place]
+        again_s = layer.forward_s if recompute else 0.0
+        backward_s[place] = free_s[device] = start_s + (layer.backward_s + again_s) / speed[device]
     return max(backward_s)
 
 

@@ -76,7 +76,7 @@ class Plan:
             method=method,
             pipelining=pipelining,
             contiguous=is_contiguous(placement),
-            one_batch_s=one_batch_s(profile, cluster, placement),
+            one_batch_s=one_batch_s(profile, cluster, placement, recompute=pipelining.recompute),
             model=profile.model,
             profile_fingerprint=profile.fingerprint,
             cluster_fingerprint=cluster.fingerprint,
