@@ -14,6 +14,7 @@ from hvpipe.plan.baselines import BASELINES, baseline
 from hvpipe.plan.exact import exact
 from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.shortage import amount
 from hvpipe.profile import Profile, read_pipedream
 from hvpipe.topology import Cluster
 
@@ -86,6 +87,7 @@ def answer(question: Question, *, with_baselines: bool = True) -> Answer:
     found: tuple[Candidate, ...] = ()
     if question.method != "greedy":
         chosen = _by_method(question)
+        _check_memory(chosen, question)
     else:
         if question.mode == "auto":
             found = tuple(candidates(profile, cluster, pipelining, question.stages))
@@ -143,6 +145,19 @@ def _check(question: Question) -> None:
         raise HvpipeError(
             "A step should have at least as many micro-batches as a pipeline has devices, or some of them "
             f"would only wait. Received: microbatches={how.microbatches}, stages={stages}"
+        )
+
+
+def _check_memory(chosen: Forecast, question: Question) -> None:
+    needed = dict(zip(chosen.plan.ranks, chosen.memory_bytes, strict=True))
+    missing = [
+        f"{name}: {amount(size)} missing of {amount(needed[name])}"
+        for name, size in chosen.shortages(question.cluster).items()
+    ]
+    if missing:
+        raise PlanError(
+            "The memory of every device should hold its stage. "
+            f"Received: method={question.method!r}; {'; '.join(missing)}"
         )
 
 

@@ -36,6 +36,12 @@ def test_equal_layers_are_shared_equally() -> None:
     assert plan.step_s == pytest.approx(12 + 7 * 6)  # 8 micro-batches
 
 
+def test_a_micro_batch_alone_takes_the_forward_again_with_recompute() -> None:
+    plan = partition(chain(3, 3, 3, 3), equal_cluster(2), 2, Pipelining("1f1b", 8, recompute=True))
+    assert plan.one_batch_s == pytest.approx(12 + 4)
+    assert plan.step_s == pytest.approx(16 + 7 * 8)
+
+
 def test_the_faster_device_gets_more_and_the_order_is_found() -> None:
     # a takes 6 s: the fast device (h1) must come first for 3 | 3.
     plan = partition(chain(6, 3), equal_cluster(2, speeds=(1.0, 2.0)), 2)
@@ -196,6 +202,13 @@ def test_a_shortage_that_more_stages_or_devices_would_help() -> None:
         partition(profile, equal_cluster(2, memory_bytes=100))
     with pytest.raises(PlanError, match="No remedy"):
         partition(profile, equal_cluster(2, memory_bytes=99))
+
+
+def test_no_remedy_has_more_devices_than_micro_batches() -> None:
+    profile = chain(1, 1, 1, 1, weight_bytes=50)
+    for devices in (4, 2):
+        with pytest.raises(PlanError, match=r"microbatches=2 .*No remedy tried makes it fit"):
+            partition(profile, equal_cluster(devices, memory_bytes=100), 2, Pipelining("1f1b", 2))
 
 
 @pytest.mark.parametrize(

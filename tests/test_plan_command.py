@@ -13,7 +13,7 @@ import pytest
 from model_graphs import chain
 
 from hvpipe import cli
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import Plan
 from hvpipe.plan_command import METHODS, Answer, Question, answer, read_profile
@@ -124,6 +124,15 @@ def test_a_baseline_without_memory_says_so() -> None:
     assert given.baselines["even"] is None
     assert re.search(r"\neven +lacks memory\n", to_text(given, lambda one: ""))
     assert not given.chosen.shortages(question.cluster)
+
+
+def test_a_baseline_that_was_asked_for_has_to_fit() -> None:
+    """Two layers with 20 bytes of weights and gradients each."""
+    cluster = equal_cluster(2, memory_bytes=25)
+    question = Question(chain(1, 1, 1, 1, weight_bytes=10), cluster, Pipelining("1f1b", 4), 2, method="even")
+    says = r"method='even'; h0: 15 bytes missing of 40 bytes; h1: 15 bytes missing of 40 bytes"
+    with pytest.raises(PlanError, match=says):
+        answer(question, with_baselines=False)
 
 
 def test_the_command_prints_draws_and_writes(

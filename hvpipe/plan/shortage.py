@@ -92,9 +92,10 @@ def _with_more(cluster: Cluster, more_bytes: int) -> Cluster:
 
 
 def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
-    """What makes it fit, each tried out."""
+    """What makes it fit, each tried out, and with no more devices than there are micro-batches."""
     chunks = pipelining.chunks
-    for more in range(stages + chunks, min(len(cluster.devices) * chunks, len(profile.layers)) + 1, chunks):
+    devices = min(len(cluster.devices), len(profile.layers) // chunks, pipelining.microbatches)
+    for more in range(stages + chunks, devices * chunks + 1, chunks):
         if _fits(profile, cluster, more, pipelining):
             yield f"{more} stages"
             break
@@ -120,8 +121,9 @@ def _more_devices(profile: Profile, cluster: Cluster, stages: int, pipelining: P
     roomiest = max(cluster.devices, key=lambda device: device.memory_bytes or 0)
     host = cluster.host_of(roomiest.name)
     for more in range(1, len(cluster.devices) + 9):
-        total = (len(cluster.devices) + more) * pipelining.chunks
-        if total > len(profile.layers):
+        devices = len(cluster.devices) + more
+        total = devices * pipelining.chunks
+        if total > len(profile.layers) or devices > pipelining.microbatches:
             return
         joined = tuple(
             Host(f"+{i}", (replace(roomiest, name=f"+{i}"),), host.link, host.inner) for i in range(more)
