@@ -134,7 +134,7 @@ def _comparison(given: Answer) -> Iterator[str]:
                 shown,
                 str(len(one.plan.stages)),
                 _seconds(one.step_s),
-                f"{one.step_s / given.chosen.step_s:.2f}x",
+                f"{one.step_s / given.chosen.step_s:.2f}x" if given.chosen.step_s else "",
                 _seconds(one.plan.bottleneck_s),
                 f"{one.bubble:.1%}",
                 f"{1 - one.bubble:.1%}",

@@ -58,6 +58,18 @@ def test_costs_are_not_monotone_so_every_end_is_looked_at() -> None:
     assert cut(plan) == ["abc", "d"]
 
 
+def test_layers_that_take_no_time_are_cut_where_least_travels() -> None:
+    """Regression: bisecting between 0 and the transfers' time went on for ever."""
+    sizes = {"a": 1000, "b": 10, "c": 500, "d": 0}
+    layers = [LayerCost(name, 0, 0, output_bytes=size) for name, size in sizes.items()]
+    profile = Profile.of(layers, [("a", "b"), ("b", "c"), ("c", "d")])
+    plan = partition(profile, equal_cluster(2, Link(1.0, 10.0)), 2)
+    assert cut(plan) == ["ab", "cd"]
+    assert plan.bottleneck_s == pytest.approx(2 * (1 + 10 / 10))
+    free = partition(profile, equal_cluster(4), 4)
+    assert (cut(free), free.bottleneck_s) == (["a", "b", "c", "d"], 0)
+
+
 def test_a_skip_is_charged_once_where_made_and_once_for_each_stage_that_uses_it() -> None:
     profile = Profile.of(
         [LayerCost("a", 1, 1, output_bytes=4), LayerCost("b", 1, 1, output_bytes=2), LayerCost("c", 1, 1)],

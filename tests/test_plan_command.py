@@ -99,6 +99,12 @@ def test_every_baseline_is_beside_it() -> None:
     assert re.search(r"\ngreedy +\d .* 1\.00x ", text)
 
 
+def test_a_step_that_takes_no_time_is_compared_with_nothing() -> None:
+    """Regression: the ratio to it was a division by zero."""
+    given = answer(Question(chain(0, 0), equal_cluster(2), Pipelining("1f1b", 4)))
+    assert re.search(r"\ngreedy +\d +0 ms +0 ms", to_text(given, lambda one: ""))
+
+
 def test_another_method_is_compared_with_greedy() -> None:
     given = small(method="exact", stages=2)
     assert given.chosen.plan.method == "exact"

@@ -16,8 +16,8 @@ from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.topology import Cluster
 
-# The bottleneck is found to this precision.
-_TOLERANCE = 5e-4
+# The bottleneck is found to this precision, in at most so many halvings.
+_TOLERANCE, _HALVINGS = 5e-4, 64
 # What filling keeps: first to come near T quickly, then to improve on it; and where the order is fixed.
 _BROADER = (Breadth(sets=4, ends=2), Breadth(sets=8, ends=4), Breadth(sets=48, ends=3))
 _IN_ORDER = Breadth(sets=1, ends=8)
@@ -111,8 +111,11 @@ def _improve(spans: Spans, seats: Seats, cuts: list[Cut], breadth: Breadth) -> l
         if found is None:
             continue
         cuts, low_s, high_s = found, least_s, bottleneck_s(spans, found)
-        while high_s > low_s * (1 + _TOLERANCE):
-            middle_s = math.sqrt(low_s * high_s)
+        for _ in range(_HALVINGS):
+            if high_s <= low_s * (1 + _TOLERANCE):
+                break
+            # Layers may take no time: the geometric mean with 0 would be 0 forever.
+            middle_s = math.sqrt(low_s) * math.sqrt(high_s) or high_s / 2
             found = fill(spans, seats, middle_s, breadth)
             if found is None:
                 low_s = middle_s
