@@ -17,7 +17,7 @@ from itertools import groupby
 
 from bench.metrics import communication_bound_s, geometric_mean, median, relative_spread
 from bench.outcome import Outcome
-from bench.parts import against_alone
+from bench.parts import against_alone, tells_computing
 from bench.record import Case, RankRound, Round, last_words
 from bench.systems import SYSTEMS
 
@@ -234,10 +234,10 @@ def _speedup(mine: CaseFigures, other: CaseFigures) -> float:
 
 
 def _computing_alone(outcome: Outcome) -> dict[str, Round]:
-    """By group, the first good round in which every rank computed alone and told its parts."""
+    """By group, the first good round in which every rank computed alone and told all parts of that."""
     found: dict[str, Round] = {}
     for each in outcome.rounds:
-        if each.ok and each.case.system == ALONE and all(rank.parts_s for rank in each.ranks):
+        if each.ok and each.case.system == ALONE and tells_computing(each):
             found.setdefault(each.case.group, each)
     return found
 

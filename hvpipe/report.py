@@ -7,14 +7,12 @@ from dataclasses import asdict, dataclass, fields
 from statistics import median
 from typing import Any
 
+from hvpipe.computing import computing, length, merged, union, within
 from hvpipe.errors import HvpipeError
-from hvpipe.trace import Event, Trace
+from hvpipe.trace import Trace
 
-COMPUTE = ("forward", "backward", "update")
 COMMUNICATION = ("reduce", "transfer")
-"""Categories of the trace: the first can hide the second."""
-
-Interval = tuple[float, float]
+"""Categories of the trace that computing can hide."""
 
 
 @dataclass(frozen=True)
@@ -149,44 +147,19 @@ def summarise_trace(trace: Trace) -> Summary:
 def hidden_share(trace: Trace) -> float | None:
     """Share of the communication time in which the same rank computed; None where the trace cannot tell.
 
+    Computing that waited for the communication is told apart as far as the trace allows: see `computing`.
+
     compute | ####  ######          hidden = 4 of 7
     reduce  |   ####   ###
     """
     communicated_s = hidden_s = computed_s = 0.0
     for rank in trace.ranks():
         reduce = union(event for category in COMMUNICATION for event in trace.of(category, rank))
-        compute = union(event for category in COMPUTE for event in trace.of(category, rank))
-        communicated_s += _length(reduce)
-        computed_s += _length(compute)
-        hidden_s += _overlap(reduce, compute)
+        compute = merged(interval for intervals in computing(trace, rank).values() for interval in intervals)
+        communicated_s += length(reduce)
+        computed_s += length(compute)
+        hidden_s += length(within(reduce, compute))
     return hidden_s / communicated_s if communicated_s > 0 and computed_s > 0 else None
-
-
-def union(events: Iterable[Event]) -> list[Interval]:
-    """The time that at least one of the events covers, as disjoint intervals in order."""
-    merged: list[Interval] = []
-    for start_s, end_s in sorted((event.start_s, event.end_s) for event in events):
-        if merged and start_s <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end_s))
-        else:
-            merged.append((start_s, end_s))
-    return merged
-
-
-def _overlap(left: Sequence[Interval], right: Sequence[Interval]) -> float:
-    """Length of the intersection of two lists of disjoint, ordered intervals."""
-    total_s, i, j = 0.0, 0, 0
-    while i < len(left) and j < len(right):
-        total_s += max(0.0, min(left[i][1], right[j][1]) - max(left[i][0], right[j][0]))
-        if left[i][1] < right[j][1]:
-            i += 1
-        else:
-            j += 1
-    return total_s
-
-
-def _length(intervals: Sequence[Interval]) -> float:
-    return sum(end_s - start_s for start_s, end_s in intervals)
 
 
 def _hidden_by_counters(counters: Sequence[Mapping[str, float]]) -> float | None:

@@ -52,7 +52,10 @@ def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
 
 
 def _updates(spans: Sequence[Raw], marks: Sequence[tuple[float, str]], rank: int) -> list[Event]:
-    """A bucket's update runs from the end of its unpack, or its reduce, to the mark that says it is done."""
+    """A bucket's update runs from the end of its unpack, or its reduce, to the mark that says it is done.
+
+    Where it also waits for other buckets, or for the next step, that is part of it: see hvpipe.computing.
+    """
     unpacked: dict[str, list[float]] = {}
     for category, name, _, end in spans:
         if category in ("unpack", "reduce"):

@@ -99,6 +99,13 @@ def test_parts_that_a_system_cannot_tell_follow_from_computing_alone() -> None:
     }
 
 
+def test_input_alone_does_not_tell_what_computing_takes() -> None:
+    task = replace(TASK, epochs=3)
+    alone = finished(case("single", task=task), 1.0, parts_s={"input": 0.1})
+    ours = finished(case("hvpipe-step", task=task), 2.5, parts_s={"input": 0.2})
+    assert row("hvpipe-step", all_figures(outcome(alone, ours))).parts_s == {"input": 0.2}
+
+
 def test_both_means_are_formed_as_they_say() -> None:
     # 1.36x is 26.5 % less; 1.5x would be 33 % less.
     assert Comparison("g", "a", "b", 1 / (1 - 0.265), 0.0).reduction == pytest.approx(0.265)

@@ -18,6 +18,7 @@ from bench.record import Case, RankRound, Round, Task
 from bench.rounds import run_round
 from bench.systems import SYSTEMS
 from bench.workloads import check
+from hvpipe.timeline import Raw, events_of_rank
 from hvpipe.trace import Event, Trace
 
 
@@ -138,6 +139,34 @@ def test_parts_count_each_moment_once() -> None:
     )
 
 
+def test_an_update_that_waits_for_all_buckets_hides_nothing() -> None:
+    # Backward ends at 1.1; the second bucket's reduce takes 4 s more, then both are updated.
+    raw: list[Raw] = [
+        ("mark", "step", 0, 0),
+        ("mark", "forward", 0.5, 0.5),
+        ("pack", "a", 1.0, 1.05),
+        ("pack", "b", 1.05, 1.1),
+        ("reduce", "a", 1.1, 1.2),
+        ("reduce", "b", 1.2, 5.2),
+        ("mark", "update a", 5.3, 5.3),
+        ("mark", "update b", 5.4, 5.4),
+    ]
+    found = parts.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, warm_up=0)
+    assert found == pytest.approx(
+        {
+            "forward": 0.5,
+            "backward": 0.6,
+            "update": 0.2,
+            "pack": 0,
+            "straggler": 0,
+            "communication_exposed": 4.1,
+            "overhead": 0,
+            "communication_hidden": 0,
+        },
+        abs=1e-9,
+    )
+
+
 def _measured(system: str, step_s: float, parts_s: dict[str, float]) -> Round:
     rank = RankRound(step_s=[step_s], wall_s=step_s, cpu_share=1, peak_bytes=1, parts_s=parts_s)
     return Round(Case(system, "c", 1, Task("digits", 8)), 0, (rank,))
@@ -153,6 +182,13 @@ def test_parts_of_a_system_that_tells_nothing_come_from_computing_alone() -> Non
         "update": 1.0,
         "communication_exposed": 3.5,
     }
+
+
+def test_one_that_does_not_tell_all_of_computing_is_nothing_to_hold_against() -> None:
+    # Trainings by epochs: `single` times its input alone.
+    alone = _measured("single", 6.0, {"input": 0.5})
+    mine = _measured("hvpipe-step", 10.0, {"input": 0.5})
+    assert parts.against_alone(mine, alone) == mine
 
 
 def test_a_forward_that_waits_for_weights_is_found_out() -> None:

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parent.parent / "hvpipe"
 LAYERS = (
     ("errors", "document", "_build_info", "_engine"),
     ("topology", "profile", "profile_task", "memory", "trace", "sample", "visible_gpus", "live"),
-    ("plan", "fitting", "report", "timeline", "drawing", "chart"),
+    ("plan", "fitting", "computing", "report", "timeline", "drawing", "chart"),
     ("action", "generators", "schedule", "dataflow"),
     ("verify", "simulate", "reduction", "forecast", "data_parallel_forecast", "choice", "comm"),
     ("device_array",),
