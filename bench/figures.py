@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -142,11 +142,22 @@ def tensorflow_versions(outcome: Outcome) -> dict[str, list[str]]:
     return found
 
 
-def compare_in_groups(rows: Iterable[CaseFigures], system: str, baselines: Sequence[str]) -> list[Comparison]:
-    """A system against the fastest of the baselines, in each group with both; not in trainings by epochs."""
+def failed_cases(outcome: Outcome) -> frozenset[str]:
+    """The keys of the cases that failed in any round; they may have figures of other rounds."""
+    return frozenset(each.case.key for each in outcome.rounds if each.error)
+
+
+def compare_in_groups(
+    rows: Iterable[CaseFigures], system: str, baselines: Sequence[str], failed: Collection[str] = ()
+) -> list[Comparison]:
+    """A system against the fastest of the baselines, in each group with both; not in trainings by epochs.
+
+    A group in which one of them is among the `failed` (keys of cases) is left out: the fastest that is left
+    would not be the fastest.
+    """
     found = []
     for group, members in by_group(rows).items():
-        if members[0].case.task.epochs:
+        if members[0].case.task.epochs or any(f"{group}/{name}" in failed for name in (system, *baselines)):
             continue
         mine = next((row for row in members if row.case.system == system), None)
         others = [row for row in members if row.case.system in baselines]
@@ -172,7 +183,13 @@ def means(comparisons: Sequence[Comparison]) -> Means | None:
 
 def limited_by_links(outcome: Outcome, rows: Iterable[CaseFigures]) -> list[CaseFigures]:
     """The rows on clusters whose slowest link has at most 1 Gb/s."""
-    return [row for row in rows if 0 < _rate(outcome, row) <= COMMUNICATION_BOUND_BITS_PER_S]
+    return [row for row in rows if is_limited(outcome, row.case)]
+
+
+def is_limited(outcome: Outcome, case: Case) -> bool:
+    """Whether the slowest link of a case's cluster has at most 1 Gb/s."""
+    rate = outcome.setting.cluster(case.cluster).slowest_bits_per_s or 0.0
+    return 0 < rate <= COMMUNICATION_BOUND_BITS_PER_S
 
 
 def by_group(rows: Iterable[CaseFigures]) -> dict[str, list[CaseFigures]]:
@@ -300,10 +317,6 @@ def _in_groups(rows: list[CaseFigures]) -> list[CaseFigures]:
     """Groups together, systems in the order in which they are named in the suite's first round."""
     order = list(dict.fromkeys(row.case.group for row in rows))
     return sorted(rows, key=lambda row: order.index(row.case.group))
-
-
-def _rate(outcome: Outcome, row: CaseFigures) -> float:
-    return outcome.setting.cluster(row.case.cluster).slowest_bits_per_s or 0.0
 
 
 def _same_but_shares(shared: Case, equal: Case) -> bool:

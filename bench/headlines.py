@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.figures import (
@@ -12,6 +13,8 @@ from bench.figures import (
     Means,
     by_group,
     compare_in_groups,
+    failed_cases,
+    is_limited,
     limited_by_links,
     means,
     shares_gain,
@@ -19,6 +22,7 @@ from bench.figures import (
 )
 from bench.metrics import geometric_mean
 from bench.outcome import Outcome
+from bench.record import Case
 
 OURS = "hvpipe-step"
 _AGAINST = (
@@ -40,15 +44,21 @@ class Headline:
 
 def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
     """The results that there are figures for."""
+    failed = failed_cases(outcome)
     limited = limited_by_links(outcome, rows)
+    where = "on links up to 1 Gb/s" if limited else "on links that are faster or have no set rate"
+    cases = dict.fromkeys(each.case for each in outcome.rounds if not each.skipped)
+    tried = [case for case in cases if not case.task.epochs and (not limited or is_limited(outcome, case))]
     found = []
     for title, baselines in _AGAINST:
-        mean = means(compare_in_groups(limited or rows, OURS, baselines))
+        mean = means(compare_in_groups(limited or rows, OURS, baselines, failed))
+        left_out = [case for case in _compared(tried, baselines) if case.key in failed]
         if mean is not None:
-            where = "on links up to 1 Gb/s" if limited else "on links that are faster or have no set rate"
-            found.append(_against(title, mean, where))
+            found.append(_against(title, mean, where, _failures(left_out)))
+        elif any(case.system == OURS for case in left_out):
+            found.append(Headline(f"{OURS} against {title}", "failed", _failures(left_out)))
     ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
-    ratios = [row.over_bound for row in ours if row.over_bound is not None]
+    ratios = [row.over_bound for row in ours if row.over_bound is not None and row.case.key not in failed]
     if ratios:
         detail = "the larger of computing alone and the links at their set rate; geometric mean of"
         found.append(
@@ -76,13 +86,28 @@ def cautions(outcome: Outcome) -> list[str]:
     return [*outcome.setting.notes, *mixed]
 
 
-def _against(title: str, mean: Means, where: str) -> Headline:
-    slower = f"; slower in {', '.join(mean.slower_in)}" if mean.slower_in else "; slower in none"
+def _compared(tried: Sequence[Case], baselines: Sequence[str]) -> list[Case]:
+    """Ours and the baselines in each group that has both."""
+    ours = {case.group for case in tried if case.system == OURS}
+    both = {case.group for case in tried if case.system in baselines and case.group in ours}
+    return [case for case in tried if case.group in both and case.system in (OURS, *baselines)]
+
+
+def _failures(left_out: Sequence[Case]) -> str:
+    """Where ours failed, and which groups are not counted since a baseline did; empty without failures."""
+    ours = [case.group for case in left_out if case.system == OURS]
+    others = [case.key for case in left_out if case.system != OURS]
+    said = [f"failed in {', '.join(ours)}"] if ours else []
+    return "; ".join([*said, *([f"not counted, since it failed: {', '.join(others)}"] if others else [])])
+
+
+def _against(title: str, mean: Means, where: str, failures: str) -> Headline:
+    slower = f"slower in {', '.join(mean.slower_in)}" if mean.slower_in else "slower in none"
     return Headline(
         f"{OURS} against {title}",
         f"{mean.speedup:.2f}x, {abs(mean.reduction):.0%} {'less' if mean.reduction >= 0 else 'more'} time",
         f"geometric mean of the speedups, arithmetic mean of the reductions, {_cases(mean.groups)} {where}; "
-        f"worst {mean.worst_speedup:.2f}x{slower}",
+        f"worst {mean.worst_speedup:.2f}x; {slower}" + (f"; {failures}" if failures else ""),
     )
 
 

@@ -68,8 +68,8 @@ def _what(row: CaseFigures) -> str:
 
 
 def _cells(members: list[CaseFigures], systems: list[str], without: Mapping[str, str]) -> list[str]:
-    """A step for each system, or `failed` or `skipped` as in `without`, by case."""
-    steps = {row.case.system: row.step_s for row in members}
+    """A step for each system, or `failed` or `skipped` as in `without`, by case; never of one that failed."""
+    steps = {row.case.system: row.step_s for row in members if row.case.key not in without}
     fastest = min((s for system, s in steps.items() if system != ALONE), default=None)
     cells = []
     for system in systems:

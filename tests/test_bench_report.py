@@ -175,6 +175,45 @@ def test_slower_is_more_time_and_links_without_a_rate_are_not_said_to_be_slow() 
     assert "1 case on links that are faster or have no set rate" in head.detail
 
 
+def _two_groups(*failed: Round) -> Outcome:
+    """Ours twice as fast as `tf-mwms`, which `tf-ps` is slower than, in groups of 8 and of 16 samples."""
+    rounds = [
+        finished(case(name, task=replace(TASK, batch=batch)), step_s)
+        for batch in (8, 16)
+        for name, step_s in (("tf-ps", 4.0), ("tf-mwms", 2.0), ("hvpipe-step", 1.0))
+    ]
+    gone = {each.case.key for each in failed if each.number == 0}
+    return outcome(*(each for each in rounds if each.case.key not in gone), *failed)
+
+
+@pytest.mark.parametrize("number", [0, 1])  # the only round, and one after a round with figures
+def test_headlines_say_where_ours_failed(number: int) -> None:
+    found = _two_groups(Round(case("hvpipe-step", task=replace(TASK, batch=16)), number, error="boom"))
+    head = headlines(found, all_figures(found))[0]
+    assert "1 case on links up to 1 Gb/s" in head.detail
+    assert head.detail.endswith("slower in none; failed in resnet50-64/16/2x1gbit-2/weak")
+    assert "| resnet50, 64, 16 a rank, 2x1gbit | 4 s | **2 s** | failed |" in comparison(found)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_best_native_is_not_what_is_left_where_the_better_one_failed(number: int) -> None:
+    found = _two_groups(Round(case("tf-mwms", task=replace(TASK, batch=16)), number, error="boom"))
+    head = headlines(found, all_figures(found))[0]
+    assert head.figure == "2.00x, 50% less time"
+    assert "1 case on" in head.detail
+    assert head.detail.endswith("not counted, since it failed: resnet50-64/16/2x1gbit-2/weak/tf-mwms")
+
+
+def test_headlines_where_ours_failed_everywhere() -> None:
+    failed = [
+        Round(case("hvpipe-step", task=replace(TASK, batch=batch)), 0, error="boom") for batch in (8, 16)
+    ]
+    found = _two_groups(*failed)
+    (head,) = headlines(found, all_figures(found))
+    assert (head.title, head.figure) == ("hvpipe-step against best native TensorFlow", "failed")
+    assert head.detail == "failed in resnet50-64/8/2x1gbit-2/weak, resnet50-64/16/2x1gbit-2/weak"
+
+
 def test_figures_of_different_tensorflows_are_said_to_be() -> None:
     newer = replace(finished(case("horovod"), 1.0), versions="TensorFlow 2.21.0, Keras 3.15")
     found = outcome(finished(case("single"), 1.0), finished(case("tf-mwms"), 1.0), newer)
