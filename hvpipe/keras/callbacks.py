@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
@@ -15,22 +16,31 @@ from hvpipe.session import Session, current
 if TYPE_CHECKING:
     from hvpipe.keras.data_parallel import DataParallel
 
+_NUMBER = re.compile(r"(\d+)")
+
 
 def average_logs(session: Session, logs: MutableMapping[str, Any], samples: float, what: str) -> None:
     """Replace the numbers and arrays in `logs` by their means over ranks, by `samples` here; collective."""
     if session.world.size == 1:
         return
-    values = {name: found for name, value in sorted(logs.items()) if (found := _numbers(value)) is not None}
+    values = {
+        name: found for name in sorted(logs, key=_in_parts) if (found := _numbers(logs[name])) is not None
+    }
     row = np.concatenate([[samples], *(value.ravel() for value in values.values())])[None]
-    session.engine.agree(
-        f"{what} ({', '.join(f'{name}{list(v.shape) or str()}' for name, v in values.items())})"
-    )
+    # Names of layers hold numbers that Keras counts up, which need not be the same on all ranks.
+    told = [f"{_NUMBER.sub('#', name)}{list(v.shape) or ''}" for name, v in values.items()]
+    session.engine.agree(f"{what} ({', '.join(told)})")
     everyone = session.engine.allgather(row)
     weights = everyone[:, 0] / everyone[:, 0].sum() if everyone[:, 0].sum() > 0 else None
     means = np.average(everyone[:, 1:], axis=0, weights=weights)
     for name, value in values.items():
         mean, means = means[: value.size], means[value.size :]
         logs[name] = mean.reshape(value.shape) if value.shape else float(mean[0])
+
+
+def _in_parts(name: str) -> list[str | int]:
+    """A name so that layers 9 and 10 stay in this order."""
+    return [int(part) if part.isdigit() else part for part in _NUMBER.split(name)]
 
 
 def _numbers(value: Any) -> Any:

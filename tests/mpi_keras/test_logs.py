@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from mpi_keras.training import (
     CLASSES,
+    FEATURES,
     all_batches,
     assert_same_on_all_ranks,
     compiled,
@@ -87,6 +88,19 @@ def test_metrics_with_a_value_for_each_class() -> None:
     assert len(everyone) == size > rank
     history = fit(model, x, y=y, batch_size=len(x), epochs=2)
     assert_same_on_all_ranks(history["f1_score"])
+
+
+def test_layers_that_are_numbered_otherwise_on_another_rank() -> None:
+    """As where one rank has made more layers before; 9 comes before 10 on all."""
+    first = 9 + hvpipe.rank()
+    inputs = keras.Input((FEATURES,))
+    outputs = [keras.layers.Dense(CLASSES, name=f"dense_{first + i}")(inputs) for i in range(2)]
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", ["sparse_categorical_crossentropy"] * 2, metrics=[["accuracy"]] * 2)
+    x, y = own_samples()
+    history = fit(parallel(model), x, y=[y, y], batch_size=len(x))
+    numbers = [history[f"dense_{first}_accuracy"], history[f"dense_{first + 1}_loss"]]
+    assert_same_on_all_ranks(np.array(numbers))
 
 
 def test_a_metric_that_runs_eagerly_alone() -> None:
