@@ -43,8 +43,7 @@ class Table:
         """A finite number >= 0, or > `above` where that is given."""
         want = "a number of at least 0" if above is None else f"a number above {above:g}"
         value = self._get(field, want)
-        good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        if not good or (value < 0 if above is None else value <= above):
+        if not _is_finite(value) or (value < 0 if above is None else value <= above):
             self._refuse(field, want, value)
         return float(value)
 
@@ -132,6 +131,8 @@ def read_document(path: str | os.PathLike[str]) -> Table:
         raise HvpipeError(
             f"{source}, line {error.lineno}, column {error.colno}: should be JSON. Received: {error.msg}"
         ) from error
+    except RecursionError as error:
+        raise HvpipeError(f"{source} should be {kind}. Received: brackets nested too deeply") from error
     except ValueError as error:  # TOMLDecodeError, which names the line, and UnicodeDecodeError
         raise HvpipeError(f"{source} should be {kind}. Received: {error}") from error
     return Table(document, str(source))
@@ -154,6 +155,16 @@ def fingerprint(content: object) -> str:
     """16 hex digits of a JSON value, equal for equal content on every machine."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _is_finite(value: object) -> bool:
+    """True for a number that a float can hold."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _short(value: object) -> str:

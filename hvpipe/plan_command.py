@@ -62,7 +62,7 @@ def read_profile(
     many samples the costs of a PipeDream graph (.txt) are of, which it does not say itself: else 1.
     """
     if Path(path).suffix == ".txt":
-        profile = read_pipedream(path, batch_size=graph_batch_size or 1)
+        profile = read_pipedream(path, batch_size=1 if graph_batch_size is None else graph_batch_size)
     elif graph_batch_size is not None:
         raise HvpipeError(
             "--graph-batch-size is for a PipeDream graph (.txt); a profile knows its batch. "
@@ -141,6 +141,8 @@ def _check(question: Question) -> None:
             f"Received: mode={question.mode!r}, method={question.method!r}"
         )
     stages, how = question.stages, question.pipelining
+    if stages is not None and stages < 1:
+        raise HvpipeError(f"stages should be at least 1. Received: stages={stages}")
     if stages is not None and stages > how.microbatches * how.chunks:
         raise HvpipeError(
             "A step should have at least as many micro-batches as a pipeline has devices, or some of them "

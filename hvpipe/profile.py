@@ -261,19 +261,22 @@ def _pipedream_layer(node: re.Match[str], slots_per_weight: float, place: str) -
         output_bytes = int(sum(float(size) for size in node["activation"].strip("[]").split(";")))
         weight_bytes = int(float(node["parameter"]))
         forward_s, backward_s = float(node["forward_ms"]) / 1e3, float(node["backward_ms"]) / 1e3
-    except ValueError as error:
-        raise HvpipeError(f"{place}: times and sizes should be numbers. Received: {error}") from error
+    except (ValueError, OverflowError) as error:
+        raise HvpipeError(f"{place}: times and sizes should be finite numbers. Received: {error}") from error
     if node["kind"].startswith("Input"):
         return LayerCost(node["name"], 0.0, 0.0)
-    return LayerCost(
-        name=node["name"],
-        forward_s=forward_s,
-        backward_s=backward_s,
-        weight_bytes=weight_bytes,
-        slot_bytes=int(slots_per_weight * weight_bytes),
-        output_bytes=output_bytes,
-        saved_bytes=output_bytes,
-    )
+    try:
+        return LayerCost(
+            name=node["name"],
+            forward_s=forward_s,
+            backward_s=backward_s,
+            weight_bytes=weight_bytes,
+            slot_bytes=int(slots_per_weight * weight_bytes),
+            output_bytes=output_bytes,
+            saved_bytes=output_bytes,
+        )
+    except HvpipeError as error:
+        raise HvpipeError(f"{place}: {error}") from error
 
 
 def _layer(row: Table) -> LayerCost:

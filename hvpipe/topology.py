@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -94,8 +95,10 @@ class Cluster:
         names = [device.name for device in self.devices]
         if not names:
             raise HvpipeError("A cluster should have at least one device. Received: none")
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise HvpipeError(f"Names of devices should differ. Received: {twice[0]!r} twice")
+        hosts = [host.name for host in self.hosts]
+        for what, given in (("devices", names), ("hosts", hosts)):
+            if twice := sorted(name for name, count in Counter(given).items() if count > 1):
+                raise HvpipeError(f"Names of {what} should differ. Received: {twice[0]!r} twice")
         for one, other, _ in self.measured:
             if one == other or not {one, other} <= set(names):
                 raise HvpipeError(

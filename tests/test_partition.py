@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from model_graphs import MODELS, chain, clusters, model, profiles
 
+from hvpipe.document import write_document
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.plan.exact import exact
 from hvpipe.plan.explain import explain
@@ -302,6 +303,44 @@ def test_bad_plans_are_told(tmp_path: Path) -> None:
         Plan.from_json(document | {"stages": [stage | {"shares": [0]}]})
     with pytest.raises(HvpipeError, match=r"stages\[0\]\.shares should be a list of numbers"):
         Plan.from_json(document | {"stages": [stage | {"shares": 1}]})
+
+
+def test_a_plan_that_was_edited_wrongly_is_told(tmp_path: Path) -> None:
+    document = partition(chain(1, 2, 3), equal_cluster(2), 2).to_json()
+    first, second = document["stages"]
+    how = document["pipelining"]
+    circle = {"pipelining": how | {"schedule": "interleaved", "chunks": 2}}
+    for change, says in (
+        ({"pipelining": how | {"schedule": "foo"}}, r"pipelining: schedule should be one of .*'foo'"),
+        ({"pipelining": how | {"chunks": 2}}, r"pipelining: chunks should be .*chunks=2"),
+        ({"stages": [first | {"layers": []}, second]}, r"stages\[0\] should have at least one layer"),
+        ({"stages": [first, first]}, "a layer should be in one stage. Received: 'a' in more"),
+        ({"stages": [first, second | {"devices": ["h0"]}]}, "a device should be in one stage.* 'h0' in more"),
+        (
+            {"stages": [first | {"devices": ["h0", "h0"], "shares": [1, 1]}, second]},
+            "a device should be in one stage.* 'h0' in more",
+        ),
+        (
+            circle,
+            r"with chunks=2 .* 2 times round the devices, one each. Received: devices=\[\['h0'\], \['h1'\]\]",
+        ),
+    ):
+        write_document(tmp_path / "plan.json", document | change)
+        with pytest.raises(HvpipeError, match=r"plan\.json: " + says):
+            Plan.read(tmp_path / "plan.json")
+
+
+def test_a_plan_that_lacks_a_layer_or_mixes_them_is_told() -> None:
+    profile, cluster = chain(1, 2, 3), equal_cluster(2)
+    document = partition(profile, cluster, 2).to_json()
+    first, second = document["stages"]
+    assert (first["layers"], second["layers"]) == (("a", "b"), ("c",))
+    with pytest.raises(PlanError, match=r"every layer of the model.* 'b' in no stage"):
+        Plan.from_json(document | {"stages": [first | {"layers": ["a"]}, second]}).check(profile, cluster)
+    mixed = document | {"stages": [first | {"layers": ["a", "c"]}, second | {"layers": ["b"]}]}
+    with pytest.raises(PlanError, match="runs of consecutive layers"):
+        Plan.from_json(mixed).check(profile, cluster)
+    Plan.from_json(mixed | {"contiguous": False}).check(profile, cluster)
 
 
 def test_each_cut_is_explained() -> None:

@@ -226,6 +226,8 @@ def test_what_every_micro_batch_costs_decides_how_many(
         (["--chunks", "0"], "chunks=0"),
         (["--stages", "0"], "stages=0"),
         (["--stages", "0", "--method", "even"], "stages=0"),
+        (["--stages", "0", "--mode", "hybrid"], "stages should be at least 1. Received: stages=0"),
+        (["--graph-batch-size", "0"], "batch_size=0"),
         (["--mode", "model"], "mode='model'"),
         (["--method", "best"], "method='best'"),
         (["--method", "exact", "--mode", "auto"], "mode='auto', method='exact'"),

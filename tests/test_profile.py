@@ -88,6 +88,7 @@ def test_fingerprint_is_of_the_model_not_of_its_times() -> None:
         ({"layers": [{"name": "a"}]}, r"layers\[0\]\.forward_s should be a number .*no such field"),
         ({"edges": [{"from": "a", "to": "z"}]}, "'z' is none"),
         ({"batch_size": 0}, "batch_size should be a whole number of at least 1"),
+        ({"batch_size": 10**400}, r"batch_size should be a number .*Received: batch_size=10000"),
     ],
 )
 def test_bad_json_is_told_apart(tmp_path: Path, change: dict[str, object], message: str) -> None:
@@ -105,6 +106,9 @@ def test_unreadable_json_is_told_with_its_line(tmp_path: Path) -> None:
         Profile.read(path)
     with pytest.raises(HvpipeError, match="No such file"):
         Profile.read(tmp_path / "none.json")
+    path.write_text("[" * 200_000)
+    with pytest.raises(HvpipeError, match=r"p\.json should be JSON\. Received: brackets nested too deeply"):
+        Profile.read(path)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +151,24 @@ def test_pipedream_lines(tmp_path: Path) -> None:
     assert layer == LayerCost("node1", 0.0015, 0.002, 3, 6, 8, 8)
 
 
+TIMES = "forward_compute_time=1, backward_compute_time=2"
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("node1 -- Conv2d", r"g\.txt, line 1: should be 'NAME -- LAYER"),
         (
             "n -- C -- forward_compute_time=x, backward_compute_time=2, activation_size=1, parameter_size=1",
-            r"g\.txt, line 1: times and sizes should be numbers",
+            r"g\.txt, line 1: times and sizes should be finite numbers",
+        ),
+        (
+            f"n -- C -- {TIMES}, activation_size=1, parameter_size=inf",
+            r"g\.txt, line 1: times and sizes should be finite numbers",
+        ),
+        (
+            "n -- C -- forward_compute_time=-1, backward_compute_time=2, activation_size=1, parameter_size=1",
+            r"g\.txt, line 1: forward_s of layer 'n' should be finite and at least 0",
         ),
         ("\ta -- b", r"g\.txt: An edge should join two layers"),
     ],

@@ -91,6 +91,10 @@ def test_toml(tmp_path: Path) -> None:
         ('[[host]]\nname = "h"\nsped = 2', r"host\[0\] should have only .*'sped'"),
         ('[[host]]\nname = "h"\n[[host]]\nname = "h"', "Names of devices should differ. Received: 'h' twice"),
         (
+            '[[host]]\nname = "h"\n[[host]]\nname = "h"\n[[host.device]]\nname = "g"',
+            "Names of hosts should differ. Received: 'h' twice",
+        ),
+        (
             '[[host]]\nname = "h"\n[[host.device]]\nname = "g"\nspeed = 0',
             r"host\[0\]\.device\[0\]\.speed should be a number above 0\. Received: speed=0",
         ),

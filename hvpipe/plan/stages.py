@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -124,7 +125,7 @@ class Plan:
         return [(stage.devices, [profile.place(name) for name in stage.layers]) for stage in self.stages]
 
     def check(self, profile: Profile | None = None, cluster: Cluster | None = None) -> None:
-        """Refuse a profile from another model than the plan's, or another cluster."""
+        """Refuse a profile of another model than the plan's or that it does not cover, or another cluster."""
         if profile is not None and profile.fingerprint != self.profile_fingerprint:
             ours = {name for stage in self.stages for name in stage.layers}
             theirs = {layer.name for layer in profile.layers}
@@ -134,6 +135,8 @@ class Plan:
                 f"The profile should be of the model that was planned ({self.model or 'unnamed'}, "
                 f"{len(ours)} layers). Received: {profile.model or 'unnamed'}, {len(theirs)} layers; {what}"
             )
+        if profile is not None:
+            self._check_cover(profile)
         if cluster is not None and cluster.fingerprint != self.cluster_fingerprint:
             names = [device.name for device in cluster.devices]
             lacking = [device for device in self.ranks if device not in names]
@@ -141,6 +144,19 @@ class Plan:
             raise PlanError(
                 "The cluster should be the one that was planned for; plan again for this one. "
                 f"Received: devices={names}; {what}"
+            )
+
+    def _check_cover(self, profile: Profile) -> None:
+        placement = self.placement(profile)
+        covered = {place for _, places in placement for place in places}
+        if lacking := [layer.name for place, layer in enumerate(profile.layers) if place not in covered]:
+            raise PlanError(
+                f"The stages should have every layer of the model. Received: {lacking[0]!r} in no stage"
+            )
+        if self.contiguous and not is_contiguous(placement):
+            raise PlanError(
+                "contiguous should be true only where stages are runs of consecutive layers, in the order of "
+                f"the model. Received: contiguous=True, method={self.method!r}"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -155,15 +171,18 @@ class Plan:
         stages = tuple(_stage(row) for row in table.tables("stages"))
         if not stages:
             raise PlanError(f"{table.place}: stages should be at least one. Received: stages=[]")
-        return Plan(
-            stages=stages,
-            method=table.text("method"),
-            pipelining=Pipelining(
+        with how.named_in_errors():
+            pipelining = Pipelining(
                 how.text("schedule"),
                 how.integer("microbatches", minimum=1),
                 how.flag("recompute"),
                 how.integer("chunks", minimum=1),
-            ),
+            )
+        _check_stages(stages, pipelining.chunks, table.place)
+        return Plan(
+            stages=stages,
+            method=table.text("method"),
+            pipelining=pipelining,
             contiguous=table.flag("contiguous"),
             one_batch_s=table.number("one_batch_s"),
             model=table.text("model"),
@@ -180,14 +199,31 @@ class Plan:
         return Plan.from_json(read_document(path))
 
 
+def _check_stages(stages: Sequence[Stage], chunks: int, place: str) -> None:
+    """Refuse a layer in two stages, or a device in two that are not its chunks."""
+    layers = [name for stage in stages for name in stage.layers]
+    devices = [name for stage in stages[: len(stages) // chunks] for name in stage.devices]
+    for what, given in (("layer", layers), ("device", devices)):
+        if twice := [name for name, count in Counter(given).items() if count > 1]:
+            raise PlanError(f"{place}: a {what} should be in one stage. Received: {twice[0]!r} in more")
+    if chunks > 1 and [stage.devices for stage in stages] != [(name,) for name in devices] * chunks:
+        raise PlanError(
+            f"{place}: with chunks={chunks} the stages should go {chunks} times round the devices, one each. "
+            f"Received: devices={[list(stage.devices) for stage in stages]}"
+        )
+
+
 def _stage(row: Table) -> Stage:
-    devices, shares = tuple(row.texts("devices")), tuple(row.numbers("shares", above=0))
+    devices, layers = tuple(row.texts("devices")), tuple(row.texts("layers"))
+    shares = tuple(row.numbers("shares", above=0))
+    if not layers:
+        raise PlanError(f"{row.place} should have at least one layer. Received: layers=[]")
     if not devices or len(shares) != len(devices):
         raise PlanError(
             f"{row.place} should have devices, and a share for each. "
             f"Received: devices={list(devices)}, shares={list(shares)}"
         )
-    return Stage(devices, tuple(row.texts("layers")), _cost(row.table("cost")), shares)
+    return Stage(devices, layers, _cost(row.table("cost")), shares)
 
 
 def _cost(row: Table) -> StageCost:
