@@ -70,7 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
     )
     run.add_argument("--plan", action="store_true", help="say what would run and how long, and run nothing")
-    run.add_argument("--json", action="store_true", help="print the figures as JSON")
+    run.add_argument("--json", action="store_true", help="print the figures, or the plan, as JSON")
     run.set_defaults(act=_run)
     report = commands.add_parser("report", help="write the report, CSV and JSON of a folder again")
     report.add_argument("folder", type=Path, metavar="DIR", help="what `run` wrote")
@@ -103,7 +103,7 @@ def _run(options: argparse.Namespace) -> int:
     evaluation = Evaluation(suite, find_sites(options.hosts), run, missing)
     print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
     if options.plan:
-        print(evaluation.describe())
+        print(json.dumps(evaluation.plan(), indent=1) if options.json else evaluation.describe())
         return 0
     _require_plots()
     folder = Path("runs") / f"bench-{suite.name}" if options.out is None else options.out

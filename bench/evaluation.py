@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from bench import links
 from bench.cluster import Cluster
@@ -118,17 +119,37 @@ class Evaluation:
         """Seconds of all of it, roughly."""
         return suite_s(self._suite)
 
-    def describe(self) -> str:
-        """A line for each group and pipeline: turns, and minutes by estimate."""
-        lines = [
-            f"{group.name}: {len(group.systems)} systems, {group.rounds} rounds, "
-            f"{len(group.turns()) * round_s(group) / 60:.1f} min"
+    def plan(self) -> dict[str, Any]:
+        """JSON values: each group and pipeline with its seconds by estimate; why systems are skipped."""
+        asked = {system for group in self._suite.groups for system in group.systems}
+        groups = [
+            {
+                "name": group.name,
+                "systems": list(group.systems),
+                "rounds": group.rounds,
+                "estimate_s": len(group.turns()) * round_s(group),
+            }
             for group in self._suite.groups
         ]
-        lines += [f"{run.name}: {pipeline_s(run) / 60:.1f} min" for run in self._suite.pipelines]
-        asked = {system for group in self._suite.groups for system in group.systems}
-        lines += [f"skipped: {why}" for system, why in self._missing.items() if system in asked]
-        return "\n".join([*([self._sites.note] if self._sites.note else []), *lines])
+        return {
+            "note": self._sites.note,
+            "groups": groups,
+            "pipelines": [{"name": run.name, "estimate_s": pipeline_s(run)} for run in self._suite.pipelines],
+            "skipped": {system: why for system, why in self._missing.items() if system in asked},
+            "estimate_s": self.estimate_s(),
+        }
+
+    def describe(self) -> str:
+        """The plan for people, a line for each group and pipeline."""
+        plan = self.plan()
+        lines = [plan["note"]] if plan["note"] else []
+        lines += [
+            f"{group['name']}: {len(group['systems'])} systems, {group['rounds']} rounds, "
+            f"{group['estimate_s'] / 60:.1f} min"
+            for group in plan["groups"]
+        ]
+        lines += [f"{run['name']}: {run['estimate_s'] / 60:.1f} min" for run in plan["pipelines"]]
+        return "\n".join([*lines, *(f"skipped: {why}" for why in plan["skipped"].values())])
 
     def run(self, folder: Path, progress: Progress) -> Outcome:
         """Run what is missing in the folder; KeyboardInterrupt leaves with all finished rounds kept."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.report import Summary, summarise
+from hvpipe.sample import Sample
 from hvpipe.timeline import events_of_rank
 from hvpipe.trace import Trace
 
@@ -43,7 +45,7 @@ def report_run(session: Session) -> Summary | None:
         step_durations_s=session.step_durations_s,
         samples=sum(counter.total() for counter in session.sample_counters),
         utilization=session.sampler.summary().to_json(),
-        device_samples=[sample.to_row() for sample in session.sampler.samples()] if wanted else [],
+        device_samples=_rows(session.sampler.samples(), session.clock_offset_s) if wanted else [],
         notes=session.sampler.notes(),
     )
     runs: list[_RankRun] = session.engine.allgather_object(mine)
@@ -74,6 +76,11 @@ def report_run(session: Session) -> Summary | None:
     if session.settings.summary and summary.steps > 0:
         print(summary.to_line(), file=sys.stderr, flush=True)
     return summary
+
+
+def _rows(samples: Iterable[Sample], offset_s: float) -> list[dict[str, Any]]:
+    """Rows of the utilization file, at rank 0's times, as in the trace."""
+    return [replace(sample, time_s=sample.time_s + offset_s).to_row() for sample in samples]
 
 
 def _said_once(runs: list[_RankRun]) -> list[str]:

@@ -8,6 +8,7 @@ import os
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -79,10 +80,21 @@ def timeout_setting(options: argparse.Namespace) -> dict[str, str]:
 
 
 def output_path(option: str, value: str) -> str:
-    """A file to write, absolute: ranks may run elsewhere."""
+    """A file to write, absolute: ranks may run elsewhere. LaunchError where it cannot be made."""
     target = Path(value).absolute()
     if not target.parent.is_dir() or target.is_dir():
         raise LaunchError(f"{option} should be a file in a folder that exists. Received: {option} {value!r}")
+    if target.exists() and not target.is_file():
+        return str(target)  # a device or a pipe
+    try:
+        # Files are written beside their place first, so that is what must be possible.
+        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
+            pass
+    except OSError as error:
+        raise LaunchError(
+            f"{option} should be a file in a folder that can be written to. "
+            f"Received: {option} {value!r}: {error.strerror}"
+        ) from error
     return str(target)
 
 

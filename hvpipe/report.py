@@ -14,6 +14,9 @@ from hvpipe.trace import Trace
 COMMUNICATION = ("reduce", "transfer")
 """Categories of the trace that computing can hide."""
 
+_FIGURE = (int, float, type(None))
+_OF_A_SUMMARY = {"ranks": int, "steps": int}
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -135,13 +138,22 @@ def summarise(
 def summarise_trace(trace: Trace) -> Summary:
     """The summary that the run wrote into its trace's metadata; made from the events where there is none.
 
-    Then the metadata may still hold `counters` (one entry per rank) and `images`.
+    Then the metadata may still hold `counters` (one entry per rank) and `images`. HvpipeError where these,
+    or the utilization's curves, are no numbers.
     """
     written = trace.metadata.get("summary")
     if isinstance(written, dict) and written.keys() == {column.name for column in fields(Summary)}:
+        if not all(isinstance(value, _OF_A_SUMMARY.get(name, _FIGURE)) for name, value in written.items()):
+            raise HvpipeError(f"A trace's summary should be of numbers. Received: summary={written!r}")
         return Summary.from_json(written)
-    counters = trace.metadata.get("counters", [])
-    return summarise(trace, counters, [], int(trace.metadata.get("images", 0)))
+    counters, images = trace.metadata.get("counters", []), trace.metadata.get("images", 0)
+    try:
+        return summarise(trace, counters, [], int(images))
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise HvpipeError(
+            "A trace should have numbers as `counters`, an object per rank, as `images` and as utilization. "
+            f"Received: {error}"
+        ) from error
 
 
 def hidden_share(trace: Trace) -> float | None:

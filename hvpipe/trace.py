@@ -6,6 +6,7 @@ import gzip
 import json
 import math
 import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -106,13 +107,16 @@ class Trace:
             )
         if odd := [row for row in rows if not isinstance(row, dict)]:
             raise _bad_row(odd[0])
+        metadata = document.get("otherData", {})
+        if not isinstance(metadata, dict):
+            raise HvpipeError(f"A trace's `otherData` should be an object. Received: {metadata!r}")
         lanes = {
-            (row.get("pid"), row.get("tid")): str(row.get("args", {}).get("name"))
+            (str(row.get("pid")), str(row.get("tid"))): _lane_name(row)
             for row in rows
             if row.get("ph") == "M" and row.get("name") == "thread_name"
         }
         events = (_event(row, lanes) for row in rows if row.get("ph") in ("X", "C"))
-        return Trace(tuple(events), dict(document.get("otherData", {})))
+        return Trace(tuple(events), dict(metadata))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the Chrome JSON file, whole or not at all; compressed where the name ends in .gz."""
@@ -142,7 +146,7 @@ class Trace:
         try:
             with gzip.open(source, "rt") if source.suffix == ".gz" else open(source) as file:
                 document = json.load(file)
-        except (OSError, EOFError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, EOFError, zlib.error, ValueError, RecursionError) as error:
             raise HvpipeError(f"A trace should be a Chrome JSON file. Received: {source}: {error}") from error
         if not isinstance(document, dict):
             raise HvpipeError(
@@ -182,19 +186,26 @@ def _name(kind: str, rank: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": rank, "tid": tid, "args": {"name": name}}
 
 
-def _event(row: Mapping[str, Any], lanes: Mapping[tuple[Any, Any], str]) -> Event:
+def _lane_name(row: Mapping[str, Any]) -> str:
+    names = row.get("args")
+    if not isinstance(names, dict):
+        raise HvpipeError(f"A trace's thread_name should have `args` with a name. Received: {row!r}")
+    return str(names.get("name"))
+
+
+def _event(row: Mapping[str, Any], lanes: Mapping[tuple[str, str], str]) -> Event:
     try:
         start_s = float(row["ts"]) / _US
         return Event(
             name=str(row["name"]),
             category=str(row.get("cat", "")),
             rank=int(row["pid"]),
-            lane=lanes.get((row["pid"], row["tid"]), str(row["tid"])),
+            lane=lanes.get((str(row["pid"]), str(row["tid"])), str(row["tid"])),
             start_s=start_s,
             end_s=start_s + float(row.get("dur", 0.0)) / _US,
             args=dict(row.get("args", {})),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise _bad_row(row) from error
 
 

@@ -199,6 +199,15 @@ def test_a_plan_says_what_would_run_and_runs_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_plan_as_json(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--plan", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [(each["name"], each["rounds"]) for each in plan["groups"]] == [("digits-64/8/loopback-2/weak", 1)]
+    assert plan["groups"][0]["systems"] == ["single", "horovod", "hvpipe-step"]
+    assert plan["estimate_s"] >= plan["groups"][0]["estimate_s"] > 0
+    assert list(plan["skipped"]) == ["horovod"]
+
+
 def test_report_writes_the_files_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = (finished(case("single"), 1.0), finished(case("hvpipe-step"), 2.0))
     folder = written(tmp_path / "a", *rounds)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import re
 import shlex
@@ -164,6 +165,24 @@ def test_another_mpirun_than_built_with_is_warned_about(
         "built with MPICH Version: 4.2.3, but the only mpirun found is Open MPI 5.0.11"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("option", ["--trace", "--utilization"])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_starts(
+    option: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def deny(**_: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", deny)
+    says = f"Received: {option} 't.json': Permission denied"
+    assert says in refusal(capsys, "-np", "2", option, "t.json", script)
+
+
+def test_trying_a_file_leaves_none(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "traces").mkdir()
+    dry_run(capsys, "-np", "2", "--trace", str(tmp_path / "traces" / "t.json"), script)
+    assert list((tmp_path / "traces").iterdir()) == []
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

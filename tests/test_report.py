@@ -126,6 +126,22 @@ def test_a_summary_of_another_version_is_made_anew() -> None:
     assert summarise_trace(trace).bytes_sent == 7
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [{"counters": 5}, {"counters": [5]}, {"counters": [{"bytes_sent": "all"}]}, {"images": "many"}],
+    ids=str,
+)
+def test_metadata_of_something_else(metadata: dict[str, object]) -> None:
+    with pytest.raises(HvpipeError, match=r"should have numbers as `counters`.*Received: "):
+        summarise_trace(Trace(OVERLAPPED, metadata))
+
+
+def test_a_written_summary_without_numbers() -> None:
+    written = summarise(None, [], [[1.0, 2.0]], 4).to_json()
+    with pytest.raises(HvpipeError, match=r"summary should be of numbers. Received"):
+        summarise_trace(Trace(OVERLAPPED, {"summary": {**written, "step_s": "long"}}))
+
+
 def test_the_texts() -> None:
     summary = Summary(2, 120, 0.0425, 1882.44, 0.934, 0.25, 0.87, 1.93, None, 2_345_000_000)
     assert summary.to_line() == (

@@ -130,12 +130,38 @@ def test_other_tools_events_are_left_out() -> None:
         ("{}", "traceEvents=NoneType"),
         ('{"traceEvents": [{"ph": "X", "name": "e"}]}', "name, pid, tid and ts. Received"),
         ('{"traceEvents": [7]}', "name, pid, tid and ts. Received: 7"),
+        ('{"traceEvents": [], "otherData": 5}', "`otherData` should be an object. Received: 5"),
+        (
+            '{"traceEvents": [{"ph": "M", "name": "thread_name", "args": null}]}',
+            "`args` with a name. Received",
+        ),
+        (
+            '{"traceEvents": [{"ph": "X", "name": "e", "pid": [], "tid": 0, "ts": 0}]}',
+            "name, pid, tid and ts",
+        ),
+        ('{"traceEvents": [{"ph": "X", "name": "e", "pid": 1e999, "tid": 0, "ts": 0}]}', "name, pid, tid"),
+        pytest.param("[" * 100_000, "Chrome JSON file", id="deep"),
     ],
 )
 def test_reading_something_else(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(HvpipeError, match=says):
         Trace.read(tmp_path / "t.json")
+
+
+@pytest.mark.parametrize("damage", [slice(0, -9), slice(0, 5)], ids=["end", "head"])
+def test_reading_a_damaged_archive(damage: slice, tmp_path: Path) -> None:
+    TRACE.write(tmp_path / "t.json.gz")
+    (tmp_path / "t.json.gz").write_bytes((tmp_path / "t.json.gz").read_bytes()[damage])
+    with pytest.raises(HvpipeError, match="Chrome JSON file"):
+        Trace.read(tmp_path / "t.json.gz")
+
+
+def test_reading_an_archive_with_a_damaged_middle(tmp_path: Path) -> None:
+    whole = gzip.compress(b"{}")
+    (tmp_path / "t.json.gz").write_bytes(whole[:10] + b"\xff" * 20)
+    with pytest.raises(HvpipeError, match="Chrome JSON file"):
+        Trace.read(tmp_path / "t.json.gz")
 
 
 def test_reading_no_file(tmp_path: Path) -> None:
