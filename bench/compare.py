@@ -13,12 +13,15 @@ from bench.outcome import Outcome
 LEAST_CHANGE = 0.05  # smaller ones are not reported, however quiet the machine
 _ERRORS = 2.0  # standard errors of the ratio
 
-Verdict = Literal["slower", "faster", "the same", "gone", "new"]
+Verdict = Literal["slower", "faster", "the same", "gone", "new", "another task"]
 
 
 @dataclass(frozen=True)
 class Change:
-    """A case before and after; `allowed` is how far from 1 the ratio may be without meaning anything."""
+    """A case before and after; `allowed` is how far from 1 the ratio may be without meaning anything.
+
+    Of "another task" (other threads, steps, seed) there is no ratio: the two say nothing of each other.
+    """
 
     key: str
     verdict: Verdict
@@ -47,7 +50,7 @@ class Differences:
 
     def to_text(self) -> str:
         """A table for people, what changed first."""
-        order = ("slower", "gone", "faster", "new", "the same")
+        order = ("slower", "gone", "another task", "faster", "new", "the same")
         rows = [
             [
                 each.key,
@@ -87,6 +90,8 @@ def _change(key: str, old: CaseFigures | None, new: CaseFigures | None) -> Chang
     if old is None or new is None:
         before_s, after_s = (None if row is None else row.step_s for row in (old, new))
         return Change(key, "gone" if new is None else "new", before_s, after_s)
+    if old.case.task != new.case.task:
+        return Change(key, "another task", old.step_s, new.step_s)
     ratio = new.step_s / old.step_s
     allowed = max(LEAST_CHANGE, _ERRORS * math.hypot(old.noise, new.noise))
     verdict: Verdict = "the same"

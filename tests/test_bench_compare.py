@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bench.compare import compare
 from bench.outcome import ClusterFacts
-from bench_rounds import MACHINE, case, finished, outcome
+from bench_rounds import MACHINE, TASK, case, finished, outcome
 
 QUIET = (1.0, 1.0, 1.0, 1.0)
 LOUD = (0.6, 0.8, 1.0, 1.2, 1.4)
@@ -47,6 +47,16 @@ def test_what_is_gone_is_a_regression_and_what_is_new_is_none() -> None:
     new = compare(outcome(one), outcome(one, two))
     assert not new.regressed
     assert new.to_json()["changes"][1]["verdict"] == "new"
+
+
+@pytest.mark.parametrize("other", [{"threads": 4}, {"steps": 20}, {"warm_up": 9}, {"seed": 1}], ids=str)
+def test_another_task_is_no_regression(other: dict[str, int]) -> None:
+    before = finished(case("hvpipe-step"), *QUIET)
+    after = finished(case("hvpipe-step", task=replace(TASK, **other)), 9.0, 9.0)  # type: ignore[arg-type]
+    found = compare(outcome(before), outcome(after))
+    assert [(change.verdict, change.ratio) for change in found.changes] == [("another task", None)]
+    assert not found.regressed
+    assert found.to_text().endswith("1 another task")
 
 
 def test_the_text_says_what_changed() -> None:
