@@ -8,7 +8,7 @@ from dataclasses import replace
 from hvpipe.errors import PlanError
 from hvpipe.forecast import Forecast
 from hvpipe.plan.pipelining import Pipelining
-from hvpipe.plan.stages import Plan
+from hvpipe.plan.stages import DATA_PARALLEL, Plan
 from hvpipe.profile import Profile
 from hvpipe.reduction import Backward, Gradients, Ring, reduce_beside
 from hvpipe.topology import Cluster
@@ -35,8 +35,14 @@ def data_parallel(profile: Profile, cluster: Cluster, pipelining: Pipelining) ->
     Each device's share is in samples, in proportion to its speed, and is run at once: its times and what it
     saves are the profile's, scaled. When a bucket of gradients is final on all devices it is reduced around
     the ring of all, 2 (n - 1) / n of its bytes over the slowest link, beside the rest of the backward; the
-    step ends with the last. PlanError where the batch has fewer samples than there are devices.
+    step ends with the last. It is what `hvpipe.keras.data_parallel` does. PlanError where the batch has fewer
+    samples than there are devices, and with recompute, which that does not know.
     """
+    if pipelining.recompute:
+        raise PlanError(
+            "hvpipe.keras.data_parallel keeps what its backward needs: plan data parallel without recompute. "
+            "Received: recompute=True"
+        )
     devices = cluster.devices
     samples = profile.batch_size * pipelining.microbatches
     shares = whole_shares(samples, [device.speed for device in devices])
@@ -47,7 +53,7 @@ def data_parallel(profile: Profile, cluster: Cluster, pipelining: Pipelining) ->
         )
     names = tuple(device.name for device in devices)
     how = pipelining if pipelining.chunks == 1 else Pipelining("1f1b", pipelining.microbatches)
-    plan = Plan.of(profile, cluster, [(names, range(len(profile.layers)))], how, "data")
+    plan = Plan.of(profile, cluster, [(names, range(len(profile.layers)))], how, DATA_PARALLEL)
     plan = replace(plan, stages=(replace(plan.stages[0], shares=tuple(map(float, shares))),))
     events, memory_bytes = [], []
     for rank, (device, share) in enumerate(zip(devices, shares, strict=True)):

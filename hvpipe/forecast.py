@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hvpipe.dataflow import Dataflow, Message
 from hvpipe.errors import PlanError
-from hvpipe.plan.stages import Plan
+from hvpipe.plan.stages import DATA_PARALLEL, Plan
 from hvpipe.profile import Profile
 from hvpipe.reduction import Backward, Gradients, Ring, reduce_beside
 from hvpipe.schedule import Schedule, make
@@ -74,14 +74,25 @@ def forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
 
 def schedule_of(plan: Plan, microbatches: int | None = None) -> Schedule:
     """The schedule that the plan is made for, or that of other `microbatches`: `plan.ranks` are its ranks."""
-    if not plan.contiguous:
-        raise PlanError(f"Only a pipeline has a schedule. Received: method={plan.method!r}")
+    check_is_pipeline(plan)
     how = plan.pipelining
     count = how.microbatches if microbatches is None else microbatches
     if how.chunks > 1:
         return make(how.schedule, len(plan.ranks), count, how.chunks)
     counts = [len(stage.devices) for stage in plan.stages]
     return make(how.schedule, counts, count, shares=[stage.shares for stage in plan.stages])
+
+
+def check_is_pipeline(plan: Plan) -> None:
+    """Refuse a plan that has no schedule: of another placement, or data parallel."""
+    if plan.method == DATA_PARALLEL:
+        raise PlanError(
+            "Only a pipeline has a schedule. A data-parallel plan is for hvpipe.keras.data_parallel, with a "
+            "batch of its share for each rank; or plan again with mode pipeline or hybrid. "
+            f"Received: method={plan.method!r}, shares={list(plan.stages[0].shares)}"
+        )
+    if not plan.contiguous:
+        raise PlanError(f"Only a pipeline has a schedule. Received: method={plan.method!r}")
 
 
 def dataflow_of(plan: Plan, profile: Profile) -> Dataflow:

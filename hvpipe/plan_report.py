@@ -7,6 +7,7 @@ from typing import Any
 
 from hvpipe.forecast import Forecast
 from hvpipe.plan.explain import explain
+from hvpipe.plan.stages import DATA_PARALLEL, Plan
 from hvpipe.plan_command import DRAWS, Answer, Question
 
 
@@ -36,6 +37,8 @@ def _figures(one: Forecast) -> dict[str, Any]:
 def to_text(given: Answer, drawing: Callable[[Forecast], str], *, explained: bool = False) -> str:
     """All that `hvpipe plan` prints; `drawing` draws a pipeline."""
     parts = [title(given), "", *_stages(given.chosen, given.question)]
+    if given.chosen.plan.method == DATA_PARALLEL:
+        parts += ["", _advice(given.chosen.plan)]
     if given.chosen.trace.events:
         parts += ["", drawing(given.chosen).rstrip("\n")]
     if explained:
@@ -56,7 +59,9 @@ def title(given: Answer) -> str:
     chunks = f", {how.chunks} chunks" if how.chunks > 1 else ""
     again = ", recompute" if how.recompute else ""
     samples = f"{profile.batch_size} sample{'s' * (profile.batch_size != 1)}"
-    way = "data parallel" if plan.method == "data" else f"{plan.method}, {how.schedule}{chunks}{again}"
+    way = f"{plan.method}, {how.schedule}{chunks}{again}"
+    if plan.method == DATA_PARALLEL:
+        way = "data parallel"
     return (
         f"{plan.model or 'model'}, {len(profile.layers)} layers, on {len(plan.ranks)} of "
         f"{len(given.question.cluster.devices)} devices: {way}, "
@@ -64,6 +69,13 @@ def title(given: Answer) -> str:
         f"step {_seconds(given.chosen.step_s)}, bubble {given.chosen.bubble:.1%}, "
         f"utilization {1 - given.chosen.bubble:.1%}"
     )
+
+
+def _advice(plan: Plan) -> str:
+    """How to run a data-parallel plan: it has no schedule."""
+    shares = [f"{share:.0f}" for share in plan.stages[0].shares]
+    sizes = shares if len(set(shares)) > 1 else shares[:1]
+    return f"Train with hvpipe.keras.data_parallel, on batches of {', '.join(sizes)} samples."
 
 
 def _stages(one: Forecast, question: Question) -> Iterator[str]:

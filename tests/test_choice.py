@@ -12,7 +12,7 @@ from model_graphs import chain, clusters, model, profiles
 from hvpipe.choice import candidate, candidates, choose
 from hvpipe.data_parallel_forecast import data_parallel, whole_shares
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.forecast import Forecast
+from hvpipe.forecast import Forecast, schedule_of
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import grouped, groupings
 from hvpipe.plan.stages import Plan
@@ -80,6 +80,21 @@ def test_unequal_devices_get_unequal_shares_of_the_batch() -> None:
     assert one.busy_s == pytest.approx((8, 8))
     with pytest.raises(PlanError, match="samples=1, in shares of 1, 0"):
         data_parallel(chain(3), equal_cluster(2), Pipelining(microbatches=1))
+
+
+def test_a_data_parallel_plan_has_no_schedule() -> None:
+    """Regression: with fewer micro-batches than devices it failed with an error about these."""
+    profile = replace(chain(3), batch_size=8)
+    one = data_parallel(profile, equal_cluster(4), Pipelining(microbatches=2))
+    assert one.plan.stages[0].shares == (4, 4, 4, 4)
+    with pytest.raises(PlanError, match=r"for hvpipe.keras.data_parallel.*shares=\[4.0, 4.0, 4.0, 4.0\]"):
+        schedule_of(Plan.from_json(one.plan.to_json()))
+
+
+def test_data_parallel_knows_no_recompute() -> None:
+    found = candidate("data", chain(3, 3), equal_cluster(2), replace(FOUR, recompute=True))
+    assert found.forecast is None
+    assert "without recompute" in found.refused
 
 
 def test_data_parallel_where_weights_are_small() -> None:
@@ -168,7 +183,7 @@ def test_real_models() -> None:
     """GNMT's weights are a load for a slow network: then a pipeline; on a fast one data parallel."""
     gnmt = replace(model("gnmt"), batch_size=64)
     assert devices(choose(gnmt, equal_cluster(4, Link(1e-4, 125e9)), FOUR)) == [4]
-    assert choose(gnmt, equal_cluster(4, Link(1e-4, 125e6)), FOUR).plan.method != "data"
+    assert devices(choose(gnmt, equal_cluster(4, Link(1e-4, 125e6)), FOUR)) != [4]
 
 
 def test_groupings_by_hand() -> None:

@@ -14,8 +14,9 @@ from model_graphs import chain
 
 from hvpipe import cli
 from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.forecast import schedule_of
 from hvpipe.plan.pipelining import Pipelining
-from hvpipe.plan.stages import Plan
+from hvpipe.plan.stages import DATA_PARALLEL, Plan
 from hvpipe.plan_command import METHODS, Answer, Question, answer, read_profile
 from hvpipe.plan_report import to_text
 from hvpipe.profile import LayerCost, Profile
@@ -118,8 +119,19 @@ def test_all_modes_are_shown_and_one_is_chosen() -> None:
     # 2, 1 and 1 of 4 samples, 9 s each.
     assert re.search(r"\ndata +18 s +33\.3% +3 +chosen\n", text)
     assert re.search(r"\nhybrid +", text)
-    assert given.chosen.plan.method == "data"
+    assert given.chosen.plan.method == DATA_PARALLEL
     assert "data parallel, 4 micro-batches" in text
+    assert "\nTrain with hvpipe.keras.data_parallel, on batches of 2, 1, 1 samples.\n" in text
+
+
+def test_one_stage_by_micro_batches_is_a_pipeline() -> None:
+    """A whole share keeps 20 bytes for its backward, a micro-batch 10."""
+    profile, cluster = chain(3, 3, saved_bytes=10), equal_cluster(2, memory_bytes=25)
+    given = answer(Question(profile, cluster, Pipelining("1f1b", 4), mode="data"), with_baselines=False)
+    text = to_text(given, lambda one: "")
+    assert "data, 1f1b, 4 micro-batches" in text
+    assert "Train with" not in text
+    assert schedule_of(given.chosen.plan).stages == 1
 
 
 def test_a_baseline_without_memory_says_so() -> None:

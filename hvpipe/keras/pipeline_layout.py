@@ -10,7 +10,7 @@ from zlib import crc32
 
 from hvpipe.action import Action
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.forecast import schedule_of
+from hvpipe.forecast import check_is_pipeline, schedule_of
 from hvpipe.keras.layer_graph import LayerGraph
 from hvpipe.keras.pipeline_step import Course
 from hvpipe.keras.stage import Stages, cut_stages
@@ -89,6 +89,7 @@ def layout_of(graph: LayerGraph, plan: Plan, ranks: Sequence[int]) -> Layout:
     if not plan.contiguous:
         runs, homes = _runs(plan, places)
         return Layout(cut_stages(graph, runs), 1, tuple(ranks), functools.partial(_one_by_one, homes))
+    check_is_pipeline(plan)
     stages = cut_stages(graph, [[places[name] for name in stage.layers] for stage in plan.stages])
     return Layout(stages, plan.pipelining.microbatches, tuple(ranks), functools.partial(_schedule, plan))
 

@@ -18,6 +18,9 @@ from hvpipe.topology import Cluster
 
 FORMAT, VERSION = "hvpipe-plan", 2
 
+DATA_PARALLEL = "data_parallel"
+"""The method of a plan of one stage whose devices run their shares, in samples, at once: no pipeline."""
+
 
 @dataclass(frozen=True)
 class Stage:
