@@ -217,11 +217,14 @@ def test_a_shortage_that_more_stages_or_devices_would_help() -> None:
         partition(profile, equal_cluster(2, memory_bytes=99))
 
 
-def test_no_remedy_has_more_devices_than_micro_batches() -> None:
+@pytest.mark.parametrize(("devices", "where"), [(4, ""), (2, " on 2 more devices like h0")])
+def test_a_remedy_with_more_devices_has_a_micro_batch_for_each(devices: int, where: str) -> None:
+    """Regression: 4 stages were advised, and are refused with 2 micro-batches."""
     profile = chain(1, 1, 1, 1, weight_bytes=50)
-    for devices in (4, 2):
-        with pytest.raises(PlanError, match=r"microbatches=2 .*No remedy tried makes it fit"):
-            partition(profile, equal_cluster(devices, memory_bytes=100), 2, Pipelining("1f1b", 2))
+    says = rf"microbatches=2 .* It would fit with 4 stages and 4 micro-batches{where}\."
+    with pytest.raises(PlanError, match=says):
+        partition(profile, equal_cluster(devices, memory_bytes=100), 2, Pipelining("1f1b", 2))
+    assert partition(profile, equal_cluster(4, memory_bytes=100), 4, Pipelining("1f1b", 4))
 
 
 @pytest.mark.parametrize(

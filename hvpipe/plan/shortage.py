@@ -92,12 +92,11 @@ def _with_more(cluster: Cluster, more_bytes: int) -> Cluster:
 
 
 def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
-    """What makes it fit, each tried out, and with no more devices than there are micro-batches."""
+    """What makes it fit, each tried out, and with a micro-batch at least for every device."""
     chunks = pipelining.chunks
-    devices = min(len(cluster.devices), len(profile.layers) // chunks, pipelining.microbatches)
-    for more in range(stages + chunks, devices * chunks + 1, chunks):
-        if _fits(profile, cluster, more, pipelining):
-            yield f"{more} stages"
+    for devices in range(stages // chunks + 1, min(len(cluster.devices), len(profile.layers) // chunks) + 1):
+        if _fits(profile, cluster, devices * chunks, _enough(pipelining, devices)):
+            yield _stages_on(devices, pipelining)
             break
     else:
         yield from _more_devices(profile, cluster, stages, pipelining)
@@ -123,14 +122,25 @@ def _more_devices(profile: Profile, cluster: Cluster, stages: int, pipelining: P
     for more in range(1, len(cluster.devices) + 9):
         devices = len(cluster.devices) + more
         total = devices * pipelining.chunks
-        if total > len(profile.layers) or devices > pipelining.microbatches:
+        if total > len(profile.layers):
             return
         joined = tuple(
             Host(f"+{i}", (replace(roomiest, name=f"+{i}"),), host.link, host.inner) for i in range(more)
         )
-        if _fits(profile, replace(cluster, hosts=cluster.hosts + joined), total, pipelining):
-            yield f"{total} stages on {more} more devices like {roomiest.name}"
+        larger = replace(cluster, hosts=cluster.hosts + joined)
+        if _fits(profile, larger, total, _enough(pipelining, devices)):
+            yield f"{_stages_on(devices, pipelining)} on {more} more devices like {roomiest.name}"
             return
+
+
+def _enough(pipelining: Pipelining, devices: int) -> Pipelining:
+    """With as many micro-batches of the same size as there are devices, or more: fewer are refused."""
+    return replace(pipelining, microbatches=max(pipelining.microbatches, devices))
+
+
+def _stages_on(devices: int, pipelining: Pipelining) -> str:
+    more = f" and {devices} micro-batches" if devices > pipelining.microbatches else ""
+    return f"{devices * pipelining.chunks} stages{more}"
 
 
 def _needed(plan: Plan, device: str) -> int:
