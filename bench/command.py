@@ -24,6 +24,7 @@ from bench.journal import Journal, JournalError
 from bench.outcome import Outcome, OutcomeError
 from bench.progress import format_left, shown
 from bench.readme import ReadmeError, rewrite
+from bench.software import describe_software
 from bench.suites import SuiteError, read_suite, suite_names
 from bench.termination import ended_by_exception
 from hvpipe.errors import HvpipeError
@@ -100,7 +101,7 @@ def _run(options: argparse.Namespace) -> int:
         name: f"{each.title}: {why}" for name, each in SYSTEMS.items() if (why := each.missing(python))
     }
     run: RunRound = partial(run_round, python=python)
-    evaluation = Evaluation(suite, find_sites(options.hosts), run, missing)
+    evaluation = Evaluation(suite, find_sites(options.hosts), run, missing, describe_software(python))
     print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
     if options.plan:
         print(json.dumps(evaluation.plan(), indent=1) if options.json else evaluation.describe())

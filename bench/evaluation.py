@@ -91,7 +91,7 @@ def find_sites(hosts: str | None) -> Sites:
     return Sites()
 
 
-def setting_of(suite: Suite, sites: Sites) -> Setting:
+def setting_of(suite: Suite, sites: Sites, software: Mapping[str, str] | None = None) -> Setting:
     """What is kept about a run before it begins. `suite` is fitted to the sites."""
     names = dict.fromkeys(each.cluster for each in (*suite.groups, *suite.pipelines))
     return Setting(
@@ -102,18 +102,27 @@ def setting_of(suite: Suite, sites: Sites) -> Setting:
         tuple(sites.facts(name) for name in names),
         json.loads(json.dumps(asdict(suite))),
         (sites.note,) if sites.note else (),
+        dict(software or {}),
     )
 
 
 class Evaluation:
     """One run of a suite into a folder; on a folder that has some of it already, what is missing."""
 
-    def __init__(self, suite: Suite, sites: Sites, run_round: RunRound, missing: Mapping[str, str]) -> None:
-        """`missing` says of each system that cannot run here why."""
+    def __init__(
+        self,
+        suite: Suite,
+        sites: Sites,
+        run_round: RunRound,
+        missing: Mapping[str, str],
+        software: Mapping[str, str] | None = None,
+    ) -> None:
+        """`missing` says of each system that cannot run here why; `software` is what bench.software tells."""
         self._suite = sites.fit(suite)
         self._sites = sites
         self._run_round = run_round
         self._missing = missing
+        self._software = software
 
     def estimate_s(self) -> float:
         """Seconds of all of it, roughly."""
@@ -154,13 +163,16 @@ class Evaluation:
     def run(self, folder: Path, progress: Progress) -> Outcome:
         """Run what is missing in the folder; KeyboardInterrupt leaves with all finished rounds kept."""
         with alone_in(folder):
-            journal = Journal(folder, setting_of(self._suite, self._sites))
+            journal = Journal(folder, setting_of(self._suite, self._sites, self._software))
+            kept = journal.outcome
             for group in self._suite.groups:
                 self._run_group(group, journal, progress)
                 progress.leave_out(GROUP_S)
             for run in self._suite.pipelines:
                 self._run_pipeline(run, journal, progress)
                 progress.leave_out(GROUP_S)
+            if journal.outcome is kept:
+                progress.say(f"nothing left to run: {folder} has all rounds, begun {kept.setting.started}")
             return journal.outcome
 
     def _run_group(self, group: Group, journal: Journal, progress: Progress) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from bench.links import LinkFacts
 from bench.outcome import Outcome, PipelineOutcome, Setting, pipeline_from_dict, setting_from_dict
 from bench.record import Round
+from bench.software import differences
 
 FILE = "journal.jsonl"
 
@@ -126,4 +127,10 @@ def _require_same(folder: Path, there: Setting, wanted: Setting) -> None:
         raise JournalError(
             f"{folder} was begun on another machine ({there.machine.describe()}): give another --out. "
             f"Received: {wanted.machine.describe()}"
+        )
+    before, now = ({"hvpipe bench": of.machine.hvpipe, **of.software} for of in (there, wanted))
+    if changed := differences(before, now):
+        raise JournalError(
+            f"{folder} was begun with other software, whose figures should not be mixed with new ones: "
+            f"give another --out, or go on with what it was begun with. Received: {', '.join(changed)}"
         )

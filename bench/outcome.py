@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,10 @@ class ClusterFacts:
 
 @dataclass(frozen=True)
 class Setting:
-    """Which suite ran, on what, since when; `plan` is the suite as data, which a resumed run must share."""
+    """Which suite ran, on what, since when; `plan` is the suite as data, which a resumed run must share.
+
+    `software` has versions by name (bench.software); empty in results of before it was kept.
+    """
 
     suite: str
     title: str
@@ -38,6 +41,7 @@ class Setting:
     clusters: tuple[ClusterFacts, ...]
     plan: dict[str, Any]
     notes: tuple[str, ...] = ()
+    software: dict[str, str] = field(default_factory=dict)
 
     def cluster(self, name: str) -> ClusterFacts:
         """The cluster of that name."""

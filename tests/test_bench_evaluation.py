@@ -168,6 +168,54 @@ def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
         run(tmp_path, Systems(), other)
 
 
+SOFTWARE = {"python": "/usr/bin/python3", "commit": "abc", "tensorflow": "2.18.1"}
+
+
+@pytest.mark.parametrize(
+    ("now", "received"),
+    [
+        ({"tensorflow": "2.21.0"}, r"tensorflow 2\.18\.1 \(now 2\.21\.0\)"),
+        ({"commit": "def"}, r"commit abc \(now def\)"),
+        ({"python": "/opt/python3", "commit": "def"}, "python /usr/bin/python3 .*, commit abc "),
+    ],
+)
+def test_a_folder_of_other_software_is_refused(now: dict[str, str], received: str, tmp_path: Path) -> None:
+    def of(software: dict[str, str]) -> Evaluation:
+        return Evaluation(SUITE, HERE, Systems(), {"a": "absent", "b": "absent"}, software)
+
+    of(SOFTWARE).run(tmp_path, Progress(1.0, io.StringIO()))
+    of({**SOFTWARE, "horovod": "0.28.1"}).run(tmp_path, Progress(1.0, io.StringIO()))  # installed since
+    with pytest.raises(JournalError, match=f"begun with other software.*Received: {received}"):
+        of({**SOFTWARE, **now}).run(tmp_path, Progress(1.0, io.StringIO()))
+
+
+def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, Systems())
+    machine = replace(evaluation.describe_machine(), hvpipe="9.9.9")
+    monkeypatch.setattr(evaluation, "describe_machine", lambda: machine)
+    with pytest.raises(JournalError, match=r"Received: hvpipe bench \S+ \(now 9\.9\.9\)"):
+        run(tmp_path, Systems())
+
+
+def test_a_journal_of_before_software_was_kept_goes_on(tmp_path: Path) -> None:
+    run(tmp_path, Systems(stop_at=5))
+    journal = tmp_path / FILE
+    setting, *rounds = journal.read_text().splitlines(keepends=True)
+    older = json.loads(setting)
+    del older["software"]
+    journal.write_text("".join([json.dumps(older) + "\n", *rounds[:2]]))
+    systems = Systems()
+    evaluated = Evaluation(SUITE, HERE, systems, {}, SOFTWARE)
+    evaluated.run(tmp_path, Progress(1.0, io.StringIO()))
+    assert systems.asked == ALL[2:]
+
+
+def test_a_folder_that_has_everything_is_said_to(tmp_path: Path) -> None:
+    assert "nothing left" not in run(tmp_path, Systems())[1]
+    _, said = run(tmp_path, Systems())
+    assert f"nothing left to run: {tmp_path} has all rounds, begun 20" in said
+
+
 def test_a_folder_of_other_hosts_is_refused(tmp_path: Path) -> None:
     def on(hosts: str) -> Evaluation:
         return Evaluation(SUITE, Sites(hosts=RealHosts(hosts)), Systems(), {"a": "absent", "b": "absent"})
