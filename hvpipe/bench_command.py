@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from hvpipe.errors import LaunchError
-from hvpipe.supervise import supervise
-
-_GRACE_S = 60.0  # after Ctrl-C: the ranks end and the virtual cluster is taken down
 
 
-def bench(words: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Run `python -m bench` with these words; its exit code. LaunchError where there is no checkout."""
+def bench(words: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
+    """Become `python -m bench` with these words. LaunchError where there is no checkout.
+
+    In this very process, so that each signal reaches the benchmark: a second Ctrl-C must not keep it from
+    ending its ranks and taking its cluster down.
+    """
     checkout = find_checkout(Path(__file__).parents[1], Path.cwd())
     path = environ.get("PYTHONPATH")
     folders = f"{checkout}:{path}" if path else str(checkout)
-    command = [sys.executable, "-m", "bench", *words]
-    return supervise(command, {**environ, "PYTHONPATH": folders}, _GRACE_S)
+    sys.stdout.flush()
+    os.execve(sys.executable, [sys.executable, "-m", "bench", *words], {**environ, "PYTHONPATH": folders})
 
 
 def find_checkout(installed_from: Path, here: Path) -> Path:

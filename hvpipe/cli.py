@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "plan":
             return _plan(options, os.environ)
         if options.command == "bench":
-            return bench_command.bench((options.subcommand, *options.arguments), os.environ)
+            bench_command.bench((options.subcommand, *options.arguments), os.environ)
         if options.command == "top":
             return top_command.top(options, live_folder(os.environ), _has_colours(os.environ))
         return _report(options)

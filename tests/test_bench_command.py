@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -289,14 +290,52 @@ def test_what_cannot_be_read_is_exit_code_2(tmp_path: Path, capsys: pytest.Captu
 def test_hvpipe_bench_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
-    def record(line: list[str], environ: dict[str, str], grace_s: float) -> int:
-        started.append([*line[1:], environ["PYTHONPATH"].split(":")[0]])
-        return 7
+    def record(program: str, line: list[str], environ: dict[str, str]) -> NoReturn:
+        started.append([program, *line[1:], environ["PYTHONPATH"].split(":")[0]])
+        raise SystemExit(7)
 
-    monkeypatch.setattr(bench_command, "supervise", record)
-    assert cli.main(["bench", "compare", "a.json", "b.json", "--json"]) == 7
+    monkeypatch.setattr("os.execve", record)
+    with pytest.raises(SystemExit, match="7"):
+        cli.main(["bench", "compare", "a.json", "b.json", "--json"])
     checkout = str(Path(command.__file__).parents[1])
-    assert started == [["-m", "bench", "compare", "a.json", "b.json", "--json", checkout]]
+    assert started == [[sys.executable, "-m", "bench", "compare", "a.json", "b.json", "--json", checkout]]
+
+
+CLEANS_UP = """
+import pathlib, time
+from bench.termination import ended_by_exception, undisturbed
+
+try:
+    with ended_by_exception():
+        pathlib.Path("ready").touch()
+        time.sleep(60)
+finally:
+    with undisturbed():
+        pathlib.Path("cleaning").touch()
+        time.sleep(1)
+        pathlib.Path("clean").touch()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_second_signal_waits_for_the_benchmark_to_clean_up(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "__init__.py").touch()
+    (tmp_path / "bench" / "__main__.py").write_text(CLEANS_UP)
+    real = Path(command.__file__).parents[1]
+    (tmp_path / "bench" / "termination.py").write_text((real / "bench" / "termination.py").read_text())
+    start = "import os; from pathlib import Path; from hvpipe import bench_command as b; "
+    start += "b.find_checkout = lambda *_: Path.cwd(); b.bench(['run'], os.environ)"
+    environment = {**os.environ, "PYTHONPATH": str(real)}
+    process = subprocess.Popen([sys.executable, "-c", start], cwd=tmp_path, env=environment)
+    with process:
+        for sign in ("ready", "cleaning"):
+            deadline_s = time.monotonic() + 60
+            while not (tmp_path / sign).exists() and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            process.send_signal(number)
+        process.wait(60)
+    assert (tmp_path / "clean").exists()
 
 
 def test_without_a_checkout_it_says_so(tmp_path: Path) -> None:
