@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,12 +14,17 @@ from model_graphs import MODELS, chain, clusters, model, profiles
 
 from hvpipe.document import write_document
 from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.plan import filling
+from hvpipe.plan import partition as partitioning
 from hvpipe.plan.exact import exact
 from hvpipe.plan.explain import explain
+from hvpipe.plan.filling import Seats
+from hvpipe.plan.orders import Orders
 from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.placement import stage_costs
 from hvpipe.plan.shortage import least_memory_bytes
+from hvpipe.plan.spans import Bench, Spans
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import LayerCost, Profile
 from hvpipe.topology import Cluster, Device, Host, Link, equal_cluster
@@ -190,6 +197,55 @@ def test_hundreds_of_layers_on_unequal_devices_take_seconds() -> None:
     start_s = time.process_time()
     partition(profile, cluster, 8)
     assert time.process_time() - start_s < 3
+
+
+def measured_cluster(count: int, speeds: tuple[float, ...] = ()) -> Cluster:
+    """Devices that differ in speed, on links that were measured and all differ a little."""
+    hosts = tuple(
+        Host(f"h{i}", (Device(f"h{i}", speeds[i] if speeds else 1 + i / 99),)) for i in range(count)
+    )
+    pairs = combinations(range(count), 2)
+    return Cluster(
+        hosts, tuple((f"h{a}", f"h{b}", Link(1e-3, 100 + (7 * a + 3 * b) / 100)) for a, b in pairs)
+    )
+
+
+@pytest.mark.parametrize(("count", "most_ends", "most_stages"), [(8, 5_000, 1_500), (12, 6_000, 5_000)])
+def test_measured_links_are_planned_in_bounds(
+    count: int, most_ends: int, most_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: every device is a kind of its own there, and planning took minutes."""
+    work = {"ends": 0, "stages": 0}
+
+    def counted(spans: Spans, start: int, among: Bench, *rest: Any) -> Any:
+        work["ends"] += 1
+        return ends(spans, start, among, *rest)
+
+    def filled(spans: Spans, seats: Seats, *rest: Any) -> Any:
+        work["stages"] += seats.stages
+        return fill(spans, seats, *rest)
+
+    ends, fill = filling._ends, filling.fill
+    monkeypatch.setattr(filling, "_ends", counted)
+    monkeypatch.setattr(partitioning, "fill", filled)
+    layers = [LayerCost(f"l{i}", 1 + i % 7, 2 + i % 5, output_bytes=i % 3) for i in range(10 * count)]
+    profile = Profile(tuple(layers), tuple((i, i + 1) for i in range(10 * count - 1)))
+    partition(profile, measured_cluster(count), count)
+    print(f"{count} devices: {work}")
+    assert 0 < work["stages"] < most_stages
+    assert 0 < work["ends"] < most_ends
+
+
+def test_measured_links_that_are_nearly_equal_make_devices_of_a_kind() -> None:
+    cluster = measured_cluster(6, speeds=(1.0, 0.5) * 3)
+    assert Orders(cluster, 6, Pipelining(), alike=0.05).counts == [3, 3]
+    assert Orders(cluster, 6, Pipelining()).counts == [1] * 6
+    # h0 is far from h1, all else is near: neither of these two is like a third.
+    far = (
+        ("h0", "h1", Link(1.0)),
+        *((f"h{a}", f"h{b}", Link()) for a, b in ((0, 2), (0, 3), (1, 2), (1, 3))),
+    )
+    assert Orders(replace(equal_cluster(4), measured=far), 4, Pipelining()).counts == [2, 2]
 
 
 def test_a_shortage_says_what_is_missing_and_what_would_help() -> None:

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from hvpipe.plan.spans import Seat, Spans, Vector
+from hvpipe.plan.spans import Bench, Seat, Spans, Vector
 
 Used = tuple[int, ...]
 """How many devices of each kind are in use."""
@@ -22,6 +22,8 @@ Cut = tuple[Seat, int]
 
 # Ends kept of one stage on each of the two fronts of `_worth_keeping`.
 _FRONT = 3
+# Of each stage so many sets of used devices, each with one more of every kind, are gone on with at most.
+_WAYS, _FEWEST_SETS = 192, 4
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,22 @@ class Seats:
 
     def fastest(self, used: Used, stages: int) -> float:
         """The speed of `stages` more devices together, the fastest that are left."""
-        speed = 0.0
-        for kind, one in self.speeds.items():
-            taken = min(stages, self.counts[kind] - used[kind])
-            speed, stages = speed + taken * one, stages - taken
-        return speed
+        return sum(self._left(used, stages))
+
+    def fastest_behind(self, used: Used, stages: int) -> dict[int, float]:
+        """For each kind that may be next, the speed of the `stages` fastest devices that it leaves."""
+        left = self._left(used, stages + 1)
+        together, spare = sum(left[:stages]), left[stages]
+        return {kind: together - max(0.0, speed - spare) for kind, speed in self.speeds.items()}
+
+    def _left(self, used: Used, at_most: int) -> list[float]:
+        """The speeds of the devices that are left, the fastest first."""
+        speeds: list[float] = []
+        for kind, speed in self.speeds.items():
+            speeds += [speed] * min(at_most - len(speeds), self.counts[kind] - used[kind])
+            if len(speeds) == at_most:
+                break
+        return speeds
 
 
 @dataclass(frozen=True)
@@ -62,6 +75,10 @@ class Breadth:
 
     sets: int
     ends: int
+
+    def among(self, kinds: int) -> Breadth:
+        """What is kept among so many kinds: of many, fewer sets, as each goes on with every kind."""
+        return Breadth(min(self.sets, max(_FEWEST_SETS, _WAYS // kinds)), self.ends)
 
 
 @dataclass(frozen=True)
@@ -91,22 +108,23 @@ def fill(spans: Spans, seats: Seats, limit_s: float, breadth: Breadth) -> list[C
     time to receive: so a few shorter ones are kept as well (`_worth_keeping`).
     What has wasted more than the devices left could make up for is dropped.
     """
-    total_s = spans.compute_s[-1]
+    breadth = breadth.among(len(seats.speeds))
     beam: dict[Used, list[_Filled]] = {(0,) * len(seats.counts): [_Filled(0)]}
     for number, level in enumerate(seats.levels):
         left = seats.stages - number - 1
         found: dict[Used, list[_Way]] = {}
+        bench = Bench.of(level)
         for used, filled in beam.items():
-            for seat in level:
-                if used[seat.kind] == seats.counts[seat.kind]:
-                    continue
-                now = (*used[: seat.kind], used[seat.kind] + 1, *used[seat.kind + 1 :])
-                least = 0
-                if left and math.isfinite(limit_s):
-                    rest_s = limit_s * seats.fastest(now, left)
-                    least = int(spans.compute_s.searchsorted((total_s - rest_s) * (1 - 1e-9)))
-                for before in filled:
-                    ends = _ends(spans, before.end, seat, limit_s, (least, spans.count - left))
+            taken = [used[seat.kind] == seats.counts[seat.kind] for seat in level]
+            free = [seat for seat, is_taken in zip(level, taken, strict=True) if not is_taken]
+            if not free:
+                continue
+            among = bench.without(taken) if len(free) < len(level) else bench
+            nexts = [(*used[: s.kind], used[s.kind] + 1, *used[s.kind + 1 :]) for s in free]
+            least = _least_ends(spans, seats, free, used, limit_s, left)
+            for before in filled:
+                all_ends = _ends(spans, before.end, among, limit_s, (least, spans.count - left))
+                for now, seat, ends in zip(nexts, free, all_ends, strict=True):
                     if ends.size:
                         found.setdefault(now, []).append((ends, seat, before))
         beam = _furthest(spans, seats, found, limit_s, breadth)
@@ -114,22 +132,37 @@ def fill(spans: Spans, seats: Seats, limit_s: float, breadth: Breadth) -> list[C
     return _cuts(best[0]) if best else None
 
 
-def _ends(spans: Spans, start: int, seat: Seat, limit_s: float, between: tuple[int, int]) -> Places:
-    """The ends in `between` at which a stage that starts at `start` fits, in rising order.
+def _least_ends(
+    spans: Spans, seats: Seats, free: Sequence[Seat], used: Used, limit_s: float, left: int
+) -> Places:
+    """For each seat the end up to which it has to come, so that the fastest `left` others can do the rest."""
+    if not left:
+        return np.full(len(free), spans.count, np.intp)
+    if not math.isfinite(limit_s):
+        return np.zeros(len(free), np.intp)
+    behind = seats.fastest_behind(used, left)
+    rest_s = limit_s * np.array([behind[seat.kind] for seat in free])
+    places: Places = spans.compute_s.searchsorted((spans.compute_s[-1] - rest_s) * (1 - 1e-9))
+    return places
 
-    Behind the upper bound each stage to come still gets a layer; the last stage has to take all.
+
+def _ends(
+    spans: Spans, start: int, among: Bench, limit_s: float, between: tuple[Places, int]
+) -> list[Places]:
+    """For each seat the ends in `between` at which a stage that starts at `start` fits, in rising order.
+
+    Behind the upper bound each stage to come still gets a layer.
     """
-    least, furthest = max(between[0], start + 1), between[1]
-    if furthest == spans.count:
-        least = furthest
+    least, furthest = np.maximum(between[0], start + 1), between[1]
     if math.isfinite(limit_s):
-        reach_s = spans.compute_s[start] + limit_s * seat.speed * (1 + 1e-12)
+        reach_s = spans.compute_s[start] + limit_s * among.fastest * (1 + 1e-12)
         furthest = min(furthest, int(spans.compute_s.searchsorted(reach_s, "right")) - 1)
-    if furthest < least:
-        return _NOWHERE
-    costs = spans.costs_s(start, furthest, seat)[least - start - 1 :]
-    fitting: Places = ((costs <= limit_s) & (costs != np.inf)).nonzero()[0] + least
-    return fitting
+    first = int(least.min())
+    if furthest < first:
+        return [_NOWHERE] * len(least)
+    costs = spans.costs_of_all_s(start, furthest, among)[:, first - start - 1 :]
+    fitting = (costs <= limit_s) & (costs != np.inf)
+    return [row[low - first :].nonzero()[0] + low for row, low in zip(fitting, least.tolist(), strict=True)]
 
 
 def _worth_keeping(spans: Spans, ends: Places, largest: int) -> list[int]:
@@ -156,20 +189,27 @@ def _furthest(
     spans: Spans, seats: Seats, found: dict[Used, list[_Way]], limit_s: float, breadth: Breadth
 ) -> dict[Used, list[_Filled]]:
     """Of each set of used devices the fillings worth keeping, of all sets the least wasteful."""
+    least_wasteful = list(found)
+    if len(found) > breadth.sets:
+        wasted = ((_waste_s(spans, seats, used, ways, limit_s), used) for used, ways in found.items())
+        least_wasteful = [used for _, used in sorted(wasted)[: breadth.sets]]
     kept: dict[Used, list[_Filled]] = {}
-    waste_s: dict[Used, float] = {}
     largest = breadth.ends * max(1, breadth.sets // max(1, len(found)))
-    for used, ways in found.items():
+    for used in least_wasteful:
+        ways = found[used]
         ends, first = np.unique(np.concatenate([way[0] for way in ways]), return_index=True)
         behind = np.cumsum([way[0].size for way in ways])
         worthy = _worth_keeping(spans, ends, largest)
         origin = behind.searchsorted(first[ends.searchsorted(worthy)], "right")
         kept[used] = [_Filled(end, *ways[way][1:]) for end, way in zip(worthy, origin, strict=True)]
-        offered = sum(count * seats.speeds.get(kind, 0.0) for kind, count in enumerate(used))
-        waste_s[used] = (offered * limit_s if math.isfinite(limit_s) else 0) - spans.compute_s[worthy[0]]
-    if len(kept) <= breadth.sets:
-        return kept
-    return {used: kept[used] for used in sorted(kept, key=lambda used: (waste_s[used], used))[: breadth.sets]}
+    return kept
+
+
+def _waste_s(spans: Spans, seats: Seats, used: Used, ways: list[_Way], limit_s: float) -> float:
+    """What the devices in use could have computed in `limit_s`, less what they do at best."""
+    offered = sum(count * seats.speeds.get(kind, 0.0) for kind, count in enumerate(used))
+    furthest = max(int(ends[-1]) for ends, _, _ in ways)
+    return float((offered * limit_s if math.isfinite(limit_s) else 0) - spans.compute_s[furthest])
 
 
 def _cuts(filled: _Filled) -> list[Cut]:

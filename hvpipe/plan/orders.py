@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
 
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.filling import Cut, Seats
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.spans import Seat
 from hvpipe.topology import Cluster, Device, Link
+
+# So many hosts are arranged in all ways.
+_FEW_HOSTS = 4
 
 Order = tuple[int, ...]
 """The kind of the device at each stage."""
@@ -20,25 +25,26 @@ Order = tuple[int, ...]
 class Orders:
     """The orders of a cluster's devices for so many stages; devices of one kind are interchangeable.
 
-    Where all links are equal, a kind is a speed and a memory. Where not (`mixed`), also the host
-    counts; where single links were measured, no two devices are alike. With chunks, the stages go round the
-    devices in a circle (`circle`): an order is one round of it.
+    Where all links are equal, a kind is a speed and a memory. Where not (`mixed`), also the host counts;
+    where single links were measured, those of devices of a kind differ by at most the share `alike`. With
+    chunks, the stages go round the devices in a circle (`circle`): an order is one round of it.
     """
 
-    def __init__(self, cluster: Cluster, stages: int, pipelining: Pipelining) -> None:
+    def __init__(self, cluster: Cluster, stages: int, pipelining: Pipelining, alike: float = 0.0) -> None:
         self.stages = stages
         self.cluster = cluster
         self._pipelining = pipelining
         self.mixed = cluster.common_link is None
         self.circle = pipelining.chunks > 1
         self.ranks = stages // pipelining.chunks
+        if self.mixed and cluster.measured:
+            where = _linked_alike(cluster, alike)
+        else:
+            where = {d.name: host.name if self.mixed else "" for host in cluster.hosts for d in host.devices}
         members: dict[tuple[float, float, str], list[Device]] = {}
         for device in cluster.devices:
             memory_bytes = math.inf if device.memory_bytes is None else device.memory_bytes
-            where = cluster.host_of(device.name).name if self.mixed else ""
-            if self.mixed and cluster.measured:
-                where = device.name
-            members.setdefault((device.speed, memory_bytes, where), []).append(device)
+            members.setdefault((device.speed, memory_bytes, where[device.name]), []).append(device)
         # The fastest first, so that ties are broken in favour of speed.
         keys = sorted(members, key=lambda key: (-key[0], -key[1]))
         self._members = [members[key] for key in keys]
@@ -88,10 +94,15 @@ class Orders:
             found.append(order)
         return found
 
-    def by_host(self, order: Order) -> Order:
-        """The same kinds with those of a host together, hosts in the order of their first device."""
-        hosts = [self.cluster.host_of(device.name).name for device in self._devices(order)]
-        return tuple(order[i] for i in sorted(range(len(order)), key=lambda i: (hosts.index(hosts[i]), i)))
+    def by_host(self, order: Order) -> list[Order]:
+        """The same kinds with those of a host together: the hosts as they come, and in every way if few."""
+        names = [self.cluster.host_of(device.name).name for device in self._devices(order)]
+        hosts = list(dict.fromkeys(names))
+        few = len(hosts) <= _FEW_HOSTS and len(hosts) < len(names)
+        return [
+            tuple(order[i] for host in hosts for i, name in enumerate(names) if name == host)
+            for hosts in (permutations(hosts) if few else [tuple(hosts)])
+        ]
 
     def by_speed(self) -> Order:
         """The fastest devices, the fastest first."""
@@ -146,6 +157,26 @@ class Orders:
         for link in links[1:]:
             slowest = slowest.joined(link)
         return slowest
+
+
+def _linked_alike(cluster: Cluster, share: float) -> dict[str, str]:
+    """For each device the first whose links to all others are as its own, to within a share."""
+    names = [device.name for device in cluster.devices]
+    figures = np.zeros((2, len(names), len(names)))
+    for one, other in combinations(range(len(names)), 2):
+        link = cluster.link(names[one], names[other])
+        figures[:, one, other] = figures[:, other, one] = link.latency_s, link.bandwidth_bytes_per_s
+    firsts: list[int] = []
+    found = {}
+    for place, name in enumerate(names):
+        near = np.array(np.isclose(figures, figures[:, [place]], rtol=share, atol=0).all(axis=0))
+        near[:, place] = True  # what leads to one of the two themselves does not count
+        np.fill_diagonal(near, True)
+        alike = [first for first in firsts if bool(near[first].all())]
+        found[name] = names[alike[0]] if alike else name
+        if not alike:
+            firsts.append(place)
+    return found
 
 
 def _arrangements(counts: Sequence[int], length: int) -> Iterator[Order]:

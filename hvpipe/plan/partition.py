@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from itertools import combinations, permutations
 
 import numpy as np
 
@@ -23,8 +25,13 @@ _BROADER = (Breadth(sets=4, ends=2), Breadth(sets=8, ends=4), Breadth(sets=48, e
 _IN_ORDER = Breadth(sets=1, ends=8)
 # A boundary is repaired by moving it by up to so many layers.
 _REACH = 48
-# With mixed links so many orders are all looked at; of more, so many are tried by exchanging devices.
-_FEW_ORDERS, _EXCHANGES = 720, 1500
+# With mixed links so many orders are all looked at.
+_FEW_ORDERS = 720
+# Of more, some are tried by exchanging devices, until so many stages were filled: filling takes as long as it
+# has stages, and coming to the end with a better order takes so many fillings more.
+_STAGES_FILLED, _REFINING = 4000, 24
+# Links that differ by less than this share are as good as equal: so far do measured ones vary.
+_ALIKE = 0.05
 
 
 def partition(
@@ -46,7 +53,7 @@ def partition(
     spans = Spans(profile, pipelining)
     plans = []
     for count in range(chunks, most + 1, chunks) if stages is None else (stages,):
-        orders = Orders(cluster, count, pipelining)
+        orders = Orders(cluster, count, pipelining, _ALIKE)
         if (cuts := _search(spans, orders)) is not None:
             plans.append(Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy"))
     if not plans:
@@ -84,8 +91,17 @@ def check_stages(
 
 def bottleneck_s(spans: Spans, cuts: list[Cut]) -> float:
     """What the busiest of the stages takes."""
+    return max(_times_s(spans, cuts))
+
+
+def _busiest(spans: Spans, cuts: list[Cut]) -> int:
+    """The number of the stage that takes the longest."""
+    return int(np.argmax(_times_s(spans, cuts)))
+
+
+def _times_s(spans: Spans, cuts: list[Cut]) -> list[float]:
     starts = [0, *(end for _, end in cuts)]
-    return max(spans.cost_s(start, end, seat) for start, (seat, end) in zip(starts, cuts, strict=False))
+    return [spans.cost_s(start, end, seat) for start, (seat, end) in zip(starts, cuts, strict=False)]
 
 
 def _search(spans: Spans, orders: Orders) -> list[Cut] | None:
@@ -94,7 +110,7 @@ def _search(spans: Spans, orders: Orders) -> list[Cut] | None:
     if cuts is None:
         return None
     if not orders.circle:
-        for breadth in _BROADER:
+        for breadth in _BROADER[: 2 if orders.mixed else 3]:
             cuts = _improve(spans, orders.seats, cuts, breadth)
     return _search_orders(spans, orders, cuts) if orders.mixed or orders.circle else cuts
 
@@ -161,34 +177,58 @@ def _search_orders(spans: Spans, orders: Orders, cuts: list[Cut]) -> list[Cut]:
     Where links differ, `cuts` were found with every device charged its slowest; neighbours on one host may
     do better. In a circle a device sits at several stages, which filling alone does not know.
     """
-    start = orders.order_of(cuts)
-    order, cuts = start, _seated(orders, start, cuts)
-    cuts = _improve(spans, orders.in_order(order), cuts, _IN_ORDER)
+    order = orders.order_of(cuts)
+    cuts = _improve(spans, orders.in_order(order), _seated(orders, order, cuts), _IN_ORDER)
     every = orders.all(_FEW_ORDERS)
-    for candidate in every if every is not None else [orders.by_host(order), orders.by_memory()]:
+    for candidate in every if every is not None else [*orders.by_host(order), orders.by_memory()]:
         order, cuts = _better(spans, orders, candidate, order, cuts)
-    tried = 0 if every is None else _EXCHANGES
+    return cuts if every is not None else _rearrange(spans, orders, order, cuts)
+
+
+def _rearrange(spans: Spans, orders: Orders, order: Order, cuts: list[Cut]) -> list[Cut]:
+    """Exchange two devices, or move one, as long as that helps and is within bounds."""
+    left = _STAGES_FILLED // orders.stages
     improved = True
-    while improved and tried < _EXCHANGES:
+    while improved:
         improved = False
-        for one in range(len(order)):
-            for other in range(one + 1, len(order)):
-                if order[one] == order[other] or tried >= _EXCHANGES:
-                    continue
-                tried += 1
-                exchanged = list(order)
-                exchanged[one], exchanged[other] = order[other], order[one]
-                found, cuts = _better(spans, orders, tuple(exchanged), order, cuts)
-                improved, order = improved or found != order, found
+        for candidate in _neighbours(order, _busiest(spans, cuts) % len(order)):
+            if left <= 0:
+                return cuts
+            found, cuts = _better(spans, orders, candidate, order, cuts)
+            left -= 1 if found == order else 1 + _REFINING
+            if found != order:
+                improved, order = True, found
+                break
     return cuts
+
+
+def _neighbours(order: Order, busiest: int) -> Iterator[Order]:
+    """The order with two devices exchanged, those near the busiest first; then with one moved."""
+    tried = {order}
+    places = sorted(range(len(order)), key=lambda place: abs(place - busiest))
+    for one, other in combinations(places, 2):
+        exchanged = list(order)
+        exchanged[one], exchanged[other] = order[other], order[one]
+        if tuple(exchanged) not in tried:
+            tried.add(tuple(exchanged))
+            yield tuple(exchanged)
+    for one, other in permutations(places, 2):
+        moved = [*order[:one], *order[one + 1 :]]
+        moved.insert(other, order[one])
+        if tuple(moved) not in tried:
+            tried.add(tuple(moved))
+            yield tuple(moved)
 
 
 def _better(
     spans: Spans, orders: Orders, candidate: Order, order: Order, cuts: list[Cut]
 ) -> tuple[Order, list[Cut]]:
     """The candidate and its cuts if filling in that order beats `cuts`, else what was given."""
+    limit_s = bottleneck_s(spans, cuts) * (1 - _TOLERANCE)
+    if candidate == order or limit_s == 0:
+        return order, cuts
     seats = orders.in_order(candidate)
-    found = fill(spans, seats, bottleneck_s(spans, cuts) * (1 - _TOLERANCE), _IN_ORDER)
+    found = fill(spans, seats, limit_s, _IN_ORDER)
     return (order, cuts) if found is None else (candidate, _improve(spans, seats, found, _IN_ORDER))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -43,6 +44,39 @@ class Seat:
         weights[_RECEIVE], weights[_RECEIVE_BYTES] = _there_and_back(self.receive)
         weights[_SEND], weights[_SEND_BYTES] = _there_and_back(self.send)
         return weights
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The seats to choose from at one stage, as rows: all hold as many micro-batches in flight."""
+
+    seconds: Vector
+    speeds: Vector
+    memory_bytes: Vector
+    in_flight: int
+
+    @staticmethod
+    def of(seats: Sequence[Seat]) -> Bench:
+        (in_flight,) = {seat.in_flight for seat in seats}
+        return Bench(
+            np.stack([seat.seconds for seat in seats]),
+            np.array([seat.speed for seat in seats]),
+            np.array([seat.memory_bytes for seat in seats]),
+            in_flight,
+        )
+
+    def without(self, taken: Sequence[bool]) -> Bench:
+        """Those that are not taken."""
+        rows = np.flatnonzero(~np.array(taken))
+        return Bench(self.seconds[rows], self.speeds[rows], self.memory_bytes[rows], self.in_flight)
+
+    @cached_property
+    def fastest(self) -> float:
+        return float(self.speeds.max())
+
+    @cached_property
+    def least_bytes(self) -> float:
+        return float(self.memory_bytes.min())
 
 
 class Spans:
@@ -111,7 +145,17 @@ class Spans:
         table = self.table(start, stop)
         costs: Vector = seat.seconds @ table
         if seat.memory_bytes != np.inf:
-            costs[self._memory_bytes(table, seat) > seat.memory_bytes] = np.inf
+            costs[self._memory_bytes(table, seat.in_flight) > seat.memory_bytes] = np.inf
+        return costs
+
+    def costs_of_all_s(self, start: int, stop: int, bench: Bench) -> Vector:
+        """`costs_s` of several seats, a row for each."""
+        table = self.table(start, stop)
+        costs: Vector = bench.seconds @ table
+        if bench.least_bytes != np.inf:
+            memory_bytes = self._memory_bytes(table, bench.in_flight)
+            if memory_bytes.max() > bench.least_bytes:
+                costs[memory_bytes > bench.memory_bytes[:, None]] = np.inf
         return costs
 
     def cost_s(self, start: int, end: int, seat: Seat) -> float:
@@ -119,13 +163,13 @@ class Spans:
         return float(self.costs_s(start, end, seat)[-1])
 
     def memory_bytes(self, start: int, end: int, seat: Seat) -> int:
-        return int(self._memory_bytes(self.table(start, end), seat)[-1])
+        return int(self._memory_bytes(self.table(start, end), seat.in_flight)[-1])
 
-    def _memory_bytes(self, table: Vector, seat: Seat) -> Vector:
+    def _memory_bytes(self, table: Vector, in_flight: int) -> Vector:
         weights = np.zeros(7)
         weights[_STATE] = 1
-        weights[_RECEIVE_BYTES] = seat.in_flight
-        weights[_SAVED] = 1 if self.recompute else seat.in_flight
+        weights[_RECEIVE_BYTES] = in_flight
+        weights[_SAVED] = 1 if self.recompute else in_flight
         memory: Vector = weights @ table
         return memory
 
