@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from model_graphs import MODELS, chain, clusters, model, profiles
 
 from hvpipe.document import write_document
@@ -328,6 +329,38 @@ def test_memory_of_a_circle_is_shared_by_its_chunks() -> None:
     assert plan.memory_bytes == {"h0": 40, "h1": 40}
     with pytest.raises(PlanError, match="h0: 10 bytes missing of 40 bytes"):
         partition(profile, equal_cluster(2, memory_bytes=30), 4, how)
+
+
+def test_a_circle_whose_chunks_need_unequal_memory() -> None:
+    """Regression: no chunk could have more than an even part; the message named no device that lacks any.
+
+    Of 1000 bytes, a takes 600 for weights and gradients, all others 20 each.
+    """
+    how = Pipelining("interleaved", 4, chunks=2)
+    profile = chain(1, 1, 1, 1)
+    layers = (replace(la, weight_bytes=300 if la.name == "a" else 10) for la in profile.layers)
+    profile = replace(profile, layers=tuple(layers))
+    plan = partition(profile, equal_cluster(2, memory_bytes=1000), 4, how)
+    assert (cut(plan), plan.memory_bytes) == (["a", "b", "c", "d"], {"h0": 620, "h1": 40})
+    assert partition(profile, equal_cluster(2, memory_bytes=620), 4, how) is not None
+    with pytest.raises(PlanError, match="h0: 1 bytes missing of 620 bytes"):
+        partition(profile, equal_cluster(2, memory_bytes=619), 4, how)
+
+
+@quickly
+@given(profiles(), st.integers(200, 2000))
+def test_memory_of_a_circle_holds_and_what_is_missing_is_said(profile: Profile, memory_bytes: int) -> None:
+    cluster, how = (
+        equal_cluster(2, Link(0.01, 30.0), memory_bytes=memory_bytes),
+        Pipelining("interleaved", 4, chunks=2),
+    )
+    try:
+        plan = partition(profile, cluster, 4, how)
+    except PlanError:
+        with pytest.raises(PlanError, match="missing of"):
+            partition(profile, cluster, 4, how)
+    else:
+        assert not plan.shortages(cluster)
 
 
 def test_a_plan_comes_back_from_its_file_and_knows_its_own(tmp_path: Path) -> None:

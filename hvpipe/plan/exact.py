@@ -12,7 +12,7 @@ from hvpipe.plan.filling import Cut, Seats, Used
 from hvpipe.plan.orders import Orders
 from hvpipe.plan.partition import check_stages
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
-from hvpipe.plan.shortage import explain_shortage
+from hvpipe.plan.shortage import explain_shortage, least_short
 from hvpipe.plan.spans import Seat, Spans, Vector
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
@@ -54,7 +54,8 @@ def exact(
         if found_s < best_s:
             best_s, best = found_s, cuts
     if best is None:
-        raise PlanError(explain_shortage(profile, cluster, stages, pipelining))
+        plan = least_short(profile, cluster, stages, pipelining)
+        raise PlanError(explain_shortage(plan, profile, cluster))
     placement = orders.placement(best)
     if order is not None:
         placement = [((name,), layers) for name, (_, layers) in zip(order, placement, strict=True)]

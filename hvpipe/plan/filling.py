@@ -30,11 +30,14 @@ _WAYS, _FEWEST_SETS = 192, 4
 class Seats:
     """Who may sit where: for each stage of the pipeline the seats to choose from, and how many of each kind.
 
-    A fixed order of devices has one seat to choose at each stage.
+    A fixed order of devices has one seat to choose at each stage. In a circle of so many `devices` a stage is
+    on the same one as the stage a round before, and together they have its memory, each at most a `share`.
     """
 
     levels: Sequence[Sequence[Seat]]
     counts: Sequence[int]
+    devices: int = 0
+    share: float = 1.0
 
     @property
     def stages(self) -> int:
@@ -83,11 +86,23 @@ class Breadth:
 
 @dataclass(frozen=True)
 class _Filled:
-    """Stages filled up to `end`; `before` is the pipeline without the last of them."""
+    """Stages filled up to `end`; `before` is the pipeline without the last of them.
+
+    In a circle `held_bytes` is what is in use of each device, that of the next stage first.
+    """
 
     end: int
     seat: Seat | None = None
     before: _Filled | None = None
+    held_bytes: tuple[int, ...] = ()
+
+    def with_stage(self, spans: Spans, seat: Seat, end: int) -> _Filled:
+        """One stage more."""
+        held_bytes = self.held_bytes
+        if held_bytes:
+            more_bytes = spans.memory_bytes(self.end, end, seat)
+            held_bytes = (*held_bytes[1:], held_bytes[0] + more_bytes)
+        return _Filled(end, seat, self, held_bytes)
 
 
 _Way = tuple[Places, Seat, _Filled]
@@ -109,7 +124,9 @@ def fill(spans: Spans, seats: Seats, limit_s: float, breadth: Breadth) -> list[C
     What has wasted more than the devices left could make up for is dropped.
     """
     breadth = breadth.among(len(seats.speeds))
-    beam: dict[Used, list[_Filled]] = {(0,) * len(seats.counts): [_Filled(0)]}
+    beam: dict[Used, list[_Filled]] = {
+        (0,) * len(seats.counts): [_Filled(0, held_bytes=(0,) * seats.devices)]
+    }
     for number, level in enumerate(seats.levels):
         left = seats.stages - number - 1
         found: dict[Used, list[_Way]] = {}
@@ -123,6 +140,8 @@ def fill(spans: Spans, seats: Seats, limit_s: float, breadth: Breadth) -> list[C
             nexts = [(*used[: s.kind], used[s.kind] + 1, *used[s.kind + 1 :]) for s in free]
             least = _least_ends(spans, seats, free, used, limit_s, left)
             for before in filled:
+                if before.held_bytes:
+                    among = bench.within(seats.share, before.held_bytes[0])
                 all_ends = _ends(spans, before.end, among, limit_s, (least, spans.count - left))
                 for now, seat, ends in zip(nexts, free, all_ends, strict=True):
                     if ends.size:
@@ -201,7 +220,9 @@ def _furthest(
         behind = np.cumsum([way[0].size for way in ways])
         worthy = _worth_keeping(spans, ends, largest)
         origin = behind.searchsorted(first[ends.searchsorted(worthy)], "right")
-        kept[used] = [_Filled(end, *ways[way][1:]) for end, way in zip(worthy, origin, strict=True)]
+        kept[used] = [
+            ways[way][2].with_stage(spans, ways[way][1], end) for end, way in zip(worthy, origin, strict=True)
+        ]
     return kept
 
 

@@ -17,6 +17,8 @@ from hvpipe.topology import Cluster, Device, Link
 
 # So many hosts are arranged in all ways.
 _FEW_HOSTS = 4
+# Of the memory of a device with several stages, each may take an even part, or up to all in so many steps.
+_SHARES = 4
 
 Order = tuple[int, ...]
 """The kind of the device at each stage."""
@@ -61,19 +63,30 @@ class Orders:
         )
         return Seats(list(levels), self.counts)
 
-    def in_order(self, order: Order) -> Seats:
-        """One kind at each stage, with the links to its neighbours."""
+    def in_order(self, order: Order, share: float = 1.0) -> Seats:
+        """One kind at each stage, with the links to its neighbours; in a circle, a share of its memory."""
         chunks = self._pipelining.chunks
         names = [device.name for device in self._devices(order)] * chunks
         links = [self.cluster.link(one, other) for one, other in pairwise(names)]
         around = [Link(), *links, Link()]
         levels = [[self._seat(s, kind, around[s], around[s + 1])] for s, kind in enumerate(order * chunks)]
-        return Seats(levels, [count * chunks for count in self.counts])
+        devices = self.ranks if self.circle else 0
+        return Seats(levels, [count * chunks for count in self.counts], devices, share)
 
     def to_fit(self) -> list[Seats]:
         """What to try where memory is scarce: any order, but in a circle; the roomiest devices first."""
-        ordered = self.in_order(self.by_memory())
-        return [self.in_order(self.by_speed()), ordered] if self.circle else [self.seats, ordered]
+        if not self.circle:
+            return [self.seats, self.in_order(self.by_memory())]
+        orders = self.by_speed(), self.by_memory()
+        return [self.in_order(order, share) for share in self.shares for order in orders]
+
+    @property
+    def shares(self) -> list[float]:
+        """How much of its device's memory a stage may take: in a circle from an even part up to all of it."""
+        if not self.circle or all(device.memory_bytes is None for device in self.cluster.devices):
+            return [1.0]
+        even = 1 / self._pipelining.chunks
+        return [even + (1 - even) * step / _SHARES for step in range(_SHARES + 1)]
 
     def of_names(self, names: Sequence[str]) -> Seats:
         """Devices by name, one at each stage."""
@@ -137,9 +150,7 @@ class Orders:
 
     def _seat(self, stage: int, kind: int, receive: Link, send: Link) -> Seat:
         device = self._members[kind][0]
-        # A device's chunks share its memory evenly.
-        whole_bytes = math.inf if device.memory_bytes is None else float(device.memory_bytes)
-        memory_bytes = whole_bytes / self._pipelining.chunks
+        memory_bytes = math.inf if device.memory_bytes is None else float(device.memory_bytes)
         in_flight = self._in_flight[stage]
         return Seat(kind, device.speed, memory_bytes, receive, send, in_flight)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, permutations
 
 import numpy as np
@@ -12,7 +13,7 @@ from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.plan.filling import Breadth, Cut, Seats, fill
 from hvpipe.plan.orders import Order, Orders
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
-from hvpipe.plan.shortage import any_fit, explain_shortage
+from hvpipe.plan.shortage import any_fit, explain_shortage, least_short
 from hvpipe.plan.spans import Spans
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
@@ -57,7 +58,10 @@ def partition(
         if (cuts := _search(spans, orders)) is not None:
             plans.append(Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy"))
     if not plans:
-        raise PlanError(explain_shortage(profile, cluster, stages or most, pipelining))
+        plan = least_short(profile, cluster, stages or most, pipelining)
+        if plan.shortages(cluster):
+            raise PlanError(explain_shortage(plan, profile, cluster))
+        plans.append(plan)
     return min(plans, key=lambda plan: plan.step_s)
 
 
@@ -137,14 +141,16 @@ def _improve(spans: Spans, seats: Seats, cuts: list[Cut], breadth: Breadth) -> l
                 low_s = middle_s
             else:
                 cuts, high_s = found, bottleneck_s(spans, found)
-    return _repair(spans, cuts)
+    return _repair(spans, seats.devices, cuts)
 
 
-def _repair(spans: Spans, cuts: list[Cut]) -> list[Cut]:
+def _repair(spans: Spans, devices: int, cuts: list[Cut]) -> list[Cut]:
     """Move the boundaries of the busiest stage while that makes it less busy than it was."""
     ends = [0, *(end for _, end in cuts)]
     seats = [seat for seat, _ in cuts]
     while True:
+        if devices:
+            cuts = _with_the_rest(spans, devices, list(zip(seats, ends[1:], strict=True)))
         costs = [spans.cost_s(ends[s], ends[s + 1], seat) for s, seat in enumerate(seats)]
         busiest = int(np.argmax(costs))
         moves = [
@@ -157,6 +163,17 @@ def _repair(spans: Spans, cuts: list[Cut]) -> list[Cut]:
         if not moves or min(moves)[0] >= costs[busiest] * (1 - 1e-9):
             return list(zip(seats, ends[1:], strict=True))
         _, boundary, ends[boundary] = min(moves)
+
+
+def _with_the_rest(spans: Spans, devices: int, cuts: list[Cut]) -> list[Cut]:
+    """The cuts of a circle, each seat with the memory that the other stages of its device leave it."""
+    starts = [0, *(end for _, end in cuts)]
+    sizes = [spans.memory_bytes(start, end, seat) for start, (seat, end) in zip(starts, cuts, strict=False)]
+    held_bytes = [sum(sizes[first::devices]) for first in range(devices)]
+    return [
+        (replace(seat, memory_bytes=seat.memory_bytes - held_bytes[s % devices] + sizes[s]), end)
+        for s, (seat, end) in enumerate(cuts)
+    ]
 
 
 def _best_boundary(spans: Spans, cuts: list[Cut], ends: list[int], boundary: int) -> tuple[float, int]:
@@ -178,7 +195,9 @@ def _search_orders(spans: Spans, orders: Orders, cuts: list[Cut]) -> list[Cut]:
     do better. In a circle a device sits at several stages, which filling alone does not know.
     """
     order = orders.order_of(cuts)
-    cuts = _improve(spans, orders.in_order(order), _seated(orders, order, cuts), _IN_ORDER)
+    cuts = _seated(orders, order, cuts)
+    for share in orders.shares:
+        cuts = _improve(spans, orders.in_order(order, share), cuts, _IN_ORDER)
     every = orders.all(_FEW_ORDERS)
     for candidate in every if every is not None else [*orders.by_host(order), orders.by_memory()]:
         order, cuts = _better(spans, orders, candidate, order, cuts)
@@ -227,9 +246,11 @@ def _better(
     limit_s = bottleneck_s(spans, cuts) * (1 - _TOLERANCE)
     if candidate == order or limit_s == 0:
         return order, cuts
-    seats = orders.in_order(candidate)
-    found = fill(spans, seats, limit_s, _IN_ORDER)
-    return (order, cuts) if found is None else (candidate, _improve(spans, seats, found, _IN_ORDER))
+    for share in sorted({orders.shares[0], 1.0}, reverse=True):
+        seats = orders.in_order(candidate, share)
+        if found := fill(spans, seats, limit_s, _IN_ORDER):
+            return candidate, _improve(spans, seats, found, _IN_ORDER)
+    return order, cuts
 
 
 def _seated(orders: Orders, order: Order, cuts: list[Cut]) -> list[Cut]:

@@ -34,13 +34,13 @@ def least_memory_bytes(profile: Profile, cluster: Cluster, stages: int, pipelini
         replace(host, devices=tuple(replace(device, memory_bytes=0) for device in host.devices))
         for host in cluster.hosts
     )
-    plan = _least_short(profile, replace(cluster, hosts=tuple(without)), stages, pipelining)
+    plan = least_short(profile, replace(cluster, hosts=tuple(without)), stages, pipelining)
     return max(plan.memory_bytes.values())
 
 
-def explain_shortage(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> str:
-    """The message for a model that does not fit: what each device lacks at least, and remedies, tried out."""
-    plan = _least_short(profile, cluster, stages, pipelining)
+def explain_shortage(plan: Plan, profile: Profile, cluster: Cluster) -> str:
+    """The message where `plan` lacks the least memory: how much and where; and remedies, tried out."""
+    stages, pipelining = len(plan.stages), plan.pipelining
     missing = [
         f"{name}: {amount(size)} missing of {amount(_needed(plan, name))}"
         for name, size in plan.shortages(cluster).items()
@@ -58,8 +58,11 @@ def _fits(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelinin
     return any_fit(Spans(profile, pipelining), Orders(cluster, stages, pipelining)) is not None
 
 
-def _least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Plan:
-    """The plan that fits if every device had a little more memory, as little as can be (to 1 %)."""
+def least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Plan:
+    """The plan that fits if every device had a little more memory, as little as can be (to 1 %).
+
+    It may fit as it is: filling keeps not all that it finds, and may find more where there is more room.
+    """
     spans = Spans(profile, pipelining)
 
     def cuts_with(more_bytes: int) -> tuple[Orders, list[Cut] | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -69,6 +69,12 @@ class Bench:
         """Those that are not taken."""
         rows = np.flatnonzero(~np.array(taken))
         return Bench(self.seconds[rows], self.speeds[rows], self.memory_bytes[rows], self.in_flight)
+
+    def within(self, share: float, held_bytes: int) -> Bench:
+        """Those with at most a share of their memory, of which so much is in use."""
+        return replace(
+            self, memory_bytes=np.minimum(self.memory_bytes * share, self.memory_bytes - held_bytes)
+        )
 
     @cached_property
     def fastest(self) -> float:
