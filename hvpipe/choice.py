@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from hvpipe.data_parallel_forecast import data_parallel
 from hvpipe.errors import HvpipeError, PlanError
@@ -85,18 +87,45 @@ def _data(
 def _pipelines(
     profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None
 ) -> Iterator[Forecast]:
-    """The greedy partition for each number of stages."""
+    """The greedy partition for each number of stages; of many, for those that `_next_count` names."""
+    if stages is not None:
+        yield forecast(partition(profile, cluster, stages, pipelining), profile, cluster)
+        return
     chunks = pipelining.chunks
     most = min(len(cluster.devices), len(profile.layers) // chunks, pipelining.microbatches)
-    counts = [count * chunks for count in _counts(most)] if stages is None else [stages]
     refused: PlanError | None = None
-    for count in counts:
+    steps_s: dict[int, float] = {}
+    while count := _next_count(steps_s, most, cluster):
+        steps_s[count] = math.inf
         try:
-            yield forecast(partition(profile, cluster, count, pipelining), profile, cluster)
+            one = forecast(partition(profile, cluster, count * chunks, pipelining), profile, cluster)
         except PlanError as error:
             refused = error
+            continue
+        if not one.shortages(cluster):
+            steps_s[count] = one.step_s
+        yield one
     if refused is not None:
         raise refused
+
+
+def _next_count(steps_s: dict[int, float], most: int, cluster: Cluster) -> int:
+    """The number of devices to try next, up to `most`, after those whose steps are known; 0 for no more.
+
+    First those of `_counts`, and all that are faster than the rest by a tenth; then between the best one and
+    those next to it, until there are none. Where nothing fits, every number.
+    """
+    speeds = sorted((device.speed for device in cluster.devices), reverse=True)
+    drops = [count for count in range(1, most) if speeds[count] < 0.9 * speeds[count - 1]]
+    for count in sorted({*_counts(most), *drops}):
+        if count not in steps_s:
+            return count
+    best = min(steps_s, key=lambda count: steps_s[count], default=0)
+    if best and math.isinf(steps_s[best]):
+        return next((count for count in range(1, most + 1) if count not in steps_s), 0)
+    gaps = [(b - a, a) for a, b in pairwise(sorted(steps_s)) if best in (a, b)]
+    width, start = max(gaps, default=(0, 0))
+    return start + width // 2 if width > 1 else 0
 
 
 def _hybrids(

@@ -27,8 +27,8 @@ def devices(one: Forecast) -> list[int]:
     return [len(stage.devices) for stage in one.plan.stages]
 
 
-def of_mode(mode: str, profile: Profile, cluster: Cluster) -> Forecast:
-    found = candidate(mode, profile, cluster, FOUR).forecast
+def of_mode(mode: str, profile: Profile, cluster: Cluster, microbatches: int = 4) -> Forecast:
+    found = candidate(mode, profile, cluster, replace(FOUR, microbatches=microbatches)).forecast
     assert found is not None
     return found
 
@@ -141,6 +141,23 @@ def test_data_parallel_by_micro_batches_where_a_whole_share_does_not_fit() -> No
     one = of_mode("data", profile, cluster)
     assert one.memory_bytes == (20, 20)
     assert one.step_s == pytest.approx(12)
+
+
+def test_the_best_of_many_numbers_of_stages() -> None:
+    """Regression: of twelve devices only 1, 2, 4, 8 and 12 were tried, and six are fast."""
+    cluster = equal_cluster(12, Link(1e-4, 1e9), speeds=(1.0,) * 6 + (0.05,) * 6)
+    assert devices(of_mode("pipeline", chain(*[3] * 12), cluster, 16)) == [1] * 6
+    profile, slow_links = chain(*[3] * 12, output_bytes=1), equal_cluster(12, Link(0.9))
+    how = replace(FOUR, microbatches=16)
+    every = (candidate("pipeline", profile, slow_links, how, count).forecast for count in range(1, 13))
+    assert of_mode("pipeline", profile, slow_links, 16).step_s == min(one.step_s for one in every if one)
+
+
+def test_where_few_numbers_of_stages_fit_one_is_found() -> None:
+    """Nine devices have memory for ten layers, one of them for two; the others have none."""
+    sizes = [40] + [20] * 8 + [0] * 3
+    cluster = Cluster(tuple(Host(f"h{i}", (Device(f"h{i}", 1.0, size),)) for i, size in enumerate(sizes)))
+    assert devices(of_mode("pipeline", chain(*[3] * 10, weight_bytes=10), cluster, 16)) == [1] * 9
 
 
 def test_stages_as_asked_for() -> None:
