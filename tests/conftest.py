@@ -37,9 +37,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What a shell starts in the background ignores Ctrl-C, and what nohup starts a hangup; so would all that
-    # the tests start.
-    for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    # What a shell starts in the background ignores Ctrl-C and Ctrl-\, and what nohup starts a hangup; so would
+    # all that the tests start.
+    usual_handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGQUIT: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    for number, usual in usual_handlers.items():
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
     if config.getoption("planning"):
