@@ -37,8 +37,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What a shell starts in the background ignores Ctrl-C and Ctrl-\, and what nohup starts a hangup; so would
-    # all that the tests start.
+    # What a shell starts in the background ignores Ctrl-C and Ctrl-\, and what nohup starts a hangup; so
+    # would all that the tests start.
     usual_handlers = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGQUIT: signal.SIG_DFL,
