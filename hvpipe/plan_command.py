@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from hvpipe.choice import MODES, Candidate, candidate, candidates
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast import Forecast, forecast
-from hvpipe.plan.baselines import BASELINES, baseline
+from hvpipe.plan.baselines import BASELINES, baseline, is_random, random_plans
 from hvpipe.plan.exact import exact
 from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import Pipelining
@@ -20,7 +20,7 @@ from hvpipe.topology import Cluster
 
 METHODS = ("greedy", "exact", *BASELINES)
 DRAWS = 100
-"""A random baseline is the median of so many."""
+"""A random baseline is the median of so many, or of fewer where few fit."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,15 @@ class Question:
 class Answer:
     """The chosen plan's forecast, those of the modes it was chosen from, and of the baselines by name.
 
-    A baseline that does not fit the devices is None.
+    A baseline that does not fit the devices is None. `fitting` is the number of plans found that fit: of
+    these, at most DRAWS, a random baseline is the median.
     """
 
     question: Question
     chosen: Forecast
     candidates: tuple[Candidate, ...]
     baselines: dict[str, Forecast | None]
+    fitting: dict[str, int]
 
 
 def read_profile(
@@ -95,11 +97,14 @@ def answer(question: Question, *, with_baselines: bool = True) -> Answer:
             found = (candidate(question.mode, profile, cluster, pipelining, question.stages),)
         chosen = _best(found, question)
     others: dict[str, Forecast | None] = {}
+    fitting: dict[str, int] = {}
     if with_baselines:
         if chosen.plan.method != "greedy":
             others["greedy"] = candidate("pipeline", profile, cluster, pipelining, question.stages).forecast
-        others |= {name: _baseline(name, question) for name in BASELINES if name != question.method}
-    return Answer(question, chosen, found, others)
+        for name in BASELINES:
+            if name != question.method:
+                others[name], fitting[name] = _baseline(name, question)
+    return Answer(question, chosen, found, others, fitting)
 
 
 def finest(ask: Callable[[int], Question], batch_size: int) -> Question:
@@ -195,16 +200,15 @@ def _by_method(question: Question) -> Forecast:
     return forecast(plan, profile, cluster)
 
 
-def _baseline(name: str, question: Question) -> Forecast | None:
-    """Its forecast; of a random one the median of many that fit, by step."""
-    draws = DRAWS if name.startswith("random") else 1
-    found = []
-    for draw in range(draws):
-        try:
-            one = _by_method(replace(question, method=name, seed=question.seed + draw))
-        except PlanError:
-            return None
-        if not one.shortages(question.cluster):
-            found.append(one)
-    found.sort(key=lambda one: one.step_s)
-    return found[(len(found) - 1) // 2] if found else None
+def _baseline(name: str, question: Question) -> tuple[Forecast | None, int]:
+    """Its forecast, the median by step where it is random, and of how many that fit it is."""
+    profile, cluster = question.profile, question.cluster
+    stages, how = _all_stages(question), question.pipelining
+    if is_random(name):
+        seeds = range(question.seed, question.seed + DRAWS)
+        plans = random_plans(name, profile, cluster, stages, how, seeds)
+    else:
+        plans = [baseline(name, profile, cluster, stages, how)]
+    forecasts = [forecast(plan, profile, cluster) for plan in plans]
+    found = sorted((one for one in forecasts if not one.shortages(cluster)), key=lambda one: one.step_s)
+    return found[(len(found) - 1) // 2] if found else None, len(found)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from hvpipe.forecast import Forecast
+from hvpipe.plan.baselines import is_random
 from hvpipe.plan.explain import explain
 from hvpipe.plan.stages import DATA_PARALLEL, Plan
-from hvpipe.plan_command import DRAWS, Answer, Question
+from hvpipe.plan_command import Answer, Question
 
 
 def to_json(given: Answer) -> dict[str, Any]:
@@ -21,6 +22,7 @@ def to_json(given: Answer) -> dict[str, Any]:
             for one in given.candidates
         ],
         "baselines": {name: one and _figures(one) for name, one in given.baselines.items()},
+        "fitting": {name: count for name, count in given.fitting.items() if is_random(name)},
     }
 
 
@@ -137,7 +139,8 @@ def _comparison(given: Answer) -> Iterator[str]:
     header = ["plan", "stages", "step", "of chosen", "bottleneck", "bubble", "utilization", "most memory", ""]
     rows = []
     for name, one in {given.chosen.plan.method: given.chosen, **given.baselines}.items():
-        shown = f"{name} (median of {DRAWS})" if name.startswith("random") else name
+        drawn = is_random(name) and given.fitting.get(name, 0)
+        shown = f"{name} (median of {drawn})" if drawn else name
         if one is None:
             rows.append([shown, *[""] * 7, "lacks memory"])
             continue

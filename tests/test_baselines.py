@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from model_graphs import MODELS, chain, model, profiles
 
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.plan.baselines import BASELINES, baseline
+from hvpipe.plan.baselines import BASELINES, baseline, random_plans
 from hvpipe.plan.explain import explain
 from hvpipe.plan.partition import partition
+from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import LayerCost, Profile
 from hvpipe.topology import Link, equal_cluster
@@ -72,9 +73,41 @@ def test_random_fits_or_says_so() -> None:
         baseline("random", FIVE, equal_cluster(2, memory_bytes=40), 2)
 
 
+def test_many_random_plans_share_their_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: where hardly any placement fits, each of a hundred was drawn for up to a thousand times."""
+    drawn = []
+    draw = BASELINES["random"]
+    monkeypatch.setitem(BASELINES, "random", lambda *given: drawn.append(given) or draw(*given))
+    profile, how = chain(*[1] * 12, weight_bytes=10), Pipelining()
+    # All of six layers of 20 bytes each: 12! / 6! 6! / 2^12 is every fourth or fifth.
+    plans = random_plans("random", profile, equal_cluster(2, memory_bytes=120), 2, how, range(5))
+    assert len(plans) == 5
+    assert plans[3] == baseline("random", profile, equal_cluster(2, memory_bytes=120), 2, how, seed=3)
+    # Two on each of six devices: one in 291.
+    drawn.clear()
+    some = random_plans("random", profile, equal_cluster(6, memory_bytes=40), 6, how, range(100))
+    assert 0 < len(some) < 100
+    assert len(drawn) == 2000
+    assert random_plans("random", profile, equal_cluster(6, memory_bytes=39), 6, how, range(100)) == []
+
+
 def test_an_unknown_name_is_told() -> None:
     with pytest.raises(HvpipeError, match=r"one of random, .*m_etf. Received: name='best'"):
         baseline("best", FIVE, equal_cluster(2), 2)
+
+
+@settings(max_examples=30)
+@given(profiles(), st.sampled_from(["random", "random_cuts"]), st.integers(100, 3000), st.booleans())
+def test_random_plans_are_those_that_fit(profile: Profile, name: str, memory_bytes: int, again: bool) -> None:
+    roomy, tight = (equal_cluster(3, Link(0.1, 100.0), memory_bytes=size) for size in (10**9, memory_bytes))
+    how = Pipelining("1f1b", 4, recompute=again)
+    first = baseline(name, profile, roomy, 3, how)
+    found = random_plans(name, profile, tight, 3, how, range(3))
+    assert not any(plan.shortages(tight) for plan in found)
+    fits = not first.shortages(tight)
+    assert fits == any(
+        [s.layers for s in plan.stages] == [s.layers for s in first.stages] for plan in found[:1]
+    )
 
 
 @settings(max_examples=30)

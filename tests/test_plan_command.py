@@ -106,6 +106,20 @@ def test_a_step_that_takes_no_time_is_compared_with_nothing() -> None:
     assert re.search(r"\ngreedy +\d +0 ms +0 ms", to_text(given, lambda one: ""))
 
 
+def test_a_random_baseline_is_the_median_of_those_that_fit() -> None:
+    """Regression: one seed of a hundred without a fitting plan threw all others away."""
+    profile = chain(*[1] * 12, weight_bytes=10)
+    given = answer(Question(profile, equal_cluster(6, memory_bytes=40), Pipelining("1f1b", 6), 6))
+    count = given.fitting["random"]
+    assert 0 < count < 100
+    assert f"\nrandom (median of {count}) " in to_text(given, lambda one: "")
+
+
+def test_a_random_plan_that_was_chosen_is_no_median() -> None:
+    text = to_text(small(method="random_cuts", stages=2), lambda one: "")
+    assert re.search(r"\nrandom_cuts +2 ", text)
+
+
 def test_another_method_is_compared_with_greedy() -> None:
     given = small(method="exact", stages=2)
     assert given.chosen.plan.method == "exact"

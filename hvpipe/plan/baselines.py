@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.plan.partition import check_stages
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
-from hvpipe.plan.placement import Placement
+from hvpipe.plan.placement import Placement, is_contiguous
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import LayerCost, Profile
 from hvpipe.topology import Cluster, Device
 
-# How often a random placement is drawn until one fits its devices' memory.
-_DRAWS = 1000
+# How often a random placement is drawn until one fits its devices' memory; and until many do.
+_DRAWS, _MANY_DRAWS = 1000, 2000
 
 
 def baseline(
@@ -35,24 +35,90 @@ def baseline(
     Only `random` and `random_cuts` look at `seed`; they draw again until memory suffices, PlanError if it
     never does. The others take no notice of memory but for what their authors say: see `Plan.shortages`.
     """
+    devices, pipelining = _setting(name, profile, cluster, stages, pipelining)
+    if not is_random(name):
+        placement = BASELINES[name](profile, cluster, devices, random.Random(seed))
+        used = [(devices, layers) for devices, layers in placement if layers]
+        return Plan.of(profile, cluster, used, pipelining, name)
+    for plan in _drawn(name, profile, cluster, devices, pipelining, random.Random(seed), _DRAWS):
+        if plan is not None:
+            return plan
+    raise PlanError(
+        f"One of {_DRAWS} random placements should fit the memory of the devices; none did. "
+        f"Received: name={name!r}, stages={stages}, seed={seed}"
+    )
+
+
+def random_plans(
+    name: str, profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining, seeds: range
+) -> list[Plan]:
+    """The plan of a random baseline for each of these seeds; of fewer, where few placements fit the memory.
+
+    All of them together are drawn a limited number of times, so that this ends soon where hardly any fits.
+    """
+    devices, pipelining = _setting(name, profile, cluster, stages, pipelining)
+    found: list[Plan] = []
+    draws = _MANY_DRAWS
+    for seed in seeds:
+        for plan in _drawn(name, profile, cluster, devices, pipelining, random.Random(seed), draws):
+            draws -= 1
+            if plan is not None:
+                found.append(plan)
+                break
+    return found
+
+
+def is_random(name: str) -> bool:
+    """Whether a baseline is drawn by lot."""
+    return name.startswith("random")
+
+
+def _setting(
+    name: str, profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining
+) -> tuple[list[Device], Pipelining]:
+    """The devices of a baseline and how it runs; HvpipeError for what there is not."""
     check_stages(profile, cluster, stages, pipelining)
     if name not in BASELINES:
         raise HvpipeError(f"A baseline should be one of {', '.join(BASELINES)}. Received: name={name!r}")
     if pipelining.chunks > 1:
         stages //= pipelining.chunks
         pipelining = replace(pipelining, schedule="1f1b", chunks=1)
-    devices = list(cluster.devices[:stages])
-    generator = random.Random(seed)
-    for _ in range(_DRAWS):
+    return list(cluster.devices[:stages]), pipelining
+
+
+def _drawn(
+    name: str,
+    profile: Profile,
+    cluster: Cluster,
+    devices: list[Device],
+    pipelining: Pipelining,
+    generator: random.Random,
+    draws: int,
+) -> Iterator[Plan | None]:
+    """So many random plans, None for each that does not fit."""
+    for _ in range(draws):
         placement = BASELINES[name](profile, cluster, devices, generator)
-        used = [(devices, layers) for devices, layers in placement if layers]
-        plan = Plan.of(profile, cluster, used, pipelining, name)
-        if not name.startswith("random") or not plan.shortages(cluster):
-            return plan
-    raise PlanError(
-        f"One of {_DRAWS} random placements should fit the memory of the devices; none did. "
-        f"Received: name={name!r}, stages={stages}, seed={seed}"
-    )
+        used = [(names, layers) for names, layers in placement if layers]
+        fits = _fits(profile, cluster, used, pipelining)
+        yield Plan.of(profile, cluster, used, pipelining, name) if fits else None
+
+
+def _fits(profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining) -> bool:
+    """Whether every device has the memory that `stage_costs` counts, which would take far longer."""
+    stage_of = {place: stage for stage, (_, places) in enumerate(placement) for place in places}
+    received_bytes = [0] * len(placement)
+    for maker, layer in enumerate(profile.layers):
+        for stage in {stage_of[user] for user in profile.users[maker]} - {stage_of[maker]}:
+            received_bytes[stage] += layer.output_bytes
+    pipeline, counts = is_contiguous(placement), [1] * len(placement)
+    for stage, (names, places) in enumerate(placement):
+        in_flight = pipelining.in_flight(stage, counts) if pipeline else pipelining.microbatches
+        saved = 1 if pipelining.recompute else in_flight
+        layers = [profile.layers[place] for place in places]
+        size_bytes = sum(layer.state_bytes + saved * layer.saved_bytes for layer in layers)
+        if size_bytes + in_flight * received_bytes[stage] > _memory_bytes(cluster.device(names[0])):
+            return False
+    return True
 
 
 def _random(profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random) -> Placement:
