@@ -15,6 +15,7 @@ from typing import Any
 from bench.cluster_network import SUBNET
 from bench.cluster_spec import ClusterError, ClusterSpec
 from bench.termination import undisturbed
+from hvpipe.supervise import own_job_folder
 
 Start = Callable[[list[str]], list[str]]  # a command to the command line that starts it on ranks
 
@@ -94,10 +95,12 @@ def run(
     subprocess.TimeoutExpired raised with what it had printed.
     """
     pipe = subprocess.PIPE if capture else None
-    full = {**os.environ, **(env or {})}
-    with subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=full, start_new_session=True
-    ) as process:
+    with (
+        own_job_folder({**os.environ, **(env or {})}) as full,
+        subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, text=True, env=full, start_new_session=True
+        ) as process,
+    ):
         try:
             out, err = process.communicate(timeout=timeout_s)
         except BaseException as error:

@@ -16,6 +16,7 @@ import psutil
 
 from bench import mpirun
 from bench.termination import undisturbed
+from hvpipe.supervise import own_job_folder
 
 _POLL_S = 0.05
 
@@ -49,6 +50,7 @@ def run_together(
     deadline_s = time.monotonic() + timeout_s
     running: list[subprocess.Popen[bytes]] = []
     with ExitStack() as files:
+        environ = files.enter_context(own_job_folder(os.environ))
         try:
             for command, output in zip(commands, outputs, strict=True):
                 running.append(
@@ -57,7 +59,7 @@ def run_together(
                         stdin=subprocess.DEVNULL,
                         stdout=files.enter_context(output.open("wb")),
                         stderr=subprocess.STDOUT,
-                        env={**os.environ, **command.environment},
+                        env={**environ, **command.environment},
                         start_new_session=True,
                     )
                 )

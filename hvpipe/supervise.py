@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -16,6 +19,26 @@ from hvpipe.errors import LaunchError
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Batch systems send these as a warning; they are for the ranks, to which mpirun hands them on.
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
+
+_JOB_FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
+
+
+@contextlib.contextmanager
+def own_job_folder(environ: Mapping[str, str], command: Sequence[str] = ()) -> Iterator[dict[str, str]]:
+    """`environ` with a new folder for the files of Open MPI 5's mpirun, which goes with the block.
+
+    They usually lie in /tmp/ompi.PID. Where an mpirun was killed they stay, and a later one that happens to
+    get its number ends with "The PMIx server's listener thread failed to start". Where `environ` or
+    `command` name a folder, it is left to them.
+    """
+    if any("tmpdir_base" in word for word in (*environ, *command)):
+        yield dict(environ)
+        return
+    folder = tempfile.mkdtemp(prefix="hvpipe-job-")
+    try:
+        yield {**environ, _JOB_FOLDER: folder}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float = 5.0) -> int:
@@ -33,7 +56,8 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float
     for number in replaced:
         signal.signal(number, supervisor.on_signal if number in _ENDING else supervisor.pass_on)
     try:
-        return supervisor.run(command, environ)
+        with own_job_folder(environ, command) as its_environ:
+            return supervisor.run(command, its_environ)
     finally:
         for number in replaced:
             signal.signal(number, before[number])

@@ -31,6 +31,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from hvpipe.supervise import own_job_folder
+
 ALONE = 0  # a world of one rank without any launcher
 
 # What says that this process is a rank of an MPI job.
@@ -115,17 +117,20 @@ def run(
 ) -> Run:
     """Run a command to its end or for `limit_s`; then it and everything that it started is killed."""
     started = time.monotonic()
-    with subprocess.Popen(
-        command,
-        cwd=cwd,
-        env=environment(env),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
+    with (
+        own_job_folder(environment(env)) as environ,
+        subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process,
+    ):
         timed_out = False
         with _killing_tree(process):
             try:

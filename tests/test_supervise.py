@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -52,6 +53,31 @@ def test_ended_by_a_signal() -> None:
 def test_the_environment_is_handed_on() -> None:
     program = "import os, sys; sys.exit(int(os.environ['CODE']))"
     assert supervise([sys.executable, "-c", program], {**os.environ, "CODE": "5"}) == 5
+
+
+def test_every_job_has_a_folder_of_its_own_for_mpirun() -> None:
+    """In that of an earlier mpirun that was killed, one with its number would not start."""
+    program = """
+import os, sys
+folder = os.environ["PRTE_MCA_prte_local_tmpdir_base"]
+assert os.listdir(folder) == []
+open(sys.argv[1], "a").write(folder + " ")
+"""
+    with tempfile.NamedTemporaryFile("r") as said:
+        for _ in range(2):
+            assert supervise([sys.executable, "-c", program, said.name], os.environ) == 0
+        first, second = said.read().split()
+    assert first != second
+    assert not Path(first).exists()
+    assert not Path(second).exists()
+
+
+def test_a_folder_that_the_user_names_is_used() -> None:
+    """mpirun refuses two."""
+    program = "import os, sys; sys.exit('PRTE_MCA_prte_local_tmpdir_base' in os.environ)"
+    named = {**os.environ, "PRTE_MCA_prte_tmpdir_base": "/scratch"}
+    assert supervise([sys.executable, "-c", program], named) == 0
+    assert supervise([sys.executable, "-c", program, "--prtemca", "prte_tmpdir_base"], os.environ) == 0
 
 
 def test_handlers_are_restored() -> None:
