@@ -31,7 +31,7 @@ def own_job_folder(environ: Mapping[str, str], command: Sequence[str] = ()) -> I
     get its number ends with "The PMIx server's listener thread failed to start". Where `environ` or
     `command` name a folder, it is left to them.
     """
-    if any("tmpdir_base" in word for word in (*environ, *command)):
+    if any(word.endswith("tmpdir_base") for word in (*environ, *command)):
         yield dict(environ)
         return
     folder = tempfile.mkdtemp(prefix="hvpipe-job-")
