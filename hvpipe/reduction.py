@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
 
+from hvpipe.computing import Interval, merged
 from hvpipe.profile import LayerCost
 from hvpipe.simulate import Way
 from hvpipe.topology import Cluster, Link, Port
 
 BUCKET_BYTES = 4 << 20
 """The size of a fused buffer: hvpipe's default."""
-
-Span = tuple[float, float]
-"""Start and end in seconds."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class Gradients:
 
 
 def reduce_beside(
-    gradients: Mapping[int, Gradients], taken: Mapping[Way, Sequence[Span]] | None = None
+    gradients: Mapping[int, Gradients], taken: Mapping[Way, Sequence[Interval]] | None = None
 ) -> Iterator[tuple[int, float, float, int]]:
     """Key, start, end and bytes of each bucket's all-reduce, beside the last backward (`overlap="backward"`).
 
@@ -96,7 +94,7 @@ def reduce_beside(
     """
     buckets = {key: list(one.buckets()) for key, one in gradients.items()}
     resting = {
-        key: _merged(span for port, _ in one.ring.ports for span in (taken or {}).get(port, ()))
+        key: merged(span for port, _ in one.ring.ports for span in (taken or {}).get(port, ()))
         for key, one in gradients.items()
     }
     free_s: dict[Port, float] = defaultdict(float)
@@ -114,18 +112,7 @@ def reduce_beside(
             heapq.heappush(queue, (max(end_s, buckets[key][number + 1][0]), key, number + 1))
 
 
-def _merged(spans: Iterator[Span]) -> list[Span]:
-    """The spans in order, those that touch as one."""
-    found: list[Span] = []
-    for start_s, end_s in sorted(spans):
-        if found and start_s <= found[-1][1]:
-            found[-1] = found[-1][0], max(end_s, found[-1][1])
-        else:
-            found.append((start_s, end_s))
-    return found
-
-
-def _end_s(start_s: float, seconds: float, resting: Sequence[Span]) -> float:
+def _end_s(start_s: float, seconds: float, resting: Sequence[Interval]) -> float:
     """When something that takes so many seconds is done, if it rests in all of these spans."""
     end_s = start_s + seconds
     first = bisect_right(resting, start_s, key=lambda span: span[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hvpipe.errors import HvpipeError
-from hvpipe.report import Summary, hidden_share, summarise, summarise_trace, union
+from hvpipe.report import Summary, hidden_share, summarise, summarise_trace
 from hvpipe.trace import Event, Trace
 
 
@@ -24,18 +24,6 @@ OVERLAPPED = (
     event("reduce", 3, 6),
     event("reduce", 9, 12),
 )
-
-
-def test_union_of_nested_touching_and_separate_intervals() -> None:
-    events = [
-        event("pack", 5, 6),
-        event("pack", 0, 4),
-        event("pack", 1, 2),
-        event("pack", 4, 5),
-        event("pack", 8, 9),
-    ]
-    assert union(events) == [(0, 6), (8, 9)]
-    assert union([]) == []
 
 
 def test_hidden_share_of_one_rank() -> None:
