@@ -14,7 +14,7 @@ from hvpipe.plan.baselines import BASELINES, baseline, is_random, random_plans
 from hvpipe.plan.exact import exact
 from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import Pipelining
-from hvpipe.plan.shortage import amount
+from hvpipe.plan.shortage import say_missing
 from hvpipe.profile import Profile, read_pipedream
 from hvpipe.topology import Cluster
 
@@ -156,15 +156,11 @@ def _check(question: Question) -> None:
 
 
 def _check_memory(chosen: Forecast, question: Question) -> None:
-    needed = dict(zip(chosen.plan.ranks, chosen.memory_bytes, strict=True))
-    missing = [
-        f"{name}: {amount(size)} missing of {amount(needed[name])}"
-        for name, size in chosen.shortages(question.cluster).items()
-    ]
-    if missing:
+    if missing := chosen.shortages(question.cluster):
+        needed = dict(zip(chosen.plan.ranks, chosen.memory_bytes, strict=True))
         raise PlanError(
             "The memory of every device should hold its stage. "
-            f"Received: method={question.method!r}; {'; '.join(missing)}"
+            f"Received: method={question.method!r}; {say_missing(missing, needed)}"
         )
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.plan.partition import check_stages
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
-from hvpipe.plan.placement import Placement, is_contiguous
+from hvpipe.plan.placement import Placement, in_flight_of, stage_bytes
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import LayerCost, Profile
 from hvpipe.topology import Cluster, Device
@@ -104,19 +104,17 @@ def _drawn(
 
 
 def _fits(profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining) -> bool:
-    """Whether every device has the memory that `stage_costs` counts, which would take far longer."""
+    """Whether every device has the memory that `stage_costs` counts, without what takes longest there."""
     stage_of = {place: stage for stage, (_, places) in enumerate(placement) for place in places}
     received_bytes = [0] * len(placement)
     for maker, layer in enumerate(profile.layers):
         for stage in {stage_of[user] for user in profile.users[maker]} - {stage_of[maker]}:
             received_bytes[stage] += layer.output_bytes
-    pipeline, counts = is_contiguous(placement), [1] * len(placement)
+    in_flight = in_flight_of(placement, pipelining)
     for stage, (names, places) in enumerate(placement):
-        in_flight = pipelining.in_flight(stage, counts) if pipeline else pipelining.microbatches
-        saved = 1 if pipelining.recompute else in_flight
         layers = [profile.layers[place] for place in places]
-        size_bytes = sum(layer.state_bytes + saved * layer.saved_bytes for layer in layers)
-        if size_bytes + in_flight * received_bytes[stage] > _memory_bytes(cluster.device(names[0])):
+        size_bytes = sum(stage_bytes(layers, received_bytes[stage], in_flight[stage], pipelining))
+        if size_bytes > _memory_bytes(cluster.device(names[0])):
             return False
     return True
 

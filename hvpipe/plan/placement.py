@@ -8,7 +8,7 @@ from functools import reduce
 from itertools import chain
 
 from hvpipe.plan.pipelining import Pipelining
-from hvpipe.profile import Profile
+from hvpipe.profile import LayerCost, Profile
 from hvpipe.topology import Cluster, Link
 
 Placement = Sequence[tuple[tuple[str, ...], Sequence[int]]]
@@ -70,13 +70,11 @@ def stage_costs(
             receive_s[stage] += time_s / len(placement[stage][0])
             receive_bytes[stage] += layer.output_bytes
     costs = []
-    pipeline = is_contiguous(placement)
-    counts = [len(devices) for devices, _ in placement]
+    in_flight = in_flight_of(placement, pipelining)
     for stage, (devices, places) in enumerate(placement):
         layers = [profile.layers[place] for place in places]
-        in_flight = pipelining.in_flight(stage, counts) if pipeline else pipelining.microbatches
+        state_bytes, stash_bytes = stage_bytes(layers, receive_bytes[stage], in_flight[stage], pipelining)
         speed = sum(cluster.device(device).speed for device in devices)
-        saved_bytes = sum(layer.saved_bytes for layer in layers)
         again_s = sum(layer.forward_s for layer in layers) if pipelining.recompute else 0.0
         costs.append(
             StageCost(
@@ -85,12 +83,28 @@ def stage_costs(
                 send_s=send_s[stage],
                 receive_bytes=receive_bytes[stage],
                 send_bytes=send_bytes[stage],
-                state_bytes=sum(layer.state_bytes for layer in layers),
-                stash_bytes=in_flight * receive_bytes[stage]
-                + (1 if pipelining.recompute else in_flight) * saved_bytes,
+                state_bytes=state_bytes,
+                stash_bytes=stash_bytes,
             )
         )
     return costs
+
+
+def in_flight_of(placement: Placement, pipelining: Pipelining) -> list[int]:
+    """The micro-batches that each stage holds at most: all of them where the placement is no pipeline."""
+    if not is_contiguous(placement):
+        return [pipelining.microbatches] * len(placement)
+    counts = [len(devices) for devices, _ in placement]
+    return [pipelining.in_flight(stage, counts) for stage in range(len(placement))]
+
+
+def stage_bytes(
+    layers: Sequence[LayerCost], receive_bytes: int, in_flight: int, pipelining: Pipelining
+) -> tuple[int, int]:
+    """What a stage keeps for good, and what it stashes of so many micro-batches in flight."""
+    saved_bytes = sum(layer.saved_bytes for layer in layers)
+    saved = 1 if pipelining.recompute else in_flight
+    return sum(layer.state_bytes for layer in layers), in_flight * receive_bytes + saved * saved_bytes
 
 
 def _slowest(cluster: Cluster, one: tuple[str, ...], other: tuple[str, ...]) -> Link:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from hvpipe.plan.filling import Breadth, Cut, fill
@@ -41,15 +41,12 @@ def least_memory_bytes(profile: Profile, cluster: Cluster, stages: int, pipelini
 def explain_shortage(plan: Plan, profile: Profile, cluster: Cluster) -> str:
     """The message where `plan` lacks the least memory: how much and where; and remedies, tried out."""
     stages, pipelining = len(plan.stages), plan.pipelining
-    missing = [
-        f"{name}: {amount(size)} missing of {amount(_needed(plan, name))}"
-        for name, size in plan.shortages(cluster).items()
-    ]
+    missing = say_missing(plan.shortages(cluster), plan.memory_bytes)
     remedies = list(_remedies(profile, cluster, stages, pipelining))
     return (
         f"The memory of every device should hold its stage. Received: stages={stages}, "
         f"schedule={pipelining.schedule!r}, microbatches={pipelining.microbatches} "
-        f"of {profile.batch_size} samples; {'; '.join(missing)}. "
+        f"of {profile.batch_size} samples; {missing}. "
         + (f"It would fit with {', or '.join(remedies)}." if remedies else "No remedy tried makes it fit.")
     )
 
@@ -146,8 +143,12 @@ def _stages_on(devices: int, pipelining: Pipelining) -> str:
     return f"{devices * pipelining.chunks} stages{more}"
 
 
-def _needed(plan: Plan, device: str) -> int:
-    return plan.memory_bytes[device]
+def say_missing(missing_bytes: Mapping[str, int], needed_bytes: Mapping[str, int]) -> str:
+    """What each device lacks of what it needs, as messages write it."""
+    return "; ".join(
+        f"{name}: {amount(size)} missing of {amount(needed_bytes[name])}"
+        for name, size in missing_bytes.items()
+    )
 
 
 def amount(size_bytes: int) -> str:
