@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bench.metrics import format_time, median, relative_spread, table
@@ -11,17 +12,25 @@ from bench.metrics import format_time, median, relative_spread, table
 
 @dataclass(frozen=True)
 class Case:
-    """One plan: seconds of its steps by rank, the simulated step, and the schedule's lower bound."""
+    """One plan: seconds of its steps by rank, the simulated step, and the schedule's lower bound.
+
+    `busy` has for each rank the seconds of a step in each kind of computing, measured and simulated.
+    """
 
     method: str
     stages: int
     step_s: list[list[float]]
     forecast_s: float
     bound_s: float | None = None
+    busy: list[dict[str, tuple[float, float]]] = field(default_factory=list)
 
     def seconds(self) -> float:
         """The median step of the slowest rank."""
         return max(median(steps) for steps in self.step_s)
+
+
+def _beside(measured_s: float, simulated_s: float) -> str:
+    return f"{format_time(measured_s)} ({format_time(simulated_s)})"
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,19 @@ class PipelineReport:
             for case in self.cases
         ]
         titles = ["placement", "step", "spread", "simulated", "step / simulated", "step / bound"]
-        return head + table([*titles, f"saved by {self.cases[0].method}"], rows)
+        whole = table([*titles, f"saved by {self.cases[0].method}"], rows)
+        return "\n\n".join([head + whole, *self._computing()])
+
+    def _computing(self) -> Iterator[str]:
+        """Where a step differs from the simulated one: a table of the ranks' computing for each pipeline."""
+        for case in self.cases:
+            if case.busy:
+                kinds = list(case.busy[0])
+                rows = [
+                    [f"rank {rank}", *(_beside(*of_rank[kind]) for kind in kinds)]
+                    for rank, of_rank in enumerate(case.busy)
+                ]
+                yield f"{case.method}, measured (simulated)\n" + table(["", *kinds], rows)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

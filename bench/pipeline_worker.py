@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from bench.metrics import median
 from bench.pipeline_report import Case, PipelineReport
 from bench.workload import MODELS, Workload, images, prepare_tensorflow, timed_fit
 from bench.workloads import transformer_trunk
+
+_COMPUTING = ("forward", "backward", "update")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,13 @@ def _describe(workload: Workload) -> str:
     return workload.describe().replace("a rank", "in all").replace("SGD momentum", "SGD")
 
 
+def _foreseen_s(foreseen: Any, kind: str, device: str) -> float:
+    """What the device computes of that kind in the simulated step."""
+    ranks = foreseen.plan.ranks
+    events = foreseen.trace.of(kind, ranks.index(device)) if device in ranks else []
+    return sum(event.end_s - event.start_s for event in events)
+
+
 def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str], None]) -> PipelineReport:
     """Profile once, then train every plan in rounds; every rank calls it, and gets the report."""
     keras = prepare_tensorflow(workload.threads)
@@ -83,11 +93,15 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
     build = model_function(keras, workload)
     tell("profiling ...")
     x, y = next(iter(_batches(workload)))
-    size = max(1, workload.batch // (effort.microbatches or 8))
-    measured = hk.measure(build, (x[:size], y[:size]), progress=False, optimizer="sgd")
+    ranks = hvpipe.size()
+
+    def profile_of(samples: int) -> Any:
+        return hk.measure(build, (x[:samples], y[:samples]), progress=False, optimizer="sgd")
+
+    size = math.ceil(workload.batch / (effort.microbatches or 8))
+    measured = profile_of(size)
     cluster = hvpipe.broadcast_object(measure_cluster(measured))
     measured = hvpipe.broadcast_object(measured)
-    ranks = hvpipe.size()
 
     def ask(microbatches: int) -> Question:
         how = Pipelining(effort.schedule, microbatches, chunks=effort.chunks)
@@ -95,7 +109,12 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
         return Question(profile, cluster, how, ranks * effort.chunks)
 
     count = effort.microbatches
-    question = finest(ask, workload.batch) if count is None else ask(count)
+    if count is None:
+        count = finest(ask, workload.batch).pipelining.microbatches
+        if (chosen := math.ceil(workload.batch / count)) != size:
+            tell(f"profiling micro-batches of {chosen} samples ...")
+            measured = hvpipe.broadcast_object(profile_of(chosen))
+    question = ask(count)
     profile, how = question.profile, question.pipelining
     pipes = {}
     plans = {}
@@ -112,26 +131,41 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
             tell(f"tracing and warming up {name} ...")
             timed_fit(keras, pipes[name], _batches(workload), 2)
     steps: dict[str, list[float]] = {name: [] for name in pipes}
+    computing: dict[str, Counter[str]] = {name: Counter() for name in pipes}
     for number in range(effort.rounds):
         for name, pipe in pipes.items():
             hvpipe.barrier()
+            before = hvpipe.counters()
             found, _ = timed_fit(keras, pipe, _batches(workload), effort.steps)
+            after = hvpipe.counters()
+            computing[name].update({kind: after[f"{kind}_s"] - before[f"{kind}_s"] for kind in _COMPUTING})
             steps[name].extend(found[1:] or found)
             tell(f"round {number + 1} of {effort.rounds}: {name} {median(found):.3f} s")
     everyone = hvpipe.allgather_object(steps)
+    trained = effort.rounds * effort.steps
+    computed = hvpipe.allgather_object(computing)
     cases = []
     for name, plan in plans.items():
         bound_s = None
         if plan.contiguous:
             costs = costs_of(plan, profile, cluster)
             bound_s = lower_bound_s(schedule_of(plan), costs, dataflow_of(plan, profile))
+        foreseen = forecast(plan, profile, cluster)
         cases.append(
             Case(
                 method=name,
                 stages=len(plan.stages),
                 step_s=[of_rank[name] for of_rank in everyone],
-                forecast_s=forecast(plan, profile, cluster).step_s,
+                forecast_s=foreseen.step_s,
                 bound_s=bound_s,
+                busy=[
+                    {
+                        kind: (of_rank[name][kind] / trained, _foreseen_s(foreseen, kind, device.name))
+                        for kind in _COMPUTING
+                    }
+                    for device, of_rank in zip(cluster.devices, computed, strict=True)
+                    if plan.contiguous
+                ],
             )
         )
     return PipelineReport(

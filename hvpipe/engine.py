@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,6 +34,7 @@ Compression = Literal["bf16", "fp16"] | None
 
 REDUCIBLE = tuple(ITEM_BYTES)
 _CALL = {"average": "allreduce (average)", "sum": "allreduce (sum)"}
+_RECORDED = ("forward", "backward", "update", "step")
 _DTYPE_NAMES = {np.dtype(name): name for name in ("float32", "float64", "float16")}
 
 
@@ -48,6 +50,7 @@ class Engine:
         self.world = world
         self.core: Any = None
         self._traced = settings.trace_path is not None
+        self._recorded_s = dict.fromkeys(_RECORDED, 0.0)
         self._settings = settings
         self._device_way: str | None = None
         if world.fortran_handle is None:
@@ -251,8 +254,9 @@ class Engine:
         return int(self.core.add_plan(name, plan.signature, rows, on_device))
 
     def counters(self) -> dict[str, float]:
-        """Traffic since the start: bytes, messages, operations, seconds of exposed waiting."""
+        """Since the start: bytes, messages, operations, seconds of exposed waiting and of `recorded`."""
         found: dict[str, float] = {} if self.core is None else dict(self.core.counters())
+        found |= {f"{category}_s": seconds for category, seconds in self._recorded_s.items()}
         found["bytes_sent"] = found.get("network_bytes_sent", 0) + found.get("shared_memory_bytes", 0)
         return found
 
@@ -262,14 +266,14 @@ class Engine:
 
     @contextlib.contextmanager
     def recorded(self, category: str, name: str) -> Iterator[None]:
-        """The time of the block, for the trace: "forward", "backward", "update" or "step"."""
-        if not self._traced or self.core is None:
-            yield
-            return
-        native = import_native()
-        start_s = native.now()
+        """Time the block, for counters and the trace: "forward", "backward", "update" or "step"."""
+        now = time.perf_counter if self.core is None else import_native().now
+        start_s = now()
         yield
-        self.core.log(category, name, start_s, native.now())
+        end_s = now()
+        self._recorded_s[category] += end_s - start_s
+        if self._traced and self.core is not None:
+            self.core.log(category, name, start_s, end_s)
 
     def fail_if_announced(self, why: str) -> None:
         """End all communication with an error, if a step was announced to the peers that will not come."""

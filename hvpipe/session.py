@@ -252,7 +252,7 @@ def barrier() -> None:
 
 
 def counters() -> dict[str, float]:
-    """Traffic of this rank since `init`: bytes_sent, operations, exposed_wait_s, ..."""
+    """Of this rank since `init`: bytes_sent, operations, exposed_wait_s; a pipeline's forward_s, ..."""
     return current().engine.counters()
 
 

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.deferred import lent_memory, variables_of, without_memory
+from hvpipe.keras.deferred import lent_memory, without_memory
 from hvpipe.keras.footprint import Slots, kept_bytes, tensor_bytes, untrained_bytes, weight_bytes
 from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
-from hvpipe.keras.stage import StageFunctions, Stages, Wire, cut_stages
+from hvpipe.keras.runs import corrected
+from hvpipe.keras.stage import StageFunctions, Stages, cut_stages
 from hvpipe.keras.stopwatch import Stopwatch
+from hvpipe.keras.work import Wires, Work, same_state
 from hvpipe.profile import LayerCost, Profile
 
 Tell = Callable[[int, int, str], None]
@@ -42,13 +42,14 @@ def measure(
     of which the latter are not looked at; several inputs as a list, or a dict by name. All costs are for it.
 
     Each call is run by itself in training mode, in the same two graphs, forward and backward, that a
-    pipeline runs; on what the calls before it made of the batch, and on random gradients. Times are the
-    medians of `repeats` runs in seconds, after two to warm up, less the time of an empty function, and at
-    least 0. A layer without a gradient (its inputs and weights are not floating, or it is the first and has
-    no weights) has no backward. Of Keras's own layers that are alike in config and shapes, the first is
-    timed for all of them. The loss is not measured. Where there are several samples, each call is timed on
-    a quarter of them as well: `fixed_forward_s` and `fixed_backward_s` are what a line through both times
-    leaves for no samples.
+    pipeline runs; on what the calls before it made of the batch, and on random gradients. Of `repeats` times
+    in seconds, after two to warm up and less the time of an empty function, the medians tell how the calls
+    compare. What they take in a step is told by runs of consecutive layers, about eight, timed in turn the
+    same way: their means are what the times of their layers add up to. A layer without a gradient (its
+    inputs and weights are not floating, or it is the first and has no weights) has no backward. Of Keras's
+    own layers that are alike in config and shapes, the first is timed for all of them. The loss is not
+    measured. Where there are several samples, each call is timed on a quarter of them as well:
+    `fixed_forward_s` and `fixed_backward_s` are what a line through both times leaves for no samples.
 
     Sizes in bytes: `weight_bytes` of trained variables, for each call of a layer that is called again;
     `slot_bytes` of the slots that `optimizer` makes for them (default: the one that the model is compiled
@@ -85,11 +86,13 @@ def measure_built(model: Any, batch: Any, *, repeats: int, optimizer: Any, tell:
     inputs = _inputs(model, graph, batch)
     if optimizer is None:
         optimizer = getattr(model, "optimizer", None) or "adam"
-    walk = _Walk(graph, inputs, Stopwatch(repeats), Slots(optimizer))
+    stopwatch = Stopwatch(repeats)
+    walk = _Walk(graph, inputs, stopwatch, Slots(optimizer))
     costs = []
     for place, call in enumerate(graph.calls):
         tell(place, len(graph.calls), call.name)
         costs.append(walk.cost(place))
+    costs = corrected(graph, inputs, costs, stopwatch)
     tell(len(graph.calls), len(graph.calls), "")
     names = [call.name for call in graph.calls]
     edges = [(names[maker], names[user]) for maker, user in graph.edges()]
@@ -97,7 +100,7 @@ def measure_built(model: Any, batch: Any, *, repeats: int, optimizer: Any, tell:
 
 
 class _Walk:
-    """Goes through the calls in order, and holds each tensor until all its users have run."""
+    """Goes through the calls in order."""
 
     def __init__(self, graph: LayerGraph, inputs: Sequence[Any], stopwatch: Stopwatch, slots: Slots) -> None:
         self._stopwatch = stopwatch
@@ -106,33 +109,22 @@ class _Walk:
         self._known: dict[str | None, LayerCost] = {}
         # Every call is a stage; an empty one at the end takes the model's outputs.
         self._stages: Stages = cut_stages(graph, [*([place] for place in range(len(graph.calls))), []])
-        self._values = {Wire(number): x for number, x in zip(graph.inputs, inputs, strict=True)}
-        self._last_user: dict[Wire, int] = {}
-        for stage, cut in enumerate(self._stages.cuts[:-1]):
-            used = [wire for wires in cut.receives.values() for wire in wires]
-            for wire in (*used, *(Wire(number) for number in cut.inputs)):
-                self._last_user[wire] = stage
+        self._wires = Wires(self._stages, inputs)
 
     def cost(self, place: int) -> LayerCost:
         """Run the next call, and time it unless one like it was timed before."""
         call, layers = self._stages.graph.calls[place], self._stages.layers(place)
         functions = StageFunctions(self._stages, place, targets=(), loss=None)
-        wires_in = [*functions.wires_in, *(Wire(number) for number in self._stages.cuts[place].inputs)]
-        given = [self._values[wire] for wire in wires_in]
+        given = self._wires.take(place)
         kind = self._kind(place, given)
-        with lent_memory(layers), _same_state(layers):
+        with lent_memory(layers), same_state(layers):
             if kind in self._known:
                 cost, outputs = self._known[kind], functions.run_eagerly(given)
             else:
                 cost, outputs = self._time(place, functions, given)
         if kind is not None:
             self._known[kind] = cost
-        for wire in wires_in:
-            if self._last_user[wire] == place:
-                del self._values[wire]
-        for wire, value in zip(self._stages.cuts[place].outputs, outputs, strict=False):
-            if wire in self._last_user:
-                self._values[wire] = value
+        self._wires.put(place, outputs)
         return replace(cost, name=call.name)
 
     def _time(
@@ -140,15 +132,16 @@ class _Walk:
     ) -> tuple[LayerCost, list[Any]]:
         call, cut = self._stages.graph.calls[place], self._stages.cuts[place]
         slot_bytes = self._slots.bytes_for(call.operation) + untrained_bytes(call.operation)
-        found, saved = functions.training.forward(given)
-        times_s = self._times_s(place, functions, given)
+        work = Work(self._stages, place, functions, given)
+        outputs = list(dict(zip(cut.outputs, work.outputs, strict=False)).values())
+        saved_bytes = kept_bytes(outputs, work.saved, given)
+        times_s = self._times_s(work)
         fixed_s = (0.0, 0.0)
         part = max(1, self._samples // 4)
         if part < self._samples and all(x.shape.rank and x.shape[0] == self._samples for x in given):
-            part_s = self._times_s(place, functions, [x[:part] for x in given])
+            part_s = self._times_s(Work(self._stages, place, functions, [x[:part] for x in given]))
             share = part / self._samples
             fixed_s = _fixed(times_s[0], part_s[0], share), _fixed(times_s[1], part_s[1], share)
-        outputs = list(dict(zip(cut.outputs, found, strict=False)).values())
         cost = LayerCost(
             name=call.name,
             forward_s=times_s[0],
@@ -156,30 +149,17 @@ class _Walk:
             weight_bytes=weight_bytes(call.operation),
             slot_bytes=slot_bytes,
             output_bytes=sum(tensor_bytes(x) for x in outputs),
-            saved_bytes=kept_bytes(outputs, saved, given),
+            saved_bytes=saved_bytes,
             fixed_forward_s=fixed_s[0],
             fixed_backward_s=fixed_s[1],
         )
-        return cost, found
+        return cost, work.outputs
 
-    def _times_s(self, place: int, functions: StageFunctions, given: Sequence[Any]) -> tuple[float, float]:
-        """Of a forward and of a backward on these inputs."""
-        cut, halves = self._stages.cuts[place], functions.training
-        found, saved = halves.forward(given)
-        forward_s = self._stopwatch.time_s(
-            lambda: halves.forward(given), given=len(given), made=len(found) + len(saved)
-        )
-        outputs = dict(zip(cut.outputs, found, strict=False))
-        gradients = [_random_like(outputs[wire]) for wire in self._stages.floating(cut.outputs)]
-        gradients += [tf.constant(1.0)] * functions.has_loss
-        if not gradients or not (self._stages.floating(functions.wires_in) or halves.variables):
-            return forward_s, 0.0
-        backward_s = self._stopwatch.time_s(
-            lambda: halves.backward(saved, gradients, False),
-            given=len(saved) + len(gradients),
-            made=len(self._stages.floating(functions.wires_in)),
-        )
-        return forward_s, backward_s
+    def _times_s(self, work: Work) -> tuple[float, float]:
+        """Of a forward and of a backward."""
+        backward = work.backward
+        forward_s = self._stopwatch.time_s(work.forward)
+        return forward_s, 0.0 if backward is None else self._stopwatch.time_s(backward)
 
     def _kind(self, place: int, given: Sequence[Any]) -> str | None:
         """Equal for calls that cost the same; None where that cannot be told: a layer of the user's own."""
@@ -202,25 +182,9 @@ class _Walk:
         return repr((type(operation), sorted(config.items()), arguments, weights, shapes, ends))
 
 
-@contextlib.contextmanager
-def _same_state(layers: Sequence[Any]) -> Iterator[None]:
-    """Undo what forwards in training mode do to statistics and to the states of seeds."""
-    before = [(v, tf.identity(v.value)) for v in variables_of(layers) if not v.trainable]
-    try:
-        yield
-    finally:
-        for variable, value in before:
-            variable.assign(value)
-
-
 def _fixed(whole_s: float, part_s: float, share: float) -> float:
     """The time of no samples, on the line through those of all and of a share of them; within 0 and all."""
     return min(whole_s, max(0.0, (part_s - share * whole_s) / (1.0 - share)))
-
-
-def _random_like(tensor: Any) -> Any:
-    drawn = tf.random.stateless_normal(tf.shape(tensor), seed=(1, 2), dtype=tf.float32)
-    return tf.cast(drawn, tensor.dtype)
 
 
 def _inputs(model: Any, graph: LayerGraph, batch: Any) -> list[Any]:

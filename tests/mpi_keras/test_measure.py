@@ -14,11 +14,13 @@ import tensorflow as tf
 
 import hvpipe
 import hvpipe.keras as hk
+import hvpipe.keras.runs
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.estimate import estimate
 from hvpipe.keras.layer_graph import layer_graph
 from hvpipe.keras.measure import _Walk
-from hvpipe.keras.stopwatch import Stopwatch
+from hvpipe.keras.stopwatch import Stopwatch, Timed
+from hvpipe.keras.work import Work
 from hvpipe.plan.partition import partition
 from hvpipe.profile import LayerCost, Profile
 from hvpipe.topology import equal_cluster
@@ -53,6 +55,11 @@ def noisy() -> keras.Model:
 
 def batch_of(shape: tuple[int, ...]) -> Any:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def too_short(stopwatch: Stopwatch, several: list[Timed]) -> list[float]:
+    """Runs that say nothing of their layers."""
+    return [0.0] * len(several)
 
 
 def test_names_edges_and_sizes() -> None:
@@ -108,11 +115,12 @@ def test_times_of_layers_that_take_some() -> None:
 
 
 def test_what_a_quarter_of_the_samples_takes_tells_the_fixed_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    def times_s(self: Any, place: int, functions: Any, given: list[Any]) -> tuple[float, float]:
-        samples = len(given[0])
-        return (1.0 + samples, 2.0 + 3.0 * samples) if place else (samples**2, 0.0)
+    def times_s(self: Any, work: Work) -> tuple[float, float]:
+        samples, *_, channels = work.given[0].shape
+        return (samples**2, 0.0) if channels == 3 else (1.0 + samples, 2.0 + 3.0 * samples)
 
     monkeypatch.setattr(_Walk, "_times_s", times_s)
+    monkeypatch.setattr(Stopwatch, "in_turn_s", too_short)
     first, second = hk.measure(heavy(), batch_of((8, 64, 64, 3))).layers
     assert (second.forward_s, second.backward_s) == (9, 26)
     assert (second.fixed_forward_s, second.fixed_backward_s) == pytest.approx((1, 2))
@@ -120,6 +128,42 @@ def test_what_a_quarter_of_the_samples_takes_tells_the_fixed_part(monkeypatch: p
     assert (first.fixed_forward_s, first.fixed_backward_s) == (0, 0)
     (alone, _) = hk.measure(heavy(), batch_of((1, 64, 64, 3))).layers
     assert (alone.forward_s, alone.fixed_forward_s) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("limit_bytes", "runs"),
+    [
+        (1 << 30, [["up", "relu"], ["across", "add"], ["down"]]),
+        (1, [["up"], ["relu"], ["across"], ["add"], ["down"]]),
+    ],
+    ids=["by time", "by memory"],
+)
+def test_layers_add_up_to_their_runs(
+    limit_bytes: int, runs: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer by itself takes 1 s and 2 s; the runs, timed forwards first, 10, 20, ... s in turn."""
+    counts = []
+
+    def in_turn_s(stopwatch: Stopwatch, several: list[Timed]) -> list[float]:
+        counts.append(len(several))
+        return [10.0 * (i + 1) for i in range(len(several))]
+
+    monkeypatch.setattr(_Walk, "_times_s", lambda self, work: (1.0, 2.0))
+    monkeypatch.setattr(Stopwatch, "in_turn_s", in_turn_s)
+    monkeypatch.setattr(hvpipe.keras.runs, "_RUNS", 3)
+    monkeypatch.setattr(hvpipe.keras.runs, "_AT_A_TIME_BYTES", limit_bytes)
+    profile = hk.measure(perceptron, batch_of((3, 6)))
+    assert [layer.name for layer in profile.layers] == [name for names in runs for name in names]
+    forwards = [sum(profile.layers[profile.place(name)].forward_s for name in names) for names in runs]
+    backwards = [sum(profile.layers[profile.place(name)].backward_s for name in names) for names in runs]
+    if limit_bytes == 1:
+        # One after the other, each with its backward.
+        assert counts == [2] * 5
+        assert (forwards, backwards) == (pytest.approx([10] * 5), pytest.approx([20] * 5))
+    else:
+        assert counts == [6]
+        assert forwards == pytest.approx([10, 20, 30])
+        assert backwards == pytest.approx([60, 50, 40])
 
 
 def test_a_layer_without_a_gradient_has_no_backward() -> None:
@@ -171,7 +215,8 @@ def test_of_a_function_weights_have_no_memory_before_and_after() -> None:
 
 def test_alike_layers_are_timed_once_and_others_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     count = itertools.count(1)
-    monkeypatch.setattr(Stopwatch, "time_s", lambda *_, **__: float(next(count)))
+    monkeypatch.setattr(Stopwatch, "time_s", lambda *_: float(next(count)))
+    monkeypatch.setattr(Stopwatch, "in_turn_s", too_short)
     x = keras.Input((8,))
     h = keras.layers.Dense(8, name="a")(x)  # its input has no gradient
     for name in "bc":
