@@ -11,12 +11,10 @@ from functools import reduce
 from itertools import chain
 
 from hvpipe.computing import Interval, merged
+from hvpipe.plan.buckets import fitting_bytes
 from hvpipe.profile import LayerCost
 from hvpipe.simulate import Way
 from hvpipe.topology import Cluster, Link, Port
-
-BUCKET_BYTES = 4 << 20
-"""The size of a fused buffer: hvpipe's default."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +71,13 @@ class Gradients:
     def buckets(self) -> Iterator[tuple[float, int]]:
         """When each bucket is final on all devices, and its bytes; filled in the order of the backward."""
         whole_s = sum(layer.backward_s for layer in self.layers)
+        limit_bytes = fitting_bytes(sum(layer.weight_bytes for layer in self.layers))
         done_s, size_bytes = 0.0, 0
         for number, layer in enumerate(reversed(self.layers), 1):
             done_s += layer.backward_s
             size_bytes += layer.weight_bytes
             last = number == len(self.layers)
-            if size_bytes >= BUCKET_BYTES or (last and size_bytes):
+            if size_bytes >= limit_bytes or (last and size_bytes):
                 share = 1.0 if last or not whole_s else done_s / whole_s
                 yield max(b.start_s + share * (b.end_s - b.start_s) for b in self.backwards), size_bytes
                 size_bytes = 0

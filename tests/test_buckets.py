@@ -196,3 +196,18 @@ def test_bad_arguments_are_named() -> None:
         plan_buckets([], 0)
     with pytest.raises(HvpipeError, match=r"float32, float64, float16, bfloat16.*Received: n of dtype=int32"):
         plan_buckets([Gradient("n", (1,), "int32")], 100)
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "sizes"),
+    [
+        (0.125, [64 << 10] * 2),
+        (8, [1 << 20] * 8),
+        (64, [4 << 20] * 16),
+    ],
+    ids=["small", "middle", "large"],
+)
+def test_where_no_size_is_said_a_small_model_has_several_buckets(mebibytes: float, sizes: list[int]) -> None:
+    count = int(mebibytes * 2**20) // 4 // 32
+    gradients = [Gradient(str(i), (count,), "float32") for i in range(32)]
+    assert [bucket.wire_bytes for bucket in plan_buckets(gradients).buckets] == sizes

@@ -17,7 +17,6 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import grouped, groupings
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
-from hvpipe.reduction import BUCKET_BYTES
 from hvpipe.topology import Cluster, Device, Host, Link, equal_cluster
 
 FOUR = Pipelining("1f1b", 4)
@@ -65,8 +64,8 @@ def test_data_parallel_by_hand() -> None:
 
 def test_reduces_hide_behind_the_backward() -> None:
     """b's bucket is final at 8 and takes 1 s, a's is final at 12."""
-    profile = chain(3, 3, weight_bytes=BUCKET_BYTES)
-    one = data_parallel(profile, equal_cluster(2, Link(0, float(BUCKET_BYTES))), FOUR)
+    profile = chain(3, 3, weight_bytes=1 << 20)
+    one = data_parallel(profile, equal_cluster(2, Link(0, float(1 << 20))), FOUR)
     assert [(e.start_s, e.end_s) for e in one.trace.of("reduce")] == [
         pytest.approx((8, 9)),
         pytest.approx((12, 13)),

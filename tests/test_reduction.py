@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hvpipe.profile import LayerCost
-from hvpipe.reduction import BUCKET_BYTES, Backward, Gradients, Ring, reduce_beside
+from hvpipe.reduction import Backward, Gradients, Ring, reduce_beside
 from hvpipe.topology import Cluster, Device, Host, Link, equal_cluster
 
-MB4 = BUCKET_BYTES
+MB4 = 4 << 20
 
 
 def test_a_ring_takes_two_rounds_less_one_of_an_nth_each() -> None:
@@ -46,11 +46,12 @@ def test_a_bucket_goes_when_it_is_final_on_all_and_the_one_before_is_done() -> N
 
 
 def test_small_gradients_travel_together_and_none_is_left_behind() -> None:
-    sizes = [100, MB4 // 2, MB4 // 2, 0, 7]
+    """The last layer's are so many that a bucket has 4 MiB."""
+    sizes = [100, MB4 // 2, MB4 // 2, 0, 7, 8 * MB4]
     layers = [LayerCost(str(i), 0, 1, size) for i, size in enumerate(sizes)]
-    found = list(reduce_beside({0: Gradients(layers, [Backward(0, 5)], Ring(2, Link()))}))
-    assert [size for *_, size in found] == [MB4 + 7, 100]
-    assert [start for _, start, _, _ in found] == pytest.approx([4, 5])
+    found = list(reduce_beside({0: Gradients(layers, [Backward(0, 6)], Ring(2, Link()))}))
+    assert [size for *_, size in found] == [8 * MB4, MB4 + 7, 100]
+    assert [start for _, start, _, _ in found] == pytest.approx([1, 5, 6])
 
 
 def test_no_gradients_no_reduce() -> None:

@@ -63,7 +63,7 @@ class Settings:
     visible_gpus: str | None = None
     live: bool = False
     live_folder: str | None = None
-    bucket_bytes: int = 4 << 20
+    bucket_bytes: int | None = None  # as fits the model
     segment_bytes: int = 0  # as MPI's eager limit allows
     slot_bytes: int = 256 << 10
     messages_in_flight: int = 8
@@ -133,7 +133,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         visible_gpus=env.get("CUDA_VISIBLE_DEVICES"),
         live=live,
         live_folder=live_folder,
-        bucket_bytes=_number(env, "HVPIPE_BUCKET_BYTES", "bytes", default.bucket_bytes),
+        bucket_bytes=_number(env, "HVPIPE_BUCKET_BYTES", "bytes", 0) or default.bucket_bytes,
         segment_bytes=_number(env, "HVPIPE_SEGMENT_BYTES", "bytes", default.segment_bytes),
         slot_bytes=_number(env, "HVPIPE_SLOT_BYTES", "bytes", default.slot_bytes),
         messages_in_flight=_number(env, "HVPIPE_MESSAGES_IN_FLIGHT", "messages", default.messages_in_flight),

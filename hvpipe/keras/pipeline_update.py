@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import StageFunctions
+from hvpipe.plan.buckets import fitting_bytes
 from hvpipe.session import Session
 
 
@@ -80,15 +81,16 @@ class PipelineUpdate:
     def _cut(self, group: int, places: Sequence[int]) -> list[_Bucket]:
         """The buckets of a group whose variables, in the order of the model, are at these places."""
         buckets: list[_Bucket] = []
-        size_bytes = limit_bytes = self._session.settings.bucket_bytes
+        sizes_bytes = [4 * int(np.prod(self.variables[place].shape)) for place in places]
+        limit_bytes = self._session.settings.bucket_bytes or fitting_bytes(sum(sizes_bytes))
+        held_bytes = 0
         # The gradients of the last layers are there first.
-        for place in reversed(places):
-            nbytes = 4 * int(np.prod(self.variables[place].shape))
-            if size_bytes + nbytes > limit_bytes:
+        for place, size_bytes in reversed(list(zip(places, sizes_bytes, strict=True))):
+            if not buckets or held_bytes + size_bytes > limit_bytes:
                 buckets.append(_Bucket(group, []))
-                size_bytes = 0
+                held_bytes = 0
             buckets[-1].members.append(place)
-            size_bytes += nbytes
+            held_bytes += size_bytes
         return buckets
 
     def begin(self) -> None:

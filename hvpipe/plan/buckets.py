@@ -15,6 +15,13 @@ WIRE_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
 """The dtype that travels under each compression."""
 
 
+def fitting_bytes(gradient_bytes: int) -> int:
+    """The size of a fused buffer where none is said: 4 MiB; for less than 32 MiB of gradients an eighth of
+    them, or else a small model's would travel in one piece when its backward is over; at least 64 KiB.
+    """
+    return min(4 << 20, max(64 << 10, gradient_bytes // 8))
+
+
 @dataclass(frozen=True)
 class Gradient:
     """One gradient: the name and the shape of its variable, and its dtype."""
@@ -68,15 +75,18 @@ class BucketPlan:
 
 
 def plan_buckets(
-    gradients: Sequence[Gradient], bucket_bytes: int, compression: str | None = None
+    gradients: Sequence[Gradient], bucket_bytes: int | None = None, compression: str | None = None
 ) -> BucketPlan:
-    """Cut a model's gradients, listed in the order of the forward, into buckets of up to `bucket_bytes`.
+    """Cut a model's gradients, listed in the order of the forward, into buckets of up to `bucket_bytes`
+    (None: as `fitting_bytes` says).
 
     Backward completes gradients roughly from the last layer to the first, so buckets are filled in the
     reverse order of the list (as PyTorch's DistributedDataParallel does: Li et al., VLDB 2020). A bucket
     holds one dtype; a gradient larger than `bucket_bytes` has one to itself. The plan depends on nothing
     but the arguments, so equal models get equal plans on all ranks, whatever the overlap.
     """
+    if bucket_bytes is None:
+        bucket_bytes = fitting_bytes(sum(g.count * ITEM_BYTES.get(g.dtype, 0) for g in gradients))
     if bucket_bytes < 1:
         raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
     open_members: dict[str, list[int]] = {}
