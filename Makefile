@@ -71,7 +71,7 @@ plan: setup
 
 rest: setup
 	@echo "==> all other tests on TensorFlow $(TF), the distributed ones under mpirun with 1, 2, 3 and 4 ranks"
-	@$(PYTEST) --rest $(SIDE_BY_SIDE)
+	@$(PYTEST) --rest --durations=20 --durations-min=10 $(SIDE_BY_SIDE)
 
 fast: setup
 	@echo "==> fast half of the tests on TensorFlow $(TF)"

@@ -15,6 +15,7 @@ _KINDS = {
     "B": ("#6aa56a", "backward"),
     "I": ("#6fb7b7", "backward for inputs"),
     "W": ("#d9b45b", "backward for weights"),
+    "U": ("#8c8c8c", "update"),
     "transfer": ("#9b8bb4", "transfer"),
     "reduce": ("#c06c5b", "all-reduce"),
 }

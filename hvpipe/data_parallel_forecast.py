@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hvpipe.errors import PlanError
@@ -29,14 +29,32 @@ def whole_shares(count: int, weights: Sequence[float], least: int = 0) -> list[i
     return parts
 
 
+def _updates(
+    profile: Profile,
+    cluster: Cluster,
+    backwards: Sequence[Backward],
+    reduces: Sequence[tuple[int, float, float, int]],
+) -> Iterator[Event]:
+    """Each device's update of a bucket when that is reduced and the device computes nothing else."""
+    whole_s = sum(layer.update_s for layer in profile.layers)
+    whole_bytes = sum(layer.weight_bytes for layer in profile.layers)
+    for rank, (device, backward) in enumerate(zip(cluster.devices, backwards, strict=True)):
+        free_s = backward.end_s
+        for _, _, reduced_s, size_bytes in reduces:
+            start_s = max(free_s, reduced_s)
+            free_s = start_s + whole_s * size_bytes / whole_bytes / device.speed
+            if free_s > start_s:
+                yield Event("update", "update", rank, "compute", start_s, free_s, {"kind": "U"})
+
+
 def data_parallel(profile: Profile, cluster: Cluster, pipelining: Pipelining) -> Forecast:
     """Foretell one step of the batch of all micro-batches, on all devices; the plan has one stage.
 
     Each device's share is in samples, in proportion to its speed, and is run at once: its times and what it
     saves are the profile's, scaled. When a bucket of gradients is final on all devices it is reduced around
     the ring of all, 2 (n - 1) / n of its bytes over the slowest link, beside the rest of the backward; the
-    step ends with the last. It is what `hvpipe.keras.data_parallel` does. PlanError where the batch has fewer
-    samples than there are devices, and with recompute, which that does not know.
+    step ends with the last one's update. It is what `hvpipe.keras.data_parallel` does. PlanError where the
+    batch has fewer samples than there are devices, and with recompute, which that does not know.
     """
     if pipelining.recompute:
         raise PlanError(
@@ -64,10 +82,16 @@ def data_parallel(profile: Profile, cluster: Cluster, pipelining: Pipelining) ->
         events.append(Event("backward", "backward", rank, "compute", turn_s, end_s, {"stage": 0}))
         memory_bytes.append(sum(layer.state_bytes + layer.saved_bytes for layer in local.layers))
     backwards = [Backward(event.start_s, event.end_s) for event in events if event.category == "backward"]
-    busy_s = tuple(backward.end_s for backward in backwards)
     gradients = Gradients(profile.layers, backwards, Ring.of(cluster, names))
-    for _, start_s, end_s, size_bytes in reduce_beside({0: gradients}):
+    reduces = list(reduce_beside({0: gradients}))
+    for _, start_s, end_s, size_bytes in reduces:
         events.append(Event("reduce", "reduce", 0, "transfer", start_s, end_s, {"bytes": size_bytes}))
+    updates = list(_updates(profile, cluster, backwards, reduces))
+    events.extend(updates)
+    busy_s = tuple(
+        backward.end_s + sum(event.duration_s for event in updates if event.rank == rank)
+        for rank, backward in enumerate(backwards)
+    )
     step_s = max(event.end_s for event in events)
     trace = Trace.merge([Trace(tuple(events), {"makespan_s": step_s, "devices": list(names)})])
     return Forecast(plan, step_s, busy_s, tuple(memory_bytes), trace)

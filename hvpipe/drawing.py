@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hvpipe.errors import HvpipeError
 from hvpipe.trace import Event, Trace
 
-_COLOURS = {"F": "44;97", "B": "42;30", "I": "46;30", "W": "43;30"}
+_COLOURS = {"F": "44;97", "B": "42;30", "I": "46;30", "W": "43;30", "U": "47;30"}
 """Of each kind of action, on a terminal: background and foreground."""
 
 

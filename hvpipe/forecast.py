@@ -56,8 +56,8 @@ def forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
     A pipeline is simulated: computing on every device, and beside it the transfers between stages, each skip
     connection on a way of its own; all that leaves or enters a host shares its link. The gradients of each
     stage's replicas are reduced beside their last backward, and between hosts travel while transfers leave
-    the links free. Where stages are no runs of consecutive layers there is no pipeline: the whole batch
-    passes once, as in the native mode.
+    the links free. Then each device updates its weights. Where stages are no runs of consecutive layers there
+    is no pipeline: the whole batch passes once, as in the native mode.
     """
     plan.check(profile, cluster)
     if not plan.contiguous:
@@ -66,10 +66,13 @@ def forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
     costs = costs_of(plan, profile, cluster)
     foreseen = simulate(schedule, costs, dataflow_of(plan, profile), contention_of(plan, profile, cluster))
     reduces = tuple(_reduces(plan, profile, cluster, foreseen, schedule))
-    step_s = max([foreseen.makespan_s, *(event.end_s for event in reduces)])
+    updates = tuple(_updates(plan, profile, cluster, (*foreseen.trace.events, *reduces), schedule))
+    step_s = max([foreseen.makespan_s, *(event.end_s for event in (*reduces, *updates))])
     metadata = {**foreseen.trace.metadata, "devices": list(plan.ranks)}
-    trace = replace(foreseen.trace, events=(*foreseen.trace.events, *reduces), metadata=metadata)
-    return Forecast(plan, step_s, foreseen.busy_s, _memory_bytes(plan, profile, schedule), trace)
+    trace = replace(foreseen.trace, events=(*foreseen.trace.events, *reduces, *updates), metadata=metadata)
+    updating_s = {event.rank: event.duration_s for event in updates}
+    busy_s = tuple(busy + updating_s.get(rank, 0.0) for rank, busy in enumerate(foreseen.busy_s))
+    return Forecast(plan, step_s, busy_s, _memory_bytes(plan, profile, schedule), trace)
 
 
 def schedule_of(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -186,6 +189,26 @@ def _reduces(
         yield Event(name, "reduce", rank, "transfer", start_s, end_s, args)
 
 
+def _updates(
+    plan: Plan, profile: Profile, cluster: Cluster, events: Sequence[Event], schedule: Schedule
+) -> Iterator[Event]:
+    """Each rank's update of its weights, when it is done computing and their gradients are summed."""
+    placement = plan.placement(profile)
+    for rank, device in enumerate(plan.ranks):
+        stages = schedule.stages_of(rank)
+        whole_s = sum(profile.layers[place].update_s for stage in stages for place in placement[stage][1])
+        if whole_s == 0:
+            continue
+        start_s = max(
+            event.end_s
+            for event in events
+            if (event.lane == "compute" and event.rank == rank)
+            or (event.category == "reduce" and event.args["stage"] in stages)
+        )
+        end_s = start_s + whole_s / cluster.device(device).speed
+        yield Event("update", "update", rank, "compute", start_s, end_s, {"kind": "U"})
+
+
 def _memory_bytes(plan: Plan, profile: Profile, schedule: Schedule) -> tuple[int, ...]:
     """What each rank needs at its peak: weights, gradients, slots, and what the schedule has it stash."""
     received, saved = [], []
@@ -205,5 +228,11 @@ def _memory_bytes(plan: Plan, profile: Profile, schedule: Schedule) -> tuple[int
 def _without_pipelining(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
     whole = profile.at_batch(profile.batch_size * plan.pipelining.microbatches)
     at_once = Plan.of(whole, cluster, plan.placement(profile), plan.pipelining, plan.method)
+    updates_s = dict.fromkeys(plan.ranks, 0.0)
+    for devices, places in plan.placement(profile):
+        of_stage_s = sum(profile.layers[place].update_s for place in places)
+        for device in devices:
+            updates_s[device] += of_stage_s / cluster.device(device).speed
     busy_s = tuple(stage.cost.compute_s for stage in at_once.stages)
-    return Forecast(plan, at_once.one_batch_s, busy_s, tuple(plan.memory_bytes.values()), Trace())
+    step_s = at_once.one_batch_s + max(updates_s.values())
+    return Forecast(plan, step_s, busy_s, tuple(plan.memory_bytes.values()), Trace())

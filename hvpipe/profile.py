@@ -27,7 +27,8 @@ class LayerCost:
     `slot_bytes` is what else stays for good: the optimizer's state (for each weight: none for SGD, one for
     momentum, two for Adam) and variables that are not trained. `weight_bytes` are of those that are.
     `fixed_forward_s` and `fixed_backward_s` are the parts of the times that a batch of any size takes: to
-    start, to read the weights, to add to their gradients.
+    start, to read the weights, to add to their gradients. `update_s` is what the optimizer takes for the
+    weights, once in a step.
     """
 
     name: str
@@ -39,6 +40,7 @@ class LayerCost:
     saved_bytes: int = 0
     fixed_forward_s: float = 0.0
     fixed_backward_s: float = 0.0
+    update_s: float = 0.0
 
     def __post_init__(self) -> None:
         for item in fields(self)[1:]:
@@ -281,7 +283,7 @@ def _pipedream_layer(node: re.Match[str], slots_per_weight: float, place: str) -
 
 def _layer(row: Table) -> LayerCost:
     sizes = ("weight_bytes", "slot_bytes", "output_bytes", "saved_bytes")
-    parts = ("fixed_forward_s", "fixed_backward_s")
+    parts = ("fixed_forward_s", "fixed_backward_s", "update_s")
     row.allow(("name", "forward_s", "backward_s", *sizes, *parts))
     return LayerCost(
         row.text("name"),

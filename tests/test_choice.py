@@ -72,6 +72,18 @@ def test_reduces_hide_behind_the_backward() -> None:
     ]
 
 
+def test_a_bucket_is_updated_when_it_is_reduced_and_the_backward_is_over() -> None:
+    """Reduced at 9 and 13, the backward over at 12: the first waits until then, and both take 3 s."""
+    profile = chain(3, 3, weight_bytes=1 << 20)
+    profile = replace(profile, layers=tuple(replace(layer, update_s=3.0) for layer in profile.layers))
+    one = data_parallel(profile, equal_cluster(2, Link(0, float(1 << 20))), FOUR)
+    for rank in (0, 1):
+        found = [(event.start_s, event.end_s) for event in one.trace.of("update", rank)]
+        assert found == [pytest.approx((12, 15)), pytest.approx((15, 18))]
+    assert one.step_s == pytest.approx(18)
+    assert one.busy_s == pytest.approx((18, 18))
+
+
 def test_unequal_devices_get_unequal_shares_of_the_batch() -> None:
     profile = replace(chain(3), batch_size=3)
     one = data_parallel(profile, equal_cluster(2, speeds=(1.0, 0.5)), FOUR)

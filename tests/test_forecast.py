@@ -45,6 +45,27 @@ def test_two_equal_stages(pipelining: Pipelining, step_s: float) -> None:
     assert one.trace.metadata["devices"] == ["h0", "h1"]
 
 
+def test_each_device_updates_its_weights_when_it_is_done() -> None:
+    """F = B = 3, 2 micro-batches: h1 is done at 15, h0 at 18; the updates take 8 at half speed and 1."""
+    layers = [LayerCost("a", 3, 3, update_s=1), LayerCost("b", 1.5, 1.5, update_s=4)]
+    profile, cluster = Profile.of(layers, [("a", "b")]), equal_cluster(2, speeds=(1.0, 0.5))
+    one = forecast(partition(profile, cluster, 2, Pipelining("1f1b", 2)), profile, cluster)
+    assert one.plan.ranks == ("h0", "h1")
+    found = [(event.rank, event.start_s, event.end_s) for event in one.trace.of("update")]
+    assert found == [(0, pytest.approx(18), pytest.approx(19)), (1, pytest.approx(15), pytest.approx(23))]
+    assert one.step_s == pytest.approx(23)
+    assert one.busy_s == pytest.approx((13, 20))
+    alone = forecast(baseline("random", profile, cluster, 2, Pipelining("1f1b", 2), seed=1), profile, cluster)
+    without = replace(profile, layers=tuple(replace(layer, update_s=0.0) for layer in layers))
+    updates_s = [
+        sum(profile.layers[profile.place(name)].update_s for name in stage.layers)
+        / cluster.device(stage.device).speed
+        for stage in alone.plan.stages
+    ]
+    longest_s = max(updates_s)
+    assert alone.step_s == pytest.approx(forecast(alone.plan, without, cluster).step_s + longest_s)
+
+
 def test_interleaved_goes_round_the_devices() -> None:
     profile, cluster = chain(3, 3, 3, 3), equal_cluster(2)
     plan = partition(profile, cluster, 4, Pipelining("interleaved", 4, chunks=2))

@@ -37,7 +37,7 @@ class Slots:
         """`optimizer` is an optimizer of Keras's, or what `keras.optimizers.get` takes."""
         try:
             self._optimizer = keras.optimizers.get(optimizer)
-            self._clone()
+            self.new_optimizer()
         except (TypeError, ValueError) as error:
             raise HvpipeError(
                 "optimizer should be a Keras optimizer that can be made again from its config, or the name "
@@ -52,12 +52,13 @@ class Slots:
         weights = operation.trainable_variables if isinstance(operation, keras.Layer) else []
         if not weights:
             return 0
-        clone = self._clone()
+        clone = self.new_optimizer()
         before = {id(v) for v in clone.variables}
         clone.build(weights)
         return _bytes_of(v for v in clone.variables if id(v) not in before and len(v.shape) > 0)
 
-    def _clone(self) -> Any:
+    def new_optimizer(self) -> Any:
+        """Another one like it, unbuilt."""
         return type(self._optimizer).from_config(self._optimizer.get_config())
 
 

@@ -16,6 +16,7 @@ from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
 from hvpipe.keras.runs import corrected
 from hvpipe.keras.stage import StageFunctions, Stages, cut_stages
 from hvpipe.keras.stopwatch import Stopwatch
+from hvpipe.keras.update_time import UpdateTime
 from hvpipe.keras.work import Wires, Work, same_state
 from hvpipe.profile import LayerCost, Profile
 
@@ -50,6 +51,7 @@ def measure(
     own layers that are alike in config and shapes, the first is timed for all of them. The loss is not
     measured. Where there are several samples, each call is timed on a quarter of them as well:
     `fixed_forward_s` and `fixed_backward_s` are what a line through both times leaves for no samples.
+    `update_s` is on a line through the optimizer's updates of a large variable and of small ones.
 
     Sizes in bytes: `weight_bytes` of trained variables, for each call of a layer that is called again;
     `slot_bytes` of the slots that `optimizer` makes for them (default: the one that the model is compiled
@@ -105,6 +107,8 @@ class _Walk:
     def __init__(self, graph: LayerGraph, inputs: Sequence[Any], stopwatch: Stopwatch, slots: Slots) -> None:
         self._stopwatch = stopwatch
         self._slots = slots
+        layers = graph.layers(range(len(graph.calls)))
+        self._updates = UpdateTime(slots, sum(map(weight_bytes, layers)), stopwatch)
         self._samples = int(inputs[0].shape[0])
         self._known: dict[str | None, LayerCost] = {}
         # Every call is a stage; an empty one at the end takes the model's outputs.
@@ -152,6 +156,7 @@ class _Walk:
             saved_bytes=saved_bytes,
             fixed_forward_s=fixed_s[0],
             fixed_backward_s=fixed_s[1],
+            update_s=self._updates.of(call.operation),
         )
         return cost, work.outputs
 

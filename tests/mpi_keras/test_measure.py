@@ -141,7 +141,10 @@ def test_what_a_quarter_of_the_samples_takes_tells_the_fixed_part(monkeypatch: p
 def test_layers_add_up_to_their_runs(
     limit_bytes: int, runs: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer by itself takes 1 s and 2 s; the runs, timed forwards first, 10, 20, ... s in turn."""
+    """Each layer by itself takes 1 s and 2 s; the runs, timed forwards first, 10, 20, ... s in turn.
+
+    Two updates are timed before them.
+    """
     counts = []
 
     def in_turn_s(stopwatch: Stopwatch, several: list[Timed]) -> list[float]:
@@ -158,12 +161,37 @@ def test_layers_add_up_to_their_runs(
     backwards = [sum(profile.layers[profile.place(name)].backward_s for name in names) for names in runs]
     if limit_bytes == 1:
         # One after the other, each with its backward.
-        assert counts == [2] * 5
+        assert counts[2:] == [2] * 5
         assert (forwards, backwards) == (pytest.approx([10] * 5), pytest.approx([20] * 5))
     else:
-        assert counts == [6]
+        assert counts[2:] == [6]
         assert forwards == pytest.approx([10, 20, 30])
         assert backwards == pytest.approx([60, 50, 40])
+
+
+def test_updates_by_weights_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So long every variable, and so long every byte: 16 small ones take 32 s, one of 1 KiB takes 1026 s."""
+    times = iter([32.0, 1026.0])
+
+    def in_turn_s(stopwatch: Stopwatch, several: list[Timed]) -> list[float]:
+        return [next(times, 0.0) for _ in several]
+
+    monkeypatch.setattr(Stopwatch, "in_turn_s", in_turn_s)
+    x = keras.Input((20,))
+    model = keras.Model(x, keras.layers.Dense(12, name="dense")(keras.layers.ReLU(name="relu")(x)))
+    relu, dense = hk.measure(model, batch_of((2, 20)), repeats=1).layers
+    assert relu.update_s == 0
+    assert dense.weight_bytes == 4 * (20 * 12 + 12)
+    assert dense.update_s == pytest.approx(2 * 2 + dense.weight_bytes)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "muon"])
+def test_updates_of_real_optimizers_take_time(optimizer: str) -> None:
+    x = keras.Input((200,))
+    layers = hk.measure(
+        keras.Model(x, keras.layers.Dense(2000)(x)), batch_of((2, 200)), repeats=2, optimizer=optimizer
+    ).layers
+    assert 1e-6 < layers[0].update_s < 10
 
 
 def test_a_layer_without_a_gradient_has_no_backward() -> None:
