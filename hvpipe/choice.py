@@ -136,6 +136,8 @@ def _hybrids(
         raise PlanError("A stage with replicas needs a schedule without chunks.")
     most = min(len(cluster.devices), len(profile.layers), pipelining.microbatches)
     for count in _counts(most)[1:] if stages is None else [stages]:
+        if count < pipelining.least_stages:
+            continue
         for groups in groupings(cluster, count):
             yield from _cut(profile, cluster, pipelining, groups)
         if count < len(cluster.devices):

@@ -120,7 +120,14 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
         "--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b, zb-h1 or interleaved (default: 1f1b)"
     )
     plan.add_argument("--chunks", type=int, metavar="V", help="stages on each device, if interleaved")
-    plan.add_argument("--recompute", action="store_true", help="run forwards again instead of stashing them")
+    again = plan.add_mutually_exclusive_group()
+    again.add_argument("--recompute", action="store_true", help="run forwards again instead of stashing them")
+    again.add_argument(
+        "--recompute-stages",
+        type=_numbers,
+        metavar="N,N",
+        help="the same, in the stages of these numbers",
+    )
     plan.add_argument(
         "--mode",
         default="pipeline",
@@ -142,6 +149,10 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--no-baselines", action="store_true", help="the plan alone")
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))
+
+
 def _count_or_auto(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
@@ -159,7 +170,8 @@ def _plan(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     cluster = Cluster.read(options.cluster)
 
     def ask(microbatches: int) -> plan_command.Question:
-        pipelining = Pipelining(options.schedule, microbatches, options.recompute, chunks)
+        again = options.recompute or options.recompute_stages or False
+        pipelining = Pipelining(options.schedule, microbatches, again, chunks)
         profile = plan_command.read_profile(
             options.profile, microbatches, options.batch_size, options.graph_batch_size
         )

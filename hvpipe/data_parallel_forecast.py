@@ -59,7 +59,7 @@ def data_parallel(profile: Profile, cluster: Cluster, pipelining: Pipelining) ->
     if pipelining.recompute:
         raise PlanError(
             "hvpipe.keras.data_parallel keeps what its backward needs: plan data parallel without recompute. "
-            "Received: recompute=True"
+            f"Received: recompute={pipelining.recompute}"
         )
     devices = cluster.devices
     samples = profile.batch_size * pipelining.microbatches

@@ -58,6 +58,15 @@ class Table:
         value = self._get(field, "true or false")
         return value if isinstance(value, bool) else bool(self._refuse(field, "true or false", value))
 
+    def flag_or_integers(self, field: str) -> bool | tuple[int, ...]:
+        want = "true, false or a list of whole numbers"
+        value = self._get(field, want)
+        if isinstance(value, bool):
+            return value
+        if not isinstance(value, (list, tuple)) or not all(type(number) is int for number in value):
+            self._refuse(field, want, value)
+        return tuple(value)
+
     def tables(self, field: str) -> list[Table]:
         value = self._get(field, "a list of objects")
         if not isinstance(value, (list, tuple)):

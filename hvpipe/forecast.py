@@ -115,7 +115,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
         layers = [profile.layers[place] for place in places]
         forward_s = sum(layer.forward_s for layer in layers)
         backward_s = sum(layer.backward_s for layer in layers)
-        again_s = forward_s if plan.pipelining.recompute else 0.0
+        again_s = forward_s if plan.pipelining.recomputes(number) else 0.0
         of_devices = []
         for device in devices:
             speed = cluster.device(device).speed
@@ -215,13 +215,15 @@ def _memory_bytes(plan: Plan, profile: Profile, schedule: Schedule) -> tuple[int
     for stage, (_, places) in zip(plan.stages, plan.placement(profile), strict=True):
         received.append(stage.cost.receive_bytes)
         saved.append(sum(profile.layers[place].saved_bytes for place in places))
-    again = plan.pipelining.recompute
-    stash = peak_stash(schedule, [r + (0 if again else s) for r, s in zip(received, saved, strict=True)])
+    again = [plan.pipelining.recomputes(stage) for stage in range(len(saved))]
+    kept = [r + (0 if twice else s) for r, s, twice in zip(received, saved, again, strict=True)]
+    stash = peak_stash(schedule, kept)
     sizes = []
     for rank, stash_bytes in enumerate(stash):
         stages = schedule.stages_of(rank)
         state_bytes = sum(plan.stages[stage].cost.state_bytes for stage in stages)
-        sizes.append(state_bytes + int(stash_bytes) + (max(saved[stage] for stage in stages) if again else 0))
+        anew_bytes = max((saved[stage] for stage in stages if again[stage]), default=0)
+        sizes.append(state_bytes + int(stash_bytes) + anew_bytes)
     return tuple(sizes)
 
 

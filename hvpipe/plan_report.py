@@ -60,6 +60,8 @@ def title(given: Answer) -> str:
     profile = given.question.profile
     chunks = f", {how.chunks} chunks" if how.chunks > 1 else ""
     again = ", recompute" if how.recompute else ""
+    if isinstance(how.recompute, tuple):
+        again += f" in {', '.join(map(str, how.recompute))}"
     samples = f"{profile.batch_size} sample{'s' * (profile.batch_size != 1)}"
     way = f"{plan.method}, {how.schedule}{chunks}{again}"
     if plan.method == DATA_PARALLEL:

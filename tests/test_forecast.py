@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_graphs import MODELS, chain, clusters, model, profiles
 
-from hvpipe.errors import PlanError
+from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of
 from hvpipe.plan.baselines import BASELINES, baseline
+from hvpipe.plan.exact import exact
 from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import Plan
@@ -43,6 +45,49 @@ def test_two_equal_stages(pipelining: Pipelining, step_s: float) -> None:
     assert one.busy_s == pytest.approx((busy_s, busy_s))
     assert one.bubble == pytest.approx(1 - busy_s / step_s)
     assert one.trace.metadata["devices"] == ["h0", "h1"]
+
+
+def test_a_stage_alone_recomputes() -> None:
+    """gpipe, F = 1, B = 2, 3 micro-batches, 10 bytes saved and 1 received by b."""
+    layers = [LayerCost(name, 1, 2, output_bytes=1, saved_bytes=10) for name in "ab"]
+    profile = Profile.of(layers, [("a", "b")])
+    found = {}
+    for again in (False, (0,), (1,), (0, 1), True):
+        plan = partition(profile, equal_cluster(2), 2, Pipelining("gpipe", 3, again))
+        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+        one = forecast(plan, profile, equal_cluster(2))
+        assert tuple(plan.memory_bytes.values()) == one.memory_bytes
+        found[str(again)] = (one.busy_s, one.memory_bytes)
+    assert found["False"] == ((9, 9), (30, 33))
+    assert found["(0,)"] == ((12, 9), (10, 33))
+    assert found["(1,)"] == ((9, 12), (30, 13))
+    assert found["(0, 1)"] == found["True"] == ((12, 12), (10, 13))
+
+
+def test_layers_are_balanced_with_what_a_stage_recomputes() -> None:
+    """Ten layers, F = 1, B = 2: with the forward again in the first stage four layers take 16 s, six 18."""
+    how = Pipelining("gpipe", 2, (0,))
+    for plan_of in (partition, exact):
+        plan = plan_of(chain(*[3] * 10), equal_cluster(2), 2, how)
+        assert [len(stage.layers) for stage in plan.stages] == [4, 6]
+        assert [stage.cost.compute_s for stage in plan.stages] == pytest.approx([16, 18])
+
+
+def test_stages_that_there_are_not_cannot_recompute() -> None:
+    profile, cluster = chain(3, 3, 3), equal_cluster(3)
+    how = Pipelining("gpipe", 4, (2, 0))
+    assert how.recompute == (0, 2)
+    with pytest.raises(PlanError, match=r"stages from 0 to 1. Received: recompute=\(0, 2\)"):
+        partition(profile, cluster, 2, how)
+    # Every number of stages that has them is tried.
+    assert len(partition(profile, cluster, None, how).stages) == 3
+    document = partition(profile, cluster, 3, how).to_json()
+    document["stages"] = document["stages"][:2]
+    with pytest.raises(PlanError, match=r"stages from 0 to 1. Received: recompute=\(0, 2\)"):
+        Plan.from_json(document)
+    for wrong in (1.5, "0", (-1,), (True,), 3):
+        with pytest.raises(HvpipeError, match="recompute should be True, False or the numbers of stages"):
+            Pipelining(recompute=wrong)  # type: ignore[arg-type]
 
 
 def test_each_device_updates_its_weights_when_it_is_done() -> None:

@@ -207,6 +207,13 @@ def test_other_schedules(schedule: str, cluster: str, capsys: pytest.CaptureFixt
     assert f"greedy, {schedule}{chunks}, recompute, 8 micro-batches" in text
 
 
+def test_recompute_in_some_stages(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    again = ("--recompute-stages", "1,0", "--no-baselines")
+    assert "greedy, 1f1b, recompute in 0, 1, 8 micro-batches" in printed(
+        capsys, GNMT, "--cluster", cluster, *again
+    )
+
+
 def test_a_profile_of_a_step(tmp_path: Path) -> None:
     assert read_profile(GNMT, 4).batch_size == 1
     assert read_profile(GNMT, 4, None, 64).batch_size == 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ class Machine:
     """Runs steps of this rank's stages for targets of one structure; `owner` is compiled as the user wants.
 
     `structure` is (y, sample_weight) of a batch and `signature` what they look like flat (`signature_of`);
-    None and nothing before any (only `predict` then).
+    None and nothing before any (only `predict` then). `recomputes(stage)` says which run forwards again.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Machine:
         structure: Any,
         signature: Sequence[Any],
         *,
-        recompute: bool,
+        recomputes: Callable[[int], bool],
     ) -> None:
         self._owner = owner
         self._session = session
@@ -54,7 +54,7 @@ class Machine:
         with_loss = self._has_y and owner._compile_loss is not None
         self.functions = {
             stage: StageFunctions(
-                layout.stages, stage, self.signature, self._loss if with_loss else None, recompute
+                layout.stages, stage, self.signature, self._loss if with_loss else None, recomputes(stage)
             )
             for stage in layout.stages_of(self._rank)
         }

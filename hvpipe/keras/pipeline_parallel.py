@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -40,7 +40,7 @@ def pipeline_parallel(
     *,
     chunks: int = 2,
     replicas: Sequence[int] | None = None,
-    recompute: bool = False,
+    recompute: bool | Sequence[int] = False,
     profile: Profile | str | os.PathLike[str] | None = None,
     cluster: Cluster | str | os.PathLike[str] | None = None,
 ) -> PipelineParallel:
@@ -56,7 +56,7 @@ def pipeline_parallel(
 
     `microbatches`: how many parts a batch is cut into. `schedule`: "gpipe", "1f1b", "zb-h1", or
     "interleaved" with `chunks` stages on each rank. `recompute` keeps only what a stage received and runs
-    its forward again in the backward.
+    its forward again in the backward: True for all stages, or the numbers of some.
 
     The result trains as the undivided model would on the same batch: gradients of the micro-batches add up
     to the batch's. BatchNormalization uses and records the statistics of each micro-batch. The batches that
@@ -78,12 +78,13 @@ def pipeline_parallel(
     graph = layer_graph(model)
     _check_steps(model)
     _check_sizes(graph)
-    how = Pipelining(schedule, microbatches, recompute, chunks if schedule == "interleaved" else 1)
+    again = recompute if isinstance(recompute, bool) else tuple(recompute)
+    how = Pipelining(schedule, microbatches, again, chunks if schedule == "interleaved" else 1)
     plan, ranks = plan_for(session, graph, Wish(stages, replicas, how, profile, cluster))
     layout = layout_of(graph, plan, ranks)
     session.engine.agree(layout.summary)
-    recompute = plan.pipelining.recompute
-    return PipelineParallel(session, model, layout, deferred=deferred, recompute=recompute)
+    recomputes = plan.pipelining.recomputes
+    return PipelineParallel(session, model, layout, deferred=deferred, recomputes=recomputes)
 
 
 def _check_steps(model: Any) -> None:
@@ -133,7 +134,13 @@ class PipelineParallel(PipelineFiles, keras.Model):
     _compile_loss: Any
 
     def __init__(
-        self, session: Session, model: Any, layout: Layout, *, deferred: bool, recompute: bool
+        self,
+        session: Session,
+        model: Any,
+        layout: Layout,
+        *,
+        deferred: bool,
+        recomputes: Callable[[int], bool],
     ) -> None:
         # With the policy mixed_float16, `compile` scales the loss.
         super().__init__(name=model.name, dtype=model.dtype_policy)
@@ -143,7 +150,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
             give_memory(self._stage_layers)
         else:
             broadcast_variables(model.variables)
-        self._parts: _Parts = _Parts(session, model, layout, Sharing(session, layout), recompute)
+        self._parts: _Parts = _Parts(session, model, layout, Sharing(session, layout), recomputes)
         self._parts.sharing.equalise()
         self._parts.sharing.separate_seeds()
         self.built = True
@@ -304,7 +311,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
                 parts.sharing,
                 structure,
                 signature,
-                recompute=parts.recompute,
+                recomputes=parts.recomputes,
             )
         )
         return parts.machines[-1]
@@ -332,13 +339,18 @@ class _Parts:
     """What a pipeline is made of; a plain object, whose insides Keras takes for no layers of the pipeline."""
 
     def __init__(
-        self, session: Session, model: Any, layout: Layout, sharing: Sharing, recompute: bool
+        self,
+        session: Session,
+        model: Any,
+        layout: Layout,
+        sharing: Sharing,
+        recomputes: Callable[[int], bool],
     ) -> None:
         self.session = session
         self.model = model
         self.layout = layout
         self.sharing = sharing
-        self.recompute = recompute
+        self.recomputes = recomputes
         self.logs = PipelineLogs(session)
         self.samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
         self.reset()

@@ -113,7 +113,8 @@ def _fits(profile: Profile, cluster: Cluster, placement: Placement, pipelining: 
     in_flight = in_flight_of(placement, pipelining)
     for stage, (names, places) in enumerate(placement):
         layers = [profile.layers[place] for place in places]
-        size_bytes = sum(stage_bytes(layers, received_bytes[stage], in_flight[stage], pipelining))
+        again = pipelining.recomputes(stage)
+        size_bytes = sum(stage_bytes(layers, received_bytes[stage], in_flight[stage], again))
         if size_bytes > _memory_bytes(cluster.device(names[0])):
             return False
     return True

@@ -46,7 +46,7 @@ def exact(
             f"exact should be asked about at most {_MOST_LAYERS} layers. "
             f"Received: layers={len(profile.layers)}"
         )
-    spans = Spans(profile, pipelining)
+    spans = Spans(profile)
     orders = Orders(cluster, stages, pipelining)
     best_s, best = math.inf, None
     for seats in _all_seats(orders, order):

@@ -152,7 +152,8 @@ class Orders:
         device = self._members[kind][0]
         memory_bytes = math.inf if device.memory_bytes is None else float(device.memory_bytes)
         in_flight = self._in_flight[stage]
-        return Seat(kind, device.speed, memory_bytes, receive, send, in_flight)
+        recompute = self._pipelining.recomputes(stage)
+        return Seat(kind, device.speed, memory_bytes, receive, send, in_flight, recompute)
 
     @cached_property
     def _in_flight(self) -> list[int]:

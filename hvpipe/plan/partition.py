@@ -49,11 +49,12 @@ def partition(
     most = min(len(cluster.devices), len(profile.layers) // chunks) * chunks
     if chunks > 1:
         most = min(most, pipelining.microbatches * chunks)
-    if stages is not None or most == 0:
-        check_stages(profile, cluster, chunks if stages is None else stages, pipelining)
-    spans = Spans(profile, pipelining)
+    least = -(-pipelining.least_stages // chunks) * chunks
+    if stages is not None or least > most:
+        check_stages(profile, cluster, least if stages is None else stages, pipelining)
+    spans = Spans(profile)
     plans = []
-    for count in range(chunks, most + 1, chunks) if stages is None else (stages,):
+    for count in range(least, most + 1, chunks) if stages is None else (stages,):
         orders = Orders(cluster, count, pipelining, _ALIKE)
         if (cuts := _search(spans, orders)) is not None:
             plans.append(Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy"))
@@ -73,6 +74,10 @@ def check_stages(
         raise HvpipeError(
             "stages should be at least 1 and at most the number of layers, "
             f"{len(profile.layers)}. Received: stages={stages}"
+        )
+    if stages < pipelining.least_stages:
+        raise PlanError(
+            f"recompute should name stages from 0 to {stages - 1}. Received: recompute={pipelining.recompute}"
         )
     chunks = pipelining.chunks
     if chunks > 1 and (stages % chunks or stages // chunks > pipelining.microbatches):

@@ -28,16 +28,18 @@ def leads(gaps: Sequence[int]) -> list[int]:
 class Pipelining:
     """The schedule and how many micro-batches a step has; a profile's costs are those of one of them.
 
-    With `recompute`, a stage keeps only what it received and runs its forward again before the backward.
+    With `recompute`, a stage keeps only what it received and runs its forward again before the backward: all
+    stages, or those of which it has the numbers.
     `chunks`, 2 or more, is how many stages each device has under "interleaved"; elsewhere it is 1.
     """
 
     schedule: str = "1f1b"
     microbatches: int = 8
-    recompute: bool = False
+    recompute: bool | tuple[int, ...] = False
     chunks: int = 1
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "recompute", _checked_recompute(self.recompute))
         if self.schedule not in SCHEDULES:
             raise HvpipeError(
                 f"schedule should be one of {', '.join(SCHEDULES)}. Received: schedule={self.schedule!r}"
@@ -52,6 +54,15 @@ class Pipelining:
                 f"Received: schedule={self.schedule!r}, chunks={self.chunks}"
             )
 
+    def recomputes(self, stage: int) -> bool:
+        """Whether stage number `stage` runs its forward again."""
+        return self.recompute if isinstance(self.recompute, bool) else stage in self.recompute
+
+    @property
+    def least_stages(self) -> int:
+        """How many stages there must be at least, of those that are named."""
+        return 1 if isinstance(self.recompute, bool) else self.recompute[-1] + 1
+
     def in_flight(self, stage: int, replicas: Sequence[int]) -> int:
         """How many micro-batches a rank of stage number `stage` keeps activations of, at most.
 
@@ -59,6 +70,18 @@ class Pipelining:
         stages, it is an estimate: `verify.peak_stash` counts.
         """
         return _IN_FLIGHT[self.schedule](self, stage, replicas)
+
+
+def _checked_recompute(given: object) -> bool | tuple[int, ...]:
+    """All or none, or the numbers of stages in order, of which none is none."""
+    if isinstance(given, bool):
+        return given
+    numbers = tuple(given) if isinstance(given, (tuple, list, set, frozenset, range)) else None
+    if numbers is None or not all(type(number) is int and number >= 0 for number in numbers):
+        raise HvpipeError(
+            f"recompute should be True, False or the numbers of stages, from 0. Received: recompute={given!r}"
+        )
+    return tuple(sorted(set(numbers))) or False
 
 
 def _gpipe(how: Pipelining, stage: int, replicas: Sequence[int]) -> int:

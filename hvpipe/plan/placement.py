@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
 
-from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
 from hvpipe.profile import LayerCost, Profile
 from hvpipe.topology import Cluster, Link
 
@@ -73,9 +73,10 @@ def stage_costs(
     in_flight = in_flight_of(placement, pipelining)
     for stage, (devices, places) in enumerate(placement):
         layers = [profile.layers[place] for place in places]
-        state_bytes, stash_bytes = stage_bytes(layers, receive_bytes[stage], in_flight[stage], pipelining)
+        again = pipelining.recomputes(stage)
+        state_bytes, stash_bytes = stage_bytes(layers, receive_bytes[stage], in_flight[stage], again)
         speed = sum(cluster.device(device).speed for device in devices)
-        again_s = sum(layer.forward_s for layer in layers) if pipelining.recompute else 0.0
+        again_s = sum(layer.forward_s for layer in layers) if again else 0.0
         costs.append(
             StageCost(
                 compute_s=(sum(layer.compute_s for layer in layers) + again_s) / speed,
@@ -99,11 +100,11 @@ def in_flight_of(placement: Placement, pipelining: Pipelining) -> list[int]:
 
 
 def stage_bytes(
-    layers: Sequence[LayerCost], receive_bytes: int, in_flight: int, pipelining: Pipelining
+    layers: Sequence[LayerCost], receive_bytes: int, in_flight: int, recompute: bool
 ) -> tuple[int, int]:
     """What a stage keeps for good, and what it stashes of so many micro-batches in flight."""
     saved_bytes = sum(layer.saved_bytes for layer in layers)
-    saved = 1 if pipelining.recompute else in_flight
+    saved = 1 if recompute else in_flight
     return sum(layer.state_bytes for layer in layers), in_flight * receive_bytes + saved * saved_bytes
 
 
@@ -113,15 +114,17 @@ def _slowest(cluster: Cluster, one: tuple[str, ...], other: tuple[str, ...]) -> 
 
 
 def one_batch_s(
-    profile: Profile, cluster: Cluster, placement: Placement, *, recompute: bool = False
+    profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining = DEFAULT_PIPELINING
 ) -> float:
     """The time of one micro-batch without pipelining, forward and backward, as the native mode runs it.
 
     Each device runs its layers one at a time in the order of the profile, as soon as their inputs are there.
-    Transfers are delays that occupy no device. Of several replicas the first runs it. With `recompute` a
-    layer's backward takes its forward once more.
+    Transfers are delays that occupy no device. Of several replicas the first runs it. In a stage that
+    recomputes, a layer's backward takes its forward once more.
     """
     device_of = {place: devices[0] for devices, layers in placement for place in layers}
+    stages = [layers for stage, (_, layers) in enumerate(placement) if pipelining.recomputes(stage)]
+    again = {place for layers in stages for place in layers}
     speed = {devices[0]: cluster.device(devices[0]).speed for devices, _ in placement}
     free_s = dict.fromkeys(speed, 0.0)
     forward_s = [0.0] * len(profile.layers)
@@ -144,7 +147,7 @@ def one_batch_s(
         )
         start_s = max(free_s[device], max(arrivals, default=turn_s))
         layer = profile.layers[place]
-        again_s = layer.forward_s if recompute else 0.0
+        again_s = layer.forward_s if place in again else 0.0
         backward_s[place] = free_s[device] = start_s + (layer.backward_s + again_s) / speed[device]
     return max(backward_s)
 

@@ -52,7 +52,7 @@ def explain_shortage(plan: Plan, profile: Profile, cluster: Cluster) -> str:
 
 
 def _fits(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> bool:
-    return any_fit(Spans(profile, pipelining), Orders(cluster, stages, pipelining)) is not None
+    return any_fit(Spans(profile), Orders(cluster, stages, pipelining)) is not None
 
 
 def least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Plan:
@@ -60,7 +60,7 @@ def least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pip
 
     It may fit as it is: filling keeps not all that it finds, and may find more where there is more room.
     """
-    spans = Spans(profile, pipelining)
+    spans = Spans(profile)
 
     def cuts_with(more_bytes: int) -> tuple[Orders, list[Cut] | None]:
         orders = Orders(_with_more(cluster, more_bytes), stages, pipelining)
@@ -111,7 +111,8 @@ def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipel
                 size = profile.batch_size // split
                 yield f'{count} smaller micro-batches of {size} with schedule="{one_f.schedule}"'
                 break
-    if not pipelining.recompute and _fits(profile, cluster, stages, replace(pipelining, recompute=True)):
+    again = replace(pipelining, recompute=True)
+    if pipelining != again and _fits(profile, cluster, stages, again):
         yield "recompute=True"
 
 

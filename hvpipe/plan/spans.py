@@ -10,14 +10,13 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from hvpipe.plan.pipelining import Pipelining
 from hvpipe.profile import Profile
 from hvpipe.topology import Link
 
 Vector = npt.NDArray[np.float64]
 
 # Rows of Spans.table.
-_COMPUTE, _RECEIVE, _RECEIVE_BYTES, _SEND, _SEND_BYTES, _STATE, _SAVED = range(7)
+_COMPUTE, _AGAIN, _RECEIVE, _RECEIVE_BYTES, _SEND, _SEND_BYTES, _STATE, _SAVED = range(_ROWS := 8)
 _CACHED_NUMBERS = 8_000_000
 
 
@@ -35,12 +34,14 @@ class Seat:
     receive: Link
     send: Link
     in_flight: int
+    recompute: bool = False
 
     @cached_property
     def seconds(self) -> Vector:
         """What each row of Spans.table counts for in a stage's time."""
-        weights = np.zeros(7)
+        weights = np.zeros(_ROWS)
         weights[_COMPUTE] = 1 / self.speed
+        weights[_AGAIN] = self.recompute / self.speed
         weights[_RECEIVE], weights[_RECEIVE_BYTES] = _there_and_back(self.receive)
         weights[_SEND], weights[_SEND_BYTES] = _there_and_back(self.send)
         return weights
@@ -48,27 +49,31 @@ class Seat:
 
 @dataclass(frozen=True)
 class Bench:
-    """The seats to choose from at one stage, as rows: all hold as many micro-batches in flight."""
+    """The seats to choose from at one stage, as rows: all keep as much of as many micro-batches."""
 
     seconds: Vector
     speeds: Vector
     memory_bytes: Vector
     in_flight: int
+    recompute: bool
 
     @staticmethod
     def of(seats: Sequence[Seat]) -> Bench:
-        (in_flight,) = {seat.in_flight for seat in seats}
+        ((in_flight, recompute),) = {(seat.in_flight, seat.recompute) for seat in seats}
         return Bench(
             np.stack([seat.seconds for seat in seats]),
             np.array([seat.speed for seat in seats]),
             np.array([seat.memory_bytes for seat in seats]),
             in_flight,
+            recompute,
         )
 
     def without(self, taken: Sequence[bool]) -> Bench:
         """Those that are not taken."""
         rows = np.flatnonzero(~np.array(taken))
-        return Bench(self.seconds[rows], self.speeds[rows], self.memory_bytes[rows], self.in_flight)
+        return replace(
+            self, seconds=self.seconds[rows], speeds=self.speeds[rows], memory_bytes=self.memory_bytes[rows]
+        )
 
     def within(self, share: float, held_bytes: int) -> Bench:
         """Those with at most a share of their memory, of which so much is in use."""
@@ -91,12 +96,11 @@ class Spans:
     They are not monotone in the end: what a run sends depends on where it is cut.
     """
 
-    def __init__(self, profile: Profile, pipelining: Pipelining) -> None:
+    def __init__(self, profile: Profile) -> None:
         layers = profile.layers
         self.count = len(layers)
-        self.recompute = pipelining.recompute
-        again = 1.0 if pipelining.recompute else 0.0
-        self.compute_s = _sums([layer.compute_s + again * layer.forward_s for layer in layers])
+        self.compute_s = _sums([layer.compute_s for layer in layers])
+        self._forward_s = _sums([layer.forward_s for layer in layers])
         self._state = _sums([layer.state_bytes for layer in layers])
         self._saved = _sums([layer.saved_bytes for layer in layers])
         self._users = profile.users
@@ -130,9 +134,15 @@ class Spans:
         return made[:, : stop - start]
 
     def _make_table(self, start: int, stop: int) -> Vector:
-        table = np.zeros((7, stop - start))
+        table = np.zeros((_ROWS, stop - start))
         ends = slice(start + 1, stop + 1)
-        for row, sums in ((_COMPUTE, self.compute_s), (_STATE, self._state), (_SAVED, self._saved)):
+        of_layers = {
+            _COMPUTE: self.compute_s,
+            _AGAIN: self._forward_s,
+            _STATE: self._state,
+            _SAVED: self._saved,
+        }
+        for row, sums in of_layers.items():
             table[row] = sums[ends] - sums[start]
         table[_SEND], table[_SEND_BYTES] = self.cut_tensors[ends], self.cut_bytes[ends]
         for maker in np.flatnonzero(self._last[:start] >= start):
@@ -151,7 +161,7 @@ class Spans:
         table = self.table(start, stop)
         costs: Vector = seat.seconds @ table
         if seat.memory_bytes != np.inf:
-            costs[self._memory_bytes(table, seat.in_flight) > seat.memory_bytes] = np.inf
+            costs[_memory_bytes(table, seat) > seat.memory_bytes] = np.inf
         return costs
 
     def costs_of_all_s(self, start: int, stop: int, bench: Bench) -> Vector:
@@ -159,7 +169,7 @@ class Spans:
         table = self.table(start, stop)
         costs: Vector = bench.seconds @ table
         if bench.least_bytes != np.inf:
-            memory_bytes = self._memory_bytes(table, bench.in_flight)
+            memory_bytes = _memory_bytes(table, bench)
             if memory_bytes.max() > bench.least_bytes:
                 costs[memory_bytes > bench.memory_bytes[:, None]] = np.inf
         return costs
@@ -169,15 +179,16 @@ class Spans:
         return float(self.costs_s(start, end, seat)[-1])
 
     def memory_bytes(self, start: int, end: int, seat: Seat) -> int:
-        return int(self._memory_bytes(self.table(start, end), seat.in_flight)[-1])
+        return int(_memory_bytes(self.table(start, end), seat)[-1])
 
-    def _memory_bytes(self, table: Vector, in_flight: int) -> Vector:
-        weights = np.zeros(7)
-        weights[_STATE] = 1
-        weights[_RECEIVE_BYTES] = in_flight
-        weights[_SAVED] = 1 if self.recompute else in_flight
-        memory: Vector = weights @ table
-        return memory
+
+def _memory_bytes(table: Vector, where: Seat | Bench) -> Vector:
+    weights = np.zeros(_ROWS)
+    weights[_STATE] = 1
+    weights[_RECEIVE_BYTES] = where.in_flight
+    weights[_SAVED] = 1 if where.recompute else where.in_flight
+    memory: Vector = weights @ table
+    return memory
 
 
 def _there_and_back(link: Link) -> tuple[float, float]:

@@ -80,7 +80,7 @@ class Plan:
             method=method,
             pipelining=pipelining,
             contiguous=is_contiguous(placement),
-            one_batch_s=one_batch_s(profile, cluster, placement, recompute=pipelining.recompute),
+            one_batch_s=one_batch_s(profile, cluster, placement, pipelining),
             model=profile.model,
             profile_fingerprint=profile.fingerprint,
             cluster_fingerprint=cluster.fingerprint,
@@ -178,10 +178,10 @@ class Plan:
             pipelining = Pipelining(
                 how.text("schedule"),
                 how.integer("microbatches", minimum=1),
-                how.flag("recompute"),
+                how.flag_or_integers("recompute"),
                 how.integer("chunks", minimum=1),
             )
-        _check_stages(stages, pipelining.chunks, table.place)
+        _check_stages(stages, pipelining, table.place)
         return Plan(
             stages=stages,
             method=table.text("method"),
@@ -202,8 +202,14 @@ class Plan:
         return Plan.from_json(read_document(path))
 
 
-def _check_stages(stages: Sequence[Stage], chunks: int, place: str) -> None:
-    """Refuse a layer in two stages, or a device in two that are not its chunks."""
+def _check_stages(stages: Sequence[Stage], pipelining: Pipelining, place: str) -> None:
+    """Refuse a layer in two stages, a device in two that are not its chunks, a stage that there is not."""
+    if len(stages) < pipelining.least_stages:
+        raise PlanError(
+            f"{place}: recompute should name stages from 0 to {len(stages) - 1}. "
+            f"Received: recompute={pipelining.recompute}"
+        )
+    chunks = pipelining.chunks
     layers = [name for stage in stages for name in stage.layers]
     devices = [name for stage in stages[: len(stages) // chunks] for name in stage.devices]
     for what, given in (("layer", layers), ("device", devices)):

@@ -42,11 +42,32 @@ def test_every_schedule_trains_alike(schedule: str) -> None:
 def test_schedules_and_recompute_give_the_same_bits() -> None:
     """Order and memory are all that schedules differ in."""
     first = pipelined("mlp")
-    for options in ({"schedule": "gpipe"}, {"schedule": "zb-h1"}, {"recompute": True}):
+    for options in ({"schedule": "gpipe"}, {"schedule": "zb-h1"}, {"recompute": True}, {"recompute": [0]}):
         other = pipelined("mlp", **options)
         assert other.history == first.history
         for number, value in first.weights.items():
             np.testing.assert_array_equal(other.weights[number], value, err_msg=f"{options} {number}")
+
+
+def test_only_stages_that_are_named_recompute() -> None:
+    """A stage that does not keeps more for its backward than its input."""
+    x = keras.Input((6,))
+    h = x
+    for _ in range(2 * hvpipe.size()):
+        h = keras.layers.Dense(6, "tanh")(h)
+    pipe = hk.pipeline_parallel(
+        keras.Model(x, h), stages=hvpipe.size(), microbatches=hvpipe.size(), recompute=[0]
+    )
+    pipe.compile("sgd", "mse")
+    data = np.random.default_rng(0).normal(size=(4 * hvpipe.size(), 6)).astype(np.float32)
+    pipe.fit(data, data, batch_size=len(data), verbose=0)
+    (machine,) = pipe._parts.machines
+    for stage, functions in machine.functions.items():
+        wires = [tf.zeros((4, 6))] * len(functions.wires_in or [0])
+        targets = [tf.zeros((4, 6))] * functions.has_loss
+        _, kept = functions.training.forward([*wires, *targets])
+        activations = [tensor for tensor in kept if tensor.shape == (4, 6)]
+        assert (len(activations) <= len(wires) + len(targets)) is (stage == 0)
 
 
 class Switched(keras.layers.Layer):
