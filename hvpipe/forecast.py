@@ -105,16 +105,14 @@ def dataflow_of(plan: Plan, profile: Profile) -> Dataflow:
 
 
 def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
-    """What each stage takes on each of its devices.
-
-    A profile does not say which part of a backward is for the weights: schedules that run it apart get half.
-    """
+    """What each stage takes on each of its devices."""
     sizes = _crossing_bytes(plan, profile)
     costs = []
     for number, (devices, places) in enumerate(plan.placement(profile)):
         layers = [profile.layers[place] for place in places]
         forward_s = sum(layer.forward_s for layer in layers)
         backward_s = sum(layer.backward_s for layer in layers)
+        weights_s = sum(layer.weights_part_s for layer in layers)
         again_s = forward_s if plan.pipelining.recomputes(number) else 0.0
         of_devices = []
         for device in devices:
@@ -128,7 +126,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
                 if maker == number
             }
             of_devices.append(
-                StageCost(forward_s / speed, (backward_s + again_s) / speed, backward_s / 2 / speed, ways_s)
+                StageCost(forward_s / speed, (backward_s + again_s) / speed, weights_s / speed, ways_s)
             )
         costs.append(of_devices)
     return costs

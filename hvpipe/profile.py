@@ -28,7 +28,8 @@ class LayerCost:
     momentum, two for Adam) and variables that are not trained. `weight_bytes` are of those that are.
     `fixed_forward_s` and `fixed_backward_s` are the parts of the times that a batch of any size takes: to
     start, to read the weights, to add to their gradients. `update_s` is what the optimizer takes for the
-    weights, once in a step.
+    weights, once in a step. `weight_share` is the part of the backward that is for the gradients of the
+    weights, which some schedules put off; None where nobody knows.
     """
 
     name: str
@@ -41,11 +42,17 @@ class LayerCost:
     fixed_forward_s: float = 0.0
     fixed_backward_s: float = 0.0
     update_s: float = 0.0
+    weight_share: float | None = None
 
     def __post_init__(self) -> None:
+        if self.weight_share is not None and not 0 <= self.weight_share <= 1:
+            raise HvpipeError(
+                f"weight_share of layer {self.name!r} should be from 0 to 1, or None. "
+                f"Received: weight_share={self.weight_share}"
+            )
         for item in fields(self)[1:]:
             value = getattr(self, item.name)
-            if not (math.isfinite(value) and value >= 0):
+            if value is not None and not (math.isfinite(value) and value >= 0):
                 raise HvpipeError(
                     f"{item.name} of layer {self.name!r} should be finite and at least 0. "
                     f"Received: {item.name}={value}"
@@ -60,6 +67,11 @@ class LayerCost:
     @property
     def compute_s(self) -> float:
         return self.forward_s + self.backward_s
+
+    @property
+    def weights_part_s(self) -> float:
+        """What of the backward is for the weights; where that is not known, half."""
+        return self.backward_s * (0.5 if self.weight_share is None else self.weight_share)
 
     @property
     def state_bytes(self) -> int:
@@ -283,15 +295,12 @@ def _pipedream_layer(node: re.Match[str], slots_per_weight: float, place: str) -
 
 def _layer(row: Table) -> LayerCost:
     sizes = ("weight_bytes", "slot_bytes", "output_bytes", "saved_bytes")
-    parts = ("fixed_forward_s", "fixed_backward_s", "update_s")
+    parts = ("fixed_forward_s", "fixed_backward_s", "update_s", "weight_share")
     row.allow(("name", "forward_s", "backward_s", *sizes, *parts))
-    return LayerCost(
-        row.text("name"),
-        row.number("forward_s"),
-        row.number("backward_s"),
-        *(row.integer(size) for size in sizes),
-        *(row.number(part) if row.has(part) else 0.0 for part in parts),
-    )
+    given: dict[str, Any] = {time: row.number(time) for time in ("forward_s", "backward_s")}
+    given |= {size: row.integer(size) for size in sizes}
+    given |= {part: row.number(part) for part in parts if row.has(part)}
+    return LayerCost(row.text("name"), **given)
 
 
 def _topological_order(layers: Sequence[LayerCost], edges: Sequence[tuple[int, int]]) -> list[int]:

@@ -111,6 +111,14 @@ def test_each_device_updates_its_weights_when_it_is_done() -> None:
     assert alone.step_s == pytest.approx(forecast(alone.plan, without, cluster).step_s + longest_s)
 
 
+def test_the_weights_part_is_what_the_profile_says() -> None:
+    """F = 1, B = 2, of which W = 0.5: m (F + I + W) + (p - 1) (F + I - W)."""
+    layers = [LayerCost(name, 1, 2, weight_share=0.25) for name in "ab"]
+    profile, cluster = Profile.of(layers, [("a", "b")]), equal_cluster(2)
+    plan = partition(profile, cluster, 2, Pipelining("zb-h1", 4))
+    assert forecast(plan, profile, cluster).step_s == pytest.approx(4 * 3 + (1 + 1.5 - 0.5))
+
+
 def test_interleaved_goes_round_the_devices() -> None:
     profile, cluster = chain(3, 3, 3, 3), equal_cluster(2)
     plan = partition(profile, cluster, 4, Pipelining("interleaved", 4, chunks=2))

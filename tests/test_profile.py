@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -55,8 +56,17 @@ def test_the_fixed_part_is_a_part() -> None:
         LayerCost("a", 1.0, 2.0, fixed_forward_s=1.5)
 
 
+def test_the_weights_part_of_a_backward() -> None:
+    costs = [LayerCost("a", 1.0, 3.0, weight_share=share) for share in (None, 0.0, 1.0)]
+    assert [cost.weights_part_s for cost in costs] == [1.5, 0, 3]
+    for wrong in (-0.1, 1.1, math.nan):
+        with pytest.raises(HvpipeError, match="weight_share of layer 'a' should be from 0 to 1"):
+            LayerCost("a", 1.0, 2.0, weight_share=wrong)
+
+
 def test_json_comes_back(tmp_path: Path) -> None:
-    layers = (*CHAIN[:2], LayerCost("c", 5.0, 6.0, fixed_forward_s=1.0, fixed_backward_s=2.0))
+    parts = {"fixed_forward_s": 1.0, "fixed_backward_s": 2.0, "update_s": 0.5, "weight_share": 0.25}
+    layers = (*CHAIN[:2], LayerCost("c", 5.0, 6.0, **parts))
     profile = Profile.of(layers, [("a", "b"), ("a", "c")], batch_size=32, model="abc")
     profile.write(tmp_path / "profile.json")
     assert Profile.read(tmp_path / "profile.json") == profile
@@ -65,7 +75,8 @@ def test_json_comes_back(tmp_path: Path) -> None:
 def test_json_without_fixed_parts_has_none() -> None:
     document = Profile.of(CHAIN, []).to_json()
     for row in document["layers"]:
-        del row["fixed_forward_s"], row["fixed_backward_s"]
+        for part in ("fixed_forward_s", "fixed_backward_s", "update_s", "weight_share"):
+            del row[part]
     assert Profile.from_json(document) == Profile.of(CHAIN, [])
 
 

@@ -51,6 +51,7 @@ def measure(
     own layers that are alike in config and shapes, the first is timed for all of them. The loss is not
     measured. Where there are several samples, each call is timed on a quarter of them as well:
     `fixed_forward_s` and `fixed_backward_s` are what a line through both times leaves for no samples.
+    `weight_share` is what the backward for the inputs alone leaves of the whole.
     `update_s` is on a line through the optimizer's updates of a large variable and of small ones.
 
     Sizes in bytes: `weight_bytes` of trained variables, for each call of a layer that is called again;
@@ -157,6 +158,7 @@ class _Walk:
             fixed_forward_s=fixed_s[0],
             fixed_backward_s=fixed_s[1],
             update_s=self._updates.of(call.operation),
+            weight_share=self._weight_share(work, times_s[1]),
         )
         return cost, work.outputs
 
@@ -165,6 +167,15 @@ class _Walk:
         backward = work.backward
         forward_s = self._stopwatch.time_s(work.forward)
         return forward_s, 0.0 if backward is None else self._stopwatch.time_s(backward)
+
+    def _weight_share(self, work: Work, backward_s: float) -> float | None:
+        """What of the backward is for the weights; None where it is too short to tell."""
+        inputs_part = work.inputs_part
+        if inputs_part is None:
+            return float(work.trains)
+        if backward_s == 0:
+            return None
+        return max(0.0, 1.0 - self._stopwatch.time_s(inputs_part) / backward_s)
 
     def _kind(self, place: int, given: Sequence[Any]) -> str | None:
         """Equal for calls that cost the same; None where that cannot be told: a layer of the user's own."""

@@ -68,10 +68,27 @@ class Work:
             return None
         return Timed(self._run_backward, len(self.saved) + len(self._gradients), self._floating_in)
 
+    @property
+    def inputs_part(self) -> Timed | None:
+        """The part of the backward that is not for the weights; None where there is but one part."""
+        if self.backward is None or not self._floating_in or not self._halves.variables:
+            return None
+        _, further = self._run_inputs_part()
+        made = self._floating_in + len(further)
+        return Timed(self._run_inputs_part, len(self.saved) + len(self._gradients), made)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any weight gets a gradient."""
+        return bool(self._halves.variables)
+
     def _run_forward(self) -> None:
         # What the last forward saved is freed only now. Else the allocator would give the memory back each
         # time, and its pages would be zeroed anew within the next call, as they are not in a step.
         self.outputs, self.saved = self._halves.forward(self.given)
+
+    def _run_inputs_part(self) -> tuple[list[Any], list[Any]]:
+        return self._halves.backward_inputs(self.saved, self._gradients)
 
     def _run_backward(self) -> list[Any]:
         return self._halves.backward(self.saved, self._gradients, False)

@@ -169,6 +169,18 @@ def test_layers_add_up_to_their_runs(
         assert backwards == pytest.approx([60, 50, 40])
 
 
+def test_which_part_of_a_backward_is_for_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer has no other part, one without weights none of it; in between it is what is left."""
+    x = keras.Input((8,))
+    h = keras.layers.ReLU(name="relu")(keras.layers.Dense(8, name="first")(x))
+    model = keras.Model(x, keras.layers.Dense(8, name="second")(h))
+    monkeypatch.setattr(_Walk, "_times_s", lambda self, work: (1.0, 4.0))
+    monkeypatch.setattr(Stopwatch, "time_s", lambda *_: 3.0)
+    monkeypatch.setattr(Stopwatch, "in_turn_s", too_short)
+    layers = hk.measure(model, batch_of((4, 8)), repeats=1).layers
+    assert [layer.weight_share for layer in layers] == [1, 0, 0.25]
+
+
 def test_updates_by_weights_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """So long every variable, and so long every byte: 16 small ones take 32 s, one of 1 KiB takes 1026 s."""
     times = iter([32.0, 1026.0])
