@@ -38,6 +38,9 @@ _RECORDED = ("forward", "backward", "update", "step")
 _DTYPE_NAMES = {np.dtype(name): name for name in ("float32", "float64", "float16")}
 
 
+logger = logging.getLogger("hvpipe")
+
+
 class Engine:
     """Collectives between the ranks of a world; owns the progress thread and the fused buffers.
 
@@ -148,7 +151,7 @@ class Engine:
                     *(library, ordinal, nccl, required, settings.gpus_may_be_shared, settings.nccl_span)
                 )
             )
-            logging.getLogger(__name__).info("data on GPUs goes %s", self._device_way)
+            logger.info("hvpipe: data on GPUs goes %s", self._device_way)
         return self._device_way
 
     def submit_on_device(self, plan: int, bucket: int, tensors: Sequence[Any], scale: float) -> None:

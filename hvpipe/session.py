@@ -12,8 +12,9 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from hvpipe import log
 from hvpipe.comm import World, open_world
-from hvpipe.comm.discover import Settings, discover
+from hvpipe.comm.discover import Launch, Settings, discover
 from hvpipe.comm.discover import settings as read_settings
 from hvpipe.errors import HvpipeError
 
@@ -54,9 +55,12 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         from hvpipe.engine import Engine, import_native
 
-        self.world: World = open_world(discover(), settings)
+        launch = discover()
+        self.world: World = open_world(launch, settings)
         if self.world.size > 1:
             _end_all_on_error(self.world)
+        log.show(settings.log_level, self.world.rank)
+        _log_joined(self.world, launch)
         self.settings = settings = _as_rank_0(settings, self.world)
         self.engine: Engine = Engine(self.world, settings, settings.ranks_per_host)
         self.step_durations_s: list[float] = []
@@ -254,6 +258,15 @@ def barrier() -> None:
 def counters() -> dict[str, float]:
     """Of this rank since `init`: bytes_sent, operations, exposed_wait_s; a pipeline's forward_s, ..."""
     return current().engine.counters()
+
+
+def _log_joined(world: World, launch: Launch) -> None:
+    log.logger.info(
+        "hvpipe: rank %d of %d is on %s (%d of %d there), started by %s; MPI: %s",
+        *(world.rank, world.size, world.host, world.local_rank, world.local_size),
+        "nobody" if launch.launcher == "none" else launch.launcher,
+        world.library_version,
+    )
 
 
 def _as_rank_0(settings: Settings, world: World) -> Settings:
