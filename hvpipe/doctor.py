@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hvpipe import launch
+from hvpipe import launch, placement
 from hvpipe.engine import REBUILD, mpi_fits, tensorflow_fits
 from hvpipe.errors import LaunchError
 from hvpipe.nvml import Nvml, NvmlMissing
@@ -65,7 +65,7 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
         _optional("Horovod", "horovod", "only for joining ranks through Horovod"),
         _optional("psutil", "psutil", "pip install psutil, for CPU utilization"),
         _gpus(),
-        Finding("cores", "ok", str(usable_cores())),
+        Finding("cores", "ok", str(placement.usable_cores())),
         _shared_memory(),
     ]
 
@@ -103,11 +103,6 @@ def read_build() -> Build | None:
     values = (getattr(info, name, None) for name in names)
     # MPICH pads its version with spaces.
     return Build(*(" ".join(str(value).split()) if value else None for value in values))
-
-
-def usable_cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def library_folder() -> Path:

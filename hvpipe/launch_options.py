@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hvpipe import doctor, launch
+from hvpipe import doctor, launch, placement
 from hvpipe.errors import LaunchError
 from hvpipe.supervise import supervise
 
@@ -64,7 +64,7 @@ def launch_spec(
         ranks=options.ranks if options.ranks is not None else sum(host.slots for host in hosts),
         command=tuple(command),
         hosts=hosts,
-        cores=doctor.usable_cores(),
+        cores=placement.usable_cores(),
         as_root=os.geteuid() == 0,
         allocated=any(name in environ for name in _ALLOCATIONS),
         bind=options.bind,

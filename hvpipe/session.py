@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from hvpipe import log
 from hvpipe.comm import World, open_world
-from hvpipe.comm.discover import Launch, Settings, discover
+from hvpipe.comm.discover import Settings, discover
 from hvpipe.comm.discover import settings as read_settings
 from hvpipe.errors import HvpipeError
+from hvpipe.placement import tell_placement
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -60,7 +61,7 @@ class Session:
         if self.world.size > 1:
             _end_all_on_error(self.world)
         log.show(settings.log_level, self.world.rank)
-        _log_joined(self.world, launch)
+        tell_placement(self.world, launch)
         self.settings = settings = _as_rank_0(settings, self.world)
         self.engine: Engine = Engine(self.world, settings, settings.ranks_per_host)
         self.step_durations_s: list[float] = []
@@ -258,15 +259,6 @@ def barrier() -> None:
 def counters() -> dict[str, float]:
     """Of this rank since `init`: bytes_sent, operations, exposed_wait_s; a pipeline's forward_s, ..."""
     return current().engine.counters()
-
-
-def _log_joined(world: World, launch: Launch) -> None:
-    log.logger.info(
-        "hvpipe: rank %d of %d is on %s (%d of %d there), started by %s; MPI: %s",
-        *(world.rank, world.size, world.host, world.local_rank, world.local_size),
-        "nobody" if launch.launcher == "none" else launch.launcher,
-        world.library_version,
-    )
 
 
 def _as_rank_0(settings: Settings, world: World) -> Settings:

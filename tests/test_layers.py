@@ -27,7 +27,7 @@ LAYERS = (
     ("engine",),
     (
         *("machine", "nvml", "gpu_probes", "gpu_meter", "utilization", "links"),
-        *("live_mail", "live_report", "log", "session", "closing", "keras"),
+        *("live_mail", "live_report", "log", "placement", "session", "closing", "keras"),
     ),
     (
         *("launch", "launch_options", "supervise", "doctor", "plan_command", "plan_report"),
