@@ -47,7 +47,8 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="FILE.py:FUNCTION",
-        help="or MODULE:FUNCTION: returns the model, or the model and a micro-batch; takes no arguments",
+        help="or MODULE:FUNCTION: returns the model, or the model and a micro-batch; takes no arguments. "
+        'The file is imported: what trains belongs under `if __name__ == "__main__":`',
     )
 
 
