@@ -210,6 +210,8 @@ def main() -> None:
     """Train, save, and end with what came of it and where it lies, on rank 0."""
     options = parse()
     hvpipe.init()
+    if options.save is not None and hvpipe.rank() == 0:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
     pipe, summary = train(options)
     if options.save is not None:
         pipe.save(options.save)  # all ranks together: each has its own layers' weights
