@@ -84,6 +84,15 @@ def test_the_custom_loop(tmp_path: Path) -> None:
     assert result.returncode == 0, result.describe()
 
 
+def test_the_script_that_came_from_horovod(tmp_path: Path) -> None:
+    data = "data = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)\n"
+    path = script(
+        tmp_path, "docs/from-horovod.md", "model = hk.data_parallel(model)  # av", MODEL_AND_DATA + data
+    )
+    result = launch(2, [path], limit_s=200, cwd=tmp_path)
+    assert result.returncode == 0, result.describe()
+
+
 @pytest.mark.slow
 def test_the_example_can_be_profiled_without_training(tmp_path: Path) -> None:
     target = f"{ROOT}/examples/train_pipeline.py:default_gpt"
