@@ -62,7 +62,6 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
         _mpi4py(),
         _library(build, library, library_error),
         _mpirun(environ, library),
-        _optional("Horovod", "horovod", "only for joining ranks through Horovod"),
         _optional("psutil", "psutil", "pip install psutil, for CPU utilization"),
         _gpus(),
         Finding("cores", "ok", str(placement.usable_cores())),

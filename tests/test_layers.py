@@ -37,7 +37,6 @@ LAYERS = (
 
 # The only place that may import each; a folder's name ends in "/".
 PLACES = {
-    "horovod": "comm/horovod.py",
     "keras": "keras/",
     "matplotlib": "chart.py",
     "mpi4py": "comm/mpi.py",
