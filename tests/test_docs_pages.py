@@ -1,4 +1,4 @@
-"""Tables in the docs that must keep up with the code: the layers, the settings, what an image leaves out."""
+"""What in the pages must keep up: the tables of layers and settings, what an image leaves out, links."""
 
 from __future__ import annotations
 
@@ -39,3 +39,23 @@ def test_what_git_leaves_out_images_leave_out() -> None:
     ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line]
     left_out = {line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().splitlines()}
     assert set(ignored) <= left_out
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "bench" / "README.md"]
+    dead = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+        if not target.startswith("http") and not is_there(page, *target.partition("#")[::2])
+    ]
+    assert dead == []
+
+
+def is_there(page: Path, file: str, heading: str) -> bool:
+    """Whether a link on a page leads to a file and, if it names one, to a heading in it."""
+    target = page.parent / file if file else page
+    if not heading:
+        return target.exists()
+    headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if target.is_file() else []
+    return heading in {re.sub(r"[^\w\- ]", "", words.lower()).replace(" ", "-") for words in headings}
