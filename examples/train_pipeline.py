@@ -5,6 +5,12 @@
     hvpipe run -np 3 examples/train_pipeline.py --stages 2 --replicas 2,1
     hvpipe run -np 2 examples/train_pipeline.py --model resnet50 --pixels 64 --recompute
 
+Where to cut it, from a measurement:
+
+    hvpipe profile examples/train_pipeline.py:default_gpt -np 2 --microbatch 8
+    hvpipe plan profile.json --cluster cluster.json --microbatches 4 -o plan.json
+    hvpipe run -np 2 examples/train_pipeline.py --plan plan.json
+
 The GPT reads modules of the standard library letter by letter; ResNet-50 sees scikit-learn's digits.
 No rank holds the weights of another rank's layers. Without a launcher it runs on one rank.
 """
@@ -85,6 +91,12 @@ def gpt(length: int, width: int, blocks: int, heads: int, tied: bool) -> keras.M
         y = block(y, heads)
     y = layers.LayerNormalization()(y)
     return keras.Model(x, table(y, reverse=True) if tied else layers.Dense(LETTERS)(y), name="gpt")
+
+
+def default_gpt() -> keras.Model:
+    """The GPT that is trained without options, for `hvpipe profile`, which gives no arguments."""
+    options = parse([])
+    return gpt(options.length, options.width, options.blocks, options.heads, options.tied)
 
 
 # ResNet-50 on images --------------------------------------------------------------------------------
@@ -198,6 +210,8 @@ def main() -> None:
     """Train, save, and end with what came of it and where it lies, on rank 0."""
     options = parse()
     hvpipe.init()
+    if options.save is not None and hvpipe.rank() == 0:
+        options.save.parent.mkdir(parents=True, exist_ok=True)
     pipe, summary = train(options)
     if options.save is not None:
         pipe.save(options.save)  # all ranks together: each has its own layers' weights

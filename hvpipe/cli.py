@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,9 @@ from hvpipe.trace import Trace
 _EPILOG = """exit codes: 0 ok; 1 doctor found a problem, top found no job, report or plan cannot read a file,
 or no plan fits; 2 wrong usage, the run could not be started, or profile found no model that it can measure;
 otherwise run and profile return mpirun's exit code, 128 + n after signal n"""
+
+# As in the names "python3" and "python3.11".
+_VERSIONS = (str(sys.version_info.major), f"{sys.version_info.major}.{sys.version_info.minor}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,7 +105,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("--utilization-hz", type=float, metavar="HZ", help="samples a second (default: 10)")
     run.add_argument("--no-summary", action="store_true", help="no summary at the end")
     run.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
-    run.add_argument("script", metavar="SCRIPT", help="the Python script")
+    run.add_argument("script", metavar="SCRIPT", help="the Python script, or python and the script")
     run.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
 
 
@@ -203,16 +207,36 @@ def _plan(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    if not options.module and not Path(options.script).is_file():
-        raise LaunchError(f"The script should be a file. Received: script={options.script!r}")
     spec = launch_options.launch_spec(options, _rank_command(options), environ)
     return launch_options.start(spec, _settings(options), environ, dry_run=options.dry_run)
 
 
 def _rank_command(options: argparse.Namespace) -> tuple[str, ...]:
-    arguments = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
-    script = ("-m", options.script) if options.module else (options.script,)
-    return (sys.executable, "-u", *script, *arguments)
+    """What each rank runs: `python train.py`, as mpirun takes it, is the same as `train.py`."""
+    words = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    if options.module:
+        return (sys.executable, "-u", "-m", options.script, *words)
+    if not _is_python(options.script):
+        words = [options.script, *words]
+    # What begins with a dash is an option for Python itself.
+    if not words or not (words[0].startswith("-") or Path(words[0]).is_file()):
+        raise LaunchError(f"The script should be a file. Received: script={(words or [''])[0]!r}")
+    return (sys.executable, "-u", *words)
+
+
+def _is_python(word: str) -> bool:
+    """Whether this names the Python that runs, and no script; LaunchError where it names another one."""
+    path = Path(word)
+    version = re.fullmatch(r"python((?:\d+(?:\.\d+)?)?)", path.name)
+    if version is None or (path.name == word and path.is_file()):
+        return False
+    beside = path.name == word or path.parent.resolve() == Path(sys.executable).parent.resolve()
+    if not beside or version[1] not in ("", *_VERSIONS):
+        raise LaunchError(
+            "Scripts run on the Python that hvpipe is installed in: leave it away, or use the hvpipe of the "
+            f"other. Received: {word}, and hvpipe in {sys.executable}"
+        )
+    return True
 
 
 def _settings(options: argparse.Namespace) -> dict[str, str]:

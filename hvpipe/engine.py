@@ -38,6 +38,9 @@ _RECORDED = ("forward", "backward", "update", "step")
 _DTYPE_NAMES = {np.dtype(name): name for name in ("float32", "float64", "float16")}
 
 
+logger = logging.getLogger("hvpipe")
+
+
 class Engine:
     """Collectives between the ranks of a world; owns the progress thread and the fused buffers.
 
@@ -148,7 +151,7 @@ class Engine:
                     *(library, ordinal, nccl, required, settings.gpus_may_be_shared, settings.nccl_span)
                 )
             )
-            logging.getLogger(__name__).info("data on GPUs goes %s", self._device_way)
+            logger.info("hvpipe: data on GPUs goes %s", self._device_way)
         return self._device_way
 
     def submit_on_device(self, plan: int, bucket: int, tensors: Sequence[Any], scale: float) -> None:
@@ -309,11 +312,21 @@ def check_mpi(running: str) -> None:
     """Raise BuildMismatchError unless the MPI that runs is of the line that the engine was built with."""
     from hvpipe._build_info import MPI_LIBRARY
 
-    if _abi(running) != _abi(MPI_LIBRARY):
+    if not mpi_fits(MPI_LIBRARY, running):
         raise BuildMismatchError(
             f"hvpipe was built with {MPI_LIBRARY}, but {running} runs. Load the MPI it was built with, or "
             f"rebuild it here: {REBUILD}. Received: built={MPI_LIBRARY!r}, running={running!r}"
         )
+
+
+def mpi_fits(built: str, running: str) -> bool:
+    """Whether what was built with one MPI ("Open MPI v5.0.11") runs with another: within a major version."""
+    return _line(built) == _line(running)
+
+
+def tensorflow_fits(built: str, running: str) -> bool:
+    """Whether kernels built for one TensorFlow run in another: within a minor version (2.21.0 in 2.21.1)."""
+    return built.split(".")[:2] == running.split(".")[:2]
 
 
 def native_directory() -> Path:
@@ -321,8 +334,8 @@ def native_directory() -> Path:
     return Path(import_native().__file__).parent
 
 
-def _abi(version: str) -> str:
-    """What must be equal: "open mpi v5" of "Open MPI v5.0.11"; a major version keeps its binary interface."""
+def _line(version: str) -> str:
+    """As in "open mpi v5" of "Open MPI v5.0.11": a major version keeps its binary interface."""
     return version.lower().split(".")[0].strip()
 
 

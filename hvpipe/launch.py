@@ -83,7 +83,7 @@ class LaunchSpec:
             listed = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
             raise LaunchError(
                 f"{self.ranks} ranks want {self.ranks} slots: give the hosts more (--hosts a:2,b:2), or ask "
-                f"for fewer ranks (-np). Received: -np {self.ranks} with {slots} slots in --hosts {listed}"
+                f"for fewer ranks (-np). Received: -np {self.ranks} with {slots} slots on {listed}"
             )
         if ":" in self.command:
             raise LaunchError(
@@ -124,6 +124,31 @@ def parse_hosts(text: str) -> tuple[HostSlots, ...]:
     if len({host.name for host in hosts}) < len(hosts):
         raise LaunchError(f"--hosts should name each host once. Received: --hosts {text!r}")
     return tuple(hosts)
+
+
+def parse_hostfile(text: str, name: str) -> tuple[HostSlots, ...]:
+    """Hosts out of a file as mpirun takes them: a line each, "a slots=2", "a:2" or "a"; `#` begins a comment.
+
+    A host without a number takes one rank, and one of several lines (a batch system's) what they add up to.
+    """
+    slots: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        host = line.partition("#")[0].strip()
+        if not host:
+            continue
+        # Open MPI's max_slots is never less than slots, and hvpipe starts no rank beyond those.
+        found = re.fullmatch(
+            r"([^\s:=,]+)(?:(?::|\s+slots\s*=\s*)([1-9]\d*))?(?:\s+max[-_]slots\s*=\s*\d+)?", host
+        )
+        if found is None:
+            raise LaunchError(
+                "A line of --hostfile should be a host, host:slots or host slots=N. "
+                f"Received: {line.strip()!r} on line {number} of {name}"
+            )
+        slots[found[1]] = slots.get(found[1], 0) + int(found[2] or 1)
+    if not slots:
+        raise LaunchError(f"--hostfile should name hosts, one a line. Received: none in {name}")
+    return tuple(HostSlots(*both) for both in slots.items())
 
 
 def find_mpirun(

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hvpipe import doctor, launch
+from hvpipe import doctor, launch, placement
 from hvpipe.errors import LaunchError
 from hvpipe.supervise import supervise
 
@@ -24,11 +24,15 @@ _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "FLU
 def add_launch_options(parser: argparse.ArgumentParser, *, timeout_s: int) -> None:
     """Add them to a command whose longest wait for another rank is `timeout_s` unless said otherwise."""
     parser.add_argument(
-        "-np", "-n", dest="ranks", type=int, metavar="N", help="ranks (default: all slots of --hosts)"
+        "-np", "-n", dest="ranks", type=int, metavar="N", help="ranks (default: all slots of the hosts)"
     )
-    parser.add_argument(
-        "--hosts", metavar="A:2,B:2", help="hosts and how many ranks each takes (default: here)"
+    hosts = parser.add_mutually_exclusive_group()
+    hosts.add_argument(
+        *("-H", "--hosts", "--host"),
+        metavar="A:2,B:2",
+        help="hosts and how many ranks each takes (default: here)",
     )
+    hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file, a host a line: A slots=2")
     parser.add_argument(
         "--timeout", type=float, metavar="S", help=f"longest wait for another rank (default: {timeout_s})"
     )
@@ -50,7 +54,7 @@ def launch_spec(
     options: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]
 ) -> launch.LaunchSpec:
     """Check what was asked for, and look up what was left open; `command` is what each rank runs."""
-    hosts = launch.parse_hosts(options.hosts) if options.hosts is not None else ()
+    hosts = _hosts(options)
     if options.ranks is None and not hosts:
         raise LaunchError(
             f"The number of ranks is wanted: hvpipe {options.command} -np 2 ... Received: no -np, no --hosts"
@@ -60,7 +64,7 @@ def launch_spec(
         ranks=options.ranks if options.ranks is not None else sum(host.slots for host in hosts),
         command=tuple(command),
         hosts=hosts,
-        cores=doctor.usable_cores(),
+        cores=placement.usable_cores(),
         as_root=os.geteuid() == 0,
         allocated=any(name in environ for name in _ALLOCATIONS),
         bind=options.bind,
@@ -116,6 +120,22 @@ def start_alone(
         print(shlex.join(["env", *(f"{name}={value}" for name, value in settings.items()), *command]))
         return 0
     return supervise(command, {**environ, **settings})
+
+
+def _hosts(options: argparse.Namespace) -> tuple[launch.HostSlots, ...]:
+    """Those that were named; none where ranks run here or where a batch system says."""
+    if options.hosts is not None:
+        return launch.parse_hosts(options.hosts)
+    if options.hostfile is None:
+        return ()
+    try:
+        text = Path(options.hostfile).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(
+            "--hostfile should be a text file that can be read. "
+            f"Received: --hostfile {options.hostfile!r}: {error}"
+        ) from error
+    return launch.parse_hostfile(text, options.hostfile)
 
 
 def _mpirun(options: argparse.Namespace, environ: Mapping[str, str]) -> launch.Mpirun:

@@ -47,14 +47,15 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="FILE.py:FUNCTION",
-        help="or MODULE:FUNCTION: returns the model, or the model and a micro-batch; takes no arguments",
+        help="or MODULE:FUNCTION: returns the model, or the model and a micro-batch; takes no arguments. "
+        'The file is imported: what trains belongs under `if __name__ == "__main__":`',
     )
 
 
 def profile(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Check what was asked for and start the ranks; returns mpirun's exit code.
 
-    Without -np and --hosts one rank measures, for which no mpirun is needed. Raises HvpipeError.
+    Without -np and hosts one rank measures, for which no mpirun is needed. Raises HvpipeError.
     """
     task = ProfileTask(
         target=options.target,
@@ -70,6 +71,6 @@ def profile(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     command = (sys.executable, "-u", "-m", "hvpipe.keras.profile_ranks", task.to_text())
     usual = {} if "HVPIPE_TIMEOUT" in environ else {"HVPIPE_TIMEOUT": str(_TIMEOUT_S)}
     settings = {**usual, **timeout_setting(options)}
-    if options.ranks is None and options.hosts is None:
+    if options.ranks is None and options.hosts is None and options.hostfile is None:
         return start_alone(command, settings, environ, dry_run=options.dry_run)
     return start(launch_spec(options, command, environ), settings, environ, dry_run=options.dry_run)

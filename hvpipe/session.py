@@ -12,10 +12,12 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from hvpipe import log
 from hvpipe.comm import World, open_world
 from hvpipe.comm.discover import Settings, discover
 from hvpipe.comm.discover import settings as read_settings
 from hvpipe.errors import HvpipeError
+from hvpipe.placement import tell_placement
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -54,9 +56,12 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         from hvpipe.engine import Engine, import_native
 
-        self.world: World = open_world(discover(), settings)
+        launch = discover()
+        self.world: World = open_world(launch, settings)
         if self.world.size > 1:
             _end_all_on_error(self.world)
+        log.show(settings.log_level, self.world.rank)
+        tell_placement(self.world, launch)
         self.settings = settings = _as_rank_0(settings, self.world)
         self.engine: Engine = Engine(self.world, settings, settings.ranks_per_host)
         self.step_durations_s: list[float] = []

@@ -1,7 +1,7 @@
 """Run something under a real mpirun with a time limit, and say readably what its ranks did.
 
 Distributed tests are written once, in terms of `hvpipe.size()`, under tests/mpi/ (no TensorFlow) and
-tests/mpi_keras/. test_mpi.py runs each such folder once per world size, every rank running pytest:
+tests/mpi_keras/. test_mpi.py runs them once for each world size that it names, every rank running pytest:
 
     test_mpi.py  ->  mpirun -np 3  ->  python tests/distributed.py LOGS tests/mpi ...   (rank 0, 1, 2)
 
@@ -10,7 +10,7 @@ rank fails on all, with that rank's message, and the ranks stay in step. By hand
 
     pytest tests/mpi/test_x.py                      # no launcher, one rank
     pytest tests/test_mpi.py -k mpi-3               # tests/mpi with 3 ranks
-    mpirun -np 3 pytest -x tests/mpi/test_x.py      # the same by hand, every rank printing
+    mpirun -np 3 --map-by :OVERSUBSCRIBE --bind-to none pytest -x tests/mpi/test_x.py   # by hand, all print
 """
 
 from __future__ import annotations

@@ -12,24 +12,24 @@ from pathlib import Path
 
 import pytest
 
-from hvpipe import cli, launch
+from hvpipe import cli, launch, placement
 from hvpipe.launch import Mpirun
 from hvpipe.trace import Event, Trace
 
 FLAGS = {
     "": ["--help", "--version", "-h"],
     "run": [
-        *("--bind", "--dry-run", "--help", "--hosts", "--launcher-args", "--module", "--mpirun", "--net"),
-        *("--no-summary", "--rsh-agent", "--timeout", "--trace", "--utilization", "--utilization-hz"),
-        *("-h", "-m", "-n", "-np"),
+        *("--bind", "--dry-run", "--help", "--host", "--hostfile", "--hosts", "--launcher-args", "--module"),
+        *("--mpirun", "--net", "--no-summary", "--rsh-agent", "--timeout", "--trace", "--utilization"),
+        *("--utilization-hz", "-H", "-h", "-m", "-n", "-np"),
     ],
     "top": ["--help", "--interval", "--json", "-h"],
     "doctor": ["--help", "--json", "-h"],
     "report": ["--help", "--json", "-h"],
     "profile": [
-        *("--bind", "--cluster", "--dry-run", "--help", "--hosts", "--input-shape", "--launcher-args"),
-        *("--microbatch", "--mpirun", "--net", "--optimizer", "--output", "--repeats", "--rsh-agent"),
-        *("--timeout", "-h", "-n", "-np", "-o"),
+        *("--bind", "--cluster", "--dry-run", "--help", "--host", "--hostfile", "--hosts", "--input-shape"),
+        *("--launcher-args", "--microbatch", "--mpirun", "--net", "--optimizer", "--output", "--repeats"),
+        *("--rsh-agent", "--timeout", "-H", "-h", "-n", "-np", "-o"),
     ],
     "plan": [
         *("--batch-size", "--chunks", "--cluster", "--explain", "--graph-batch-size", "--help", "--json"),
@@ -45,7 +45,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A script, and a machine with eight cores, Open MPI 5, no root and no settings."""
     mpirun = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
     monkeypatch.setattr(launch, "find_mpirun", lambda *_: mpirun)
-    monkeypatch.setattr(cli.doctor, "usable_cores", lambda: 8)
+    monkeypatch.setattr(placement, "usable_cores", lambda: 8)
     monkeypatch.setattr(cli.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(cli.os, "environ", {"PATH": "/bin:/usr/bin"})
     monkeypatch.chdir(tmp_path)
@@ -104,6 +104,45 @@ def test_a_module(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
+@pytest.mark.parametrize("python", ["python", "python3", sys.executable])
+def test_python_may_stand_before_the_script(
+    python: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry_run(capsys, "-np", "2", python, script, "--epochs", "3")[-5:] == [
+        *(sys.executable, "-u", "train.py", "--epochs", "3"),
+    ]
+
+
+def test_pythons_own_options_are_handed_on(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = dry_run(capsys, "-np", "2", "python", "-W", "error", "-m", "package.train", "-np", "7")
+    assert command[-8:] == [sys.executable, "-u", "-W", "error", "-m", "package.train", "-np", "7"]
+
+
+def test_a_script_that_is_called_python(
+    script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "python").write_text("")
+    assert dry_run(capsys, "-np", "2", "python", script)[-2:] == ["python", "train.py"]
+
+
+@pytest.mark.parametrize(
+    "hosts", [["-H", "a:2,b:2"], ["--host", "a:2,b:2"], ["--hostfile", "hosts"], ["--hostfile", "a.txt"]]
+)
+def test_hosts_as_mpirun_and_horovodrun_take_them(
+    hosts: list[str], script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    (tmp_path / "a.txt").write_text("a\na\nb\nb\n")
+    command = dry_run(capsys, *hosts, script)
+    assert command[command.index("/mpi/mpirun") :][:5] == ["/mpi/mpirun", "-np", "4", "--host", "a:2,b:2"]
+
+
+def test_profile_takes_a_hostfile(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\n")
+    assert cli.main(["profile", "--dry-run", "--hostfile", "hosts", f"{script}:build"]) == 0
+    assert "-np 2 --host a:2" in capsys.readouterr().out
+
+
 def test_an_agent_is_made_absolute(script: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     agent = tmp_path / "agent"
     agent.write_text("#!/bin/sh\n")
@@ -124,6 +163,12 @@ def test_mpiruns_own_arguments(script: str, capsys: pytest.CaptureFixture[str]) 
         (["train.py"], "number of ranks is wanted.*Received: no -np, no --hosts"),
         (["-np", "0", "train.py"], "Received: ranks=0"),
         (["-np", "2", "absent.py"], "Received: script='absent.py'"),
+        (["-np", "2", "python"], "The script should be a file. Received: script=''"),
+        (["-np", "2", "python3", "absent.py"], "Received: script='absent.py'"),
+        (["-np", "2", "python2", "train.py"], "leave it away.*Received: python2, and hvpipe in"),
+        (["-np", "2", "/other/bin/python", "train.py"], "Received: /other/bin/python, and hvpipe in"),
+        (["--hostfile", "absent", "train.py"], "Received: --hostfile 'absent'"),
+        (["--hostfile", "train.py", "train.py"], "Received: none in train.py"),
         (["-np", "5", "--hosts", "a:2,b:2", "train.py"], "Received: -np 5 with 4 slots"),
         (["--hosts", "a:x", "train.py"], "Received: --hosts 'a:x'"),
         (["-np", "2", "--timeout", "0", "train.py"], "Received: 0"),
@@ -142,7 +187,13 @@ def test_refused_before_anything_starts(
     assert re.search(says, message)
 
 
-@pytest.mark.parametrize("arguments", [["run", "-np", "two", "train.py"], ["run", "-np", "2"], ["walk"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["run", "-np", "two", "train.py"], ["run", "-np", "2"], ["walk"]),
+        ["run", "-H", "a:2", "--hostfile", "hosts", "train.py"],
+    ],
+)
 def test_wrong_usage_is_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)

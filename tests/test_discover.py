@@ -75,7 +75,7 @@ def test_a_launcher_that_sets_nonsense_is_named(text: str) -> None:
 
 def test_settings_without_variables_are_the_defaults() -> None:
     assert settings({}) == Settings()
-    assert settings({"HVPIPE_TIMEOUT": "", "HVPIPE_TRACE": "", "HVPIPE_SUMMARY": ""}) == Settings()
+    assert settings({"HVPIPE_TIMEOUT": "", "HVPIPE_TRACE": "", "HVPIPE_LOG_LEVEL": ""}) == Settings()
 
 
 def test_settings_are_read() -> None:

@@ -41,7 +41,7 @@ def test_all_is_well(versions: dict[str, str]) -> None:
     assert problems() == {}
     assert doctor.is_healthy(findings)
     assert doctor.to_text(findings, colours=False).endswith("All is well.")
-    assert [f.name for f in findings if f.state == "absent"] == ["built with CUDA", "Horovod", "GPU"]
+    assert [f.name for f in findings if f.state == "absent"] == ["built with CUDA", "GPU"]
 
 
 @pytest.mark.parametrize(
@@ -57,8 +57,19 @@ def test_a_missing_package_comes_with_its_command(package: str, name: str, versi
 def test_another_tensorflow_than_built_for(versions: dict[str, str]) -> None:
     versions["tensorflow"] = "2.22.0"
     finding = problems()["TensorFlow"]
-    assert finding.found == "2.22.0, but hvpipe was built for 2.21.0"
+    assert finding.found == "2.22.0, but hvpipe was built with 2.21.0"
     assert "--force-reinstall" in finding.advice
+
+
+def test_versions_that_a_run_accepts_are_no_problem(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions["tensorflow"] = "2.21.1"
+    monkeypatch.setattr(doctor, "_mpi_library", lambda: ("Open MPI v5.0.10", ""))
+    assert problems() == {}
+    found = {finding.name: finding.found for finding in doctor.examine({})}
+    assert found["TensorFlow"] == "2.21.1 (hvpipe was built with 2.21.0, which fits)"
+    assert found["MPI library"] == "Open MPI v5.0.10 (hvpipe was built with Open MPI v5.0.11, which fits)"
 
 
 def test_another_mpi_than_built_with(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:

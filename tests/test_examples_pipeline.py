@@ -36,7 +36,7 @@ def train(size: int, *arguments: str | Path, limit_s: float = 300.0) -> Run:
 
 
 def test_a_gpt_on_two_ranks_learns_and_is_saved_whole(tmp_path: Path) -> None:
-    saved = tmp_path / "gpt.keras"
+    saved = tmp_path / "models" / "gpt.keras"
     result = train(2, *SMALL, "--tied", "--save", saved)
     held = re.findall(
         r"rank (\d): stage (\d) of 2: \d+ layer calls, .*, ([\d.]+) MB of weights", result.output

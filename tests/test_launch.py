@@ -18,6 +18,7 @@ from hvpipe.launch import (
     find_mpirun,
     identify,
     mpirun_command,
+    parse_hostfile,
     parse_hosts,
     parse_mpirun_version,
     thread_settings,
@@ -135,7 +136,7 @@ def test_mpirun_command(spec: LaunchSpec, expected: str) -> None:
 
 
 def test_a_world_larger_than_its_slots() -> None:
-    with pytest.raises(LaunchError, match=r"want 5 slots.*Received: -np 5 with 4 slots in --hosts a:2,b:2"):
+    with pytest.raises(LaunchError, match=r"want 5 slots.*Received: -np 5 with 4 slots on a:2,b:2"):
         replace(SPEC, ranks=5, hosts=HOSTS)
 
 
@@ -182,6 +183,28 @@ def test_hosts() -> None:
 def test_hosts_that_are_none(text: str) -> None:
     with pytest.raises(LaunchError, match=f"host:slots.*Received: --hosts '{text}'"):
         parse_hosts(text)
+
+
+def test_a_hostfile() -> None:
+    text = "# both racks\na slots=2\n\nb:3  # the larger\nc slots = 4 max_slots=8\nd\n"
+    assert parse_hostfile(text, "hosts") == (
+        *(HostSlots("a", 2), HostSlots("b", 3), HostSlots("c", 4), HostSlots("d", 1)),
+    )
+
+
+def test_a_batch_systems_hostfile_has_a_line_for_each_rank() -> None:
+    assert parse_hostfile("a\na\nb\nb\n", "nodes") == HOSTS
+
+
+@pytest.mark.parametrize("line", ["a slots=0", "a slots=two", "a 2", "a:2:3", "a,b", "=2"])
+def test_a_line_of_a_hostfile_that_is_none(line: str) -> None:
+    with pytest.raises(LaunchError, match=f"host slots=N. Received: '{line}' on line 2 of hosts"):
+        parse_hostfile(f"a\n{line}\n", "hosts")
+
+
+def test_a_hostfile_without_hosts() -> None:
+    with pytest.raises(LaunchError, match="Received: none in hosts"):
+        parse_hostfile("# nothing yet\n", "hosts")
 
 
 def test_a_host_named_twice() -> None:

@@ -27,7 +27,7 @@ LAYERS = (
     ("engine",),
     (
         *("machine", "nvml", "gpu_probes", "gpu_meter", "utilization", "links"),
-        *("live_mail", "live_report", "session", "closing", "keras"),
+        *("live_mail", "live_report", "log", "placement", "session", "closing", "keras"),
     ),
     (
         *("launch", "launch_options", "supervise", "doctor", "plan_command", "plan_report"),
@@ -37,7 +37,6 @@ LAYERS = (
 
 # The only place that may import each; a folder's name ends in "/".
 PLACES = {
-    "horovod": "comm/horovod.py",
     "keras": "keras/",
     "matplotlib": "chart.py",
     "mpi4py": "comm/mpi.py",

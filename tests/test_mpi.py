@@ -1,4 +1,4 @@
-"""The cases of tests/mpi and tests/mpi_keras on 1, 2, 3 and 4 ranks under mpirun, and on one without."""
+"""The cases of tests/mpi and tests/mpi_keras under mpirun, on the numbers of ranks that SUITES names."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvpipe import cli, launch
+from hvpipe import cli, launch, placement
 from hvpipe.errors import HvpipeError
 from hvpipe.launch import Mpirun
 from hvpipe.profile_task import InputShape, ProfileTask, parse_input_shapes
@@ -20,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model's file, and a machine with eight cores, Open MPI 5, no root and no settings."""
     mpirun = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
     monkeypatch.setattr(launch, "find_mpirun", lambda *_: mpirun)
-    monkeypatch.setattr(cli.doctor, "usable_cores", lambda: 8)
+    monkeypatch.setattr(placement, "usable_cores", lambda: 8)
     monkeypatch.setattr(cli.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(cli.os, "environ", {"PATH": "/bin:/usr/bin"})
     monkeypatch.chdir(tmp_path)

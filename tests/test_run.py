@@ -103,7 +103,7 @@ def test_more_ranks_than_slots_start_nothing(tmp_path: Path) -> None:
     started = tmp_path / "started"
     result = hvpipe_run(tmp_path, f"open({str(started)!r}, 'w')", "-np", "3", "--hosts", "localhost:2")
     assert result.returncode == 2, result.describe()
-    assert "Received: -np 3 with 2 slots in --hosts localhost:2" in result.output
+    assert "Received: -np 3 with 2 slots on localhost:2" in result.output
     assert not started.exists()
 
 

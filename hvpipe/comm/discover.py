@@ -74,7 +74,7 @@ class Settings:
     nccl_span: NcclSpan = "world"  # "host": between hosts MPI carries what lies on GPUs
     device_library: str = ""  # empty: hvpipe's own for CUDA
     gpus_may_be_shared: bool = False
-    log_level: str = "warning"
+    log_level: str | None = None  # as Python and the program have it
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Launch:
@@ -120,8 +120,8 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     """
     env = os.environ if environ is None else environ
     default = Settings()
-    log_level = env.get("HVPIPE_LOG_LEVEL", default.log_level).lower()
-    if log_level not in LOG_LEVELS:
+    log_level = env.get("HVPIPE_LOG_LEVEL", "").lower() or None
+    if log_level not in (None, *LOG_LEVELS):
         raise _bad("HVPIPE_LOG_LEVEL", f"one of {', '.join(LOG_LEVELS)}", env["HVPIPE_LOG_LEVEL"])
     summary = _switch(env, "HVPIPE_SUMMARY", default.summary)
     live, live_folder = _live(env, summary)

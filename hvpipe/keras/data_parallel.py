@@ -73,7 +73,8 @@ def data_parallel(
     another algorithm (Pipe-SGD), whose results differ.
 
     `compression`: None, "bf16" or "fp16": the type in which float32 gradients travel. `bucket_bytes`: size
-    of the fused buffers (default 4 MiB, or HVPIPE_BUCKET_BYTES).
+    of the fused buffers (default HVPIPE_BUCKET_BYTES, else 4 MiB, of a model with less than 32 MiB of
+    gradients an eighth of them).
 
     Weights that you see are finished ones, in callbacks and after `train_on_batch` as well. Where your own
     code runs while a step is under way (another thread, a callback with `reads_weights = False`), read them

@@ -8,21 +8,21 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvpipe.engine import REBUILD, native_directory
+from hvpipe.engine import REBUILD, native_directory, tensorflow_fits
 from hvpipe.errors import BuildMismatchError
 
 
 def check_tensorflow(built: str | None, running: str) -> None:
     """Raise BuildMismatchError unless hvpipe was built against the TensorFlow that runs.
 
-    TensorFlow's C++ interface changes with every minor version, so 2.21.0 and 2.21.1 fit, 2.20 does not.
+    Its C++ interface changes with every minor version.
     """
     if built is None:
         raise BuildMismatchError(
             "hvpipe was built where no TensorFlow was installed, so it has no TensorFlow kernels. "
             f"Rebuild it now that there is one: {REBUILD}. Received: tensorflow {running}"
         )
-    if built.split(".")[:2] != running.split(".")[:2]:
+    if not tensorflow_fits(built, running):
         raise BuildMismatchError(
             f"hvpipe was built against TensorFlow {built}, but TensorFlow {running} runs. Install "
             f"tensorflow=={built}, or rebuild hvpipe here: {REBUILD}. "
