@@ -33,7 +33,16 @@ FLAGS = {
     ],
     "plan": [
         *("--batch-size", "--chunks", "--cluster", "--explain", "--graph-batch-size", "--help", "--json"),
-        *("--method", "--microbatches", "--mode", "--no-baselines", "--output", "--png", "--recompute"),
+        *(
+            "--method",
+            "--microbatches",
+            "--mode",
+            "--no-baselines",
+            "--output",
+            "--png",
+            "--recompute",
+            "--recompute-stages",
+        ),
         *("--schedule", "--seed", "--stages", "-h", "-o"),
     ],
     "bench": ["--help", "-h"],
