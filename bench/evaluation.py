@@ -52,7 +52,8 @@ class Sites:
         else:
             fitted = suite.on_one_cluster(_LOOPBACK, _LOOPBACK_RANKS) if self.loopback else suite
         if not fitted.groups and not fitted.pipelines:
-            raise SuiteError(f"A group at least should be able to run here. Received: none, {self.note}")
+            why = "; ".join((self.note, *fitted.left_out))
+            raise SuiteError(f"A group at least should be able to run here. Received: none, {why}")
         return fitted
 
     def facts(self, cluster: str) -> ClusterFacts:
@@ -101,7 +102,7 @@ def setting_of(suite: Suite, sites: Sites, software: Mapping[str, str] | None = 
         describe_machine(),
         tuple(sites.facts(name) for name in names),
         json.loads(json.dumps(asdict(suite))),
-        (sites.note,) if sites.note else (),
+        (*((sites.note,) if sites.note else ()), *suite.left_out),
         dict(software or {}),
     )
 
@@ -142,6 +143,7 @@ class Evaluation:
         ]
         return {
             "note": self._sites.note,
+            "left_out": list(self._suite.left_out),
             "groups": groups,
             "pipelines": [{"name": run.name, "estimate_s": pipeline_s(run)} for run in self._suite.pipelines],
             "skipped": {system: why for system, why in self._missing.items() if system in asked},
@@ -151,7 +153,7 @@ class Evaluation:
     def describe(self) -> str:
         """The plan for people, a line for each group and pipeline."""
         plan = self.plan()
-        lines = [plan["note"]] if plan["note"] else []
+        lines = [*([plan["note"]] if plan["note"] else []), *plan["left_out"]]
         lines += [
             f"{group['name']}: {len(group['systems'])} systems, {group['rounds']} rounds, "
             f"{group['estimate_s'] / 60:.1f} min"

@@ -38,7 +38,10 @@ class SuiteError(ValueError):
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that are compared with each other: one task on one cluster by several systems, in rounds."""
+    """Cases that are compared with each other: one task on one cluster by several systems, in rounds.
+
+    With "strong" scaling a step has the same samples on any number of ranks; the task's batch is one's part.
+    """
 
     task: Task
     cluster: str
@@ -92,12 +95,13 @@ class PipelineRun:
 
 @dataclass(frozen=True)
 class Suite:
-    """What is run, in order."""
+    """What is run, in order; `left_out` says what is not, and why, where the suite was moved to a cluster."""
 
     name: str
     title: str
     groups: tuple[Group, ...]
     pipelines: tuple[PipelineRun, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def only_systems(self, names: Iterable[str]) -> Suite:
         """The same with some of the systems; groups without any of them are left out."""
@@ -115,13 +119,19 @@ class Suite:
     def on_one_cluster(self, cluster: str, ranks: int) -> Suite:
         """The same tasks on a single cluster of so many ranks; shares fit only where they were made for."""
         groups: dict[str, Group] = {}
+        left_out = []
         for group in self.groups:
-            if not group.task.shares:
-                moved = replace(group, cluster=cluster, ranks=ranks)
-                known = groups.setdefault(moved.name, moved)
-                systems = tuple(dict.fromkeys(known.systems + moved.systems))
-                groups[moved.name] = replace(known, systems=systems, rounds=max(known.rounds, moved.rounds))
-        return replace(self, groups=tuple(groups.values()), pipelines=())
+            if group.task.shares:
+                continue
+            try:
+                moved = replace(group, cluster=cluster, ranks=ranks, task=_task_on(group, ranks))
+            except SuiteError as error:
+                left_out.append(f"{group.name} is left out: {error}")
+                continue
+            known = groups.setdefault(moved.name, moved)
+            systems = tuple(dict.fromkeys(known.systems + moved.systems))
+            groups[moved.name] = replace(known, systems=systems, rounds=max(known.rounds, moved.rounds))
+        return replace(self, groups=tuple(groups.values()), pipelines=(), left_out=tuple(left_out))
 
 
 def suite_names() -> list[str]:
@@ -168,6 +178,23 @@ def proportional_shares(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
     return tuple(whole_shares(batch * len(speeds), speeds, least=1))
 
 
+def batch_of_rank(batch: int, ranks: int) -> int:
+    """A rank's part of a whole step's batch; SuiteError where it is no whole number."""
+    if batch % ranks:
+        raise SuiteError(
+            f"With strong scaling the batch is the whole step's, and {ranks} ranks should share it evenly. "
+            f"Received: batch={batch}"
+        )
+    return batch // ranks
+
+
+def _task_on(group: Group, ranks: int) -> Task:
+    """What a group trains where it has so many ranks; SuiteError where it cannot."""
+    if group.scaling == "weak":
+        return group.task
+    return replace(group.task, batch=batch_of_rank(group.task.batch * group.ranks, ranks))
+
+
 def _groups(path: Path, table: dict[str, Any], all_systems: Sequence[str]) -> list[Group]:
     _require_keys(path, table, _GROUP_KEYS)
     if not {"workload", "batch", "clusters", "systems"} <= set(table):
@@ -195,6 +222,8 @@ def _task(path: Path, table: dict[str, Any], spec: ClusterSpec) -> Task:
     _require(path, isinstance(workload, str), "the workload should be a name", workload)
     for key in sorted(values.keys() - {"workload"}):
         _require(path, type(values[key]) is int, f"{key} should be a whole number", values[key])
+    if table.get("scaling") == "strong":
+        values["batch"] = batch_of_rank(values["batch"], spec.slots)
     shares = table.get("shares", [])
     proportional = shares == "proportional"
     if proportional:

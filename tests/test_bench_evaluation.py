@@ -238,6 +238,15 @@ def test_a_suite_of_which_nothing_can_run_here(tmp_path: Path) -> None:
         Evaluation(Suite("mine", "Mine", (shared,)), HERE, Systems(), {})
 
 
+def test_what_is_left_out_is_in_the_plan_and_the_report() -> None:
+    strong = Group(Task("digits", 3), "3x1gbit", 3, ("a",), scaling="strong")
+    evaluated = Evaluation(Suite("mine", "Mine", (*SUITE.groups, strong)), HERE, Systems(), {})
+    (said,) = evaluated.plan()["left_out"]
+    assert said.startswith("digits-64/3/3x1gbit-3/strong is left out: ")
+    assert said in evaluated.describe()
+    assert setting_of(evaluated._suite, HERE).notes == ("not root", said)
+
+
 @pytest.mark.parametrize("text", [b'{"kind": "round"}', b"5", b"null", b"[]", b"\xff", b'{"kind": []}'])
 def test_a_journal_that_is_none(text: bytes, tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(text + b"\n")

@@ -81,6 +81,29 @@ def test_on_one_cluster_tasks_are_run_once_and_shares_left_out() -> None:
     assert set(biggest.systems) == set(SYSTEMS)
 
 
+STRONG = GROUP + 'scaling = "strong"\n'
+
+
+def test_strong_scaling_shares_one_batch_out_over_any_number_of_ranks(tmp_path: Path) -> None:
+    text = STRONG.replace('["2x1gbit"]', '["1x1gbit", "2x1gbit", "4x1gbit"]')
+    suite = read_suite(written(tmp_path, text), SYSTEMS)
+    assert [(group.ranks, group.task.batch) for group in suite.groups] == [(1, 8), (2, 4), (4, 2)]
+    moved = suite.on_one_cluster("hosts", 8)
+    assert [(group.name, group.task.batch) for group in moved.groups] == [
+        ("resnet50-64/1/hosts-8/strong", 1),
+    ]
+    with pytest.raises(SuiteError, match=r"whole step's, and 3 ranks should .* evenly\. Received: batch=8"):
+        read_suite(written(tmp_path, STRONG.replace("2x1gbit", "3x1gbit")), SYSTEMS)
+
+
+def test_what_cannot_be_shared_out_on_a_cluster_is_left_out_by_name(tmp_path: Path) -> None:
+    suite = read_suite(written(tmp_path, STRONG + GROUP), SYSTEMS).on_one_cluster("hosts", 3)
+    assert [group.name for group in suite.groups] == ["resnet50-64/8/hosts-3/weak"]
+    (said,) = suite.left_out
+    assert said.startswith("resnet50-64/4/2x1gbit-2/strong is left out: With strong scaling the batch is")
+    assert said.endswith("Received: batch=8")
+
+
 def test_some_systems_only() -> None:
     suite = read_suite("quick", SYSTEMS).only_systems(["tf-ps"])
     assert {group.systems for group in suite.groups} == {("tf-ps",)}
