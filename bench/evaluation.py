@@ -226,6 +226,7 @@ class Evaluation:
             journal.add_links(links.measure(place, cluster))
         except Exception as error:  # the systems can be measured all the same
             progress.say(f"{cluster}: links not measured, {error!r}")
+            journal.add_links(links.not_measured(place, cluster, last_words(str(error))))
 
     def _run_pipeline(self, run: PipelineRun, journal: Journal, progress: Progress) -> None:
         if any(each.name == run.name for each in journal.outcome.pipelines):

@@ -187,7 +187,7 @@ def links(outcome: Outcome) -> str:
             _rate(each.set_bits_per_s) or "no limit",
             _rate(each.two_way_bits_per_s),
             "" if each.latency_s is None else format_time(each.latency_s),
-            _rate(each.bits_per_s),
+            _rate(each.bits_per_s) or each.why,
         ]
         for each in outcome.links
     ]

@@ -321,9 +321,10 @@ def test_links_of_hosts_that_exist_are_handed_back_in_the_folder_they_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(self: RealHosts, ranks: int, command: list[str], **_: object) -> object:
+        assert command[command.index("--peers") + 1 : command.index("--result")] == ["2"]
         result = Path(command[-1])
         assert tmp_path in result.parents
-        result.write_text(json.dumps({"1": [1e-5, 1e9], "2": [2e-5, 1e8]}))
+        result.write_text(json.dumps({"2": [2e-5, 1e8]}))
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(RealHosts, "run", measure)
@@ -331,6 +332,47 @@ def test_links_of_hosts_that_exist_are_handed_back_in_the_folder_they_share(
     (found,) = links.measure(RealHosts("a:2,c"), "hosts")  # rank 2 is the first of c
     assert (found.second, found.latency_s, found.bits_per_s) == ("c", 2e-5, 1e8)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_links_have_time_for_one_pair_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def measure(self: Cluster, ranks: int, command: list[str], *, timeout_s: float, **_: object) -> object:
+        given.append(timeout_s)
+        return subprocess.CompletedProcess(command, 1, "", "no")
+
+    monkeypatch.setattr(Cluster, "run", measure)
+    for hosts, rate in ((2, "100mbit"), (8, "100mbit"), (8, "10mbit")):
+        with pytest.raises(ClusterError, match="Links could not be measured: no"):
+            links.measure(Cluster(equal_hosts(hosts, rate)), "theirs")
+    # A pair at 100 Mb/s: 10 messages of 10 MB and a bit each, 8.4 s; twice that, and 120 s to meet.
+    assert given == pytest.approx([137, 237, 1295], abs=1)
+
+
+def test_links_that_cannot_be_measured_are_not_tried_for_every_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def up(self: Sites, where: object) -> Iterator[Cluster]:
+        yield Cluster(equal_hosts(2, "1gbit"))
+
+    tried: list[str] = []
+
+    def fail(place: object, cluster: str) -> list[links.LinkFacts]:
+        tried.append(cluster)
+        raise subprocess.TimeoutExpired(["mpirun"], 180.0)
+
+    monkeypatch.setattr(Sites, "place", up)
+    monkeypatch.setattr(links, "measure", fail)
+    groups = tuple(Group(Task("digits", batch), "2x1gbit", 2, ("a",)) for batch in (8, 16))
+    for _ in range(2):
+        evaluated = Evaluation(Suite("mine", "Mine", groups), Sites(), Systems(), {})
+        outcome = evaluated.run(tmp_path, Progress(1.0, io.StringIO()))
+    assert tried == ["2x1gbit"]
+    (link,) = outcome.links
+    assert (link.second, link.set_bits_per_s, link.bits_per_s) == ("h1", 1e9, None)
+    assert link.why == "Command '['mpirun']' timed out after 180.0 seconds"
+    assert Journal.kept_in(tmp_path) == outcome
 
 
 def test_a_pipeline_that_fails_is_recorded_with_its_output(
