@@ -1,7 +1,7 @@
 """The command `python -m bench`, or `hvpipe bench`: run, report, compare, readme.
 
-Exit codes: 0 done; 1 some rounds failed, or `compare` found a regression; 2 wrong usage, or nothing could be
-run or read; 130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
+Exit codes: 0 done; 1 some rounds failed or had no place, or `compare` found a regression; 2 wrong usage, or
+nothing could be run or read; 130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
     )
+    run.add_argument("--retry-failed", action="store_true", help="run again what failed in DIR before")
     run.add_argument("--plan", action="store_true", help="say what would run and how long, and run nothing")
     run.add_argument("--json", action="store_true", help="print the figures, or the plan, as JSON")
     run.set_defaults(act=_run)
@@ -110,12 +111,14 @@ def _run(options: argparse.Namespace) -> int:
     folder = Path("runs") / f"bench-{suite.name}" if options.out is None else options.out
     try:
         with shown(evaluation.estimate_s()) as progress:
-            outcome = evaluation.run(folder, progress)
+            outcome = evaluation.run(folder, progress, retry_failed=options.retry_failed)
     except (KeyboardInterrupt, SystemExit):
         print("interrupted; finished rounds are kept: the same command goes on from there", file=sys.stderr)
         raise
     status = _finish(outcome, folder, options.json)
-    if not outcome.pipelines and all(each.skipped for each in outcome.rounds):
+    if any(each.error for each in (*outcome.rounds, *outcome.pipelines)):
+        print("what failed is not run again by the same command, but with --retry-failed", file=sys.stderr)
+    if not outcome.pipelines and all(each.skipped and not each.not_up for each in outcome.rounds):
         raise UsageError("One of the suite's systems at least should be installed. Received: none")
     return status
 
@@ -153,7 +156,8 @@ def _finish(outcome: Outcome, folder: Path, as_json: bool) -> int:
     written = write_outputs(outcome, folder)
     print(show_figures(outcome, as_json=as_json))
     print(f"written: {', '.join(str(path) for path in written)}", file=sys.stderr)
-    return 1 if any(each.error for each in (*outcome.rounds, *outcome.pipelines)) else 0
+    failed = any(each.error for each in (*outcome.rounds, *outcome.pipelines))
+    return 1 if failed or any(each.not_up for each in outcome.rounds) else 0
 
 
 def _compare(options: argparse.Namespace) -> int:

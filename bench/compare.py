@@ -186,7 +186,8 @@ def _errors(cases: int) -> float:
 def _failed(outcome: Outcome) -> dict[str, str]:
     """Why, by the key of a case or the name of a pipeline."""
     why = not_measured(outcome)
-    pipelines = {each.name: last_words(each.error) for each in outcome.pipelines if each.error}
+    runs = [each for each in outcome.pipelines if each.error and not each.not_up]
+    pipelines = {each.name: last_words(each.error) for each in runs}
     return {**{key: why[key] for key in failed_cases(outcome)}, **pipelines}
 
 

@@ -27,7 +27,7 @@ from bench.places import Place, RealHosts
 from bench.processes import plain
 from bench.progress import Progress
 from bench.ranks import run_ranks
-from bench.record import Case, Round, last_words
+from bench.record import NOT_UP, Case, Round, last_words
 from bench.suites import Group, PipelineRun, Suite, SuiteError, cluster_spec
 
 RunRound = Callable[[Case, int, "Place | None", float], Round]
@@ -162,10 +162,16 @@ class Evaluation:
         lines += [f"{run['name']}: {run['estimate_s'] / 60:.1f} min" for run in plan["pipelines"]]
         return "\n".join([*lines, *(f"skipped: {why}" for why in plan["skipped"].values())])
 
-    def run(self, folder: Path, progress: Progress) -> Outcome:
-        """Run what is missing in the folder; KeyboardInterrupt leaves with all finished rounds kept."""
+    def run(self, folder: Path, progress: Progress, *, retry_failed: bool = False) -> Outcome:
+        """Run what is missing in the folder; KeyboardInterrupt leaves with all finished rounds kept.
+
+        What had no place to run is missing; with `retry_failed` what failed is as well.
+        """
         with alone_in(folder):
             journal = Journal(folder, setting_of(self._suite, self._sites, self._software))
+            journal.forget_not_up()
+            if retry_failed:
+                journal.forget_failed()
             kept = journal.outcome
             for group in self._suite.groups:
                 self._run_group(group, journal, progress)
@@ -201,10 +207,10 @@ class Evaluation:
                         progress.say(_line(finished))
         except ClusterError as error:
             for number, case in left:
-                if not _done(journal.outcome, number, case):
-                    journal.add_round(Round(case, number, error=f"the cluster: {error}"))
+                if not _done(journal.outcome, number, case) and not _gave_up(journal.outcome, case):
+                    journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))
                     progress.leave_out(round_s(group))
-            progress.say(f"{group.name}: failed, {error}")
+            progress.say(f"{group.name}: not run, {NOT_UP}{error}")
 
     def _round(self, case: Case, number: int, place: Place | None, timeout_s: float) -> Round:
         """A round; whatever a system does to fail ends up in it."""
@@ -236,13 +242,15 @@ class Evaluation:
             output = Path(directory) / "output"
             output.touch()
             try:
+                where = NOT_UP
                 with self._sites.place(run.cluster) as place:
+                    where = ""
                     assert isinstance(place, Cluster)  # other sites leave pipelines out
                     report = _pipeline_report(run, place, output)
                 finished = PipelineOutcome(run.name, report)
             except Exception as error:
                 said = plain(output.read_text(errors="replace"))[-_OUTPUT_END:]
-                finished = PipelineOutcome(run.name, error=f"{error}\n{said}".rstrip())
+                finished = PipelineOutcome(run.name, error=f"{where}{error}\n{said}".rstrip())
                 progress.say(f"{run.name}: failed, {last_words(finished.error)}")
             journal.add_pipeline(finished)
 

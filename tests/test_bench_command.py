@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from bench import command
+from bench.cluster_spec import ClusterError
 from bench.evaluation import Sites
 from bench.files import write_outputs
 from bench.journal import Journal
@@ -28,7 +29,9 @@ from hvpipe import bench_command, cli
 from hvpipe.errors import LaunchError
 
 FLAGS = {
-    "run": ["--help", "--hosts", "--json", "--out", "--plan", "--python", "--systems", "-h"],
+    "run": [
+        *("--help", "--hosts", "--json", "--out", "--plan", "--python", "--retry-failed", "--systems", "-h"),
+    ],
     "report": ["--help", "--json", "-h"],
     "compare": ["--help", "--json", "-h"],
     "readme": ["--file", "--help", "-h"],
@@ -236,6 +239,35 @@ def test_failed_rounds_are_exit_code_1_and_shown(tmp_path: Path, capsys: pytest.
     shown = capsys.readouterr().out
     assert "horovod: failed, Segmentation fault" in shown
     assert "tf-ps: skipped, not installed" in shown
+
+
+def test_a_round_without_a_place_is_exit_code_1_too(
+    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: Sites, cluster: str) -> None:
+        raise ClusterError("no such rate")
+
+    words = ["run", suite, "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patched:
+        patched.setattr(Sites, "place", broken)
+        assert command.main(words) == 1
+    assert "skipped, the place was not up: no such rate" in capsys.readouterr().out
+    assert command.main(words) == 0
+
+
+def test_what_failed_is_run_again_with_retry_failed(
+    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(case: Case, number: int, place: object, timeout_s: float, *, python: str) -> Round:
+        return Round(case, number, error="ssh: connection refused")
+
+    words = ["run", suite, "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patched:
+        patched.setattr("bench.rounds.run_round", fail)
+        assert command.main(words) == 1
+    assert "but with --retry-failed" in capsys.readouterr().err
+    assert command.main(words) == 1
+    assert command.main([*words, "--retry-failed"]) == 0
 
 
 def test_a_report_of_a_run_that_was_interrupted(tmp_path: Path) -> None:

@@ -149,16 +149,55 @@ def test_a_missing_system_is_skipped_by_name_and_tried_when_it_is_there(tmp_path
     assert systems.asked[2:] == [("b", 0), ("b", 1)]
 
 
-def test_a_cluster_that_does_not_come_up_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def broken(self: Sites, cluster: str) -> Iterator[None]:
-        raise ClusterError("no such rate")
-        yield
+@contextmanager
+def broken(self: Sites, cluster: str) -> Iterator[None]:
+    raise ClusterError("no such rate")
+    yield
 
-    monkeypatch.setattr(Sites, "place", broken)
-    outcome, said = run(tmp_path, Systems())
-    assert {each.error for each in outcome.rounds} == {"the cluster: no such rate"}
-    assert "no such rate" in said
+
+def test_a_cluster_that_does_not_come_up_is_no_failure_of_systems_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(Sites, "place", broken)
+            outcome, said = run(tmp_path, Systems())
+        assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
+        assert {each.skipped for each in outcome.rounds} == {"the place was not up: no such rate"}
+        assert all(each.not_up and not each.error for each in outcome.rounds)
+        assert "not run, the place was not up: no such rate" in said
+    systems = Systems()
+    outcome, _ = run(tmp_path, systems)
+    assert systems.asked == ALL
+    assert all(each.ok for each in outcome.rounds)
+    assert Journal.kept_in(tmp_path) == outcome
+
+
+def test_what_failed_is_run_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    run(tmp_path, Systems(fails=("b",)))
+    systems = Systems()
+    evaluated = Evaluation(SUITE, HERE, systems, {})
+    outcome = evaluated.run(tmp_path, Progress(1.0, io.StringIO()), retry_failed=True)
+    assert systems.asked == [("b", 0), ("b", 1)]
+    assert [(each.case.system, each.number) for each in outcome.rounds if each.ok] == [
+        *(("a", 0), ("a", 1), ("b", 0), ("b", 1)),
+    ]
+    assert not any(each.error for each in outcome.rounds)
+    assert Journal.kept_in(tmp_path) == outcome
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_links_and_pipelines_that_failed_are_tried_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, setting_of(SUITE, HERE))
+    measured = links.LinkFacts("b", "h0", "h1", 1e9)
+    journal.add_links([links.LinkFacts("a", "h0", "h1", None, why="no time"), measured])
+    journal.add_pipeline(PipelineOutcome("one", error="ValueError: too large"))
+    journal.add_pipeline(PipelineOutcome("two", error="the place was not up: no such rate"))
+    journal.forget_not_up()
+    assert [each.name for each in journal.outcome.pipelines] == ["one"]
+    journal.forget_failed()
+    assert (journal.outcome.pipelines, [each.cluster for each in journal.outcome.links]) == ((), ["b"])
+    assert Journal(tmp_path, setting_of(SUITE, HERE)).outcome == journal.outcome
 
 
 def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
@@ -390,6 +429,16 @@ def test_a_pipeline_that_fails_is_recorded_with_its_output(
     (failed,) = found.pipelines
     assert failed.error == "The ranks failed with status 3: see their output\nValueError: too large"
     assert not_measured(found) == {"pipeline/vgg16-64/32/2x1gbit": "failed, ValueError: too large"}
+
+
+def test_a_pipeline_without_a_place_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sites, "place", broken)
+    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16"),))
+    for _ in range(2):
+        found = Evaluation(suite, Sites(), Systems(), {}).run(tmp_path, Progress(1.0, io.StringIO()))
+        (failed,) = found.pipelines
+        assert failed.error == "the place was not up: no such rate"
+        assert failed.not_up
 
 
 def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
