@@ -18,12 +18,13 @@ from pathlib import Path
 
 from bench.cluster_spec import ClusterError
 from bench.compare import compare
-from bench.evaluation import Evaluation, RunRound, find_sites
+from bench.evaluation import Evaluation, RunRound
 from bench.files import show_figures, write_outputs
 from bench.journal import Journal, JournalError
 from bench.outcome import Outcome, OutcomeError
 from bench.progress import format_left, shown
 from bench.readme import ReadmeError, rewrite
+from bench.sites import find_sites, one_cluster
 from bench.software import describe_software
 from bench.suites import SuiteError, read_suite, suite_names
 from bench.termination import ended_by_exception
@@ -66,6 +67,11 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("suite", metavar="SUITE", help=f"{', '.join(suite_names())}, or a TOML file")
     run.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: runs/bench-SUITE)")
     run.add_argument("--hosts", metavar="LIST", help="hosts that exist, as in a:2,b:2, not a virtual cluster")
+    run.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="one virtual cluster for all: 2x1.5gbit, slow-cpu, or a TOML file",
+    )
     run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
     run.add_argument(
         "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
@@ -94,6 +100,8 @@ def _run(options: argparse.Namespace) -> int:
     from bench.rounds import run_round
     from bench.systems import SYSTEMS
 
+    if options.hosts is not None and options.cluster is not None:
+        raise UsageError(f"Give --hosts or --cluster. Received: {options.hosts!r} and {options.cluster!r}")
     python = _python(options.python)
     suite = read_suite(options.suite, tuple(SYSTEMS))
     if options.systems is not None:
@@ -102,7 +110,8 @@ def _run(options: argparse.Namespace) -> int:
         name: f"{each.title}: {why}" for name, each in SYSTEMS.items() if (why := each.missing(python))
     }
     run: RunRound = partial(run_round, python=python)
-    evaluation = Evaluation(suite, find_sites(options.hosts), run, missing, describe_software(python))
+    sites = find_sites(options.hosts) if options.cluster is None else one_cluster(options.cluster)
+    evaluation = Evaluation(suite, sites, run, missing, describe_software(python))
     print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
     if options.plan:
         print(json.dumps(evaluation.plan(), indent=1) if options.json else evaluation.describe())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 
 from bench.cluster import Cluster
 from bench.cluster_spec import ClusterError
-from bench.link_rate import measure_two_way
+from bench.link_rate import TwoWayRate, measure_own_stream, measure_two_way
 from bench.places import Place, RealHosts
 
 _START_S = 120.0  # the longest that ranks may take to meet
@@ -43,7 +44,10 @@ class LinkFacts:
 
 
 def measure(place: Place, cluster: str, seconds: float = 2.0) -> list[LinkFacts]:
-    """The links from the first host to every other one. ClusterError where ranks cannot meet."""
+    """The links from the first host to every other one. ClusterError where ranks cannot meet.
+
+    A host that takes no other connections has no two-way rate.
+    """
     hosts = place.spec.hosts
     ranks = [host for host in hosts for _ in range(host.slots)]
     firsts = [ranks.index(host) for host in hosts[1:]]
@@ -51,9 +55,7 @@ def measure(place: Place, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
     found = []
     for host, first in zip(hosts[1:], firsts, strict=True):
         latency_s, bits_per_s = fits[first]
-        two_way = None
-        if isinstance(place, Cluster):
-            two_way = measure_two_way(place, hosts[0].name, host.name, seconds=seconds)
+        two_way = _two_way(place, hosts[0].name, host.name, seconds)
         found.append(
             LinkFacts(
                 cluster,
@@ -67,6 +69,16 @@ def measure(place: Place, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
             )
         )
     return found
+
+
+def _two_way(place: Place, first: str, second: str, seconds: float) -> TwoWayRate | None:
+    try:
+        if isinstance(place, Cluster):
+            return measure_two_way(place, first, second, seconds=seconds)
+        return measure_own_stream(place, first, second, seconds)
+    except (ClusterError, OSError, ValueError, subprocess.SubprocessError) as error:
+        print(f"{first} to {second}: both ways at once not measured, {error}", file=sys.stderr)
+        return None
 
 
 def not_measured(place: Place, cluster: str, why: str) -> list[LinkFacts]:

@@ -13,7 +13,7 @@ from bench.page_measured import system_colour
 from bench.plots import lines
 from bench.record import RankRound, Round, last_words
 
-_EQUAL_HOSTS = re.compile(r"\d+x(\w+)")
+_EQUAL_HOSTS = re.compile(r"\d+x([\d.]*\w+)")
 _SYNCHRONOUS = ("tf-mwms", "horovod", "horovod-tuned")  # the same algorithm as hvpipe-none
 _SAMPLED = ("tf-ps", "tf-mwms", "horovod-tuned", "hvpipe-step")
 _QUANTITIES = {

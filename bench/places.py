@@ -16,6 +16,7 @@ from hvpipe.launch import HostSlots, LaunchSpec, exported_names, identify, mpiru
 _ANSWER_TIMEOUT_S = 60.0
 # With a terminal of its own (-tt), what runs there ends when we do: a server would serve for ever.
 _SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
+_SSH_PLAIN = ("ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")  # its output and errors apart
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ class RealHosts:
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` on a host, over ssh."""
         return [*_SSH, host, *command]
+
+    def execute(
+        self, host: str, command: Sequence[str], *, timeout_s: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host to its end; its output comes back as text."""
+        return mpirun.run([*_SSH_PLAIN, host, *command], timeout_s=timeout_s)
 
     def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
         """The command line that starts `command` on `ranks` ranks, hosts filled in turn."""

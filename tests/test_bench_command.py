@@ -17,12 +17,12 @@ import pytest
 
 from bench import command
 from bench.cluster_spec import ClusterError
-from bench.evaluation import Sites
 from bench.files import write_outputs
 from bench.journal import Journal
 from bench.outcome import Outcome
 from bench.readme import BEGIN, END
 from bench.record import Case, Round
+from bench.sites import Sites
 from bench.termination import ended_by_exception
 from bench_rounds import case, finished, outcome
 from hvpipe import bench_command, cli
@@ -30,7 +30,8 @@ from hvpipe.errors import LaunchError
 
 FLAGS = {
     "run": [
-        *("--help", "--hosts", "--json", "--out", "--plan", "--python", "--retry-failed", "--systems", "-h"),
+        *("--cluster", "--help", "--hosts", "--json", "--out", "--plan", "--python", "--retry-failed"),
+        *("--systems", "-h"),
     ],
     "report": ["--help", "--json", "-h"],
     "compare": ["--help", "--json", "-h"],
@@ -102,6 +103,11 @@ def test_where_no_system_is_there_nothing_could_be_run(
         (["--systems", ""], "Received: ['']"),
         (["--python", "/absent/python"], "--python should be a Python that runs. Received: '/absent/python'"),
         (["--out", "{file}"], "File exists"),
+        (
+            ["--hosts", "a,b", "--cluster", "2x1gbit"],
+            "Give --hosts or --cluster. Received: 'a,b' and '2x1gbit'",
+        ),
+        (["--cluster", "cloud"], "or a TOML file, as in mine.toml. Received: 'cloud'"),
     ],
 )
 def test_words_that_cannot_be_followed_are_exit_code_2(
@@ -139,7 +145,7 @@ SLEEPER = """
 import sys
 from pathlib import Path
 from bench import command, rounds
-from bench.evaluation import Sites
+from bench.sites import Sites
 from bench.processes import Command, run_together
 from bench_rounds import finished
 
@@ -201,6 +207,16 @@ def test_a_plan_says_what_would_run_and_runs_nothing(
     assert "digits-64/8/loopback-2/weak: 1 systems, 1 rounds" in shown
     assert "on plain loopback" in shown
     assert not (tmp_path / "out").exists()
+
+
+def test_one_cluster_for_all_of_a_suite(
+    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.sites._probe", lambda: "")
+    (tmp_path / "theirs.toml").write_text('[[host]]\nrate = "1.5gbit"\n[[host]]\nslots = 2\n')
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["run", suite, "--plan", "--cluster", "theirs.toml"]) == 0
+    assert "digits-64/8/theirs.toml-3/weak: " in capsys.readouterr().out
 
 
 def test_a_plan_as_json(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from bench import evaluation, links
+from bench import evaluation, link_rate, links, mpirun, sites
 from bench.cluster import Cluster
-from bench.cluster_spec import ClusterError, equal_hosts
-from bench.evaluation import Evaluation, Sites, find_sites, setting_of
+from bench.cluster_spec import ClusterError, ClusterSpec, HostSpec, equal_hosts
+from bench.evaluation import Evaluation, setting_of
 from bench.figures import not_measured
 from bench.journal import FILE, Journal, JournalError, alone_in
 from bench.outcome import Outcome, OutcomeError, PipelineOutcome
+from bench.pipeline_report import PipelineReport
 from bench.places import RealHosts
 from bench.progress import Progress, format_left
 from bench.record import Case, Round, Task
+from bench.sites import Sites, find_sites, one_cluster
 from bench.suites import Group, PipelineRun, Suite, SuiteError
 from bench_rounds import finished
 
@@ -272,15 +274,17 @@ def test_a_folder_in_which_another_one_runs_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_suite_of_which_nothing_can_run_here(tmp_path: Path) -> None:
-    shared = Group(Task("digits", 8, shares=(12, 4)), "slow-cpu", 2, ("a",))
-    with pytest.raises(SuiteError, match="Received: none, not root"):
+    shared = Group(Task("digits", 8, shares=(12, 4, 8)), "slow-cpu", 3, ("a",))
+    with pytest.raises(
+        SuiteError, match=r"Received: none, not root; .* is left out: shares are one for each of 2"
+    ):
         Evaluation(Suite("mine", "Mine", (shared,)), HERE, Systems(), {})
 
 
 def test_what_is_left_out_is_in_the_plan_and_the_report() -> None:
     strong = Group(Task("digits", 3), "3x1gbit", 3, ("a",), scaling="strong")
     evaluated = Evaluation(Suite("mine", "Mine", (*SUITE.groups, strong)), HERE, Systems(), {})
-    (said,) = evaluated.plan()["left_out"]
+    (said,) = evaluated.plan()["notes"]
     assert said.startswith("digits-64/3/3x1gbit-3/strong is left out: ")
     assert said in evaluated.describe()
     assert setting_of(evaluated._suite, HERE).notes == ("not root", said)
@@ -309,25 +313,67 @@ def test_without_root_it_is_plain_loopback_and_says_so(monkeypatch: pytest.Monke
     def refuse() -> None:
         raise ClusterError("root is wanted")
 
-    monkeypatch.setattr(evaluation, "require_privileges", refuse)
-    sites = find_sites(None)
-    assert sites.loopback
-    assert "plain loopback" in sites.note
-    assert "root is wanted" in sites.note
-    with sites.place("2x1gbit") as place:
+    monkeypatch.setattr(sites, "require_privileges", refuse)
+    found = find_sites(None)
+    assert found.loopback
+    assert "plain loopback" in found.note
+    assert "root is wanted" in found.note
+    with found.place(SUITE.groups[0]) as place:
         assert place is None
-    assert sites.facts("loopback").slowest_bits_per_s is None
+    assert found.facts("loopback").slowest_bits_per_s is None
+    with pytest.raises(ClusterError, match="root is wanted"):
+        one_cluster("2x1gbit")  # who asks for a cluster gets no loopback
 
 
 def test_root_that_may_not_make_namespaces_is_plain_loopback_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Cluster, owner_pid: int = 0) -> None:
         raise ClusterError("`ip netns add` failed: Operation not permitted.")
 
-    monkeypatch.setattr(evaluation, "require_privileges", lambda: None)
+    monkeypatch.setattr(sites, "require_privileges", lambda: None)
     monkeypatch.setattr(Cluster, "up", refuse)
-    sites = find_sites(None)
-    assert sites.loopback
-    assert "not permitted" in sites.note
+    found = find_sites(None)
+    assert found.loopback
+    assert "not permitted" in found.note
+
+
+@pytest.mark.parametrize(("lacking", "loopback"), [("rate", True), ("cpus", False)])
+def test_what_cannot_be_limited_here_is_said_once(
+    lacking: str, loopback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def up(self: Cluster, owner_pid: int = 0) -> None:
+        (host,) = self.spec.hosts
+        if lacking == "rate" and host.rate_bits_per_s is not None:
+            raise ClusterError("no token bucket")
+        if lacking == "cpus" and host.cpus is not None:
+            raise ClusterError("no cpu controller")
+
+    monkeypatch.setattr(sites, "require_privileges", lambda: None)
+    monkeypatch.setattr(Cluster, "up", up)
+    monkeypatch.setattr(Cluster, "down", lambda self: None)
+    found = find_sites(None)
+    assert found.loopback == loopback
+    if loopback:
+        assert "no token bucket" in found.note
+        return
+    half = ClusterSpec((HostSpec("h0", cpus=0.5), HostSpec("h1")))
+    limited = Group(Task("digits", 8), "half", 2, ("a",), spec=half)
+    fitted = found.fit(Suite("mine", "Mine", (*SUITE.groups, limited)))
+    assert fitted.groups == SUITE.groups
+    assert fitted.notes == ("digits-64/8/half-2/weak is left out: no cpu controller",)
+    with pytest.raises(ClusterError, match="no cpu controller"):
+        one_cluster("slow-cpu")
+    assert one_cluster("2x1gbit").cluster == ("2x1gbit", equal_hosts(2, "1gbit"))
+
+
+def test_a_suite_without_clusters_needs_a_place() -> None:
+    suite = Suite("mine", "Mine", (Group(Task("digits", 8), "hosts", 1, ("a",)),))
+    with pytest.raises(SuiteError, match=r"need --hosts or --cluster\. Received: neither"):
+        Sites().fit(suite)
+    spec = equal_hosts(3, "1gbit")
+    (group,) = Sites(cluster=("mine.toml", spec)).fit(suite).groups
+    assert (group.name, group.spec) == ("digits-64/8/mine.toml-3/weak", spec)
+    assert [each.ranks for each in Sites(hosts=RealHosts("a:2,b")).fit(suite).groups] == [3]
+    assert Sites().facts("mine.toml", spec).slowest_bits_per_s == 1e9
 
 
 def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,9 +414,23 @@ def test_links_of_hosts_that_exist_are_handed_back_in_the_folder_they_share(
 
     monkeypatch.setattr(RealHosts, "run", measure)
     monkeypatch.chdir(tmp_path)
-    (found,) = links.measure(RealHosts("a:2,c"), "hosts")  # rank 2 is the first of c
-    assert (found.second, found.latency_s, found.bits_per_s) == ("c", 2e-5, 1e8)
+    # Hosts that exist: this one, which is reached without ssh.
+    monkeypatch.setattr(RealHosts, "host_command", lambda self, host, command: command)
+    monkeypatch.setattr(
+        RealHosts, "execute", lambda self, host, command, timeout_s: mpirun.run(command, timeout_s=timeout_s)
+    )
+    monkeypatch.setattr(link_rate, "_PORT", 20201)
+    hosts = RealHosts("a:2,localhost")
+    (found,) = links.measure(hosts, "hosts", seconds=0.2)  # rank 2 is the first of the second host
+    assert (found.second, found.latency_s, found.bits_per_s) == ("localhost", 2e-5, 1e8)
+    assert found.tool == "own TCP stream"
+    assert found.two_way_bits_per_s is not None
+    assert found.two_way_bits_per_s > 1e6
     assert list(tmp_path.iterdir()) == []
+    # One that takes no other connections has its ping-pong all the same.
+    monkeypatch.setattr(links, "measure_own_stream", lambda *_: json.loads("refused"))
+    (found,) = links.measure(hosts, "hosts")
+    assert (found.bits_per_s, found.two_way_bits_per_s) == (1e8, None)
 
 
 def test_links_have_time_for_one_pair_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,6 +489,27 @@ def test_a_pipeline_that_fails_is_recorded_with_its_output(
     (failed,) = found.pipelines
     assert failed.error == "The ranks failed with status 3: see their output\nValueError: too large"
     assert not_measured(found) == {"pipeline/vgg16-64/32/2x1gbit": "failed, ValueError: too large"}
+
+
+def test_a_pipeline_runs_on_hosts_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = PipelineReport("a model", "hosts a:1, b:1", "1f1b", 8, 2, 32, ())
+    shared: list[Path] = []
+
+    def start(self: RealHosts, ranks: int, command: list[str]) -> list[str]:
+        assert (ranks, command[0]) == (2, "env")
+        assert command[1].startswith("PYTHONPATH=/")
+        result = command[command.index("--result") + 1]
+        shared.append(Path(result).parent.parent)
+        return ["sh", "-c", f"printf '%s' '{report.to_json()}' > {result}"]
+
+    monkeypatch.setattr(RealHosts, "mpirun_command", start)
+    monkeypatch.chdir(tmp_path)
+    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16", spec=equal_hosts(2, "1gbit")),))
+    evaluated = Evaluation(suite, Sites(hosts=RealHosts("a,b")), Systems(), {})
+    (found,) = evaluated.run(tmp_path / "out", Progress(1.0, io.StringIO())).pipelines
+    assert (found.name, found.error) == ("pipeline/vgg16-64/32/hosts", "")
+    assert found.report == PipelineReport.from_json(report.to_json())
+    assert shared == [tmp_path]
 
 
 def test_a_pipeline_without_a_place_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
