@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from bench import mpirun
 from bench.cluster import Cluster
 from bench.cluster_spec import ClusterError
+from bench.machine import same_and_others
 from hvpipe.errors import LaunchError
 from hvpipe.launch import HostSlots, LaunchSpec, exported_names, identify, mpirun_command, parse_hosts
 
+_ROOT = Path(__file__).parents[1]
 _ANSWER_TIMEOUT_S = 60.0
 # With a terminal of its own (-tt), what runs there ends when we do: a server would serve for ever.
 _SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
@@ -21,9 +26,13 @@ _SSH_PLAIN = ("ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")  # 
 
 @dataclass(frozen=True)
 class HostList:
-    """Hosts that exist, in the form of a ClusterSpec; nobody limits their links."""
+    """Hosts that exist, in the form of a ClusterSpec; nobody limits their links.
+
+    `machines` says what they are, where they told.
+    """
 
     hosts: tuple[HostSlots, ...]
+    machines: str = ""
     slowest_rate_bits_per_s: None = None
 
     @property
@@ -33,7 +42,8 @@ class HostList:
 
     def describe(self) -> str:
         """One line for people."""
-        return f"hosts {', '.join(f'{host.name}:{host.slots}' for host in self.hosts)}"
+        names = f"hosts {', '.join(f'{host.name}:{host.slots}' for host in self.hosts)}"
+        return f"{names}; {self.machines}" if self.machines else names
 
 
 class RealHosts:
@@ -89,6 +99,18 @@ class RealHosts:
                 "Every host should answer mpirun (over ssh, without a password). "
                 f"Received: host={host.name!r}, {said}"
             )
+
+    def ask_machines(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
+        """Have each host say what it is; one that does not has no part in the description."""
+        told = {}
+        command = ["env", f"PYTHONPATH={_ROOT}", sys.executable, "-m", "bench.machine"]
+        for host in self.spec.hosts:
+            line = self._mpirun((HostSlots(host.name, 1),), 1, command, os.environ)
+            with suppress(subprocess.TimeoutExpired):
+                done = mpirun.run(line, timeout_s=timeout_s)
+                if done.returncode == 0 and (said := _end(done.stdout, lines=1)):
+                    told[host.name] = said
+        self.spec = replace(self.spec, machines=same_and_others(told))
 
     def _mpirun(
         self,

@@ -94,7 +94,9 @@ def find_sites(hosts: str | None) -> Sites:
     if hosts is not None:
         real = RealHosts(hosts)
         real.require_answers()
-        return Sites(hosts=real, note=f"on {real.spec.describe()}; links and CPUs as they are")
+        note = f"on {real.spec.describe()}; links and CPUs as they are"
+        real.ask_machines()
+        return Sites(hosts=real, note=note)
     try:
         return Sites(no_cpus=_probe())
     except ClusterError as error:

@@ -402,6 +402,23 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert "-tt" in hosts.host_command("a", ["serve"])
 
 
+def test_the_machines_of_hosts_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        if "bench.machine" not in command:
+            return subprocess.CompletedProcess(command, 0, "8\n", "")
+        if "d:1" in command:
+            raise subprocess.TimeoutExpired(command, 60)
+        said = "a banner\n64 cores (Another CPU)\n" if "c:1" in command else "8 cores (A CPU)\n"
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    monkeypatch.setattr("bench.mpirun.run", answer)
+    monkeypatch.setattr("hvpipe.launch.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
+    found = find_sites("a:2,b:2,c,d")
+    assert found.note == "on hosts a:2, b:2, c:1, d:1; links and CPUs as they are"
+    described = found.facts("hosts").description
+    assert described == "hosts a:2, b:2, c:1, d:1; a, b: 8 cores (A CPU); c: 64 cores (Another CPU)"
+
+
 def test_links_of_hosts_that_exist_are_handed_back_in_the_folder_they_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
