@@ -67,6 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("suite", metavar="SUITE", help=f"{', '.join(suite_names())}, or a TOML file")
     run.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: runs/bench-SUITE)")
     run.add_argument("--hosts", metavar="LIST", help="hosts that exist, as in a:2,b:2, not a virtual cluster")
+    run.add_argument("--host-counts", metavar="LIST", help="the first so many of --hosts as well, as in 1,2")
     run.add_argument(
         "--cluster",
         metavar="NAME",
@@ -111,6 +112,8 @@ def _run(options: argparse.Namespace) -> int:
     }
     run: RunRound = partial(run_round, python=python)
     sites = find_sites(options.hosts) if options.cluster is None else one_cluster(options.cluster)
+    if options.host_counts is not None:
+        sites = sites.on_counts(options.host_counts)
     evaluation = Evaluation(suite, sites, run, missing, describe_software(python))
     print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
     if options.plan:

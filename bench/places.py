@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,11 +29,11 @@ _SSH_PLAIN = ("ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")  # 
 class HostList:
     """Hosts that exist, in the form of a ClusterSpec; nobody limits their links.
 
-    `machines` says what they are, where they told.
+    `machines` says by name what they are, where they told.
     """
 
     hosts: tuple[HostSlots, ...]
-    machines: str = ""
+    machines: tuple[tuple[str, str], ...] = ()
     slowest_rate_bits_per_s: None = None
 
     @property
@@ -43,7 +44,9 @@ class HostList:
     def describe(self) -> str:
         """One line for people."""
         names = f"hosts {', '.join(f'{host.name}:{host.slots}' for host in self.hosts)}"
-        return f"{names}; {self.machines}" if self.machines else names
+        mine = {host.name for host in self.hosts}
+        machines = same_and_others({name: said for name, said in self.machines if name in mine})
+        return f"{names}; {machines}" if machines else names
 
 
 class RealHosts:
@@ -55,6 +58,12 @@ class RealHosts:
             self.spec = HostList(parse_hosts(hosts))
         except LaunchError as error:
             raise ClusterError(str(error)) from error
+
+    def first(self, count: int) -> RealHosts:
+        """The first so many of them."""
+        part = copy(self)
+        part.spec = replace(self.spec, hosts=self.spec.hosts[:count])
+        return part
 
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` on a host, over ssh."""
@@ -110,7 +119,7 @@ class RealHosts:
                 done = mpirun.run(line, timeout_s=timeout_s)
                 if done.returncode == 0 and (said := _end(done.stdout, lines=1)):
                     told[host.name] = said
-        self.spec = replace(self.spec, machines=same_and_others(told))
+        self.spec = replace(self.spec, machines=tuple(told.items()))
 
     def _mpirun(
         self,

@@ -30,8 +30,8 @@ from hvpipe.errors import LaunchError
 
 FLAGS = {
     "run": [
-        *("--cluster", "--help", "--hosts", "--json", "--out", "--plan", "--python", "--retry-failed"),
-        *("--systems", "-h"),
+        *("--cluster", "--help", "--host-counts", "--hosts", "--json", "--out", "--plan", "--python"),
+        *("--retry-failed", "--systems", "-h"),
     ],
     "report": ["--help", "--json", "-h"],
     "compare": ["--help", "--json", "-h"],
@@ -107,6 +107,7 @@ def test_where_no_system_is_there_nothing_could_be_run(
             ["--hosts", "a,b", "--cluster", "2x1gbit"],
             "Give --hosts or --cluster. Received: 'a,b' and '2x1gbit'",
         ),
+        (["--host-counts", "2"], "goes with --hosts. Received: --host-counts '2' alone"),
         (["--cluster", "cloud"], "or a TOML file, as in mine.toml. Received: 'cloud'"),
     ],
 )

@@ -402,6 +402,45 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert "-tt" in hosts.host_command("a", ["serve"])
 
 
+def test_scaling_is_measured_on_the_first_hosts_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = (
+        Group(Task("digits", 8), "2x1gbit", 2, ("a",), rounds=1),
+        Group(Task("digits", 32, epochs=4), "2x1gbit", 2, ("a",), rounds=1),
+        Group(Task("digits", 8, shares=(9, 7)), "2x1gbit", 2, ("a",), rounds=1),
+        Group(Task("digits", 6), "2x1gbit", 2, ("a",), rounds=1, scaling="strong"),
+    )
+    hosts = RealHosts("a:2,b,c")
+    hosts.spec = replace(hosts.spec, machines=(("a", "8 cores"), ("c", "16 cores")))
+    where = Sites(hosts=hosts).on_counts("1, 2")
+    fitted = where.fit(Suite("mine", "Mine", groups, (PipelineRun("2x1gbit", "vgg16"),)))
+    assert [group.name for group in fitted.groups] == [
+        *("digits-64/8/1xhosts-2/weak", "digits-64/6/1xhosts-2/strong"),
+        *("digits-64/8/2xhosts-3/weak", "digits-64/4/2xhosts-3/strong"),
+        *("digits-64/8/3xhosts-4/weak", "digits-64/32/3xhosts-4/4-epochs", "digits-64/3/3xhosts-4/strong"),
+    ]
+    assert [run.name for run in fitted.pipelines] == ["pipeline/vgg16-64/32/3xhosts"]
+    assert [said.split(" is left out")[0] for said in fitted.notes] == ["digits-64/9+7/2x1gbit-2/weak"]
+    assert where.fit(fitted) == fitted
+    assert where.facts("1xhosts").description == "hosts a:2; a: 8 cores"
+    assert [where.facts(f"{count}xhosts").hosts for count in (1, 2, 3)] == [1, 2, 3]
+    slots: list[int] = []
+
+    def run_round(case: Case, number: int, place: object, timeout_s: float) -> Round:
+        assert isinstance(place, RealHosts)
+        slots.append(place.spec.slots)
+        return finished(case, 1.0, number=number)
+
+    monkeypatch.setattr(links, "measure", lambda place, cluster: [])
+    evaluated = Evaluation(replace(fitted, pipelines=()), where, run_round, {})
+    evaluated.run(tmp_path, Progress(1.0, io.StringIO()))
+    assert slots == [2, 2, 3, 3, 4, 4, 4]
+    for text in ("0", "4", "two", ""):
+        with pytest.raises(SuiteError, match=f"of 1 to 3 of --hosts.*Received: --host-counts '{text}'"):
+            where.on_counts(text)
+
+
 def test_the_machines_of_hosts_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         if "bench.machine" not in command:
