@@ -266,7 +266,7 @@ def _groups(path: Path, table: dict[str, Any], all_systems: Sequence[str]) -> li
         task = _task(path, table, spec)
         by_speed = table.get("shares") == "proportional"
         ranks = spec.slots if spec is not None else len(task.shares) or 1
-        made.append(Group(task, name, ranks, systems, rounds, scaling, spec, by_speed))
+        made.append(Group(task, name, ranks, systems, rounds, scaling, spec=spec, by_speed=by_speed))
     return made
 
 
@@ -278,7 +278,10 @@ def _task(path: Path, table: dict[str, Any], spec: ClusterSpec | None) -> Task:
     for key in sorted(values.keys() - {"workload"}):
         _require(path, type(values[key]) is int, f"{key} should be a whole number", values[key])
     if table.get("scaling") == "strong":
-        values["batch"] = batch_of_rank(values["batch"], 1 if spec is None else spec.slots)
+        try:
+            values["batch"] = batch_of_rank(values["batch"], 1 if spec is None else spec.slots)
+        except SuiteError as error:
+            raise SuiteError(f"{path}: {error}") from error
     shares = table.get("shares", [])
     proportional = shares == "proportional"
     if proportional:

@@ -100,7 +100,8 @@ def test_strong_scaling_shares_one_batch_out_over_any_number_of_ranks(tmp_path: 
     assert [(group.name, group.task.batch) for group in moved.groups] == [
         ("resnet50-64/1/hosts-8/strong", 1),
     ]
-    with pytest.raises(SuiteError, match=r"whole step's, and 3 ranks should .* evenly\. Received: batch=8"):
+    says = r"mine\.toml: .* whole step's, and 3 ranks should .* evenly\. Received: batch=8"
+    with pytest.raises(SuiteError, match=says):
         read_suite(written(tmp_path, STRONG.replace("2x1gbit", "3x1gbit")), SYSTEMS)
 
 
