@@ -1,7 +1,7 @@
 """The command `python -m bench`, or `hvpipe bench`: run, report, compare, readme.
 
-Exit codes: 0 done; 1 some rounds failed, or `compare` found a regression; 2 wrong usage, or nothing could be
-run or read; 130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
+Exit codes: 0 done; 1 some rounds failed or had no place, or `compare` found a regression; 2 wrong usage, or
+nothing could be run or read; 130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 
 from bench.cluster_spec import ClusterError
 from bench.compare import compare
-from bench.evaluation import Evaluation, RunRound, find_sites
+from bench.evaluation import Evaluation, RunRound
 from bench.files import show_figures, write_outputs
 from bench.journal import Journal, JournalError
 from bench.outcome import Outcome, OutcomeError
 from bench.progress import format_left, shown
 from bench.readme import ReadmeError, rewrite
+from bench.sites import find_sites, one_cluster
 from bench.software import describe_software
 from bench.suites import SuiteError, read_suite, suite_names
 from bench.termination import ended_by_exception
@@ -66,10 +67,17 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("suite", metavar="SUITE", help=f"{', '.join(suite_names())}, or a TOML file")
     run.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: runs/bench-SUITE)")
     run.add_argument("--hosts", metavar="LIST", help="hosts that exist, as in a:2,b:2, not a virtual cluster")
+    run.add_argument("--host-counts", metavar="LIST", help="the first so many of --hosts as well, as in 1,2")
+    run.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="one virtual cluster for all: 2x1.5gbit, slow-cpu, or a TOML file",
+    )
     run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
     run.add_argument(
         "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
     )
+    run.add_argument("--retry-failed", action="store_true", help="run again what failed in DIR before")
     run.add_argument("--plan", action="store_true", help="say what would run and how long, and run nothing")
     run.add_argument("--json", action="store_true", help="print the figures, or the plan, as JSON")
     run.set_defaults(act=_run)
@@ -93,6 +101,8 @@ def _run(options: argparse.Namespace) -> int:
     from bench.rounds import run_round
     from bench.systems import SYSTEMS
 
+    if options.hosts is not None and options.cluster is not None:
+        raise UsageError(f"Give --hosts or --cluster. Received: {options.hosts!r} and {options.cluster!r}")
     python = _python(options.python)
     suite = read_suite(options.suite, tuple(SYSTEMS))
     if options.systems is not None:
@@ -101,7 +111,10 @@ def _run(options: argparse.Namespace) -> int:
         name: f"{each.title}: {why}" for name, each in SYSTEMS.items() if (why := each.missing(python))
     }
     run: RunRound = partial(run_round, python=python)
-    evaluation = Evaluation(suite, find_sites(options.hosts), run, missing, describe_software(python))
+    sites = find_sites(options.hosts) if options.cluster is None else one_cluster(options.cluster)
+    if options.host_counts is not None:
+        sites = sites.on_counts(options.host_counts)
+    evaluation = Evaluation(suite, sites, run, missing, describe_software(python))
     print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
     if options.plan:
         print(json.dumps(evaluation.plan(), indent=1) if options.json else evaluation.describe())
@@ -110,12 +123,14 @@ def _run(options: argparse.Namespace) -> int:
     folder = Path("runs") / f"bench-{suite.name}" if options.out is None else options.out
     try:
         with shown(evaluation.estimate_s()) as progress:
-            outcome = evaluation.run(folder, progress)
+            outcome = evaluation.run(folder, progress, retry_failed=options.retry_failed)
     except (KeyboardInterrupt, SystemExit):
         print("interrupted; finished rounds are kept: the same command goes on from there", file=sys.stderr)
         raise
     status = _finish(outcome, folder, options.json)
-    if not outcome.pipelines and all(each.skipped for each in outcome.rounds):
+    if any(each.error for each in (*outcome.rounds, *outcome.pipelines)):
+        print("what failed is not run again by the same command, but with --retry-failed", file=sys.stderr)
+    if not outcome.pipelines and all(each.skipped and not each.not_up for each in outcome.rounds):
         raise UsageError("One of the suite's systems at least should be installed. Received: none")
     return status
 
@@ -153,7 +168,8 @@ def _finish(outcome: Outcome, folder: Path, as_json: bool) -> int:
     written = write_outputs(outcome, folder)
     print(show_figures(outcome, as_json=as_json))
     print(f"written: {', '.join(str(path) for path in written)}", file=sys.stderr)
-    return 1 if any(each.error for each in (*outcome.rounds, *outcome.pipelines)) else 0
+    failed = any(each.error for each in (*outcome.rounds, *outcome.pipelines))
+    return 1 if failed or any(each.not_up for each in outcome.rounds) else 0
 
 
 def _compare(options: argparse.Namespace) -> int:

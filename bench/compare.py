@@ -1,26 +1,42 @@
-"""Two evaluations beside each other: what became slower or faster by more than the noise of both."""
+"""Two evaluations beside each other: what became slower, worse or faster by more than the noise of both.
+
+What is left to chance in a step differs more between rounds, which are fresh processes, than within one. So a
+case's noise is at least that of the cases with several rounds, together, over the root of its own rounds.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from bench.figures import CaseFigures, all_figures
+from bench.compare_learning import Learning, compare_learning, learning_table
+from bench.figures import all_figures, failed_cases, not_measured, steps_noise
 from bench.metrics import format_time, geometric_mean, table
 from bench.outcome import Outcome
+from bench.pipeline_report import Case as PipelineCase
+from bench.record import last_words
+from bench.software import differences
 
 LEAST_CHANGE = 0.05  # smaller ones are not reported, however quiet the machine
-_ERRORS = 2.0  # standard errors of the ratio
+BETWEEN_ROUNDS = 0.05  # a round's standard deviation where too few cases tell; 21 of results/full: 0.052
+_LEAST_REPEATED = 4  # cases with several rounds, below which their scatter tells nothing
+_FALSE_ALARMS = 0.05  # the chance that any case of two equal evaluations is called slower or faster
 
-Verdict = Literal["slower", "faster", "the same", "gone", "new", "another task"]
+Verdict = Literal["slower", "faster", "the same", "failed", "not run", "new", "another task"]
+_ORDER: tuple[Verdict, ...] = ("slower", "failed", "not run", "another task", "faster", "new", "the same")
 
 
 @dataclass(frozen=True)
 class Change:
-    """A case before and after; `allowed` is how far from 1 the ratio may be without meaning anything.
+    """A case, or a placement of a pipeline, before and after; `allowed` is how far from 1 the ratio may be
+    without meaning anything.
 
-    Of "another task" (other threads, steps, seed) there is no ratio: the two say nothing of each other.
+    Of "another task" (other threads, steps, seed) there is no ratio: the two say nothing of each other. What
+    "failed" has not failed before; what is "not run" was not asked for, was skipped or is still to be run:
+    `why` says it.
     """
 
     key: str
@@ -29,20 +45,30 @@ class Change:
     after_s: float | None = None
     ratio: float | None = None
     allowed: float | None = None
+    why: str = ""
 
 
 @dataclass(frozen=True)
 class Differences:
-    """All cases of both; `same_machine` is False where figures should not be held together: the machine is
-    another, or a cluster of the same name."""
+    """All cases of both, and what trainings by epochs learned.
+
+    `same_machine` is False where figures should not be held together: the machine is another, or a cluster
+    of the same name. `software` names what is not the same, as "keras 3.14 (now 3.15)". `between_rounds` is
+    the standard deviation of a round's step, and `single_rounds` how many changes rest on a single round.
+    """
 
     changes: tuple[Change, ...]
     same_machine: bool
+    learning: tuple[Learning, ...] = ()
+    software: tuple[str, ...] = ()
+    between_rounds: float = BETWEEN_ROUNDS
+    single_rounds: int = 0
 
     @property
     def regressed(self) -> bool:
-        """Whether any case is slower beyond noise, or gone."""
-        return any(each.verdict in ("slower", "gone") for each in self.changes)
+        """Whether anything is slower beyond noise, fails now, or learns less."""
+        worse = any(each.verdict in ("slower", "failed") for each in self.changes)
+        return worse or any(each.verdict == "worse" for each in self.learning)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -50,7 +76,6 @@ class Differences:
 
     def to_text(self) -> str:
         """A table for people, what changed first."""
-        order = ("slower", "gone", "another task", "faster", "new", "the same")
         rows = [
             [
                 each.key,
@@ -60,42 +85,141 @@ class Differences:
                 "" if each.allowed is None else f"{each.allowed:.0%}",
                 each.verdict,
             ]
-            for each in sorted(self.changes, key=lambda each: order.index(each.verdict))
+            for each in sorted(self.changes, key=lambda each: _ORDER.index(each.verdict))
         ]
         lines = (
             [] if self.same_machine else ["Measured on different machines or clusters: ratios say little."]
         )
+        if self.software:
+            lines.append(f"Other software: {'; '.join(self.software)}")
         lines.append(table(["case", "before", "after", "ratio", "noise allows", "verdict"], rows))
+        lines += [f"{each.key}: {each.why}" for each in self.changes if each.why]
+        if self.learning:
+            lines.append(learning_table(self.learning))
+        if self.single_rounds:
+            lines.append(
+                f"one round before or after: {self.single_rounds} cases; their noise is that between rounds, "
+                f"{self.between_rounds:.1%}"
+            )
         ratios = [each.ratio for each in self.changes if each.ratio is not None]
         if ratios:
             lines.append(f"geometric mean of the ratios: {geometric_mean(ratios):.3f}, {len(ratios)} cases")
-        counts = {verdict: sum(each.verdict == verdict for each in self.changes) for verdict in order}
-        lines.append(", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count))
+        counts = {verdict: sum(each.verdict == verdict for each in self.changes) for verdict in _ORDER}
+        said = [f"{count} {verdict}" for verdict, count in counts.items() if count]
+        learned = sum(each.verdict == "worse" for each in self.learning)
+        lines.append(", ".join([*said, *([f"{learned} learned less"] if learned else [])]))
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """What is compared of a case: a step and one standard error of it, relative; `task` must be the same."""
+
+    key: str
+    task: object
+    step_s: float
+    noise: float
+    rounds: int
+
+
 def compare(before: Outcome, after: Outcome) -> Differences:
-    """Every case of either."""
-    old = {row.case.key: row for row in all_figures(before)}
-    new = {row.case.key: row for row in all_figures(after)}
-    changes = [_change(key, old.get(key), new.get(key)) for key in dict.fromkeys((*old, *new))]
+    """Every case of either, and every placement of their pipelines."""
+    old, new = ({each.key: each for each in _measured(of)} for of in (before, after))
+    between = _between_rounds((before, after))
+    pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]
+    errors = _errors(len(pairs))
+    failed = _failed(after).keys() - _failed(before).keys()
+    changes = []
+    for key in dict.fromkeys((*old, *new)):
+        if key in old and (key not in new or key in failed):
+            changes.append(_not_there(key, old[key], after))
+        else:
+            changes.append(_change(key, old.get(key), new.get(key), between, errors))
+    single = sum(min(pair[0].rounds, pair[1].rounds) == 1 for pair in pairs)
     machines = [each.setting.machine for each in (before, after)]
     same = (machines[0].cpu, machines[0].cores) == (machines[1].cpu, machines[1].cores)
     names = [{each.name: each.description for each in of.setting.clusters} for of in (before, after)]
     alike = all(names[0][name] == names[1][name] for name in names[0].keys() & names[1].keys())
-    return Differences(tuple(changes), same and alike)
+    learning = compare_learning(before, after)
+    return Differences(
+        tuple(changes), same and alike, learning, _other_software(before, after), between, single
+    )
 
 
-def _change(key: str, old: CaseFigures | None, new: CaseFigures | None) -> Change:
+def _measured(outcome: Outcome) -> Iterator[_Measured]:
+    """Cases first, then pipelines; placements of one name (random ones) have their number in it."""
+    for row in all_figures(outcome):
+        yield _Measured(row.case.key, row.case.task, row.step_s, row.noise, row.rounds)
+    for run in outcome.pipelines:
+        if run.report is not None:
+            task = (run.report.workload, run.report.schedule, run.report.ranks, run.report.batch)
+            for case in run.report.cases:
+                # How many rounds its steps are of is not kept.
+                yield _Measured(f"{run.name}/{case.method}", task, case.seconds(), _noise(case), 1)
+
+
+def _noise(case: PipelineCase) -> float:
+    return steps_noise([max(case.step_s, key=statistics.median)])
+
+
+def _between_rounds(outcomes: Sequence[Outcome]) -> float:
+    """The standard deviation of a round's step, relative, from all cases with several rounds together."""
+    squares, freedom, cases = 0.0, 0, 0
+    for outcome in outcomes:
+        by_round: dict[str, list[float]] = {}
+        for number in sorted({each.number for each in outcome.rounds}):
+            one = replace(outcome, rounds=tuple(each for each in outcome.rounds if each.number == number))
+            for row in all_figures(one):
+                by_round.setdefault(row.case.key, []).append(math.log(row.step_s))
+        for steps in by_round.values():
+            if len(steps) > 1:
+                squares += (len(steps) - 1) * statistics.variance(steps)
+                freedom, cases = freedom + len(steps) - 1, cases + 1
+    return math.sqrt(squares / freedom) if cases >= _LEAST_REPEATED else BETWEEN_ROUNDS
+
+
+def _errors(cases: int) -> float:
+    """Standard errors that a ratio may be off by: the more cases, the farther is the farthest by chance."""
+    return statistics.NormalDist().inv_cdf(1 - _FALSE_ALARMS / 2 / max(1, cases))
+
+
+def _failed(outcome: Outcome) -> dict[str, str]:
+    """Why, by the key of a case or the name of a pipeline."""
+    why = not_measured(outcome)
+    runs = [each for each in outcome.pipelines if each.error and not each.not_up]
+    pipelines = {each.name: last_words(each.error) for each in runs}
+    return {**{key: why[key] for key in failed_cases(outcome)}, **pipelines}
+
+
+def _not_there(key: str, old: _Measured, after: Outcome) -> Change:
+    """A case that has no figures any more, or failed in one of its rounds."""
+    failed = _failed(after)
+    # A pipeline fails as a whole.
+    if why := failed.get(key) or failed.get(key.rsplit("/", 1)[0]):
+        return Change(key, "failed", old.step_s, why=why)
+    return Change(key, "not run", old.step_s, why=not_measured(after).get(key, ""))
+
+
+def _change(key: str, old: _Measured | None, new: _Measured | None, between: float, errors: float) -> Change:
     if old is None or new is None:
-        before_s, after_s = (None if row is None else row.step_s for row in (old, new))
-        return Change(key, "gone" if new is None else "new", before_s, after_s)
-    if old.case.task != new.case.task:
+        return Change(key, "new", None, None if new is None else new.step_s)
+    if old.task != new.task:
         return Change(key, "another task", old.step_s, new.step_s)
     ratio = new.step_s / old.step_s
-    allowed = max(LEAST_CHANGE, _ERRORS * math.hypot(old.noise, new.noise))
+    noise = [max(each.noise, between / math.sqrt(each.rounds)) for each in (old, new)]
+    allowed = max(LEAST_CHANGE, errors * math.hypot(*noise))
     verdict: Verdict = "the same"
     # On a scale of factors: as far above 1 as below.
     if abs(math.log(ratio)) > math.log1p(allowed):
         verdict = "slower" if ratio > 1 else "faster"
     return Change(key, verdict, old.step_s, new.step_s, ratio, allowed)
+
+
+def _other_software(before: Outcome, after: Outcome) -> tuple[str, ...]:
+    """By what the settings keep; where one keeps nothing, by what the rounds of each system said."""
+    settings = [of.setting for of in (before, after)]
+    named = [{"hvpipe bench": each.machine.hvpipe, **each.software} for each in settings]
+    if not all(each.software for each in settings):
+        for names, of in zip(named, (before, after), strict=True):
+            names.update({each.case.system: each.versions for each in of.rounds if each.versions})
+    return tuple(differences(*named))

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from bench.cluster_spec import ClusterError
 from bench.metrics import communication_bound_s
 from bench.suites import Group, PipelineRun, Suite, cluster_spec
+from bench.workloads import TRAINED_DIGITS
 
 GROUP_S = 15.0  # cluster up and down, links measured
 _PROCESS_S = 9.0  # TensorFlow's import, of each process
-_DIGITS = 1437  # samples of an epoch
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def round_s(group: Group) -> float:
     step_s = computing_s + communication_bound_s(round(cost.gradient_bytes), hosts, rate)
     steps = task.warm_up + task.steps
     if task.epochs:
-        steps = task.epochs * (_DIGITS // (task.batch * group.ranks) + 1)
+        steps = task.epochs * (TRAINED_DIGITS // (task.batch * group.ranks) + 1)
     return (_PROCESS_S + cost.trace_s) * crowd + steps * step_s
 
 
@@ -69,7 +69,7 @@ def suite_s(suite: Suite) -> float:
 def _cluster_facts(group: Group) -> tuple[int, float | None, float]:
     """Hosts, the slowest link's bits per second, the cores of the slowest host (1 at most)."""
     try:
-        spec = cluster_spec(group.cluster)
+        spec = cluster_spec(group.cluster) if group.spec is None else group.spec
     except ClusterError:
         return group.ranks, None, 1.0
     cpus = [host.cpus for host in spec.hosts if host.cpus is not None]

@@ -6,102 +6,47 @@ import json
 import subprocess
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from bench import links
-from bench.cluster import Cluster
-from bench.cluster_network import require_privileges
-from bench.cluster_spec import ClusterError, equal_hosts
+from bench.cluster_spec import ClusterError
 from bench.estimates import GROUP_S, pipeline_s, round_s, suite_s
 from bench.journal import Journal, alone_in
 from bench.machine import describe_machine
 from bench.metrics import format_time, median
-from bench.outcome import ClusterFacts, Outcome, PipelineOutcome, Setting
+from bench.outcome import Outcome, PipelineOutcome, Setting
 from bench.pipeline_report import PipelineReport
+from bench.placement import ROOT
 from bench.places import Place, RealHosts
 from bench.processes import plain
 from bench.progress import Progress
 from bench.ranks import run_ranks
-from bench.record import Case, Round, last_words
-from bench.suites import Group, PipelineRun, Suite, SuiteError, cluster_spec
+from bench.record import NOT_UP, Case, Round, last_words
+from bench.sites import Sites
+from bench.suites import Group, PipelineRun, Suite
 
 RunRound = Callable[[Case, int, "Place | None", float], Round]
 """Runs one round of a case: case, number, place, seconds until it is ended."""
 
-_LOOPBACK, _LOOPBACK_RANKS = "loopback", 2
 _OUTPUT_END = 4000
-
-
-@dataclass(frozen=True)
-class Sites:
-    """Where groups run: on virtual clusters by name, on `hosts` that exist, or on this host (`loopback`)."""
-
-    hosts: RealHosts | None = None
-    loopback: bool = False
-    note: str = ""
-
-    def fit(self, suite: Suite) -> Suite:
-        """The suite as far as it can run here; SuiteError where nothing of it can."""
-        if self.hosts is not None:
-            fitted = suite.on_one_cluster("hosts", self.hosts.spec.slots)
-        else:
-            fitted = suite.on_one_cluster(_LOOPBACK, _LOOPBACK_RANKS) if self.loopback else suite
-        if not fitted.groups and not fitted.pipelines:
-            raise SuiteError(f"A group at least should be able to run here. Received: none, {self.note}")
-        return fitted
-
-    def facts(self, cluster: str) -> ClusterFacts:
-        """What is known of a cluster before anything is measured."""
-        if self.loopback:
-            return ClusterFacts(cluster, "plain loopback, links without limit", 1)
-        spec = self.hosts.spec if self.hosts is not None else cluster_spec(cluster)
-        return ClusterFacts(cluster, spec.describe(), len(spec.hosts), spec.slowest_rate_bits_per_s)
-
-    @contextmanager
-    def place(self, cluster: str) -> Iterator[Place | None]:
-        """The place, up inside the block, and taken down however it is left."""
-        if self.hosts is not None:
-            yield self.hosts
-        elif self.loopback:
-            yield None
-        else:
-            with Cluster(cluster_spec(cluster)) as virtual:
-                yield virtual
-
-
-def find_sites(hosts: str | None) -> Sites:
-    """Hosts that answer, else virtual clusters, else plain loopback with the reason in a note."""
-    if hosts is not None:
-        real = RealHosts(hosts)
-        real.require_answers()
-        note = f"on {real.spec.describe()}; certain clusters, shares and pipelines are left out"
-        return Sites(hosts=real, note=note)
-    try:
-        require_privileges()
-        with Cluster(equal_hosts(1)):  # root of a container may not be allowed to
-            pass
-    except ClusterError as error:
-        note = f"on plain loopback, without limits; clusters, shares and pipelines are left out: {error}"
-        return Sites(loopback=True, note=note)
-    return Sites()
 
 
 def setting_of(suite: Suite, sites: Sites, software: Mapping[str, str] | None = None) -> Setting:
     """What is kept about a run before it begins. `suite` is fitted to the sites."""
-    names = dict.fromkeys(each.cluster for each in (*suite.groups, *suite.pipelines))
+    clusters = {each.cluster: each.spec for each in suite.groups}
+    clusters |= {each.cluster: each.spec for each in suite.pipelines}
     return Setting(
         suite.name,
         suite.title,
         datetime.now(timezone.utc).isoformat(timespec="seconds"),
         describe_machine(),
-        tuple(sites.facts(name) for name in names),
+        tuple(sites.facts(name, spec) for name, spec in clusters.items()),
         json.loads(json.dumps(asdict(suite))),
-        (sites.note,) if sites.note else (),
+        (*((sites.note,) if sites.note else ()), *suite.notes),
         dict(software or {}),
     )
 
@@ -142,6 +87,7 @@ class Evaluation:
         ]
         return {
             "note": self._sites.note,
+            "notes": list(self._suite.notes),
             "groups": groups,
             "pipelines": [{"name": run.name, "estimate_s": pipeline_s(run)} for run in self._suite.pipelines],
             "skipped": {system: why for system, why in self._missing.items() if system in asked},
@@ -151,7 +97,7 @@ class Evaluation:
     def describe(self) -> str:
         """The plan for people, a line for each group and pipeline."""
         plan = self.plan()
-        lines = [plan["note"]] if plan["note"] else []
+        lines = [*([plan["note"]] if plan["note"] else []), *plan["notes"]]
         lines += [
             f"{group['name']}: {len(group['systems'])} systems, {group['rounds']} rounds, "
             f"{group['estimate_s'] / 60:.1f} min"
@@ -160,10 +106,16 @@ class Evaluation:
         lines += [f"{run['name']}: {run['estimate_s'] / 60:.1f} min" for run in plan["pipelines"]]
         return "\n".join([*lines, *(f"skipped: {why}" for why in plan["skipped"].values())])
 
-    def run(self, folder: Path, progress: Progress) -> Outcome:
-        """Run what is missing in the folder; KeyboardInterrupt leaves with all finished rounds kept."""
+    def run(self, folder: Path, progress: Progress, *, retry_failed: bool = False) -> Outcome:
+        """Run what is missing in the folder; KeyboardInterrupt leaves with all finished rounds kept.
+
+        What had no place to run is missing; with `retry_failed` what failed is as well.
+        """
         with alone_in(folder):
             journal = Journal(folder, setting_of(self._suite, self._sites, self._software))
+            journal.forget_not_up()
+            if retry_failed:
+                journal.forget_failed()
             kept = journal.outcome
             for group in self._suite.groups:
                 self._run_group(group, journal, progress)
@@ -187,7 +139,7 @@ class Evaluation:
         if not left:
             return
         try:
-            with self._sites.place(group.cluster) as place:
+            with self._sites.place(group) as place:
                 self._measure_links(group.cluster, place, journal, progress)
                 for number, case in left:
                     if _gave_up(journal.outcome, case):
@@ -199,10 +151,10 @@ class Evaluation:
                         progress.say(_line(finished))
         except ClusterError as error:
             for number, case in left:
-                if not _done(journal.outcome, number, case):
-                    journal.add_round(Round(case, number, error=f"the cluster: {error}"))
+                if not _done(journal.outcome, number, case) and not _gave_up(journal.outcome, case):
+                    journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))
                     progress.leave_out(round_s(group))
-            progress.say(f"{group.name}: failed, {error}")
+            progress.say(f"{group.name}: not run, {NOT_UP}{error}")
 
     def _round(self, case: Case, number: int, place: Place | None, timeout_s: float) -> Round:
         """A round; whatever a system does to fail ends up in it."""
@@ -224,6 +176,7 @@ class Evaluation:
             journal.add_links(links.measure(place, cluster))
         except Exception as error:  # the systems can be measured all the same
             progress.say(f"{cluster}: links not measured, {error!r}")
+            journal.add_links(links.not_measured(place, cluster, last_words(str(error))))
 
     def _run_pipeline(self, run: PipelineRun, journal: Journal, progress: Progress) -> None:
         if any(each.name == run.name for each in journal.outcome.pipelines):
@@ -233,26 +186,31 @@ class Evaluation:
             output = Path(directory) / "output"
             output.touch()
             try:
-                with self._sites.place(run.cluster) as place:
-                    assert isinstance(place, Cluster)  # other sites leave pipelines out
+                where = NOT_UP
+                with self._sites.place(run) as place:
+                    where = ""
+                    assert place is not None  # plain loopback leaves pipelines out
                     report = _pipeline_report(run, place, output)
                 finished = PipelineOutcome(run.name, report)
             except Exception as error:
                 said = plain(output.read_text(errors="replace"))[-_OUTPUT_END:]
-                finished = PipelineOutcome(run.name, error=f"{error}\n{said}".rstrip())
+                finished = PipelineOutcome(run.name, error=f"{where}{error}\n{said}".rstrip())
                 progress.say(f"{run.name}: failed, {last_words(finished.error)}")
             journal.add_pipeline(finished)
 
 
-def _pipeline_report(run: PipelineRun, cluster: Cluster, output: Path) -> PipelineReport:
+def _pipeline_report(run: PipelineRun, place: Place, output: Path) -> PipelineReport:
     """Run a pipeline's ranks; what they print goes to `output`. ClusterError where they fail or hang."""
 
     def start(command: list[str]) -> list[str]:
-        line = cluster.mpirun_command(cluster.spec.slots, command)
+        # Other hosts get no environment but what stands on the command line.
+        line = place.mpirun_command(place.spec.slots, ["env", f"PYTHONPATH={ROOT}", *command])
         return ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(output), *line]
 
-    where, timeout_s = cluster.spec.describe(), 300 + 6 * pipeline_s(run)
-    text = run_ranks("bench.pipeline", start, run.words(), where=where, timeout_s=timeout_s)
+    where, timeout_s = place.spec.describe(), 300 + 6 * pipeline_s(run)
+    # Rank 0 may be on another host, which shares the current folder.
+    shared = Path.cwd() if isinstance(place, RealHosts) else None
+    text = run_ranks("bench.pipeline", start, run.words(), where=where, timeout_s=timeout_s, folder=shared)
     return PipelineReport.from_json(text)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -57,7 +58,10 @@ class Job:
         deadline_s = time.monotonic() + _MEET_S
         missing = set(range(self.size))
         while missing:
-            missing = {rank for rank in missing if not (self.directory / f"{what}-{rank}").exists()}
+            # Over NFS a name that was looked up too early may stay missing for 30 s; to open a folder asks
+            # the server whether it changed.
+            there = set(os.listdir(self.directory))
+            missing = {rank for rank in missing if f"{what}-{rank}" not in there}
             if missing and time.monotonic() > deadline_s:
                 raise TimeoutError(
                     f"All ranks should come to {what!r} in {_MEET_S:g} s. Received: no {missing}"

@@ -80,6 +80,43 @@ class Journal:
         self._append("pipeline", asdict(finished))
         self.outcome = replace(self.outcome, pipelines=(*self.outcome.pipelines, finished))
 
+    def forget_not_up(self) -> None:
+        """Take out what was not run since its place was not up: it is run again."""
+        self._rewrite(
+            replace(
+                self.outcome,
+                rounds=tuple(each for each in self.outcome.rounds if not each.not_up),
+                pipelines=tuple(each for each in self.outcome.pipelines if not each.not_up),
+            )
+        )
+
+    def forget_failed(self) -> None:
+        """Take out what failed, links that could not be measured too: it is run again."""
+        self._rewrite(
+            replace(
+                self.outcome,
+                rounds=tuple(each for each in self.outcome.rounds if not each.error),
+                links=tuple(each for each in self.outcome.links if not each.why),
+                pipelines=tuple(each for each in self.outcome.pipelines if not each.error),
+            )
+        )
+
+    def _rewrite(self, kept: Outcome) -> None:
+        """Keep that alone; whenever this process ends, there is the whole of the one or of the other."""
+        if kept == self.outcome:
+            return
+        lines = [_line("setting", asdict(kept.setting))]
+        lines += [_line("round", each.to_dict()) for each in kept.rounds]
+        lines += [_line("link", asdict(each)) for each in kept.links]
+        lines += [_line("pipeline", asdict(each)) for each in kept.pipelines]
+        new = self._path.with_suffix(".new")
+        with new.open("wb") as file:
+            file.writelines(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(self._path)
+        self.outcome = kept
+
     def _append(self, kind: str, data: dict[str, Any]) -> None:
         with self._path.open("ab") as file:
             file.write(_line(kind, data))

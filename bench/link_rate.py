@@ -15,6 +15,7 @@ from bench.cluster_spec import ClusterError
 
 if TYPE_CHECKING:
     from bench.cluster import Cluster
+    from bench.places import Place
 
 _PORT = 5201
 
@@ -60,7 +61,7 @@ def measure_two_way(cluster: Cluster, first: str, second: str, *, seconds: float
         "iperf3 is not installed (Debian, Ubuntu: apt-get install iperf3): measuring with an own TCP stream",
         file=sys.stderr,
     )
-    return _with_own_stream(cluster, first, second, seconds)
+    return measure_own_stream(cluster, first, second, seconds)
 
 
 def _with_iperf(cluster: Cluster, first: str, second: str, seconds: float) -> TwoWayRate:
@@ -73,7 +74,8 @@ def _with_iperf(cluster: Cluster, first: str, second: str, seconds: float) -> Tw
     return iperf_rate(json.loads(output))
 
 
-def _with_own_stream(cluster: Cluster, first: str, second: str, seconds: float) -> TwoWayRate:
+def measure_own_stream(cluster: Place, first: str, second: str, seconds: float) -> TwoWayRate:
+    """The same by an own TCP stream, on hosts that exist too: these need not have iperf3."""
     program = [sys.executable, str(Path(__file__).with_name("two_way_stream.py"))]
     address = [second, str(_PORT), str(seconds)]
     with _serving(cluster, second, [*program, "server", *address]):
@@ -85,20 +87,21 @@ def _with_own_stream(cluster: Cluster, first: str, second: str, seconds: float) 
 class _serving:
     """A server process inside a host, ended with the block."""
 
-    def __init__(self, cluster: Cluster, host: str, command: list[str]) -> None:
+    def __init__(self, cluster: Place, host: str, command: list[str]) -> None:
         self._line = cluster.host_command(host, command)
 
     def __enter__(self) -> None:
-        self._process = subprocess.Popen(self._line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        nothing = subprocess.DEVNULL  # ssh would change the settings of a terminal that it reads from
+        self._process = subprocess.Popen(self._line, stdin=nothing, stdout=nothing, stderr=nothing)
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.wait(timeout=10)
 
 
-def _retry(cluster: Cluster, host: str, command: list[str], timeout_s: float) -> str:
+def _retry(cluster: Place, host: str, command: list[str], timeout_s: float) -> str:
     """Run the client; the server may need a moment before it listens."""
-    deadline = time.monotonic() + 5.0
+    deadline = time.monotonic() + 15.0  # over ssh a Python starts in seconds
     while True:
         try:
             result = cluster.execute(host, command, timeout_s=timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,14 @@ def describe_machine() -> Machine:
     )
 
 
+def same_and_others(machines: Mapping[str, str]) -> str:
+    """Machines by host in a line, those that are alike together."""
+    hosts: dict[str, list[str]] = {}
+    for host, machine in machines.items():
+        hosts.setdefault(machine, []).append(host)
+    return "; ".join(f"{', '.join(names)}: {machine}" for machine, names in hosts.items())
+
+
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     if info.exists():
@@ -48,3 +57,7 @@ def _cpu() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+if __name__ == "__main__":
+    print(describe_machine().describe())

@@ -10,7 +10,7 @@ from typing import Any
 from bench.links import LinkFacts
 from bench.machine import Machine
 from bench.pipeline_report import PipelineReport
-from bench.record import FORMAT, Round
+from bench.record import FORMAT, NOT_UP, Round
 
 
 class OutcomeError(ValueError):
@@ -55,6 +55,11 @@ class PipelineOutcome:
     name: str
     report: PipelineReport | None = None
     error: str = ""
+
+    @property
+    def not_up(self) -> bool:
+        """Whether only the place was missing; it may be there the next time."""
+        return self.error.startswith(NOT_UP)
 
 
 @dataclass(frozen=True)

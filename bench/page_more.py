@@ -13,7 +13,7 @@ from bench.page_measured import system_colour
 from bench.plots import lines
 from bench.record import RankRound, Round, last_words
 
-_EQUAL_HOSTS = re.compile(r"\d+x(\w+)")
+_EQUAL_HOSTS = re.compile(r"\d+x([\d.]*\w+)")
 _SYNCHRONOUS = ("tf-mwms", "horovod", "horovod-tuned")  # the same algorithm as hvpipe-none
 _SAMPLED = ("tf-ps", "tf-mwms", "horovod-tuned", "hvpipe-step")
 _QUANTITIES = {
@@ -187,7 +187,7 @@ def links(outcome: Outcome) -> str:
             _rate(each.set_bits_per_s) or "no limit",
             _rate(each.two_way_bits_per_s),
             "" if each.latency_s is None else format_time(each.latency_s),
-            _rate(each.bits_per_s),
+            _rate(each.bits_per_s) or each.why,
         ]
         for each in outcome.links
     ]

@@ -4,25 +4,36 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from bench import mpirun
 from bench.cluster import Cluster
 from bench.cluster_spec import ClusterError
+from bench.machine import same_and_others
 from hvpipe.errors import LaunchError
 from hvpipe.launch import HostSlots, LaunchSpec, exported_names, identify, mpirun_command, parse_hosts
 
+_ROOT = Path(__file__).parents[1]
 _ANSWER_TIMEOUT_S = 60.0
 # With a terminal of its own (-tt), what runs there ends when we do: a server would serve for ever.
 _SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
+_SSH_PLAIN = ("ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")  # its output and errors apart
 
 
 @dataclass(frozen=True)
 class HostList:
-    """Hosts that exist, in the form of a ClusterSpec; nobody limits their links."""
+    """Hosts that exist, in the form of a ClusterSpec; nobody limits their links.
+
+    `machines` says by name what they are, where they told.
+    """
 
     hosts: tuple[HostSlots, ...]
+    machines: tuple[tuple[str, str], ...] = ()
     slowest_rate_bits_per_s: None = None
 
     @property
@@ -32,7 +43,10 @@ class HostList:
 
     def describe(self) -> str:
         """One line for people."""
-        return f"hosts {', '.join(f'{host.name}:{host.slots}' for host in self.hosts)}"
+        names = f"hosts {', '.join(f'{host.name}:{host.slots}' for host in self.hosts)}"
+        mine = {host.name for host in self.hosts}
+        machines = same_and_others({name: said for name, said in self.machines if name in mine})
+        return f"{names}; {machines}" if machines else names
 
 
 class RealHosts:
@@ -45,9 +59,21 @@ class RealHosts:
         except LaunchError as error:
             raise ClusterError(str(error)) from error
 
+    def first(self, count: int) -> RealHosts:
+        """The first so many of them."""
+        part = copy(self)
+        part.spec = replace(self.spec, hosts=self.spec.hosts[:count])
+        return part
+
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
         """The command line that runs `command` on a host, over ssh."""
         return [*_SSH, host, *command]
+
+    def execute(
+        self, host: str, command: Sequence[str], *, timeout_s: float | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host to its end; its output comes back as text."""
+        return mpirun.run([*_SSH_PLAIN, host, *command], timeout_s=timeout_s)
 
     def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
         """The command line that starts `command` on `ranks` ranks, hosts filled in turn."""
@@ -82,6 +108,18 @@ class RealHosts:
                 "Every host should answer mpirun (over ssh, without a password). "
                 f"Received: host={host.name!r}, {said}"
             )
+
+    def ask_machines(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
+        """Have each host say what it is; one that does not has no part in the description."""
+        told = {}
+        command = ["env", f"PYTHONPATH={_ROOT}", sys.executable, "-m", "bench.machine"]
+        for host in self.spec.hosts:
+            line = self._mpirun((HostSlots(host.name, 1),), 1, command, os.environ)
+            with suppress(subprocess.TimeoutExpired):
+                done = mpirun.run(line, timeout_s=timeout_s)
+                if done.returncode == 0 and (said := _end(done.stdout, lines=1)):
+                    told[host.name] = said
+        self.spec = replace(self.spec, machines=tuple(told.items()))
 
     def _mpirun(
         self,

@@ -28,10 +28,21 @@ def started_as_rank(result: Path | None) -> bool:
     return result is not None or discover().launcher != "none"
 
 
-def run_ranks(module: str, start: mpirun.Start, words: list[str], *, where: str, timeout_s: float) -> str:
-    """Start `python -m module words` by the command line that `start` makes; the text of its result."""
+def run_ranks(
+    module: str,
+    start: mpirun.Start,
+    words: list[str],
+    *,
+    where: str,
+    timeout_s: float,
+    folder: Path | None = None,
+) -> str:
+    """Start `python -m module words` by the command line that `start` makes; the text of its result.
+
+    It is handed back in `folder`, which rank 0's host must share where that is another one.
+    """
     warn_if_busy()
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-", dir=folder) as directory:
         result = Path(directory) / "result.json"
         command = [sys.executable, "-m", module, *words, "--result", str(result), "--where", where]
         try:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORMAT = 1
+NOT_UP = "the place was not up: "  # how the reason begins where a cluster or hosts failed, and no system did
 
 # Where the time of a step goes, in the order in which it is drawn. What a system cannot tell is left out.
 PARTS = (
@@ -94,7 +95,7 @@ class RankRound:
 class Round:
     """One round of a case: what each rank measured, or why there is nothing (`error`, with its output's end).
 
-    `skipped` says why a case cannot run here: a system not installed, a cluster that needs root.
+    `skipped` says why a case was not run: a system that is not installed, a place that was NOT_UP.
     """
 
     case: Case
@@ -110,6 +111,11 @@ class Round:
     def ok(self) -> bool:
         """Whether it has figures."""
         return not (self.error or self.skipped)
+
+    @property
+    def not_up(self) -> bool:
+        """Whether only the place was missing; it may be there the next time."""
+        return self.skipped.startswith(NOT_UP)
 
     @property
     def why(self) -> str:

@@ -1,7 +1,8 @@
 """Suites: what an evaluation runs, read from TOML; groups of cases, and pipelines.
 
 A group is one task on one cluster, on which the systems take turns. Clusters have names: "2x300mbit" is two
-equal hosts on links of 300 Mb/s, "4xunlimited" four without limits, any other one a file in bench/clusters/.
+equal hosts on links of 300 Mb/s, "4xunlimited" four without limits, "mine.toml" a file beside the suite, any
+other one a file in bench/clusters/. A group without clusters runs where it is moved to.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from bench.cluster_spec import ClusterError, ClusterSpec, equal_hosts, read_spec
 from bench.record import Case, Task
 from bench.workload import MODELS
-from bench.workloads import check
+from bench.workloads import TRAINED_DIGITS, check
 from hvpipe.data_parallel_forecast import whole_shares
 
 if sys.version_info >= (3, 11):
@@ -25,7 +26,9 @@ else:
     import tomli as tomllib
 
 _FOLDER = Path(__file__).parent
-_EQUAL = re.compile(r"(\d+)x(\w+)")
+_EQUAL = re.compile(r"(\d+)x([\w.]+)")
+ANYWHERE = "hosts"  # the cluster of groups and pipelines that name none
+_LEAST_STEPS = 4  # of an epoch
 _TASK_KEYS = {"workload", "batch", "pixels", "threads", "warm_up", "steps", "seed", "epochs"}
 _GROUP_KEYS = _TASK_KEYS | {"clusters", "systems", "rounds", "scaling", "shares"}
 _PIPELINE_COUNTS = {"pixels", "batch", "seeds", "rounds", "steps"}
@@ -38,7 +41,11 @@ class SuiteError(ValueError):
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that are compared with each other: one task on one cluster by several systems, in rounds."""
+    """Cases that are compared with each other: one task on one cluster by several systems, in rounds.
+
+    With "strong" scaling a step has the same samples on any number of ranks; the task's batch is one's part.
+    `spec` is what a virtual cluster looks like; shares that are `by_speed` follow from it.
+    """
 
     task: Task
     cluster: str
@@ -46,6 +53,8 @@ class Group:
     systems: tuple[str, ...]
     rounds: int = 2
     scaling: str = "weak"
+    spec: ClusterSpec | None = None
+    by_speed: bool = False
 
     @property
     def name(self) -> str:
@@ -78,6 +87,7 @@ class PipelineRun:
     seeds: int = 1
     rounds: int = 2
     steps: int = 3
+    spec: ClusterSpec | None = None  # what its cluster looks like where that is a virtual one
 
     @property
     def name(self) -> str:
@@ -86,18 +96,19 @@ class PipelineRun:
 
     def words(self) -> list[str]:
         """The arguments of bench.pipeline."""
-        options = {key: value for key, value in asdict(self).items() if key != "cluster"}
+        options = {key: value for key, value in asdict(self).items() if key not in ("cluster", "spec")}
         return [word for key, value in options.items() for word in (f"--{key}", str(value))]
 
 
 @dataclass(frozen=True)
 class Suite:
-    """What is run, in order."""
+    """What is run, in order; `notes` say what is not as it was written, where it was moved to a cluster."""
 
     name: str
     title: str
     groups: tuple[Group, ...]
     pipelines: tuple[PipelineRun, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def only_systems(self, names: Iterable[str]) -> Suite:
         """The same with some of the systems; groups without any of them are left out."""
@@ -112,16 +123,25 @@ class Suite:
                 groups.append(replace(group, systems=kept))
         return replace(self, groups=tuple(groups))
 
-    def on_one_cluster(self, cluster: str, ranks: int) -> Suite:
-        """The same tasks on a single cluster of so many ranks; shares fit only where they were made for."""
+    def on_one_cluster(self, cluster: str, ranks: int, spec: ClusterSpec | None = None) -> Suite:
+        """The same tasks on a single cluster of so many ranks, each once; a virtual one has a `spec`."""
         groups: dict[str, Group] = {}
+        notes = list(self.notes)
         for group in self.groups:
-            if not group.task.shares:
-                moved = replace(group, cluster=cluster, ranks=ranks)
-                known = groups.setdefault(moved.name, moved)
-                systems = tuple(dict.fromkeys(known.systems + moved.systems))
-                groups[moved.name] = replace(known, systems=systems, rounds=max(known.rounds, moved.rounds))
-        return replace(self, groups=tuple(groups.values()), pipelines=())
+            try:
+                task = _task_on(group, ranks, spec)
+            except SuiteError as error:
+                notes.append(f"{group.name} is left out: {error}")
+                continue
+            moved = replace(group, cluster=cluster, ranks=ranks, task=task, spec=spec)
+            if group.scaling == "weak" and task.batch < group.task.batch:
+                notes.append(f"{moved.name} has a smaller batch, so that an epoch has {_LEAST_STEPS} steps")
+            known = groups.setdefault(moved.name, moved)
+            systems = tuple(dict.fromkeys(known.systems + moved.systems))
+            groups[moved.name] = replace(known, systems=systems, rounds=max(known.rounds, moved.rounds))
+        runs = (replace(run, cluster=cluster, spec=spec) for run in self.pipelines)
+        pipelines = tuple({run.name: run for run in runs}.values())
+        return replace(self, groups=tuple(groups.values()), pipelines=pipelines, notes=tuple(notes))
 
 
 def suite_names() -> list[str]:
@@ -149,6 +169,14 @@ def read_suite(name: str, all_systems: Sequence[str]) -> Suite:
     if not names or len(set(names)) < len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise SuiteError(f"{path} should hold groups, each once. Received: {twice or 'none'}")
+    specs: dict[str, ClusterSpec | None] = {}
+    for each in (*groups, *pipelines):
+        _require(
+            path,
+            specs.setdefault(each.cluster, each.spec) == each.spec,
+            "clusters of one suite should have different file names",
+            each.cluster,
+        )
     return Suite(path.stem, title, tuple(groups), tuple(pipelines))
 
 
@@ -156,11 +184,21 @@ def cluster_spec(name: str) -> ClusterSpec:
     """The virtual cluster of that name."""
     if match := _EQUAL.fullmatch(name):
         return equal_hosts(int(match[1]), match[2])
-    path = _FOLDER / "clusters" / f"{name}.toml"
-    if not path.exists():
-        known = ", ".join(sorted(file.stem for file in path.parent.glob("*.toml")))
-        raise ClusterError(f"A cluster should be as 2x300mbit, or one of {known}. Received: {name!r}")
-    return read_spec(path)
+    files = {path.stem: path for path in sorted((_FOLDER / "clusters").glob("*.toml"))}
+    if name not in files:
+        raise ClusterError(
+            f"A cluster should be as 2x300mbit, one of {', '.join(files)}, or a TOML file, as in mine.toml. "
+            f"Received: {name!r}"
+        )
+    return read_spec(files[name])
+
+
+def named_cluster(text: str, folder: Path) -> tuple[str, ClusterSpec]:
+    """What results call a cluster, and what it looks like; a TOML file is looked for in `folder`."""
+    if text.endswith(".toml"):
+        path = folder / text
+        return path.name, read_spec(path)
+    return text, cluster_spec(text)
 
 
 def proportional_shares(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
@@ -168,12 +206,51 @@ def proportional_shares(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
     return tuple(whole_shares(batch * len(speeds), speeds, least=1))
 
 
+def batch_of_rank(batch: int, ranks: int) -> int:
+    """A rank's part of a whole step's batch; SuiteError where it is no whole number."""
+    if batch % ranks:
+        raise SuiteError(
+            f"With strong scaling the batch is the whole step's, and {ranks} ranks should share it evenly. "
+            f"Received: batch={batch}"
+        )
+    return batch // ranks
+
+
+def _task_on(group: Group, ranks: int, spec: ClusterSpec | None) -> Task:
+    """What a group trains where it has so many ranks; SuiteError where it cannot."""
+    task = group.task
+    if group.scaling == "strong":
+        task = replace(task, batch=batch_of_rank(task.batch * group.ranks, ranks))
+    elif task.epochs:
+        task = replace(task, batch=min(task.batch, TRAINED_DIGITS // (_LEAST_STEPS * ranks)))
+    if group.by_speed:
+        if spec is None:
+            raise SuiteError("its shares follow from what a virtual cluster leaves its hosts of their CPUs")
+        task = replace(task, shares=_shares_by_speed(task.batch, spec))
+    _require_ranks(task, ranks)
+    return task
+
+
+def _shares_by_speed(batch: int, spec: ClusterSpec) -> tuple[int, ...]:
+    return proportional_shares(batch, [host.cpus or 1.0 for host in spec.hosts for _ in range(host.slots)])
+
+
+def _require_ranks(task: Task, ranks: int) -> None:
+    """SuiteError where so many ranks cannot train a task."""
+    if task.shares and len(task.shares) != ranks:
+        raise SuiteError(f"shares are one for each of {ranks} ranks. Received: {list(task.shares)}")
+    together = sum(task.shares) or task.batch * ranks
+    if task.epochs and (together == 0 or task.epochs * (TRAINED_DIGITS // together) <= task.warm_up):
+        raise SuiteError(
+            f"epochs of {TRAINED_DIGITS} images should have more steps than the warm-up's {task.warm_up}. "
+            f"Received: {task.batch} samples on each of {ranks} ranks"
+        )
+
+
 def _groups(path: Path, table: dict[str, Any], all_systems: Sequence[str]) -> list[Group]:
     _require_keys(path, table, _GROUP_KEYS)
-    if not {"workload", "batch", "clusters", "systems"} <= set(table):
-        raise SuiteError(
-            f"{path}: a group has workload, batch, clusters and systems. Received: {sorted(table)}"
-        )
+    if not {"workload", "batch", "systems"} <= set(table):
+        raise SuiteError(f"{path}: a group has workload, batch and systems. Received: {sorted(table)}")
     systems = tuple(all_systems) if table["systems"] == "all" else _texts(path, table, "systems")
     if unknown := sorted(set(systems) - set(all_systems)):
         raise SuiteError(f"{path}: systems should be of {', '.join(all_systems)}. Received: {unknown}")
@@ -181,32 +258,45 @@ def _groups(path: Path, table: dict[str, Any], all_systems: Sequence[str]) -> li
     _require(path, scaling in ("weak", "strong"), "scaling should be 'weak' or 'strong'", scaling)
     rounds = table.get("rounds", 2)
     _require(path, _is_count(rounds), "rounds should be a whole number of at least 1", rounds)
+    clusters: list[tuple[str, ClusterSpec | None]] = [(ANYWHERE, None)]
+    if "clusters" in table:
+        clusters = [named_cluster(text, path.parent) for text in _texts(path, table, "clusters")]
     made = []
-    for cluster in _texts(path, table, "clusters"):
-        spec = cluster_spec(cluster)
-        made.append(Group(_task(path, table, spec), cluster, spec.slots, systems, rounds, scaling))
+    for name, spec in clusters:
+        task = _task(path, table, spec)
+        by_speed = table.get("shares") == "proportional"
+        ranks = spec.slots if spec is not None else len(task.shares) or 1
+        made.append(Group(task, name, ranks, systems, rounds, scaling, spec=spec, by_speed=by_speed))
     return made
 
 
-def _task(path: Path, table: dict[str, Any], spec: ClusterSpec) -> Task:
-    """What a group trains on one of its clusters."""
+def _task(path: Path, table: dict[str, Any], spec: ClusterSpec | None) -> Task:
+    """What a group trains on one of its clusters; without one, on one rank."""
     values = {key: value for key, value in table.items() if key in _TASK_KEYS}
     workload = values["workload"]
     _require(path, isinstance(workload, str), "the workload should be a name", workload)
     for key in sorted(values.keys() - {"workload"}):
         _require(path, type(values[key]) is int, f"{key} should be a whole number", values[key])
+    if table.get("scaling") == "strong":
+        try:
+            values["batch"] = batch_of_rank(values["batch"], 1 if spec is None else spec.slots)
+        except SuiteError as error:
+            raise SuiteError(f"{path}: {error}") from error
     shares = table.get("shares", [])
     proportional = shares == "proportional"
     if proportional:
-        speeds = [host.cpus or 1.0 for host in spec.hosts for _ in range(host.slots)]
-        shares = proportional_shares(values["batch"], speeds)
+        if spec is None:
+            raise SuiteError(
+                f"{path}: 'proportional' shares follow from what a virtual cluster leaves its hosts of their "
+                "CPUs: the group should name clusters. Received: none"
+            )
+        shares = _shares_by_speed(values["batch"], spec)
     whole = proportional or (isinstance(shares, list) and all(type(each) is int for each in shares))
     _require(path, whole, "shares should be 'proportional', or a list of whole numbers", shares)
-    if shares and len(shares) != spec.slots:
-        raise SuiteError(f"{path}: shares are one for each of {spec.slots} ranks. Received: {shares}")
     task = Task(**values, shares=tuple(shares))
     try:
         check(task)
+        _require_ranks(task, spec.slots if spec is not None else len(shares) or 1)
     except ValueError as error:
         raise SuiteError(f"{path}: {error}") from error
     return task
@@ -218,15 +308,17 @@ def _pipeline(path: Path, table: dict[str, Any]) -> PipelineRun:
     model, methods = table.get("model"), table.get("methods", "")
     _require(path, model in models, f"a pipeline's model should be one of {', '.join(models)}", model)
     _require(path, isinstance(methods, str), "methods should be a text, as in 'greedy,random'", methods)
-    _require(path, isinstance(table.get("cluster"), str), "a pipeline has a cluster", table.get("cluster"))
+    cluster = table.get("cluster", ANYWHERE)
+    _require(path, isinstance(cluster, str), "a pipeline's cluster should be a name", cluster)
     counts = {key: value for key, value in table.items() if key in _PIPELINE_COUNTS}
     if table.get("microbatches", "auto") != "auto":
         counts["microbatches"] = table["microbatches"]
     for key, value in counts.items():
         _require(path, _is_count(value), f"{key} should be a whole number of at least 1", value)
-    run = PipelineRun(**table)
-    cluster_spec(run.cluster)
-    return run
+    if "cluster" not in table:
+        return PipelineRun(**table, cluster=cluster)
+    name, spec = named_cluster(cluster, path.parent)
+    return PipelineRun(**{**table, "cluster": name}, spec=spec)
 
 
 def _tables(path: Path, data: dict[str, Any], key: str) -> list[dict[str, Any]]:

@@ -22,9 +22,13 @@ _TAG = 0
 
 
 def measure_links(
-    engine: Engine, *, sizes_bytes: Sequence[int] = SIZES_BYTES, repeats: int = 7
+    engine: Engine,
+    *,
+    sizes_bytes: Sequence[int] = SIZES_BYTES,
+    repeats: int = 7,
+    pairs: Sequence[tuple[int, int]] | None = None,
 ) -> dict[tuple[int, int], Link]:
-    """The link between every two ranks (a, b), a < b; the same on all ranks. Collective.
+    """The link between every two ranks (a, b), a < b, or of `pairs` alone; the same on all ranks. Collective.
 
     Two ranks at a time send each other messages of each size, `repeats` times there and back, while all
     others wait; a one-way time is half of the median. Latency and bandwidth are fitted to these: see
@@ -36,8 +40,13 @@ def measure_links(
             f"Received: sizes_bytes={list(sizes_bytes)}, repeats={repeats}"
         )
     rank, size = engine.world.rank, engine.world.size
+    every = list(combinations(range(size), 2))
+    if unknown := set(pairs or ()) - set(every):
+        raise HvpipeError(
+            f"A pair of ranks should be (a, b) with 0 <= a < b < {size}. Received: {sorted(unknown)}"
+        )
     mine: dict[tuple[int, int], Link] = {}
-    for pair in combinations(range(size), 2):
+    for pair in every if pairs is None else pairs:
         engine.agree(f"links: ranks {pair[0]} and {pair[1]}")
         if rank == pair[0]:
             one_way_s = [_ping_pong_s(engine, pair[1], nbytes, repeats) for nbytes in sizes_bytes]

@@ -16,19 +16,23 @@ import psutil
 import pytest
 
 from bench import command
-from bench.evaluation import Sites
+from bench.cluster_spec import ClusterError
 from bench.files import write_outputs
 from bench.journal import Journal
 from bench.outcome import Outcome
 from bench.readme import BEGIN, END
 from bench.record import Case, Round
+from bench.sites import Sites
 from bench.termination import ended_by_exception
 from bench_rounds import case, finished, outcome
 from hvpipe import bench_command, cli
 from hvpipe.errors import LaunchError
 
 FLAGS = {
-    "run": ["--help", "--hosts", "--json", "--out", "--plan", "--python", "--systems", "-h"],
+    "run": [
+        *("--cluster", "--help", "--host-counts", "--hosts", "--json", "--out", "--plan", "--python"),
+        *("--retry-failed", "--systems", "-h"),
+    ],
     "report": ["--help", "--json", "-h"],
     "compare": ["--help", "--json", "-h"],
     "readme": ["--file", "--help", "-h"],
@@ -99,6 +103,12 @@ def test_where_no_system_is_there_nothing_could_be_run(
         (["--systems", ""], "Received: ['']"),
         (["--python", "/absent/python"], "--python should be a Python that runs. Received: '/absent/python'"),
         (["--out", "{file}"], "File exists"),
+        (
+            ["--hosts", "a,b", "--cluster", "2x1gbit"],
+            "Give --hosts or --cluster. Received: 'a,b' and '2x1gbit'",
+        ),
+        (["--host-counts", "2"], "goes with --hosts. Received: --host-counts '2' alone"),
+        (["--cluster", "cloud"], "or a TOML file, as in mine.toml. Received: 'cloud'"),
     ],
 )
 def test_words_that_cannot_be_followed_are_exit_code_2(
@@ -136,7 +146,7 @@ SLEEPER = """
 import sys
 from pathlib import Path
 from bench import command, rounds
-from bench.evaluation import Sites
+from bench.sites import Sites
 from bench.processes import Command, run_together
 from bench_rounds import finished
 
@@ -200,6 +210,16 @@ def test_a_plan_says_what_would_run_and_runs_nothing(
     assert not (tmp_path / "out").exists()
 
 
+def test_one_cluster_for_all_of_a_suite(
+    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.sites._probe", lambda: "")
+    (tmp_path / "theirs.toml").write_text('[[host]]\nrate = "1.5gbit"\n[[host]]\nslots = 2\n')
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["run", suite, "--plan", "--cluster", "theirs.toml"]) == 0
+    assert "digits-64/8/theirs.toml-3/weak: " in capsys.readouterr().out
+
+
 def test_a_plan_as_json(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--plan", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -236,6 +256,35 @@ def test_failed_rounds_are_exit_code_1_and_shown(tmp_path: Path, capsys: pytest.
     shown = capsys.readouterr().out
     assert "horovod: failed, Segmentation fault" in shown
     assert "tf-ps: skipped, not installed" in shown
+
+
+def test_a_round_without_a_place_is_exit_code_1_too(
+    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: Sites, cluster: str) -> None:
+        raise ClusterError("no such rate")
+
+    words = ["run", suite, "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patched:
+        patched.setattr(Sites, "place", broken)
+        assert command.main(words) == 1
+    assert "skipped, the place was not up: no such rate" in capsys.readouterr().out
+    assert command.main(words) == 0
+
+
+def test_what_failed_is_run_again_with_retry_failed(
+    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(case: Case, number: int, place: object, timeout_s: float, *, python: str) -> Round:
+        return Round(case, number, error="ssh: connection refused")
+
+    words = ["run", suite, "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patched:
+        patched.setattr("bench.rounds.run_round", fail)
+        assert command.main(words) == 1
+    assert "but with --retry-failed" in capsys.readouterr().err
+    assert command.main(words) == 1
+    assert command.main([*words, "--retry-failed"]) == 0
 
 
 def test_a_report_of_a_run_that_was_interrupted(tmp_path: Path) -> None:

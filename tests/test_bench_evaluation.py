@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from bench import evaluation, links
+from bench import evaluation, link_rate, links, mpirun, sites
 from bench.cluster import Cluster
-from bench.cluster_spec import ClusterError, equal_hosts
-from bench.evaluation import Evaluation, Sites, find_sites, setting_of
+from bench.cluster_spec import ClusterError, ClusterSpec, HostSpec, equal_hosts
+from bench.evaluation import Evaluation, setting_of
 from bench.figures import not_measured
 from bench.journal import FILE, Journal, JournalError, alone_in
 from bench.outcome import Outcome, OutcomeError, PipelineOutcome
+from bench.pipeline_report import PipelineReport
 from bench.places import RealHosts
 from bench.progress import Progress, format_left
 from bench.record import Case, Round, Task
+from bench.sites import Sites, find_sites, one_cluster
 from bench.suites import Group, PipelineRun, Suite, SuiteError
 from bench_rounds import finished
 
@@ -149,16 +151,55 @@ def test_a_missing_system_is_skipped_by_name_and_tried_when_it_is_there(tmp_path
     assert systems.asked[2:] == [("b", 0), ("b", 1)]
 
 
-def test_a_cluster_that_does_not_come_up_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def broken(self: Sites, cluster: str) -> Iterator[None]:
-        raise ClusterError("no such rate")
-        yield
+@contextmanager
+def broken(self: Sites, cluster: str) -> Iterator[None]:
+    raise ClusterError("no such rate")
+    yield
 
-    monkeypatch.setattr(Sites, "place", broken)
-    outcome, said = run(tmp_path, Systems())
-    assert {each.error for each in outcome.rounds} == {"the cluster: no such rate"}
-    assert "no such rate" in said
+
+def test_a_cluster_that_does_not_come_up_is_no_failure_of_systems_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(Sites, "place", broken)
+            outcome, said = run(tmp_path, Systems())
+        assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
+        assert {each.skipped for each in outcome.rounds} == {"the place was not up: no such rate"}
+        assert all(each.not_up and not each.error for each in outcome.rounds)
+        assert "not run, the place was not up: no such rate" in said
+    systems = Systems()
+    outcome, _ = run(tmp_path, systems)
+    assert systems.asked == ALL
+    assert all(each.ok for each in outcome.rounds)
+    assert Journal.kept_in(tmp_path) == outcome
+
+
+def test_what_failed_is_run_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    run(tmp_path, Systems(fails=("b",)))
+    systems = Systems()
+    evaluated = Evaluation(SUITE, HERE, systems, {})
+    outcome = evaluated.run(tmp_path, Progress(1.0, io.StringIO()), retry_failed=True)
+    assert systems.asked == [("b", 0), ("b", 1)]
+    assert [(each.case.system, each.number) for each in outcome.rounds if each.ok] == [
+        *(("a", 0), ("a", 1), ("b", 0), ("b", 1)),
+    ]
+    assert not any(each.error for each in outcome.rounds)
+    assert Journal.kept_in(tmp_path) == outcome
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_links_and_pipelines_that_failed_are_tried_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, setting_of(SUITE, HERE))
+    measured = links.LinkFacts("b", "h0", "h1", 1e9)
+    journal.add_links([links.LinkFacts("a", "h0", "h1", None, why="no time"), measured])
+    journal.add_pipeline(PipelineOutcome("one", error="ValueError: too large"))
+    journal.add_pipeline(PipelineOutcome("two", error="the place was not up: no such rate"))
+    journal.forget_not_up()
+    assert [each.name for each in journal.outcome.pipelines] == ["one"]
+    journal.forget_failed()
+    assert (journal.outcome.pipelines, [each.cluster for each in journal.outcome.links]) == ((), ["b"])
+    assert Journal(tmp_path, setting_of(SUITE, HERE)).outcome == journal.outcome
 
 
 def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
@@ -233,9 +274,20 @@ def test_a_folder_in_which_another_one_runs_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_suite_of_which_nothing_can_run_here(tmp_path: Path) -> None:
-    shared = Group(Task("digits", 8, shares=(12, 4)), "slow-cpu", 2, ("a",))
-    with pytest.raises(SuiteError, match="Received: none, not root"):
+    shared = Group(Task("digits", 8, shares=(12, 4, 8)), "slow-cpu", 3, ("a",))
+    with pytest.raises(
+        SuiteError, match=r"Received: none, not root; .* is left out: shares are one for each of 2"
+    ):
         Evaluation(Suite("mine", "Mine", (shared,)), HERE, Systems(), {})
+
+
+def test_what_is_left_out_is_in_the_plan_and_the_report() -> None:
+    strong = Group(Task("digits", 3), "3x1gbit", 3, ("a",), scaling="strong")
+    evaluated = Evaluation(Suite("mine", "Mine", (*SUITE.groups, strong)), HERE, Systems(), {})
+    (said,) = evaluated.plan()["notes"]
+    assert said.startswith("digits-64/3/3x1gbit-3/strong is left out: ")
+    assert said in evaluated.describe()
+    assert setting_of(evaluated._suite, HERE).notes == ("not root", said)
 
 
 @pytest.mark.parametrize("text", [b'{"kind": "round"}', b"5", b"null", b"[]", b"\xff", b'{"kind": []}'])
@@ -261,25 +313,67 @@ def test_without_root_it_is_plain_loopback_and_says_so(monkeypatch: pytest.Monke
     def refuse() -> None:
         raise ClusterError("root is wanted")
 
-    monkeypatch.setattr(evaluation, "require_privileges", refuse)
-    sites = find_sites(None)
-    assert sites.loopback
-    assert "plain loopback" in sites.note
-    assert "root is wanted" in sites.note
-    with sites.place("2x1gbit") as place:
+    monkeypatch.setattr(sites, "require_privileges", refuse)
+    found = find_sites(None)
+    assert found.loopback
+    assert "plain loopback" in found.note
+    assert "root is wanted" in found.note
+    with found.place(SUITE.groups[0]) as place:
         assert place is None
-    assert sites.facts("loopback").slowest_bits_per_s is None
+    assert found.facts("loopback").slowest_bits_per_s is None
+    with pytest.raises(ClusterError, match="root is wanted"):
+        one_cluster("2x1gbit")  # who asks for a cluster gets no loopback
 
 
 def test_root_that_may_not_make_namespaces_is_plain_loopback_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Cluster, owner_pid: int = 0) -> None:
         raise ClusterError("`ip netns add` failed: Operation not permitted.")
 
-    monkeypatch.setattr(evaluation, "require_privileges", lambda: None)
+    monkeypatch.setattr(sites, "require_privileges", lambda: None)
     monkeypatch.setattr(Cluster, "up", refuse)
-    sites = find_sites(None)
-    assert sites.loopback
-    assert "not permitted" in sites.note
+    found = find_sites(None)
+    assert found.loopback
+    assert "not permitted" in found.note
+
+
+@pytest.mark.parametrize(("lacking", "loopback"), [("rate", True), ("cpus", False)])
+def test_what_cannot_be_limited_here_is_said_once(
+    lacking: str, loopback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def up(self: Cluster, owner_pid: int = 0) -> None:
+        (host,) = self.spec.hosts
+        if lacking == "rate" and host.rate_bits_per_s is not None:
+            raise ClusterError("no token bucket")
+        if lacking == "cpus" and host.cpus is not None:
+            raise ClusterError("no cpu controller")
+
+    monkeypatch.setattr(sites, "require_privileges", lambda: None)
+    monkeypatch.setattr(Cluster, "up", up)
+    monkeypatch.setattr(Cluster, "down", lambda self: None)
+    found = find_sites(None)
+    assert found.loopback == loopback
+    if loopback:
+        assert "no token bucket" in found.note
+        return
+    half = ClusterSpec((HostSpec("h0", cpus=0.5), HostSpec("h1")))
+    limited = Group(Task("digits", 8), "half", 2, ("a",), spec=half)
+    fitted = found.fit(Suite("mine", "Mine", (*SUITE.groups, limited)))
+    assert fitted.groups == SUITE.groups
+    assert fitted.notes == ("digits-64/8/half-2/weak is left out: no cpu controller",)
+    with pytest.raises(ClusterError, match="no cpu controller"):
+        one_cluster("slow-cpu")
+    assert one_cluster("2x1gbit").cluster == ("2x1gbit", equal_hosts(2, "1gbit"))
+
+
+def test_a_suite_without_clusters_needs_a_place() -> None:
+    suite = Suite("mine", "Mine", (Group(Task("digits", 8), "hosts", 1, ("a",)),))
+    with pytest.raises(SuiteError, match=r"need --hosts or --cluster\. Received: neither"):
+        Sites().fit(suite)
+    spec = equal_hosts(3, "1gbit")
+    (group,) = Sites(cluster=("mine.toml", spec)).fit(suite).groups
+    assert (group.name, group.spec) == ("digits-64/8/mine.toml-3/weak", spec)
+    assert [each.ranks for each in Sites(hosts=RealHosts("a:2,b")).fit(suite).groups] == [3]
+    assert Sites().facts("mine.toml", spec).slowest_bits_per_s == 1e9
 
 
 def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,20 +402,132 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert "-tt" in hosts.host_command("a", ["serve"])
 
 
+def test_scaling_is_measured_on_the_first_hosts_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = (
+        Group(Task("digits", 8), "2x1gbit", 2, ("a",), rounds=1),
+        Group(Task("digits", 32, epochs=4), "2x1gbit", 2, ("a",), rounds=1),
+        Group(Task("digits", 8, shares=(9, 7)), "2x1gbit", 2, ("a",), rounds=1),
+        Group(Task("digits", 6), "2x1gbit", 2, ("a",), rounds=1, scaling="strong"),
+    )
+    hosts = RealHosts("a:2,b,c")
+    hosts.spec = replace(hosts.spec, machines=(("a", "8 cores"), ("c", "16 cores")))
+    where = Sites(hosts=hosts).on_counts("1, 2")
+    fitted = where.fit(Suite("mine", "Mine", groups, (PipelineRun("2x1gbit", "vgg16"),)))
+    assert [group.name for group in fitted.groups] == [
+        *("digits-64/8/1xhosts-2/weak", "digits-64/6/1xhosts-2/strong"),
+        *("digits-64/8/2xhosts-3/weak", "digits-64/4/2xhosts-3/strong"),
+        *("digits-64/8/3xhosts-4/weak", "digits-64/32/3xhosts-4/4-epochs", "digits-64/3/3xhosts-4/strong"),
+    ]
+    assert [run.name for run in fitted.pipelines] == ["pipeline/vgg16-64/32/3xhosts"]
+    assert [said.split(" is left out")[0] for said in fitted.notes] == ["digits-64/9+7/2x1gbit-2/weak"]
+    assert where.fit(fitted) == fitted
+    assert where.facts("1xhosts").description == "hosts a:2; a: 8 cores"
+    assert [where.facts(f"{count}xhosts").hosts for count in (1, 2, 3)] == [1, 2, 3]
+    slots: list[int] = []
+
+    def run_round(case: Case, number: int, place: object, timeout_s: float) -> Round:
+        assert isinstance(place, RealHosts)
+        slots.append(place.spec.slots)
+        return finished(case, 1.0, number=number)
+
+    monkeypatch.setattr(links, "measure", lambda place, cluster: [])
+    evaluated = Evaluation(replace(fitted, pipelines=()), where, run_round, {})
+    evaluated.run(tmp_path, Progress(1.0, io.StringIO()))
+    assert slots == [2, 2, 3, 3, 4, 4, 4]
+    for text in ("0", "4", "two", ""):
+        with pytest.raises(SuiteError, match=f"of 1 to 3 of --hosts.*Received: --host-counts '{text}'"):
+            where.on_counts(text)
+
+
+def test_the_machines_of_hosts_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        if "bench.machine" not in command:
+            return subprocess.CompletedProcess(command, 0, "8\n", "")
+        if "d:1" in command:
+            raise subprocess.TimeoutExpired(command, 60)
+        said = "a banner\n64 cores (Another CPU)\n" if "c:1" in command else "8 cores (A CPU)\n"
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    monkeypatch.setattr("bench.mpirun.run", answer)
+    monkeypatch.setattr("hvpipe.launch.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
+    found = find_sites("a:2,b:2,c,d")
+    assert found.note == "on hosts a:2, b:2, c:1, d:1; links and CPUs as they are"
+    described = found.facts("hosts").description
+    assert described == "hosts a:2, b:2, c:1, d:1; a, b: 8 cores (A CPU); c: 64 cores (Another CPU)"
+
+
 def test_links_of_hosts_that_exist_are_handed_back_in_the_folder_they_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(self: RealHosts, ranks: int, command: list[str], **_: object) -> object:
+        assert command[command.index("--peers") + 1 : command.index("--result")] == ["2"]
         result = Path(command[-1])
         assert tmp_path in result.parents
-        result.write_text(json.dumps({"1": [1e-5, 1e9], "2": [2e-5, 1e8]}))
+        result.write_text(json.dumps({"2": [2e-5, 1e8]}))
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(RealHosts, "run", measure)
     monkeypatch.chdir(tmp_path)
-    (found,) = links.measure(RealHosts("a:2,c"), "hosts")  # rank 2 is the first of c
-    assert (found.second, found.latency_s, found.bits_per_s) == ("c", 2e-5, 1e8)
+    # Hosts that exist: this one, which is reached without ssh.
+    monkeypatch.setattr(RealHosts, "host_command", lambda self, host, command: command)
+    monkeypatch.setattr(
+        RealHosts, "execute", lambda self, host, command, timeout_s: mpirun.run(command, timeout_s=timeout_s)
+    )
+    monkeypatch.setattr(link_rate, "_PORT", 20201)
+    hosts = RealHosts("a:2,localhost")
+    (found,) = links.measure(hosts, "hosts", seconds=0.2)  # rank 2 is the first of the second host
+    assert (found.second, found.latency_s, found.bits_per_s) == ("localhost", 2e-5, 1e8)
+    assert found.tool == "own TCP stream"
+    assert found.two_way_bits_per_s is not None
+    assert found.two_way_bits_per_s > 1e6
     assert list(tmp_path.iterdir()) == []
+    # One that takes no other connections has its ping-pong all the same.
+    monkeypatch.setattr(links, "measure_own_stream", lambda *_: json.loads("refused"))
+    (found,) = links.measure(hosts, "hosts")
+    assert (found.bits_per_s, found.two_way_bits_per_s) == (1e8, None)
+
+
+def test_links_have_time_for_one_pair_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def measure(self: Cluster, ranks: int, command: list[str], *, timeout_s: float, **_: object) -> object:
+        given.append(timeout_s)
+        return subprocess.CompletedProcess(command, 1, "", "no")
+
+    monkeypatch.setattr(Cluster, "run", measure)
+    for hosts, rate in ((2, "100mbit"), (8, "100mbit"), (8, "10mbit")):
+        with pytest.raises(ClusterError, match="Links could not be measured: no"):
+            links.measure(Cluster(equal_hosts(hosts, rate)), "theirs")
+    # A pair at 100 Mb/s: 10 messages of 10 MB and a bit each, 8.4 s; twice that, and 120 s to meet.
+    assert given == pytest.approx([137, 237, 1295], abs=1)
+
+
+def test_links_that_cannot_be_measured_are_not_tried_for_every_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def up(self: Sites, where: object) -> Iterator[Cluster]:
+        yield Cluster(equal_hosts(2, "1gbit"))
+
+    tried: list[str] = []
+
+    def fail(place: object, cluster: str) -> list[links.LinkFacts]:
+        tried.append(cluster)
+        raise subprocess.TimeoutExpired(["mpirun"], 180.0)
+
+    monkeypatch.setattr(Sites, "place", up)
+    monkeypatch.setattr(links, "measure", fail)
+    groups = tuple(Group(Task("digits", batch), "2x1gbit", 2, ("a",)) for batch in (8, 16))
+    for _ in range(2):
+        evaluated = Evaluation(Suite("mine", "Mine", groups), Sites(), Systems(), {})
+        outcome = evaluated.run(tmp_path, Progress(1.0, io.StringIO()))
+    assert tried == ["2x1gbit"]
+    (link,) = outcome.links
+    assert (link.second, link.set_bits_per_s, link.bits_per_s) == ("h1", 1e9, None)
+    assert link.why == "Command '['mpirun']' timed out after 180.0 seconds"
+    assert Journal.kept_in(tmp_path) == outcome
 
 
 def test_a_pipeline_that_fails_is_recorded_with_its_output(
@@ -339,6 +545,37 @@ def test_a_pipeline_that_fails_is_recorded_with_its_output(
     (failed,) = found.pipelines
     assert failed.error == "The ranks failed with status 3: see their output\nValueError: too large"
     assert not_measured(found) == {"pipeline/vgg16-64/32/2x1gbit": "failed, ValueError: too large"}
+
+
+def test_a_pipeline_runs_on_hosts_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = PipelineReport("a model", "hosts a:1, b:1", "1f1b", 8, 2, 32, ())
+    shared: list[Path] = []
+
+    def start(self: RealHosts, ranks: int, command: list[str]) -> list[str]:
+        assert (ranks, command[0]) == (2, "env")
+        assert command[1].startswith("PYTHONPATH=/")
+        result = command[command.index("--result") + 1]
+        shared.append(Path(result).parent.parent)
+        return ["sh", "-c", f"printf '%s' '{report.to_json()}' > {result}"]
+
+    monkeypatch.setattr(RealHosts, "mpirun_command", start)
+    monkeypatch.chdir(tmp_path)
+    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16", spec=equal_hosts(2, "1gbit")),))
+    evaluated = Evaluation(suite, Sites(hosts=RealHosts("a,b")), Systems(), {})
+    (found,) = evaluated.run(tmp_path / "out", Progress(1.0, io.StringIO())).pipelines
+    assert (found.name, found.error) == ("pipeline/vgg16-64/32/hosts", "")
+    assert found.report == PipelineReport.from_json(report.to_json())
+    assert shared == [tmp_path]
+
+
+def test_a_pipeline_without_a_place_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sites, "place", broken)
+    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16"),))
+    for _ in range(2):
+        found = Evaluation(suite, Sites(), Systems(), {}).run(tmp_path, Progress(1.0, io.StringIO()))
+        (failed,) = found.pipelines
+        assert failed.error == "the place was not up: no such rate"
+        assert failed.not_up
 
 
 def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:

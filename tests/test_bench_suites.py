@@ -8,9 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.cluster_spec import ClusterError
+from bench.cluster_spec import ClusterError, ClusterSpec, HostSpec, read_spec
 from bench.estimates import round_s, suite_s
-from bench.suites import SuiteError, cluster_spec, proportional_shares, read_suite, suite_names
+from bench.suites import (
+    SuiteError,
+    cluster_spec,
+    named_cluster,
+    proportional_shares,
+    read_suite,
+    suite_names,
+)
 
 SYSTEMS = (
     *("single", "tf-ps", "tf-mwms", "horovod", "horovod-tuned"),
@@ -70,15 +77,109 @@ def test_slower_links_and_crowds_take_longer(tmp_path: Path, monkeypatch: pytest
     assert round_s(crowded) == pytest.approx(2 * unlimited)
 
 
-def test_on_one_cluster_tasks_are_run_once_and_shares_left_out() -> None:
+def test_on_one_cluster_tasks_are_run_once_and_shares_of_other_cpus_left_out() -> None:
     suite = read_suite("full", SYSTEMS).on_one_cluster("hosts", 4)
     names = [group.name for group in suite.groups]
     assert len(set(names)) == len(names)
     assert {(group.cluster, group.ranks) for group in suite.groups} == {("hosts", 4)}
     assert not any(group.task.shares for group in suite.groups)
-    assert not suite.pipelines
+    assert [run.name for run in suite.pipelines] == ["pipeline/transformer-128/32/hosts"]
+    assert [said.split(" is left out")[0] for said in suite.notes] == ["resnet50-64/11+5/slow-cpu-2/weak"]
     biggest = next(g for g in suite.groups if g.name == "resnet50-64/8/hosts-4/weak")
     assert set(biggest.systems) == set(SYSTEMS)
+
+
+STRONG = GROUP + 'scaling = "strong"\n'
+
+
+def test_strong_scaling_shares_one_batch_out_over_any_number_of_ranks(tmp_path: Path) -> None:
+    text = STRONG.replace('["2x1gbit"]', '["1x1gbit", "2x1gbit", "4x1gbit"]')
+    suite = read_suite(written(tmp_path, text), SYSTEMS)
+    assert [(group.ranks, group.task.batch) for group in suite.groups] == [(1, 8), (2, 4), (4, 2)]
+    moved = suite.on_one_cluster("hosts", 8)
+    assert [(group.name, group.task.batch) for group in moved.groups] == [
+        ("resnet50-64/1/hosts-8/strong", 1),
+    ]
+    says = r"mine\.toml: .* whole step's, and 3 ranks should .* evenly\. Received: batch=8"
+    with pytest.raises(SuiteError, match=says):
+        read_suite(written(tmp_path, STRONG.replace("2x1gbit", "3x1gbit")), SYSTEMS)
+
+
+def test_what_cannot_be_shared_out_on_a_cluster_is_left_out_by_name(tmp_path: Path) -> None:
+    suite = read_suite(written(tmp_path, STRONG + GROUP), SYSTEMS).on_one_cluster("hosts", 3)
+    assert [group.name for group in suite.groups] == ["resnet50-64/8/hosts-3/weak"]
+    (said,) = suite.notes
+    assert said.startswith("resnet50-64/4/2x1gbit-2/strong is left out: With strong scaling the batch is")
+    assert said.endswith("Received: batch=8")
+
+
+def test_shares_that_fit_go_where_the_suite_goes(tmp_path: Path) -> None:
+    text = GROUP + "shares = [11, 5]"
+    suite = read_suite(written(tmp_path, text), SYSTEMS)
+    assert [group.name for group in suite.on_one_cluster("hosts", 2).groups] == [
+        "resnet50-64/11+5/hosts-2/weak",
+    ]
+    left_out = suite.on_one_cluster("hosts", 3)
+    assert left_out.groups == ()
+    assert "one for each of 3 ranks. Received: [11, 5]" in left_out.notes[0]
+    by_speed = read_suite(written(tmp_path, GROUP + 'shares = "proportional"'), SYSTEMS)
+    slow = ClusterSpec((HostSpec("a", cpus=1.0), HostSpec("b", cpus=0.25)))
+    (group,) = by_speed.on_one_cluster("slow.toml", 2, slow).groups
+    assert group.task.shares == (13, 3)  # of 16, by 4 to 1
+    assert group.spec == slow
+
+
+def test_epochs_have_steps_on_many_ranks(tmp_path: Path) -> None:
+    digits = GROUP.replace("resnet50", "digits").replace("batch = 8", "batch = 32") + "epochs = 4\n"
+    suite = read_suite(written(tmp_path, digits), SYSTEMS)
+    few = suite.on_one_cluster("hosts", 8)
+    assert [group.task.batch for group in few.groups] == [32]
+    many = suite.on_one_cluster("hosts", 48)
+    assert [group.task.batch for group in many.groups] == [7]  # 1437 / (4 x 48)
+    assert many.notes == ("digits-64/7/hosts-48/4-epochs has a smaller batch, so that an epoch has 4 steps",)
+    most = suite.on_one_cluster("hosts", 400)
+    assert not most.groups
+    assert "images should have more steps than the warm-up's 3" in most.notes[0]
+    with pytest.raises(SuiteError, match=r"mine\.toml: epochs .* Received: 32 samples on each of 60 ranks"):
+        read_suite(written(tmp_path, digits.replace("2x1gbit", "60x1gbit")), SYSTEMS)
+
+
+MINE = '[[host]]\nrate = "1.5gbit"\n[[host]]\nrate = "100mbit"\ncpus = 0.5\n'
+
+
+def test_a_cluster_may_be_a_file_beside_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "mine.toml").write_text(MINE)
+    text = (GROUP + PIPELINE).replace("2x1gbit", "theirs/mine.toml")
+    suite = read_suite(written(tmp_path, text), SYSTEMS)
+    (group,), (run,) = suite.groups, suite.pipelines
+    assert (group.name, group.ranks) == ("resnet50-64/8/mine.toml-2/weak", 2)
+    assert group.spec == run.spec == read_spec(tmp_path / "theirs" / "mine.toml")
+    assert run.name == "pipeline/vgg16-64/32/mine.toml"
+    assert not {"--spec", "--cluster"} & set(run.words())
+    # 95 MB at 100 Mb/s, in 11 steps: an estimate, and with it the time that a round gets.
+    fast = read_suite(written(tmp_path, GROUP.replace("2x1gbit", "2xunlimited")), SYSTEMS).groups[0]
+    assert round_s(group) - round_s(fast) > 11 * 7.6
+    monkeypatch.chdir(tmp_path)
+    assert named_cluster("theirs/mine.toml", Path()) == ("mine.toml", group.spec)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.toml").write_text(MINE.replace("1.5", "1"))
+    both = GROUP.replace('"2x1gbit"', '"theirs/mine.toml", "other/mine.toml"')
+    with pytest.raises(SuiteError, match="Received: "):
+        read_suite(written(tmp_path, both), SYSTEMS)
+    apart = GROUP.replace("2x1gbit", "theirs/mine.toml") + PIPELINE.replace("2x1gbit", "other/mine.toml")
+    with pytest.raises(SuiteError, match=r"different file names. Received: 'mine\.toml'"):
+        read_suite(written(tmp_path, apart), SYSTEMS)
+
+
+def test_a_suite_for_hosts_needs_no_cluster(tmp_path: Path) -> None:
+    text = (GROUP + 'scaling = "strong"\n' + PIPELINE).replace('clusters = ["2x1gbit"]', "")
+    text = text.replace('cluster = "2x1gbit"', "")
+    suite = read_suite(written(tmp_path, text), SYSTEMS)
+    moved = suite.on_one_cluster("hosts", 4)
+    assert [(group.name, group.task.batch) for group in moved.groups] == [("resnet50-64/2/hosts-4/strong", 2)]
+    assert [run.name for run in moved.pipelines] == ["pipeline/vgg16-64/32/hosts"]
+    assert moved.on_one_cluster("hosts", 4) == moved
 
 
 def test_some_systems_only() -> None:
@@ -108,6 +209,7 @@ def test_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None
         ("[group", "should be TOML"),
         (GROUP + "colour = 1", "Received: colour"),
         (GROUP.replace("batch = 8\n", ""), "a group has workload, batch"),
+        (GROUP.replace('clusters = ["2x1gbit"]', 'shares = "proportional"'), "name clusters. Received: none"),
         (GROUP.replace('"all"', '["tf-ps", "absent"]'), r"Received: \['absent'\]"),
         (GROUP.replace('"all"', "[]"), r"Received: \[\]"),
         (GROUP.replace('"all"', '"single"'), "systems should be a list of names.*Received: 'single'"),
@@ -133,7 +235,7 @@ def test_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None
         ("title = 5\n" + GROUP, "title should be a text. Received: 5"),
         (PIPELINE.replace('model = "vgg16"', ""), "model should be one of .*Received: None"),
         (PIPELINE.replace("vgg16", "vgg61"), "Received: 'vgg61'"),
-        (PIPELINE.replace('cluster = "2x1gbit"', ""), "has a cluster"),
+        (PIPELINE.replace('cluster = "2x1gbit"', "cluster = 5"), "cluster should be a name. Received: 5"),
         (PIPELINE + 'batch = "32"', "Received: '32'"),
         (PIPELINE + 'microbatches = "many"', "Received: 'many'"),
         (PIPELINE + "methods = []", r"Received: \[\]"),
@@ -162,5 +264,13 @@ def test_names_that_nobody_knows() -> None:
         read_suite("fast", SYSTEMS)
     with pytest.raises(ClusterError, match=r"homogeneous-2.*Received: 'cloud'"):
         cluster_spec("cloud")
+    for path in ("/tmp/x", "slow-cpu/", "../clusters/slow-cpu"):
+        with pytest.raises(
+            ClusterError, match=r"homogeneous-2.* or a TOML file, as in mine\.toml\. Received"
+        ):
+            cluster_spec(path)
+    with pytest.raises(ClusterError, match=r"file must be readable. Received: .*absent\.toml"):
+        named_cluster("absent.toml", Path())
+    assert cluster_spec("2x1.5gbit").slowest_rate_bits_per_s == 1.5e9
     assert cluster_spec("2x300mbit").slowest_rate_bits_per_s == 300e6
     assert [host.cpus for host in cluster_spec("slow-both").hosts] == [1.0, 0.5]

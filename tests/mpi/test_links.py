@@ -19,6 +19,13 @@ def test_every_pair_has_a_link_that_all_ranks_know() -> None:
     assert all(found == links for found in engine.allgather_object(links))
 
 
+def test_some_pairs_alone() -> None:
+    pairs = [(0, rank) for rank in range(1, hvpipe.size()) if rank != 2]
+    assert sorted(measure_links(current().engine, sizes_bytes=(1, 1000), repeats=1, pairs=pairs)) == pairs
+    with pytest.raises(HvpipeError, match=r"0 <= a < b < .*Received: \[\(1, 0\)\]"):
+        measure_links(current().engine, pairs=[(1, 0)])
+
+
 def test_a_link_within_a_machine_moves_a_megabyte_in_less_than_a_second() -> None:
     """Generous bounds: other work may take most of the machine. No message is there before it is sent."""
     for link in measure_links(current().engine).values():
