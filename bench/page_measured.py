@@ -11,7 +11,7 @@ from bench.record import PARTS
 
 _NAMES = (
     *(ALONE, "tf-ps", "tf-mwms", "horovod", "horovod-tuned"),
-    *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale"),
+    *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale", "tf-mwms-tuned"),
 )
 _HIDDEN = "communication_hidden"
 

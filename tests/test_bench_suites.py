@@ -13,7 +13,7 @@ from bench.estimates import round_s, suite_s
 from bench.suites import SuiteError, cluster_spec, proportional_shares, read_suite, suite_names
 
 SYSTEMS = (
-    *("single", "tf-ps", "tf-mwms", "horovod", "horovod-tuned"),
+    *("single", "tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod", "horovod-tuned"),
     *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale"),
 )
 GROUP = '[[group]]\nworkload = "resnet50"\nbatch = 8\nclusters = ["2x1gbit"]\nsystems = "all"\n'
