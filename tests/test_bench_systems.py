@@ -10,6 +10,7 @@ from bench.record import Case, Round, Task
 from bench.rounds import run_round
 from bench.systems import SYSTEMS
 from distributed import environment
+from hvpipe.comm.discover import prepare_open_mpi
 
 TASK = Task("digits", batch=4, warm_up=1, steps=2)
 
@@ -75,6 +76,20 @@ def test_packs_of_mirrored_workers_are_in_the_compiled_step(name: str, packs: in
     round_ = _run(name, Task("lstm", batch=2, pixels=4, warm_up=1, steps=1))
     assert round_.error == ""
     assert f"all-reduces a step {packs}," in round_.versions + ","
+
+
+def test_horovod_tuned_has_the_mpi_that_hvpipe_sets_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {
+        name: value
+        for name, value in SYSTEMS["horovod-tuned"].environment.items()
+        if name.startswith("OMPI_MCA_")
+    }
+    ours: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", ours)
+    prepare_open_mpi()
+    sizes = {name: value for name, value in ours.items() if name.startswith("OMPI_MCA_btl_tcp")}
+    assert theirs == {**sizes, "OMPI_MCA_mpi_yield_when_idle": "1"}
+    assert not any(name.startswith("OMPI_MCA_") for name in SYSTEMS["horovod"].environment)
 
 
 def test_a_crash_is_told_with_its_output() -> None:
