@@ -18,14 +18,14 @@ from pathlib import Path
 
 from bench.cluster_spec import ClusterError
 from bench.compare import compare
-from bench.evaluation import Evaluation, RunRound, find_sites
+from bench.evaluation import Evaluation, RunRound, Sites, find_sites
 from bench.files import show_figures, write_outputs
 from bench.journal import Journal, JournalError
 from bench.outcome import Outcome, OutcomeError
 from bench.progress import format_left, shown
 from bench.readme import ReadmeError, rewrite
 from bench.software import describe_software
-from bench.suites import SuiteError, read_suite, suite_names
+from bench.suites import Group, SuiteError, cluster_spec, cores_of_rank, read_suite, suite_names
 from bench.termination import ended_by_exception
 from hvpipe.errors import HvpipeError
 
@@ -68,6 +68,9 @@ def make_parser() -> argparse.ArgumentParser:
     run.add_argument("--hosts", metavar="LIST", help="hosts that exist, as in a:2,b:2, not a virtual cluster")
     run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
     run.add_argument(
+        "--threads", type=int, metavar="N", help="of an operation (default: the suite's, or cores / ranks)"
+    )
+    run.add_argument(
         "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
     )
     run.add_argument("--plan", action="store_true", help="say what would run and how long, and run nothing")
@@ -93,6 +96,8 @@ def _run(options: argparse.Namespace) -> int:
     from bench.rounds import run_round
     from bench.systems import SYSTEMS
 
+    if options.threads is not None and options.threads < 1:
+        raise UsageError(f"--threads should be at least 1. Received: --threads {options.threads}")
     python = _python(options.python)
     suite = read_suite(options.suite, tuple(SYSTEMS))
     if options.systems is not None:
@@ -101,7 +106,9 @@ def _run(options: argparse.Namespace) -> int:
         name: f"{each.title}: {why}" for name, each in SYSTEMS.items() if (why := each.missing(python))
     }
     run: RunRound = partial(run_round, python=python)
-    evaluation = Evaluation(suite, find_sites(options.hosts), run, missing, describe_software(python))
+    sites = find_sites(options.hosts)
+    suite = sites.fit(suite).with_threads(options.threads, partial(_cores, sites))
+    evaluation = Evaluation(suite, sites, run, missing, describe_software(python))
     print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
     if options.plan:
         print(json.dumps(evaluation.plan(), indent=1) if options.json else evaluation.describe())
@@ -118,6 +125,14 @@ def _run(options: argparse.Namespace) -> int:
     if not outcome.pipelines and all(each.skipped for each in outcome.rounds):
         raise UsageError("One of the suite's systems at least should be installed. Received: none")
     return status
+
+
+def _cores(sites: Sites, group: Group) -> float:
+    """Cores that each rank of a group has."""
+    if sites.hosts is not None:
+        return sites.hosts.cores_of_rank()
+    cores = os.cpu_count() or 1
+    return cores / group.ranks if sites.loopback else cores_of_rank(cluster_spec(group.cluster), cores)
 
 
 def _python(given: str | None) -> str:

@@ -136,6 +136,7 @@ class Evaluation:
                 "name": group.name,
                 "systems": list(group.systems),
                 "rounds": group.rounds,
+                "task": group.task.describe(group.rounds),
                 "estimate_s": len(group.turns()) * round_s(group),
             }
             for group in self._suite.groups
@@ -153,7 +154,7 @@ class Evaluation:
         plan = self.plan()
         lines = [plan["note"]] if plan["note"] else []
         lines += [
-            f"{group['name']}: {len(group['systems'])} systems, {group['rounds']} rounds, "
+            f"{group['name']}: {len(group['systems'])} systems, {group['task']}, "
             f"{group['estimate_s'] / 60:.1f} min"
             for group in plan["groups"]
         ]

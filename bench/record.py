@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORMAT = 1
+AUTO_THREADS = 0  # as many as a rank has cores, which is settled before anything runs
 
 # Where the time of a step goes, in the order in which it is drawn. What a system cannot tell is left out.
 PARTS = (
@@ -43,6 +44,15 @@ class Task:
     seed: int = 20
     shares: tuple[int, ...] = ()
     epochs: int = 0  # > 0: train that many epochs on real data, and keep loss and accuracy of each
+
+    def describe(self, rounds: int) -> str:
+        """How much is trained, in a line for people."""
+        samples = "+".join(map(str, self.shares)) if self.shares else f"{self.batch} a rank"
+        steps = f"{self.epochs} epochs" if self.epochs else f"{self.warm_up} + {self.steps} steps"
+        return (
+            f"batch {samples}, {self.threads} thread{'s' if self.threads > 1 else ''} an operation, "
+            f"{rounds} round{'s' if rounds > 1 else ''} of {steps}, seed {self.seed}"
+        )
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.cluster_spec import ClusterError, ClusterSpec, equal_hosts, read_spec
-from bench.record import Case, Task
+from bench.record import AUTO_THREADS, Case, Task
 from bench.workload import MODELS
 from bench.workloads import check
 from hvpipe.data_parallel_forecast import whole_shares
@@ -112,6 +112,15 @@ class Suite:
                 groups.append(replace(group, systems=kept))
         return replace(self, groups=tuple(groups))
 
+    def with_threads(self, given: int | None, cores: Callable[[Group], float]) -> Suite:
+        """The same with threads settled: `given`, else a group's own, else as many as `cores` a rank has."""
+
+        def settled(group: Group) -> Group:
+            threads = given or group.task.threads or max(1, int(cores(group)))
+            return replace(group, task=replace(group.task, threads=threads))
+
+        return replace(self, groups=tuple(settled(group) for group in self.groups))
+
     def on_one_cluster(self, cluster: str, ranks: int) -> Suite:
         """The same tasks on a single cluster of so many ranks; shares fit only where they were made for."""
         groups: dict[str, Group] = {}
@@ -163,6 +172,12 @@ def cluster_spec(name: str) -> ClusterSpec:
     return read_spec(path)
 
 
+def cores_of_rank(spec: ClusterSpec, cores: int) -> float:
+    """Cores that each rank of a virtual cluster has: its part of the machine's, on the slowest host."""
+    limits = [host.cpus / host.slots for host in spec.hosts if host.cpus is not None]
+    return min([cores / spec.slots, *limits])
+
+
 def proportional_shares(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
     """Samples of each rank, by speed: batch x ranks in all, at least one each."""
     return tuple(whole_shares(batch * len(speeds), speeds, least=1))
@@ -193,6 +208,11 @@ def _task(path: Path, table: dict[str, Any], spec: ClusterSpec) -> Task:
     values = {key: value for key, value in table.items() if key in _TASK_KEYS}
     workload = values["workload"]
     _require(path, isinstance(workload, str), "the workload should be a name", workload)
+    if values.setdefault("threads", "auto") == "auto":
+        values["threads"] = AUTO_THREADS
+    else:
+        least = type(values["threads"]) is int and values["threads"] >= 1
+        _require(path, least, "threads should be 'auto', or a whole number of at least 1", values["threads"])
     for key in sorted(values.keys() - {"workload"}):
         _require(path, type(values[key]) is int, f"{key} should be a whole number", values[key])
     shares = table.get("shares", [])
@@ -206,7 +226,7 @@ def _task(path: Path, table: dict[str, Any], spec: ClusterSpec) -> Task:
         raise SuiteError(f"{path}: shares are one for each of {spec.slots} ranks. Received: {shares}")
     task = Task(**values, shares=tuple(shares))
     try:
-        check(task)
+        check(replace(task, threads=max(1, task.threads)))
     except ValueError as error:
         raise SuiteError(f"{path}: {error}") from error
     return task

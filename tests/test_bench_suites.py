@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 
 from bench.cluster_spec import ClusterError
 from bench.estimates import round_s, suite_s
-from bench.suites import SuiteError, cluster_spec, proportional_shares, read_suite, suite_names
+from bench.suites import (
+    SuiteError,
+    cluster_spec,
+    cores_of_rank,
+    proportional_shares,
+    read_suite,
+    suite_names,
+)
 
 SYSTEMS = (
     *("single", "tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod", "horovod-tuned"),
@@ -81,6 +88,21 @@ def test_on_one_cluster_tasks_are_run_once_and_shares_left_out() -> None:
     assert set(biggest.systems) == set(SYSTEMS)
 
 
+def test_threads_are_settled_by_the_cores_of_a_rank(tmp_path: Path) -> None:
+    text = GROUP.replace('"2x1gbit"', '"2x1gbit", "4x1gbit", "slow-cpu"') + 'threads = "auto"\n'
+    own = GROUP.replace('"resnet50"', '"vgg16"') + "threads = 6\n"
+    suite = read_suite(written(tmp_path, text + own), ("a",))
+
+    def settled(given: int | None) -> list[int]:
+        found = suite.with_threads(given, lambda group: cores_of_rank(cluster_spec(group.cluster), 8))
+        return [group.task.threads for group in found.groups]
+
+    # Of 8 cores 2 ranks have 4 each, 4 have 2; the hosts of slow-cpu have 1 and 0.5 by their quotas.
+    assert settled(None) == [4, 2, 1, 6]
+    assert settled(3) == [3, 3, 3, 3]
+    assert {group.task.threads for group in read_suite("quick", SYSTEMS).groups} == {0}
+
+
 def test_some_systems_only() -> None:
     suite = read_suite("quick", SYSTEMS).only_systems(["tf-ps"])
     assert {group.systems for group in suite.groups} == {("tf-ps",)}
@@ -120,6 +142,8 @@ def test_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None
         (GROUP.replace("batch = 8", 'batch = "8"'), "batch should be a whole number. Received: '8'"),
         (GROUP.replace("batch = 8", "batch = true"), "Received: True"),
         (GROUP.replace("batch = 8", "batch = 0"), "batch=0"),
+        (GROUP + 'threads = "all"', "threads should be 'auto', or a whole number.*Received: 'all'"),
+        (GROUP + "threads = 0", "at least 1. Received: 0"),
         (GROUP + "steps = 2.5", "steps should be a whole number"),
         (GROUP.replace("resnet50", "digits") + "epochs = -1", "epochs=-1"),
         (GROUP + "rounds = 0", "rounds should be a whole number of at least 1. Received: 0"),
