@@ -66,6 +66,12 @@ class Placement:
         slots = [number for number, host in enumerate(self.cluster.spec.hosts) for _ in range(host.slots)]
         return slots[: self.ranks]
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Of each rank, its number on its host and how many are there."""
+        hosts = self.hosts
+        return [(hosts[:rank].count(host), hosts.count(host)) for rank, host in enumerate(hosts)]
+
     def _with_servers(self, coordinator: list[str], server: list[str]) -> list[Command]:
         """The coordinator on the first host, a worker for each rank, a parameter server on each host."""
         servers = sorted(set(self.hosts))

@@ -68,7 +68,7 @@ class RealHosts:
         return mpirun.run(line, timeout_s=timeout_s, env=env, capture=capture)
 
     def require_answers(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
-        """Start a process on each host in turn, count cores; ClusterError names one that does not answer."""
+        """Ask each host in turn for its cores; ClusterError names the one that does not answer."""
         for host in self.spec.hosts:
             asked = ["getconf", "_NPROCESSORS_ONLN"]
             line = self._mpirun((HostSlots(host.name, 1),), 1, asked, os.environ)

@@ -63,15 +63,16 @@ def _run(
     round_: Round, system: System, cluster: Place | None, directory: Path, timeout_s: float, python: str
 ) -> Round:
     case = round_.case
+    placement = Placement(cluster, case.ranks)
     job = {
         "task": asdict(case.task),
         "size": case.ranks,
+        "places": placement.places,
         "adapter": system.adapter,
         "options": dict(system.options),
         "environment": {**_environment(case), **system.environment},
     }
     (directory / "job.json").write_text(json.dumps(job))
-    placement = Placement(cluster, case.ranks)
     commands = placement.commands(system, [python, "-m"], directory)
     path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     commands = [
