@@ -46,6 +46,7 @@ class Group:
     systems: tuple[str, ...]
     rounds: int = 2
     scaling: str = "weak"
+    first: int = 0  # the system that begins the first round
 
     @property
     def name(self) -> str:
@@ -57,10 +58,10 @@ class Group:
         return Case(system, self.cluster, self.ranks, self.task, self.scaling)
 
     def turns(self) -> list[tuple[int, Case]]:
-        """Rounds with their cases, in order; each round begins with the next system: none is always first."""
+        """Rounds with their cases, in order; each begins with the next system, from `first` on."""
         turns = []
         for number in range(self.rounds):
-            first = number % len(self.systems)
+            first = (self.first + number) % len(self.systems)
             turns += [(number, self.case(name)) for name in self.systems[first:] + self.systems[:first]]
         return turns
 
@@ -153,6 +154,8 @@ def read_suite(name: str, all_systems: Sequence[str]) -> Suite:
     title = data.get("title", path.stem)
     _require(path, isinstance(title, str), "the title should be a text", title)
     groups = [group for table in _tables(path, data, "group") for group in _groups(path, table, all_systems)]
+    # Groups of one round begin with different systems too: none is always first, none always last.
+    groups = [replace(group, first=number) for number, group in enumerate(groups)]
     pipelines = [_pipeline(path, table) for table in _tables(path, data, "pipeline")]
     names = [each.name for each in (*groups, *pipelines)]
     if not names or len(set(names)) < len(names):

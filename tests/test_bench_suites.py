@@ -66,6 +66,15 @@ def test_systems_take_turns_and_none_is_always_first(tmp_path: Path) -> None:
     assert [number for number, _ in group.turns()] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
+def test_groups_of_one_round_begin_with_different_systems(tmp_path: Path) -> None:
+    text = GROUP.replace('["2x1gbit"]', '["2x1gbit", "4x1gbit", "slow-cpu", "slow-link"]') + "rounds = 1"
+    suite = read_suite(written(tmp_path, text), ("a", "b", "c"))
+    assert ["".join(case.system for _, case in group.turns()) for group in suite.groups] == [
+        *("abc", "bca", "cab", "abc")
+    ]
+    assert [case.system for _, case in suite.only_systems("ac").groups[1].turns()] == ["c", "a"]
+
+
 def test_slower_links_and_crowds_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     text = GROUP.replace('["2x1gbit"]', '["2xunlimited", "2x1gbit", "2x100mbit"]')
