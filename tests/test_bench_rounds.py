@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 
 from bench import meter, parts
 from bench.cluster_spec import ClusterError
-from bench.placement import Placement
+from bench.placement import ROOT, Placement
+from bench.places import RealHosts
 from bench.processes import Command, run_together
 from bench.record import Case, RankRound, Round, Task
 from bench.rounds import run_round
 from bench.systems import SYSTEMS
 from bench.workloads import check
+from hvpipe.launch import exported_names
 from hvpipe.timeline import Raw, events_of_rank
 from hvpipe.trace import Event, Trace
 
@@ -84,6 +87,34 @@ def test_workers_and_servers_are_told_of_each_other(tmp_path: Path) -> None:
         "ps": 1,
     }
     assert told[2]["task"] == {"type": "worker", "index": 1}
+
+
+def test_over_ssh_workers_have_the_environment_that_mpirun_hands_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {
+        "PATH": "/bin",
+        "LD_LIBRARY_PATH": "/cuda/lib64:/a b",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "TF_CONFIG": "of another job",
+        "PYTHONPATH": "/elsewhere",
+        "HOME": "/root",
+    }
+    monkeypatch.setattr("os.environ", there)
+    commands = Placement(RealHosts("a,b"), 2).commands(
+        SYSTEMS["tf-mwms"], ["/peers/bin/python", "-m"], tmp_path
+    )
+    words = shlex.split(" ".join(commands[1].line[commands[1].line.index("b") + 1 :]))
+    handed = dict(word.split("=", 1) for word in words if "=" in word)
+    assert json.loads(handed.pop("TF_CONFIG"))["task"] == {"type": "worker", "index": 1}
+    assert handed == {
+        "PATH": "/peers/bin:/bin",
+        "LD_LIBRARY_PATH": "/cuda/lib64:/a b",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "PYTHONPATH": str(ROOT),
+    }
+    assert set(handed) == {*exported_names(there)} - {"TF_CONFIG"}
+    assert words[-4:] == ["-m", "bench.rank_process", str(tmp_path), "1"]
 
 
 def test_ranks_must_be_positive() -> None:
