@@ -136,7 +136,7 @@ class Evaluation:
                 "name": group.name,
                 "systems": list(group.systems),
                 "rounds": group.rounds,
-                "task": group.task.describe(group.rounds),
+                "task": group.task.describe([group.rounds_of(system) for system in group.systems]),
                 "estimate_s": len(group.turns()) * round_s(group),
             }
             for group in self._suite.groups

@@ -35,7 +35,7 @@ def steps(outcome: Outcome, rows: list[CaseFigures]) -> str:
             [system_colour(row.case.system) for row in members],
             marks,
         )
-        task = members[0].case.task.describe(max(row.rounds for row in members))
+        task = members[0].case.task.describe([row.rounds for row in members])
         description = f"{outcome.setting.cluster(members[0].case.cluster).description}; {task}"
         made += [
             element("h3", name),

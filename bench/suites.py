@@ -27,7 +27,7 @@ else:
 _FOLDER = Path(__file__).parent
 _EQUAL = re.compile(r"(\d+)x(\w+)")
 _TASK_KEYS = {"workload", "batch", "pixels", "threads", "warm_up", "steps", "seed", "epochs"}
-_GROUP_KEYS = _TASK_KEYS | {"clusters", "systems", "rounds", "scaling", "shares"}
+_GROUP_KEYS = _TASK_KEYS | {"clusters", "systems", "rounds", "once", "scaling", "shares"}
 _PIPELINE_COUNTS = {"pixels", "batch", "seeds", "rounds", "steps"}
 _PIPELINE_KEYS = _PIPELINE_COUNTS | {"cluster", "model", "microbatches", "methods"}
 
@@ -38,7 +38,10 @@ class SuiteError(ValueError):
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that are compared with each other: one task on one cluster by several systems, in rounds."""
+    """Cases that are compared with each other: one task on one cluster by several systems, in rounds.
+
+    Systems that are in `once` take part in the first round alone.
+    """
 
     task: Task
     cluster: str
@@ -47,6 +50,7 @@ class Group:
     rounds: int = 2
     scaling: str = "weak"
     first: int = 0  # the system that begins the first round
+    once: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -57,12 +61,20 @@ class Group:
         """The case of one of the systems."""
         return Case(system, self.cluster, self.ranks, self.task, self.scaling)
 
+    def rounds_of(self, system: str) -> int:
+        """How many of them one of the systems takes part in."""
+        return 1 if system in self.once else self.rounds
+
     def turns(self) -> list[tuple[int, Case]]:
         """Rounds with their cases, in order; each begins with the next system, from `first` on."""
         turns = []
         for number in range(self.rounds):
             first = (self.first + number) % len(self.systems)
-            turns += [(number, self.case(name)) for name in self.systems[first:] + self.systems[:first]]
+            turns += [
+                (number, self.case(name))
+                for name in self.systems[first:] + self.systems[:first]
+                if number < self.rounds_of(name)
+            ]
         return turns
 
 
@@ -110,7 +122,8 @@ class Suite:
         for group in self.groups:
             kept = tuple(name for name in group.systems if name in wanted)
             if kept:
-                groups.append(replace(group, systems=kept))
+                once = tuple(name for name in group.once if name in wanted)
+                groups.append(replace(group, systems=kept, once=once))
         return replace(self, groups=tuple(groups))
 
     def with_threads(self, given: int | None, cores: Callable[[Group], float]) -> Suite:
@@ -130,7 +143,10 @@ class Suite:
                 moved = replace(group, cluster=cluster, ranks=ranks)
                 known = groups.setdefault(moved.name, moved)
                 systems = tuple(dict.fromkeys(known.systems + moved.systems))
-                groups[moved.name] = replace(known, systems=systems, rounds=max(known.rounds, moved.rounds))
+                rounds = max(known.rounds, moved.rounds)
+                more = {name for each in (known, moved) for name in each.systems if name not in each.once}
+                once = tuple(name for name in systems if name not in more)
+                groups[moved.name] = replace(known, systems=systems, rounds=rounds, once=once)
         return replace(self, groups=tuple(groups.values()), pipelines=())
 
 
@@ -199,10 +215,14 @@ def _groups(path: Path, table: dict[str, Any], all_systems: Sequence[str]) -> li
     _require(path, scaling in ("weak", "strong"), "scaling should be 'weak' or 'strong'", scaling)
     rounds = table.get("rounds", 2)
     _require(path, _is_count(rounds), "rounds should be a whole number of at least 1", rounds)
+    once = _texts(path, table, "once") if "once" in table else ()
+    if unknown := sorted(set(once) - set(systems)):
+        raise SuiteError(f"{path}: once should be of the group's systems. Received: {unknown}")
     made = []
     for cluster in _texts(path, table, "clusters"):
         spec = cluster_spec(cluster)
-        made.append(Group(_task(path, table, spec), cluster, spec.slots, systems, rounds, scaling))
+        task = _task(path, table, spec)
+        made.append(Group(task, cluster, spec.slots, systems, rounds, scaling, once=once))
     return made
 
 

@@ -66,6 +66,20 @@ def test_systems_take_turns_and_none_is_always_first(tmp_path: Path) -> None:
     assert [number for number, _ in group.turns()] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
+def test_some_systems_take_part_in_the_first_round_alone(tmp_path: Path) -> None:
+    text = GROUP + 'rounds = 3\nonce = ["b"]'
+    suite = read_suite(written(tmp_path, text), ("a", "b", "c"))
+    assert "".join(case.system for _, case in suite.groups[0].turns()) == "abc" + "ca" + "ca"
+    group = suite.groups[0]
+    described = group.task.describe([group.rounds_of(name) for name in group.systems])
+    assert described == "batch 8 a rank, 0 threads an operation, 1 to 3 rounds of 3 + 8 steps, seed 20"
+    assert suite.only_systems("ac").groups[0].once == ()
+    # Where groups become one, a system of several rounds in one of them keeps those.
+    both = read_suite(written(tmp_path, text + "\n" + GROUP.replace("2x1gbit", "4x1gbit")), ("a", "b", "c"))
+    assert both.on_one_cluster("hosts", 2).groups[0].once == ()
+    assert suite.on_one_cluster("hosts", 2).groups[0].once == ("b",)
+
+
 def test_groups_of_one_round_begin_with_different_systems(tmp_path: Path) -> None:
     text = GROUP.replace('["2x1gbit"]', '["2x1gbit", "4x1gbit", "slow-cpu", "slow-link"]') + "rounds = 1"
     suite = read_suite(written(tmp_path, text), ("a", "b", "c"))
@@ -157,6 +171,7 @@ def test_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None
         (GROUP.replace("resnet50", "digits") + "epochs = -1", "epochs=-1"),
         (GROUP + "rounds = 0", "rounds should be a whole number of at least 1. Received: 0"),
         (GROUP + 'rounds = "2"', "Received: '2'"),
+        (GROUP + 'once = ["absent"]', r"once should be of the group's systems. Received: \['absent'\]"),
         (GROUP + 'scaling = "medium"', "Received: 'medium'"),
         (GROUP + 'shares = "ab"', "Received: 'ab'"),
         (GROUP + "shares = [16, 0]", r"shares=\(16, 0\)"),
