@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bench.systems.system import System
+from bench.systems.tuned import read_tuned
 
 __all__ = ["SYSTEMS", "System"]
 
 _FIT = "driven by Keras `fit`"
 _LOOP = "driven by a loop around a compiled step (tf.function)"
-
-# bytes_per_pack of CommunicationOptions: "break gradients all-reduce into multiple packs", in its words.
-_PACK_BYTES = 4 << 20
 
 _HOROVOD_NOTES = (
     f"{_LOOP} with DistributedGradientTape: under Keras 3 `fit` its DistributedOptimizer reduces nothing",
@@ -50,18 +50,25 @@ def _horovod(name: str, title: str, environment: dict[str, str], note: str) -> S
     )
 
 
-def _mirrored(name: str, title: str, bytes_per_pack: int, packs: str) -> System:
+def _mirrored(name: str, title: str, packs: str) -> System:
     return System(
         name=name,
         title=title,
         adapter="mirrored",
         start="processes",
-        options={"bytes_per_pack": str(bytes_per_pack)},
+        options={"bytes_per_pack": "0"},
         notes=(
             f"{_LOOP}, RING over gRPC: Keras 3 `fit` is reported to fail under it (keras issue 20585)",
             packs,
         ),
     )
+
+
+def _tuned(system: System) -> System:
+    """With the values that are kept for it, which its notes tell."""
+    tuned = read_tuned()[system.name]
+    values = ", ".join(f"{name}={value}" for name, value in tuned.values.items())
+    return replace(system.tuned(tuned.values), notes=(*system.notes, f"{values}: {tuned.source}"))
 
 
 _ALL = (
@@ -91,24 +98,23 @@ _ALL = (
     _mirrored(
         "tf-mwms",
         "TensorFlow MultiWorkerMirrored",
-        0,
         "default settings: gradients travel in one pack, once the last of them is there",
     ),
-    _mirrored(
-        "tf-mwms-tuned",
-        "TensorFlow MultiWorkerMirrored, tuned",
-        _PACK_BYTES,
-        f"gradients in packs of at least {_PACK_BYTES >> 20} MiB, which travel while those of earlier "
-        "layers are computed; its documentation has 50 MiB, which smaller models do not fill",
+    _tuned(
+        _mirrored(
+            "tf-mwms-tuned",
+            "TensorFlow MultiWorkerMirrored, tuned",
+            "gradients in packs, which travel while those of earlier layers are computed",
+        )
     ),
     _horovod("horovod", "Horovod", {}, "default settings"),
-    _horovod(
-        "horovod-tuned",
-        "Horovod, tuned",
-        # The values of its docs/tensor-fusion.rst, which with docs/autotune.rst names these as the knobs.
-        {"HOROVOD_CYCLE_TIME": "3.5", "HOROVOD_FUSION_THRESHOLD": str(32 << 20), **_OPEN_MPI},
-        "cycle time 3.5 ms, fusion threshold 32 MiB, the values in its documentation; Open MPI yields when "
-        "idle and has hvpipe's eager limit of 256 KiB over TCP",
+    _tuned(
+        _horovod(
+            "horovod-tuned",
+            "Horovod, tuned",
+            _OPEN_MPI,
+            "Open MPI yields when idle and has hvpipe's eager limit of 256 KiB over TCP",
+        )
     ),
     *(_hvpipe(overlap) for overlap in ("none", "backward", "step", "stale")),
 )
