@@ -95,7 +95,8 @@ def case_of(arguments: argparse.Namespace, spec: ClusterSpec | None) -> Case:
 def describe(round_: Round) -> str:
     """A table by rank for people, or why there is none."""
     case = round_.case
-    head = f"{SYSTEMS[case.system].title}: {case.task.workload}, {case.ranks} ranks, {case.cluster}"
+    head = f"{SYSTEMS[case.system].title}: {case.task.workload}, {case.ranks} ranks, {case.cluster}\n"
+    head += case.task.describe([1])
     if round_.skipped or round_.error:
         return f"{head}\n{'skipped: ' + round_.skipped if round_.skipped else 'failed: ' + round_.error}"
     known = [part for part in PARTS if any(part in rank.parts_s for rank in round_.ranks)]

@@ -18,6 +18,7 @@ from bench.places import RealHosts
 from bench.processes import Command, run_together
 from bench.record import Case, RankRound, Round, Task
 from bench.rounds import run_round
+from bench.rounds_command import describe
 from bench.systems import SYSTEMS
 from bench.workloads import check
 from hvpipe.launch import exported_names
@@ -250,6 +251,15 @@ def test_a_forward_that_waits_for_weights_is_found_out() -> None:
 def test_a_task_that_cannot_be_trained_is_named(task: Task, received: str) -> None:
     with pytest.raises(ValueError, match=f"Received: .*{received}"):
         check(task)
+
+
+def test_a_round_is_shown_with_what_was_trained() -> None:
+    case = Case("single", "2 hosts", 2, Task("digits", 8, threads=3, epochs=2, shares=(11, 5)))
+    shown = describe(Round(case, 0, (RankRound([1.0], 1.0, 0.5, 1), RankRound([2.0], 2.0, 0.5, 1))))
+    assert shown.splitlines()[:2] == [
+        "computing alone: digits, 2 ranks, 2 hosts",
+        "batch 11+5, 3 threads an operation, 1 round of 2 epochs, seed 20",
+    ]
 
 
 def test_an_unknown_system_is_an_error_of_the_round() -> None:
