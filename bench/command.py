@@ -24,9 +24,9 @@ from bench.journal import Journal, JournalError
 from bench.outcome import Outcome, OutcomeError
 from bench.progress import format_left, shown
 from bench.readme import ReadmeError, rewrite
-from bench.sites import find_sites, one_cluster
+from bench.sites import Sites, find_sites, one_cluster
 from bench.software import describe_software
-from bench.suites import SuiteError, read_suite, suite_names
+from bench.suites import Group, SuiteError, cluster_spec, cores_of_rank, read_suite, suite_names
 from bench.termination import ended_by_exception
 from hvpipe.errors import HvpipeError
 
@@ -75,6 +75,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
     run.add_argument(
+        "--threads", type=int, metavar="N", help="of an operation (default: the suite's, or cores / ranks)"
+    )
+    run.add_argument(
         "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
     )
     run.add_argument("--retry-failed", action="store_true", help="run again what failed in DIR before")
@@ -103,6 +106,8 @@ def _run(options: argparse.Namespace) -> int:
 
     if options.hosts is not None and options.cluster is not None:
         raise UsageError(f"Give --hosts or --cluster. Received: {options.hosts!r} and {options.cluster!r}")
+    if options.threads is not None and options.threads < 1:
+        raise UsageError(f"--threads should be at least 1. Received: --threads {options.threads}")
     python = _python(options.python)
     suite = read_suite(options.suite, tuple(SYSTEMS))
     if options.systems is not None:
@@ -114,6 +119,7 @@ def _run(options: argparse.Namespace) -> int:
     sites = find_sites(options.hosts) if options.cluster is None else one_cluster(options.cluster)
     if options.host_counts is not None:
         sites = sites.on_counts(options.host_counts)
+    suite = sites.fit(suite).with_threads(options.threads, partial(_cores, sites))
     evaluation = Evaluation(suite, sites, run, missing, describe_software(python))
     print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
     if options.plan:
@@ -133,6 +139,18 @@ def _run(options: argparse.Namespace) -> int:
     if not outcome.pipelines and all(each.skipped and not each.not_up for each in outcome.rounds):
         raise UsageError("One of the suite's systems at least should be installed. Received: none")
     return status
+
+
+def _cores(sites: Sites, group: Group) -> float:
+    """Cores that each rank of a group has."""
+    if sites.hosts is not None:
+        return sites.hosts.cores_of_rank()
+    cores = os.cpu_count() or 1
+    return (
+        cores / group.ranks
+        if sites.loopback
+        else cores_of_rank(group.spec or cluster_spec(group.cluster), cores)
+    )
 
 
 def _python(given: str | None) -> str:

@@ -81,6 +81,7 @@ class Evaluation:
                 "name": group.name,
                 "systems": list(group.systems),
                 "rounds": group.rounds,
+                "task": group.task.describe([group.rounds_of(system) for system in group.systems]),
                 "estimate_s": len(group.turns()) * round_s(group),
             }
             for group in self._suite.groups
@@ -99,7 +100,7 @@ class Evaluation:
         plan = self.plan()
         lines = [*([plan["note"]] if plan["note"] else []), *plan["notes"]]
         lines += [
-            f"{group['name']}: {len(group['systems'])} systems, {group['rounds']} rounds, "
+            f"{group['name']}: {len(group['systems'])} systems, {group['task']}, "
             f"{group['estimate_s'] / 60:.1f} min"
             for group in plan["groups"]
         ]

@@ -22,7 +22,7 @@ from bench.record import Case, RankRound, Round, last_words
 from bench.systems import SYSTEMS
 
 ALONE = "single"
-NATIVE = ("tf-ps", "tf-mwms")
+NATIVE = ("tf-ps", "tf-mwms", "tf-mwms-tuned")
 BEST_NATIVE = "best native TensorFlow"
 COMMUNICATION_BOUND_BITS_PER_S = 1e9  # links up to this rate count as limited by communication
 

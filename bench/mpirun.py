@@ -54,9 +54,13 @@ def _shared_flags(major: int) -> list[str]:
     return [*root, *crowded, "--bind-to", "none"]
 
 
-def _yielding(ranks: int) -> list[str]:
-    """With more ranks than cores, one that waits must leave its core; else MPI is up to 14 times slower."""
-    return ["--mca", "mpi_yield_when_idle", "1"] if ranks > (os.cpu_count() or 1) else []
+def _yielding(ranks: int, *, limited: bool = False) -> list[str]:
+    """With more ranks than cores, one that waits must leave its core; else MPI is up to 14 times slower.
+
+    So it must where a host's CPU time is `limited`: what it spends on waiting, nobody has for computing.
+    """
+    crowded = limited or ranks > (os.cpu_count() or 1)
+    return ["--mca", "mpi_yield_when_idle", "1"] if crowded else []
 
 
 def one_host(ranks: int, command: Sequence[str]) -> list[str]:
@@ -72,10 +76,11 @@ def across_hosts(spec: ClusterSpec, agent: Path, ranks: int, command: Sequence[s
     mpirun = find_mpirun(command[0])
     major = open_mpi_major(mpirun)
     launcher = ["--prtemca", "plm_ssh_agent"] if major >= 5 else ["--mca", "plm_rsh_agent"]
+    limited = any(host.cpus is not None for host in spec.hosts)
     # Several ranks of one host meet in its memory; ranks of different hosts only on the links.
     shared = "" if all(host.slots == 1 for host in spec.hosts) else (",sm" if major >= 5 else ",vader")
     return [
-        mpirun, *_shared_flags(major), *_yielding(ranks), *launcher, str(agent),
+        mpirun, *_shared_flags(major), *_yielding(ranks, limited=limited), *launcher, str(agent),
         "--host", ",".join(f"{host.name}:{host.slots}" for host in spec.hosts), "-np", str(ranks),
         "--mca", "pml", "ob1", "--mca", "btl", f"tcp,self{shared}", "--mca", "btl_tcp_if_include", SUBNET,
         *command,

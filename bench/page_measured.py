@@ -11,7 +11,7 @@ from bench.record import PARTS
 
 _NAMES = (
     *(ALONE, "tf-ps", "tf-mwms", "horovod", "horovod-tuned"),
-    *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale"),
+    *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale", "tf-mwms-tuned"),
 )
 _HIDDEN = "communication_hidden"
 
@@ -35,7 +35,8 @@ def steps(outcome: Outcome, rows: list[CaseFigures]) -> str:
             [system_colour(row.case.system) for row in members],
             marks,
         )
-        description = outcome.setting.cluster(members[0].case.cluster).description
+        task = members[0].case.task.describe([row.rounds for row in members])
+        description = f"{outcome.setting.cluster(members[0].case.cluster).description}; {task}"
         made += [
             element("h3", name),
             element("p", description, "quiet"),

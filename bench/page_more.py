@@ -14,8 +14,8 @@ from bench.plots import lines
 from bench.record import RankRound, Round, last_words
 
 _EQUAL_HOSTS = re.compile(r"\d+x([\d.]*\w+)")
-_SYNCHRONOUS = ("tf-mwms", "horovod", "horovod-tuned")  # the same algorithm as hvpipe-none
-_SAMPLED = ("tf-ps", "tf-mwms", "horovod-tuned", "hvpipe-step")
+_SYNCHRONOUS = ("tf-mwms", "tf-mwms-tuned", "horovod", "horovod-tuned")  # the same algorithm as hvpipe-none
+_SAMPLED = ("tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod-tuned", "hvpipe-step")
 _QUANTITIES = {
     "cpu": ("cores kept busy", 1.0),
     "host": ("CPU of the whole machine, %", 100.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shlex
 import socket
@@ -16,6 +17,7 @@ from bench.cluster_spec import ClusterError
 from bench.places import Place, RealHosts
 from bench.processes import Command
 from bench.systems.system import System
+from hvpipe.launch import exported_names
 
 ROOT = Path(__file__).parents[1]
 
@@ -26,7 +28,8 @@ _PORT = 20100  # the first that is used on a virtual host, which has them all to
 class Placement:
     """Ranks on the hosts of a cluster, slot by slot; without one, all on this machine.
 
-    Hosts that exist are reached over ssh, which hands on no environment: it stands on the command line.
+    Hosts that exist are reached over ssh, which hands on no environment: what mpirun hands on
+    stands on the command line, so that all systems find the same libraries and GPUs.
     """
 
     cluster: Place | None
@@ -42,7 +45,9 @@ class Placement:
     def commands(self, system: System, python: Sequence[str], directory: Path) -> list[Command]:
         """What to start for a system; in case of "servers" the first is the one that ends."""
         if isinstance(self.cluster, RealHosts):
-            python = ["env", f"PYTHONPATH={ROOT}", *python]
+            handed = {} if system.start == "mpirun" else _handed_on(python[0])
+            words = [f"{name}={value}" for name, value in {**handed, "PYTHONPATH": str(ROOT)}.items()]
+            python = ["env", *words, *python]
         rank_process = [*python, "bench.rank_process", str(directory)]
         if system.start == "mpirun":
             if self.cluster is None:
@@ -65,6 +70,12 @@ class Placement:
             return [0] * self.ranks
         slots = [number for number, host in enumerate(self.cluster.spec.hosts) for _ in range(host.slots)]
         return slots[: self.ranks]
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Of each rank, its number on its host and how many are there."""
+        hosts = self.hosts
+        return [(hosts[:rank].count(host), hosts.count(host)) for rank, host in enumerate(hosts)]
 
     def _with_servers(self, coordinator: list[str], server: list[str]) -> list[Command]:
         """The coordinator on the first host, a worker for each rank, a parameter server on each host."""
@@ -104,6 +115,14 @@ class Placement:
         else:
             names = [cluster_network.address(number) for number in range(len(self.cluster.spec.hosts))]
         return [f"{names[host]}:{_PORT + number}" for number, host in enumerate(hosts)]
+
+
+def _handed_on(program: str) -> dict[str, str]:
+    """What mpirun hands on to other hosts, which finds what `program` needs first."""
+    names = set(exported_names(os.environ)) - {"TF_CONFIG"}
+    environment = {name: os.environ[name] for name in sorted(names)}
+    path = environment.get("PATH", os.defpath)
+    return {**environment, "PATH": f"{Path(program).parent}{os.pathsep}{path}"}
 
 
 def _free_ports(count: int) -> list[int]:

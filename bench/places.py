@@ -58,6 +58,7 @@ class RealHosts:
             self.spec = HostList(parse_hosts(hosts))
         except LaunchError as error:
             raise ClusterError(str(error)) from error
+        self._cores: dict[str, str] = {}  # what each host said
 
     def first(self, count: int) -> RealHosts:
         """The first so many of them."""
@@ -93,15 +94,17 @@ class RealHosts:
         return mpirun.run(line, timeout_s=timeout_s, env=env, capture=capture)
 
     def require_answers(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
-        """Start a process on each host in turn; ClusterError names the one that does not answer."""
+        """Ask each host in turn for its cores; ClusterError names the one that does not answer."""
         for host in self.spec.hosts:
-            line = self._mpirun((HostSlots(host.name, 1),), 1, ["hostname"], os.environ)
+            asked = ["getconf", "_NPROCESSORS_ONLN"]
+            line = self._mpirun((HostSlots(host.name, 1),), 1, asked, os.environ)
             try:
                 done = mpirun.run(line, timeout_s=timeout_s)
             except subprocess.TimeoutExpired:
                 said = f"nothing within {timeout_s:g} s"
             else:
                 if done.returncode == 0:
+                    self._cores[host.name] = _end(done.stdout, lines=1)
                     continue
                 said = _end(done.stderr or done.stdout) or f"status {done.returncode}"
             raise ClusterError(
@@ -120,6 +123,19 @@ class RealHosts:
                 if done.returncode == 0 and (said := _end(done.stdout, lines=1)):
                     told[host.name] = said
         self.spec = replace(self.spec, machines=tuple(told.items()))
+
+    def cores_of_rank(self) -> float:
+        """Cores that each rank has where it has fewest, as the hosts said when they answered."""
+        found = []
+        for host in self.spec.hosts:
+            said = self._cores.get(host.name, "")
+            if not said.isdecimal():
+                raise ClusterError(
+                    "Every host should say how many cores it has (getconf _NPROCESSORS_ONLN), so that all "
+                    f"are used; or give --threads. Received: host={host.name!r}, {said!r}"
+                )
+            found.append(int(said) / host.slots)
+        return min(found)
 
     def _mpirun(
         self,

@@ -35,9 +35,12 @@ def _run(directory: Path, rank: int | None) -> None:
     if rank is None:
         from hvpipe.comm.discover import discover
 
-        rank = discover().rank or 0
+        launch = discover()
+        rank, place = launch.rank or 0, (launch.local_rank or 0, launch.local_size or 1)
+    else:
+        place = tuple(what["places"][rank])
     task = Task(**{**what["task"], "shares": tuple(what["task"]["shares"])})
-    job = Job(task, rank, what["size"], what["options"], directory)
+    job = Job(task, rank, what["size"], what["options"], directory, place)
     importlib.import_module(f"bench.systems.{what['adapter']}").train(job)
     parts_s = {"input": _input_s(job), **job.parts_s}
     for number, found in (job.by_rank or {rank: job.watch.rank_round()}).items():

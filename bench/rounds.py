@@ -28,17 +28,23 @@ from hvpipe.trace import Trace
 
 
 def run_round(
-    case: Case, number: int, cluster: Place | None, timeout_s: float, *, python: str = sys.executable
+    case: Case,
+    number: int,
+    cluster: Place | None,
+    timeout_s: float,
+    *,
+    python: str = sys.executable,
+    system: System | None = None,
 ) -> Round:
     """Run one round of a case in fresh processes under `python`, and end whatever it started.
 
     `cluster` is up; None is this machine alone. Hosts that exist must share the current folder. What goes
     wrong is told in the round, not raised: a system that is not installed (`skipped`), a failure or a hang
-    (`error`, with the output's end).
+    (`error`, with the output's end). `system` is a variant of the case's, in a search.
     """
     began_s = time.monotonic()
     round_ = Round(case, number)
-    system = SYSTEMS.get(case.system)
+    system = system or SYSTEMS.get(case.system)
     if system is None:
         wanted = ", ".join(SYSTEMS)
         return replace(round_, error=f"The system must be one of {wanted}. Received: {case.system!r}")
@@ -63,15 +69,16 @@ def _run(
     round_: Round, system: System, cluster: Place | None, directory: Path, timeout_s: float, python: str
 ) -> Round:
     case = round_.case
+    placement = Placement(cluster, case.ranks)
     job = {
         "task": asdict(case.task),
         "size": case.ranks,
+        "places": placement.places,
         "adapter": system.adapter,
         "options": dict(system.options),
         "environment": {**_environment(case), **system.environment},
     }
     (directory / "job.json").write_text(json.dumps(job))
-    placement = Placement(cluster, case.ranks)
     commands = placement.commands(system, [python, "-m"], directory)
     path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     commands = [

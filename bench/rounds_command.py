@@ -33,7 +33,8 @@ def _run(arguments: argparse.Namespace) -> int:
         spec = None if alone else spec_from_arguments(arguments)
         warn_if_busy()
         with nullcontext() if spec is None else Cluster(spec) as cluster:
-            round_ = run_round(_case(arguments, spec), 0, cluster, arguments.timeout, python=arguments.python)
+            case = case_of(arguments, spec)
+            round_ = run_round(case, 0, cluster, arguments.timeout, python=arguments.python)
     except (ClusterError, ValueError) as error:
         print(f"bench.rounds: {error}", file=sys.stderr)
         return 1
@@ -46,6 +47,15 @@ def _run(arguments: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.rounds", description="One round of one system.")
     parser.add_argument("--system", default="hvpipe-step", choices=list(SYSTEMS))
+    add_round_arguments(parser)
+    parser.add_argument("--epochs", type=int, default=0, help="train digits for so many epochs instead")
+    parser.add_argument("--json", action="store_true", help="print all that was measured, as JSON")
+    return parser
+
+
+def add_round_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is trained, where and for how long, for case_of; no epochs, unless another argument says so."""
+    parser.set_defaults(epochs=0)
     parser.add_argument("--workload", default="resnet50", choices=list(WORKLOADS))
     parser.add_argument("--ranks", type=int, help="ranks on this host (default: 2), or on the cluster")
     add_spec_arguments(parser)
@@ -55,17 +65,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, help="of an operation (default: cores / ranks)")
     parser.add_argument("--warm-up", type=int, default=3, help="untimed steps (default: 3)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps (default: 8)")
-    parser.add_argument("--epochs", type=int, default=0, help="train digits for so many epochs instead")
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds until the round is ended")
     parser.add_argument(
         "--python", default=sys.executable, help="the Python to train in, e.g. .venv-peers/bin/python"
     )
-    parser.add_argument("--json", action="store_true", help="print all that was measured, as JSON")
-    return parser
 
 
-def _case(arguments: argparse.Namespace, spec: ClusterSpec | None) -> Case:
+def case_of(arguments: argparse.Namespace, spec: ClusterSpec | None) -> Case:
+    """The case that the arguments describe, on a cluster or on this host."""
     most = 2 if spec is None else spec.slots
     ranks = most if arguments.ranks is None else arguments.ranks
     shares = tuple(int(word) for word in arguments.shares.split(",")) if arguments.shares else ()
@@ -87,7 +95,8 @@ def _case(arguments: argparse.Namespace, spec: ClusterSpec | None) -> Case:
 def describe(round_: Round) -> str:
     """A table by rank for people, or why there is none."""
     case = round_.case
-    head = f"{SYSTEMS[case.system].title}: {case.task.workload}, {case.ranks} ranks, {case.cluster}"
+    head = f"{SYSTEMS[case.system].title}: {case.task.workload}, {case.ranks} ranks, {case.cluster}\n"
+    head += case.task.describe([1])
     if round_.skipped or round_.error:
         return f"{head}\n{'skipped: ' + round_.skipped if round_.skipped else 'failed: ' + round_.error}"
     known = [part for part in PARTS if any(part in rank.parts_s for rank in round_.ranks)]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from bench.cluster_spec import ClusterError, ClusterSpec, equal_hosts, read_spec
-from bench.record import Case, Task
+from bench.record import AUTO_THREADS, Case, Task
 from bench.workload import MODELS
 from bench.workloads import TRAINED_DIGITS, check
 from hvpipe.data_parallel_forecast import whole_shares
@@ -30,7 +30,7 @@ _EQUAL = re.compile(r"(\d+)x([\w.]+)")
 ANYWHERE = "hosts"  # the cluster of groups and pipelines that name none
 _LEAST_STEPS = 4  # of an epoch
 _TASK_KEYS = {"workload", "batch", "pixels", "threads", "warm_up", "steps", "seed", "epochs"}
-_GROUP_KEYS = _TASK_KEYS | {"clusters", "systems", "rounds", "scaling", "shares"}
+_GROUP_KEYS = _TASK_KEYS | {"clusters", "systems", "rounds", "once", "scaling", "shares"}
 _PIPELINE_COUNTS = {"pixels", "batch", "seeds", "rounds", "steps"}
 _PIPELINE_KEYS = _PIPELINE_COUNTS | {"cluster", "model", "microbatches", "methods"}
 
@@ -45,6 +45,7 @@ class Group:
 
     With "strong" scaling a step has the same samples on any number of ranks; the task's batch is one's part.
     `spec` is what a virtual cluster looks like; shares that are `by_speed` follow from it.
+    Systems that are in `once` take part in the first round alone.
     """
 
     task: Task
@@ -55,6 +56,8 @@ class Group:
     scaling: str = "weak"
     spec: ClusterSpec | None = None
     by_speed: bool = False
+    first: int = 0  # the system that begins the first round
+    once: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -65,12 +68,20 @@ class Group:
         """The case of one of the systems."""
         return Case(system, self.cluster, self.ranks, self.task, self.scaling)
 
+    def rounds_of(self, system: str) -> int:
+        """How many of them one of the systems takes part in."""
+        return 1 if system in self.once else self.rounds
+
     def turns(self) -> list[tuple[int, Case]]:
-        """Rounds with their cases, in order; each round begins with the next system: none is always first."""
+        """Rounds with their cases, in order; each begins with the next system, from `first` on."""
         turns = []
         for number in range(self.rounds):
-            first = number % len(self.systems)
-            turns += [(number, self.case(name)) for name in self.systems[first:] + self.systems[:first]]
+            first = (self.first + number) % len(self.systems)
+            turns += [
+                (number, self.case(name))
+                for name in self.systems[first:] + self.systems[:first]
+                if number < self.rounds_of(name)
+            ]
         return turns
 
 
@@ -120,8 +131,18 @@ class Suite:
         for group in self.groups:
             kept = tuple(name for name in group.systems if name in wanted)
             if kept:
-                groups.append(replace(group, systems=kept))
+                once = tuple(name for name in group.once if name in wanted)
+                groups.append(replace(group, systems=kept, once=once))
         return replace(self, groups=tuple(groups))
+
+    def with_threads(self, given: int | None, cores: Callable[[Group], float]) -> Suite:
+        """The same with threads settled: `given`, else a group's own, else as many as `cores` a rank has."""
+
+        def settled(group: Group) -> Group:
+            threads = given or group.task.threads or max(1, int(cores(group)))
+            return replace(group, task=replace(group.task, threads=threads))
+
+        return replace(self, groups=tuple(settled(group) for group in self.groups))
 
     def on_one_cluster(self, cluster: str, ranks: int, spec: ClusterSpec | None = None) -> Suite:
         """The same tasks on a single cluster of so many ranks, each once; a virtual one has a `spec`."""
@@ -138,7 +159,10 @@ class Suite:
                 notes.append(f"{moved.name} has a smaller batch, so that an epoch has {_LEAST_STEPS} steps")
             known = groups.setdefault(moved.name, moved)
             systems = tuple(dict.fromkeys(known.systems + moved.systems))
-            groups[moved.name] = replace(known, systems=systems, rounds=max(known.rounds, moved.rounds))
+            rounds = max(known.rounds, moved.rounds)
+            more = {name for each in (known, moved) for name in each.systems if name not in each.once}
+            once = tuple(name for name in systems if name not in more)
+            groups[moved.name] = replace(known, systems=systems, rounds=rounds, once=once)
         runs = (replace(run, cluster=cluster, spec=spec) for run in self.pipelines)
         pipelines = tuple({run.name: run for run in runs}.values())
         return replace(self, groups=tuple(groups.values()), pipelines=pipelines, notes=tuple(notes))
@@ -164,6 +188,8 @@ def read_suite(name: str, all_systems: Sequence[str]) -> Suite:
     title = data.get("title", path.stem)
     _require(path, isinstance(title, str), "the title should be a text", title)
     groups = [group for table in _tables(path, data, "group") for group in _groups(path, table, all_systems)]
+    # Groups of one round begin with different systems too: none is always first, none always last.
+    groups = [replace(group, first=number) for number, group in enumerate(groups)]
     pipelines = [_pipeline(path, table) for table in _tables(path, data, "pipeline")]
     names = [each.name for each in (*groups, *pipelines)]
     if not names or len(set(names)) < len(names):
@@ -199,6 +225,12 @@ def named_cluster(text: str, folder: Path) -> tuple[str, ClusterSpec]:
         path = folder / text
         return path.name, read_spec(path)
     return text, cluster_spec(text)
+
+
+def cores_of_rank(spec: ClusterSpec, cores: int) -> float:
+    """Cores that each rank of a virtual cluster has: its part of the machine's, on the slowest host."""
+    limits = [host.cpus / host.slots for host in spec.hosts if host.cpus is not None]
+    return min([cores / spec.slots, *limits])
 
 
 def proportional_shares(batch: int, speeds: Sequence[float]) -> tuple[int, ...]:
@@ -258,6 +290,9 @@ def _groups(path: Path, table: dict[str, Any], all_systems: Sequence[str]) -> li
     _require(path, scaling in ("weak", "strong"), "scaling should be 'weak' or 'strong'", scaling)
     rounds = table.get("rounds", 2)
     _require(path, _is_count(rounds), "rounds should be a whole number of at least 1", rounds)
+    once = _texts(path, table, "once") if "once" in table else ()
+    if unknown := sorted(set(once) - set(systems)):
+        raise SuiteError(f"{path}: once should be of the group's systems. Received: {unknown}")
     clusters: list[tuple[str, ClusterSpec | None]] = [(ANYWHERE, None)]
     if "clusters" in table:
         clusters = [named_cluster(text, path.parent) for text in _texts(path, table, "clusters")]
@@ -266,7 +301,9 @@ def _groups(path: Path, table: dict[str, Any], all_systems: Sequence[str]) -> li
         task = _task(path, table, spec)
         by_speed = table.get("shares") == "proportional"
         ranks = spec.slots if spec is not None else len(task.shares) or 1
-        made.append(Group(task, name, ranks, systems, rounds, scaling, spec=spec, by_speed=by_speed))
+        made.append(
+            Group(task, name, ranks, systems, rounds, scaling, spec=spec, by_speed=by_speed, once=once)
+        )
     return made
 
 
@@ -275,6 +312,11 @@ def _task(path: Path, table: dict[str, Any], spec: ClusterSpec | None) -> Task:
     values = {key: value for key, value in table.items() if key in _TASK_KEYS}
     workload = values["workload"]
     _require(path, isinstance(workload, str), "the workload should be a name", workload)
+    if values.setdefault("threads", "auto") == "auto":
+        values["threads"] = AUTO_THREADS
+    else:
+        least = type(values["threads"]) is int and values["threads"] >= 1
+        _require(path, least, "threads should be 'auto', or a whole number of at least 1", values["threads"])
     for key in sorted(values.keys() - {"workload"}):
         _require(path, type(values[key]) is int, f"{key} should be a whole number", values[key])
     if table.get("scaling") == "strong":
@@ -295,7 +337,7 @@ def _task(path: Path, table: dict[str, Any], spec: ClusterSpec | None) -> Task:
     _require(path, whole, "shares should be 'proportional', or a list of whole numbers", shares)
     task = Task(**values, shares=tuple(shares))
     try:
-        check(task)
+        check(replace(task, threads=max(1, task.threads)))
         _require_ranks(task, spec.slots if spec is not None else len(shares) or 1)
     except ValueError as error:
         raise SuiteError(f"{path}: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,11 +26,13 @@ class StepWatch:
 
     at_window: Callable[[], None] | None = None
 
-    def __init__(self, open_after: int | None = None) -> None:
+    def __init__(self, open_after: int | None = None, local_rank: int = 0) -> None:
+        """`local_rank` says which of the host's GPUs is looked at."""
         from hvpipe.utilization import Sampler, SamplerOptions
 
         self._open_after = open_after
-        self._sampler = Sampler(options=SamplerOptions(period_s=_SAMPLE_S))
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self._sampler = Sampler(options=SamplerOptions(_SAMPLE_S, local_rank, visible))
         self._last_s = 0.0
         self._done = 0
         self._paused_s = 0.0

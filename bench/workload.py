@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from hvpipe.device_array import assign_gpu
+
 MODELS = {
     "resnet50": "ResNet50",
     "vgg16": "VGG16",
@@ -51,6 +53,25 @@ def prepare_tensorflow(threads: int) -> Any:
     import keras
 
     return keras
+
+
+def own_gpu(local_rank: int, local_size: int) -> int | None:
+    """Which GPU of its host is a rank's, by hvpipe's rule; None without any, HvpipeError with too few."""
+    import tensorflow as tf
+
+    gpus = tf.config.list_physical_devices("GPU")
+    return assign_gpu(local_rank, local_size, len(gpus)) if gpus else None
+
+
+def claim_gpu(local_rank: int, local_size: int) -> None:
+    """Let TensorFlow see that GPU alone, with memory taken as it is needed; before its first operation."""
+    import tensorflow as tf
+
+    mine = own_gpu(local_rank, local_size)
+    if mine is not None:
+        gpu = tf.config.list_physical_devices("GPU")[mine]
+        tf.config.set_visible_devices([gpu], "GPU")
+        tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def compiled_model(keras: Any, workload: Workload) -> Any:

@@ -140,6 +140,15 @@ def test_ranks_beyond_the_cores_yield(monkeypatch: pytest.MonkeyPatch) -> None:
             assert any(line[i : i + 3] == yielding for i in range(len(line))) is expected
 
 
+def test_ranks_of_hosts_with_a_share_of_the_cpu_yield(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr("bench.mpirun.find_mpirun", lambda *_: "mpirun")
+    monkeypatch.setattr("bench.mpirun.open_mpi_major", lambda mpirun: 5)
+    spec = ClusterSpec((HostSpec("fast"), HostSpec("slow", cpus=0.5)))
+    assert "--mca mpi_yield_when_idle 1" in " ".join(across_hosts(spec, Path("agent"), 2, ["true"]))
+    assert "mpi_yield_when_idle" not in across_hosts(equal_hosts(2), Path("agent"), 2, ["true"])
+
+
 def test_host_flags_follow_the_mpi_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.mpirun.find_mpirun", lambda *_: "mpirun")
     monkeypatch.setattr("bench.mpirun.open_mpi_major", lambda mpirun: 5)

@@ -31,7 +31,7 @@ from hvpipe.errors import LaunchError
 FLAGS = {
     "run": [
         *("--cluster", "--help", "--host-counts", "--hosts", "--json", "--out", "--plan", "--python"),
-        *("--retry-failed", "--systems", "-h"),
+        *("--retry-failed", "--systems", "--threads", "-h"),
     ],
     "report": ["--help", "--json", "-h"],
     "compare": ["--help", "--json", "-h"],
@@ -74,6 +74,30 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(command, "find_sites", lambda hosts: Sites(loopback=True, note="on plain loopback"))
     (tmp_path / "mine.toml").write_text(SUITE)
     return str(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize(("words", "threads"), [([], 4), (["--threads", "3"], 3)])
+def test_threads_are_the_cores_of_a_rank_unless_given(
+    words: list[str],
+    threads: int,
+    suite: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert command.main(["run", suite, "--plan", *words]) == 0
+    told = f"3 systems, batch 8 a rank, {threads} threads an operation, 1 round of 3 + 8 steps, seed 20, "
+    assert told in capsys.readouterr().out
+    assert command.main(["run", suite, "--out", str(tmp_path / "out"), *words]) == 0
+    (journal,) = {each.case.task.threads for each in Journal.kept_in(tmp_path / "out").rounds}  # type: ignore[union-attr]
+    assert journal == threads
+    assert f"{threads} threads an operation" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_no_threads_are_an_error(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", suite, "--threads", "0"]) == 2
+    assert "--threads should be at least 1. Received: --threads 0" in capsys.readouterr().err
 
 
 def test_run_measures_what_is_there_and_writes_the_files(
@@ -205,7 +229,7 @@ def test_a_plan_says_what_would_run_and_runs_nothing(
 ) -> None:
     assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--plan", "--systems", "single"]) == 0
     shown = capsys.readouterr().out
-    assert "digits-64/8/loopback-2/weak: 1 systems, 1 rounds" in shown
+    assert "digits-64/8/loopback-2/weak: 1 systems, batch 8 a rank, " in shown
     assert "on plain loopback" in shown
     assert not (tmp_path / "out").exists()
 

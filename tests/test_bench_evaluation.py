@@ -379,7 +379,8 @@ def test_a_suite_without_clusters_needs_a_place() -> None:
 def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         status = 1 if "b:1" in command else 0
-        return subprocess.CompletedProcess(command, status, "", "-----\nssh: no route to host\n")
+        said = "" if "d:1" in command else "a banner\n12\n" if "a:1" in command else "8\n"
+        return subprocess.CompletedProcess(command, status, said, "-----\nssh: no route to host\n")
 
     monkeypatch.setattr("bench.mpirun.run", answer)
     monkeypatch.setattr("bench.mpirun.find_mpirun", lambda program: f"/{Path(program).name}/mpirun")
@@ -391,6 +392,11 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     hosts = RealHosts("a:2,c")
     hosts.require_answers()
     assert hosts.spec.slots == 3
+    assert hosts.cores_of_rank() == 6  # 12 cores of two ranks, 8 of one
+    silent = RealHosts("a,d")
+    silent.require_answers()
+    with pytest.raises(ClusterError, match=r"or give --threads. Received: host='d', ''"):
+        silent.cores_of_rank()
     command = hosts.mpirun_command(3, ["python", "x.py"])
     assert command[:3] == ["/python/mpirun", "-np", "3"]
     assert command[-2:] == ["python", "x.py"]

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.figures import (
+    NATIVE,
     CaseFigures,
     Comparison,
     all_figures,
@@ -25,6 +26,7 @@ from bench.figures import (
 from bench.outcome import ClusterFacts
 from bench.record import PARTS, Round, Task
 from bench.spreadsheet import to_csv
+from bench.systems import SYSTEMS
 from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
 
 STEPS = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
@@ -125,6 +127,10 @@ def test_a_system_is_compared_with_the_fastest_baseline() -> None:
     assert (found.baseline, found.speedup) == ("tf-mwms", 1.5)
     assert compare_in_groups(rows, "hvpipe-step", ("horovod",)) == []
     assert compare_in_groups(rows, "absent", ("tf-ps",)) == []
+
+
+def test_native_tensorflow_is_every_system_of_its_own() -> None:
+    assert set(NATIVE) == {name for name in SYSTEMS if name.startswith("tf-")}
 
 
 def test_a_step_that_ends_in_bursts_is_the_mean_and_so_is_what_it_is_compared_with() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -12,12 +13,15 @@ import pytest
 
 from bench import meter, parts
 from bench.cluster_spec import ClusterError
-from bench.placement import Placement
+from bench.placement import ROOT, Placement
+from bench.places import RealHosts
 from bench.processes import Command, run_together
 from bench.record import Case, RankRound, Round, Task
 from bench.rounds import run_round
+from bench.rounds_command import describe
 from bench.systems import SYSTEMS
 from bench.workloads import check
+from hvpipe.launch import exported_names
 from hvpipe.timeline import Raw, events_of_rank
 from hvpipe.trace import Event, Trace
 
@@ -84,6 +88,34 @@ def test_workers_and_servers_are_told_of_each_other(tmp_path: Path) -> None:
         "ps": 1,
     }
     assert told[2]["task"] == {"type": "worker", "index": 1}
+
+
+def test_over_ssh_workers_have_the_environment_that_mpirun_hands_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {
+        "PATH": "/bin",
+        "LD_LIBRARY_PATH": "/cuda/lib64:/a b",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "TF_CONFIG": "of another job",
+        "PYTHONPATH": "/elsewhere",
+        "HOME": "/root",
+    }
+    monkeypatch.setattr("os.environ", there)
+    commands = Placement(RealHosts("a,b"), 2).commands(
+        SYSTEMS["tf-mwms"], ["/peers/bin/python", "-m"], tmp_path
+    )
+    words = shlex.split(" ".join(commands[1].line[commands[1].line.index("b") + 1 :]))
+    handed = dict(word.split("=", 1) for word in words if "=" in word)
+    assert json.loads(handed.pop("TF_CONFIG"))["task"] == {"type": "worker", "index": 1}
+    assert handed == {
+        "PATH": "/peers/bin:/bin",
+        "LD_LIBRARY_PATH": "/cuda/lib64:/a b",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "PYTHONPATH": str(ROOT),
+    }
+    assert set(handed) == {*exported_names(there)} - {"TF_CONFIG"}
+    assert words[-4:] == ["-m", "bench.rank_process", str(tmp_path), "1"]
 
 
 def test_ranks_must_be_positive() -> None:
@@ -219,6 +251,15 @@ def test_a_forward_that_waits_for_weights_is_found_out() -> None:
 def test_a_task_that_cannot_be_trained_is_named(task: Task, received: str) -> None:
     with pytest.raises(ValueError, match=f"Received: .*{received}"):
         check(task)
+
+
+def test_a_round_is_shown_with_what_was_trained() -> None:
+    case = Case("single", "2 hosts", 2, Task("digits", 8, threads=3, epochs=2, shares=(11, 5)))
+    shown = describe(Round(case, 0, (RankRound([1.0], 1.0, 0.5, 1), RankRound([2.0], 2.0, 0.5, 1))))
+    assert shown.splitlines()[:2] == [
+        "computing alone: digits, 2 ranks, 2 hosts",
+        "batch 11+5, 3 threads an operation, 1 round of 2 epochs, seed 20",
+    ]
 
 
 def test_an_unknown_system_is_an_error_of_the_round() -> None:

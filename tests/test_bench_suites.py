@@ -13,6 +13,7 @@ from bench.estimates import round_s, suite_s
 from bench.suites import (
     SuiteError,
     cluster_spec,
+    cores_of_rank,
     named_cluster,
     proportional_shares,
     read_suite,
@@ -20,7 +21,7 @@ from bench.suites import (
 )
 
 SYSTEMS = (
-    *("single", "tf-ps", "tf-mwms", "horovod", "horovod-tuned"),
+    *("single", "tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod", "horovod-tuned"),
     *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale"),
 )
 GROUP = '[[group]]\nworkload = "resnet50"\nbatch = 8\nclusters = ["2x1gbit"]\nsystems = "all"\n'
@@ -64,6 +65,29 @@ def test_systems_take_turns_and_none_is_always_first(tmp_path: Path) -> None:
     order = "".join(case.system for _, case in group.turns())
     assert order == "abcbcacab"
     assert [number for number, _ in group.turns()] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_some_systems_take_part_in_the_first_round_alone(tmp_path: Path) -> None:
+    text = GROUP + 'rounds = 3\nonce = ["b"]'
+    suite = read_suite(written(tmp_path, text), ("a", "b", "c"))
+    assert "".join(case.system for _, case in suite.groups[0].turns()) == "abc" + "ca" + "ca"
+    group = suite.groups[0]
+    described = group.task.describe([group.rounds_of(name) for name in group.systems])
+    assert described == "batch 8 a rank, 0 threads an operation, 1 to 3 rounds of 3 + 8 steps, seed 20"
+    assert suite.only_systems("ac").groups[0].once == ()
+    # Where groups become one, a system of several rounds in one of them keeps those.
+    both = read_suite(written(tmp_path, text + "\n" + GROUP.replace("2x1gbit", "4x1gbit")), ("a", "b", "c"))
+    assert both.on_one_cluster("hosts", 2).groups[0].once == ()
+    assert suite.on_one_cluster("hosts", 2).groups[0].once == ("b",)
+
+
+def test_groups_of_one_round_begin_with_different_systems(tmp_path: Path) -> None:
+    text = GROUP.replace('["2x1gbit"]', '["2x1gbit", "4x1gbit", "slow-cpu", "slow-link"]') + "rounds = 1"
+    suite = read_suite(written(tmp_path, text), ("a", "b", "c"))
+    assert ["".join(case.system for _, case in group.turns()) for group in suite.groups] == [
+        *("abc", "bca", "cab", "abc")
+    ]
+    assert [case.system for _, case in suite.only_systems("ac").groups[1].turns()] == ["c", "a"]
 
 
 def test_slower_links_and_crowds_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +206,21 @@ def test_a_suite_for_hosts_needs_no_cluster(tmp_path: Path) -> None:
     assert moved.on_one_cluster("hosts", 4) == moved
 
 
+def test_threads_are_settled_by_the_cores_of_a_rank(tmp_path: Path) -> None:
+    text = GROUP.replace('"2x1gbit"', '"2x1gbit", "4x1gbit", "slow-cpu"') + 'threads = "auto"\n'
+    own = GROUP.replace('"resnet50"', '"vgg16"') + "threads = 6\n"
+    suite = read_suite(written(tmp_path, text + own), ("a",))
+
+    def settled(given: int | None) -> list[int]:
+        found = suite.with_threads(given, lambda group: cores_of_rank(cluster_spec(group.cluster), 8))
+        return [group.task.threads for group in found.groups]
+
+    # Of 8 cores 2 ranks have 4 each, 4 have 2; the hosts of slow-cpu have 1 and 0.5 by their quotas.
+    assert settled(None) == [4, 2, 1, 6]
+    assert settled(3) == [3, 3, 3, 3]
+    assert {group.task.threads for group in read_suite("quick", SYSTEMS).groups} == {0}
+
+
 def test_some_systems_only() -> None:
     suite = read_suite("quick", SYSTEMS).only_systems(["tf-ps"])
     assert {group.systems for group in suite.groups} == {("tf-ps",)}
@@ -222,10 +261,13 @@ def test_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None
         (GROUP.replace("batch = 8", 'batch = "8"'), "batch should be a whole number. Received: '8'"),
         (GROUP.replace("batch = 8", "batch = true"), "Received: True"),
         (GROUP.replace("batch = 8", "batch = 0"), "batch=0"),
+        (GROUP + 'threads = "all"', "threads should be 'auto', or a whole number.*Received: 'all'"),
+        (GROUP + "threads = 0", "at least 1. Received: 0"),
         (GROUP + "steps = 2.5", "steps should be a whole number"),
         (GROUP.replace("resnet50", "digits") + "epochs = -1", "epochs=-1"),
         (GROUP + "rounds = 0", "rounds should be a whole number of at least 1. Received: 0"),
         (GROUP + 'rounds = "2"', "Received: '2'"),
+        (GROUP + 'once = ["absent"]', r"once should be of the group's systems. Received: \['absent'\]"),
         (GROUP + 'scaling = "medium"', "Received: 'medium'"),
         (GROUP + 'shares = "ab"', "Received: 'ab'"),
         (GROUP + "shares = [16, 0]", r"shares=\(16, 0\)"),

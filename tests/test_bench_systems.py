@@ -10,6 +10,7 @@ from bench.record import Case, Round, Task
 from bench.rounds import run_round
 from bench.systems import SYSTEMS
 from distributed import environment
+from hvpipe.comm.discover import prepare_open_mpi
 
 TASK = Task("digits", batch=4, warm_up=1, steps=2)
 
@@ -59,12 +60,36 @@ def test_exact_modes_learn_digits_alike() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shares", [(), (20, 12)])
-def test_mirrored_workers_learn_digits_as_the_linear_mode_does(shares: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("name", "shares"), [("tf-mwms", ()), ("tf-mwms-tuned", (20, 12))])
+def test_mirrored_workers_learn_digits_as_the_linear_mode_does(name: str, shares: tuple[int, ...]) -> None:
     task = Task("digits", batch=16, warm_up=1, steps=1, epochs=2, shares=shares)
-    linear, mirrored = _run("hvpipe-none", task), _run("tf-mwms", task)
+    linear, mirrored = _run("hvpipe-none", task), _run(name, task)
     assert (linear.error, mirrored.error) == ("", "")
     assert mirrored.ranks[0].loss == pytest.approx(linear.ranks[0].loss, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "packs"), [("tf-mwms", 1), ("tf-mwms-tuned", 3)])
+def test_packs_of_mirrored_workers_are_in_the_compiled_step(name: str, packs: int) -> None:
+    # From the last gradient on, until a pack has more than 4 MiB: 2000 + 512 x 2000 floats of the last layer,
+    # 2048 and 512 x 2048 of the second LSTM; its other 512 x 2048, 2048 of the first; that one's others.
+    round_ = _run(name, Task("lstm", batch=2, pixels=4, warm_up=1, steps=1))
+    assert round_.error == ""
+    assert f"all-reduces a step {packs}," in round_.versions + ","
+
+
+def test_horovod_tuned_has_the_mpi_that_hvpipe_sets_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {
+        name: value
+        for name, value in SYSTEMS["horovod-tuned"].environment.items()
+        if name.startswith("OMPI_MCA_")
+    }
+    ours: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", ours)
+    prepare_open_mpi()
+    sizes = {name: value for name, value in ours.items() if name.startswith("OMPI_MCA_btl_tcp")}
+    assert theirs == {**sizes, "OMPI_MCA_mpi_yield_when_idle": "1"}
+    assert not any(name.startswith("OMPI_MCA_") for name in SYSTEMS["horovod"].environment)
 
 
 def test_a_crash_is_told_with_its_output() -> None:

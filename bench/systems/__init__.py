@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from bench.systems.system import System
+from bench.systems.tuned import read_tuned
 
 __all__ = ["SYSTEMS", "System"]
 
@@ -12,6 +15,15 @@ _LOOP = "driven by a loop around a compiled step (tf.function)"
 _HOROVOD_NOTES = (
     f"{_LOOP} with DistributedGradientTape: under Keras 3 `fit` its DistributedOptimizer reduces nothing",
 )
+
+
+# What hvpipe sets for itself over TCP; and a thread that waits in MPI leaves its core: Horovod has one beside
+# each rank that computes.
+_OPEN_MPI = {
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_btl_tcp_eager_limit": str(256 << 10),
+    "OMPI_MCA_btl_tcp_max_send_size": str(256 << 10),
+}
 
 
 def _hvpipe(overlap: str) -> System:
@@ -38,6 +50,27 @@ def _horovod(name: str, title: str, environment: dict[str, str], note: str) -> S
     )
 
 
+def _mirrored(name: str, title: str, packs: str) -> System:
+    return System(
+        name=name,
+        title=title,
+        adapter="mirrored",
+        start="processes",
+        options={"bytes_per_pack": "0"},
+        notes=(
+            f"{_LOOP}, RING over gRPC: Keras 3 `fit` is reported to fail under it (keras issue 20585)",
+            packs,
+        ),
+    )
+
+
+def _tuned(system: System) -> System:
+    """With the values that are kept for it, which its notes tell."""
+    tuned = read_tuned()[system.name]
+    values = ", ".join(f"{name}={value}" for name, value in tuned.values.items())
+    return replace(system.tuned(tuned.values), notes=(*system.notes, f"{values}: {tuned.source}"))
+
+
 _ALL = (
     System(
         name="single",
@@ -62,20 +95,26 @@ _ALL = (
         ),
         asynchronous=True,
     ),
-    System(
-        name="tf-mwms",
-        title="TensorFlow MultiWorkerMirrored",
-        adapter="mirrored",
-        start="processes",
-        notes=(f"{_LOOP}, RING over gRPC: Keras 3 `fit` is reported to fail under it (keras issue 20585)",),
+    _mirrored(
+        "tf-mwms",
+        "TensorFlow MultiWorkerMirrored",
+        "default settings: gradients travel in one pack, once the last of them is there",
+    ),
+    _tuned(
+        _mirrored(
+            "tf-mwms-tuned",
+            "TensorFlow MultiWorkerMirrored, tuned",
+            "gradients in packs, which travel while those of earlier layers are computed",
+        )
     ),
     _horovod("horovod", "Horovod", {}, "default settings"),
-    _horovod(
-        "horovod-tuned",
-        "Horovod, tuned",
-        # The values of its docs/tensor-fusion.rst, which with docs/autotune.rst names these as the knobs.
-        {"HOROVOD_CYCLE_TIME": "3.5", "HOROVOD_FUSION_THRESHOLD": str(32 << 20)},
-        "cycle time 3.5 ms, fusion threshold 32 MiB, the values in its documentation",
+    _tuned(
+        _horovod(
+            "horovod-tuned",
+            "Horovod, tuned",
+            _OPEN_MPI,
+            "Open MPI yields when idle and has hvpipe's eager limit of 256 KiB over TCP",
+        )
     ),
     *(_hvpipe(overlap) for overlap in ("none", "backward", "step", "stale")),
 )

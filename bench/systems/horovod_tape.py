@@ -6,13 +6,14 @@ from typing import Any
 
 from bench.job import Job
 from bench.systems import loop
-from bench.workload import prepare_tensorflow
+from bench.workload import claim_gpu, prepare_tensorflow
 from bench.workloads import batches_of, loss_of, make_model, make_optimizer
 
 
 def train(job: Job) -> None:
     """A rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
+    claim_gpu(*job.place)
     import horovod
     import horovod.tensorflow as hvd
     import tensorflow as tf

@@ -16,9 +16,9 @@ def run(keras: Any, model: Any, job: Job, data: Iterator[Any], step: Callable[[A
         job.watch.begin(timed)
         for _ in range(epochs):
             for _ in range(steps):
-                done = step(next(data))
+                # As `fit` does, wait for the loss: on a GPU a step returns when it has been handed over.
+                step(next(data)).numpy()
                 job.watch.step()
-            done.numpy()  # what runs asynchronously has ended
             if evaluate is not None:
                 job.watch.epoch(evaluate)
     job.watch.drained()

@@ -6,19 +6,23 @@ from typing import Any
 
 from bench.job import Job
 from bench.systems import loop
-from bench.workload import prepare_tensorflow
+from bench.workload import claim_gpu, prepare_tensorflow
 from bench.workloads import batches_of, make_model, make_optimizer
 
 
 def train(job: Job) -> None:
     """A rank's part of a round; TF_CONFIG tells of the others."""
     keras = prepare_tensorflow(job.task.threads)
+    claim_gpu(*job.place)
     import tensorflow as tf
 
-    ring = tf.distribute.experimental.CommunicationImplementation.RING
-    strategy = tf.distribute.MultiWorkerMirroredStrategy(
-        communication_options=tf.distribute.experimental.CommunicationOptions(implementation=ring)
+    # As long as XLA does not compile the step, TensorFlow joins the strategy's options to those of each
+    # reduction (MirroredExtended._batch_reduce_to), so that packs hold for what Keras' optimizer reduces.
+    options = tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=int(job.options["bytes_per_pack"]),
+        implementation=tf.distribute.experimental.CommunicationImplementation.RING,
     )
+    strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     with strategy.scope():
         model, optimizer = make_model(keras, job.task), make_optimizer(keras, job.task)
         optimizer.build(model.trainable_variables)
@@ -30,5 +34,13 @@ def train(job: Job) -> None:
         return strategy.run(of_replica, (batch,))
 
     job.meet("built")
-    loop.run(keras, model, job, iter(batches_of(job)), step)
+    data = iter(batches_of(job))
+    loop.run(keras, model, job, data, step)
     job.meet("trained")
+    job.versions["all-reduces a step"] = str(_all_reduces(step, next(data)))
+
+
+def _all_reduces(step: Any, batch: Any) -> int:
+    """How many a compiled step has: one for each pack, and those of what else the model averages."""
+    operations = step.get_concrete_function(batch).graph.get_operations()
+    return sum(each.type.startswith("CollectiveReduce") for each in operations)

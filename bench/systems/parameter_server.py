@@ -26,6 +26,7 @@ def train(job: Job) -> None:
             "Workers of parameter servers share out the work as they go: shares should be equal. "
             f"Received: shares={job.task.shares}"
         )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it computes nothing itself
     keras = prepare_tensorflow(job.task.threads)
     import tensorflow as tf
 

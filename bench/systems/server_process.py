@@ -32,12 +32,20 @@ def serve(directory: Path, job: str, index: int) -> None:
     """Start the server that TF_CONFIG describes, and read the meter until the end."""
     what = json.loads((directory / "job.json").read_text())
     os.environ.update(what["environment"])
+    if job == "ps":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # variables are in memory, and GPUs are the workers'
     import tensorflow as tf
+
+    from bench.workload import own_gpu
 
     config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=what["task"]["threads"])
     # TensorFlow's tutorial on parameter servers: with fewer cores than this, workers wait for ever.
     if (os.cpu_count() or 1) < what["size"] + 1:
         config.inter_op_parallelism_threads = what["size"] + 1
+    gpu = own_gpu(*what["places"][index]) if job == "worker" else None
+    if gpu is not None:
+        config.gpu_options.visible_device_list = str(gpu)
+        config.gpu_options.allow_growth = True
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     server = tf.distribute.Server(
         resolver.cluster_spec(), job_name=job, task_index=index, protocol="grpc", config=config

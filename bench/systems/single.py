@@ -9,13 +9,14 @@ from typing import Any
 from bench.job import Job
 from bench.metrics import median
 from bench.systems.keras_fit import fit
-from bench.workload import gradient_bytes, prepare_tensorflow
+from bench.workload import claim_gpu, gradient_bytes, prepare_tensorflow
 from bench.workloads import batches_of, compiled_model, loss_of
 
 
 def train(job: Job) -> None:
     """A rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
+    claim_gpu(*job.place)
     model = compiled_model(keras, job.task)
     job.gradient_bytes = gradient_bytes(model)
     # They are to compute all at once: nothing else keeps them in step.

@@ -7,7 +7,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Start = Literal["mpirun", "processes", "servers"]
@@ -33,6 +33,12 @@ class System:
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     asynchronous: bool = False
+
+    def tuned(self, values: Mapping[str, str]) -> System:
+        """The same with other values of options that it has, and of variables in its environment."""
+        options = {name: value for name, value in values.items() if name in self.options}
+        others = {name: value for name, value in values.items() if name not in options}
+        return replace(self, options={**self.options, **options}, environment={**self.environment, **others})
 
     def missing(self, python: str = sys.executable) -> str:
         """Why it cannot run under that Python; "" where it can."""
