@@ -19,23 +19,29 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(\d+)")
 
 
-def average_logs(session: Session, logs: MutableMapping[str, Any], samples: float, what: str) -> None:
-    """Replace the numbers and arrays in `logs` by their means over ranks, by `samples` here; collective."""
+def average_logs(
+    session: Session, logs: MutableMapping[str, Any], samples: float, what: str, note: float = 0.0
+) -> list[float]:
+    """Replace the numbers and arrays in `logs` by their means over ranks, by `samples` here; collective.
+
+    Returns every rank's `note`, which travels along.
+    """
     if session.world.size == 1:
-        return
+        return [note]
     values = {
         name: found for name in sorted(logs, key=_in_parts) if (found := _numbers(logs[name])) is not None
     }
     row = np.concatenate([[samples], *(value.ravel() for value in values.values())])[None]
     # Names of layers hold numbers that Keras counts up, which need not be the same on all ranks.
     told = [f"{_NUMBER.sub('#', name)}{list(v.shape) or ''}" for name, v in values.items()]
-    session.engine.agree(f"{what} ({', '.join(told)})")
+    notes = session.engine.agree(f"{what} ({', '.join(told)})", note)
     everyone = session.engine.allgather(row)
     weights = everyone[:, 0] / everyone[:, 0].sum() if everyone[:, 0].sum() > 0 else None
     means = np.average(everyone[:, 1:], axis=0, weights=weights)
     for name, value in values.items():
         mean, means = means[: value.size], means[value.size :]
         logs[name] = mean.reshape(value.shape) if value.shape else float(mean[0])
+    return notes
 
 
 def _in_parts(name: str) -> list[str | int]:
@@ -74,6 +80,22 @@ class FinishBeforeBatchCallbacks(EpochEnd):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._state.flush()
+
+
+class StartTogether(keras.callbacks.Callback):
+    """Last of the callbacks: what others have loaded or set by now on some ranks, all go on with."""
+
+    async_safe = True  # overrides nothing that runs at batches
+
+    def __init__(self, state: DataParallel) -> None:
+        super().__init__()
+        self._state = state
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._state.begin_fit()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._state.begin_epoch(epoch)
 
 
 class StopTogether(keras.callbacks.Callback):
