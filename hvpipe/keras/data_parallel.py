@@ -25,6 +25,7 @@ from hvpipe.keras.callbacks import (
 )
 from hvpipe.keras.data import same_length
 from hvpipe.keras.instance_methods import InstanceMethods
+from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.overlap import OverlappedOptimizer, check_overlap
 from hvpipe.keras.start import checksums, take_rank_0s
 from hvpipe.keras.train_steps import TrainSteps
@@ -236,7 +237,7 @@ class DataParallel:
     def _with_own_callbacks(self, callbacks: Any) -> Any:
         """The callbacks of a `fit` and ours around them; collective."""
         listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
-        listed = list(tf.nest.flatten(listed)) if listed else []
+        listed = with_one_writer(self.session, tf.nest.flatten(listed) if listed else [])
         first = self._callback_for(listed)
         last: list[Any] = [stop_together(self.session, listed), StartTogether(self)]
         ours = [first, *listed, *last]
