@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvpipe.engine import Compression, Op, check_compression
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.overlap import OverlappedOptimizer
-from hvpipe.keras.reducer import Reducer, dense
+from hvpipe.keras.reducer import Reducer, counted_alike, dense
 from hvpipe.session import current
 
 
@@ -115,8 +115,8 @@ def average_gradients(
         raise HvpipeError("At least one gradient is wanted. Received: None for every variable")
     trained = [variables[place] for place in used]
     reducer = _reducer_for(trained, compression, bucket_bytes)
-    scale = reducer.announce(tf.constant(1.0, tf.float64))
-    tokens = reducer.submit(scale, [dense(gradients[place]) for place in used])
+    found = [dense(gradients[place]) for place in used]
+    tokens = reducer.submit(reducer.announce(counted_alike(found)), found)
     averaged = list(gradients)
     for place, gradient in zip(used, reducer.collect_all(tokens), strict=True):
         averaged[place] = gradient

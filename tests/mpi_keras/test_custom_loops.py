@@ -236,6 +236,35 @@ def test_callbacks_of_horovod_users() -> None:
     assert_same_on_all_ranks(history["loss"])
 
 
+def with_a_tape() -> keras.Model:
+    """A model whose train_step takes its gradients from a DistributedGradientTape."""
+
+    class Taping(keras.Sequential):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+                value = self.compute_loss(y=y, y_pred=self(x, training=True))
+            gradients = tape.gradient(value, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": value}
+
+    return Taping(mlp().layers)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("build", [mlp, with_a_tape])
+def test_fit_of_data_of_unknown_length(build: Callable[[], keras.Model]) -> None:
+    """The call that finds the data at its end announces no step, whose gradients would never come."""
+    optimizer = keras.optimizers.SGD(0.1)
+    model = compiled(build, hk.DistributedOptimizer(optimizer) if build is mlp else optimizer)
+    for _ in range(2):
+        model.fit(my_batches(4).filter(lambda *row: True), epochs=2, verbose=0)
+        assert_same_on_all_ranks(hvpipe.allreduce(model.get_weights()[0]))
+    if build is mlp:  # plain Keras counts such a call too
+        assert int(model.optimizer.iterations) == 2 * 2 * 4
+    assert_same_on_all_ranks(state_of(model))
+
+
 def test_broadcast_callback_wants_a_built_model() -> None:
     callback = hk.BroadcastGlobalVariablesCallback(0)
     callback.set_model(keras.Sequential([keras.layers.Dense(FEATURES)]))
