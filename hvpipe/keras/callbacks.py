@@ -10,6 +10,7 @@ import keras
 import numpy as np
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.start import without_xla
 from hvpipe.keras.variables import broadcast_variables
 from hvpipe.session import Session, current
 
@@ -168,14 +169,18 @@ def _runs_users_code_at_batches(callback: Any) -> bool:
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Broadcasts the root's weights and optimizer state before the first batch.
+    """Broadcasts the root's weights and optimizer state before the first batch; switches `jit_compile` off.
 
-    For custom set-ups; `data_parallel` does it by itself.
+    For custom set-ups; `data_parallel` does both by itself.
     """
 
     def __init__(self, root_rank: int = 0) -> None:
         super().__init__()
         self.root_rank = root_rank
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        without_xla(current(), model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if not self.model.built:

@@ -22,7 +22,9 @@ def DistributedOptimizer(
 
     Reduction overlaps with the rest of backward, the update is exact, and every rank counts the same
     whatever its batch. For `compile` and `fit`, `data_parallel` does more: it broadcasts the start,
-    averages metrics, weighs by sample count, and overlaps with the next step.
+    averages metrics, weighs by sample count, and overlaps with the next step. Without it, give `fit` a
+    BroadcastGlobalVariablesCallback, and `compile` jit_compile=False: XLA cannot compile communication, and
+    Keras switches it on by itself where there is a GPU (the callback switches it off).
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise HvpipeError(

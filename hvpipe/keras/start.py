@@ -23,6 +23,22 @@ logger = logging.getLogger("hvpipe")
 _COMPARING = ("train_step", "compute_loss", "compute_metrics")
 
 
+def without_xla(session: Session, model: Any) -> None:
+    """Switch off what XLA cannot compile; before the model's train function is made.
+
+    Keras switches it on by itself where TensorFlow sees a GPU.
+    """
+    if session.world.size == 1 or not model.jit_compile:
+        return
+    if session.world.rank == 0:
+        logger.warning(
+            "hvpipe: jit_compile is switched off for model %s: XLA cannot compile the communication "
+            "that runs inside the step.",
+            model.name,
+        )
+    model.jit_compile = False
+
+
 def start_equal(session: Session, model: Any, batch: Any) -> None:
     """Build what is not built for `batch` (or its spec), and give all ranks rank 0's state; collective."""
     if model.optimizer is None or not hasattr(model.optimizer, "apply"):

@@ -265,6 +265,20 @@ def test_fit_of_data_of_unknown_length(build: Callable[[], keras.Model]) -> None
     assert_same_on_all_ranks(state_of(model))
 
 
+def test_compiled_by_xla() -> None:
+    """As Keras does by itself where there is a GPU."""
+    if hvpipe.size() == 1:
+        pytest.skip("one rank reduces nothing")
+    model = compiled(mlp, hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
+    with pytest.raises(HvpipeError, match=r"XLA cannot compile communication: pass jit_compile=False to"):
+        model.fit(my_batches(2), verbose=0)
+    assert hvpipe.allgather_object(0) == [0] * hvpipe.size()
+    model = compiled(mlp, hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
+    model.fit(my_batches(2), verbose=0, callbacks=[hk.BroadcastGlobalVariablesCallback(0)])
+    assert model.jit_compile is False
+    assert_same_on_all_ranks(state_of(model))
+
+
 def test_broadcast_callback_wants_a_built_model() -> None:
     callback = hk.BroadcastGlobalVariablesCallback(0)
     callback.set_model(keras.Sequential([keras.layers.Dense(FEATURES)]))
