@@ -53,6 +53,22 @@ def start_equal(session: Session, model: Any, batch: Any) -> None:
     _build_loss_and_metrics(model, batch)
     check_same_variables(session, model.trainable_variables)
     broadcast_variables([*model.variables, *model.optimizer.variables])
+    _warn_of_own_batches(session, model)
+
+
+def _warn_of_own_batches(session: Session, model: Any) -> None:
+    asking = [
+        layer.name
+        for layer in model._flatten_layers()
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+    ]
+    if asking and session.world.rank == 0 and session.world.size > 1:
+        logger.warning(
+            "hvpipe: BatchNormalization(synchronized=True) is not synchronized: each rank normalises by its "
+            "own batch, and the moving statistics become the mean over ranks at the end of an epoch. Give "
+            "each rank larger batches where that matters, or use another normalization. Received: layer %s",
+            ", ".join(asking[:3]) + (" ..." if len(asking) > 3 else ""),
+        )
 
 
 def checksums(model: Any, statistics: Sequence[Any]) -> tuple[float, float]:

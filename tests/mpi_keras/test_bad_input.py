@@ -232,3 +232,21 @@ def test_nan_gradients_pass_through_as_in_plain_keras(overlap: str) -> None:
         assert not np.isnan(wanted).all()
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert_same_on_all_ranks(state_of(model))
+
+
+# --- Layers ---------------------------------------------------------------------------------------------
+
+
+@several_ranks
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_batch_normalization_that_should_be_synchronized(
+    synchronized: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    normalization = layers.BatchNormalization(synchronized=synchronized, name="between")
+    model = compiled(
+        lambda: keras.Sequential([keras.Input((FEATURES,)), normalization, layers.Dense(CLASSES)])
+    )
+    fit(parallel(model), my_batches(1), epochs=2)
+    told = [message for message in caplog.messages if "is not synchronized" in message]
+    assert len(told) == (synchronized and hvpipe.rank() == 0)
+    assert all("Received: layer between" in message for message in told)
