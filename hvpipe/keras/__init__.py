@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from hvpipe.keras import ops as _ops
+from hvpipe.keras import supported as _supported
 
 _ops.library()  # fails here, with what to do, if hvpipe was built against another TensorFlow
+_supported.check_installed()  # and here, if Keras is too old or on another backend
 
 from hvpipe.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback  # noqa: E402
 from hvpipe.keras.cluster import measure_cluster  # noqa: E402

@@ -28,6 +28,7 @@ from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.overlap import OverlappedOptimizer, check_overlap
 from hvpipe.keras.start import checksums, take_rank_0s
+from hvpipe.keras.supported import told
 from hvpipe.keras.train_steps import TrainSteps
 from hvpipe.keras.variables import average_variables
 from hvpipe.session import Session, current
@@ -93,7 +94,7 @@ def data_parallel(
     check_overlap(overlap)
     check_compression(compression)
     if not isinstance(model, keras.Model):
-        raise HvpipeError(f"data_parallel wants a keras.Model. Received: {type(model).__name__}")
+        raise HvpipeError(f"data_parallel wants a keras.Model, of Keras 3. Received: {told(model)}")
     session = current()
     previous = vars(model).get("_hvpipe")
     if previous is not None:

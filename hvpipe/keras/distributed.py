@@ -12,6 +12,7 @@ from hvpipe.engine import Compression, Op, check_compression
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.overlap import OverlappedOptimizer
 from hvpipe.keras.reducer import Reducer, counted_alike, dense
+from hvpipe.keras.supported import told
 from hvpipe.session import current
 
 
@@ -28,7 +29,7 @@ def DistributedOptimizer(
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise HvpipeError(
-            f"DistributedOptimizer wants a keras.optimizers.Optimizer. Received: {type(optimizer).__name__}"
+            f"DistributedOptimizer wants a keras.optimizers.Optimizer. Received: {told(optimizer)}"
         )
     check_compression(compression)
     session = current()
