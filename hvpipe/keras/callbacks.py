@@ -12,7 +12,7 @@ import numpy as np
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.start import without_xla
 from hvpipe.keras.variables import broadcast_variables
-from hvpipe.session import Session, current
+from hvpipe.session import Session, check_other_arguments, current
 
 if TYPE_CHECKING:
     from hvpipe.keras.data_parallel import DataParallel
@@ -174,8 +174,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     For custom set-ups; `data_parallel` does both by itself.
     """
 
-    def __init__(self, root_rank: int = 0) -> None:
+    def __init__(self, root_rank: int = 0, **others: Any) -> None:
         super().__init__()
+        check_other_arguments("BroadcastGlobalVariablesCallback", others)
         self.root_rank = root_rank
 
     def set_model(self, model: Any) -> None:
@@ -198,6 +199,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     For custom set-ups; `data_parallel` does it by itself, and by sample count.
     """
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__()
+        check_other_arguments("MetricAverageCallback", others)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs:

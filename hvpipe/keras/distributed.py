@@ -13,11 +13,11 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.overlap import OverlappedOptimizer
 from hvpipe.keras.reducer import Reducer, counted_alike, dense
 from hvpipe.keras.supported import told
-from hvpipe.session import current
+from hvpipe.session import check_other_arguments, current
 
 
 def DistributedOptimizer(
-    optimizer: Any, *, compression: Compression = None, bucket_bytes: int | None = None
+    optimizer: Any, *, compression: Compression = None, bucket_bytes: int | None = None, **others: Any
 ) -> Any:
     """Make `apply` (and `apply_gradients`) average gradients over all ranks first; returns the optimizer.
 
@@ -32,6 +32,7 @@ def DistributedOptimizer(
             f"DistributedOptimizer wants a keras.optimizers.Optimizer. Received: {told(optimizer)}"
         )
     check_compression(compression)
+    check_other_arguments("DistributedOptimizer", others)
     session = current()
     if session.world.size == 1:
         return optimizer
@@ -74,9 +75,15 @@ class DistributedGradientTape:
     """
 
     def __init__(
-        self, tape: tf.GradientTape, *, compression: Compression = None, bucket_bytes: int | None = None
+        self,
+        tape: tf.GradientTape,
+        *,
+        compression: Compression = None,
+        bucket_bytes: int | None = None,
+        **others: Any,
     ) -> None:
         check_compression(compression)
+        check_other_arguments("DistributedGradientTape", others)
         self._tape = tape
         self._compression = compression
         self._bucket_bytes = bucket_bytes
@@ -126,15 +133,33 @@ def average_gradients(
     return averaged
 
 
-def allreduce(tensor: Any, op: Op = "average", compression: Compression = None) -> Any:
+def allreduce(tensor: Any, op: Op = "average", compression: Compression = None, **others: Any) -> Any:
     """Average or sum of an eager tensor over all ranks; in a `tf.function`, reduce gradients instead."""
+    check_other_arguments("allreduce", others)
+    array = _eager("allreduce", tensor, "; use DistributedGradientTape or average_gradients there")
+    return tf.convert_to_tensor(current().engine.allreduce(array, op, compression))
+
+
+def allgather(tensor: Any, **others: Any) -> Any:
+    """All ranks' eager tensors, one after the other along the first axis, whose length may differ by rank."""
+    check_other_arguments("allgather", others)
+    return tf.convert_to_tensor(current().engine.allgather(_eager("allgather", tensor)))
+
+
+def broadcast(tensor: Any, root_rank: int = 0, **others: Any) -> Any:
+    """The root's eager tensor, on every rank."""
+    check_other_arguments("broadcast", others)
+    return tf.convert_to_tensor(current().engine.broadcast(_eager("broadcast", tensor), root_rank))
+
+
+def _eager(function: str, tensor: Any, instead: str = "") -> Any:
+    """The array of a tensor that is no symbol."""
     if not tf.executing_eagerly():
         raise HvpipeError(
-            "hvpipe.keras.allreduce works on eager tensors. Received: a symbolic tensor inside tf.function; "
-            "use DistributedGradientTape or average_gradients there"
+            f"hvpipe.keras.{function} works on eager tensors. "
+            f"Received: a symbolic tensor inside tf.function{instead}"
         )
-    reduced = current().engine.allreduce(tf.convert_to_tensor(tensor).numpy(), op, compression)
-    return tf.convert_to_tensor(reduced)
+    return tf.convert_to_tensor(tensor).numpy()
 
 
 def _reducer_for(variables: Sequence[Any], compression: Compression, bucket_bytes: int | None) -> Reducer:

@@ -214,6 +214,37 @@ def test_eager_allreduce() -> None:
         tf.function(hk.allreduce)(tf.constant(1.0))
 
 
+def test_eager_allgather_and_broadcast() -> None:
+    ranks = [float(rank) for rank in range(hk.size())]
+    assert hk.allgather(tf.constant([float(hk.rank())]), name="ranks").numpy().tolist() == ranks
+    for root in ranks:
+        assert float(hk.broadcast(tf.constant(float(hk.rank())), root_rank=int(root))) == root
+
+
+def test_arguments_of_horovod() -> None:
+    """Those that change nothing are taken; for others the error says what to write."""
+    options = {"name": "sgd", "device_dense": "", "sparse_as_dense": True, "backward_passes_per_step": 1}
+    optimizer = keras.optimizers.SGD(0.1)
+    assert (
+        hk.DistributedOptimizer(optimizer, op="average", gradient_predivide_factor=1.0, **options)
+        is optimizer
+    )
+    with pytest.raises(
+        HvpipeError,
+        match=r"DistributedOptimizer has no backward_passes_per_step.*gradient_accumulation_steps= of the "
+        r"Keras optimizer\. Received: backward_passes_per_step=4",
+    ):
+        hk.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=4)
+    with pytest.raises(HvpipeError, match=r"op='sum' where it is False\. Received: average=False"):
+        hk.allreduce(tf.constant(1.0), average=False)
+    with pytest.raises(HvpipeError, match="Instead: all ranks take part"):
+        hk.DistributedGradientTape(tf.GradientTape(), process_set=object())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bukket_bytes'"):
+        hk.DistributedOptimizer(keras.optimizers.SGD(0.1), bukket_bytes=7)
+    hk.BroadcastGlobalVariablesCallback(0, device="")
+    hk.MetricAverageCallback(device="")
+
+
 def test_broadcast_variables_from_every_root() -> None:
     for root in range(hvpipe.size()):
         mine = [
