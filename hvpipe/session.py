@@ -7,7 +7,7 @@ import contextlib
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -225,30 +225,39 @@ def trace_path() -> str | None:
 
 
 def allreduce(
-    array: Any, op: Op = "average", compression: Compression = None, out: NDArray[Any] | None = None
+    array: Any,
+    op: Op = "average",
+    compression: Compression = None,
+    out: NDArray[Any] | None = None,
+    **others: Any,
 ) -> NDArray[Any]:
     """Average or sum of an array over all ranks, the same bits on each; see `Engine.allreduce`."""
+    check_other_arguments("allreduce", others)
     return current().engine.allreduce(array, op, compression, out)
 
 
-def allgather(array: Any) -> NDArray[Any]:
+def allgather(array: Any, **others: Any) -> NDArray[Any]:
     """All ranks' arrays, one after the other along the first axis, whose length may differ by rank."""
+    check_other_arguments("allgather", others)
     return current().engine.allgather(array)
 
 
-def broadcast(array: Any, root: int = 0) -> NDArray[Any]:
-    """The root's array, on every rank."""
-    return current().engine.broadcast(array, root)
+def broadcast(array: Any, root_rank: int = 0, *, root: int | None = None, **others: Any) -> NDArray[Any]:
+    """The root's array, on every rank; `root` is another name for `root_rank`."""
+    check_other_arguments("broadcast", others)
+    return current().engine.broadcast(array, root_rank if root is None else root)
 
 
-def allgather_object(value: Any) -> list[Any]:
+def allgather_object(value: Any, **others: Any) -> list[Any]:
     """Every rank's value, in rank order (pickled)."""
+    check_other_arguments("allgather_object", others)
     return current().engine.allgather_object(value)
 
 
-def broadcast_object(value: Any, root: int = 0) -> Any:
-    """The root's value, on every rank (pickled)."""
-    return current().engine.broadcast_object(value, root)
+def broadcast_object(value: Any, root_rank: int = 0, *, root: int | None = None, **others: Any) -> Any:
+    """The root's value, on every rank (pickled); `root` is another name for `root_rank`."""
+    check_other_arguments("broadcast_object", others)
+    return current().engine.broadcast_object(value, root_rank if root is None else root)
 
 
 def barrier() -> None:
@@ -259,6 +268,44 @@ def barrier() -> None:
 def counters() -> dict[str, float]:
     """Of this rank since `init`: bytes_sent, operations, exposed_wait_s; a pipeline's forward_s, ..."""
     return current().engine.counters()
+
+
+# Arguments of Horovod's functions: those that change nothing here, and for each other one the values that do
+# not, and what stands for the rest.
+_HARMLESS = ("name", "device", "device_dense", "device_sparse", "ignore_name_scope", "sparse_as_dense")
+_INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
+    "average": ((None, True), "op='sum' where it is False"),
+    "average_aggregated_gradients": ((False, True), "gradient_accumulation_steps= of the Keras optimizer"),
+    "backward_passes_per_step": ((1,), "gradient_accumulation_steps= of the Keras optimizer"),
+    "gradient_predivide_factor": ((1, None), "a factor in the loss; gradients are averaged"),
+    "groups": ((None,), "bucket_bytes="),
+    "num_groups": ((0,), "bucket_bytes="),
+    "op": ((None, "average"), "a learning rate times hvpipe.size(); gradients are averaged"),
+    "postscale_factor": ((1, None), "a factor of the result"),
+    "prescale_factor": ((1, None), "a factor of the argument"),
+    "process_set": ((None,), "all ranks take part"),
+    "scale_local_gradients": ((True, None), "all gradients are averaged"),
+    "session": ((None,), "no sessions of TensorFlow 1"),
+}
+
+
+def check_other_arguments(function: str, given: Mapping[str, Any]) -> None:
+    """Pass over arguments that Horovod's functions take where they change nothing.
+
+    Raises HvpipeError, with what hvpipe has in its place, where one does; TypeError for any other name.
+    """
+    for name, value in given.items():
+        if name in _HARMLESS:
+            continue
+        if name not in _INSTEAD:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        harmless, instead = _INSTEAD[name]
+        plain = value is None or isinstance(value, (bool, int, float, str))
+        if not (plain and value in harmless):
+            raise HvpipeError(
+                f"{function} has no {name}, which is Horovod's. Instead: {instead}. "
+                f"Received: {name}={value!r}"
+            )
 
 
 def _as_rank_0(settings: Settings, world: World) -> Settings:

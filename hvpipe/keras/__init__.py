@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from hvpipe.keras import ops as _ops
+from hvpipe.keras import supported as _supported
 
 _ops.library()  # fails here, with what to do, if hvpipe was built against another TensorFlow
+_supported.check_installed()  # and here, if Keras is too old or on another backend
 
 from hvpipe.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback  # noqa: E402
 from hvpipe.keras.cluster import measure_cluster  # noqa: E402
@@ -13,13 +15,27 @@ from hvpipe.keras.data_parallel import data_parallel  # noqa: E402
 from hvpipe.keras.distributed import (  # noqa: E402
     DistributedGradientTape,
     DistributedOptimizer,
+    allgather,
     allreduce,
     average_gradients,
+    broadcast,
 )
 from hvpipe.keras.gpu import claim_gpu as _claim_gpu  # noqa: E402
 from hvpipe.keras.measure import measure  # noqa: E402
 from hvpipe.keras.pipeline_parallel import pipeline_parallel  # noqa: E402
 from hvpipe.keras.variables import broadcast_variables  # noqa: E402
+from hvpipe.session import (  # noqa: E402
+    allgather_object,
+    barrier,
+    broadcast_object,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
 from hvpipe.session import when_joined as _when_joined  # noqa: E402
 
 _when_joined(_claim_gpu)
@@ -29,12 +45,24 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "MetricAverageCallback",
+    "allgather",
+    "allgather_object",
     "allreduce",
     "average_gradients",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
     "broadcast_variables",
     "data_parallel",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
     "measure",
     "measure_cluster",
     "pipeline_parallel",
+    "rank",
     "shard",
+    "shutdown",
+    "size",
 ]

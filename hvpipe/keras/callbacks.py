@@ -10,8 +10,9 @@ import keras
 import numpy as np
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.start import without_xla
 from hvpipe.keras.variables import broadcast_variables
-from hvpipe.session import Session, current
+from hvpipe.session import Session, check_other_arguments, current
 
 if TYPE_CHECKING:
     from hvpipe.keras.data_parallel import DataParallel
@@ -19,23 +20,29 @@ if TYPE_CHECKING:
 _NUMBER = re.compile(r"(\d+)")
 
 
-def average_logs(session: Session, logs: MutableMapping[str, Any], samples: float, what: str) -> None:
-    """Replace the numbers and arrays in `logs` by their means over ranks, by `samples` here; collective."""
+def average_logs(
+    session: Session, logs: MutableMapping[str, Any], samples: float, what: str, note: float = 0.0
+) -> list[float]:
+    """Replace the numbers and arrays in `logs` by their means over ranks, by `samples` here; collective.
+
+    Returns every rank's `note`, which travels along.
+    """
     if session.world.size == 1:
-        return
+        return [note]
     values = {
         name: found for name in sorted(logs, key=_in_parts) if (found := _numbers(logs[name])) is not None
     }
     row = np.concatenate([[samples], *(value.ravel() for value in values.values())])[None]
     # Names of layers hold numbers that Keras counts up, which need not be the same on all ranks.
     told = [f"{_NUMBER.sub('#', name)}{list(v.shape) or ''}" for name, v in values.items()]
-    session.engine.agree(f"{what} ({', '.join(told)})")
+    notes = session.engine.agree(f"{what} ({', '.join(told)})", note)
     everyone = session.engine.allgather(row)
     weights = everyone[:, 0] / everyone[:, 0].sum() if everyone[:, 0].sum() > 0 else None
     means = np.average(everyone[:, 1:], axis=0, weights=weights)
     for name, value in values.items():
         mean, means = means[: value.size], means[value.size :]
         logs[name] = mean.reshape(value.shape) if value.shape else float(mean[0])
+    return notes
 
 
 def _in_parts(name: str) -> list[str | int]:
@@ -74,6 +81,22 @@ class FinishBeforeBatchCallbacks(EpochEnd):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         self._state.flush()
+
+
+class StartTogether(keras.callbacks.Callback):
+    """Last of the callbacks: what others have loaded or set by now on some ranks, all go on with."""
+
+    async_safe = True  # overrides nothing that runs at batches
+
+    def __init__(self, state: DataParallel) -> None:
+        super().__init__()
+        self._state = state
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        self._state.begin_fit()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        self._state.begin_epoch(epoch)
 
 
 class StopTogether(keras.callbacks.Callback):
@@ -146,14 +169,19 @@ def _runs_users_code_at_batches(callback: Any) -> bool:
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Broadcasts the root's weights and optimizer state before the first batch.
+    """Broadcasts the root's weights and optimizer state before the first batch; switches `jit_compile` off.
 
-    For custom set-ups; `data_parallel` does it by itself.
+    For custom set-ups; `data_parallel` does both by itself.
     """
 
-    def __init__(self, root_rank: int = 0) -> None:
+    def __init__(self, root_rank: int = 0, **others: Any) -> None:
         super().__init__()
+        check_other_arguments("BroadcastGlobalVariablesCallback", others)
         self.root_rank = root_rank
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        without_xla(current(), model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         if not self.model.built:
@@ -171,6 +199,10 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     For custom set-ups; `data_parallel` does it by itself, and by sample count.
     """
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__()
+        check_other_arguments("MetricAverageCallback", others)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs:

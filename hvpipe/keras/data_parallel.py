@@ -6,9 +6,11 @@ import contextlib
 import functools
 import inspect
 import logging
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvpipe.engine import check_compression
@@ -16,13 +18,17 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.callbacks import (
     EpochEnd,
     FinishBeforeBatchCallbacks,
+    StartTogether,
     average_logs,
     reads_at_batches,
     stop_together,
 )
 from hvpipe.keras.data import same_length
 from hvpipe.keras.instance_methods import InstanceMethods
+from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.overlap import OverlappedOptimizer, check_overlap
+from hvpipe.keras.start import checksums, take_rank_0s
+from hvpipe.keras.supported import told
 from hvpipe.keras.train_steps import TrainSteps
 from hvpipe.keras.variables import average_variables
 from hvpipe.session import Session, current
@@ -51,6 +57,8 @@ _FLUSH_FIRST = (
     "set_weights",
     "test_on_batch",
 )
+# Those of them after which weights may be others, perhaps on one rank alone.
+_SET = ("load_own_variables", "load_weights", "set_state_tree", "set_weights")
 
 
 def data_parallel(
@@ -64,8 +72,9 @@ def data_parallel(
     """Make `fit`, `train_on_batch` and `evaluate` of a model train on all ranks; returns the same model.
 
     Each rank trains on its own batches (see `shard`), whose sizes may differ; gradients are averaged by
-    sample count. Weights, optimizer state and seed generators start as rank 0's. Metrics and losses in
-    logs are averages over all ranks' samples.
+    sample count. Weights, optimizer state and seed generators start as rank 0's; weights and optimizer
+    state that differ at the begin of a later `fit` become rank 0's. Metrics and losses in logs are averages
+    over all ranks' samples.
 
     `overlap`: "none" computes, reduces, updates in turn; "backward" reduces during backward; "step"
     (default) also during the next step's forward. The three give the same weights, bit for bit. "stale"
@@ -86,7 +95,7 @@ def data_parallel(
     check_overlap(overlap)
     check_compression(compression)
     if not isinstance(model, keras.Model):
-        raise HvpipeError(f"data_parallel wants a keras.Model. Received: {type(model).__name__}")
+        raise HvpipeError(f"data_parallel wants a keras.Model, of Keras 3. Received: {told(model)}")
     session = current()
     previous = vars(model).get("_hvpipe")
     if previous is not None:
@@ -121,6 +130,8 @@ class DataParallel:
             warmup_steps=warmup_steps,
         )
         self._steps = TrainSteps(session, model, self._methods, overlap, make_optimizer)
+        self._set = False  # whether weights were set by the model's methods since the ranks last compared
+        self._samples_before_fit = 0.0  # since the statistics were averaged
 
     # --- Attaching ------------------------------------------------------------------------------------
 
@@ -156,6 +167,41 @@ class DataParallel:
         """Finish updates that wait for the next step; not collective."""
         self._steps.flush()
 
+    def begin_fit(self) -> None:
+        """Go on with rank 0's state and epoch, whatever was loaded or set on some ranks; collective.
+
+        Where nobody has trained yet, the first step sees to the state. Statistics may differ after
+        `train_on_batch`: they become the mean.
+        """
+        model, steps = self.model, self._steps
+        steps.flush()
+        self._set = False
+        statistics = self._statistics()
+        sums = checksums(model, statistics) if steps.ready else (0.0, 0.0)
+        # What BackupAndRestore found on rank 0, say.
+        row = np.array([[float(steps.ready), *sums, float(model._initial_epoch or 0)]])
+        self.session.engine.agree("begin of fit")
+        ready, weights, kept, epochs = self.session.engine.allgather(row).T
+        model._initial_epoch = int(epochs[0]) or None
+        steps.ready = bool(ready.all())
+        if not steps.ready or take_rank_0s(self.session, model, weights, "at the begin of fit"):
+            return
+        if len(set(kept)) > 1:
+            average_variables(self.session, statistics, self._samples_before_fit or 1.0)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Go on with rank 0's state where callbacks have set weights on some ranks; collective."""
+        when = f"at the begin of epoch {epoch + 1}"
+        self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)
+
+    def _take_rank_0s_if_set(self, anywhere: Sequence[float], when: str) -> None:
+        self._set = False
+        if not any(anywhere) or not self._steps.ready:
+            return
+        self._steps.flush()
+        weights, _ = checksums(self.model, self._statistics())
+        take_rank_0s(self.session, self.model, self.session.engine.agree(f"weights {when}", weights), when)
+
     def end_epoch(self, epoch: int, logs: dict[str, Any] | None) -> None:
         """Finish, then make statistics and logs those of all ranks."""
         self._steps.flush()
@@ -181,7 +227,7 @@ class DataParallel:
             self.session, given.get("x"), given.get("batch_size"), given.get("steps_per_epoch")
         )
         given["callbacks"] = self._with_own_callbacks(given.get("callbacks"))
-        self._steps.train_counter.restart()
+        self._samples_before_fit = self._steps.train_counter.restart()
         try:
             return self._methods.own("fit")(*bound.args, **bound.kwargs)
         except BaseException:
@@ -193,12 +239,13 @@ class DataParallel:
     def _with_own_callbacks(self, callbacks: Any) -> Any:
         """The callbacks of a `fit` and ours around them; collective."""
         listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
-        listed = list(tf.nest.flatten(listed)) if listed else []
-        last = stop_together(self.session, listed)
-        ours = [self._callback_for(listed), *listed, last]
+        listed = with_one_writer(self.session, tf.nest.flatten(listed) if listed else [])
+        first = self._callback_for(listed)
+        last: list[Any] = [stop_together(self.session, listed), StartTogether(self)]
+        ours = [first, *listed, *last]
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             return ours
-        for callback in (ours[0], last):
+        for callback in (first, *last):
             callback.set_model(self.model)
         callbacks.callbacks[:] = ours
         callbacks._configure_async_dispatch(ours)
@@ -220,6 +267,8 @@ class DataParallel:
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         self._steps.flush()
         if self._steps.ready:
+            when = "at the begin of evaluate"
+            self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)
             average_variables(
                 self.session, self._statistics(), self._steps.train_counter.since_restart() or 1.0
             )
@@ -231,15 +280,20 @@ class DataParallel:
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         return_dict = kwargs.pop("return_dict", False)
+        self._set = self._set and self._steps.ready  # the first step takes rank 0's anyway
         before = self._steps.train_counter.total()
         logs = dict(self._methods.own("train_on_batch")(*args, return_dict=True, **kwargs))
         if self._steps.overlap == "step":
             # The caller may set the learning rate, read a layer or call the model next.
             self._steps.flush()
         samples = self._steps.train_counter.total() - before
-        average_logs(self.session, logs, samples, "results of train_on_batch")
+        anywhere = average_logs(
+            self.session, logs, samples, "results of train_on_batch", note=float(self._set)
+        )
+        self._take_rank_0s_if_set(anywhere, "in this train_on_batch")
         return logs if return_dict else self.model._flatten_metrics_in_order(logs)
 
     def _flush_first(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._steps.flush()
+        self._set = self._set or name in _SET
         return self._methods.own(name)(*args, **kwargs)

@@ -11,24 +11,28 @@ import tensorflow as tf
 from hvpipe.engine import Compression, Op, check_compression
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.overlap import OverlappedOptimizer
-from hvpipe.keras.reducer import Reducer, dense
-from hvpipe.session import current
+from hvpipe.keras.reducer import Reducer, counted_alike, dense
+from hvpipe.keras.supported import told
+from hvpipe.session import check_other_arguments, current
 
 
 def DistributedOptimizer(
-    optimizer: Any, *, compression: Compression = None, bucket_bytes: int | None = None
+    optimizer: Any, *, compression: Compression = None, bucket_bytes: int | None = None, **others: Any
 ) -> Any:
     """Make `apply` (and `apply_gradients`) average gradients over all ranks first; returns the optimizer.
 
     Reduction overlaps with the rest of backward, the update is exact, and every rank counts the same
     whatever its batch. For `compile` and `fit`, `data_parallel` does more: it broadcasts the start,
-    averages metrics, weighs by sample count, and overlaps with the next step.
+    averages metrics, weighs by sample count, and overlaps with the next step. Without it, give `fit` a
+    BroadcastGlobalVariablesCallback, and `compile` jit_compile=False: XLA cannot compile communication, and
+    Keras switches it on by itself where there is a GPU (the callback switches it off).
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise HvpipeError(
-            f"DistributedOptimizer wants a keras.optimizers.Optimizer. Received: {type(optimizer).__name__}"
+            f"DistributedOptimizer wants a keras.optimizers.Optimizer. Received: {told(optimizer)}"
         )
     check_compression(compression)
+    check_other_arguments("DistributedOptimizer", others)
     session = current()
     if session.world.size == 1:
         return optimizer
@@ -71,9 +75,15 @@ class DistributedGradientTape:
     """
 
     def __init__(
-        self, tape: tf.GradientTape, *, compression: Compression = None, bucket_bytes: int | None = None
+        self,
+        tape: tf.GradientTape,
+        *,
+        compression: Compression = None,
+        bucket_bytes: int | None = None,
+        **others: Any,
     ) -> None:
         check_compression(compression)
+        check_other_arguments("DistributedGradientTape", others)
         self._tape = tape
         self._compression = compression
         self._bucket_bytes = bucket_bytes
@@ -115,23 +125,41 @@ def average_gradients(
         raise HvpipeError("At least one gradient is wanted. Received: None for every variable")
     trained = [variables[place] for place in used]
     reducer = _reducer_for(trained, compression, bucket_bytes)
-    scale = reducer.announce(tf.constant(1.0, tf.float64))
-    tokens = reducer.submit(scale, [dense(gradients[place]) for place in used])
+    found = [dense(gradients[place]) for place in used]
+    tokens = reducer.submit(reducer.announce(counted_alike(found)), found)
     averaged = list(gradients)
     for place, gradient in zip(used, reducer.collect_all(tokens), strict=True):
         averaged[place] = gradient
     return averaged
 
 
-def allreduce(tensor: Any, op: Op = "average", compression: Compression = None) -> Any:
+def allreduce(tensor: Any, op: Op = "average", compression: Compression = None, **others: Any) -> Any:
     """Average or sum of an eager tensor over all ranks; in a `tf.function`, reduce gradients instead."""
+    check_other_arguments("allreduce", others)
+    array = _eager("allreduce", tensor, "; use DistributedGradientTape or average_gradients there")
+    return tf.convert_to_tensor(current().engine.allreduce(array, op, compression))
+
+
+def allgather(tensor: Any, **others: Any) -> Any:
+    """All ranks' eager tensors, one after the other along the first axis, whose length may differ by rank."""
+    check_other_arguments("allgather", others)
+    return tf.convert_to_tensor(current().engine.allgather(_eager("allgather", tensor)))
+
+
+def broadcast(tensor: Any, root_rank: int = 0, **others: Any) -> Any:
+    """The root's eager tensor, on every rank."""
+    check_other_arguments("broadcast", others)
+    return tf.convert_to_tensor(current().engine.broadcast(_eager("broadcast", tensor), root_rank))
+
+
+def _eager(function: str, tensor: Any, instead: str = "") -> Any:
+    """The array of a tensor that is no symbol."""
     if not tf.executing_eagerly():
         raise HvpipeError(
-            "hvpipe.keras.allreduce works on eager tensors. Received: a symbolic tensor inside tf.function; "
-            "use DistributedGradientTape or average_gradients there"
+            f"hvpipe.keras.{function} works on eager tensors. "
+            f"Received: a symbolic tensor inside tf.function{instead}"
         )
-    reduced = current().engine.allreduce(tf.convert_to_tensor(tensor).numpy(), op, compression)
-    return tf.convert_to_tensor(reduced)
+    return tf.convert_to_tensor(tensor).numpy()
 
 
 def _reducer_for(variables: Sequence[Any], compression: Compression, bucket_bytes: int | None) -> Reducer:

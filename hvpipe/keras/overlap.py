@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import ops
-from hvpipe.keras.reducer import Reducer, dense, identity, name_of, native, note_collected
+from hvpipe.keras.reducer import Reducer, counted_alike, dense, identity, name_of, native, note_collected
 from hvpipe.keras.update import acts_by_variable, apply_all, apply_some, count_step
 from hvpipe.plan.buckets import Bucket
 from hvpipe.session import Session
@@ -126,7 +126,7 @@ class OverlappedOptimizer:
         known = self.optimizer._trainable_variables
         variables = list(known if trainable_variables is None else trainable_variables)
         gradients = self._in_plan_order(grads, variables)
-        samples = tf.constant(1.0, tf.float64) if self._samples is None else self._samples
+        samples = counted_alike(gradients) if self._samples is None else self._samples
         if self._applied and self.defers:
             raise HvpipeError(
                 f"overlap={self.overlap!r} wants one call of the optimizer in train_step; with several, use "

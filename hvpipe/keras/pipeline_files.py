@@ -115,16 +115,3 @@ def _make(session: Session, folders: Sequence[str]) -> None:
     if session.world.rank == 0:
         for folder in filter(None, folders):
             os.makedirs(folder, exist_ok=True)
-
-
-def with_one_writer(session: Session, callbacks: Sequence[Any]) -> list[Any]:
-    """The callbacks without CSVLoggers of files that one of a lower rank writes; collective.
-
-    All have the same logs, and a file that is appended to would get every row from each.
-    """
-    files = [
-        os.path.abspath(c.filename) if isinstance(c, keras.callbacks.CSVLogger) else None for c in callbacks
-    ]
-    everyone = session.engine.allgather_object(files)
-    written = {file for of_rank in everyone[: session.world.rank] for file in of_rank if file is not None}
-    return [c for c, file in zip(callbacks, files, strict=True) if file not in written]

@@ -15,8 +15,9 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.callbacks import stop_together
 from hvpipe.keras.deferred import build_without_memory, give_memory
 from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
+from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.part_loss import LossOfParts
-from hvpipe.keras.pipeline_files import PipelineFiles, make_folders, with_one_writer
+from hvpipe.keras.pipeline_files import PipelineFiles, make_folders
 from hvpipe.keras.pipeline_layout import Layout, layout_of
 from hvpipe.keras.pipeline_logs import PipelineLogs, flat_results
 from hvpipe.keras.pipeline_machine import Machine, flat_targets, signature_of
@@ -212,7 +213,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
         """As keras.Model.fit, on all ranks together; rank 0 prints the progress."""
         session, sharing = self._parts.session, self._parts.sharing
         named = self._quiet(super().fit, args, kwargs)
-        callbacks = with_one_writer(session, _listed(named.get("callbacks") or []))
+        callbacks = with_one_writer(session, _listed(named.get("callbacks") or []), ["CSVLogger"])
         make_folders(session, callbacks)
         named["callbacks"] = [EpochEnd(sharing), *callbacks, stop_together(session, callbacks)]
         return super().fit(**named)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from hvpipe.errors import HvpipeError
 from hvpipe.keras import ops
 from hvpipe.plan.buckets import Bucket, BucketPlan, Gradient, plan_buckets
 from hvpipe.session import Session
@@ -34,6 +36,16 @@ def name_of(variable: Any) -> str:
 def dense(gradient: Any) -> Any:
     """IndexedSlices (of an Embedding) as a dense tensor, with the rows of one index summed."""
     return tf.convert_to_tensor(gradient)
+
+
+def counted_alike(gradients: Sequence[Any]) -> Any:
+    """One sample, for ranks that count alike whatever their batch (float64 scalar); there with a gradient.
+
+    The call of a train function that finds the data at its end runs what needs no data, and must announce
+    no step. Of the last variable, which backward reaches first.
+    """
+    with tf.control_dependencies([gradients[-1]]):
+        return tf.identity(tf.constant(1.0, tf.float64))
 
 
 # Where one graph reduces several times (two optimizers, two calls), all ranks must do so in one order: each
@@ -86,7 +98,16 @@ class Reducer:
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_step")
 
     def announce(self, samples: Any, reduces: Any = True) -> Any:
-        """Begin a step; the factor of this rank's gradients in the average over all samples (float64)."""
+        """Begin a step; the factor of this rank's gradients in the average over all samples (float64).
+
+        Raises HvpipeError in a graph that XLA is to compile.
+        """
+        if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise HvpipeError(
+                "XLA cannot compile communication: pass jit_compile=False to the model's compile (Keras "
+                "switches it on by itself where there is a GPU), or to tf.function. "
+                "Received: a step that reduces gradients under jit_compile=True"
+            )
         self._session.announcements += 1
         with tf.control_dependencies([*_take_collected(), samples]):
             step = tf.convert_to_tensor(self.step.assign_add(1))

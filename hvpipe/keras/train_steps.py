@@ -15,7 +15,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.data import SampleCounter, batch_of, fingerprint_of, first_leaf
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.overlap import OverlappedOptimizer
-from hvpipe.keras.start import start_equal
+from hvpipe.keras.start import start_equal, without_xla
 from hvpipe.session import Session
 
 logger = logging.getLogger("hvpipe")
@@ -71,14 +71,7 @@ class TrainSteps:
         model = self.model
         if model.train_function is not None and not force:
             return model.train_function
-        if self.session.world.size > 1 and model.jit_compile:
-            if self.session.world.rank == 0:
-                logger.warning(
-                    "hvpipe: jit_compile is switched off for model %s: XLA cannot compile the communication "
-                    "that runs inside the step.",
-                    model.name,
-                )
-            model.jit_compile = False
+        without_xla(self.session, model)
         self._methods.own("make_train_function")(force=True)
         inner = model.train_function
         model.train_function = self._timed(inner if self.session.world.size == 1 else self._checked(inner))

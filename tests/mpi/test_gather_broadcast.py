@@ -24,7 +24,7 @@ def test_every_rank_can_broadcast(dtype: str) -> None:
         for shape in ((), (0,), (1,), (7, 3), (20_011,)):
             theirs = (np.arange(np.prod(shape, dtype=int)) % 100 + root).astype(kind).reshape(shape)
             mine = theirs if hvpipe.rank() == root else np.zeros(shape, kind)
-            found = hvpipe.broadcast(mine, root=root)
+            found = hvpipe.broadcast(mine, root_rank=root)
             assert found.dtype == kind
             assert found.shape == shape
             assert digest(found) == digest(theirs)
@@ -59,6 +59,7 @@ def test_objects() -> None:
     assert [(e["rank"], len(e["text"])) for e in everyone] == [(r, 1000 * r) for r in range(hvpipe.size())]
     for root in range(hvpipe.size()):
         assert hvpipe.broadcast_object(("from", hvpipe.rank()), root=root) == ("from", root)
+        assert hvpipe.broadcast_object(("from", hvpipe.rank()), root_rank=root) == ("from", root)
 
 
 def test_a_barrier_waits_for_the_last() -> None:

@@ -25,7 +25,8 @@ from mpi_keras.training import (
 
 import hvpipe
 import hvpipe.keras as hk
-from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.errors import HvpipeError, InitError, MismatchError
+from hvpipe.keras.supported import check_keras
 
 layers = keras.layers
 several_ranks = pytest.mark.usefixtures("_several_ranks")
@@ -64,6 +65,38 @@ def test_what_is_no_model_and_no_dataset() -> None:
         hk.data_parallel(keras.optimizers.SGD())
     with pytest.raises(HvpipeError, match="Received: dataset of type list"):
         hk.shard([1, 2, 3])
+
+
+def test_what_is_of_keras_2() -> None:
+    """As `tf.keras` is under TF_USE_LEGACY_KERAS=1."""
+    functional = type("Functional", (), {"__module__": "tf_keras.src.engine.functional"})()
+    says = "Received: Functional of tf_keras, which is Keras 2: leave TF_USE_LEGACY_KERAS unset"
+    with pytest.raises(HvpipeError, match=f"wants a keras.Model, of Keras 3. {says}"):
+        hk.data_parallel(functional)
+    with pytest.raises(HvpipeError, match=says):
+        hk.DistributedOptimizer(functional)
+
+
+@pytest.mark.parametrize(
+    ("version", "backend", "says"),
+    [
+        (
+            "3.5.0",
+            "tensorflow",
+            r"wants Keras 3\.12 or later.*pip install 'keras>=3\.12'.*Received: keras 3\.5\.0",
+        ),
+        ("2.15.1", "tensorflow", r"Received: keras 2\.15\.1"),
+        ("3.12.0", "jax", r"KERAS_BACKEND=tensorflow.*Received: the backend 'jax'"),
+    ],
+)
+def test_a_keras_that_is_too_old_or_elsewhere(version: str, backend: str, says: str) -> None:
+    with pytest.raises(InitError, match=says):
+        check_keras(version, backend)
+
+
+@pytest.mark.parametrize("version", ["3.12.0", "3.15.1", "3.20.0.dev2026", "4.0"])
+def test_a_keras_that_is_new_enough(version: str) -> None:
+    check_keras(version, "tensorflow")
 
 
 def test_a_dataset_with_too_few_batches_for_the_ranks() -> None:
@@ -232,3 +265,21 @@ def test_nan_gradients_pass_through_as_in_plain_keras(overlap: str) -> None:
         assert not np.isnan(wanted).all()
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert_same_on_all_ranks(state_of(model))
+
+
+# --- Layers ---------------------------------------------------------------------------------------------
+
+
+@several_ranks
+@pytest.mark.parametrize("synchronized", [False, True])
+def test_batch_normalization_that_should_be_synchronized(
+    synchronized: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    normalization = layers.BatchNormalization(synchronized=synchronized, name="between")
+    model = compiled(
+        lambda: keras.Sequential([keras.Input((FEATURES,)), normalization, layers.Dense(CLASSES)])
+    )
+    fit(parallel(model), my_batches(1), epochs=2)
+    told = [message for message in caplog.messages if "is not synchronized" in message]
+    assert len(told) == (synchronized and hvpipe.rank() == 0)
+    assert all("Received: layer between" in message for message in told)

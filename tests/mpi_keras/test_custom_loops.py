@@ -214,6 +214,37 @@ def test_eager_allreduce() -> None:
         tf.function(hk.allreduce)(tf.constant(1.0))
 
 
+def test_eager_allgather_and_broadcast() -> None:
+    ranks = [float(rank) for rank in range(hk.size())]
+    assert hk.allgather(tf.constant([float(hk.rank())]), name="ranks").numpy().tolist() == ranks
+    for root in ranks:
+        assert float(hk.broadcast(tf.constant(float(hk.rank())), root_rank=int(root))) == root
+
+
+def test_arguments_of_horovod() -> None:
+    """Those that change nothing are taken; for others the error says what to write."""
+    options = {"name": "sgd", "device_dense": "", "sparse_as_dense": True, "backward_passes_per_step": 1}
+    optimizer = keras.optimizers.SGD(0.1)
+    assert (
+        hk.DistributedOptimizer(optimizer, op="average", gradient_predivide_factor=1.0, **options)
+        is optimizer
+    )
+    with pytest.raises(
+        HvpipeError,
+        match=r"DistributedOptimizer has no backward_passes_per_step.*gradient_accumulation_steps= of the "
+        r"Keras optimizer\. Received: backward_passes_per_step=4",
+    ):
+        hk.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=4)
+    with pytest.raises(HvpipeError, match=r"op='sum' where it is False\. Received: average=False"):
+        hk.allreduce(tf.constant(1.0), average=False)
+    with pytest.raises(HvpipeError, match="Instead: all ranks take part"):
+        hk.DistributedGradientTape(tf.GradientTape(), process_set=object())
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bukket_bytes'"):
+        hk.DistributedOptimizer(keras.optimizers.SGD(0.1), bukket_bytes=7)
+    hk.BroadcastGlobalVariablesCallback(0, device="")
+    hk.MetricAverageCallback(device="")
+
+
 def test_broadcast_variables_from_every_root() -> None:
     for root in range(hvpipe.size()):
         mine = [
@@ -234,6 +265,49 @@ def test_callbacks_of_horovod_users() -> None:
     history = model.fit(my_batches(4), epochs=2, verbose=0, callbacks=callbacks).history
     assert_same_on_all_ranks(state_of(model))
     assert_same_on_all_ranks(history["loss"])
+
+
+def with_a_tape() -> keras.Model:
+    """A model whose train_step takes its gradients from a DistributedGradientTape."""
+
+    class Taping(keras.Sequential):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+                value = self.compute_loss(y=y, y_pred=self(x, training=True))
+            gradients = tape.gradient(value, self.trainable_variables)
+            self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+            return {"loss": value}
+
+    return Taping(mlp().layers)
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("build", [mlp, with_a_tape])
+def test_fit_of_data_of_unknown_length(build: Callable[[], keras.Model]) -> None:
+    """The call that finds the data at its end announces no step, whose gradients would never come."""
+    optimizer = keras.optimizers.SGD(0.1)
+    model = compiled(build, hk.DistributedOptimizer(optimizer) if build is mlp else optimizer)
+    for _ in range(2):
+        model.fit(my_batches(4).filter(lambda *row: True), epochs=2, verbose=0)
+        assert_same_on_all_ranks(hvpipe.allreduce(model.get_weights()[0]))
+    if build is mlp:  # plain Keras counts such a call too
+        assert int(model.optimizer.iterations) == 2 * 2 * 4
+    assert_same_on_all_ranks(state_of(model))
+
+
+def test_compiled_by_xla() -> None:
+    """As Keras does by itself where there is a GPU."""
+    if hvpipe.size() == 1:
+        pytest.skip("one rank reduces nothing")
+    model = compiled(mlp, hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
+    with pytest.raises(HvpipeError, match=r"XLA cannot compile communication: pass jit_compile=False to"):
+        model.fit(my_batches(2), verbose=0)
+    assert hvpipe.allgather_object(0) == [0] * hvpipe.size()
+    model = compiled(mlp, hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
+    model.fit(my_batches(2), verbose=0, callbacks=[hk.BroadcastGlobalVariablesCallback(0)])
+    assert model.jit_compile is False
+    assert_same_on_all_ranks(state_of(model))
 
 
 def test_broadcast_callback_wants_a_built_model() -> None:

@@ -81,6 +81,95 @@ def test_start_is_that_of_rank_0() -> None:
             np.testing.assert_array_equal(variable.numpy(), array)
 
 
+def is_last() -> bool:
+    return hvpipe.rank() == hvpipe.size() - 1
+
+
+def set_on_rank_0(model: keras.Model) -> Any:
+    """New weights and statistics on rank 0 alone; all ranks know them then."""
+    new = [np.full(v.shape, 0.5, v.dtype) for v in model.get_weights()]
+    if hvpipe.rank() == 0:
+        model.set_weights(new)
+    return new
+
+
+def set_on_the_last(model: keras.Model) -> Any:
+    """Past the model's methods, and of the optimizer too; undone."""
+    before = model.get_weights()
+    if is_last() and hvpipe.size() > 1:
+        for variable in [*model.trainable_variables, model.optimizer.learning_rate]:
+            variable.assign(variable + 1.0)
+    return before
+
+
+@pytest.mark.parametrize("change", [set_on_rank_0, set_on_the_last])
+def test_weights_set_on_one_rank_before_another_fit(change: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = unlike(60)
+    fit(model, my_batches(2))
+    assert_same_on_all_ranks(state_of(model))
+    wanted = change(model)
+    start: list[Any] = []
+    look = keras.callbacks.LambdaCallback(lambda epoch, logs: start.append(model.get_weights()))
+    fit(model, my_batches(2), epochs=2, callbacks=[look])
+    for found, array in zip(start[0], wanted, strict=True):
+        np.testing.assert_array_equal(found, array)
+    assert_same_on_all_ranks(state_of(model))
+    told = [record.getMessage() for record in caplog.records if "go on with rank 0's" in record.getMessage()]
+    assert len(told) == (hvpipe.rank() == 0 and hvpipe.size() > 1)
+    if told:
+        assert "on rank 1" in told[0]
+        assert "at the begin of fit" in told[0]
+
+
+def test_nothing_is_said_where_nothing_differs(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither of statistics, which each rank takes by itself, nor of sums that are still to be reduced."""
+    model = unlike(70)
+    model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2), loss=loss())
+    fit(model, my_batches(3))  # the third is still to be reduced
+    for x, y in my_batches(2, seed=1):
+        model.train_on_batch(x, y)
+    model.set_weights([2 * v for v in model.get_weights()])
+    seen: list[Any] = []
+    look = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: seen.append(state_of(model)))
+    fit(model, my_batches(1), callbacks=[look])
+    assert_same_on_all_ranks({name: v for name, v in seen[0].items() if "seed" not in name})
+    assert not [record for record in caplog.records if "rank 0's" in record.getMessage()]
+
+
+@pytest.mark.parametrize("overlap", ["step", "stale"])
+def test_weights_set_on_one_rank_between_two_batches(overlap: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = hk.data_parallel(unlike(80), overlap, warmup_steps=0)
+    batches = list(my_batches(4))
+    model.train_on_batch(*batches[0])
+    if is_last():
+        model.set_weights([np.ones_like(v) for v in model.get_weights()])
+    for x, y in batches[1:]:
+        model.train_on_batch(x, y)
+    model.evaluate(*batches[0], verbose=0)
+    assert_same_on_all_ranks({name: v for name, v in state_of(model).items() if "seed" not in name})
+    told = [record for record in caplog.records if "in this train_on_batch" in record.getMessage()]
+    assert len(told) == (hvpipe.rank() == 0 and hvpipe.size() > 1)
+
+
+def test_weights_that_a_callback_sets_on_one_rank() -> None:
+    model = unlike(90)
+
+    class Best(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if is_last() and epoch == 0:
+                self.model.set_weights([0 * v for v in self.model.get_weights()])
+
+    start: list[Any] = []
+    look = keras.callbacks.LambdaCallback(on_train_batch_begin=lambda batch, logs: start.append(weights()))
+
+    def weights() -> Any:
+        return {str(place): array for place, array in enumerate(model.get_weights())}
+
+    fit(model, my_batches(1), epochs=2, callbacks=[Best(), look])
+    assert_same_on_all_ranks(start[1])
+    assert start[1]["0"].any() or hvpipe.size() == 1
+
+
 def test_frozen_weights_are_no_statistics() -> None:
     """They may be large, and are equal on all ranks anyway."""
     model = keras.Sequential(
