@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples
+from bench.figures import ALONE, CaseFigures, by_group, counted_steps, rounds_by_case, samples
 from bench.headlines import OURS
 from bench.metrics import format_time, median
 from bench.outcome import Outcome
@@ -90,7 +90,7 @@ def _shares(outcome: Outcome, row: CaseFigures, alone: CaseFigures | None) -> Ad
     ranks = range(len(rounds[0].ranks))
     if len(ranks) != row.case.ranks:
         return None
-    alone_s = [median([s for each in rounds for s in each.ranks[rank].step_s]) for rank in ranks]
+    alone_s = [median(counted_steps(rounds, rank)) for rank in ranks]
     task = row.case.task
     batches = task.shares or (task.batch,) * row.case.ranks
     speeds = [batch / seconds for batch, seconds in zip(batches, alone_s, strict=True)]

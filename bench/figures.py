@@ -1,9 +1,9 @@
 """The figures of an evaluation, from its rounds alone: steps and their noise, efficiency, comparisons, means.
 
-A step is the median over all timed steps of the slowest rank. Its noise is what is left to chance in that
-median: the larger of the standard error by the steps' quartiles and half the distance between the medians of
-the rounds. Of an asynchronous system, whose steps end in bursts, a step is the mean instead, with draining,
-and so is that of whatever is compared with it; its spread is the standard deviation.
+A step is the median of the slowest rank over the timed steps but the first of each round; its noise is what
+is left to chance in that median (bench.timed_steps). Of an asynchronous system, whose steps end in bursts, a
+step is the mean of all instead, with draining, and so is that of whatever is compared with it: from begin to
+drained all work is whole. Its spread is the standard deviation.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from bench.outcome import Outcome
 from bench.parts import against_alone, tells_computing
 from bench.record import Case, RankRound, Round, last_words
 from bench.systems import SYSTEMS
+from bench.timed_steps import counted, deviation, mean_noise, steps_noise
 
 ALONE = "single"
 NATIVE = ("tf-ps", "tf-mwms")
@@ -220,30 +221,6 @@ def samples(case: Case) -> int:
     return sum(case.task.shares) if case.task.shares else case.task.batch * case.ranks
 
 
-def steps_noise(rounds: Sequence[Sequence[float]]) -> float:
-    """One standard error of the median of all steps, relative to it; see the head of this file."""
-    steps = [step for each in rounds for step in each]
-    # Half the distance between the quartiles is 0.6745 sigma; a median of n is off by 1.2533 sigma / sqrt(n).
-    by_steps = relative_spread(steps) / 0.6745 * 1.2533 / math.sqrt(len(steps))
-    return max(by_steps, _between([median(each) for each in rounds]))
-
-
-def mean_noise(rounds: Sequence[Sequence[float]]) -> float:
-    """One standard error of the mean of all steps, relative to it."""
-    steps = [step for each in rounds for step in each]
-    by_steps = _deviation(steps) / math.sqrt(len(steps))
-    return max(by_steps, _between([statistics.fmean(each) for each in rounds]))
-
-
-def _deviation(steps: Sequence[float]) -> float:
-    return statistics.pstdev(steps) / statistics.fmean(steps)
-
-
-def _between(rounds: Sequence[float]) -> float:
-    """Half the distance between the rounds' figures, relative to their middle."""
-    return (max(rounds) - min(rounds)) / 2 / median(rounds)
-
-
 def _speedup(mine: CaseFigures, other: CaseFigures) -> float:
     if mine.asynchronous or other.asynchronous:
         return other.wall_s / mine.wall_s
@@ -261,17 +238,20 @@ def _computing_alone(outcome: Outcome) -> dict[str, Round]:
 
 def _case_figures(rounds: list[Round]) -> CaseFigures:
     case = rounds[0].case
-    slowest = max(range(len(rounds[0].ranks)), key=lambda rank: median(_steps(rounds, rank)))
-    steps = _steps(rounds, slowest)
-    steps_by_round = [each.ranks[slowest].step_s for each in rounds]
-    ranks = [rank for each in rounds for rank in each.ranks]
+    slowest = max(range(len(rounds[0].ranks)), key=lambda rank: median(counted_steps(rounds, rank)))
     asynchronous = case.system in SYSTEMS and SYSTEMS[case.system].asynchronous
+    steps_by_round = [
+        each.ranks[slowest].step_s if asynchronous else counted(case.task, each.ranks[slowest].step_s)
+        for each in rounds
+    ]
+    steps = [step for each in steps_by_round for step in each]
+    ranks = [rank for each in rounds for rank in each.ranks]
     wall_s = median([max(rank.wall_s for rank in each.ranks) for each in rounds])
     step_s = wall_s if asynchronous else median(steps)
     return CaseFigures(
         case,
         step_s,
-        _deviation(steps) if asynchronous else relative_spread(steps),
+        deviation(steps) if asynchronous else relative_spread(steps),
         mean_noise(steps_by_round) if asynchronous else steps_noise(steps_by_round),
         wall_s,
         samples(case) / step_s,
@@ -285,8 +265,9 @@ def _case_figures(rounds: list[Round]) -> CaseFigures:
     )
 
 
-def _steps(rounds: Sequence[Round], rank: int) -> list[float]:
-    return [step for each in rounds for step in each.ranks[rank].step_s]
+def counted_steps(rounds: Sequence[Round], rank: int) -> list[float]:
+    """Those of a rank in all rounds of a case that count."""
+    return [step for each in rounds for step in counted(each.case.task, each.ranks[rank].step_s)]
 
 
 def _mean_parts(ranks: Sequence[RankRound]) -> dict[str, float]:

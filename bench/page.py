@@ -17,12 +17,14 @@ from bench.page_more import accuracy, links, not_measured, pipelines, scaling, u
 _HOW = (
     "Systems of a group train the same model on the same data with the same seed and threads, in turn, "
     "round after round, each round in fresh processes that warm up before steps are timed. A step is the "
-    "median over all timed steps of the slowest rank; spread is half the distance between the quartiles; "
-    "noise is the standard error of the median. Of the asynchronous tf-ps, whose steps end in "
-    "bursts, it is the mean with draining, as it is then of what it is compared with; spread is the standard "
-    "deviation. Computing alone is every rank training at once without "
-    "sharing; efficiency is that step over this one; the bound is the larger of computing alone and what the "
-    "gradients take on the slowest link at its set rate, which no protocol quite reaches."
+    "median of the slowest rank over the timed steps but the first of each round, which is left out for "
+    "every system alike: where gradients are collected in the next step, it has nothing to collect and is "
+    "short; spread is half the distance between the quartiles; noise is the standard error of the median. "
+    "Of the asynchronous tf-ps, whose steps end in bursts, it is the mean of all with draining, as it is "
+    "then of what it is compared with; spread is the standard deviation. Computing alone is every rank "
+    "training at once without sharing; efficiency is that step over this one; the bound is the larger of "
+    "computing alone and what the gradients take on the slowest link at its set rate, which no protocol "
+    "quite reaches."
 )
 
 

@@ -7,20 +7,22 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.record import RankRound, Round
+from bench.record import RankRound, Round, Task
+from bench.timed_steps import counted
 from hvpipe.computing import COMPUTE, Interval, computing, length, merged, union, within
 from hvpipe.trace import Trace
 
 
-def parts_of_trace(trace: Trace, rank: int, warm_up: int) -> dict[str, float]:
-    """Seconds of a step by part, each moment counted once: for computing, else packing, else communication.
+def parts_of_trace(trace: Trace, rank: int, skip: int) -> dict[str, float]:
+    """Seconds of a step by part, the first `skip` steps left out, each moment counted once: for computing,
+    else packing, else communication.
 
     forward  |#####               What a forward or an update only waits counts as communication, as far as
     reduce   |   ######           the trace tells (hvpipe.computing); against_alone finds out the rest.
     backward |         ####
     parts    |fffffrrrrbbbb       and hidden: rr
     """
-    steps = trace.of("step", rank)[warm_up:]
+    steps = trace.of("step", rank)[skip:]
     if not steps:
         return {}
     windows = union(steps)
@@ -80,7 +82,7 @@ def against_alone(round_: Round, alone: Round) -> Round:
     if not tells_computing(alone):
         return round_
     ranks = tuple(
-        _rank_against(mine, alone.ranks[min(number, len(alone.ranks) - 1)])
+        _rank_against(round_.case.task, mine, alone.ranks[min(number, len(alone.ranks) - 1)])
         for number, mine in enumerate(round_.ranks)
     )
     return replace(round_, ranks=ranks)
@@ -91,13 +93,15 @@ def tells_computing(alone: Round) -> bool:
     return all(part in rank.parts_s for rank in alone.ranks for part in COMPUTE)
 
 
-def _rank_against(mine: RankRound, alone: RankRound) -> RankRound:
+def _rank_against(task: Task, mine: RankRound, alone: RankRound) -> RankRound:
     computing_s = {part: alone.parts_s[part] for part in COMPUTE}
     parts = dict(mine.parts_s)
     known = all(part in parts for part in COMPUTE)
     if not known:
         parts.update(computing_s)
-        rest_s = statistics.fmean(mine.step_s) - sum(computing_s.values()) - parts.get("input", 0.0)
+        rest_s = (
+            statistics.fmean(counted(task, mine.step_s)) - sum(computing_s.values()) - parts.get("input", 0.0)
+        )
         parts["communication_exposed"] = max(0.0, rest_s)
         return replace(mine, parts_s=parts)
     # In "step" forward waits for weights on their way: beyond computing alone, that is exposed.

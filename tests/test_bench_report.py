@@ -286,7 +286,7 @@ def test_advice_on_links_names_them_and_the_gain() -> None:
 def test_advice_is_in_shares_of_the_mean_where_some_steps_were_long() -> None:
     """The median was 1 s, but parts are means: 3 s of 4.5 s wait."""
     parts = {"forward": 0.5, "backward": 1.0, "communication_exposed": 3.0, "communication_hidden": 1.0}
-    found = outcome(finished(case("hvpipe-step"), 1.0, 1.0, 9.0, parts_s=parts))
+    found = outcome(finished(case("hvpipe-step"), 1.0, 1.0, 1.0, 9.0, parts_s=parts))
     (text,) = advice(found, all_figures(found))
     assert "67% of the step waits" in text
     assert "predicted 1.80x" in text  # 4.5 s to 2.5 s: of 2 s on the links, 1 s is hidden

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -124,7 +125,7 @@ def test_parts_count_each_moment_once() -> None:
             _span("reduce", 107, 109, rank=1),  # a straggler: two seconds later
         )
     )
-    found = parts.parts_of_trace(trace, rank=0, warm_up=1)
+    found = parts.parts_of_trace(trace, rank=0, skip=1)
     assert found == pytest.approx(
         {
             "forward": 3,
@@ -151,7 +152,7 @@ def test_an_update_that_waits_for_all_buckets_hides_nothing() -> None:
         ("mark", "update a", 5.3, 5.3),
         ("mark", "update b", 5.4, 5.4),
     ]
-    found = parts.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, warm_up=0)
+    found = parts.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, skip=0)
     assert found == pytest.approx(
         {
             "forward": 0.5,
@@ -234,3 +235,11 @@ def test_a_system_that_is_not_installed_is_skipped_by_name(tmp_path: Path) -> No
     assert not round_.ok
     assert "horovod" in round_.skipped
     assert "make peers" in round_.skipped
+
+
+def test_what_is_beyond_computing_alone_is_of_the_steps_that_count() -> None:
+    alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
+    peer = _measured("horovod", 10.0, {})
+    short = RankRound(step_s=[1.0, 10.0, 10.0], wall_s=7.0, cpu_share=1, peak_bytes=1)
+    found = parts.against_alone(replace(peer, ranks=(short,)), alone).ranks[0].parts_s
+    assert found == parts.against_alone(peer, alone).ranks[0].parts_s

@@ -9,6 +9,7 @@ from typing import Any
 from bench.job import Job
 from bench.metrics import median
 from bench.systems.keras_fit import fit
+from bench.timed_steps import counted
 from bench.workload import gradient_bytes, prepare_tensorflow
 from bench.workloads import batches_of, compiled_model, loss_of
 
@@ -43,7 +44,7 @@ def _parts(keras: Any, model: Any, job: Job) -> dict[str, float]:
         return tf.constant(0)
 
     forward_s, update_s = _median_s(forward, job), _median_s(update, job)
-    rest_s = median(job.watch.step_s) - forward_s - update_s
+    rest_s = median(counted(job.task, job.watch.step_s)) - forward_s - update_s
     return {"forward": forward_s, "backward": max(0.0, rest_s), "update": update_s}
 
 
