@@ -186,12 +186,23 @@ def _two_groups(*failed: Round) -> Outcome:
     return outcome(*(each for each in rounds if each.case.key not in gone), *failed)
 
 
+def test_the_best_native_says_in_how_many_cases_each_mode_ran() -> None:
+    wide = replace(TASK, batch=16)
+    more = [finished(case(name, task=wide), s) for name, s in (("tf-mwms", 2.0), ("hvpipe-step", 1.0))]
+    rounds = [finished(case(name), s) for name, s in (("tf-ps", 4.0), ("tf-mwms", 2.0), ("hvpipe-step", 1.0))]
+    found = outcome(*rounds, *more, finished(case("horovod"), 2.0))
+    native, horovod = headlines(found, all_figures(found))[:2]
+    assert "2 cases on links" in native.detail
+    assert "slower in none; ran: tf-ps in 1 of 2, tf-mwms in 2 of 2" in native.detail
+    assert "ran:" not in horovod.detail
+
+
 @pytest.mark.parametrize("number", [0, 1])  # the only round, and one after a round with figures
 def test_headlines_say_where_ours_failed(number: int) -> None:
     found = _two_groups(Round(case("hvpipe-step", task=replace(TASK, batch=16)), number, error="boom"))
     head = headlines(found, all_figures(found))[0]
     assert "1 case on links up to 1 Gb/s" in head.detail
-    assert head.detail.endswith("slower in none; failed in resnet50-64/16/2x1gbit-2/weak")
+    assert head.detail.endswith("tf-mwms in 1 of 1; failed in resnet50-64/16/2x1gbit-2/weak")
     assert "| resnet50, 64, 16 a rank, 2x1gbit | 4 s | **2 s** | failed |" in comparison(found)
 
 
