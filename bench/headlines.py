@@ -81,6 +81,13 @@ def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
     return found + _scaling(rows)
 
 
+def comparisons(outcome: Outcome, rows: Sequence[CaseFigures]) -> dict[str, list[Comparison]]:
+    """Ours against each of what it is held against, case by case, whatever the links."""
+    failed = failed_cases(outcome)
+    found = {title: compare_in_groups(rows, OURS, baselines, failed) for title, baselines in _AGAINST}
+    return {title: compared for title, compared in found.items() if compared}
+
+
 def cautions(outcome: Outcome) -> list[str]:
     """What a reader must know before the figures."""
     versions = tensorflow_versions(outcome)

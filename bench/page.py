@@ -11,7 +11,7 @@ from bench.figures import all_figures
 from bench.headlines import cautions, headlines
 from bench.markup import around, element
 from bench.outcome import Outcome
-from bench.page_measured import breakdown, steps
+from bench.page_measured import breakdown, case_by_case, steps
 from bench.page_more import accuracy, links, not_measured, pipelines, scaling, utilization
 
 _HOW = (
@@ -35,6 +35,7 @@ def page(outcome: Outcome) -> str:
     sections: tuple[tuple[str, Callable[[], str]], ...] = (
         ("What to change", lambda: around("ul", (element("li", each) for each in advice(outcome, rows)))),
         ("Step time by system", lambda: steps(outcome, rows)),
+        ("Case by case", lambda: case_by_case(outcome, rows)),
         ("Scaling", lambda: scaling(rows)),
         ("Where the time goes", lambda: breakdown(rows)),
         ("Utilization over time", lambda: utilization(outcome)),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bench.figures import ALONE, CaseFigures, by_group
+from bench.figures import ALONE, BEST_NATIVE, CaseFigures, Comparison, by_group
+from bench.headlines import OURS, comparisons
 from bench.markup import around, element, figure, table
 from bench.metrics import format_time
 from bench.outcome import Outcome
@@ -68,6 +69,31 @@ def _table(members: list[CaseFigures]) -> str:
         for row in members
     ]
     return table(header, lines, None if fastest is None else members.index(fastest))
+
+
+def case_by_case(outcome: Outcome, rows: list[CaseFigures]) -> str:
+    """What ours saves in each case, a row for each group, a column for each baseline."""
+    against = comparisons(outcome, rows)
+    if not against:
+        return ""
+    found = {(title, each.group): each for title, compared in against.items() for each in compared}
+    groups = [group for group in by_group(rows) if any((title, group) in found for title in against)]
+    lines = [
+        [group, *(_saved(found.get((title, group)), title == BEST_NATIVE) for title in against)]
+        for group in groups
+    ]
+    words = (
+        f"{OURS}'s speedup and the time that it takes less, then one standard error of the speedup. "
+        "Groups in which one of the two failed are left out."
+    )
+    return element("p", words) + table(["case", *(f"against {title}" for title in against)], lines)
+
+
+def _saved(compared: Comparison | None, named: bool) -> str:
+    if compared is None:
+        return ""
+    text = f"{compared.speedup:.2f}x, {compared.reduction:.0%} \u00b1 {compared.noise:.0%}"
+    return f"{text} ({compared.baseline})" if named else text
 
 
 def breakdown(rows: list[CaseFigures]) -> str:

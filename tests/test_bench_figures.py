@@ -247,3 +247,11 @@ def test_the_csv_has_a_row_for_each_case() -> None:
     assert (rows[0]["step_s"], rows[0]["forward_s"], rows[0]["update_s"]) == ("2", "0.5", "")
     assert (rows[0]["accuracy"], rows[1]["step_s"]) == ("0.9", "")
     assert math.isclose(float(rows[0]["samples_per_s"]), 8)
+
+
+def test_the_csv_says_what_ours_saves_against_each_system() -> None:
+    rounds = [finished(case(name), s) for name, s in (("tf-mwms", 3.0), ("hvpipe-step", 2.0))]
+    failed = Round(case("horovod"), 1, error="crashed")
+    rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds, finished(case("horovod"), 4.0), failed)))))
+    saved = [(row["system"], row["hvpipe_step_speedup"], row["hvpipe_step_reduction"]) for row in rows]
+    assert saved == [("tf-mwms", "1.5", "0.333333"), ("hvpipe-step", "", ""), ("horovod", "", "")]
