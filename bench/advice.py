@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bench.figures import ALONE, CaseFigures, by_group, counted_steps, rounds_by_case, samples
+from bench.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples
 from bench.headlines import OURS
 from bench.metrics import format_time, median
 from bench.outcome import Outcome
 from bench.suites import proportional_shares
+from bench.timed_steps import counted_steps
 
 _WORTH = 1.05  # a predicted speedup below this is not worth a word
 _WAITS = 0.10  # of a step

@@ -12,17 +12,17 @@ import math
 import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from bench.group_parts import Parts, computing_alone, parts_of, ranks_of_parts
 from bench.metrics import communication_bound_s, geometric_mean, median, relative_spread
 from bench.outcome import Outcome
-from bench.parts import against_alone, tells_computing
-from bench.record import Case, RankRound, Round, last_words
+from bench.parts import ALONE
+from bench.record import Case, Round, last_words
 from bench.systems import SYSTEMS
-from bench.timed_steps import counted, deviation, mean_noise, steps_noise
+from bench.timed_steps import counted, deviation, mean_noise, slowest_rank, steps_noise
 
-ALONE = "single"
 NATIVE = ("tf-ps", "tf-mwms")
 BEST_NATIVE = "best native TensorFlow"
 COMMUNICATION_BOUND_BITS_PER_S = 1e9  # links up to this rate count as limited by communication
@@ -46,7 +46,12 @@ class CaseFigures:
     asynchronous: bool = False
     alone_s: float | None = None  # computing alone in the same group
     bound_s: float | None = None  # the larger of that and the links
-    parts_s: Mapping[str, float] = field(default_factory=dict)  # of the slowest rank, a step
+    parts: Parts = field(default_factory=Parts)
+
+    @property
+    def parts_s(self) -> Mapping[str, float]:
+        """Of a step."""
+        return self.parts.seconds
 
     @property
     def efficiency(self) -> float | None:
@@ -96,14 +101,13 @@ class Means:
 
 def all_figures(outcome: Outcome) -> list[CaseFigures]:
     """A row for each case that has figures, groups in the order of the suite."""
-    computing = _computing_alone(outcome)
+    computing = computing_alone(outcome.rounds)
+    good = [found for rounds in rounds_by_case(outcome).values() if (found := _good(rounds))]
+    ranks = ranks_of_parts(good)
     rows = []
-    for rounds in rounds_by_case(outcome).values():
-        good = [each for each in rounds if each.ok]
-        if good:
-            # What a system cannot tell of its parts follows from computing alone, where that was measured.
-            known = computing.get(good[0].case.group)
-            rows.append(_case_figures([against_alone(each, known) for each in good] if known else good))
+    for rounds in good:
+        group = rounds[0].case.group
+        rows.append(_case_figures(rounds, parts_of(rounds, ranks[group], computing.get(group))))
     alone = {row.case.group: row.step_s for row in rows if row.case.system == ALONE}
     return [_with_bound(outcome, row, alone.get(row.case.group)) for row in _in_groups(rows)]
 
@@ -227,18 +231,13 @@ def _speedup(mine: CaseFigures, other: CaseFigures) -> float:
     return other.step_s / mine.step_s
 
 
-def _computing_alone(outcome: Outcome) -> dict[str, Round]:
-    """By group, the first good round in which every rank computed alone and told all parts of that."""
-    found: dict[str, Round] = {}
-    for each in outcome.rounds:
-        if each.ok and each.case.system == ALONE and tells_computing(each):
-            found.setdefault(each.case.group, each)
-    return found
+def _good(rounds: Iterable[Round]) -> list[Round]:
+    return [each for each in rounds if each.ok]
 
 
-def _case_figures(rounds: list[Round]) -> CaseFigures:
+def _case_figures(rounds: list[Round], parts: Parts) -> CaseFigures:
     case = rounds[0].case
-    slowest = max(range(len(rounds[0].ranks)), key=lambda rank: median(counted_steps(rounds, rank)))
+    slowest = slowest_rank(rounds)
     asynchronous = case.system in SYSTEMS and SYSTEMS[case.system].asynchronous
     steps_by_round = [
         each.ranks[slowest].step_s if asynchronous else counted(case.task, each.ranks[slowest].step_s)
@@ -261,19 +260,8 @@ def _case_figures(rounds: list[Round]) -> CaseFigures:
         max(rank.sent_bytes for rank in ranks),
         len(rounds),
         asynchronous,
-        parts_s=_mean_parts([each.ranks[slowest] for each in rounds]),
+        parts=parts,
     )
-
-
-def counted_steps(rounds: Sequence[Round], rank: int) -> list[float]:
-    """Those of a rank in all rounds of a case that count."""
-    return [step for each in rounds for step in counted(each.case.task, each.ranks[rank].step_s)]
-
-
-def _mean_parts(ranks: Sequence[RankRound]) -> dict[str, float]:
-    """Of each part that every round knows."""
-    known = set.intersection(*(set(rank.parts_s) for rank in ranks))
-    return {part: statistics.fmean(rank.parts_s[part] for rank in ranks) for part in known}
 
 
 def _with_bound(outcome: Outcome, row: CaseFigures, alone_s: float | None) -> CaseFigures:
@@ -290,8 +278,7 @@ def _with_bound(outcome: Outcome, row: CaseFigures, alone_s: float | None) -> Ca
     if cluster.hosts > 1:
         links_s = communication_bound_s(gradient_bytes, cluster.hosts, cluster.slowest_bits_per_s)
     unknown = gradient_bytes == 0 and cluster.slowest_bits_per_s is not None
-    values = {**row.__dict__, "alone_s": alone_s, "bound_s": None if unknown else max(alone_s, links_s)}
-    return CaseFigures(**values)
+    return replace(row, alone_s=alone_s, bound_s=None if unknown else max(alone_s, links_s))
 
 
 def _in_groups(rows: list[CaseFigures]) -> list[CaseFigures]:

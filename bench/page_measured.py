@@ -106,21 +106,31 @@ def breakdown(rows: list[CaseFigures]) -> str:
         drawn = {
             row.case.system: {part: s for part, s in row.parts_s.items() if part != _HIDDEN} for row in known
         }
-        plots.append(figure(name, stacked(f"where the time goes, {name}", drawn, PARTS)))
+        caption = f"{name}, rank {known[0].parts.rank}"
+        plots.append(figure(caption, stacked(f"where the time goes, {name}", drawn, PARTS)))
         shown = [part for part in PARTS if any(part in row.parts_s for row in known)]
         lines = [
-            [row.case.system, *(_seconds(row.parts_s.get(part)) for part in shown), format_time(row.step_s)]
+            [
+                row.case.system,
+                *(_seconds(row.parts_s.get(part)) for part in shown),
+                _seconds(row.parts.beyond_alone_s),
+                format_time(row.step_s),
+            ]
             for row in known
         ]
         tables += [
-            element("h3", name),
-            table(["system", *(part.replace("_", " ") for part in shown), "step"], lines),
+            element("h3", caption),
+            table(["system", *(part.replace("_", " ") for part in shown), "all beyond alone", "step"], lines),
         ]
     if not plots:
         return ""
     words = (
-        "Means over the timed steps of the slowest rank. Communication that is hidden runs beside computing "
-        "and is no part of a bar. What a system cannot tell is left out; what remains is overhead."
+        "Means over the timed steps of one rank, the same for all systems of a group: the slowest when each"
+        f" computes alone. Forward, backward and update count up to what they take in {ALONE}; all beyond "
+        "that is measured alike for every system, in the last column but one. hvpipe tells what it is made "
+        "of: communication that shows, packing, the slowest rank, overhead, and its own computing slowed by"
+        " what runs beside it. The others do not tell, so for them all of these are one part, beyond "
+        "computing alone. Communication that is hidden runs beside computing and is no part of a bar."
     )
     return element("p", words) + around("div", plots, "plots") + "".join(tables)
 

@@ -24,6 +24,8 @@ PARTS = (
     "update",
     "straggler",  # waiting for the slowest rank
     "overhead",  # of the framework: what remains
+    "computing_slowed",  # backward and update beyond what they take alone: communication shares the cores
+    "beyond_computing_alone",  # all four and communication that shows, of a system that has them in one
 )
 
 

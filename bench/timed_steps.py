@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from bench.metrics import median, relative_spread
-from bench.record import Task
+from bench.record import Round, Task
 
 _FEWEST = 2  # with no more than these, all count
 
@@ -25,6 +25,16 @@ def left_out(task: Task, timed: int) -> int:
 def counted(task: Task, step_s: Sequence[float]) -> list[float]:
     """The timed steps of a rank that count."""
     return list(step_s[left_out(task, len(step_s)) :])
+
+
+def counted_steps(rounds: Sequence[Round], rank: int) -> list[float]:
+    """Those of a rank in all rounds of a case that count."""
+    return [step for each in rounds for step in counted(each.case.task, each.ranks[rank].step_s)]
+
+
+def slowest_rank(rounds: Sequence[Round]) -> int:
+    """The one with the longest median step in the rounds of a case."""
+    return max(range(len(rounds[0].ranks)), key=lambda rank: median(counted_steps(rounds, rank)))
 
 
 def steps_noise(rounds: Sequence[Sequence[float]]) -> float:

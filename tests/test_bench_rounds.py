@@ -181,7 +181,7 @@ def test_parts_of_a_system_that_tells_nothing_come_from_computing_alone() -> Non
         "forward": 2.0,
         "backward": 3.0,
         "update": 1.0,
-        "communication_exposed": 3.5,
+        "beyond_computing_alone": 3.5,
     }
 
 
@@ -204,7 +204,27 @@ def test_a_forward_that_waits_for_weights_is_found_out() -> None:
         "update": 0.5,
         "communication_exposed": 3.5,
         "communication_hidden": 1.5,
+        "computing_slowed": 0.0,
     }
+
+
+def test_computing_that_is_slowed_is_no_computing_of_any_system() -> None:
+    alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
+    told = {"forward": 2.0, "backward": 5.0, "update": 1.25, "communication_exposed": 1.75}
+    ours = parts.against_alone(_measured("hvpipe-step", 10.0, told), alone).ranks[0].parts_s
+    peer = parts.against_alone(_measured("horovod", 10.0, {}), alone).ranks[0].parts_s
+    assert ours == {
+        "forward": 2.0,
+        "backward": 3.0,
+        "update": 1.0,
+        "communication_exposed": 1.75,
+        "communication_hidden": 0.0,
+        "computing_slowed": 2.25,
+    }
+    assert {part: ours[part] for part in ("forward", "backward", "update")} == {
+        part: peer[part] for part in ("forward", "backward", "update")
+    }
+    assert peer["beyond_computing_alone"] == 4.0
 
 
 @pytest.mark.parametrize(
