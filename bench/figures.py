@@ -14,10 +14,11 @@ import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Literal
 
 from bench.group_parts import Parts, computing_alone, parts_of, ranks_of_parts
 from bench.metrics import communication_bound_s, geometric_mean, median, relative_spread
-from bench.outcome import Outcome
+from bench.outcome import ClusterFacts, Outcome
 from bench.parts import ALONE
 from bench.record import Case, Round, last_words
 from bench.systems import SYSTEMS
@@ -26,6 +27,8 @@ from bench.timed_steps import counted, deviation, mean_noise, slowest_rank, step
 NATIVE = ("tf-ps", "tf-mwms")
 BEST_NATIVE = "best native TensorFlow"
 COMMUNICATION_BOUND_BITS_PER_S = 1e9  # links up to this rate count as limited by communication
+
+LinksRate = Literal["set", "measured", ""]
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,9 @@ class CaseFigures:
     rounds: int
     asynchronous: bool = False
     alone_s: float | None = None  # computing alone in the same group
-    bound_s: float | None = None  # the larger of that and the links
+    links_s: float | None = None  # what the gradients take on the slowest link
+    links_rate: LinksRate = ""  # whether at the rate that was set or, where none was, the one measured
+    bound_s: float | None = None  # the larger of alone_s and links_s
     parts: Parts = field(default_factory=Parts)
 
     @property
@@ -274,11 +279,24 @@ def _with_bound(outcome: Outcome, row: CaseFigures, alone_s: float | None) -> Ca
         for rank in each.ranks or ()
     )
     cluster = outcome.setting.cluster(row.case.cluster)
-    links_s = 0.0
-    if cluster.hosts > 1:
-        links_s = communication_bound_s(gradient_bytes, cluster.hosts, cluster.slowest_bits_per_s)
-    unknown = gradient_bytes == 0 and cluster.slowest_bits_per_s is not None
-    return replace(row, alone_s=alone_s, bound_s=None if unknown else max(alone_s, links_s))
+    if cluster.hosts < 2:
+        return replace(row, alone_s=alone_s, bound_s=alone_s)
+    rate, rate_is = _rate(outcome, cluster)
+    if rate is None or gradient_bytes == 0:
+        return replace(row, alone_s=alone_s)  # computing alone is no bound where links may be slower
+    links_s = communication_bound_s(gradient_bytes, cluster.hosts, rate)
+    return replace(row, alone_s=alone_s, links_s=links_s, links_rate=rate_is, bound_s=max(alone_s, links_s))
+
+
+def _rate(outcome: Outcome, cluster: ClusterFacts) -> tuple[float | None, LinksRate]:
+    """What bounds a ring through the hosts: the slowest link's set rate, else what was measured of it."""
+    if cluster.slowest_bits_per_s is not None:
+        return cluster.slowest_bits_per_s, "set"
+    links = [each for each in outcome.links if each.cluster == cluster.name]
+    rates = [each.two_way_bits_per_s or each.bits_per_s for each in links]
+    known = [rate for rate in rates if rate is not None]
+    # A link that nobody could measure may be the slowest.
+    return (min(known), "measured") if links and len(known) == len(links) else (None, "")
 
 
 def _in_groups(rows: list[CaseFigures]) -> list[CaseFigures]:

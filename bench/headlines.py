@@ -63,7 +63,9 @@ def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
     ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
     ratios = [row.over_bound for row in ours if row.over_bound is not None and row.case.key not in failed]
     if ratios:
-        detail = "the larger of computing alone and the links at their set rate; geometric mean of"
+        rates = [row for row in ours if row.links_rate == "measured" and row.over_bound is not None]
+        rate = f"their set rate ({_cases(len(rates))}: measured)" if rates else "their set rate"
+        detail = f"the larger of computing alone and the links at {rate}; geometric mean of"
         found.append(
             Headline(
                 "step over its bound", f"{geometric_mean(ratios):.2f}x", f"{detail} {_cases(len(ratios))}"

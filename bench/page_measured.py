@@ -29,7 +29,7 @@ def steps(outcome: Outcome, rows: list[CaseFigures]) -> str:
         marks = {}
         bound_s = members[0].bound_s
         if bound_s is not None:
-            marks["bound"] = bound_s
+            marks["bound (links as measured)" if members[0].links_rate == "measured" else "bound"] = bound_s
         drawing = bars(
             f"step time, {name}",
             {row.case.system: row.step_s for row in members},

@@ -13,7 +13,7 @@ from bench.record import PARTS, Case
 
 _FIGURES = (
     *("step_s", "spread", "noise", "wall_s", "samples_per_s", "first_step_s", "cpu_share", "peak_bytes"),
-    *("sent_bytes", "rounds", "alone_s", "bound_s", "efficiency", "over_bound"),
+    *("sent_bytes", "rounds", "alone_s", "bound_s", "links_s", "links_rate", "efficiency", "over_bound"),
 )
 # Of ours against the row's system, in the same group.
 _SPEEDUP, _REDUCTION = (f"{OURS.replace('-', '_')}_{what}" for what in ("speedup", "reduction"))

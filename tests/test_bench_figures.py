@@ -21,6 +21,7 @@ from bench.figures import (
     means,
     shares_gain,
 )
+from bench.links import LinkFacts
 from bench.outcome import ClusterFacts
 from bench.record import PARTS, Round, Task
 from bench.spreadsheet import to_csv
@@ -68,11 +69,28 @@ def test_efficiency_and_the_bound() -> None:
     # 95.2 MB on two hosts at 1 Gb/s: 0.7616 s, more than computing.
     assert found.bound_s == pytest.approx(0.7616)
     assert found.over_bound == pytest.approx(1.2 / 0.7616)
-    unlimited = replace(CLUSTER, slowest_bits_per_s=None)
+    assert found.links_rate == "set"
+    alone_here = replace(CLUSTER, hosts=1, slowest_bits_per_s=None)
     rows = all_figures(
-        outcome(finished(case("single"), 0.6), finished(case("tf-ps"), 1.2), clusters=(unlimited,))
+        outcome(finished(case("single"), 0.6), finished(case("tf-ps"), 1.2), clusters=(alone_here,))
     )
     assert row("tf-ps", rows).bound_s == 0.6
+
+
+def test_links_without_a_set_rate_bound_as_measured() -> None:
+    cluster = replace(CLUSTER, hosts=3, slowest_bits_per_s=None)
+    fast, slow = (
+        LinkFacts("2x1gbit", "a", "b", None, 1e-4, 4e9, 2e9),
+        LinkFacts("2x1gbit", "a", "c", None, 1e-4, 5e8),  # nobody streamed both ways
+    )
+    rounds = (finished(case("single"), 0.6), finished(case("hvpipe-step"), 4.0))
+    found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=(fast, slow))))
+    # 2 (3 - 1) / 3 x 95.2 MB at 500 Mb/s.
+    assert (found.bound_s, found.links_rate) == (pytest.approx(4 / 3 * 95.2e6 * 8 / 5e8), "measured")
+    unknown = replace(slow, bits_per_s=None)
+    for links in ((), (fast, unknown)):
+        found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=links)))
+        assert (found.bound_s, found.over_bound, found.links_rate) == (None, None, "")
 
 
 def test_without_the_gradients_bytes_there_is_no_bound_on_limited_links() -> None:

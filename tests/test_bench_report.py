@@ -195,6 +195,16 @@ def test_slower_is_more_time_and_links_without_a_rate_are_not_said_to_be_slow() 
     assert "1 case on links that are faster or have no set rate" in head.detail
 
 
+def test_the_bound_says_that_links_were_measured() -> None:
+    rounds = [finished(case(name, "hosts"), s) for name, s in (("single", 1.0), ("hvpipe-step", 3.0))]
+    link = LinkFacts("hosts", "a", "b", None, 1e-4, 4.76e8)
+    found = outcome(*rounds, clusters=(ClusterFacts("hosts", "hosts a:1, b:1", 2),), links=(link,))
+    (head,) = [each for each in headlines(found, all_figures(found)) if "bound" in each.title]
+    assert head.figure == "1.88x"  # 95.2 MB take 1.6 s
+    assert "the links at their set rate (1 case: measured)" in head.detail
+    assert "bound (links as measured)" in page(found)
+
+
 def _two_groups(*failed: Round) -> Outcome:
     """Ours twice as fast as `tf-mwms`, which `tf-ps` is slower than, in groups of 8 and of 16 samples."""
     rounds = [
