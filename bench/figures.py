@@ -225,6 +225,13 @@ def shares_gain(rows: Iterable[CaseFigures]) -> list[Comparison]:
     return found
 
 
+def trained_on_shares(round_: Round) -> bool:
+    """Whether processes of `single` learned from a share of each step's samples, as they did before they
+    kept how many: no reference for the accuracy of all ranks together."""
+    batches = {rank.batch for rank in round_.ranks}
+    return round_.case.system == ALONE and round_.case.ranks > 1 and batches != {samples(round_.case)}
+
+
 def samples(case: Case) -> int:
     """Of one step, all ranks together."""
     return sum(case.task.shares) if case.task.shares else case.task.batch * case.ranks

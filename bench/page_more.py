@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from bench.figures import ALONE, CaseFigures, rounds_by_case, samples
+from bench.figures import ALONE, CaseFigures, rounds_by_case, samples, trained_on_shares
 from bench.markup import around, element, figure, folded, table
 from bench.metrics import format_time, median
 from bench.outcome import Outcome
@@ -14,7 +14,8 @@ from bench.plots import lines
 from bench.record import RankRound, Round, last_words
 
 _EQUAL_HOSTS = re.compile(r"\d+x(\w+)")
-_SYNCHRONOUS = ("tf-mwms", "horovod", "horovod-tuned")  # the same algorithm as hvpipe-none
+_APART = f"{ALONE} is left out: each of its processes trained on a share of the images."
+_SYNCHRONOUS = (ALONE, "tf-mwms", "horovod", "horovod-tuned")  # the same algorithm as hvpipe-none
 _SAMPLED = ("tf-ps", "tf-mwms", "horovod-tuned", "hvpipe-step")
 _QUANTITIES = {
     "cpu": ("cores kept busy", 1.0),
@@ -86,7 +87,12 @@ def accuracy(outcome: Outcome) -> str:
     """Loss and accuracy by epoch, and the last of each."""
     made = []
     for group, rounds in _first_good(outcome).items():
-        trained = {each.case.system: each.ranks[0] for each in rounds if each.ranks[0].loss}
+        apart = any(trained_on_shares(each) for each in rounds)
+        trained = {
+            each.case.system: each.ranks[0]
+            for each in rounds
+            if each.ranks[0].loss and not trained_on_shares(each)
+        }
         if not trained:
             continue
         plots = [
@@ -106,6 +112,7 @@ def accuracy(outcome: Outcome) -> str:
             around("div", plots, "plots"),
             table(["system", "last loss", "last accuracy", "step"], rows),
             element("p", _equal_words(trained)),
+            *([element("p", _APART, "quiet")] if apart else []),
         ]
     return "".join(made)
 

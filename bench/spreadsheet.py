@@ -6,7 +6,15 @@ import csv
 import io
 from collections.abc import Mapping
 
-from bench.figures import CaseFigures, all_figures, compare_in_groups, failed_cases, rounds_by_case, samples
+from bench.figures import (
+    CaseFigures,
+    all_figures,
+    compare_in_groups,
+    failed_cases,
+    rounds_by_case,
+    samples,
+    trained_on_shares,
+)
 from bench.headlines import OURS
 from bench.outcome import Outcome
 from bench.record import PARTS, Case
@@ -29,7 +37,8 @@ def to_csv(outcome: Outcome) -> str:
     for key, rounds in rounds_by_case(outcome).items():
         row = rows.get(key)
         state = "ok" if row else ("failed" if any(each.error for each in rounds) else "skipped")
-        accuracies = [rank.accuracy[-1] for each in rounds for rank in each.ranks if rank.accuracy]
+        learned = [each for each in rounds if not trained_on_shares(each)]
+        accuracies = [rank.accuracy[-1] for each in learned for rank in each.ranks if rank.accuracy]
         lines.append(
             {
                 **_case(rounds[0].case),

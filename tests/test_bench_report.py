@@ -24,6 +24,7 @@ from bench.pipeline_report import Case as PipelineCase
 from bench.pipeline_report import PipelineReport
 from bench.readme import BEGIN, END, ReadmeError, comparison, rewrite
 from bench.record import Round, Task
+from bench.spreadsheet import to_csv
 from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
 
 FOUR = ClusterFacts("4x1gbit", "4 hosts", 4, 1e9)
@@ -127,6 +128,20 @@ def test_every_figure_of_every_case_is_there() -> None:
         assert f" {figure} " in text, figure
     for placement in ("greedy", "random", "4 s", "0.75", "1.20", "50%"):
         assert placement in text, placement
+
+
+def test_one_process_is_a_reference_for_accuracy_where_it_trained_on_all_images() -> None:
+    digits = Task("digits", 32, 8, epochs=2)
+    linear = finished(case("hvpipe-none", task=digits), 0.1, loss=[2.0, 1.0], accuracy=[0.5, 0.875])
+    whole = finished(case("single", task=digits), 0.2, loss=[2.0, 1.00001], accuracy=[0.5, 0.75], batch=64)
+    text = " ".join(Page(page(outcome(linear, whole))).text.split())
+    assert "single 1.00001 0.7500" in text
+    assert "Farthest from those in any epoch, relatively: single 1e-05." in text
+    apart = replace(whole, ranks=tuple(replace(each, batch=0) for each in whole.ranks))  # older results
+    text = " ".join(Page(page(outcome(linear, apart))).text.split())
+    assert "single is left out: each of its processes trained on a share of the images." in text
+    assert "0.7500" not in text
+    assert ",0.75" not in to_csv(outcome(linear, apart))
 
 
 def test_text_is_escaped_and_what_failed_is_shown() -> None:

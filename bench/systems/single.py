@@ -11,12 +11,13 @@ from bench.metrics import median
 from bench.systems.keras_fit import fit
 from bench.timed_steps import counted
 from bench.workload import gradient_bytes, prepare_tensorflow
-from bench.workloads import batches_of, compiled_model, loss_of
+from bench.workloads import batches_of, compiled_model, loss_of, train_whole_steps
 
 
 def train(job: Job) -> None:
     """A rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
+    train_whole_steps(job)
     model = compiled_model(keras, job.task)
     job.gradient_bytes = gradient_bytes(model)
     # They are to compute all at once: nothing else keeps them in step.
