@@ -23,6 +23,7 @@ from bench.parts import ALONE
 from bench.record import Case, Round, last_words
 from bench.systems import SYSTEMS
 from bench.timed_steps import counted, deviation, mean_noise, slowest_rank, steps_noise
+from bench.usage import Usage, usage_of
 
 NATIVE = ("tf-ps", "tf-mwms")
 BEST_NATIVE = "best native TensorFlow"
@@ -52,6 +53,7 @@ class CaseFigures:
     links_rate: LinksRate = ""  # whether at the rate that was set or, where none was, the one measured
     bound_s: float | None = None  # the larger of alone_s and links_s
     parts: Parts = field(default_factory=Parts)
+    usage: Usage = field(default_factory=Usage)
 
     @property
     def parts_s(self) -> Mapping[str, float]:
@@ -273,6 +275,7 @@ def _case_figures(rounds: list[Round], parts: Parts) -> CaseFigures:
         len(rounds),
         asynchronous,
         parts=parts,
+        usage=usage_of(rounds),
     )
 
 

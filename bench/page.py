@@ -12,7 +12,7 @@ from bench.headlines import cautions, headlines
 from bench.markup import around, element
 from bench.outcome import Outcome
 from bench.page_measured import breakdown, case_by_case, steps
-from bench.page_more import accuracy, links, not_measured, pipelines, scaling, utilization
+from bench.page_more import accuracy, gpus, links, not_measured, pipelines, scaling, utilization
 
 _HOW = (
     "Systems of a group train the same model on the same data with the same seed and threads, in turn, "
@@ -39,6 +39,7 @@ def page(outcome: Outcome) -> str:
         ("Scaling", lambda: scaling(rows)),
         ("Where the time goes", lambda: breakdown(rows)),
         ("Utilization over time", lambda: utilization(outcome)),
+        ("GPUs", lambda: gpus(rows)),
         ("The same accuracy", lambda: accuracy(outcome)),
         ("Pipelines", lambda: pipelines(outcome)),
         ("Links", lambda: links(outcome)),

@@ -8,7 +8,7 @@ from bench.markup import around, element, figure, table
 from bench.metrics import format_time
 from bench.outcome import Outcome
 from bench.plots import bars, stacked
-from bench.record import PARTS
+from bench.record import PARTS, Task
 
 _NAMES = (
     *(ALONE, "tf-ps", "tf-mwms", "horovod", "horovod-tuned"),
@@ -37,12 +37,24 @@ def steps(outcome: Outcome, rows: list[CaseFigures]) -> str:
             marks,
         )
         description = outcome.setting.cluster(members[0].case.cluster).description
+        least, most = min(row.rounds for row in members), max(row.rounds for row in members)
+        rounds = f"{least} to {most} rounds" if least < most else f"{least} round{'s' if least > 1 else ''}"
         made += [
             element("h3", name),
             element("p", description, "quiet"),
+            element("p", f"{_task(members[0].case.task)}, {rounds}", "quiet"),
             around("div", [figure("Median step of the slowest rank", drawing), _table(members)], "beside"),
         ]
     return "".join(made)
+
+
+def _task(task: Task) -> str:
+    """What all systems of a group were given alike."""
+    shares = f"samples by rank {'+'.join(map(str, task.shares))}"
+    size = shares if task.shares else f"{task.batch} samples a rank"
+    threads = f"{task.threads} thread{'s' if task.threads > 1 else ''} an operation"
+    trained = f"{task.epochs} epochs" if task.epochs else f"{task.warm_up} steps untimed, {task.steps} timed"
+    return f"{size}, {threads}, seed {task.seed}, {trained}"
 
 
 def _table(members: list[CaseFigures]) -> str:
@@ -50,7 +62,7 @@ def _table(members: list[CaseFigures]) -> str:
     fastest = min(others, key=lambda row: row.step_s, default=None)
     header = (
         *("system", "step", "spread", "noise", "with drain", "samples/s", "efficiency", "over bound"),
-        *("CPU, cores", "memory", "sent a step"),
+        *("CPU, cores by rank", "memory", "sent a step"),
     )
     lines = [
         [
@@ -62,7 +74,7 @@ def _table(members: list[CaseFigures]) -> str:
             f"{row.samples_per_s:.3g}",
             "" if row.efficiency is None else f"{row.efficiency:.0%}",
             "" if row.over_bound is None else f"{row.over_bound:.2f}",
-            f"{row.cpu_share:.2f}",
+            " / ".join(f"{cores:.2f}" for cores in row.usage.cores),
             f"{row.peak_bytes / 1e6:.0f} MB",
             f"{row.sent_bytes / 1e6:.1f} MB" if row.sent_bytes else "",
         ]

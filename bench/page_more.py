@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from bench.figures import ALONE, CaseFigures, rounds_by_case, samples, trained_on_shares
+from bench.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples, trained_on_shares
 from bench.markup import around, element, figure, folded, table
 from bench.metrics import format_time, median
 from bench.outcome import Outcome
@@ -49,6 +49,33 @@ def scaling(rows: list[CaseFigures]) -> str:
             y.append(100 * (row.efficiency or 0.0))
         plots.append(figure(title, _plot(title, series, ("ranks", "% of computing alone"), 100.0)))
     return around("div", plots, "plots") if plots else ""
+
+
+def gpus(rows: Sequence[CaseFigures]) -> str:
+    """Means of what every rank's GPU did, a table for each group in which one was sampled."""
+    made = []
+    for name, members in by_group(rows).items():
+        sampled = [row for row in members if row.usage.gpu]
+        quantities = list(dict.fromkeys(quantity for row in sampled for quantity in row.usage.gpu))
+        if not quantities:
+            continue
+        lines = []
+        for row in sampled:
+            cells = [_of_ranks(row.usage.gpu.get(each, ()), _quantity(each)[1]) for each in quantities]
+            lines.append([row.case.system, *cells])
+        made += [
+            element("h3", name),
+            table(["system", *(_quantity(each)[0] for each in quantities)], lines),
+        ]
+    return (
+        element("p", "Means over the timed steps of all rounds, rank by rank.") + "".join(made)
+        if made
+        else ""
+    )
+
+
+def _of_ranks(values: Sequence[float | None], scale: float) -> str:
+    return " / ".join("?" if value is None else f"{value * scale:.3g}" for value in values)
 
 
 def utilization(outcome: Outcome) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from bench.figures import (
     CaseFigures,
@@ -17,14 +17,19 @@ from bench.figures import (
 )
 from bench.headlines import OURS
 from bench.outcome import Outcome
-from bench.record import PARTS, Case
+from bench.record import PARTS, Case, Round
 
+_CASE = (
+    *("key", "workload", "pixels", "batch", "shares", "threads", "seed", "warm_up", "steps", "cluster"),
+    *("ranks", "samples_per_step", "scaling", "epochs", "system", "state"),
+)
 _FIGURES = (
     *("step_s", "spread", "noise", "wall_s", "samples_per_s", "first_step_s", "cpu_share", "peak_bytes"),
     *("sent_bytes", "rounds", "alone_s", "bound_s", "links_s", "links_rate", "efficiency", "over_bound"),
 )
 # Of ours against the row's system, in the same group.
 _SPEEDUP, _REDUCTION = (f"{OURS.replace('-', '_')}_{what}" for what in ("speedup", "reduction"))
+_PARTS = tuple(f"{part}_s" for part in PARTS)
 
 _Cells = Mapping[str, object]
 
@@ -36,13 +41,12 @@ def to_csv(outcome: Outcome) -> str:
     lines: list[_Cells] = []
     for key, rounds in rounds_by_case(outcome).items():
         row = rows.get(key)
-        state = "ok" if row else ("failed" if any(each.error for each in rounds) else "skipped")
         learned = [each for each in rounds if not trained_on_shares(each)]
         accuracies = [rank.accuracy[-1] for each in learned for rank in each.ranks if rank.accuracy]
         lines.append(
             {
                 **_case(rounds[0].case),
-                "state": state,
+                "state": _state(rounds),
                 **({} if row is None else _figures(row)),
                 **saved.get(key, {}),
                 "accuracy": accuracies[-1] if accuracies else None,
@@ -51,23 +55,12 @@ def to_csv(outcome: Outcome) -> str:
     return _written(lines)
 
 
-def _written(lines: list[_Cells]) -> str:
-    columns = (
-        *(
-            "workload",
-            "pixels",
-            "cluster",
-            "ranks",
-            "samples_per_step",
-            "scaling",
-            "epochs",
-            "system",
-            "state",
-        ),
-        *(*_FIGURES, _SPEEDUP, _REDUCTION, *(f"{part}_s" for part in PARTS), "accuracy"),
-    )
+def _written(lines: Sequence[_Cells]) -> str:
+    """Columns of the GPU are those that something was sampled for."""
+    gpu = sorted({name for line in lines for name in line if name.startswith("gpu_")})
+    columns = [*_CASE, *_FIGURES, _SPEEDUP, _REDUCTION, *_PARTS, "parts_rank", "accuracy", "cores_by_rank"]
     out = io.StringIO()
-    table = csv.DictWriter(out, columns, lineterminator="\n")
+    table = csv.DictWriter(out, [*columns, *gpu], lineterminator="\n")
     table.writeheader()
     table.writerows({name: _cell(value) for name, value in line.items()} for line in lines)
     return out.getvalue()
@@ -82,8 +75,15 @@ def _cell(value: object) -> str:
 def _case(case: Case) -> _Cells:
     task = case.task
     return {
+        "key": case.key,
         "workload": task.workload,
         "pixels": task.pixels,
+        "batch": None if task.shares else task.batch,
+        "shares": _by_rank(task.shares),
+        "threads": task.threads,
+        "seed": task.seed,
+        "warm_up": task.warm_up,
+        "steps": task.steps,
         "cluster": case.cluster,
         "ranks": case.ranks,
         "samples_per_step": samples(case),
@@ -93,9 +93,27 @@ def _case(case: Case) -> _Cells:
     }
 
 
+def _state(rounds: Sequence[Round]) -> str:
+    """What became of the rounds: ok, skipped, failed, or "failed in n of m" where others have figures."""
+    failed, good = sum(bool(each.error) for each in rounds), sum(each.ok for each in rounds)
+    if failed:
+        return f"failed in {failed} of {failed + good}" if good else "failed"
+    return "ok" if good else "skipped"
+
+
 def _figures(row: CaseFigures) -> _Cells:
-    figures = {name: getattr(row, name) for name in _FIGURES}
-    return {**figures, **{f"{part}_s": row.parts_s.get(part) for part in PARTS}}
+    return {
+        **{name: getattr(row, name) for name in _FIGURES},
+        **{f"{part}_s": row.parts_s.get(part) for part in PARTS},
+        "parts_rank": row.parts.rank,
+        "cores_by_rank": _by_rank(row.usage.cores),
+        **{f"{name}_by_rank": _by_rank(values) for name, values in row.usage.gpu.items()},
+    }
+
+
+def _by_rank(values: Iterable[float | None]) -> str:
+    """As in 11+5: a value for each rank; nothing between two signs is not known."""
+    return "+".join("" if value is None else f"{value:.6g}" for value in values)
 
 
 def _saved(outcome: Outcome, rows: list[CaseFigures]) -> dict[str, _Cells]:

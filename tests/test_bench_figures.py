@@ -23,7 +23,7 @@ from bench.figures import (
 )
 from bench.links import LinkFacts
 from bench.outcome import ClusterFacts
-from bench.record import PARTS, Round, Task
+from bench.record import PARTS, RankRound, Round, Task
 from bench.spreadsheet import to_csv
 from bench.timed_steps import counted, steps_noise
 from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
@@ -297,6 +297,41 @@ def test_the_csv_has_a_row_for_each_case() -> None:
     assert (rows[0]["step_s"], rows[0]["forward_s"], rows[0]["update_s"]) == ("2", "0.5", "")
     assert (rows[0]["accuracy"], rows[1]["step_s"]) == ("0.9", "")
     assert math.isclose(float(rows[0]["samples_per_s"]), 8)
+
+
+def test_the_csv_tells_all_that_cases_differ_in() -> None:
+    shared = replace(TASK, shares=(11, 5), threads=2)
+    rounds = (finished(case("single"), 2.0), finished(case("single", task=shared), 2.0))
+    rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds)))))
+    assert [(row["batch"], row["shares"], row["threads"]) for row in rows] == [
+        ("8", "", "1"),
+        ("", "11+5", "2"),
+    ]
+    assert [row["key"] for row in rows] == [each.case.key for each in rounds]
+    assert len({tuple(row.values()) for row in rows}) == 2
+
+
+def test_the_csv_says_in_how_many_rounds_a_case_failed() -> None:
+    rounds = (finished(case("tf-ps"), 2.0), Round(case("tf-ps"), 1, error="crashed"))
+    (row,) = csv.DictReader(io.StringIO(to_csv(outcome(*rounds))))
+    assert row["state"] == "failed in 1 of 2"
+
+
+def test_every_ranks_processor_and_gpu_are_told() -> None:
+    def used(cores: float, *power_w: float) -> RankRound:
+        samples = [{"at_s": 0.1 * i, "gpu_power_w": watt} for i, watt in enumerate(power_w)]
+        return replace(rank([1.0]), cpu_share=cores, utilization=samples)
+
+    of = case("horovod")
+    rounds = (
+        Round(of, 0, (used(0.9, 100.0, 200.0), used(0.5))),
+        Round(of, 1, (used(1.0, 300.0), used(0.5))),
+    )
+    (found,) = all_figures(outcome(*rounds))
+    assert found.usage.cores == (pytest.approx(0.95), pytest.approx(0.5))
+    assert found.usage.gpu == {"gpu_power_w": (pytest.approx(200.0), None)}
+    (row,) = csv.DictReader(io.StringIO(to_csv(outcome(*rounds))))
+    assert (row["cores_by_rank"], row["gpu_power_w_by_rank"]) == ("0.95+0.5", "200+")
 
 
 def test_the_csv_says_what_ours_saves_against_each_system() -> None:

@@ -144,6 +144,16 @@ def test_one_process_is_a_reference_for_accuracy_where_it_trained_on_all_images(
     assert ",0.75" not in to_csv(outcome(linear, apart))
 
 
+def test_every_ranks_processor_and_gpu_are_in_the_report() -> None:
+    samples = [{"at_s": 0.2 * i, "gpu_share": 0.25, "gpu_pcie_sent_bytes_per_s": 5e6} for i in range(3)]
+    ranks = (rank([1.0], cpu_share=0.95, utilization=samples), rank([1.0], cpu_share=0.5))
+    task = replace(TASK, threads=4)
+    text = " ".join(Page(page(outcome(Round(case("horovod", task=task), 0, ranks)))).text.split())
+    assert "0.95 / 0.50" in text
+    assert "8 samples a rank, 4 threads an operation, seed 20, 3 steps untimed, 8 timed, 1 round" in text
+    assert "system gpu pcie sent, MB/s GPU kept busy, % horovod 5 / ? 25 / ?" in text
+
+
 def test_text_is_escaped_and_what_failed_is_shown() -> None:
     html = whole_page()
     for raw in ("<b>no such", "<not installed>", "A <title>", "<ranks> failed"):
