@@ -25,6 +25,7 @@ from bench.systems import SYSTEMS
 from bench.timed_steps import counted, deviation, mean_noise, slowest_rank, steps_noise
 from bench.usage import Usage, usage_of
 
+STALE = "hvpipe-stale"
 NATIVE = ("tf-ps", "tf-mwms")
 BEST_NATIVE = "best native TensorFlow"
 COMMUNICATION_BOUND_BITS_PER_S = 1e9  # links up to this rate count as limited by communication
@@ -48,7 +49,7 @@ class CaseFigures:
     sent_bytes: int
     rounds: int
     asynchronous: bool = False
-    alone_s: float | None = None  # computing alone in the same group
+    alone_s: float | None = None  # computing alone in the same group; a drained mean where this step is one
     links_s: float | None = None  # what the gradients take on the slowest link
     links_rate: LinksRate = ""  # whether at the rate that was set or, where none was, the one measured
     bound_s: float | None = None  # the larger of alone_s and links_s
@@ -115,7 +116,7 @@ def all_figures(outcome: Outcome) -> list[CaseFigures]:
     for rounds in good:
         group = rounds[0].case.group
         rows.append(_case_figures(rounds, parts_of(rounds, ranks[group], computing.get(group))))
-    alone = {row.case.group: row.step_s for row in rows if row.case.system == ALONE}
+    alone = {row.case.group: row for row in rows if row.case.system == ALONE}
     return [_with_bound(outcome, row, alone.get(row.case.group)) for row in _in_groups(rows)]
 
 
@@ -178,6 +179,15 @@ def compare_in_groups(
             noise = math.hypot(mine.noise, best.noise)
             found.append(Comparison(group, system, best.case.system, _speedup(mine, best), noise))
     return found
+
+
+def fastest(members: Iterable[CaseFigures]) -> CaseFigures | None:
+    """The fastest of a group that learns what one process would from the whole batch, step by step.
+
+    Not one whose gradients are of older weights, asynchronous or `stale`: that is another algorithm.
+    """
+    exact = [row for row in members if not row.asynchronous and row.case.system not in (ALONE, STALE)]
+    return min(exact, key=lambda row: row.step_s, default=None)
 
 
 def means(comparisons: Sequence[Comparison]) -> Means | None:
@@ -279,9 +289,10 @@ def _case_figures(rounds: list[Round], parts: Parts) -> CaseFigures:
     )
 
 
-def _with_bound(outcome: Outcome, row: CaseFigures, alone_s: float | None) -> CaseFigures:
-    if alone_s is None:
+def _with_bound(outcome: Outcome, row: CaseFigures, alone: CaseFigures | None) -> CaseFigures:
+    if alone is None:
         return row
+    alone_s = alone.wall_s if row.asynchronous else alone.step_s
     gradient_bytes = max(
         rank.gradient_bytes
         for each in outcome.rounds

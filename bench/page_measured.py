@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.figures import ALONE, BEST_NATIVE, CaseFigures, Comparison, by_group
+from bench.figures import ALONE, BEST_NATIVE, CaseFigures, Comparison, by_group, fastest
 from bench.headlines import OURS, comparisons
 from bench.markup import around, element, figure, table
 from bench.metrics import format_time
@@ -58,8 +58,7 @@ def _task(task: Task) -> str:
 
 
 def _table(members: list[CaseFigures]) -> str:
-    others = [row for row in members if row.case.system != ALONE]
-    fastest = min(others, key=lambda row: row.step_s, default=None)
+    best = fastest(members)
     header = (
         *("system", "step", "spread", "noise", "with drain", "samples/s", "efficiency", "over bound"),
         *("CPU, cores by rank", "memory", "sent a step"),
@@ -80,7 +79,7 @@ def _table(members: list[CaseFigures]) -> str:
         ]
         for row in members
     ]
-    return table(header, lines, None if fastest is None else members.index(fastest))
+    return table(header, lines, None if best is None else members.index(best))
 
 
 def case_by_case(outcome: Outcome, rows: list[CaseFigures]) -> str:

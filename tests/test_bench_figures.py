@@ -17,6 +17,7 @@ from bench.figures import (
     all_figures,
     by_group,
     compare_in_groups,
+    fastest,
     limited_by_links,
     means,
     shares_gain,
@@ -210,6 +211,25 @@ def test_a_step_that_ends_in_bursts_is_the_mean_and_so_is_what_it_is_compared_wi
     assert rows[0].noise == pytest.approx(math.sqrt(8) / 2 / math.sqrt(3))  # pstdev 2.83 of a mean of 2
     (found,) = compare_in_groups(rows, "hvpipe-step", ("tf-ps", "tf-mwms"))
     assert (found.baseline, found.speedup) == ("tf-ps", pytest.approx(2.1 / 1.4))
+
+
+def test_what_ends_in_bursts_is_as_efficient_as_its_mean_is_over_the_mean_alone() -> None:
+    def took(system: str, steps: list[float], wall_s: float) -> Round:
+        return Round(case(system), 0, (replace(rank(steps), wall_s=wall_s),) * 2)
+
+    alone, bursts = took("single", [1.0, 1.0, 1.0, 2.2], 1.3), took("tf-ps", [0.0, 0.0, 7.8], 2.6)
+    rows = all_figures(outcome(alone, bursts, took("horovod", [2.0, 2.0, 2.0], 2.0)))
+    assert row("tf-ps", rows).efficiency == 0.5
+    assert row("horovod", rows).efficiency == 0.5
+
+
+def test_another_algorithm_is_not_the_fastest() -> None:
+    times = (("single", 0.5), ("tf-ps", 0.9), ("hvpipe-stale", 0.8), ("hvpipe-step", 1.0), ("horovod", 1.1))
+    rows = all_figures(outcome(*(finished(case(name), s) for name, s in times)))
+    found = fastest(rows)
+    assert found is not None
+    assert found.case.system == "hvpipe-step"
+    assert fastest(rows[:3]) is None
 
 
 def test_slower_means_beyond_the_noise() -> None:
