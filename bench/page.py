@@ -24,7 +24,8 @@ _HOW = (
     "then of what it is compared with; spread is the standard deviation. Computing alone is every rank "
     "training at once without sharing; efficiency is that step over this one; the bound is the larger of "
     "computing alone and what the gradients take on the slowest link at its set rate, which no protocol "
-    "quite reaches, or as measured where no rate is set; without either there is no bound."
+    "quite reaches, or as measured where no rate is set; without either there is no bound. Bytes "
+    "sent are those of TCP/IP by the host's counters: what goes by InfiniBand is not among them."
 )
 
 

