@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 
 from bench.figures import (
+    ALONE,
     CaseFigures,
     all_figures,
     compare_in_groups,
@@ -119,7 +120,7 @@ def _by_rank(values: Iterable[float | None]) -> str:
 def _saved(outcome: Outcome, rows: list[CaseFigures]) -> dict[str, _Cells]:
     """By case, what ours saves against it."""
     found: dict[str, _Cells] = {}
-    for system in {row.case.system for row in rows} - {OURS}:
+    for system in {row.case.system for row in rows} - {OURS, ALONE}:
         for each in compare_in_groups(rows, OURS, [system], failed_cases(outcome)):
             found[f"{each.group}/{system}"] = {_SPEEDUP: each.speedup, _REDUCTION: each.reduction}
     return found
