@@ -94,7 +94,7 @@ def case_by_case(outcome: Outcome, rows: list[CaseFigures]) -> str:
         for group in groups
     ]
     words = (
-        f"{OURS}'s speedup and the time that it takes less, then one standard error of the speedup. "
+        f"{OURS}'s speedup with one standard error, and how much less time that is. "
         "Groups in which one of the two failed are left out."
     )
     return element("p", words) + table(["case", *(f"against {title}" for title in against)], lines)
@@ -103,7 +103,7 @@ def case_by_case(outcome: Outcome, rows: list[CaseFigures]) -> str:
 def _saved(compared: Comparison | None, named: bool) -> str:
     if compared is None:
         return ""
-    text = f"{compared.speedup:.2f}x, {compared.reduction:.0%} \u00b1 {compared.noise:.0%}"
+    text = f"{compared.speedup:.2f}x \u00b1 {compared.noise:.0%}, {compared.reduction:.0%} less"
     return f"{text} ({compared.baseline})" if named else text
 
 

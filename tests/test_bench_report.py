@@ -204,7 +204,7 @@ def test_what_ours_saves_is_said_case_by_case() -> None:
     text = Page(whole_page()).text
     # 3 s to 2 s: 1.5x, a third less; with one step a round there is no noise to tell.
     assert (
-        "case against best native TensorFlow resnet50-64/8/2x1gbit-2/weak 1.50x, 33% \u00b1 0% (tf-mwms)"
+        "case against best native TensorFlow resnet50-64/8/2x1gbit-2/weak 1.50x \u00b1 0%, 33% less (tf-mwms)"
         in (" ".join(text.split()))
     )
     (each,) = json.loads(show_figures(found, as_json=True))["comparisons"]
