@@ -8,7 +8,7 @@ from bench.markup import around, element, figure, table
 from bench.metrics import format_time
 from bench.outcome import Outcome
 from bench.plots import bars, stacked
-from bench.record import PARTS, Task
+from bench.record import PARTS
 
 _NAMES = (
     *(ALONE, "tf-ps", "tf-mwms", "horovod", "horovod-tuned"),
@@ -36,25 +36,14 @@ def steps(outcome: Outcome, rows: list[CaseFigures]) -> str:
             [system_colour(row.case.system) for row in members],
             marks,
         )
-        description = outcome.setting.cluster(members[0].case.cluster).description
-        least, most = min(row.rounds for row in members), max(row.rounds for row in members)
-        rounds = f"{least} to {most} rounds" if least < most else f"{least} round{'s' if least > 1 else ''}"
+        task = members[0].case.task.describe([row.rounds for row in members])
+        description = f"{outcome.setting.cluster(members[0].case.cluster).description}; {task}"
         made += [
             element("h3", name),
             element("p", description, "quiet"),
-            element("p", f"{_task(members[0].case.task)}, {rounds}", "quiet"),
             around("div", [figure("Median step of the slowest rank", drawing), _table(members)], "beside"),
         ]
     return "".join(made)
-
-
-def _task(task: Task) -> str:
-    """What all systems of a group were given alike."""
-    shares = f"samples by rank {'+'.join(map(str, task.shares))}"
-    size = shares if task.shares else f"{task.batch} samples a rank"
-    threads = f"{task.threads} thread{'s' if task.threads > 1 else ''} an operation"
-    trained = f"{task.epochs} epochs" if task.epochs else f"{task.warm_up} steps untimed, {task.steps} timed"
-    return f"{size}, {threads}, seed {task.seed}, {trained}"
 
 
 def _table(members: list[CaseFigures]) -> str:

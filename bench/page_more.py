@@ -14,8 +14,7 @@ from bench.plots import lines
 from bench.record import RankRound, Round, last_words
 
 _EQUAL_HOSTS = re.compile(r"\d+x(\w+)")
-_APART = f"{ALONE} is left out: each of its processes trained on a share of the images."
-_SYNCHRONOUS = (ALONE, "tf-mwms", "horovod", "horovod-tuned")  # the same algorithm as hvpipe-none
+_SYNCHRONOUS = ("tf-mwms", "horovod", "horovod-tuned")  # the same algorithm as hvpipe-none
 _SAMPLED = ("tf-ps", "tf-mwms", "horovod-tuned", "hvpipe-step")
 _QUANTITIES = {
     "cpu": ("cores kept busy", 1.0),
@@ -139,7 +138,17 @@ def accuracy(outcome: Outcome) -> str:
             around("div", plots, "plots"),
             table(["system", "last loss", "last accuracy", "step"], rows),
             element("p", _equal_words(trained)),
-            *([element("p", _APART, "quiet")] if apart else []),
+            *(
+                [
+                    element(
+                        "p",
+                        f"{ALONE} is left out: its processes trained on a share of the images each.",
+                        "quiet",
+                    )
+                ]
+                if apart
+                else []
+            ),
         ]
     return "".join(made)
 
@@ -168,7 +177,7 @@ def _equal_words(trained: Mapping[str, RankRound]) -> str:
         words.append(f"{' and '.join(others)} do not have the losses of hvpipe-none.")
     apart = [
         f"{name} {max(abs(a - b) / b for a, b in zip(trained[name].loss, linear.loss, strict=False)):.1g}"
-        for name in _SYNCHRONOUS
+        for name in (ALONE, *_SYNCHRONOUS)
         if name in trained
     ]
     if apart:

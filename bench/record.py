@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -45,6 +46,17 @@ class Task:
     seed: int = 20
     shares: tuple[int, ...] = ()
     epochs: int = 0  # > 0: train that many epochs on real data, and keep loss and accuracy of each
+
+    def describe(self, rounds: Collection[int]) -> str:
+        """How much is trained, in a line for people; `rounds` are those that systems take part in."""
+        least, most = min(rounds), max(rounds)
+        turns = f"{most} round{'s' if most > 1 else ''}"
+        samples = "+".join(map(str, self.shares)) if self.shares else f"{self.batch} a rank"
+        steps = f"{self.epochs} epochs" if self.epochs else f"{self.warm_up} + {self.steps} steps"
+        return (
+            f"batch {samples}, {self.threads} thread{'' if self.threads == 1 else 's'} an operation, "
+            f"{turns if least == most else f'{least} to {turns}'} of {steps}, seed {self.seed}"
+        )
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def test_one_process_is_a_reference_for_accuracy_where_it_trained_on_all_images(
     assert "Farthest from those in any epoch, relatively: single 1e-05." in text
     apart = replace(whole, ranks=tuple(replace(each, batch=0) for each in whole.ranks))  # older results
     text = " ".join(Page(page(outcome(linear, apart))).text.split())
-    assert "single is left out: each of its processes trained on a share of the images." in text
+    assert "single is left out: its processes trained on a share of the images each." in text
     assert "0.7500" not in text
     assert ",0.75" not in to_csv(outcome(linear, apart))
 
@@ -150,7 +150,7 @@ def test_every_ranks_processor_and_gpu_are_in_the_report() -> None:
     task = replace(TASK, threads=4)
     text = " ".join(Page(page(outcome(Round(case("horovod", task=task), 0, ranks)))).text.split())
     assert "0.95 / 0.50" in text
-    assert "8 samples a rank, 4 threads an operation, seed 20, 3 steps untimed, 8 timed, 1 round" in text
+    assert "batch 8 a rank, 4 threads an operation, 1 round of 3 + 8 steps, seed 20" in text
     assert "system gpu pcie sent, MB/s GPU kept busy, % horovod 5 / ? 25 / ?" in text
 
 
