@@ -9,6 +9,7 @@ from bench.headlines import OURS
 from bench.metrics import format_time, median
 from bench.outcome import Outcome
 from bench.suites import proportional_shares
+from bench.timed_steps import counted_steps
 
 _WORTH = 1.05  # a predicted speedup below this is not worth a word
 _WAITS = 0.10  # of a step
@@ -76,7 +77,8 @@ def _slowest_link(outcome: Outcome, row: CaseFigures) -> str:
         return "the links"
     slowest, rate = min(rates.items(), key=lambda item: item[1])
     alike = max(rates.values()) < 1.2 * rate
-    name = "the links" if alike else f"the link of host {slowest.second}"
+    # All were measured from one host: if they are alike, it may be all of them or that host's own.
+    name = f"the links of host {slowest.first}" if alike else f"the link of host {slowest.second}"
     if len(rates) == 1:  # which of its ends is the slow one, nobody can tell
         name = f"the link between {slowest.first} and {slowest.second}"
     return f"{name} ({rate / 1e6:.0f} Mb/s each way)"
@@ -90,15 +92,18 @@ def _shares(outcome: Outcome, row: CaseFigures, alone: CaseFigures | None) -> Ad
     ranks = range(len(rounds[0].ranks))
     if len(ranks) != row.case.ranks:
         return None
-    alone_s = [median([s for each in rounds for s in each.ranks[rank].step_s]) for rank in ranks]
+    alone_s = [median(counted_steps(rounds, rank)) for rank in ranks]
     task = row.case.task
     batches = task.shares or (task.batch,) * row.case.ranks
     speeds = [batch / seconds for batch, seconds in zip(batches, alone_s, strict=True)]
     shares = proportional_shares(samples(row.case) // row.case.ranks, speeds)
     balanced_s = max(share / speed for share, speed in zip(shares, speeds, strict=True))
     saved_s = max(alone_s) - balanced_s
-    speedup = row.step_s / (row.step_s - saved_s) if 0 < saved_s < row.step_s else 1.0
-    if saved_s < _WAITS * row.step_s or speedup < _WORTH or sum(shares) != samples(row.case):
+    if saved_s < _WAITS * row.step_s or sum(shares) != samples(row.case):
+        return None
+    # The links take what they take, however the computing is shared out.
+    speedup = row.step_s / max(row.step_s - saved_s, balanced_s, row.links_s or 0.0)
+    if speedup < _WORTH:
         return None
     slowest = max(ranks, key=lambda rank: alone_s[rank])
     return Advice(

@@ -28,6 +28,7 @@ from bench.ranks import run_ranks
 from bench.record import NOT_UP, Case, Round, last_words
 from bench.sites import Sites
 from bench.suites import Group, PipelineRun, Suite
+from bench.timed_steps import counted
 
 RunRound = Callable[[Case, int, "Place | None", float], Round]
 """Runs one round of a case: case, number, place, seconds until it is ended."""
@@ -231,5 +232,5 @@ def _line(finished: Round) -> str:
     """A round in a line for people."""
     if not finished.ok:
         return f"{finished.case.key}: {'skipped' if finished.skipped else 'failed'}, {finished.why}"
-    step_s = max(median(rank.step_s) for rank in finished.ranks)
+    step_s = max(median(counted(finished.case.task, rank.step_s)) for rank in finished.ranks)
     return f"{finished.case.key}: step {format_time(step_s)}, the round {format_time(finished.taken_s)}"

@@ -1,9 +1,9 @@
 """The figures of an evaluation, from its rounds alone: steps and their noise, efficiency, comparisons, means.
 
-A step is the median over all timed steps of the slowest rank. Its noise is what is left to chance in that
-median: the larger of the standard error by the steps' quartiles and half the distance between the medians of
-the rounds. Of an asynchronous system, whose steps end in bursts, a step is the mean instead, with draining,
-and so is that of whatever is compared with it; its spread is the standard deviation.
+A step is the median of the slowest rank over the timed steps but the first of each round; its noise is what
+is left to chance in that median (bench.timed_steps). Of an asynchronous system, whose steps end in bursts, a
+step is the mean of all instead, with draining, and so is that of whatever is compared with it: from begin to
+drained all work is whole. Its spread is the standard deviation.
 """
 
 from __future__ import annotations
@@ -12,19 +12,25 @@ import math
 import re
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Literal
 
+from bench.group_parts import Parts, computing_alone, parts_of, ranks_of_parts
 from bench.metrics import communication_bound_s, geometric_mean, median, relative_spread
-from bench.outcome import Outcome
-from bench.parts import against_alone, tells_computing
-from bench.record import Case, RankRound, Round, last_words
+from bench.outcome import ClusterFacts, Outcome
+from bench.parts import ALONE
+from bench.record import Case, Round, last_words
 from bench.systems import SYSTEMS
+from bench.timed_steps import counted, deviation, mean_noise, slowest_rank, steps_noise
+from bench.usage import Usage, usage_of
 
-ALONE = "single"
+STALE = "hvpipe-stale"
 NATIVE = ("tf-ps", "tf-mwms", "tf-mwms-tuned")
 BEST_NATIVE = "best native TensorFlow"
 COMMUNICATION_BOUND_BITS_PER_S = 1e9  # links up to this rate count as limited by communication
+
+LinksRate = Literal["set", "measured", ""]
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,17 @@ class CaseFigures:
     sent_bytes: int
     rounds: int
     asynchronous: bool = False
-    alone_s: float | None = None  # computing alone in the same group
-    bound_s: float | None = None  # the larger of that and the links
-    parts_s: Mapping[str, float] = field(default_factory=dict)  # of the slowest rank, a step
+    alone_s: float | None = None  # computing alone in the same group; a drained mean where this step is one
+    links_s: float | None = None  # what the gradients take on the slowest link
+    links_rate: LinksRate = ""  # whether at the rate that was set or, where none was, the one measured
+    bound_s: float | None = None  # the larger of alone_s and links_s
+    parts: Parts = field(default_factory=Parts)
+    usage: Usage = field(default_factory=Usage)
+
+    @property
+    def parts_s(self) -> Mapping[str, float]:
+        """Of a step."""
+        return self.parts.seconds
 
     @property
     def efficiency(self) -> float | None:
@@ -95,15 +109,14 @@ class Means:
 
 def all_figures(outcome: Outcome) -> list[CaseFigures]:
     """A row for each case that has figures, groups in the order of the suite."""
-    computing = _computing_alone(outcome)
+    computing = computing_alone(outcome.rounds)
+    good = [found for rounds in rounds_by_case(outcome).values() if (found := _good(rounds))]
+    ranks = ranks_of_parts(good)
     rows = []
-    for rounds in rounds_by_case(outcome).values():
-        good = [each for each in rounds if each.ok]
-        if good:
-            # What a system cannot tell of its parts follows from computing alone, where that was measured.
-            known = computing.get(good[0].case.group)
-            rows.append(_case_figures([against_alone(each, known) for each in good] if known else good))
-    alone = {row.case.group: row.step_s for row in rows if row.case.system == ALONE}
+    for rounds in good:
+        group = rounds[0].case.group
+        rows.append(_case_figures(rounds, parts_of(rounds, ranks[group], computing.get(group))))
+    alone = {row.case.group: row for row in rows if row.case.system == ALONE}
     return [_with_bound(outcome, row, alone.get(row.case.group)) for row in _in_groups(rows)]
 
 
@@ -168,6 +181,15 @@ def compare_in_groups(
     return found
 
 
+def fastest(members: Iterable[CaseFigures]) -> CaseFigures | None:
+    """The fastest of a group that learns what one process would from the whole batch, step by step.
+
+    Not one whose gradients are of older weights, asynchronous or `stale`: that is another algorithm.
+    """
+    exact = [row for row in members if not row.asynchronous and row.case.system not in (ALONE, STALE)]
+    return min(exact, key=lambda row: row.step_s, default=None)
+
+
 def means(comparisons: Sequence[Comparison]) -> Means | None:
     """Both averages; None of nothing."""
     if not comparisons:
@@ -215,33 +237,16 @@ def shares_gain(rows: Iterable[CaseFigures]) -> list[Comparison]:
     return found
 
 
+def trained_on_shares(round_: Round) -> bool:
+    """Whether processes of `single` learned from a share of each step's samples, as they did before they
+    kept how many: no reference for the accuracy of all ranks together."""
+    batches = {rank.batch for rank in round_.ranks}
+    return round_.case.system == ALONE and round_.case.ranks > 1 and batches != {samples(round_.case)}
+
+
 def samples(case: Case) -> int:
     """Of one step, all ranks together."""
     return sum(case.task.shares) if case.task.shares else case.task.batch * case.ranks
-
-
-def steps_noise(rounds: Sequence[Sequence[float]]) -> float:
-    """One standard error of the median of all steps, relative to it; see the head of this file."""
-    steps = [step for each in rounds for step in each]
-    # Half the distance between the quartiles is 0.6745 sigma; a median of n is off by 1.2533 sigma / sqrt(n).
-    by_steps = relative_spread(steps) / 0.6745 * 1.2533 / math.sqrt(len(steps))
-    return max(by_steps, _between([median(each) for each in rounds]))
-
-
-def mean_noise(rounds: Sequence[Sequence[float]]) -> float:
-    """One standard error of the mean of all steps, relative to it."""
-    steps = [step for each in rounds for step in each]
-    by_steps = _deviation(steps) / math.sqrt(len(steps))
-    return max(by_steps, _between([statistics.fmean(each) for each in rounds]))
-
-
-def _deviation(steps: Sequence[float]) -> float:
-    return statistics.pstdev(steps) / statistics.fmean(steps)
-
-
-def _between(rounds: Sequence[float]) -> float:
-    """Half the distance between the rounds' figures, relative to their middle."""
-    return (max(rounds) - min(rounds)) / 2 / median(rounds)
 
 
 def _speedup(mine: CaseFigures, other: CaseFigures) -> float:
@@ -250,28 +255,26 @@ def _speedup(mine: CaseFigures, other: CaseFigures) -> float:
     return other.step_s / mine.step_s
 
 
-def _computing_alone(outcome: Outcome) -> dict[str, Round]:
-    """By group, the first good round in which every rank computed alone and told all parts of that."""
-    found: dict[str, Round] = {}
-    for each in outcome.rounds:
-        if each.ok and each.case.system == ALONE and tells_computing(each):
-            found.setdefault(each.case.group, each)
-    return found
+def _good(rounds: Iterable[Round]) -> list[Round]:
+    return [each for each in rounds if each.ok]
 
 
-def _case_figures(rounds: list[Round]) -> CaseFigures:
+def _case_figures(rounds: list[Round], parts: Parts) -> CaseFigures:
     case = rounds[0].case
-    slowest = max(range(len(rounds[0].ranks)), key=lambda rank: median(_steps(rounds, rank)))
-    steps = _steps(rounds, slowest)
-    steps_by_round = [each.ranks[slowest].step_s for each in rounds]
-    ranks = [rank for each in rounds for rank in each.ranks]
+    slowest = slowest_rank(rounds)
     asynchronous = case.system in SYSTEMS and SYSTEMS[case.system].asynchronous
+    steps_by_round = [
+        each.ranks[slowest].step_s if asynchronous else counted(case.task, each.ranks[slowest].step_s)
+        for each in rounds
+    ]
+    steps = [step for each in steps_by_round for step in each]
+    ranks = [rank for each in rounds for rank in each.ranks]
     wall_s = median([max(rank.wall_s for rank in each.ranks) for each in rounds])
     step_s = wall_s if asynchronous else median(steps)
     return CaseFigures(
         case,
         step_s,
-        _deviation(steps) if asynchronous else relative_spread(steps),
+        deviation(steps) if asynchronous else relative_spread(steps),
         mean_noise(steps_by_round) if asynchronous else steps_noise(steps_by_round),
         wall_s,
         samples(case) / step_s,
@@ -281,23 +284,15 @@ def _case_figures(rounds: list[Round]) -> CaseFigures:
         max(rank.sent_bytes for rank in ranks),
         len(rounds),
         asynchronous,
-        parts_s=_mean_parts([each.ranks[slowest] for each in rounds]),
+        parts=parts,
+        usage=usage_of(rounds),
     )
 
 
-def _steps(rounds: Sequence[Round], rank: int) -> list[float]:
-    return [step for each in rounds for step in each.ranks[rank].step_s]
-
-
-def _mean_parts(ranks: Sequence[RankRound]) -> dict[str, float]:
-    """Of each part that every round knows."""
-    known = set.intersection(*(set(rank.parts_s) for rank in ranks))
-    return {part: statistics.fmean(rank.parts_s[part] for rank in ranks) for part in known}
-
-
-def _with_bound(outcome: Outcome, row: CaseFigures, alone_s: float | None) -> CaseFigures:
-    if alone_s is None:
+def _with_bound(outcome: Outcome, row: CaseFigures, alone: CaseFigures | None) -> CaseFigures:
+    if alone is None:
         return row
+    alone_s = alone.wall_s if row.asynchronous else alone.step_s
     gradient_bytes = max(
         rank.gradient_bytes
         for each in outcome.rounds
@@ -305,12 +300,24 @@ def _with_bound(outcome: Outcome, row: CaseFigures, alone_s: float | None) -> Ca
         for rank in each.ranks or ()
     )
     cluster = outcome.setting.cluster(row.case.cluster)
-    links_s = 0.0
-    if cluster.hosts > 1:
-        links_s = communication_bound_s(gradient_bytes, cluster.hosts, cluster.slowest_bits_per_s)
-    unknown = gradient_bytes == 0 and cluster.slowest_bits_per_s is not None
-    values = {**row.__dict__, "alone_s": alone_s, "bound_s": None if unknown else max(alone_s, links_s)}
-    return CaseFigures(**values)
+    if cluster.hosts < 2:
+        return replace(row, alone_s=alone_s, bound_s=alone_s)
+    rate, rate_is = _rate(outcome, cluster)
+    if rate is None or gradient_bytes == 0:
+        return replace(row, alone_s=alone_s)  # computing alone is no bound where links may be slower
+    links_s = communication_bound_s(gradient_bytes, cluster.hosts, rate)
+    return replace(row, alone_s=alone_s, links_s=links_s, links_rate=rate_is, bound_s=max(alone_s, links_s))
+
+
+def _rate(outcome: Outcome, cluster: ClusterFacts) -> tuple[float | None, LinksRate]:
+    """What bounds a ring through the hosts: the slowest link's set rate, else what was measured of it."""
+    if cluster.slowest_bits_per_s is not None:
+        return cluster.slowest_bits_per_s, "set"
+    links = [each for each in outcome.links if each.cluster == cluster.name]
+    rates = [each.two_way_bits_per_s or each.bits_per_s for each in links]
+    known = [rate for rate in rates if rate is not None]
+    # A link that nobody could measure may be the slowest.
+    return (min(known), "measured") if links and len(known) == len(links) else (None, "")
 
 
 def _in_groups(rows: list[CaseFigures]) -> list[CaseFigures]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.advice import advice
 from bench.figures import all_figures, by_group, not_measured
-from bench.headlines import cautions, headlines
+from bench.headlines import cautions, comparisons, headlines
 from bench.metrics import format_time, table
 from bench.outcome import Outcome
 from bench.page import page
@@ -46,8 +46,21 @@ def show_figures(outcome: Outcome, *, as_json: bool) -> str:
             for row in rows
         ]
         heads = [{"title": h.title, "figure": h.figure, "detail": h.detail} for h in headlines(outcome, rows)]
+        compared = [
+            {
+                "against": title,
+                "group": each.group,
+                "baseline": each.baseline,
+                "speedup": each.speedup,
+                "reduction": each.reduction,
+                "noise": each.noise,
+            }
+            for title, found in comparisons(outcome, rows).items()
+            for each in found
+        ]
         figures = {
             "headlines": heads,
+            "comparisons": compared,
             "advice": advice(outcome, rows),
             "cautions": cautions(outcome),
             "cases": cases,

@@ -10,6 +10,7 @@ from bench.figures import (
     BEST_NATIVE,
     NATIVE,
     CaseFigures,
+    Comparison,
     Means,
     by_group,
     compare_in_groups,
@@ -51,16 +52,20 @@ def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
     tried = [case for case in cases if not case.task.epochs and (not limited or is_limited(outcome, case))]
     found = []
     for title, baselines in _AGAINST:
-        mean = means(compare_in_groups(limited or rows, OURS, baselines, failed))
+        compared = compare_in_groups(limited or rows, OURS, baselines, failed)
+        mean = means(compared)
         left_out = [case for case in _compared(tried, baselines) if case.key in failed]
         if mean is not None:
-            found.append(_against(title, mean, where, _failures(left_out)))
+            said = (_ran_in(compared, rows, baselines), _failures(left_out))
+            found.append(_against(title, mean, where, [each for each in said if each]))
         elif any(case.system == OURS for case in left_out):
             found.append(Headline(f"{OURS} against {title}", "failed", _failures(left_out)))
     ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
     ratios = [row.over_bound for row in ours if row.over_bound is not None and row.case.key not in failed]
     if ratios:
-        detail = "the larger of computing alone and the links at their set rate; geometric mean of"
+        rates = [row for row in ours if row.links_rate == "measured" and row.over_bound is not None]
+        rate = f"their set rate ({_cases(len(rates))}: measured)" if rates else "their set rate"
+        detail = f"the larger of computing alone and the links at {rate}; geometric mean of"
         found.append(
             Headline(
                 "step over its bound", f"{geometric_mean(ratios):.2f}x", f"{detail} {_cases(len(ratios))}"
@@ -76,6 +81,13 @@ def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
         if gain.system != ALONE
     ]
     return found + _scaling(rows)
+
+
+def comparisons(outcome: Outcome, rows: Sequence[CaseFigures]) -> dict[str, list[Comparison]]:
+    """Ours against each of what it is held against, case by case, whatever the links."""
+    failed = failed_cases(outcome)
+    found = {title: compare_in_groups(rows, OURS, baselines, failed) for title, baselines in _AGAINST}
+    return {title: compared for title, compared in found.items() if compared}
 
 
 def cautions(outcome: Outcome) -> list[str]:
@@ -101,13 +113,22 @@ def _failures(left_out: Sequence[Case]) -> str:
     return "; ".join([*said, *([f"not counted, since it failed: {', '.join(others)}"] if others else [])])
 
 
-def _against(title: str, mean: Means, where: str, failures: str) -> Headline:
+def _ran_in(compared: Sequence[Comparison], rows: Sequence[CaseFigures], baselines: Sequence[str]) -> str:
+    """Where the best of several is meant: how many of the cases each was there to be the best of."""
+    if len(baselines) < 2:
+        return ""
+    groups = {each.group for each in compared}
+    ran = {name: sum(r.case.system == name and r.case.group in groups for r in rows) for name in baselines}
+    return "ran: " + ", ".join(f"{name} in {count} of {len(groups)}" for name, count in ran.items())
+
+
+def _against(title: str, mean: Means, where: str, also: Sequence[str]) -> Headline:
     slower = f"slower in {', '.join(mean.slower_in)}" if mean.slower_in else "slower in none"
     return Headline(
         f"{OURS} against {title}",
         f"{mean.speedup:.2f}x, {abs(mean.reduction):.0%} {'less' if mean.reduction >= 0 else 'more'} time",
         f"geometric mean of the speedups, arithmetic mean of the reductions, {_cases(mean.groups)} {where}; "
-        f"worst {mean.worst_speedup:.2f}x; {slower}" + (f"; {failures}" if failures else ""),
+        + "; ".join([f"worst {mean.worst_speedup:.2f}x", slower, *also]),
     )
 
 

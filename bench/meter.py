@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+_DEVICES = Path("/proc/self/net/dev")
+_FACTS = Path("/sys/class/net")
+
 
 @dataclass(frozen=True)
 class Reading:
-    """Totals of this process since it began; `sent_bytes` of all its host's interfaces but loopback."""
+    """Totals of this process since it began; `sent_bytes` are those that left its host over TCP/IP."""
 
     at_s: float  # time.time(), for comparing with other processes
     cpu_s: float
@@ -32,15 +36,39 @@ def peak_bytes() -> int:
     return 0
 
 
-def sent_bytes() -> int:
-    """Bytes that left this host since it is up, protocol headers included; 0 where /proc does not say."""
-    devices = Path("/proc/self/net/dev")
-    total = 0
-    for line in devices.read_text().splitlines()[2:] if devices.exists() else ():
-        name, _, numbers = line.partition(":")
-        if name.strip() != "lo":
-            total += int(numbers.split()[8])
-    return total
+def sent_bytes(devices: Path = _DEVICES, facts: Path = _FACTS) -> int:
+    """Bytes that left this host since it is up, protocol headers included; 0 where /proc does not say.
+
+    Those of TCP/IP and the like: what InfiniBand or shared memory carries passes by the kernel's counters.
+    """
+    lines = devices.read_text().splitlines()[2:] if devices.exists() else []
+    sent = {name.strip(): int(numbers.split()[8]) for name, _, numbers in (li.partition(":") for li in lines)}
+    return sum(sent[name] for name in leaving(list(sent), facts))
+
+
+def leaving(names: Sequence[str], facts: Path = _FACTS) -> list[str]:
+    """The interfaces by which bytes leave this host, each counted once.
+
+    Where there are adapters, these: a bond, a bridge, a tunnel or a VLAN sends through one of them. A network
+    namespace has none; there, all that send through no other, and no ports of a bridge.
+    """
+    others = [name for name in names if name != "lo"]
+    known = {name: facts / name for name in others if _is_ours(name, facts / name)}
+    adapters = [name for name, about in known.items() if (about / "device").exists()]
+    return adapters or [name for name in others if name not in known or not _stacked(known[name])]
+
+
+def _is_ours(name: str, about: Path) -> bool:
+    """Whether that is the interface of this name in our namespace: /sys may be of another one."""
+    try:
+        return int((about / "ifindex").read_text()) == socket.if_nametoindex(name)
+    except (OSError, ValueError):
+        return False
+
+
+def _stacked(about: Path) -> bool:
+    """A bridge, a port of one or of a bond, or an interface that sends through another one of this host."""
+    return any((about / what).exists() for what in ("bridge", "master")) or any(about.glob("lower_*"))
 
 
 def at(readings: Sequence[Reading], at_s: float) -> Reading:

@@ -11,18 +11,21 @@ from bench.figures import all_figures
 from bench.headlines import cautions, headlines
 from bench.markup import around, element
 from bench.outcome import Outcome
-from bench.page_measured import breakdown, steps
-from bench.page_more import accuracy, links, not_measured, pipelines, scaling, utilization
+from bench.page_measured import breakdown, case_by_case, steps
+from bench.page_more import accuracy, gpus, links, not_measured, pipelines, scaling, utilization
 
 _HOW = (
     "Systems of a group train the same model on the same data with the same seed and threads, in turn, "
     "round after round, each round in fresh processes that warm up before steps are timed. A step is the "
-    "median over all timed steps of the slowest rank; spread is half the distance between the quartiles; "
-    "noise is the standard error of the median. Of the asynchronous tf-ps, whose steps end in "
-    "bursts, it is the mean with draining, as it is then of what it is compared with; spread is the standard "
-    "deviation. Computing alone is every rank training at once without "
-    "sharing; efficiency is that step over this one; the bound is the larger of computing alone and what the "
-    "gradients take on the slowest link at its set rate, which no protocol quite reaches."
+    "median of the slowest rank over the timed steps but the first of each round, which is left out for "
+    "every system alike: where gradients are collected in the next step, it has nothing to collect and is "
+    "short; spread is half the distance between the quartiles; noise is the standard error of the median. "
+    "Of the asynchronous tf-ps, whose steps end in bursts, it is the mean of all with draining, as it is "
+    "then of what it is compared with; spread is the standard deviation. Computing alone is every rank "
+    "training at once without sharing; efficiency is that step over this one; the bound is the larger of "
+    "computing alone and what the gradients take on the slowest link at its set rate, which no protocol "
+    "quite reaches, or as measured where no rate is set; without either there is no bound. Bytes "
+    "sent are those of TCP/IP by the host's counters: what goes by InfiniBand is not among them."
 )
 
 
@@ -33,9 +36,11 @@ def page(outcome: Outcome) -> str:
     sections: tuple[tuple[str, Callable[[], str]], ...] = (
         ("What to change", lambda: around("ul", (element("li", each) for each in advice(outcome, rows)))),
         ("Step time by system", lambda: steps(outcome, rows)),
+        ("Case by case", lambda: case_by_case(outcome, rows)),
         ("Scaling", lambda: scaling(rows)),
         ("Where the time goes", lambda: breakdown(rows)),
         ("Utilization over time", lambda: utilization(outcome)),
+        ("GPUs", lambda: gpus(rows)),
         ("The same accuracy", lambda: accuracy(outcome)),
         ("Pipelines", lambda: pipelines(outcome)),
         ("Links", lambda: links(outcome)),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from bench.figures import ALONE, CaseFigures, by_group
+from bench.figures import ALONE, BEST_NATIVE, CaseFigures, Comparison, by_group, fastest
+from bench.headlines import OURS, comparisons
 from bench.markup import around, element, figure, table
 from bench.metrics import format_time
 from bench.outcome import Outcome
@@ -28,7 +29,7 @@ def steps(outcome: Outcome, rows: list[CaseFigures]) -> str:
         marks = {}
         bound_s = members[0].bound_s
         if bound_s is not None:
-            marks["bound"] = bound_s
+            marks["bound (links as measured)" if members[0].links_rate == "measured" else "bound"] = bound_s
         drawing = bars(
             f"step time, {name}",
             {row.case.system: row.step_s for row in members},
@@ -46,11 +47,10 @@ def steps(outcome: Outcome, rows: list[CaseFigures]) -> str:
 
 
 def _table(members: list[CaseFigures]) -> str:
-    others = [row for row in members if row.case.system != ALONE]
-    fastest = min(others, key=lambda row: row.step_s, default=None)
+    best = fastest(members)
     header = (
         *("system", "step", "spread", "noise", "with drain", "samples/s", "efficiency", "over bound"),
-        *("CPU, cores", "memory", "sent a step"),
+        *("CPU, cores by rank", "memory", "sent a step"),
     )
     lines = [
         [
@@ -62,13 +62,38 @@ def _table(members: list[CaseFigures]) -> str:
             f"{row.samples_per_s:.3g}",
             "" if row.efficiency is None else f"{row.efficiency:.0%}",
             "" if row.over_bound is None else f"{row.over_bound:.2f}",
-            f"{row.cpu_share:.2f}",
+            " / ".join(f"{cores:.2f}" for cores in row.usage.cores),
             f"{row.peak_bytes / 1e6:.0f} MB",
             f"{row.sent_bytes / 1e6:.1f} MB" if row.sent_bytes else "",
         ]
         for row in members
     ]
-    return table(header, lines, None if fastest is None else members.index(fastest))
+    return table(header, lines, None if best is None else members.index(best))
+
+
+def case_by_case(outcome: Outcome, rows: list[CaseFigures]) -> str:
+    """What ours saves in each case, a row for each group, a column for each baseline."""
+    against = comparisons(outcome, rows)
+    if not against:
+        return ""
+    found = {(title, each.group): each for title, compared in against.items() for each in compared}
+    groups = [group for group in by_group(rows) if any((title, group) in found for title in against)]
+    lines = [
+        [group, *(_saved(found.get((title, group)), title == BEST_NATIVE) for title in against)]
+        for group in groups
+    ]
+    words = (
+        f"{OURS}'s speedup with one standard error, and how much less time that is. "
+        "Groups in which one of the two failed are left out."
+    )
+    return element("p", words) + table(["case", *(f"against {title}" for title in against)], lines)
+
+
+def _saved(compared: Comparison | None, named: bool) -> str:
+    if compared is None:
+        return ""
+    text = f"{compared.speedup:.2f}x \u00b1 {compared.noise:.0%}, {compared.reduction:.0%} less"
+    return f"{text} ({compared.baseline})" if named else text
 
 
 def breakdown(rows: list[CaseFigures]) -> str:
@@ -81,21 +106,31 @@ def breakdown(rows: list[CaseFigures]) -> str:
         drawn = {
             row.case.system: {part: s for part, s in row.parts_s.items() if part != _HIDDEN} for row in known
         }
-        plots.append(figure(name, stacked(f"where the time goes, {name}", drawn, PARTS)))
+        caption = f"{name}, rank {known[0].parts.rank}"
+        plots.append(figure(caption, stacked(f"where the time goes, {name}", drawn, PARTS)))
         shown = [part for part in PARTS if any(part in row.parts_s for row in known)]
         lines = [
-            [row.case.system, *(_seconds(row.parts_s.get(part)) for part in shown), format_time(row.step_s)]
+            [
+                row.case.system,
+                *(_seconds(row.parts_s.get(part)) for part in shown),
+                _seconds(row.parts.beyond_alone_s),
+                format_time(row.step_s),
+            ]
             for row in known
         ]
         tables += [
-            element("h3", name),
-            table(["system", *(part.replace("_", " ") for part in shown), "step"], lines),
+            element("h3", caption),
+            table(["system", *(part.replace("_", " ") for part in shown), "all beyond alone", "step"], lines),
         ]
     if not plots:
         return ""
     words = (
-        "Means over the timed steps of the slowest rank. Communication that is hidden runs beside computing "
-        "and is no part of a bar. What a system cannot tell is left out; what remains is overhead."
+        "Means over the timed steps of one rank, the same for all systems of a group: the slowest when each"
+        f" computes alone. Forward, backward and update count up to what they take in {ALONE}; all beyond "
+        "that is measured alike for every system, in the last column but one. hvpipe tells what it is made "
+        "of: communication that shows, packing, the slowest rank, overhead, and its own computing slowed by"
+        " what runs beside it. The others do not tell, so for them all of these are one part, beyond "
+        "computing alone. Communication that is hidden runs beside computing and is no part of a bar."
     )
     return element("p", words) + around("div", plots, "plots") + "".join(tables)
 

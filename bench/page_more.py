@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from bench.figures import ALONE, CaseFigures, rounds_by_case, samples
+from bench.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples, trained_on_shares
 from bench.markup import around, element, figure, folded, table
 from bench.metrics import format_time, median
 from bench.outcome import Outcome
@@ -50,6 +50,33 @@ def scaling(rows: list[CaseFigures]) -> str:
     return around("div", plots, "plots") if plots else ""
 
 
+def gpus(rows: Sequence[CaseFigures]) -> str:
+    """Means of what every rank's GPU did, a table for each group in which one was sampled."""
+    made = []
+    for name, members in by_group(rows).items():
+        sampled = [row for row in members if row.usage.gpu]
+        quantities = list(dict.fromkeys(quantity for row in sampled for quantity in row.usage.gpu))
+        if not quantities:
+            continue
+        lines = []
+        for row in sampled:
+            cells = [_of_ranks(row.usage.gpu.get(each, ()), _quantity(each)[1]) for each in quantities]
+            lines.append([row.case.system, *cells])
+        made += [
+            element("h3", name),
+            table(["system", *(_quantity(each)[0] for each in quantities)], lines),
+        ]
+    return (
+        element("p", "Means over the timed steps of all rounds, rank by rank.") + "".join(made)
+        if made
+        else ""
+    )
+
+
+def _of_ranks(values: Sequence[float | None], scale: float) -> str:
+    return " / ".join("?" if value is None else f"{value * scale:.3g}" for value in values)
+
+
 def utilization(outcome: Outcome) -> str:
     """What rank 0 sampled in the first good round, a plot for each group and quantity; of few systems."""
     plots = []
@@ -86,7 +113,12 @@ def accuracy(outcome: Outcome) -> str:
     """Loss and accuracy by epoch, and the last of each."""
     made = []
     for group, rounds in _first_good(outcome).items():
-        trained = {each.case.system: each.ranks[0] for each in rounds if each.ranks[0].loss}
+        apart = any(trained_on_shares(each) for each in rounds)
+        trained = {
+            each.case.system: each.ranks[0]
+            for each in rounds
+            if each.ranks[0].loss and not trained_on_shares(each)
+        }
         if not trained:
             continue
         plots = [
@@ -106,6 +138,17 @@ def accuracy(outcome: Outcome) -> str:
             around("div", plots, "plots"),
             table(["system", "last loss", "last accuracy", "step"], rows),
             element("p", _equal_words(trained)),
+            *(
+                [
+                    element(
+                        "p",
+                        f"{ALONE} is left out: its processes trained on a share of the images each.",
+                        "quiet",
+                    )
+                ]
+                if apart
+                else []
+            ),
         ]
     return "".join(made)
 
@@ -134,7 +177,7 @@ def _equal_words(trained: Mapping[str, RankRound]) -> str:
         words.append(f"{' and '.join(others)} do not have the losses of hvpipe-none.")
     apart = [
         f"{name} {max(abs(a - b) / b for a, b in zip(trained[name].loss, linear.loss, strict=False)):.1g}"
-        for name in _SYNCHRONOUS
+        for name in (ALONE, *_SYNCHRONOUS)
         if name in trained
     ]
     if apart:

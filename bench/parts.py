@@ -7,20 +7,25 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.record import RankRound, Round
+from bench.record import Case, RankRound, Round
+from bench.systems import SYSTEMS
+from bench.timed_steps import counted
 from hvpipe.computing import COMPUTE, Interval, computing, length, merged, union, within
 from hvpipe.trace import Trace
 
+ALONE = "single"  # the system that computes without sharing
 
-def parts_of_trace(trace: Trace, rank: int, warm_up: int) -> dict[str, float]:
-    """Seconds of a step by part, each moment counted once: for computing, else packing, else communication.
+
+def parts_of_trace(trace: Trace, rank: int, skip: int) -> dict[str, float]:
+    """Seconds of a step by part, the first `skip` steps left out, each moment counted once: for computing,
+    else packing, else communication.
 
     forward  |#####               What a forward or an update only waits counts as communication, as far as
     reduce   |   ######           the trace tells (hvpipe.computing); against_alone finds out the rest.
     backward |         ####
     parts    |fffffrrrrbbbb       and hidden: rr
     """
-    steps = trace.of("step", rank)[warm_up:]
+    steps = trace.of("step", rank)[skip:]
     if not steps:
         return {}
     windows = union(steps)
@@ -69,18 +74,18 @@ def _waits_for_peers(trace: Trace, rank: int) -> list[Interval]:
 
 
 def against_alone(round_: Round, alone: Round) -> Round:
-    """A round with parts told by those of the same task computing alone (system `single`).
+    """A round with its parts held against those of the same task computing alone (system `single`).
 
-    What a system takes beyond computing alone is its communication, as far as it shows, with whatever the
-    framework adds: only a system that tells more has them apart. Unchanged where `alone` does not tell all
-    of its computing, as in trainings by epochs.
+    For every system computing is what it takes alone, and all else is beyond that. hvpipe tells what: its
+    communication, waits and overhead, and that its own computing was slowed. Of one that does not tell it is
+    one part. Unchanged where `alone` does not tell all of its computing, as in trainings by epochs.
     """
-    if not (round_.ok and alone.ok) or not round_.ranks or round_.case.system == "single":
+    if not (round_.ok and alone.ok) or not round_.ranks or round_.case.system == ALONE:
         return round_
     if not tells_computing(alone):
         return round_
     ranks = tuple(
-        _rank_against(mine, alone.ranks[min(number, len(alone.ranks) - 1)])
+        _rank_against(_mean_step_s(round_.case, mine), mine, alone.ranks[min(number, len(alone.ranks) - 1)])
         for number, mine in enumerate(round_.ranks)
     )
     return replace(round_, ranks=ranks)
@@ -91,21 +96,29 @@ def tells_computing(alone: Round) -> bool:
     return all(part in rank.parts_s for rank in alone.ranks for part in COMPUTE)
 
 
-def _rank_against(mine: RankRound, alone: RankRound) -> RankRound:
+def _mean_step_s(case: Case, mine: RankRound) -> float:
+    """Of the steps that count; drained where several end at once."""
+    if case.system in SYSTEMS and SYSTEMS[case.system].asynchronous:
+        return mine.wall_s
+    return statistics.fmean(counted(case.task, mine.step_s))
+
+
+def _rank_against(mean_step_s: float, mine: RankRound, alone: RankRound) -> RankRound:
     computing_s = {part: alone.parts_s[part] for part in COMPUTE}
     parts = dict(mine.parts_s)
-    known = all(part in parts for part in COMPUTE)
-    if not known:
+    if not all(part in parts for part in COMPUTE):
         parts.update(computing_s)
-        rest_s = statistics.fmean(mine.step_s) - sum(computing_s.values()) - parts.get("input", 0.0)
-        parts["communication_exposed"] = max(0.0, rest_s)
+        rest_s = mean_step_s - sum(computing_s.values()) - parts.get("input", 0.0)
+        parts["beyond_computing_alone"] = max(0.0, rest_s)
         return replace(mine, parts_s=parts)
+    excess_s = {part: max(0.0, parts[part] - computing_s[part]) for part in COMPUTE}
+    parts.update({part: parts[part] - excess_s[part] for part in COMPUTE})
+    parts["computing_slowed"] = excess_s["backward"] + excess_s["update"]
     # In "step" forward waits for weights on their way: beyond computing alone, that is exposed.
-    excess_s = max(0.0, parts["forward"] - computing_s["forward"])
-    parts["forward"] -= excess_s
-    parts["communication_exposed"] = parts.get("communication_exposed", 0.0) + excess_s
+    waited_s = excess_s["forward"]
+    parts["communication_exposed"] = parts.get("communication_exposed", 0.0) + waited_s
     # What it waited for ran beside it, and had been counted as hidden.
-    parts["communication_hidden"] = max(0.0, parts.get("communication_hidden", 0.0) - excess_s)
+    parts["communication_hidden"] = max(0.0, parts.get("communication_hidden", 0.0) - waited_s)
     return replace(mine, parts_s=parts)
 
 

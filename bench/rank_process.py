@@ -44,7 +44,8 @@ def _run(directory: Path, rank: int | None) -> None:
     importlib.import_module(f"bench.systems.{what['adapter']}").train(job)
     parts_s = {"input": _input_s(job), **job.parts_s}
     for number, found in (job.by_rank or {rank: job.watch.rank_round()}).items():
-        _write(job, number, replace(found, parts_s=parts_s, gradient_bytes=job.gradient_bytes))
+        more = {"parts_s": parts_s, "gradient_bytes": job.gradient_bytes, "batch": job.batch}
+        _write(job, number, replace(found, **more))
 
 
 def _write(job: Job, rank: int, found: RankRound) -> None:

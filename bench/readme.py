@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.figures import ALONE, CaseFigures, all_figures, by_group, not_measured
+from bench.figures import ALONE, STALE, CaseFigures, all_figures, by_group, fastest, not_measured
 from bench.headlines import cautions, headlines
 from bench.metrics import format_time
 from bench.outcome import Outcome
@@ -47,8 +47,9 @@ def comparison(outcome: Outcome) -> str:
     machine, date = outcome.setting.machine.describe(), outcome.setting.started[:10]
     lines += [
         "",
-        f"Median step (mean where asynchronous: `tf-ps`), {machine}, {date}; fastest in bold, `{ALONE}` is "
-        "computing without sharing.",
+        f"Median step (mean where asynchronous: `tf-ps`), {machine}, {date}; the fastest in bold of those "
+        f"that train exactly (not `tf-ps` and `{STALE}`, another algorithm); `{ALONE}` is computing without "
+        "sharing.",
         "",
         *cautions(outcome),
         "",
@@ -69,11 +70,12 @@ def _what(row: CaseFigures) -> str:
 
 def _cells(members: list[CaseFigures], systems: list[str], without: Mapping[str, str]) -> list[str]:
     """A step for each system, or `failed` or `skipped` as in `without`, by case; never of one that failed."""
-    steps = {row.case.system: row.step_s for row in members if row.case.key not in without}
-    fastest = min((s for system, s in steps.items() if system != ALONE), default=None)
+    measured = [row for row in members if row.case.key not in without]
+    steps = {row.case.system: row.step_s for row in measured}
+    best = fastest(measured)
     cells = []
     for system in systems:
         why = without.get(f"{members[0].case.group}/{system}", "")
         text = format_time(steps[system]) if system in steps else why
-        cells.append(f"**{text}**" if steps.get(system) == fastest and system != ALONE else text)
+        cells.append(f"**{text}**" if best is not None and system == best.case.system else text)
     return cells

@@ -27,6 +27,8 @@ PARTS = (
     "update",
     "straggler",  # waiting for the slowest rank
     "overhead",  # of the framework: what remains
+    "computing_slowed",  # backward and update beyond what they take alone: communication shares the cores
+    "beyond_computing_alone",  # all four and communication that shows, of a system that has them in one
 )
 
 
@@ -97,6 +99,7 @@ class RankRound:
     peak_bytes: int  # resident memory, the most since the process began
     sent_bytes: int = 0  # on the wire, of its host, per step; 0 where nobody counts
     first_step_s: float = 0.0  # tracing and first step
+    batch: int = 0  # samples that it trained on in a step; 0 in results of before that was kept
     gradient_bytes: int = 0  # what one all-reduce carries, in float32; for the links' bound
     parts_s: dict[str, float] = field(default_factory=dict)  # of PARTS, a step
     utilization: list[dict[str, float]] = field(default_factory=list)  # samples: "at_s", "cpu", "gpu", ...

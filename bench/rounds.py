@@ -23,6 +23,7 @@ from bench.processes import run_together
 from bench.record import Case, RankRound, Round
 from bench.systems import SYSTEMS, System
 from bench.systems.hvpipe_modes import TRACE
+from bench.timed_steps import left_out
 from bench.workloads import check
 from hvpipe.trace import Trace
 
@@ -96,13 +97,14 @@ def _run(
         versions.append(_mpi_version(python))
     ranks = tuple(RankRound(**each["rank"]) for each in found)
     if (directory / TRACE).exists() and not case.task.epochs:
-        ranks = _with_parts(ranks, Trace.read(directory / TRACE), case.task.warm_up)
+        skip = case.task.warm_up + left_out(case.task, case.task.steps)
+        ranks = _with_parts(ranks, Trace.read(directory / TRACE), skip)
     return replace(round_, ranks=ranks, versions=", ".join(versions))
 
 
-def _with_parts(ranks: tuple[RankRound, ...], trace: Trace, warm_up: int) -> tuple[RankRound, ...]:
+def _with_parts(ranks: tuple[RankRound, ...], trace: Trace, skip: int) -> tuple[RankRound, ...]:
     return tuple(
-        replace(found, parts_s={**found.parts_s, **parts_of_trace(trace, rank, warm_up)})
+        replace(found, parts_s={**found.parts_s, **parts_of_trace(trace, rank, skip)})
         for rank, found in enumerate(ranks)
     )
 

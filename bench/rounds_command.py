@@ -17,6 +17,7 @@ from bench.record import PARTS, Case, Round, Task
 from bench.rounds import run_round
 from bench.systems import SYSTEMS
 from bench.termination import ended_by_exception
+from bench.timed_steps import counted
 from bench.workloads import WORKLOADS
 
 
@@ -102,7 +103,7 @@ def describe(round_: Round) -> str:
     known = [part for part in PARTS if any(part in rank.parts_s for rank in round_.ranks)]
     rows = []
     for number, rank in enumerate(round_.ranks):
-        row = [str(number), format_time(median(rank.step_s)), format_time(rank.wall_s)]
+        row = [str(number), format_time(median(counted(case.task, rank.step_s))), format_time(rank.wall_s)]
         row += [f"{rank.cpu_share:.2f}", _rounded(rank.peak_bytes), _rounded(rank.sent_bytes)]
         row += [format_time(rank.first_step_s), *(format_time(rank.parts_s.get(part, 0.0)) for part in known)]
         rows.append(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bench.job import Job
@@ -125,6 +125,16 @@ def loss_of(keras: Any, model: Any, batch: tuple[Any, Any], training: bool = Tru
     """The mean loss of a batch, for loops of one's own; what `fit` minimises."""
     x, y = batch
     return keras.losses.SparseCategoricalCrossentropy()(y, model(x, training=training))
+
+
+def train_whole_steps(job: Job) -> None:
+    """In epochs, have this process train on all samples of each step: what ranks together should learn.
+
+    Each of several processes that share nothing then does all of it; their steps are no reference for time.
+    """
+    if job.task.epochs:
+        job.task = replace(job.task, batch=sum(job.batches), shares=())
+        job.rank, job.size = 0, 1
 
 
 def runs_of(job: Job) -> list[tuple[int, int, bool]]:

@@ -63,7 +63,7 @@ def test_every_round_is_run_and_kept(tmp_path: Path) -> None:
     assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
     assert outcome.setting.notes == ("not root",)
     assert "[  0%," in said
-    assert "digits-64/8/loopback-2/weak/a: step 2 s" in said
+    assert "digits-64/8/loopback-2/weak/a: step 2.5 s" in said
     assert Outcome.from_json(outcome.to_json()) == outcome
 
 

@@ -6,6 +6,7 @@ import json
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -129,6 +130,46 @@ def test_totals_between_two_readings() -> None:
     assert meter.at(readings, 99.0).cpu_s == 2.0
 
 
+def _interfaces(folder: Path, monkeypatch: pytest.MonkeyPatch, **facts: tuple[str, ...]) -> list[str]:
+    """The names, with what is known of each in a folder like /sys/class/net."""
+    for number, (name, known) in enumerate(facts.items()):
+        (folder / name).mkdir()
+        (folder / name / "ifindex").write_text(f"{number}\n")
+        for each in known:
+            (folder / name / each).mkdir()
+    monkeypatch.setattr("socket.if_nametoindex", list(facts).index)
+    return list(facts)
+
+
+def test_bytes_of_a_bond_or_a_bridge_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = _interfaces(
+        tmp_path,
+        monkeypatch,
+        lo=(),
+        eth0=("device", "master"),
+        eth1=("device", "master"),
+        bond0=("bonding", "lower_eth0", "lower_eth1"),
+        docker0=("bridge",),
+        veth1=("master",),
+    )
+    assert meter.leaving(names, tmp_path) == ["eth0", "eth1"]
+    numbers = " ".join(["0"] * 8 + ["{}"] + ["0"] * 7)
+    lines = [f"{name}: {numbers.format(10**place)}" for place, name in enumerate(names)]
+    devices = tmp_path / "dev"
+    devices.write_text("\n".join(["Inter-|", " face |", *lines]))
+    assert meter.sent_bytes(devices, tmp_path) == 110
+
+
+def test_a_namespace_has_no_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = _interfaces(tmp_path, monkeypatch, lo=(), eth0=(), vlan5=("lower_eth0",))
+    assert meter.leaving(names, tmp_path) == ["eth0"]
+    # /sys shows another namespace, whose eth0 has another number: nothing is known, all count.
+    monkeypatch.setattr("socket.if_nametoindex", lambda name: 7)
+    assert meter.leaving(names, tmp_path) == ["eth0", "vlan5"]
+
+
 def test_the_meter_counts_this_process() -> None:
     before = meter.read()
     began_s = time.process_time()
@@ -156,7 +197,7 @@ def test_parts_count_each_moment_once() -> None:
             _span("reduce", 107, 109, rank=1),  # a straggler: two seconds later
         )
     )
-    found = parts.parts_of_trace(trace, rank=0, warm_up=1)
+    found = parts.parts_of_trace(trace, rank=0, skip=1)
     assert found == pytest.approx(
         {
             "forward": 3,
@@ -183,7 +224,7 @@ def test_an_update_that_waits_for_all_buckets_hides_nothing() -> None:
         ("mark", "update a", 5.3, 5.3),
         ("mark", "update b", 5.4, 5.4),
     ]
-    found = parts.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, warm_up=0)
+    found = parts.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, skip=0)
     assert found == pytest.approx(
         {
             "forward": 0.5,
@@ -212,7 +253,7 @@ def test_parts_of_a_system_that_tells_nothing_come_from_computing_alone() -> Non
         "forward": 2.0,
         "backward": 3.0,
         "update": 1.0,
-        "communication_exposed": 3.5,
+        "beyond_computing_alone": 3.5,
     }
 
 
@@ -235,7 +276,27 @@ def test_a_forward_that_waits_for_weights_is_found_out() -> None:
         "update": 0.5,
         "communication_exposed": 3.5,
         "communication_hidden": 1.5,
+        "computing_slowed": 0.0,
     }
+
+
+def test_computing_that_is_slowed_is_no_computing_of_any_system() -> None:
+    alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
+    told = {"forward": 2.0, "backward": 5.0, "update": 1.25, "communication_exposed": 1.75}
+    ours = parts.against_alone(_measured("hvpipe-step", 10.0, told), alone).ranks[0].parts_s
+    peer = parts.against_alone(_measured("horovod", 10.0, {}), alone).ranks[0].parts_s
+    assert ours == {
+        "forward": 2.0,
+        "backward": 3.0,
+        "update": 1.0,
+        "communication_exposed": 1.75,
+        "communication_hidden": 0.0,
+        "computing_slowed": 2.25,
+    }
+    assert {part: ours[part] for part in ("forward", "backward", "update")} == {
+        part: peer[part] for part in ("forward", "backward", "update")
+    }
+    assert peer["beyond_computing_alone"] == 4.0
 
 
 @pytest.mark.parametrize(
@@ -275,3 +336,11 @@ def test_a_system_that_is_not_installed_is_skipped_by_name(tmp_path: Path) -> No
     assert not round_.ok
     assert "horovod" in round_.skipped
     assert "make peers" in round_.skipped
+
+
+def test_what_is_beyond_computing_alone_is_of_the_steps_that_count() -> None:
+    alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
+    peer = _measured("horovod", 10.0, {})
+    short = RankRound(step_s=[1.0, 10.0, 10.0], wall_s=7.0, cpu_share=1, peak_bytes=1)
+    found = parts.against_alone(replace(peer, ranks=(short,)), alone).ranks[0].parts_s
+    assert found == parts.against_alone(peer, alone).ranks[0].parts_s

@@ -57,6 +57,11 @@ def test_full_has_what_was_asked_for() -> None:
     assert accuracy.systems == SYSTEMS
     # Half the CPU: of 16 samples, 10.67 and 5.33.
     assert [group.task.shares for group in suite.groups if group.task.shares] == [(11, 5)]
+    # The best native mode is the better of both wherever both can run: not with unequal shares.
+    timed = [group for group in suite.groups if not group.task.shares]
+    for group in timed:
+        assert "tf-ps" in group.systems
+        assert any(name.startswith("tf-mwms") for name in group.systems)
     assert suite_names() == ["full", "newest", "quick"]
 
 

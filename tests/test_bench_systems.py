@@ -51,12 +51,17 @@ def test_two_steps(name: str) -> None:
 @pytest.mark.slow
 def test_exact_modes_learn_digits_alike() -> None:
     task = Task("digits", batch=16, warm_up=1, steps=1, epochs=3)
+    alone = _run("single", task)
+    assert alone.error == ""
     linear, step = _run("hvpipe-none", task), _run("hvpipe-step", task)
     assert (linear.error, step.error) == ("", "")
     assert step.ranks[0].loss == linear.ranks[0].loss
     assert linear.ranks[0].loss == linear.ranks[1].loss
     assert linear.ranks[0].loss[2] < linear.ranks[0].loss[0]
     assert linear.ranks[0].accuracy[2] > 0.5
+    # One process alone trains on all images of each step. Other sums round otherwise, which grows by steps.
+    assert [each.batch for each in (*alone.ranks, *linear.ranks)] == [32, 32, 16, 16]
+    assert alone.ranks[0].loss[0] == pytest.approx(linear.ranks[0].loss[0], rel=0.02)
 
 
 @pytest.mark.slow

@@ -87,7 +87,7 @@ _ALL = (
         notes=(
             f"{_LOOP}, dispatched by ClusterCoordinator: Keras 3 `fit` does not support parameter servers",
             "a worker and a parameter server on every host, the coordinator on the first; variables in turn "
-            "on the servers",
+            "on the servers, whole: a step of Keras 3 fails under a variable_partitioner",
             "asynchronous, as TensorFlow 2 has it: each worker pulls, computes and pushes by itself, and its "
             "gradient counts for its share of the global batch",
             "a step has ended when as many batches are done as there are workers; CPU and memory are those "

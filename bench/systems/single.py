@@ -9,14 +9,16 @@ from typing import Any
 from bench.job import Job
 from bench.metrics import median
 from bench.systems.keras_fit import fit
+from bench.timed_steps import counted
 from bench.workload import claim_gpu, gradient_bytes, prepare_tensorflow
-from bench.workloads import batches_of, compiled_model, loss_of
+from bench.workloads import batches_of, compiled_model, loss_of, train_whole_steps
 
 
 def train(job: Job) -> None:
     """A rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
     claim_gpu(*job.place)
+    train_whole_steps(job)
     model = compiled_model(keras, job.task)
     job.gradient_bytes = gradient_bytes(model)
     # They are to compute all at once: nothing else keeps them in step.
@@ -44,7 +46,7 @@ def _parts(keras: Any, model: Any, job: Job) -> dict[str, float]:
         return tf.constant(0)
 
     forward_s, update_s = _median_s(forward, job), _median_s(update, job)
-    rest_s = median(job.watch.step_s) - forward_s - update_s
+    rest_s = median(counted(job.task, job.watch.step_s)) - forward_s - update_s
     return {"forward": forward_s, "backward": max(0.0, rest_s), "update": update_s}
 
 
