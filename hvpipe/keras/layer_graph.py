@@ -199,4 +199,8 @@ def _can_be_opened(node: Any, inner: Any) -> bool:
 
 
 def _takes_training(operation: Any) -> bool:
-    return isinstance(operation, keras.Layer) and bool(getattr(operation, "_call_has_training_arg", False))
+    """Every layer does: Keras hands the mode to the layers inside even where `call` has no such argument."""
+    return isinstance(operation, keras.Layer) and (
+        "training" in getattr(operation, "_call_context_args", ())
+        or bool(getattr(operation, "_call_has_training_arg", False))
+    )

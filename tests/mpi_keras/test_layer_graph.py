@@ -58,6 +58,34 @@ def test_running_the_calls_one_by_one_is_running_the_model() -> None:
     np.testing.assert_allclose(known[graph.outputs[0]], model(x, training=False), atol=1e-6)
 
 
+class Block(layers.Layer):
+    """As blocks are written in Keras 3: `call` leaves the mode to the layers inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.norm = layers.Dropout(0.5, seed=3), layers.BatchNormalization()
+
+    def call(self, x: Any) -> Any:
+        return self.norm(self.dropout(x))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_mode_reaches_layers_inside_a_layer_that_does_not_take_it(training: bool) -> None:
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    found = []
+    for by_calls in (False, True):
+        model = keras.Sequential([keras.Input((8,)), Block()])
+        (call,), graph = layer_graph(model).calls, layer_graph(model)
+        if by_calls:
+            outputs = call({graph.inputs[0]: keras.ops.convert_to_tensor(x)}, training=training)[0]
+        else:
+            outputs = model(x, training=training)
+        found.append((np.asarray(outputs), np.asarray(model.layers[0].norm.moving_variance)))
+    np.testing.assert_allclose(found[1][0], found[0][0], atol=1e-6)
+    np.testing.assert_allclose(found[1][1], found[0][1], atol=1e-6)
+    assert (found[1][1][0] != 1) == training
+
+
 def skipping() -> keras.Model:
     """The first layer's output is used by the last."""
     inputs = keras.Input((4,))
