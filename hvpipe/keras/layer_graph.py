@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
+from keras.src.ops.core import Cast
+from keras.src.ops.symbolic_arguments import SymbolicArguments
 from keras.src.utils.naming import to_snake_case
 
 from hvpipe.errors import HvpipeError
@@ -162,10 +164,31 @@ class _Builder:
 
     def _open(self, node: Any, inner: Any, table: dict[int, int], prefix: str) -> None:
         given = keras.tree.flatten(node.arguments.args[0])
-        of_inner = {id(x): table[id(y)] for x, y in zip(inner.inputs, given, strict=True)}
-        self.add(inner, of_inner, f"{prefix}{_own_name(node.operation)}/")
+        within = f"{prefix}{_own_name(node.operation)}/"
+        of_inner = {
+            id(x): self._entering(x, y, table, within) for x, y in zip(inner.inputs, given, strict=True)
+        }
+        self.add(inner, of_inner, within)
         for x, y in zip(inner.outputs, node.outputs, strict=True):
             table[id(y)] = of_inner[id(x)]
+
+    def _entering(self, inner: Any, given: Any, table: dict[int, int], prefix: str) -> int:
+        """The number of what stands for a nested model's input: Keras casts what goes in to its dtype."""
+        number = table[id(given)]
+        if given.dtype == inner.dtype:
+            return number
+        cast = replace(self.tensors[number], dtype=inner.dtype)
+        self.tensors.append(cast)
+        self.calls.append(
+            Call(
+                name=self._unique(f"{prefix}cast"),
+                operation=Cast(inner.dtype),
+                arguments=SymbolicArguments(given),
+                reads=((number, id(given)),),
+                writes=((len(self.tensors) - 1, id(inner)),),
+            )
+        )
+        return len(self.tensors) - 1
 
     def _unique(self, name: str) -> str:
         """A layer of a name that there is already, or that is called again, gets a number."""

@@ -202,7 +202,7 @@ class _Pass:
                     self._fed[stage, i] = [x[part] for x in whole]
                 elif self._course.place == root:
                     for x in whole:
-                        self._mail.send(self._ranks[home], x[part], None, what)
+                        self._mail.send(self._ranks[home], x[part], x.dtype, None, what)
                 elif home == self._course.place:
                     peer = self._ranks[root]
                     self._fed[stage, i] = [self._mail.expect(peer, x.dtype, None, what) for x in whole]
@@ -238,7 +238,7 @@ class _Pass:
         peer, i = self._ranks[message.target], message.producer.microbatch
         values = self._away.pop((message.producer, message.consumer.stage))
         for wire, value in zip(self._wires(message), values, strict=True):
-            self._mail.send(peer, value, self._shape(wire, i), str(message))
+            self._mail.send(peer, value, self._stages.spec(wire).dtype, self._shape(wire, i), str(message))
 
     def _taken(self, producer: Action, consumer: Action) -> Values:
         """What the producer made for the consumer, here or elsewhere."""

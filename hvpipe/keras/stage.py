@@ -239,6 +239,8 @@ class StageFunctions:
                 known[number] = value
             losses.extend(_activity_losses(call.operation))
         found = [get_keras_mask(known[w.number]) if w.mask else known[w.number] for w in cut.outputs]
+        for wire, value in zip(cut.outputs, found, strict=True):
+            self._check_dtype(wire, value)
         results = [known[number] for number in graph.outputs] if self._last else []
         if not with_loss:
             return [*found, *results]
@@ -249,6 +251,18 @@ class StageFunctions:
         if self.has_loss:
             found.append(tf.add_n([tf.cast(loss, tf.float32) for loss in losses] or [tf.constant(0.0)]))
         return [*found, *results, *(get_keras_mask(results[place]) for place in self.masked)]
+
+    def _check_dtype(self, wire: Wire, value: Any) -> None:
+        """What reads it was made for the dtype that Keras tells, which may not be the one that comes."""
+        told = self._stages.spec(wire).dtype
+        if value.dtype != told:
+            graph = self._stages.graph
+            name = graph.calls[graph.makers()[wire.number]].name
+            raise HvpipeError(
+                "What goes from stage to stage should have the dtype that Keras tells of it. "
+                f"{name} tells {told.name}: make it with dtype={value.dtype.name!r}, or let its output spec "
+                f"tell. Received: {'a mask of ' * wire.mask}{value.dtype.name} from {name}"
+            )
 
     @staticmethod
     def _has_activity_losses(layers: Sequence[Any]) -> bool:

@@ -7,10 +7,13 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.layer_graph import layer_graph
-from hvpipe.keras.stage import cut_stages
+from hvpipe.keras.layer_graph import LayerGraph, layer_graph
+from hvpipe.keras.mail import Mail
+from hvpipe.keras.stage import StageFunctions, cut_stages
+from hvpipe.session import current
 
 layers = keras.layers
 
@@ -23,6 +26,16 @@ def nested() -> keras.Model:
     shared = layers.Dense(8, name="shared")
     x = shared(inner(inner(shared(inputs)))) + inputs
     return keras.Model(inputs, keras.Sequential([keras.Input((8,)), layers.Dense(3)], name="head")(x))
+
+
+def run(graph: LayerGraph, x: Any) -> Any:
+    """The first output, call by call."""
+    known: dict[int, Any] = {graph.inputs[0]: keras.ops.convert_to_tensor(x)}
+    for call in graph.calls:
+        for (number, _), value in zip(call.writes, call(known, training=False), strict=True):
+            assert value.dtype.name == graph.tensors[number].dtype
+            known[number] = value
+    return known[graph.outputs[0]]
 
 
 def test_nested_models_are_opened_and_calls_counted() -> None:
@@ -49,13 +62,55 @@ def test_names_do_not_depend_on_what_was_made_before() -> None:
 
 def test_running_the_calls_one_by_one_is_running_the_model() -> None:
     model = nested()
-    graph = layer_graph(model)
     x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
-    known: dict[int, Any] = {graph.inputs[0]: keras.ops.convert_to_tensor(x)}
-    for call in graph.calls:
-        for (number, _), value in zip(call.writes, call(known, training=False), strict=True):
-            known[number] = value
-    np.testing.assert_allclose(known[graph.outputs[0]], model(x, training=False), atol=1e-6)
+    np.testing.assert_allclose(run(layer_graph(model), x), model(x, training=False), atol=1e-6)
+
+
+def of_bytes() -> keras.Model:
+    """What goes in is whole numbers, what a nested model wants is not."""
+    image = keras.Input((6, 6, 1))
+    base = keras.Model(image, layers.Conv2D(2, 3)(layers.ZeroPadding2D()(image)), name="base")
+    inputs = keras.Input((6, 6, 1), dtype="uint8")
+    return keras.Model(inputs, layers.GlobalAveragePooling2D()(base(inputs)))
+
+
+def in_half() -> keras.Model:
+    """Layers compute in float16; what enters the nested model is added to in float32."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        middle = keras.Input((4,))
+        base = keras.Model(middle, middle + layers.Dense(4, dtype="float32")(middle), name="base")
+        inputs = keras.Input((4,))
+        return keras.Model(inputs, base(layers.Dense(4)(inputs)))
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.parametrize("build", [of_bytes, in_half])
+def test_what_enters_a_nested_model_is_cast_as_in_keras(build: Any) -> None:
+    model = build()
+    graph = layer_graph(model)
+    assert "base/cast" in [call.name for call in graph.calls]
+    x = np.random.default_rng(0).integers(0, 9, (2, *model.input_shape[1:])).astype(model.inputs[0].dtype)
+    found, expected = run(graph, x), model(x, training=False)
+    assert found.dtype == expected.dtype
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_a_tensor_of_another_dtype_than_keras_tells_does_not_leave_its_stage() -> None:
+    """Those who receive it would read its bytes as the dtype that was told."""
+    inputs = keras.Input((), dtype="int32")
+    x = layers.RepeatVector(3, name="repeat")(layers.Reshape((1,), dtype="int32")(inputs))
+    stages = cut_stages(layer_graph(keras.Model(inputs, layers.Embedding(5, 2)(x))), [[0, 1], [2]])
+    with pytest.raises(
+        HvpipeError, match=r"repeat tells float32: .*dtype='int32'.* Received: int32 from repeat"
+    ):
+        StageFunctions(stages, 0, targets=(), loss=None).prediction(tf.zeros(2, tf.int32))
+
+
+def test_a_message_of_another_dtype_is_not_sent() -> None:
+    with pytest.raises(HvpipeError, match=r"says, float32. Received: the wire: dtype=float16"):
+        Mail(current()).send(0, tf.zeros(2, tf.float16), "float32", (2,), "the wire")
 
 
 class Block(layers.Layer):
