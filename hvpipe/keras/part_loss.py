@@ -17,6 +17,8 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.loss_entries import entries_of
 
 _REDUCTIONS = ("sum_over_batch_size", "mean", "sum")
+# Functions of Keras's that make one number of a batch (unless an axis says otherwise).
+_OF_A_BATCH = ("dice", "tversky", "circle")
 
 
 class LossOfParts(CompileLoss):
@@ -24,7 +26,8 @@ class LossOfParts(CompileLoss):
 
     `samples` is the variable that holds the batch's samples. `entries` are those that hold how many of its
     entries count in a loss, by the loss's place, for losses that leave some out; where there is none, a part
-    takes its own for typical. Raises HvpipeError for a reduction that parts cannot have by themselves.
+    takes its own for typical. Raises HvpipeError for a reduction that parts cannot have by themselves, and
+    for losses of Keras's that compare a batch's samples with each other.
     """
 
     _flat_losses: Any
@@ -32,6 +35,7 @@ class LossOfParts(CompileLoss):
     def __init__(self, compiled: CompileLoss, samples: Any) -> None:
         for loss in keras.tree.flatten(compiled._user_loss):
             _check_reduction(loss)
+            _check_is_mean(loss)
         super().__init__(compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names)
         self.samples = samples
         self.entries: dict[int, Any] = {}
@@ -88,3 +92,25 @@ def _check_reduction(loss: Any) -> None:
             "A pipeline computes the loss of each micro-batch by itself, so the reduction of a loss should "
             f"be 'sum_over_batch_size', 'mean' or 'sum'. Received: {loss.name} with reduction={reduction!r}"
         )
+
+
+def _check_is_mean(loss: Any) -> None:
+    """Of Keras's losses a few are no means over samples, whatever their reduction says."""
+    found = keras.losses.get(loss) if isinstance(loss, str) and loss.lower() in _OF_A_BATCH else loss
+    function = getattr(found, "fn", found)
+    name = getattr(function, "__name__", "")
+    if function is not getattr(keras.losses, name, None) or name not in _OF_A_BATCH:
+        return
+    axis = getattr(found, "axis", None)
+    axes = (axis,) if isinstance(axis, int) else axis
+    if name != "circle" and axes is not None and 0 not in axes:
+        return
+    why, received = (
+        ("circle compares the samples of a batch with each other.", "")
+        if name == "circle"
+        else (f"For {name}, pass axis=(1, 2, 3), the axes of a sample.", f" with axis={axis}")
+    )
+    raise HvpipeError(
+        "A pipeline computes the loss of each micro-batch by itself, so it should be a mean over samples. "
+        f"{why} Received: {name}{received}"
+    )

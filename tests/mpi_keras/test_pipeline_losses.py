@@ -66,6 +66,31 @@ def test_a_reduction_that_parts_cannot_have_is_refused(reduction: str | None) ->
         pipe.compile(sgd(), keras.losses.MeanSquaredError(reduction=reduction))
 
 
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (keras.losses.Dice(), r"pass axis=\(1, 2, 3\).* Received: dice with axis=None"),
+        (keras.losses.Tversky(axis=(0, 1)), r"Received: tversky with axis=\(0, 1\)"),
+        (keras.losses.Circle(), r"with each other. Received: circle"),
+        ("dice", r"Received: dice with axis=None"),
+        ([keras.losses.tversky], r"Received: tversky with axis=None"),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: Any, says: str) -> None:
+    pipe = hk.pipeline_parallel(one_output)
+    with pytest.raises(HvpipeError, match=f"should be a mean over samples. .*{says}"):
+        pipe.compile(sgd(), loss)
+
+
+def test_a_ratio_for_each_sample_is_a_mean_over_samples() -> None:
+    x, _ = batches(mlp, 21)
+
+    def fit(model: Any) -> Any:
+        return model.fit(x, x[:, :1] ** 2, batch_size=7, epochs=2, shuffle=False, verbose=0).history
+
+    check_equal(told(one_output, fit, loss=keras.losses.Dice(axis=-1)))
+
+
 def test_targets_are_needed_for_a_loss() -> None:
     x, _ = batches(mlp, 8)
     pipe = hk.pipeline_parallel(one_output)
