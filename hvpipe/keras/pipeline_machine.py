@@ -14,9 +14,11 @@ import tensorflow as tf
 from keras.src.backend.common.masking import set_keras_mask
 
 from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.keras.deferred import reads_foreign
 from hvpipe.keras.loss_entries import BatchEntries, masked_losses
 from hvpipe.keras.mail import Mail
 from hvpipe.keras.pipeline_layout import Layout
+from hvpipe.keras.pipeline_state import together
 from hvpipe.keras.pipeline_step import Batch, Outcome, PipelineStep
 from hvpipe.keras.pipeline_update import PipelineUpdate
 from hvpipe.keras.sharing import Sharing
@@ -86,7 +88,7 @@ class Machine:
         """One training step, weights updated; collective.
 
         `first`: of this model as it is compiled, on any machine. Raises HvpipeError then where no stage has
-        a loss.
+        a loss, or one reads weights of another's layers.
         """
         begun_s = time.perf_counter()
         with self._session.engine.recorded("step", "training step"):
@@ -99,6 +101,7 @@ class Machine:
     def _train(self, batch: Batch, first: bool) -> Outcome:
         self._begin("training", batch)
         if first:
+            together(self._session, f"making the graphs of {self._owner.name}", self._check_weights)
             self._check_loss()
         if self._update is None:
             self._update = PipelineUpdate(
@@ -166,6 +169,12 @@ class Machine:
             )
         if self._entries is not None:
             self._entries.tell(batch.inputs, batch.targets)
+
+    def _check_weights(self) -> None:
+        """Gradients are those of the weights of a stage's own layers; others would stay as they are."""
+        for functions in self.functions.values():
+            if functions.foreign:
+                raise reads_foreign(functions.foreign[0].path)
 
     def _check_loss(self) -> None:
         mine = sum(stage.trains_by_a_loss for stage in self.functions.values())

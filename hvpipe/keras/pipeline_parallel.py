@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.callbacks import stop_together
-from hvpipe.keras.deferred import build_without_memory, give_memory
+from hvpipe.keras.deferred import build_without_memory, give_memory, leave_to_others
 from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
 from hvpipe.keras.part_loss import LossOfParts
 from hvpipe.keras.pipeline_files import PipelineFiles, make_folders, with_one_writer
@@ -141,6 +141,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
         self._stage_layers = list(mine.values())
         if deferred:
             give_memory(self._stage_layers)
+            leave_to_others(layout.stages.graph.layers(range(len(layout.stages.graph.calls))))
         else:
             broadcast_variables(model.variables)
         self._parts: _Parts = _Parts(session, model, layout, Sharing(session, layout), recompute)

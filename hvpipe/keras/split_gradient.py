@@ -37,7 +37,8 @@ class Halves:
     `forward(inputs)` gives outputs and what to keep. `backward(kept, gradients, first)` gives the gradients
     of the wanted floating inputs; those of the variables it adds to the `accumulators`, or with `first` sets
     them. The same in two parts: `backward_inputs(kept, gradients)` gives gradients and what to keep further,
-    `backward_weights(kept further, first)` the rest.
+    `backward_weights(kept further, first)` the rest. `captured` are the tensors and handles of variables
+    from outside that the function reads.
     """
 
     forward: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]
@@ -46,6 +47,7 @@ class Halves:
     backward_weights: Callable[[Sequence[Any], bool], None]
     accumulators: list[Any]
     variables: list[Any]
+    captured: list[Any]
 
 
 def split_gradient(
@@ -116,6 +118,7 @@ def split_gradient(
         backward_weights=run_weights_part,
         accumulators=accumulators,
         variables=used,
+        captured=[outside for outside, _ in graph.captures],
     )
 
 

@@ -318,6 +318,48 @@ def test_build_model_may_call_the_model() -> None:
     hk.pipeline_parallel(a_model_that_was_called)
 
 
+def tied_by_a_function() -> keras.Model:
+    """The last operation reads the table of the first layer."""
+    tokens = keras.Input((5,), dtype="int32")
+    table = keras.layers.Embedding(7, 4, name="table")
+    x = table(tokens)
+    for _ in range(3):
+        x = keras.layers.Dense(4)(x)
+    tie = keras.layers.Lambda(lambda h: h @ keras.ops.transpose(table.embeddings.value))
+    return keras.Model(tokens, tie(x))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_weights_of_another_stage_are_not_read_past_their_layer(whole: bool) -> None:
+    """They would get no gradient of that, and keep the values that they have on this rank."""
+    model = tied_by_a_function() if whole else tied_by_a_function
+    pipe = compile_as_all(hk.pipeline_parallel(model))
+    x, y = np.zeros((8, 5), np.int32), np.zeros((8, 5), np.int32)
+    if hvpipe.size() == 1:
+        assert len(pipe.fit(x, y, batch_size=8, verbose=0).history["loss"]) == 1
+        return
+    last = f"(?s)rank {hvpipe.size() - 1}: .*A stage should read the weights of its own layers"
+    with pytest.raises(HvpipeError, match=rf"{last}.* Received: table/embeddings, of another stage"):
+        pipe.fit(x, y, batch_size=8, verbose=0)
+
+
+def test_a_loss_may_read_weights_of_the_last_stage_alone() -> None:
+    model = small()
+    first, last = model.layers[0], model.layers[-1]
+    x, y = batches(mlp, 8)
+    pipe = hk.pipeline_parallel(model)
+
+    def loss_with(layer: Any) -> Any:
+        return lambda y_true, y_pred: keras.ops.mean(y_pred**2) + keras.ops.sum(layer.kernel**2)
+
+    pipe.compile(sgd(), loss_with(last))
+    pipe.fit(x, y, batch_size=8, verbose=0)
+    pipe.compile(sgd(), loss_with(first))
+    if hvpipe.size() > 1:
+        with pytest.raises(HvpipeError, match=r"Received: \S*kernel, of another stage"):
+            pipe.fit(x, y, batch_size=8, verbose=0)
+
+
 def test_clipping_over_all_stages_goes_without_accumulation() -> None:
     x, y = batches(mlp, 16)
     optimizer = keras.optimizers.SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2)
