@@ -22,6 +22,7 @@ from hvpipe.keras.pipeline_logs import PipelineLogs, flat_results
 from hvpipe.keras.pipeline_machine import Machine, flat_targets, signature_of
 from hvpipe.keras.pipeline_plan import Wish, plan_for
 from hvpipe.keras.pipeline_step import Batch
+from hvpipe.keras.pipeline_update import check_optimizers, learning_rate_of
 from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import Stages
 from hvpipe.keras.variables import broadcast_variables
@@ -203,8 +204,13 @@ class PipelineParallel(PipelineFiles, keras.Model):
         self._parts.reset()
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As keras.Model.fit, on all ranks together; rank 0 prints the progress."""
+        """As keras.Model.fit, on all ranks together; rank 0 prints the progress.
+
+        Raises MismatchError for an optimizer or a learning rate that is another on some rank.
+        """
         session, sharing = self._parts.session, self._parts.sharing
+        if self.compiled:
+            check_optimizers(session, self.optimizer)
         named = self._quiet(super().fit, args, kwargs)
         callbacks = with_one_writer(session, _listed(named.get("callbacks") or []))
         make_folders(session, callbacks)
@@ -267,7 +273,8 @@ class PipelineParallel(PipelineFiles, keras.Model):
                 self._parts.trains = True
             else:
                 outcome = machine.evaluate(batch)
-            logs = self._parts.logs.add(outcome, batch.samples, self._metric_results)
+            rate = learning_rate_of(self.optimizer) if training else 0.0
+            logs = self._parts.logs.add(outcome, batch.samples, self._metric_results, rate)
         return logs
 
     def _predict_batches(self, data: Sequence[Any]) -> Any:

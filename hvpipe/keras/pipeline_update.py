@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import StageFunctions
 from hvpipe.plan.buckets import fitting_bytes
@@ -208,6 +208,43 @@ class PipelineUpdate:
                 optimizer.apply(found, self.variables)
 
         return tf.function(apply, autograph=False)
+
+
+def check_optimizers(session: Session, optimizer: Any) -> None:
+    """See that all ranks update alike; collective. Raises MismatchError where settings differ."""
+    everyone = session.engine.allgather_object(_settings(optimizer))
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        odd = sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name))
+        if odd:
+            here, there = (f"{odd[0]}={of_rank.get(odd[0])}" for of_rank in (first, theirs))
+            raise MismatchError(
+                "A pipeline wants the same optimizer on all ranks, or its stages would train apart. "
+                f"Received: {here} on rank 0 and {there} on rank {rank}"
+            )
+
+
+def _settings(optimizer: Any) -> dict[str, str]:
+    """What it is made with, as far as it can tell; names, which Keras numbers in each process, left out."""
+    found = {"optimizer": type(optimizer).__name__}
+    with contextlib.suppress(NotImplementedError, TypeError, ValueError):
+        found |= {name: repr(_nameless(value)) for name, value in _nameless(optimizer.get_config()).items()}
+    return found
+
+
+def _nameless(value: Any) -> Any:
+    """Plain values as they are; of others the class, as what they print may be an address."""
+    if isinstance(value, dict):
+        return {key: _nameless(of_key) for key, of_key in sorted(value.items()) if key != "name"}
+    if isinstance(value, (list, tuple)):
+        return [_nameless(one) for one in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def learning_rate_of(optimizer: Any) -> float:
+    """What callbacks may have changed; 0 where it follows from the steps taken."""
+    rate = getattr(_clipping(optimizer), "_learning_rate", None)
+    return float(rate) if isinstance(rate, keras.Variable) else 0.0
 
 
 @contextlib.contextmanager

@@ -360,6 +360,57 @@ def test_a_loss_may_read_weights_of_the_last_stage_alone() -> None:
             pipe.fit(x, y, batch_size=8, verbose=0)
 
 
+def is_last() -> bool:
+    return hvpipe.rank() == hvpipe.size() - 1
+
+
+def adam(rate: float = 0.001) -> Any:
+    return keras.optimizers.Adam(rate)
+
+
+def scaled_adam(rate: float = 0.001) -> Any:
+    return keras.optimizers.LossScaleOptimizer(adam(rate))
+
+
+def decaying(rate: float = 0.001) -> Any:
+    return adam(keras.optimizers.schedules.ExponentialDecay(rate, 10, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "other", "says"),
+    [
+        (adam, lambda: adam(0.5), r"learning_rate=0.001\d* on rank 0 and learning_rate=0.5"),
+        (adam, lambda: keras.optimizers.SGD(0.001), "optimizer=Adam|dampening|amsgrad"),
+        (scaled_adam, lambda: scaled_adam(0.5), "'learning_rate': 0.5"),
+        (decaying, lambda: decaying(0.5), "'initial_learning_rate': 0.5"),
+    ],
+)
+def test_optimizers_that_differ_by_rank_are_told(optimizer: Any, other: Any, says: str) -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 8)
+    if is_last():
+        adam()  # Keras numbers the names of the next ones
+    pipe = compile_as_all(hk.pipeline_parallel(small), optimizer())
+    pipe.fit(x, y, batch_size=8, verbose=0)
+    pipe = compile_as_all(hk.pipeline_parallel(small), (other if is_last() else optimizer)())
+    last = hvpipe.size() - 1
+    with pytest.raises(MismatchError, match=rf"same optimizer on all ranks.* ({says}).* on rank {last}"):
+        pipe.fit(x, y, batch_size=8, verbose=0)
+
+
+def test_a_learning_rate_that_one_rank_changes_is_told() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 8)
+    pipe = compile_as_all(hk.pipeline_parallel(small), sgd())
+    lowers = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    last = hvpipe.size() - 1
+    with pytest.raises(MismatchError, match=rf"Received: 0.1 on rank 0 and 0.05 on rank {last}"):
+        pipe.fit(x, y, batch_size=8, verbose=0, callbacks=[lowers] if is_last() else [])
+    assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
+
+
 def test_clipping_over_all_stages_goes_without_accumulation() -> None:
     x, y = batches(mlp, 16)
     optimizer = keras.optimizers.SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2)
