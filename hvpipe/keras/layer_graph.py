@@ -84,6 +84,28 @@ class LayerGraph:
         found = {id(self.calls[p].operation): self.calls[p].operation for p in places}
         return [operation for operation in found.values() if isinstance(operation, keras.Layer)]
 
+    def whole_models(self) -> list[str]:
+        """The names of the calls of nested models that could not be opened."""
+        return [call.name for call in self.calls if functional_of(call.operation) is not None]
+
+    def sized(self, inputs: Sequence[Sequence[int | None]]) -> tuple[TensorSpec, ...] | None:
+        """The tensors where the model's inputs have these shapes; None where Keras cannot tell.
+
+        Sizes of masks stay as they are.
+        """
+        known = {
+            number: keras.KerasTensor(shape, self.tensors[number].dtype)
+            for number, shape in zip(self.inputs, inputs, strict=True)
+        }
+        try:
+            for call in self.calls:
+                args, kwargs = call.arguments.fill_in({key: known[number] for number, key in call.reads})
+                found = keras.tree.flatten(call.operation.compute_output_spec(*args, **kwargs))
+                known.update((number, x) for (number, _), x in zip(call.writes, found, strict=True))
+        except Exception:  # of any layer, which was made to be called with other shapes
+            return None
+        return tuple(replace(spec, shape=tuple(known[n].shape)) for n, spec in enumerate(self.tensors))
+
     def edges(self) -> list[tuple[int, int]]:
         """Pairs of calls, each from the maker of a tensor to one that reads it."""
         makers = self.makers()
@@ -117,7 +139,10 @@ def layer_graph(model: Any) -> LayerGraph:
     table = {id(x): number for x, number in zip(functional.inputs, inputs, strict=True)}
     builder.add(functional, table, "")
     outputs = tuple(table[id(x)] for x in functional.outputs)
-    return LayerGraph(_own_name(model), tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
+    graph = LayerGraph(_own_name(model), tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
+    # Inside, sizes are as open as its inputs leave them.
+    known = graph.sized([graph.tensors[number].shape for number in inputs]) if builder.opened_wider else None
+    return graph if known is None else replace(graph, tensors=known)
 
 
 class _Builder:
@@ -126,6 +151,7 @@ class _Builder:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.tensors: list[TensorSpec] = []
+        self.opened_wider = False  # a nested model whose inputs leave sizes open that are known
         self._names: dict[str, int] = {}
 
     def tensor(self, symbolic: Any) -> int:
@@ -164,6 +190,9 @@ class _Builder:
 
     def _open(self, node: Any, inner: Any, table: dict[int, int], prefix: str) -> None:
         given = keras.tree.flatten(node.arguments.args[0])
+        self.opened_wider |= any(
+            tuple(x.shape) != tuple(y.shape) for x, y in zip(inner.inputs, given, strict=True)
+        )
         within = f"{prefix}{_own_name(node.operation)}/"
         of_inner = {
             id(x): self._entering(x, y, table, within) for x, y in zip(inner.inputs, given, strict=True)
@@ -217,8 +246,13 @@ def _can_be_opened(node: Any, inner: Any) -> bool:
     flat = keras.tree.flatten(node.arguments.args[0]) if len(node.arguments.args) == 1 else []
     more = {name for name, value in node.arguments.kwargs.items() if value is not None}
     only_tensors = len(flat) == len(node.input_tensors) and more <= {"training"}
-    shapes = [tuple(x.shape) for x in flat] == [tuple(x.shape) for x in inner.inputs]
-    return not given and only_tensors and shapes
+    return not given and only_tensors and all(map(_fits, flat, inner.inputs))
+
+
+def _fits(given: Any, wanted: Any) -> bool:
+    """What is given has all sizes that are wanted; others may be left open."""
+    sizes = list(zip(given.shape, wanted.shape, strict=False))
+    return len(given.shape) == len(wanted.shape) and all(want in (None, size) for size, want in sizes)
 
 
 def _takes_training(operation: Any) -> bool:

@@ -45,9 +45,11 @@ def plan_for(session: Session, graph: LayerGraph, wish: Wish) -> tuple[Plan, lis
             f"Received: microbatches={how.microbatches}"
         )
     if count * how.chunks > len(graph.calls):
+        whole = graph.whole_models()
+        named = f" ({whole[0]!r} is a nested model that cannot be opened)" if whole else ""
         raise HvpipeError(
-            f"There should be at most as many stages as layer calls in {graph.name}, {len(graph.calls)}. "
-            f"Received: {count * how.chunks} stages"
+            f"There should be at most as many stages as layer calls in {graph.name}, {len(graph.calls)}"
+            f"{named}. Received: {count * how.chunks} stages"
         )
     profile = _profile(graph, wish.profile)
     cluster = Cluster.read(wish.cluster) if isinstance(wish.cluster, (str, os.PathLike)) else wish.cluster

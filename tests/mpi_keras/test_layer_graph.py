@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import hvpipe
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.layer_graph import LayerGraph, layer_graph
 from hvpipe.keras.mail import Mail
+from hvpipe.keras.pipeline_plan import Wish, plan_for
 from hvpipe.keras.stage import StageFunctions, cut_stages
+from hvpipe.plan.pipelining import Pipelining
 from hvpipe.session import current
 
 layers = keras.layers
@@ -95,6 +98,35 @@ def test_what_enters_a_nested_model_is_cast_as_in_keras(build: Any) -> None:
     found, expected = run(graph, x), model(x, training=False)
     assert found.dtype == expected.dtype
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def on_any_image() -> keras.Model:
+    """The nested model leaves the size of images open, as those of keras.applications do."""
+    image = keras.Input((None, None, 3))
+    base = keras.Model(image, layers.Conv2D(2, 3, name="conv")(layers.ZeroPadding2D()(image)), name="base")
+    inputs = keras.Input((8, 6, 3))
+    return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling2D()(base(inputs))))
+
+
+def test_a_nested_model_that_leaves_sizes_open_is_opened() -> None:
+    model = on_any_image()
+    graph = layer_graph(model)
+    assert [call.name for call in graph.calls][:2] == ["base/zero_padding2d", "base/conv"]
+    assert [spec.shape for spec in graph.tensors][:3] == [(None, 8, 6, 3), (None, 10, 8, 3), (None, 8, 6, 2)]
+    x = np.random.default_rng(0).normal(size=(2, 8, 6, 3)).astype(np.float32)
+    np.testing.assert_allclose(run(graph, x), model(x, training=False), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Layer 'inner'.* does not support masking:UserWarning")
+def test_a_nested_model_that_stays_whole_is_told() -> None:
+    tokens = keras.Input((4,), dtype="int32")
+    inputs = keras.Input((4, 3))
+    inner = keras.Model(inputs, layers.Dense(3)(layers.Dense(3)(inputs)), name="inner")
+    graph = layer_graph(keras.Model(tokens, inner(layers.Embedding(5, 3, mask_zero=True)(tokens))))
+    assert graph.whole_models() == ["inner"]
+    wish = Wish(1, (hvpipe.size(),), Pipelining("interleaved", 8, chunks=9), None, None)
+    with pytest.raises(HvpipeError, match=r"3 \('inner' is a nested model that cannot be opened"):
+        plan_for(current(), graph, wish)
 
 
 def test_a_tensor_of_another_dtype_than_keras_tells_does_not_leave_its_stage() -> None:
