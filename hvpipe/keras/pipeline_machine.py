@@ -112,8 +112,8 @@ class Machine:
                 self._sharing,
             )
         update = self._update
-        update.begin()
         course = self._layout.course(batch.samples, self._rank, True)
+        update.begin(course.stages)
         outcome = self._step.train(course, batch, self._observe, update.stage_done, update.loss_scale)
         with self._session.engine.recorded("update", "weights of this rank"):
             update.apply()

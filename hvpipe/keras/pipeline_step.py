@@ -39,6 +39,11 @@ class Course:
         return self.programs[self.place]
 
     @cached_property
+    def stages(self) -> frozenset[int]:
+        """The stages that this rank runs."""
+        return frozenset(step.stage for step in self.program if isinstance(step, Action))
+
+    @cached_property
     def split(self) -> frozenset[int]:
         """The stages that run the backward in two parts."""
         return frozenset(a.stage for actions in self.schedule.actions for a in actions if a.kind == "I")
@@ -49,8 +54,17 @@ class Course:
         actions = tuple(tuple(a for a in of_rank if a.kind == "F") for of_rank in schedule.actions)
         forward = Schedule("forward", schedule.stages, schedule.microbatches, actions)
         whole = programs(forward, needs_of(forward, stages.dataflow))
-        first = tuple(tuple(s for s in p if _microbatch_of(s) < microbatches) for p in whole)
-        return Course(forward, first, place, microbatches)
+        return Course(forward, _first(whole, microbatches), place, microbatches)
+
+    @staticmethod
+    def beginning(schedule: Schedule, whole: tuple[Program, ...], place: int, microbatches: int) -> Course:
+        """A schedule's first micro-batches, of the programs of all of it; a rank may have none of them."""
+        return Course(schedule, _first(whole, microbatches), place, microbatches)
+
+
+def _first(whole: tuple[Program, ...], microbatches: int) -> tuple[Program, ...]:
+    """What is left of programs that end still ends: nothing waits for what is left out."""
+    return tuple(tuple(s for s in program if _microbatch_of(s) < microbatches) for program in whole)
 
 
 def _microbatch_of(step: Step) -> int:
@@ -161,10 +175,8 @@ class _Pass:
         self._fed: dict[tuple[int, int], list[Expected] | Values] = {}  # inputs and targets, by (stage, i)
         self._kept: dict[tuple[int, int], Values] = {}  # for the backward
         self._further: dict[tuple[int, int], Values] = {}  # for the weights' part
-        self._left = {
-            stage: sum(a.stage == stage and a.kind in "BW" for a in self._schedule.actions[course.place])
-            for stage in step._functions
-        }
+        done = [s.stage for s in course.program if isinstance(s, Action) and s.kind in "BW"]
+        self._left = {stage: done.count(stage) for stage in step._functions}
         self._begun: set[int] = set()
         self._losses: list[tuple[Any, float]] = []
         self._outcome = Outcome()

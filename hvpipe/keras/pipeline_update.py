@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -49,12 +49,12 @@ class PipelineUpdate:
         self._functions = functions
         holders = self._holders = sharing.holders
         keras_variables = {id(v.value): v for of_stage in functions.values() for v in of_stage.trainable}
-        # Of each variable, by the id of its tf.Variable: over all stages of this rank that use it.
-        accumulators: dict[int, list[Any]] = {key: [] for key in keras_variables}
+        # Of each variable, by the id of its tf.Variable: of all stages of this rank that use it, by stage.
+        accumulators: dict[int, dict[int, Any]] = {key: {} for key in keras_variables}
         for stage in sorted(functions):
             halves = functions[stage].training
             for variable, accumulator in zip(halves.variables, halves.accumulators, strict=True):
-                accumulators[id(variable)].append(accumulator)
+                accumulators[id(variable)][stage] = accumulator
         # In the order in which the stages here use them; a shared one even where nothing reached it.
         keys = [key for key, v in keras_variables.items() if accumulators[key] or id(v) in holders]
         self.variables = [keras_variables[key] for key in keys]
@@ -65,6 +65,7 @@ class PipelineUpdate:
         ]
         self._buckets = self._make_buckets(sharing)
         self._done: set[int] = set()
+        self._idle: set[int] = set()
         if not optimizer.built:
             optimizer.build(list(trainable))
         self._apply = self._make_apply()
@@ -93,9 +94,15 @@ class PipelineUpdate:
             held_bytes += size_bytes
         return buckets
 
-    def begin(self) -> None:
-        """A step begins: no gradient is complete."""
+    def begin(self, active: Collection[int]) -> None:
+        """A step begins: no gradient is complete but those of stages that are not active in it, which are 0.
+
+        Of a batch with fewer samples than a stage has replicas, some get none.
+        """
         self._done = set()
+        self._idle = self._functions.keys() - set(active)
+        for stage in sorted(self._idle):
+            self.stage_done(stage)
 
     def stage_done(self, stage: int) -> None:
         """Start the sums of what is complete now, while other stages still run."""
@@ -140,7 +147,8 @@ class PipelineUpdate:
 
     def _gradient(self, place: int) -> Any:
         """Of one variable, over all stages of this rank that use it."""
-        values = [accumulator.read_value() for accumulator in self._accumulators[place]]
+        of_stages = self._accumulators[place].items()
+        values = [accumulator.read_value() for stage, accumulator in of_stages if stage not in self._idle]
         return sum(values[1:], values[0]) if values else tf.zeros(self.variables[place].shape)
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import hvpipe
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.keras.deferred import variables_of
+from hvpipe.keras.estimate import estimate
+from hvpipe.keras.layer_graph import layer_graph
 from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import Plan
@@ -164,9 +168,39 @@ def test_batches_smaller_than_the_replicas_are_evaluated() -> None:
         expected = model.evaluate(x[samples], y[samples], batch_size=8, verbose=0)
         found = pipe.evaluate(x[samples], y[samples], batch_size=8, verbose=0)
         assert found == pytest.approx(expected, rel=1e-5)
-    if hvpipe.size() > 1:
-        with pytest.raises(HvpipeError, match="a sample for each of"):
-            pipe.fit(x[:1], y[:1], verbose=0)
+
+
+@pytest.mark.parametrize("shares", [(), (0.7, 0.1)])
+def test_batches_smaller_than_the_replicas_are_trained_on(shares: tuple[float, ...]) -> None:
+    """Of the last ones all samples may go to one replica; the others add nothing, and have its weights."""
+    size = hvpipe.size()
+    if size == 1:
+        pytest.skip("replicas are several ranks")
+    told = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(5)
+        model = of_replicas(shares or (1.0,) * size) if parallel else mlp()
+        compile_as_all(model, keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0))
+        history = [
+            model.fit(x, y, batch_size=24, epochs=2, shuffle=False, verbose=0).history
+            for x, y in (batches(mlp, 26), batches(mlp, 25))
+        ]
+        prediction = model.predict(batches(mlp, 8)[0], verbose=0).ravel()
+        told.append([*(value for of in history for name in sorted(of) for value in of[name]), *prediction])
+    np.testing.assert_allclose(told[1], told[0], rtol=1e-4, atol=1e-6)
+
+
+def of_replicas(shares: Sequence[float]) -> Any:
+    """One stage on all ranks, dealt 24 micro-batches in shares, of which the last rank has what is over."""
+    size = hvpipe.size()
+    keras.utils.set_random_seed(5)
+    profile = estimate(layer_graph(mlp()), samples=1)
+    every = (*shares, *[shares[-1]] * (size - len(shares)))
+    names = tuple(f"rank{rank}" for rank in range(size))
+    plan = partition(profile, equal_cluster(1), 1, Pipelining("1f1b", 24))
+    stages = (dataclasses.replace(plan.stages[0], devices=names, shares=every),)
+    keras.utils.set_random_seed(5)
+    return hk.pipeline_parallel(mlp, dataclasses.replace(plan, stages=stages))
 
 
 @slow
