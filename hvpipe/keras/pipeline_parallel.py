@@ -26,7 +26,6 @@ from hvpipe.keras.pipeline_update import check_optimizers, learning_rate_of
 from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import Stages
 from hvpipe.keras.variables import broadcast_variables
-from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.session import Session, current
@@ -36,12 +35,12 @@ from hvpipe.topology import Cluster
 def pipeline_parallel(
     build_model: Any,
     stages: int | str | os.PathLike[str] | Plan = "auto",
-    microbatches: int = 8,
-    schedule: str = "1f1b",
+    microbatches: int | None = None,
+    schedule: str | None = None,
     *,
-    chunks: int = 2,
+    chunks: int | None = None,
     replicas: Sequence[int] | None = None,
-    recompute: bool = False,
+    recompute: bool | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     cluster: Cluster | str | os.PathLike[str] | None = None,
 ) -> PipelineParallel:
@@ -55,16 +54,17 @@ def pipeline_parallel(
     Layers are balanced by the greedy partitioner, with the costs of `profile` (from `hvpipe profile`) or
     rough ones from the layers' shapes, on the devices of `cluster` or equal ones.
 
-    `microbatches`: how many parts a batch is cut into. `schedule`: "gpipe", "1f1b", "zb-h1", or
-    "interleaved" with `chunks` stages on each rank. `recompute` keeps only what a stage received and runs
-    its forward again in the backward.
+    `microbatches`: how many parts a batch is cut into, 8 unless said otherwise. `schedule`: "gpipe", "1f1b"
+    (the default), "zb-h1", or "interleaved" with `chunks` (2) stages on each rank. `recompute` keeps only
+    what a stage received and runs its forward again in the backward. A plan brings all of these.
 
     The result trains as the undivided model would on the same batch: gradients of the micro-batches add up
     to the batch's. BatchNormalization uses and records the statistics of each micro-batch. The batches that
     count are those of the rank with the first stage; the others' must have the same sizes.
 
     Raises HvpipeError for a model without a graph, more stages than layers or ranks, fewer micro-batches
-    than stages; PlanError for a plan or profile of another model, or where memory does not suffice.
+    than stages, and for an argument that says otherwise than a plan; PlanError for a plan or profile of
+    another model, or where memory does not suffice.
     """
     session = current()
     if isinstance(build_model, keras.Model):
@@ -79,12 +79,12 @@ def pipeline_parallel(
     graph = layer_graph(model)
     _check_steps(model)
     _check_sizes(graph)
-    how = Pipelining(schedule, microbatches, recompute, chunks if schedule == "interleaved" else 1)
-    plan, ranks = plan_for(session, graph, Wish(stages, replicas, how, profile, cluster))
+    wish = Wish(stages, replicas, microbatches, schedule, chunks, recompute, profile, cluster)
+    plan, ranks = plan_for(session, graph, wish)
     layout = layout_of(graph, plan, ranks)
     session.engine.agree(layout.summary)
-    recompute = plan.pipelining.recompute
-    return PipelineParallel(session, model, layout, deferred=deferred, recompute=recompute)
+    planned = plan.pipelining.recompute
+    return PipelineParallel(session, model, layout, deferred=deferred, recompute=planned)
 
 
 def _check_steps(model: Any) -> None:

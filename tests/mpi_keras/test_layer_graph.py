@@ -15,7 +15,6 @@ from hvpipe.keras.layer_graph import LayerGraph, layer_graph
 from hvpipe.keras.mail import Mail
 from hvpipe.keras.pipeline_plan import Wish, plan_for
 from hvpipe.keras.stage import StageFunctions, cut_stages
-from hvpipe.plan.pipelining import Pipelining
 from hvpipe.session import current
 
 layers = keras.layers
@@ -124,7 +123,7 @@ def test_a_nested_model_that_stays_whole_is_told() -> None:
     inner = keras.Model(inputs, layers.Dense(3)(layers.Dense(3)(inputs)), name="inner")
     graph = layer_graph(keras.Model(tokens, inner(layers.Embedding(5, 3, mask_zero=True)(tokens))))
     assert graph.whole_models() == ["inner"]
-    wish = Wish(1, (hvpipe.size(),), Pipelining("interleaved", 8, chunks=9), None, None)
+    wish = Wish(1, (hvpipe.size(),), schedule="interleaved", chunks=9)
     with pytest.raises(HvpipeError, match=r"3 \('inner' is a nested model that cannot be opened"):
         plan_for(current(), graph, wish)
 

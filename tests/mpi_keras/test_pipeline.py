@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -302,10 +303,10 @@ def resident_mb(what: str) -> float:
 
 
 def unit_profile(pipe: Any, cost_s: float = 1e-3) -> Profile:
-    graph = pipe.stages.graph
-    names = [call.name for call in graph.calls]
-    costs = [LayerCost(name, cost_s, 2 * cost_s, output_bytes=100) for name in names]
-    return Profile.of(costs, [(names[a], names[b]) for a, b in graph.edges()], model=graph.name)
+    """Layers that take equally long."""
+    profile = estimate(pipe.stages.graph, samples=1)
+    layers = (dataclasses.replace(la, forward_s=cost_s, backward_s=2 * cost_s) for la in profile.layers)
+    return dataclasses.replace(profile, layers=tuple(layers))
 
 
 def test_a_plan_says_who_runs_what(tmp_path: Path) -> None:
@@ -401,6 +402,54 @@ def test_a_profile_or_plan_of_another_model_or_cluster_is_refused() -> None:
     document["stages"][0]["devices"] = ["rank0"]
     with pytest.raises(PlanError, match="every rank a stage" if hvpipe.size() > 1 else "of this model"):
         hk.pipeline_parallel(mlp, type(plan).from_json(document))
+
+
+def of_width(width: int, image: int = 6) -> keras.Model:
+    layers = keras.layers
+    inputs = keras.Input((image, image, 3))
+    x = layers.GlobalAveragePooling2D()(layers.Conv2D(width, 3)(layers.Conv2D(width, 3)(inputs)))
+    return keras.Model(inputs, layers.Dense(4)(x))
+
+
+def test_a_profile_or_plan_of_other_sizes_is_refused() -> None:
+    """Layers that have no names of their own are called alike in both."""
+    own, other = (estimate(layer_graph(of_width(width)), samples=4) for width in (8, 16))
+    size = hvpipe.size()
+    pipe = hk.pipeline_parallel(functools.partial(of_width, 8), stages=1, profile=own)
+    assert pipe.stage_numbers == (0,)
+    with pytest.raises(PlanError, match=r"'conv2d' has 896 bytes of trained weights; .* it has 1792"):
+        hk.pipeline_parallel(functools.partial(of_width, 8), stages=1, profile=other)
+    with pytest.raises(PlanError, match=r"'conv2d' has 8192 bytes of output for 4 samples; .* has 2048"):
+        hk.pipeline_parallel(functools.partial(of_width, 8, 10), stages=1, profile=own)
+    scaled = own.at_batch(7)
+    hk.pipeline_parallel(functools.partial(of_width, 8), stages=1, profile=scaled)
+    plan = partition(other, equal_cluster(size), size)
+    with pytest.raises(PlanError, match=r"plan should be of this model.* same names and others"):
+        hk.pipeline_parallel(functools.partial(of_width, 8), plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"microbatches": 7}, "microbatches=7 and a plan with microbatches=5"),
+        ({"schedule": "1f1b"}, "schedule='1f1b' and a plan with schedule='gpipe'"),
+        ({"recompute": True}, "recompute=True and a plan with recompute=False"),
+        ({"chunks": 3}, "chunks=3 and a plan with chunks=1"),
+        ({"replicas": [9]}, r"replicas=\(9,\) and a plan with replicas=\("),
+    ],
+)
+def test_what_a_plan_would_pass_over_is_refused(options: dict[str, Any], says: str) -> None:
+    size = hvpipe.size()
+    profile = estimate(layer_graph(mlp()), samples=1)
+    plan = partition(profile, equal_cluster(size), size, Pipelining("gpipe", 5))
+    renamed = [dataclasses.replace(stage, devices=(f"rank{rank}",)) for rank, stage in enumerate(plan.stages)]
+    plan = dataclasses.replace(plan, stages=tuple(renamed))
+    with pytest.raises(HvpipeError, match=says):
+        hk.pipeline_parallel(mlp, plan, **options)
+    same = {"microbatches": 5, "schedule": "gpipe", "recompute": False, "replicas": (1,) * size}
+    hk.pipeline_parallel(mlp, plan, **same, profile=profile, cluster=equal_cluster(size))
+    with pytest.raises(PlanError, match="cluster should be the one that was planned for"):
+        hk.pipeline_parallel(mlp, plan, cluster=equal_cluster(size, speeds=(0.5,)))
 
 
 def test_a_call_of_the_whole_model_is_refused() -> None:
