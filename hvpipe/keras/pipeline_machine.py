@@ -56,7 +56,12 @@ class Machine:
         with_loss = self._has_y and owner._compile_loss is not None
         self.functions = {
             stage: StageFunctions(
-                layout.stages, stage, self.signature, self._loss if with_loss else None, recompute
+                layout.stages,
+                stage,
+                self.signature,
+                self._loss if with_loss else None,
+                recompute,
+                owner._parts.samples,
             )
             for stage in layout.stages_of(self._rank)
         }

@@ -336,7 +336,8 @@ class _Pass:
         found = [sums[wire] for wire in self._stages.floating(cut.outputs)]
         if self._functions[stage].has_loss:
             samples = self._parts[i].stop - self._parts[i].start
-            found.append(tf.constant(self._loss_scale * samples / self._batch.samples, tf.float32))
+            share = self._loss_scale * samples / self._batch.samples
+            found.append(tf.constant(share, self._functions[stage].loss_dtype))
         return found
 
     def _return_gradients(self, action: Action, found: Values) -> None:

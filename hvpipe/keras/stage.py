@@ -145,7 +145,13 @@ class StageFunctions:
     targets."""
 
     def __init__(
-        self, stages: Stages, stage: int, targets: Sequence[Any], loss: Loss | None, recompute: bool = False
+        self,
+        stages: Stages,
+        stage: int,
+        targets: Sequence[Any],
+        loss: Loss | None,
+        recompute: bool = False,
+        samples: Any = None,
     ) -> None:
         self._stages = stages
         self._cut = stages.cuts[stage]
@@ -156,6 +162,8 @@ class StageFunctions:
         self.wires_in = tuple(w for source in sorted(self._cut.receives) for w in self._cut.receives[source])
         self._signature = [
             *(stages.spec(wire) for wire in self.wires_in),
+        """`samples` is the variable that holds the batch's samples, of which values are a part; None: all."""
+        self._samples = samples
             *(stages.spec(Wire(number)) for number in self._cut.inputs),
         ]
         self._target_signature = list(targets) if self._last else []
@@ -176,6 +184,7 @@ class StageFunctions:
         ]
         self._recompute = recompute
         self._adds_loss = False  # told by tracing
+        self.loss_dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
 
     @cached_property
     def training(self) -> Halves:
@@ -240,12 +249,12 @@ class StageFunctions:
             else:
                 # A tensor of its own: a mask must not stick to what others hold.
                 known[wire.number] = tf.identity(value)
-        losses = []
+        losses: list[Any] = []
         for place in cut.calls:
             call = graph.calls[place]
             for (number, _), value in zip(call.writes, call(known, training), strict=True):
                 known[number] = value
-            losses.extend(_activity_losses(call.operation))
+            losses.extend(map(self._summed, _activity_losses(call.operation)))
         found = [get_keras_mask(known[w.number]) if w.mask else known[w.number] for w in cut.outputs]
         for wire, value in zip(cut.outputs, found, strict=True):
             self._check_dtype(wire, value)
@@ -257,7 +266,8 @@ class StageFunctions:
             losses.insert(0, self._loss(results, targets))
         self._adds_loss |= training and bool(losses)
         if self.has_loss:
-            found.append(tf.add_n([tf.cast(loss, tf.float32) for loss in losses] or [tf.constant(0.0)]))
+            zero = tf.zeros((), self.loss_dtype)
+            found.append(tf.add_n([zero, *(tf.cast(loss, self.loss_dtype) for loss in losses)]))
         return [*found, *results, *(get_keras_mask(results[place]) for place in self.masked)]
 
     def _check_dtype(self, wire: Wire, value: Any) -> None:
@@ -285,6 +295,14 @@ class StageFunctions:
 
 def _activity_losses(operation: Any) -> list[Any]:
     """What the call just made has added with `add_loss`."""
+    def _summed(self, loss: Any) -> Any:
+        """What a layer has added, as Keras sums it; a sum over samples is not to be averaged over parts."""
+        total = tf.reduce_sum(loss)
+        if self._samples is None or loss.shape.rank == 0 or loss.shape[0] is not None:
+            return total
+        share = tf.cast(tf.shape(loss)[0], self.loss_dtype) / tf.cast(self._samples, self.loss_dtype)
+        return total / tf.cast(share, total.dtype)
+
     if not isinstance(operation, keras.Layer):
         return []
     return [loss for layer in operation._flatten_layers() for loss in layer._losses]

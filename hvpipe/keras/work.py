@@ -54,7 +54,7 @@ class Work:
         cut = stages.cuts[stage]
         of_wire = dict(zip(cut.outputs, self.outputs, strict=False))
         self._gradients = [_random_like(of_wire[wire]) for wire in stages.floating(cut.outputs)]
-        self._gradients += [tf.constant(1.0)] * functions.has_loss
+        self._gradients += [tf.ones((), functions.loss_dtype)] * functions.has_loss
         self._floating_in = len(stages.floating(functions.wires_in))
 
     @property

@@ -117,6 +117,32 @@ def with_penalty(weight: float, **options: Any) -> keras.Model:
     return keras.Sequential([keras.Input((12,)), dense[0], Penalty(weight), *dense[1:], layers.Dense(1)])
 
 
+class Penalties(layers.Layer):
+    """Adds a loss for each sample, for each channel, and one of all."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(x**2, axis=-1))
+        self.add_loss(0.2 * keras.ops.mean(x**2, axis=0))
+        self.add_loss(0.3 * keras.ops.mean(x**2))
+        return x
+
+
+def with_penalties() -> keras.Model:
+    dense = [layers.Dense(4, activation="tanh") for _ in range(3)]
+    return keras.Sequential([keras.Input((12,)), dense[0], Penalties(), *dense[1:], layers.Dense(1)])
+
+
+def test_losses_that_layers_add_are_summed_as_in_keras() -> None:
+    """Batches of 7 in 4 parts; the losses of samples are added up, the others averaged."""
+    x, _ = batches(mlp, 21)
+
+    def fit(model: Any) -> Any:
+        options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(x, x[:, :1], validation_data=(x[:7], x[:7, :1]), **options).history
+
+    check_equal(told(with_penalties, fit, loss="mse"))
+
+
 def test_training_without_any_loss_is_refused() -> None:
     """Nothing would move, and nobody would say so. A layer of one's own may have a loss, and has none."""
     x, _ = batches(mlp, 8)
