@@ -64,14 +64,16 @@ class _LossOfPart:
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         value = self._loss(y_true, y_pred, sample_weight)
         samples = tf.shape(keras.tree.flatten(y_pred)[0])[0]
-        self.share = tf.cast(samples, tf.float32) / self._whole.samples
+        wide = tf.float64 if value.dtype == tf.float64 else tf.float32
+        self.share = tf.cast(samples, wide) / tf.cast(self._whole.samples, wide)
         if getattr(self._loss, "reduction", None) == "sum":
             return value / tf.cast(self.share, value.dtype)
         entries = self._whole.entries.get(self._place)
         if entries is None:
             return value
         here = entries_of(self._loss, y_true, get_keras_mask(y_pred))
-        return value * tf.cast(tf.math.divide_no_nan(here, entries) / self.share, value.dtype)
+        part = tf.math.divide_no_nan(tf.cast(here, wide), tf.cast(entries, wide))
+        return value * tf.cast(part / self.share, value.dtype)
 
 
 class _MeanOfParts(keras.metrics.Mean):

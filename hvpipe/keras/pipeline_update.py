@@ -117,7 +117,8 @@ class PipelineUpdate:
                     self._start(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
-        gradients = [np.asarray(self._gradient(place), np.float32) for place in bucket.members]
+        dtype = np.result_type(*(_dtype_of_sum(self.variables[place]) for place in bucket.members))
+        gradients = [np.asarray(self._gradient(place), dtype) for place in bucket.members]
         bucket.buffer = np.concatenate([g.reshape(-1) for g in gradients])
         bucket.request = self._session.engine.group_allreduce(
             bucket.group, bucket.buffer, f"gradients of {self.variables[bucket.members[0]].path}"
@@ -131,9 +132,10 @@ class PipelineUpdate:
             bucket.request = None
             start = 0
             for place in bucket.members:
-                shape = self.variables[place].shape
-                end = start + int(np.prod(shape))
-                gradients[place] = tf.convert_to_tensor(bucket.buffer[start:end].reshape(shape))
+                variable = self.variables[place]
+                end = start + int(np.prod(variable.shape))
+                found = bucket.buffer[start:end].reshape(variable.shape)
+                gradients[place] = tf.convert_to_tensor(found, _dtype_of_sum(variable))
                 start = end
         for place, gradient in enumerate(gradients):
             if gradient is None:
@@ -224,6 +226,10 @@ def check_optimizers(session: Session, optimizer: Any) -> None:
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
         odd = sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name))
+def _dtype_of_sum(variable: Any) -> Any:
+    return np.float64 if variable.dtype == "float64" else np.float32
+
+
         if odd:
             here, there = (f"{odd[0]}={of_rank.get(odd[0])}" for of_rank in (first, theirs))
             raise MismatchError(

@@ -99,6 +99,18 @@ def test_replicas_of_stages_train_alike() -> None:
         check_same(pipelined("mlp", stages=2), plain("mlp"), WITHIN)
 
 
+@pytest.mark.parametrize("options", [{}, {"stages": 1}])
+def test_double_precision_is_kept(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where ranks share weights, as a stage's replicas and a layer of several stages do."""
+    monkeypatch.setitem(MODELS, "tied_in_doubles", tied)
+    keras.config.set_floatx("float64")
+    try:
+        found = pipelined("tied_in_doubles", **options)
+        check_same(found, plain("tied_in_doubles"), 1e-12)
+    finally:
+        keras.config.set_floatx("float32")
+
+
 class Drops(keras.layers.Layer):
     """Dropout that notes what it has left of its last micro-batch's first sample."""
 
