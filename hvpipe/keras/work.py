@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvpipe.keras.deferred import variables_of
@@ -79,13 +80,23 @@ class Work:
 
 @contextlib.contextmanager
 def same_state(layers: Sequence[Any]) -> Iterator[None]:
-    """Undo what forwards in training mode do to statistics and to the states of seeds."""
-    before = [(v, tf.identity(v.value)) for v in variables_of(layers) if not v.trainable]
+    """Undo what forwards in training mode do to statistics, to the states of seeds, and to weights."""
+    own = {id(v) for layer in layers if _may_write_weights(layer) for v in layer.trainable_variables}
+    before = [(v, tf.identity(v.value)) for v in variables_of(layers) if not v.trainable or id(v) in own]
     try:
         yield
     finally:
         for variable, value in before:
             variable.assign(value)
+
+
+def _may_write_weights(layer: Any) -> bool:
+    """Of Keras's layers only one does, besides the optimizer; of a user's own nobody knows."""
+    return any(
+        isinstance(inner, keras.layers.SpectralNormalization)
+        or not type(inner).__module__.startswith("keras.")
+        for inner in layer._flatten_layers()
+    )
 
 
 def _random_like(tensor: Any) -> Any:
