@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,19 @@ from hvpipe.keras.pipeline_state import together
 from hvpipe.keras.pipeline_step import Batch, Outcome, PipelineStep
 from hvpipe.keras.pipeline_update import PipelineUpdate
 from hvpipe.keras.sharing import Sharing
-from hvpipe.keras.stage import StageFunctions
+from hvpipe.keras.stage import StageFunctions, Wire
 from hvpipe.session import Session
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Where gradients come to: not to the wires that stages take, by stage, of `unreached`.
+
+    `trained` are the ids of those trainable variables to which one comes in any stage, on any rank.
+    """
+
+    unreached: frozenset[tuple[int, Wire]]
+    trained: frozenset[int]
 
 
 class Machine:
@@ -65,6 +76,8 @@ class Machine:
             )
             for stage in layout.stages_of(self._rank)
         }
+        if owner._parts.reach is not None:
+            self._pass_over(owner._parts.reach.unreached)
         self._entries = self._batch_entries() if with_loss else None
         self._mail = Mail(session)
         self._step = PipelineStep(
@@ -107,6 +120,7 @@ class Machine:
         self._begin("training", batch)
         if first:
             together(self._session, f"making the graphs of {self._owner.name}", self._check_weights)
+            self._owner._parts.reach = self._agree_on_gradients()
             self._check_loss()
         if self._update is None:
             self._update = PipelineUpdate(
@@ -115,6 +129,7 @@ class Machine:
                 self._owner.trainable_variables,
                 self.functions,
                 self._sharing,
+                self._owner._parts.reach.trained,
             )
         update = self._update
         course = self._layout.course(batch.samples, self._rank, True)
@@ -181,6 +196,30 @@ class Machine:
             if functions.foreign:
                 raise reads_foreign(functions.foreign[0].path)
 
+    def _agree_on_gradients(self) -> Reach:
+        """What no gradient reaches, whichever stage it is in: Keras leaves such weights alone. Collective.
+
+        From the last stages to the first: what passes a stage's inputs over passes over what they come from.
+        """
+        layers = self._layout.stages.graph.layers(range(len(self._layout.stages.graph.calls)))
+        numbers = {id(v._value): number for number, v in enumerate(_trainable(layers))}
+        unreached: frozenset[tuple[int, Wire]] = frozenset()
+        while True:
+            mine = {(stage, wire) for stage, of in self.functions.items() for wire in of.unreached}
+            trained = {numbers[id(v)] for of in self.functions.values() for v in of.training.variables}
+            everyone = self._session.engine.allgather_object((mine, trained))
+            found = frozenset().union(*(of_rank for of_rank, _ in everyone))
+            if found == unreached:
+                every = frozenset().union(*(of_rank for _, of_rank in everyone))
+                reached = (v for number, v in enumerate(_trainable(layers)) if number in every)
+                return Reach(unreached, frozenset(map(id, reached)))
+            unreached = found
+            self._pass_over(unreached)
+
+    def _pass_over(self, unreached: Collection[tuple[int, Wire]]) -> None:
+        for stage, functions in self.functions.items():
+            functions.pass_over(self._layout.stages.without_users(stage, unreached))
+
     def _check_loss(self) -> None:
         mine = sum(stage.trains_by_a_loss for stage in self.functions.values())
         if not any(self._session.engine.agree("whether any stage has a loss", float(mine))):
@@ -233,6 +272,11 @@ class _Trained:
 
     def total(self) -> float:
         return float(self.samples)
+
+
+def _trainable(layers: Sequence[Any]) -> list[Any]:
+    """The layers' variables that are trained, each once."""
+    return list({id(v): v for layer in layers for v in layer.trainable_variables}.values())
 
 
 def flat_targets(structure: Any) -> list[Any]:

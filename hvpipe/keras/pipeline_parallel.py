@@ -19,7 +19,7 @@ from hvpipe.keras.part_loss import LossOfParts
 from hvpipe.keras.pipeline_files import PipelineFiles, make_folders, with_one_writer
 from hvpipe.keras.pipeline_layout import Layout, layout_of
 from hvpipe.keras.pipeline_logs import PipelineLogs, flat_results
-from hvpipe.keras.pipeline_machine import Machine, flat_targets, signature_of
+from hvpipe.keras.pipeline_machine import Machine, Reach, flat_targets, signature_of
 from hvpipe.keras.pipeline_plan import Wish, plan_for
 from hvpipe.keras.pipeline_step import Batch
 from hvpipe.keras.pipeline_update import check_optimizers, learning_rate_of
@@ -356,6 +356,7 @@ class _Parts:
         self.machines: list[Machine] = []
         self.trains = False
         self.logs.forget()
+        self.reach: Reach | None = None  # known when it trains
 
 
 def _listed(callbacks: Any) -> list[Any]:

@@ -33,7 +33,8 @@ class PipelineUpdate:
     """Sums, clips and applies the gradients of one rank's stages; who shares a variable adds the same sum.
 
     `trainable` is what the optimizer is built with where it is not yet: the stages' variables in the order
-    of the model, also those that no gradient reaches, as Keras counts on when it averages weights.
+    of the model, also those that no gradient reaches, as Keras counts on when it averages weights. `reached`
+    are the ids of those variables to which a gradient comes on any rank.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class PipelineUpdate:
         trainable: Sequence[Any],
         functions: Mapping[int, StageFunctions],
         sharing: Sharing,
+        reached: Collection[int],
     ) -> None:
         self._session = session
         self._optimizer = optimizer
@@ -55,8 +57,12 @@ class PipelineUpdate:
             halves = functions[stage].training
             for variable, accumulator in zip(halves.variables, halves.accumulators, strict=True):
                 accumulators[id(variable)][stage] = accumulator
-        # In the order in which the stages here use them; a shared one even where nothing reached it.
-        keys = [key for key, v in keras_variables.items() if accumulators[key] or id(v) in holders]
+        # In the order in which the stages here use them; a shared one even where nothing reaches it here.
+        keys = [
+            key
+            for key, v in keras_variables.items()
+            if accumulators[key] or (id(v) in holders and id(v) in reached)
+        ]
         self.variables = [keras_variables[key] for key in keys]
         self._accumulators = [accumulators[key] for key in keys]
         self._stages_of = [
@@ -220,16 +226,16 @@ class PipelineUpdate:
         return tf.function(apply, autograph=False)
 
 
+def _dtype_of_sum(variable: Any) -> Any:
+    return np.float64 if variable.dtype == "float64" else np.float32
+
+
 def check_optimizers(session: Session, optimizer: Any) -> None:
     """See that all ranks update alike; collective. Raises MismatchError where settings differ."""
     everyone = session.engine.allgather_object(_settings(optimizer))
     first = everyone[0]
     for rank, theirs in enumerate(everyone):
         odd = sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name))
-def _dtype_of_sum(variable: Any) -> Any:
-    return np.float64 if variable.dtype == "float64" else np.float32
-
-
         if odd:
             here, there = (f"{odd[0]}={of_rank.get(odd[0])}" for of_rank in (first, theirs))
             raise MismatchError(

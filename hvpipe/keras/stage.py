@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -63,6 +63,15 @@ class Stages:
         if wire.mask:
             return tf.TensorSpec(tensor.mask_shape, tf.bool)
         return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+    def without_users(self, stage: int, unreached: Collection[tuple[int, Wire]]) -> list[Wire]:
+        """The outputs of a stage that no other has a gradient for; `unreached` by users and wires."""
+        sends = self.cuts[stage].sends
+        return [
+            wire
+            for wire in self.floating(self.cuts[stage].outputs)
+            if all((user, wire) in unreached for user, sent in sends.items() if wire in sent)
+        ]
 
     def floating(self, wires: Sequence[Wire]) -> tuple[Wire, ...]:
         """Those that have gradients."""
@@ -153,6 +162,8 @@ class StageFunctions:
         recompute: bool = False,
         samples: Any = None,
     ) -> None:
+        """`samples` is the variable that holds the batch's samples, of which values are a part; None: all."""
+        self._samples = samples
         self._stages = stages
         self._cut = stages.cuts[stage]
         self._last = stage == len(stages.cuts) - 1
@@ -162,8 +173,6 @@ class StageFunctions:
         self.wires_in = tuple(w for source in sorted(self._cut.receives) for w in self._cut.receives[source])
         self._signature = [
             *(stages.spec(wire) for wire in self.wires_in),
-        """`samples` is the variable that holds the batch's samples, of which values are a part; None: all."""
-        self._samples = samples
             *(stages.spec(Wire(number)) for number in self._cut.inputs),
         ]
         self._target_signature = list(targets) if self._last else []
@@ -175,6 +184,7 @@ class StageFunctions:
         }
         self._regularized = [v for v in self.trainable if v.regularizer is not None and id(v) not in earlier]
         self.has_loss = self._loss is not None or bool(self._regularized) or self._has_activity_losses(layers)
+        self.loss_dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
         self.outputs_of_model = len(graph.outputs) if self._last else 0
         # Those of the outputs that have a mask, which metrics count by.
         self.masked = [
@@ -183,8 +193,8 @@ class StageFunctions:
             if self._last and graph.tensors[number].mask_shape is not None
         ]
         self._recompute = recompute
+        self._passed_over: frozenset[int] = frozenset()  # among the floating outputs
         self._adds_loss = False  # told by tracing
-        self.loss_dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
 
     @cached_property
     def training(self) -> Halves:
@@ -199,7 +209,22 @@ class StageFunctions:
             wanted=len(self.wires_in),
             only_out=self.outputs_of_model + len(self.masked),
             recompute=self._recompute,
+            passed_over=self._passed_over,
         )
+
+    @property
+    def unreached(self) -> list[Wire]:
+        """The floating wires that come in, to which no gradient comes in this stage: they get 0."""
+        wires = self._stages.floating(self.wires_in)
+        return [wire for wire, reached in zip(wires, self.training.reached, strict=True) if not reached]
+
+    def pass_over(self, wires: Collection[Wire]) -> None:
+        """Of these outputs no user has a gradient: weights behind them alone get none, as in Keras."""
+        outputs = self._stages.floating(self._cut.outputs)
+        places = frozenset(place for place, wire in enumerate(outputs) if wire in wires)
+        if places != self._passed_over:
+            self._passed_over = places
+            self.__dict__.pop("training", None)
 
     @property
     def trains_by_a_loss(self) -> bool:
@@ -270,6 +295,14 @@ class StageFunctions:
             found.append(tf.add_n([zero, *(tf.cast(loss, self.loss_dtype) for loss in losses)]))
         return [*found, *results, *(get_keras_mask(results[place]) for place in self.masked)]
 
+    def _summed(self, loss: Any) -> Any:
+        """What a layer has added, as Keras sums it; a sum over samples is not to be averaged over parts."""
+        total = tf.reduce_sum(loss)
+        if self._samples is None or loss.shape.rank == 0 or loss.shape[0] is not None:
+            return total
+        share = tf.cast(tf.shape(loss)[0], self.loss_dtype) / tf.cast(self._samples, self.loss_dtype)
+        return total / tf.cast(share, total.dtype)
+
     def _check_dtype(self, wire: Wire, value: Any) -> None:
         """What reads it was made for the dtype that Keras tells, which may not be the one that comes."""
         told = self._stages.spec(wire).dtype
@@ -295,14 +328,6 @@ class StageFunctions:
 
 def _activity_losses(operation: Any) -> list[Any]:
     """What the call just made has added with `add_loss`."""
-    def _summed(self, loss: Any) -> Any:
-        """What a layer has added, as Keras sums it; a sum over samples is not to be averaged over parts."""
-        total = tf.reduce_sum(loss)
-        if self._samples is None or loss.shape.rank == 0 or loss.shape[0] is not None:
-            return total
-        share = tf.cast(tf.shape(loss)[0], self.loss_dtype) / tf.cast(self._samples, self.loss_dtype)
-        return total / tf.cast(share, total.dtype)
-
     if not isinstance(operation, keras.Layer):
         return []
     return [loss for layer in operation._flatten_layers() for loss in layer._losses]

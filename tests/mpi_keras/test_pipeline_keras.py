@@ -155,6 +155,39 @@ def test_weights_that_no_gradient_reaches_are_averaged_as_in_keras(build: Any, o
 
 def test_several_optimizers_are_refused() -> None:
     several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd()))
+def behind_a_stop() -> keras.Model:
+    """Layers that no gradient reaches, because of a later one or of an output without a loss."""
+    inputs = keras.Input((12,))
+    x = inputs
+    for _ in range(3):
+        x = keras.layers.Dense(6, activation="tanh")(x)
+    side = keras.layers.Dense(5, name="side")(x)
+    for _ in range(3):
+        x = keras.layers.Dense(6, activation="tanh")(keras.ops.stop_gradient(x))
+    return keras.Model(inputs, {"main": keras.layers.Dense(4, name="main")(x), "side": side})
+
+
+def decaying_weights() -> Any:
+    return keras.optimizers.AdamW(0.01, weight_decay=0.9)
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"schedule": "zb-h1"}])
+def test_weights_that_no_gradient_reaches_stay_as_in_keras(options: dict[str, Any]) -> None:
+    """Wherever the model is cut: a gradient of 0 would let the optimizer let them decay."""
+    x, y = batches(mlp, 32)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    told = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(5)
+        build = behind_a_stop
+        model = hk.pipeline_parallel(build, microbatches=4, **options) if parallel else build()
+        model.compile(decaying_weights(), {"main": loss})
+        history = model.fit(x, {"main": y}, batch_size=8, shuffle=False, verbose=0).history
+        outputs = model.predict(x, verbose=0)
+        told.append([*history["loss"], *outputs["main"].ravel(), *outputs["side"].ravel()])
+    np.testing.assert_allclose(told[1], told[0], rtol=1e-4, atol=1e-6)
+
+
     with pytest.raises(HvpipeError, match=r"one optimizer for all layers.* optimizer=MultiOptimizer"):
         compile_as_all(hk.pipeline_parallel(small), several)
 
