@@ -16,7 +16,7 @@ from hvpipe.keras.callbacks import stop_together
 from hvpipe.keras.deferred import build_without_memory, give_memory, leave_to_others
 from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
 from hvpipe.keras.part_loss import LossOfParts
-from hvpipe.keras.pipeline_files import PipelineFiles, make_folders, with_one_writer
+from hvpipe.keras.pipeline_files import PipelineFiles, make_folders, told_once, with_one_writer
 from hvpipe.keras.pipeline_layout import Layout, layout_of
 from hvpipe.keras.pipeline_logs import PipelineLogs, flat_results
 from hvpipe.keras.pipeline_machine import Machine, Reach, flat_targets, signature_of
@@ -214,7 +214,8 @@ class PipelineParallel(PipelineFiles, keras.Model):
         named = self._quiet(super().fit, args, kwargs)
         callbacks = with_one_writer(session, _listed(named.get("callbacks") or []))
         make_folders(session, callbacks)
-        named["callbacks"] = [EpochEnd(sharing), *callbacks, stop_together(session, callbacks)]
+        mine = told_once(session, callbacks, self.stages, self._stage_layers)
+        named["callbacks"] = [EpochEnd(sharing), *mine, stop_together(session, callbacks)]
         return super().fit(**named)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -355,8 +356,8 @@ class _Parts:
         """What depends on how the model is compiled is made again."""
         self.machines: list[Machine] = []
         self.trains = False
-        self.logs.forget()
         self.reach: Reach | None = None  # known when it trains
+        self.logs.forget()
 
 
 def _listed(callbacks: Any) -> list[Any]:

@@ -14,7 +14,9 @@ from mpi_keras.pipelines import batches, compile_as_all, mlp, sgd
 import hvpipe
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.keras.pipeline_files import told_once
 from hvpipe.keras.pipeline_machine import Machine
+from hvpipe.session import current
 
 
 def small() -> keras.Model:
@@ -153,8 +155,6 @@ def test_weights_that_no_gradient_reaches_are_averaged_as_in_keras(build: Any, o
     np.testing.assert_allclose(told[1], told[0], rtol=1e-5, atol=1e-6)
 
 
-def test_several_optimizers_are_refused() -> None:
-    several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd()))
 def behind_a_stop() -> keras.Model:
     """Layers that no gradient reaches, because of a later one or of an output without a loss."""
     inputs = keras.Input((12,))
@@ -188,6 +188,8 @@ def test_weights_that_no_gradient_reaches_stay_as_in_keras(options: dict[str, An
     np.testing.assert_allclose(told[1], told[0], rtol=1e-4, atol=1e-6)
 
 
+def test_several_optimizers_are_refused() -> None:
+    several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd()))
     with pytest.raises(HvpipeError, match=r"one optimizer for all layers.* optimizer=MultiOptimizer"):
         compile_as_all(hk.pipeline_parallel(small), several)
 
@@ -221,6 +223,53 @@ def test_one_rank_writes_a_log_that_all_were_told_of(tmp_path: Path) -> None:
     rows = Path(shared).read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["epoch", "0", "1", "2"]
     assert (tmp_path / "own.csv").read_text().splitlines()[-1] == rows[-1]
+
+
+def with_a_table() -> keras.Model:
+    tokens = keras.Input((5,), dtype="int32")
+    x = keras.layers.Flatten()(keras.layers.Embedding(7, 4, name="table")(tokens))
+    return keras.Model(tokens, keras.layers.Dense(4)(keras.layers.Dense(4)(x)))
+
+
+def test_one_rank_writes_and_prints_what_all_have() -> None:
+    """A TensorBoard that shows weights is everyone's: each rank has some."""
+    pipe = compile_as_all(hk.pipeline_parallel(with_a_table))
+    rank, size = hvpipe.rank(), hvpipe.size()
+    callbacks = [
+        keras.callbacks.TensorBoard("scalars"),
+        keras.callbacks.TensorBoard("weights", histogram_freq=1),
+        keras.callbacks.TensorBoard(f"own{rank}"),
+        keras.callbacks.RemoteMonitor(),
+        keras.callbacks.EarlyStopping("loss", verbose=1),
+    ]
+    for _ in ("first fit", "another"):
+        found = told_once(current(), callbacks, pipe.stages, pipe.layers)
+        assert [c.log_dir for c in found if isinstance(c, keras.callbacks.TensorBoard)] == (
+            ["scalars", "weights", "own0"] if rank == 0 else [f"weights/rank{rank}", f"own{rank}"]
+        )
+        assert [c.verbose for c in found if isinstance(c, keras.callbacks.EarlyStopping)] == [rank == 0]
+        assert len(found) == (5 if rank == 0 else 3)
+    assert len(set(hvpipe.allgather_object(tuple(c.log_dir for c in callbacks[1:3])))) == size
+
+
+def test_embeddings_of_other_ranks_are_no_mistake() -> None:
+    pipe = compile_as_all(hk.pipeline_parallel(with_a_table))
+    given = {"table": "names.tsv", "no_layer": "names.tsv"}
+    board = keras.callbacks.TensorBoard("logs", embeddings_freq=1, embeddings_metadata=given)
+    told_once(current(), [board], pipe.stages, pipe.layers)
+    first = hvpipe.rank() == 0
+    assert board.embeddings_metadata == (given if first else {"no_layer": "names.tsv"})
+    assert board.log_dir == ("logs" if first else f"logs/rank{hvpipe.rank()}")
+
+
+def test_a_checkpoint_of_one_rank_alone_is_told(tmp_path: Path) -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 8)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    saving = [keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras"))] if hvpipe.rank() == 0 else []
+    with pytest.raises(MismatchError, match=r"give ModelCheckpoint to all .* 1 on rank 0 and 0 on rank 1"):
+        pipe.fit(x, y, batch_size=8, verbose=0, callbacks=saving)
 
 
 def test_graphs_are_made_once_for_each_structure_of_targets(monkeypatch: pytest.MonkeyPatch) -> None:
