@@ -21,12 +21,14 @@ from hvpipe.errors import HvpipeError
 class TensorSpec:
     """What travels: shape (None where it depends on the batch) and dtype of a tensor of the model.
 
-    `mask_shape` is that of the Keras mask that goes with it, if one does.
+    `mask_shape` is that of the Keras mask that goes with it, if one does. Without `of_samples` the first
+    axis, where it is None, is something else than the samples: say, time folded into them.
     """
 
     shape: tuple[int | None, ...]
     dtype: str
     mask_shape: tuple[int | None, ...] | None = None
+    of_samples: bool = True
 
     @property
     def differentiable(self) -> bool:
@@ -142,7 +144,32 @@ def layer_graph(model: Any) -> LayerGraph:
     graph = LayerGraph(_own_name(model), tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
     # Inside, sizes are as open as its inputs leave them.
     known = graph.sized([graph.tensors[number].shape for number in inputs]) if builder.opened_wider else None
-    return graph if known is None else replace(graph, tensors=known)
+    return _with_folded(graph if known is None else replace(graph, tensors=known))
+
+
+def _with_folded(graph: LayerGraph) -> LayerGraph:
+    """Find the tensors whose first axis is not that of the samples. No layer of Keras's own makes such."""
+    if all(isinstance(call.operation, keras.Layer) and _is_known(call.operation) for call in graph.calls):
+        return graph
+    two, three = (
+        graph.sized([(count, *graph.tensors[number].shape[1:]) for number in graph.inputs])
+        for count in (2, 3)
+    )
+    if two is None or three is None:
+        return graph
+    first = [(a.shape[:1], b.shape[:1]) for a, b in zip(two, three, strict=True)]
+    return replace(
+        graph,
+        tensors=tuple(
+            replace(spec, of_samples=spec.shape[:1] != (None,) or sizes == ((2,), (3,)))
+            for spec, sizes in zip(graph.tensors, first, strict=True)
+        ),
+    )
+
+
+def _is_known(layer: Any) -> bool:
+    """Of Keras's own layers all but Lambda."""
+    return type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.layers.Lambda)
 
 
 class _Builder:

@@ -234,7 +234,8 @@ class _Pass:
     def _shape(self, wire: Wire, i: int) -> list[int] | None:
         """The shape of a wire for micro-batch i, where both ends can tell."""
         axes = list(self._stages.spec(wire).shape)
-        if any(axis is None for axis in axes[1:]) or not axes:
+        folded = not self._stages.graph.tensors[wire.number].of_samples
+        if any(axis is None for axis in axes[1:]) or not axes or folded:
             return None
         samples = self._parts[i].stop - self._parts[i].start
         return [samples if axes[0] is None else axes[0], *axes[1:]]

@@ -172,6 +172,21 @@ def test_the_mode_reaches_layers_inside_a_layer_that_does_not_take_it(training: 
     assert (found[1][1][0] != 1) == training
 
 
+def folding() -> keras.Model:
+    """Steps of a sequence go through a layer as samples of their own."""
+    inputs = keras.Input((6, 3))
+    steps = layers.Dense(4)(keras.ops.reshape(inputs, (-1, 3)))
+    return keras.Model(inputs, keras.ops.reshape(steps, (-1, 6, 4)) + 1)
+
+
+def test_what_has_no_axis_of_samples_is_known() -> None:
+    graph = layer_graph(folding())
+    found = [(spec.shape, spec.of_samples) for spec in graph.tensors]
+    sequence = (None, 6, 4)
+    assert found[:3] == [((None, 6, 3), True), ((None, 3), False), ((None, 4), False)]
+    assert found[3:] == [(sequence, True), (sequence, True)]
+
+
 def skipping() -> keras.Model:
     """The first layer's output is used by the last."""
     inputs = keras.Input((4,))

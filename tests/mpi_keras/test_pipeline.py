@@ -88,6 +88,21 @@ def test_loops_and_branches_train_alike(options: dict[str, Any], monkeypatch: py
     check_same(pipelined("loops_and_branches", **options), plain("loops_and_branches"), WITHIN)
 
 
+def steps_as_samples() -> keras.Model:
+    """Whatever is cut, some tensors that travel have more rows than there are samples."""
+    layers, ops = keras.layers, keras.ops
+    inputs = keras.Input((6, 3))
+    x = ops.reshape(inputs, (-1, 3))
+    for _ in range(4):
+        x = layers.Dense(6, activation="tanh")(x)
+    return keras.Model(inputs, layers.Dense(4)(layers.Flatten()(ops.reshape(x, (-1, 6, 6)))))
+
+
+def test_steps_that_are_folded_into_the_samples_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "steps_as_samples", steps_as_samples)
+    check_same(pipelined("steps_as_samples"), plain("steps_as_samples"), WITHIN)
+
+
 def test_replicas_of_stages_train_alike() -> None:
     """As many stages as half the ranks, and one stage on all ranks but one."""
     size = hvpipe.size()
@@ -103,12 +118,14 @@ def test_replicas_of_stages_train_alike() -> None:
 def test_double_precision_is_kept(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where ranks share weights, as a stage's replicas and a layer of several stages do."""
     monkeypatch.setitem(MODELS, "tied_in_doubles", tied)
-    keras.config.set_floatx("float64")
     try:
+        for set_dtype in (keras.config.set_floatx, keras.config.set_dtype_policy):
+            set_dtype("float64")
         found = pipelined("tied_in_doubles", **options)
         check_same(found, plain("tied_in_doubles"), 1e-12)
     finally:
-        keras.config.set_floatx("float32")
+        for set_dtype in (keras.config.set_floatx, keras.config.set_dtype_policy):
+            set_dtype("float32")
 
 
 class Drops(keras.layers.Layer):
