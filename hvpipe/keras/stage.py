@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -275,11 +277,12 @@ class StageFunctions:
                 # A tensor of its own: a mask must not stick to what others hold.
                 known[wire.number] = tf.identity(value)
         losses: list[Any] = []
-        for place in cut.calls:
-            call = graph.calls[place]
-            for (number, _), value in zip(call.writes, call(known, training), strict=True):
-                known[number] = value
-            losses.extend(map(self._summed, _activity_losses(call.operation)))
+        with _scaled_activities(self._stages.graph.layers(cut.calls), self._share_of):
+            for place in cut.calls:
+                call = graph.calls[place]
+                for (number, _), value in zip(call.writes, call(known, training), strict=True):
+                    known[number] = value
+                losses.extend(map(self._summed, _activity_losses(call.operation)))
         found = [get_keras_mask(known[w.number]) if w.mask else known[w.number] for w in cut.outputs]
         for wire, value in zip(cut.outputs, found, strict=True):
             self._check_dtype(wire, value)
@@ -298,10 +301,16 @@ class StageFunctions:
     def _summed(self, loss: Any) -> Any:
         """What a layer has added, as Keras sums it; a sum over samples is not to be averaged over parts."""
         total = tf.reduce_sum(loss)
-        if self._samples is None or loss.shape.rank == 0 or loss.shape[0] is not None:
+        if loss.shape.rank == 0 or loss.shape[0] is not None:
             return total
-        share = tf.cast(tf.shape(loss)[0], self.loss_dtype) / tf.cast(self._samples, self.loss_dtype)
-        return total / tf.cast(share, total.dtype)
+        return total / self._share_of(loss, total.dtype)
+
+    def _share_of(self, tensor: Any, dtype: Any) -> Any:
+        """The part of the batch's samples that a tensor has."""
+        if self._samples is None:
+            return tf.ones((), dtype)
+        samples = tf.cast(tf.shape(tensor)[0], self.loss_dtype)
+        return tf.cast(samples / tf.cast(self._samples, self.loss_dtype), dtype)
 
     def _check_dtype(self, wire: Wire, value: Any) -> None:
         """What reads it was made for the dtype that Keras tells, which may not be the one that comes."""
@@ -331,6 +340,44 @@ def _activity_losses(operation: Any) -> list[Any]:
     if not isinstance(operation, keras.Layer):
         return []
     return [loss for layer in operation._flatten_layers() for loss in layer._losses]
+
+
+@functools.cache
+def _keras_divides_activities() -> bool:
+    """Whether Keras divides an activity regularizer's loss by the samples; older versions do not."""
+    with tf.init_scope():
+        layer = keras.layers.Identity(activity_regularizer=keras.regularizers.L1(1.0), name="asked")
+        layer(tf.ones((2, 1)))
+        return float(layer.losses[0]) == 1.0
+
+
+@contextlib.contextmanager
+def _scaled_activities(layers: Sequence[Any], share_of: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Where Keras takes the sum over samples of what activities cost, let a part's make up for its share."""
+    if _keras_divides_activities():
+        yield
+        return
+    given = {
+        layer: layer.activity_regularizer
+        for outer in layers
+        for layer in outer._flatten_layers()
+        if layer.activity_regularizer is not None
+    }
+
+    def scaled(regularizer: Any) -> Callable[[Any], Any]:
+        def cost(output: Any) -> Any:
+            loss = regularizer(output)
+            return loss / share_of(output, loss.dtype) if output.shape.rank else loss
+
+        return cost
+
+    try:
+        for layer, regularizer in given.items():
+            layer.activity_regularizer = scaled(regularizer)
+        yield
+    finally:
+        for layer, regularizer in given.items():
+            layer.activity_regularizer = regularizer
 
 
 def _unique(variables: Any) -> list[Any]:

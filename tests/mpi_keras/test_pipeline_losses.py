@@ -11,6 +11,7 @@ import pytest
 from mpi_keras.pipelines import batches, mlp, sgd
 
 import hvpipe.keras as hk
+import hvpipe.keras.stage
 from hvpipe.errors import HvpipeError
 
 layers = keras.layers
@@ -141,6 +142,25 @@ def test_losses_that_layers_add_are_summed_as_in_keras() -> None:
         return model.fit(x, x[:, :1], validation_data=(x[:7], x[:7, :1]), **options).history
 
     check_equal(told(with_penalties, fit, loss="mse"))
+
+
+class SumOverSamples(keras.regularizers.Regularizer):
+    """What Keras makes of an activity regularizer where it does not divide by the samples."""
+
+    def __call__(self, x: Any) -> Any:
+        return 0.01 * keras.ops.sum(x**2) * keras.ops.cast(keras.ops.shape(x)[0], "float32")
+
+
+def test_activities_cost_as_much_where_keras_sums_over_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, _ = batches(mlp, 21)
+    monkeypatch.setattr(hvpipe.keras.stage, "_keras_divides_activities", lambda: False)
+    build = functools.partial(with_penalty, 0.0, activity_regularizer=SumOverSamples())
+
+    def fit(model: Any) -> Any:
+        options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(x, x[:, :1], validation_data=(x[:7], x[:7, :1]), **options).history
+
+    check_equal(told(build, fit, loss="mse"))
 
 
 def test_training_without_any_loss_is_refused() -> None:
