@@ -30,6 +30,13 @@ class PipelineFiles:
         """
         self._write_whole(lambda model: model.save(filepath, overwrite=overwrite, zipped=zipped, **kwargs))
 
+    def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """No rank has the graph of the whole model; plain Keras exports what `save` writes."""
+        raise HvpipeError(
+            "A pipeline is saved, and what was saved exported: pipe.save('model.keras') on all ranks, then "
+            f"keras.models.load_model('model.keras').export(...) on one. Received: export to {filepath!r}"
+        )
+
     def save_weights(
         self, filepath: Any, overwrite: bool = True, max_shard_size: float | None = None
     ) -> None:

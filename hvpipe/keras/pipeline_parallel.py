@@ -267,6 +267,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
             inputs = self._inputs(x)
             batch = Batch(inputs, flat_targets((y, sample_weight)), int(inputs[0].shape[0]))
+            _check_samples(batch)
             self._parts.samples.assign(batch.samples)
             machine = self._machine((y, sample_weight), batch.targets)
             if training:
@@ -360,5 +361,17 @@ class _Parts:
         self.logs.forget()
 
 
+def _check_samples(batch: Batch) -> None:
+    """Micro-batches are cut from all tensors alike."""
+    inputs, targets = ([x.shape[0] if x.shape else 0 for x in of] for of in (batch.inputs, batch.targets))
+    if {*inputs, *targets} != {batch.samples}:
+        raise HvpipeError(
+            "All inputs, targets and sample weights of a batch should have as many samples. "
+            f"Received: {inputs} of inputs, {targets} of targets and sample weights"
+        )
+
+
 def _listed(callbacks: Any) -> list[Any]:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
     return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]

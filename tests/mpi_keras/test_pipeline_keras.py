@@ -339,6 +339,27 @@ def test_targets_that_look_otherwise_on_one_rank_are_told(differs: dict[str, Any
     assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
 
 
+def test_targets_of_another_number_than_the_inputs_are_told() -> None:
+    """Else the first ones would be taken."""
+    x, y = batches(mlp, 16)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    with pytest.raises(HvpipeError, match=r"as many samples. Received: \[8\] of inputs, \[16\] of targets"):
+        pipe.train_on_batch(x[:8], y)
+
+
+def test_export_says_what_to_do() -> None:
+    with pytest.raises(HvpipeError, match=r"load_model\(.*\)\.export"):
+        hk.pipeline_parallel(small).export("folder")
+
+
+def test_callbacks_may_come_in_a_list_of_keras() -> None:
+    x, y = batches(mlp, 32)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    given = keras.callbacks.CallbackList([StopsOnTheLastRank()], add_history=True)
+    history = pipe.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=given)
+    assert len(history.history["loss"]) == 1
+
+
 def test_targets_of_another_dtype_on_one_rank_are_told_in_evaluation() -> None:
     if hvpipe.size() == 1:
         pytest.skip("one rank agrees with itself")
