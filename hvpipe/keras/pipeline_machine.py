@@ -76,8 +76,6 @@ class Machine:
             )
             for stage in layout.stages_of(self._rank)
         }
-        if owner._parts.reach is not None:
-            self._pass_over(owner._parts.reach.unreached)
         self._entries = self._batch_entries() if with_loss else None
         self._mail = Mail(session)
         self._step = PipelineStep(
@@ -120,16 +118,16 @@ class Machine:
         self._begin("training", batch)
         if first:
             together(self._session, f"making the graphs of {self._owner.name}", self._check_weights)
-            self._owner._parts.reach = self._agree_on_gradients()
             self._check_loss()
         if self._update is None:
+            reach = self._reach()
             self._update = PipelineUpdate(
                 self._session,
                 self._owner.optimizer,
                 self._owner.trainable_variables,
                 self.functions,
                 self._sharing,
-                self._owner._parts.reach.trained,
+                reach.trained,
             )
         update = self._update
         course = self._layout.course(batch.samples, self._rank, True)
@@ -195,6 +193,18 @@ class Machine:
         for functions in self.functions.values():
             if functions.foreign:
                 raise reads_foreign(functions.foreign[0].path)
+
+    def _reach(self) -> Reach:
+        """What gradients reach with targets of this structure, which is the same on all ranks; collective.
+
+        Once for each structure: machines for other sizes of targets are made by each rank for itself.
+        """
+        known = self._owner._parts.reach
+        if self._targets_in_words not in known:
+            known[self._targets_in_words] = self._agree_on_gradients()
+        reach: Reach = known[self._targets_in_words]
+        self._pass_over(reach.unreached)
+        return reach
 
     def _agree_on_gradients(self) -> Reach:
         """What no gradient reaches, whichever stage it is in: Keras leaves such weights alone. Collective.

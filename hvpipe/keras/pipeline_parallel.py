@@ -357,7 +357,7 @@ class _Parts:
         """What depends on how the model is compiled is made again."""
         self.machines: list[Machine] = []
         self.trains = False
-        self.reach: Reach | None = None  # known when it trains
+        self.reach: dict[str, Reach] = {}  # by the structure of targets that it has been trained on
         self.logs.forget()
 
 
