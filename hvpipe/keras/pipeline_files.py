@@ -37,6 +37,13 @@ class PipelineFiles:
             f"keras.models.load_model('model.keras').export(...) on one. Received: export to {filepath!r}"
         )
 
+    def get_config(self) -> dict[str, Any]:
+        """Keras's own saving asks for it, which would write one rank's part from every rank."""
+        raise HvpipeError(
+            "A rank has a part of the model: pipe.save('model.keras') on all ranks saves the whole, in place "
+            "of keras.saving.save_model(pipe, ...). Received: a call of get_config"
+        )
+
     def save_weights(
         self, filepath: Any, overwrite: bool = True, max_shard_size: float | None = None
     ) -> None:

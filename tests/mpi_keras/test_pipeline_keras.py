@@ -352,6 +352,11 @@ def test_export_says_what_to_do() -> None:
         hk.pipeline_parallel(small).export("folder")
 
 
+def test_saving_past_the_pipeline_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(HvpipeError, match=r"pipe\.save\('model.keras'\) on all ranks"):
+        keras.saving.save_model(hk.pipeline_parallel(small), tmp_path / "model.keras")
+
+
 def test_callbacks_may_come_in_a_list_of_keras() -> None:
     x, y = batches(mlp, 32)
     pipe = compile_as_all(hk.pipeline_parallel(small))
