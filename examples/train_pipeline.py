@@ -160,7 +160,7 @@ def train(options: argparse.Namespace) -> tuple[hk.PipelineParallel, str]:
     pipe = hk.pipeline_parallel(
         chosen.build_model,
         stages=options.plan or options.stages or "auto",
-        microbatches=options.microbatches,
+        microbatches=options.microbatches or (None if options.plan else 4),
         schedule=options.schedule,
         chunks=options.chunks,
         replicas=options.replicas,
@@ -234,11 +234,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", choices=("gpt", "resnet50"), default="gpt", help="default: gpt")
     how = parser.add_argument_group("how it is spread over the ranks")
     how.add_argument("--stages", type=int, metavar="N", help="default: one on each rank")
-    how.add_argument("--microbatches", type=int, default=4, metavar="M", help="parts of a batch (4)")
-    how.add_argument("--schedule", default="1f1b", help="gpipe, 1f1b (default), zb-h1 or interleaved")
-    how.add_argument("--chunks", type=int, default=2, help="stages on each rank, if interleaved (2)")
+    how.add_argument("--microbatches", type=int, metavar="M", help="parts of a batch (4)")
+    how.add_argument("--schedule", help="gpipe, 1f1b (default), zb-h1 or interleaved")
+    how.add_argument("--chunks", type=int, help="stages on each rank, if interleaved (2)")
     how.add_argument("--replicas", type=numbers, metavar="2,1", help="how many ranks each stage has")
-    how.add_argument("--recompute", action="store_true", help="run forwards again instead of keeping them")
+    how.add_argument(
+        "--recompute", action="store_const", const=True, help="run forwards again instead of keeping them"
+    )
     how.add_argument("--plan", type=Path, metavar="FILE", help="what `hvpipe plan -o FILE` wrote, instead")
     shape = parser.add_argument_group("the model")
     shape.add_argument("--length", type=int, default=64, help="letters of an excerpt (64)")

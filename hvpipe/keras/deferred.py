@@ -84,6 +84,36 @@ def give_memory(layers: Iterable[Any]) -> None:
             variable._deferred_initialize()
 
 
+class _Elsewhere:
+    """In place of the initializer of a variable that lives on other ranks alone.
+
+    Keras takes a new initial value where a graph reads a variable without memory.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise reads_foreign(self._path)
+
+
+def reads_foreign(path: str) -> HvpipeError:
+    """What is told where a stage reads a weight of another stage's layers."""
+    return HvpipeError(
+        "A stage should read the weights of its own layers alone: those of another stage's that a function, "
+        "Lambda or loss reads would get no gradient of that. Let a layer that holds the weight do what reads "
+        "it, and call that layer in the model; stages may share it. "
+        f"Received: {path}, of another stage"
+    )
+
+
+def leave_to_others(layers: Iterable[Any]) -> None:
+    """Let no graph on this rank read those variables of these layers that have no memory here."""
+    for variable in variables_of(layers):
+        if variable._value is None:
+            variable._initializer = _Elsewhere(variable.path)
+
+
 @contextlib.contextmanager
 def lent_memory(layers: Iterable[Any]) -> Iterator[None]:
     """Give the variables of these layers that have no memory theirs, and take it back at the end."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.models.functional import Functional
+from keras.src.ops.core import Cast
+from keras.src.ops.symbolic_arguments import SymbolicArguments
 from keras.src.utils.naming import to_snake_case
 
 from hvpipe.errors import HvpipeError
@@ -19,12 +21,14 @@ from hvpipe.errors import HvpipeError
 class TensorSpec:
     """What travels: shape (None where it depends on the batch) and dtype of a tensor of the model.
 
-    `mask_shape` is that of the Keras mask that goes with it, if one does.
+    `mask_shape` is that of the Keras mask that goes with it, if one does. Without `of_samples` the first
+    axis, where it is None, is something else than the samples: say, time folded into them.
     """
 
     shape: tuple[int | None, ...]
     dtype: str
     mask_shape: tuple[int | None, ...] | None = None
+    of_samples: bool = True
 
     @property
     def differentiable(self) -> bool:
@@ -82,6 +86,28 @@ class LayerGraph:
         found = {id(self.calls[p].operation): self.calls[p].operation for p in places}
         return [operation for operation in found.values() if isinstance(operation, keras.Layer)]
 
+    def whole_models(self) -> list[str]:
+        """The names of the calls of nested models that could not be opened."""
+        return [call.name for call in self.calls if functional_of(call.operation) is not None]
+
+    def sized(self, inputs: Sequence[Sequence[int | None]]) -> tuple[TensorSpec, ...] | None:
+        """The tensors where the model's inputs have these shapes; None where Keras cannot tell.
+
+        Sizes of masks stay as they are.
+        """
+        known = {
+            number: keras.KerasTensor(shape, self.tensors[number].dtype)
+            for number, shape in zip(self.inputs, inputs, strict=True)
+        }
+        try:
+            for call in self.calls:
+                args, kwargs = call.arguments.fill_in({key: known[number] for number, key in call.reads})
+                found = keras.tree.flatten(call.operation.compute_output_spec(*args, **kwargs))
+                known.update((number, x) for (number, _), x in zip(call.writes, found, strict=True))
+        except Exception:  # of any layer, which was made to be called with other shapes
+            return None
+        return tuple(replace(spec, shape=tuple(known[n].shape)) for n, spec in enumerate(self.tensors))
+
     def edges(self) -> list[tuple[int, int]]:
         """Pairs of calls, each from the maker of a tensor to one that reads it."""
         makers = self.makers()
@@ -115,7 +141,35 @@ def layer_graph(model: Any) -> LayerGraph:
     table = {id(x): number for x, number in zip(functional.inputs, inputs, strict=True)}
     builder.add(functional, table, "")
     outputs = tuple(table[id(x)] for x in functional.outputs)
-    return LayerGraph(_own_name(model), tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
+    graph = LayerGraph(_own_name(model), tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
+    # Inside, sizes are as open as its inputs leave them.
+    known = graph.sized([graph.tensors[number].shape for number in inputs]) if builder.opened_wider else None
+    return _with_folded(graph if known is None else replace(graph, tensors=known))
+
+
+def _with_folded(graph: LayerGraph) -> LayerGraph:
+    """Find the tensors whose first axis is not that of the samples. No layer of Keras's own makes such."""
+    if all(isinstance(call.operation, keras.Layer) and _is_known(call.operation) for call in graph.calls):
+        return graph
+    two, three = (
+        graph.sized([(count, *graph.tensors[number].shape[1:]) for number in graph.inputs])
+        for count in (2, 3)
+    )
+    if two is None or three is None:
+        return graph
+    first = [(a.shape[:1], b.shape[:1]) for a, b in zip(two, three, strict=True)]
+    return replace(
+        graph,
+        tensors=tuple(
+            replace(spec, of_samples=spec.shape[:1] != (None,) or sizes == ((2,), (3,)))
+            for spec, sizes in zip(graph.tensors, first, strict=True)
+        ),
+    )
+
+
+def _is_known(layer: Any) -> bool:
+    """Of Keras's own layers all but Lambda."""
+    return type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.layers.Lambda)
 
 
 class _Builder:
@@ -124,6 +178,7 @@ class _Builder:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.tensors: list[TensorSpec] = []
+        self.opened_wider = False  # a nested model whose inputs leave sizes open that are known
         self._names: dict[str, int] = {}
 
     def tensor(self, symbolic: Any) -> int:
@@ -162,10 +217,34 @@ class _Builder:
 
     def _open(self, node: Any, inner: Any, table: dict[int, int], prefix: str) -> None:
         given = keras.tree.flatten(node.arguments.args[0])
-        of_inner = {id(x): table[id(y)] for x, y in zip(inner.inputs, given, strict=True)}
-        self.add(inner, of_inner, f"{prefix}{_own_name(node.operation)}/")
+        self.opened_wider |= any(
+            tuple(x.shape) != tuple(y.shape) for x, y in zip(inner.inputs, given, strict=True)
+        )
+        within = f"{prefix}{_own_name(node.operation)}/"
+        of_inner = {
+            id(x): self._entering(x, y, table, within) for x, y in zip(inner.inputs, given, strict=True)
+        }
+        self.add(inner, of_inner, within)
         for x, y in zip(inner.outputs, node.outputs, strict=True):
             table[id(y)] = of_inner[id(x)]
+
+    def _entering(self, inner: Any, given: Any, table: dict[int, int], prefix: str) -> int:
+        """The number of what stands for a nested model's input: Keras casts what goes in to its dtype."""
+        number = table[id(given)]
+        if given.dtype == inner.dtype:
+            return number
+        cast = replace(self.tensors[number], dtype=inner.dtype)
+        self.tensors.append(cast)
+        self.calls.append(
+            Call(
+                name=self._unique(f"{prefix}cast"),
+                operation=Cast(inner.dtype),
+                arguments=SymbolicArguments(given),
+                reads=((number, id(given)),),
+                writes=((len(self.tensors) - 1, id(inner)),),
+            )
+        )
+        return len(self.tensors) - 1
 
     def _unique(self, name: str) -> str:
         """A layer of a name that there is already, or that is called again, gets a number."""
@@ -194,9 +273,18 @@ def _can_be_opened(node: Any, inner: Any) -> bool:
     flat = keras.tree.flatten(node.arguments.args[0]) if len(node.arguments.args) == 1 else []
     more = {name for name, value in node.arguments.kwargs.items() if value is not None}
     only_tensors = len(flat) == len(node.input_tensors) and more <= {"training"}
-    shapes = [tuple(x.shape) for x in flat] == [tuple(x.shape) for x in inner.inputs]
-    return not given and only_tensors and shapes
+    return not given and only_tensors and all(map(_fits, flat, inner.inputs))
+
+
+def _fits(given: Any, wanted: Any) -> bool:
+    """What is given has all sizes that are wanted; others may be left open."""
+    sizes = list(zip(given.shape, wanted.shape, strict=False))
+    return len(given.shape) == len(wanted.shape) and all(want in (None, size) for size, want in sizes)
 
 
 def _takes_training(operation: Any) -> bool:
-    return isinstance(operation, keras.Layer) and bool(getattr(operation, "_call_has_training_arg", False))
+    """Every layer does: Keras hands the mode to the layers inside even where `call` has no such argument."""
+    return isinstance(operation, keras.Layer) and (
+        "training" in getattr(operation, "_call_context_args", ())
+        or bool(getattr(operation, "_call_has_training_arg", False))
+    )

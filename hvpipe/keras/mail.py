@@ -60,8 +60,16 @@ class Mail:
         self._counts_expected: Counter[int] = Counter()
         self._under_way: deque[tuple[Any, Any]] = deque()
 
-    def send(self, peer: int, tensor: Any, shape: Sequence[int] | None, what: str) -> None:
-        """Send a tensor, of which the receiver expects `shape` (None: it learns it now)."""
+    def send(self, peer: int, tensor: Any, dtype: Any, shape: Sequence[int] | None, what: str) -> None:
+        """Send a tensor, of which the receiver expects `dtype` and `shape` (None: it learns it now).
+
+        Raises HvpipeError for another: the receiver would read its bytes as what it expects.
+        """
+        if tf.as_dtype(tensor.dtype) != tf.as_dtype(dtype):
+            raise HvpipeError(
+                "A tensor between stages should have the dtype that the model says, "
+                f"{tf.as_dtype(dtype).name}. Received: {what}: dtype={tf.as_dtype(tensor.dtype).name}"
+            )
         if shape is None:
             header = np.zeros(_LONGEST_SHAPE + 1, np.int64)
             if len(tensor.shape) > _LONGEST_SHAPE:

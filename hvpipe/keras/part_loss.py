@@ -17,6 +17,8 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.loss_entries import entries_of
 
 _REDUCTIONS = ("sum_over_batch_size", "mean", "sum")
+# Functions of Keras's that make one number of a batch (unless an axis says otherwise).
+_OF_A_BATCH = ("dice", "tversky", "circle")
 
 
 class LossOfParts(CompileLoss):
@@ -24,7 +26,8 @@ class LossOfParts(CompileLoss):
 
     `samples` is the variable that holds the batch's samples. `entries` are those that hold how many of its
     entries count in a loss, by the loss's place, for losses that leave some out; where there is none, a part
-    takes its own for typical. Raises HvpipeError for a reduction that parts cannot have by themselves.
+    takes its own for typical. Raises HvpipeError for a reduction that parts cannot have by themselves, and
+    for losses of Keras's that compare a batch's samples with each other.
     """
 
     _flat_losses: Any
@@ -32,6 +35,7 @@ class LossOfParts(CompileLoss):
     def __init__(self, compiled: CompileLoss, samples: Any) -> None:
         for loss in keras.tree.flatten(compiled._user_loss):
             _check_reduction(loss)
+            _check_is_mean(loss)
         super().__init__(compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names)
         self.samples = samples
         self.entries: dict[int, Any] = {}
@@ -60,14 +64,16 @@ class _LossOfPart:
     def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
         value = self._loss(y_true, y_pred, sample_weight)
         samples = tf.shape(keras.tree.flatten(y_pred)[0])[0]
-        self.share = tf.cast(samples, tf.float32) / self._whole.samples
+        wide = tf.float64 if value.dtype == tf.float64 else tf.float32
+        self.share = tf.cast(samples, wide) / tf.cast(self._whole.samples, wide)
         if getattr(self._loss, "reduction", None) == "sum":
             return value / tf.cast(self.share, value.dtype)
         entries = self._whole.entries.get(self._place)
         if entries is None:
             return value
         here = entries_of(self._loss, y_true, get_keras_mask(y_pred))
-        return value * tf.cast(tf.math.divide_no_nan(here, entries) / self.share, value.dtype)
+        part = tf.math.divide_no_nan(tf.cast(here, wide), tf.cast(entries, wide))
+        return value * tf.cast(part / self.share, value.dtype)
 
 
 class _MeanOfParts(keras.metrics.Mean):
@@ -88,3 +94,25 @@ def _check_reduction(loss: Any) -> None:
             "A pipeline computes the loss of each micro-batch by itself, so the reduction of a loss should "
             f"be 'sum_over_batch_size', 'mean' or 'sum'. Received: {loss.name} with reduction={reduction!r}"
         )
+
+
+def _check_is_mean(loss: Any) -> None:
+    """Of Keras's losses a few are no means over samples, whatever their reduction says."""
+    found = keras.losses.get(loss) if isinstance(loss, str) and loss.lower() in _OF_A_BATCH else loss
+    function = getattr(found, "fn", found)
+    name = getattr(function, "__name__", "")
+    if function is not getattr(keras.losses, name, None) or name not in _OF_A_BATCH:
+        return
+    axis = getattr(found, "axis", None)
+    axes = (axis,) if isinstance(axis, int) else axis
+    if name != "circle" and axes is not None and 0 not in axes:
+        return
+    why, received = (
+        ("circle compares the samples of a batch with each other.", "")
+        if name == "circle"
+        else (f"For {name}, pass axis=(1, 2, 3), the axes of a sample.", f" with axis={axis}")
+    )
+    raise HvpipeError(
+        "A pipeline computes the loss of each micro-batch by itself, so it should be a mean over samples. "
+        f"{why} Received: {name}{received}"
+    )

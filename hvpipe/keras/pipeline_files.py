@@ -8,10 +8,11 @@ from typing import Any
 
 import keras
 
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras.pipeline_checkpoint import load_checkpoint, save_checkpoint
 from hvpipe.keras.pipeline_state import Holdings, holdings_of, together
 from hvpipe.keras.plain_file import optimizer_of, read_whole, write_whole
+from hvpipe.keras.stage import Stages
 from hvpipe.session import Session
 
 
@@ -28,6 +29,20 @@ class PipelineFiles:
         has no room for them, `save_checkpoint`. Raises HvpipeError, on all ranks, where writing fails.
         """
         self._write_whole(lambda model: model.save(filepath, overwrite=overwrite, zipped=zipped, **kwargs))
+
+    def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """No rank has the graph of the whole model; plain Keras exports what `save` writes."""
+        raise HvpipeError(
+            "A pipeline is saved, and what was saved exported: pipe.save('model.keras') on all ranks, then "
+            f"keras.models.load_model('model.keras').export(...) on one. Received: export to {filepath!r}"
+        )
+
+    def get_config(self) -> dict[str, Any]:
+        """Keras's own saving asks for it, which would write one rank's part from every rank."""
+        raise HvpipeError(
+            "A rank has a part of the model: pipe.save('model.keras') on all ranks saves the whole, in place "
+            "of keras.saving.save_model(pipe, ...). Received: a call of get_config"
+        )
 
     def save_weights(
         self, filepath: Any, overwrite: bool = True, max_shard_size: float | None = None
@@ -88,7 +103,8 @@ class PipelineFiles:
 def make_folders(session: Session, callbacks: Sequence[Any]) -> None:
     """Let rank 0 make the folders that ModelCheckpoint writes to, which all ranks would try; collective.
 
-    Raises HvpipeError for callbacks that write files of their own beside the model's from every rank.
+    Raises HvpipeError for callbacks that write files of their own beside the model's from every rank, and
+    MismatchError where only some ranks have a ModelCheckpoint.
     """
     folders = []
     for callback in callbacks:
@@ -107,8 +123,53 @@ def make_folders(session: Session, callbacks: Sequence[Any]) -> None:
                     f"its folder. Received: filepath={callback.filepath!r}"
                 )
             folders.append(folder)
+    counts = session.engine.agree("callbacks that save the model", float(len(folders)))
+    other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+    if other is not None:
+        raise MismatchError(
+            "All ranks save a model together, each its part: give ModelCheckpoint to all of them; rank 0 "
+            f"writes the file. Received: {counts[0]:.0f} on rank 0 and {counts[other]:.0f} on rank {other}"
+        )
     if folders:
         together(session, "making the folders of ModelCheckpoint", lambda: _make(session, folders))
+
+
+def told_once(session: Session, callbacks: Sequence[Any], stages: Stages, own: Sequence[Any]) -> list[Any]:
+    """The callbacks so that ranks that have the same logs do not all write or print them; collective.
+
+    Of TensorBoards in one folder, and RemoteMonitors of one address, the first rank's stays. A TensorBoard
+    that shows weights stays on all, as each rank has some: in folders rank1, rank2, ... beside the first's.
+    `own` are this rank's layers.
+    """
+    rank = session.world.rank
+    places = [_place(callback) for callback in callbacks]
+    everyone = session.engine.allgather_object(places)
+    written = {place for of_rank in everyone[:rank] for place in of_rank if place is not None}
+    elsewhere = {layer.name for layer in stages.graph.layers(range(len(stages.graph.calls)))}
+    elsewhere -= {layer.name for layer in own}
+    found = []
+    for callback, place in zip(callbacks, places, strict=True):
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            if isinstance(callback.embeddings_metadata, dict):
+                rest = {n: path for n, path in callback.embeddings_metadata.items() if n not in elsewhere}
+                callback.embeddings_metadata = rest
+            if place in written and (callback.histogram_freq or callback.embeddings_freq):
+                callback.log_dir = os.path.join(callback.log_dir, f"rank{rank}")
+                place = None
+        if rank > 0 and type(callback).__module__.startswith("keras.") and hasattr(callback, "verbose"):
+            callback.verbose = 0
+        if place is None or place not in written:
+            found.append(callback)
+    return found
+
+
+def _place(callback: Any) -> tuple[str, str] | None:
+    """Where a callback writes that may be on one rank alone."""
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return "TensorBoard", os.path.abspath(callback.log_dir)
+    if isinstance(callback, keras.callbacks.RemoteMonitor):
+        return "RemoteMonitor", f"{callback.root}{callback.path}"
+    return None
 
 
 def _make(session: Session, folders: Sequence[str]) -> None:

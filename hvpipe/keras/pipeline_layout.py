@@ -9,7 +9,7 @@ from functools import cached_property
 from zlib import crc32
 
 from hvpipe.action import Action
-from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.errors import PlanError
 from hvpipe.forecast import check_is_pipeline, schedule_of
 from hvpipe.keras.layer_graph import LayerGraph
 from hvpipe.keras.pipeline_step import Course
@@ -23,7 +23,8 @@ from hvpipe.verify import verify
 class Layout:
     """A model's stages on the ranks of this run. `ranks[k]` is the world rank at place k of the schedule.
 
-    `make_schedule(m)` is the schedule of m micro-batches, for any m up to `microbatches`.
+    `make_schedule(m)` is the schedule of m micro-batches, for any m up to `microbatches` where no stage has
+    replicas.
     """
 
     stages: Stages
@@ -35,16 +36,18 @@ class Layout:
     def course(self, samples: int, world_rank: int, training: bool) -> Course:
         """The schedule for a batch of so many samples, verified, with this rank's program.
 
-        A batch smaller than the number of micro-batches has a micro-batch for each sample.
+        A batch smaller than the number of micro-batches has a micro-batch for each sample. Where a stage has
+        replicas they are dealt as the first ones of a whole batch, and some replicas may get none.
         """
         count = min(self.microbatches, samples)
         key = (count, training)
         if key not in self._courses:
             place = self.ranks.index(world_rank)
             if training:
-                schedule = self.make_schedule(count)
+                replicated = any(len(self.ranks_of(stage)) > 1 for stage in range(len(self.stages.cuts)))
+                schedule = self._whole if replicated else self.make_schedule(count)
                 verified = verify(schedule, self.stages.dataflow)
-                self._courses[key] = Course(schedule, verified.programs, place, count)
+                self._courses[key] = Course.beginning(schedule, verified.programs, place, count)
             else:
                 self._courses[key] = Course.forward_only(self._whole, self.stages, place, count)
         return self._courses[key]
@@ -136,12 +139,6 @@ def _schedule(plan: Plan, microbatches: int) -> Schedule:
     chunks = plan.pipelining.chunks
     if chunks > 1 and microbatches < len(plan.ranks):
         return _few_interleaved(len(plan.ranks), microbatches, chunks)
-    most = max(len(stage.devices) for stage in plan.stages)
-    if microbatches < most:
-        raise HvpipeError(
-            f"A batch should have a sample for each of {most} replicas of a stage: drop the remainder of "
-            f"the dataset. Received: a batch of {microbatches}"
-        )
     return schedule_of(plan, microbatches)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hvpipe.errors import MismatchError
 from hvpipe.keras.pipeline_step import Outcome
 from hvpipe.session import Session
 
@@ -34,11 +35,18 @@ class PipelineLogs:
         """Of the metrics without the loss, in their order; known after a step."""
         return list(self._shapes or ())
 
-    def add(self, outcome: Outcome, samples: int, metrics: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    def add(
+        self,
+        outcome: Outcome,
+        samples: int,
+        metrics: Callable[[], Mapping[str, Any]],
+        learning_rate: float = 0.0,
+    ) -> dict[str, Any]:
         """Count a step on `samples`; loss and metrics by name, floats or arrays. Collective.
 
         `metrics` gives those of this rank, as float64 arrays, and is called where outputs have been. What
-        several replicas of the last stage have counts by the samples of each.
+        several replicas of the last stage have counts by the samples of each. Raises MismatchError where
+        the learning rate is another on some rank.
         """
         self._samples += samples
         self._samples_here += outcome.samples
@@ -48,11 +56,22 @@ class PipelineLogs:
             everyone = self._session.engine.allgather_object(mine)
             self._shapes = next(shapes for shapes in everyone if shapes is not None)
         flat = [np.ravel((here or {}).get(name, np.zeros(shape))) for name, shape in self._shapes.items()]
-        row = np.concatenate([[outcome.loss, self._samples_here], *flat])
+        row = np.concatenate([[outcome.loss, learning_rate, self._samples_here], *flat])
         rows = self._session.engine.allgather(row[None].astype(np.float64))
+        _check_learning_rates(rows[:, 1])
         self._loss_sum += float(rows[:, 0].sum()) * samples
-        means = (rows[:, 1:2] * rows[:, 2:]).sum(axis=0) / rows[:, 1].sum()
+        means = (rows[:, 2:3] * rows[:, 3:]).sum(axis=0) / rows[:, 2].sum()
         return {"loss": self._loss_sum / self._samples, **_named(self._shapes, means)}
+
+
+def _check_learning_rates(rates: Any) -> None:
+    """Each rank updates its own stages by its own optimizer."""
+    odd = [rank for rank, rate in enumerate(rates) if not np.array_equal(rate, rates[0], equal_nan=True)]
+    if odd:
+        raise MismatchError(
+            "The learning rate should be the same on all ranks: give the callbacks that change it to all of "
+            f"them. Received: {rates[0]:g} on rank 0 and {rates[odd[0]]:g} on rank {odd[0]}"
+        )
 
 
 def flat_results(results: Mapping[str, Any]) -> dict[str, Any]:

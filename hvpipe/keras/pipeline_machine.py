@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,27 @@ import tensorflow as tf
 from keras.src.backend.common.masking import set_keras_mask
 
 from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.keras.deferred import reads_foreign
 from hvpipe.keras.loss_entries import BatchEntries, masked_losses
 from hvpipe.keras.mail import Mail
 from hvpipe.keras.pipeline_layout import Layout
+from hvpipe.keras.pipeline_state import together
 from hvpipe.keras.pipeline_step import Batch, Outcome, PipelineStep
 from hvpipe.keras.pipeline_update import PipelineUpdate
 from hvpipe.keras.sharing import Sharing
-from hvpipe.keras.stage import StageFunctions
+from hvpipe.keras.stage import StageFunctions, Wire
 from hvpipe.session import Session
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Where gradients come to: not to the wires that stages take, by stage, of `unreached`.
+
+    `trained` are the ids of those trainable variables to which one comes in any stage, on any rank.
+    """
+
+    unreached: frozenset[tuple[int, Wire]]
+    trained: frozenset[int]
 
 
 class Machine:
@@ -54,7 +67,12 @@ class Machine:
         with_loss = self._has_y and owner._compile_loss is not None
         self.functions = {
             stage: StageFunctions(
-                layout.stages, stage, self.signature, self._loss if with_loss else None, recomputes(stage)
+                layout.stages,
+                stage,
+                self.signature,
+                self._loss if with_loss else None,
+                recomputes(stage),
+                owner._parts.samples,
             )
             for stage in layout.stages_of(self._rank)
         }
@@ -86,7 +104,7 @@ class Machine:
         """One training step, weights updated; collective.
 
         `first`: of this model as it is compiled, on any machine. Raises HvpipeError then where no stage has
-        a loss.
+        a loss, or one reads weights of another's layers.
         """
         begun_s = time.perf_counter()
         with self._session.engine.recorded("step", "training step"):
@@ -99,18 +117,21 @@ class Machine:
     def _train(self, batch: Batch, first: bool) -> Outcome:
         self._begin("training", batch)
         if first:
+            together(self._session, f"making the graphs of {self._owner.name}", self._check_weights)
             self._check_loss()
         if self._update is None:
+            reach = self._reach()
             self._update = PipelineUpdate(
                 self._session,
                 self._owner.optimizer,
                 self._owner.trainable_variables,
                 self.functions,
                 self._sharing,
+                reach.trained,
             )
         update = self._update
-        update.begin()
         course = self._layout.course(batch.samples, self._rank, True)
+        update.begin(course.stages)
         outcome = self._step.train(course, batch, self._observe, update.stage_done, update.loss_scale)
         with self._session.engine.recorded("update", "weights of this rank"):
             update.apply()
@@ -167,6 +188,48 @@ class Machine:
         if self._entries is not None:
             self._entries.tell(batch.inputs, batch.targets)
 
+    def _check_weights(self) -> None:
+        """Gradients are those of the weights of a stage's own layers; others would stay as they are."""
+        for functions in self.functions.values():
+            if functions.foreign:
+                raise reads_foreign(functions.foreign[0].path)
+
+    def _reach(self) -> Reach:
+        """What gradients reach with targets of this structure, which is the same on all ranks; collective.
+
+        Once for each structure: machines for other sizes of targets are made by each rank for itself.
+        """
+        known = self._owner._parts.reach
+        if self._targets_in_words not in known:
+            known[self._targets_in_words] = self._agree_on_gradients()
+        reach: Reach = known[self._targets_in_words]
+        self._pass_over(reach.unreached)
+        return reach
+
+    def _agree_on_gradients(self) -> Reach:
+        """What no gradient reaches, whichever stage it is in: Keras leaves such weights alone. Collective.
+
+        From the last stages to the first: what passes a stage's inputs over passes over what they come from.
+        """
+        layers = self._layout.stages.graph.layers(range(len(self._layout.stages.graph.calls)))
+        numbers = {id(v._value): number for number, v in enumerate(_trainable(layers))}
+        unreached: frozenset[tuple[int, Wire]] = frozenset()
+        while True:
+            mine = {(stage, wire) for stage, of in self.functions.items() for wire in of.unreached}
+            trained = {numbers[id(v)] for of in self.functions.values() for v in of.training.variables}
+            everyone = self._session.engine.allgather_object((mine, trained))
+            found = frozenset().union(*(of_rank for of_rank, _ in everyone))
+            if found == unreached:
+                every = frozenset().union(*(of_rank for _, of_rank in everyone))
+                reached = (v for number, v in enumerate(_trainable(layers)) if number in every)
+                return Reach(unreached, frozenset(map(id, reached)))
+            unreached = found
+            self._pass_over(unreached)
+
+    def _pass_over(self, unreached: Collection[tuple[int, Wire]]) -> None:
+        for stage, functions in self.functions.items():
+            functions.pass_over(self._layout.stages.without_users(stage, unreached))
+
     def _check_loss(self) -> None:
         mine = sum(stage.trains_by_a_loss for stage in self.functions.values())
         if not any(self._session.engine.agree("whether any stage has a loss", float(mine))):
@@ -219,6 +282,11 @@ class _Trained:
 
     def total(self) -> float:
         return float(self.samples)
+
+
+def _trainable(layers: Sequence[Any]) -> list[Any]:
+    """The layers' variables that are trained, each once."""
+    return list({id(v): v for layer in layers for v in layer.trainable_variables}.values())
 
 
 def flat_targets(structure: Any) -> list[Any]:

@@ -13,20 +13,20 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.callbacks import stop_together
-from hvpipe.keras.deferred import build_without_memory, give_memory
+from hvpipe.keras.deferred import build_without_memory, give_memory, leave_to_others
 from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.part_loss import LossOfParts
-from hvpipe.keras.pipeline_files import PipelineFiles, make_folders
+from hvpipe.keras.pipeline_files import PipelineFiles, make_folders, told_once
 from hvpipe.keras.pipeline_layout import Layout, layout_of
 from hvpipe.keras.pipeline_logs import PipelineLogs, flat_results
-from hvpipe.keras.pipeline_machine import Machine, flat_targets, signature_of
+from hvpipe.keras.pipeline_machine import Machine, Reach, flat_targets, signature_of
 from hvpipe.keras.pipeline_plan import Wish, plan_for
 from hvpipe.keras.pipeline_step import Batch
+from hvpipe.keras.pipeline_update import check_optimizers, learning_rate_of
 from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import Stages
 from hvpipe.keras.variables import broadcast_variables
-from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.session import Session, current
@@ -36,12 +36,12 @@ from hvpipe.topology import Cluster
 def pipeline_parallel(
     build_model: Any,
     stages: int | str | os.PathLike[str] | Plan = "auto",
-    microbatches: int = 8,
-    schedule: str = "1f1b",
+    microbatches: int | None = None,
+    schedule: str | None = None,
     *,
-    chunks: int = 2,
+    chunks: int | None = None,
     replicas: Sequence[int] | None = None,
-    recompute: bool | Sequence[int] = False,
+    recompute: bool | Sequence[int] | None = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     cluster: Cluster | str | os.PathLike[str] | None = None,
 ) -> PipelineParallel:
@@ -55,16 +55,18 @@ def pipeline_parallel(
     Layers are balanced by the greedy partitioner, with the costs of `profile` (from `hvpipe profile`) or
     rough ones from the layers' shapes, on the devices of `cluster` or equal ones.
 
-    `microbatches`: how many parts a batch is cut into. `schedule`: "gpipe", "1f1b", "zb-h1", or
-    "interleaved" with `chunks` stages on each rank. `recompute` keeps only what a stage received and runs
-    its forward again in the backward: True for all stages, or the numbers of some.
+    `microbatches`: how many parts a batch is cut into, 8 unless said otherwise. `schedule`: "gpipe", "1f1b"
+    (the default), "zb-h1", or "interleaved" with `chunks` (2) stages on each rank. `recompute` keeps only
+    what a stage received and runs its forward again in the backward: True for all stages, or the numbers of
+    some. A plan brings all of these.
 
     The result trains as the undivided model would on the same batch: gradients of the micro-batches add up
     to the batch's. BatchNormalization uses and records the statistics of each micro-batch. The batches that
     count are those of the rank with the first stage; the others' must have the same sizes.
 
     Raises HvpipeError for a model without a graph, more stages than layers or ranks, fewer micro-batches
-    than stages; PlanError for a plan or profile of another model, or where memory does not suffice.
+    than stages, and for an argument that says otherwise than a plan; PlanError for a plan or profile of
+    another model, or where memory does not suffice.
     """
     session = current()
     if isinstance(build_model, keras.Model):
@@ -79,9 +81,8 @@ def pipeline_parallel(
     graph = layer_graph(model)
     _check_steps(model)
     _check_sizes(graph)
-    again = recompute if isinstance(recompute, bool) else tuple(recompute)
-    how = Pipelining(schedule, microbatches, again, chunks if schedule == "interleaved" else 1)
-    plan, ranks = plan_for(session, graph, Wish(stages, replicas, how, profile, cluster))
+    wish = Wish(stages, replicas, microbatches, schedule, chunks, recompute, profile, cluster)
+    plan, ranks = plan_for(session, graph, wish)
     layout = layout_of(graph, plan, ranks)
     session.engine.agree(layout.summary)
     recomputes = plan.pipelining.recomputes
@@ -149,6 +150,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
         self._stage_layers = list(mine.values())
         if deferred:
             give_memory(self._stage_layers)
+            leave_to_others(layout.stages.graph.layers(range(len(layout.stages.graph.calls))))
         else:
             broadcast_variables(model.variables)
         self._parts: _Parts = _Parts(session, model, layout, Sharing(session, layout), recomputes)
@@ -210,12 +212,18 @@ class PipelineParallel(PipelineFiles, keras.Model):
         self._parts.reset()
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As keras.Model.fit, on all ranks together; rank 0 prints the progress."""
+        """As keras.Model.fit, on all ranks together; rank 0 prints the progress.
+
+        Raises MismatchError for an optimizer or a learning rate that is another on some rank.
+        """
         session, sharing = self._parts.session, self._parts.sharing
+        if self.compiled:
+            check_optimizers(session, self.optimizer)
         named = self._quiet(super().fit, args, kwargs)
         callbacks = with_one_writer(session, _listed(named.get("callbacks") or []), ["CSVLogger"])
         make_folders(session, callbacks)
-        named["callbacks"] = [EpochEnd(sharing), *callbacks, stop_together(session, callbacks)]
+        mine = told_once(session, callbacks, self.stages, self._stage_layers)
+        named["callbacks"] = [EpochEnd(sharing), *mine, stop_together(session, callbacks)]
         return super().fit(**named)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -267,6 +275,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
             inputs = self._inputs(x)
             batch = Batch(inputs, flat_targets((y, sample_weight)), int(inputs[0].shape[0]))
+            _check_samples(batch)
             self._parts.samples.assign(batch.samples)
             machine = self._machine((y, sample_weight), batch.targets)
             if training:
@@ -274,7 +283,8 @@ class PipelineParallel(PipelineFiles, keras.Model):
                 self._parts.trains = True
             else:
                 outcome = machine.evaluate(batch)
-            logs = self._parts.logs.add(outcome, batch.samples, self._metric_results)
+            rate = learning_rate_of(self.optimizer) if training else 0.0
+            logs = self._parts.logs.add(outcome, batch.samples, self._metric_results, rate)
         return logs
 
     def _predict_batches(self, data: Sequence[Any]) -> Any:
@@ -360,8 +370,21 @@ class _Parts:
         """What depends on how the model is compiled is made again."""
         self.machines: list[Machine] = []
         self.trains = False
+        self.reach: dict[str, Reach] = {}  # by the structure of targets that it has been trained on
         self.logs.forget()
 
 
+def _check_samples(batch: Batch) -> None:
+    """Micro-batches are cut from all tensors alike."""
+    inputs, targets = ([x.shape[0] if x.shape else 0 for x in of] for of in (batch.inputs, batch.targets))
+    if {*inputs, *targets} != {batch.samples}:
+        raise HvpipeError(
+            "All inputs, targets and sample weights of a batch should have as many samples. "
+            f"Received: {inputs} of inputs, {targets} of targets and sample weights"
+        )
+
+
 def _listed(callbacks: Any) -> list[Any]:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
     return list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]

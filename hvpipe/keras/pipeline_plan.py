@@ -9,9 +9,10 @@ from typing import Any
 
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.keras.estimate import estimate
+from hvpipe.keras.footprint import weight_bytes
 from hvpipe.keras.layer_graph import LayerGraph
 from hvpipe.plan.partition import partition
-from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.session import Session
@@ -20,13 +21,33 @@ from hvpipe.topology import Cluster, equal_cluster
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user asked `pipeline_parallel` for."""
+    """What the user asked `pipeline_parallel` for; None where nothing was said."""
 
-    stages: Any
-    replicas: Sequence[int] | None
-    pipelining: Pipelining
-    profile: Profile | str | os.PathLike[str] | None
-    cluster: Cluster | str | os.PathLike[str] | None
+    stages: Any = "auto"
+    replicas: Sequence[int] | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    recompute: bool | Sequence[int] | None = None
+    profile: Profile | str | os.PathLike[str] | None = None
+    cluster: Cluster | str | os.PathLike[str] | None = None
+
+    @property
+    def again(self) -> bool | tuple[int, ...] | None:
+        """What `recompute` says; of no stages, False."""
+        asked = self.recompute
+        return asked if asked is None or isinstance(asked, bool) else tuple(sorted(set(asked))) or False
+
+    @property
+    def pipelining(self) -> Pipelining:
+        """What holds where no plan says."""
+        schedule = DEFAULT_PIPELINING.schedule if self.schedule is None else self.schedule
+        return Pipelining(
+            schedule,
+            DEFAULT_PIPELINING.microbatches if self.microbatches is None else self.microbatches,
+            self.again or False,
+            (2 if self.chunks is None else self.chunks) if schedule == "interleaved" else 1,
+        )
 
 
 def plan_for(session: Session, graph: LayerGraph, wish: Wish) -> tuple[Plan, list[int]]:
@@ -35,6 +56,8 @@ def plan_for(session: Session, graph: LayerGraph, wish: Wish) -> tuple[Plan, lis
     if isinstance(stages, (str, os.PathLike)) and stages != "auto":
         stages = Plan.read(stages)
     if isinstance(stages, Plan):
+        _check_plan(graph, stages)
+        _check_wish(wish, stages)
         return stages, _ranks_by_name(session, stages.ranks)
     size = session.world.size
     count, replicas = _counts(stages, wish.replicas, size)
@@ -45,12 +68,14 @@ def plan_for(session: Session, graph: LayerGraph, wish: Wish) -> tuple[Plan, lis
             f"Received: microbatches={how.microbatches}"
         )
     if count * how.chunks > len(graph.calls):
+        whole = graph.whole_models()
+        named = f" ({whole[0]!r} is a nested model that cannot be opened)" if whole else ""
         raise HvpipeError(
-            f"There should be at most as many stages as layer calls in {graph.name}, {len(graph.calls)}. "
-            f"Received: {count * how.chunks} stages"
+            f"There should be at most as many stages as layer calls in {graph.name}, {len(graph.calls)}"
+            f"{named}. Received: {count * how.chunks} stages"
         )
     profile = _profile(graph, wish.profile)
-    cluster = Cluster.read(wish.cluster) if isinstance(wish.cluster, (str, os.PathLike)) else wish.cluster
+    cluster = _cluster(wish.cluster)
     if cluster is None:
         plan = partition(profile, equal_cluster(count), count * how.chunks, how)
         return _replicate(plan, replicas), list(range(size))
@@ -92,9 +117,9 @@ def _counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tuple[int
 
 
 def _profile(graph: LayerGraph, given: Profile | str | os.PathLike[str] | None) -> Profile:
-    if given is None:
+    profile = _read_profile(given)
+    if profile is None:
         return estimate(graph, samples=1)
-    profile = Profile.read(given) if isinstance(given, (str, os.PathLike)) else given
     names, theirs = {call.name for call in graph.calls}, {layer.name for layer in profile.layers}
     if names != theirs:
         raise PlanError(
@@ -102,7 +127,91 @@ def _profile(graph: LayerGraph, given: Profile | str | os.PathLike[str] | None) 
             f"{profile.model or 'unnamed'} ({len(theirs)} layers); layer {min(names ^ theirs)!r} is in "
             "only one of them"
         )
+    _check_costs(graph, profile)
     return profile
+
+
+def _read_profile(given: Profile | str | os.PathLike[str] | None) -> Profile | None:
+    return Profile.read(given) if isinstance(given, (str, os.PathLike)) else given
+
+
+def _cluster(given: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
+    return Cluster.read(given) if isinstance(given, (str, os.PathLike)) else given
+
+
+def _check_costs(graph: LayerGraph, profile: Profile) -> None:
+    """Layers of the same names may have other weights, or outputs of another size."""
+    sizes_bytes = _output_bytes(graph, profile.batch_size)
+    for call in graph.calls:
+        layer = profile.layers[profile.place(call.name)]
+        least_bytes, most_bytes = sizes_bytes.get(call.name, (layer.output_bytes, layer.output_bytes))
+        wrong = None
+        if layer.weight_bytes != weight_bytes(call.operation):
+            wrong = f"{weight_bytes(call.operation)} bytes of trained weights", layer.weight_bytes
+        elif not 0.99 * least_bytes - 8 <= layer.output_bytes <= 1.01 * most_bytes + 8:
+            wrong = f"{least_bytes} bytes of output for {profile.batch_size} samples", layer.output_bytes
+        if wrong is not None:
+            raise PlanError(
+                f"The profile should be of this model, {graph.name}, where layer {call.name!r} has "
+                f"{wrong[0]}; measure again. Received: {profile.model or 'unnamed'}, where it has {wrong[1]}"
+            )
+
+
+def _output_bytes(graph: LayerGraph, samples: int) -> dict[str, tuple[int, int]]:
+    """What each call makes for so many samples, at least (what is used) and at most (and with masks).
+
+    Of those whose size is known, and grows with the samples: profiles are scaled from one batch to another.
+    """
+    known = [
+        graph.sized([(count, *graph.tensors[number].shape[1:]) for number in graph.inputs])
+        for count in (samples, 2 * samples)
+    ]
+    once, twice = known
+    if once is None or twice is None:
+        return {}
+    used = {number for call in graph.calls for number, _ in call.reads} | set(graph.outputs)
+    found = {}
+    for call in graph.calls:
+        made = [number for number, _ in call.writes]
+        if all(None not in once[n].shape and twice[n].nbytes(1) == 2 * once[n].nbytes(1) for n in made):
+            # A mask has at most a byte for each of the tensor's elements.
+            masks_bytes = sum(once[n].nbytes(1) for n in made if once[n].mask_shape is not None)
+            least_bytes = sum(once[n].nbytes(1) for n in made if n in used)
+            found[call.name] = least_bytes, masks_bytes + sum(once[n].nbytes(1) for n in made)
+    return found
+
+
+def _check_plan(graph: LayerGraph, plan: Plan) -> None:
+    """A plan knows its model by the profile's fingerprint; names are compared where it is laid out."""
+    here = estimate(graph, samples=1)
+    names = {name for stage in plan.stages for name in stage.layers}
+    same_names = names == {layer.name for layer in here.layers}
+    if same_names and plan.profile_fingerprint not in ("", here.fingerprint):
+        raise PlanError(
+            f"The plan should be of this model, {graph.name}, with the same trained weights and edges; "
+            f"measure and plan again. Received: a plan of {plan.model or 'an unnamed model'}, whose layers "
+            "have the same names and others"
+        )
+
+
+def _check_wish(wish: Wish, plan: Plan) -> None:
+    """What is asked for beside a plan is not to be passed over."""
+    how = plan.pipelining
+    replicas = None if wish.replicas is None else tuple(wish.replicas)
+    both: dict[str, tuple[Any, Any]] = {
+        "microbatches": (wish.microbatches, how.microbatches),
+        "schedule": (wish.schedule, how.schedule),
+        "chunks": (wish.chunks, how.chunks),
+        "recompute": (wish.again, how.recompute),
+        "replicas": (replicas, tuple(len(stage.devices) for stage in plan.stages)),
+    }
+    for name, (asked, planned) in both.items():
+        if asked is not None and asked != planned:
+            raise HvpipeError(
+                f"A plan brings its own {name}: leave it out, or plan again with it. "
+                f"Received: {name}={asked!r} and a plan with {name}={planned!r}"
+            )
+    plan.check(_read_profile(wish.profile), _cluster(wish.cluster))
 
 
 def _replicate(plan: Plan, replicas: Sequence[int]) -> Plan:

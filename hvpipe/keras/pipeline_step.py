@@ -39,6 +39,11 @@ class Course:
         return self.programs[self.place]
 
     @cached_property
+    def stages(self) -> frozenset[int]:
+        """The stages that this rank runs."""
+        return frozenset(step.stage for step in self.program if isinstance(step, Action))
+
+    @cached_property
     def split(self) -> frozenset[int]:
         """The stages that run the backward in two parts."""
         return frozenset(a.stage for actions in self.schedule.actions for a in actions if a.kind == "I")
@@ -49,8 +54,17 @@ class Course:
         actions = tuple(tuple(a for a in of_rank if a.kind == "F") for of_rank in schedule.actions)
         forward = Schedule("forward", schedule.stages, schedule.microbatches, actions)
         whole = programs(forward, needs_of(forward, stages.dataflow))
-        first = tuple(tuple(s for s in p if _microbatch_of(s) < microbatches) for p in whole)
-        return Course(forward, first, place, microbatches)
+        return Course(forward, _first(whole, microbatches), place, microbatches)
+
+    @staticmethod
+    def beginning(schedule: Schedule, whole: tuple[Program, ...], place: int, microbatches: int) -> Course:
+        """A schedule's first micro-batches, of the programs of all of it; a rank may have none of them."""
+        return Course(schedule, _first(whole, microbatches), place, microbatches)
+
+
+def _first(whole: tuple[Program, ...], microbatches: int) -> tuple[Program, ...]:
+    """What is left of programs that end still ends: nothing waits for what is left out."""
+    return tuple(tuple(s for s in program if _microbatch_of(s) < microbatches) for program in whole)
 
 
 def _microbatch_of(step: Step) -> int:
@@ -161,10 +175,8 @@ class _Pass:
         self._fed: dict[tuple[int, int], list[Expected] | Values] = {}  # inputs and targets, by (stage, i)
         self._kept: dict[tuple[int, int], Values] = {}  # for the backward
         self._further: dict[tuple[int, int], Values] = {}  # for the weights' part
-        self._left = {
-            stage: sum(a.stage == stage and a.kind in "BW" for a in self._schedule.actions[course.place])
-            for stage in step._functions
-        }
+        done = [s.stage for s in course.program if isinstance(s, Action) and s.kind in "BW"]
+        self._left = {stage: done.count(stage) for stage in step._functions}
         self._begun: set[int] = set()
         self._losses: list[tuple[Any, float]] = []
         self._outcome = Outcome()
@@ -202,7 +214,7 @@ class _Pass:
                     self._fed[stage, i] = [x[part] for x in whole]
                 elif self._course.place == root:
                     for x in whole:
-                        self._mail.send(self._ranks[home], x[part], None, what)
+                        self._mail.send(self._ranks[home], x[part], x.dtype, None, what)
                 elif home == self._course.place:
                     peer = self._ranks[root]
                     self._fed[stage, i] = [self._mail.expect(peer, x.dtype, None, what) for x in whole]
@@ -222,7 +234,8 @@ class _Pass:
     def _shape(self, wire: Wire, i: int) -> list[int] | None:
         """The shape of a wire for micro-batch i, where both ends can tell."""
         axes = list(self._stages.spec(wire).shape)
-        if any(axis is None for axis in axes[1:]) or not axes:
+        folded = not self._stages.graph.tensors[wire.number].of_samples
+        if any(axis is None for axis in axes[1:]) or not axes or folded:
             return None
         samples = self._parts[i].stop - self._parts[i].start
         return [samples if axes[0] is None else axes[0], *axes[1:]]
@@ -238,7 +251,7 @@ class _Pass:
         peer, i = self._ranks[message.target], message.producer.microbatch
         values = self._away.pop((message.producer, message.consumer.stage))
         for wire, value in zip(self._wires(message), values, strict=True):
-            self._mail.send(peer, value, self._shape(wire, i), str(message))
+            self._mail.send(peer, value, self._stages.spec(wire).dtype, self._shape(wire, i), str(message))
 
     def _taken(self, producer: Action, consumer: Action) -> Values:
         """What the producer made for the consumer, here or elsewhere."""
@@ -324,7 +337,8 @@ class _Pass:
         found = [sums[wire] for wire in self._stages.floating(cut.outputs)]
         if self._functions[stage].has_loss:
             samples = self._parts[i].stop - self._parts[i].start
-            found.append(tf.constant(self._loss_scale * samples / self._batch.samples, tf.float32))
+            share = self._loss_scale * samples / self._batch.samples
+            found.append(tf.constant(share, self._functions[stage].loss_dtype))
         return found
 
     def _return_gradients(self, action: Action, found: Values) -> None:

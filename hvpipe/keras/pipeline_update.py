@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import StageFunctions
 from hvpipe.plan.buckets import fitting_bytes
@@ -33,7 +33,8 @@ class PipelineUpdate:
     """Sums, clips and applies the gradients of one rank's stages; who shares a variable adds the same sum.
 
     `trainable` is what the optimizer is built with where it is not yet: the stages' variables in the order
-    of the model, also those that no gradient reaches, as Keras counts on when it averages weights.
+    of the model, also those that no gradient reaches, as Keras counts on when it averages weights. `reached`
+    are the ids of those variables to which a gradient comes on any rank.
     """
 
     def __init__(
@@ -43,20 +44,25 @@ class PipelineUpdate:
         trainable: Sequence[Any],
         functions: Mapping[int, StageFunctions],
         sharing: Sharing,
+        reached: Collection[int],
     ) -> None:
         self._session = session
         self._optimizer = optimizer
         self._functions = functions
         holders = self._holders = sharing.holders
         keras_variables = {id(v.value): v for of_stage in functions.values() for v in of_stage.trainable}
-        # Of each variable, by the id of its tf.Variable: over all stages of this rank that use it.
-        accumulators: dict[int, list[Any]] = {key: [] for key in keras_variables}
+        # Of each variable, by the id of its tf.Variable: of all stages of this rank that use it, by stage.
+        accumulators: dict[int, dict[int, Any]] = {key: {} for key in keras_variables}
         for stage in sorted(functions):
             halves = functions[stage].training
             for variable, accumulator in zip(halves.variables, halves.accumulators, strict=True):
-                accumulators[id(variable)].append(accumulator)
-        # In the order in which the stages here use them; a shared one even where nothing reached it.
-        keys = [key for key, v in keras_variables.items() if accumulators[key] or id(v) in holders]
+                accumulators[id(variable)][stage] = accumulator
+        # In the order in which the stages here use them; a shared one even where nothing reaches it here.
+        keys = [
+            key
+            for key, v in keras_variables.items()
+            if accumulators[key] or (id(v) in holders and id(v) in reached)
+        ]
         self.variables = [keras_variables[key] for key in keys]
         self._accumulators = [accumulators[key] for key in keys]
         self._stages_of = [
@@ -65,6 +71,7 @@ class PipelineUpdate:
         ]
         self._buckets = self._make_buckets(sharing)
         self._done: set[int] = set()
+        self._idle: set[int] = set()
         if not optimizer.built:
             optimizer.build(list(trainable))
         self._apply = self._make_apply()
@@ -93,9 +100,15 @@ class PipelineUpdate:
             held_bytes += size_bytes
         return buckets
 
-    def begin(self) -> None:
-        """A step begins: no gradient is complete."""
+    def begin(self, active: Collection[int]) -> None:
+        """A step begins: no gradient is complete but those of stages that are not active in it, which are 0.
+
+        Of a batch with fewer samples than a stage has replicas, some get none.
+        """
         self._done = set()
+        self._idle = self._functions.keys() - set(active)
+        for stage in sorted(self._idle):
+            self.stage_done(stage)
 
     def stage_done(self, stage: int) -> None:
         """Start the sums of what is complete now, while other stages still run."""
@@ -110,7 +123,8 @@ class PipelineUpdate:
                     self._start(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
-        gradients = [np.asarray(self._gradient(place), np.float32) for place in bucket.members]
+        dtype = np.result_type(*(_dtype_of_sum(self.variables[place]) for place in bucket.members))
+        gradients = [np.asarray(self._gradient(place), dtype) for place in bucket.members]
         bucket.buffer = np.concatenate([g.reshape(-1) for g in gradients])
         bucket.request = self._session.engine.group_allreduce(
             bucket.group, bucket.buffer, f"gradients of {self.variables[bucket.members[0]].path}"
@@ -124,9 +138,10 @@ class PipelineUpdate:
             bucket.request = None
             start = 0
             for place in bucket.members:
-                shape = self.variables[place].shape
-                end = start + int(np.prod(shape))
-                gradients[place] = tf.convert_to_tensor(bucket.buffer[start:end].reshape(shape))
+                variable = self.variables[place]
+                end = start + int(np.prod(variable.shape))
+                found = bucket.buffer[start:end].reshape(variable.shape)
+                gradients[place] = tf.convert_to_tensor(found, _dtype_of_sum(variable))
                 start = end
         for place, gradient in enumerate(gradients):
             if gradient is None:
@@ -140,7 +155,8 @@ class PipelineUpdate:
 
     def _gradient(self, place: int) -> Any:
         """Of one variable, over all stages of this rank that use it."""
-        values = [accumulator.read_value() for accumulator in self._accumulators[place]]
+        of_stages = self._accumulators[place].items()
+        values = [accumulator.read_value() for stage, accumulator in of_stages if stage not in self._idle]
         return sum(values[1:], values[0]) if values else tf.zeros(self.variables[place].shape)
 
     @property
@@ -208,6 +224,47 @@ class PipelineUpdate:
                 optimizer.apply(found, self.variables)
 
         return tf.function(apply, autograph=False)
+
+
+def _dtype_of_sum(variable: Any) -> Any:
+    return np.float64 if variable.dtype == "float64" else np.float32
+
+
+def check_optimizers(session: Session, optimizer: Any) -> None:
+    """See that all ranks update alike; collective. Raises MismatchError where settings differ."""
+    everyone = session.engine.allgather_object(_settings(optimizer))
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        odd = sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name))
+        if odd:
+            here, there = (f"{odd[0]}={of_rank.get(odd[0])}" for of_rank in (first, theirs))
+            raise MismatchError(
+                "A pipeline wants the same optimizer on all ranks, or its stages would train apart. "
+                f"Received: {here} on rank 0 and {there} on rank {rank}"
+            )
+
+
+def _settings(optimizer: Any) -> dict[str, str]:
+    """What it is made with, as far as it can tell; names, which Keras numbers in each process, left out."""
+    found = {"optimizer": type(optimizer).__name__}
+    with contextlib.suppress(NotImplementedError, TypeError, ValueError):
+        found |= {name: repr(_nameless(value)) for name, value in _nameless(optimizer.get_config()).items()}
+    return found
+
+
+def _nameless(value: Any) -> Any:
+    """Plain values as they are; of others the class, as what they print may be an address."""
+    if isinstance(value, dict):
+        return {key: _nameless(of_key) for key, of_key in sorted(value.items()) if key != "name"}
+    if isinstance(value, (list, tuple)):
+        return [_nameless(one) for one in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def learning_rate_of(optimizer: Any) -> float:
+    """What callbacks may have changed; 0 where it follows from the steps taken."""
+    rate = getattr(_clipping(optimizer), "_learning_rate", None)
+    return float(rate) if isinstance(rate, keras.Variable) else 0.0
 
 
 @contextlib.contextmanager

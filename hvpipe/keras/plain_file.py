@@ -82,7 +82,7 @@ def _gather(session: Session, holdings: Holdings) -> dict[str, Any]:
     mail = Mail(session)
     if session.world.rank != 0:
         for name, variable in mine.items():
-            mail.send(0, variable.numpy(), variable.shape, name)
+            mail.send(0, variable.numpy(), variable.dtype, variable.shape, name)
         mail.finish()
         return {}
     found: dict[str, Any] = dict(mine)

@@ -71,12 +71,17 @@ class Sharing:
                 continue
             ranks = self.holders[id(variable)]
             value = np.asarray(variable.numpy())
-            buffer = np.ascontiguousarray(part(value.astype(np.float32), ranks))
+            buffer = np.ascontiguousarray(part(value.astype(_wide(value.dtype)), ranks))
             request = self._session.engine.group_allreduce(self.groups[ranks], buffer, variable.path)
             under_way.append((variable, value.dtype, buffer, request))
         for variable, dtype, buffer, request in under_way:
             request.wait()
             variable.assign(buffer.astype(dtype))
+
+
+def _wide(dtype: Any) -> Any:
+    """What sums are made in."""
+    return np.float64 if dtype == np.float64 else np.float32
 
 
 def _floating(variables: Iterable[Any]) -> Sequence[Any]:

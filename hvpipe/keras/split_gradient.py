@@ -16,7 +16,7 @@ the end of the step. With `recompute` so is everything but the inputs and what r
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,9 @@ class Halves:
     `forward(inputs)` gives outputs and what to keep. `backward(kept, gradients, first)` gives the gradients
     of the wanted floating inputs; those of the variables it adds to the `accumulators`, or with `first` sets
     them. The same in two parts: `backward_inputs(kept, gradients)` gives gradients and what to keep further,
-    `backward_weights(kept further, first)` the rest.
+    `backward_weights(kept further, first)` the rest. `captured` are the tensors and handles of variables
+    from outside that the function reads, `reached` says of the wanted floating inputs whether a gradient
+    comes to them; of the others it is 0.
     """
 
     forward: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]
@@ -46,6 +48,8 @@ class Halves:
     backward_weights: Callable[[Sequence[Any], bool], None]
     accumulators: list[Any]
     variables: list[Any]
+    captured: list[Any]
+    reached: list[bool]
 
 
 def split_gradient(
@@ -56,11 +60,13 @@ def split_gradient(
     wanted: int,
     only_out: int = 0,
     recompute: bool = False,
+    passed_over: Collection[int] = (),
 ) -> Halves:
     """Cut `function(*inputs) -> outputs` and its gradient, for inputs of `signature` (tf.TensorSpec).
 
     Gradients are taken of all floating outputs but the last `only_out`, with respect to the floating ones of
     the first `wanted` inputs and the `variables` (tf.Variable); `Halves.variables` are those that get any.
+    Those floating outputs whose places are to be `passed_over` get gradients that count for nothing.
     """
     traced: dict[str, Any] = {}
 
@@ -71,13 +77,17 @@ def split_gradient(
         given = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in floating]
         sought = [x for x in inputs[:wanted] if x.dtype.is_floating]
         every = [*sought, *variables]
-        found = tf.gradients(floating, every, given) if floating and every else [None] * len(every)
+        counted = [place for place in range(len(floating)) if place not in passed_over]
+        found: list[Any] = [None] * len(every)
+        if counted and every:
+            found = tf.gradients([floating[k] for k in counted], every, [given[k] for k in counted])
         dense = [None if g is None else tf.convert_to_tensor(g) for g in found]
         of_inputs = [
             tf.zeros_like(x) if g is None else tf.identity(g)
             for x, g in zip(sought, dense[: len(sought)], strict=True)
         ]
         used = [(v, g) for v, g in zip(variables, dense[len(sought) :], strict=True) if g is not None]
+        traced.update(reached=[g is not None for g in dense[: len(sought)]])
         traced.update(inputs=inputs, outputs=outputs, given=given, of_inputs=of_inputs, used=used)
         return outputs
 
@@ -116,6 +126,8 @@ def split_gradient(
         backward_weights=run_weights_part,
         accumulators=accumulators,
         variables=used,
+        captured=[outside for outside, _ in graph.captures],
+        reached=traced["reached"],
     )
 
 

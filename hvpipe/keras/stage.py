@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -63,6 +65,15 @@ class Stages:
         if wire.mask:
             return tf.TensorSpec(tensor.mask_shape, tf.bool)
         return tf.TensorSpec(tensor.shape, tensor.dtype)
+
+    def without_users(self, stage: int, unreached: Collection[tuple[int, Wire]]) -> list[Wire]:
+        """The outputs of a stage that no other has a gradient for; `unreached` by users and wires."""
+        sends = self.cuts[stage].sends
+        return [
+            wire
+            for wire in self.floating(self.cuts[stage].outputs)
+            if all((user, wire) in unreached for user, sent in sends.items() if wire in sent)
+        ]
 
     def floating(self, wires: Sequence[Wire]) -> tuple[Wire, ...]:
         """Those that have gradients."""
@@ -145,8 +156,16 @@ class StageFunctions:
     targets."""
 
     def __init__(
-        self, stages: Stages, stage: int, targets: Sequence[Any], loss: Loss | None, recompute: bool = False
+        self,
+        stages: Stages,
+        stage: int,
+        targets: Sequence[Any],
+        loss: Loss | None,
+        recompute: bool = False,
+        samples: Any = None,
     ) -> None:
+        """`samples` is the variable that holds the batch's samples, of which values are a part; None: all."""
+        self._samples = samples
         self._stages = stages
         self._cut = stages.cuts[stage]
         self._last = stage == len(stages.cuts) - 1
@@ -167,6 +186,7 @@ class StageFunctions:
         }
         self._regularized = [v for v in self.trainable if v.regularizer is not None and id(v) not in earlier]
         self.has_loss = self._loss is not None or bool(self._regularized) or self._has_activity_losses(layers)
+        self.loss_dtype = tf.float64 if keras.config.floatx() == "float64" else tf.float32
         self.outputs_of_model = len(graph.outputs) if self._last else 0
         # Those of the outputs that have a mask, which metrics count by.
         self.masked = [
@@ -175,6 +195,7 @@ class StageFunctions:
             if self._last and graph.tensors[number].mask_shape is not None
         ]
         self._recompute = recompute
+        self._passed_over: frozenset[int] = frozenset()  # among the floating outputs
         self._adds_loss = False  # told by tracing
 
     @cached_property
@@ -190,13 +211,36 @@ class StageFunctions:
             wanted=len(self.wires_in),
             only_out=self.outputs_of_model + len(self.masked),
             recompute=self._recompute,
+            passed_over=self._passed_over,
         )
+
+    @property
+    def unreached(self) -> list[Wire]:
+        """The floating wires that come in, to which no gradient comes in this stage: they get 0."""
+        wires = self._stages.floating(self.wires_in)
+        return [wire for wire, reached in zip(wires, self.training.reached, strict=True) if not reached]
+
+    def pass_over(self, wires: Collection[Wire]) -> None:
+        """Of these outputs no user has a gradient: weights behind them alone get none, as in Keras."""
+        outputs = self._stages.floating(self._cut.outputs)
+        places = frozenset(place for place, wire in enumerate(outputs) if wire in wires)
+        if places != self._passed_over:
+            self._passed_over = places
+            self.__dict__.pop("training", None)
 
     @property
     def trains_by_a_loss(self) -> bool:
         """Whether any loss comes of the forward in training; `has_loss` is true already where one may."""
         _ = self.training
         return self._adds_loss
+
+    @property
+    def foreign(self) -> list[Any]:
+        """Weights of other stages' layers alone that the forward in training reads; they get no gradient."""
+        read = {id(outside) for outside in self.training.captured}
+        graph, own = self._stages.graph, {id(v) for v in self.trainable}
+        every = _unique(v for la in graph.layers(range(len(graph.calls))) for v in la.trainable_variables)
+        return [v for v in every if id(v) not in own and id(getattr(v._value, "handle", None)) in read]
 
     @cached_property
     def evaluation(self) -> Any:
@@ -232,13 +276,16 @@ class StageFunctions:
             else:
                 # A tensor of its own: a mask must not stick to what others hold.
                 known[wire.number] = tf.identity(value)
-        losses = []
-        for place in cut.calls:
-            call = graph.calls[place]
-            for (number, _), value in zip(call.writes, call(known, training), strict=True):
-                known[number] = value
-            losses.extend(_activity_losses(call.operation))
+        losses: list[Any] = []
+        with _scaled_activities(self._stages.graph.layers(cut.calls), self._share_of):
+            for place in cut.calls:
+                call = graph.calls[place]
+                for (number, _), value in zip(call.writes, call(known, training), strict=True):
+                    known[number] = value
+                losses.extend(map(self._summed, _activity_losses(call.operation)))
         found = [get_keras_mask(known[w.number]) if w.mask else known[w.number] for w in cut.outputs]
+        for wire, value in zip(cut.outputs, found, strict=True):
+            self._check_dtype(wire, value)
         results = [known[number] for number in graph.outputs] if self._last else []
         if not with_loss:
             return [*found, *results]
@@ -247,8 +294,35 @@ class StageFunctions:
             losses.insert(0, self._loss(results, targets))
         self._adds_loss |= training and bool(losses)
         if self.has_loss:
-            found.append(tf.add_n([tf.cast(loss, tf.float32) for loss in losses] or [tf.constant(0.0)]))
+            zero = tf.zeros((), self.loss_dtype)
+            found.append(tf.add_n([zero, *(tf.cast(loss, self.loss_dtype) for loss in losses)]))
         return [*found, *results, *(get_keras_mask(results[place]) for place in self.masked)]
+
+    def _summed(self, loss: Any) -> Any:
+        """What a layer has added, as Keras sums it; a sum over samples is not to be averaged over parts."""
+        total = tf.reduce_sum(loss)
+        if loss.shape.rank == 0 or loss.shape[0] is not None:
+            return total
+        return total / self._share_of(loss, total.dtype)
+
+    def _share_of(self, tensor: Any, dtype: Any) -> Any:
+        """The part of the batch's samples that a tensor has."""
+        if self._samples is None:
+            return tf.ones((), dtype)
+        samples = tf.cast(tf.shape(tensor)[0], self.loss_dtype)
+        return tf.cast(samples / tf.cast(self._samples, self.loss_dtype), dtype)
+
+    def _check_dtype(self, wire: Wire, value: Any) -> None:
+        """What reads it was made for the dtype that Keras tells, which may not be the one that comes."""
+        told = self._stages.spec(wire).dtype
+        if value.dtype != told:
+            graph = self._stages.graph
+            name = graph.calls[graph.makers()[wire.number]].name
+            raise HvpipeError(
+                "What goes from stage to stage should have the dtype that Keras tells of it. "
+                f"{name} tells {told.name}: make it with dtype={value.dtype.name!r}, or let its output spec "
+                f"tell. Received: {'a mask of ' * wire.mask}{value.dtype.name} from {name}"
+            )
 
     @staticmethod
     def _has_activity_losses(layers: Sequence[Any]) -> bool:
@@ -266,6 +340,44 @@ def _activity_losses(operation: Any) -> list[Any]:
     if not isinstance(operation, keras.Layer):
         return []
     return [loss for layer in operation._flatten_layers() for loss in layer._losses]
+
+
+@functools.cache
+def _keras_divides_activities() -> bool:
+    """Whether Keras divides an activity regularizer's loss by the samples; older versions do not."""
+    with tf.init_scope():
+        layer = keras.layers.Identity(activity_regularizer=keras.regularizers.L1(1.0), name="asked")
+        layer(tf.ones((2, 1)))
+        return float(layer.losses[0]) == 1.0
+
+
+@contextlib.contextmanager
+def _scaled_activities(layers: Sequence[Any], share_of: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Where Keras takes the sum over samples of what activities cost, let a part's make up for its share."""
+    if _keras_divides_activities():
+        yield
+        return
+    given = {
+        layer: layer.activity_regularizer
+        for outer in layers
+        for layer in outer._flatten_layers()
+        if layer.activity_regularizer is not None
+    }
+
+    def scaled(regularizer: Any) -> Callable[[Any], Any]:
+        def cost(output: Any) -> Any:
+            loss = regularizer(output)
+            return loss / share_of(output, loss.dtype) if output.shape.rank else loss
+
+        return cost
+
+    try:
+        for layer, regularizer in given.items():
+            layer.activity_regularizer = scaled(regularizer)
+        yield
+    finally:
+        for layer, regularizer in given.items():
+            layer.activity_regularizer = regularizer
 
 
 def _unique(variables: Any) -> list[Any]:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvpipe.keras.deferred import variables_of
@@ -54,7 +55,7 @@ class Work:
         cut = stages.cuts[stage]
         of_wire = dict(zip(cut.outputs, self.outputs, strict=False))
         self._gradients = [_random_like(of_wire[wire]) for wire in stages.floating(cut.outputs)]
-        self._gradients += [tf.constant(1.0)] * functions.has_loss
+        self._gradients += [tf.ones((), functions.loss_dtype)] * functions.has_loss
         self._floating_in = len(stages.floating(functions.wires_in))
 
     @property
@@ -96,13 +97,23 @@ class Work:
 
 @contextlib.contextmanager
 def same_state(layers: Sequence[Any]) -> Iterator[None]:
-    """Undo what forwards in training mode do to statistics and to the states of seeds."""
-    before = [(v, tf.identity(v.value)) for v in variables_of(layers) if not v.trainable]
+    """Undo what forwards in training mode do to statistics, to the states of seeds, and to weights."""
+    own = {id(v) for layer in layers if _may_write_weights(layer) for v in layer.trainable_variables}
+    before = [(v, tf.identity(v.value)) for v in variables_of(layers) if not v.trainable or id(v) in own]
     try:
         yield
     finally:
         for variable, value in before:
             variable.assign(value)
+
+
+def _may_write_weights(layer: Any) -> bool:
+    """Of Keras's layers only one does, besides the optimizer; of a user's own nobody knows."""
+    return any(
+        isinstance(inner, keras.layers.SpectralNormalization)
+        or not type(inner).__module__.startswith("keras.")
+        for inner in layer._flatten_layers()
+    )
 
 
 def _random_like(tensor: Any) -> Any:

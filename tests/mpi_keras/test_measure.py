@@ -224,8 +224,26 @@ def test_masks_are_part_of_the_output() -> None:
     assert profile.layers[profile.place("embed")].output_bytes == 4 * 4 * 5 * 3 + 4 * 5
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    model = noisy()
+class Halving(keras.layers.Layer):
+    """Writes a weight that is trained when it is called."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        self.scale.assign(self.scale / 2)
+        return x * self.scale
+
+
+def normalised_weights() -> keras.Model:
+    x = keras.Input((5,))
+    dense = keras.layers.SpectralNormalization(keras.layers.Dense(5))
+    return keras.Model(x, Halving()(dense(x)))
+
+
+@pytest.mark.parametrize("build", [noisy, normalised_weights])
+def test_the_model_is_left_as_it_was(build: Callable[[], keras.Model]) -> None:
+    model = build()
     model.compile("adam", "mse")
     before = [np.array(v.value) for v in model.variables]
     hk.measure(model, (batch_of((6, 5)), None), repeats=2)

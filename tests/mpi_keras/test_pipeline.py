@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ import hvpipe
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.keras.deferred import variables_of
+from hvpipe.keras.estimate import estimate
+from hvpipe.keras.layer_graph import layer_graph
 from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import Plan
@@ -104,6 +109,21 @@ def test_loops_and_branches_train_alike(options: dict[str, Any], monkeypatch: py
     check_same(pipelined("loops_and_branches", **options), plain("loops_and_branches"), WITHIN)
 
 
+def steps_as_samples() -> keras.Model:
+    """Whatever is cut, some tensors that travel have more rows than there are samples."""
+    layers, ops = keras.layers, keras.ops
+    inputs = keras.Input((6, 3))
+    x = ops.reshape(inputs, (-1, 3))
+    for _ in range(4):
+        x = layers.Dense(6, activation="tanh")(x)
+    return keras.Model(inputs, layers.Dense(4)(layers.Flatten()(ops.reshape(x, (-1, 6, 6)))))
+
+
+def test_steps_that_are_folded_into_the_samples_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "steps_as_samples", steps_as_samples)
+    check_same(pipelined("steps_as_samples"), plain("steps_as_samples"), WITHIN)
+
+
 def test_replicas_of_stages_train_alike() -> None:
     """As many stages as half the ranks, and one stage on all ranks but one."""
     size = hvpipe.size()
@@ -113,6 +133,20 @@ def test_replicas_of_stages_train_alike() -> None:
     check_same(pipelined("resnet", replicas=replicas), plain("resnet"), WITHIN)
     if size == 4:
         check_same(pipelined("mlp", stages=2), plain("mlp"), WITHIN)
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 1}])
+def test_double_precision_is_kept(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where ranks share weights, as a stage's replicas and a layer of several stages do."""
+    monkeypatch.setitem(MODELS, "tied_in_doubles", tied)
+    try:
+        for set_dtype in (keras.config.set_floatx, keras.config.set_dtype_policy):
+            set_dtype("float64")
+        found = pipelined("tied_in_doubles", **options)
+        check_same(found, plain("tied_in_doubles"), 1e-12)
+    finally:
+        for set_dtype in (keras.config.set_floatx, keras.config.set_dtype_policy):
+            set_dtype("float32")
 
 
 class Drops(keras.layers.Layer):
@@ -185,9 +219,39 @@ def test_batches_smaller_than_the_replicas_are_evaluated() -> None:
         expected = model.evaluate(x[samples], y[samples], batch_size=8, verbose=0)
         found = pipe.evaluate(x[samples], y[samples], batch_size=8, verbose=0)
         assert found == pytest.approx(expected, rel=1e-5)
-    if hvpipe.size() > 1:
-        with pytest.raises(HvpipeError, match="a sample for each of"):
-            pipe.fit(x[:1], y[:1], verbose=0)
+
+
+@pytest.mark.parametrize("shares", [(), (0.7, 0.1)])
+def test_batches_smaller_than_the_replicas_are_trained_on(shares: tuple[float, ...]) -> None:
+    """Of the last ones all samples may go to one replica; the others add nothing, and have its weights."""
+    size = hvpipe.size()
+    if size == 1:
+        pytest.skip("replicas are several ranks")
+    told = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(5)
+        model = of_replicas(shares or (1.0,) * size) if parallel else mlp()
+        compile_as_all(model, keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0))
+        history = [
+            model.fit(x, y, batch_size=24, epochs=2, shuffle=False, verbose=0).history
+            for x, y in (batches(mlp, 26), batches(mlp, 25))
+        ]
+        prediction = model.predict(batches(mlp, 8)[0], verbose=0).ravel()
+        told.append([*(value for of in history for name in sorted(of) for value in of[name]), *prediction])
+    np.testing.assert_allclose(told[1], told[0], rtol=1e-4, atol=1e-6)
+
+
+def of_replicas(shares: Sequence[float]) -> Any:
+    """One stage on all ranks, dealt 24 micro-batches in shares, of which the last rank has what is over."""
+    size = hvpipe.size()
+    keras.utils.set_random_seed(5)
+    profile = estimate(layer_graph(mlp()), samples=1)
+    every = (*shares, *[shares[-1]] * (size - len(shares)))
+    names = tuple(f"rank{rank}" for rank in range(size))
+    plan = partition(profile, equal_cluster(1), 1, Pipelining("1f1b", 24))
+    stages = (dataclasses.replace(plan.stages[0], devices=names, shares=every),)
+    keras.utils.set_random_seed(5)
+    return hk.pipeline_parallel(mlp, dataclasses.replace(plan, stages=stages))
 
 
 @slow
@@ -289,10 +353,10 @@ def resident_mb(what: str) -> float:
 
 
 def unit_profile(pipe: Any, cost_s: float = 1e-3) -> Profile:
-    graph = pipe.stages.graph
-    names = [call.name for call in graph.calls]
-    costs = [LayerCost(name, cost_s, 2 * cost_s, output_bytes=100) for name in names]
-    return Profile.of(costs, [(names[a], names[b]) for a, b in graph.edges()], model=graph.name)
+    """Layers that take equally long."""
+    profile = estimate(pipe.stages.graph, samples=1)
+    layers = (dataclasses.replace(la, forward_s=cost_s, backward_s=2 * cost_s) for la in profile.layers)
+    return dataclasses.replace(profile, layers=tuple(layers))
 
 
 def test_a_plan_says_who_runs_what(tmp_path: Path) -> None:
@@ -388,6 +452,54 @@ def test_a_profile_or_plan_of_another_model_or_cluster_is_refused() -> None:
     document["stages"][0]["devices"] = ["rank0"]
     with pytest.raises(PlanError, match="every rank a stage" if hvpipe.size() > 1 else "of this model"):
         hk.pipeline_parallel(mlp, type(plan).from_json(document))
+
+
+def of_width(width: int, image: int = 6) -> keras.Model:
+    layers = keras.layers
+    inputs = keras.Input((image, image, 3))
+    x = layers.GlobalAveragePooling2D()(layers.Conv2D(width, 3)(layers.Conv2D(width, 3)(inputs)))
+    return keras.Model(inputs, layers.Dense(4)(x))
+
+
+def test_a_profile_or_plan_of_other_sizes_is_refused() -> None:
+    """Layers that have no names of their own are called alike in both."""
+    own, other = (estimate(layer_graph(of_width(width)), samples=4) for width in (8, 16))
+    size = hvpipe.size()
+    pipe = hk.pipeline_parallel(functools.partial(of_width, 8), stages=1, profile=own)
+    assert pipe.stage_numbers == (0,)
+    with pytest.raises(PlanError, match=r"'conv2d' has 896 bytes of trained weights; .* it has 1792"):
+        hk.pipeline_parallel(functools.partial(of_width, 8), stages=1, profile=other)
+    with pytest.raises(PlanError, match=r"'conv2d' has 8192 bytes of output for 4 samples; .* has 2048"):
+        hk.pipeline_parallel(functools.partial(of_width, 8, 10), stages=1, profile=own)
+    scaled = own.at_batch(7)
+    hk.pipeline_parallel(functools.partial(of_width, 8), stages=1, profile=scaled)
+    plan = partition(other, equal_cluster(size), size)
+    with pytest.raises(PlanError, match=r"plan should be of this model.* same names and others"):
+        hk.pipeline_parallel(functools.partial(of_width, 8), plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"microbatches": 7}, "microbatches=7 and a plan with microbatches=5"),
+        ({"schedule": "1f1b"}, "schedule='1f1b' and a plan with schedule='gpipe'"),
+        ({"recompute": True}, "recompute=True and a plan with recompute=False"),
+        ({"chunks": 3}, "chunks=3 and a plan with chunks=1"),
+        ({"replicas": [9]}, r"replicas=\(9,\) and a plan with replicas=\("),
+    ],
+)
+def test_what_a_plan_would_pass_over_is_refused(options: dict[str, Any], says: str) -> None:
+    size = hvpipe.size()
+    profile = estimate(layer_graph(mlp()), samples=1)
+    plan = partition(profile, equal_cluster(size), size, Pipelining("gpipe", 5))
+    renamed = [dataclasses.replace(stage, devices=(f"rank{rank}",)) for rank, stage in enumerate(plan.stages)]
+    plan = dataclasses.replace(plan, stages=tuple(renamed))
+    with pytest.raises(HvpipeError, match=says):
+        hk.pipeline_parallel(mlp, plan, **options)
+    same = {"microbatches": 5, "schedule": "gpipe", "recompute": False, "replicas": (1,) * size}
+    hk.pipeline_parallel(mlp, plan, **same, profile=profile, cluster=equal_cluster(size))
+    with pytest.raises(PlanError, match="cluster should be the one that was planned for"):
+        hk.pipeline_parallel(mlp, plan, cluster=equal_cluster(size, speeds=(0.5,)))
 
 
 def test_a_call_of_the_whole_model_is_refused() -> None:

@@ -14,7 +14,9 @@ from mpi_keras.pipelines import batches, compile_as_all, mlp, sgd
 import hvpipe
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.keras.pipeline_files import told_once
 from hvpipe.keras.pipeline_machine import Machine
+from hvpipe.session import current
 
 
 def small() -> keras.Model:
@@ -153,6 +155,39 @@ def test_weights_that_no_gradient_reaches_are_averaged_as_in_keras(build: Any, o
     np.testing.assert_allclose(told[1], told[0], rtol=1e-5, atol=1e-6)
 
 
+def behind_a_stop() -> keras.Model:
+    """Layers that no gradient reaches, because of a later one or of an output without a loss."""
+    inputs = keras.Input((12,))
+    x = inputs
+    for _ in range(3):
+        x = keras.layers.Dense(6, activation="tanh")(x)
+    side = keras.layers.Dense(5, name="side")(x)
+    for _ in range(3):
+        x = keras.layers.Dense(6, activation="tanh")(keras.ops.stop_gradient(x))
+    return keras.Model(inputs, {"main": keras.layers.Dense(4, name="main")(x), "side": side})
+
+
+def decaying_weights() -> Any:
+    return keras.optimizers.AdamW(0.01, weight_decay=0.9)
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"schedule": "zb-h1"}])
+def test_weights_that_no_gradient_reaches_stay_as_in_keras(options: dict[str, Any]) -> None:
+    """Wherever the model is cut: a gradient of 0 would let the optimizer let them decay."""
+    x, y = batches(mlp, 32)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    told = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(5)
+        build = behind_a_stop
+        model = hk.pipeline_parallel(build, microbatches=4, **options) if parallel else build()
+        model.compile(decaying_weights(), {"main": loss})
+        history = model.fit(x, {"main": y}, batch_size=8, shuffle=False, verbose=0).history
+        outputs = model.predict(x, verbose=0)
+        told.append([*history["loss"], *outputs["main"].ravel(), *outputs["side"].ravel()])
+    np.testing.assert_allclose(told[1], told[0], rtol=1e-4, atol=1e-6)
+
+
 def test_several_optimizers_are_refused() -> None:
     several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd()))
     with pytest.raises(HvpipeError, match=r"one optimizer for all layers.* optimizer=MultiOptimizer"):
@@ -188,6 +223,53 @@ def test_one_rank_writes_a_log_that_all_were_told_of(tmp_path: Path) -> None:
     rows = Path(shared).read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["epoch", "0", "1", "2"]
     assert (tmp_path / "own.csv").read_text().splitlines()[-1] == rows[-1]
+
+
+def with_a_table() -> keras.Model:
+    tokens = keras.Input((5,), dtype="int32")
+    x = keras.layers.Flatten()(keras.layers.Embedding(7, 4, name="table")(tokens))
+    return keras.Model(tokens, keras.layers.Dense(4)(keras.layers.Dense(4)(x)))
+
+
+def test_one_rank_writes_and_prints_what_all_have() -> None:
+    """A TensorBoard that shows weights is everyone's: each rank has some."""
+    pipe = compile_as_all(hk.pipeline_parallel(with_a_table))
+    rank, size = hvpipe.rank(), hvpipe.size()
+    callbacks = [
+        keras.callbacks.TensorBoard("scalars"),
+        keras.callbacks.TensorBoard("weights", histogram_freq=1),
+        keras.callbacks.TensorBoard(f"own{rank}"),
+        keras.callbacks.RemoteMonitor(),
+        keras.callbacks.EarlyStopping("loss", verbose=1),
+    ]
+    for _ in ("first fit", "another"):
+        found = told_once(current(), callbacks, pipe.stages, pipe.layers)
+        assert [c.log_dir for c in found if isinstance(c, keras.callbacks.TensorBoard)] == (
+            ["scalars", "weights", "own0"] if rank == 0 else [f"weights/rank{rank}", f"own{rank}"]
+        )
+        assert [c.verbose for c in found if isinstance(c, keras.callbacks.EarlyStopping)] == [rank == 0]
+        assert len(found) == (5 if rank == 0 else 3)
+    assert len(set(hvpipe.allgather_object(tuple(c.log_dir for c in callbacks[1:3])))) == size
+
+
+def test_embeddings_of_other_ranks_are_no_mistake() -> None:
+    pipe = compile_as_all(hk.pipeline_parallel(with_a_table))
+    given = {"table": "names.tsv", "no_layer": "names.tsv"}
+    board = keras.callbacks.TensorBoard("logs", embeddings_freq=1, embeddings_metadata=given)
+    told_once(current(), [board], pipe.stages, pipe.layers)
+    first = hvpipe.rank() == 0
+    assert board.embeddings_metadata == (given if first else {"no_layer": "names.tsv"})
+    assert board.log_dir == ("logs" if first else f"logs/rank{hvpipe.rank()}")
+
+
+def test_a_checkpoint_of_one_rank_alone_is_told(tmp_path: Path) -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 8)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    saving = [keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras"))] if hvpipe.rank() == 0 else []
+    with pytest.raises(MismatchError, match=r"give ModelCheckpoint to all .* 1 on rank 0 and 0 on rank 1"):
+        pipe.fit(x, y, batch_size=8, verbose=0, callbacks=saving)
 
 
 def test_graphs_are_made_once_for_each_structure_of_targets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +339,32 @@ def test_targets_that_look_otherwise_on_one_rank_are_told(differs: dict[str, Any
     assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
 
 
+def test_targets_of_another_number_than_the_inputs_are_told() -> None:
+    """Else the first ones would be taken."""
+    x, y = batches(mlp, 16)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    with pytest.raises(HvpipeError, match=r"as many samples. Received: \[8\] of inputs, \[16\] of targets"):
+        pipe.train_on_batch(x[:8], y)
+
+
+def test_export_says_what_to_do() -> None:
+    with pytest.raises(HvpipeError, match=r"load_model\(.*\)\.export"):
+        hk.pipeline_parallel(small).export("folder")
+
+
+def test_saving_past_the_pipeline_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(HvpipeError, match=r"pipe\.save\('model.keras'\) on all ranks"):
+        keras.saving.save_model(hk.pipeline_parallel(small), tmp_path / "model.keras")
+
+
+def test_callbacks_may_come_in_a_list_of_keras() -> None:
+    x, y = batches(mlp, 32)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    given = keras.callbacks.CallbackList([StopsOnTheLastRank()], add_history=True)
+    history = pipe.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=given)
+    assert len(history.history["loss"]) == 1
+
+
 def test_targets_of_another_dtype_on_one_rank_are_told_in_evaluation() -> None:
     if hvpipe.size() == 1:
         pytest.skip("one rank agrees with itself")
@@ -316,6 +424,99 @@ def a_model_that_was_called() -> keras.Model:
 
 def test_build_model_may_call_the_model() -> None:
     hk.pipeline_parallel(a_model_that_was_called)
+
+
+def tied_by_a_function() -> keras.Model:
+    """The last operation reads the table of the first layer."""
+    tokens = keras.Input((5,), dtype="int32")
+    table = keras.layers.Embedding(7, 4, name="table")
+    x = table(tokens)
+    for _ in range(3):
+        x = keras.layers.Dense(4)(x)
+    tie = keras.layers.Lambda(lambda h: h @ keras.ops.transpose(table.embeddings.value))
+    return keras.Model(tokens, tie(x))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_weights_of_another_stage_are_not_read_past_their_layer(whole: bool) -> None:
+    """They would get no gradient of that, and keep the values that they have on this rank."""
+    model = tied_by_a_function() if whole else tied_by_a_function
+    pipe = compile_as_all(hk.pipeline_parallel(model))
+    x, y = np.zeros((8, 5), np.int32), np.zeros((8, 5), np.int32)
+    if hvpipe.size() == 1:
+        assert len(pipe.fit(x, y, batch_size=8, verbose=0).history["loss"]) == 1
+        return
+    last = f"(?s)rank {hvpipe.size() - 1}: .*A stage should read the weights of its own layers"
+    with pytest.raises(HvpipeError, match=rf"{last}.* Received: table/embeddings, of another stage"):
+        pipe.fit(x, y, batch_size=8, verbose=0)
+
+
+def test_a_loss_may_read_weights_of_the_last_stage_alone() -> None:
+    model = small()
+    first, last = model.layers[0], model.layers[-1]
+    x, y = batches(mlp, 8)
+    pipe = hk.pipeline_parallel(model)
+
+    def loss_with(layer: Any) -> Any:
+        return lambda y_true, y_pred: keras.ops.mean(y_pred**2) + keras.ops.sum(layer.kernel**2)
+
+    pipe.compile(sgd(), loss_with(last))
+    pipe.fit(x, y, batch_size=8, verbose=0)
+    pipe.compile(sgd(), loss_with(first))
+    if hvpipe.size() > 1:
+        with pytest.raises(HvpipeError, match=r"Received: \S*kernel, of another stage"):
+            pipe.fit(x, y, batch_size=8, verbose=0)
+
+
+def is_last() -> bool:
+    return hvpipe.rank() == hvpipe.size() - 1
+
+
+def adam(rate: float = 0.001) -> Any:
+    return keras.optimizers.Adam(rate)
+
+
+def scaled_adam(rate: float = 0.001) -> Any:
+    return keras.optimizers.LossScaleOptimizer(adam(rate))
+
+
+def decaying(rate: float = 0.001) -> Any:
+    return adam(keras.optimizers.schedules.ExponentialDecay(rate, 10, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "other", "says"),
+    [
+        (adam, lambda: adam(0.5), r"learning_rate=0.001\d* on rank 0 and learning_rate=0.5"),
+        (adam, lambda: keras.optimizers.SGD(0.001), "optimizer=Adam|dampening|amsgrad"),
+        (scaled_adam, lambda: scaled_adam(0.5), "'learning_rate': 0.5"),
+        (decaying, lambda: decaying(0.5), "'initial_learning_rate': 0.5"),
+    ],
+)
+def test_optimizers_that_differ_by_rank_are_told(optimizer: Any, other: Any, says: str) -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 8)
+    if is_last():
+        adam()  # Keras numbers the names of the next ones
+    pipe = compile_as_all(hk.pipeline_parallel(small), optimizer())
+    pipe.fit(x, y, batch_size=8, verbose=0)
+    pipe = compile_as_all(hk.pipeline_parallel(small), (other if is_last() else optimizer)())
+    last = hvpipe.size() - 1
+    with pytest.raises(MismatchError, match=rf"same optimizer on all ranks.* ({says}).* on rank {last}"):
+        pipe.fit(x, y, batch_size=8, verbose=0)
+
+
+def test_a_learning_rate_that_one_rank_changes_is_told() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 8)
+    pipe = compile_as_all(hk.pipeline_parallel(small), sgd())
+    lowers = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    last = hvpipe.size() - 1
+    with pytest.raises(MismatchError, match=rf"Received: 0.1 on rank 0 and 0.05 on rank {last}"):
+        pipe.fit(x, y, batch_size=8, verbose=0, callbacks=[lowers] if is_last() else [])
+    assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
 
 
 def test_clipping_over_all_stages_goes_without_accumulation() -> None:

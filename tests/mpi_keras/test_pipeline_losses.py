@@ -11,6 +11,7 @@ import pytest
 from mpi_keras.pipelines import batches, mlp, sgd
 
 import hvpipe.keras as hk
+import hvpipe.keras.stage
 from hvpipe.errors import HvpipeError
 
 layers = keras.layers
@@ -66,6 +67,31 @@ def test_a_reduction_that_parts_cannot_have_is_refused(reduction: str | None) ->
         pipe.compile(sgd(), keras.losses.MeanSquaredError(reduction=reduction))
 
 
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (keras.losses.Dice(), r"pass axis=\(1, 2, 3\).* Received: dice with axis=None"),
+        (keras.losses.Tversky(axis=(0, 1)), r"Received: tversky with axis=\(0, 1\)"),
+        (keras.losses.Circle(), r"with each other. Received: circle"),
+        ("dice", r"Received: dice with axis=None"),
+        ([keras.losses.tversky], r"Received: tversky with axis=None"),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: Any, says: str) -> None:
+    pipe = hk.pipeline_parallel(one_output)
+    with pytest.raises(HvpipeError, match=f"should be a mean over samples. .*{says}"):
+        pipe.compile(sgd(), loss)
+
+
+def test_a_ratio_for_each_sample_is_a_mean_over_samples() -> None:
+    x, _ = batches(mlp, 21)
+
+    def fit(model: Any) -> Any:
+        return model.fit(x, x[:, :1] ** 2, batch_size=7, epochs=2, shuffle=False, verbose=0).history
+
+    check_equal(told(one_output, fit, loss=keras.losses.Dice(axis=-1)))
+
+
 def test_targets_are_needed_for_a_loss() -> None:
     x, _ = batches(mlp, 8)
     pipe = hk.pipeline_parallel(one_output)
@@ -90,6 +116,51 @@ class Penalty(layers.Layer):
 def with_penalty(weight: float, **options: Any) -> keras.Model:
     dense = [layers.Dense(4, activation="tanh", **options) for _ in range(3)]
     return keras.Sequential([keras.Input((12,)), dense[0], Penalty(weight), *dense[1:], layers.Dense(1)])
+
+
+class Penalties(layers.Layer):
+    """Adds a loss for each sample, for each channel, and one of all."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(x**2, axis=-1))
+        self.add_loss(0.2 * keras.ops.mean(x**2, axis=0))
+        self.add_loss(0.3 * keras.ops.mean(x**2))
+        return x
+
+
+def with_penalties() -> keras.Model:
+    dense = [layers.Dense(4, activation="tanh") for _ in range(3)]
+    return keras.Sequential([keras.Input((12,)), dense[0], Penalties(), *dense[1:], layers.Dense(1)])
+
+
+def test_losses_that_layers_add_are_summed_as_in_keras() -> None:
+    """Batches of 7 in 4 parts; the losses of samples are added up, the others averaged."""
+    x, _ = batches(mlp, 21)
+
+    def fit(model: Any) -> Any:
+        options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(x, x[:, :1], validation_data=(x[:7], x[:7, :1]), **options).history
+
+    check_equal(told(with_penalties, fit, loss="mse"))
+
+
+class SumOverSamples(keras.regularizers.Regularizer):
+    """What Keras makes of an activity regularizer where it does not divide by the samples."""
+
+    def __call__(self, x: Any) -> Any:
+        return 0.01 * keras.ops.sum(x**2) * keras.ops.cast(keras.ops.shape(x)[0], "float32")
+
+
+def test_activities_cost_as_much_where_keras_sums_over_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, _ = batches(mlp, 21)
+    monkeypatch.setattr(hvpipe.keras.stage, "_keras_divides_activities", lambda: False)
+    build = functools.partial(with_penalty, 0.0, activity_regularizer=SumOverSamples())
+
+    def fit(model: Any) -> Any:
+        options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(x, x[:, :1], validation_data=(x[:7], x[:7, :1]), **options).history
+
+    check_equal(told(build, fit, loss="mse"))
 
 
 def test_training_without_any_loss_is_refused() -> None:
