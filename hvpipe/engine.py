@@ -53,6 +53,7 @@ class Engine:
         self._recorded_s = dict.fromkeys(_RECORDED, 0.0)
         self._settings = settings
         self._device_way: str | None = None
+        self._said_how_to_build = False
         if world.fortran_handle is None:
             return
         native = import_native()
@@ -138,7 +139,7 @@ class Engine:
         core = self._messenger("A GPU")
         if self._device_way is None:
             settings = self._settings
-            library = settings.device_library or str(native_directory() / "libhvpipe_cuda.so")
+            library = settings.device_library or str(_cuda_library())
             visible = import_native().count_devices(library)
             ordinal = assign_gpu(core.local_rank, core.local_size, visible)
             required = settings.nccl_library not in ("", "none")
@@ -150,6 +151,24 @@ class Engine:
             )
             logging.getLogger(__name__).info("data on GPUs goes %s", self._device_way)
         return self._device_way
+
+    def use_device_if_built(self) -> bool:
+        """As `use_device`, where hvpipe was built with its GPU library; False, and a line in the log, if not.
+
+        Nothing can reduce a GPU's memory then: whoever has gradients there gives them in host memory.
+        """
+        core = self._messenger("A GPU")
+        if self._settings.device_library or _cuda_library().exists():
+            self.use_device()
+            return True
+        if core.local_rank == 0 and not self._said_how_to_build:
+            logging.getLogger(__name__).warning(
+                "hvpipe was built without its GPU library: gradients go from the GPU through ordinary host "
+                "memory to MPI, which is slow. For NCCL, rebuild where CUDA's compiler is (nvcc on PATH), %s",
+                REBUILD,
+            )
+        self._said_how_to_build = True
+        return False
 
     def submit_on_device(self, plan: int, bucket: int, tensors: Sequence[Any], scale: float) -> None:
         """Pack a bucket's device arrays, times `scale`, and let its all-reduce start; waits for nothing."""
@@ -319,6 +338,11 @@ def check_mpi(running: str) -> None:
 def native_directory() -> Path:
     """Where the compiled libraries lie."""
     return Path(import_native().__file__).parent
+
+
+def _cuda_library() -> Path:
+    """What serves GPUs, where hvpipe was built with nvcc."""
+    return native_directory() / "libhvpipe_cuda.so"
 
 
 def _abi(version: str) -> str:

@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.gpu import claim_gpu
+from hvpipe.keras.gpu import claim_gpu, reduces_on_gpu
+from hvpipe.keras.reducer import Reducer
 
 
 class Gpus:
@@ -73,3 +74,57 @@ def test_gpus_that_are_in_use_already_are_an_error_among_several_ranks(machine: 
     claim_gpu(session(0, 1))
     with pytest.raises(HvpipeError, match=r"hvpipe.init\(\) should come before"):
         claim_gpu(session(0, 2))
+
+
+class Engine:
+    """An engine built with or without the GPU library; it counts how often the GPU is opened."""
+
+    def __init__(self, built: bool) -> None:
+        self.core = object()
+        self.built, self.opened = built, 0
+        self.on_device: bool | None = None
+
+    def use_device_if_built(self) -> bool:
+        self.opened += self.built
+        return self.built
+
+    def add_plan(self, name: str, plan: Any, on_device: bool) -> int:
+        self.on_device = on_device
+        return 0
+
+
+def sees(monkeypatch: Any, gpus: list[str]) -> None:
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus if kind == "GPU" else ["CPU:0"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "built", "on_gpu"), [([], True, False), (["GPU:0"], True, True), (["GPU:0"], False, False)]
+)
+def test_gradients_are_reduced_where_they_can_be(
+    monkeypatch: Any, gpus: list[str], built: bool, on_gpu: bool
+) -> None:
+    sees(monkeypatch, gpus)
+    engine = Engine(built)
+    assert reduces_on_gpu(SimpleNamespace(engine=engine)) is on_gpu
+    assert engine.opened == on_gpu
+
+
+@pytest.mark.parametrize(("built", "place"), [(True, "GPU"), (False, "CPU")])
+def test_the_ops_of_a_plan_are_asked_for_where_its_memory_is(
+    monkeypatch: Any, built: bool, place: str
+) -> None:
+    """On a machine with a GPU, whatever hvpipe was built with; nothing of this graph is run."""
+    sees(monkeypatch, ["GPU:0"])
+    engine = Engine(built)
+    session = SimpleNamespace(engine=engine, settings=SimpleNamespace(bucket_bytes=1000), announcements=0)
+    reducer = Reducer(session, "gradients", [tf.Variable([1.0, 2.0], name="weight")], None, None)
+
+    def step() -> Any:
+        gradients = [tf.constant([3.0, 4.0])]
+        return reducer.collect_all(reducer.submit(reducer.announce(tf.constant(1.0)), gradients))
+
+    graph = tf.function(step).get_concrete_function().graph
+    placed = {op.type: op.device for op in graph.get_operations() if op.type.startswith("Hvpipe")}
+    assert engine.on_device is built
+    assert placed["HvpipeSubmit"].endswith(f"{place}:0")
+    assert placed["HvpipeCollect"].endswith(f"{place}:0")

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from native_build import CSRC, NATIVE, build, compiler
 
+from hvpipe import doctor
+
 PEER, USAGE, DEADLINE = 3, 4, 2  # hvpipe::ErrorKind
 
 
@@ -120,3 +122,8 @@ def test_what_is_declared_here_is_what_nccls_header_says() -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_doctor_names_the_one_that_would_be_used() -> None:
+    library = build("fake_nccl.cc", "-DVERSION=22809")
+    assert doctor._nccl(str(library)) == doctor.Finding("NCCL", "ok", f"2.28.9 ({library})")

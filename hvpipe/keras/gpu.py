@@ -28,3 +28,14 @@ def claim_gpu(session: Session) -> None:
             "hvpipe.init() should come before TensorFlow's first operation on a GPU, so that each rank takes "
             f"its own. Received: {error}"
         ) from error
+
+
+def reduces_on_gpu(session: Session) -> bool:
+    """Whether gradients are to go to the engine in a GPU's memory; all ranks together.
+
+    No where TensorFlow sees no GPU, and where hvpipe was built without its GPU library, which is said once:
+    TensorFlow then copies gradients to the host.
+    """
+    if session.engine.core is None or not tf.config.get_visible_devices("GPU"):
+        return False
+    return session.engine.use_device_if_built()

@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvpipe.keras import ops
+from hvpipe.keras.gpu import reduces_on_gpu
 from hvpipe.plan.buckets import Bucket, BucketPlan, Gradient, plan_buckets
 from hvpipe.session import Session
 
@@ -77,9 +78,9 @@ class Reducer:
             gradients, bucket_bytes or session.settings.bucket_bytes, compression
         )
         self._gradients = gradients
-        on_device = session.engine.core is not None and bool(tf.config.get_visible_devices("GPU"))
-        if on_device:
-            session.engine.use_device()
+        on_device = reduces_on_gpu(session)
+        # Asked for by name: what TensorFlow would choose depends on where the gradients are.
+        self._place = "GPU:0" if on_device else "CPU:0"
         self._plan_id = session.engine.add_plan(name, self.plan, on_device)
         with tf.init_scope():
             # An input that changes every step keeps grappler from folding or sharing the announcement.
@@ -103,14 +104,16 @@ class Reducer:
         for number, bucket in enumerate(self.plan.buckets):
             with tf.control_dependencies(after(number) if after else []):
                 tensors = [gradients[place] for place in bucket.members]
-                tokens.append(ops.submit(scale, tensors, self._plan_id, number))
+                with tf.device(self._place):
+                    tokens.append(ops.submit(scale, tensors, self._plan_id, number))
         return tokens
 
     def collect(self, number: int, token: Any) -> list[Any]:
         """The reduced gradients of a bucket, in the order of its members."""
         bucket = self.plan.buckets[number]
         shapes = [self._gradients[place].shape for place in bucket.members]
-        tensors = ops.collect(token, shapes, bucket.dtype, self._plan_id, number)
+        with tf.device(self._place):
+            tensors = ops.collect(token, shapes, bucket.dtype, self._plan_id, number)
         note_collected(tensors[0])
         return tensors
 

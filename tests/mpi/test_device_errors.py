@@ -173,3 +173,18 @@ def test_hvpipes_own_library_says_that_there_is_no_driver(libraries: Libraries) 
     with pytest.raises(HvpipeError, match=r"A CUDA device should be usable.*Received: (no|a) driver"):
         engine.use_device()
     engine.stop()
+
+
+def test_a_build_without_nvcc_goes_through_host_memory_and_says_so_once(
+    libraries: Libraries, monkeypatch: Any, caplog: Any, tmp_path: Any
+) -> None:
+    monkeypatch.setattr("hvpipe.engine._cuda_library", lambda: tmp_path / "libhvpipe_cuda.so")
+    engine = open_engine(libraries, "host", device_library="")
+    assert not engine.use_device_if_built()
+    assert not engine.use_device_if_built()
+    said = [
+        record.getMessage() for record in caplog.records if "without its GPU library" in record.getMessage()
+    ]
+    assert len(said) == (engine.core.local_rank == 0)
+    assert all("nvcc on PATH" in line and "pip install" in line for line in said)
+    engine.stop()
