@@ -21,8 +21,10 @@ cudaError_t LaunchTables(const std::vector<Device::Piece>& pieces, DType from, D
     using To = decltype(target);
     ForEachTable<kCapacity>(pieces, scale, not_finite, [&](const auto& table, unsigned tiles) {
       if (outcome != cudaSuccess) return;
-      MoveKernel<From, To, kCapacity><<<tiles, kTileThreads, 0, stream>>>(table);
-      outcome = cudaGetLastError();
+      // Its own code, and not that of whatever failed on this thread before, which cudaGetLastError has.
+      const void* arguments[] = {&table};
+      outcome = cudaLaunchKernel(MoveKernel<From, To, kCapacity>, dim3(tiles), dim3(kTileThreads),
+                                 const_cast<void**>(arguments), 0, stream);
     });
   });
   return outcome;

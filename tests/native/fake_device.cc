@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "device.h"
 #include "error.h"
@@ -34,8 +35,8 @@ void MoveOnHost(const std::vector<Device::Piece>& pieces, DType from, DType to, 
 // memory was wanted.
 std::atomic<int> held{0}, host_allocations{0};
 
-// Of the calling thread; -1: none that a rank of this process serves.
-thread_local int current = -1;
+// Of the calling thread, the last one current; empty: none that a rank of this process serves.
+thread_local std::vector<int> entered;
 
 struct FakeEvent {
   bool recorded = false;
@@ -46,12 +47,8 @@ class FakeDevice : public Device {
  public:
   explicit FakeDevice(int ordinal) : ordinal_(ordinal) {}
   std::string Name() const override { return "test device " + std::to_string(ordinal_); }
-  int Enter() override {
-    const int before = current;
-    current = ordinal_;
-    return before;
-  }
-  void Leave(int before) noexcept override { current = before; }
+  void Enter() override { entered.push_back(ordinal_); }
+  void Leave() noexcept override { entered.pop_back(); }
 
   void* Allocate(std::size_t bytes) override { return Held(std::calloc(bytes, 1)); }
   void Free(void* memory) noexcept override { std::free(Returned(memory)); }
@@ -115,7 +112,7 @@ Device* hvpipe_open_device(int ordinal, int version) {
   return new FakeDevice(ordinal);
 }
 
-int current_device() { return current; }
+int current_device() { return entered.empty() ? -1 : entered.back(); }
 int things_held() { return held; }
 int host_memory_allocations() { return host_allocations; }
 

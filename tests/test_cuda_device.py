@@ -1,0 +1,59 @@
+"""The device on CUDA, run on a CUDA made up for the tests (tests/native/fake_cuda.cc): no GPU is needed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from native_build import CSRC, build
+
+Run = Callable[[str], list[str]]
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Path:
+    """The folder of CUDA's headers."""
+    nvcc = shutil.which("nvcc")
+    beside = [Path(nvcc).resolve().parents[1] / "include"] if nvcc else []
+    for folder in (*beside, Path("/usr/local/cuda/include")):
+        if (folder / "cuda_runtime_api.h").exists():
+            return folder
+    pytest.skip("no CUDA headers")
+
+
+@pytest.fixture
+def run(cuda: Path, tmp_path: Path) -> Run:
+    """Runs a case of cuda_device_driver; the lines that it prints."""
+    headers = ("-isystem", str(cuda))
+    fake = build("fake_cuda.cc", *headers, "-Wl,-soname,libcuda.so.1")
+    sources = (str(CSRC / "cuda_device.cc"), str(CSRC / "cuda_context.cc"))
+    driver = build("cuda_device_driver.cc", *headers, *sources, str(fake))
+    (tmp_path / "libcuda.so.1").symlink_to(fake)
+
+    def lines(case: str) -> list[str]:
+        env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+        done = subprocess.run(
+            [str(driver), case], capture_output=True, text=True, timeout=60, env=env, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    return lines
+
+
+def test_no_thread_makes_a_context_on_another_device(run: Run) -> None:
+    *threads, zero, one, two = run("contexts")
+    assert set(threads) == {"current afterwards: -1"}
+    assert (zero, one, two) == ("context on device 0: 0", "context on device 1: 1", "context on device 2: 0")
+
+
+def test_a_thread_keeps_the_device_that_it_has(run: Run) -> None:
+    assert run("kept") == ["inside: 1", "afterwards: 2"]
+
+
+def test_an_error_while_giving_back_is_not_told_to_the_next_call(run: Run) -> None:
+    assert run("stale") == ["last error: 0"]
