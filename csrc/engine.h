@@ -222,6 +222,7 @@ class Engine {
   void AddCopy(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall copy);
   void AddArrival(Operation& operation, Device::Event event);
   void AbortDevice();
+  bool LeaveNccl(double patience_s);
   bool AllLeave(double patience_s) const;
 
   EngineOptions options_;

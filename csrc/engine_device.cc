@@ -223,7 +223,7 @@ void Engine::BroadcastDevice(void* data, std::size_t bytes, int root, const std:
   });
 }
 
-// A communicator that failed is ended at once, or its kernels would keep the device for ever.
+// A communicator that failed is ended, or its kernels would keep the device for ever.
 void Engine::AbortDevice() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (device_ && device_->ranks) device_->ranks->Abort();

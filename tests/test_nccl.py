@@ -55,12 +55,12 @@ def test_one_that_is_missing_is_named_with_how_to_get_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "said"), [(2804, "code 2804"), (21706, "2.17.6"), (30000, "3.0.0"), (130000, "13.0.0")]
+    ("version", "said"), [(2804, "code 2804"), (21805, "2.18.5"), (30000, "3.0.0"), (130000, "13.0.0")]
 )
 def test_an_old_or_unknown_version_is_refused(version: int, said: str) -> None:
     library = build("fake_nccl.cc", f"-DVERSION={version}")
     text = refused(library, kind=USAGE)
-    assert "should be version 2.18 or a later 2" in text
+    assert "should be version 2.19 or a later 2" in text
     assert f"Received: {library} of version {said}" in text
 
 
@@ -90,6 +90,14 @@ def test_a_wait_ends_at_its_deadline(fails: str, what: str) -> None:
     text = refused(build("fake_nccl.cc"), "0.5", kind=DEADLINE, fails=fails)
     assert 0.5 <= time.monotonic() - start < 20
     assert f"s for NCCL: {what}, rank 0 of 1" in text
+
+
+def test_an_abort_that_hangs_keeps_nobody_from_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_NCCL_ABORT", "hang")
+    start = time.monotonic()
+    text = refused(build("fake_nccl.cc"), "0.5", kind=DEADLINE, fails="hang")
+    assert time.monotonic() - start < 20  # the abort takes 60
+    assert "an all-reduce" in text
 
 
 def test_an_error_inside_a_group_ends_the_group() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,31 @@ def test_what_fails_in_the_background_ends_the_engine(
     monkeypatch.delenv(variable)
     with pytest.raises(kind, match=says):  # and nothing goes on after that
         engine.allreduce(array, out=array)
+    engine.stop()
+
+
+def test_an_abort_that_hangs_keeps_nobody_from_the_error(libraries: Libraries, monkeypatch: Any) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL", timeout_s=2.0)
+    engine.use_device()
+    monkeypatch.setenv("FAKE_NCCL_ABORT", "hang")
+    monkeypatch.setenv("FAKE_NCCL", "async")
+    array = OnDevice(np.ones(10, np.float32))
+    start = time.monotonic()
+    with pytest.raises(PeerError, match="remote process exited"):
+        engine.allreduce(array, out=array)
+    engine.stop()
+    engine.core = None
+    assert time.monotonic() - start < 30  # the abort takes 60
+
+
+def test_the_others_do_not_fail_where_one_rank_leaves_late(libraries: Libraries) -> None:
+    """As rank 0 does that writes a long trace: NCCL waits for it, but not for ever."""
+    needs_others()
+    engine = open_engine(libraries, "NCCL", timeout_s=2.0)
+    engine.use_device()
+    if hvpipe.rank() == 0:
+        time.sleep(5)
     engine.stop()
 
 
