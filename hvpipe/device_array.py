@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,8 @@ def is_device_array(array: Any) -> bool:
 def device_array(array: Any, native: Any) -> DeviceArray:
     """Look into an array by `__cuda_array_interface__` or DLPack; HvpipeError where it cannot be reduced.
 
-    The stream is the one that the array names, else the default stream.
+    The stream is the one that the array names, for PyTorch's tensors, which name none, PyTorch's current one,
+    else the default stream.
     """
     interface = getattr(array, "__cuda_array_interface__", None)
     if interface is None:
@@ -62,7 +64,8 @@ def device_array(array: Any, native: Any) -> DeviceArray:
             f"A C-contiguous device array is wanted. Received: shape={shape}, strides={tuple(strides)}"
         )
     address = int(interface["data"][0])
-    return DeviceArray(address, math.prod(shape) * itemsize, shape, dtype, int(interface.get("stream") or 0))
+    stream = int(interface.get("stream") or 0) if "stream" in interface else _stream_of_torch(array)
+    return DeviceArray(address, math.prod(shape) * itemsize, shape, dtype, stream)
 
 
 def common_stream(arrays: Sequence[DeviceArray]) -> int:
@@ -104,6 +107,17 @@ def find_nccl(named: str) -> str:
         if library.exists():
             return str(library)
     return "libnccl.so.2"
+
+
+def _stream_of_torch(array: Any) -> int:
+    """The stream that PyTorch enqueues on now, and so made a tensor on; 0 for what is not PyTorch's.
+
+    Its own streams do not wait for the default one: what was enqueued there would read a tensor too early.
+    """
+    torch = sys.modules.get("torch")  # imported, if the array is its
+    if torch is None or not isinstance(array, torch.Tensor):
+        return 0
+    return int(torch.cuda.current_stream(array.device).cuda_stream)
 
 
 def _dtype(name: str | None, received: str) -> str:

@@ -78,7 +78,8 @@ class Engine:
         same bits on every rank. `compression` casts float32 to a half type on its way.
 
         An array in device memory is reduced into `out`, which may be the array itself; all ranks then give
-        device arrays. What is enqueued goes to the stream that the array names, else to the default stream.
+        device arrays. What is enqueued goes to the stream that the array names, to PyTorch's current one for
+        its tensors, else to the default stream.
         """
         if type(array) is not np.ndarray and is_device_array(array):
             return self._allreduce_on_device(array, op, compression, out)  # type: ignore[no-any-return]

@@ -67,6 +67,7 @@ def test_a_dry_run_verifies_and_measures_everything(
         for compression in ("None", "bf16", "fp16"):
             assert f"{ranks}: steps, compression {compression}" in verified
         assert f"{ranks}: broadcast" in verified
+        assert f"{ranks}: all-reduce on a stream of its own" in verified
         assert rows[f"{ranks}: all-reduce 1 MB"]["figures"]["taken_s"] > 0
     assert "1 rank: all-reduce of a view" in verified
     assert rows["2 ranks, NCCL: data goes"]["result"] == "by NCCL 2.30.5"
@@ -87,6 +88,7 @@ def test_a_wrong_result_on_any_rank_and_a_part_that_fails_are_failures(
     assert wrong.pop("1 rank: verify faces") == "FAILED: RuntimeError: broken for a test"
     assert wrong.pop("1 rank(s) {}") == "FAILED: exit code 1"
     sums = [f"all-reduce {dtype}" for dtype in ("float32", "float64", "float16", "bfloat16")]
+    sums.append("all-reduce on a stream of its own")
     assert set(wrong) == {f"{way}: {one}" for way in ("2 ranks, host", "2 ranks, NCCL") for one in sums}
     assert "!! 2 ranks, NCCL: all-reduce float32 " in capsys.readouterr().out
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -64,13 +66,31 @@ def test_other_strides_and_types_are_refused() -> None:
         device_array(Described(typestr="<i4"), None)
 
 
+class Tensor(Described):
+    """PyTorch's: version 2 of the interface, which has no stream."""
+
+    device = "cuda:1"
+
+    def __init__(self) -> None:
+        super().__init__(version=2)
+
+
+def test_a_tensor_of_pytorch_is_on_pytorchs_current_stream(monkeypatch: Any) -> None:
+    streams = {"cuda:0": 5, "cuda:1": 9}
+    cuda = SimpleNamespace(current_stream=lambda device: SimpleNamespace(cuda_stream=streams[device]))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor, cuda=cuda))
+    assert device_array(Tensor(), None).stream == 9
+    assert device_array(Described(version=2), None).stream == 0
+    assert common_stream([device_array(Described(stream=9), None), device_array(Tensor(), None)]) == 9
+
+
 def on_stream(stream: int) -> Any:
     return device_array(Described(stream=stream), None)
 
 
 def test_arrays_of_one_stream_are_taken() -> None:
     assert common_stream([on_stream(7), on_stream(7)]) == 7
-    # PyTorch names none, CuPy 1: both mean the default stream.
+    # Numba may name none, CuPy 1: both mean the default stream.
     assert common_stream([on_stream(0), on_stream(1)]) == 1
 
 

@@ -59,7 +59,12 @@ class Check:
         self._part(self._prepare)
         if self.failed:
             return
-        for part in (self._verify_all_reduce, self._verify_broadcast, self._verify_steps):
+        for part in (
+            self._verify_all_reduce,
+            self._verify_broadcast,
+            self._verify_side_stream,
+            self._verify_steps,
+        ):
             self._part(part)
         if hvpipe.size() == 1:
             for part in (self._verify_faces, self._measure_packing, self._measure_sampler):
@@ -123,6 +128,18 @@ class Check:
         array, terms = self._terms(self._sizes.counts[-1], "float32")
         self._engine.broadcast(array, root)
         self._verified("broadcast", [worst(self._gpu.get(array), terms[root:])], 0.0)
+
+    def _verify_side_stream(self) -> None:
+        """An array that is still to be made, on a stream that the default one does not wait for."""
+        mine, terms = self._terms(1000, "float32")
+        late, out = self._poisoned(1000, "float32"), self._poisoned(1000, "float32")
+        self._gpu.synchronize()
+        with self._gpu.side_stream():
+            self._gpu.hold()
+            self._gpu.copy(late, mine)
+            self._engine.allreduce(late, op="sum", out=out)
+            found = self._gpu.get(out)
+        self._verified("all-reduce on a stream of its own", [worst(found, terms)], TOLERANCE["float32"])
 
     def _verify_faces(self) -> None:
         """Arrays that are not the library's own."""
