@@ -52,6 +52,20 @@ class CudaDevice : public Device {
   void Enter() override { context_.Enter(); }
   void Leave() noexcept override { context_.Leave(); }
 
+  void CheckIsHere(const void* memory) override {
+    const CurrentDevice current(*this);
+    cudaPointerAttributes found;
+    HVPIPE_CUDA(cudaPointerGetAttributes(&found, memory));
+    if (found.type == cudaMemoryTypeManaged) return;
+    const bool on_a_gpu = found.type == cudaMemoryTypeDevice;
+    if (on_a_gpu && found.device == ordinal_) return;
+    throw Error("The array should lie on GPU " + std::to_string(ordinal_) +
+                    ", this rank's, of those that the process sees. Choose it before you make arrays, for "
+                    "example by torch.cuda.set_device(hvpipe.local_rank()). Received: an array " +
+                    (on_a_gpu ? "on GPU " + std::to_string(found.device) : "in host memory"),
+                ErrorKind::kUsage);
+  }
+
   void* Allocate(std::size_t bytes) override {
     const CurrentDevice current(*this);
     void* memory = nullptr;

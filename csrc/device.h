@@ -30,6 +30,8 @@ class Device {
   virtual void Enter() = 0;
   virtual void Leave() noexcept = 0;
 
+  // Throws where this memory is not the device's: to use it there would end all work of this process on it.
+  virtual void CheckIsHere(const void* memory) = 0;
   // Filled with zeros. The error says how much was wanted and how much was free.
   virtual void* Allocate(std::size_t bytes) = 0;
   virtual void Free(void* memory) noexcept = 0;

@@ -143,6 +143,8 @@ class Engine {
     std::shared_ptr<AlignedBuffer> buffer;  // in host memory
     std::unique_ptr<DeviceBuffer> device;   // or this
     bool unpacked = false;                  // from device memory, at least once
+    // The first arrays that were packed and unpacked lie on this device: those of later steps will.
+    bool packs_here = false, unpacks_here = false;
     BucketState state = BucketState::kIdle;
     std::shared_ptr<Operation> operation;  // announced, waiting for Submit
     std::shared_ptr<Operation> gather;     // to be announced behind it, where NCCL stays inside hosts
@@ -221,6 +223,7 @@ class Engine {
                      DeviceCall then = nullptr);
   void AddCopy(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall copy);
   void AddArrival(Operation& operation, Device::Event event);
+  void CheckIsHere(const void* array, std::size_t count);
   void AbortDevice();
   bool LeaveNccl(double patience_s);
   bool AllLeave(double patience_s) const;

@@ -134,6 +134,10 @@ DeviceBuffer& Engine::DeviceBufferOf(const Bucket& bucket) const {
               ErrorKind::kUsage);
 }
 
+void Engine::CheckIsHere(const void* array, std::size_t count) {
+  if (count > 0) device().device->CheckIsHere(array);
+}
+
 void Engine::SubmitDevice(int plan, int index, const std::vector<const void*>& tensors, double scale,
                           Device::Stream stream) {
   Bucket& target = bucket(plan, index);
@@ -142,6 +146,9 @@ void Engine::SubmitDevice(int plan, int index, const std::vector<const void*>& t
   const BucketLayout& layout = target.layout;
   const std::shared_ptr<Operation> operation = Claim(target);
   try {
+    if (!std::exchange(target.packs_here, true)) {
+      for (std::size_t i = 0; i < tensors.size(); ++i) CheckIsHere(tensors[i], layout.counts[i]);
+    }
     // On the stream of whoever made the gradients: they may be freed or overwritten behind this.
     if (target.unpacked) on.Wait(stream, buffer.read());
     on.Move(PackPieces(layout, tensors, buffer.data()), layout.tensor_type, layout.wire_type, scale, nullptr,
@@ -160,6 +167,9 @@ void Engine::UnpackDevice(int plan, int index, const std::vector<void*>& tensors
   DeviceBuffer& buffer = DeviceBufferOf(source);
   Device& on = *device().device;
   const BucketLayout& layout = source.layout;
+  if (!std::exchange(source.unpacks_here, true)) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) CheckIsHere(tensors[i], layout.counts[i]);
+  }
   std::vector<const void*> outputs(tensors.begin(), tensors.end());
   std::vector<Device::Piece> pieces = PackPieces(layout, outputs, buffer.data());
   for (std::size_t i = 0; i < pieces.size(); ++i) pieces[i] = {pieces[i].to, tensors[i], pieces[i].count};
@@ -174,6 +184,8 @@ void Engine::UnpackDevice(int plan, int index, const std::vector<void*>& tensors
 void Engine::AllReduceDevice(const void* in, void* out, std::size_t count, DType dtype, double scale,
                              const std::string& what, Device::Stream stream, const Interrupt& interrupt) {
   DeviceSide& side = device();
+  CheckIsHere(in, count);
+  CheckIsHere(out, count);
   if (size_ > 1) {
     progress_->Run(Checked(what), interrupt);
     void* const host = side.nccl_joins_all() ? nullptr : side.staging.Room(count * SizeOf(dtype));
@@ -192,6 +204,7 @@ void Engine::AllReduceDevice(const void* in, void* out, std::size_t count, DType
 void Engine::BroadcastDevice(void* data, std::size_t bytes, int root, const std::string& what,
                              Device::Stream stream, const Interrupt& interrupt) {
   DeviceSide& side = device();
+  CheckIsHere(data, bytes);
   if (size_ == 1) return;
   const bool mine = rank_ == root;
   progress_->Run(Checked(what), interrupt);

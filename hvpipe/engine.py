@@ -130,19 +130,21 @@ class Engine:
         self._messenger("A device array")
         return device_array(array, import_native())
 
-    def use_device(self) -> str:
+    def use_device(self, ordinal: int | None = None) -> str:
         """Open this rank's GPU and, between several ranks, NCCL; all ranks together, once. How data will go.
 
-        The GPU is the local rank's among those that CUDA_VISIBLE_DEVICES leaves. Without NCCL data goes
-        through pinned host memory to MPI, which the result says, with the reason. Where HVPIPE_NCCL_SPAN is
-        "host", NCCL joins the ranks of each host, and MPI carries the sums of buckets between hosts.
+        The GPU is `ordinal`, or the local rank's, of those that CUDA_VISIBLE_DEVICES leaves. Without NCCL
+        data goes through pinned host memory to MPI, which the result says, with the reason. Where
+        HVPIPE_NCCL_SPAN is "host", NCCL joins the ranks of each host, and MPI carries the sums of buckets
+        between hosts.
         """
         core = self._messenger("A GPU")
         if self._device_way is None:
             settings = self._settings
             library = settings.device_library or str(_cuda_library())
-            visible = import_native().count_devices(library)
-            ordinal = assign_gpu(core.local_rank, core.local_size, visible)
+            if ordinal is None:
+                visible = import_native().count_devices(library)
+                ordinal = assign_gpu(core.local_rank, core.local_size, visible)
             required = settings.nccl_library not in ("", "none")
             nccl = find_nccl(settings.nccl_library)
             self._device_way = str(
@@ -153,14 +155,14 @@ class Engine:
             logging.getLogger(__name__).info("data on GPUs goes %s", self._device_way)
         return self._device_way
 
-    def use_device_if_built(self) -> bool:
+    def use_device_if_built(self, ordinal: int) -> bool:
         """As `use_device`, where hvpipe was built with its GPU library; False, and a line in the log, if not.
 
         Nothing can reduce a GPU's memory then: whoever has gradients there gives them in host memory.
         """
         core = self._messenger("A GPU")
         if self._settings.device_library or _cuda_library().exists():
-            self.use_device()
+            self.use_device(ordinal)
             return True
         if core.local_rank == 0 and not self._said_how_to_build:
             logging.getLogger(__name__).warning(

@@ -57,3 +57,13 @@ def test_a_thread_keeps_the_device_that_it_has(run: Run) -> None:
 
 def test_an_error_while_giving_back_is_not_told_to_the_next_call(run: Run) -> None:
     assert run("stale") == ["last error: 0"]
+
+
+def test_memory_of_another_device_is_refused(run: Run) -> None:
+    own, other, host, locked = run("here")
+    assert own == "its own: taken"
+    assert "should lie on GPU 1" in other
+    assert "torch.cuda.set_device" in other
+    assert other.endswith("Received: an array on GPU 0")
+    assert host.endswith("Received: an array in host memory")
+    assert locked.endswith("Received: an array in host memory")

@@ -84,7 +84,8 @@ class Engine:
         self.built, self.opened = built, 0
         self.on_device: bool | None = None
 
-    def use_device_if_built(self) -> bool:
+    def use_device_if_built(self, ordinal: int) -> bool:
+        self.ordinal = ordinal
         self.opened += self.built
         return self.built
 
@@ -95,6 +96,7 @@ class Engine:
 
 def sees(monkeypatch: Any, gpus: list[str]) -> None:
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus if kind == "GPU" else ["CPU:0"])
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda _: [f"GPU:{i}" for i in range(4)])
 
 
 @pytest.mark.parametrize(
@@ -107,6 +109,14 @@ def test_gradients_are_reduced_where_they_can_be(
     engine = Engine(built)
     assert reduces_on_gpu(SimpleNamespace(engine=engine)) is on_gpu
     assert engine.opened == on_gpu
+
+
+def test_the_gpu_is_the_one_that_tensorflow_uses(monkeypatch: Any) -> None:
+    """Also where the user chose it before hvpipe.init()."""
+    sees(monkeypatch, ["GPU:2"])
+    engine = Engine(built=True)
+    reduces_on_gpu(SimpleNamespace(engine=engine))
+    assert engine.ordinal == 2
 
 
 @pytest.mark.parametrize(("built", "place"), [(True, "GPU"), (False, "CPU")])

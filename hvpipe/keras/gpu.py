@@ -36,6 +36,8 @@ def reduces_on_gpu(session: Session) -> bool:
     No where TensorFlow sees no GPU, and where hvpipe was built without its GPU library, which is said once:
     TensorFlow then copies gradients to the host.
     """
-    if session.engine.core is None or not tf.config.get_visible_devices("GPU"):
+    visible = tf.config.get_visible_devices("GPU")
+    if session.engine.core is None or not visible:
         return False
-    return session.engine.use_device_if_built()
+    # TensorFlow's first: the only one, unless the user chose before hvpipe could. Both count as CUDA does.
+    return session.engine.use_device_if_built(tf.config.list_physical_devices("GPU").index(visible[0]))

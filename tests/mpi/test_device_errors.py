@@ -141,6 +141,25 @@ def test_a_bucket_that_nccl_does_not_end_ends_the_engine(
     engine.stop()
 
 
+def test_arrays_of_another_device_are_refused(libraries: Libraries, monkeypatch: Any) -> None:
+    """Before anything is enqueued there: on a GPU that would end all work of the process."""
+    engine = open_engine(libraries, "host")
+    engine.use_device()
+    array = OnDevice(np.ones(3, np.float32))
+    plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
+    engine.core.begin_step(plan_id, 0, 1.0, True)
+    monkeypatch.setenv("FAKE_DEVICE_FAILS", "1")  # whatever is launched
+    monkeypatch.setenv("FAKE_DEVICE_ELSEWHERE", "1")
+    for call in (
+        lambda: engine.allreduce(array, out=array),
+        lambda: engine.broadcast(array),
+        lambda: engine.submit_on_device(plan_id, 0, [array], 1.0),
+    ):
+        with pytest.raises(HvpipeError, match="should lie on this test device"):
+            call()
+    engine.stop()
+
+
 def test_a_bucket_that_cannot_be_packed_ends_the_engine(libraries: Libraries, monkeypatch: Any) -> None:
     device = ctypes.CDLL(libraries.device)
     held = device.things_held()
@@ -206,8 +225,8 @@ def test_a_build_without_nvcc_goes_through_host_memory_and_says_so_once(
 ) -> None:
     monkeypatch.setattr("hvpipe.engine._cuda_library", lambda: tmp_path / "libhvpipe_cuda.so")
     engine = open_engine(libraries, "host", device_library="")
-    assert not engine.use_device_if_built()
-    assert not engine.use_device_if_built()
+    assert not engine.use_device_if_built(0)
+    assert not engine.use_device_if_built(0)
     said = [
         record.getMessage() for record in caplog.records if "without its GPU library" in record.getMessage()
     ]

@@ -88,6 +88,24 @@ void Stale() {
   std::printf("last error: %d\n", fake_last_error());
 }
 
+// Whose memory is taken.
+void Here() {
+  const auto first = Open(0), second = Open(1);
+  char plain = 0;
+  const auto look = [&](const char* what, const void* memory) {
+    try {
+      second->CheckIsHere(memory);
+      std::printf("%s: taken\n", what);
+    } catch (const hvpipe::Error& error) {
+      std::printf("%s: %s\n", what, error.what());
+    }
+  };
+  look("its own", second->Allocate(16));
+  look("another's", first->Allocate(16));
+  look("host", &plain);
+  look("page-locked", second->AllocateHost(16));
+}
+
 }  // namespace
 
 int main(int, char** argv) {
@@ -96,6 +114,7 @@ int main(int, char** argv) {
     if (wanted == "contexts") Contexts();
     if (wanted == "kept") Kept();
     if (wanted == "stale") Stale();
+    if (wanted == "here") Here();
   } catch (const hvpipe::Error& error) {
     std::printf("error %d: %s\n", static_cast<int>(error.kind()), error.what());
   }

@@ -50,6 +50,10 @@ class FakeDevice : public Device {
   void Enter() override { entered.push_back(ordinal_); }
   void Leave() noexcept override { entered.pop_back(); }
 
+  void CheckIsHere(const void*) override {
+    if (std::getenv("FAKE_DEVICE_ELSEWHERE") == nullptr) return;
+    throw Error("The array should lie on this test device", hvpipe::ErrorKind::kUsage);
+  }
   void* Allocate(std::size_t bytes) override { return Held(std::calloc(bytes, 1)); }
   void Free(void* memory) noexcept override { std::free(Returned(memory)); }
   void Clear(void* memory, std::size_t bytes) override { std::memset(memory, 0, bytes); }
