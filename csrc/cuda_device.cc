@@ -21,8 +21,6 @@ void CheckCuda(cudaError_t code, const char* call) {
 
 #define HVPIPE_CUDA(call) CheckCuda((call), #call)
 
-std::string Megabytes(std::size_t bytes) { return std::to_string((bytes + 999'999) / 1'000'000) + " MB"; }
-
 std::string Version(int code) { return std::to_string(code / 1000) + "." + std::to_string(code % 1000 / 10); }
 
 int Count() {
@@ -66,20 +64,19 @@ class CudaDevice : public Device {
                 ErrorKind::kUsage);
   }
 
+  Room FreeRoom() override {
+    const CurrentDevice current(*this);
+    Room room{};
+    HVPIPE_CUDA(cudaMemGetInfo(&room.free, &room.total));
+    return room;
+  }
   void* Allocate(std::size_t bytes) override {
     const CurrentDevice current(*this);
     void* memory = nullptr;
     const cudaError_t code = cudaMalloc(&memory, bytes);
     if (code == cudaErrorMemoryAllocation) {
       (void)cudaGetLastError();
-      std::size_t free = 0, total = 0;
-      HVPIPE_CUDA(cudaMemGetInfo(&free, &total));
-      throw Error("The GPU has no room for a gradient buffer: wanted " + Megabytes(bytes) + ", free are " +
-                      Megabytes(free) + " of " + Megabytes(total) +
-                      ". Leave it more (TensorFlow: memory growth or a memory limit) or use smaller buckets "
-                      "(HVPIPE_BUCKET_BYTES below " +
-                      std::to_string(free) + ")",
-                  ErrorKind::kUsage);
+      return nullptr;
     }
     CheckCuda(code, "cudaMalloc");
     try {
@@ -103,8 +100,14 @@ class CudaDevice : public Device {
   void* AllocateHost(std::size_t bytes) override {
     const CurrentDevice current(*this);
     void* memory = nullptr;
-    HVPIPE_CUDA(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable));
-    return memory;
+    const cudaError_t code = cudaHostAlloc(&memory, bytes, cudaHostAllocPortable);
+    if (code == cudaSuccess) return memory;
+    (void)cudaGetLastError();
+    throw Error(
+        "The host should have memory to lock for what travels between the GPU and MPI: wanted " +
+            std::to_string(bytes) +
+            " bytes more (ulimit -l; docker run --ulimit memlock=-1). Received: " + cudaGetErrorString(code),
+        ErrorKind::kUsage);
   }
   void FreeHost(void* memory) noexcept override {
     GiveBack([=] { return cudaFreeHost(memory); });

@@ -32,7 +32,12 @@ class Device {
 
   // Throws where this memory is not the device's: to use it there would end all work of this process on it.
   virtual void CheckIsHere(const void* memory) = 0;
-  // Filled with zeros. The error says how much was wanted and how much was free.
+  // Bytes of its memory.
+  struct Room {
+    std::size_t free, total;
+  };
+  virtual Room FreeRoom() = 0;
+  // Filled with zeros; null where there is no room.
   virtual void* Allocate(std::size_t bytes) = 0;
   virtual void Free(void* memory) noexcept = 0;
   // Fills memory with zeros that any stream sees from now on; waits for that.

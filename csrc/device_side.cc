@@ -11,8 +11,12 @@ constexpr std::size_t kLeastStagingBytes = 1 << 16;
 // NCCL's own memory comes in pieces of 2 MiB.
 constexpr std::size_t kLeastNcclBytes = 1 << 20;
 
+std::string Megabytes(std::size_t bytes) { return std::to_string((bytes + 999'999) / 1'000'000) + " MB"; }
+
 Owned OwnMemory(Device& device, std::size_t bytes) {
-  return {device.Allocate(bytes), [&device](void* memory) { device.Free(memory); }};
+  void* const memory = device.Allocate(bytes);
+  if (memory == nullptr) throw NoRoom(device, bytes, "a bucket of gradients");
+  return {memory, [&device](void* taken) { device.Free(taken); }};
 }
 
 Owned OwnHostMemory(Device& device, std::size_t bytes) {
@@ -30,7 +34,14 @@ Owned OwnEvent(Device& device) {
 Owned OwnNcclMemory(DeviceSide& side, std::size_t bytes) {
   const NcclLibrary& library = *side.library;
   const CurrentDevice current(*side.device);
-  Owned memory(library.Allocate(bytes), [&library](void* taken) { library.Free(taken); });
+  void* given = nullptr;
+  try {
+    given = library.Allocate(bytes);
+  } catch (const Error&) {  // whose words name no bytes
+    if (side.device->FreeRoom().free < bytes) throw NoRoom(*side.device, bytes, "a bucket of gradients");
+    throw;
+  }
+  Owned memory(given, [&library](void* taken) { library.Free(taken); });
   side.device->Clear(memory.get(), bytes);
   return memory;
 }
@@ -41,6 +52,16 @@ std::size_t PartsOf(const DeviceSide& side) {
 }
 
 }  // namespace
+
+Error NoRoom(Device& device, std::size_t bytes, const std::string& of_what) {
+  const Device::Room room = device.FreeRoom();
+  return Error(
+      "The GPU has no room for " + of_what + ": wanted " + Megabytes(bytes) + ", free are " +
+          Megabytes(room.free) + " of " + Megabytes(room.total) +
+          ". Leave it more (TensorFlow: smaller batches, or a memory limit), or let compression=\"bf16\" "
+          "halve what float32 gradients take",
+      ErrorKind::kUsage);
+}
 
 // In powers of two: calls of growing sizes make few.
 void* Staging::Room(std::size_t bytes) {

@@ -29,6 +29,9 @@ struct DeviceOptions {
 // What a device gave: memory, a stream or an event. It takes it back where the owner ends.
 using Owned = std::unique_ptr<void, std::function<void(void*)>>;
 
+// That the device has no room for as much, with how much it has.
+Error NoRoom(Device& device, std::size_t bytes, const std::string& of_what);
+
 // Page-locked host memory that blocking calls pass data through, one call at a time. Locking pages takes
 // longer than most copies: so it is kept, and made anew only for a call that needs more.
 class Staging {

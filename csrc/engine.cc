@@ -157,7 +157,10 @@ int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vecto
   auto plan = std::make_unique<Plan>();
   plan->name = name;
   plan->signature = signature;
-  if (memory == Memory::kDevice) plan->signature ^= DeviceSignature();
+  if (memory == Memory::kDevice) {
+    plan->signature ^= DeviceSignature();
+    CheckRoom(buckets);
+  }
   for (BucketLayout& layout : buckets) {
     auto bucket = std::make_unique<Bucket>(std::move(layout));
     if (memory == Memory::kDevice) {
@@ -172,6 +175,15 @@ int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vecto
   for (auto& bucket : plan->buckets) bucket->tag = kFirstBucketTag + buckets_++ % kBucketTags;
   plans_.push_back(std::move(plan));
   return static_cast<int>(plans_.size() - 1);
+}
+
+// All of a plan is made at once, whatever the size of its buckets: so that is what there must be room for.
+void Engine::CheckRoom(const std::vector<BucketLayout>& buckets) const {
+  std::size_t bytes = 0;
+  for (const BucketLayout& bucket : buckets) bytes += bucket.bytes();
+  Device& on = *device().device;
+  if (on.FreeRoom().free >= bytes) return;
+  throw NoRoom(on, bytes, "the gradients' " + std::to_string(buckets.size()) + " buckets");
 }
 
 Engine::Plan& Engine::PlanAt(int plan) const {

@@ -215,6 +215,7 @@ class Engine {
   void AgreeOnNcclMemory(DeviceSide& side, const Interrupt& interrupt);
   void JoinRanks(DeviceSide& side, const NcclPlace& place, const Interrupt& interrupt);
   std::uint64_t DeviceSignature() const;
+  void CheckRoom(const std::vector<BucketLayout>& buckets) const;
   DeviceBuffer& DeviceBufferOf(const Bucket& bucket) const;
   void AddDeviceReduce(Operation& operation, const DeviceReduce& reduce);
   void AddScatter(Operation& operation, const DeviceReduce& reduce);

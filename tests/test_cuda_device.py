@@ -67,3 +67,9 @@ def test_memory_of_another_device_is_refused(run: Run) -> None:
     assert other.endswith("Received: an array on GPU 0")
     assert host.endswith("Received: an array in host memory")
     assert locked.endswith("Received: an array in host memory")
+
+
+def test_what_has_no_room_is_said(run: Run) -> None:
+    room, device, left_over, host = run("full")
+    assert (room, device, left_over) == ("300000000 of 1000000000", "null: 1", "last error: 0")
+    assert "wanted 2147483648 bytes more (ulimit -l" in host

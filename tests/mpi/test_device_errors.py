@@ -141,6 +141,43 @@ def test_a_bucket_that_nccl_does_not_end_ends_the_engine(
     engine.stop()
 
 
+def test_gradients_that_do_not_fit_are_said_with_their_bytes(libraries: Libraries, monkeypatch: Any) -> None:
+    engine = open_engine(libraries, "host")
+    engine.use_device()
+    layers = [Gradient("a", (1_000_000,), "float32"), Gradient("b", (500_000,), "float32")]
+    plan = plan_buckets(layers, 1_000_000)
+    monkeypatch.setenv("FAKE_DEVICE_FREE", "5000000")
+    with pytest.raises(
+        HvpipeError, match=r"the gradients' 2 buckets: wanted 6 MB, free are 5 MB of 2000 MB.*compression"
+    ):
+        engine.add_plan("a", plan, on_device=True)
+    monkeypatch.setenv("FAKE_DEVICE_FREE", "6000000")
+    monkeypatch.setenv("FAKE_DEVICE_FULL", "1")  # of pieces that are too small
+    with pytest.raises(HvpipeError, match=r"a bucket of gradients: wanted [24] MB, free are 6 MB of 2000 MB"):
+        engine.add_plan("a", plan, on_device=True)
+    engine.stop()
+
+
+def test_memory_that_nccl_does_not_have_is_said_with_its_bytes(
+    libraries: Libraries, monkeypatch: Any
+) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL")
+    engine.use_device()
+    plan = plan_buckets([Gradient("a", (1_000_000,), "float32")], 1_000_000)
+    monkeypatch.setenv("FAKE_DEVICE_FREE", "1000000000")  # the library lowers it
+    monkeypatch.setenv("FAKE_NCCL", "memory-full")
+    with pytest.raises(HvpipeError, match=r"a bucket of gradients: wanted 4 MB, free are 3 MB of 2000 MB"):
+        engine.add_plan("a", plan, on_device=True)
+    monkeypatch.setenv("FAKE_DEVICE_FREE", "1000000000")
+    monkeypatch.setenv("FAKE_NCCL", "memory")
+    with pytest.raises(PeerError, match="ncclMemAlloc: unhandled cuda error"):
+        engine.add_plan("a", plan, on_device=True)
+    monkeypatch.delenv("FAKE_NCCL")
+    engine.agree("end of a case")
+    engine.stop()
+
+
 def test_arrays_of_another_device_are_refused(libraries: Libraries, monkeypatch: Any) -> None:
     """Before anything is enqueued there: on a GPU that would end all work of the process."""
     engine = open_engine(libraries, "host")

@@ -106,6 +106,16 @@ void Here() {
   look("page-locked", second->AllocateHost(16));
 }
 
+// What is said where there is too little memory: fake_cuda has 1 GB.
+void Full() {
+  const auto device = Open(1);
+  const Device::Room room = device->FreeRoom();
+  std::printf("%zu of %zu\n", room.free, room.total);
+  std::printf("null: %d\n", device->Allocate(2u << 30) == nullptr);
+  std::printf("last error: %d\n", fake_last_error());
+  device->AllocateHost(2u << 30);
+}
+
 }  // namespace
 
 int main(int, char** argv) {
@@ -115,6 +125,7 @@ int main(int, char** argv) {
     if (wanted == "kept") Kept();
     if (wanted == "stale") Stale();
     if (wanted == "here") Here();
+    if (wanted == "full") Full();
   } catch (const hvpipe::Error& error) {
     std::printf("error %d: %s\n", static_cast<int>(error.kind()), error.what());
   }

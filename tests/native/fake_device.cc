@@ -54,7 +54,14 @@ class FakeDevice : public Device {
     if (std::getenv("FAKE_DEVICE_ELSEWHERE") == nullptr) return;
     throw Error("The array should lie on this test device", hvpipe::ErrorKind::kUsage);
   }
-  void* Allocate(std::size_t bytes) override { return Held(std::calloc(bytes, 1)); }
+  // FAKE_DEVICE_FREE: its free bytes. FAKE_DEVICE_FULL: there is none for whoever asks without looking first.
+  Room FreeRoom() override {
+    const char* const free = std::getenv("FAKE_DEVICE_FREE");
+    return {free != nullptr ? std::strtoull(free, nullptr, 10) : 1'000'000'000, 2'000'000'000};
+  }
+  void* Allocate(std::size_t bytes) override {
+    return std::getenv("FAKE_DEVICE_FULL") != nullptr ? nullptr : Held(std::calloc(bytes, 1));
+  }
   void Free(void* memory) noexcept override { std::free(Returned(memory)); }
   void Clear(void* memory, std::size_t bytes) override { std::memset(memory, 0, bytes); }
   void* AllocateHost(std::size_t bytes) override {

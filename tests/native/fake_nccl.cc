@@ -4,7 +4,7 @@
 // Compiled with -DVERSION=code and, for a library that lacks functions, -DWITHOUT_BROADCAST or
 // -DWITHOUT_MEMORY. FAKE_NCCL names what goes wrong: "id" or "init" (an error at once), "init-hang" (never
 // ready), "async" (an error after the first collective), "hang" (the first collective never ends), "memory"
-// (there is none), "finalize" (an error). With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may where
+// (there is none), "memory-full" (and the test device has just run out of it), "finalize" (an error). With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may where
 // other ranks of the host do not abort. Leaving waits for all ranks, as NCCL's does. FAKE_NCCL_DEVICE names the test device's library: collectives are
 // then refused on a thread where no device is current.
 #include <dlfcn.h>
@@ -204,7 +204,8 @@ int ncclBroadcast(const void* in, void* out, std::size_t bytes, int /*type*/, in
 
 #ifndef WITHOUT_MEMORY
 int ncclMemAlloc(void** memory, std::size_t bytes) {
-  if (Fails("memory") || !DeviceIsCurrent()) return kUnhandledCudaError;
+  if (Fails("memory-full")) setenv("FAKE_DEVICE_FREE", "3000000", 1);  // others were quicker
+  if (Fails("memory-full") || Fails("memory") || !DeviceIsCurrent()) return kUnhandledCudaError;
   *memory = std::malloc(bytes);
   std::memset(*memory, 0x55, bytes);
   ++memory_held;
