@@ -5,11 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import keras
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.data import SampleCounter
 from hvpipe.keras.gpu import claim_gpu, reduces_on_gpu
+from hvpipe.keras.overlap import OverlappedOptimizer
 from hvpipe.keras.reducer import Reducer
 
 
@@ -138,3 +142,39 @@ def test_the_ops_of_a_plan_are_asked_for_where_its_memory_is(
     assert engine.on_device is built
     assert placed["HvpipeSubmit"].endswith(f"{place}:0")
     assert placed["HvpipeCollect"].endswith(f"{place}:0")
+
+
+@pytest.mark.parametrize("overlap", ["backward", "step", "stale"])
+def test_numbers_of_hvpipes_own_stay_on_the_host(monkeypatch: Any, overlap: str) -> None:
+    """A look at one on a GPU waits for all that was enqueued there. Nothing of this graph is run."""
+    sees(monkeypatch, ["GPU:0"])
+    made: dict[str, str] = {}
+    make = tf.Variable
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        made[kwargs["name"]] = context.context().device_name or ""
+        return make(*args, **kwargs)
+
+    weights = [keras.Variable([1.0, 2.0]), keras.Variable([[3.0] * 4] * 4)]
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(weights)
+    settings = SimpleNamespace(bucket_bytes=16, trace_path=None)
+    session = SimpleNamespace(engine=Engine(built=True), settings=settings, announcements=0)
+    monkeypatch.setattr(tf, "Variable", note)
+    overlapped = OverlappedOptimizer(session, optimizer, weights, overlap, None, None)
+    counter = SampleCounter()
+    monkeypatch.setattr(tf, "Variable", make)
+
+    def step() -> None:
+        counter.is_new()
+        overlapped.begin(counter.add(tf.ones([8, 2])))
+        overlapped.apply([tf.ones([2]), tf.ones([4, 4])], weights)
+
+    graph = tf.function(step, autograph=False).get_concrete_function().graph
+    for name in ("hvpipe_step", "hvpipe_token", "hvpipe_samples"):
+        assert made[name].endswith("CPU:0"), name
+    placed = {(op.type, op.device.rpartition("device:")[2]) for op in graph.get_operations()}
+    asked = {"HvpipeBeginStep", "Greater", "Equal", "AddN"}
+    on_host = {kind for kind, device in placed if kind in asked and device == "CPU:0"}
+    assert on_host == asked - ({"AddN"} if overlap == "backward" else set())
+    assert not {kind for kind, device in placed if kind in asked and device != "CPU:0"}

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tensorflow as tf
 
 from hvpipe.device_array import assign_gpu
 from hvpipe.errors import HvpipeError
 from hvpipe.session import Session
+
+
+def on_the_host() -> Any:
+    """A scope for numbers of hvpipe's own: whether and when something is to be done, not what is trained.
+
+    TensorFlow would keep them on a GPU where there is one, and every look at them would wait for all that the
+    GPU was given before.
+    """
+    return tf.device("CPU:0")
 
 
 def claim_gpu(session: Session) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvpipe.keras import ops
-from hvpipe.keras.gpu import reduces_on_gpu
+from hvpipe.keras.gpu import on_the_host, reduces_on_gpu
 from hvpipe.plan.buckets import Bucket, BucketPlan, Gradient, plan_buckets
 from hvpipe.session import Session
 
@@ -82,14 +82,14 @@ class Reducer:
         # Asked for by name: what TensorFlow would choose depends on where the gradients are.
         self._place = "GPU:0" if on_device else "CPU:0"
         self._plan_id = session.engine.add_plan(name, self.plan, on_device)
-        with tf.init_scope():
+        with tf.init_scope(), on_the_host():
             # An input that changes every step keeps grappler from folding or sharing the announcement.
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_step")
 
     def announce(self, samples: Any, reduces: Any = True) -> Any:
         """Begin a step; the factor of this rank's gradients in the average over all samples (float64)."""
         self._session.announcements += 1
-        with tf.control_dependencies([*_take_collected(), samples]):
+        with tf.control_dependencies([*_take_collected(), samples]), on_the_host():
             step = tf.convert_to_tensor(self.step.assign_add(1))
             return ops.begin_step(samples, step, tf.convert_to_tensor(reduces), self._plan_id)
 
