@@ -12,7 +12,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 known=$(nvcc --list-gpu-code)
 targets=()
-for generation in 80 90 100; do
+for generation in 70 75 80 90 100; do
     if grep -qx "sm_$generation" <<<"$known"; then
         targets+=(-gencode "arch=compute_$generation,code=sm_$generation")
     else

@@ -37,15 +37,19 @@ int Count() {
 
 class CudaDevice : public Device {
  public:
-  explicit CudaDevice(int ordinal) : ordinal_(ordinal), context_(ordinal) {}
-
-  std::string Name() const override {
+  explicit CudaDevice(int ordinal) : ordinal_(ordinal), context_(ordinal) {
     cudaDeviceProp properties;
     HVPIPE_CUDA(cudaGetDeviceProperties(&properties, ordinal_));
     char bus[32] = {};
     HVPIPE_CUDA(cudaDeviceGetPCIBusId(bus, sizeof bus, ordinal_));
-    return std::string(properties.name) + " " + bus;
+    name_ = properties.name;
+    identity_ = {context_.Uuid(), bus};
+    CheckKernels(properties);
   }
+
+  // As it was at the start: a GPU that is lost can no longer be asked.
+  std::string Name() const override { return name_ + " " + identity_.board; }
+  Identity Which() const override { return identity_; }
 
   void Enter() override { context_.Enter(); }
   void Leave() noexcept override { context_.Leave(); }
@@ -181,8 +185,25 @@ class CudaDevice : public Device {
     context_.Leave();
   }
 
+  // The launch of the first pack would say so as well, when the other ranks wait for it.
+  void CheckKernels(const cudaDeviceProp& properties) {
+    const CurrentDevice current(*this);
+    const cudaError_t code = FindKernels();
+    if (code == cudaSuccess) return;
+    (void)cudaGetLastError();
+    const std::string major = std::to_string(properties.major), minor = std::to_string(properties.minor);
+    throw Error(
+        "hvpipe should be built for the GPU that it runs on: install it again with "
+        "CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=" +
+            major + minor + ", by a CUDA that knows it. Received: " + Name() + " of compute capability " +
+            major + "." + minor + ": " + cudaGetErrorString(code),
+        ErrorKind::kUsage);
+  }
+
   const int ordinal_;
   const CudaContext context_;
+  std::string name_;
+  Identity identity_;
 };
 
 }  // namespace

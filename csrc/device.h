@@ -23,8 +23,13 @@ class Device {
   };
 
   virtual ~Device() = default;
-  // Tells devices apart across the ranks of a host.
+  // In words, for messages.
   virtual std::string Name() const = 0;
+  // What no other device anywhere has, and what the parts of one board have in common on a host.
+  struct Identity {
+    std::string device, board;
+  };
+  virtual Identity Which() const = 0;
   // Makes it the device of the calling thread, until Leave puts back what was: another one or none. Nests.
   // See CurrentDevice.
   virtual void Enter() = 0;

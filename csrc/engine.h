@@ -209,7 +209,7 @@ class Engine {
   MessageOptions MessageTo(int peer, int tag) const;
 
   DeviceSide& device() const;
-  void CheckOwnDevices(const Device& device, const Interrupt& interrupt);
+  bool HaveOwnBoards(const Device& device, const Interrupt& interrupt);
   void JoinNccl(DeviceSide& side, const DeviceOptions& options, const Interrupt& interrupt);
   void JoinHosts(DeviceSide& side, const std::vector<int>& rail, const Interrupt& interrupt);
   void AgreeOnNcclMemory(DeviceSide& side, const Interrupt& interrupt);

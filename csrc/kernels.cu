@@ -32,6 +32,11 @@ cudaError_t LaunchTables(const std::vector<Device::Piece>& pieces, DType from, D
 
 }  // namespace
 
+cudaError_t FindKernels() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, MoveKernel<float, float, kFewPieces>);
+}
+
 cudaError_t LaunchMove(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
                        unsigned* not_finite, cudaStream_t stream) {
 #if CUDART_VERSION >= 12010

@@ -73,3 +73,14 @@ def test_what_has_no_room_is_said(run: Run) -> None:
     room, device, left_over, host = run("full")
     assert (room, device, left_over) == ("300000000 of 1000000000", "null: 1", "last error: 0")
     assert "wanted 2147483648 bytes more (ulimit -l" in host
+
+
+def test_a_device_is_told_from_all_others_and_from_other_parts_of_its_board(run: Run) -> None:
+    *names, error = run("names")
+    parts = [name.split(" | ") for name in names]
+    assert [name for name, _, _ in parts] == [f"Test GPU 0000:0{n}:00.0" for n in (1, 2, 2)]
+    assert [uuid for _, uuid, _ in parts] == ["1a" * 15 + last for last in ("f0", "f1", "f2")]
+    assert [board for _, _, board in parts] == [f"0000:0{n}:00.0" for n in (1, 2, 2)]
+    # One that the kernels were not compiled for is refused at the start.
+    assert "CMAKE_CUDA_ARCHITECTURES=61" in error
+    assert "Received: Test GPU 0000:01:00.0 of compute capability 6.1" in error

@@ -48,6 +48,32 @@ def test_two_ranks_on_one_device_are_told_so(libraries: Libraries, monkeypatch: 
     engine.stop()
 
 
+def test_two_ranks_on_one_device_may_be_without_nccl(libraries: Libraries, monkeypatch: Any) -> None:
+    """Only NCCL wants a device for each rank; it is not asked for here, and not found."""
+    needs_others()
+    monkeypatch.setenv("FAKE_DEVICES", "1")
+    monkeypatch.setattr("hvpipe.engine.find_nccl", lambda _: "libnccl-that-is-nowhere.so.2")
+    engine = open_engine(libraries, "NCCL", nccl_library="", gpus_may_be_shared=False)
+    assert "through the host: NCCL should load" in engine.use_device()
+    engine.agree("end of a case")
+    engine.stop()
+
+
+def test_parts_of_one_device_go_through_the_host(libraries: Libraries, monkeypatch: Any) -> None:
+    needs_others()
+    if current().settings.ranks_per_host:
+        pytest.skip("hosts that are made up have devices of one name")
+    monkeypatch.setenv("FAKE_DEVICE_PARTS", "1")
+    monkeypatch.setattr("hvpipe.engine.find_nccl", lambda named: named or libraries.nccl)
+    engine = open_engine(libraries, "NCCL", nccl_library="", gpus_may_be_shared=False)
+    assert engine.use_device().startswith("through the host: NCCL does not join parts of one GPU")
+    engine.stop()
+    engine = open_engine(libraries, "NCCL", gpus_may_be_shared=False)
+    with pytest.raises(HvpipeError, match=r"NCCL should serve all ranks.*parts of one GPU"):
+        engine.use_device()
+    engine.stop()
+
+
 def test_more_ranks_than_devices_is_an_error(libraries: Libraries, monkeypatch: Any) -> None:
     if hvpipe.local_size() < 3 or current().settings.ranks_per_host:
         pytest.skip("needs three ranks on a host")

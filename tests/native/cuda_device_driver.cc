@@ -20,6 +20,8 @@ hvpipe::Device* hvpipe_open_device(int ordinal, int version);
 }
 
 namespace hvpipe {
+bool kernels_missing = false;
+cudaError_t FindKernels() { return kernels_missing ? cudaErrorNoKernelImageForDevice : cudaSuccess; }
 cudaError_t LaunchMove(const std::vector<Device::Piece>&, DType, DType, double, unsigned*, cudaStream_t) {
   return cudaSuccess;
 }
@@ -116,6 +118,16 @@ void Full() {
   device->AllocateHost(2u << 30);
 }
 
+void Names() {
+  for (int ordinal = 0; ordinal < 3; ++ordinal) {
+    const auto device = Open(ordinal);
+    const Device::Identity identity = device->Which();
+    std::printf("%s | %s | %s\n", device->Name().c_str(), identity.device.c_str(), identity.board.c_str());
+  }
+  hvpipe::kernels_missing = true;
+  Open(0);
+}
+
 }  // namespace
 
 int main(int, char** argv) {
@@ -126,6 +138,7 @@ int main(int, char** argv) {
     if (wanted == "stale") Stale();
     if (wanted == "here") Here();
     if (wanted == "full") Full();
+    if (wanted == "names") Names();
   } catch (const hvpipe::Error& error) {
     std::printf("error %d: %s\n", static_cast<int>(error.kind()), error.what());
   }

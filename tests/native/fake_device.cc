@@ -47,6 +47,10 @@ class FakeDevice : public Device {
  public:
   explicit FakeDevice(int ordinal) : ordinal_(ordinal) {}
   std::string Name() const override { return "test device " + std::to_string(ordinal_); }
+  // FAKE_DEVICE_PARTS: all of them are parts of one board.
+  Identity Which() const override {
+    return {Name(), std::getenv("FAKE_DEVICE_PARTS") != nullptr ? "the board" : Name()};
+  }
   void Enter() override { entered.push_back(ordinal_); }
   void Leave() noexcept override { entered.pop_back(); }
 
