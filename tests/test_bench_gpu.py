@@ -180,7 +180,7 @@ def test_the_figures_are_worked_out_from_the_clock(
     world = {"size": lambda: ranks, "rank": lambda: 0, "barrier": lambda: None}
     told = {"broadcast_object": lambda one: one, "allgather_object": lambda one: [one] * ranks}
     monkeypatch.setattr(check_worker, "hvpipe", SimpleNamespace(**world, **told))
-    settings = SimpleNamespace(settings=SimpleNamespace(visible_gpus=""))
+    settings = SimpleNamespace(settings=SimpleNamespace(visible_gpus="", gpus_may_be_shared=False))
     monkeypatch.setattr(check_worker, "current", lambda: settings)
     gpu: Any = Timed()
     sizes = check_worker.Sizes((5,), 10, (2,), 1, 4, 0.05)
@@ -191,6 +191,11 @@ def test_the_figures_are_worked_out_from_the_clock(
         assert rows["1 rank: pack 2 MB"]["figures"] == pytest.approx({"gb_per_s": 2.0, "share": 0.5})
         assert rows["1 rank: unpack 2 MB"]["figures"] == pytest.approx({"gb_per_s": 0.8, "share": 0.2})
         assert rows["1 rank: all-reduce 2 MB"]["result"] == "8.00 ms"
+        # Less than what is wanted is a failure.
+        assert rows["1 rank: pack 2 MB"]["ok"] is rows["1 rank: unpack 2 MB"]["ok"] is False
+        assert rows["1 rank: sampler (NVML)"]["ok"] is (
+            rows["1 rank: sampler (NVML)"]["figures"]["cores"] <= 0.01
+        )
     else:
         # Of two ranks each sends as many bytes as there are: 2 MB in 8 ms.
         expected = {"taken_s": 0.008, "bus_gb_per_s": 0.25}
@@ -200,6 +205,7 @@ def test_the_figures_are_worked_out_from_the_clock(
         assert found["products_s"] == pytest.approx(0.014, abs=2e-4)
         assert (found["reduce_s"], found["both_s"]) == pytest.approx((0.007, 0.017), abs=2e-4)
         assert (found["hidden"], found["slowed"]) == pytest.approx((4 / 7, 3 / 14), abs=1e-3)
+        assert rows["2 ranks, NCCL: overlap, 1 MB"]["ok"] is False
     assert (
         rows[f"{'1 rank' if ranks == 1 else '2 ranks, NCCL'}: all-reduce float32"]["ok"] is False
     )  # unwritten
