@@ -2,6 +2,7 @@
 #include "device_side.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace hvpipe {
 
@@ -41,7 +42,13 @@ Owned OwnNcclMemory(DeviceSide& side, std::size_t bytes) {
     if (side.device->FreeRoom().free < bytes) throw NoRoom(*side.device, bytes, "a bucket of gradients");
     throw;
   }
-  Owned memory(given, [&library](void* taken) { library.Free(taken); });
+  Owned memory(given, [&library, &device = *side.device](void* taken) {
+    try {
+      const CurrentDevice here(device);
+      library.Free(taken);
+    } catch (const Error&) {  // of a device that is lost
+    }
+  });
   side.device->Clear(memory.get(), bytes);
   return memory;
 }
@@ -96,11 +103,15 @@ DeviceBuffer::DeviceBuffer(DeviceSide& side, std::size_t count, DType dtype)
   read_ = OwnEvent(device);
 }
 
-// The registration ends with the communicator, which ends before its buffers.
+// Unless it is taken back, the registration ends with the communicator, which ends before its buffers.
 void DeviceBuffer::Register() {
   if (!of_nccl_ || registered_) return;
-  (void)side_.ranks->Register(data_.get(), bytes_);
+  registration_ = side_.ranks->Register(data_.get(), bytes_);
   registered_ = true;
+}
+
+void DeviceBuffer::Deregister() {
+  if (registration_ != nullptr) side_.ranks->Deregister(std::exchange(registration_, nullptr));
 }
 
 bool DeviceArrival::Step() {

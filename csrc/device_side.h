@@ -79,12 +79,15 @@ class DeviceBuffer {
 
   // Before NCCL's first collective on it, where NCCL is not busy.
   void Register();
+  // Before it ends, where NCCL goes on.
+  void Deregister();
 
  private:
   DeviceSide& side_;
   const std::size_t count_, bytes_;
   const bool of_nccl_;  // on all ranks alike
   bool registered_ = false;
+  void* registration_ = nullptr;
   Owned data_, host_;
   Owned filled_, moved_, read_;
 };

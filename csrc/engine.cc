@@ -190,7 +190,29 @@ Engine::Plan& Engine::PlanAt(int plan) const {
   if (plan < 0 || static_cast<std::size_t>(plan) >= plans_.size()) {
     throw Error("Unknown plan. Received: plan=" + std::to_string(plan), ErrorKind::kUsage);
   }
+  if (!plans_[static_cast<std::size_t>(plan)]) {
+    throw Error("The plan was removed. Received: plan=" + std::to_string(plan), ErrorKind::kUsage);
+  }
   return *plans_[static_cast<std::size_t>(plan)];
+}
+
+void Engine::RemovePlan(int index) {
+  std::shared_ptr<Plan> removed;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Plan& plan = PlanAt(index);
+    const bool idle = std::all_of(plan.buckets.begin(), plan.buckets.end(), [](const auto& bucket) {
+      return bucket->state == BucketState::kIdle && !bucket->operation;
+    });
+    if (!idle || stopped_ || progress_->error()) return;
+    removed = std::move(plans_[static_cast<std::size_t>(index)]);
+  }
+  if (removed->buckets.empty() || !removed->buckets.front()->device) return;
+  try {
+    progress_->Enqueue({Removal(removed)}, true);
+  } catch (const Error&) {  // of another thread, just now
+    new std::shared_ptr<Plan>(removed);
+  }
 }
 
 Engine::Bucket& Engine::bucket(int plan, int index) const {
@@ -353,6 +375,7 @@ void Engine::BeginStep(int plan_index, std::int64_t step, double samples, bool r
 bool Engine::Announced() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& plan : plans_) {
+    if (!plan) continue;
     for (const auto& bucket : plan->buckets) {
       if (bucket->operation) return true;
     }

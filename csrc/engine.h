@@ -66,6 +66,9 @@ class Engine {
   // `signature` must be equal on all ranks; that is checked at every step. Not collective.
   int AddPlan(const std::string& name, std::uint64_t signature, std::vector<BucketLayout> buckets,
               Memory memory = Memory::kHost);
+  // Gives the plan's buffers back, behind what the device still does with them. Nothing happens while any of
+  // its buckets is announced, reduced or waiting to be collected, or after an error. Not collective.
+  void RemovePlan(int plan);
   const BucketLayout& layout(int plan, int bucket) const;
 
   // Announces a step of `samples` samples. With `reduces`, this rank will submit every bucket of the plan
@@ -185,6 +188,7 @@ class Engine {
   };
 
   Plan& PlanAt(int plan) const;  // with mutex_ held
+  std::shared_ptr<Operation> Removal(std::shared_ptr<Plan> plan);
   Bucket& bucket(int plan, int index) const;
   void BeginPass(double now_s);
   double NapS(int idle_passes) const;
@@ -244,8 +248,8 @@ class Engine {
   OrderQueue control_order_, lane_order_;
   std::map<std::tuple<bool, int, int>, OrderQueue> message_order_;  // by whether sent, peer and tag
   mutable std::mutex mutex_;
-  std::unique_ptr<DeviceSide> device_;  // set once, before any device memory comes
-  std::vector<std::unique_ptr<Plan>> plans_;
+  std::unique_ptr<DeviceSide> device_;        // set once, before any device memory comes
+  std::vector<std::unique_ptr<Plan>> plans_;  // null: removed
   int buckets_ = 0;
   std::atomic<int> blocking_calls_{0};
   std::atomic<bool> stopped_{false};

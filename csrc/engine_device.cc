@@ -108,6 +108,25 @@ void Engine::AddGather(Operation& operation, const DeviceReduce& reduce) {
   });
 }
 
+// In its turn among NCCL's collectives, which only the driving thread may call, and of this rank alone.
+std::shared_ptr<Operation> Engine::Removal(std::shared_ptr<Plan> plan) {
+  DeviceSide* const side = device_.get();
+  auto operation = std::make_shared<Operation>();
+  operation->what = "end of " + plan->name;
+  operation->of_all_ranks = false;
+  const auto remove = [side, plan = std::move(plan)] {
+    if (side->ranks && !side->ranks->Ready()) return false;
+    for (const auto& bucket : plan->buckets) {
+      if (bucket->unpacked && !side->device->Reached(bucket->device->read())) return false;
+    }
+    for (const auto& bucket : plan->buckets) bucket->device->Deregister();
+    return true;  // and with the operation the plan ends
+  };
+  operation->stages.push_back({[remove](const Operation&) { return std::make_unique<DeviceLaunch>(remove); },
+                               side->ranks ? &side->order : nullptr, nullptr});
+  return operation;
+}
+
 std::uint64_t Engine::DeviceSignature() const {
   const DeviceSide& side = device();
   if (!side.ranks) return Hash("device memory through the host");

@@ -391,6 +391,7 @@ NB_MODULE(_engine, m) {
       .def_prop_ro("hosts", &Engine::hosts)
       .def("add_plan", &AddPlan, nb::arg("name"), nb::arg("signature"), nb::arg("buckets"),
            nb::arg("on_device") = false)
+      .def("remove_plan", &Engine::RemovePlan, nb::arg("plan"), nb::call_guard<nb::gil_scoped_release>())
       .def("begin_step", &BeginStep, nb::arg("plan"), nb::arg("step"), nb::arg("samples"), nb::arg("reduces"))
       .def("submit", &Submit, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"), nb::arg("scale"))
       .def("collect", &Collect, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"))

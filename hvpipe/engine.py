@@ -275,6 +275,11 @@ class Engine:
         rows = [(b.name, b.dtype, b.wire_dtype, list(b.counts), b.priority) for b in plan.buckets]
         return int(self.core.add_plan(name, plan.signature, rows, on_device))
 
+    def remove_plan(self, plan: int) -> None:
+        """Give a plan's buffers back, unless one of its steps is under way; not collective."""
+        if self.core is not None:
+            self.core.remove_plan(plan)
+
     def counters(self) -> dict[str, float]:
         """Since the start: bytes, messages, operations, seconds of exposed waiting and of `recorded`."""
         found: dict[str, float] = {} if self.core is None else dict(self.core.counters())

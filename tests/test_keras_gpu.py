@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,7 +96,11 @@ class Engine:
 
     def add_plan(self, name: str, plan: Any, on_device: bool) -> int:
         self.on_device = on_device
-        return 0
+        self.removed: list[int] = []
+        return 7
+
+    def remove_plan(self, plan: int) -> None:
+        self.removed.append(plan)
 
 
 def sees(monkeypatch: Any, gpus: list[str]) -> None:
@@ -178,3 +183,19 @@ def test_numbers_of_hvpipes_own_stay_on_the_host(monkeypatch: Any, overlap: str)
     on_host = {kind for kind, device in placed if kind in asked and device == "CPU:0"}
     assert on_host == asked - ({"AddN"} if overlap == "backward" else set())
     assert not {kind for kind, device in placed if kind in asked and device != "CPU:0"}
+
+
+def test_a_plan_is_removed_when_it_is_ended_or_forgotten(monkeypatch: Any) -> None:
+    sees(monkeypatch, [])
+    engine = Engine(built=True)
+    session = SimpleNamespace(engine=engine, settings=SimpleNamespace(bucket_bytes=1000), announcements=0)
+    reducer = Reducer(session, "gradients", [tf.Variable([1.0])], None, None)
+    reducer.end()
+    reducer.end()
+    assert engine.removed == [7]
+    del reducer
+    reducer = Reducer(session, "gradients", [tf.Variable([1.0])], None, None)
+    assert engine.removed == []
+    del reducer
+    gc.collect()
+    assert engine.removed == [7]

@@ -104,9 +104,11 @@ class OverlappedOptimizer:
         return loss
 
     def unhook(self) -> None:
-        """Give the optimizer its own methods back."""
+        """Give the optimizer its own methods back, and the buffers; nothing here can be used after."""
         for name in ("apply", "scale_loss"):
             vars(self.optimizer).pop(name, None)
+        for reducer in self._reducers.values():
+            reducer.end()
 
     def begin(self, samples: Any) -> None:
         """Start of a step with a batch of `samples` (scalar tensor) on this rank."""

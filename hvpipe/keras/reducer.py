@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,9 +83,16 @@ class Reducer:
         # Asked for by name: what TensorFlow would choose depends on where the gradients are.
         self._place = "GPU:0" if on_device else "CPU:0"
         self._plan_id = session.engine.add_plan(name, self.plan, on_device)
+        # Whoever runs a graph with the plan's ops keeps this alive: they need `step`, a variable.
+        self._remove_plan = weakref.finalize(self, session.engine.remove_plan, self._plan_id)
+        self._remove_plan.atexit = False
         with tf.init_scope(), on_the_host():
             # An input that changes every step keeps grappler from folding or sharing the announcement.
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_step")
+
+    def end(self) -> None:
+        """Give the plan's buffers back; no graph that was made with it runs any more."""
+        self._remove_plan()
 
     def announce(self, samples: Any, reduces: Any = True) -> Any:
         """Begin a step; the factor of this rank's gradients in the average over all samples (float64)."""

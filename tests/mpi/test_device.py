@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -215,6 +216,40 @@ def test_host_memory_is_made_once_and_given_back(libraries: Libraries) -> None:
     engine.stop()
     engine.core = None
     assert device.things_held() == held
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_buffers_of_a_plan_that_is_removed_are_given_back(libraries: Libraries, way: str) -> None:
+    device, nccl = ctypes.CDLL(libraries.device), ctypes.CDLL(libraries.nccl)
+    engine = open_engine(libraries, way)
+    engine.use_device()
+    held, of_nccl, registered = things(device, nccl)
+    layers = [Gradient("small", (1_000,), "float32"), Gradient("large", (300_001,), "float32")]
+    plan = plan_buckets(layers, 1_000_000)
+    for trial in range(3):
+        plan_id = engine.add_plan(f"trial {trial}", plan, on_device=True)
+        engine.core.begin_step(plan_id, 0, 1.0, True)
+        engine.remove_plan(plan_id)  # not while a step is under way
+        arrays = [OnDevice(values_of(hvpipe.rank(), count, "float32")) for count in (300_001, 1_000)]
+        for bucket, array in enumerate(arrays):
+            engine.submit_on_device(plan_id, bucket, [array], 1.0)
+        for bucket, array in enumerate(arrays):
+            engine.collect_on_device(plan_id, bucket, [array])
+            wanted = sum(values_of(r, array.values.size, "float32") for r in range(hvpipe.size()))
+            np.testing.assert_array_equal(array.values, wanted)
+        engine.remove_plan(plan_id)
+        end_s = time.monotonic() + 20
+        while things(device, nccl) != (held, of_nccl, registered) and time.monotonic() < end_s:
+            time.sleep(0.01)
+        assert things(device, nccl) == (held, of_nccl, registered)
+    with pytest.raises(HvpipeError, match="was removed"):
+        engine.core.begin_step(plan_id, 1, 1.0, True)
+    engine.agree("end of a case")
+    engine.stop()
+
+
+def things(device: Any, nccl: Any) -> tuple[int, int, int]:
+    return device.things_held(), nccl.nccl_memory_held(), nccl.nccl_registrations()
 
 
 def test_what_cannot_be_reduced_is_refused(device_engine: Engine) -> None:
