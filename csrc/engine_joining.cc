@@ -185,7 +185,9 @@ void Engine::AgreeOnNcclMemory(DeviceSide& side, const Interrupt& interrupt) {
     try {
       memory = side.library->Allocate(kAlignment);
       if (void* const registration = side.ranks->Register(memory, kAlignment)) {
+        void* const registered = std::exchange(memory, nullptr);  // not to be freed while it is
         side.ranks->Deregister(registration);
+        memory = registered;
         able = 1;
       }
     } catch (const Error&) {  // then buffers are the device's own, as before NCCL 2.19

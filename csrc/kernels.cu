@@ -40,7 +40,12 @@ cudaError_t FindKernels() {
 cudaError_t LaunchMove(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
                        unsigned* not_finite, cudaStream_t stream) {
 #if CUDART_VERSION >= 12010
-  if (pieces.size() > kFewPieces)
+  // A driver of an earlier 12 runs this as well, but takes shorter tables alone.
+  static const bool takes_many = [] {
+    int driver = 0;
+    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12010;
+  }();
+  if (takes_many && pieces.size() > kFewPieces)
     return LaunchTables<kManyPieces>(pieces, from, to, scale, not_finite, stream);
 #endif
   return LaunchTables<kFewPieces>(pieces, from, to, scale, not_finite, stream);

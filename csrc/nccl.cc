@@ -49,9 +49,10 @@ void Find(void* library, const std::string& path, const char* name, Function& fu
 
 }  // namespace
 
-// RTLD_LOCAL: TensorFlow's GPU wheel exports functions of the same names.
+// RTLD_LOCAL: TensorFlow's GPU wheel exports functions of the same names. RTLD_DEEPBIND: NCCL calls some of
+// its own by name, and is to find its own.
 NcclLibrary::NcclLibrary(const std::string& path) : path_(path) {
-  void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND);
   if (library == nullptr) {
     const char* const why = dlerror();
     throw Error(std::string("NCCL should load. ") + kHow + ". Received: " + (why != nullptr ? why : path),

@@ -16,6 +16,7 @@ from hvpipe.comm.discover import Settings
 from hvpipe.device_array import (
     DeviceArray,
     assign_gpu,
+    check_writable,
     common_stream,
     device_array,
     find_nccl,
@@ -74,8 +75,9 @@ class Engine:
     ) -> Array:
         """Sum or average of `array` over the ranks, in `out` or a new array of the same shape and dtype.
 
-        The dtype is float32, float64, float16 or bfloat16; halves are added in float32. The result has the
-        same bits on every rank. `compression` casts float32 to a half type on its way.
+        The dtype is float32, float64, float16 or bfloat16; halves are added in float32, but by NCCL, for
+        arrays in device memory, in their own type. The result has the same bits on every rank. `compression`
+        casts float32 to a half type on its way.
 
         An array in device memory is reduced into `out`, which may be the array itself; all ranks then give
         device arrays. What is enqueued goes to the stream that the array names, to PyTorch's current one for
@@ -112,7 +114,7 @@ class Engine:
                 "A device array wants out=, itself or another device array, and no compression. "
                 f"Received: out={type(out).__name__}, compression={compression!r}"
             )
-        source, target = self._on_device(array), self._on_device(out)
+        source, target = self._on_device(array), check_writable(self._on_device(out))
         if (source.shape, source.dtype) != (target.shape, target.dtype):
             raise HvpipeError(
                 f"out should be a {source.dtype}{list(source.shape)}. "
@@ -180,7 +182,7 @@ class Engine:
 
     def collect_on_device(self, plan: int, bucket: int, tensors: Sequence[Any]) -> None:
         """Wait for a bucket's sum and enqueue its copy into these device arrays."""
-        found = [self._on_device(tensor) for tensor in tensors]
+        found = [check_writable(self._on_device(tensor)) for tensor in tensors]
         self.core.collect_device(plan, bucket, [f.span for f in found], common_stream(found))
 
     def allgather(self, array: Any) -> Array:
@@ -213,7 +215,7 @@ class Engine:
         if not 0 <= root < self.world.size:
             raise HvpipeError(f"root should be a rank, 0 to {self.world.size - 1}. Received: root={root}")
         if is_device_array(array):
-            filled = self._on_device(array)
+            filled = check_writable(self._on_device(array))
             self.use_device()
             what = f"broadcast of {filled.dtype}{list(filled.shape)} from rank {root}"
             self.core.broadcast_device(*filled.span, root, what, filled.stream)

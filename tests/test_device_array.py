@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hvpipe.device_array import assign_gpu, common_stream, device_array, find_nccl, is_device_array
+from hvpipe.device_array import (
+    assign_gpu,
+    check_writable,
+    common_stream,
+    device_array,
+    find_nccl,
+    is_device_array,
+)
 from hvpipe.errors import HvpipeError
 
 
@@ -64,6 +71,36 @@ def test_other_strides_and_types_are_refused() -> None:
         HvpipeError, match=r"float32, float64, float16, bfloat16 is wanted. Received: dtype=<i4"
     ):
         device_array(Described(typestr="<i4"), None)
+
+
+class Differentiated:
+    """PyTorch's tensor that requires grad."""
+
+    @property
+    def __cuda_array_interface__(self) -> None:
+        raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad.")
+
+
+def test_a_tensor_that_requires_grad_is_refused_with_what_to_do() -> None:
+    with pytest.raises(HvpipeError, match=r"detach\(\).*Received: Can't get"):
+        is_device_array(Differentiated())
+
+
+def test_what_dlpack_does_not_show_is_refused_by_name() -> None:
+    class Refuses:
+        def device_memory(self, array: Any) -> None:
+            raise TypeError("device_memory(): incompatible function arguments")
+
+    with pytest.raises(HvpipeError, match=r"by DLPack is wanted. Received: OnDlpackDevice"):
+        device_array(OnDlpackDevice(2), Refuses())
+
+
+def test_what_is_read_only_is_not_written() -> None:
+    found = device_array(Described(data=(4096, True)), None)
+    with pytest.raises(HvpipeError, match=r"can be written.*Received: a read-only float32\[2, 3\]"):
+        check_writable(found)
+    plain = device_array(Described(), None)
+    assert check_writable(plain) is plain
 
 
 class Tensor(Described):

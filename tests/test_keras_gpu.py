@@ -62,6 +62,17 @@ def test_a_rank_is_left_with_its_own_gpu_whose_memory_grows(machine: Any) -> Non
     assert gpus.growing == ["GPU:2"]
 
 
+def test_a_limit_of_memory_that_the_user_has_set_stays(machine: Any, monkeypatch: Any) -> None:
+    gpus = machine(Gpus(4))
+
+    def refuse(device: str, enable: bool) -> None:
+        raise ValueError("Cannot set memory growth on device when virtual devices configured")
+
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", refuse)
+    claim_gpu(session(2, 4))
+    assert gpus.visible == ["GPU:2"]
+
+
 def test_without_a_gpu_nothing_is_set(machine: Any) -> None:
     gpus = machine(Gpus(0))
     claim_gpu(session(1, 2))

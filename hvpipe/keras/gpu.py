@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
@@ -31,7 +32,8 @@ def claim_gpu(session: Session) -> None:
     mine = gpus[assign_gpu(session.world.local_rank, session.world.local_size, len(gpus))]
     try:
         tf.config.set_visible_devices([mine], "GPU")
-        tf.config.experimental.set_memory_growth(mine, True)
+        with contextlib.suppress(ValueError):  # the user has set a limit, which is to stay
+            tf.config.experimental.set_memory_growth(mine, True)
     except RuntimeError as error:
         if session.world.local_size == 1:
             return  # nobody else is there to have room for
