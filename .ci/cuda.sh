@@ -12,7 +12,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 known=$(nvcc --list-gpu-code)
 targets=()
-for generation in 80 90 100; do
+for generation in 70 75 80 90 100; do
     if grep -qx "sm_$generation" <<<"$known"; then
         targets+=(-gencode "arch=compute_$generation,code=sm_$generation")
     else
@@ -20,7 +20,7 @@ for generation in 80 90 100; do
     fi
 done
 strict=(-std=c++17 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wconversion,-Wshadow,-Werror -I csrc)
-for kernel in "${kernels[@]}" csrc/cuda_device.cc; do
+for kernel in "${kernels[@]}" csrc/cuda_*.cc; do
     echo "==> nvcc ${targets[*]} -c $kernel"
     nvcc "${strict[@]}" "${targets[@]}" -c "$kernel" -o "$scratch/$(basename "$kernel").o"
 done

@@ -23,13 +23,26 @@ class Device {
   };
 
   virtual ~Device() = default;
-  // Tells devices apart across the ranks of a host.
+  // In words, for messages.
   virtual std::string Name() const = 0;
-  // Makes it the device of the calling thread; what was is for Leave. See CurrentDevice.
-  virtual int Enter() = 0;
-  virtual void Leave(int before) noexcept = 0;
+  // What no other device anywhere has, and what the parts of one board have in common on a host.
+  struct Identity {
+    std::string device, board;
+  };
+  virtual Identity Which() const = 0;
+  // Makes it the device of the calling thread, until Leave puts back what was: another one or none. Nests.
+  // See CurrentDevice.
+  virtual void Enter() = 0;
+  virtual void Leave() noexcept = 0;
 
-  // Filled with zeros. The error says how much was wanted and how much was free.
+  // Throws where this memory is not the device's: to use it there would end all work of this process on it.
+  virtual void CheckIsHere(const void* memory) = 0;
+  // Bytes of its memory.
+  struct Room {
+    std::size_t free, total;
+  };
+  virtual Room FreeRoom() = 0;
+  // Filled with zeros; null where there is no room.
   virtual void* Allocate(std::size_t bytes) = 0;
   virtual void Free(void* memory) noexcept = 0;
   // Fills memory with zeros that any stream sees from now on; waits for that.
@@ -55,23 +68,21 @@ class Device {
                     unsigned* not_finite, Stream stream) = 0;
 };
 
-// Has a device current on this thread for a scope, as NCCL wants it of whoever calls. The thread may have
-// another one current, and keeps that.
+// Has a device current on this thread for a scope, as NCCL wants it of whoever calls.
 class CurrentDevice {
  public:
-  explicit CurrentDevice(Device& device) : device_(device), before_(device.Enter()) {}
-  ~CurrentDevice() { device_.Leave(before_); }
+  explicit CurrentDevice(Device& device) : device_(device) { device_.Enter(); }
+  ~CurrentDevice() { device_.Leave(); }
   CurrentDevice(const CurrentDevice&) = delete;
   CurrentDevice& operator=(const CurrentDevice&) = delete;
 
  private:
   Device& device_;
-  const int before_;
 };
 
 // A library that serves devices has two functions: how many this process sees, and one of them. `version`
 // guards against a library of another build.
-constexpr int kDeviceInterface = 2;
+constexpr int kDeviceInterface = 3;
 constexpr const char* kCountDevices = "hvpipe_count_devices";
 constexpr const char* kOpenDevice = "hvpipe_open_device";
 using CountDevicesFunction = int (*)();

@@ -2,6 +2,7 @@
 #include "device_side.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace hvpipe {
 
@@ -11,8 +12,12 @@ constexpr std::size_t kLeastStagingBytes = 1 << 16;
 // NCCL's own memory comes in pieces of 2 MiB.
 constexpr std::size_t kLeastNcclBytes = 1 << 20;
 
+std::string Megabytes(std::size_t bytes) { return std::to_string((bytes + 999'999) / 1'000'000) + " MB"; }
+
 Owned OwnMemory(Device& device, std::size_t bytes) {
-  return {device.Allocate(bytes), [&device](void* memory) { device.Free(memory); }};
+  void* const memory = device.Allocate(bytes);
+  if (memory == nullptr) throw NoRoom(device, bytes, "a bucket of gradients");
+  return {memory, [&device](void* taken) { device.Free(taken); }};
 }
 
 Owned OwnHostMemory(Device& device, std::size_t bytes) {
@@ -30,7 +35,20 @@ Owned OwnEvent(Device& device) {
 Owned OwnNcclMemory(DeviceSide& side, std::size_t bytes) {
   const NcclLibrary& library = *side.library;
   const CurrentDevice current(*side.device);
-  Owned memory(library.Allocate(bytes), [&library](void* taken) { library.Free(taken); });
+  void* given = nullptr;
+  try {
+    given = library.Allocate(bytes);
+  } catch (const Error&) {  // whose words name no bytes
+    if (side.device->FreeRoom().free < bytes) throw NoRoom(*side.device, bytes, "a bucket of gradients");
+    throw;
+  }
+  Owned memory(given, [&library, &device = *side.device](void* taken) {
+    try {
+      const CurrentDevice here(device);
+      library.Free(taken);
+    } catch (const Error&) {  // of a device that is lost
+    }
+  });
   side.device->Clear(memory.get(), bytes);
   return memory;
 }
@@ -41,6 +59,16 @@ std::size_t PartsOf(const DeviceSide& side) {
 }
 
 }  // namespace
+
+Error NoRoom(Device& device, std::size_t bytes, const std::string& of_what) {
+  const Device::Room room = device.FreeRoom();
+  return Error(
+      "The GPU has no room for " + of_what + ": wanted " + Megabytes(bytes) + ", free are " +
+          Megabytes(room.free) + " of " + Megabytes(room.total) +
+          ". Leave it more (TensorFlow: smaller batches, or a memory limit), or let compression=\"bf16\" "
+          "halve what float32 gradients take",
+      ErrorKind::kUsage);
+}
 
 // In powers of two: calls of growing sizes make few.
 void* Staging::Room(std::size_t bytes) {
@@ -75,11 +103,15 @@ DeviceBuffer::DeviceBuffer(DeviceSide& side, std::size_t count, DType dtype)
   read_ = OwnEvent(device);
 }
 
-// The registration ends with the communicator, which ends before its buffers.
+// Unless it is taken back, the registration ends with the communicator, which ends before its buffers.
 void DeviceBuffer::Register() {
   if (!of_nccl_ || registered_) return;
-  (void)side_.ranks->Register(data_.get(), bytes_);
+  registration_ = side_.ranks->Register(data_.get(), bytes_);
   registered_ = true;
+}
+
+void DeviceBuffer::Deregister() {
+  if (registration_ != nullptr) side_.ranks->Deregister(std::exchange(registration_, nullptr));
 }
 
 bool DeviceArrival::Step() {

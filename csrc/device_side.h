@@ -29,6 +29,9 @@ struct DeviceOptions {
 // What a device gave: memory, a stream or an event. It takes it back where the owner ends.
 using Owned = std::unique_ptr<void, std::function<void(void*)>>;
 
+// That the device has no room for as much, with how much it has.
+Error NoRoom(Device& device, std::size_t bytes, const std::string& of_what);
+
 // Page-locked host memory that blocking calls pass data through, one call at a time. Locking pages takes
 // longer than most copies: so it is kept, and made anew only for a call that needs more.
 class Staging {
@@ -76,12 +79,15 @@ class DeviceBuffer {
 
   // Before NCCL's first collective on it, where NCCL is not busy.
   void Register();
+  // Before it ends, where NCCL goes on.
+  void Deregister();
 
  private:
   DeviceSide& side_;
   const std::size_t count_, bytes_;
   const bool of_nccl_;  // on all ranks alike
   bool registered_ = false;
+  void* registration_ = nullptr;
   Owned data_, host_;
   Owned filled_, moved_, read_;
 };

@@ -14,6 +14,8 @@
 namespace hvpipe {
 namespace {
 
+constexpr double kLeaveS = 10;  // the longest wait for the others at the end
+
 MPI_Comm Duplicate(MPI_Comm communicator) {
   MPI_Comm copy = MPI_COMM_NULL;
   HVPIPE_MPI(MPI_Comm_dup(communicator, &copy));
@@ -75,10 +77,8 @@ Engine::Engine(MPI_Comm world, EngineOptions options)
 // destroy their engines when they please. After an error, messages that were under way still name buffers.
 Engine::~Engine() {
   progress_->Stop();
-  if (!progress_->error()) {
-    if (device_) device_->ranks.reset();  // before the buffers that are registered with it
-    return;
-  }
+  AbortDevice();  // before the buffers that are registered with it are freed; not if it was closed
+  if (!progress_->error() && (!device_ || !device_->ranks || device_->ranks->Aborted(kLeaveS))) return;
   (void)progress_.release();
   for (auto& plan : plans_) (void)plan.release();
   (void)device_.release();
@@ -108,12 +108,14 @@ double Engine::NapS(int idle_passes) const {
 // none does.
 void Engine::Stop() {
   if (stopped_.exchange(true)) return;
-  const double patience_s = std::min(10.0, options_.timeout_s);
+  const double patience_s = std::min(kLeaveS, options_.timeout_s);
   progress_->Drain(patience_s);
   progress_->Stop();
-  if (progress_->error()) return;
-  if (device_ && device_->ranks) device_->ranks->Close(patience_s);
-  if (!AllLeave(patience_s)) return;
+  if (progress_->error()) {
+    if (device_ && device_->ranks) (void)device_->ranks->Aborted(patience_s);
+    return;
+  }
+  if (!AllLeave(patience_s) || !LeaveNccl(patience_s)) return;
   for (const auto* lane : {&down_, &up_}) {
     if (*lane) (*lane)->Free();
   }
@@ -121,6 +123,20 @@ void Engine::Stop() {
   for (const auto* transport : {&leaders_, &messages_, &world_}) {
     if (*transport) (*transport)->Free();
   }
+}
+
+// Closes NCCL's communicator, where there is one; false where another rank did not do so as well. NCCL waits
+// for all ranks of the host there: so only once all are known to have come, since one may take long over what
+// it writes at the end.
+bool Engine::LeaveNccl(double patience_s) {
+  if (!device_ || !device_->ranks) return true;
+  try {
+    device_->ranks->Close(patience_s);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kDeadline) throw;
+    return false;
+  }
+  return true;
 }
 
 // Whether all ranks have come here within `patience_s`.
@@ -141,7 +157,10 @@ int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vecto
   auto plan = std::make_unique<Plan>();
   plan->name = name;
   plan->signature = signature;
-  if (memory == Memory::kDevice) plan->signature ^= DeviceSignature();
+  if (memory == Memory::kDevice) {
+    plan->signature ^= DeviceSignature();
+    CheckRoom(buckets);
+  }
   for (BucketLayout& layout : buckets) {
     auto bucket = std::make_unique<Bucket>(std::move(layout));
     if (memory == Memory::kDevice) {
@@ -158,11 +177,42 @@ int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vecto
   return static_cast<int>(plans_.size() - 1);
 }
 
+// All of a plan is made at once, whatever the size of its buckets: so that is what there must be room for.
+void Engine::CheckRoom(const std::vector<BucketLayout>& buckets) const {
+  std::size_t bytes = 0;
+  for (const BucketLayout& bucket : buckets) bytes += bucket.bytes();
+  Device& on = *device().device;
+  if (on.FreeRoom().free >= bytes) return;
+  throw NoRoom(on, bytes, "the gradients' " + std::to_string(buckets.size()) + " buckets");
+}
+
 Engine::Plan& Engine::PlanAt(int plan) const {
   if (plan < 0 || static_cast<std::size_t>(plan) >= plans_.size()) {
     throw Error("Unknown plan. Received: plan=" + std::to_string(plan), ErrorKind::kUsage);
   }
+  if (!plans_[static_cast<std::size_t>(plan)]) {
+    throw Error("The plan was removed. Received: plan=" + std::to_string(plan), ErrorKind::kUsage);
+  }
   return *plans_[static_cast<std::size_t>(plan)];
+}
+
+void Engine::RemovePlan(int index) {
+  std::shared_ptr<Plan> removed;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Plan& plan = PlanAt(index);
+    const bool idle = std::all_of(plan.buckets.begin(), plan.buckets.end(), [](const auto& bucket) {
+      return bucket->state == BucketState::kIdle && !bucket->operation;
+    });
+    if (!idle || stopped_ || progress_->error()) return;
+    removed = std::move(plans_[static_cast<std::size_t>(index)]);
+  }
+  if (removed->buckets.empty() || !removed->buckets.front()->device) return;
+  try {
+    progress_->Enqueue({Removal(removed)}, true);
+  } catch (const Error&) {  // of another thread, just now
+    new std::shared_ptr<Plan>(removed);
+  }
 }
 
 Engine::Bucket& Engine::bucket(int plan, int index) const {
@@ -325,6 +375,7 @@ void Engine::BeginStep(int plan_index, std::int64_t step, double samples, bool r
 bool Engine::Announced() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   for (const auto& plan : plans_) {
+    if (!plan) continue;
     for (const auto& bucket : plan->buckets) {
       if (bucket->operation) return true;
     }

@@ -66,6 +66,9 @@ class Engine {
   // `signature` must be equal on all ranks; that is checked at every step. Not collective.
   int AddPlan(const std::string& name, std::uint64_t signature, std::vector<BucketLayout> buckets,
               Memory memory = Memory::kHost);
+  // Gives the plan's buffers back, behind what the device still does with them. Nothing happens while any of
+  // its buckets is announced, reduced or waiting to be collected, or after an error. Not collective.
+  void RemovePlan(int plan);
   const BucketLayout& layout(int plan, int bucket) const;
 
   // Announces a step of `samples` samples. With `reduces`, this rank will submit every bucket of the plan
@@ -143,6 +146,8 @@ class Engine {
     std::shared_ptr<AlignedBuffer> buffer;  // in host memory
     std::unique_ptr<DeviceBuffer> device;   // or this
     bool unpacked = false;                  // from device memory, at least once
+    // The first arrays that were packed and unpacked lie on this device: those of later steps will.
+    bool packs_here = false, unpacks_here = false;
     BucketState state = BucketState::kIdle;
     std::shared_ptr<Operation> operation;  // announced, waiting for Submit
     std::shared_ptr<Operation> gather;     // to be announced behind it, where NCCL stays inside hosts
@@ -183,6 +188,7 @@ class Engine {
   };
 
   Plan& PlanAt(int plan) const;  // with mutex_ held
+  std::shared_ptr<Operation> Removal(std::shared_ptr<Plan> plan);
   Bucket& bucket(int plan, int index) const;
   void BeginPass(double now_s);
   double NapS(int idle_passes) const;
@@ -207,12 +213,13 @@ class Engine {
   MessageOptions MessageTo(int peer, int tag) const;
 
   DeviceSide& device() const;
-  void CheckOwnDevices(const Device& device, const Interrupt& interrupt);
+  bool HaveOwnBoards(const Device& device, const Interrupt& interrupt);
   void JoinNccl(DeviceSide& side, const DeviceOptions& options, const Interrupt& interrupt);
   void JoinHosts(DeviceSide& side, const std::vector<int>& rail, const Interrupt& interrupt);
   void AgreeOnNcclMemory(DeviceSide& side, const Interrupt& interrupt);
   void JoinRanks(DeviceSide& side, const NcclPlace& place, const Interrupt& interrupt);
   std::uint64_t DeviceSignature() const;
+  void CheckRoom(const std::vector<BucketLayout>& buckets) const;
   DeviceBuffer& DeviceBufferOf(const Bucket& bucket) const;
   void AddDeviceReduce(Operation& operation, const DeviceReduce& reduce);
   void AddScatter(Operation& operation, const DeviceReduce& reduce);
@@ -221,7 +228,9 @@ class Engine {
                      DeviceCall then = nullptr);
   void AddCopy(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall copy);
   void AddArrival(Operation& operation, Device::Event event);
+  void CheckIsHere(const void* array, std::size_t count);
   void AbortDevice();
+  bool LeaveNccl(double patience_s);
   bool AllLeave(double patience_s) const;
 
   EngineOptions options_;
@@ -239,8 +248,8 @@ class Engine {
   OrderQueue control_order_, lane_order_;
   std::map<std::tuple<bool, int, int>, OrderQueue> message_order_;  // by whether sent, peer and tag
   mutable std::mutex mutex_;
-  std::unique_ptr<DeviceSide> device_;  // set once, before any device memory comes
-  std::vector<std::unique_ptr<Plan>> plans_;
+  std::unique_ptr<DeviceSide> device_;        // set once, before any device memory comes
+  std::vector<std::unique_ptr<Plan>> plans_;  // null: removed
   int buckets_ = 0;
   std::atomic<int> blocking_calls_{0};
   std::atomic<bool> stopped_{false};

@@ -108,6 +108,25 @@ void Engine::AddGather(Operation& operation, const DeviceReduce& reduce) {
   });
 }
 
+// In its turn among NCCL's collectives, which only the driving thread may call, and of this rank alone.
+std::shared_ptr<Operation> Engine::Removal(std::shared_ptr<Plan> plan) {
+  DeviceSide* const side = device_.get();
+  auto operation = std::make_shared<Operation>();
+  operation->what = "end of " + plan->name;
+  operation->of_all_ranks = false;
+  const auto remove = [side, plan = std::move(plan)] {
+    if (side->ranks && !side->ranks->Ready()) return false;
+    for (const auto& bucket : plan->buckets) {
+      if (bucket->unpacked && !side->device->Reached(bucket->device->read())) return false;
+    }
+    for (const auto& bucket : plan->buckets) bucket->device->Deregister();
+    return true;  // and with the operation the plan ends
+  };
+  operation->stages.push_back({[remove](const Operation&) { return std::make_unique<DeviceLaunch>(remove); },
+                               side->ranks ? &side->order : nullptr, nullptr});
+  return operation;
+}
+
 std::uint64_t Engine::DeviceSignature() const {
   const DeviceSide& side = device();
   if (!side.ranks) return Hash("device memory through the host");
@@ -134,6 +153,10 @@ DeviceBuffer& Engine::DeviceBufferOf(const Bucket& bucket) const {
               ErrorKind::kUsage);
 }
 
+void Engine::CheckIsHere(const void* array, std::size_t count) {
+  if (count > 0) device().device->CheckIsHere(array);
+}
+
 void Engine::SubmitDevice(int plan, int index, const std::vector<const void*>& tensors, double scale,
                           Device::Stream stream) {
   Bucket& target = bucket(plan, index);
@@ -142,6 +165,9 @@ void Engine::SubmitDevice(int plan, int index, const std::vector<const void*>& t
   const BucketLayout& layout = target.layout;
   const std::shared_ptr<Operation> operation = Claim(target);
   try {
+    if (!std::exchange(target.packs_here, true)) {
+      for (std::size_t i = 0; i < tensors.size(); ++i) CheckIsHere(tensors[i], layout.counts[i]);
+    }
     // On the stream of whoever made the gradients: they may be freed or overwritten behind this.
     if (target.unpacked) on.Wait(stream, buffer.read());
     on.Move(PackPieces(layout, tensors, buffer.data()), layout.tensor_type, layout.wire_type, scale, nullptr,
@@ -160,6 +186,9 @@ void Engine::UnpackDevice(int plan, int index, const std::vector<void*>& tensors
   DeviceBuffer& buffer = DeviceBufferOf(source);
   Device& on = *device().device;
   const BucketLayout& layout = source.layout;
+  if (!std::exchange(source.unpacks_here, true)) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) CheckIsHere(tensors[i], layout.counts[i]);
+  }
   std::vector<const void*> outputs(tensors.begin(), tensors.end());
   std::vector<Device::Piece> pieces = PackPieces(layout, outputs, buffer.data());
   for (std::size_t i = 0; i < pieces.size(); ++i) pieces[i] = {pieces[i].to, tensors[i], pieces[i].count};
@@ -174,6 +203,8 @@ void Engine::UnpackDevice(int plan, int index, const std::vector<void*>& tensors
 void Engine::AllReduceDevice(const void* in, void* out, std::size_t count, DType dtype, double scale,
                              const std::string& what, Device::Stream stream, const Interrupt& interrupt) {
   DeviceSide& side = device();
+  CheckIsHere(in, count);
+  CheckIsHere(out, count);
   if (size_ > 1) {
     progress_->Run(Checked(what), interrupt);
     void* const host = side.nccl_joins_all() ? nullptr : side.staging.Room(count * SizeOf(dtype));
@@ -192,6 +223,7 @@ void Engine::AllReduceDevice(const void* in, void* out, std::size_t count, DType
 void Engine::BroadcastDevice(void* data, std::size_t bytes, int root, const std::string& what,
                              Device::Stream stream, const Interrupt& interrupt) {
   DeviceSide& side = device();
+  CheckIsHere(data, bytes);
   if (size_ == 1) return;
   const bool mine = rank_ == root;
   progress_->Run(Checked(what), interrupt);
@@ -223,7 +255,7 @@ void Engine::BroadcastDevice(void* data, std::size_t bytes, int root, const std:
   });
 }
 
-// A communicator that failed is ended at once, or its kernels would keep the device for ever.
+// A communicator that failed is ended, or its kernels would keep the device for ever.
 void Engine::AbortDevice() {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (device_ && device_->ranks) device_->ranks->Abort();

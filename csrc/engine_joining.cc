@@ -15,36 +15,52 @@ std::string Engine::UseDevice(const DeviceOptions& options, const Interrupt& int
   if (device_) throw Error("The engine has its device already.", ErrorKind::kUsage);
   auto side = std::make_unique<DeviceSide>(options);
   side->way = size_ == 1 ? "one rank" : "through the host: no NCCL was named";
-  if (size_ > 1 && !options.nccl.empty()) {
-    if (!options.may_share) CheckOwnDevices(*side->device, interrupt);
-    JoinNccl(*side, options, interrupt);
-  }
+  if (size_ > 1 && !options.nccl.empty()) JoinNccl(*side, options, interrupt);
   Agree("choice of devices", 0, interrupt);
   const std::lock_guard<std::mutex> lock(mutex_);
   device_ = std::move(side);
   return device_->way;
 }
 
-// NCCL does not say who shares a device, but hangs or fails somewhere inside.
-void Engine::CheckOwnDevices(const Device& device, const Interrupt& interrupt) {
-  using Name = std::array<char, 256>;
-  Name mine{};
-  if (gethostname(mine.data(), 128) != 0) mine[0] = '\0';
-  const std::string name = std::string(mine.data()) + ": " + device.Name();
-  std::copy_n(name.begin(), std::min(name.size(), mine.size() - 1), mine.begin());
-  std::vector<Name> all(static_cast<std::size_t>(size_));
-  AllGather(mine.data(), all.data(), sizeof mine, "devices of all ranks", interrupt);
-  // Every rank sees all names, and all end: none waits for one that has ended.
+// Throws where ranks share a device: NCCL does not say so, but hangs or fails somewhere inside. False where
+// they have parts (MIG) of one board, which NCCL takes for one device.
+bool Engine::HaveOwnBoards(const Device& device, const Interrupt& interrupt) {
+  struct Owner {
+    std::array<char, 64> device{}, board{};
+    std::array<char, 256> name{};  // of host and device
+    int host = 0;
+  };
+  const auto write = [](const std::string& text, auto& place) {
+    std::copy_n(text.begin(), std::min(text.size(), place.size() - 1), place.begin());
+  };
+  std::array<char, 128> host_name{};
+  if (gethostname(host_name.data(), host_name.size() - 1) != 0) host_name[0] = '\0';
+  const Device::Identity identity = device.Which();
+  Owner mine;
+  write(identity.device, mine.device);
+  write(identity.board, mine.board);
+  write(std::string(host_name.data()) + ": " + device.Name(), mine.name);
+  mine.host = host_;
+  std::vector<Owner> all(static_cast<std::size_t>(size_));
+  AllGather(&mine, all.data(), sizeof mine, "devices of all ranks", interrupt);
+  // Every rank sees all of them, and all end: none waits for one that has ended.
+  bool own_boards = true;
   for (auto second = all.begin(); second != all.end(); ++second) {
-    const auto first = std::find(all.begin(), second, *second);
-    if (first == second) continue;
-    throw Error(
-        "Each rank should have a GPU of its own: start at most as many ranks on a host as it has, or go "
-        "through the host with HVPIPE_NCCL_LIBRARY=none. Received: ranks " +
-            std::to_string(first - all.begin()) + " and " + std::to_string(second - all.begin()) + " on " +
-            first->data(),
-        ErrorKind::kUsage);
+    const auto first =
+        std::find_if(all.begin(), second, [&](const Owner& one) { return one.device == second->device; });
+    if (first != second) {
+      throw Error(
+          "Each rank should have a GPU of its own: start at most as many ranks on a host as it has, or go "
+          "through the host with HVPIPE_NCCL_LIBRARY=none. Received: ranks " +
+              std::to_string(first - all.begin()) + " and " + std::to_string(second - all.begin()) + " on " +
+              first->name.data(),
+          ErrorKind::kUsage);
+    }
+    own_boards &= std::none_of(all.begin(), second, [&](const Owner& one) {
+      return one.host == second->host && one.board == second->board;
+    });
   }
+  return own_boards;
 }
 
 namespace {
@@ -94,10 +110,13 @@ void Engine::JoinNccl(DeviceSide& side, const DeviceOptions& options, const Inte
   const bool same = std::all_of(all.begin(), all.end(), [&](const Joining& other) {
     return other.version == mine.version && other.span == mine.span;
   });
-  if (mine.version == 0 || !same) {
-    if (why.empty()) {
-      why = "the ranks have different versions of NCCL or another HVPIPE_NCCL_SPAN, or some have no NCCL";
-    }
+  if (why.empty() && !same) {
+    why = "the ranks have different versions of NCCL or another HVPIPE_NCCL_SPAN, or some have no NCCL";
+  }
+  if (why.empty() && !options.may_share && !HaveOwnBoards(*side.device, interrupt)) {
+    why = "NCCL does not join parts of one GPU (MIG)";
+  }
+  if (!why.empty()) {
     if (options.nccl_required)
       throw Error("NCCL should serve all ranks. Received: " + why, ErrorKind::kUsage);
     side.way = "through the host: " + why;
@@ -166,7 +185,9 @@ void Engine::AgreeOnNcclMemory(DeviceSide& side, const Interrupt& interrupt) {
     try {
       memory = side.library->Allocate(kAlignment);
       if (void* const registration = side.ranks->Register(memory, kAlignment)) {
+        void* const registered = std::exchange(memory, nullptr);  // not to be freed while it is
         side.ranks->Deregister(registration);
+        memory = registered;
         able = 1;
       }
     } catch (const Error&) {  // then buffers are the device's own, as before NCCL 2.19

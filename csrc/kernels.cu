@@ -21,8 +21,10 @@ cudaError_t LaunchTables(const std::vector<Device::Piece>& pieces, DType from, D
     using To = decltype(target);
     ForEachTable<kCapacity>(pieces, scale, not_finite, [&](const auto& table, unsigned tiles) {
       if (outcome != cudaSuccess) return;
-      MoveKernel<From, To, kCapacity><<<tiles, kTileThreads, 0, stream>>>(table);
-      outcome = cudaGetLastError();
+      // Its own code, and not that of whatever failed on this thread before, which cudaGetLastError has.
+      const void* arguments[] = {&table};
+      outcome = cudaLaunchKernel(MoveKernel<From, To, kCapacity>, dim3(tiles), dim3(kTileThreads),
+                                 const_cast<void**>(arguments), 0, stream);
     });
   });
   return outcome;
@@ -30,10 +32,20 @@ cudaError_t LaunchTables(const std::vector<Device::Piece>& pieces, DType from, D
 
 }  // namespace
 
+cudaError_t FindKernels() {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, MoveKernel<float, float, kFewPieces>);
+}
+
 cudaError_t LaunchMove(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
                        unsigned* not_finite, cudaStream_t stream) {
 #if CUDART_VERSION >= 12010
-  if (pieces.size() > kFewPieces)
+  // A driver of an earlier 12 runs this as well, but takes shorter tables alone.
+  static const bool takes_many = [] {
+    int driver = 0;
+    return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12010;
+  }();
+  if (takes_many && pieces.size() > kFewPieces)
     return LaunchTables<kManyPieces>(pieces, from, to, scale, not_finite, stream);
 #endif
   return LaunchTables<kFewPieces>(pieces, from, to, scale, not_finite, stream);

@@ -49,9 +49,10 @@ void Find(void* library, const std::string& path, const char* name, Function& fu
 
 }  // namespace
 
-// RTLD_LOCAL: TensorFlow's GPU wheel exports functions of the same names.
+// RTLD_LOCAL: TensorFlow's GPU wheel exports functions of the same names. RTLD_DEEPBIND: NCCL calls some of
+// its own by name, and is to find its own.
 NcclLibrary::NcclLibrary(const std::string& path) : path_(path) {
-  void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND);
   if (library == nullptr) {
     const char* const why = dlerror();
     throw Error(std::string("NCCL should load. ") + kHow + ". Received: " + (why != nullptr ? why : path),
@@ -63,7 +64,7 @@ NcclLibrary::NcclLibrary(const std::string& path) : path_(path) {
   Check(GetVersion(&version_), "ncclGetVersion");
   // Before 2.9 a version was written 2804 for 2.8.4.
   if (version_ < nccl::kOldest || version_ / 10000 != nccl::kMajor) {
-    throw Error("NCCL should be version 2.18 or a later 2. " + std::string(kHow) + ". Received: " + path +
+    throw Error("NCCL should be version 2.19 or a later 2. " + std::string(kHow) + ". Received: " + path +
                     " of version " + (version_ < 10000 ? "code " + std::to_string(version_) : VersionText()),
                 ErrorKind::kUsage);
   }
@@ -101,8 +102,13 @@ void NcclLibrary::Check(int code, const char* call, nccl::Communicator communica
 NcclCommunicator::NcclCommunicator(const NcclLibrary& library, int rank, int size, const nccl::UniqueId& id)
     : library_(library), rank_(rank), size_(size) {
   nccl::Config config;
-  library_.Check(library_.CommInitRankConfig(&communicator_, size, id, rank, &config),
-                 "ncclCommInitRankConfig");
+  try {
+    library_.Check(library_.CommInitRankConfig(&communicator_, size, id, rank, &config),
+                   "ncclCommInitRankConfig");
+  } catch (const Error&) {
+    Abort();  // it may be there all the same, and no destructor will run
+    throw;
+  }
 }
 
 NcclCommunicator::~NcclCommunicator() { Abort(); }
@@ -203,8 +209,23 @@ void NcclCommunicator::Grouped(const std::function<void()>& calls) {
   library_.Check(library_.GroupEnd(), "ncclGroupEnd", communicator_);
 }
 
-void NcclCommunicator::Abort() {
-  if (nccl::Communicator ended = std::exchange(communicator_, nullptr)) (void)library_.CommAbort(ended);
+void NcclCommunicator::Abort() noexcept {
+  const nccl::Communicator ended = std::exchange(communicator_, nullptr);
+  if (ended == nullptr) return;
+  try {
+    std::promise<void> over;
+    aborted_ = over.get_future();
+    std::thread([abort = library_.CommAbort, ended, over = std::move(over)]() mutable {
+      (void)abort(ended);
+      over.set_value();
+    }).detach();
+  } catch (const std::exception&) {  // no thread to be had: it ends with the process
+  }
+}
+
+bool NcclCommunicator::Aborted(double patience_s) const {
+  return !aborted_.valid() ||
+         aborted_.wait_for(std::chrono::duration<double>(patience_s)) == std::future_status::ready;
 }
 
 void NcclCommunicator::Close(double timeout_s) {

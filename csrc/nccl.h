@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <functional>
+#include <future>
 #include <string>
 
 #include "bucket.h"
@@ -19,7 +20,7 @@ constexpr int kInProgress = 7;
 constexpr int kSum = 0;
 constexpr int kInt8 = 0;
 constexpr int kMajor = 2;
-constexpr int kOldest = 21800;  // 2.18: ncclCommFinalize and non-blocking groups are settled
+constexpr int kOldest = 21900;  // 2.19: an abort ends where several threads use NCCL, before it may not
 
 struct UniqueId {
   char internal[128];
@@ -103,7 +104,7 @@ class NcclLibrary {
 class NcclCommunicator {
  public:
   NcclCommunicator(const NcclLibrary& library, int rank, int size, const nccl::UniqueId& id);
-  // Aborts, unless it was closed.
+  // Aborts, unless it was closed; does not wait for that.
   ~NcclCommunicator();
   NcclCommunicator(const NcclCommunicator&) = delete;
   NcclCommunicator& operator=(const NcclCommunicator&) = delete;
@@ -130,8 +131,11 @@ class NcclCommunicator {
   // What `calls` enqueues starts as one launch, and sends and receives inside cannot wait for each other.
   void Grouped(const std::function<void()>& calls);
 
-  // Ends what is under way, on the device as well; nothing can be called after. Idempotent.
-  void Abort();
+  // Ends what is under way, on the device as well; nothing can be called after. Idempotent. NCCL does that on
+  // a thread of its own, since it may wait there for the other ranks of this host to abort as well.
+  void Abort() noexcept;
+  // Whether NCCL is done with an abort, if there was one, within `patience_s`.
+  bool Aborted(double patience_s) const;
   // Leaves in an orderly way, where nothing is under way; waits for NCCL at most `timeout_s`. Aborts where it
   // throws.
   void Close(double timeout_s);
@@ -143,6 +147,7 @@ class NcclCommunicator {
   const NcclLibrary& library_;
   const int rank_, size_;
   nccl::Communicator communicator_ = nullptr;
+  std::future<void> aborted_;
 };
 
 }  // namespace hvpipe

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <sstream>
+#include <utility>
 
 namespace hvpipe {
 namespace {
@@ -125,7 +126,7 @@ void Progress::Run(const std::shared_ptr<Operation>& operation, const std::funct
     double next_interrupt_s = Now() + kInterruptCheckS;
     while (!outcome->ended && !interrupted) {
       const PassResult result = Pass();
-      if (!finished_.empty()) {
+      if (!finished_.empty() || failing_) {
         drive.unlock();
         RunFinished();
         drive.lock();
@@ -371,18 +372,21 @@ void Progress::FailAll(const Error& error) {
     failed_.push_back(std::move(operation));
   }
   active_.clear();
-  options_.failed();
+  failing_ = true;
 }
 
 void Progress::RunFinished() {
   std::vector<Finished> ended;
+  bool failing = false;
   {
     const std::lock_guard<std::mutex> drive(drive_mutex_);
     ended.swap(finished_);
+    failing = std::exchange(failing_, false);
   }
   for (Finished& one : ended) {
     if (one.operation->finished) one.operation->finished(one.error ? &*one.error : nullptr);
   }
+  if (failing) options_.failed();  // by now everybody has been told
 }
 
 }  // namespace hvpipe

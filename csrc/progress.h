@@ -66,7 +66,8 @@ class Progress {
     std::function<double(int)> nap_s = [](int) { return 50e-6; };
     bool crowded = false;  // more ranks on this host than cores
     std::function<void(double now_s)> begin_pass = [](double) {};
-    std::function<void()> failed = [] {};  // called with every error that ends all
+    // Called with every error that ends all, without any lock held, behind `finished` of what it ended.
+    std::function<void()> failed = [] {};
   };
 
   Progress(Options options, Counters& counters, EventLog& log);
@@ -133,6 +134,7 @@ class Progress {
   std::vector<std::shared_ptr<Operation>> active_;  // by priority, then by sequence
   std::vector<std::shared_ptr<Operation>> failed_;  // kept: requests in flight still name their buffers
   std::vector<Finished> finished_;
+  bool failing_ = false;  // options_.failed is to be called
   double next_deadline_check_s_ = 0;
   int idle_passes_ = 0;
   double moved_s_ = 0;

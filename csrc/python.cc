@@ -307,11 +307,27 @@ void BroadcastDevice(Engine& engine, Address data, std::size_t bytes, int root, 
 }
 
 // Address, bytes, code and bits of the type (as DLPack has them) and shape of a C-contiguous array on a
-// device.
+// device. Of any memory and any order, so that what is refused can be said.
 std::tuple<Address, std::size_t, int, int, std::vector<std::size_t>> DeviceMemory(
-    const nb::ndarray<nb::c_contig, nb::device::cuda>& array) {
+    const nb::ndarray<>& array) {
+  if (array.device_type() != nb::device::cuda::value &&
+      array.device_type() != nb::device::cuda_managed::value) {
+    throw Error("An array in a GPU's memory is wanted. Received: one of DLPack's device type " +
+                    std::to_string(array.device_type()),
+                ErrorKind::kUsage);
+  }
   std::vector<std::size_t> shape;
   for (std::size_t i = 0; i < array.ndim(); ++i) shape.push_back(array.shape(i));
+  std::int64_t wanted = 1;
+  for (std::size_t i = array.ndim(); i-- > 0;) {
+    if (array.size() > 0 && shape[i] > 1 && array.stride(i) != wanted) {
+      throw Error("A C-contiguous device array is wanted. Received: a stride of " +
+                      std::to_string(array.stride(i)) + " elements where " + std::to_string(wanted) +
+                      " would be contiguous",
+                  ErrorKind::kUsage);
+    }
+    wanted *= static_cast<std::int64_t>(shape[i]);
+  }
   return {reinterpret_cast<Address>(array.data()), array.nbytes(), array.dtype().code, array.dtype().bits,
           shape};
 }
@@ -391,6 +407,7 @@ NB_MODULE(_engine, m) {
       .def_prop_ro("hosts", &Engine::hosts)
       .def("add_plan", &AddPlan, nb::arg("name"), nb::arg("signature"), nb::arg("buckets"),
            nb::arg("on_device") = false)
+      .def("remove_plan", &Engine::RemovePlan, nb::arg("plan"), nb::call_guard<nb::gil_scoped_release>())
       .def("begin_step", &BeginStep, nb::arg("plan"), nb::arg("step"), nb::arg("samples"), nb::arg("reduces"))
       .def("submit", &Submit, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"), nb::arg("scale"))
       .def("collect", &Collect, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"))

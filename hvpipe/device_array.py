@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ class DeviceArray:
     shape: tuple[int, ...]
     dtype: str
     stream: int
+    read_only: bool = False
 
     @property
     def span(self) -> tuple[int, int]:
@@ -35,7 +37,7 @@ class DeviceArray:
 
 def is_device_array(array: Any) -> bool:
     """Whether it lies in a GPU's memory (CuPy, PyTorch, Numba, JAX, ...)."""
-    if hasattr(array, "__cuda_array_interface__"):
+    if _interface(array) is not None:
         return True
     if not hasattr(array, "__dlpack_device__"):
         return False
@@ -45,11 +47,18 @@ def is_device_array(array: Any) -> bool:
 def device_array(array: Any, native: Any) -> DeviceArray:
     """Look into an array by `__cuda_array_interface__` or DLPack; HvpipeError where it cannot be reduced.
 
-    The stream is the one that the array names, else the default stream.
+    The stream is the one that the array names, for PyTorch's tensors, which name none, PyTorch's current one,
+    else the default stream.
     """
-    interface = getattr(array, "__cuda_array_interface__", None)
+    interface = _interface(array)
     if interface is None:
-        address, nbytes, code, bits, shape = native.device_memory(array)
+        try:
+            address, nbytes, code, bits, shape = native.device_memory(array)
+        except TypeError as error:
+            raise HvpipeError(
+                "A device array that shows its memory by DLPack is wanted. "
+                f"Received: {type(array).__name__}, which does not"
+            ) from error
         return DeviceArray(
             address, nbytes, tuple(shape), _dtype(_BY_CODE.get((code, bits)), f"{code}/{bits}"), 0
         )
@@ -62,7 +71,19 @@ def device_array(array: Any, native: Any) -> DeviceArray:
             f"A C-contiguous device array is wanted. Received: shape={shape}, strides={tuple(strides)}"
         )
     address = int(interface["data"][0])
-    return DeviceArray(address, math.prod(shape) * itemsize, shape, dtype, int(interface.get("stream") or 0))
+    stream = int(interface.get("stream") or 0) if "stream" in interface else _stream_of_torch(array)
+    read_only = bool(interface["data"][1])
+    return DeviceArray(address, math.prod(shape) * itemsize, shape, dtype, stream, read_only)
+
+
+def check_writable(array: DeviceArray) -> DeviceArray:
+    """The array, if it may be written; HvpipeError else."""
+    if array.read_only:
+        raise HvpipeError(
+            "A device array that can be written is wanted. "
+            f"Received: a read-only {array.dtype}{list(array.shape)}"
+        )
+    return array
 
 
 def common_stream(arrays: Sequence[DeviceArray]) -> int:
@@ -104,6 +125,28 @@ def find_nccl(named: str) -> str:
         if library.exists():
             return str(library)
     return "libnccl.so.2"
+
+
+def _interface(array: Any) -> Any:
+    """Its `__cuda_array_interface__`, or None."""
+    try:
+        return getattr(array, "__cuda_array_interface__", None)
+    except RuntimeError as error:  # PyTorch's, for a tensor that it differentiates by
+        raise HvpipeError(
+            "A device array that shows its memory is wanted; for a tensor of PyTorch that requires grad, its "
+            f"detach(). Received: {error}"
+        ) from error
+
+
+def _stream_of_torch(array: Any) -> int:
+    """The stream that PyTorch enqueues on now, and so made a tensor on; 0 for what is not PyTorch's.
+
+    Its own streams do not wait for the default one: what was enqueued there would read a tensor too early.
+    """
+    torch = sys.modules.get("torch")  # imported, if the array is its
+    if torch is None or not isinstance(array, torch.Tensor):
+        return 0
+    return int(torch.cuda.current_stream(array.device).cuda_stream)
 
 
 def _dtype(name: str | None, received: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hvpipe import launch, placement
+from hvpipe.device_array import find_nccl
 from hvpipe.engine import REBUILD, mpi_fits, tensorflow_fits
 from hvpipe.errors import LaunchError
 from hvpipe.nvml import Nvml, NvmlMissing
@@ -53,6 +55,7 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
     build = read_build()
     tensorflow = _tensorflow_version()
     library, library_error = _mpi_library()
+    gpus = _gpus()
     return [
         *_built(build),
         Finding("Python", "ok", f"{platform.python_version()} ({sys.executable})"),
@@ -63,7 +66,7 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
         _library(build, library, library_error),
         _mpirun(environ, library),
         _optional("psutil", "psutil", "pip install psutil, for CPU utilization"),
-        _gpus(),
+        *_gpu_findings(gpus, build, environ),
         Finding("cores", "ok", str(placement.usable_cores())),
         _shared_memory(),
     ]
@@ -212,6 +215,31 @@ def _gpus() -> Finding:
     except NvmlMissing as missing:
         return Finding("GPU", "absent", f"none seen: {missing}")
     return Finding("GPU", "ok", ", ".join(names)) if names else Finding("GPU", "absent", "none")
+
+
+def _gpu_findings(gpus: Finding, build: Build | None, environ: Mapping[str, str]) -> list[Finding]:
+    """The GPUs, and where there are some, whether hvpipe can use them and NCCL between them."""
+    if gpus.state != "ok":
+        return [gpus]
+    if build is None or build.cuda is None:
+        missing = "hvpipe was built without nvcc: gradients go through host memory, which is slow"
+        how = f"put CUDA's compiler on PATH (nvcc --version; module load cuda), then {REBUILD}"
+        return [gpus, Finding("GPU library", "problem", missing, how)]
+    return [gpus, _nccl(find_nccl(environ.get("HVPIPE_NCCL_LIBRARY", "")))]
+
+
+def _nccl(path: str) -> Finding:
+    """The NCCL that would be loaded; without one data goes through the host."""
+    if not path:
+        return Finding("NCCL", "absent", "HVPIPE_NCCL_LIBRARY=none: data goes through the host")
+    code = ctypes.c_int()
+    try:
+        ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code))
+    except (OSError, AttributeError) as error:
+        advice = "pip install nvidia-nccl-cu12 (-cu13 for CUDA 13); without NCCL data goes through the host"
+        return Finding("NCCL", "absent", f"not loaded: {error}", advice)
+    version = f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
+    return Finding("NCCL", "ok", f"{version} ({path})")
 
 
 def _shared_memory() -> Finding:

@@ -16,6 +16,7 @@ from hvpipe.comm.discover import Settings
 from hvpipe.device_array import (
     DeviceArray,
     assign_gpu,
+    check_writable,
     common_stream,
     device_array,
     find_nccl,
@@ -56,6 +57,7 @@ class Engine:
         self._recorded_s = dict.fromkeys(_RECORDED, 0.0)
         self._settings = settings
         self._device_way: str | None = None
+        self._said_how_to_build = False
         if world.fortran_handle is None:
             return
         native = import_native()
@@ -76,11 +78,13 @@ class Engine:
     ) -> Array:
         """Sum or average of `array` over the ranks, in `out` or a new array of the same shape and dtype.
 
-        The dtype is float32, float64, float16 or bfloat16; halves are added in float32. The result has the
-        same bits on every rank. `compression` casts float32 to a half type on its way.
+        The dtype is float32, float64, float16 or bfloat16; halves are added in float32, but by NCCL, for
+        arrays in device memory, in their own type. The result has the same bits on every rank. `compression`
+        casts float32 to a half type on its way.
 
         An array in device memory is reduced into `out`, which may be the array itself; all ranks then give
-        device arrays. What is enqueued goes to the stream that the array names, else to the default stream.
+        device arrays. What is enqueued goes to the stream that the array names, to PyTorch's current one for
+        its tensors, else to the default stream.
         """
         if type(array) is not np.ndarray and is_device_array(array):
             return self._allreduce_on_device(array, op, compression, out)  # type: ignore[no-any-return]
@@ -113,7 +117,7 @@ class Engine:
                 "A device array wants out=, itself or another device array, and no compression. "
                 f"Received: out={type(out).__name__}, compression={compression!r}"
             )
-        source, target = self._on_device(array), self._on_device(out)
+        source, target = self._on_device(array), check_writable(self._on_device(out))
         if (source.shape, source.dtype) != (target.shape, target.dtype):
             raise HvpipeError(
                 f"out should be a {source.dtype}{list(source.shape)}. "
@@ -131,19 +135,21 @@ class Engine:
         self._messenger("A device array")
         return device_array(array, import_native())
 
-    def use_device(self) -> str:
+    def use_device(self, ordinal: int | None = None) -> str:
         """Open this rank's GPU and, between several ranks, NCCL; all ranks together, once. How data will go.
 
-        The GPU is the local rank's among those that CUDA_VISIBLE_DEVICES leaves. Without NCCL data goes
-        through pinned host memory to MPI, which the result says, with the reason. Where HVPIPE_NCCL_SPAN is
-        "host", NCCL joins the ranks of each host, and MPI carries the sums of buckets between hosts.
+        The GPU is `ordinal`, or the local rank's, of those that CUDA_VISIBLE_DEVICES leaves. Without NCCL
+        data goes through pinned host memory to MPI, which the result says, with the reason. Where
+        HVPIPE_NCCL_SPAN is "host", NCCL joins the ranks of each host, and MPI carries the sums of buckets
+        between hosts.
         """
         core = self._messenger("A GPU")
         if self._device_way is None:
             settings = self._settings
-            library = settings.device_library or str(native_directory() / "libhvpipe_cuda.so")
-            visible = import_native().count_devices(library)
-            ordinal = assign_gpu(core.local_rank, core.local_size, visible)
+            library = settings.device_library or str(_cuda_library())
+            if ordinal is None:
+                visible = import_native().count_devices(library)
+                ordinal = assign_gpu(core.local_rank, core.local_size, visible)
             required = settings.nccl_library not in ("", "none")
             nccl = find_nccl(settings.nccl_library)
             self._device_way = str(
@@ -154,6 +160,24 @@ class Engine:
             logger.info("hvpipe: data on GPUs goes %s", self._device_way)
         return self._device_way
 
+    def use_device_if_built(self, ordinal: int) -> bool:
+        """As `use_device`, where hvpipe was built with its GPU library; False, and a line in the log, if not.
+
+        Nothing can reduce a GPU's memory then: whoever has gradients there gives them in host memory.
+        """
+        core = self._messenger("A GPU")
+        if self._settings.device_library or _cuda_library().exists():
+            self.use_device(ordinal)
+            return True
+        if core.local_rank == 0 and not self._said_how_to_build:
+            logging.getLogger(__name__).warning(
+                "hvpipe was built without its GPU library: gradients go from the GPU through ordinary host "
+                "memory to MPI, which is slow. For NCCL, rebuild where CUDA's compiler is (nvcc on PATH), %s",
+                REBUILD,
+            )
+        self._said_how_to_build = True
+        return False
+
     def submit_on_device(self, plan: int, bucket: int, tensors: Sequence[Any], scale: float) -> None:
         """Pack a bucket's device arrays, times `scale`, and let its all-reduce start; waits for nothing."""
         found = [self._on_device(tensor) for tensor in tensors]
@@ -161,7 +185,7 @@ class Engine:
 
     def collect_on_device(self, plan: int, bucket: int, tensors: Sequence[Any]) -> None:
         """Wait for a bucket's sum and enqueue its copy into these device arrays."""
-        found = [self._on_device(tensor) for tensor in tensors]
+        found = [check_writable(self._on_device(tensor)) for tensor in tensors]
         self.core.collect_device(plan, bucket, [f.span for f in found], common_stream(found))
 
     def allgather(self, array: Any) -> Array:
@@ -194,7 +218,7 @@ class Engine:
         if not 0 <= root < self.world.size:
             raise HvpipeError(f"root should be a rank, 0 to {self.world.size - 1}. Received: root={root}")
         if is_device_array(array):
-            filled = self._on_device(array)
+            filled = check_writable(self._on_device(array))
             self.use_device()
             what = f"broadcast of {filled.dtype}{list(filled.shape)} from rank {root}"
             self.core.broadcast_device(*filled.span, root, what, filled.stream)
@@ -255,6 +279,11 @@ class Engine:
             raise HvpipeError("A plan needs several ranks or MPI. Received: one rank without MPI")
         rows = [(b.name, b.dtype, b.wire_dtype, list(b.counts), b.priority) for b in plan.buckets]
         return int(self.core.add_plan(name, plan.signature, rows, on_device))
+
+    def remove_plan(self, plan: int) -> None:
+        """Give a plan's buffers back, unless one of its steps is under way; not collective."""
+        if self.core is not None:
+            self.core.remove_plan(plan)
 
     def counters(self) -> dict[str, float]:
         """Since the start: bytes, messages, operations, seconds of exposed waiting and of `recorded`."""
@@ -332,6 +361,11 @@ def tensorflow_fits(built: str, running: str) -> bool:
 def native_directory() -> Path:
     """Where the compiled libraries lie."""
     return Path(import_native().__file__).parent
+
+
+def _cuda_library() -> Path:
+    """What serves GPUs, where hvpipe was built with nvcc."""
+    return native_directory() / "libhvpipe_cuda.so"
 
 
 def _line(version: str) -> str:

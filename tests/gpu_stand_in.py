@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
@@ -57,6 +58,9 @@ class StandIn:
         self._matrix @ self._matrix
 
     def hold(self) -> None: ...
+
+    def side_stream(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
     def synchronize(self) -> None: ...
 

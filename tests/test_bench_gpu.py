@@ -67,6 +67,7 @@ def test_a_dry_run_verifies_and_measures_everything(
         for compression in ("None", "bf16", "fp16"):
             assert f"{ranks}: steps, compression {compression}" in verified
         assert f"{ranks}: broadcast" in verified
+        assert f"{ranks}: all-reduce on a stream of its own" in verified
         assert rows[f"{ranks}: all-reduce 1 MB"]["figures"]["taken_s"] > 0
     assert "1 rank: all-reduce of a view" in verified
     assert rows["2 ranks, NCCL: data goes"]["result"] == "by NCCL 2.30.5"
@@ -87,6 +88,7 @@ def test_a_wrong_result_on_any_rank_and_a_part_that_fails_are_failures(
     assert wrong.pop("1 rank: verify faces") == "FAILED: RuntimeError: broken for a test"
     assert wrong.pop("1 rank(s) {}") == "FAILED: exit code 1"
     sums = [f"all-reduce {dtype}" for dtype in ("float32", "float64", "float16", "bfloat16")]
+    sums.append("all-reduce on a stream of its own")
     assert set(wrong) == {f"{way}: {one}" for way in ("2 ranks, host", "2 ranks, NCCL") for one in sums}
     assert "!! 2 ranks, NCCL: all-reduce float32 " in capsys.readouterr().out
 
@@ -178,7 +180,7 @@ def test_the_figures_are_worked_out_from_the_clock(
     world = {"size": lambda: ranks, "rank": lambda: 0, "barrier": lambda: None}
     told = {"broadcast_object": lambda one: one, "allgather_object": lambda one: [one] * ranks}
     monkeypatch.setattr(check_worker, "hvpipe", SimpleNamespace(**world, **told))
-    settings = SimpleNamespace(settings=SimpleNamespace(visible_gpus=""))
+    settings = SimpleNamespace(settings=SimpleNamespace(visible_gpus="", gpus_may_be_shared=False))
     monkeypatch.setattr(check_worker, "current", lambda: settings)
     gpu: Any = Timed()
     sizes = check_worker.Sizes((5,), 10, (2,), 1, 4, 0.05)
@@ -189,6 +191,11 @@ def test_the_figures_are_worked_out_from_the_clock(
         assert rows["1 rank: pack 2 MB"]["figures"] == pytest.approx({"gb_per_s": 2.0, "share": 0.5})
         assert rows["1 rank: unpack 2 MB"]["figures"] == pytest.approx({"gb_per_s": 0.8, "share": 0.2})
         assert rows["1 rank: all-reduce 2 MB"]["result"] == "8.00 ms"
+        # Less than what is wanted is a failure.
+        assert rows["1 rank: pack 2 MB"]["ok"] is rows["1 rank: unpack 2 MB"]["ok"] is False
+        assert rows["1 rank: sampler (NVML)"]["ok"] is (
+            rows["1 rank: sampler (NVML)"]["figures"]["cores"] <= 0.01
+        )
     else:
         # Of two ranks each sends as many bytes as there are: 2 MB in 8 ms.
         expected = {"taken_s": 0.008, "bus_gb_per_s": 0.25}
@@ -198,6 +205,7 @@ def test_the_figures_are_worked_out_from_the_clock(
         assert found["products_s"] == pytest.approx(0.014, abs=2e-4)
         assert (found["reduce_s"], found["both_s"]) == pytest.approx((0.007, 0.017), abs=2e-4)
         assert (found["hidden"], found["slowed"]) == pytest.approx((4 / 7, 3 / 14), abs=1e-3)
+        assert rows["2 ranks, NCCL: overlap, 1 MB"]["ok"] is False
     assert (
         rows[f"{'1 rank' if ranks == 1 else '2 ranks, NCCL'}: all-reduce float32"]["ok"] is False
     )  # unwritten

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hvpipe.device_array import assign_gpu, common_stream, device_array, find_nccl, is_device_array
+from hvpipe.device_array import (
+    assign_gpu,
+    check_writable,
+    common_stream,
+    device_array,
+    find_nccl,
+    is_device_array,
+)
 from hvpipe.errors import HvpipeError
 
 
@@ -64,13 +73,61 @@ def test_other_strides_and_types_are_refused() -> None:
         device_array(Described(typestr="<i4"), None)
 
 
+class Differentiated:
+    """PyTorch's tensor that requires grad."""
+
+    @property
+    def __cuda_array_interface__(self) -> None:
+        raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad.")
+
+
+def test_a_tensor_that_requires_grad_is_refused_with_what_to_do() -> None:
+    with pytest.raises(HvpipeError, match=r"detach\(\).*Received: Can't get"):
+        is_device_array(Differentiated())
+
+
+def test_what_dlpack_does_not_show_is_refused_by_name() -> None:
+    class Refuses:
+        def device_memory(self, array: Any) -> None:
+            raise TypeError("device_memory(): incompatible function arguments")
+
+    with pytest.raises(HvpipeError, match=r"by DLPack is wanted. Received: OnDlpackDevice"):
+        device_array(OnDlpackDevice(2), Refuses())
+
+
+def test_what_is_read_only_is_not_written() -> None:
+    found = device_array(Described(data=(4096, True)), None)
+    with pytest.raises(HvpipeError, match=r"can be written.*Received: a read-only float32\[2, 3\]"):
+        check_writable(found)
+    plain = device_array(Described(), None)
+    assert check_writable(plain) is plain
+
+
+class Tensor(Described):
+    """PyTorch's: version 2 of the interface, which has no stream."""
+
+    device = "cuda:1"
+
+    def __init__(self) -> None:
+        super().__init__(version=2)
+
+
+def test_a_tensor_of_pytorch_is_on_pytorchs_current_stream(monkeypatch: Any) -> None:
+    streams = {"cuda:0": 5, "cuda:1": 9}
+    cuda = SimpleNamespace(current_stream=lambda device: SimpleNamespace(cuda_stream=streams[device]))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor, cuda=cuda))
+    assert device_array(Tensor(), None).stream == 9
+    assert device_array(Described(version=2), None).stream == 0
+    assert common_stream([device_array(Described(stream=9), None), device_array(Tensor(), None)]) == 9
+
+
 def on_stream(stream: int) -> Any:
     return device_array(Described(stream=stream), None)
 
 
 def test_arrays_of_one_stream_are_taken() -> None:
     assert common_stream([on_stream(7), on_stream(7)]) == 7
-    # PyTorch names none, CuPy 1: both mean the default stream.
+    # Numba may name none, CuPy 1: both mean the default stream.
     assert common_stream([on_stream(0), on_stream(1)]) == 1
 
 

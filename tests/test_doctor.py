@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -132,3 +133,28 @@ def test_this_machine() -> None:
     """Whatever is installed here, it is found without an exception."""
     names = [finding.name for finding in doctor.examine({"PATH": "/usr/bin"})]
     assert {"Python", "TensorFlow", "MPI library", "mpirun", "cores", "shared memory"} <= set(names)
+
+
+def test_a_gpu_that_hvpipe_was_not_built_for_is_a_problem(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_gpus", lambda: Finding("GPU", "ok", "NVIDIA T4"))
+    finding = problems()["GPU library"]
+    assert "gradients go through host memory" in finding.found
+    assert "nvcc" in finding.advice
+    assert "--force-reinstall" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("library", "state", "found"),
+    [("none", "absent", "=none"), ("/nowhere/libnccl.so.2", "absent", "not loaded: /nowhere/libnccl.so.2")],
+)
+def test_with_a_gpu_the_nccl_that_would_be_used_is_named(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch, library: str, state: str, found: str
+) -> None:
+    monkeypatch.setattr(doctor, "_gpus", lambda: Finding("GPU", "ok", "NVIDIA T4"))
+    monkeypatch.setattr(doctor, "read_build", lambda: replace(BUILD, cuda="13.0.88"))
+    findings = {f.name: f for f in doctor.examine({"HVPIPE_NCCL_LIBRARY": library})}
+    assert "GPU library" not in findings
+    assert findings["NCCL"].state == state
+    assert found in findings["NCCL"].found

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 from types import SimpleNamespace
 from typing import Any
 
+import keras
 import pytest
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.gpu import claim_gpu
+from hvpipe.keras.data import SampleCounter
+from hvpipe.keras.gpu import claim_gpu, reduces_on_gpu
+from hvpipe.keras.overlap import OverlappedOptimizer
+from hvpipe.keras.reducer import Reducer
 
 
 class Gpus:
@@ -56,6 +62,17 @@ def test_a_rank_is_left_with_its_own_gpu_whose_memory_grows(machine: Any) -> Non
     assert gpus.growing == ["GPU:2"]
 
 
+def test_a_limit_of_memory_that_the_user_has_set_stays(machine: Any, monkeypatch: Any) -> None:
+    gpus = machine(Gpus(4))
+
+    def refuse(device: str, enable: bool) -> None:
+        raise ValueError("Cannot set memory growth on device when virtual devices configured")
+
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", refuse)
+    claim_gpu(session(2, 4))
+    assert gpus.visible == ["GPU:2"]
+
+
 def test_without_a_gpu_nothing_is_set(machine: Any) -> None:
     gpus = machine(Gpus(0))
     claim_gpu(session(1, 2))
@@ -73,3 +90,123 @@ def test_gpus_that_are_in_use_already_are_an_error_among_several_ranks(machine: 
     claim_gpu(session(0, 1))
     with pytest.raises(HvpipeError, match=r"hvpipe.init\(\) should come before"):
         claim_gpu(session(0, 2))
+
+
+class Engine:
+    """An engine built with or without the GPU library; it counts how often the GPU is opened."""
+
+    def __init__(self, built: bool) -> None:
+        self.core = object()
+        self.built, self.opened = built, 0
+        self.on_device: bool | None = None
+
+    def use_device_if_built(self, ordinal: int) -> bool:
+        self.ordinal = ordinal
+        self.opened += self.built
+        return self.built
+
+    def add_plan(self, name: str, plan: Any, on_device: bool) -> int:
+        self.on_device = on_device
+        self.removed: list[int] = []
+        return 7
+
+    def remove_plan(self, plan: int) -> None:
+        self.removed.append(plan)
+
+
+def sees(monkeypatch: Any, gpus: list[str]) -> None:
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus if kind == "GPU" else ["CPU:0"])
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda _: [f"GPU:{i}" for i in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "built", "on_gpu"), [([], True, False), (["GPU:0"], True, True), (["GPU:0"], False, False)]
+)
+def test_gradients_are_reduced_where_they_can_be(
+    monkeypatch: Any, gpus: list[str], built: bool, on_gpu: bool
+) -> None:
+    sees(monkeypatch, gpus)
+    engine = Engine(built)
+    assert reduces_on_gpu(SimpleNamespace(engine=engine)) is on_gpu
+    assert engine.opened == on_gpu
+
+
+def test_the_gpu_is_the_one_that_tensorflow_uses(monkeypatch: Any) -> None:
+    """Also where the user chose it before hvpipe.init()."""
+    sees(monkeypatch, ["GPU:2"])
+    engine = Engine(built=True)
+    reduces_on_gpu(SimpleNamespace(engine=engine))
+    assert engine.ordinal == 2
+
+
+@pytest.mark.parametrize(("built", "place"), [(True, "GPU"), (False, "CPU")])
+def test_the_ops_of_a_plan_are_asked_for_where_its_memory_is(
+    monkeypatch: Any, built: bool, place: str
+) -> None:
+    """On a machine with a GPU, whatever hvpipe was built with; nothing of this graph is run."""
+    sees(monkeypatch, ["GPU:0"])
+    engine = Engine(built)
+    session = SimpleNamespace(engine=engine, settings=SimpleNamespace(bucket_bytes=1000), announcements=0)
+    reducer = Reducer(session, "gradients", [tf.Variable([1.0, 2.0], name="weight")], None, None)
+
+    def step() -> Any:
+        gradients = [tf.constant([3.0, 4.0])]
+        return reducer.collect_all(reducer.submit(reducer.announce(tf.constant(1.0)), gradients))
+
+    graph = tf.function(step).get_concrete_function().graph
+    placed = {op.type: op.device for op in graph.get_operations() if op.type.startswith("Hvpipe")}
+    assert engine.on_device is built
+    assert placed["HvpipeSubmit"].endswith(f"{place}:0")
+    assert placed["HvpipeCollect"].endswith(f"{place}:0")
+
+
+@pytest.mark.parametrize("overlap", ["backward", "step", "stale"])
+def test_numbers_of_hvpipes_own_stay_on_the_host(monkeypatch: Any, overlap: str) -> None:
+    """A look at one on a GPU waits for all that was enqueued there. Nothing of this graph is run."""
+    sees(monkeypatch, ["GPU:0"])
+    made: dict[str, str] = {}
+    make = tf.Variable
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        made[kwargs["name"]] = context.context().device_name or ""
+        return make(*args, **kwargs)
+
+    weights = [keras.Variable([1.0, 2.0]), keras.Variable([[3.0] * 4] * 4)]
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(weights)
+    settings = SimpleNamespace(bucket_bytes=16, trace_path=None)
+    session = SimpleNamespace(engine=Engine(built=True), settings=settings, announcements=0)
+    monkeypatch.setattr(tf, "Variable", note)
+    overlapped = OverlappedOptimizer(session, optimizer, weights, overlap, None, None)
+    counter = SampleCounter()
+    monkeypatch.setattr(tf, "Variable", make)
+
+    def step() -> None:
+        counter.is_new()
+        overlapped.begin(counter.add(tf.ones([8, 2])))
+        overlapped.apply([tf.ones([2]), tf.ones([4, 4])], weights)
+
+    graph = tf.function(step, autograph=False).get_concrete_function().graph
+    for name in ("hvpipe_step", "hvpipe_token", "hvpipe_samples"):
+        assert made[name].endswith("CPU:0"), name
+    placed = {(op.type, op.device.rpartition("device:")[2]) for op in graph.get_operations()}
+    asked = {"HvpipeBeginStep", "Greater", "Equal", "AddN"}
+    on_host = {kind for kind, device in placed if kind in asked and device == "CPU:0"}
+    assert on_host == asked - ({"AddN"} if overlap == "backward" else set())
+    assert not {kind for kind, device in placed if kind in asked and device != "CPU:0"}
+
+
+def test_a_plan_is_removed_when_it_is_ended_or_forgotten(monkeypatch: Any) -> None:
+    sees(monkeypatch, [])
+    engine = Engine(built=True)
+    session = SimpleNamespace(engine=engine, settings=SimpleNamespace(bucket_bytes=1000), announcements=0)
+    reducer = Reducer(session, "gradients", [tf.Variable([1.0])], None, None)
+    reducer.end()
+    reducer.end()
+    assert engine.removed == [7]
+    del reducer
+    reducer = Reducer(session, "gradients", [tf.Variable([1.0])], None, None)
+    assert engine.removed == []
+    del reducer
+    gc.collect()
+    assert engine.removed == [7]

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from native_build import CSRC, NATIVE, build, compiler
 
+from hvpipe import doctor
+
 PEER, USAGE, DEADLINE = 3, 4, 2  # hvpipe::ErrorKind
 
 
@@ -53,12 +55,12 @@ def test_one_that_is_missing_is_named_with_how_to_get_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "said"), [(2804, "code 2804"), (21706, "2.17.6"), (30000, "3.0.0"), (130000, "13.0.0")]
+    ("version", "said"), [(2804, "code 2804"), (21805, "2.18.5"), (30000, "3.0.0"), (130000, "13.0.0")]
 )
 def test_an_old_or_unknown_version_is_refused(version: int, said: str) -> None:
     library = build("fake_nccl.cc", f"-DVERSION={version}")
     text = refused(library, kind=USAGE)
-    assert "should be version 2.18 or a later 2" in text
+    assert "should be version 2.19 or a later 2" in text
     assert f"Received: {library} of version {said}" in text
 
 
@@ -88,6 +90,14 @@ def test_a_wait_ends_at_its_deadline(fails: str, what: str) -> None:
     text = refused(build("fake_nccl.cc"), "0.5", kind=DEADLINE, fails=fails)
     assert 0.5 <= time.monotonic() - start < 20
     assert f"s for NCCL: {what}, rank 0 of 1" in text
+
+
+def test_an_abort_that_hangs_keeps_nobody_from_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_NCCL_ABORT", "hang")
+    start = time.monotonic()
+    text = refused(build("fake_nccl.cc"), "0.5", kind=DEADLINE, fails="hang")
+    assert time.monotonic() - start < 20  # the abort takes 60
+    assert "an all-reduce" in text
 
 
 def test_an_error_inside_a_group_ends_the_group() -> None:
@@ -120,3 +130,8 @@ def test_what_is_declared_here_is_what_nccls_header_says() -> None:
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_doctor_names_the_one_that_would_be_used() -> None:
+    library = build("fake_nccl.cc", "-DVERSION=22809")
+    assert doctor._nccl(str(library)) == doctor.Finding("NCCL", "ok", f"2.28.9 ({library})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +12,7 @@ Numbers = NDArray[np.float64]
 
 
 class Gpu(Protocol):
-    """Arrays on this rank's device, work for it, and its clock; everything is enqueued on one stream."""
+    """Arrays on this rank's device, work for it, and its clock; all is enqueued on the default stream."""
 
     name: str
 
@@ -31,6 +32,9 @@ class Gpu(Protocol):
 
     def hold(self) -> None:
         """Keep the device waiting while the host enqueues what is measured."""
+
+    def side_stream(self) -> AbstractContextManager[object]:
+        """Another stream inside the block, which does not wait for the default one nor that for it."""
 
     def synchronize(self) -> None: ...
 

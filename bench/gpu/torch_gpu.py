@@ -64,6 +64,9 @@ class TorchGpu:
     def hold(self) -> None:
         torch.cuda._sleep(AHEAD_CYCLES)
 
+    def side_stream(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(torch.cuda.Stream())
+
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.keras.gpu import on_the_host
 from hvpipe.session import Session, current
 
 
@@ -16,18 +17,22 @@ class SampleCounter:
     """Samples of this rank, counted inside the graph and read outside."""
 
     def __init__(self) -> None:
-        self._count = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_samples")
+        with on_the_host():
+            self._count = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_samples")
         self._restarted_at = 0.0
 
     def is_new(self) -> Any:
         """Whether nothing was counted yet (in a graph; bool scalar)."""
-        return tf.equal(self._count, 0.0)
+        with on_the_host():
+            return tf.equal(self._count, 0.0)
 
     def add(self, batch: Any) -> Any:
         """Count a batch (in a graph); its number of samples (float64 scalar)."""
         # A size that is known beforehand must wait for it too.
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            samples = tf.identity(tf.cast(_samples_in(batch), tf.float64))
+            found = _samples_in(batch)  # wherever the batch is: on the host it would have to be copied there
+            with on_the_host():
+                samples = tf.identity(tf.cast(found, tf.float64))
         self._count.assign_add(samples)
         return samples
 

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import tensorflow as tf
 
 from hvpipe.device_array import assign_gpu
 from hvpipe.errors import HvpipeError
 from hvpipe.session import Session
+
+
+def on_the_host() -> Any:
+    """A scope for numbers of hvpipe's own: whether and when something is to be done, not what is trained.
+
+    TensorFlow would keep them on a GPU where there is one, and every look at them would wait for all that the
+    GPU was given before.
+    """
+    return tf.device("CPU:0")
 
 
 def claim_gpu(session: Session) -> None:
@@ -20,7 +32,8 @@ def claim_gpu(session: Session) -> None:
     mine = gpus[assign_gpu(session.world.local_rank, session.world.local_size, len(gpus))]
     try:
         tf.config.set_visible_devices([mine], "GPU")
-        tf.config.experimental.set_memory_growth(mine, True)
+        with contextlib.suppress(ValueError):  # the user has set a limit, which is to stay
+            tf.config.experimental.set_memory_growth(mine, True)
     except RuntimeError as error:
         if session.world.local_size == 1:
             return  # nobody else is there to have room for
@@ -28,3 +41,16 @@ def claim_gpu(session: Session) -> None:
             "hvpipe.init() should come before TensorFlow's first operation on a GPU, so that each rank takes "
             f"its own. Received: {error}"
         ) from error
+
+
+def reduces_on_gpu(session: Session) -> bool:
+    """Whether gradients are to go to the engine in a GPU's memory; all ranks together.
+
+    No where TensorFlow sees no GPU, and where hvpipe was built without its GPU library, which is said once:
+    TensorFlow then copies gradients to the host.
+    """
+    visible = tf.config.get_visible_devices("GPU")
+    if session.engine.core is None or not visible:
+        return False
+    # TensorFlow's first: the only one, unless the user chose before hvpipe could. Both count as CUDA does.
+    return session.engine.use_device_if_built(tf.config.list_physical_devices("GPU").index(visible[0]))

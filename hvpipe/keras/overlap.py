@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import ops
+from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.reducer import Reducer, counted_alike, dense, identity, name_of, native, note_collected
 from hvpipe.keras.update import acts_by_variable, apply_all, apply_some, count_step
 from hvpipe.plan.buckets import Bucket
@@ -80,8 +81,9 @@ class OverlappedOptimizer:
         # Its operations when `apply` was done: what a step in "step" does later is too early.
         self._operations_then: int | None = None
         with tf.init_scope():
-            # Of the last submits, into the next step: 0 where nothing waits to be collected.
-            self._token = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_token")
+            with on_the_host():
+                # Of the last submits, into the next step: 0 where nothing waits to be collected.
+                self._token = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_token")
             self._marks = tf.Variable(0.0, dtype=tf.float32, trainable=False, name="hvpipe_marks")
 
     @property
@@ -102,9 +104,11 @@ class OverlappedOptimizer:
         return loss
 
     def unhook(self) -> None:
-        """Give the optimizer its own methods back."""
+        """Give the optimizer its own methods back, and the buffers; nothing here can be used after."""
         for name in ("apply", "scale_loss"):
             vars(self.optimizer).pop(name, None)
+        for reducer in self._reducers.values():
+            reducer.end()
 
     def begin(self, samples: Any) -> None:
         """Start of a step with a batch of `samples` (scalar tensor) on this rank."""
@@ -119,7 +123,8 @@ class OverlappedOptimizer:
                 token = self._token.read_value()
             self._finished = self._finish(token)
             # Ordered after everything above that reads it, before this step's submits.
-            self._token.assign(tf.zeros_like(token))
+            with on_the_host():
+                self._token.assign(tf.zeros_like(token))
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Stand in for `optimizer.apply`: reduce, and update as the overlap says."""
@@ -206,7 +211,8 @@ class OverlappedOptimizer:
         elif self.overlap == "step":
             # A gradient may be there before its bucket's update is: that of a linear loss needs no weights.
             tokens = self.reducer.submit(scale, gradients, after=lambda bucket: [self._finished[bucket]])
-            self._token.assign(tf.add_n(tokens))
+            with on_the_host():
+                self._token.assign(tf.add_n(tokens))
         else:
             self._update_stale(gradients, scale)
 
@@ -219,11 +225,12 @@ class OverlappedOptimizer:
             before = self._token.read_value()
         finished = self._finish(before)
         tokens = self.reducer.submit(scale, gradients, after=lambda bucket: [finished[bucket]])
-        token = tf.add_n(tokens)
-        exact = self.reducer.step <= self.warmup_steps
+        with on_the_host():
+            token = tf.add_n(tokens)
+            exact = self.reducer.step <= self.warmup_steps
 
         def finish_now() -> Any:
-            with tf.control_dependencies(self._finish(token)):
+            with tf.control_dependencies(self._finish(token)), on_the_host():
                 return tf.zeros_like(token)
 
         self._token.assign(tf.cond(exact, finish_now, lambda: tf.identity(token)))
@@ -287,7 +294,9 @@ class OverlappedOptimizer:
         return done
 
     def _where_submitted(self, token: Any, update: Callable[[], Any]) -> Any:
-        return tf.cond(token > 0, update, lambda: tf.constant(0.0))
+        with on_the_host():
+            submitted = token > 0
+        return tf.cond(submitted, update, lambda: tf.constant(0.0))
 
     def _count_step(self) -> Any:
         count_step(self.optimizer)
@@ -319,4 +328,5 @@ class OverlappedOptimizer:
     def _flush_in_graph(self) -> None:
         token = self._token.read_value()
         self._finish(token)
-        self._token.assign(tf.zeros_like(token))
+        with on_the_host():
+            self._token.assign(tf.zeros_like(token))

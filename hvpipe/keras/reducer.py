@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras import ops
+from hvpipe.keras.gpu import on_the_host, reduces_on_gpu
 from hvpipe.plan.buckets import Bucket, BucketPlan, Gradient, plan_buckets
 from hvpipe.session import Session
 
@@ -89,13 +91,20 @@ class Reducer:
             gradients, bucket_bytes or session.settings.bucket_bytes, compression
         )
         self._gradients = gradients
-        on_device = session.engine.core is not None and bool(tf.config.get_visible_devices("GPU"))
-        if on_device:
-            session.engine.use_device()
+        on_device = reduces_on_gpu(session)
+        # Asked for by name: what TensorFlow would choose depends on where the gradients are.
+        self._place = "GPU:0" if on_device else "CPU:0"
         self._plan_id = session.engine.add_plan(name, self.plan, on_device)
-        with tf.init_scope():
+        # Whoever runs a graph with the plan's ops keeps this alive: they need `step`, a variable.
+        self._remove_plan = weakref.finalize(self, session.engine.remove_plan, self._plan_id)
+        self._remove_plan.atexit = False
+        with tf.init_scope(), on_the_host():
             # An input that changes every step keeps grappler from folding or sharing the announcement.
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_step")
+
+    def end(self) -> None:
+        """Give the plan's buffers back; no graph that was made with it runs any more."""
+        self._remove_plan()
 
     def announce(self, samples: Any, reduces: Any = True) -> Any:
         """Begin a step; the factor of this rank's gradients in the average over all samples (float64).
@@ -109,7 +118,7 @@ class Reducer:
                 "Received: a step that reduces gradients under jit_compile=True"
             )
         self._session.announcements += 1
-        with tf.control_dependencies([*_take_collected(), samples]):
+        with tf.control_dependencies([*_take_collected(), samples]), on_the_host():
             step = tf.convert_to_tensor(self.step.assign_add(1))
             return ops.begin_step(samples, step, tf.convert_to_tensor(reduces), self._plan_id)
 
@@ -124,14 +133,16 @@ class Reducer:
         for number, bucket in enumerate(self.plan.buckets):
             with tf.control_dependencies(after(number) if after else []):
                 tensors = [gradients[place] for place in bucket.members]
-                tokens.append(ops.submit(scale, tensors, self._plan_id, number))
+                with tf.device(self._place):
+                    tokens.append(ops.submit(scale, tensors, self._plan_id, number))
         return tokens
 
     def collect(self, number: int, token: Any) -> list[Any]:
         """The reduced gradients of a bucket, in the order of its members."""
         bucket = self.plan.buckets[number]
         shapes = [self._gradients[place].shape for place in bucket.members]
-        tensors = ops.collect(token, shapes, bucket.dtype, self._plan_id, number)
+        with tf.device(self._place):
+            tensors = ops.collect(token, shapes, bucket.dtype, self._plan_id, number)
         note_collected(tensors[0])
         return tensors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -215,6 +216,78 @@ def test_host_memory_is_made_once_and_given_back(libraries: Libraries) -> None:
     engine.stop()
     engine.core = None
     assert device.things_held() == held
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_buffers_of_a_plan_that_is_removed_are_given_back(libraries: Libraries, way: str) -> None:
+    device, nccl = ctypes.CDLL(libraries.device), ctypes.CDLL(libraries.nccl)
+    engine = open_engine(libraries, way)
+    engine.use_device()
+    held, of_nccl, registered = things(device, nccl)
+    layers = [Gradient("small", (1_000,), "float32"), Gradient("large", (300_001,), "float32")]
+    plan = plan_buckets(layers, 1_000_000)
+    for trial in range(3):
+        plan_id = engine.add_plan(f"trial {trial}", plan, on_device=True)
+        engine.core.begin_step(plan_id, 0, 1.0, True)
+        engine.remove_plan(plan_id)  # not while a step is under way
+        arrays = [OnDevice(values_of(hvpipe.rank(), count, "float32")) for count in (300_001, 1_000)]
+        for bucket, array in enumerate(arrays):
+            engine.submit_on_device(plan_id, bucket, [array], 1.0)
+        for bucket, array in enumerate(arrays):
+            engine.collect_on_device(plan_id, bucket, [array])
+            wanted = sum(values_of(r, array.values.size, "float32") for r in range(hvpipe.size()))
+            np.testing.assert_array_equal(array.values, wanted)
+        engine.remove_plan(plan_id)
+        end_s = time.monotonic() + 20
+        while things(device, nccl) != (held, of_nccl, registered) and time.monotonic() < end_s:
+            time.sleep(0.01)
+        assert things(device, nccl) == (held, of_nccl, registered)
+    with pytest.raises(HvpipeError, match="was removed"):
+        engine.core.begin_step(plan_id, 1, 1.0, True)
+    engine.agree("end of a case")
+    engine.stop()
+
+
+def things(device: Any, nccl: Any) -> tuple[int, int, int]:
+    return device.things_held(), nccl.nccl_memory_held(), nccl.nccl_registrations()
+
+
+class ByDlpack:
+    """An array of NumPy as DLPack would show it on a device of this type."""
+
+    def __init__(self, values: Any, device: int) -> None:
+        self.values, self.device = values, device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device, 0
+
+    def __dlpack__(self, **_: Any) -> Any:
+        capsule = self.values.__dlpack__()
+        new = ctypes.pythonapi.PyCapsule_GetPointer
+        new.restype, new.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+        # DLTensor: the data's address, then the device's type.
+        ctypes.c_int32.from_address(new(capsule, b"dltensor") + 8).value = self.device
+        return capsule
+
+
+@pytest.mark.parametrize("kind", [2, 13])
+def test_device_and_managed_arrays_are_taken_by_dlpack(device_engine: Engine, kind: int) -> None:
+    mine = values_of(hvpipe.rank(), 100, "float32")
+    out = np.full(100, np.nan, np.float32)
+    device_engine.allreduce(ByDlpack(mine, kind), op="sum", out=ByDlpack(out, kind))
+    np.testing.assert_array_equal(out, sum(values_of(r, 100, "float32") for r in range(hvpipe.size())))
+    with pytest.raises(HvpipeError, match=r"C-contiguous device array.*a stride of 4 elements where 1"):
+        device_engine.allreduce(ByDlpack(np.ones((4, 4), np.float32).T, kind), out=ByDlpack(out, kind))
+
+
+def test_a_read_only_array_is_not_written(device_engine: Engine) -> None:
+    array = OnDevice(np.ones(3, np.float32))
+    kept = OnDevice(np.ones(3, np.float32))
+    kept.__cuda_array_interface__["data"] = (kept.values.ctypes.data, True)
+    with pytest.raises(HvpipeError, match="can be written"):
+        device_engine.allreduce(array, out=kept)
+    with pytest.raises(HvpipeError, match="can be written"):
+        device_engine.broadcast(kept)
 
 
 def test_what_cannot_be_reduced_is_refused(device_engine: Engine) -> None:

@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "device.h"
 #include "error.h"
@@ -34,8 +35,8 @@ void MoveOnHost(const std::vector<Device::Piece>& pieces, DType from, DType to, 
 // memory was wanted.
 std::atomic<int> held{0}, host_allocations{0};
 
-// Of the calling thread; -1: none that a rank of this process serves.
-thread_local int current = -1;
+// Of the calling thread, the last one current; empty: none that a rank of this process serves.
+thread_local std::vector<int> entered;
 
 struct FakeEvent {
   bool recorded = false;
@@ -46,14 +47,25 @@ class FakeDevice : public Device {
  public:
   explicit FakeDevice(int ordinal) : ordinal_(ordinal) {}
   std::string Name() const override { return "test device " + std::to_string(ordinal_); }
-  int Enter() override {
-    const int before = current;
-    current = ordinal_;
-    return before;
+  // FAKE_DEVICE_PARTS: all of them are parts of one board.
+  Identity Which() const override {
+    return {Name(), std::getenv("FAKE_DEVICE_PARTS") != nullptr ? "the board" : Name()};
   }
-  void Leave(int before) noexcept override { current = before; }
+  void Enter() override { entered.push_back(ordinal_); }
+  void Leave() noexcept override { entered.pop_back(); }
 
-  void* Allocate(std::size_t bytes) override { return Held(std::calloc(bytes, 1)); }
+  void CheckIsHere(const void*) override {
+    if (std::getenv("FAKE_DEVICE_ELSEWHERE") == nullptr) return;
+    throw Error("The array should lie on this test device", hvpipe::ErrorKind::kUsage);
+  }
+  // FAKE_DEVICE_FREE: its free bytes. FAKE_DEVICE_FULL: there is none for whoever asks without looking first.
+  Room FreeRoom() override {
+    const char* const free = std::getenv("FAKE_DEVICE_FREE");
+    return {free != nullptr ? std::strtoull(free, nullptr, 10) : 1'000'000'000, 2'000'000'000};
+  }
+  void* Allocate(std::size_t bytes) override {
+    return std::getenv("FAKE_DEVICE_FULL") != nullptr ? nullptr : Held(std::calloc(bytes, 1));
+  }
   void Free(void* memory) noexcept override { std::free(Returned(memory)); }
   void Clear(void* memory, std::size_t bytes) override { std::memset(memory, 0, bytes); }
   void* AllocateHost(std::size_t bytes) override {
@@ -115,7 +127,7 @@ Device* hvpipe_open_device(int ordinal, int version) {
   return new FakeDevice(ordinal);
 }
 
-int current_device() { return current; }
+int current_device() { return entered.empty() ? -1 : entered.back(); }
 int things_held() { return held; }
 int host_memory_allocations() { return host_allocations; }
 

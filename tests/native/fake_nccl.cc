@@ -4,15 +4,18 @@
 // Compiled with -DVERSION=code and, for a library that lacks functions, -DWITHOUT_BROADCAST or
 // -DWITHOUT_MEMORY. FAKE_NCCL names what goes wrong: "id" or "init" (an error at once), "init-hang" (never
 // ready), "async" (an error after the first collective), "hang" (the first collective never ends), "memory"
-// (there is none), "finalize" (an error). FAKE_NCCL_DEVICE names the test device's library: collectives are
+// (there is none), "memory-full" (and the test device has just run out of it), "finalize" (an error). With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may where
+// other ranks of the host do not abort. Leaving waits for all ranks, as NCCL's does. FAKE_NCCL_DEVICE names the test device's library: collectives are
 // then refused on a thread where no device is current.
 #include <dlfcn.h>
 #include <mpi.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "bucket.h"
@@ -51,6 +54,7 @@ struct Communicator {
   std::size_t first = 0, count = 0;  // of each rank's elements those that are summed
   hvpipe::DType dtype = hvpipe::DType::kFloat32;
   bool busy = false;
+  bool leaving = false;
   int state = kSuccess;
 };
 
@@ -64,6 +68,7 @@ hvpipe::DType TypeOf(int type) {
 
 void Finish(Communicator& communicator) {
   communicator.busy = false;
+  if (communicator.leaving) return;
   if (!communicator.sums) {
     std::memcpy(communicator.out, communicator.gathered.data(), communicator.gathered.size());
     return;
@@ -199,7 +204,8 @@ int ncclBroadcast(const void* in, void* out, std::size_t bytes, int /*type*/, in
 
 #ifndef WITHOUT_MEMORY
 int ncclMemAlloc(void** memory, std::size_t bytes) {
-  if (Fails("memory") || !DeviceIsCurrent()) return kUnhandledCudaError;
+  if (Fails("memory-full")) setenv("FAKE_DEVICE_FREE", "3000000", 1);  // others were quicker
+  if (Fails("memory-full") || Fails("memory") || !DeviceIsCurrent()) return kUnhandledCudaError;
   *memory = std::malloc(bytes);
   std::memset(*memory, 0x55, bytes);
   ++memory_held;
@@ -235,7 +241,14 @@ int ncclRecv(void*, std::size_t, int, int, void*, void*) { return kInvalidUsage;
 int ncclGroupStart() { return kSuccess; }
 int ncclGroupEnd() { return kSuccess; }
 
-int ncclCommFinalize(void*) { return Fails("finalize") ? kRemoteError : kSuccess; }
+int ncclCommFinalize(void* communicator) {
+  Communicator& of = Of(communicator);
+  if (Fails("finalize")) return kRemoteError;
+  if (of.size == 1) return kSuccess;
+  of.busy = of.leaving = true;
+  MPI_Ibarrier(of.ranks, &of.request);
+  return kInProgress;
+}
 
 int ncclCommDestroy(void* communicator) {
   delete &Of(communicator);
@@ -243,5 +256,8 @@ int ncclCommDestroy(void* communicator) {
 }
 
 // What is still under way is left, as its memory is.
-int ncclCommAbort(void*) { return kSuccess; }
+int ncclCommAbort(void*) {
+  if (std::getenv("FAKE_NCCL_ABORT") != nullptr) std::this_thread::sleep_for(std::chrono::minutes(1));
+  return kSuccess;
+}
 }
