@@ -26,6 +26,7 @@ from hvpipe.keras.pipeline_step import Batch
 from hvpipe.keras.pipeline_update import check_optimizers, learning_rate_of
 from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import Stages
+from hvpipe.keras.supported import of_keras_2, told
 from hvpipe.keras.variables import broadcast_variables
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
@@ -71,12 +72,12 @@ def pipeline_parallel(
     session = current()
     if isinstance(build_model, keras.Model):
         model, deferred = build_model, False
-    elif callable(build_model):
+    elif callable(build_model) and not of_keras_2(build_model):
         model, deferred = build_without_memory(session, build_model), True
     else:
         raise HvpipeError(
             "pipeline_parallel wants a Keras model or a function that returns one. "
-            f"Received: {type(build_model).__name__}"
+            f"Received: {told(build_model)}"
         )
     graph = layer_graph(model)
     _check_steps(model)

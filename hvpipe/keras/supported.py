@@ -35,11 +35,14 @@ def check_keras(version: str, backend: str) -> None:
         )
 
 
+def of_keras_2(thing: Any) -> bool:
+    """Whether an object comes from the Keras before Keras 3, as `tf.keras` is under TF_USE_LEGACY_KERAS."""
+    return type(thing).__module__.partition(".")[0] == "tf_keras"
+
+
 def told(thing: Any) -> str:
-    """The kind of an object, for an error; with what to do where it comes from the Keras before Keras 3."""
-    kind = type(thing)
-    if kind.__module__.partition(".")[0] != "tf_keras":
-        return kind.__name__
-    return (
-        f"{kind.__name__} of tf_keras, which is Keras 2: leave TF_USE_LEGACY_KERAS unset, and `import keras`"
-    )
+    """The kind of an object, for an error; with what to do where it is of Keras 2."""
+    kind = type(thing).__name__
+    if not of_keras_2(thing):
+        return kind
+    return f"{kind} of tf_keras, which is Keras 2: leave TF_USE_LEGACY_KERAS unset, and `import keras`"

@@ -69,12 +69,15 @@ def test_what_is_no_model_and_no_dataset() -> None:
 
 def test_what_is_of_keras_2() -> None:
     """As `tf.keras` is under TF_USE_LEGACY_KERAS=1."""
-    functional = type("Functional", (), {"__module__": "tf_keras.src.engine.functional"})()
+    members = {"__module__": "tf_keras.src.engine.functional", "__call__": lambda self: None}
+    functional = type("Functional", (), members)()
     says = "Received: Functional of tf_keras, which is Keras 2: leave TF_USE_LEGACY_KERAS unset"
     with pytest.raises(HvpipeError, match=f"wants a keras.Model, of Keras 3. {says}"):
         hk.data_parallel(functional)
     with pytest.raises(HvpipeError, match=says):
         hk.DistributedOptimizer(functional)
+    with pytest.raises(HvpipeError, match=f"wants a Keras model or a function.*{says}"):
+        hk.pipeline_parallel(functional)
 
 
 @pytest.mark.parametrize(
