@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +13,7 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from hvpipe.dataflow import Dataflow
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.activity_losses import added_losses, scaled_activities
 from hvpipe.keras.layer_graph import LayerGraph
 from hvpipe.keras.split_gradient import Halves, split_gradient
 
@@ -277,12 +276,12 @@ class StageFunctions:
                 # A tensor of its own: a mask must not stick to what others hold.
                 known[wire.number] = tf.identity(value)
         losses: list[Any] = []
-        with _scaled_activities(self._stages.graph.layers(cut.calls), self._share_of):
+        with scaled_activities(self._stages.graph.layers(cut.calls), self._share_of):
             for place in cut.calls:
                 call = graph.calls[place]
                 for (number, _), value in zip(call.writes, call(known, training), strict=True):
                     known[number] = value
-                losses.extend(map(self._summed, _activity_losses(call.operation)))
+                losses.extend(map(self._summed, added_losses(call.operation)))
         found = [get_keras_mask(known[w.number]) if w.mask else known[w.number] for w in cut.outputs]
         for wire, value in zip(cut.outputs, found, strict=True):
             self._check_dtype(wire, value)
@@ -333,51 +332,6 @@ class StageFunctions:
             for outer in layers
             for layer in outer._flatten_layers()
         )
-
-
-def _activity_losses(operation: Any) -> list[Any]:
-    """What the call just made has added with `add_loss`."""
-    if not isinstance(operation, keras.Layer):
-        return []
-    return [loss for layer in operation._flatten_layers() for loss in layer._losses]
-
-
-@functools.cache
-def _keras_divides_activities() -> bool:
-    """Whether Keras divides an activity regularizer's loss by the samples; older versions do not."""
-    with tf.init_scope():
-        layer = keras.layers.Identity(activity_regularizer=keras.regularizers.L1(1.0), name="asked")
-        layer(tf.ones((2, 1)))
-        return float(layer.losses[0]) == 1.0
-
-
-@contextlib.contextmanager
-def _scaled_activities(layers: Sequence[Any], share_of: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Where Keras takes the sum over samples of what activities cost, let a part's make up for its share."""
-    if _keras_divides_activities():
-        yield
-        return
-    given = {
-        layer: layer.activity_regularizer
-        for outer in layers
-        for layer in outer._flatten_layers()
-        if layer.activity_regularizer is not None
-    }
-
-    def scaled(regularizer: Any) -> Callable[[Any], Any]:
-        def cost(output: Any) -> Any:
-            loss = regularizer(output)
-            return loss / share_of(output, loss.dtype) if output.shape.rank else loss
-
-        return cost
-
-    try:
-        for layer, regularizer in given.items():
-            layer.activity_regularizer = scaled(regularizer)
-        yield
-    finally:
-        for layer, regularizer in given.items():
-            layer.activity_regularizer = regularizer
 
 
 def _unique(variables: Any) -> list[Any]:

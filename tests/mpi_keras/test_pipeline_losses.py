@@ -11,7 +11,7 @@ import pytest
 from mpi_keras.pipelines import batches, mlp, sgd
 
 import hvpipe.keras as hk
-import hvpipe.keras.stage
+import hvpipe.keras.activity_losses
 from hvpipe.errors import HvpipeError
 
 layers = keras.layers
@@ -153,7 +153,7 @@ class SumOverSamples(keras.regularizers.Regularizer):
 
 def test_activities_cost_as_much_where_keras_sums_over_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     x, _ = batches(mlp, 21)
-    monkeypatch.setattr(hvpipe.keras.stage, "_keras_divides_activities", lambda: False)
+    monkeypatch.setattr(hvpipe.keras.activity_losses, "_keras_divides_activities", lambda: False)
     build = functools.partial(with_penalty, 0.0, activity_regularizer=SumOverSamples())
 
     def fit(model: Any) -> Any:
