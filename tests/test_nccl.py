@@ -17,8 +17,10 @@ from hvpipe import doctor
 PEER, USAGE, DEADLINE = 3, 4, 2  # hvpipe::ErrorKind
 
 
-def drive(library: str | Path, *arguments: str, fails: str | None = None) -> tuple[int, str]:
-    driver = build("nccl_driver.cc")
+def drive(
+    library: str | Path, *arguments: str, fails: str | None = None, flags: tuple[str, ...] = ()
+) -> tuple[int, str]:
+    driver = build("nccl_driver.cc", *flags)
     env = {**os.environ, **({"FAKE_NCCL": fails} if fails else {})}
     done = subprocess.run(
         [str(driver), str(library), *arguments],
@@ -45,6 +47,11 @@ def test_a_library_that_is_there_is_used() -> None:
     assert code == 0, output
     assert "version 2.30.5" in output
     assert "sum 1 2 3" in output
+
+
+def test_it_calls_its_own_functions_beside_others_of_their_names() -> None:
+    code, output = drive(build("fake_nccl.cc"), "10", flags=("-DNAMESAKE", "-rdynamic"))
+    assert code == 0, output
 
 
 def test_one_that_is_missing_is_named_with_how_to_get_it() -> None:

@@ -133,9 +133,12 @@ int ncclGetUniqueId(UniqueId* id) {
   return kSuccess;
 }
 
+int ncclGroupStart();
+
 int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* config) {
   if (config->magic != 0xcafebeef || config->blocking != 0 || config->size != 24) return kInvalidUsage;
   if (id.internal[0] != 7 || id.internal[127] != 7) return kInvalidUsage;  // was not handed on whole
+  if (ncclGroupStart() != kSuccess) return kInvalidUsage;  // by name, as NCCL calls some of its own
   if (Fails("init")) return kUnhandledCudaError;
   auto* const made = new Communicator;
   made->rank = rank;

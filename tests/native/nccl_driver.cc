@@ -1,11 +1,17 @@
 // Makes a communicator of one rank with the NCCL named, adds up numbers, prints the sum or the error.
 //
 //   nccl_driver LIBRARY [TIMEOUT_S] [fail-in-group]
+//
+// Compiled with -DNAMESAKE -rdynamic it has a function of NCCL's name, as TensorFlow's GPU wheel does.
 #include <cstdio>
 #include <cstdlib>
 #include <string>
 
 #include "nccl.h"
+
+#ifdef NAMESAKE
+extern "C" int ncclGroupStart() { return 5; }
+#endif
 
 int main(int argc, char** argv) {
   try {
