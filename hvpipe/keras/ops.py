@@ -60,10 +60,17 @@ def collect(token: Any, shapes: Sequence[tuple[int, ...]], dtype: str, plan: int
 
 
 def mark(value: Any, name: str) -> Any:
-    """Pass a value on and note in the trace when it was there; differentiable."""
+    """Pass a value on and note in the trace when it was there; its gradient is computed after that."""
 
     @tf.custom_gradient
     def noted(tensor: Any) -> Any:
-        return library().hvpipe_mark(value=tensor, label=name), lambda upstream: upstream
+        marked = library().hvpipe_mark(value=tensor, label=name)
+
+        def gradient(upstream: Any) -> Any:
+            # Else the mark, which no gradient needs, may come when the backward is over.
+            with tf.control_dependencies([marked]):
+                return tf.identity(upstream)
+
+        return marked, gradient
 
     return noted(value)
