@@ -13,7 +13,8 @@ from bench.pipeline_report import Case, PipelineReport
 from bench.workload import MODELS, Workload, images, prepare_tensorflow, timed_fit
 from bench.workloads import transformer_trunk
 
-_COMPUTING = ("forward", "backward", "update")
+# Kinds of computing, and the counters of their seconds.
+_COMPUTING = {kind: f"{kind}_s" for kind in ("forward", "backward", "update")}
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,19 @@ def _batches(workload: Workload) -> Any:
 
 def _describe(workload: Workload) -> str:
     return workload.describe().replace("a rank", "in all").replace("SGD momentum", "SGD")
+
+
+def _counted(keras: Any, counters: Callable[[], dict[str, float]]) -> Any:
+    """A callback that knows the counters `before` the second step of a `fit`: the first counts in no step."""
+
+    class Counted(keras.callbacks.Callback):  # type: ignore[misc]
+        before = counters()
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if batch == 1:
+                self.before = counters()
+
+    return Counted()
 
 
 def _foreseen_s(foreseen: Any, kind: str, device: str) -> float:
@@ -135,14 +149,14 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
     for number in range(effort.rounds):
         for name, pipe in pipes.items():
             hvpipe.barrier()
-            before = hvpipe.counters()
-            found, _ = timed_fit(keras, pipe, _batches(workload), effort.steps)
+            counted = _counted(keras, hvpipe.counters)
+            found, _ = timed_fit(keras, pipe, _batches(workload), effort.steps, [counted])
             after = hvpipe.counters()
-            computing[name].update({kind: after[f"{kind}_s"] - before[f"{kind}_s"] for kind in _COMPUTING})
+            computing[name].update({kind: after[kind] - counted.before[kind] for kind in _COMPUTING.values()})
             steps[name].extend(found[1:] or found)
             tell(f"round {number + 1} of {effort.rounds}: {name} {median(found):.3f} s")
     everyone = hvpipe.allgather_object(steps)
-    trained = effort.rounds * effort.steps
+    trained = effort.rounds * max(1, effort.steps - 1)
     computed = hvpipe.allgather_object(computing)
     cases = []
     for name, plan in plans.items():
@@ -160,8 +174,8 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
                 bound_s=bound_s,
                 busy=[
                     {
-                        kind: (of_rank[name][kind] / trained, _foreseen_s(foreseen, kind, device.name))
-                        for kind in _COMPUTING
+                        kind: (of_rank[name][counter] / trained, _foreseen_s(foreseen, kind, device.name))
+                        for kind, counter in _COMPUTING.items()
                     }
                     for device, of_rank in zip(cluster.devices, computed, strict=True)
                     if plan.contiguous
