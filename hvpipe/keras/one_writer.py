@@ -10,6 +10,9 @@ import keras
 
 from hvpipe.session import Session
 
+Place = tuple[str, str]
+"""A class of callbacks, and what it writes to."""
+
 # The attribute of each that says where it writes.
 _PLACES = {
     "BackupAndRestore": "backup_dir",
@@ -28,13 +31,19 @@ def with_one_writer(
     All see the same logs: a file would be torn, or get every row from each. `writers` are the classes in
     question.
     """
-    places = [_place(callback, writers) for callback in callbacks]
-    everyone = session.engine.allgather_object(places)
-    written = {place for of_rank in everyone[: session.world.rank] for place in of_rank if place is not None}
+    places = [place_of(callback, writers) for callback in callbacks]
+    written = written_before(session, places)
     return [c for c, place in zip(callbacks, places, strict=True) if place not in written]
 
 
-def _place(callback: Any, writers: Sequence[str]) -> tuple[str, str] | None:
+def written_before(session: Session, places: Sequence[Place | None]) -> set[Place]:
+    """The places at which ranks lower than this one write; collective, with this rank's own `places`."""
+    everyone = session.engine.allgather_object(list(places))
+    return {place for of_rank in everyone[: session.world.rank] for place in of_rank if place is not None}
+
+
+def place_of(callback: Any, writers: Sequence[str]) -> Place | None:
+    """Where a callback of one of these classes writes."""
     for name in writers:
         kind = getattr(keras.callbacks, name, None)  # one of them came with a later Keras
         if kind is not None and isinstance(callback, kind):

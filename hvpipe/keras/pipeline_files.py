@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.keras.one_writer import Place, place_of, written_before
 from hvpipe.keras.pipeline_checkpoint import load_checkpoint, save_checkpoint
 from hvpipe.keras.pipeline_state import Holdings, holdings_of, together
 from hvpipe.keras.plain_file import optimizer_of, read_whole, write_whole
@@ -143,8 +144,7 @@ def told_once(session: Session, callbacks: Sequence[Any], stages: Stages, own: S
     """
     rank = session.world.rank
     places = [_place(callback) for callback in callbacks]
-    everyone = session.engine.allgather_object(places)
-    written = {place for of_rank in everyone[:rank] for place in of_rank if place is not None}
+    written = written_before(session, places)
     elsewhere = {layer.name for layer in stages.graph.layers(range(len(stages.graph.calls)))}
     elsewhere -= {layer.name for layer in own}
     found = []
@@ -163,13 +163,11 @@ def told_once(session: Session, callbacks: Sequence[Any], stages: Stages, own: S
     return found
 
 
-def _place(callback: Any) -> tuple[str, str] | None:
+def _place(callback: Any) -> Place | None:
     """Where a callback writes that may be on one rank alone."""
-    if isinstance(callback, keras.callbacks.TensorBoard):
-        return "TensorBoard", os.path.abspath(callback.log_dir)
     if isinstance(callback, keras.callbacks.RemoteMonitor):
         return "RemoteMonitor", f"{callback.root}{callback.path}"
-    return None
+    return place_of(callback, ["TensorBoard"])
 
 
 def _make(session: Session, folders: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from hvpipe.keras.estimate import estimate
 from hvpipe.keras.footprint import weight_bytes
 from hvpipe.keras.layer_graph import LayerGraph
 from hvpipe.plan.partition import partition
-from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
+from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining, checked_recompute
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.session import Session
@@ -34,9 +34,8 @@ class Wish:
 
     @property
     def again(self) -> bool | tuple[int, ...] | None:
-        """What `recompute` says; of no stages, False."""
-        asked = self.recompute
-        return asked if asked is None or isinstance(asked, bool) else tuple(sorted(set(asked))) or False
+        """What `recompute` says, as plans have it."""
+        return None if self.recompute is None else checked_recompute(self.recompute)
 
     @property
     def pipelining(self) -> Pipelining:

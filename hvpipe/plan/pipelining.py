@@ -39,7 +39,7 @@ class Pipelining:
     chunks: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "recompute", _checked_recompute(self.recompute))
+        object.__setattr__(self, "recompute", checked_recompute(self.recompute))
         if self.schedule not in SCHEDULES:
             raise HvpipeError(
                 f"schedule should be one of {', '.join(SCHEDULES)}. Received: schedule={self.schedule!r}"
@@ -72,7 +72,7 @@ class Pipelining:
         return _IN_FLIGHT[self.schedule](self, stage, replicas)
 
 
-def _checked_recompute(given: object) -> bool | tuple[int, ...]:
+def checked_recompute(given: object) -> bool | tuple[int, ...]:
     """All or none, or the numbers of stages in order, of which none is none."""
     if isinstance(given, bool):
         return given
