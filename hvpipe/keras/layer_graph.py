@@ -108,6 +108,10 @@ class LayerGraph:
             return None
         return tuple(replace(spec, shape=tuple(known[n].shape)) for n, spec in enumerate(self.tensors))
 
+    def all_layers(self) -> list[Any]:
+        """The layers of all calls, each once."""
+        return self.layers(range(len(self.calls)))
+
     def edges(self) -> list[tuple[int, int]]:
         """Pairs of calls, each from the maker of a tensor to one that reads it."""
         makers = self.makers()

@@ -164,7 +164,7 @@ def _masks(graph: LayerGraph, inputs: Sequence[Any]) -> list[Any]:
     if all(graph.tensors[number].mask_shape is None for number in graph.outputs):
         return [None] * len(graph.outputs)
     known = {number: tf.identity(x) for number, x in zip(graph.inputs, inputs, strict=True)}
-    variables = variables_of(graph.layers(range(len(graph.calls))))
+    variables = variables_of(graph.all_layers())
     stand_ins = [(v, tf.compat.v1.placeholder(v.dtype, v.shape)) for v in variables]
     with keras.StatelessScope(state_mapping=stand_ins, initialize_variables=False):
         for call in graph.calls:

@@ -108,7 +108,7 @@ class _Walk:
     def __init__(self, graph: LayerGraph, inputs: Sequence[Any], stopwatch: Stopwatch, slots: Slots) -> None:
         self._stopwatch = stopwatch
         self._slots = slots
-        layers = graph.layers(range(len(graph.calls)))
+        layers = graph.all_layers()
         self._updates = UpdateTime(slots, sum(map(weight_bytes, layers)), stopwatch)
         self._samples = int(inputs[0].shape[0])
         self._known: dict[str | None, LayerCost] = {}

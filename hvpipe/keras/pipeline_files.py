@@ -145,7 +145,7 @@ def told_once(session: Session, callbacks: Sequence[Any], stages: Stages, own: S
     rank = session.world.rank
     places = [_place(callback) for callback in callbacks]
     written = written_before(session, places)
-    elsewhere = {layer.name for layer in stages.graph.layers(range(len(stages.graph.calls)))}
+    elsewhere = {layer.name for layer in stages.graph.all_layers()}
     elsewhere -= {layer.name for layer in own}
     found = []
     for callback, place in zip(callbacks, places, strict=True):

@@ -60,7 +60,7 @@ class Layout:
     def summary(self) -> str:
         """One line about the model's shapes and who runs what, for ranks to compare."""
         graph, schedule = self.stages.graph, self._whole
-        weights = [[v.shape for v in layer.variables] for layer in graph.layers(range(len(graph.calls)))]
+        weights = [[v.shape for v in layer.variables] for layer in graph.all_layers()]
         everything = repr((graph.tensors, weights, [cut.calls for cut in self.stages.cuts], schedule.actions))
         return (
             f"pipeline_parallel with {len(self.stages.cuts)} stages of {len(graph.calls)} layer calls, "

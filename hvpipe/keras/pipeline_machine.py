@@ -211,7 +211,7 @@ class Machine:
 
         From the last stages to the first: what passes a stage's inputs over passes over what they come from.
         """
-        layers = self._layout.stages.graph.layers(range(len(self._layout.stages.graph.calls)))
+        layers = self._layout.stages.graph.all_layers()
         numbers = {id(v._value): number for number, v in enumerate(_trainable(layers))}
         unreached: frozenset[tuple[int, Wire]] = frozenset()
         while True:

@@ -151,7 +151,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
         self._stage_layers = list(mine.values())
         if deferred:
             give_memory(self._stage_layers)
-            leave_to_others(layout.stages.graph.layers(range(len(layout.stages.graph.calls))))
+            leave_to_others(layout.stages.graph.all_layers())
         else:
             broadcast_variables(model.variables)
         self._parts: _Parts = _Parts(session, model, layout, Sharing(session, layout), recomputes)

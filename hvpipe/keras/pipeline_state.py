@@ -75,9 +75,7 @@ def holdings_of(session: Session, layout: Layout, optimizer: Any, trainable: Seq
         return keeper if number is None else places[number].holders[0]
 
     owned = {name for name in (*weights, *slots) if owner(name) == rank}
-    states = {
-        id(state) for state in seeds_of(layout.stages.graph.layers(range(len(layout.stages.graph.calls))))
-    }
+    states = {id(state) for state in seeds_of(layout.stages.graph.all_layers())}
     seeds = {
         f"weights/{i}": p.holders.index(rank)
         for i, p in enumerate(places)
@@ -93,7 +91,7 @@ def places_of(layout: Layout) -> tuple[Place, ...]:
     for stage in range(len(stages.cuts)):
         for variable in variables_of(stages.layers(stage)):
             ranks_of.setdefault(id(variable), set()).update(layout.ranks_of(stage))
-    everything = variables_of(stages.graph.layers(range(len(stages.graph.calls))))
+    everything = variables_of(stages.graph.all_layers())
     return tuple(Place(v, tuple(sorted(ranks_of[id(v)]))) for v in everything)
 
 

@@ -238,7 +238,7 @@ class StageFunctions:
         """Weights of other stages' layers alone that the forward in training reads; they get no gradient."""
         read = {id(outside) for outside in self.training.captured}
         graph, own = self._stages.graph, {id(v) for v in self.trainable}
-        every = _unique(v for la in graph.layers(range(len(graph.calls))) for v in la.trainable_variables)
+        every = _unique(v for la in graph.all_layers() for v in la.trainable_variables)
         return [v for v in every if id(v) not in own and id(getattr(v._value, "handle", None)) in read]
 
     @cached_property
