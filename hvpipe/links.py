@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 
 import numpy as np
@@ -27,12 +29,17 @@ def measure_links(
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     repeats: int = 7,
     pairs: Sequence[tuple[int, int]] | None = None,
+    computing: Callable[[], object] | None = None,
 ) -> dict[tuple[int, int], Link]:
     """The link between every two ranks (a, b), a < b, or of `pairs` alone; the same on all ranks. Collective.
 
     Two ranks at a time send each other messages of each size, `repeats` times there and back, while all
     others wait; a one-way time is half of the median. Latency and bandwidth are fitted to these: see
     `fit_link`. Where a pair takes t seconds, n ranks take n (n - 1) / 2 times that.
+
+    A transfer of a pipeline comes while its ranks compute, which takes cores from what moves it. So with
+    `computing`, which should take some milliseconds without the interpreter's lock, one of the two calls it
+    over and over meanwhile, then the other one does; a time is the mean of both.
     """
     if repeats < 1 or len(set(sizes_bytes)) < 2 or min(sizes_bytes) < 1:
         raise HvpipeError(
@@ -48,14 +55,46 @@ def measure_links(
     mine: dict[tuple[int, int], Link] = {}
     for pair in every if pairs is None else pairs:
         engine.agree(f"links: ranks {pair[0]} and {pair[1]}")
+        if rank not in pair:
+            continue
+        found = []
+        for busy in (None,) if computing is None else pair:
+            with _repeated(computing if rank == busy else None):
+                found.append(_one_way_s(engine, pair, sizes_bytes, repeats))
         if rank == pair[0]:
-            one_way_s = [_ping_pong_s(engine, pair[1], nbytes, repeats) for nbytes in sizes_bytes]
-            mine[pair] = fit_link(sizes_bytes, one_way_s)
-        elif rank == pair[1]:
-            for nbytes in sizes_bytes:
-                _answer(engine, pair[0], nbytes, repeats)
+            mine[pair] = fit_link(sizes_bytes, [statistics.mean(each) for each in zip(*found, strict=True)])
     engine.agree("links: the last pair")
-    return {pair: link for found in engine.allgather_object(mine) for pair, link in found.items()}
+    return {pair: link for some in engine.allgather_object(mine) for pair, link in some.items()}
+
+
+@contextmanager
+def _repeated(work: Callable[[], object] | None) -> Iterator[None]:
+    """Calls `work`, if any, over and over on a thread of its own meanwhile."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while work is not None and not ended.is_set():
+            work()
+
+    thread = threading.Thread(target=repeat, name="hvpipe links", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _one_way_s(
+    engine: Engine, pair: tuple[int, int], sizes_bytes: Sequence[int], repeats: int
+) -> list[float]:
+    """Of a message of each size, in seconds, on the pair's first rank; the other one answers."""
+    first, second = pair
+    if engine.world.rank == first:
+        return [_ping_pong_s(engine, second, nbytes, repeats) for nbytes in sizes_bytes]
+    for nbytes in sizes_bytes:
+        _answer(engine, first, nbytes, repeats)
+    return []
 
 
 def _ping_pong_s(engine: Engine, peer: int, nbytes: int, repeats: int) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import tensorflow as tf
 
 from hvpipe.fitting import RankFacts, measured_cluster
@@ -19,14 +21,27 @@ def measure_cluster(profile: Profile) -> Cluster:
     `profile` is what `measure` returned on this rank, of the same model and batch on all: the total times
     give the speeds, rank 0's being 1. Devices are named HOST:LOCAL_RANK. The memory of a device is what this
     process may still take, in equal shares among the ranks of a host: of the machine or its control group, or
-    by `ulimit`; with a GPU that TensorFlow uses, that GPU's. Links come from `measure_links`.
+    by `ulimit`; with a GPU that TensorFlow uses, that GPU's. Links come from `measure_links`, beside computing.
     Raises HvpipeError where the ranks measured different models.
     """
     session = current()
     world = session.world
     mine = RankFacts(world.host, world.local_rank, profile, _memory_bytes(world.local_size))
     ranks = session.engine.allgather_object(mine)
-    return measured_cluster(ranks, measure_links(session.engine))
+    return measured_cluster(ranks, measure_links(session.engine, computing=_computing()))
+
+
+def _computing() -> Callable[[], object]:
+    """Two billion operations, on the threads and the device that training computes on."""
+    values = tf.zeros((512, 512))
+
+    @tf.function
+    def compute(matrix: tf.Tensor) -> tf.Tensor:
+        for _ in range(8):
+            matrix = tf.matmul(matrix, values)
+        return matrix
+
+    return lambda: compute(values).numpy()
 
 
 def _memory_bytes(ranks_here: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import combinations
 
 import pytest
@@ -24,6 +25,21 @@ def test_some_pairs_alone() -> None:
     assert sorted(measure_links(current().engine, sizes_bytes=(1, 1000), repeats=1, pairs=pairs)) == pairs
     with pytest.raises(HvpipeError, match=r"0 <= a < b < .*Received: \[\(1, 0\)\]"):
         measure_links(current().engine, pairs=[(1, 0)])
+
+
+def test_beside_computing_on_one_rank_of_a_pair_and_then_on_the_other() -> None:
+    calls = [0]
+
+    def compute() -> None:
+        calls[0] += 1
+        time.sleep(0.001)
+
+    pairs = list(combinations(range(hvpipe.size()), 2))[:1]
+    measure_links(current().engine, sizes_bytes=(1, 1000), repeats=1, pairs=pairs, computing=compute)
+    assert (calls[0] > 0) == any(hvpipe.rank() in pair for pair in pairs)
+    ended_at = calls[0]
+    time.sleep(0.05)
+    assert calls[0] == ended_at
 
 
 def test_a_link_within_a_machine_moves_a_megabyte_in_less_than_a_second() -> None:
