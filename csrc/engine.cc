@@ -6,7 +6,6 @@
 #include <cstring>
 #include <utility>
 
-#include "gather.h"
 #include "ring.h"
 #include "tags.h"
 
@@ -108,7 +107,9 @@ void Engine::Stop() {
     if (device_ && device_->ranks) (void)device_->ranks->Aborted(patience_s);
     return;
   }
-  if (!AllLeave(patience_s) || !LeaveNccl(patience_s)) return;
+  // Twice: the barrier of one that comes when the others have given up ends at once, since they had begun it.
+  // That they are still here is what a second one says.
+  if (!AllLeave(patience_s) || !AllLeave(patience_s) || !LeaveNccl(patience_s)) return;
   for (const auto* lane : {&down_, &up_}) {
     if (*lane) (*lane)->Free();
   }

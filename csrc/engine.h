@@ -100,7 +100,8 @@ class Engine {
   void AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
                  const Interrupt& interrupt);
   // Waits for all ranks; throws unless all came with the same `what`. The samples of all ranks, in order.
-  std::vector<double> Agree(const std::string& what, double samples, const Interrupt& interrupt);
+  std::vector<double> Agree(const std::string& what, double samples, const Interrupt& interrupt,
+                            bool patient = false);
 
   // Between two ranks, without waiting; `done` is called from another thread. What is sent stays as it is
   // until then. Messages of one tag between two ranks keep their order; tags are from 0 to 32766.

@@ -38,6 +38,7 @@ int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vecto
     plan->buckets.push_back(std::move(bucket));
   }
   const std::lock_guard<std::mutex> lock(mutex_);
+  plan->signature ^= Hash("from bucket " + std::to_string(buckets_));  // tags follow from it
   for (auto& bucket : plan->buckets) bucket->tag = kFirstBucketTag + buckets_++ % kBucketTags;
   plans_.push_back(std::move(plan));
   return static_cast<int>(plans_.size() - 1);
@@ -62,6 +63,7 @@ Engine::Plan& Engine::PlanAt(int plan) const {
   return *plans_[static_cast<std::size_t>(plan)];
 }
 
+// What it has on a device goes in NCCL's order: see Removal.
 void Engine::RemovePlan(int index) {
   std::shared_ptr<Plan> removed;
   {

@@ -44,6 +44,11 @@ void Engine::AllReduce(const void* in, void* out, std::size_t count, DType dtype
     return;
   }
   if (hosts_ > 1 || !up_) progress_->Run(Checked(what), interrupt);
+  if (dtype == DType::kFloat16 && scale != 1.0) {  // its sum may be more than the type holds
+    PackScaled(in, dtype, out, dtype, count, scale);
+    in = out;
+    scale = 1.0;
+  }
   auto operation = Blocking(what);
   operation->traced = "reduce";
   AddReduceStages(*operation, std::make_shared<const Ends>(Ends{in, out}), count, dtype, scale, NextTag());
@@ -64,7 +69,8 @@ void Engine::CheckPeersAreHere(const std::string& what) {
   const int above = (rank_ + 1) % size_;
   const auto& theirs = up_->written(above);
   if (theirs.load(std::memory_order_acquire) >= up_->written(rank_).load(std::memory_order_relaxed)) return;
-  const std::optional<Record> record = TakeRecord(*world_, above, kControlTag);
+  std::optional<Record> record;
+  progress_->Alone([&] { record = TakeRecord(*world_, above, kControlTag); });
   if (!record) return;
   throw Disagreement("Rank", rank_, what, above, record->what.data());
 }
@@ -96,11 +102,13 @@ void Engine::AllGather(const void* in, void* out, std::size_t bytes, const std::
       interrupt);
 }
 
-std::vector<double> Engine::Agree(const std::string& what, double samples, const Interrupt& interrupt) {
+std::vector<double> Engine::Agree(const std::string& what, double samples, const Interrupt& interrupt,
+                                  bool patient) {
   if (size_ == 1) return {samples};
   auto operation = std::make_shared<Operation>();
   operation->what = what;
   operation->priority = kControlPriority;
+  operation->patient = patient;
   AddControlStage(*operation, samples, Hash(what));
   std::vector<double> all;
   operation->check = [this, &all](Operation& done) {

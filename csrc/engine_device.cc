@@ -208,6 +208,11 @@ void Engine::AllReduceDevice(const void* in, void* out, std::size_t count, DType
   if (size_ > 1) {
     progress_->Run(Checked(what), interrupt);
     void* const host = side.nccl_joins_all() ? nullptr : side.staging.Room(count * SizeOf(dtype));
+    if (dtype == DType::kFloat16 && scale != 1.0) {  // its sum may be more than the type holds
+      side.device->Move({{in, out, count}}, dtype, dtype, scale, nullptr, stream);
+      in = out;
+      scale = 1.0;
+    }
     const Device::Event begun = side.begun.get();
     side.device->Record(begun, stream);
     auto operation = Blocking(what);

@@ -48,6 +48,7 @@ void Engine::Send(int peer, int tag, const void* data, std::size_t bytes, const 
       "transfer", what,
       [=] { return std::make_unique<MessageSend>(*messages_, counters_, data, bytes, options); },
       MessageOrder(true, options), std::move(done));
+  progress_->StepOnce();
 }
 
 std::shared_ptr<AlignedBuffer> Engine::Receive(int peer, int tag, std::size_t bytes, const std::string& what,

@@ -167,6 +167,20 @@ void Progress::Run(const std::shared_ptr<Operation>& operation, const std::funct
   if (outcome->error) throw *outcome->error;
 }
 
+void Progress::StepOnce() {
+  {
+    const std::unique_lock<std::mutex> drive(drive_mutex_, std::try_to_lock);
+    if (!drive) return;
+    (void)Pass();
+  }
+  RunFinished();
+}
+
+void Progress::Alone(const std::function<void()>& what) {
+  const std::lock_guard<std::mutex> drive(drive_mutex_);
+  what();
+}
+
 void Progress::Fail(const Error& error) {
   {
     const std::lock_guard<std::mutex> drive(drive_mutex_);
@@ -345,7 +359,7 @@ void Progress::EndStage(Operation& operation) {
 }
 
 void Progress::CheckDeadline(const Operation& operation, double waited_s) const {
-  if (waited_s < options_.timeout_s) return;
+  if (operation.patient || waited_s < options_.timeout_s) return;
   std::ostringstream text;
   text << "Waited " << options_.timeout_s << " s in " << operation.what << " for ";
   const Operation::Stage& stage = operation.stages[operation.current_];

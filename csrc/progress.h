@@ -41,6 +41,7 @@ class Operation {
   int priority = 0;              // lower goes first
   const char* traced = nullptr;  // the category of its time under way in the trace, if it is to be there
   bool of_all_ranks = true;      // each rank enqueues it; then its sequence number is the same on all
+  bool patient = false;          // waited for however long: a rank may still be at work of its own
   std::vector<Stage> stages;
   // Runs on the driving thread when the last stage is done; what it throws fails the engine.
   std::function<void(Operation&)> check;
@@ -83,6 +84,12 @@ class Progress {
   // Enqueues `operation` and drives all communication on the calling thread until it is done, which saves
   // the hand-over to the progress thread. `interrupt` is called some times a second and may throw.
   void Run(const std::shared_ptr<Operation>& operation, const std::function<void()>& interrupt);
+
+  // Moves on what can be, on this thread, unless another is about to: so a message is with the network before
+  // its maker goes on to compute, and has not to wait for the progress thread's turn on a core.
+  void StepOnce();
+  // Calls `what` while nobody drives.
+  void Alone(const std::function<void()>& what);
 
   // Ends every operation with `error`, now and from now on.
   void Fail(const Error& error);

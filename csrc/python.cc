@@ -120,7 +120,10 @@ class Request {
 Request Send(Engine& engine, const InArray& array, int peer, int tag, const std::string& what) {
   Request request;
   request.source = nb::cast(array);
-  engine.Send(peer, tag, array.data(), array.nbytes(), what, request.Done());
+  const void* const data = array.data();
+  const std::size_t bytes = array.nbytes();
+  const nb::gil_scoped_release release;
+  engine.Send(peer, tag, data, bytes, what, request.Done());
   return request;
 }
 
@@ -445,11 +448,11 @@ NB_MODULE(_engine, m) {
           nb::arg("array"), nb::arg("out"), nb::arg("what"))
       .def(
           "agree",
-          [](Engine& engine, const std::string& what, double samples) {
+          [](Engine& engine, const std::string& what, double samples, bool patient) {
             const nb::gil_scoped_release release;
-            return engine.Agree(what, samples, CheckSignals);
+            return engine.Agree(what, samples, CheckSignals, patient);
           },
-          nb::arg("what"), nb::arg("samples") = 0.0)
+          nb::arg("what"), nb::arg("samples") = 0.0, nb::arg("patient") = false)
       .def(
           "fail",
           [](Engine& engine, const std::string& message) {

@@ -229,9 +229,12 @@ class Engine:
             self.core.broadcast(_bits(target), root, what)
         return target
 
-    def agree(self, what: str, samples: float = 0.0) -> list[float]:
-        """Wait for all ranks at `what`, the same on each; every rank's `samples`, in rank order."""
-        return [samples] if self.core is None else list(self.core.agree(what, samples))
+    def agree(self, what: str, samples: float = 0.0, *, patient: bool = False) -> list[float]:
+        """Wait for all ranks at `what`, the same on each; every rank's `samples`, in rank order.
+
+        `patient` waits without a deadline: for ranks that may be at work of their own.
+        """
+        return [samples] if self.core is None else list(self.core.agree(what, samples, patient))
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order (pickled)."""

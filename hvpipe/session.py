@@ -77,7 +77,8 @@ class Session:
 
     def close(self) -> None:
         """Write the trace and the summary, let what is under way end, free everything; all ranks together."""
-        self.engine.agree("shutdown")
+        # A rank that goes on by itself, exporting the model, say, is not to be ended by those that are done.
+        self.engine.agree("shutdown", patient=True)
         if self.sampler is not None:
             from hvpipe.closing import report_run
 

@@ -65,6 +65,10 @@ def test_all_reduce_keeps_the_shape(shape: tuple[int, ...]) -> None:
     assert (found == 1.5 * hvpipe.size()).all()
 
 
+def test_an_average_of_halves_whose_sum_is_more_than_they_hold() -> None:
+    assert (hvpipe.allreduce(np.full(1000, 40_000, np.float16)) == 40_000).all()
+
+
 def test_all_reduce_in_place_and_into_another_array() -> None:
     mine = part(hvpipe.rank(), 5000, "float32").reshape(50, 100)
     wanted = hvpipe.allreduce(mine, op="sum")

@@ -139,10 +139,11 @@ def test_an_abort_that_hangs_keeps_nobody_from_the_error(libraries: Libraries, m
     assert time.monotonic() - start < 30  # the abort takes 60
 
 
-def test_the_others_do_not_fail_where_one_rank_leaves_late(libraries: Libraries) -> None:
-    """As rank 0 does that writes a long trace: NCCL waits for it, but not for ever."""
+@pytest.mark.parametrize("way", WAYS)
+def test_the_others_do_not_fail_where_one_rank_leaves_late(libraries: Libraries, way: str) -> None:
+    """As rank 0 does that writes a long trace: NCCL and MPI wait for it, but not for ever."""
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=2.0)
+    engine = open_engine(libraries, way, timeout_s=2.0)
     engine.use_device()
     if hvpipe.rank() == 0:
         time.sleep(5)

@@ -191,6 +191,12 @@ def test_after_a_failure_nothing_begins(engine: Engine) -> None:
             call()
 
 
+def test_the_others_wait_where_one_rank_may_be_at_work_of_its_own(engine: Engine) -> None:
+    if is_last():
+        time.sleep(2 * TIMEOUT_S)
+    engine.agree("shutdown", patient=True)
+
+
 def test_after_the_end_nothing_begins(engine: Engine) -> None:
     engine.agree("shutdown")
     engine.stop()
