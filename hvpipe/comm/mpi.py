@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _CLOCK_ROUNDS = 32
+_MOST_BYTES = 1 << 30
+"""In one call of MPI, whose counts and places are ints."""
 
 
 class MpiWorld:
@@ -46,6 +48,8 @@ class MpiWorld:
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         lengths = array("q", bytes(8 * self.size))
         self._wait(self._comm.Iallgather(array("q", [len(payload)]), lengths), "all-gather of lengths")
+        if sum(lengths) > _MOST_BYTES:
+            return [self.broadcast_object(value, root) for root in range(self.size)]
         received = bytearray(sum(lengths))
         target = [received, list(lengths), self._mpi.BYTE]
         self._wait(self._comm.Iallgatherv([payload, self._mpi.BYTE], target), "all-gather of objects")
@@ -65,9 +69,10 @@ class MpiWorld:
         self._wait(self._comm.Ibcast(length, root), f"broadcast of a length from rank {root}")
         if not is_root:
             payload = bytearray(length[0])
-        self._wait(
-            self._comm.Ibcast([payload, self._mpi.BYTE], root), f"broadcast of an object from rank {root}"
-        )
+        view = memoryview(payload)
+        for start in range(0, len(view), _MOST_BYTES):
+            part = [view[start : start + _MOST_BYTES], self._mpi.BYTE]
+            self._wait(self._comm.Ibcast(part, root), f"broadcast of an object from rank {root}")
         return value if is_root else pickle.loads(payload)
 
     def barrier(self) -> None:

@@ -41,6 +41,12 @@ def test_every_root_can_broadcast(comm: World) -> None:
         assert comm.broadcast_object(("from", comm.rank), root) == ("from", root)
 
 
+def test_objects_of_more_bytes_than_one_call_of_mpi_takes(comm: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hvpipe.comm.mpi._MOST_BYTES", 1000)
+    mine = [comm.rank] * (2000 + comm.rank)
+    assert comm.allgather_object(mine) == [[rank] * (2000 + rank) for rank in range(comm.size)]
+
+
 def test_a_root_outside_the_world(comm: World) -> None:
     with pytest.raises(HvpipeError, match=f"Received: root={comm.size}"):
         comm.broadcast_object(1, root=comm.size)
