@@ -21,7 +21,7 @@ from bench.record import last_words
 from bench.software import differences
 
 LEAST_CHANGE = 0.05  # smaller ones are not reported, however quiet the machine
-BETWEEN_ROUNDS = 0.05  # a round's standard deviation where too few cases tell; 21 of results/full: 0.052
+BETWEEN_ROUNDS = 0.05  # a round's standard deviation where too few cases tell; 10 of results/full: 0.055
 _LEAST_REPEATED = 4  # cases with several rounds, below which their scatter tells nothing
 _FALSE_ALARMS = 0.05  # the chance that any case of two equal evaluations is called slower or faster
 

@@ -28,6 +28,7 @@ from bench.usage import Usage, usage_of
 STALE = "hvpipe-stale"
 NATIVE = ("tf-ps", "tf-mwms", "tf-mwms-tuned")
 BEST_NATIVE = "best native TensorFlow"
+SYNCHRONOUS_NATIVE = tuple(name for name in NATIVE if not SYSTEMS[name].asynchronous)
 COMMUNICATION_BOUND_BITS_PER_S = 1e9  # links up to this rate count as limited by communication
 
 LinksRate = Literal["set", "measured", ""]

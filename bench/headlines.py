@@ -9,6 +9,7 @@ from bench.figures import (
     ALONE,
     BEST_NATIVE,
     NATIVE,
+    SYNCHRONOUS_NATIVE,
     CaseFigures,
     Comparison,
     Means,
@@ -28,6 +29,7 @@ from bench.record import Case
 OURS = "hvpipe-step"
 _AGAINST = (
     (BEST_NATIVE, NATIVE),
+    ("best native TensorFlow that trains the same", SYNCHRONOUS_NATIVE),
     ("Horovod, tuned", ("horovod-tuned",)),
     ("Horovod", ("horovod",)),
     ("hvpipe without overlap", ("hvpipe-none",)),

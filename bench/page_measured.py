@@ -79,7 +79,7 @@ def case_by_case(outcome: Outcome, rows: list[CaseFigures]) -> str:
     found = {(title, each.group): each for title, compared in against.items() for each in compared}
     groups = [group for group in by_group(rows) if any((title, group) in found for title in against)]
     lines = [
-        [group, *(_saved(found.get((title, group)), title == BEST_NATIVE) for title in against)]
+        [group, *(_saved(found.get((title, group)), title.startswith(BEST_NATIVE)) for title in against)]
         for group in groups
     ]
     words = (

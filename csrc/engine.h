@@ -61,6 +61,8 @@ class Engine {
   const EngineOptions& options() const { return options_; }
   EventLog& log() { return log_; }
   Counters counters() const { return counters_; }
+  // How many callers stand and wait for a message; they count themselves.
+  std::shared_ptr<std::atomic<int>> awaited() const { return awaited_; }
 
   // Makes the fused buffers of a set of buckets that are reduced together each step, in this order.
   // `signature` must be equal on all ranks; that is checked at every step. Not collective.
@@ -253,6 +255,7 @@ class Engine {
   std::vector<std::unique_ptr<Plan>> plans_;  // null: removed
   int buckets_ = 0;
   std::atomic<int> blocking_calls_{0};
+  const std::shared_ptr<std::atomic<int>> awaited_ = std::make_shared<std::atomic<int>>(0);
   std::atomic<bool> stopped_{false};
   std::unique_ptr<Progress> progress_;
 };

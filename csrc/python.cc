@@ -9,6 +9,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
@@ -98,7 +99,8 @@ void CallOn(const Call& call, const Arrays&... arrays) {
 // Something under way that the engine will end; holds what it is about until then.
 class Request {
  public:
-  Request() : waiter_(std::make_shared<Waiter>()) {}
+  explicit Request(const Engine& engine)
+      : waiter_(std::make_shared<Waiter>()), awaited_(engine.awaited()) {}
   ~Request() {
     if (source.is_valid() && !waiter_->set_without_error()) Keep(source);
   }
@@ -108,17 +110,25 @@ class Request {
     return [waiter = waiter_](const Error* error) { waiter->Set(error); };
   }
   bool done() const { return waiter_->set(); }
-  void Wait() const { waiter_->Wait(); }
+  void Wait() const {
+    struct Counted {
+      std::atomic<int>& count;
+      explicit Counted(std::atomic<int>& of) : count(of) { ++count; }
+      ~Counted() { --count; }
+    } const counted(*awaited_);
+    waiter_->Wait();
+  }
 
   nb::object source;                               // of a send
   std::shared_ptr<hvpipe::AlignedBuffer> arrived;  // of a receive
 
  private:
   std::shared_ptr<Waiter> waiter_;
+  std::shared_ptr<std::atomic<int>> awaited_;
 };
 
 Request Send(Engine& engine, const InArray& array, int peer, int tag, const std::string& what) {
-  Request request;
+  Request request(engine);
   request.source = nb::cast(array);
   const void* const data = array.data();
   const std::size_t bytes = array.nbytes();
@@ -128,7 +138,7 @@ Request Send(Engine& engine, const InArray& array, int peer, int tag, const std:
 }
 
 Request Receive(Engine& engine, std::size_t bytes, int peer, int tag, const std::string& what) {
-  Request request;
+  Request request(engine);
   request.arrived = engine.Receive(peer, tag, bytes, what, request.Done());
   return request;
 }
@@ -148,7 +158,7 @@ nb::ndarray<nb::numpy, std::uint8_t, nb::ndim<1>> Arrived(const Request& request
 Request GroupAllReduce(Engine& engine, int group, const OutArray& array, const std::string& dtype_name,
                        const std::string& what) {
   const DType dtype = ParseDType(dtype_name);
-  Request request;
+  Request request(engine);
   request.source = nb::cast(array);
   engine.GroupAllReduce(group, array.data(), array.nbytes() / hvpipe::SizeOf(dtype), dtype, what,
                         request.Done());
