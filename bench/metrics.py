@@ -92,7 +92,7 @@ def format_size(size_bytes: int) -> str:
 def format_time(seconds: float) -> str:
     """Three figures in the unit that fits."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
+        if seconds >= 0.9995 * scale:  # no 1e+03 of the next smaller unit
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
 

@@ -85,6 +85,10 @@ def test_figures_are_written_short() -> None:
     ]
 
 
+def test_what_rounds_up_to_the_next_unit_is_told_in_it() -> None:
+    assert [metrics.format_time(s) for s in (0.9996, 0.9994, 0.9996e-3)] == ["1 s", "999 ms", "1 ms"]
+
+
 def test_repetitions_fill_a_sample() -> None:
     assert metrics.repetitions(0.02, 0.001) == 20
     assert metrics.repetitions(0.02, 1.0) == 1
