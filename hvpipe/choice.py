@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from hvpipe.data_parallel_forecast import data_parallel
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast import Forecast, forecast
-from hvpipe.plan.partition import partition
+from hvpipe.plan.partition import check_stages, fitting, partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import Group, grouped, groupings, ungrouped
 from hvpipe.plan.shortage import amount
+from hvpipe.plan.spans import Spans
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.topology import Cluster
 
-# Of more devices than this, not every number of stages is tried.
-_FEW = 8
+# Of more devices than this, not every number of stages is tried, and not all hybrids grow.
+_FEW, _GROWING = 8, 2
+
+_LACKS = "lacks memory for stages on several devices"
 
 
 @dataclass(frozen=True)
@@ -32,19 +35,29 @@ class Candidate:
 
 
 def candidates(
-    profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None = None
+    profile: Profile,
+    cluster: Cluster,
+    pipelining: Pipelining,
+    stages: int | None = None,
+    samples: int | None = None,
 ) -> list[Candidate]:
     """The best of every mode, the fastest first; modes that do not fit last.
 
-    Several samples make a micro-batch, and a step has `pipelining.microbatches` of them in each mode.
-    With `stages`, pipelines and hybrids have so many.
+    Several samples make a micro-batch, and a step has `pipelining.microbatches` of them in each mode; of
+    `samples` in all, where that is given, the profile's are the largest. With `stages`, pipelines and hybrids
+    have so many.
     """
-    found = [candidate(mode, profile, cluster, pipelining, stages) for mode in MODES]
+    found = [candidate(mode, profile, cluster, pipelining, stages, samples) for mode in MODES]
     return sorted(found, key=lambda one: one.forecast.step_s if one.forecast else float("inf"))
 
 
 def candidate(
-    mode: str, profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None = None
+    mode: str,
+    profile: Profile,
+    cluster: Cluster,
+    pipelining: Pipelining,
+    stages: int | None = None,
+    samples: int | None = None,
 ) -> Candidate:
     """The best found of one mode."""
     if mode not in MODES:
@@ -52,7 +65,7 @@ def candidate(
     best: Forecast | None = None
     refused = ""
     try:
-        for tried in MODES[mode](profile, cluster, pipelining, stages):
+        for tried in MODES[mode](profile, cluster, pipelining, stages, samples):
             if missing := tried.shortages(cluster):
                 refused = refused or _missing(missing)
             elif best is None or tried.step_s < best.step_s * (1 - 1e-9):
@@ -74,39 +87,49 @@ def choose(profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: i
 
 
 def _data(
-    profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None
+    profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None, samples: int | None
 ) -> Iterator[Forecast]:
     """The whole share at once; or micro-batch by micro-batch, which stashes less and shares less finely."""
-    yield data_parallel(profile, cluster, pipelining)
+    yield data_parallel(profile, cluster, pipelining, samples)
     if pipelining.chunks == 1:
         everywhere = tuple(device.name for device in cluster.devices)
         placement = [(everywhere, range(len(profile.layers)))]
-        yield from _foreseen(Plan.of(profile, cluster, placement, pipelining, "data"), profile, cluster)
+        one = _foreseen(Plan.of(profile, cluster, placement, pipelining, "data"), profile, cluster)
+        if isinstance(one, str):
+            raise PlanError(one)
+        yield one
 
 
 def _pipelines(
-    profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None
+    profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None, samples: int | None
 ) -> Iterator[Forecast]:
-    """The greedy partition for each number of stages; of many, for those that `_next_count` names."""
-    if stages is not None:
-        yield forecast(partition(profile, cluster, stages, pipelining), profile, cluster)
-        return
+    """The greedy partition for each number of stages; of many, for those that `_next_count` names.
+
+    Where none fits, PlanError says why for the largest number.
+    """
     chunks = pipelining.chunks
     most = min(len(cluster.devices), len(profile.layers) // chunks, pipelining.microbatches)
-    refused: PlanError | None = None
+    if stages is None and most == 0:
+        raise PlanError(
+            "An interleaved pipeline should have a layer for each chunk. "
+            f"Received: layers={len(profile.layers)}, chunks={chunks}"
+        )
+    spans = Spans(profile)
     steps_s: dict[int, float] = {}
-    while count := _next_count(steps_s, most, cluster):
+    while stages is None and (count := _next_count(steps_s, most, cluster)):
         steps_s[count] = math.inf
-        try:
-            one = forecast(partition(profile, cluster, count * chunks, pipelining), profile, cluster)
-        except PlanError as error:
-            refused = error
+        if count * chunks < pipelining.least_stages:
             continue
+        plan = fitting(profile, cluster, count * chunks, pipelining, spans)
+        if plan is None:
+            continue
+        one = forecast(plan, profile, cluster)
         if not one.shortages(cluster):
             steps_s[count] = one.step_s
-        yield one
-    if refused is not None:
-        raise refused
+            yield one
+    if all(map(math.isinf, steps_s.values())):
+        last = partition(profile, cluster, most * chunks if stages is None else stages, pipelining)
+        yield forecast(last, profile, cluster).check_memory(cluster)
 
 
 def _next_count(steps_s: dict[int, float], most: int, cluster: Cluster) -> int:
@@ -129,63 +152,96 @@ def _next_count(steps_s: dict[int, float], most: int, cluster: Cluster) -> int:
 
 
 def _hybrids(
-    profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None
+    profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None, samples: int | None
 ) -> Iterator[Forecast]:
-    """Stages with replicas: whole pipelines side by side, and where the next device helps most."""
+    """Stages with replicas; where there are none, PlanError says why."""
     if pipelining.chunks > 1:
         raise PlanError("A stage with replicas needs a schedule without chunks.")
-    most = min(len(cluster.devices), len(profile.layers), pipelining.microbatches)
-    for count in _counts(most)[1:] if stages is None else [stages]:
-        if count < pipelining.least_stages:
-            continue
+    if pipelining.microbatches < 2:
+        raise PlanError("There should be a micro-batch for each replica of a stage. Received: microbatches=1")
+    if stages is None:
+        devices = len(cluster.devices)
+        most = min(devices, len(profile.layers), pipelining.microbatches)
+        counts = [count for count in _hybrid_counts(devices, most) if count >= pipelining.least_stages]
+    else:
+        check_stages(profile, cluster, stages, pipelining)
+        counts = [stages]
+    refused = []
+    for tried in _layouts(profile, cluster, pipelining, counts):
+        if isinstance(tried, Forecast):
+            yield tried
+        else:
+            refused.append(tried)
+    if refused:
+        raise PlanError(_LACKS if _LACKS in refused else refused[0])
+
+
+def _layouts(
+    profile: Profile, cluster: Cluster, pipelining: Pipelining, counts: Sequence[int]
+) -> Iterator[Forecast | str]:
+    """Whole pipelines side by side, of each number of stages; then those that grow device by device.
+
+    Of many numbers the best ones grow, and those that are too many for two whole pipelines.
+    """
+    steps_s = dict.fromkeys(counts, math.inf)
+    for count in counts:
         for groups in groupings(cluster, count):
-            yield from _cut(profile, cluster, pipelining, groups)
-        if count < len(cluster.devices):
-            yield from _grown(profile, cluster, pipelining, count)
+            tried = _cut(profile, cluster, pipelining, groups)
+            if isinstance(tried, Forecast) and not tried.shortages(cluster):
+                steps_s[count] = min(steps_s[count], tried.step_s)
+            yield tried
+    devices = len(cluster.devices)
+    growing = [count for count in counts if count < devices]
+    if max(counts, default=0) > _FEW:
+        best = sorted(growing, key=lambda count: (steps_s[count], -count))[:_GROWING]
+        growing = [count for count in growing if count in best or 2 * count > devices]
+    for count in growing:
+        yield from _grown(profile, cluster, pipelining, count)
 
 
-def _cut(
-    profile: Profile, cluster: Cluster, pipelining: Pipelining, groups: list[Group]
-) -> Iterator[Forecast]:
-    """The greedy partition on groups of devices, each in the place of one device."""
-    if max(map(len, groups)) > pipelining.microbatches:
-        return
-    try:
-        plan = partition(profile, grouped(cluster, groups), len(groups), pipelining)
-    except PlanError:
-        return
-    yield from _foreseen(ungrouped(plan, profile, cluster, groups), profile, cluster)
+def _cut(profile: Profile, cluster: Cluster, pipelining: Pipelining, groups: list[Group]) -> Forecast | str:
+    """The greedy partition on groups of devices, each in the place of one device; or why there is none."""
+    largest = max(map(len, groups))
+    if largest > pipelining.microbatches:
+        return f"{largest} devices of a stage need as many micro-batches: there are {pipelining.microbatches}"
+    plan = fitting(profile, grouped(cluster, groups), len(groups), pipelining)
+    if plan is None:
+        return _LACKS
+    return _foreseen(ungrouped(plan, profile, cluster, groups), profile, cluster)
 
 
-def _grown(profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int) -> Iterator[Forecast]:
+def _grown(
+    profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int
+) -> Iterator[Forecast | str]:
     """From a pipeline of single devices: each further device goes to the busiest stage, then all is cut anew.
 
     Of the devices left the fastest goes first. The cuts may move, and stages change places.
     """
-    try:
-        plan = partition(profile, cluster, stages, pipelining)
-    except PlanError:
+    plan = fitting(profile, cluster, stages, pipelining)
+    if plan is None:
+        yield _LACKS
         return
     left = sorted(
         (device for device in cluster.devices if device.name not in plan.ranks),
         key=lambda device: -device.speed,
     )
     for device in left:
-        busiest = max(range(stages), key=lambda stage: plan.stages[stage].cost.total_s)
+        times_s = [stage.cost.total_s for stage in plan.stages]
+        busiest = times_s.index(max(times_s))
         placement = plan.placement(profile)
         devices, places = placement[busiest]
         placement[busiest] = ((*devices, device.name), places)
         plan = Plan.of(profile, cluster, placement, pipelining, "hybrid")
-        yield from _foreseen(plan, profile, cluster)
-        yield from _cut(profile, cluster, pipelining, [stage.devices for stage in plan.stages])
+        yield _foreseen(plan, profile, cluster)
+        yield _cut(profile, cluster, pipelining, [stage.devices for stage in plan.stages])
 
 
-def _foreseen(plan: Plan, profile: Profile, cluster: Cluster) -> Iterator[Forecast]:
-    """The plan's forecast; none where a replica gets no micro-batch."""
+def _foreseen(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast | str:
+    """The plan's forecast; or why there is none, where a replica gets no micro-batch."""
     try:
-        yield forecast(plan, profile, cluster)
-    except HvpipeError:
-        return
+        return forecast(plan, profile, cluster)
+    except HvpipeError as error:
+        return str(error)
 
 
 def _counts(most: int) -> list[int]:
@@ -195,12 +251,18 @@ def _counts(most: int) -> list[int]:
     return sorted({*(2**power for power in range(most.bit_length())), most})
 
 
+def _hybrid_counts(devices: int, most: int) -> list[int]:
+    """Numbers of stages to try, 2 to `most`: those of `_counts`, and where few of the devices stay idle."""
+    even = {devices // replicas for replicas in range(2, devices // 2 + 1)}
+    return sorted(count for count in {*even, *_counts(most)} if 2 <= count <= most)
+
+
 def _missing(missing: dict[str, int]) -> str:
     worst = max(missing, key=lambda name: missing[name])
     return f"lacks memory on {len(missing)} devices; on {worst} {amount(missing[worst])}"
 
 
-MODES: dict[str, Callable[[Profile, Cluster, Pipelining, int | None], Iterator[Forecast]]] = {
+MODES: dict[str, Callable[[Profile, Cluster, Pipelining, int | None, int | None], Iterator[Forecast]]] = {
     "data": _data,
     "pipeline": _pipelines,
     "hybrid": _hybrids,

@@ -1,9 +1,9 @@
 """The command `hvpipe`: run, top, doctor, report, profile, plan, bench.
 
-Exit codes: 0 all is well; 1 `doctor` found a problem, `top` found no job, a file cannot be read, or no plan
-fits; 2 wrong usage, or the run could not be started, or `profile` found no model that it can measure;
-otherwise `run` and `profile` return what mpirun returned, 128 + n after signal n. `bench` has
-codes of its own: 1 where rounds failed or `compare` found a regression.
+Exit codes: 0 all is well; 1 `doctor` found a problem, `top` found no job, a file cannot be read, or `plan`
+found nothing that fits or refuses an option's value; 2 other wrong usage, or the run could not be started, or
+`profile` found no model that it can measure; otherwise `run` and `profile` return what mpirun returned,
+128 + n after signal n. `bench` has codes of its own: 1 where rounds failed or `compare` found a regression.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from hvpipe.launch_options import add_launch_options
 from hvpipe.trace import Trace
 
 _EPILOG = """exit codes: 0 ok; 1 doctor found a problem, top found no job, report or plan cannot read a file,
-or no plan fits; 2 wrong usage, the run could not be started, or profile found no model that it can measure;
-otherwise run and profile return mpirun's exit code, 128 + n after signal n"""
+or plan found nothing that fits or refuses an option's value; 2 other wrong usage, the run could not be
+started, or profile found no model that it can measure; otherwise run and profile return mpirun's exit code,
+128 + n after signal n"""
 
 # As in the names "python3" and "python3.11".
 _VERSIONS = (str(sys.version_info.major), f"{sys.version_info.major}.{sys.version_info.minor}")
@@ -179,9 +180,8 @@ def _plan(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         profile = plan_command.read_profile(
             options.profile, microbatches, options.batch_size, options.graph_batch_size
         )
-        return plan_command.Question(
-            profile, cluster, pipelining, options.stages, options.mode, options.method, options.seed
-        )
+        asked = (options.stages, options.mode, options.method, options.seed)
+        return plan_command.Question(profile, cluster, pipelining, *asked, samples=options.batch_size)
 
     if options.microbatches != "auto":
         question = ask(options.microbatches)
@@ -195,7 +195,7 @@ def _plan(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.png is not None:
         draw_timeline(given.chosen.trace, options.png, plan_report.title(given))
     if options.json:
-        print(json.dumps(plan_report.to_json(given), indent=1))
+        print(json.dumps(plan_report.to_json(given, explained=options.explain), indent=1))
         return 0
     columns = max(40, shutil.get_terminal_size((120, 24)).columns - 16)
     colours = _has_colours(environ)

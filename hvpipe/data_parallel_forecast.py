@@ -47,9 +47,12 @@ def _updates(
                 yield Event("update", "update", rank, "compute", start_s, free_s, {"kind": "U"})
 
 
-def data_parallel(profile: Profile, cluster: Cluster, pipelining: Pipelining) -> Forecast:
+def data_parallel(
+    profile: Profile, cluster: Cluster, pipelining: Pipelining, samples: int | None = None
+) -> Forecast:
     """Foretell one step of the batch of all micro-batches, on all devices; the plan has one stage.
 
+    The batch has so many `samples`; where that is not said, all micro-batches are as large as the profile's.
     Each device's share is in samples, in proportion to its speed, and is run at once: its times and what it
     saves are the profile's, scaled. When a bucket of gradients is final on all devices it is reduced around
     the ring of all, 2 (n - 1) / n of its bytes over the slowest link, beside the rest of the backward; the
@@ -62,7 +65,8 @@ def data_parallel(profile: Profile, cluster: Cluster, pipelining: Pipelining) ->
             f"Received: recompute={pipelining.recompute}"
         )
     devices = cluster.devices
-    samples = profile.batch_size * pipelining.microbatches
+    if samples is None:
+        samples = profile.batch_size * pipelining.microbatches
     shares = whole_shares(samples, [device.speed for device in devices])
     if min(shares) < 1:
         raise PlanError(

@@ -29,7 +29,9 @@ def draw(trace: Trace, columns: int = 100, colours: bool = False) -> str:
     devices = trace.metadata.get("devices", [])
     names = {rank: str(devices[rank]) if rank < len(devices) else f"rank {rank}" for rank in ranks}
     width = max(map(len, names.values()))
-    plain = all(event.args.get("stage") == event.rank for event in events if event.category != "wait")
+    # Waits and updates are of no single stage.
+    of_stages = [event for event in events if event.category in ("forward", "backward")]
+    plain = all(event.args.get("stage") == event.rank for event in of_stages)
     lines = []
     for rank in ranks:
         cells = _cells(events, rank, plain, columns)

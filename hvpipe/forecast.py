@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 from hvpipe.dataflow import Dataflow, Message
 from hvpipe.errors import PlanError
+from hvpipe.plan.placement import stage_costs
+from hvpipe.plan.shortage import say_missing
 from hvpipe.plan.stages import DATA_PARALLEL, Plan
 from hvpipe.profile import Profile
 from hvpipe.reduction import Backward, Gradients, Ring, reduce_beside
@@ -49,15 +51,26 @@ class Forecast:
                 missing[name] = size_bytes - limit_bytes
         return missing
 
+    def check_memory(self, cluster: Cluster) -> Forecast:
+        """The forecast itself; PlanError where memory does not suffice: it says what each device lacks."""
+        if missing := self.shortages(cluster):
+            needed = dict(zip(self.plan.ranks, self.memory_bytes, strict=True))
+            raise PlanError(
+                "The memory of every device should hold its stage. "
+                f"Received: method={self.plan.method!r}; {say_missing(missing, needed)}"
+            )
+        return self
+
 
 def forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
     """Foretell a step of the plan; PlanError where it is of another model or cluster.
 
     A pipeline is simulated: computing on every device, and beside it the transfers between stages, each skip
-    connection on a way of its own; all that leaves or enters a host shares its link. The gradients of each
-    stage's replicas are reduced beside their last backward, and between hosts travel while transfers leave
-    the links free. Then each device updates its weights. Where stages are no runs of consecutive layers there
-    is no pipeline: the whole batch passes once, as in the native mode.
+    connection on a way of its own; all that leaves or enters a host shares its link. The gradients of a
+    stage's replicas are reduced when their last backward is over, beside what other stages compute, and
+    between hosts travel while transfers leave the links free. Then each device updates its weights. Where
+    stages are no runs of consecutive layers there is no pipeline: the whole batch passes once, as in the
+    native mode.
     """
     plan.check(profile, cluster)
     if not plan.contiguous:
@@ -72,7 +85,7 @@ def forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
     trace = replace(foreseen.trace, events=(*foreseen.trace.events, *reduces, *updates), metadata=metadata)
     updating_s = {event.rank: event.duration_s for event in updates}
     busy_s = tuple(busy + updating_s.get(rank, 0.0) for rank, busy in enumerate(foreseen.busy_s))
-    return Forecast(plan, step_s, busy_s, _memory_bytes(plan, profile, schedule), trace)
+    return Forecast(plan, step_s, busy_s, _memory_bytes(plan, profile, cluster, schedule), trace)
 
 
 def schedule_of(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -178,7 +191,9 @@ def _reduces(
     gradients = {}
     for number, (devices, places) in enumerate(plan.placement(profile)):
         if len(devices) > 1:
-            backwards = [Backward(last[rank].start_s, last[rank].end_s) for rank in schedule.ranks_of(number)]
+            # A micro-batch's backward is one graph: all gradients of a stage are final when the last is over.
+            ends_s = [last[rank].end_s for rank in schedule.ranks_of(number)]
+            backwards = [Backward(end_s, end_s) for end_s in ends_s]
             layers = [profile.layers[place] for place in places]
             gradients[number] = Gradients(layers, backwards, Ring.of(cluster, devices))
     for number, start_s, end_s, size_bytes in reduce_beside(gradients, foreseen.taken):
@@ -207,19 +222,23 @@ def _updates(
         yield Event("update", "update", rank, "compute", start_s, end_s, {"kind": "U"})
 
 
-def _memory_bytes(plan: Plan, profile: Profile, schedule: Schedule) -> tuple[int, ...]:
-    """What each rank needs at its peak: weights, gradients, slots, and what the schedule has it stash."""
-    received, saved = [], []
-    for stage, (_, places) in zip(plan.stages, plan.placement(profile), strict=True):
-        received.append(stage.cost.receive_bytes)
-        saved.append(sum(profile.layers[place].saved_bytes for place in places))
+def _memory_bytes(plan: Plan, profile: Profile, cluster: Cluster, schedule: Schedule) -> tuple[int, ...]:
+    """What each rank needs at its peak: weights, gradients, slots, and what the schedule has it stash.
+
+    By the profile, whose micro-batches may be of another size than those that were planned for.
+    """
+    placement = plan.placement(profile)
+    costs = stage_costs(profile, cluster, placement, plan.pipelining)
+    saved = [sum(profile.layers[place].saved_bytes for place in places) for _, places in placement]
     again = [plan.pipelining.recomputes(stage) for stage in range(len(saved))]
-    kept = [r + (0 if twice else s) for r, s, twice in zip(received, saved, again, strict=True)]
+    kept = [
+        cost.receive_bytes + (0 if twice else s) for cost, s, twice in zip(costs, saved, again, strict=True)
+    ]
     stash = peak_stash(schedule, kept)
     sizes = []
     for rank, stash_bytes in enumerate(stash):
         stages = schedule.stages_of(rank)
-        state_bytes = sum(plan.stages[stage].cost.state_bytes for stage in stages)
+        state_bytes = sum(costs[stage].state_bytes for stage in stages)
         anew_bytes = max((saved[stage] for stage in stages if again[stage]), default=0)
         sizes.append(state_bytes + int(stash_bytes) + anew_bytes)
     return tuple(sizes)

@@ -69,12 +69,19 @@ def measure_links(
 
 @contextmanager
 def _repeated(work: Callable[[], object] | None) -> Iterator[None]:
-    """Calls `work`, if any, over and over on a thread of its own meanwhile."""
+    """Calls `work`, if any, over and over on a thread of its own meanwhile; its error comes at the end."""
+    if work is None:
+        yield
+        return
     ended = threading.Event()
+    failed: list[Exception] = []
 
     def repeat() -> None:
-        while work is not None and not ended.is_set():
-            work()
+        try:
+            while not ended.is_set():
+                work()
+        except Exception as error:
+            failed.append(error)
 
     thread = threading.Thread(target=repeat, name="hvpipe links", daemon=True)
     thread.start()
@@ -83,6 +90,8 @@ def _repeated(work: Callable[[], object] | None) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+    if failed:
+        raise failed[0]
 
 
 def _one_way_s(

@@ -12,9 +12,7 @@ from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast import Forecast, forecast
 from hvpipe.plan.baselines import BASELINES, baseline, is_random, random_plans
 from hvpipe.plan.exact import exact
-from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import Pipelining
-from hvpipe.plan.shortage import say_missing
 from hvpipe.profile import Profile, read_pipedream
 from hvpipe.topology import Cluster
 
@@ -28,7 +26,8 @@ class Question:
     """What is asked: a model, a cluster, and how to plan.
 
     `mode` is one of MODES or "auto"; `method` makes the pipeline; without `stages` the best number is looked
-    for. `seed` is for the random methods.
+    for. `seed` is for the random methods. A step has so many `samples`: else as many as the micro-batches, if
+    all are as large as the profile's.
     """
 
     profile: Profile
@@ -38,6 +37,7 @@ class Question:
     mode: str = "pipeline"
     method: str = "greedy"
     seed: int = 0
+    samples: int | None = None
 
 
 @dataclass(frozen=True)
@@ -86,21 +86,21 @@ def answer(question: Question, *, with_baselines: bool = True) -> Answer:
     """Plan, and foretell the step; PlanError where memory does not suffice, HvpipeError for bad input."""
     _check(question)
     profile, cluster, pipelining = question.profile, question.cluster, question.pipelining
+    stages, samples = question.stages, question.samples
     found: tuple[Candidate, ...] = ()
     if question.method != "greedy":
-        chosen = _by_method(question)
-        _check_memory(chosen, question)
+        chosen = _by_method(question).check_memory(cluster)
     else:
         if question.mode == "auto":
-            found = tuple(candidates(profile, cluster, pipelining, question.stages))
+            found = tuple(candidates(profile, cluster, pipelining, stages, samples))
         else:
-            found = (candidate(question.mode, profile, cluster, pipelining, question.stages),)
+            found = (candidate(question.mode, profile, cluster, pipelining, stages, samples),)
         chosen = _best(found, question)
     others: dict[str, Forecast | None] = {}
     fitting: dict[str, int] = {}
     if with_baselines:
         if chosen.plan.method != "greedy":
-            others["greedy"] = candidate("pipeline", profile, cluster, pipelining, question.stages).forecast
+            others["greedy"] = candidate("pipeline", profile, cluster, pipelining, stages).forecast
         for name in BASELINES:
             if name != question.method:
                 others[name], fitting[name] = _baseline(name, question)
@@ -148,6 +148,11 @@ def _check(question: Question) -> None:
     stages, how = question.stages, question.pipelining
     if stages is not None and stages < 1:
         raise HvpipeError(f"stages should be at least 1. Received: stages={stages}")
+    if stages is not None and stages > 1 and question.mode == "data":
+        raise HvpipeError(
+            "Data parallel has one stage: leave the stages out, or choose another mode. "
+            f"Received: mode='data', stages={stages}"
+        )
     if stages is not None and stages > how.microbatches * how.chunks:
         raise HvpipeError(
             "A step should have at least as many micro-batches as a pipeline has devices, or some of them "
@@ -155,20 +160,11 @@ def _check(question: Question) -> None:
         )
 
 
-def _check_memory(chosen: Forecast, question: Question) -> None:
-    if missing := chosen.shortages(question.cluster):
-        needed = dict(zip(chosen.plan.ranks, chosen.memory_bytes, strict=True))
-        raise PlanError(
-            "The memory of every device should hold its stage. "
-            f"Received: method={question.method!r}; {say_missing(missing, needed)}"
-        )
-
-
 def _best(found: Sequence[Candidate], question: Question) -> Forecast:
     if found[0].forecast is not None:
         return found[0].forecast
-    if question.mode == "pipeline":  # says what is missing, and what would make it fit
-        partition(question.profile, question.cluster, question.stages, question.pipelining)
+    if question.mode == "pipeline":  # a message of its own: what is missing, and what would make it fit
+        raise PlanError(found[0].refused)
     raise PlanError(
         "The model should fit the devices. Received: "
         + "; ".join(f"{one.mode}: {one.refused}" for one in found)
@@ -176,14 +172,15 @@ def _best(found: Sequence[Candidate], question: Question) -> Forecast:
 
 
 def _all_stages(question: Question) -> int:
-    """The stages of a baseline: as asked for, else one (or all chunks) on every device."""
+    """The stages of a method that takes a number: as asked for, else one (or all chunks) on every device.
+
+    No more devices than there are micro-batches, or some would only wait.
+    """
     if question.stages is not None:
         return question.stages
     chunks = question.pipelining.chunks
-    most = min(len(question.cluster.devices), len(question.profile.layers) // chunks)
-    if chunks > 1:
-        most = min(most, question.pipelining.microbatches)
-    return most * chunks
+    devices, layers = len(question.cluster.devices), len(question.profile.layers)
+    return min(devices, layers // chunks, question.pipelining.microbatches) * chunks
 
 
 def _by_method(question: Question) -> Forecast:

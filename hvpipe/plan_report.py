@@ -12,8 +12,9 @@ from hvpipe.plan.stages import DATA_PARALLEL, Plan
 from hvpipe.plan_command import Answer, Question
 
 
-def to_json(given: Answer) -> dict[str, Any]:
-    """The plan, its forecast, and the steps of the others."""
+def to_json(given: Answer, *, explained: bool = False) -> dict[str, Any]:
+    """The plan, its forecast, and the steps of the others; and why each cut is where it is."""
+    explanation = {"explanation": _explanation(given)} if explained else {}
     return {
         "plan": given.chosen.plan.to_json(),
         "forecast": _figures(given.chosen),
@@ -23,7 +24,12 @@ def to_json(given: Answer) -> dict[str, Any]:
         ],
         "baselines": {name: one and _figures(one) for name, one in given.baselines.items()},
         "fitting": {name: count for name, count in given.fitting.items() if is_random(name)},
+        **explanation,
     }
+
+
+def _explanation(given: Answer) -> list[str]:
+    return explain(given.chosen.plan, given.question.profile, given.question.cluster)
 
 
 def _figures(one: Forecast) -> dict[str, Any]:
@@ -44,8 +50,7 @@ def to_text(given: Answer, drawing: Callable[[Forecast], str], *, explained: boo
     if given.chosen.trace.events:
         parts += ["", drawing(given.chosen).rstrip("\n")]
     if explained:
-        plan, question = given.chosen.plan, given.question
-        for line in explain(plan, question.profile, question.cluster):
+        for line in _explanation(given):
             parts += ["", *line.replace("; ", ";\n  ").splitlines()]
     if len(given.candidates) > 1:
         parts += ["", *_modes(given)]

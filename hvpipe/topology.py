@@ -37,11 +37,20 @@ class Device:
             raise HvpipeError(
                 f"speed of device {self.name!r} should be above 0. Received: speed={self.speed}"
             )
-        if self.memory_bytes is not None and self.memory_bytes < 0:
+        if self.memory_bytes is not None and not 0 <= self.memory_bytes < math.inf:
             raise HvpipeError(
                 f"memory_bytes of device {self.name!r} should be at least 0 or None. "
                 f"Received: memory_bytes={self.memory_bytes}"
             )
+        # As they come back from a file: fingerprints tell 1 from 1.0.
+        object.__setattr__(self, "speed", float(self.speed))
+        if self.memory_bytes is not None:
+            object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
+
+    @property
+    def room_bytes(self) -> float:
+        """The memory that training may use, infinite where there is no limit."""
+        return math.inf if self.memory_bytes is None else float(self.memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -61,6 +70,8 @@ class Link:
                 "bandwidth_bytes_per_s should be above 0. "
                 f"Received: bandwidth_bytes_per_s={self.bandwidth_bytes_per_s}"
             )
+        object.__setattr__(self, "latency_s", float(self.latency_s))
+        object.__setattr__(self, "bandwidth_bytes_per_s", float(self.bandwidth_bytes_per_s))
 
     def time_s(self, size_bytes: float, messages: int = 1) -> float:
         """The time of `size_bytes` in so many messages, one after the other."""
@@ -105,6 +116,11 @@ class Cluster:
                     f"A measured link should join two devices of the cluster ({', '.join(names)}). "
                     f"Received: between={[one, other]}"
                 )
+        pairs = Counter(frozenset(link[:2]) for link in self.measured)
+        if again := [sorted(pair) for pair, count in pairs.items() if count > 1]:
+            raise HvpipeError(
+                f"Two devices should have at most one measured link. Received: between={again[0]} twice"
+            )
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:

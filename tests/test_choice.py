@@ -9,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_graphs import chain, clusters, model, profiles
 
+from hvpipe import choice
 from hvpipe.choice import candidate, candidates, choose
 from hvpipe.data_parallel_forecast import data_parallel, whole_shares
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast import Forecast, schedule_of
+from hvpipe.plan import partition as partitioning
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import grouped, groupings
 from hvpipe.plan.stages import Plan
@@ -93,6 +95,15 @@ def test_unequal_devices_get_unequal_shares_of_the_batch() -> None:
         data_parallel(chain(3), equal_cluster(2), Pipelining(microbatches=1))
 
 
+def test_shares_are_of_the_samples_that_there_are() -> None:
+    """Regression: 10 samples in 4 micro-batches of up to 3 were planned, and advised, as 12."""
+    profile = replace(chain(3), batch_size=3)
+    for samples, shares in ((10, (5, 5)), (None, (6, 6))):
+        found = candidate("data", profile, equal_cluster(2), FOUR, samples=samples).forecast
+        assert found is not None
+        assert found.plan.stages[0].shares == shares
+
+
 def test_a_data_parallel_plan_has_no_schedule() -> None:
     """Regression: with fewer micro-batches than devices it failed with an error about these."""
     profile = replace(chain(3), batch_size=8)
@@ -169,6 +180,79 @@ def test_where_few_numbers_of_stages_fit_one_is_found() -> None:
     sizes = [40] + [20] * 8 + [0] * 3
     cluster = Cluster(tuple(Host(f"h{i}", (Device(f"h{i}", 1.0, size),)) for i, size in enumerate(sizes)))
     assert devices(of_mode("pipeline", chain(*[3] * 10, weight_bytes=10), cluster, 16)) == [1] * 9
+
+
+def test_why_nothing_fits_is_found_out_once_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each number of stages that did not fit was explained, for seconds, and that thrown away."""
+    asked = []
+    least_short = partitioning.least_short
+    monkeypatch.setattr(
+        partitioning, "least_short", lambda *given: asked.append(given[2]) or least_short(*given)
+    )
+    profile, how = chain(*[3] * 8, weight_bytes=10), replace(FOUR, microbatches=8)
+    assert devices(of_mode("pipeline", profile, equal_cluster(8, memory_bytes=20), 8)) == [1] * 8
+    candidate("hybrid", profile, equal_cluster(8, memory_bytes=20), how)
+    assert asked == []
+    refused = candidate("pipeline", profile, equal_cluster(8, memory_bytes=19), how).refused
+    assert "missing of 20 bytes" in refused
+    assert asked == [8]
+
+
+def test_stages_that_cannot_recompute_are_passed_over() -> None:
+    how = replace(FOUR, recompute=(2,))
+    found = candidate("pipeline", chain(3, 3, 3), equal_cluster(3), how)
+    assert found.forecast is not None
+    assert devices(found.forecast) == [1, 1, 1]
+    refused = candidate("pipeline", chain(3, 3), equal_cluster(3), how).refused
+    assert refused == "recompute should name stages from 0 to 1. Received: recompute=(2,)"
+
+
+def of_hosts(hosts: int, each: int) -> Cluster:
+    """Hosts of so many devices, which are joined by slow links."""
+    return Cluster(
+        tuple(
+            Host(f"h{host}", tuple(Device(f"h{host}:{i}") for i in range(each)), Link(0, 100.0))
+            for host in range(hosts)
+        )
+    )
+
+
+@pytest.mark.parametrize(("hosts", "each"), [(3, 3), (3, 4), (6, 2)])
+def test_hybrids_of_many_devices_leave_none_idle(hosts: int, each: int) -> None:
+    """Regression: of more than eight, only powers of 2 were tried. Each host's devices share its stage."""
+    profile = chain(*[3] * 12, weight_bytes=10_000, output_bytes=1)
+    assert devices(of_mode("hybrid", profile, of_hosts(hosts, each), 12)) == [each] * hosts
+
+
+def test_of_many_hybrids_the_best_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 2, 3, 4, 5, 8 and 12 stages on 16 devices two, and 12, of which there are no two pipelines."""
+    grown = []
+    grow = choice._grown
+    monkeypatch.setattr(choice, "_grown", lambda *given: grown.append(given[3]) or grow(*given))
+    of_mode("hybrid", chain(*[3] * 12), equal_cluster(16), 16)
+    assert len(grown) == 3
+    assert grown[-1] == 12
+    grown.clear()
+    of_mode("hybrid", chain(*[3] * 12), equal_cluster(6), 16)
+    assert grown == [2, 3, 4, 5]
+
+
+def test_why_there_is_no_hybrid() -> None:
+    """Regression: whatever the reason, it said that there was no way to give a stage several devices."""
+    profile, cluster = chain(3, 3, weight_bytes=10), equal_cluster(4, memory_bytes=19)
+    assert candidate("hybrid", profile, cluster, FOUR).refused == "lacks memory for stages on several devices"
+    one = replace(FOUR, microbatches=1)
+    refused = candidate("hybrid", profile, equal_cluster(4), one).refused
+    assert refused == "There should be a micro-batch for each replica of a stage. Received: microbatches=1"
+    with pytest.raises(HvpipeError, match=r"number of layers, 2\. Received: stages=3"):
+        candidate("hybrid", profile, equal_cluster(8), FOUR, 3)
+
+
+def test_fewer_layers_than_chunks() -> None:
+    how = Pipelining("interleaved", 4, chunks=2)
+    found = {one.mode: one for one in candidates(chain(3), equal_cluster(2), how)}
+    assert found["pipeline"].refused.endswith("a layer for each chunk. Received: layers=1, chunks=2")
+    assert found["data"].forecast is not None
 
 
 def test_stages_as_asked_for() -> None:

@@ -45,3 +45,14 @@ def test_drawing_replicas_names_the_stages() -> None:
         "rank 1 | 0F1---- ................0B1----",
         "rank 2 | ........1F0 1B0 1F1 1B1 ........",
     ]
+
+
+def test_drawing_updates_leaves_the_stages_out_all_the_same() -> None:
+    """Regression: with an update, as in the forecast of a measured profile, it was 0F0 and 1F0."""
+    foreseen = simulate(make("1f1b", 2, 1), [StageCost(1, 2)] * 2)
+    update = Event("update", "update", 1, "compute", 4.0, 5.0, {"kind": "U"})
+    trace = Trace((*foreseen.trace.events, update))
+    assert draw(trace, columns=24).splitlines() == [
+        "rank 0 | F0- ............B0-----",
+        "rank 1 | ....F0- B0----- upda....",
+    ]

@@ -49,6 +49,15 @@ def test_in_a_given_order() -> None:
         exact(chain(6, 3), cluster, 2, order=["h0", "h9"])
 
 
+def test_what_fits_in_another_order_is_told() -> None:
+    """The first stage keeps two micro-batches, 20 bytes, as h1 has. Regression: the message named nothing."""
+    cluster = Cluster((Host("h0", (Device("h0", 1.0, 10),)), Host("h1", (Device("h1", 1.0, 20),))))
+    profile = chain(3, 3, saved_bytes=10)
+    assert exact(profile, cluster, 2, order=["h1", "h0"])
+    with pytest.raises(PlanError, match=r"in this order: in another it does. Received: order=\['h0', 'h1'\]"):
+        exact(profile, cluster, 2, order=["h0", "h1"])
+
+
 @quickly
 @given(profiles(), clusters())
 def test_no_plan_is_better(profile: Profile, cluster: Cluster) -> None:

@@ -188,6 +188,20 @@ def test_replicas_reduce_beside_and_behind_their_last_backward() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
+def test_gradients_of_a_stage_are_final_all_together() -> None:
+    """F 2 s, B 4 s of a micro-batch for each replica: both layers' buckets, 1 s each, come behind it.
+
+    Regression: the last layer's was foreseen beside the backward, which is one graph.
+    """
+    profile, cluster = chain(3, 3, weight_bytes=1 << 20), equal_cluster(2, Link(0, float(1 << 20)))
+    plan = Plan.of(profile, cluster, [(("h0", "h1"), [0, 1])], Pipelining("1f1b", 2), "hybrid")
+    one = forecast(plan, profile, cluster)
+    assert [(e.start_s, e.end_s) for e in one.trace.of("reduce")] == [
+        pytest.approx((6, 7)),
+        pytest.approx((7, 8)),
+    ]
+
+
 def test_two_stages_reduce_over_one_link_after_the_other() -> None:
     """Each of two stages has a replica on either host, and 25 bytes of gradients: 5 s over 5 bytes/s.
 
@@ -263,6 +277,14 @@ def test_a_forecast_for_another_cluster_is_refused() -> None:
         forecast(plan, profile, equal_cluster(2, speeds=(2.0,)))
     with pytest.raises(PlanError, match="of the model that was planned"):
         forecast(plan, chain(3, 3, 3), cluster)
+
+
+def test_memory_is_that_of_the_micro_batches_that_are_foreseen() -> None:
+    """Regression: what a stage receives was taken from the plan, what it saves from the profile."""
+    profile, cluster = chain(3, 3, output_bytes=3, saved_bytes=5, weight_bytes=10), equal_cluster(2)
+    plan = partition(profile, cluster, 2, Pipelining("gpipe", 4))
+    assert forecast(plan, profile, cluster).memory_bytes == (20 + 4 * 5, 20 + 4 * (5 + 3))
+    assert forecast(plan, profile.at_batch(2), cluster).memory_bytes == (20 + 4 * 10, 20 + 4 * (10 + 6))
 
 
 @quickly

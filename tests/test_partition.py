@@ -264,6 +264,21 @@ def test_a_shortage_says_what_is_missing_and_what_would_help() -> None:
     assert partition(profile, cluster, 2, Pipelining("gpipe", 4, recompute=True))
 
 
+def test_devices_without_a_limit_are_the_roomiest() -> None:
+    """Two stages put a or c, 100 bytes, on h1: one more device like h0 leaves it b. Regression: like h1."""
+    layers = [LayerCost(name, 1, 1, weight_bytes=size) for name, size in (("a", 50), ("b", 1), ("c", 50))]
+    profile = Profile.of(layers, [("a", "b"), ("b", "c")])
+    cluster = Cluster((Host("h0", (Device("h0"),)), Host("h1", (Device("h1", 1.0, 10),))))
+    with pytest.raises(PlanError, match="fit with 3 stages on 1 more devices like h0"):
+        partition(profile, cluster, 2)
+
+
+def test_devices_without_memory_come_last_where_it_is_scarce() -> None:
+    devices = (Device("h0", 2.0, 0), Device("h1", 1.0, 5), Device("h2", 0.5))
+    orders = Orders(Cluster((Host("h", devices),)), 3, Pipelining())
+    assert [orders._members[kind][0].name for kind in orders.by_memory()] == ["h2", "h1", "h0"]
+
+
 def test_a_shortage_that_more_stages_or_devices_would_help() -> None:
     profile = chain(1, 1, 1, 1, weight_bytes=50)
     with pytest.raises(PlanError, match="fit with 4 stages"):
@@ -443,6 +458,22 @@ def test_each_cut_is_explained() -> None:
         "cut 1 behind b (h0 | h1): 1 MB, 8e+03 | 8e+03 ms; behind a: 1 MB, 5e+03 | 1.1e+04 ms "
         "(slower by 3e+03 ms); behind c: 1 MB, 1.1e+04 | 5e+03 ms (slower by 3e+03 ms)"
     ]
+
+
+def test_a_cut_of_a_circle_is_explained_by_whole_devices() -> None:
+    """h0 has a, b and d, h1 has c, e and f; with a cut behind a, h1 has four layers and 80 bytes.
+
+    Regression: stages of two layers each were compared with what a device has for all of its own.
+    """
+    profile, how = chain(*[3] * 6, weight_bytes=10), Pipelining("interleaved", 4, chunks=2)
+    for memory_bytes, verdict in ((None, "slower by 3e+03 ms"), (70, "memory of h1 exceeded by 1e-05 MB")):
+        cluster = equal_cluster(2, memory_bytes=memory_bytes)
+        placement = [(("h0",), [0, 1]), (("h1",), [2]), (("h0",), [3]), (("h1",), [4, 5])]
+        plan = Plan.of(profile, cluster, placement, how, "by hand")
+        assert explain(plan, profile, cluster)[0] == (
+            "cut 1 behind b (h0 | h1): 0 MB, 6e+03 | 3e+03 ms; "
+            f"behind a: 0 MB, 3e+03 | 6e+03 ms ({verdict}); behind c: leaves a stage without layers"
+        )
 
 
 def test_the_least_memory_is_what_the_largest_stage_needs() -> None:

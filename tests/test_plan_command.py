@@ -15,6 +15,7 @@ from model_graphs import chain
 from hvpipe import cli
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast import schedule_of
+from hvpipe.plan import partition as partitioning
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import DATA_PARALLEL, Plan
 from hvpipe.plan_command import METHODS, Answer, Question, answer, read_profile
@@ -190,6 +191,25 @@ def test_as_json(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert set(document["forecast"]["utilization"]) == set(plan.ranks)
     assert document["baselines"]["random"]["step_s"] > document["forecast"]["step_s"]
+    assert "explanation" not in document
+    explained = json.loads(printed(capsys, GNMT, "--cluster", cluster, "--json", "--explain"))
+    assert [line.split(" behind ")[0] for line in explained["explanation"]] == ["cut 1"]
+
+
+def test_advised_batches_add_up_to_the_batch(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: 100 samples in 8 micro-batches, 13 at most, were advised as 69 and 35."""
+    asked = ("--cluster", cluster, "--graph-batch-size", "64", "--batch-size", "100", "--no-baselines")
+    text = printed(capsys, GNMT, *asked, "--mode", "data")
+    assert "\nTrain with hvpipe.keras.data_parallel, on batches of 67, 33 samples.\n" in text
+
+
+def test_no_more_devices_than_micro_batches() -> None:
+    """Regression: where stages were not asked for, exact and the baselines took all devices."""
+    profile, how = chain(3, 3, 3, 3), Pipelining("1f1b", 2)
+    given = answer(Question(profile, equal_cluster(4), how, method="exact"))
+    assert len(given.chosen.plan.stages) == 2
+    assert given.baselines["even"] is not None
+    assert len(given.baselines["even"].plan.stages) == 2
 
 
 def test_equal_questions_have_equal_answers(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,6 +282,7 @@ def test_what_every_micro_batch_costs_decides_how_many(
         (["--stages", "0", "--mode", "hybrid"], "stages should be at least 1. Received: stages=0"),
         (["--graph-batch-size", "0"], "batch_size=0"),
         (["--mode", "model"], "mode='model'"),
+        (["--mode", "data", "--stages", "2"], "one stage: leave the stages out.* mode='data', stages=2"),
         (["--method", "best"], "method='best'"),
         (["--method", "exact", "--mode", "auto"], "mode='auto', method='exact'"),
         (["--method", "random", "--png", "x.png", "--no-baselines"], "trace with events. Received: none"),
@@ -320,6 +341,19 @@ def test_a_model_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
     assert re.search(
         r"memory of every device should hold its stage.*MB missing of.*It would fit with", message
     )
+
+
+def test_why_a_model_does_not_fit_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it was said for every number of stages, and again for what is printed."""
+    asked = []
+    least_short = partitioning.least_short
+    monkeypatch.setattr(
+        partitioning, "least_short", lambda *given: asked.append(given[2]) or least_short(*given)
+    )
+    question = Question(chain(1, 1, 1, weight_bytes=10), equal_cluster(3, memory_bytes=19), Pipelining())
+    with pytest.raises(PlanError, match=r"^The memory of every device .*stages=3.* 1 bytes missing of 20"):
+        answer(question)
+    assert asked == [3]
 
 
 def documented() -> list[tuple[str, str]]:

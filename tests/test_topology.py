@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,15 @@ def test_json_comes_back(tmp_path: Path) -> None:
     assert cluster.fingerprint != TWO_HOSTS.fingerprint
 
 
+def test_whole_numbers_are_as_good_as_those_of_a_file(tmp_path: Path) -> None:
+    """Regression: a plan for such a cluster was refused with the cluster's own file."""
+    cluster = Cluster((Host("h", (Device("g", 1, 16e9),), Link(0, 10**9)),))  # type: ignore[arg-type]
+    cluster.write(tmp_path / "c.json")
+    assert Cluster.read(tmp_path / "c.json").fingerprint == cluster.fingerprint
+    exact = Cluster((Host("h", (Device("g", 1.0, 16 * 10**9),), Link(0.0, 1e9)),))
+    assert exact.fingerprint == cluster.fingerprint
+
+
 def test_toml(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(
@@ -99,6 +109,11 @@ def test_toml(tmp_path: Path) -> None:
             r"host\[0\]\.device\[0\]\.speed should be a number above 0\. Received: speed=0",
         ),
         ('[[host]]\nname = "h"\n[[link]]\nbetween = ["h", "x"]', "should join two devices"),
+        (
+            '[[host]]\nname = "h"\n[[host]]\nname = "x"\n'
+            '[[link]]\nbetween = ["h", "x"]\n[[link]]\nbetween = ["x", "h"]',
+            r"at most one measured link\. Received: between=\['h', 'x'\] twice",
+        ),
     ],
 )
 def test_bad_toml_is_told(tmp_path: Path, text: str, message: str) -> None:
@@ -114,6 +129,8 @@ def test_numbers_are_checked() -> None:
         Device("d", -1.0)
     with pytest.raises(HvpipeError, match="memory_bytes=-1"):
         Device("d", 1.0, -1)
+    with pytest.raises(HvpipeError, match="memory_bytes=inf"):
+        Device("d", 1.0, math.inf)  # type: ignore[arg-type]
     with pytest.raises(HvpipeError, match="latency_s=-1"):
         Link(-1.0)
     with pytest.raises(HvpipeError, match="bandwidth_bytes_per_s=0"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -115,7 +114,7 @@ def _fits(profile: Profile, cluster: Cluster, placement: Placement, pipelining: 
         layers = [profile.layers[place] for place in places]
         again = pipelining.recomputes(stage)
         size_bytes = sum(stage_bytes(layers, received_bytes[stage], in_flight[stage], again))
-        if size_bytes > _memory_bytes(cluster.device(names[0])):
+        if size_bytes > cluster.device(names[0]).room_bytes:
             return False
     return True
 
@@ -163,7 +162,7 @@ def _m_topo(profile: Profile, cluster: Cluster, devices: list[Device], generator
     layers_of: list[list[int]] = [[] for _ in devices]
     at, used_bytes = 0, 0
     for place, size in enumerate(sizes):
-        if at + 1 < len(devices) and used_bytes + size > min(share_bytes, _memory_bytes(devices[at])):
+        if at + 1 < len(devices) and used_bytes + size > min(share_bytes, devices[at].room_bytes):
             at, used_bytes = at + 1, 0
         layers_of[at].append(place)
         used_bytes += size
@@ -179,7 +178,7 @@ def _m_etf(profile: Profile, cluster: Cluster, devices: list[Device], generator:
     """
     waiting = [len(makers) for makers in profile.makers]
     ready = [place for place, count in enumerate(waiting) if count == 0]
-    free_s, left_bytes = [0.0] * len(devices), [_memory_bytes(device) for device in devices]
+    free_s, left_bytes = [0.0] * len(devices), [device.room_bytes for device in devices]
     home, done_s = [0] * len(waiting), [0.0] * len(waiting)
 
     def start_s(place: int, at: int) -> float:
@@ -232,7 +231,3 @@ def _named(devices: list[Device], layers_of: list[list[int]]) -> Placement:
 
 def _resident_bytes(layer: LayerCost) -> int:
     return layer.state_bytes + layer.saved_bytes
-
-
-def _memory_bytes(device: Device) -> float:
-    return math.inf if device.memory_bytes is None else float(device.memory_bytes)

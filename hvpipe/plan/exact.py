@@ -55,6 +55,11 @@ def exact(
             best_s, best = found_s, cuts
     if best is None:
         plan = least_short(profile, cluster, stages, pipelining)
+        if order is not None and not plan.shortages(cluster):
+            raise PlanError(
+                "The memory of every device should hold its stage in this order: in another it does. "
+                f"Received: order={list(order)}"
+            )
         raise PlanError(explain_shortage(plan, profile, cluster))
     placement = orders.placement(best)
     if order is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvpipe.errors import PlanError
-from hvpipe.plan.placement import Placement, StageCost, stage_costs
+from hvpipe.plan.placement import Placement
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.topology import Cluster
@@ -26,7 +26,7 @@ def _explain_cut(plan: Plan, profile: Profile, cluster: Cluster, placement: Plac
     end = right[1][0]
     lines = [
         f"cut {cut} behind {profile.layers[end - 1].name} ({', '.join(left[0])} | {', '.join(right[0])}): "
-        + _numbers(profile, end, [stage.cost for stage in plan.stages[cut - 1 : cut + 1]])
+        + _numbers(profile, end, plan, cut)
     ]
     for other in (end - 1, end + 1):
         where = f"behind {profile.layers[other - 1].name}"
@@ -39,28 +39,26 @@ def _explain_cut(plan: Plan, profile: Profile, cluster: Cluster, placement: Plac
             (right[0], range(other, right[1][-1] + 1)),
             *placement[cut + 1 :],
         ]
-        costs = stage_costs(profile, cluster, moved, plan.pipelining)[cut - 1 : cut + 1]
-        lines.append(f"{where}: {_numbers(profile, other, costs)}{_verdict(plan, cluster, costs, cut)}")
+        there = Plan.of(profile, cluster, moved, plan.pipelining, plan.method)
+        lines.append(f"{where}: {_numbers(profile, other, there, cut)}{_verdict(plan, there, cluster, cut)}")
     return "; ".join(lines)
 
 
-def _numbers(profile: Profile, end: int, costs: list[StageCost]) -> str:
+def _numbers(profile: Profile, end: int, plan: Plan, cut: int) -> str:
+    """The bytes that cross the cut in front of layer `end`, and the times of the stages on both sides."""
     crossing = sum(
         layer.output_bytes
         for layer, users in zip(profile.layers[:end], profile.users, strict=False)
         if users and users[-1] >= end
     )
-    left, right = (1e3 * cost.total_s for cost in costs)
+    left, right = (1e3 * stage.cost.total_s for stage in plan.stages[cut - 1 : cut + 1])
     return f"{crossing / 1e6:.3g} MB, {left:.3g} | {right:.3g} ms"
 
 
-def _verdict(plan: Plan, cluster: Cluster, costs: list[StageCost], cut: int) -> str:
-    """What speaks against the cut elsewhere, if anything does."""
-    for stage, cost in zip(plan.stages[cut - 1 : cut + 1], costs, strict=True):
-        for device in stage.devices:
-            limit_bytes = cluster.device(device).memory_bytes
-            if limit_bytes is not None and cost.memory_bytes > limit_bytes:
-                return f" (memory of {device} exceeded by {(cost.memory_bytes - limit_bytes) / 1e6:.3g} MB)"
-    here_s = max(stage.cost.total_s for stage in plan.stages[cut - 1 : cut + 1])
-    there_s = max(cost.total_s for cost in costs)
-    return f" (slower by {1e3 * (there_s - here_s):.3g} ms)" if there_s > here_s else ""
+def _verdict(plan: Plan, there: Plan, cluster: Cluster, cut: int) -> str:
+    """What speaks against the cut elsewhere, if anything does: of devices with all their stages."""
+    for device, missing_bytes in there.shortages(cluster).items():
+        return f" (memory of {device} exceeded by {missing_bytes / 1e6:.3g} MB)"
+    beside = [device for stage in plan.stages[cut - 1 : cut + 1] for device in stage.devices]
+    slower_s = max(there.times_s[name] for name in beside) - max(plan.times_s[name] for name in beside)
+    return f" (slower by {1e3 * slower_s:.3g} ms)" if slower_s > 0 else ""

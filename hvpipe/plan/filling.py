@@ -179,7 +179,7 @@ def _ends(
     first = int(least.min())
     if furthest < first:
         return [_NOWHERE] * len(least)
-    costs = spans.costs_of_all_s(start, furthest, among)[:, first - start - 1 :]
+    costs = spans.costs_of_all_s(start, first, furthest, among)
     fitting = (costs <= limit_s) & (costs != np.inf)
     return [row[low - first :].nonzero()[0] + low for row, low in zip(fitting, least.tolist(), strict=True)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import combinations, pairwise, permutations
@@ -45,8 +44,7 @@ class Orders:
             where = {d.name: host.name if self.mixed else "" for host in cluster.hosts for d in host.devices}
         members: dict[tuple[float, float, str], list[Device]] = {}
         for device in cluster.devices:
-            memory_bytes = math.inf if device.memory_bytes is None else device.memory_bytes
-            members.setdefault((device.speed, memory_bytes, where[device.name]), []).append(device)
+            members.setdefault((device.speed, device.room_bytes, where[device.name]), []).append(device)
         # The fastest first, so that ties are broken in favour of speed.
         keys = sorted(members, key=lambda key: (-key[0], -key[1]))
         self._members = [members[key] for key in keys]
@@ -124,7 +122,7 @@ class Orders:
     def by_memory(self) -> Order:
         """The devices with most memory, the largest first: early stages stash most under 1F1B."""
         every = [kind for kind, count in enumerate(self.counts) for _ in range(count)]
-        every.sort(key=lambda kind: -(self._members[kind][0].memory_bytes or math.inf))
+        every.sort(key=lambda kind: -self._members[kind][0].room_bytes)
         return tuple(every[: self.ranks])
 
     def order_of(self, cuts: Sequence[Cut]) -> Order:
@@ -150,10 +148,9 @@ class Orders:
 
     def _seat(self, stage: int, kind: int, receive: Link, send: Link) -> Seat:
         device = self._members[kind][0]
-        memory_bytes = math.inf if device.memory_bytes is None else float(device.memory_bytes)
         in_flight = self._in_flight[stage]
         recompute = self._pipelining.recomputes(stage)
-        return Seat(kind, device.speed, memory_bytes, receive, send, in_flight, recompute)
+        return Seat(kind, device.speed, device.room_bytes, receive, send, in_flight, recompute)
 
     @cached_property
     def _in_flight(self) -> list[int]:

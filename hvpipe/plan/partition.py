@@ -53,17 +53,30 @@ def partition(
     if stages is not None or least > most:
         check_stages(profile, cluster, least if stages is None else stages, pipelining)
     spans = Spans(profile)
-    plans = []
-    for count in range(least, most + 1, chunks) if stages is None else (stages,):
-        orders = Orders(cluster, count, pipelining, _ALIKE)
-        if (cuts := _search(spans, orders)) is not None:
-            plans.append(Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy"))
+    counts = range(least, most + 1, chunks) if stages is None else (stages,)
+    found = (fitting(profile, cluster, count, pipelining, spans) for count in counts)
+    plans = [plan for plan in found if plan is not None]
     if not plans:
         plan = least_short(profile, cluster, stages or most, pipelining)
         if plan.shortages(cluster):
             raise PlanError(explain_shortage(plan, profile, cluster))
         plans.append(plan)
     return min(plans, key=lambda plan: plan.step_s)
+
+
+def fitting(
+    profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining, spans: Spans | None = None
+) -> Plan | None:
+    """The plan of so many stages, a number that `check_stages` takes; None where none is found that fits.
+
+    For who tries one number after the other: to say why nothing fits takes `partition` far longer than this.
+    `spans` are the profile's, where they are at hand.
+    """
+    orders = Orders(cluster, stages, pipelining, _ALIKE)
+    cuts = _search(spans or Spans(profile), orders)
+    if cuts is None:
+        return None
+    return Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy")
 
 
 def check_stages(

@@ -66,7 +66,8 @@ def least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pip
         orders = Orders(_with_more(cluster, more_bytes), stages, pipelining)
         return orders, any_fit(spans, orders)
 
-    low, high = 0, 1
+    # Not from a byte on: of gigabytes that would be dozens of attempts to fill the devices.
+    low, high = 0, max(1, max(d.memory_bytes or 0 for d in cluster.devices) // 1000)
     while cuts_with(high)[1] is None:
         low, high = high, 2 * high
     while high - low > max(1, high // 100):
@@ -118,7 +119,7 @@ def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipel
 
 def _more_devices(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
     """How many devices like the roomiest would have to join the cluster; tried up to twice its size and 8."""
-    roomiest = max(cluster.devices, key=lambda device: device.memory_bytes or 0)
+    roomiest = max(cluster.devices, key=lambda device: device.room_bytes)
     host = cluster.host_of(roomiest.name)
     for more in range(1, len(cluster.devices) + 9):
         devices = len(cluster.devices) + more

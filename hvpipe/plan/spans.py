@@ -164,9 +164,9 @@ class Spans:
             costs[_memory_bytes(table, seat) > seat.memory_bytes] = np.inf
         return costs
 
-    def costs_of_all_s(self, start: int, stop: int, bench: Bench) -> Vector:
-        """`costs_s` of several seats, a row for each."""
-        table = self.table(start, stop)
+    def costs_of_all_s(self, start: int, first: int, stop: int, bench: Bench) -> Vector:
+        """`costs_s` of several seats, a row for each, for the ends from `first` on."""
+        table = self.table(start, stop)[:, first - start - 1 :]
         costs: Vector = bench.seconds @ table
         if bench.least_bytes != np.inf:
             memory_bytes = _memory_bytes(table, bench)

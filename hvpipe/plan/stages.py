@@ -99,12 +99,18 @@ class Plan:
             for name in self.ranks
         }
 
+    @cached_property
+    def times_s(self) -> dict[str, float]:
+        """What each device takes for a micro-batch in all of its stages."""
+        return {
+            name: sum(stage.cost.total_s for stage in self.stages if name in stage.devices)
+            for name in self.ranks
+        }
+
     @property
     def bottleneck_s(self) -> float:
         """What the busiest device takes for a micro-batch: a pipeline finishes one in this time at best."""
-        return max(
-            sum(stage.cost.total_s for stage in self.stages if name in stage.devices) for name in self.ranks
-        )
+        return max(self.times_s.values())
 
     @property
     def step_s(self) -> float:

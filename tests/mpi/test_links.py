@@ -9,7 +9,7 @@ import pytest
 
 import hvpipe
 from hvpipe.errors import HvpipeError
-from hvpipe.links import measure_links
+from hvpipe.links import _repeated, measure_links
 from hvpipe.session import current
 
 
@@ -40,6 +40,12 @@ def test_beside_computing_on_one_rank_of_a_pair_and_then_on_the_other() -> None:
     ended_at = calls[0]
     time.sleep(0.05)
     assert calls[0] == ended_at
+
+
+def test_an_error_of_the_computing_is_raised() -> None:
+    """Regression: its thread ended, and the link was measured as if nothing were computed."""
+    with pytest.raises(ZeroDivisionError), _repeated(lambda: 1 / 0):
+        time.sleep(0.01)
 
 
 def test_a_link_within_a_machine_moves_a_megabyte_in_less_than_a_second() -> None:
