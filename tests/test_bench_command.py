@@ -375,8 +375,11 @@ def test_hvpipe_bench_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 CLEANS_UP = """
-import pathlib, time
+import pathlib, threading, time
 from bench.termination import ended_by_exception, undisturbed
+
+# Such as the one that draws progress: a signal may be handed to it instead of the one that cleans up.
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 
 try:
     with ended_by_exception():

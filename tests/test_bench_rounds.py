@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -75,6 +77,25 @@ def test_a_hang_ends_at_the_deadline_with_all_its_children(tmp_path: Path) -> No
     ended = run_together([_python("hangs", code, tmp_path)], tmp_path, timeout_s=2)
     assert ended.why == "did not end within 2 s"
     assert "here" in ended.output
+    assert _running(tmp_path) == []
+
+
+ENDED = """
+import sys
+from bench import mpirun
+
+code = "import time; print('here', flush=True); time.sleep(300)"
+mpirun.run([sys.executable, "-c", code, sys.argv[1]], capture=False)
+"""
+
+
+def test_a_run_that_is_terminated_ends_what_it_started(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", ENDED, str(tmp_path)]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
     assert _running(tmp_path) == []
 
 
