@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from bench.cluster_spec import ClusterError, ClusterSpec
 
 STATE = Path("/run/hvpipe-cluster")
+_FILE = "state.json"
 
 # Entering is one script, so that mpirun's agent, `exec` and a person's shell get the same host: its CPU time,
 # its network, its name, its /etc/hosts, and a /sys of this network that still has the cgroups, which entering
@@ -76,7 +78,10 @@ class ClusterState:
             "owner_started": self.owner_started,
             "spec": self.spec.to_json(),
         }
-        (self.directory / "state.json").write_text(json.dumps(data, indent=1))
+        # Whole or not at all: another process may read it, or this one be killed.
+        partial = self.directory / f".{_FILE}"
+        partial.write_text(json.dumps(data, indent=1))
+        os.replace(partial, self.directory / _FILE)
         fields = {"name": self.name, "directory": self.directory, "cpu_group": cpu_group or "/nonexistent"}
         for script, text in (("enter", _ENTER), ("agent", _AGENT)):
             path = self.directory / script
@@ -101,11 +106,13 @@ def process_started(pid: int) -> int:
 
 def read_state(name: str) -> ClusterState:
     """The state of the cluster with that name."""
-    path = STATE / name / "state.json"
+    path = STATE / name / _FILE
     try:
         data: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        known = ", ".join(state.name for state in all_states()) or "none"
+    except ValueError as error:
+        raise ClusterError(f"A cluster's state must be JSON: delete {path}. Received: {error}") from error
+    except OSError as error:
+        known = ", ".join(path.parent.name for path in _files()) or "none"
         raise ClusterError(
             f"The cluster must be up: `python -m bench.cluster up`. Received: name={name!r}; up: {known}"
         ) from error
@@ -116,4 +123,8 @@ def read_state(name: str) -> ClusterState:
 
 def all_states() -> list[ClusterState]:
     """Every cluster written down on this machine, stale ones included."""
-    return [read_state(path.parent.name) for path in sorted(STATE.glob("*/state.json"))]
+    return [read_state(path.parent.name) for path in _files()]
+
+
+def _files() -> list[Path]:
+    return sorted(STATE.glob(f"*/{_FILE}"))

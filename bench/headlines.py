@@ -25,6 +25,7 @@ from bench.figures import (
 from bench.metrics import geometric_mean
 from bench.outcome import Outcome
 from bench.record import Case
+from bench.unfinished import unfinished
 
 OURS = "hvpipe-step"
 _AGAINST = (
@@ -97,7 +98,20 @@ def cautions(outcome: Outcome) -> list[str]:
     versions = tensorflow_versions(outcome)
     said = ", ".join(f"{version} ({', '.join(systems)})" for version, systems in versions.items())
     mixed = [f"Not all was measured on the same TensorFlow: {said}."] if len(versions) > 1 else []
-    return [*outcome.setting.notes, *mixed]
+    return [*outcome.setting.notes, *mixed, *_not_run_yet(outcome)]
+
+
+def _not_run_yet(outcome: Outcome) -> list[str]:
+    """What is missing of an evaluation that was interrupted, in a sentence; none where it is whole."""
+    left = unfinished(outcome)
+    if not left:
+        return []
+    count = sum(len(systems) or 1 for systems in left.values())
+    names = [f"{name} ({', '.join(systems)})" if systems else name for name, systems in left.items()]
+    return [
+        "Not all of the suite has run yet. Missing, or short of rounds "
+        f"({count} of its cases and pipelines): {', '.join(names)}."
+    ]
 
 
 def _compared(tried: Sequence[Case], baselines: Sequence[str]) -> list[Case]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.cluster_network import SUBNET
 from bench.cluster_spec import ClusterError, ClusterSpec
-from bench.termination import undisturbed
+from bench.termination import ended_by_exception, undisturbed
 from hvpipe.supervise import own_job_folder
 
 Start = Callable[[list[str]], list[str]]  # a command to the command line that starts it on ranks
@@ -94,13 +94,14 @@ def run(
     env: Mapping[str, str] | None = None,
     capture: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end in a process group of its own, which ends with us whatever happens.
+    """Run a command to its end in a process group of its own, which ends with us, by SIGTERM and SIGHUP too.
 
     `env` is added to this process's environment. After `timeout_s` the group is ended and
     subprocess.TimeoutExpired raised with what it had printed.
     """
     pipe = subprocess.PIPE if capture else None
     with (
+        ended_by_exception(),
         own_job_folder({**os.environ, **(env or {})}) as full,
         subprocess.Popen(
             command, stdout=pipe, stderr=pipe, text=True, env=full, start_new_session=True

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bench import pipeline
 from bench.metrics import format_time, geometric_mean, table
 from bench.pipeline_report import Case, PipelineReport
 
@@ -21,6 +22,7 @@ _MODELS = {"resnet50": 64, "vgg16": 64, "transformer": 128}
 """By name, and pixels or tokens."""
 _WHERE = ("gigabit-2", "homogeneous-2", "slow-cpu", "slow-link", "gigabit-4", "unequal-4")
 _CLOSE = 0.10  # of the simulated step
+_INTERRUPTED = 130
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,7 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is not there yet; 0, 1 if a case failed, 2 on a wrong argument."""
+    """Run what is not there yet; 0, 1 if a case failed, 2 on a wrong argument, 130 at Ctrl-C."""
     parser = _parser()
     options = parser.parse_args(argv)
     models, clusters = options.models.split(","), options.clusters.split(",")
@@ -56,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if file.exists():
             continue
         print(f"==> {number} of {len(clusters) * len(models)}: {model} on {cluster}", flush=True)
-        if subprocess.run(_command(options, cluster, model, file)).returncode != 0:
+        status = _measure(_words(options, cluster, model, file))
+        if status == _INTERRUPTED:
+            return status
+        if status != 0:
             failed.append(f"{model} on {cluster}")
     print(summary(read(options.out)))
     if failed:
@@ -64,11 +69,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _command(options: argparse.Namespace, cluster: str, model: str, file: Path) -> list[str]:
-    command = [sys.executable, "-m", "bench.pipeline", "--spec", str(_CLUSTERS / f"{cluster}.toml")]
-    command += ["--model", model, "--pixels", str(_MODELS[model]), "--methods", "greedy,random"]
-    command += ["--rounds", str(options.rounds), "--steps", str(options.steps), "--seeds", str(options.seeds)]
-    return [*command, "--timeout", str(options.timeout), "--json", str(file)]
+def _words(options: argparse.Namespace, cluster: str, model: str, file: Path) -> list[str]:
+    """The arguments of bench.pipeline for a case."""
+    words = ["--spec", str(_CLUSTERS / f"{cluster}.toml"), "--methods", "greedy,random"]
+    words += ["--model", model, "--pixels", str(_MODELS[model])]
+    words += ["--rounds", str(options.rounds), "--steps", str(options.steps), "--seeds", str(options.seeds)]
+    return [*words, "--timeout", str(options.timeout), "--json", str(file)]
+
+
+def _measure(words: list[str]) -> int:
+    """The status of bench.pipeline; whatever goes wrong with a case, the others are measured.
+
+    It runs in this process: at Ctrl-C a child would be killed before it has taken its cluster down.
+    """
+    try:
+        return pipeline.main(words)
+    except Exception:
+        traceback.print_exc()
+        return 1
 
 
 def read(folder: Path) -> dict[str, PipelineReport]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,35 +94,46 @@ class RealHosts:
         return mpirun.run(line, timeout_s=timeout_s, env=env, capture=capture)
 
     def require_answers(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
-        """Ask each host in turn for its cores; ClusterError names the one that does not answer."""
-        for host in self.spec.hosts:
-            asked = ["getconf", "_NPROCESSORS_ONLN"]
-            line = self._mpirun((HostSlots(host.name, 1),), 1, asked, os.environ)
-            try:
-                done = mpirun.run(line, timeout_s=timeout_s)
-            except subprocess.TimeoutExpired:
-                said = f"nothing within {timeout_s:g} s"
-            else:
-                if done.returncode == 0:
-                    self._cores[host.name] = _end(done.stdout, lines=1)
-                    continue
-                said = _end(done.stderr or done.stdout) or f"status {done.returncode}"
-            raise ClusterError(
-                "Every host should answer mpirun (over ssh, without a password). "
-                f"Received: host={host.name!r}, {said}"
-            )
+        """Ask each host in turn for its cores and for a file of the current folder, which all should share.
+
+        ClusterError names the one that does not answer, or does not see it.
+        """
+        with tempfile.NamedTemporaryFile(prefix="hvpipe-shared-", dir=Path.cwd()) as file:
+            for host in self.spec.hosts:
+                said, why = self._ask(host, ["getconf", "_NPROCESSORS_ONLN"], timeout_s)
+                if why:
+                    raise ClusterError(
+                        "Every host should answer mpirun (over ssh, without a password). "
+                        f"Received: host={host.name!r}, {why}"
+                    )
+                self._cores[host.name] = _end(said, lines=1)
+                _, why = self._ask(host, ["ls", file.name], timeout_s)
+                if why:
+                    raise ClusterError(
+                        "Every host should share the current folder, where ranks leave what they measured. "
+                        f"Received: host={host.name!r}, which does not see {file.name}: {why}"
+                    )
 
     def ask_machines(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
         """Have each host say what it is; one that does not has no part in the description."""
         told = {}
         command = ["env", f"PYTHONPATH={_ROOT}", sys.executable, "-m", "bench.machine"]
         for host in self.spec.hosts:
-            line = self._mpirun((HostSlots(host.name, 1),), 1, command, os.environ)
-            with suppress(subprocess.TimeoutExpired):
-                done = mpirun.run(line, timeout_s=timeout_s)
-                if done.returncode == 0 and (said := _end(done.stdout, lines=1)):
-                    told[host.name] = said
+            said, why = self._ask(host, command, timeout_s)
+            if not why and (machine := _end(said, lines=1)):
+                told[host.name] = machine
         self.spec = replace(self.spec, machines=tuple(told.items()))
+
+    def _ask(self, host: HostSlots, command: Sequence[str], timeout_s: float) -> tuple[str, str]:
+        """What a command prints on a host; and why it failed there, "" where it did not."""
+        line = self._mpirun((HostSlots(host.name, 1),), 1, command, os.environ)
+        try:
+            done = mpirun.run(line, timeout_s=timeout_s)
+        except subprocess.TimeoutExpired:
+            return "", f"nothing within {timeout_s:g} s"
+        if done.returncode != 0:
+            return "", _end(done.stderr or done.stdout) or f"status {done.returncode}"
+        return done.stdout, ""
 
     def cores_of_rank(self) -> float:
         """Cores that each rank has where it has fewest, as the hosts said when they answered."""

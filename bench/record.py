@@ -148,7 +148,7 @@ class Round:
         case = dict(data["case"])
         task = dict(case.pop("task"))
         task["shares"] = tuple(task["shares"])
-        ranks = tuple(_rank(rank) for rank in data["ranks"])
+        ranks = tuple(rank_round(rank) for rank in data["ranks"])
         rest = {k: v for k, v in data.items() if k not in ("case", "ranks", "notes")}
         return Round(Case(task=Task(**task), **case), ranks=ranks, notes=tuple(data["notes"]), **rest)
 
@@ -160,8 +160,8 @@ def last_words(output: str) -> str:
     return (raised or lines or [""])[-1]
 
 
-def _rank(data: dict[str, Any]) -> RankRound:
-    """ValueError where steps are no seconds: a step that is NaN would compare as none."""
+def rank_round(data: dict[str, Any]) -> RankRound:
+    """What asdict made of one; ValueError where steps are no seconds: a NaN would compare as none."""
     rank = RankRound(**data)
     times_s = (*rank.step_s, rank.wall_s)
     if not rank.step_s or not all(math.isfinite(each) and each >= 0 for each in times_s):

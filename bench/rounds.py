@@ -20,7 +20,7 @@ from bench.parts import parts_of_trace
 from bench.placement import ROOT, Placement
 from bench.places import Place, RealHosts
 from bench.processes import run_together
-from bench.record import Case, RankRound, Round
+from bench.record import Case, RankRound, Round, rank_round
 from bench.systems import SYSTEMS, System
 from bench.systems.hvpipe_modes import TRACE
 from bench.timed_steps import left_out
@@ -95,7 +95,7 @@ def _run(
     versions = [f"{what} {version}" for what, version in found[0]["versions"].items()]
     if system.start == "mpirun":
         versions.append(_mpi_version(python))
-    ranks = tuple(RankRound(**each["rank"]) for each in found)
+    ranks = tuple(rank_round(each["rank"]) for each in found)
     if (directory / TRACE).exists() and not case.task.epochs:
         skip = case.task.warm_up + left_out(case.task, case.task.steps)
         ranks = _with_parts(ranks, Trace.read(directory / TRACE), skip)

@@ -6,12 +6,13 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from bench.cluster import Cluster, ClusterError, ClusterSpec
+from bench.cluster import Cluster, ClusterError
 from bench.cluster_command import add_spec_arguments, spec_from_arguments
 from bench.metrics import format_time, median, table
+from bench.places import Place, RealHosts
 from bench.ranks import warn_if_busy
 from bench.record import PARTS, Case, Round, Task
 from bench.rounds import run_round
@@ -19,6 +20,7 @@ from bench.systems import SYSTEMS
 from bench.termination import ended_by_exception
 from bench.timed_steps import counted
 from bench.workloads import WORKLOADS
+from hvpipe.errors import HvpipeError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,13 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        alone = arguments.hosts is None and arguments.spec is None
-        spec = None if alone else spec_from_arguments(arguments)
         warn_if_busy()
-        with nullcontext() if spec is None else Cluster(spec) as cluster:
-            case = case_of(arguments, spec)
-            round_ = run_round(case, 0, cluster, arguments.timeout, python=arguments.python)
-    except (ClusterError, ValueError) as error:
+        with place_of(arguments) as place:
+            case = case_of(arguments, place)
+            round_ = run_round(case, 0, place, arguments.timeout, python=arguments.python)
+    except (ClusterError, HvpipeError, ValueError) as error:
         print(f"bench.rounds: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -60,6 +60,7 @@ def add_round_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", default="resnet50", choices=list(WORKLOADS))
     parser.add_argument("--ranks", type=int, help="ranks on this host (default: 2), or on the cluster")
     add_spec_arguments(parser)
+    parser.add_argument("--on", metavar="LIST", help="hosts that exist, as in a:2,b:2, not a virtual cluster")
     parser.add_argument("--pixels", type=int, default=64, help="side of an image, or length of a sequence")
     parser.add_argument("--batch", type=int, default=8, help="samples a rank and step (default: 8)")
     parser.add_argument("--shares", help="samples of each rank instead, e.g. 11,5")
@@ -69,16 +70,41 @@ def add_round_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds until the round is ended")
     parser.add_argument(
-        "--python", default=sys.executable, help="the Python to train in, e.g. .venv-peers/bin/python"
+        "--python",
+        type=_python,
+        default=sys.executable,
+        help="the Python to train in, e.g. .venv-peers/bin/python",
     )
 
 
-def case_of(arguments: argparse.Namespace, spec: ClusterSpec | None) -> Case:
-    """The case that the arguments describe, on a cluster or on this host."""
-    most = 2 if spec is None else spec.slots
+def _python(text: str) -> str:
+    """A path that is one from any folder, as hosts need it that are reached over ssh; a name as it is."""
+    return os.path.abspath(text) if "/" in text else text
+
+
+@contextmanager
+def place_of(arguments: argparse.Namespace) -> Iterator[Place | None]:
+    """The cluster or the hosts that the arguments name, up inside the block; None is this host alone."""
+    virtual = arguments.hosts is not None or arguments.spec is not None
+    if arguments.on is not None:
+        if virtual:
+            raise ClusterError(f"--on goes without --hosts and --spec. Received: also --on {arguments.on}")
+        hosts = RealHosts(arguments.on)
+        hosts.require_answers()
+        yield hosts
+    elif virtual:
+        with Cluster(spec_from_arguments(arguments)) as cluster:
+            yield cluster
+    else:
+        yield None
+
+
+def case_of(arguments: argparse.Namespace, place: Place | None) -> Case:
+    """The case that the arguments describe, on a cluster, on hosts that exist or on this host."""
+    most = 2 if place is None else place.spec.slots
     ranks = most if arguments.ranks is None else arguments.ranks
     shares = tuple(int(word) for word in arguments.shares.split(",")) if arguments.shares else ()
-    threads = max(1, (os.cpu_count() or 1) // ranks) if arguments.threads is None else arguments.threads
+    threads = _threads(place, ranks) if arguments.threads is None else arguments.threads
     task = Task(
         workload=arguments.workload,
         batch=arguments.batch,
@@ -90,7 +116,14 @@ def case_of(arguments: argparse.Namespace, spec: ClusterSpec | None) -> Case:
         shares=shares,
         epochs=arguments.epochs,
     )
-    return Case(arguments.system, "one host" if spec is None else spec.describe(), ranks, task)
+    return Case(arguments.system, "one host" if place is None else place.spec.describe(), ranks, task)
+
+
+def _threads(place: Place | None, ranks: int) -> int:
+    """As many as each rank has cores of its host."""
+    if isinstance(place, RealHosts):
+        return max(1, int(place.cores_of_rank()))
+    return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def describe(round_: Round) -> str:

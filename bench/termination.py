@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 
@@ -22,24 +22,48 @@ def ended_by_exception() -> Iterator[None]:
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.getsignal(number) for number in _ENDING}
-    replaced = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in replaced:
-        signal.signal(number, leave)
-    try:
+    with _handled_by(leave, _ENDING):
         yield
-    finally:
-        for number, handler in replaced.items():
-            signal.signal(number, handler)
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold back the signals that would stop us, until the block is done."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *_ENDING))
+    """Hold back the signals that would stop us, until the block is done; then the first that came is raised.
+
+    What is started in the block holds them back as well. Only the main thread can hold back those that
+    another thread is handed: Python would run their handlers in the main one.
+    """
+    numbers = (signal.SIGINT, *_ENDING)
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
     try:
+        with _handled_by(note, numbers):
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+            try:
+                yield
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what waited for this is noted, too
+    finally:
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextmanager
+def _handled_by(
+    handler: Callable[[int, FrameType | None], None], numbers: Sequence[signal.Signals]
+) -> Iterator[None]:
+    """In the block these signals have that handler, but for those that are ignored."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        before = {number: signal.getsignal(number) for number in numbers}
+    replaced = {number: former for number, former in before.items() if former is not signal.SIG_IGN}
+    try:
+        for number in replaced:
+            signal.signal(number, handler)
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, former in replaced.items():
+            signal.signal(number, former)

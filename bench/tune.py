@@ -1,6 +1,7 @@
 """A search for the best settings of a system that has some: every value with every other, in turn, in rounds.
 
-``python -m bench.tune --system horovod-tuned --hosts 2 --rate 1gbit --python .venv-peers/bin/python --keep``
+``python -m bench.tune --system horovod-tuned --hosts 2 --rate 1gbit --python .venv-peers/bin/python --keep``;
+on hosts that exist with ``--on a:2,b:2`` instead.
 """
 
 from __future__ import annotations
@@ -10,20 +11,19 @@ import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 
-from bench.cluster import Cluster, ClusterError
-from bench.cluster_command import spec_from_arguments
+from bench.cluster_spec import ClusterError
 from bench.figures import steps_noise
 from bench.metrics import format_time, median, table
 from bench.ranks import warn_if_busy
 from bench.record import Case, Round, last_words
 from bench.rounds import run_round
-from bench.rounds_command import add_round_arguments, case_of
+from bench.rounds_command import add_round_arguments, case_of, place_of
 from bench.systems import SYSTEMS, System
 from bench.systems.tuned import Tuned, keep_tuned
 from bench.termination import ended_by_exception
+from hvpipe.errors import HvpipeError
 
 # Around defaults and the documentation's examples: 1 ms and 128 MiB, 3.5 ms and 32 MiB; one pack, 50 MiB.
 VALUES: dict[str, dict[str, tuple[str, ...]]] = {
@@ -105,21 +105,19 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.rounds < 1:
             raise ValueError(f"--rounds should be at least 1. Received: --rounds {arguments.rounds}")
-        alone = arguments.hosts is None and arguments.spec is None
-        spec = None if alone else spec_from_arguments(arguments)
-        case = case_of(arguments, spec)
         warn_if_busy()
-        with nullcontext() if spec is None else Cluster(spec) as cluster:
+        with place_of(arguments) as place:
+            case = case_of(arguments, place)
 
             def run(system: System, number: int) -> Round:
                 settings = {**system.options, **system.environment}
                 print(f"round {number + 1}: {settings}", file=sys.stderr, flush=True)
                 return run_round(
-                    case, number, cluster, arguments.timeout, python=arguments.python, system=system
+                    case, number, place, arguments.timeout, python=arguments.python, system=system
                 )
 
             tried = search(SYSTEMS[case.system], VALUES[case.system], arguments.rounds, run)
-    except (ClusterError, ValueError) as error:
+    except (ClusterError, HvpipeError, ValueError) as error:
         print(f"bench.tune: {last_words(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -83,6 +83,7 @@ class StepWatch:
             self.at_window()
         self._sampler.start()
         self._first = meter.read()
+        self._paused_s = 0.0  # what an evaluation took before is not in the timed part
         self._began_s = self._last_s = time.monotonic()
 
     @property

@@ -20,8 +20,10 @@ def bench(words: Sequence[str], environ: Mapping[str, str]) -> NoReturn:
     checkout = find_checkout(Path(__file__).parents[1], Path.cwd())
     path = environ.get("PYTHONPATH")
     folders = f"{checkout}:{path}" if path else str(checkout)
+    # Python 3.11 and later then leaves out the current folder, which may have a bench.py of its own.
+    added = {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1"}
     sys.stdout.flush()
-    os.execve(sys.executable, [sys.executable, "-m", "bench", *words], {**environ, "PYTHONPATH": folders})
+    os.execve(sys.executable, [sys.executable, "-m", "bench", *words], {**environ, **added})
 
 
 def find_checkout(installed_from: Path, here: Path) -> Path:

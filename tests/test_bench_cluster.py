@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import cluster_cpu, cluster_network
+from bench import cluster_cpu, cluster_network, cluster_state
 from bench.cluster import Cluster, clean_up
 from bench.cluster_command import main
 from bench.cluster_spec import (
@@ -26,7 +26,7 @@ from bench.cluster_spec import (
     parse_rate,
     read_spec,
 )
-from bench.cluster_state import all_states
+from bench.cluster_state import ClusterState, all_states, read_state
 from bench.link_rate import iperf_rate, measure_two_way
 from bench.mpirun import across_hosts, one_host
 
@@ -164,6 +164,33 @@ def test_host_flags_follow_the_mpi_version(monkeypatch: pytest.MonkeyPatch) -> N
 def test_cluster_name_is_checked() -> None:
     with pytest.raises(ClusterError, match="Received: name='a b'"):
         Cluster(equal_hosts(1), "a b")
+
+
+def test_a_state_that_is_no_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_state, "STATE", tmp_path)
+    for name in ("empty", "whole"):
+        ClusterState(name, equal_hosts(2), 0, 0).write(None)
+    (tmp_path / "empty" / "state.json").write_text("")
+    with pytest.raises(ClusterError, match=r"must be JSON: delete .*empty/state\.json\. Received: Expecting"):
+        all_states()
+    with pytest.raises(ClusterError, match=r"Received: name='absent'; up: empty, whole"):
+        read_state("absent")
+
+
+def test_a_state_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(path: Path, text: str) -> None:
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(cluster_state, "STATE", tmp_path)
+    former = ClusterState("some", equal_hosts(2), 0, 0)
+    former.write(None)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", write_half)
+        with pytest.raises(OSError, match="no space left"):
+            ClusterState("some", equal_hosts(3), 0, 0).write(None)
+    assert all_states() == [former]
 
 
 def test_without_root_says_what_to_do(

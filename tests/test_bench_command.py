@@ -374,9 +374,23 @@ def test_hvpipe_bench_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> No
     assert started == [[sys.executable, "-m", "bench", "compare", "a.json", "b.json", "--json", checkout]]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks into the current folder")
+def test_a_bench_of_ones_own_in_the_current_folder_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "bench.py").write_text("raise SystemExit('mine')")
+    start = "import os; from hvpipe import bench_command; bench_command.bench(['--help'], os.environ)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[1])}
+    line = [sys.executable, "-c", start]
+    said = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "side by side" in said.stdout
+
+
 CLEANS_UP = """
-import pathlib, time
+import pathlib, threading, time
 from bench.termination import ended_by_exception, undisturbed
+
+# Such as the one that draws progress: a signal may be handed to it instead of the one that cleans up.
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 
 try:
     with ended_by_exception():

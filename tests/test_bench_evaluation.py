@@ -408,6 +408,27 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert "-tt" in hosts.host_command("a", ["serve"])
 
 
+def test_a_host_that_does_not_share_the_current_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        if command[-2] != "ls":
+            return subprocess.CompletedProcess(command, 0, "8\n", "")
+        there = Path(command[-1])
+        assert there.parent == tmp_path
+        assert there.exists()
+        status = 2 if "b:1" in command else 0
+        return subprocess.CompletedProcess(command, status, "", "ls: cannot access it\n")
+
+    monkeypatch.setattr("bench.mpirun.run", answer)
+    monkeypatch.setattr("hvpipe.launch.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ClusterError, match=r"the current folder.*Received: host='b'.*ls: cannot access it"):
+        find_sites("a:2,b:2")
+    assert list(tmp_path.iterdir()) == []
+    RealHosts("a:2,c").require_answers()
+
+
 def test_scaling_is_measured_on_the_first_hosts_as_well(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

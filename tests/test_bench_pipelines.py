@@ -42,20 +42,45 @@ def test_cases_with_a_file_are_not_run_again(
 ) -> None:
     started = []
 
-    class Done:
-        def __init__(self, command: list[str]) -> None:
-            started.append(command[command.index("--model") + 1])
-            self.returncode = int(started[-1] == "vgg16")
-            if self.returncode == 0:
-                Path(command[-1]).write_text(report((1.0, 1.0), (2.0, 2.0)).to_json())
+    def measure(words: list[str]) -> int:
+        started.append(words[words.index("--model") + 1])
+        if started == ["resnet50", "vgg16", "vgg16"]:
+            raise OSError("no space left")
+        if started[-1] == "vgg16":
+            return 1
+        Path(words[-1]).write_text(report((1.0, 1.0), (2.0, 2.0)).to_json())
+        return 0
 
-    monkeypatch.setattr(pipelines.subprocess, "run", Done)
+    monkeypatch.setattr(pipelines.pipeline, "main", measure)
     arguments = ["--out", str(tmp_path), "--clusters", "slow-cpu", "--models", "resnet50,vgg16"]
     assert pipelines.main(arguments) == 1
     assert "not measured: vgg16 on slow-cpu" in capsys.readouterr().err
     assert pipelines.main(arguments) == 1
     assert started == ["resnet50", "vgg16", "vgg16"]
     assert "slow-cpu-resnet50" in capsys.readouterr().out
+
+
+def test_words_are_those_of_bench_pipeline(tmp_path: Path, monkeypatch: Any) -> None:
+    given = []
+    monkeypatch.setattr(pipelines.pipeline, "_drive", lambda arguments, words: given.append(arguments))
+    monkeypatch.setattr(pipelines.pipeline, "_show", lambda report, arguments: None)
+    words = ["--out", str(tmp_path), "--clusters", "slow-cpu", "--models", "transformer", "--steps", "5"]
+    assert pipelines.main(words) == 0
+    (case,) = given
+    assert (case.spec.name, case.model, case.pixels, case.steps) == ("slow-cpu.toml", "transformer", 128, 5)
+    assert case.json == tmp_path / "slow-cpu-transformer.json"
+
+
+def test_an_interrupted_case_ends_them_all(tmp_path: Path, monkeypatch: Any) -> None:
+    started = []
+
+    def interrupt(arguments: object, words: list[str]) -> None:
+        started.append(words)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipelines.pipeline, "_drive", interrupt)
+    assert pipelines.main(["--out", str(tmp_path), "--clusters", "slow-cpu"]) == 130
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -25,6 +25,7 @@ from bench.pipeline_report import PipelineReport
 from bench.readme import BEGIN, END, ReadmeError, comparison, rewrite
 from bench.record import Round, Task
 from bench.spreadsheet import to_csv
+from bench.suites import Group, PipelineRun, Suite
 from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
 
 FOUR = ClusterFacts("4x1gbit", "4 hosts", 4, 1e9)
@@ -291,6 +292,33 @@ def test_figures_of_different_tensorflows_are_said_to_be() -> None:
     assert said in show_figures(found, as_json=False)
     assert said in comparison(found)
     assert cautions(everything()) == ["plain loopback & so on"]
+
+
+def test_what_an_interrupted_evaluation_has_not_run_yet_is_said() -> None:
+    systems = ("single", "tf-ps", "horovod", "hvpipe-none", "hvpipe-step")
+    group = Group(TASK, "2x1gbit", 2, systems, rounds=2, once=("single",))
+    pipelines = tuple(PipelineRun("2x1gbit", model) for model in ("vgg16", "resnet50"))
+    plan = json.loads(json.dumps(asdict(Suite("quick", "Quick", (group,), pipelines))))
+    setting = replace(outcome().setting, plan=plan)
+    rounds = (
+        finished(case("single"), 1.0),
+        finished(case("hvpipe-step"), 2.0),
+        Round(case("tf-ps"), 0, skipped="not installed"),
+        Round(case("hvpipe-none"), 0, error="boom"),
+    )
+    broken = PipelineOutcome("pipeline/vgg16-64/32/2x1gbit", error="no")
+    found = Outcome(setting, rounds, pipelines=(broken,))
+    said = (
+        "Not all of the suite has run yet. Missing, or short of rounds (3 of its cases and pipelines): "
+        "resnet50-64/8/2x1gbit-2/weak (horovod, hvpipe-step), pipeline/resnet50-64/32/2x1gbit."
+    )
+    assert cautions(found) == [said]
+    for shown in (page(found), show_figures(found, as_json=False), comparison(found)):
+        assert said in shown
+    more = (finished(case("horovod"), 1.0, number=0), finished(case("horovod"), 1.0, number=1))
+    whole = (*rounds, *more, finished(case("hvpipe-step"), 2.0, number=1))
+    other = PipelineOutcome("pipeline/resnet50-64/32/2x1gbit", error="no")
+    assert cautions(Outcome(setting, whole, pipelines=(broken, other))) == []
 
 
 def test_what_was_measured_in_the_end_is_not_shown_as_skipped() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
+import signal
+import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import psutil
@@ -14,14 +17,17 @@ import pytest
 
 from bench import meter, parts
 from bench.cluster_spec import ClusterError
+from bench.journal import Journal
 from bench.placement import ROOT, Placement
 from bench.places import RealHosts
-from bench.processes import Command, run_together
+from bench.processes import Command, Ended, run_together
 from bench.record import Case, RankRound, Round, Task
 from bench.rounds import run_round
 from bench.rounds_command import describe
 from bench.systems import SYSTEMS
+from bench.watch import StepWatch
 from bench.workloads import check
+from bench_rounds import outcome
 from hvpipe.launch import exported_names
 from hvpipe.timeline import Raw, events_of_rank
 from hvpipe.trace import Event, Trace
@@ -75,6 +81,25 @@ def test_a_hang_ends_at_the_deadline_with_all_its_children(tmp_path: Path) -> No
     ended = run_together([_python("hangs", code, tmp_path)], tmp_path, timeout_s=2)
     assert ended.why == "did not end within 2 s"
     assert "here" in ended.output
+    assert _running(tmp_path) == []
+
+
+ENDED = """
+import sys
+from bench import mpirun
+
+code = "import time; print('here', flush=True); time.sleep(300)"
+mpirun.run([sys.executable, "-c", code, sys.argv[1]], capture=False)
+"""
+
+
+def test_a_run_that_is_terminated_ends_what_it_started(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", ENDED, str(tmp_path)]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
     assert _running(tmp_path) == []
 
 
@@ -178,6 +203,22 @@ def test_the_meter_counts_this_process() -> None:
     after = meter.read()
     assert after.cpu_s - before.cpu_s >= 0.05
     assert after.peak_bytes >= psutil.Process().memory_info().rss * 0.5
+
+
+def test_an_evaluation_takes_nothing_from_the_timed_part_and_adds_nothing() -> None:
+    def evaluate() -> tuple[float, float]:
+        time.sleep(0.3)
+        return 1.0, 0.5
+
+    watch = StepWatch(open_after=2)
+    watch.begin()
+    watch.step()
+    watch.epoch(evaluate)  # epochs of one step: the first ends before the timed part begins
+    watch.step()
+    watch.step()
+    watch.epoch(evaluate)
+    watch.drained()
+    assert 0 <= watch.rank_round().wall_s < 0.2
 
 
 def _span(category: str, start_s: float, end_s: float, rank: int = 0, name: str = "b0") -> Event:
@@ -321,6 +362,23 @@ def test_a_round_is_shown_with_what_was_trained() -> None:
         "computing alone: digits, 2 ranks, 2 hosts",
         "batch 11+5, 3 threads an operation, 1 round of 2 epochs, seed 20",
     ]
+
+
+def test_a_round_whose_steps_are_no_seconds_is_an_error_and_leaves_a_journal_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(commands: object, directory: Path, **_: object) -> Ended:
+        rank = asdict(RankRound([1.0, math.nan], 1.0, 0.5, 1))
+        (directory / "rank-0.json").write_text(json.dumps({"rank": rank, "versions": {}}))
+        return Ended("", "")
+
+    monkeypatch.setattr("bench.rounds.run_together", end)
+    monkeypatch.setattr("bench.systems.System.missing", lambda self, python: "")
+    round_ = run_round(Case("single", "c", 1, Task("digits", 8)), 0, None, 10)
+    assert "A rank's steps should be seconds. Received: step_s=[1.0, nan], 1.0" in round_.error
+    journal = Journal(tmp_path, outcome().setting)
+    journal.add_round(round_)
+    assert Journal.kept_in(tmp_path) == journal.outcome
 
 
 def test_an_unknown_system_is_an_error_of_the_round() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,13 @@ import pytest
 
 from bench import software
 from bench.software import describe_software, differences
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
 
 
 def git(checkout: Path, *words: str) -> None:
@@ -62,3 +71,21 @@ def test_only_what_both_name_can_differ() -> None:
         "keras 3.14 (now 3.15)"
     ]
     assert differences({"keras": "3.14"}, {"keras": "3.14"}) == []
+
+
+def _imported(file: Path) -> set[str]:
+    """The packages that a file imports, anywhere in it."""
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    from_some = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    return {name.partition(".")[0] for name in (*plain, *from_some)}
+
+
+def test_what_the_benchmarks_import_comes_with_their_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["bench"]]
+    brought = {re.split(r"[^\w-]", each)[0] for each in wanted}
+    names = {"sklearn": "scikit-learn", "tomllib": "tomli"}
+    without = {"bench", "horovod", "hvpipe", "torch"} | sys.stdlib_module_names - {"tomllib"}
+    imported = {name for file in (ROOT / "bench").rglob("*.py") for name in _imported(file)} - without
+    assert {names.get(name, name) for name in imported} <= brought

@@ -15,7 +15,7 @@ from bench.cluster_spec import ClusterSpec, HostSpec
 from bench.job import Job
 from bench.placement import Placement
 from bench.record import Task
-from bench.systems import loop, server_process
+from bench.systems import horovod_tape, loop, mirrored, server_process
 from bench.watch import StepWatch
 from bench.workload import claim_gpu
 from hvpipe.errors import HvpipeError
@@ -33,6 +33,7 @@ class FakeTensorFlow:
         self.config = SimpleNamespace(
             list_physical_devices=lambda kind: ["GPU 0", "GPU 1"],
             set_visible_devices=lambda gpus, kind: self.visible.extend(gpus),
+            get_visible_devices=lambda kind: self.visible,
             experimental=growth,
         )
         self.compat = SimpleNamespace(v1=SimpleNamespace(ConfigProto=lambda **_: self.server_config))
@@ -91,6 +92,42 @@ def test_a_worker_takes_one_gpu_and_a_parameter_server_none(
 def test_the_gpu_that_is_sampled_is_the_ranks(tensorflow: FakeTensorFlow) -> None:
     options = StepWatch(local_rank=1)._sampler._options
     assert (options.local_rank, options.visible_gpus) == (1, "4,6")
+
+
+def test_mirrored_workers_reduce_by_nccl_on_gpus_and_in_a_ring_without(tensorflow: FakeTensorFlow) -> None:
+    assert mirrored._reduced_by(tensorflow) == "RING"
+    claim_gpu(0, 2)
+    assert mirrored._reduced_by(tensorflow) == "NCCL"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "says"),
+    [
+        (True, 0, r"built with NCCL .*Received: Horovod 0\.28\.1 without NCCL in "),
+        (True, 21805, "the model is built"),
+        (False, 0, "the model is built"),
+    ],
+)
+def test_horovod_has_nccl_on_gpus(
+    gpus: bool,
+    nccl: int,
+    says: str,
+    tensorflow: FakeTensorFlow,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make_model(*_: object) -> None:
+        raise RuntimeError("the model is built")
+
+    hvd = SimpleNamespace(init=lambda: None, rank=lambda: 0, size=lambda: 1, nccl_built=lambda: nccl)
+    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(tensorflow=hvd, __version__="0.28.1"))
+    monkeypatch.setitem(sys.modules, "horovod.tensorflow", hvd)
+    monkeypatch.setattr(horovod_tape, "prepare_tensorflow", lambda threads: None)
+    monkeypatch.setattr(horovod_tape, "make_model", make_model)
+    if not gpus:
+        tensorflow.config.list_physical_devices = lambda kind: []
+    with pytest.raises(RuntimeError, match=says):
+        horovod_tape.train(Job(Task("digits", 4), 0, 1, {}, tmp_path))
 
 
 def test_a_loop_waits_for_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from bench import tune
 from bench.cluster_spec import ClusterError
-from bench.record import Round
+from bench.places import RealHosts
+from bench.record import Case, Round
 from bench.systems import SYSTEMS, System
 from bench.systems.tuned import Tuned, keep_tuned, read_tuned
 from bench_rounds import case, finished, rank
@@ -88,3 +89,23 @@ def test_the_command_keeps_the_fastest_with_its_source(
     }
     assert tune.main([*words[:-1], "0"]) == 1
     assert "--rounds should be at least 1. Received: --rounds 0" in capsys.readouterr().err
+
+
+def test_settings_are_searched_for_on_hosts_that_exist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = set()
+
+    def run_round(of: Case, number: int, place: RealHosts, *_: object, python: str, **__: object) -> Round:
+        found.add((of.cluster, of.ranks, of.task.threads, place.spec.slots, python))
+        return finished(case("tf-mwms-tuned"), 1.0, number=number)
+
+    monkeypatch.setattr(tune, "run_round", run_round)
+    monkeypatch.setattr(tune, "warn_if_busy", lambda: None)
+    monkeypatch.setattr(RealHosts, "require_answers", lambda self: self._cores.update(a="9", b="8"))
+    monkeypatch.chdir(tmp_path)
+    words = ["--system", "tf-mwms-tuned", "--rounds", "1", "--on", "a:2,b", "--python", "bin/python"]
+    assert tune.main(words) == 0
+    assert found == {("hosts a:2, b:1", 3, 4, 3, str(tmp_path / "bin" / "python"))}  # 9 cores of two ranks
+    assert tune.main([*words, "--hosts", "2"]) == 1
+    assert "--on goes without --hosts and --spec. Received: also --on a:2,b" in capsys.readouterr().err

@@ -58,7 +58,8 @@ def _mirrored(name: str, title: str, packs: str) -> System:
         start="processes",
         options={"bytes_per_pack": "0"},
         notes=(
-            f"{_LOOP}, RING over gRPC: Keras 3 `fit` is reported to fail under it (keras issue 20585)",
+            f"{_LOOP}: Keras 3 `fit` is reported to fail under it (keras issue 20585)",
+            "reduced by RING over gRPC, between GPUs by NCCL",
             packs,
         ),
     )

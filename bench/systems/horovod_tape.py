@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from bench.job import Job
@@ -22,6 +23,11 @@ def train(job: Job) -> None:
     if (hvd.rank(), hvd.size()) != (job.rank, job.size):
         raise RuntimeError(
             f"Horovod should see rank {job.rank} of {job.size}. Received: {hvd.rank()} of {hvd.size()}"
+        )
+    if tf.config.get_visible_devices("GPU") and not hvd.nccl_built():
+        raise RuntimeError(
+            "On GPUs Horovod should be built with NCCL (HOROVOD_GPU_OPERATIONS=NCCL): name its Python by "
+            f"--python. Received: Horovod {horovod.__version__} without NCCL in {sys.executable}"
         )
     job.versions["Horovod"] = horovod.__version__
     model, optimizer = make_model(keras, job.task), make_optimizer(keras, job.task)

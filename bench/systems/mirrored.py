@@ -1,4 +1,4 @@
-"""TensorFlow's MultiWorkerMirroredStrategy: gradients are reduced around a ring of workers, over gRPC."""
+"""TensorFlow's MultiWorkerMirroredStrategy: gradients are reduced in a ring over gRPC, on GPUs by NCCL."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ def train(job: Job) -> None:
     claim_gpu(*job.place)
     import tensorflow as tf
 
+    reduced_by = _reduced_by(tf)
+    job.versions["reduced by"] = reduced_by
     # As long as XLA does not compile the step, TensorFlow joins the strategy's options to those of each
     # reduction (MirroredExtended._batch_reduce_to), so that packs hold for what Keras' optimizer reduces.
     options = tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=int(job.options["bytes_per_pack"]),
-        implementation=tf.distribute.experimental.CommunicationImplementation.RING,
+        implementation=tf.distribute.experimental.CommunicationImplementation[reduced_by],
     )
     strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     with strategy.scope():
@@ -38,6 +40,11 @@ def train(job: Job) -> None:
     loop.run(keras, model, job, data, step)
     job.meet("trained")
     job.versions["all-reduces a step"] = str(_all_reduces(step, next(data)))
+
+
+def _reduced_by(tf: Any) -> str:
+    """NCCL between GPUs, where TensorFlow's documentation has it faster; else its ring."""
+    return "NCCL" if tf.config.get_visible_devices("GPU") else "RING"
 
 
 def _all_reduces(step: Any, batch: Any) -> int:
