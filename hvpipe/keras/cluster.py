@@ -21,7 +21,8 @@ def measure_cluster(profile: Profile) -> Cluster:
     `profile` is what `measure` returned on this rank, of the same model and batch on all: the total times
     give the speeds, rank 0's being 1. Devices are named HOST:LOCAL_RANK. The memory of a device is what this
     process may still take, in equal shares among the ranks of a host: of the machine or its control group, or
-    by `ulimit`; with a GPU that TensorFlow uses, that GPU's. Links come from `measure_links`, beside computing.
+    by `ulimit`; with a GPU that TensorFlow uses, that GPU's. Links come from `measure_links`, beside
+    computing.
     Raises HvpipeError where the ranks measured different models.
     """
     session = current()

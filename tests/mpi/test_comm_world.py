@@ -41,7 +41,9 @@ def test_every_root_can_broadcast(comm: World) -> None:
         assert comm.broadcast_object(("from", comm.rank), root) == ("from", root)
 
 
-def test_objects_of_more_bytes_than_one_call_of_mpi_takes(comm: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_of_more_bytes_than_one_call_of_mpi_takes(
+    comm: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("hvpipe.comm.mpi._MOST_BYTES", 1000)
     mine = [comm.rank] * (2000 + comm.rank)
     assert comm.allgather_object(mine) == [[rank] * (2000 + rank) for rank in range(comm.size)]
