@@ -9,7 +9,7 @@ namespace hvpipe {
 namespace {
 
 constexpr std::size_t kLeastStagingBytes = 1 << 16;
-// NCCL's own memory comes in pieces of 2 MiB.
+// NCCL's own memory comes in pieces of 2 MiB, or is not used.
 constexpr std::size_t kLeastNcclBytes = 1 << 20;
 
 std::string Megabytes(std::size_t bytes) { return std::to_string((bytes + 999'999) / 1'000'000) + " MB"; }

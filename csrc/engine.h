@@ -60,6 +60,7 @@ class Engine {
   int hosts() const { return hosts_; }
   const EngineOptions& options() const { return options_; }
   EventLog& log() { return log_; }
+  const EventLog& log() const { return log_; }
   Counters counters() const { return counters_; }
   // How many callers stand and wait for a message; they count themselves.
   std::shared_ptr<std::atomic<int>> awaited() const { return awaited_; }

@@ -177,14 +177,23 @@ void Engine::JoinRanks(DeviceSide& side, const NcclPlace& place, const Interrupt
   AgreeOnNcclMemory(side, interrupt);
 }
 
+namespace {
+
+// NCCL's memory comes in pieces of 2 MiB; of 512 MiB where NVSwitches add up (multicast). A bucket takes one.
+constexpr std::size_t kLargestPieceBytes = 2 << 20;
+
+}  // namespace
+
 // What one rank registers all must, so each tries first. The device is current.
 void Engine::AgreeOnNcclMemory(DeviceSide& side, const Interrupt& interrupt) {
   char able = 0;
   if (side.library->has_memory()) {
     void* memory = nullptr;
     try {
+      const std::size_t free_before = side.device->FreeRoom().free;
       memory = side.library->Allocate(kAlignment);
-      if (void* const registration = side.ranks->Register(memory, kAlignment)) {
+      const bool small = free_before <= side.device->FreeRoom().free + kLargestPieceBytes;
+      if (void* const registration = small ? side.ranks->Register(memory, kAlignment) : nullptr) {
         void* const registered = std::exchange(memory, nullptr);  // not to be freed while it is
         side.ranks->Deregister(registration);
         memory = registered;

@@ -23,13 +23,19 @@ struct TimedEvent {
 
 class EventLog {
  public:
-  explicit EventLog(bool enabled) : enabled_(enabled) {}
+  static constexpr std::size_t kMost = 2'000'000;  // some 200 MB: a forgotten trace must not eat the machine
+
+  explicit EventLog(bool enabled, std::size_t most = kMost) : enabled_(enabled), most_(most) {}
   bool enabled() const { return enabled_; }
 
   void Add(const std::string& category, const std::string& name, double start_s, double end_s) {
     if (!enabled_) return;
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (events_.size() < kMost) events_.push_back({category, name, start_s, end_s});
+    if (events_.size() < most_) {
+      events_.push_back({category, name, start_s, end_s});
+    } else {
+      ++dropped_;
+    }
   }
 
   std::vector<TimedEvent> Take() {
@@ -37,11 +43,18 @@ class EventLog {
     return std::exchange(events_, {});
   }
 
+  // How many came when there was no more room.
+  std::size_t dropped() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return dropped_;
+  }
+
  private:
-  static constexpr std::size_t kMost = 2'000'000;  // some 200 MB: a forgotten trace must not eat the machine
   const bool enabled_;
-  std::mutex mutex_;
+  const std::size_t most_;
+  mutable std::mutex mutex_;
   std::vector<TimedEvent> events_;
+  std::size_t dropped_ = 0;
 };
 
 }  // namespace hvpipe

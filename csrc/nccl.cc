@@ -47,12 +47,18 @@ void Find(void* library, const std::string& path, const char* name, Function& fu
               ErrorKind::kUsage);
 }
 
+// RTLD_LOCAL: TensorFlow's GPU wheel exports functions of the same names, and NCCL, which calls some of its
+// own by name, is to find those: with RTLD_DEEPBIND it does. That also hides a preloaded malloc, whose
+// memory NCCL is handed all the same and frees: so only where there is such a namesake.
+int HowToOpen() {
+  const bool has_namesake = dlsym(RTLD_DEFAULT, "ncclGetVersion") != nullptr;
+  return RTLD_NOW | RTLD_LOCAL | (has_namesake ? RTLD_DEEPBIND : 0);
+}
+
 }  // namespace
 
-// RTLD_LOCAL: TensorFlow's GPU wheel exports functions of the same names. RTLD_DEEPBIND: NCCL calls some of
-// its own by name, and is to find its own.
 NcclLibrary::NcclLibrary(const std::string& path) : path_(path) {
-  void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_DEEPBIND);
+  void* const library = dlopen(path.c_str(), HowToOpen());
   if (library == nullptr) {
     const char* const why = dlerror();
     throw Error(std::string("NCCL should load. ") + kHow + ". Received: " + (why != nullptr ? why : path),

@@ -377,6 +377,7 @@ nb::dict CountersOf(const Engine& engine) {
   result["steps"] = counters.steps;
   result["sleeps"] = counters.sleeps;
   result["exposed_wait_s"] = counters.exposed_wait_s;
+  result["events_dropped"] = engine.log().dropped();
   return result;
 }
 

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cfloat>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -83,11 +84,9 @@ HVPIPE_BOTH void Narrow(float value, BFloat16& to) {
 HVPIPE_BOTH void Narrow(float value, float& to) { to = value; }
 HVPIPE_BOTH void Narrow(double value, double& to) { to = value; }
 
-// x - x is 0 for a finite x and a NaN for all others.
-template <typename Wide>
-HVPIPE_BOTH bool IsFinite(Wide value) {
-  return value - value == Wide(0);
-}
+// Not by x - x == 0: where x is a product, a compiler may fuse the two, and find its rounding error.
+HVPIPE_BOTH bool IsFinite(float value) { return value >= -FLT_MAX && value <= FLT_MAX; }
+HVPIPE_BOTH bool IsFinite(double value) { return value >= -DBL_MAX && value <= DBL_MAX; }
 
 template <int kCapacity>
 struct TileTable {

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hvpipe.report import Summary, summarise
 from hvpipe.sample import Sample
 from hvpipe.timeline import events_of_rank
-from hvpipe.trace import Trace
+from hvpipe.trace import Clock, Trace
 
 if TYPE_CHECKING:
     from hvpipe.session import Session
@@ -33,54 +33,76 @@ class _RankRun:
 
 
 def report_run(session: Session) -> Summary | None:
-    """Gather what all ranks recorded; rank 0 writes the files and prints the summary. Collective."""
-    assert session.sampler is not None
-    rank = session.world.rank
-    recorded = events_of_rank(session.engine.take_events(), rank) if session.settings.trace_path else []
-    trace = Trace((*recorded, *session.sampler.events())).shift(session.clock_offset_s)
-    wanted = session.settings.utilization_path is not None
-    mine = _RankRun(
-        trace=trace,
-        counters=session.engine.counters(),
-        step_durations_s=session.step_durations_s,
-        samples=sum(counter.total() for counter in session.sample_counters),
-        utilization=session.sampler.summary().to_json(),
-        device_samples=_rows(session.sampler.samples(), session.clock_offset_s) if wanted else [],
-        notes=session.sampler.notes(),
-    )
-    runs: list[_RankRun] = session.engine.allgather_object(mine)
-    if rank != 0:
+    """Gather on rank 0 what all ranks recorded; it writes the files and prints the summary. Collective."""
+    settings = session.settings
+    runs: list[_RankRun] | None = session.engine.gather_object(_recorded(session))
+    if runs is None:
         return None
     whole = Trace.merge(run.trace for run in runs)
     summary = summarise(
-        whole if session.settings.trace_path else None,
+        whole if settings.trace_path else None,
         [run.counters for run in runs],
         [run.step_durations_s for run in runs],
         round(sum(run.samples for run in runs)),
         [run.utilization for run in runs],
     )
-    if session.settings.trace_path:
+    if settings.trace_path:
         metadata = {
             "counters": [run.counters for run in runs],
             "summary": summary.to_json(),
             "utilization": [run.utilization for run in runs],
             "utilization_notes": _said_once(runs),
         }
-        Trace(whole.events, metadata).write(session.settings.trace_path)
-    if session.settings.utilization_path:
-        _write_utilization(Path(session.settings.utilization_path), runs)
+        Trace(whole.events, metadata).write(settings.trace_path)
+        _tell_dropped(runs)
+    if settings.utilization_path:
+        _write_utilization(Path(settings.utilization_path), runs)
     # That there is no GPU is news only to those who asked.
-    if session.settings.utilization_path or any(run.utilization["gpu"] for run in runs):
+    if settings.utilization_path or any(run.utilization["gpu"] for run in runs):
         for note in _said_once(runs):
             print(f"hvpipe: utilization: {note}", file=sys.stderr, flush=True)
-    if session.settings.summary and summary.steps > 0:
+    if settings.summary and summary.steps > 0:
         print(summary.to_line(), file=sys.stderr, flush=True)
     return summary
 
 
-def _rows(samples: Iterable[Sample], offset_s: float) -> list[dict[str, Any]]:
+def _recorded(session: Session) -> _RankRun:
+    """Only what will be written: all samples of a long run as events are many. Collective."""
+    assert session.sampler is not None
+    settings, sampler = session.settings, session.sampler
+    traced, listed = bool(settings.trace_path), bool(settings.utilization_path)
+    # Over hours clocks run apart.
+    clock = Clock(session.clock_reading, session.read_clock() if traced or listed else session.clock_reading)
+    trace = Trace()
+    if traced:
+        recorded = events_of_rank(session.engine.take_events(), session.world.rank)
+        trace = Trace((*recorded, *sampler.events())).retime(clock.of_rank_0)
+    return _RankRun(
+        trace=trace,
+        counters=session.engine.counters(),
+        step_durations_s=session.step_durations_s,
+        samples=sum(counter.total() for counter in session.sample_counters),
+        utilization=sampler.summary().to_json(),
+        device_samples=_rows(sampler.samples(), clock) if listed else [],
+        notes=sampler.notes(),
+    )
+
+
+def _tell_dropped(runs: list[_RankRun]) -> None:
+    """A trace that ends before the run does says so; its metadata has the numbers among the counters."""
+    dropped = [run.counters.get("events_dropped", 0) for run in runs]
+    if any(dropped):
+        print(
+            f"hvpipe: trace: it lacks the last {sum(dropped):,.0f} events of {sum(map(bool, dropped))} of "
+            f"{len(runs)} ranks, which had no room for more: trace a shorter run",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _rows(samples: Iterable[Sample], clock: Clock) -> list[dict[str, Any]]:
     """Rows of the utilization file, at rank 0's times, as in the trace."""
-    return [replace(sample, time_s=sample.time_s + offset_s).to_row() for sample in samples]
+    return [replace(sample, time_s=clock.of_rank_0(sample.time_s)).to_row() for sample in samples]
 
 
 def _said_once(runs: list[_RankRun]) -> list[str]:

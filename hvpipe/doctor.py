@@ -54,20 +54,20 @@ def examine(environ: Mapping[str, str]) -> list[Finding]:
     """Look at the build and at this machine; imports neither TensorFlow nor MPI into this process."""
     build = read_build()
     tensorflow = _tensorflow_version()
-    library, library_error = _mpi_library()
+    library, load_error = _mpi_library()
     gpus = _gpus()
     return [
-        *_built(build),
+        *_built(build, load_error if library is not None else ""),
         Finding("Python", "ok", f"{platform.python_version()} ({sys.executable})"),
         _tensorflow(build, tensorflow),
         _keras(environ),
         _package("numpy", "pip install numpy"),
         _mpi4py(),
-        _library(build, library, library_error),
+        _library(build, library, load_error),
         _mpirun(environ, library),
         _optional("psutil", "psutil", "pip install psutil, for CPU utilization"),
         *_gpu_findings(gpus, build, environ),
-        Finding("cores", "ok", str(placement.usable_cores())),
+        _cores(),
         _shared_memory(),
     ]
 
@@ -113,7 +113,7 @@ def library_folder() -> Path:
     return Path(spec.origin if spec and spec.origin else __file__).parent
 
 
-def _built(build: Build | None) -> list[Finding]:
+def _built(build: Build | None, engine_error: str) -> list[Finding]:
     if build is None:
         return [Finding("hvpipe", "problem", "not built", REBUILD)]
     folder = library_folder()
@@ -132,11 +132,13 @@ def _built(build: Build | None) -> list[Finding]:
         wanted["TensorFlow ops"] = "libhvpipe_tf*.so"
     for name, pattern in wanted.items():
         files = sorted(folder.glob(pattern))
-        findings.append(
-            Finding(name, "ok", files[0].name)
-            if files
-            else Finding(name, "problem", f"no {pattern}", REBUILD)
-        )
+        if not files:
+            findings.append(Finding(name, "problem", f"no {pattern}", REBUILD))
+        elif name == "engine" and engine_error:
+            found = f"{files[0].name}, which does not load: {engine_error}"
+            findings.append(Finding(name, "problem", found, REBUILD))
+        else:
+            findings.append(Finding(name, "ok", files[0].name))
     return findings
 
 
@@ -242,6 +244,12 @@ def _nccl(path: str) -> Finding:
     return Finding("NCCL", "ok", f"{version} ({path})")
 
 
+def _cores() -> Finding:
+    cores, visible = placement.affordable_cores(), placement.usable_cores()
+    limit = f" (a control group's CPU limit; {visible} are visible)" if cores < visible else ""
+    return Finding("cores", "ok", f"{cores}{limit}")
+
+
 def _shared_memory() -> Finding:
     try:
         stat = os.statvfs("/dev/shm")
@@ -255,10 +263,18 @@ def _shared_memory() -> Finding:
     return Finding("shared memory", "ok", found)
 
 
+# What is asked of a process of its own: an MPI that does not fit may end the process that loads it.
+_LOAD = """
+from hvpipe.comm.mpi import library_version
+print(library_version(), flush=True)
+from hvpipe.engine import import_native
+import_native()
+"""
+
+
 def _mpi_library() -> tuple[str | None, str]:
-    """Ask in a process of its own: an MPI that does not fit may end the process that loads it."""
-    program = "from hvpipe.comm.mpi import library_version; print(library_version())"
-    command = [sys.executable, "-c", program]
+    """The MPI's version and "", or why the engine does not load; or None and why the MPI does not."""
+    command = [sys.executable, "-c", _LOAD]
     root = str(Path(__file__).parents[1])
     try:
         done = subprocess.run(
@@ -266,10 +282,11 @@ def _mpi_library() -> tuple[str | None, str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"not loaded: {error}"
+    version = done.stdout.strip() or None
     if done.returncode == 0:
-        return done.stdout.strip(), ""
+        return version, ""
     last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return None, last_line.partition("Received: ")[2] or last_line
+    return version, last_line.partition("Received: ")[2] or last_line
 
 
 def _tensorflow_version() -> str | None:

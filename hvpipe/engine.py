@@ -241,6 +241,11 @@ class Engine:
         self.agree("allgather_object")
         return self.world.allgather_object(value)
 
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """Every rank's value, in rank order, on rank 0; None on the others (pickled)."""
+        self.agree("gather_object")
+        return self.world.gather_object(value)
+
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """The root's value (pickled)."""
         self.agree(f"broadcast_object from rank {root}")

@@ -64,7 +64,7 @@ def launch_spec(
         ranks=options.ranks if options.ranks is not None else sum(host.slots for host in hosts),
         command=tuple(command),
         hosts=hosts,
-        cores=placement.usable_cores(),
+        cores=placement.affordable_cores(),
         as_root=os.geteuid() == 0,
         allocated=any(name in environ for name in _ALLOCATIONS),
         bind=options.bind,

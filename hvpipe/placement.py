@@ -7,6 +7,7 @@ import os
 from hvpipe.comm import World
 from hvpipe.comm.discover import Launch
 from hvpipe.log import logger
+from hvpipe.memory import cores_allowed
 
 
 def tell_placement(world: World, launch: Launch) -> None:
@@ -40,3 +41,12 @@ def usable_cores(process: int = 0) -> int:
         return len(os.sched_getaffinity(process))
     except (AttributeError, OSError):  # not on every system; not every process
         return os.cpu_count() or 1
+
+
+def affordable_cores() -> int:
+    """As many cores as processes of this one's kind can keep busy together.
+
+    A container's CPU limit hides no core: threads beyond it only wait for their turn.
+    """
+    allowed = cores_allowed()
+    return usable_cores() if allowed is None else min(usable_cores(), max(1, int(allowed)))

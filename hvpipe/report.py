@@ -99,8 +99,8 @@ def summarise(
 
     `counters`, `step_durations_s` and `utilization` (`Utilization.to_json()`) have one entry per rank.
     `images` counts the samples of all ranks over all steps. Without step durations, the trace's "step"
-    events serve; without a trace, communication hidden is told from the counters `reduce_s` and
-    `exposed_wait_s`, and utilization from `utilization` alone.
+    events serve; without a trace, communication hidden is not known, and utilization is told from
+    `utilization` alone.
     """
     if images < 0:
         raise HvpipeError(f"images should be a number of samples. Received: images={images}")
@@ -111,7 +111,6 @@ def summarise(
         s for durations in step_durations_s for s in (durations[1:] if len(durations) > 1 else durations)
     ]
     step_s = median(later) if later else None
-    hidden = hidden_share(trace) if trace is not None else None
     busy: list[Mapping[str, Any]] = list(utilization) or (
         [_sampled(trace, rank) for rank in trace.ranks()] if trace is not None else []
     )
@@ -121,7 +120,7 @@ def summarise(
         steps=steps,
         step_s=step_s,
         images_per_s=images / steps / step_s if images and steps and step_s else None,
-        hidden_share=hidden if hidden is not None else _hidden_by_counters(counters),
+        hidden_share=hidden_share(trace) if trace is not None else None,
         exposed_wait_s=_mean(c.get("exposed_wait_s") for c in counters),
         system_share=_mean(u.get("system_share") for u in busy),
         process_cores=_total(u.get("process_cores") for u in busy),
@@ -172,14 +171,6 @@ def hidden_share(trace: Trace) -> float | None:
         computed_s += length(compute)
         hidden_s += length(within(reduce, compute))
     return hidden_s / communicated_s if communicated_s > 0 and computed_s > 0 else None
-
-
-def _hidden_by_counters(counters: Sequence[Mapping[str, float]]) -> float | None:
-    reduce_s = _total(c.get("reduce_s") for c in counters)
-    exposed_s = _total(c.get("exposed_wait_s") for c in counters)
-    if not reduce_s or exposed_s is None:
-        return None
-    return min(1.0, max(0.0, 1 - exposed_s / reduce_s))
 
 
 def _sampled(trace: Trace, rank: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -68,7 +69,7 @@ class Session:
         self.sample_counters: list[SampleCounter] = []
         self.reducers: dict[Any, Any] = {}  # by what they reduce; see keras.distributed
         self.announcements = 0  # of steps that reduce, counted when their graph is made
-        self.clock_offset_s = 0.0
+        self.clock_reading = (0.0, 0.0)  # see hvpipe.trace.Clock
         self.sampler: Sampler | None = None
         self.live_report: LiveReport | None = None
         if self.engine.core is not None:
@@ -94,6 +95,11 @@ class Session:
         self.engine.core = None
         self.world.close()
 
+    def read_clock(self) -> tuple[float, float]:
+        """A reading for hvpipe.trace.Clock; all ranks together."""
+        ahead_s = self.world.clock_offset_s()
+        return time.monotonic(), ahead_s
+
     def _start_sampler(self) -> None:
         from hvpipe.live_report import open_live_report
 
@@ -104,7 +110,7 @@ class Session:
             return
         from hvpipe.utilization import Sampler, SamplerOptions
 
-        self.clock_offset_s = world.clock_offset_s()
+        self.clock_reading = self.read_clock()
         options = SamplerOptions(
             period_s=1 / settings.utilization_hz,
             local_rank=world.local_rank,
@@ -127,8 +133,12 @@ class Session:
         )
 
 
-# Settings of the trace, the utilization file and the summary.
-_RECORDED = ("trace_path", "utilization_path", "utilization_hz", "summary")
+# Settings of what is recorded, and of which messages and collectives there are.
+_ALIKE = (
+    *("trace_path", "utilization_path", "utilization_hz", "summary"),
+    *("bucket_bytes", "segment_bytes", "slot_bytes", "messages_in_flight", "ranks_per_host", "shared_memory"),
+    *("nccl_library", "nccl_span", "gpus_may_be_shared"),
+)
 
 _lock = threading.Lock()
 _session: Session | None = None
@@ -310,10 +320,12 @@ def check_other_arguments(function: str, given: Mapping[str, Any]) -> None:
 
 
 def _as_rank_0(settings: Settings, world: World) -> Settings:
-    """With rank 0's word on what is recorded, which all ranks must do alike: mpirun alone hands no
-    HVPIPE_* to other hosts."""
-    recorded = {name: getattr(settings, name) for name in _RECORDED}
-    return replace(settings, **world.broadcast_object(recorded))
+    """With rank 0's word on what all ranks must do alike: mpirun alone hands no HVPIPE_* to other hosts.
+
+    Ranks that record something else, or expect other messages, would wait for each other.
+    """
+    alike = {name: getattr(settings, name) for name in _ALIKE}
+    return replace(settings, **world.broadcast_object(alike))
 
 
 def _end_all_on_error(world: World) -> None:

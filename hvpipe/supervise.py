@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import shutil
 import signal
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -21,6 +22,8 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 _JOB_FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
+
+_SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 @contextlib.contextmanager
@@ -47,7 +50,8 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float
     The first SIGINT, SIGTERM, SIGHUP or SIGQUIT goes on to the command, which then has `grace_s` to end its
     ranks; what is left after that, or at a second signal, is killed, as is what a command that failed
     leaves. SIGUSR1 and SIGUSR2 go on to it and end nothing here. Returns the command's exit code, or
-    128 + n where signal n ended it or was sent to this process.
+    128 + n where signal n ended it or was sent to this process. Where this process is killed, the command
+    gets a SIGTERM.
     """
     supervisor = _Supervisor(grace_s)
     before = {number: signal.getsignal(number) for number in (*_ENDING, *_PASSED_ON)}
@@ -75,7 +79,12 @@ class _Supervisor:
         try:
             # In a session of its own the command gets a Ctrl-C once, from here, and not from the terminal
             # as well: mpirun takes a second one as an order to leave at once, whatever its ranks do.
-            self._process = subprocess.Popen(list(command), env=dict(environ), start_new_session=True)
+            self._process = subprocess.Popen(
+                list(command),
+                env=dict(environ),
+                start_new_session=True,
+                preexec_fn=_ends_with_this_process(),
+            )
         except OSError as error:
             raise LaunchError(f"The launcher should be a program that runs. Received: {error}") from error
         if self._received is not None:  # it came while the process was being started
@@ -110,6 +119,25 @@ class _Supervisor:
         self._timer.daemon = True
         self._timer.start()
         self._process.send_signal(number)
+
+
+def _ends_with_this_process() -> Callable[[], None] | None:
+    """What a child does before its program begins, so that it gets SIGTERM should this process be killed.
+
+    Nothing can hand SIGKILL on. All is looked up here: between fork and exec nobody may wait for a lock.
+    """
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):  # not on Linux
+        return None
+    parent = os.getpid()
+
+    def prepare() -> None:
+        prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # which was killed before that
+            os._exit(128 + signal.SIGTERM)
+
+    return prepare
 
 
 def kill_session(session: int) -> None:

@@ -27,6 +27,8 @@ def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
     backward              |---------------|          to the step's last pack
     pack                       --   --  --
     update                                    --     from the bucket's unpack
+
+    Marks of computing count only where the processor packs: on a GPU they tell when work was enqueued.
     """
     spans = [r for r in raw if r[0] != "mark"]
     events = [
@@ -35,6 +37,8 @@ def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
     marks = sorted((start, name) for category, name, start, _ in raw if category == "mark")
     steps = [start for start, name in marks if name == STEP]
     packs = sorted(end for category, _, _, end in spans if category == "pack")
+    if not packs and any(category == "reduce" for category, *_ in spans):
+        marks = [(start, name) for start, name in marks if name == STEP]
     last_s = max((end for *_, end in raw), default=0.0)
     bounds = [*steps, last_s]
     for number, (start, end) in enumerate(pairwise(bounds)):

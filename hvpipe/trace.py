@@ -7,7 +7,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,23 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Clock:
+    """What rank 0's clock says, from two readings of it; in between the clocks run apart evenly.
+
+    A reading is a time of this rank's clock and the seconds that rank 0's was ahead then.
+    """
+
+    first: tuple[float, float]
+    last: tuple[float, float]
+
+    def of_rank_0(self, time_s: float) -> float:
+        """Rank 0's time when this rank's clock said `time_s`."""
+        (begin_s, ahead_s), (end_s, ahead_at_end_s) = self.first, self.last
+        passed = (time_s - begin_s) / (end_s - begin_s) if end_s > begin_s else 0.0
+        return time_s + ahead_s + passed * (ahead_at_end_s - ahead_s)
+
+
+@dataclass(frozen=True)
 class Trace:
     """Events of one or more ranks, and JSON values about the run as a whole (`metadata`)."""
 
@@ -76,9 +93,9 @@ class Trace:
             metadata = {**trace.metadata, **metadata}
         return Trace(tuple(sorted(events, key=lambda event: (event.start_s, event.rank))), metadata)
 
-    def shift(self, offset_s: float) -> Trace:
-        """The same events `offset_s` later; aligns one rank's clock with another's."""
-        moved = (replace(e, start_s=e.start_s + offset_s, end_s=e.end_s + offset_s) for e in self.events)
+    def retime(self, clock: Callable[[float], float]) -> Trace:
+        """The same events at the times that another clock tells for theirs."""
+        moved = (replace(e, start_s=clock(e.start_s), end_s=clock(e.end_s)) for e in self.events)
         return Trace(tuple(moved), self.metadata)
 
     def ranks(self) -> list[int]:

@@ -253,6 +253,16 @@ def test_parts_count_each_moment_once() -> None:
     )
 
 
+def test_where_gradients_stay_on_a_gpu_a_trace_tells_no_parts() -> None:
+    raw: list[Raw] = [
+        ("mark", "step", 0, 0),
+        ("mark", "forward", 0.1, 0.1),
+        ("reduce", "a", 0.2, 0.9),
+        ("mark", "update a", 1.0, 1.0),
+    ]
+    assert parts.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, skip=0) == {}
+
+
 def test_an_update_that_waits_for_all_buckets_hides_nothing() -> None:
     # Backward ends at 1.1; the second bucket's reduce takes 4 s more, then both are updated.
     raw: list[Raw] = [

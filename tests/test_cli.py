@@ -54,7 +54,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A script, and a machine with eight cores, Open MPI 5, no root and no settings."""
     mpirun = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
     monkeypatch.setattr(launch, "find_mpirun", lambda *_: mpirun)
-    monkeypatch.setattr(placement, "usable_cores", lambda: 8)
+    monkeypatch.setattr(placement, "affordable_cores", lambda: 8)
     monkeypatch.setattr(cli.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(cli.os, "environ", {"PATH": "/bin:/usr/bin"})
     monkeypatch.chdir(tmp_path)

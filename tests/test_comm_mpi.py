@@ -62,16 +62,32 @@ def test_whoever_imports_mpi4py_first(before: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "environ",
+    ("environ", "advice"),
     [
-        pytest.param({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, id="Open MPI"),
-        pytest.param({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, id="MPICH"),
-        pytest.param({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, id="srun"),
+        pytest.param(
+            {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "hvpipe doctor", id="Open MPI"
+        ),
+        pytest.param({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0"}, "hvpipe doctor", id="MPICH"),
+        pytest.param({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "srun --mpi=pmix", id="srun"),
     ],
 )
-def test_launched_by_another_mpi_than_mpi4py_uses(environ: Mapping[str, str], tmp_path: Path) -> None:
-    says = r"started 2 ranks, but the MPI that mpi4py uses here \(\w+.*\) sees 1.*launched_size=2, mpi_size=1"
+def test_launched_by_another_mpi_than_mpi4py_uses(
+    environ: Mapping[str, str], advice: str, tmp_path: Path
+) -> None:
+    says = (
+        r"started 2 ranks, but the MPI that mpi4py uses here \(\w+.*\) sees 1.*"
+        rf"{advice}.*launched_size=2, mpi_size=1"
+    )
     expect_fatal(ALONE, write(tmp_path, OPEN), says=says, within_s=LIMIT_S, env=environ)
+
+
+def test_a_shell_in_an_allocation_needs_no_mpi(tmp_path: Path) -> None:
+    """As of salloc or `srun --pty`."""
+    text = "import sys; sys.modules['mpi4py'] = None" + OPEN
+    environ = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    result = launch(ALONE, [write(tmp_path, text)], limit_s=LIMIT_S, env=environ)
+    assert result.returncode == 0, result.describe()
+    assert result.output.strip() == "rank 0 of 1 none"
 
 
 def test_several_ranks_without_mpi4py(tmp_path: Path) -> None:

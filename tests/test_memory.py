@@ -1,4 +1,4 @@
-"""Memory limits: control groups of both versions, ulimit, the share of each rank."""
+"""Limits of memory and processor time: control groups of both versions, ulimit, the share of each rank."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hvpipe.memory import cgroup_limit_bytes, taken_bytes, usable_bytes
+from hvpipe.memory import cgroup_cores, cgroup_limit_bytes, taken_bytes, usable_bytes
 
 UNLIMITED = "9223372036854771712"  # what version 1 says where nothing is set
 
@@ -39,6 +39,28 @@ def test_inside_a_container_the_path_may_not_be_there(tmp_path: Path) -> None:
     write(tmp_path / "memory.max", "123")
     assert cgroup_limit_bytes("0::/docker/0f63\n", tmp_path) == 123
     assert cgroup_limit_bytes("", tmp_path) is None
+
+
+def test_the_smallest_cpu_limit_on_the_way_up_counts_in_version_2(tmp_path: Path) -> None:
+    write(tmp_path / "job/cpu.max", "400000 100000")
+    write(tmp_path / "job/step/cpu.max", "max 100000")
+    write(tmp_path / "job/step/task/cpu.max", "50000 20000")
+    write(tmp_path / "other/cpu.max", "1000 100000")
+    assert cgroup_cores("0::/job/step/task\n", tmp_path) == 2.5
+    assert cgroup_cores("0::/job/step\n", tmp_path) == 4.0
+    assert cgroup_cores("0::/\n", tmp_path) is None
+
+
+def test_cpu_limits_of_version_1(tmp_path: Path) -> None:
+    write(tmp_path / "cpu/docker/0f63/cpu.cfs_quota_us", "150000")
+    write(tmp_path / "cpu/docker/0f63/cpu.cfs_period_us", "100000")
+    write(tmp_path / "cpu/cpu.cfs_quota_us", "-1")
+    write(tmp_path / "cpu/cpu.cfs_period_us", "100000")
+    groups = "4:cpu,cpuacct:/docker/0f63\n3:memory:/docker/0f63\n0::/\n"
+    assert cgroup_cores(groups, tmp_path) == 1.5
+    assert cgroup_cores("4:cpu,cpuacct:/\n", tmp_path) is None
+    write(tmp_path / "cpu/cpu.cfs_quota_us", "400000")  # as a container sees its own
+    assert cgroup_cores("4:cpu,cpuacct:/docker/beef\n", tmp_path) == 4.0
 
 
 def test_figures_of_a_process() -> None:

@@ -54,6 +54,13 @@ def test_it_calls_its_own_functions_beside_others_of_their_names() -> None:
     assert code == 0, output
 
 
+def test_it_frees_what_a_preloaded_malloc_gave() -> None:
+    """With tcmalloc preloaded NCCL handed memory of it to the C library's free, which ended the process."""
+    code, output = drive(build("fake_nccl.cc"), "10", flags=("-DOWN_MALLOC", "-rdynamic"))
+    assert code == 0, output
+    assert "sum 1 2 3" in output
+
+
 def test_one_that_is_missing_is_named_with_how_to_get_it() -> None:
     text = refused("libnccl-that-is-nowhere.so.2", kind=USAGE)
     assert "pip install nvidia-nccl-cu12" in text

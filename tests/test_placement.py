@@ -59,3 +59,13 @@ def test_who_is_warned(
 def test_a_system_without_affinities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
     assert placement.usable_cores() == os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "cores"), [(None, 64), (4.0, 4), (1.5, 1), (0.2, 1), (100.0, 64)], ids=str
+)
+def test_a_containers_cpu_limit(allowed: float | None, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `docker run --cpus=4` the ranks started a thread for each of the machine's cores."""
+    monkeypatch.setattr(placement, "usable_cores", lambda: 64)
+    monkeypatch.setattr(placement, "cores_allowed", lambda: allowed)
+    assert placement.affordable_cores() == cores

@@ -20,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model's file, and a machine with eight cores, Open MPI 5, no root and no settings."""
     mpirun = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
     monkeypatch.setattr(launch, "find_mpirun", lambda *_: mpirun)
-    monkeypatch.setattr(placement, "usable_cores", lambda: 8)
+    monkeypatch.setattr(placement, "affordable_cores", lambda: 8)
     monkeypatch.setattr(cli.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(cli.os, "environ", {"PATH": "/bin:/usr/bin"})
     monkeypatch.chdir(tmp_path)

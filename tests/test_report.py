@@ -86,13 +86,6 @@ def test_the_only_step_counts() -> None:
     assert summarise(None, [{}], [[2.0]], 8).images_per_s == 4.0
 
 
-def test_hidden_share_from_counters_where_there_is_no_trace() -> None:
-    assert summarise(None, [{"reduce_s": 4.0, "exposed_wait_s": 1.0}], [], 0).hidden_share == 0.75
-    assert summarise(None, [{"reduce_s": 4.0, "exposed_wait_s": 5.0}], [], 0).hidden_share == 0.0
-    assert summarise(None, [{"reduce_s": 0.0, "exposed_wait_s": 0.0}], [], 0).hidden_share is None
-    assert summarise(None, [{"exposed_wait_s": 1.0}], [], 0).hidden_share is None
-
-
 def test_a_written_trace_is_enough() -> None:
     curve = Event("host busy", "utilization", 0, "utilization", 0.5, 0.5, {"share": 0.5})
     steps = (event("step", 0, 5), event("step", 5, 6), event("step", 6, 8))

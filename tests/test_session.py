@@ -1,11 +1,13 @@
-"""Arguments that Horovod's functions take: harmless ones pass, others name what stands for them."""
+"""Arguments that Horovod's functions take, and settings of which rank 0 has the word."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from distributed import launch
 from hvpipe.errors import HvpipeError
 from hvpipe.session import check_other_arguments
 
@@ -42,3 +44,46 @@ def test_arguments_that_would_change_something(given: dict[str, Any], says: str)
 def test_a_name_that_is_nobodys() -> None:
     with pytest.raises(TypeError, match=r"allreduce\(\) got an unexpected keyword argument 'opp'"):
         check_other_arguments("allreduce", {"opp": "sum"})
+
+
+UNEQUAL = """
+import os
+from dataclasses import asdict
+
+import numpy as np
+
+import hvpipe
+from hvpipe.comm.discover import Settings
+from hvpipe.session import current
+
+OWN = {
+    "HVPIPE_SHARED_MEMORY": "0",
+    "HVPIPE_RANKS_PER_HOST": "1",
+    "HVPIPE_SEGMENT_BYTES": "1000",
+    "HVPIPE_SLOT_BYTES": "4096",
+    "HVPIPE_MESSAGES_IN_FLIGHT": "2",
+    "HVPIPE_BUCKET_BYTES": "100",
+    "HVPIPE_NCCL_LIBRARY": "none",
+    "HVPIPE_NCCL_SPAN": "host",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+}
+if (os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]) == "1":
+    os.environ.update(OWN)
+hvpipe.init()
+found = hvpipe.allreduce(np.full(300_000, hvpipe.rank() + 1.0, np.float32), op="sum")
+assert (found == 3).all()
+taken, usual = asdict(current().settings), asdict(Settings())
+names = {name.removeprefix("HVPIPE_").lower() for name in OWN if name.startswith("HVPIPE_")}
+names.add("gpus_may_be_shared")
+assert {name: taken[name] for name in names} == {name: usual[name] for name in names}
+print(f"rank {hvpipe.rank()} took them", flush=True)
+"""
+
+
+def test_ranks_whose_environments_differ_take_rank_0s_settings(tmp_path: Path) -> None:
+    """mpirun hands HVPIPE_* to its own host alone; ranks that expected other messages waited for ever."""
+    script = tmp_path / "unequal.py"
+    script.write_text(UNEQUAL)
+    result = launch(2, [script], limit_s=120.0, env={"HVPIPE_TIMEOUT": "30"})
+    assert result.returncode == 0, result.describe()
+    assert {"rank 0 took them", "rank 1 took them"} <= set(result.output.splitlines())

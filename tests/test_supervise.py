@@ -164,3 +164,17 @@ def test_a_signal_ignored_before_stays_ignored(tmp_path: Path) -> None:
     )
     process.send_signal(signal.SIGHUP)
     assert process.wait(LIMIT_S) == 0
+
+
+def test_the_launcher_does_not_outlive_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    """Nothing else would end the job of a `hvpipe run` that was killed."""
+    program = "import os, time; open('pid', 'w').write(str(os.getpid())); open('ready', 'w'); time.sleep(60)"
+    process = supervised(program, tmp_path)
+    launcher = int((tmp_path / "pid").read_text())
+    assert is_running(launcher)
+    process.kill()
+    process.wait(LIMIT_S)
+    deadline_s = time.monotonic() + 20  # well before its end
+    while is_running(launcher) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not is_running(launcher)

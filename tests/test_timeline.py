@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from hvpipe.report import hidden_share
 from hvpipe.timeline import Raw, events_of_rank
-from hvpipe.trace import Event
+from hvpipe.trace import Event, Trace
 
 
 def mark(name: str, at_s: float) -> Raw:
@@ -114,6 +115,24 @@ def test_marks_that_belong_to_nothing_are_left_out() -> None:
     # An update without its unpack, a loss before any step: the recording began in their middle.
     raw = [mark("update a", 0.5), mark("forward", 1.0), mark("something else", 2.0), mark("step", 3.0)]
     assert [e.category for e in events_of_rank(raw, 0)] == ["step"]
+
+
+def test_where_gradients_stay_on_a_gpu_nothing_is_told_of_computing() -> None:
+    # Nothing is packed by the processor; marks are noted when the work behind them was enqueued.
+    raw = [
+        mark("step", 0.0),
+        mark("forward", 0.1),
+        ("wait", "a", 0.2, 0.3),
+        ("reduce", "a", 0.3, 0.9),
+        mark("update a", 1.1),
+        mark("step", 1.2),
+        ("reduce", "a", 1.3, 1.9),
+    ]
+    events = events_of_rank(raw, 0)
+    assert spans(events, "step") == [("step 0", 0.0, 1.2), ("step 1", 1.2, 1.9)]
+    assert spans(events, "reduce") == [("a", 0.3, 0.9), ("a", 1.3, 1.9)]
+    assert {event.category for event in events} == {"step", "wait", "reduce"}
+    assert hidden_share(Trace(tuple(events))) is None
 
 
 def test_nothing_recorded() -> None:

@@ -1,4 +1,4 @@
-"""Traces in and out of Chrome's JSON, merged and shifted."""
+"""Traces in and out of Chrome's JSON, merged and on another clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hvpipe.errors import HvpipeError
-from hvpipe.trace import Event, Trace
+from hvpipe.trace import Clock, Event, Trace
 
 STEP = Event("step 0", "step", 0, "compute", 10.0, 10.5)
 REDUCE = Event("bucket 3", "reduce", 1, "engine", 10.25, 10.5, {"bytes": 4096})
@@ -100,9 +100,16 @@ def test_merge_orders_by_time_and_keeps_the_first_metadata() -> None:
     assert merged == Trace((STEP, REDUCE), {"a": 1, "b": 1, "c": 2})
 
 
-def test_shift_moves_both_ends() -> None:
-    (moved,) = Trace((REDUCE,)).shift(-10.0).events
+def test_retime_moves_both_ends() -> None:
+    (moved,) = Trace((REDUCE,)).retime(lambda time_s: time_s - 10.0).events
     assert (moved.start_s, moved.end_s, moved.args) == (0.25, 0.5, {"bytes": 4096})
+
+
+def test_clocks_that_run_apart() -> None:
+    # At 100 rank 0 was 5 s ahead, at 200 6 s.
+    clock = Clock((100.0, 5.0), (200.0, 6.0))
+    assert [clock.of_rank_0(time_s) for time_s in (100.0, 150.0, 200.0)] == [105.0, 155.5, 206.0]
+    assert Clock((100.0, 5.0), (100.0, 5.0)).of_rank_0(150.0) == 155.0
 
 
 def test_of_and_ranks() -> None:

@@ -15,8 +15,8 @@ __all__ = ["SingleWorld", "World", "open_world"]
 class World(Protocol):
     """The ranks of one run; owns its communicators and gives them back in `close`.
 
-    Methods that involve every rank (`allgather_object`, `broadcast_object`, `barrier`, `clock_offset_s`)
-    are called by all ranks in the same order, from one thread at a time.
+    Methods that involve every rank (`allgather_object`, `gather_object`, `broadcast_object`, `barrier`,
+    `clock_offset_s`) are called by all ranks in the same order, from one thread at a time.
     """
 
     @property
@@ -48,6 +48,9 @@ class World(Protocol):
 
     def allgather_object(self, value: Any) -> list[Any]: ...
 
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """Every rank's value, in rank order, on rank 0; None on the others."""
+
     def broadcast_object(self, value: Any, root: int = 0) -> Any: ...
 
     def barrier(self) -> None: ...
@@ -77,6 +80,9 @@ class SingleWorld:
         self.host = socket.gethostname()
 
     def allgather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def gather_object(self, value: Any) -> list[Any] | None:
         return [value]
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:

@@ -52,6 +52,9 @@ class Launch:
     local_size: int | None
 
 
+_ALONE = Launch("none", 0, 1, 0, 1)
+
+
 @dataclass(frozen=True)
 class Settings:
     """The HVPIPE_* variables and CUDA_VISIBLE_DEVICES, checked; see `settings` for their names."""
@@ -96,14 +99,15 @@ def discover(environ: Mapping[str, str] | None = None) -> Launch:
         return _launch("horovodrun" if _has_horovod(env) else "mpirun", env, _OPEN_MPI)
     if _MVAPICH[0] in env:
         return _launch("mpirun", env, _MVAPICH)
-    if _HYDRA[0] in env:
-        by_srun = in_step and "MPI_LOCALRANKID" not in env
-        return _launch("srun", env, _SLURM_PMI) if by_srun else _launch("mpirun", env, _HYDRA)
+    if _HYDRA[0] in env and (not in_step or "MPI_LOCALRANKID" in env):
+        return _launch("mpirun", env, _HYDRA)
     if in_step:
-        return _launch("srun", env, _SLURM)
+        step = _launch("srun", env, _SLURM_PMI if _HYDRA[0] in env else _SLURM)
+        # As in a shell of salloc or `srun --pty`. With PMIx it may be a rank of a launcher that shell ran.
+        return _ALONE if step.size == 1 and _PMIX[0] not in env else step
     if _PMIX[0] in env:
         return _launch("mpirun", env, _PMIX)
-    return Launch("none", 0, 1, 0, 1)
+    return _ALONE
 
 
 def settings(environ: Mapping[str, str] | None = None) -> Settings:

@@ -6,6 +6,7 @@ import pickle
 import sys
 import time
 from array import array
+from collections.abc import Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 _CLOCK_ROUNDS = 32
 _MOST_BYTES = 1 << 30
 """In one call of MPI, whose counts and places are ints."""
+
+_BY_MPIRUN = (
+    "mpirun and mpi4py should belong to the same MPI. "
+    "`hvpipe run` picks the right mpirun; `hvpipe doctor` shows both."
+)
+_BY_SRUN = (
+    "srun should speak the PMI of this MPI: `srun --mpi=pmix` (`srun --mpi=list` shows what there is), or "
+    "use `hvpipe run` inside the allocation."
+)
 
 
 class MpiWorld:
@@ -59,6 +69,24 @@ class MpiWorld:
             start += length
         return values
 
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """Every rank's value, in rank order, on rank 0; None on the others (pickled)."""
+        if self.rank > 0:
+            payload = memoryview(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
+            self._wait(self._comm.Isend(array("q", [len(payload)]), 0), "length's way to rank 0")
+            for part in self._parts(payload):
+                self._wait(self._comm.Isend(part, 0), "object's way to rank 0")
+            return None
+        values = [value]
+        for other in range(1, self.size):
+            length = array("q", [0])
+            self._wait(self._comm.Irecv(length, other), f"length of an object from rank {other}")
+            received = bytearray(length[0])
+            for part in self._parts(memoryview(received)):
+                self._wait(self._comm.Irecv(part, other), f"object from rank {other}")
+            values.append(pickle.loads(received))
+        return values
+
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
         """The root's value on every rank (pickled)."""
         if not 0 <= root < self.size:
@@ -69,11 +97,14 @@ class MpiWorld:
         self._wait(self._comm.Ibcast(length, root), f"broadcast of a length from rank {root}")
         if not is_root:
             payload = bytearray(length[0])
-        view = memoryview(payload)
-        for start in range(0, len(view), _MOST_BYTES):
-            part = [view[start : start + _MOST_BYTES], self._mpi.BYTE]
+        for part in self._parts(memoryview(payload)):
             self._wait(self._comm.Ibcast(part, root), f"broadcast of an object from rank {root}")
         return value if is_root else pickle.loads(payload)
+
+    def _parts(self, view: memoryview) -> Iterator[list[Any]]:
+        """Buffers for MPI, none too large for it."""
+        for start in range(0, len(view), _MOST_BYTES):
+            yield [view[start : start + _MOST_BYTES], self._mpi.BYTE]
 
     def barrier(self) -> None:
         """Return when every rank has called this."""
@@ -159,8 +190,7 @@ def open_world(launch: Launch, timeout_s: float = 300.0) -> MpiWorld:
         raise InitError(
             f"{launch.launcher} started {launch.size} ranks, but the MPI that mpi4py uses here "
             f"({short_version(mpi.Get_library_version())}) sees {world_size}: "
-            "mpirun and mpi4py should belong to the same MPI. "
-            "`hvpipe run` picks the right mpirun; `hvpipe doctor` shows both. "
+            f"{_BY_SRUN if launch.launcher == 'srun' else _BY_MPIRUN} "
             f"Received: launched_size={launch.size}, mpi_size={world_size}"
         )
     return MpiWorld(mpi, timeout_s)

@@ -32,6 +32,16 @@ def test_objects_of_unequal_size_arrive_in_rank_order(comm: World) -> None:
     assert [len(value["payload"]) for value in values] == [100_000 * rank for rank in range(comm.size)]
 
 
+def test_one_rank_alone_can_gather(comm: World) -> None:
+    values = comm.gather_object({"rank": comm.rank, "payload": b"x" * (100_000 * comm.rank)})
+    if comm.rank > 0:
+        assert values is None
+        return
+    assert values is not None
+    assert [value["rank"] for value in values] == list(range(comm.size))
+    assert [len(value["payload"]) for value in values] == [100_000 * rank for rank in range(comm.size)]
+
+
 def test_none_is_an_object_too(comm: World) -> None:
     assert comm.allgather_object(None) == [None] * comm.size
 
@@ -46,7 +56,9 @@ def test_objects_of_more_bytes_than_one_call_of_mpi_takes(
 ) -> None:
     monkeypatch.setattr("hvpipe.comm.mpi._MOST_BYTES", 1000)
     mine = [comm.rank] * (2000 + comm.rank)
-    assert comm.allgather_object(mine) == [[rank] * (2000 + rank) for rank in range(comm.size)]
+    everyone = [[rank] * (2000 + rank) for rank in range(comm.size)]
+    assert comm.allgather_object(mine) == everyone
+    assert comm.gather_object(mine) == (everyone if comm.rank == 0 else None)
 
 
 def test_a_root_outside_the_world(comm: World) -> None:

@@ -4,7 +4,8 @@
 // Compiled with -DVERSION=code and, for a library that lacks functions, -DWITHOUT_BROADCAST or
 // -DWITHOUT_MEMORY. FAKE_NCCL names what goes wrong: "id" or "init" (an error at once), "init-hang" (never
 // ready), "async" (an error after the first collective), "hang" (the first collective never ends), "memory"
-// (there is none), "memory-full" (and the test device has just run out of it), "finalize" (an error). With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may where
+// (there is none), "memory-full" (and the test device has just run out of it), "memory-large" (in pieces
+// of 512 MiB), "finalize" (an error). With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may where
 // other ranks of the host do not abort. Leaving waits for all ranks, as NCCL's does. FAKE_NCCL_DEVICE names the test device's library: collectives are
 // then refused on a thread where no device is current.
 #include <dlfcn.h>
@@ -140,6 +141,7 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
   if (id.internal[0] != 7 || id.internal[127] != 7) return kInvalidUsage;  // was not handed on whole
   if (ncclGroupStart() != kSuccess) return kInvalidUsage;  // by name, as NCCL calls some of its own
   if (Fails("init")) return kUnhandledCudaError;
+  std::free(realpath("/", nullptr));  // as NCCL does: memory that the C library took
   auto* const made = new Communicator;
   made->rank = rank;
   made->size = size;
@@ -209,6 +211,7 @@ int ncclBroadcast(const void* in, void* out, std::size_t bytes, int /*type*/, in
 int ncclMemAlloc(void** memory, std::size_t bytes) {
   if (Fails("memory-full")) setenv("FAKE_DEVICE_FREE", "3000000", 1);  // others were quicker
   if (Fails("memory-full") || Fails("memory") || !DeviceIsCurrent()) return kUnhandledCudaError;
+  if (Fails("memory-large")) setenv("FAKE_DEVICE_FREE", "463000000", 1);  // 537 MB less
   *memory = std::malloc(bytes);
   std::memset(*memory, 0x55, bytes);
   ++memory_held;
@@ -216,6 +219,7 @@ int ncclMemAlloc(void** memory, std::size_t bytes) {
 }
 
 int ncclMemFree(void* memory) {
+  if (Fails("memory-large")) unsetenv("FAKE_DEVICE_FREE");
   std::free(memory);
   --memory_held;
   return kSuccess;

@@ -2,15 +2,45 @@
 //
 //   nccl_driver LIBRARY [TIMEOUT_S] [fail-in-group]
 //
-// Compiled with -DNAMESAKE -rdynamic it has a function of NCCL's name, as TensorFlow's GPU wheel does.
+// Compiled with -DNAMESAKE -rdynamic it has functions of NCCL's names, as TensorFlow's GPU wheel does; with
+// -DOWN_MALLOC -rdynamic a malloc of its own, as a process with tcmalloc preloaded has.
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 
 #include "nccl.h"
 
 #ifdef NAMESAKE
 extern "C" int ncclGroupStart() { return 5; }
+extern "C" int ncclGetVersion(int*) { return 5; }
+#endif
+
+#ifdef OWN_MALLOC
+namespace {
+alignas(16) char arena[std::size_t{1} << 26];
+std::atomic<std::size_t> used{0};
+}  // namespace
+
+extern "C" {
+// Each piece lies behind 16 bytes with its size, and is never used again.
+void* malloc(std::size_t bytes) noexcept {
+  const std::size_t taken = (bytes + 31) / 16 * 16;
+  char* const piece = arena + used.fetch_add(taken);
+  std::memcpy(piece, &bytes, sizeof bytes);
+  return piece + 16;
+}
+void* calloc(std::size_t count, std::size_t bytes) noexcept { return malloc(count * bytes); }
+void* realloc(void* old, std::size_t bytes) noexcept {
+  void* const piece = malloc(bytes);
+  std::size_t before = 0;
+  if (old != nullptr) std::memcpy(&before, static_cast<char*>(old) - 16, sizeof before);
+  if (before > 0) std::memcpy(piece, old, before < bytes ? before : bytes);
+  return piece;
+}
+void free(void*) noexcept {}
+}
 #endif
 
 int main(int argc, char** argv) {
