@@ -88,8 +88,8 @@ void Engine::BeginPass(double now_s) {
 }
 
 // With the network full, until some of it has drained. With room left a peer's message is what is waited for:
-// first often, since it may be the last of a small bucket, then less and less; often all the time where a caller
-// stands and waits for a message, as nothing else needs the core.
+// first often, since it may be the last of a small bucket, then less and less; often all the time where a
+// caller stands and waits for a message, as nothing else needs the core.
 double Engine::NapS(int idle_passes) const {
   const int most_growth = *awaited_ > 0 ? 2 : 20;
   const double nap_s = budget_.empty()

@@ -99,8 +99,7 @@ void CallOn(const Call& call, const Arrays&... arrays) {
 // Something under way that the engine will end; holds what it is about until then.
 class Request {
  public:
-  explicit Request(const Engine& engine)
-      : waiter_(std::make_shared<Waiter>()), awaited_(engine.awaited()) {}
+  explicit Request(const Engine& engine) : waiter_(std::make_shared<Waiter>()), awaited_(engine.awaited()) {}
   ~Request() {
     if (source.is_valid() && !waiter_->set_without_error()) Keep(source);
   }

@@ -135,10 +135,11 @@ class SubmitOp : public tf::OpKernel {
       tf::OpInputList tensors;
       OP_REQUIRES_OK(context, context->input_list("tensors", &tensors));
       // After another hvpipe.init() the number may be that of another model's plan.
-      OP_REQUIRES(context, static_cast<std::size_t>(tensors.size()) == layout.counts.size(),
-                  absl::InvalidArgumentError("The step was traced before hvpipe.init(): its bucket should be " +
-                                             layout.name + " of " + std::to_string(layout.counts.size()) +
-                                             " gradients. Received: " + std::to_string(tensors.size())));
+      OP_REQUIRES(
+          context, static_cast<std::size_t>(tensors.size()) == layout.counts.size(),
+          absl::InvalidArgumentError("The step was traced before hvpipe.init(): its bucket should be " +
+                                     layout.name + " of " + std::to_string(layout.counts.size()) +
+                                     " gradients. Received: " + std::to_string(tensors.size())));
       std::vector<const void*> pointers;
       for (int i = 0; i < tensors.size(); ++i) {
         OP_REQUIRES(
