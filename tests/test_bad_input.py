@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from distributed import ALONE, Run, environment, expect_fatal, launch, mpirun_command
+from hvpipe.supervise import own_job_folder
 from hvpipe.trace import Trace
 
 LIMIT_S = 180.0
@@ -165,9 +166,12 @@ hvpipe.allreduce(np.ones(9))
 def test_control_c(waits_in: str, tmp_path: Path) -> None:
     script = f"ones = np.ones(9)\nopen(f'ready.{{os.getpid()}}', 'w').close()\n{waits_in}"
     command = [*mpirun_command(2), sys.executable, str(write(tmp_path, INIT + script))]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
+    with (
+        own_job_folder(environment()) as environ,
+        subprocess.Popen(
+            command, cwd=tmp_path, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        ) as process,
+    ):
         try:
             deadline_s = time.monotonic() + LIMIT_S
             while len(ready := list(tmp_path.glob("ready.*"))) < 2 and time.monotonic() < deadline_s:

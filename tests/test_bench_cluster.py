@@ -248,20 +248,6 @@ def test_own_stream_measures_like_iperf(cluster: Cluster, monkeypatch: pytest.Mo
 
 
 @real
-def test_mpi_ranks_live_on_different_hosts(cluster: Cluster) -> None:
-    pytest.importorskip("mpi4py")
-    program = (
-        "from mpi4py import MPI; import socket, os; world = MPI.COMM_WORLD;"
-        "local = world.Split_type(MPI.COMM_TYPE_SHARED).size;"
-        "every = world.gather((world.rank, socket.gethostname(), local, os.environ['HV_SEEN']));"
-        "every and print(every)"
-    )
-    result = cluster.run(2, [sys.executable, "-c", program], timeout_s=60, env={"HV_SEEN": "yes"})
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == str([(0, "h0", 1, "yes"), (1, "h1", 1, "yes")])
-
-
-@real
 def test_run_that_hangs_is_ended(cluster: Cluster) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         cluster.run(2, ["sleep", "60"], timeout_s=3)

@@ -41,7 +41,7 @@ def test_an_assertion_on_one_rank_is_told_with_its_message(tmp_path: Path) -> No
     told = run_as_case(tmp_path, "def test_x():\n    assert rank == 0, 'only zero'")
     assert "rank 1: call of test_case.py::test_x failed" in told
     assert "only zero" in told
-    assert "1 failed in" in told
+    assert "1 failed, 1 passed in" in told
 
 
 def test_a_fixture_that_fails_on_one_rank_keeps_the_ranks_in_step(tmp_path: Path) -> None:

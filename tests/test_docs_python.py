@@ -35,34 +35,48 @@ with tape:
 gradients = tape.gradient(value, model.trainable_variables)
 optimizer.apply(gradients, model.trainable_variables)
 """
+TOGETHER = """
+import runpy, sys
+for path in sys.argv[1:]:
+    runpy.run_path(path, run_name="__main__")
+"""
 
 
-def script(tmp_path: Path, page: str, begins: str, before: str = "", after: str = "") -> Path:
+def script(path: Path, page: str, begins: str, before: str = "", after: str = "") -> Path:
     """A file with the one block of Python of a page that has a line that begins so."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     (block,) = (b for b in blocks if re.search(f"^ *{re.escape(begins)}", b, re.MULTILINE))
-    path = tmp_path / "train.py"
     path.write_text(before + block + after)
     return path
 
 
 def test_the_first_script_trains_and_saves(tmp_path: Path) -> None:
-    path = script(tmp_path, "README.md", "model = hk.data_parallel(")
+    path = script(tmp_path / "train.py", "README.md", "model = hk.data_parallel(")
     result = launch(2, [path], limit_s=200, cwd=tmp_path)
     assert result.returncode == 0, result.describe()
     assert result.output.count("Epoch 3/3") == 1, result.describe()
     assert (tmp_path / "model.keras").is_file()
 
 
-def test_the_pipeline_of_the_readme(tmp_path: Path) -> None:
-    path = script(tmp_path, "README.md", "pipe = hk.pipeline_parallel(", before=MODEL_AND_DATA)
-    result = launch(2, [path], limit_s=200, cwd=tmp_path)
+def test_what_goes_on_from_a_model_and_data(tmp_path: Path) -> None:
+    """The README's pipeline, a custom loop, a script for Horovod: in one job, as TensorFlow starts slowly."""
+    pipe, loop = "pipe = hk.pipeline_parallel(", "tape = hk.DistributedGradientTape("
+    moved = "model = hk.data_parallel(model)  # av"
+    data = "data = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)\n"
+    parts = [
+        script(tmp_path / "pipe.py", "README.md", pipe, MODEL_AND_DATA),
+        script(tmp_path / "loop.py", "docs/data-parallel.md", loop, MODEL_AND_DATA, after=A_STEP),
+        script(tmp_path / "moved.py", "docs/from-horovod.md", moved, MODEL_AND_DATA + data),
+    ]
+    together = tmp_path / "together.py"
+    together.write_text(TOGETHER)
+    result = launch(2, [together, *parts], limit_s=200, cwd=tmp_path)
     assert result.returncode == 0, result.describe()
     assert (tmp_path / "model.keras").is_file()
 
 
 def test_the_page_on_pipelines_trains_and_is_profiled_without_training(tmp_path: Path) -> None:
-    path = script(tmp_path, "docs/model-parallel.md", "pipe = hk.pipeline_parallel(")
+    path = script(tmp_path / "train.py", "docs/model-parallel.md", "pipe = hk.pipeline_parallel(")
     path.write_text(path.read_text().replace("2048", "64"))
     result = launch(2, [path], limit_s=200, cwd=tmp_path)
     assert result.returncode == 0, result.describe()
@@ -75,22 +89,6 @@ def test_the_page_on_pipelines_trains_and_is_profiled_without_training(tmp_path:
     assert profiled.returncode == 0, profiled.describe()
     assert "Epoch" not in profiled.output, profiled.describe()
     assert (tmp_path / "profile.json").is_file()
-
-
-def test_the_custom_loop(tmp_path: Path) -> None:
-    begins = "tape = hk.DistributedGradientTape("
-    path = script(tmp_path, "docs/data-parallel.md", begins, before=MODEL_AND_DATA, after=A_STEP)
-    result = launch(2, [path], limit_s=200, cwd=tmp_path)
-    assert result.returncode == 0, result.describe()
-
-
-def test_the_script_that_came_from_horovod(tmp_path: Path) -> None:
-    data = "data = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)\n"
-    path = script(
-        tmp_path, "docs/from-horovod.md", "model = hk.data_parallel(model)  # av", MODEL_AND_DATA + data
-    )
-    result = launch(2, [path], limit_s=200, cwd=tmp_path)
-    assert result.returncode == 0, result.describe()
 
 
 @pytest.mark.slow

@@ -24,29 +24,32 @@ class Suite:
 
 
 ENGINE = tuple(f"mpi/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
+# Nothing in these waits for another rank.
+OF_ONE_RANK = tuple(f"mpi_keras/test_{name}.py" for name in ("measure", "split_gradient", "layer_graph"))
 PIPELINES = tuple(
-    f"mpi_keras/test_{name}.py"
-    for name in ("pipeline", "pipeline_keras", "pipeline_checkpoint", "split_gradient", "layer_graph")
+    f"mpi_keras/test_{name}.py" for name in ("pipeline", "pipeline_checkpoint", "pipeline_keras")
 )
 KERAS = tuple(
     name
     for path in sorted((Path(__file__).parent / "mpi_keras").glob("test_*.py"))
-    if (name := f"mpi_keras/{path.name}") not in PIPELINES
+    if (name := f"mpi_keras/{path.name}") not in (*PIPELINES, *OF_ONE_RANK)
 )
 NUMBERS = tuple(f"mpi_keras/test_{name}.py" for name in ("exact", "whole_batch", "ranks_equal", "logs"))
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 
-# Several run at a time (`make rest`): the longest first.
+# Several run at a time (`make rest`): the longest first. xdist gives its first worker the first two of them,
+# its second the next two.
 SUITES = (
-    # Everything about Keras once, on two ranks; what depends on their number on 1, 3 and 4 as well.
-    Suite("keras", KERAS, sizes=(2,), limit_s=1800.0),
+    # Everything about Keras once, on two ranks or, where it needs no other, on one; what depends on their
+    # number on 1, 3 and 4 as well.
+    Suite("keras", ("mpi_keras/test_life.py", "mpi_keras/test_logs.py", *OF_ONE_RANK), (ALONE,), 1200.0),
     Suite("keras pipelines", PIPELINES, sizes=(2,), limit_s=1800.0),
+    Suite("keras", KERAS, sizes=(2,), limit_s=1800.0),
     Suite("keras hosts", (*NUMBERS, "mpi_keras/test_stopping.py"), (3,), 1200.0, TWO_TO_A_HOST, "not slow"),
-    Suite("keras numbers", NUMBERS[1:], sizes=(4, 1), limit_s=1200.0, only="not slow"),
-    Suite("keras pipeline", PIPELINES[:1], sizes=(4, 3, 1), limit_s=1200.0, only="not slow"),
-    Suite("keras pipeline files", PIPELINES[2:3], sizes=(3, 1), limit_s=1200.0, only="not slow"),
-    Suite("keras", ("mpi_keras/test_life.py", "mpi_keras/test_logs.py"), sizes=(ALONE,)),
+    Suite("keras", (*NUMBERS, PIPELINES[0]), sizes=(4,), limit_s=1800.0, only="not slow"),
+    Suite("keras pipelines", PIPELINES[:2], sizes=(3,), limit_s=1200.0, only="not slow"),
+    Suite("keras", (*NUMBERS, *PIPELINES[:2]), sizes=(1,), limit_s=1200.0, only="not slow"),
     Suite("mpi", ("mpi",)),
     Suite("ring", ("mpi",), sizes=(2, 3, 4), env={"HVPIPE_SHARED_MEMORY": "0"}),
     # 2 + 1 and 2 + 2 ranks to a host: shared memory inside, a ring between the first of each.

@@ -45,6 +45,10 @@ CASES = {
         "pipeline().fit(x, y, batch_size=4 + hvpipe.rank(), verbose=0)",
         r"ranks disagree.*a batch of [45].*a batch of [45]",
     ),
+    "a plan that one rank cannot read": (
+        "hk.pipeline_parallel(build, __file__ if hvpipe.rank() == 1 else 'auto')",
+        r"(?s)rank 1 of 2 on \S+ failed:\nTraceback.*case.py, line \d+, column \d+: should be JSON",
+    ),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,7 @@ import json, sys
 import keras, numpy as np
 import hvpipe, hvpipe.keras as hk
 
-checkpoint, resume, epochs = sys.argv[1], sys.argv[2] == "resume", int(sys.argv[3])
 hvpipe.init()
-keras.utils.set_random_seed(5)
 
 def build():
     inputs = x = keras.Input((6,))
@@ -24,17 +23,21 @@ def build():
         x = keras.layers.Dense(units, activation="tanh")(x)
     return keras.Model(inputs, keras.layers.Dense(2)(x))
 
-pipe = hk.pipeline_parallel(build, microbatches=4)
-pipe.compile(keras.optimizers.Adam(0.01), "mse")
-if resume:
-    pipe.load_checkpoint(checkpoint)
-random = np.random.default_rng(3)
-x, y = random.normal(size=(24, 6)).astype("float32"), random.normal(size=(24, 2))
-told = pipe.fit(x, y, batch_size=8, epochs=epochs, shuffle=False, verbose=0).history["loss"]
-pipe.save_checkpoint(checkpoint)
-steps = int(pipe.optimizer.iterations)
-if hvpipe.rank() == 0:
-    print(json.dumps({"loss": told, "steps": steps}), flush=True)
+def train(checkpoint, how, epochs):
+    keras.utils.set_random_seed(5)
+    pipe = hk.pipeline_parallel(build, microbatches=4)
+    pipe.compile(keras.optimizers.Adam(0.01), "mse")
+    if how == "resume":
+        pipe.load_checkpoint(checkpoint)
+    random = np.random.default_rng(3)
+    x, y = random.normal(size=(24, 6)).astype("float32"), random.normal(size=(24, 2))
+    told = pipe.fit(x, y, batch_size=8, epochs=int(epochs), shuffle=False, verbose=0).history["loss"]
+    pipe.save_checkpoint(checkpoint)
+    if hvpipe.rank() == 0:
+        print(json.dumps({"loss": told, "steps": int(pipe.optimizer.iterations)}), flush=True)
+
+for arguments in sys.argv[1:]:
+    train(*arguments.split(":"))
 hvpipe.shutdown()
 """
 
@@ -45,14 +48,13 @@ def test_a_job_goes_on_with_another_number_of_ranks(tmp_path: Path, before: int,
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
 
-    def job(size: int, checkpoint: str, how: str, epochs: int) -> dict[str, list[float]]:
-        result = launch(size, [script, tmp_path / checkpoint, how, str(epochs)], limit_s=240)
+    def job(size: int, *trainings: str) -> list[dict[str, Any]]:
+        result = launch(size, [script, *(f"{tmp_path}/{training}" for training in trainings)], limit_s=240)
         assert result.returncode == 0, result.describe()
-        found: dict[str, list[float]] = json.loads(result.output.splitlines()[-1])
-        return found
+        return [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
 
-    whole = job(before, "whole", "start", 3)
-    first = job(before, "cut", "start", 1)
-    second = job(after, "cut", "resume", 2)
+    # Two trainings in one job, as TensorFlow takes its time to start.
+    whole, first = job(before, "whole:start:3", "cut:start:1")
+    (second,) = job(after, "cut:resume:2")
     assert first["loss"] + second["loss"] == pytest.approx(whole["loss"], rel=1e-5)
     assert second["steps"] == whole["steps"] == 9

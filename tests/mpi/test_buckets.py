@@ -204,7 +204,7 @@ def test_waiting_for_a_bucket_is_counted(engine: Engine, core: Any) -> None:
     before = hvpipe.counters()
     scale, _ = core.begin_step(plan_id, 1, 1.0, True)
     late = hvpipe.rank() == hvpipe.size() - 1
-    time.sleep(0.1 * late)
+    time.sleep(0.4 * late)
     core.submit(plan_id, 0, [np.ones(4, np.float32)], scale)
     core.collect(plan_id, 0, [np.empty(4, np.float32)])
     after = hvpipe.counters()

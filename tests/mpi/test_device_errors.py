@@ -112,7 +112,7 @@ def test_what_fails_in_the_background_ends_the_engine(
     libraries: Libraries, monkeypatch: Any, variable: str, how: str, kind: type[Exception], says: str
 ) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=2.0)
+    engine = open_engine(libraries, "NCCL", timeout_s=4.0)
     engine.use_device()
     monkeypatch.setenv(variable, how)
     array = OnDevice(np.ones(10, np.float32))
@@ -126,7 +126,7 @@ def test_what_fails_in_the_background_ends_the_engine(
 
 def test_an_abort_that_hangs_keeps_nobody_from_the_error(libraries: Libraries, monkeypatch: Any) -> None:
     needs_others()
-    engine = open_engine(libraries, "NCCL", timeout_s=2.0)
+    engine = open_engine(libraries, "NCCL", timeout_s=4.0)
     engine.use_device()
     monkeypatch.setenv("FAKE_NCCL_ABORT", "hang")
     monkeypatch.setenv("FAKE_NCCL", "async")

@@ -128,7 +128,6 @@ FOUND_BY_THE_RANK_BELOW = ("an all-reduce and a barrier", "an all-reduce and a s
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_ranks_that_disagree_all_hear_of_it(engine: Engine, what: str) -> None:
     usual, other, says = DISAGREEMENTS[what]
-    started_s = time.monotonic()
     with pytest.raises((MismatchError, DeadlineError)) as caught:
         (other if is_last() else usual)(engine)
     if what in FOUND_BY_THE_RANK_BELOW and engine.core.hosts == 1 and settings().shared_memory:
@@ -136,7 +135,6 @@ def test_ranks_that_disagree_all_hear_of_it(engine: Engine, what: str) -> None:
         assert caught.type is (MismatchError if below else DeadlineError)
         return
     assert caught.type is MismatchError
-    assert time.monotonic() - started_s < TIMEOUT_S
     # Told from either side: what this rank is at, then another.
     here, there = reversed(says) if is_last() else says
     assert re.search(rf"is at: {here}.* is at: ({there}|{here})", str(caught.value)), caught.value

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from mpi_keras.training import by_rank_0
 
 import hvpipe
 import hvpipe.keras as hk
@@ -114,9 +115,14 @@ def weights_here(model: keras.Model, graph: LayerGraph) -> dict[int, np.ndarray]
 def plain(name: str) -> Run:
     """The undivided model, trained by Keras on one rank."""
     build = MODELS[name]
-    keras.utils.set_random_seed(5)
-    model = compile_as_all(build())
-    return train(model, layer_graph(model), batches(build))
+
+    def trained() -> Run:
+        keras.utils.set_random_seed(5)
+        model = compile_as_all(build())
+        return train(model, layer_graph(model), batches(build))
+
+    found: Run = by_rank_0(trained)
+    return found
 
 
 def pipelined(name: str, optimizer: Any = None, **options: Any) -> Run:
@@ -127,6 +133,23 @@ def pipelined(name: str, optimizer: Any = None, **options: Any) -> Run:
     pipe = hk.pipeline_parallel(build, **{"microbatches": 4, **options})
     compile_as_all(pipe, optimizer)
     return train(pipe, pipe.stages.graph, data)
+
+
+@cache
+def spread(name: str) -> Run:
+    """As `pipelined` does where nothing else is asked for."""
+    return pipelined(name)
+
+
+def both(build: Build, told: Callable[[Any], Any], **options: Any) -> tuple[Any, Any]:
+    """What `told` says of the undivided model, which rank 0 has, and of its pipeline, from the same seed."""
+
+    def from_seed(make: Build) -> Any:
+        keras.utils.set_random_seed(5)
+        return told(make())
+
+    plain_told = by_rank_0(lambda: from_seed(build))
+    return plain_told, from_seed(lambda: hk.pipeline_parallel(build, **{"microbatches": 4, **options}))
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:

@@ -11,7 +11,6 @@ import tensorflow as tf
 from mpi_keras.training import (
     FEATURES,
     assert_same_bits,
-    assert_same_on_all_ranks,
     compiled,
     fit,
     mlp,
@@ -23,7 +22,7 @@ from mpi_keras.training import (
 
 import hvpipe
 import hvpipe.keras as hk
-from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.errors import HvpipeError
 
 # What plain Keras says as well of a dataset whose length it cannot know.
 ENDS_BY_ITSELF = pytest.mark.filterwarnings("ignore:Your input ran out of data")
@@ -75,13 +74,6 @@ def test_an_endless_dataset() -> None:
     assert mine == [2 * hvpipe.rank()] * 3
 
 
-def test_fewer_batches_than_ranks() -> None:
-    if hvpipe.size() == 1:
-        pytest.skip("one rank takes what there is")
-    with pytest.raises(HvpipeError, match=f"Received: {hvpipe.size() - 1} batches"):
-        hk.shard(numbers(hvpipe.size() - 1))
-
-
 def test_not_a_dataset() -> None:
     with pytest.raises(HvpipeError, match="Received: dataset of type ndarray"):
         hk.shard(np.zeros(3))
@@ -97,23 +89,6 @@ def test_warning_when_all_ranks_read_the_same(recwarn: pytest.WarningsRecorder) 
 def test_no_warning_for_shards(recwarn: pytest.WarningsRecorder) -> None:
     fit(parallel(compiled()), my_batches(2))
     assert not [w for w in recwarn if "same first batch" in str(w.message)]
-
-
-def test_a_dataset_that_is_longer_on_one_rank() -> None:
-    steps = 2 + (1 if hvpipe.rank() == 0 and hvpipe.size() > 1 else 0)
-    x, y = samples(8 * steps, seed=hvpipe.rank())
-    model = parallel(compiled())
-    fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(8), epochs=2)
-    assert int(model.optimizer.iterations) == 4
-    assert_same_on_all_ranks(state_of(model))
-
-
-def test_arrays_that_are_longer_on_one_rank() -> None:
-    if hvpipe.size() == 1:
-        pytest.skip("nothing to compare")
-    x, y = samples(8 if hvpipe.rank() else 17)
-    with pytest.raises(MismatchError, match="3 on rank 0, 1 on rank 1"):
-        fit(parallel(compiled()), x, y=y, batch_size=8)
 
 
 @ENDS_BY_ITSELF

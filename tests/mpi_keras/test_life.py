@@ -6,8 +6,7 @@ import keras
 import numpy as np
 import pytest
 from mpi_keras.training import (
-    all_batches,
-    assert_close,
+    State,
     assert_same_bits,
     assert_same_on_all_ranks,
     compiled,
@@ -77,14 +76,17 @@ def test_another_overlap_on_the_way() -> None:
 
 
 def test_wrapped_twice_reduces_once() -> None:
-    model = parallel(parallel(compiled()))
-    before = hvpipe.counters().get("reduces", 0)
-    fit(model, my_batches(2))
-    after = hvpipe.counters().get("reduces", 0)
-    reference = compiled()
-    fit(reference, all_batches(2))
-    assert_close(state_of(model), state_of(reference), 1e-5)
-    assert after - before <= 2 * 3 + 10  # three buckets a step, and what the epoch's end needs
+    def run(model: keras.Model) -> tuple[State, float]:
+        before = hvpipe.counters().get("operations", 0)
+        fit(model, my_batches(2))
+        return state_of(model), hvpipe.counters().get("operations", 0) - before
+
+    once, operations = run(parallel(compiled()))
+    twice, operations_of_twice = run(parallel(parallel(compiled())))
+    assert_same_bits(twice, once)
+    assert operations_of_twice == operations
+    # Three buckets a step, at the least.
+    assert operations >= (2 * 3 if hvpipe.size() > 1 else 0)
 
 
 @pytest.mark.slow
@@ -127,15 +129,3 @@ def test_clear_errors() -> None:
         model.compile(loss=loss(), optimizer=None)
         with pytest.raises(HvpipeError, match="compiled with one optimizer"):
             fit(parallel(model), my_batches(1))
-
-
-@pytest.mark.parametrize("overlap", [pytest.param("none", marks=pytest.mark.slow), "step"])
-def test_nan_passes_through(overlap: str) -> None:
-    """As in plain Keras: weights become NaN, on all ranks, and nothing hangs."""
-    x, y = np.ones((4, 12), np.float32), np.zeros(4, np.int64)
-    if hvpipe.rank() == hvpipe.size() - 1:
-        x[0, 0] = np.nan
-    model = parallel(compiled(), overlap)
-    model.fit(x, y, batch_size=4, verbose=0)
-    assert all(np.isnan(array).all() for array in model.get_weights()[-2:])
-    assert_same_on_all_ranks([bool(np.isnan(array).any()) for array in model.get_weights()])

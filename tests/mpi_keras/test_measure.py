@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import hvpipe
 import hvpipe.keras as hk
 import hvpipe.keras.runs
 from hvpipe.errors import HvpipeError
@@ -321,26 +320,6 @@ def test_a_profile_is_saved_read_and_planned(tmp_path: Path) -> None:
     assert names == [call.name for call in layer_graph(perceptron()).calls]
     # What is planned by an estimate and by a measurement is the same model.
     plan.check(profile=estimate(layer_graph(perceptron()), samples=3))
-
-
-def test_layers_without_names_are_called_alike_each_time_they_are_built() -> None:
-    """In one script: measure a function's model, and train what the function builds next by that profile."""
-
-    def build() -> keras.Model:
-        x = keras.Input((6,))
-        h = x
-        for _ in range(4):
-            h = keras.layers.Dense(6)(h)
-        return keras.Model(x, h)
-
-    keras.layers.Dense(1)
-    profile = hk.measure(build, batch_of((4, 6)), repeats=1)
-    assert [layer.name for layer in profile.layers] == ["dense", "dense#2", "dense#3", "dense#4"]
-    profile = hvpipe.broadcast_object(profile)
-    pipe = hk.pipeline_parallel(build, microbatches=hvpipe.size(), profile=profile)
-    pipe.compile("sgd", "mse")
-    history = pipe.fit(batch_of((8, 6)), batch_of((8, 6)), epochs=2, batch_size=8, verbose=0).history
-    assert history["loss"][1] < history["loss"][0]
 
 
 def test_several_inputs_by_name() -> None:

@@ -1,4 +1,4 @@
-"""What `hvpipe profile` does on its ranks: the model named, values made up for it, the cluster measured."""
+"""What several ranks do with a profile, and what `hvpipe profile` runs on them: the model, values for it."""
 
 from __future__ import annotations
 
@@ -72,6 +72,27 @@ def test_a_cluster_of_all_ranks_for_which_a_plan_can_be_made() -> None:
     theirs = hvpipe.broadcast_object(profile)
     plan = partition(theirs, cluster, stages=min(2, hvpipe.size()))
     plan.check(theirs, cluster)
+
+
+def test_layers_without_names_are_called_alike_each_time_they_are_built() -> None:
+    """In one script: measure a function's model, and train what the function builds next by that profile."""
+
+    def build() -> keras.Model:
+        x = keras.Input((6,))
+        h = x
+        for _ in range(4):
+            h = keras.layers.Dense(6)(h)
+        return keras.Model(x, h)
+
+    keras.layers.Dense(1)
+    batch = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+    profile = hk.measure(build, batch[:4], repeats=1)
+    assert [layer.name for layer in profile.layers] == ["dense", "dense#2", "dense#3", "dense#4"]
+    profile = hvpipe.broadcast_object(profile)
+    pipe = hk.pipeline_parallel(build, microbatches=hvpipe.size(), profile=profile)
+    pipe.compile("sgd", "mse")
+    history = pipe.fit(batch, batch, epochs=2, batch_size=8, verbose=0).history
+    assert history["loss"][1] < history["loss"][0]
 
 
 def test_a_function_in_a_file(nets: str) -> None:

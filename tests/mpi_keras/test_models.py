@@ -164,6 +164,13 @@ class Case:
     build: Callable[[], keras.Model]
     options: dict[str, Any] = field(default_factory=dict)
     batches: Callable[[int], tf.data.Dataset] = my_batches
+    optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(0.01)
+
+
+def overflowing() -> keras.optimizers.Optimizer:
+    """Scales losses beyond float16, until it has halved the scale often enough, and now and then later."""
+    adam = keras.optimizers.Adam(0.01)
+    return keras.optimizers.LossScaleOptimizer(adam, initial_scale=2.0**26, dynamic_growth_steps=3)
 
 
 SEVERAL_LOSSES = {"loss": {"label": loss(), "size": "mse"}}
@@ -182,6 +189,7 @@ MORE_CASES = {
     "unused_in_compiled_step": Case(CompiledStep),
     "unused_eager": Case(WithUnused, {"run_eagerly": True}),
     "half_precision": Case(half_precision),
+    "half_precision_overflow": Case(half_precision, optimizer=overflowing),
     "bfloat16": Case(all_bfloat16),
 }
 
@@ -211,11 +219,18 @@ def trained_linearly(name: str) -> dict[str, Any]:
 
 def trained(name: str, overlap: str) -> dict[str, Any]:
     case = ALL_CASES[name]
-    # A new optimizer for each run; Keras wraps it for half precision.
-    optimizer = keras.optimizers.Adam(0.01)
-    model = parallel(compiled(case.build, optimizer, **case.options), overlap)
+    model = parallel(compiled(case.build, case.optimizer(), **case.options), overlap)
     fit(model, case.batches(STEPS), epochs=2)
     return state_of(model)
+
+
+@pytest.mark.slow
+def test_a_loss_scale_that_is_too_large_is_halved() -> None:
+    """Steps that overflow change nothing else; not all of them do."""
+    state = trained_linearly("half_precision_overflow")
+    (scale,) = (value for name, value in state.items() if name.endswith("dynamic_scale"))
+    assert 2.0 ** (26 - 2 * STEPS) < scale < 2.0**26
+    assert all(np.isfinite(value).all() for value in state.values())
 
 
 @pytest.mark.parametrize("overlap", [pytest.param("backward", marks=pytest.mark.slow), "step"])

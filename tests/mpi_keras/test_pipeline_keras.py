@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
-from mpi_keras.pipelines import batches, compile_as_all, mlp, sgd
+from mpi_keras.pipelines import batches, both, compile_as_all, mlp, sgd
 
 import hvpipe
 import hvpipe.keras as hk
@@ -29,24 +29,19 @@ def small() -> keras.Model:
     )
 
 
-def pair(build: Any, optimizer: Any = sgd, **options: Any) -> Iterator[Any]:
-    """The undivided model and its pipeline, each made and compiled from the same seed."""
-    for parallel in (False, True):
-        keras.utils.set_random_seed(5)
-        model = hk.pipeline_parallel(build, microbatches=4, **options) if parallel else build()
-        yield compile_as_all(model, optimizer())
-
-
 def test_on_batch_methods_are_those_of_keras() -> None:
     x, y = batches(mlp, 16)
-    told = []
-    for model in pair(small):
+
+    def told(model: Any) -> list[float]:
+        compile_as_all(model)
         found = model.predict_on_batch(x)
         assert isinstance(found, np.ndarray)
         trained = model.train_on_batch(x, y, sample_weight=np.linspace(0, 1, 16))
         tested = model.test_on_batch(x, y, return_dict=True)
-        told.append([*found.ravel(), *trained, *(tested[name] for name in sorted(tested))])
-    np.testing.assert_allclose(told[1], told[0], rtol=1e-5, atol=1e-6)
+        return [*found.ravel(), *trained, *(tested[name] for name in sorted(tested))]
+
+    expected, found = both(small, told)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_arguments_may_be_given_by_place() -> None:
@@ -60,23 +55,27 @@ def test_arguments_may_be_given_by_place() -> None:
     assert pipe.predict(x, 8, 0).shape == (16, 4)
 
 
-def in_float16() -> keras.Model:
+def in_float16(build: Any = small) -> keras.Model:
     """The policy holds while the model is built, and no longer."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
-        return small()
+        return build()
     finally:
         keras.config.set_dtype_policy("float32")
 
 
 def test_half_precision_scales_the_loss_and_clips_over_all_stages() -> None:
     x, y = batches(mlp, 48)
-    losses = []
-    for model in pair(in_float16, lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.05)):
+
+    def losses(model: Any) -> Any:
+        compile_as_all(model, keras.optimizers.SGD(0.5, global_clipnorm=0.05))
         assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-        losses.append(model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0).history["loss"])
+        history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0).history
         assert float(model.optimizer.dynamic_scale) == 2.0**15
-    np.testing.assert_allclose(losses[1], losses[0], rtol=5e-4)
+        return history["loss"]
+
+    expected, found = both(in_float16, losses)
+    np.testing.assert_allclose(found, expected, rtol=5e-4)
 
 
 def with_layers_without_weights_at_the_end() -> keras.Model:
@@ -86,18 +85,37 @@ def with_layers_without_weights_at_the_end() -> keras.Model:
 
 def test_the_loss_scale_moves_on_a_rank_without_weights() -> None:
     x, y = batches(mlp, 64)
-    told = []
-    for parallel in (False, True):
-        keras.utils.set_random_seed(5)
-        build = with_layers_without_weights_at_the_end
-        model = hk.pipeline_parallel(build, microbatches=4) if parallel else build()
+    held: list[int] = []
+
+    def told(model: Any) -> list[float]:
         optimizer = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0, dynamic_growth_steps=2)
         model.compile(optimizer, "sparse_categorical_crossentropy")
         history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
-        told.append([*history["loss"], float(optimizer.dynamic_scale), int(optimizer.iterations)])
+        held.append(len(model.weights))
+        return [*history["loss"], float(optimizer.dynamic_scale), int(optimizer.iterations)]
+
+    expected, found = both(with_layers_without_weights_at_the_end, told)
     if hvpipe.size() > 1 and hvpipe.rank() == hvpipe.size() - 1:
-        assert not model.weights
-    np.testing.assert_allclose(told[1], told[0], rtol=1e-5)
+        assert held == [0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("build", [small, with_layers_without_weights_at_the_end])
+def test_a_loss_scale_that_is_too_large_is_halved_and_the_step_skipped(build: Any) -> None:
+    """By all ranks, of which one may have no weights; nothing else moves."""
+    x, y = batches(mlp, 24)
+
+    def told(model: Any) -> list[float]:
+        compile_as_all(model, keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0**40))
+        weights = model.get_weights()
+        history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+        for before, after in zip(weights, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(before, after)
+        assert float(model.optimizer.dynamic_scale) == 2.0**37
+        return [*history["loss"], int(model.optimizer.iterations)]
+
+    expected, found = both(functools.partial(in_float16, build), told)
+    np.testing.assert_allclose(found, expected, rtol=5e-4)
 
 
 class Idle(keras.layers.Layer):
@@ -144,15 +162,18 @@ def accumulating() -> Any:
 def test_weights_that_no_gradient_reaches_are_averaged_as_in_keras(build: Any, optimizer: Any) -> None:
     """Averages replace weights at the end of fit, by their place; every rank counts its steps."""
     x, y = batches(mlp, 40)
-    told = []
-    for model in pair(build, optimizer):
+
+    def told(model: Any) -> list[float]:
+        compile_as_all(model, optimizer())
         history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
         outputs = model.predict(x, verbose=0).ravel()
-        told.append([*history["loss"], *outputs, int(model.optimizer.iterations)])
         for layer in model.layers:
             if isinstance(layer, Idle):
                 np.testing.assert_allclose(layer.kernel, 1, rtol=1e-6)
-    np.testing.assert_allclose(told[1], told[0], rtol=1e-5, atol=1e-6)
+        return [*history["loss"], *outputs, int(model.optimizer.iterations)]
+
+    expected, found = both(build, told)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def behind_a_stop() -> keras.Model:
@@ -176,16 +197,15 @@ def test_weights_that_no_gradient_reaches_stay_as_in_keras(options: dict[str, An
     """Wherever the model is cut: a gradient of 0 would let the optimizer let them decay."""
     x, y = batches(mlp, 32)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    told = []
-    for parallel in (False, True):
-        keras.utils.set_random_seed(5)
-        build = behind_a_stop
-        model = hk.pipeline_parallel(build, microbatches=4, **options) if parallel else build()
+
+    def told(model: Any) -> list[float]:
         model.compile(decaying_weights(), {"main": loss})
         history = model.fit(x, {"main": y}, batch_size=8, shuffle=False, verbose=0).history
         outputs = model.predict(x, verbose=0)
-        told.append([*history["loss"], *outputs["main"].ravel(), *outputs["side"].ravel()])
-    np.testing.assert_allclose(told[1], told[0], rtol=1e-4, atol=1e-6)
+        return [*history["loss"], *outputs["main"].ravel(), *outputs["side"].ravel()]
+
+    expected, found = both(behind_a_stop, told, **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_several_optimizers_are_refused() -> None:
@@ -286,18 +306,15 @@ def test_graphs_are_made_once_for_each_structure_of_targets(monkeypatch: pytest.
     pipe = compile_as_all(hk.pipeline_parallel(small))
     pipe.fit(x, y, batch_size=8, epochs=3, verbose=0, class_weight={0: 2.0}, validation_data=(x, y))
     assert len(made) == 2
-    keras.utils.set_random_seed(5)
-    pipe = hk.pipeline_parallel(of_any_length)
-    pipe.compile(sgd(), "mse")
-    told = [pipe.train_on_batch(np.ones((8, steps, 3)), np.ones((8, steps, 4))) for steps in (5, 6, 7, 9, 6)]
+
+    def losses(model: Any) -> list[float]:
+        model.compile(sgd(), "mse")
+        lengths = (5, 6, 7, 9, 6)
+        return [model.train_on_batch(np.ones((8, n, 3)), np.ones((8, n, 4))) for n in lengths]
+
+    expected, found = both(of_any_length, losses)
     assert len(made) == 4
-    keras.utils.set_random_seed(5)
-    model = of_any_length()
-    model.compile(sgd(), "mse")
-    expected = [
-        model.train_on_batch(np.ones((8, steps, 3)), np.ones((8, steps, 4))) for steps in (5, 6, 7, 9, 6)
-    ]
-    np.testing.assert_allclose(told, expected, rtol=1e-5)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def of_any_length() -> keras.Model:

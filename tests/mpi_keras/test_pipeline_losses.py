@@ -8,13 +8,14 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from mpi_keras.pipelines import batches, mlp, sgd
+from mpi_keras.pipelines import batches, both, mlp, sgd
 
 import hvpipe.keras as hk
 import hvpipe.keras.activity_losses
 from hvpipe.errors import HvpipeError
 
 layers = keras.layers
+History = dict[str, list[float]]
 
 
 def one_output() -> keras.Model:
@@ -32,18 +33,17 @@ def two_outputs() -> keras.Model:
 
 def told(
     build: Any, fit: Any, layout: dict[str, Any] | None = None, **compiled: Any
-) -> list[dict[str, list[float]]]:
+) -> tuple[History, History]:
     """The histories of the undivided model and of its pipeline."""
-    found = []
-    for parallel in (False, True):
-        keras.utils.set_random_seed(5)
-        model = hk.pipeline_parallel(build, microbatches=4, **(layout or {})) if parallel else build()
+
+    def history(model: Any) -> Any:
         model.compile(keras.optimizers.SGD(0.01), **compiled)
-        found.append(fit(model))
-    return found
+        return fit(model)
+
+    return both(build, history, **(layout or {}))
 
 
-def check_equal(found: list[dict[str, list[float]]]) -> None:
+def check_equal(found: tuple[History, History]) -> None:
     assert found[0].keys() == found[1].keys()
     for name, values in found[0].items():
         np.testing.assert_allclose(found[1][name], values, rtol=1e-5, atol=1e-6, err_msg=name)

@@ -154,7 +154,9 @@ def test_the_same_as_a_tape(build: Callable[[], keras.Model], recompute: bool) -
     start = [v.numpy() for v in model.variables]
     gradient = tf.constant(np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32))
 
-    @tf.function
+    rows = [tf.TensorSpec((None, *x.shape[1:]), dtype), tf.TensorSpec((None, 3), "float32")]
+
+    @tf.function(input_signature=rows)
     def reference(part: Any, given: Any) -> Any:
         with tf.GradientTape() as tape:
             if dtype == "float32":

@@ -91,6 +91,7 @@ def test_all_ranks_stop_at_one_batch_as_in_plain_keras() -> None:
     assert state["updates"] == len(stop.seen) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "number", "epochs", "updates"),
     [
@@ -107,12 +108,14 @@ def test_where_one_rank_stops(hook: str, number: int, epochs: int, updates: int)
     assert state["updates"] == updates
 
 
+@pytest.mark.slow
 def test_several_steps_per_execution() -> None:
     state, history = stopped("step", Stop("on_train_batch_end", 1), steps_per_execution=2)
     assert len(history["loss"]) == 1
     assert state["updates"] == 2
 
 
+@pytest.mark.slow
 def test_between_two_updates_of_an_accumulation() -> None:
     # In every sense but for what each rank has accumulated, which is its own.
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)

@@ -127,6 +127,11 @@ def assert_same_on_all_ranks(value: Any) -> None:
         assert not different, f"rank {hvpipe.rank()} and rank {rank} differ in {different}: {value}"
 
 
+def by_rank_0(make: Callable[[], Any]) -> Any:
+    """What rank 0 makes, for all ranks: plain Keras would give the same on each of them."""
+    return hvpipe.broadcast_object(make() if hvpipe.rank() == 0 else None)
+
+
 class Remember(keras.callbacks.Callback):
     """Copies what `look` sees at the end of every batch and of every epoch."""
 
