@@ -11,6 +11,7 @@ from hvpipe.trace import Event
 Raw = tuple[str, str, float, float]
 """(category, name, start_s, end_s), as the engine records them; marks have equal times."""
 
+BEGIN = "begin"
 STEP = "step"
 FORWARD = "forward"
 UPDATE = "update "
@@ -19,8 +20,10 @@ UPDATE = "update "
 def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
     """Turn records into events.
 
-    Marks are points in time: "step" (a step began), "forward" (its loss was computed), "update B" (bucket
-    B's variables were updated). From them and the buckets' packing come the spans of computing:
+    Marks are points in time: "begin" (a step has its batch), "step" (the engine was told of a step, which
+    may be as late as the loss), "forward" (its loss was computed), "update B" (bucket B's variables were
+    updated). Steps begin with the first of these that there is. From them and the buckets' packing come the
+    spans of computing:
 
     step      |--------------------------------|-----
     forward   |-----------|
@@ -35,10 +38,11 @@ def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
         Event(name, category, rank, _lane(category), start, end) for category, name, start, end in spans
     ]
     marks = sorted((start, name) for category, name, start, _ in raw if category == "mark")
-    steps = [start for start, name in marks if name == STEP]
+    begun = BEGIN if any(name == BEGIN for _, name in marks) else STEP
+    steps = [start for start, name in marks if name == begun]
     packs = sorted(end for category, _, _, end in spans if category == "pack")
     if not packs and any(category == "reduce" for category, *_ in spans):
-        marks = [(start, name) for start, name in marks if name == STEP]
+        marks = [(start, name) for start, name in marks if name == begun]
     last_s = max((end for *_, end in raw), default=0.0)
     bounds = [*steps, last_s]
     for number, (start, end) in enumerate(pairwise(bounds)):

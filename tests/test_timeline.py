@@ -88,6 +88,17 @@ def test_a_pack_as_the_last_record_still_ends_backward() -> None:
     assert spans(events_of_rank(raw, 0), "backward") == [("backward", 1.0, 3.0)]
 
 
+def test_a_step_begins_with_its_batch_even_if_the_engine_is_told_behind_the_loss() -> None:
+    raw = [
+        *(mark("begin", 0.0), mark("forward", 1.0), mark("step", 1.1), ("pack", "a", 2.0, 3.0)),
+        *(mark("begin", 4.0), mark("forward", 5.0), mark("step", 5.1), ("pack", "a", 6.0, 7.0)),
+    ]
+    events = events_of_rank(raw, 0)
+    assert spans(events, "step") == [("step 0", 0.0, 4.0), ("step 1", 4.0, 7.0)]
+    assert spans(events, "forward") == [("forward", 0.0, 1.0), ("forward", 4.0, 5.0)]
+    assert spans(events, "backward") == [("backward", 1.0, 3.0), ("backward", 5.0, 7.0)]
+
+
 def test_a_step_without_packs_has_no_backward() -> None:
     # The second step of gradient accumulation, say, which sends nothing.
     raw = [

@@ -97,6 +97,15 @@ class OverlappedOptimizer:
             scale_loss = type(self.optimizer).scale_loss
             self.optimizer.scale_loss = lambda loss: self._marked(scale_loss(self.optimizer, loss))
 
+    def _begun(self, samples: Any) -> Any:
+        if not self._traced:
+            return samples
+        # Of a variable: grappler would fold the mark of a batch whose size is known.
+        with tf.control_dependencies([samples]):
+            begun = ops.mark(self._marks.read_value(), "begin")
+        with tf.control_dependencies([begun]), on_the_host():
+            return tf.identity(samples)
+
     def _marked(self, loss: Any) -> Any:
         loss = ops.mark(loss, "forward")
         # No gradient needs its value: without this use grappler would remove the mark.
@@ -112,7 +121,7 @@ class OverlappedOptimizer:
 
     def begin(self, samples: Any) -> None:
         """Start of a step with a batch of `samples` (scalar tensor) on this rank."""
-        self._samples = samples
+        self._samples = samples = self._begun(samples)
         self._applied = False
         self._graph = tf.compat.v1.get_default_graph()
         self._operations_then = None
