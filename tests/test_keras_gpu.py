@@ -13,9 +13,11 @@ from tensorflow.python.eager import context
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data import SampleCounter
-from hvpipe.keras.gpu import claim_gpu, reduces_on_gpu
+from hvpipe.keras.gpu import claim_gpu, on_the_host, reduces_on_gpu
+from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.overlap import OverlappedOptimizer
 from hvpipe.keras.reducer import Reducer
+from hvpipe.keras.train_steps import TrainSteps
 
 
 class Gpus:
@@ -178,7 +180,8 @@ def test_numbers_of_hvpipes_own_stay_on_the_host(monkeypatch: Any, overlap: str)
     session = SimpleNamespace(engine=Engine(built=True), settings=settings, announcements=0)
     monkeypatch.setattr(tf, "Variable", note)
     overlapped = OverlappedOptimizer(session, optimizer, weights, overlap, None, None)
-    counter = SampleCounter()
+    with on_the_host():
+        counter = SampleCounter()
     monkeypatch.setattr(tf, "Variable", make)
 
     def step() -> None:
@@ -194,6 +197,23 @@ def test_numbers_of_hvpipes_own_stay_on_the_host(monkeypatch: Any, overlap: str)
     on_host = {kind for kind, device in placed if kind in asked and device == "CPU:0"}
     assert on_host == asked - ({"AddN"} if overlap == "backward" else set())
     assert not {kind for kind, device in placed if kind in asked and device != "CPU:0"}
+
+
+@pytest.mark.parametrize(("size", "place"), [(1, ""), (2, "CPU:0")])
+def test_a_rank_alone_counts_where_its_model_is(monkeypatch: Any, size: int, place: str) -> None:
+    """Keras lets XLA compile its steps on a GPU, and XLA reaches no variable on another device."""
+    made: list[str] = []
+    make = tf.Variable
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["name"] == "hvpipe_samples":
+            made.append((context.context().device_name or "").rpartition("device:")[2])
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(tf, "Variable", note)
+    session: Any = SimpleNamespace(world=SimpleNamespace(size=size), sample_counters=[])
+    TrainSteps(session, None, InstanceMethods(None), "step", lambda: None)
+    assert made == [place, place]
 
 
 def test_a_plan_is_removed_when_it_is_ended_or_forgotten(monkeypatch: Any) -> None:

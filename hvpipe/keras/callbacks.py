@@ -10,8 +10,7 @@ import keras
 import numpy as np
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.start import without_xla
-from hvpipe.keras.variables import broadcast_variables
+from hvpipe.keras.start import broadcast_model, without_xla
 from hvpipe.session import Session, check_other_arguments, current
 
 if TYPE_CHECKING:
@@ -66,12 +65,16 @@ class EpochEnd(keras.callbacks.Callback):
     def __init__(self, state: DataParallel) -> None:
         super().__init__()
         self._state = state
+        self._averaged: dict[str, Any] = {}  # the logs of the last epoch
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._state.end_epoch(epoch, logs)
+        self._averaged = dict(logs or {})
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._state.flush()
+        if logs is not None:  # this rank's own, from before they were averaged
+            logs.update(self._averaged)
 
 
 class FinishBeforeBatchCallbacks(EpochEnd):
@@ -191,7 +194,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             )
         if not self.model.optimizer.built:
             self.model.optimizer.build(self.model.trainable_variables)
-        broadcast_variables([*self.model.variables, *self.model.optimizer.variables], self.root_rank)
+        broadcast_model(self.model, self.model.optimizer.variables, self.root_rank)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

@@ -17,8 +17,7 @@ class SampleCounter:
     """Samples of this rank, counted inside the graph and read outside."""
 
     def __init__(self) -> None:
-        with on_the_host():
-            self._count = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_samples")
+        self._count = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_samples")
         self._restarted_at = 0.0
 
     def is_new(self) -> Any:
@@ -58,6 +57,10 @@ def shard(dataset: Any) -> Any:
     all ranks then sees what one rank would see in one step with batches `size` times as large. Where the
     dataset is shuffled before, all ranks must shuffle alike: pass `seed` to `shuffle`, or call
     `keras.utils.set_random_seed` first.
+
+    Every rank prepares all batches, and drops those of the others. Where preparing costs (decoding images,
+    say), shard what is cheap instead, before `map`, say `files.shard(hvpipe.size(), hvpipe.rank())`; then
+    `repeat()`, and give `fit` the same `steps_per_epoch` on all ranks.
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise HvpipeError(

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from hvpipe.engine import check_compression
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.arguments import by_name, takes
 from hvpipe.keras.callbacks import (
     EpochEnd,
     FinishBeforeBatchCallbacks,
@@ -27,7 +28,7 @@ from hvpipe.keras.data import same_length
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.overlap import OverlappedOptimizer, check_overlap
-from hvpipe.keras.start import checksums, take_rank_0s
+from hvpipe.keras.start import broadcast_model, checksums, is_built, take_rank_0s
 from hvpipe.keras.supported import told
 from hvpipe.keras.train_steps import TrainSteps
 from hvpipe.keras.variables import average_variables
@@ -37,11 +38,10 @@ Model = TypeVar("Model", bound=keras.Model)
 
 logger = logging.getLogger("hvpipe")
 
-# Methods that read or write the weights from outside a step, or replace the optimizer; each finishes the
-# updates first. keras.saving and tf.saved_model, which do not come by `save`, call `get_config`,
-# `save_own_variables` or `load_own_variables`.
+# Methods that read or write the weights from outside a step; each finishes the updates first. keras.saving
+# and tf.saved_model, which do not come by `save`, call `get_config`, `save_own_variables` or
+# `load_own_variables`.
 _FLUSH_FIRST = (
-    "compile",
     "export",
     "get_config",
     "get_state_tree",
@@ -145,6 +145,8 @@ class DataParallel:
             return
         self._methods.replace("train_step", self._steps.train_step)
         self._methods.replace("test_step", self._steps.test_step)
+        self._methods.replace("make_test_function", self._steps.make_test_function)
+        self._methods.replace("compile", self._compile)
         self._methods.replace("fit", self._fit)
         self._methods.replace("evaluate", self._evaluate)
         self._methods.replace("train_on_batch", self._train_on_batch)
@@ -152,6 +154,7 @@ class DataParallel:
             self._methods.replace(name, functools.partial(self._flush_first, name))
         self.model.train_function = None
         self.model.test_function = None
+        self._steps.refuse_outside()
 
     def detach(self) -> None:
         """Give the model its own methods back."""
@@ -220,16 +223,21 @@ class DataParallel:
         return list(kept.values())
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
-        self.model._assert_compile_called("fit")
-        bound = inspect.signature(self._methods.own("fit")).bind(*args, **kwargs)
-        given = bound.arguments
-        given["x"] = same_length(
-            self.session, given.get("x"), given.get("batch_size"), given.get("steps_per_epoch")
-        )
+        model, own = self.model, self._methods.own("fit")
+        model._assert_compile_called("fit")
+        if not takes(own, "callbacks"):
+            raise HvpipeError(
+                "fit should take callbacks, or hand **kwargs on to Keras, as data_parallel adds some. "
+                f"Received: {type(model).__name__}.fit{inspect.signature(own)}"
+            )
+        given = by_name(own, args, kwargs, functools.partial(keras.Model.fit, model))
+        x = same_length(self.session, given.get("x"), given.get("batch_size"), given.get("steps_per_epoch"))
+        if "x" in given:
+            given["x"] = x
         given["callbacks"] = self._with_own_callbacks(given.get("callbacks"))
         self._samples_before_fit = self._steps.train_counter.restart()
         try:
-            return self._methods.own("fit")(*bound.args, **bound.kwargs)
+            return own(**given)
         except BaseException:
             # The last step is whole, unless it is the one that failed; what peers owe it is under way.
             with contextlib.suppress(Exception):
@@ -266,12 +274,15 @@ class DataParallel:
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         self._steps.flush()
+        when = "at the begin of evaluate"
         if self._steps.ready:
-            when = "at the begin of evaluate"
             self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)
             average_variables(
                 self.session, self._statistics(), self._steps.train_counter.since_restart() or 1.0
             )
+        elif all(self.session.engine.agree(f"{when}, before a step", float(is_built(self.model)))):
+            # Weights may have been loaded on rank 0 alone: figures of different models have no mean.
+            broadcast_model(self.model)
         self._steps.test_counter.restart()
         return_dict = kwargs.pop("return_dict", False)
         logs = dict(self._methods.own("evaluate")(*args, return_dict=True, **kwargs))
@@ -292,6 +303,12 @@ class DataParallel:
         )
         self._take_rank_0s_if_set(anywhere, "in this train_on_batch")
         return logs if return_dict else self.model._flatten_metrics_in_order(logs)
+
+    def _compile(self, *args: Any, **kwargs: Any) -> Any:
+        self._steps.flush()
+        returned = self._methods.own("compile")(*args, **kwargs)
+        self._steps.refuse_outside()
+        return returned
 
     def _flush_first(self, name: str, *args: Any, **kwargs: Any) -> Any:
         self._steps.flush()

@@ -18,6 +18,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
@@ -36,6 +37,15 @@ def check_overlap(overlap: str) -> None:
     if overlap not in OVERLAPS:
         wanted = ", ".join(repr(name) for name in OVERLAPS)
         raise HvpipeError(f"overlap should be one of {wanted}. Received: overlap={overlap!r}")
+
+
+def applied_outside(optimizer: Any) -> HvpipeError:
+    """What a loop of the user's own is told that updates with the optimizer of a data_parallel model."""
+    return HvpipeError(
+        "data_parallel reduces gradients in fit and train_on_batch; in a loop of your own wrap the optimizer "
+        "in hvpipe.keras.DistributedOptimizer, without data_parallel. "
+        f"Received: an update by {optimizer.name} outside of them"
+    )
 
 
 class OverlappedOptimizer:
@@ -62,6 +72,13 @@ class OverlappedOptimizer:
                 'overlap="stale" wants an update at every step. Received: an optimizer with '
                 f"gradient_accumulation_steps={optimizer.gradient_accumulation_steps}"
             )
+        if overlap == "stale" and isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            raise HvpipeError(
+                'overlap="stale" wants gradients that are not scaled: those of one step would be unscaled by '
+                "the scale of the next. Use another overlap, or the policy mixed_bfloat16. "
+                f"Received: optimizer {optimizer.name}, a LossScaleOptimizer"
+            )
+        self._session = session
         self.optimizer = optimizer
         self.overlap = overlap
         self.warmup_steps = warmup_steps
@@ -75,6 +92,7 @@ class OverlappedOptimizer:
         self.other_variables: list[Any] = []
         self.used_early: list[str] = []
         self._samples: Any = None
+        self._in_step = False
         self._applied = False
         self._finished: list[Any] = []
         self._graph: Any = None  # of the step
@@ -91,20 +109,27 @@ class OverlappedOptimizer:
         return self.overlap in ("step", "stale")
 
     def hook(self) -> None:
-        """Replace `apply` on the optimizer instance; its class, config and saved form stay as they are."""
-        self.optimizer.apply = self.apply
+        """Replace `apply` on the optimizer instance; its class, config and saved form stay as they are.
+
+        From then on an update is refused that does not come between `begin` and `end`.
+        """
+        self.optimizer.apply = self._apply_in_step
         if self._traced:
             scale_loss = type(self.optimizer).scale_loss
             self.optimizer.scale_loss = lambda loss: self._marked(scale_loss(self.optimizer, loss))
 
-    def _begun(self, samples: Any) -> Any:
-        if not self._traced:
-            return samples
+    def _apply_in_step(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        if not self._in_step:
+            raise applied_outside(self.optimizer)
+        self.apply(grads, trainable_variables)
+
+    def _begun(self, samples: Any, data: Any) -> Any:
+        """The batch, which waits for the mark: TensorFlow might else come to that at the end of the step."""
         # Of a variable: grappler would fold the mark of a batch whose size is known.
         with tf.control_dependencies([samples]):
             begun = ops.mark(self._marks.read_value(), "begin")
-        with tf.control_dependencies([begun]), on_the_host():
-            return tf.identity(samples)
+        with tf.control_dependencies([begun]):
+            return tf.nest.map_structure(lambda x: tf.identity(x) if tf.is_tensor(x) else x, data)
 
     def _marked(self, loss: Any) -> Any:
         loss = ops.mark(loss, "forward")
@@ -119,9 +144,10 @@ class OverlappedOptimizer:
         for reducer in self._reducers.values():
             reducer.end()
 
-    def begin(self, samples: Any) -> None:
-        """Start of a step with a batch of `samples` (scalar tensor) on this rank."""
-        self._samples = samples = self._begun(samples)
+    def begin(self, samples: Any, data: Any) -> Any:
+        """Start of a step with a batch of `samples` (scalar tensor) here; its data, for the forward."""
+        self._samples = samples
+        self._in_step = True
         self._applied = False
         self._graph = tf.compat.v1.get_default_graph()
         self._operations_then = None
@@ -134,6 +160,7 @@ class OverlappedOptimizer:
             # Ordered after everything above that reads it, before this step's submits.
             with on_the_host():
                 self._token.assign(tf.zeros_like(token))
+        return self._begun(samples, data) if self._traced else data
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Stand in for `optimizer.apply`: reduce, and update as the overlap says."""
@@ -162,12 +189,14 @@ class OverlappedOptimizer:
 
     def end(self) -> None:
         """End of a step's graph: in "step", refuse one that touches variables after `apply`."""
+        self._in_step = False
         if self._operations_then is None:
             return
         later = self._graph.get_operations()[self._operations_then :]
         taken = {id(tensor) for operation in later for tensor in operation.inputs}
         touched = {id(outside) for outside, inside in self._graph.captures if id(inside) in taken}
-        rate = getattr(self.optimizer, "_learning_rate", None)  # no update changes it
+        scaled = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        rate = getattr(scaled, "_learning_rate", None)  # no update changes it
         watched = [*self.reducer.variables, *(v for v in self.optimizer.variables if v is not rate)]
         self.used_early = [name_of(v) for v in watched if id(native(v).handle) in touched]
         if self.used_early:
@@ -203,6 +232,8 @@ class OverlappedOptimizer:
                 raise HvpipeError("the trainable variables with a gradient are others than planned")
             self.optimizer._check_variables_are_known(used)
             self._plan(used)
+        if any(g is None for g in grads) and self._session.world.rank == 0:
+            self.optimizer._filter_empty_gradients(grads, variables)  # warns of them, as in plain Keras
         return [dense(found[identity(v)]) for v in self.reducer.variables]
 
     def _reduce_and_update(self, gradients: Sequence[Any], scale: Any) -> None:

@@ -14,6 +14,7 @@ from hvpipe.keras.pipeline_checkpoint import load_checkpoint, save_checkpoint
 from hvpipe.keras.pipeline_state import Holdings, holdings_of, together
 from hvpipe.keras.plain_file import optimizer_of, read_whole, write_whole
 from hvpipe.keras.stage import Stages
+from hvpipe.keras.start import settle
 from hvpipe.session import Session
 
 
@@ -68,6 +69,7 @@ class PipelineFiles:
             raise HvpipeError(f"load_weights takes filepath and skip_mismatch. Received: {sorted(kwargs)}")
         parts = self._parts
         read_whole(parts.session, self, parts.model, self._holdings(), filepath, skip_mismatch)
+        settle(self)
 
     def save_checkpoint(self, folder: str | os.PathLike[str]) -> None:
         """Write all that training depends on into a folder, which all ranks must see; each rank its own part.
@@ -89,6 +91,7 @@ class PipelineFiles:
         """
         parts = self._parts
         load_checkpoint(parts.session, folder, self._holdings(), optimizer_of(self))
+        settle(self)
         parts.sharing.note_apart()
 
     def _write_whole(self, write: Callable[[Any], None]) -> None:

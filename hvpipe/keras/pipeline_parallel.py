@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.arguments import by_name
 from hvpipe.keras.callbacks import stop_together
 from hvpipe.keras.deferred import build_without_memory, give_memory, leave_to_others
 from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
@@ -26,8 +26,8 @@ from hvpipe.keras.pipeline_step import Batch
 from hvpipe.keras.pipeline_update import check_optimizers, learning_rate_of
 from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import Stages
+from hvpipe.keras.start import broadcast_model
 from hvpipe.keras.supported import of_keras_2, told
-from hvpipe.keras.variables import broadcast_variables
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.session import Session, current
@@ -153,7 +153,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
             give_memory(self._stage_layers)
             leave_to_others(layout.stages.graph.all_layers())
         else:
-            broadcast_variables(model.variables)
+            broadcast_model(model)
         self._parts: _Parts = _Parts(session, model, layout, Sharing(session, layout), recomputes)
         self._parts.sharing.equalise()
         self._parts.sharing.separate_seeds()
@@ -237,9 +237,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
 
     def _quiet(self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments by name; nothing is printed on ranks other than 0."""
-        bound = inspect.signature(method).bind(*args, **kwargs)
-        more = bound.arguments.pop("kwargs", {})
-        named = {**bound.arguments, **more}
+        named = by_name(method, args, kwargs, method)
         return named if self._parts.session.world.rank == 0 else {**named, "verbose": 0}
 
     def make_train_function(self, force: bool = False) -> None:

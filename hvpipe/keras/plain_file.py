@@ -202,8 +202,13 @@ def _weights_into(found: dict[str, Any], model: Any, wanted: Mapping[str, Any]) 
     """What the model's layers load goes into `found`, as far as it is `wanted`, and not into the layers."""
     names = {id(variable): name for name, variable in wanted.items()}
 
-    def load_by(own: Callable[[Any], None]) -> Callable[[Any], None]:
+    def load_by(layer: Any) -> Callable[[Any], None]:
+        own = layer.load_own_variables
+
         def load_own_variables(store: Any) -> None:
+            # Not of layers of other ranks: one that computes with what it loads would find no memory here.
+            if not any(id(variable) in names for variable in layer.variables):
+                return
             with _Kept(set(names)) as kept:
                 own(store)
             found.update({names[key]: value for key, value in kept.state_mapping.items()})
@@ -212,7 +217,7 @@ def _weights_into(found: dict[str, Any], model: Any, wanted: Mapping[str, Any]) 
 
     layers = list({id(layer): layer for layer in model._flatten_layers()}.values())
     for layer in layers:
-        vars(layer)["load_own_variables"] = load_by(layer.load_own_variables)
+        vars(layer)["load_own_variables"] = load_by(layer)
     try:
         yield
     finally:

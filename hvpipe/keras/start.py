@@ -52,8 +52,29 @@ def start_equal(session: Session, model: Any, batch: Any) -> None:
         model.optimizer.build(model.trainable_variables)
     _build_loss_and_metrics(model, batch)
     check_same_variables(session, model.trainable_variables)
-    broadcast_variables([*model.variables, *model.optimizer.variables])
+    broadcast_model(model, model.optimizer.variables)
     _warn_of_own_batches(session, model)
+
+
+def is_built(model: Any) -> bool:
+    """Whether all of its variables are there."""
+    return all(layer.built for layer in model._flatten_layers())
+
+
+def broadcast_model(model: Any, more: Sequence[Any] = (), root_rank: int = 0) -> None:
+    """Give every rank the root's values of the model's variables and of these; collective."""
+    broadcast_variables([*model.variables, *more], root_rank)
+    settle(model)
+
+
+def settle(model: Any) -> None:
+    """After variables were assigned, let layers make the constants anew that they make of them."""
+    normalizing = [la for la in model._flatten_layers() if isinstance(la, keras.layers.Normalization)]
+    for layer in normalizing:
+        layer.finalize_state()
+    if normalizing:
+        # Graphs have the constants of before.
+        model.test_function = model.predict_function = None
 
 
 def _warn_of_own_batches(session: Session, model: Any) -> None:
@@ -92,7 +113,7 @@ def take_rank_0s(session: Session, model: Any, sums: Sequence[float], when: str)
             ", ".join(others[:3]) + (" ..." if len(others) > 3 else ""),
             when,
         )
-    broadcast_variables([*model.variables, *_shared(model.optimizer)])
+    broadcast_model(model, _shared(model.optimizer))
     return True
 
 
@@ -110,7 +131,7 @@ def _checksum(variables: Sequence[Any]) -> float:
 
 
 def _build(model: Any, batch: Any) -> None:
-    if all(layer.built for layer in model._flatten_layers()):
+    if is_built(model):
         return
     try:
         model._symbolic_build(data_batch=batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
@@ -9,12 +10,14 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data import SampleCounter, batch_of, fingerprint_of, first_leaf
+from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.instance_methods import InstanceMethods
-from hvpipe.keras.overlap import OverlappedOptimizer
+from hvpipe.keras.overlap import OverlappedOptimizer, applied_outside
 from hvpipe.keras.start import start_equal, without_xla
 from hvpipe.session import Session
 
@@ -41,11 +44,13 @@ class TrainSteps:
         self.model = model
         self.overlap = overlap
         self.ready = False
-        self.train_counter = SampleCounter()
-        self.test_counter = SampleCounter()
+        # One rank is left its XLA, which reaches no variable on another device than the model's.
+        with contextlib.nullcontext() if session.world.size == 1 else on_the_host():
+            self.train_counter, self.test_counter = SampleCounter(), SampleCounter()
         self._methods = methods
         self._make_optimizer = make_optimizer
         self._optimizer: OverlappedOptimizer | None = None
+        self._refusing: Any = None  # the optimizer that refuses updates, as no step has hooked it yet
         self._pending = False
         self._steps_seen = 0
         session.sample_counters.append(self.train_counter)
@@ -60,9 +65,29 @@ class TrainSteps:
 
     def unhook(self) -> None:
         """Finish, and give the optimizer its own methods back."""
+        self._end_refusal()
         self.flush()
         if self._optimizer is not None:
             self._optimizer.unhook()
+
+    def refuse_outside(self) -> None:
+        """Let the model's optimizer refuse updates until the first step hooks it.
+
+        In a loop outside of `fit` the ranks would train apart. One that is wrapped already reduces there too.
+        """
+        self._end_refusal()
+        optimizer = getattr(self.model, "optimizer", None)
+        if isinstance(optimizer, keras.optimizers.Optimizer) and "apply" not in vars(optimizer):
+            optimizer.apply = self._refuse
+            self._refusing = optimizer
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> None:
+        raise applied_outside(self._refusing)
+
+    def _end_refusal(self) -> None:
+        if self._refusing is not None and vars(self._refusing).get("apply") == self._refuse:
+            vars(self._refusing).pop("apply")
+        self._refusing = None
 
     # --- The train function -------------------------------------------------------------------------------
 
@@ -77,6 +102,11 @@ class TrainSteps:
         model.train_function = self._timed(inner if self.session.world.size == 1 else self._checked(inner))
         self.ready = False
         return model.train_function
+
+    def make_test_function(self, force: bool = False) -> Any:
+        """Stand in for `model.make_test_function`: XLA cannot reach the counter, which is on the host."""
+        without_xla(self.session, self.model)
+        return self._methods.own("make_test_function")(force=force)
 
     def _checked(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """The train function; made again where tracing shows that some variables have no gradient."""
@@ -163,6 +193,7 @@ class TrainSteps:
 
     def _hook_optimizer(self, variables: Sequence[Any]) -> None:
         self.flush()
+        self._end_refusal()
         if self._optimizer is not None:
             self._optimizer.unhook()
         if not variables:
@@ -201,7 +232,7 @@ class TrainSteps:
             tf.cond(first, lambda: fingerprint_of(batch), lambda: self._fingerprint.read_value())
         )
         samples = self.train_counter.add(batch)
-        self._optimizer.begin(samples)
+        data = self._optimizer.begin(samples, data)
         reductions = self.session.announcements
         logs = self._methods.own("train_step")(data)
         if self.session.announcements == reductions:

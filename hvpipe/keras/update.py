@@ -9,6 +9,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvpipe.keras.reducer import identity
+
 # An optimizer that overrides one of these may do something once per step, not once per variable (Nadam
 # multiplies a running product, LossScaleOptimizer looks at all gradients).
 _ONCE_PER_STEP = (
@@ -32,7 +34,18 @@ def acts_by_variable(optimizer: Any, variables: Sequence[Any]) -> bool:
 
 def apply_all(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """The optimizer's own `apply`, whatever replaced it on the instance."""
-    _as_written(lambda: type(optimizer).apply(optimizer, list(gradients), list(variables)))
+    lacking = _lacking(optimizer, variables)
+    grads, trained = [*gradients, *[None] * len(lacking)], [*variables, *lacking]
+    _as_written(lambda: type(optimizer).apply(optimizer, grads, trained))
+
+
+def _lacking(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Of a MultiOptimizer's variables those without a gradient: it wants to be given all."""
+    several = getattr(keras.optimizers, "MultiOptimizer", ())  # came with a later Keras
+    if not isinstance(getattr(optimizer, "inner_optimizer", optimizer), several):
+        return []
+    given = {identity(v) for v in variables}
+    return [v for v in optimizer._trainable_variables if identity(v) not in given]
 
 
 def apply_some(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:

@@ -19,9 +19,11 @@ from mpi_keras.training import (
     assert_same_on_all_ranks,
     by_rank_0,
     compiled,
+    fit,
     loss,
     mlp,
     my_batches,
+    parallel,
     state_of,
 )
 
@@ -319,6 +321,37 @@ def test_compiled_by_xla() -> None:
     model.fit(my_batches(2), verbose=0, callbacks=[hk.BroadcastGlobalVariablesCallback(0)])
     assert model.jit_compile is False
     assert_same_on_all_ranks(state_of(model))
+
+
+def test_a_loop_with_the_optimizer_of_a_data_parallel_model() -> None:
+    """It would train the ranks apart before the first step, and end in errors of other kinds after it."""
+    model = parallel(compiled())
+
+    def loop() -> None:
+        train(model, my_batches(1), compile_step=False)
+
+    if hvpipe.size() == 1:
+        loop()
+        return
+    says = r"(?i)in a loop of your own wrap the optimizer in .*Received: an update by sgd"
+    for _ in range(2):
+        with pytest.raises(HvpipeError, match=says):
+            loop()
+        fit(model, my_batches(2))
+        with pytest.raises(HvpipeError, match=says):
+            loop()
+        model.compile(keras.optimizers.SGD(0.1), loss=loss())
+    hk.DistributedOptimizer(model.optimizer)
+    loop()
+    assert_same_on_all_ranks(state_of(model))
+
+
+def test_optimizers_are_their_own_again_after_data_parallel() -> None:
+    model = parallel(compiled())
+    first = model.optimizer
+    model.compile(keras.optimizers.SGD(0.1), loss=loss())
+    model._hvpipe.detach()
+    assert not [o for o in (first, model.optimizer) if "apply" in vars(o)]
 
 
 def test_broadcast_callback_wants_a_built_model() -> None:

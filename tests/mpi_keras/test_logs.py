@@ -69,6 +69,36 @@ def test_evaluate_of_unequal_ranks() -> None:
     )
 
 
+def test_evaluate_before_a_step_is_of_rank_0s_weights() -> None:
+    """As where rank 0 alone has loaded them."""
+    x, y = own_samples()
+    model = still()
+    if hvpipe.rank() > 0:
+        model.set_weights([0 * weight for weight in model.get_weights()])
+    found = parallel(model).evaluate(x, y, verbose=0, return_dict=True, batch_size=4)
+    assert found == pytest.approx(expected(), rel=1e-5)
+
+
+def test_xla_is_for_one_rank_alone() -> None:
+    """Which compiles what counts the samples; several switch it off for `evaluate`, too."""
+    alone = hvpipe.size() == 1
+    model = parallel(compiled(jit_compile=True))
+    model.evaluate(*samples(8), verbose=0)
+    assert model.jit_compile is alone
+    fit(model, my_batches(2))
+    assert model.jit_compile is alone
+    assert model._hvpipe._steps.train_counter.total() == 16
+
+
+def test_logs_at_the_end_of_fit_are_those_of_the_last_epoch() -> None:
+    x, y = own_samples()
+    seen: list[dict[str, float]] = []
+    look = keras.callbacks.LambdaCallback(on_train_end=lambda logs: seen.append(dict(logs)))
+    options = {"validation_data": (x, y), "callbacks": [look]}
+    history = fit(parallel(still()), x, y=y, batch_size=len(x), epochs=2, **options)
+    assert seen == [{name: values[-1] for name, values in history.items()}]
+
+
 def test_train_on_batch_of_ranks_that_change_their_size() -> None:
     """Each call counts the samples of that call, not of those before."""
     model = parallel(still())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -245,6 +246,32 @@ def test_unused_variables_in_train_on_batch(overlap: str) -> None:
         return state_of(model)
 
     assert_same_bits(run(overlap), run("none"))
+
+
+def test_unused_variables_are_told_of() -> None:
+    """By rank 0, in the words of plain Keras."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(parallel(compiled(WithUnused)), my_batches(2))
+    told = [str(w.message) for w in caught if "Gradients do not exist for variables" in str(w.message)]
+    assert bool(told) == (hvpipe.rank() == 0)
+    assert all("unused" in message for message in told)
+
+
+def test_unused_variables_of_a_multi_optimizer() -> None:
+    """It wants to be given all of its variables."""
+
+    def run(overlap: str) -> dict[str, Any]:
+        kernels, biases = keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.01)
+        both = keras.optimizers.MultiOptimizer(lambda v: kernels if v.name == "kernel" else biases)
+        model = parallel(compiled(WithUnused, both), overlap)
+        fit(model, my_batches(3), epochs=2)
+        assert int(kernels.iterations) == 6
+        return state_of(model)
+
+    found = run("step")
+    assert_same_on_all_ranks(found)
+    assert_same_bits(found, run("none"))
 
 
 def test_no_variable_has_a_gradient() -> None:

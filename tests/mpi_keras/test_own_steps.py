@@ -1,4 +1,4 @@
-"""Models with a train_step of their own, callbacks that stop or raise, and inputs that are no plain batch."""
+"""Models with a train_step or fit of their own, callbacks that stop or raise, inputs that are no batch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from mpi_keras.training import (
     compiled,
     fit,
     loss,
+    mlp,
     my_batches,
     parallel,
     state_of,
@@ -129,6 +130,66 @@ def test_others_that_are_wrapped() -> None:
     model.other = hk.DistributedOptimizer(keras.optimizers.SGD(0.1))
     fit(parallel(model), my_batches(STEPS))
     assert_same_on_all_ranks(state_of(model))
+
+
+class TellsRate(OwnStep):
+    """Returns the learning rate among the logs, as examples of Keras do."""
+
+    def train_step(self, data: Any) -> Any:
+        return {**super().train_step(data), "rate": tf.convert_to_tensor(self.optimizer.learning_rate)}
+
+
+def test_the_rate_of_a_scaled_optimizer_is_no_weight(caplog: pytest.LogCaptureFixture) -> None:
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    history = fit(parallel(compiled(TellsRate, scaled)), my_batches(2))
+    assert history["rate"] == pytest.approx([0.1])
+    assert "after the optimizer's update" not in caplog.text
+
+
+class HandsOn(keras.Sequential):
+    """Prepares data, as KerasHub's tasks do."""
+
+    def fit(self, x: Any = None, **kwargs: Any) -> Any:
+        return super().fit(x, **kwargs)
+
+
+class HandsAllOn(keras.Sequential):
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        return super().fit(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [HandsOn, HandsAllOn])
+def test_a_fit_that_hands_its_arguments_on(kind: Any) -> None:
+    """Logs are those of all ranks, the last update is finished, and the user's callbacks run."""
+
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        model = parallel(compiled(lambda: kind(mlp().layers)), overlap)
+        seen: list[float] = []
+        look = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs["loss"]))
+        if kind is HandsOn:
+            history = model.fit(my_batches(STEPS), epochs=2, verbose=0, callbacks=[look]).history
+        else:
+            history = model.fit(my_batches(STEPS), None, None, 2, 0, [look]).history
+        assert_same_on_all_ranks(history)
+        assert seen == history["loss"]
+        assert len(seen) == 2
+        return state_of(model)
+
+    assert_same_bits(trained("step"), trained("none"))
+
+
+def test_a_fit_that_takes_no_callbacks() -> None:
+    class Closed(keras.Sequential):
+        def fit(self, x: Any, epochs: int = 1) -> Any:
+            return super().fit(x, epochs=epochs, verbose=0)
+
+    model = parallel(compiled(lambda: Closed(mlp().layers)))
+    if hvpipe.size() == 1:
+        model.fit(my_batches(1))
+        return
+    says = r"fit should take callbacks.*Received: Closed.fit\(x: .*, epochs: .*\)"
+    with pytest.raises(HvpipeError, match=says):
+        model.fit(my_batches(1))
 
 
 def test_gradients_that_need_no_weights() -> None:

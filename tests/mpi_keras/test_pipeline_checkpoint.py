@@ -157,6 +157,30 @@ def test_a_pipeline_takes_the_file_of_a_plain_model(folder: Path) -> None:
     assert_same(optimizer, {name: v for name, v in state(pipe).items() if name.startswith("optimizer")})
 
 
+def test_what_normalization_has_learned_is_loaded(folder: Path) -> None:
+    """It computes with constants that it has made of its variables."""
+
+    def normalized() -> Any:
+        inputs = keras.Input((6,))
+        x = keras.layers.Dense(8)(keras.layers.Normalization()(inputs))
+        return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Normalization()(x)))
+
+    model, (x, _) = normalized(), data()
+    for layer, shape in ((model.layers[1], x.shape), (model.layers[3], (len(x), 8))):
+        layer.adapt(np.random.default_rng(1).normal(3.0, 2.0, shape))
+    model.compile("adam", loss="mse")
+    if hvpipe.rank() == 0:
+        model.save(folder / "plain.keras")
+    expected = hvpipe.broadcast_object(model.predict(x, batch_size=BATCH, verbose=0))
+    of_file = pipeline(normalized)
+    of_file.load(folder / "plain.keras")
+    of_file.save_checkpoint(folder / "checkpoint")
+    of_checkpoint = pipeline(normalized)
+    of_checkpoint.load_checkpoint(folder / "checkpoint")
+    for pipe in (of_file, of_checkpoint):
+        np.testing.assert_allclose(pipe.predict(x, batch_size=BATCH), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_save_leaves_no_memory_behind(folder: Path) -> None:
     pipe = pipeline()
     before, attributes = without_memory(pipe), set(vars(pipe._parts.model))

@@ -180,6 +180,21 @@ def test_frozen_weights_are_no_statistics() -> None:
     assert [v.name for v in data_parallel._statistics()] == ["moving_mean", "moving_variance"]
 
 
+def test_normalization_that_rank_0_alone_has_adapted() -> None:
+    """It computes with constants that it has made of its variables."""
+    keras.utils.set_random_seed(1)
+    normalization = layers.Normalization()
+    model = keras.Sequential([keras.Input((FEATURES,)), normalization, layers.Dense(CLASSES)])
+    model.compile("sgd", loss=loss())
+    x = np.random.default_rng(0).normal(2.0, 3.0, (20, FEATURES)).astype(np.float32)
+    model.predict(x, verbose=0)  # a graph with the constants of before
+    if hvpipe.rank() == 0:
+        normalization.adapt(x)
+    fit(hk.data_parallel(model), my_batches(1))
+    np.testing.assert_allclose(np.ravel(normalization.mean), x.mean(0), rtol=1e-4)
+    assert_same_on_all_ranks(model.predict(x, verbose=0))
+
+
 def test_statistics_are_means_over_all_samples() -> None:
     """Moving averages of BatchNormalization come from each rank's own data; all ranks end with the mean."""
     size, rank = hvpipe.size(), hvpipe.rank()

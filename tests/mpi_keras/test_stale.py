@@ -62,6 +62,15 @@ def test_accumulation_is_refused() -> None:
         fit(parallel(model, "stale"), my_batches(2))
 
 
+def test_a_scaled_loss_is_refused() -> None:
+    """A step's gradients would be unscaled by the scale of the next."""
+    if hvpipe.size() == 1:
+        pytest.skip("one rank has nothing to wait for")
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(HvpipeError, match=r"not scaled.*Received: optimizer .*, a LossScaleOptimizer"):
+        fit(parallel(compiled(optimizer=scaled), "stale"), my_batches(2))
+
+
 @pytest.mark.slow
 def test_digits_within_a_point_of_exact() -> None:
     from sklearn.datasets import load_digits
