@@ -148,16 +148,30 @@ def read_document(path: str | os.PathLike[str]) -> Table:
 
 
 def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
-    """Write a JSON file, whole or not at all."""
+    """Write a JSON file, whole or not at all; it is on the disk then, under its name."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        with open(partial, "w", encoding="utf-8") as file:
+            file.write(json.dumps(document, indent=1) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, target)
+        _sync_folder(target.parent)
     except OSError as error:
         raise HvpipeError(f"{target} should be a file that can be written. Received: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Put the names in a folder on the disk, where its file system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def fingerprint(content: object) -> str:

@@ -131,3 +131,11 @@ def variables_of(layers: Iterable[Any]) -> list[Any]:
     """All variables of these layers, each once, the states of seed generators among them."""
     found = {id(v): v for layer in layers for v in layer.variables}
     return list(found.values())
+
+
+def weights_of(layers: Iterable[Any]) -> list[Any]:
+    """Those variables that are made to be trained, frozen or not; others are statistics and seeds."""
+    found = {
+        id(v): v for layer in layers for inner in layer._flatten_layers() for v in inner._trainable_variables
+    }
+    return list(found.values())

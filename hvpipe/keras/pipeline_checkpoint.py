@@ -70,8 +70,8 @@ def save_checkpoint(
 
 def load_checkpoint(
     session: Session, folder: str | os.PathLike[str], holdings: Holdings, optimizer: Any
-) -> None:
-    """Give this rank its part of a checkpoint's state; collective.
+) -> bool:
+    """Give this rank its part of a checkpoint's state; whether the optimizer's was in it. Collective.
 
     Raises HvpipeError, on all ranks and before anything is changed, where the folder has no whole
     checkpoint, or one of another model or optimizer.
@@ -84,6 +84,7 @@ def load_checkpoint(
     )
     for name, value in values.items():
         holdings.named[name].assign(value)
+    return any(name in holdings.optimizer for name in values)
 
 
 # Writing ----------------------------------------------------------------------------------------------------
@@ -93,7 +94,7 @@ def _to_write(holdings: Holdings, rank: int) -> dict[str, Any]:
     """What this rank saves. Of statistics and seeds, in which holders may differ, each holder its own."""
     found = {name: holdings.named[name] for name in sorted(holdings.owned)}
     for name, variable in holdings.weights.items():
-        if name not in found and not variable.trainable:
+        if name not in found and name in holdings.apart:
             found[f"{name}@{rank}"] = variable
     return found
 

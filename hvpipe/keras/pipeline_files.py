@@ -11,7 +11,7 @@ import keras
 from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras.one_writer import Place, place_of, written_before
 from hvpipe.keras.pipeline_checkpoint import load_checkpoint, save_checkpoint
-from hvpipe.keras.pipeline_state import Holdings, holdings_of, together
+from hvpipe.keras.pipeline_state import Holdings, begin_slots_anew, holdings_of, together
 from hvpipe.keras.plain_file import optimizer_of, read_whole, write_whole
 from hvpipe.keras.stage import Stages
 from hvpipe.keras.start import settle
@@ -68,7 +68,7 @@ class PipelineFiles:
         if kwargs:
             raise HvpipeError(f"load_weights takes filepath and skip_mismatch. Received: {sorted(kwargs)}")
         parts = self._parts
-        read_whole(parts.session, self, parts.model, self._holdings(), filepath, skip_mismatch)
+        self._load(lambda own: read_whole(parts.session, self, parts.model, own, filepath, skip_mismatch))
         settle(self)
 
     def save_checkpoint(self, folder: str | os.PathLike[str]) -> None:
@@ -90,7 +90,7 @@ class PipelineFiles:
         or optimizer, or not whole.
         """
         parts = self._parts
-        load_checkpoint(parts.session, folder, self._holdings(), optimizer_of(self))
+        self._load(lambda own: load_checkpoint(parts.session, folder, own, optimizer_of(self)))
         settle(self)
         parts.sharing.note_apart()
 
@@ -98,6 +98,13 @@ class PipelineFiles:
         parts = self._parts
         parts.sharing.average_statistics()
         write_whole(parts.session, self, parts.model, self._holdings(), write)
+
+    def _load(self, read: Callable[[Holdings], bool]) -> None:
+        """Let `read` give values to what this rank holds; it tells whether any were the optimizer's."""
+        holdings = self._holdings()
+        optimizer = optimizer_of(self)
+        if not read(holdings) and optimizer is not None:
+            begin_slots_anew(optimizer, holdings)
 
     def _holdings(self) -> Holdings:
         parts = self._parts

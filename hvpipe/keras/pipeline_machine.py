@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +11,16 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.masking import set_keras_mask
 
-from hvpipe.errors import HvpipeError, MismatchError
-from hvpipe.keras.deferred import reads_foreign
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.deferred import reads_foreign, variables_of
 from hvpipe.keras.loss_entries import BatchEntries, masked_losses
-from hvpipe.keras.mail import Mail
 from hvpipe.keras.pipeline_layout import Layout
-from hvpipe.keras.pipeline_state import together
+from hvpipe.keras.pipeline_state import agree_on_trainable, together
 from hvpipe.keras.pipeline_step import Batch, Outcome, PipelineStep
 from hvpipe.keras.pipeline_update import PipelineUpdate
 from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import StageFunctions, Wire
+from hvpipe.keras.targets import in_words, paths_of
 from hvpipe.session import Session
 
 
@@ -40,7 +38,7 @@ class Reach:
 class Machine:
     """Runs steps of this rank's stages for targets of one structure; `owner` is compiled as the user wants.
 
-    `structure` is (y, sample_weight) of a batch and `signature` what they look like flat (`signature_of`);
+    `structure` is (y, sample_weight) of a batch and `signature` what they look like flat (tf.TensorSpec);
     None and nothing before any (only `predict` then). `recomputes(stage)` says which run forwards again.
     """
 
@@ -62,7 +60,7 @@ class Machine:
         self._structure = structure
         self.signature = list(signature)
         self._rank = session.world.rank
-        self._targets_in_words = _in_words(structure, self.signature)
+        self._targets_in_words = in_words(structure, self.signature)
         self._has_y = structure is not None and structure[0] is not None
         with_loss = self._has_y and owner._compile_loss is not None
         self.functions = {
@@ -77,7 +75,7 @@ class Machine:
             for stage in layout.stages_of(self._rank)
         }
         self._entries = self._batch_entries() if with_loss else None
-        self._mail = Mail(session)
+        self._mail = owner._parts.mail
         self._step = PipelineStep(
             layout.stages, self.functions, layout.ranks, self._mail, session.engine.recorded
         )
@@ -88,7 +86,7 @@ class Machine:
 
     def common_signature(self, structure: Any, signature: Sequence[Any]) -> list[Any] | None:
         """One that holds for its own batches and for these, axes open that differ; None where none does."""
-        if _paths(structure) != _paths(self._structure):
+        if paths_of(structure) != paths_of(self._structure):
             return None
         pairs = list(zip(self.signature, signature, strict=True))
         if any(own.dtype != other.dtype or own.shape.rank != other.shape.rank for own, other in pairs):
@@ -103,20 +101,13 @@ class Machine:
     def train(self, batch: Batch, *, first: bool) -> Outcome:
         """One training step, weights updated; collective.
 
-        `first`: of this model as it is compiled, on any machine. Raises HvpipeError then where no stage has
-        a loss, or one reads weights of another's layers.
+        `first`: of this model as it is compiled, on any machine. Raises then MismatchError where ranks that
+        share a layer do not all train it, HvpipeError where no stage has a loss, or one reads weights of
+        another's layers.
         """
-        begun_s = time.perf_counter()
-        with self._session.engine.recorded("step", "training step"):
-            outcome = self._train(batch, first)
-        self._sharing.note_apart()
-        self._session.step_durations_s.append(time.perf_counter() - begun_s)
-        self._trained.samples += outcome.samples
-        return outcome
-
-    def _train(self, batch: Batch, first: bool) -> Outcome:
-        self._begin("training", batch)
+        self._begin(batch)
         if first:
+            agree_on_trainable(self._session, self._layout)
             together(self._session, f"making the graphs of {self._owner.name}", self._check_weights)
             self._check_loss()
         if self._update is None:
@@ -136,11 +127,13 @@ class Machine:
         with self._session.engine.recorded("update", "weights of this rank"):
             update.apply()
         self._mail.finish()
+        self._sharing.note_apart()
+        self._trained.samples += outcome.samples
         return outcome
 
     def evaluate(self, batch: Batch) -> Outcome:
         """Forward and loss of a batch in inference mode; collective."""
-        self._begin("evaluation", batch)
+        self._begin(batch)
         self._sharing.average_statistics()
         course = self._layout.course(batch.samples, self._rank, False)
         outcome = self._step.evaluate(course, batch, self._observe)
@@ -149,7 +142,8 @@ class Machine:
 
     def predict(self, batch: Batch) -> list[Any]:
         """The model's outputs for a batch, flat, on all ranks; collective."""
-        self._agree("prediction", batch)
+        step = f"prediction step of {self._layout.stages.graph.name} on a batch of {batch.samples}"
+        self._session.engine.agree(step)
         self._sharing.average_statistics()
         course = self._layout.course(batch.samples, self._rank, False)
         outcome = self._step.predict(course, batch)
@@ -161,25 +155,11 @@ class Machine:
         in_order = [everyone[i] for i in sorted(everyone)]
         return [np.concatenate(of_output) for of_output in zip(*in_order, strict=True)]
 
-    def _agree(self, what: str, batch: Batch, number: float = 0.0) -> list[float]:
-        return self._session.engine.agree(
-            f"{what} step of {self._layout.stages.graph.name} on a batch of {batch.samples}", number
-        )
+    def _begin(self, batch: Batch) -> None:
+        """Of a step with targets: tell its parts what they need of all of the batch; collective.
 
-    def _begin(self, what: str, batch: Batch) -> None:
-        """Of a step with targets: see that all ranks' look alike, and tell its parts what they need of all.
-
-        A rank reads the targets that another one sends as those of its own batch. Raises MismatchError
-        where they differ; HvpipeError for a loss without targets.
+        Raises HvpipeError for a loss without targets.
         """
-        mine = float(zlib.crc32(self._targets_in_words.encode()))
-        if any(theirs != mine for theirs in self._agree(what, batch, mine)):
-            said = self._session.engine.allgather_object(self._targets_in_words)
-            other = next(rank for rank, theirs in enumerate(said) if theirs != said[0])
-            raise MismatchError(
-                f"A {what} step of {self._owner.name} wants targets and sample weights of the same structure "
-                f"and dtypes on all ranks. Received: {said[0]} on rank 0 and {said[other]} on rank {other}"
-            )
         if self._owner._compile_loss is not None and not self._has_y:
             raise HvpipeError(
                 f"{self._owner.name} is compiled with a loss, so it wants targets. "
@@ -197,7 +177,7 @@ class Machine:
     def _reach(self) -> Reach:
         """What gradients reach with targets of this structure, which is the same on all ranks; collective.
 
-        Once for each structure: machines for other sizes of targets are made by each rank for itself.
+        Once for each structure, whatever the sizes of targets.
         """
         known = self._owner._parts.reach
         if self._targets_in_words not in known:
@@ -211,8 +191,8 @@ class Machine:
 
         From the last stages to the first: what passes a stage's inputs over passes over what they come from.
         """
-        layers = self._layout.stages.graph.all_layers()
-        numbers = {id(v._value): number for number, v in enumerate(_trainable(layers))}
+        variables = variables_of(self._layout.stages.graph.all_layers())
+        numbers = {id(v._value): number for number, v in enumerate(variables)}
         unreached: frozenset[tuple[int, Wire]] = frozenset()
         while True:
             mine = {(stage, wire) for stage, of in self.functions.items() for wire in of.unreached}
@@ -221,7 +201,7 @@ class Machine:
             found = frozenset().union(*(of_rank for of_rank, _ in everyone))
             if found == unreached:
                 every = frozenset().union(*(of_rank for _, of_rank in everyone))
-                reached = (v for number, v in enumerate(_trainable(layers)) if number in every)
+                reached = (v for number, v in enumerate(variables) if number in every)
                 return Reach(unreached, frozenset(map(id, reached)))
             unreached = found
             self._pass_over(unreached)
@@ -282,33 +262,3 @@ class _Trained:
 
     def total(self) -> float:
         return float(self.samples)
-
-
-def _trainable(layers: Sequence[Any]) -> list[Any]:
-    """The layers' variables that are trained, each once."""
-    return list({id(v): v for layer in layers for v in layer.trainable_variables}.values())
-
-
-def flat_targets(structure: Any) -> list[Any]:
-    """The tensors of (y, sample_weight), without what is None."""
-    return [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(structure) if leaf is not None]
-
-
-def _paths(structure: Any) -> list[Any]:
-    """Where in (y, sample_weight) which target is, the flat order of which says nothing by itself."""
-    return [path for path, leaf in keras.tree.flatten_with_path(structure) if leaf is not None]
-
-
-def _in_words(structure: Any, signature: Sequence[Any]) -> str:
-    """The structure, dtypes and axes of (y, sample_weight), in words that differ where these do."""
-    named = [
-        f"{'/'.join([('y', 'sample_weight')[int(path[0])], *map(str, path[1:])])} of {spec.dtype.name} "
-        f"with {spec.shape.rank} {'axis' if spec.shape.rank == 1 else 'axes'}"
-        for path, spec in zip(_paths(structure), signature, strict=True)
-    ]
-    return ", ".join(named) or "no targets"
-
-
-def signature_of(targets: Sequence[Any]) -> list[Any]:
-    """What flat targets look like, whatever the batch size."""
-    return [tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in targets]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,19 +16,21 @@ from hvpipe.keras.arguments import by_name
 from hvpipe.keras.callbacks import stop_together
 from hvpipe.keras.deferred import build_without_memory, give_memory, leave_to_others
 from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
+from hvpipe.keras.mail import Mail
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.part_loss import LossOfParts
 from hvpipe.keras.pipeline_files import PipelineFiles, make_folders, told_once
 from hvpipe.keras.pipeline_layout import Layout, layout_of
 from hvpipe.keras.pipeline_logs import PipelineLogs, flat_results
-from hvpipe.keras.pipeline_machine import Machine, Reach, flat_targets, signature_of
+from hvpipe.keras.pipeline_machine import Machine, Reach
 from hvpipe.keras.pipeline_plan import Wish, plan_for
-from hvpipe.keras.pipeline_step import Batch
+from hvpipe.keras.pipeline_step import Batch, Outcome
 from hvpipe.keras.pipeline_update import check_optimizers, learning_rate_of
 from hvpipe.keras.sharing import Sharing
 from hvpipe.keras.stage import Stages
 from hvpipe.keras.start import broadcast_model
 from hvpipe.keras.supported import of_keras_2, told
+from hvpipe.keras.targets import check_samples, flat_targets, signature_of_feeder
 from hvpipe.plan.stages import Plan
 from hvpipe.profile import Profile
 from hvpipe.session import Session, current
@@ -63,11 +66,11 @@ def pipeline_parallel(
 
     The result trains as the undivided model would on the same batch: gradients of the micro-batches add up
     to the batch's. BatchNormalization uses and records the statistics of each micro-batch. The batches that
-    count are those of the rank with the first stage; the others' must have the same sizes.
+    count are those of the rank with the first stage; the others' must have as many samples.
 
     Raises HvpipeError for a model without a graph, more stages than layers or ranks, fewer micro-batches
-    than stages, and for an argument that says otherwise than a plan; PlanError for a plan or profile of
-    another model, or where memory does not suffice.
+    than stages, complex numbers between stages, and for an argument that says otherwise than a plan;
+    PlanError for a plan or profile of another model, or where memory does not suffice.
     """
     session = current()
     if isinstance(build_model, keras.Model):
@@ -85,6 +88,7 @@ def pipeline_parallel(
     wish = Wish(stages, replicas, microbatches, schedule, chunks, recompute, profile, cluster)
     plan, ranks = plan_for(session, graph, wish)
     layout = layout_of(graph, plan, ranks)
+    _check_wires(layout.stages)
     session.engine.agree(layout.summary)
     recomputes = plan.pipelining.recomputes
     return PipelineParallel(session, model, layout, deferred=deferred, recomputes=recomputes)
@@ -125,6 +129,19 @@ def _check_sizes(graph: LayerGraph) -> None:
             "A pipeline cuts batches, so the model's inputs should leave their size open: "
             f"keras.Input(shape=...), without batch_shape. Received: an input of shape {fixed[0]}"
         )
+
+
+def _check_wires(stages: Stages) -> None:
+    """No gradients come back for complex numbers: layers before them would stay as they are."""
+    graph = stages.graph
+    for wire in (wire for cut in stages.cuts for wire in cut.outputs):
+        if stages.spec(wire).dtype.is_complex:
+            raise HvpipeError(
+                "Tensors of real numbers can travel between stages, complex ones cannot: put the layers that "
+                "make them and those that read them into one layer of your own, or choose other stages by a "
+                f"plan. Received: {graph.tensors[wire.number].dtype} from "
+                f"{graph.calls[graph.makers()[wire.number]].name}"
+            )
 
 
 class PipelineParallel(PipelineFiles, keras.Model):
@@ -272,19 +289,26 @@ class PipelineParallel(PipelineFiles, keras.Model):
                     raise
                 break
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            inputs = self._inputs(x)
-            batch = Batch(inputs, flat_targets((y, sample_weight)), int(inputs[0].shape[0]))
-            _check_samples(batch)
+            inputs, structure = self._inputs(x), (y, sample_weight)
+            batch = Batch(inputs, flat_targets(structure), int(inputs[0].shape[0]))
+            check_samples(batch)
             self._parts.samples.assign(batch.samples)
-            machine = self._machine((y, sample_weight), batch.targets)
-            if training:
-                outcome = machine.train(batch, first=not self._parts.trains)
-                self._parts.trains = True
-            else:
-                outcome = machine.evaluate(batch)
+            outcome = (self._train if training else self._evaluate)(structure, batch)
             rate = learning_rate_of(self.optimizer) if training else 0.0
             logs = self._parts.logs.add(outcome, batch.samples, self._metric_results, rate)
         return logs
+
+    def _train(self, structure: Any, batch: Batch) -> Outcome:
+        parts = self._parts
+        begun_s = time.perf_counter()
+        with parts.session.engine.recorded("step", "training step"):
+            outcome = self._machine_for("training", structure, batch).train(batch, first=not parts.trains)
+        parts.session.step_durations_s.append(time.perf_counter() - begun_s)
+        parts.trains = True
+        return outcome
+
+    def _evaluate(self, structure: Any, batch: Batch) -> Outcome:
+        return self._machine_for("evaluation", structure, batch).evaluate(batch)
 
     def _predict_batches(self, data: Sequence[Any]) -> Any:
         parts = []
@@ -299,12 +323,21 @@ class PipelineParallel(PipelineFiles, keras.Model):
         functional._assert_input_compatibility(x)
         return list(functional._standardize_inputs(x))
 
-    def _machine(self, structure: Any, targets: Sequence[Any]) -> Machine:
-        """For batches with such targets; made once, and once more where their sizes vary."""
+    def _machine_for(self, what: str, structure: Any, batch: Batch) -> Machine:
+        """For batches whose targets have the sizes that the feeder's have, on all ranks; collective."""
+        parts = self._parts
+        step = f"{what} step of {parts.layout.stages.graph.name}"
+        signature = signature_of_feeder(parts.session, parts.layout.feeder, step, structure, batch)
+        return self._machine(structure, signature)
+
+    def _machine(self, structure: Any, signature: Sequence[Any]) -> Machine:
+        """For batches with targets that look like that; made once, and once more where their sizes vary.
+
+        All ranks ask for the same ones, and so make theirs together.
+        """
         parts = self._parts
         if structure is None and parts.machines:
             return parts.machines[0]
-        signature = signature_of(targets)
         for machine in parts.machines:
             common = machine.common_signature(structure, signature)
             if common == machine.signature:
@@ -361,6 +394,7 @@ class _Parts:
         self.layout = layout
         self.sharing = sharing
         self.recomputes = recomputes
+        self.mail = Mail(session)  # one for all machines, as both ends count the messages
         self.logs = PipelineLogs(session)
         self.samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
         self.reset()
@@ -371,16 +405,6 @@ class _Parts:
         self.trains = False
         self.reach: dict[str, Reach] = {}  # by the structure of targets that it has been trained on
         self.logs.forget()
-
-
-def _check_samples(batch: Batch) -> None:
-    """Micro-batches are cut from all tensors alike."""
-    inputs, targets = ([x.shape[0] if x.shape else 0 for x in of] for of in (batch.inputs, batch.targets))
-    if {*inputs, *targets} != {batch.samples}:
-        raise HvpipeError(
-            "All inputs, targets and sample weights of a batch should have as many samples. "
-            f"Received: {inputs} of inputs, {targets} of targets and sample weights"
-        )
 
 
 def _listed(callbacks: Any) -> list[Any]:

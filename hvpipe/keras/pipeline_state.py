@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import keras
 
-from hvpipe.errors import HvpipeError
-from hvpipe.keras.deferred import variables_of
+from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.keras.deferred import variables_of, weights_of
 from hvpipe.keras.pipeline_layout import Layout
 from hvpipe.keras.seeds import seeds_of
 from hvpipe.session import Session
@@ -39,7 +39,8 @@ class Holdings:
 
     `owned` are the names that this rank saves, so that each is saved once: the first holder does. What an
     optimizer has once is that of the first rank that trains anything. `seeds` are the states of seed
-    generators, each with this rank's place among its holders.
+    generators, each with this rank's place among its holders; `apart` are the names of these and of
+    statistics, in which holders may differ.
     """
 
     places: tuple[Place, ...]
@@ -47,18 +48,52 @@ class Holdings:
     optimizer: Mapping[str, Any]
     owned: frozenset[str]
     seeds: Mapping[str, int]
+    apart: frozenset[str]
 
     @property
     def named(self) -> dict[str, Any]:
         return {**self.weights, **self.optimizer}
 
 
+def agree_on_trainable(session: Session, layout: Layout) -> None:
+    """Let this rank's copies of other ranks' layers be trainable as they are where they live; collective.
+
+    Files tell of all layers, and `pipe.layers` changes those of one rank. Raises MismatchError, on all
+    ranks, where ranks that share a layer differ.
+    """
+    every = _with_flags(layout.stages.graph.all_layers())
+    stages = layout.stages_of(session.world.rank)
+    own = {id(one) for stage in stages for one in _with_flags(layout.stages.layers(stage))}
+    mine = {number: one.trainable for number, one in enumerate(every) if id(one) in own}
+    everyone = session.engine.allgather_object(mine)
+    for number, one in enumerate(every):
+        flags = {rank: told[number] for rank, told in enumerate(everyone) if number in told}
+        (first, flag), *others = flags.items()
+        odd = next((rank for rank, other in others if other != flag), None)
+        if odd is not None:
+            raise MismatchError(
+                "Ranks that share a layer should all train it or none: set `trainable` on each of them. "
+                f"Received: {one.path or one.name} with trainable={flag} on rank {first} and "
+                f"trainable={not flag} on rank {odd}"
+            )
+        if one.trainable != flag:
+            one.trainable = flag
+
+
+def _with_flags(layers: Sequence[Any]) -> list[Any]:
+    """All that says of itself whether it is trainable; what changes others as well comes before them."""
+    inner = {id(one): one for layer in layers for one in layer._flatten_layers()}
+    return [*inner.values(), *variables_of(layers)]
+
+
 def holdings_of(session: Session, layout: Layout, optimizer: Any, trainable: Sequence[Any]) -> Holdings:
     """This rank's part of the state; `optimizer` (None before compile) trains `trainable`. Collective.
 
-    Builds the optimizer where that was not done. Raises HvpipeError, on all ranks, for an optimizer whose
-    state cannot be told apart by variable.
+    Builds the optimizer where that was not done. Raises MismatchError where ranks that share a layer do not
+    all train it, and HvpipeError for an optimizer whose state cannot be told apart by variable, both on all
+    ranks.
     """
+    agree_on_trainable(session, layout)
     rank = session.world.rank
     places = places_of(layout)
     weights = {f"weights/{i}": p.variable for i, p in enumerate(places) if rank in p.holders}
@@ -75,13 +110,16 @@ def holdings_of(session: Session, layout: Layout, optimizer: Any, trainable: Seq
         return keeper if number is None else places[number].holders[0]
 
     owned = {name for name in (*weights, *slots) if owner(name) == rank}
-    states = {id(state) for state in seeds_of(layout.stages.graph.all_layers())}
+    layers = layout.stages.graph.all_layers()
+    states = {id(state) for state in seeds_of(layers)}
     seeds = {
         f"weights/{i}": p.holders.index(rank)
         for i, p in enumerate(places)
         if id(p.variable) in states and rank in p.holders
     }
-    return Holdings(places, weights, slots, frozenset(owned), seeds)
+    kept = {id(v) for v in weights_of(layers)}
+    apart = frozenset(name for name, v in weights.items() if id(v) not in kept)
+    return Holdings(places, weights, slots, frozenset(owned), seeds, apart)
 
 
 def places_of(layout: Layout) -> tuple[Place, ...]:
@@ -155,6 +193,25 @@ def _slots_of(optimizer: Any, trainable: Sequence[Any], numbers: Mapping[int, in
 def another(optimizer: Any) -> Any:
     """An optimizer of the same kind and settings, not built."""
     return type(optimizer).from_config(optimizer.get_config())
+
+
+def begin_slots_anew(optimizer: Any, holdings: Holdings) -> None:
+    """Where no step has been taken, give slots what they begin with on the weights as they are now.
+
+    Keras makes them at the first step, after all loading, and some are copies of the weights
+    (ScheduleFreeAdamW).
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if int(inner._iterations) > 0:
+        return
+    numbers = numbers_of(holdings.places)
+    # One variable at a time: for all slots twice there may be no memory.
+    for variable in inner._trainable_variables:
+        fresh = another(optimizer)
+        fresh.build([variable])
+        for name, value in optimizer_names(fresh, numbers).items():
+            if number_in(name) is not None:
+                holdings.optimizer[name].assign(value)
 
 
 def together(session: Session, what: str, action: Callable[[], Result]) -> Result:

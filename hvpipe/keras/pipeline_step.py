@@ -177,6 +177,7 @@ class _Pass:
         self._further: dict[tuple[int, int], Values] = {}  # for the weights' part
         done = [s.stage for s in course.program if isinstance(s, Action) and s.kind in "BW"]
         self._left = {stage: done.count(stage) for stage in step._functions}
+        self._complete: list[int] = []  # stages whose gradients are, and nobody was told
         self._begun: set[int] = set()
         self._losses: list[tuple[Any, float]] = []
         self._outcome = Outcome()
@@ -188,12 +189,17 @@ class _Pass:
                 self._expected[step.message] = self._expect(step.message)
             elif isinstance(step, Send):
                 self._send(step.message)
-            elif step.kind == "F":
-                self._forward(step)
             else:
-                self._backward(step)
+                # Behind the sends of the last action, which others wait for.
+                self._tell_complete()
+                (self._forward if step.kind == "F" else self._backward)(step)
+        self._tell_complete()
         self._outcome.loss = float(sum(weight * float(loss) for loss, weight in self._losses))
         return self._outcome
+
+    def _tell_complete(self) -> None:
+        while self._complete:
+            self._stage_done(self._complete.pop())
 
     # The batch ----------------------------------------------------------------------------------------
 
@@ -318,7 +324,7 @@ class _Pass:
         if action.kind in "BW":
             self._left[stage] -= 1
             if self._left[stage] == 0:
-                self._stage_done(stage)
+                self._complete.append(stage)
 
     def _is_first(self, stage: int) -> bool:
         first = stage not in self._begun

@@ -143,6 +143,7 @@ class PipelineUpdate:
                 found = bucket.buffer[start:end].reshape(variable.shape)
                 gradients[place] = tf.convert_to_tensor(found, _dtype_of_sum(variable))
                 start = end
+            bucket.buffer = None  # not until the next step
         for place, gradient in enumerate(gradients):
             if gradient is None:
                 gradients[place] = self._gradient(place)

@@ -46,11 +46,12 @@ def write_whole(
 
 def read_whole(
     session: Session, owner: Any, model: Any, holdings: Holdings, path: Any, skip_mismatch: bool
-) -> None:
+) -> bool:
     """Take this rank's part out of a plain Keras file that every rank can see; collective.
 
-    The optimizer's state comes too where the file has one of as many variables (and, in a .keras file, of
-    the same class). Raises HvpipeError, on all ranks and before anything is changed, where reading fails.
+    The optimizer's state comes too, and True is returned, where the file has one of as many variables (and,
+    in a .keras file, of the same class). Raises HvpipeError, on all ranks and before anything is changed,
+    where reading fails.
     """
 
     def read() -> dict[str, Any]:
@@ -64,8 +65,10 @@ def read_whole(
             model.load_weights(path, skip_mismatch=skip_mismatch)
         return found
 
-    for name, value in together(session, f"loading {os.fspath(path)}", read).items():
+    values = together(session, f"loading {os.fspath(path)}", read)
+    for name, value in values.items():
         holdings.named[name].assign(value)
+    return any(name in holdings.optimizer for name in values)
 
 
 def optimizer_of(pipeline: Any) -> Any:

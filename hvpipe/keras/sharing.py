@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from hvpipe.keras.deferred import variables_of
+from hvpipe.keras.deferred import variables_of, weights_of
 from hvpipe.keras.pipeline_layout import Layout
 from hvpipe.keras.seeds import own_seed, seeds_of
 from hvpipe.session import Session
@@ -36,6 +36,8 @@ class Sharing:
         self.variables = [of_all[key] for key in self.holders]
         every = [layout.stages.layers(stage) for stage in range(len(layout.stages.cuts))]
         self._seeds = [state for state in seeds_of(chain(*every)) if id(state) in self.holders]
+        weights = {id(v) for v in weights_of(chain(*every))}
+        self._statistics = [v for v in self.variables if id(v) not in weights]
         self._apart = False
         # In one order on all ranks, so that none waits for one that waits for it.
         self.groups = {ranks: session.engine.add_group(ranks) for ranks in sorted(set(self.holders.values()))}
@@ -43,7 +45,7 @@ class Sharing:
     def equalise(self) -> None:
         """Give shared variables the values of their first holder."""
         rank = self._session.world.rank
-        self._sum(lambda value, ranks: value if ranks[0] == rank else np.zeros_like(value))
+        self._sum(self.variables, lambda value, ranks: value if ranks[0] == rank else np.zeros_like(value))
 
     def separate_seeds(self) -> None:
         """Let every holder of a seed draw random numbers of its own; the first goes on with the seed's."""
@@ -56,19 +58,18 @@ class Sharing:
         self._apart = True
 
     def average_statistics(self) -> None:
-        """Give shared variables that no gradient moves (moving averages) their mean over the holders.
+        """Give shared statistics (moving averages) their mean over the holders.
 
-        Nothing where they are so already.
+        Nothing where they are so already. Summed in float64, so that a value that is equal on all keeps its
+        bits.
         """
         if self._apart:
-            self._sum(lambda value, ranks: value / len(ranks), trainable=False)
+            self._sum(self._statistics, lambda value, ranks: value.astype(np.float64) / len(ranks))
         self._apart = False
 
-    def _sum(self, part: Any, trainable: bool | None = None) -> None:
+    def _sum(self, variables: Sequence[Any], part: Callable[[Any, tuple[int, ...]], Any]) -> None:
         under_way = []
-        for variable in _floating(self.variables):
-            if trainable is not None and variable.trainable != trainable:
-                continue
+        for variable in _floating(variables):
             ranks = self.holders[id(variable)]
             value = np.asarray(variable.numpy())
             buffer = np.ascontiguousarray(part(value.astype(_wide(value.dtype)), ranks))
@@ -76,7 +77,7 @@ class Sharing:
             under_way.append((variable, value.dtype, buffer, request))
         for variable, dtype, buffer, request in under_way:
             request.wait()
-            variable.assign(buffer.astype(dtype))
+            variable.assign(buffer.astype(dtype).reshape(variable.shape))
 
 
 def _wide(dtype: Any) -> Any:

@@ -90,7 +90,10 @@ MORE_CASES = {
     "xla_asked_for": Case(lambda: optimizers.Adam(0.01), {"jit_compile": True}),
     "amsgrad": Case(lambda: optimizers.Adam(0.01, amsgrad=True)),
 }
-EVERY_OPTIMIZER = ("Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "RMSprop")
+EVERY_OPTIMIZER = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "RMSprop"),
+    *(["ScheduleFreeAdamW"] if hasattr(optimizers, "ScheduleFreeAdamW") else []),  # later than the others
+)
 
 
 ALL_CASES = {

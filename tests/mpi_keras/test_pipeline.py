@@ -34,7 +34,7 @@ import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.keras.deferred import variables_of
 from hvpipe.keras.estimate import estimate
-from hvpipe.keras.layer_graph import layer_graph
+from hvpipe.keras.layer_graph import LayerGraph, layer_graph
 from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stages import Plan
@@ -215,6 +215,30 @@ def test_replicas_draw_random_numbers_of_their_own() -> None:
     assert left[0] == model.layers[0].left.numpy().tolist()
 
 
+class Scaled(keras.layers.Layer):
+    """Has a weight, and a statistic, of a single number."""
+
+    def build(self, shape: Any) -> None:
+        self.scale = self.add_weight(shape=(), initializer="ones")
+        self.largest = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.largest.assign(tf.maximum(self.largest, tf.reduce_max(x)))
+        return self.scale * x
+
+
+def scaled() -> keras.Model:
+    return keras.Sequential([keras.Input((12,)), Scaled(), keras.layers.Dense(4)])
+
+
+def test_replicas_may_share_single_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "scaled", scaled)
+    found, expected = pipelined("scaled", stages=1), plain("scaled")
+    np.testing.assert_allclose(found.history["loss"], expected.history["loss"], rtol=WITHIN)
+    np.testing.assert_allclose(found.prediction, expected.prediction, rtol=1e-4, atol=1e-6)
+
+
 def normalised() -> keras.Model:
     return keras.Sequential([keras.Input((12,)), keras.layers.BatchNormalization(), keras.layers.Dense(4)])
 
@@ -388,18 +412,42 @@ def resident_mb(what: str) -> float:
     return int(re.search(rf"{what}:\s+(\d+) kB", status)[1]) / 1e3  # type: ignore[index]
 
 
-def unit_profile(pipe: Any, cost_s: float = 1e-3) -> Profile:
+def unit_profile(graph: LayerGraph, cost_s: float = 1e-3) -> Profile:
     """Layers that take equally long."""
-    profile = estimate(pipe.stages.graph, samples=1)
+    profile = estimate(graph, samples=1)
     layers = (dataclasses.replace(la, forward_s=cost_s, backward_s=2 * cost_s) for la in profile.layers)
     return dataclasses.replace(profile, layers=tuple(layers))
+
+
+class Real(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return tf.math.real(x)
+
+
+def with_complex_numbers() -> keras.Model:
+    """Between all layers but the first and the last ones."""
+    inputs = keras.Input((12,))
+    x = keras.ops.cast(keras.layers.Dense(12)(inputs), "complex64")
+    for _ in range(8):
+        x = x * x
+    return keras.Model(inputs, keras.layers.Dense(4)(Real()(x)))
+
+
+def test_complex_numbers_do_not_travel() -> None:
+    """No gradient would come back, and the layers before would stay as they are without a word."""
+    profile = unit_profile(layer_graph(with_complex_numbers()))
+    if hvpipe.size() == 1:
+        hk.pipeline_parallel(with_complex_numbers, profile=profile)
+        return
+    with pytest.raises(HvpipeError, match=r"complex ones cannot: .* Received: complex64 from multiply"):
+        hk.pipeline_parallel(with_complex_numbers, profile=profile)
 
 
 def test_a_plan_says_who_runs_what(tmp_path: Path) -> None:
     """Made for this run's ranks, in the order that the plan gives them; read from its file."""
     size = hvpipe.size()
     keras.utils.set_random_seed(5)
-    profile = unit_profile(hk.pipeline_parallel(mlp))
+    profile = unit_profile(hk.pipeline_parallel(mlp).stages.graph)
     plan = partition(profile, equal_cluster(size), size, Pipelining("gpipe", 5))
     renamed = plan.to_json()
     for place, stage in enumerate(renamed["stages"]):
@@ -418,7 +466,7 @@ def test_a_placement_that_is_no_pipeline_runs_too() -> None:
     """Layers in turn on all ranks, as the native mode has it."""
     size = hvpipe.size()
     keras.utils.set_random_seed(5)
-    profile = unit_profile(hk.pipeline_parallel(mlp))
+    profile = unit_profile(hk.pipeline_parallel(mlp).stages.graph)
     places = [(f"rank{rank}", list(range(rank, len(profile.layers), size))) for rank in range(size)]
     cluster = equal_cluster(size)
     renamed = [(f"h{rank}", layers) for rank, (_, layers) in enumerate(places)]

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 import hvpipe
 import hvpipe.keras as hk
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras import pipeline_checkpoint
 from hvpipe.keras.seeds import seeds_of
 
@@ -216,11 +216,20 @@ def test_without_an_optimizer_the_weights_are_saved(folder: Path) -> None:
     np.testing.assert_array_equal(compiled.predict(data()[0], batch_size=BATCH), expected)
 
 
+def schedule_free() -> Any:
+    """Slots begin as copies of the weights."""
+    return keras.optimizers.ScheduleFreeAdamW(0.01)
+
+
+has_schedule_free = hasattr(keras.optimizers, "ScheduleFreeAdamW")
+
+
 OPTIMIZERS = {
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
     "ema": lambda: keras.optimizers.SGD(0.01, momentum=0.9, use_ema=True, gradient_accumulation_steps=2),
     "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, amsgrad=True)),
     "nadam": lambda: keras.optimizers.Nadam(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9)),
+    **({"schedule free": schedule_free} if has_schedule_free else {}),
 }
 
 
@@ -267,6 +276,110 @@ def test_half_types_are_saved(folder: Path, policy: str) -> None:
         keras.config.set_dtype_policy("float32")
     for number, variable in enumerate(loaded.variables):
         np.testing.assert_array_equal(variable.numpy(), expected[f"weights/{number}"])
+
+
+@pytest.mark.skipif(not has_schedule_free, reason="this Keras has no optimizer of the kind")
+@pytest.mark.parametrize("load", ["load", "load_checkpoint"])
+def test_slots_that_begin_as_copies_of_weights_are_those_of_loaded_ones(folder: Path, load: str) -> None:
+    """Else the first step would go back to the weights before."""
+    model = build()
+    keras.utils.set_random_seed(9)
+    model.set_weights([np.random.normal(size=v.shape) for v in model.weights])
+    path = folder / ("plain.keras" if load == "load" else "checkpoint")
+    if load == "load_checkpoint":
+        hk.pipeline_parallel(model, microbatches=4).save_checkpoint(path)
+    elif hvpipe.rank() == 0:
+        model.save(path)
+    hvpipe.barrier()
+    pipe = pipeline(optimizer=schedule_free)
+    getattr(pipe, load)(path)
+    found = pipe.fit(*data(), **EPOCH).history
+    model.compile(schedule_free(), loss="mse", metrics=["mae"])
+    model.optimizer.build(model.trainable_variables)  # in its traced step, Keras would not copy the weights
+    expected = model.fit(*data(), **EPOCH).history
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5)
+
+
+# Layers that are frozen -------------------------------------------------------------------------------------
+
+
+def in_a_row() -> Any:
+    dense = [keras.layers.Dense(6, activation="tanh") for _ in range(5)]
+    return keras.Sequential([keras.Input((6,)), *dense, keras.layers.Dense(2, name="last")])
+
+
+def freeze(model: Any, name: str) -> None:
+    """Among the layers that there are here, which are those of one rank in a pipeline."""
+    for layer in model.layers:
+        layer.trainable = layer.name != name
+    model.compile(adam(), loss="mse", metrics=["mae"])
+
+
+def test_what_one_rank_froze_is_frozen_in_every_file(folder: Path) -> None:
+    pipe = pipeline(in_a_row)
+    freeze(pipe, "last")
+    before = state(pipe)
+    pipe.fit(*data(), **EPOCH)
+    after = state(pipe)
+    assert sorted(name for name in before if np.array_equal(before[name], after[name])) == [
+        "optimizer/_learning_rate",
+        "weights/10",
+        "weights/11",
+    ]
+    pipe.save(folder / "model.keras")
+    pipe.save_weights(folder / "model.weights.h5")
+    pipe.save_checkpoint(folder / "checkpoint")
+    for name in ("model.keras", "model.weights.h5", "checkpoint"):
+        other = pipeline(in_a_row, schedule="gpipe")
+        freeze(other, "last")
+        getattr(other, "load_checkpoint" if name == "checkpoint" else "load")(folder / name)
+        assert_same(after, state(other))
+    history = pipe.fit(*data(), **EPOCH).history
+    loaded = keras.models.load_model(folder / "model.keras")
+    assert [layer.trainable for layer in loaded.layers] == [*[True] * 5, False]
+    for name, values in loaded.fit(*data(), **EPOCH).history.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
+
+
+def test_a_shared_layer_that_one_rank_alone_froze_is_told(folder: Path) -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    pipe = pipeline()
+    freeze(pipe, "twice" if hvpipe.rank() == 0 else "")
+    says = "all train it or none.* Received: twice with trainable=False on rank 0 and trainable=True on rank"
+    with pytest.raises(MismatchError, match=says):
+        pipe.fit(*data(), **EPOCH)
+    with pytest.raises(MismatchError, match=says):
+        pipe.save(folder / "model.keras")
+
+
+def test_frozen_weights_of_replicas_are_no_statistics(folder: Path) -> None:
+    """They may be large, are equal on all of them, and are written once."""
+    pipe = pipeline(build_with_more_state, stages=1)
+    for layer in pipe.layers:
+        layer.trainable = False
+    pipe.save_checkpoint(folder)
+    index = json.loads((folder / "checkpoint.json").read_text())
+    numbers = [
+        int(name.partition("@")[0].rpartition("/")[2])
+        for shard in index["shards"]
+        for name in shard["names"]
+        if "@" in name
+    ]
+    kinds = {index["variables"][number]["path"].rpartition("/")[2] for number in numbers}
+    several = {"moving_mean", "moving_variance", "seed_generator_state"}
+    assert kinds == (several if hvpipe.size() > 1 else set())
+
+
+def test_statistics_that_are_equal_keep_their_bits() -> None:
+    pipe = pipeline(build_with_more_state, stages=1)
+    (mean, *_) = [v for v in pipe.variables if v.path.endswith("moving_mean")]
+    value = np.random.default_rng(1).normal(size=mean.shape).astype(np.float32)
+    mean.assign(value)
+    pipe._parts.sharing.note_apart()
+    pipe._parts.sharing.average_statistics()
+    np.testing.assert_array_equal(mean.numpy(), value)
 
 
 # Checkpoints ------------------------------------------------------------------------------------------------

@@ -321,6 +321,36 @@ def of_any_length() -> keras.Model:
     return keras.Sequential([keras.Input((None, 3)), *(keras.layers.Dense(4) for _ in range(4))])
 
 
+def masked_of_any_length() -> keras.Model:
+    tokens = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(9, 4, mask_zero=True)(tokens)
+    for _ in range(3):
+        x = keras.layers.Dense(4, activation="tanh")(x)
+    return keras.Model(tokens, x)
+
+
+def of_length(build: Any, steps: int, seed: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng([steps, seed])
+    tokens = rng.integers(1, 9, (8, steps))
+    tokens[:3, 3:] = 0
+    x = tokens if build is masked_of_any_length else rng.normal(size=(8, steps, 3))
+    return x, rng.normal(size=(8, steps, 4))
+
+
+@pytest.mark.parametrize("build", [of_any_length, masked_of_any_length])
+def test_targets_have_the_sizes_of_the_batches_that_count(build: Any) -> None:
+    """Rank 0's. Each rank pads its own, which are of the same lengths at times."""
+    told = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(5)
+        model = hk.pipeline_parallel(build, microbatches=4) if parallel else build()
+        model.compile(sgd(), "mse")
+        rank = hvpipe.rank() if parallel else 0
+        given = [of_length(build, steps, rank) for steps in ((5, 6, 7) if rank == 0 else (5, 5, 6))]
+        told.append([run(*batch) for run in (model.train_on_batch, model.test_on_batch) for batch in given])
+    np.testing.assert_allclose(told[1], told[0], rtol=1e-5)
+
+
 def test_inputs_of_another_shape_are_refused_as_keras_does() -> None:
     x, y = batches(mlp, 16)
     pipe = compile_as_all(hk.pipeline_parallel(small))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 from typing import Any
 
 import keras
 import pytest
-from mpi_keras.pipelines import MODELS, batches, check_same, compile_as_all, plain, train
+from mpi_keras.pipelines import MODELS, batches, check_same, compile_as_all, mlp, plain, train
 
 import hvpipe
 import hvpipe.keras as hk
+from hvpipe.keras.mail import Mail
+from hvpipe.keras.pipeline_update import PipelineUpdate
 from hvpipe.session import current
 
 WITHIN = 1e-5
@@ -60,3 +63,30 @@ def test_layers_that_stages_share_in_another_order_get_their_own_gradients(
     if hvpipe.size() == 2:
         assert [cut.calls for cut in pipe.stages.cuts] == cuts_of_two
     check_same(train(pipe, pipe.stages.graph, batches(build)), plain(name), WITHIN)
+
+
+def test_what_the_stage_before_waits_for_goes_before_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those take this rank's time: it reads all gradients of the stage."""
+    happened: list[str] = []
+    for kind, method in ((Mail, "send"), (PipelineUpdate, "stage_done")):
+        own = getattr(kind, method)
+
+        def noted(owner: Any, *args: Any, method: str = method, own: Any = own) -> None:
+            happened.append(method)
+            own(owner, *args)
+
+        monkeypatch.setattr(kind, method, noted)
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, microbatches=4))
+    pipe.train_on_batch(*batches(mlp, 8))
+    assert happened.count("stage_done") == 1
+    assert happened[-1] == "stage_done"
+    assert len(happened) > 1 or hvpipe.size() == 1
+
+
+def test_sums_are_not_held_until_the_next_step() -> None:
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, stages=1, microbatches=4))
+    pipe.train_on_batch(*batches(mlp, 8))
+    (machine,) = pipe._parts.machines
+    buckets = list(chain(*machine._update._buckets))
+    assert bool(buckets) == (hvpipe.size() > 1)
+    assert all(bucket.buffer is None for bucket in buckets)
