@@ -145,8 +145,9 @@ def test_every_model_can_be_built() -> None:
 def test_the_trace_is_named_last_and_has_every_part_of_a_step(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     hvpipe = Path(sys.executable).with_name("hvpipe")
-    command = [hvpipe, "run", "-np", "2", "--trace", trace, TRAIN, "--epochs", "1", "--progress", "none"]
-    result = run([str(part) for part in command], limit_s=120)
+    # Long enough for TensorFlow to know what its kernels take: it then runs them in another order.
+    command = [hvpipe, "run", "-np", "2", "--trace", trace, TRAIN, "--epochs", "8", "--progress", "none"]
+    result = run([str(part) for part in command], limit_s=200)
     assert result.returncode == 0, result.describe()
     assert result.output.rstrip().splitlines()[-1].startswith(f"trace: {trace}"), result.describe()
     read = Trace.read(trace)
@@ -154,8 +155,8 @@ def test_the_trace_is_named_last_and_has_every_part_of_a_step(tmp_path: Path) ->
     for rank in (0, 1):
         found = Counter(event.category for event in read.events if event.rank == rank)
         assert parts <= set(found), f"rank {rank}: {found}"
-        # Begun by a step each; the first few steps and the last may be cut off.
-        assert min(found["forward"], found["backward"], found["update"]) >= 0.8 * found["step"], found
+        # In each step; the first and the last may be cut off.
+        assert min(found["forward"], found["backward"], found["update"]) >= found["step"] - 2, found
 
 
 def test_wrong_arguments_are_told(tmp_path: Path) -> None:

@@ -123,13 +123,15 @@ class OverlappedOptimizer:
             raise applied_outside(self.optimizer)
         self.apply(grads, trainable_variables)
 
-    def _begun(self, samples: Any, data: Any) -> Any:
-        """The batch, which waits for the mark: TensorFlow might else come to that at the end of the step."""
-        # Of a variable: grappler would fold the mark of a batch whose size is known.
-        with tf.control_dependencies([samples]):
-            begun = ops.mark(self._marks.read_value(), "begin")
-        with tf.control_dependencies([begun]):
-            return tf.nest.map_structure(lambda x: tf.identity(x) if tf.is_tensor(x) else x, data)
+    def _begun(self, data: Any) -> Any:
+        """The batch, passed through a mark: what only control edges lead to, grappler removes."""
+        leaves = tf.nest.flatten(data)
+        first = next((place for place, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)), None)
+        if first is None:
+            return data
+        with on_the_host():
+            leaves[first] = ops.mark(leaves[first], "begin")
+        return tf.nest.pack_sequence_as(data, leaves)
 
     def _marked(self, loss: Any) -> Any:
         loss = ops.mark(loss, "forward")
@@ -160,7 +162,7 @@ class OverlappedOptimizer:
             # Ordered after everything above that reads it, before this step's submits.
             with on_the_host():
                 self._token.assign(tf.zeros_like(token))
-        return self._begun(samples, data) if self._traced else data
+        return self._begun(data) if self._traced else data
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Stand in for `optimizer.apply`: reduce, and update as the overlap says."""
