@@ -186,7 +186,8 @@ def test_numbers_of_hvpipes_own_stay_on_the_host(monkeypatch: Any, overlap: str)
 
     def step() -> None:
         counter.is_new()
-        overlapped.begin(counter.add(tf.ones([8, 2])))
+        batch = tf.ones([8, 2])
+        overlapped.begin(counter.add(batch), batch)
         overlapped.apply([tf.ones([2]), tf.ones([4, 4])], weights)
 
     graph = tf.function(step, autograph=False).get_concrete_function().graph
