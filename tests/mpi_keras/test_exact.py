@@ -47,11 +47,6 @@ def decaying() -> Any:
     return optimizers.schedules.ExponentialDecay(0.1, 3, 0.8)
 
 
-def by_layer() -> Any:
-    last = optimizers.Adam(0.01)
-    return optimizers.MultiOptimizer(lambda variable: last)
-
-
 CASES = {
     "momentum": Case(lambda: optimizers.SGD(0.1, momentum=0.9)),
     "adam": Case(lambda: optimizers.Adam(0.01)),
