@@ -52,10 +52,29 @@ Range RingAllReduce::Segment(std::size_t index, bool incoming) const {
 }
 
 bool RingAllReduce::Step() {
-  bool moved = PostReceives();
+  bool moved = Greet();
+  moved |= PostReceives();
   moved |= FinishReceives();
   moved |= FinishSends();
   moved |= PostSends();
+  return moved;
+}
+
+// In front of all data: between two ranks these are messages of one peer and one tag, which keep their order.
+bool RingAllReduce::Greet() {
+  if (!greeted_) {
+    greeted_ = true;
+    if (Single()) return false;
+    awaited_ = transport_.Irecv(nullptr, 0, right(), options_.tag);
+    greeting_ = transport_.Isend(nullptr, 0, left(), options_.tag);
+    return true;
+  }
+  bool moved = false;
+  for (Ticket* ticket : {&awaited_, &greeting_}) {
+    if (*ticket == kNoTicket || !transport_.Test(*ticket)) continue;
+    *ticket = kNoTicket;
+    moved = true;
+  }
   return moved;
 }
 
@@ -75,7 +94,6 @@ bool RingAllReduce::PostReceives() {
   const std::size_t window =
       std::min(static_cast<std::size_t>(options_.receives_in_flight), kWaiting + received_);
   const std::size_t element = SizeOf(dtype_);
-  const int left = (transport_.rank() + transport_.size() - 1) % transport_.size();
   bool moved = false;
   while (posted_receives_ < total_ && receives_.size() < window) {
     const std::size_t index = posted_receives_;
@@ -86,7 +104,7 @@ bool RingAllReduce::PostReceives() {
     void* target = Reducing(index) ? scratch : buffer_ + segment.first * element;
     const Ticket ticket = segment.count == 0
                               ? kNoTicket
-                              : transport_.Irecv(target, segment.count * element, left, options_.tag);
+                              : transport_.Irecv(target, segment.count * element, left(), options_.tag);
     receives_.push_back({ticket, index, scratch});
     ++posted_receives_;
     moved = true;
@@ -114,20 +132,20 @@ bool RingAllReduce::FinishReceives() {
 }
 
 bool RingAllReduce::PostSends() {
+  if (awaited_ != kNoTicket) return false;
   const std::size_t element = SizeOf(dtype_);
-  const int right = (transport_.rank() + 1) % transport_.size();
   bool moved = false;
-  while (posted_sends_ < total_ && !budget_.empty() &&
+  while (posted_sends_ < total_ && (Single() || !budget_.empty()) &&
          (posted_sends_ < segments_ || posted_sends_ - segments_ < received_)) {
     const Range segment = Segment(posted_sends_, false);
     Ticket ticket = kNoTicket;
     if (segment.count > 0) {
       ticket =
-          transport_.Isend(buffer_ + segment.first * element, segment.count * element, right, options_.tag);
+          transport_.Isend(buffer_ + segment.first * element, segment.count * element, right(), options_.tag);
       counters_.network_bytes_sent += segment.count * element;
       ++counters_.messages_sent;
     }
-    budget_.Take();
+    if (!Single()) budget_.Take();
     sends_.push_back(ticket);
     ++posted_sends_;
     moved = true;
@@ -139,7 +157,7 @@ bool RingAllReduce::FinishSends() {
   bool moved = false;
   while (!sends_.empty()) {
     if (sends_.front() != kNoTicket && !transport_.Test(sends_.front())) break;
-    budget_.Return();
+    if (!Single()) budget_.Return();
     sends_.pop_front();
     ++sent_;
     moved = true;
@@ -148,13 +166,11 @@ bool RingAllReduce::FinishSends() {
 }
 
 std::string RingAllReduce::Waiting() const {
-  const int left = (transport_.rank() + transport_.size() - 1) % transport_.size();
-  const int right = (transport_.rank() + 1) % transport_.size();
   if (received_ < total_) {
     return "ring segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) +
-           " from ring neighbour " + std::to_string(left);
+           " from ring neighbour " + std::to_string(left());
   }
-  return "ring neighbour " + std::to_string(right) + " to take segment " + std::to_string(sent_ + 1) +
+  return "ring neighbour " + std::to_string(right()) + " to take segment " + std::to_string(sent_ + 1) +
          " of " + std::to_string(total_);
 }
 

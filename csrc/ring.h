@@ -13,6 +13,11 @@ namespace hvpipe {
 // "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Every chunk is summed in
 // one fixed order by the ranks it passes, so all ranks end with the same bits. A half type is added in
 // float32 and rounded to the wire type at each hop.
+//
+// Ranks reach a bucket at different times. A rank says to the one before it that it has come, and data wait
+// for that word: or else the sends in flight of a rank that is ahead would all be of buckets that its
+// neighbour has not got to, and the link would rest while both have others to exchange. Not where a step is a
+// single small message: that goes at once, and counts for nothing among the sends in flight.
 class RingAllReduce : public Collective {
  public:
   struct Options {
@@ -25,7 +30,7 @@ class RingAllReduce : public Collective {
                 DType dtype, Options options);
 
   bool Step() override;
-  bool done() const override { return received_ == total_ && sent_ == total_; }
+  bool done() const override { return received_ == total_ && sent_ == total_ && greeting_ == kNoTicket; }
   std::string Waiting() const override;
 
  private:
@@ -36,6 +41,10 @@ class RingAllReduce : public Collective {
   };
   Range Segment(std::size_t index, bool incoming) const;
   bool Reducing(std::size_t index) const { return index < steps_ / 2 * segments_; }
+  bool Single() const { return segments_ == 1; }
+  int left() const { return (transport_.rank() + transport_.size() - 1) % transport_.size(); }
+  int right() const { return (transport_.rank() + 1) % transport_.size(); }
+  bool Greet();
   bool PostReceives();
   void* TakeScratch();
   bool FinishReceives();
@@ -56,6 +65,8 @@ class RingAllReduce : public Collective {
   std::size_t posted_receives_ = 0, received_ = 0, posted_sends_ = 0, sent_ = 0;
   std::deque<Receive> receives_;
   std::deque<Ticket> sends_;
+  bool greeted_ = false;
+  Ticket greeting_ = kNoTicket, awaited_ = kNoTicket;  // to the rank before, of the rank behind
   std::size_t scratch_bytes_;
   std::vector<AlignedBuffer> scratch_;
   std::vector<void*> free_scratch_;

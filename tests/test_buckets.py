@@ -116,6 +116,16 @@ def test_backward_completes_buckets_in_their_order_and_forward_needs_the_last_fi
 
 
 @quickly
+@given(models, caps)
+def test_in_turn_the_same_buckets_go_as_backward_completes_them(model: list[Gradient], cap: int) -> None:
+    plan, urgent = plan_buckets(model, cap, in_turn=True), plan_buckets(model, cap)
+    assert [number for number, _ in plan.by_need()] == list(range(len(plan.buckets)))
+    assert [b.members for b in plan.buckets] == [b.members for b in urgent.buckets]
+    # Where there is a choice a rank that chooses otherwise is found out.
+    assert (plan.signature == urgent.signature) == all(b.priority == 0 for b in urgent.buckets)
+
+
+@quickly
 @given(models, caps, compressions)
 def test_equal_arguments_give_equal_plans(model: list[Gradient], cap: int, compression: str | None) -> None:
     first = plan_buckets(model, cap, compression)

@@ -82,8 +82,15 @@ class OverlappedOptimizer:
         self.optimizer = optimizer
         self.overlap = overlap
         self.warmup_steps = warmup_steps
+        # In "stale" what the next step collects is all of this one's: urgent buckets of this step would make
+        # those of the step before wait, and with them its update.
         self._make_reducer = functools.partial(
-            Reducer, session, optimizer.name, compression=compression, bucket_bytes=bucket_bytes
+            Reducer,
+            session,
+            optimizer.name,
+            compression=compression,
+            bucket_bytes=bucket_bytes,
+            in_turn=overlap == "stale",
         )
         self._reducers: dict[tuple[int, ...], Reducer] = {}
         self._plan(variables)

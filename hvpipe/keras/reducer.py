@@ -80,6 +80,7 @@ class Reducer:
         variables: Sequence[Any],
         compression: str | None,
         bucket_bytes: int | None,
+        in_turn: bool = False,
     ) -> None:
         self._session = session
         self.variables = list(variables)
@@ -88,7 +89,7 @@ class Reducer:
             for place, v in enumerate(variables)
         ]
         self.plan: BucketPlan = plan_buckets(
-            gradients, bucket_bytes or session.settings.bucket_bytes, compression
+            gradients, bucket_bytes or session.settings.bucket_bytes, compression, in_turn=in_turn
         )
         self._gradients = gradients
         on_device = reduces_on_gpu(session)

@@ -43,7 +43,7 @@ class Bucket:
     """Gradients (by their place in the model's list) that are reduced in one fused buffer.
 
     `dtype` is that of the gradients, `wire_dtype` that of the buffer. Buckets of low `priority` are needed
-    first by the next forward and overtake the others on the network.
+    first and overtake the others on the network; among equals goes first what was announced first.
     """
 
     name: str
@@ -75,7 +75,11 @@ class BucketPlan:
 
 
 def plan_buckets(
-    gradients: Sequence[Gradient], bucket_bytes: int | None = None, compression: str | None = None
+    gradients: Sequence[Gradient],
+    bucket_bytes: int | None = None,
+    compression: str | None = None,
+    *,
+    in_turn: bool = False,
 ) -> BucketPlan:
     """Cut a model's gradients, listed in the order of the forward, into buckets of up to `bucket_bytes`
     (None: as `fitting_bytes` says).
@@ -83,7 +87,10 @@ def plan_buckets(
     Backward completes gradients roughly from the last layer to the first, so buckets are filled in the
     reverse order of the list (as PyTorch's DistributedDataParallel does: Li et al., VLDB 2020). A bucket
     holds one dtype; a gradient larger than `bucket_bytes` has one to itself. The plan depends on nothing
-    but the arguments, so equal models get equal plans on all ranks, whatever the overlap.
+    but the arguments, so equal models get equal plans on all ranks.
+
+    The layers that the next forward begins with have the lowest priority, and so go first; with `in_turn` all
+    have the same, for steps whose gradients the next forward does not wait for.
     """
     if bucket_bytes is None:
         bucket_bytes = fitting_bytes(sum(g.count * ITEM_BYTES.get(g.dtype, 0) for g in gradients))
@@ -114,13 +121,15 @@ def plan_buckets(
         close(dtype)
     # The last gradient that comes (the lowest place) says when a bucket is complete.
     closed.sort(key=min, reverse=True)
-    buckets = tuple(_bucket(members, gradients, compression) for members in closed)
+    buckets = tuple(_bucket(members, gradients, compression, in_turn) for members in closed)
     text = repr((compression, [(g.name, g.shape, g.dtype) for g in gradients], buckets))
     signature = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return BucketPlan(buckets, signature)
 
 
-def _bucket(members: Sequence[int], gradients: Sequence[Gradient], compression: str | None) -> Bucket:
+def _bucket(
+    members: Sequence[int], gradients: Sequence[Gradient], compression: str | None, in_turn: bool
+) -> Bucket:
     dtype = gradients[members[0]].dtype
     wire = WIRE_DTYPE[compression] if compression is not None and dtype == "float32" else dtype
     first, last = gradients[min(members)].name, gradients[max(members)].name
@@ -130,5 +139,5 @@ def _bucket(members: Sequence[int], gradients: Sequence[Gradient], compression: 
         counts=tuple(gradients[place].count for place in members),
         dtype=dtype,
         wire_dtype=wire,
-        priority=min(members),
+        priority=0 if in_turn else min(members),
     )

@@ -131,6 +131,38 @@ def test_a_step_overlaps_with_another_plans(engine: Engine, core: Any) -> None:
         np.testing.assert_allclose(out, plan_id + 1, rtol=1e-6)
 
 
+def test_a_rank_that_is_ahead_does_not_hold_up_what_the_others_have_reached(
+    engine: Engine, core: Any
+) -> None:
+    """Its sends in flight would be all of urgent buckets that no other has submitted."""
+    length = 50_000 * hvpipe.size()  # several messages on every way
+    model = [Gradient(f"layer {place}", (length,), "float32") for place in range(13)]
+    plan = plan_buckets(model, 4 * length)
+    plan_id = engine.add_plan("ahead", plan)
+    scale, _ = core.begin_step(plan_id, 1, 1.0, True)
+    (back, _), *front = reversed(plan.by_need())
+
+    def submit(number: int) -> None:
+        core.submit(plan_id, number, [np.full(length, number + 1, np.float32)], scale)
+
+    def collect(number: int) -> None:
+        reduced = np.empty(length, np.float32)
+        core.collect(plan_id, number, [reduced])
+        np.testing.assert_allclose(reduced, number + 1, rtol=1e-6)
+
+    if hvpipe.rank() == 0:
+        for number, _ in front:
+            submit(number)
+        time.sleep(0.05)
+    submit(back)
+    collect(back)
+    if hvpipe.rank() > 0:
+        for number, _ in front:
+            submit(number)
+    for number, _ in front:
+        collect(number)
+
+
 def test_a_step_that_accumulates_announces_no_buckets(engine: Engine, core: Any) -> None:
     plan = plan_buckets([Gradient("w", (3,), "float32")], 100)
     plan_id = engine.add_plan("accumulating", plan)
