@@ -107,7 +107,9 @@ if [ ! -f "$packages_stamp" ]; then
     rm -f "$stamps"/packages-*
     touch "$packages_stamp"
 fi
-# The build must see the TensorFlow and the MPI of this venv: no isolation. Each venv has a build folder of its own.
-install "hvpipe from this folder, editable" --no-build-isolation -C "build-dir=build/${venv#.}" -e "$extras"
+# The build must see the TensorFlow and the MPI of this venv: no isolation. Each venv has a build folder of its own,
+# said in the environment: the pip of Debian 12 and Ubuntu 22.04, which a new venv gets, knows no -C.
+export SKBUILD_BUILD_DIR=build/${venv#.}
+install "hvpipe from this folder, editable" --no-build-isolation -e "$extras"
 rm -f "$stamps"/build-*
 touch "$build_stamp"

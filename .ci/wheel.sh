@@ -20,9 +20,10 @@ quietly() {
     say "done in $((SECONDS - started)) s"
 }
 
-export PATH=$venv/bin:$PATH
+export PATH=$venv/bin:$PATH SKBUILD_BUILD_DIR=build/${1#.} # in the environment: see setup.sh
+[ -z "${CI:-}" ] || export SKBUILD_CMAKE_DEFINE=HVPIPE_WERROR=ON
 quietly "wheel: building it against $1" "$venv/bin/python" -m pip wheel --no-deps --no-build-isolation \
-    -C "build-dir=build/${1#.}" ${CI:+-C cmake.define.HVPIPE_WERROR=ON} -w "$scratch/dist" .
+    -w "$scratch/dist" .
 wheel=$(echo "$scratch"/dist/hvpipe-*.whl)
 
 "$venv/bin/python" -m venv "$scratch/venv"
