@@ -128,12 +128,16 @@ def _drive(arguments: argparse.Namespace, words: list[str]) -> StepReport:
     with Cluster(spec) as cluster:
         measured = None
         if len(spec.hosts) > 1 and spec.slowest_rate_bits_per_s is not None:
-            measured = measure_two_way(cluster, spec.hosts[0].name, spec.hosts[-1].name).bits_per_s
+            measured = measure_two_way(cluster, spec.hosts[0].name, spec.hosts[-1].name)
         report = _run(
             lambda command: cluster.mpirun_command(ranks, command), words, spec.describe(), arguments.timeout
         )
     limit = spec.slowest_rate_bits_per_s if len(spec.hosts) > 1 else None
-    return replace(report, link_bits_per_s=limit, measured_bits_per_s=measured)
+    if measured is None:
+        return replace(report, link_bits_per_s=limit)
+    return replace(
+        report, link_bits_per_s=limit, measured_bits_per_s=measured.bits_per_s, link_tool=measured.tool
+    )
 
 
 def _plain(arguments: argparse.Namespace, words: list[str]) -> int:

@@ -44,6 +44,7 @@ class StepReport:
     rounds: tuple[Round, ...]
     link_bits_per_s: float | None = None
     measured_bits_per_s: float | None = None
+    link_tool: str | None = None  # what measured them
 
     @property
     def modes(self) -> list[str]:
@@ -125,7 +126,7 @@ class StepReport:
         )
         measured = ""
         if self.measured_bits_per_s is not None:
-            measured = f" (iperf3, two-way: {self.measured_bits_per_s / 1e6:.1f} Mb/s)"
+            measured = f" ({self.link_tool}, two-way: {self.measured_bits_per_s / 1e6:.1f} Mb/s)"
         return (
             f"{self.workload}\n"
             f"{self.ranks} rank{'s' if self.ranks > 1 else ''}, {self.where}; {self.versions}\n"

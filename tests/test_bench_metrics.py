@@ -158,7 +158,7 @@ def step_report() -> StepReport:
         Round("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
         Round("step", [[1.1, 1.1, 1.1], [1.1, 1.1, 1.1]], [1.4, 1.5]),
     )
-    return StepReport("model", "2 hosts", "Keras", 2, 2, 8, 37_500_000, rounds, 300e6, 290e6)
+    return StepReport("model", "2 hosts", "Keras", 2, 2, 8, 37_500_000, rounds, 300e6, 290e6, "iperf3 --bidir")
 
 
 def test_step_summary() -> None:
@@ -212,6 +212,7 @@ def test_step_report_survives_json_and_is_readable() -> None:
     report = StepReport.from_json(step_report().to_json())
     assert report == step_report()
     text = report.to_text()
+    assert "(iperf3 --bidir, two-way: 290.0 Mb/s)" in text
     assert all(part in text for part in ("links 1 s", "290.0 Mb/s"))
     # 16 images in 1.1 s.
     assert "14.55" in text

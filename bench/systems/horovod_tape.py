@@ -41,7 +41,7 @@ def train(job: Job) -> None:
     def step(batch: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = loss_of(keras, model, batch) * part
-        tape = hvd.DistributedGradientTape(tape, sparse_as_dense=True)
+        tape = hvd.DistributedGradientTape(tape)
         optimizer.apply(tape.gradient(loss, variables), model.trainable_variables)
         return loss
 
