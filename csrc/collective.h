@@ -21,6 +21,8 @@ class Collective {
   virtual bool done() const = 0;
   // What it waits for, in words, for the message of an expired deadline.
   virtual std::string Waiting() const = 0;
+  // How much later its deadline is, where another rank of the host waits for the same and knows for whom.
+  virtual double GraceS() const { return 0; }
 };
 
 // Several that move side by side.

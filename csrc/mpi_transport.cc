@@ -1,14 +1,32 @@
 // Non-blocking point-to-point messages over MPI.
 #include "mpi_transport.h"
 
+#include <numeric>
+
 #include "check.h"
 
 namespace hvpipe {
+namespace {
+
+std::vector<int> RanksInJob(MPI_Comm communicator, int size) {
+  std::vector<int> peers(static_cast<std::size_t>(size)), ranks(peers.size());
+  std::iota(peers.begin(), peers.end(), 0);
+  MPI_Group ours = MPI_GROUP_NULL, all = MPI_GROUP_NULL;
+  HVPIPE_MPI(MPI_Comm_group(communicator, &ours));
+  HVPIPE_MPI(MPI_Comm_group(MPI_COMM_WORLD, &all));
+  HVPIPE_MPI(MPI_Group_translate_ranks(ours, size, peers.data(), all, ranks.data()));
+  HVPIPE_MPI(MPI_Group_free(&ours));
+  HVPIPE_MPI(MPI_Group_free(&all));
+  return ranks;
+}
+
+}  // namespace
 
 MpiTransport::MpiTransport(MPI_Comm communicator) : communicator_(communicator) {
   HVPIPE_MPI(MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN));
   HVPIPE_MPI(MPI_Comm_rank(communicator_, &rank_));
   HVPIPE_MPI(MPI_Comm_size(communicator_, &size_));
+  ranks_in_job_ = RanksInJob(communicator_, size_);
 }
 
 void MpiTransport::Free() { HVPIPE_MPI(MPI_Comm_free(&communicator_)); }

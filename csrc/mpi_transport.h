@@ -18,6 +18,7 @@ class MpiTransport : public Transport {
 
   int rank() const override { return rank_; }
   int size() const override { return size_; }
+  int RankInJob(int peer) const override { return ranks_in_job_[static_cast<std::size_t>(peer)]; }
   MPI_Comm communicator() const { return communicator_; }
   // Collective, with nothing under way; the end of this transport's use.
   void Free();
@@ -33,6 +34,7 @@ class MpiTransport : public Transport {
   MPI_Comm communicator_;
   int rank_ = 0;
   int size_ = 1;
+  std::vector<int> ranks_in_job_;      // by peer
   std::vector<MPI_Request> requests_;  // by ticket
   std::vector<char> done_;             // by ticket
   std::vector<int> completed_;         // scratch of Poll

@@ -359,10 +359,11 @@ void Progress::EndStage(Operation& operation) {
 }
 
 void Progress::CheckDeadline(const Operation& operation, double waited_s) const {
-  if (operation.patient || waited_s < options_.timeout_s) return;
+  const Operation::Stage& stage = operation.stages[operation.current_];
+  const double grace_s = stage.collective ? stage.collective->GraceS() : 0;
+  if (operation.patient || waited_s < options_.timeout_s + grace_s) return;
   std::ostringstream text;
   text << "Waited " << options_.timeout_s << " s in " << operation.what << " for ";
-  const Operation::Stage& stage = operation.stages[operation.current_];
   text << (stage.collective ? stage.collective->Waiting() : "its turn")
        << ". Has that rank ended, or is it busy for "
        << "longer than the time limit? Raise the limit with HVPIPE_TIMEOUT or hvpipe.init(timeout_s=...).";

@@ -6,10 +6,12 @@
 namespace hvpipe {
 namespace {
 
-// A chunk is cut into several segments, so that a rank hands on the first while the next still come; but not
-// into such that the work for a message outweighs its bytes.
+// Below this the work for a message outweighs its bytes.
+constexpr std::size_t kWorthAMessage = 60'000;
+
+// A chunk is cut into several segments, so that a rank hands on the first while the next still come.
 std::size_t SegmentBytes(std::size_t chunk_bytes, std::size_t most) {
-  constexpr std::size_t kSeveral = 4, kWorthAMessage = 60'000;
+  constexpr std::size_t kSeveral = 4;
   return std::clamp(chunk_bytes / kSeveral, std::min(kWorthAMessage, most), most);
 }
 
@@ -39,6 +41,7 @@ RingAllReduce::RingAllReduce(Transport& transport, SendBudget& budget, Counters&
       std::max<std::size_t>(1, SegmentBytes(largest * element, options.segment_bytes) / element);
   segments_ = std::max<std::size_t>(1, (largest + per_segment - 1) / per_segment);
   total_ = steps_ * segments_;
+  small_ = segments_ == 1 && count * element <= 4 * kWorthAMessage;
   scratch_bytes_ = PartOf(largest, segments_, 0).count * element;
 }
 
@@ -64,7 +67,7 @@ bool RingAllReduce::Step() {
 bool RingAllReduce::Greet() {
   if (!greeted_) {
     greeted_ = true;
-    if (Single()) return false;
+    if (small_) return false;
     awaited_ = transport_.Irecv(nullptr, 0, right(), options_.tag);
     greeting_ = transport_.Isend(nullptr, 0, left(), options_.tag);
     return true;
@@ -135,7 +138,7 @@ bool RingAllReduce::PostSends() {
   if (awaited_ != kNoTicket) return false;
   const std::size_t element = SizeOf(dtype_);
   bool moved = false;
-  while (posted_sends_ < total_ && (Single() || !budget_.empty()) &&
+  while (posted_sends_ < total_ && (small_ || !budget_.empty()) &&
          (posted_sends_ < segments_ || posted_sends_ - segments_ < received_)) {
     const Range segment = Segment(posted_sends_, false);
     Ticket ticket = kNoTicket;
@@ -145,7 +148,7 @@ bool RingAllReduce::PostSends() {
       counters_.network_bytes_sent += segment.count * element;
       ++counters_.messages_sent;
     }
-    if (!Single()) budget_.Take();
+    if (!small_) budget_.Take();
     sends_.push_back(ticket);
     ++posted_sends_;
     moved = true;
@@ -157,7 +160,7 @@ bool RingAllReduce::FinishSends() {
   bool moved = false;
   while (!sends_.empty()) {
     if (sends_.front() != kNoTicket && !transport_.Test(sends_.front())) break;
-    if (!Single()) budget_.Return();
+    if (!small_) budget_.Return();
     sends_.pop_front();
     ++sent_;
     moved = true;
@@ -166,11 +169,13 @@ bool RingAllReduce::FinishSends() {
 }
 
 std::string RingAllReduce::Waiting() const {
+  // A segment that is missing may be any rank's fault; that this neighbour is not here is known.
+  if (awaited_ != kNoTicket) return "rank " + std::to_string(transport_.RankInJob(right())) + " to come to it";
   if (received_ < total_) {
-    return "ring segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) +
-           " from ring neighbour " + std::to_string(left());
+    return "ring segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) + " from rank " +
+           std::to_string(transport_.RankInJob(left()));
   }
-  return "ring neighbour " + std::to_string(right()) + " to take segment " + std::to_string(sent_ + 1) +
+  return "rank " + std::to_string(transport_.RankInJob(right())) + " to take segment " + std::to_string(sent_ + 1) +
          " of " + std::to_string(total_);
 }
 

@@ -124,6 +124,7 @@ class LaneBroadcast : public Collective {
   bool Step() override;
   bool done() const override { return finished_; }
   std::string Waiting() const override;
+  double GraceS() const override { return lane_.rank() == root_ ? 0 : 1; }
 
  private:
   bool Send();

@@ -14,6 +14,8 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
+  // The rank in the whole job of one of these peers, as messages for people name it.
+  virtual int RankInJob(int peer) const = 0;
 
   // The send is done only when the peer has taken the message, so a sender cannot run ahead of its
   // receiver by more than what it has in flight. Messages with one tag between two ranks keep their order.

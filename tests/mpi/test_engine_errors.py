@@ -170,6 +170,22 @@ def test_a_bucket_that_a_rank_does_not_submit(engine: Engine) -> None:
             engine.core.collect(plan_id, 1, [np.empty(300, np.float32)])
 
 
+def test_the_rank_that_does_not_come_to_a_bucket_is_named(engine: Engine) -> None:
+    """Both of its neighbours in a ring know it: one has not been told that it is there, one gets no data."""
+    if settings().shared_memory and engine.core.hosts < hvpipe.size():
+        pytest.skip("ranks of one host meet in shared memory")
+    last = hvpipe.size() - 1
+    length = 100_000 * hvpipe.size()  # several messages on every way
+    plan_id = engine.add_plan("model", plan_buckets([Gradient("kernel", (length,), "float32")], 4 * length))
+    engine.core.begin_step(plan_id, 1, 1.0, True)
+    if is_last():
+        return
+    engine.core.submit(plan_id, 0, [np.ones(length, np.float32)], 1.0)
+    behind = "to come to it" if hvpipe.rank() == last - 1 else "ring segment"
+    with pytest.raises(DeadlineError, match=rf"^(?=.*{behind}).* rank {last}\b"):
+        engine.core.collect(plan_id, 0, [np.empty(length, np.float32)])
+
+
 def test_after_a_failure_nothing_begins(engine: Engine) -> None:
     plan_id = engine.add_plan("model", plan_buckets(WEIGHTS, 1000))
     engine.core.begin_step(plan_id, 1, 1.0, True)
