@@ -105,7 +105,7 @@ class Means:
     reduction: float
     speedup: float
     worst_speedup: float
-    slower_in: tuple[str, ...] = ()
+    slower_in: tuple[str, ...] = ()  # with how fast, and whether that is within the noise
 
 
 def all_figures(outcome: Outcome) -> list[CaseFigures]:
@@ -200,7 +200,11 @@ def means(comparisons: Sequence[Comparison]) -> Means | None:
         statistics.fmean(each.reduction for each in comparisons),
         geometric_mean([each.speedup for each in comparisons]),
         min(each.speedup for each in comparisons),
-        tuple(each.group for each in comparisons if each.slower),
+        tuple(
+            f"{each.group} ({each.speedup:.2f}x{'' if each.slower else ', within the noise'})"
+            for each in comparisons
+            if each.speedup < 1
+        ),
     )
 
 

@@ -83,7 +83,8 @@ def case_by_case(outcome: Outcome, rows: list[CaseFigures]) -> str:
         for group in groups
     ]
     words = (
-        f"{OURS}'s speedup with one standard error, and how much less time that is. "
+        f"{OURS}'s speedup with one standard error, and how much less time that is. Of one round it is the "
+        "error of its steps alone; fresh processes differ by some 5 % more. "
         "Groups in which one of the two failed are left out."
     )
     return element("p", words) + table(["case", *(f"against {title}" for title in against)], lines)

@@ -23,15 +23,16 @@ from bench.rounds_command import add_round_arguments, case_of, place_of
 from bench.systems import SYSTEMS, System
 from bench.systems.tuned import Tuned, keep_tuned
 from bench.termination import ended_by_exception
+from bench.timed_steps import counted
 from hvpipe.errors import HvpipeError
 
 # Around defaults and the documentation's examples: 1 ms and 128 MiB, 3.5 ms and 32 MiB; one pack, 50 MiB.
 VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     "horovod-tuned": {
-        "HOROVOD_CYCLE_TIME": ("1", "3.5", "10"),
+        "HOROVOD_CYCLE_TIME": ("1", "3.5", "10", "30"),
         "HOROVOD_FUSION_THRESHOLD": tuple(str(mib << 20) for mib in (8, 32, 128)),
     },
-    "tf-mwms-tuned": {"bytes_per_pack": tuple(str(mib << 20) for mib in (1, 4, 16, 50))},
+    "tf-mwms-tuned": {"bytes_per_pack": tuple(str(kib << 10) for kib in (256, 1024, 4096, 16384, 51200))},
 }
 
 RunVariant = Callable[[System, int], Round]
@@ -67,7 +68,7 @@ def search(system: System, values: Mapping[str, Sequence[str]], rounds: int, run
             if not found.ok:
                 raise ClusterError(f"A round should end with figures. Received: {every[which]}, {found.why}")
             slowest = max(found.ranks, key=lambda rank: median(rank.step_s))
-            steps[which].append(tuple(slowest.step_s))
+            steps[which].append(tuple(counted(found.case.task, slowest.step_s)))
     tried = [Tried(each, tuple(taken)) for each, taken in zip(every, steps, strict=True)]
     return sorted(tried, key=lambda each: each.step_s)
 

@@ -185,6 +185,9 @@ def test_both_means_are_formed_as_they_say() -> None:
     assert found.reduction == pytest.approx(0.375)  # of 0 and 0.75
     assert found.speedup == pytest.approx(2.0)  # sqrt(1 x 4)
     assert (found.groups, found.worst_speedup, found.slower_in) == (2, 1.0, ())
+    lost = means([Comparison("g", "a", "b", 0.96, 0.05), Comparison("h", "a", "b", 0.5, 0.05)])
+    assert lost is not None
+    assert lost.slower_in == ("g (0.96x, within the noise)", "h (0.50x)")
     assert means([]) is None
 
 

@@ -76,14 +76,14 @@ def test_the_command_keeps_the_fastest_with_its_source(
     monkeypatch.setattr(tune, "keep_tuned", lambda system, tuned: keep_tuned(system, tuned, file))
     words = ["--system", "tf-mwms-tuned", "--workload", "lstm", "--threads", "1", "--rounds", "1"]
     assert tune.main([*words, "--json"]) == 0
-    assert [each["step_s"] for each in json.loads(capsys.readouterr().out)] == [1.0, 4.0, 16.0, 50.0]
+    assert [each["step_s"] for each in json.loads(capsys.readouterr().out)] == [0.25, 1.0, 4.0, 16.0, 50.0]
     assert set(read_tuned(file)) == {"other"}
     assert tune.main([*words, "--keep"]) == 0
     assert read_tuned(file) == {
         "other": Tuned({"a": "1"}, "a book"),
         "tf-mwms-tuned": Tuned(
-            {"bytes_per_pack": str(1 << 20)},
-            "the fastest of 4 by `python -m bench.tune`: lstm, one host, batch 8 a rank, 1 thread "
+            {"bytes_per_pack": str(256 << 10)},
+            "the fastest of 5 by `python -m bench.tune`: lstm, one host, batch 8 a rank, 1 thread "
             "an operation, 1 round of 3 + 8 steps, seed 20",
         ),
     }

@@ -14,6 +14,7 @@ _LOOP = "driven by a loop around a compiled step (tf.function)"
 
 _HOROVOD_NOTES = (
     f"{_LOOP} with DistributedGradientTape: under Keras 3 `fit` its DistributedOptimizer reduces nothing",
+    "on hosts without GPUs by MPI_Allreduce, its algorithm as Open MPI chooses; built without Gloo",
 )
 
 
@@ -34,7 +35,10 @@ def _hvpipe(overlap: str) -> System:
         start="mpirun",
         needs=("tensorflow", "keras", "hvpipe", "mpi4py"),
         options={"overlap": overlap},
-        notes=(f"{_FIT}, with hvpipe's trace on",),
+        notes=(
+            f"{_FIT}, with hvpipe's trace on; the callback that takes the time says that it reads no weights "
+            "and stops nothing, which a callback of one's own has to say as well to keep the overlap",
+        ),
     )
 
 
@@ -91,6 +95,7 @@ _ALL = (
             "on the servers, whole: a step of Keras 3 fails under a variable_partitioner",
             "asynchronous, as TensorFlow 2 has it: each worker pulls, computes and pushes by itself, and its "
             "gradient counts for its share of the global batch",
+            "Keras 3's LSTM reads its recurrent weights anew at each time step: here over the link",
             "a step has ended when as many batches are done as there are workers; CPU and memory are those "
             "of the host's worker and server; steps end in bursts, so the step here is their mean, drained",
         ),
