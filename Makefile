@@ -22,7 +22,7 @@ RANKS ?= 2
 ARGS ?=
 RUN_DIR ?= runs/digits
 # Tests that run at a time: most of them wait, or keep two ranks busy.
-WORKERS ?= $(shell n=$$(( $$(getconf _NPROCESSORS_ONLN) / 2 )); echo $$(( n > 2 ? n : 2 )))
+WORKERS ?= $(shell n=$$(( $$(nproc) / 2 )); echo $$(( n > 2 ? n : 2 )))
 
 VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-tf$(TF))
 CONSTRAINTS := constraints$(if $(filter-out $(DEFAULT_TF),$(TF)),-tf$(TF)).txt
@@ -35,6 +35,11 @@ CPP_FILES := find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu'
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
+# What a cluster's modules have set: their packages and their MPI would come before the venv's own.
+unexport PYTHONPATH PYTHONHOME
+ifneq ($(LD_LIBRARY_PATH),)
+export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
+endif
 
 .PHONY: help setup train test lint plan rest fast keras cuda wheel other peers peers-test format clean
 

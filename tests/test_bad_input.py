@@ -6,6 +6,7 @@ catch, test_comm_mpi.py the MPI worlds that do not open, test_run.py more ranks 
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import hvpipe
 from distributed import ALONE, Run, environment, expect_fatal, launch, mpirun_command
 from hvpipe.supervise import own_job_folder
 from hvpipe.trace import Trace
@@ -302,6 +304,22 @@ def test_several_ranks_need_mpi(tmp_path: Path) -> None:
 def test_an_engine_that_does_not_load(tmp_path: Path) -> None:
     says = r"InitError: hvpipe's compiled engine should load.*rebuild: in hvpipe's .*: pip install"
     fails(tmp_path, "import sys; sys.modules['hvpipe._engine'] = None\n" + INIT, says)
+
+
+def test_the_source_folder_before_an_hvpipe_that_is_installed(tmp_path: Path) -> None:
+    """As in a clone after `pip install .`: rebuilding, which the error advised, would change nothing."""
+    source = Path(hvpipe.__file__).parent
+    shutil.copytree(source, tmp_path / "hvpipe", ignore=shutil.ignore_patterns("*.so*", "_build_info.py", "__py*"))
+    (tmp_path / "CMakeLists.txt").touch()
+    script = write(
+        tmp_path,
+        "import sys\n"
+        "sys.meta_path[:] = [finder for finder in sys.meta_path if 'ScikitBuild' not in type(finder).__name__]\n"
+        "from hvpipe.engine import import_native\n"
+        "import_native()\n",
+    )
+    result = launch(ALONE, [script], limit_s=LIMIT_S)
+    assert "before an hvpipe that may be installed: start elsewhere, or install this one editable" in result.output
 
 
 def test_another_mpi_than_hvpipe_was_built_with(tmp_path: Path) -> None:

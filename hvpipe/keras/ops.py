@@ -20,7 +20,8 @@ def check_tensorflow(built: str | None, running: str) -> None:
     if built is None:
         raise BuildMismatchError(
             "hvpipe was built where no TensorFlow was installed, so it has no TensorFlow kernels. "
-            f"Rebuild it now that there is one: {REBUILD}. Received: tensorflow {running}"
+            f"Rebuild it now that there is one: {REBUILD} (where TensorFlow comes from a module, by PYTHONPATH, "
+            f"with --no-build-isolation). Received: tensorflow {running}"
         )
     if not tensorflow_fits(built, running):
         raise BuildMismatchError(
@@ -33,10 +34,11 @@ def check_tensorflow(built: str | None, running: str) -> None:
 @functools.cache
 def library() -> Any:
     """The loaded op library, after a check that it fits."""
+    folder = native_directory()
     from hvpipe._build_info import TENSORFLOW_VERSION
 
     check_tensorflow(TENSORFLOW_VERSION, tf.__version__)
-    return tf.load_op_library(str(native_directory() / "libhvpipe_tf.so"))
+    return tf.load_op_library(str(folder / "libhvpipe_tf.so"))
 
 
 def begin_step(samples: Any, step: Any, reduces: Any, plan: int) -> Any:
