@@ -88,11 +88,6 @@ class Comparison:
         """The share of the baseline's time that is saved."""
         return 1 - 1 / self.speedup
 
-    @property
-    def slower(self) -> bool:
-        """Beyond twice the noise."""
-        return self.speedup * (1 + 2 * self.noise) < 1
-
 
 @dataclass(frozen=True)
 class Means:
@@ -105,7 +100,7 @@ class Means:
     reduction: float
     speedup: float
     worst_speedup: float
-    slower_in: tuple[str, ...] = ()  # with how fast, and whether that is within the noise
+    slower_in: tuple[str, ...] = ()  # with the speedup and its noise
 
 
 def all_figures(outcome: Outcome) -> list[CaseFigures]:
@@ -201,7 +196,7 @@ def means(comparisons: Sequence[Comparison]) -> Means | None:
         geometric_mean([each.speedup for each in comparisons]),
         min(each.speedup for each in comparisons),
         tuple(
-            f"{each.group} ({each.speedup:.2f}x{'' if each.slower else ', within the noise'})"
+            f"{each.group} ({each.speedup:.2f}x +- {each.noise:.0%})"
             for each in comparisons
             if each.speedup < 1
         ),

@@ -345,13 +345,13 @@ def _what_is_wrong(error: ImportError) -> str:
     folder = Path(__file__).parents[1]
     if (folder / "CMakeLists.txt").is_file() and importlib.util.find_spec("hvpipe._build_info") is None:
         return (
-            f"Python found hvpipe's source in {folder}, where nothing was built, before an hvpipe that may be "
-            f"installed: start elsewhere, or install this one editable (pip install -e {folder})."
+            f"Python found hvpipe's source in {folder}, where nothing was built, before an hvpipe that may "
+            f"be installed: start elsewhere, or install this one editable (pip install -e {folder})."
         )
     if "GLIBCXX" in str(error):
         return (
-            "This Python's libstdc++ is older than the compiler that built hvpipe: conda install -c conda-forge "
-            "libstdcxx-ng, or build hvpipe with conda's compiler."
+            "This Python's libstdc++ is older than the compiler that built hvpipe: conda install -c "
+            "conda-forge libstdcxx-ng, or build hvpipe with conda's compiler."
         )
     return f"Where the MPI library that it was built with is gone, bring it back or rebuild: {REBUILD}."
 

@@ -309,17 +309,22 @@ def test_an_engine_that_does_not_load(tmp_path: Path) -> None:
 def test_the_source_folder_before_an_hvpipe_that_is_installed(tmp_path: Path) -> None:
     """As in a clone after `pip install .`: rebuilding, which the error advised, would change nothing."""
     source = Path(hvpipe.__file__).parent
-    shutil.copytree(source, tmp_path / "hvpipe", ignore=shutil.ignore_patterns("*.so*", "_build_info.py", "__py*"))
+    shutil.copytree(
+        source, tmp_path / "hvpipe", ignore=shutil.ignore_patterns("*.so*", "_build_info.py", "__py*")
+    )
     (tmp_path / "CMakeLists.txt").touch()
     script = write(
         tmp_path,
         "import sys\n"
-        "sys.meta_path[:] = [finder for finder in sys.meta_path if 'ScikitBuild' not in type(finder).__name__]\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
         "from hvpipe.engine import import_native\n"
         "import_native()\n",
     )
     result = launch(ALONE, [script], limit_s=LIMIT_S)
-    assert "before an hvpipe that may be installed: start elsewhere, or install this one editable" in result.output
+    assert (
+        "before an hvpipe that may be installed: start elsewhere, or install this one editable"
+        in result.output
+    )
 
 
 def test_another_mpi_than_hvpipe_was_built_with(tmp_path: Path) -> None:

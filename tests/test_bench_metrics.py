@@ -158,7 +158,9 @@ def step_report() -> StepReport:
         Round("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
         Round("step", [[1.1, 1.1, 1.1], [1.1, 1.1, 1.1]], [1.4, 1.5]),
     )
-    return StepReport("model", "2 hosts", "Keras", 2, 2, 8, 37_500_000, rounds, 300e6, 290e6, "iperf3 --bidir")
+    return StepReport(
+        "model", "2 hosts", "Keras", 2, 2, 8, 37_500_000, rounds, 300e6, 290e6, "iperf3 --bidir"
+    )
 
 
 def test_step_summary() -> None:

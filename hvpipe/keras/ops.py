@@ -20,8 +20,8 @@ def check_tensorflow(built: str | None, running: str) -> None:
     if built is None:
         raise BuildMismatchError(
             "hvpipe was built where no TensorFlow was installed, so it has no TensorFlow kernels. "
-            f"Rebuild it now that there is one: {REBUILD} (where TensorFlow comes from a module, by PYTHONPATH, "
-            f"with --no-build-isolation). Received: tensorflow {running}"
+            f"Rebuild it now that there is one: {REBUILD} (where TensorFlow comes from a module, by "
+            f"PYTHONPATH, with --no-build-isolation). Received: tensorflow {running}"
         )
     if not tensorflow_fits(built, running):
         raise BuildMismatchError(
