@@ -196,7 +196,7 @@ def _library(build: Build | None, library: str | None, error: str) -> Finding:
 
 def _mpirun(environ: Mapping[str, str], library: str | None) -> Finding:
     try:
-        mpirun = launch.find_mpirun([Path(sys.executable).parent], environ.get("PATH"), library)
+        mpirun = launch.find_mpirun(launch.script_folders(), environ.get("PATH"), library)
     except LaunchError as error:
         return Finding("mpirun", "problem", "none that fits", str(error))
     found = f"{mpirun.name} ({mpirun.path})"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import site
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -149,6 +151,14 @@ def parse_hostfile(text: str, name: str) -> tuple[HostSlots, ...]:
     if not slots:
         raise LaunchError(f"--hostfile should name hosts, one a line. Received: none in {name}")
     return tuple(HostSlots(*both) for both in slots.items())
+
+
+def script_folders() -> list[Path]:
+    """Where pip puts scripts: beside this Python, and outside of a virtual environment with the user's own."""
+    folders = [Path(sys.executable).parent]
+    if sys.prefix == sys.base_prefix and site.ENABLE_USER_SITE:
+        folders.append(Path(site.getuserbase()) / "bin")
+    return folders
 
 
 def find_mpirun(

