@@ -154,7 +154,7 @@ def parse_hostfile(text: str, name: str) -> tuple[HostSlots, ...]:
 
 
 def script_folders() -> list[Path]:
-    """Where pip puts scripts: beside this Python, and outside of a virtual environment with the user's own."""
+    """Where pip puts scripts: beside this Python; outside of a virtual environment among the user's, too."""
     folders = [Path(sys.executable).parent]
     if sys.prefix == sys.base_prefix and site.ENABLE_USER_SITE:
         folders.append(Path(site.getuserbase()) / "bin")
