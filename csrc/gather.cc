@@ -62,7 +62,8 @@ bool RingAllGather::Step() {
 std::string RingAllGather::Waiting() const {
   return "all-gather segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) +
          " from rank " +
-         std::to_string(transport_.RankInJob((transport_.rank() + transport_.size() - 1) % transport_.size()));
+         std::to_string(
+             transport_.RankInJob((transport_.rank() + transport_.size() - 1) % transport_.size()));
 }
 
 ChainBroadcast::ChainBroadcast(Transport& transport, Counters& counters, void* data, std::size_t bytes,

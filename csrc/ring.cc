@@ -170,13 +170,14 @@ bool RingAllReduce::FinishSends() {
 
 std::string RingAllReduce::Waiting() const {
   // A segment that is missing may be any rank's fault; that this neighbour is not here is known.
-  if (awaited_ != kNoTicket) return "rank " + std::to_string(transport_.RankInJob(right())) + " to come to it";
+  if (awaited_ != kNoTicket)
+    return "rank " + std::to_string(transport_.RankInJob(right())) + " to come to it";
   if (received_ < total_) {
     return "ring segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) + " from rank " +
            std::to_string(transport_.RankInJob(left()));
   }
-  return "rank " + std::to_string(transport_.RankInJob(right())) + " to take segment " + std::to_string(sent_ + 1) +
-         " of " + std::to_string(total_);
+  return "rank " + std::to_string(transport_.RankInJob(right())) + " to take segment " +
+         std::to_string(sent_ + 1) + " of " + std::to_string(total_);
 }
 
 }  // namespace hvpipe

@@ -16,8 +16,8 @@ namespace hvpipe {
 //
 // Ranks reach a bucket at different times. A rank says to the one before it that it has come, and data wait
 // for that word: or else the sends in flight of a rank that is ahead would all be of buckets that its
-// neighbour has not got to, and the link would rest while both have others to exchange. Not where all of it is
-// little: that goes at once, and counts for nothing among the sends in flight.
+// neighbour has not got to, and the link would rest while both have others to exchange. Not where all of it
+// is little: that goes at once, and counts for nothing among the sends in flight.
 class RingAllReduce : public Collective {
  public:
   struct Options {
@@ -66,7 +66,7 @@ class RingAllReduce : public Collective {
   std::deque<Ticket> sends_;
   bool greeted_ = false;
   Ticket greeting_ = kNoTicket, awaited_ = kNoTicket;  // to the rank before, of the rank behind
-  bool small_;  // each step is one message, and all of them are little
+  bool small_;                                         // each step is one message, and all of them are little
   std::size_t scratch_bytes_;
   std::vector<AlignedBuffer> scratch_;
   std::vector<void*> free_scratch_;
