@@ -90,7 +90,7 @@ wheel: setup
 
 keras: setup
 	@echo "==> what meets TensorFlow of the fast half of the tests, on TensorFlow $(TF)"
-	@$(PYTEST) -m "not slow" $(SIDE_BY_SIDE) -k "keras or kernels or examples or tensorflow"
+	@$(PYTEST) -m "not slow" $(SIDE_BY_SIDE) -k "keras or kernels or examples or tensorflow or bad_input or docs_python"
 
 # On the other TensorFlow, unless setup left word that no Python here can install it.
 other:

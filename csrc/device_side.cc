@@ -62,9 +62,13 @@ std::size_t PartsOf(const DeviceSide& side) {
 
 Error NoRoom(Device& device, std::size_t bytes, const std::string& of_what) {
   const Device::Room room = device.FreeRoom();
+  std::string pieces;
+  if (room.free >= bytes) {
+    pieces = ", but not in one piece: HVPIPE_BUCKET_BYTES=" + std::to_string(bytes / 2) + " may fit";
+  }
   return Error(
       "The GPU has no room for " + of_what + ": wanted " + Megabytes(bytes) + ", free are " +
-          Megabytes(room.free) + " of " + Megabytes(room.total) +
+          Megabytes(room.free) + " of " + Megabytes(room.total) + pieces +
           ". Leave it more (TensorFlow: smaller batches, or a memory limit), or let compression=\"bf16\" "
           "halve what float32 gradients take",
       ErrorKind::kUsage);

@@ -121,15 +121,16 @@ class NcclCommunicator {
   void ReduceScatter(void* buffer, std::size_t count, DType dtype, nccl::Stream stream);
   void AllGather(void* buffer, std::size_t count, DType dtype, nccl::Stream stream);
   void Broadcast(void* data, std::size_t bytes, int root, nccl::Stream stream);
+  // For stages of pipelines on GPUs, which so far send through the host: the engine calls none of the three.
   void Send(const void* data, std::size_t bytes, int peer, nccl::Stream stream);
   void Receive(void* data, std::size_t bytes, int peer, nccl::Stream stream);
+  // What `calls` enqueues starts as one launch, and sends and receives inside cannot wait for each other.
+  void Grouped(const std::function<void()>& calls);
   // Lets other GPUs and the network card read and write this memory of NcclLibrary::Allocate themselves,
   // until Deregister or the end of the communicator. What one rank gives to a collective must be registered
   // on all ranks or on none. Returns what Deregister wants; null where the user told NCCL not to.
   void* Register(void* memory, std::size_t bytes);
   void Deregister(void* registration);
-  // What `calls` enqueues starts as one launch, and sends and receives inside cannot wait for each other.
-  void Grouped(const std::function<void()>& calls);
 
   // Ends what is under way, on the device as well; nothing can be called after. Idempotent. NCCL does that on
   // a thread of its own, since it may wait there for the other ranks of this host to abort as well.

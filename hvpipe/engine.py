@@ -158,7 +158,10 @@ class Engine:
                     *(library, ordinal, nccl, required, settings.gpus_may_be_shared, settings.nccl_span)
                 )
             )
-            logger.info("hvpipe: data on GPUs goes %s", self._device_way)
+            # News where NCCL was to be had: whoever asked for the host knows.
+            slow = self._device_way.startswith("through the host") and settings.nccl_library != "none"
+            level = logging.WARNING if slow and core.local_rank == 0 else logging.INFO
+            logger.log(level, "hvpipe: data on GPUs goes %s", self._device_way)
         return self._device_way
 
     def use_device_if_built(self, ordinal: int) -> bool:

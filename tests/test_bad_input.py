@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from native_build import build
 
 import hvpipe
 from distributed import ALONE, Run, environment, expect_fatal, launch, mpirun_command
@@ -152,6 +153,26 @@ if rank == 1:
 hvpipe.allreduce(np.ones(9))
 """
     fails(tmp_path, INIT + script, "failing at")
+
+
+def test_a_gpu_that_is_lost_on_one_rank(tmp_path: Path) -> None:
+    """NCCL tells that rank alone; the other, which waits for it, ends with it."""
+    script = """
+from mpi.devices import OnDevice
+array = OnDevice(np.ones(1000, np.float32))
+def reduce(): hvpipe.allreduce(array, op="sum", out=array)
+reduce()
+assert (array.values == 2).all()
+if rank == 1:
+    say_when()
+    os.environ["FAKE_NCCL"] = "async"
+while True: reduce()
+"""
+    device = str(build("fake_device.cc"))
+    libraries = {"HVPIPE_DEVICE_LIBRARY": device, "HVPIPE_NCCL_LIBRARY": str(build("fake_nccl.cc"))}
+    env = {**libraries, "FAKE_NCCL_DEVICE": device, "PYTHONPATH": str(Path(__file__).parent)}
+    result = fails(tmp_path, INIT + script, r"(?s)rank 1 of 2 .*PeerError: .*remote process exited", **env)
+    assert "rank 0 of 2" not in result.output, result.describe()
 
 
 def test_an_interrupt_of_one_rank(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,3 +103,19 @@ def test_a_trace_that_lacks_events_says_so(
     report_run(session(trace=tmp_path / "t.json", events_dropped=dropped))
     assert ("it lacks the last 1,234 events of 1 of 1 ranks" in capsys.readouterr().err) is (dropped > 0)
     assert Trace.read(tmp_path / "t.json").metadata["counters"][0]["events_dropped"] == dropped
+
+
+def test_what_several_ranks_could_not_measure_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = session(utilization=tmp_path / "util.csv")
+    made.sampler.notes = lambda: ["no GPU figures: no driver", "no GPU figures: no driver"]
+    made.engine.gather_object = lambda mine: [
+        mine,
+        replace(mine, notes=["no GPU figures: no driver", "more"]),
+    ]
+    report_run(made)
+    assert capsys.readouterr().err.splitlines() == [
+        "hvpipe: utilization: no GPU figures: no driver (2 of 2 ranks)",
+        "hvpipe: utilization: more (1 of 2 ranks)",
+    ]

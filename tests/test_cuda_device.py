@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from native_build import CSRC, build
 
-Run = Callable[[str], list[str]]
+Run = Callable[..., list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -27,14 +27,14 @@ def cuda() -> Path:
 
 @pytest.fixture
 def run(cuda: Path, tmp_path: Path) -> Run:
-    """Runs a case of cuda_device_driver; the lines that it prints."""
+    """Runs a case of cuda_device_driver, on a CUDA compiled with these flags; the lines that it prints."""
     headers = ("-isystem", str(cuda))
-    fake = build("fake_cuda.cc", *headers, "-Wl,-soname,libcuda.so.1")
+    named = (*headers, "-Wl,-soname,libcuda.so.1")
     sources = (str(CSRC / "cuda_device.cc"), str(CSRC / "cuda_context.cc"))
-    driver = build("cuda_device_driver.cc", *headers, *sources, str(fake))
-    (tmp_path / "libcuda.so.1").symlink_to(fake)
+    driver = build("cuda_device_driver.cc", *headers, *sources, str(build("fake_cuda.cc", *named)))
 
-    def lines(case: str) -> list[str]:
+    def lines(case: str, *flags: str) -> list[str]:
+        (tmp_path / "libcuda.so.1").symlink_to(build("fake_cuda.cc", *named, *flags))
         env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
         done = subprocess.run(
             [str(driver), case], capture_output=True, text=True, timeout=60, env=env, check=False
@@ -84,3 +84,18 @@ def test_a_device_is_told_from_all_others_and_from_other_parts_of_its_board(run:
     # One that the kernels were not compiled for is refused at the start.
     assert "CMAKE_CUDA_ARCHITECTURES=61" in error
     assert "Received: Test GPU 0000:01:00.0 of compute capability 6.1" in error
+
+
+@pytest.mark.parametrize(
+    ("case", "driver"), [("old driver", "a driver for CUDA 11.3"), ("no driver", "no driver")]
+)
+def test_a_driver_older_than_the_build_is_named_with_it(run: Run, case: str, driver: str) -> None:
+    built, left_over, error = run(case)
+    assert "A CUDA device should be usable: the driver is too old" in error
+    assert error.endswith(f"Received: {driver}; hvpipe was {built}")
+    assert left_over == "last error: 0"
+
+
+def test_a_driver_that_lacks_a_function_is_too_old(run: Run) -> None:
+    (error,) = run("kept", "-DOLD_DRIVER")
+    assert "should be of CUDA 11.4 or later. Received: libcuda.so.1 without cuDeviceGetUuid_v2" in error

@@ -18,6 +18,7 @@ from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.overlap import OverlappedOptimizer
 from hvpipe.keras.reducer import Reducer
 from hvpipe.keras.train_steps import TrainSteps
+from hvpipe.visible_gpus import Gpu
 
 
 class Gpus:
@@ -53,8 +54,9 @@ def machine(monkeypatch: Any) -> Any:
     return with_gpus
 
 
-def session(local_rank: int, local_size: int) -> Any:
-    return SimpleNamespace(world=SimpleNamespace(local_rank=local_rank, local_size=local_size))
+def session(local_rank: int, local_size: int, visible_gpus: str | None = None) -> Any:
+    world = SimpleNamespace(rank=local_rank, local_rank=local_rank, local_size=local_size)
+    return SimpleNamespace(world=world, settings=SimpleNamespace(visible_gpus=visible_gpus))
 
 
 def test_a_rank_is_left_with_its_own_gpu_whose_memory_grows(machine: Any) -> None:
@@ -79,6 +81,23 @@ def test_without_a_gpu_nothing_is_set(machine: Any) -> None:
     gpus = machine(Gpus(0))
     claim_gpu(session(1, 2))
     assert gpus.visible is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "visible", "listed", "said"),
+    [(0, None, 2, 1), (0, "1", 2, 1), (0, "", 2, 0), (0, None, 0, 0), (1, None, 2, 0)],
+)
+def test_gpus_that_tensorflow_does_not_see_are_said_once(
+    machine: Any, monkeypatch: Any, caplog: Any, rank: int, visible: str | None, listed: int, said: int
+) -> None:
+    """By rank 0; not where CUDA_VISIBLE_DEVICES hides them."""
+    machine(Gpus(0))
+    gpus = [Gpu(f"GPU-{i}", "Test GPU") for i in range(listed)]
+    monkeypatch.setattr("hvpipe.keras.gpu.list_gpus", lambda: gpus)
+    claim_gpu(session(rank, 2, visible))
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == said
+    assert all("TensorFlow sees none: it trains on the processor" in line for line in lines)
 
 
 def test_more_ranks_than_gpus_is_an_error(machine: Any) -> None:

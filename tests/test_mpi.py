@@ -34,7 +34,10 @@ KERAS = tuple(
     for path in sorted((Path(__file__).parent / "mpi_keras").glob("test_*.py"))
     if (name := f"mpi_keras/{path.name}") not in (*PIPELINES, *OF_ONE_RANK)
 )
-NUMBERS = tuple(f"mpi_keras/test_{name}.py" for name in ("exact", "whole_batch", "ranks_equal", "logs"))
+NUMBERS = tuple(
+    f"mpi_keras/test_{name}.py"
+    for name in ("exact", "whole_batch", "ranks_equal", "logs", "finished_weights")
+)
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 

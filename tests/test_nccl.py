@@ -47,6 +47,7 @@ def test_a_library_that_is_there_is_used() -> None:
     assert code == 0, output
     assert "version 2.30.5" in output
     assert "sum 1 2 3" in output
+    assert "received 1 2 3" in output
 
 
 def test_it_calls_its_own_functions_beside_others_of_their_names() -> None:
@@ -117,6 +118,11 @@ def test_an_abort_that_hangs_keeps_nobody_from_the_error(monkeypatch: pytest.Mon
 def test_an_error_inside_a_group_ends_the_group() -> None:
     text = refused(build("fake_nccl.cc"), "10", "fail-in-group", kind=PEER)
     assert "ncclBroadcast: invalid usage" in text
+
+
+def test_a_message_that_cannot_be_sent_ends_the_group() -> None:
+    text = refused(build("fake_nccl.cc"), "10", "send-elsewhere", kind=PEER)
+    assert "ncclSend: invalid usage" in text
 
 
 def headers() -> Path | None:

@@ -2,8 +2,8 @@
 
 Builds hvpipe where it lacks its GPU library, then runs bench.gpu.check_worker with one rank, with two through
 the host and with two by NCCL: every result against a float64 reference, on fresh random data, with outputs
-poisoned before. Needs PyTorch, MPI and nvcc; docs/gpu.md says how to bring what a machine lacks. Where there
-is one GPU only, two ranks share it, which takes NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY).
+poisoned before. Needs PyTorch, MPI and nvcc; bench/README.md says how to bring what a machine lacks. Where
+there is one GPU only, two ranks share it, which takes NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY).
 
 Exits 0 where all is right, 1 where a result is wrong, a rank failed or a figure falls short of what is wanted
 of it (printed beside it; not with --small), 77 where there is no GPU to check.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any
 
 import tensorflow as tf
 
 from hvpipe.device_array import assign_gpu
 from hvpipe.errors import HvpipeError
+from hvpipe.nvml import list_gpus
 from hvpipe.session import Session
+from hvpipe.visible_gpus import uuid_of_rank
+
+logger = logging.getLogger("hvpipe")
 
 
 def on_the_host() -> Any:
@@ -22,12 +27,13 @@ def on_the_host() -> Any:
 
 
 def claim_gpu(session: Session) -> None:
-    """Let TensorFlow see this rank's GPU alone; before it has used any. Nothing happens where there is none.
+    """Let TensorFlow see this rank's GPU alone; before it has used any. Where it sees none nothing is set.
 
     Raises HvpipeError where a host has more ranks than GPUs, or where TensorFlow holds them all already.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
+        _warn_of_unseen_gpus(session)
         return
     mine = gpus[assign_gpu(session.world.local_rank, session.world.local_size, len(gpus))]
     try:
@@ -41,6 +47,16 @@ def claim_gpu(session: Session) -> None:
             "hvpipe.init() should come before TensorFlow's first operation on a GPU, so that each rank takes "
             f"its own. Received: {error}"
         ) from error
+
+
+def _warn_of_unseen_gpus(session: Session) -> None:
+    """Rank 0 says where CUDA would show it a GPU, and TensorFlow lacks the libraries for it, say."""
+    world = session.world
+    if world.rank == 0 and uuid_of_rank(session.settings.visible_gpus, world.local_rank, list_gpus()):
+        logger.warning(
+            "hvpipe: there are GPUs here and TensorFlow sees none: it trains on the processor. Its own lines "
+            "above say why. CUDA_VISIBLE_DEVICES='' says that this is meant."
+        )
 
 
 def reduces_on_gpu(session: Session) -> bool:

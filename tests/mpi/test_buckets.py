@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import random
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ import hvpipe
 from hvpipe.engine import Engine
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.buckets import BucketPlan, Gradient, plan_buckets
+from hvpipe.session import current
 
 # Several buckets of each kind, from a few bytes to several chunks of the shared-memory lane.
 MODEL = [
@@ -247,3 +251,66 @@ def test_waiting_for_a_bucket_is_counted(engine: Engine, core: Any) -> None:
 
 def test_nothing_is_recorded_without_a_trace(engine: Engine) -> None:
     assert engine.take_events() == []
+
+
+@contextlib.contextmanager
+def traced_engine() -> Iterator[Engine]:
+    """An engine beside the session's that records."""
+    session = current()
+    settings = dataclasses.replace(session.settings, trace_path="recorded")
+    made = Engine(session.world, settings, settings.ranks_per_host)
+    yield made
+    made.agree("end of a case")
+    made.stop()
+    made.core = None
+
+
+def test_an_urgent_bucket_overtakes_a_large_one(core: Any) -> None:
+    """The large one is under way when the urgent one comes, with more messages than there may be at once."""
+    session = current()
+    if hvpipe.size() == 1 or (core.hosts == 1 and session.settings.shared_memory):
+        pytest.skip("nothing travels, and in shared memory buckets take turns")
+    if session.settings.segment_bytes:
+        pytest.skip("messages so small that the large bucket may be through at once")
+    count = session.world.eager_bytes // 4 * hvpipe.size()
+    arrays = [np.ones(50 * count, np.float32), np.ones(5 * count, np.float32)]
+    model = [Gradient("urgent", (5 * count,), "float32"), Gradient("large", (50 * count,), "float32")]
+    plan = plan_buckets(model, 1000)
+    assert [bucket.name for bucket in plan.buckets] == ["large", "urgent"]
+    overtook = []
+    with traced_engine() as engine:
+        plan_id = engine.add_plan("overtaking", plan)
+        for step in range(5):
+            engine.core.begin_step(plan_id, step, 1.0, True)
+            for number, array in enumerate(arrays):
+                engine.core.submit(plan_id, number, [array], 1.0)
+            for number, array in enumerate(arrays):
+                engine.core.collect(plan_id, number, [np.empty_like(array)])
+            ends = {name: end for category, name, _, end in engine.take_events() if category == "reduce"}
+            overtook.append(ends["urgent"] < ends["large"])
+    # Not each time where a rank was put off between its two submissions until the large one was through.
+    assert any(overtook)
+
+
+def test_an_engine_that_waits_takes_no_core(engine: Engine, core: Any) -> None:
+    """For work, and for a bucket that another rank has yet to submit."""
+    first = hvpipe.rank() == 0
+    plan_id = engine.add_plan("late", plan_buckets([Gradient("w", (4,), "float32")], 100))
+    ones = np.ones(4, np.float32)
+    hvpipe.barrier()
+    cores = [cores_while_asleep()]
+    core.begin_step(plan_id, 1, 1.0, True)
+    if not first:
+        core.submit(plan_id, 0, [ones], 1.0)
+    cores.append(cores_while_asleep())
+    if first:
+        core.submit(plan_id, 0, [ones], 1.0)
+    core.collect(plan_id, 0, [ones])
+    assert max(cores) < 0.25
+
+
+def cores_while_asleep() -> float:
+    """How many processor cores all threads of this process keep busy while this one sleeps."""
+    used_s, begun_s = time.process_time(), time.monotonic()
+    time.sleep(0.5)
+    return (time.process_time() - used_s) / (time.monotonic() - begun_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import time
 from typing import Any
@@ -48,15 +49,35 @@ def test_two_ranks_on_one_device_are_told_so(libraries: Libraries, monkeypatch: 
     engine.stop()
 
 
-def test_two_ranks_on_one_device_may_be_without_nccl(libraries: Libraries, monkeypatch: Any) -> None:
-    """Only NCCL wants a device for each rank; it is not asked for here, and not found."""
+def test_two_ranks_on_one_device_may_be_without_nccl(
+    libraries: Libraries, monkeypatch: Any, caplog: Any
+) -> None:
+    """Only NCCL wants a device for each rank; it is not asked for here, and not found, which is said."""
     needs_others()
+    caplog.set_level(logging.INFO, "hvpipe")
     monkeypatch.setenv("FAKE_DEVICES", "1")
     monkeypatch.setattr("hvpipe.engine.find_nccl", lambda _: "libnccl-that-is-nowhere.so.2")
     engine = open_engine(libraries, "NCCL", nccl_library="", gpus_may_be_shared=False)
     assert "through the host: NCCL should load" in engine.use_device()
     engine.agree("end of a case")
     engine.stop()
+    assert levels_of_the_way(caplog) == ["WARNING" if engine.core.local_rank == 0 else "INFO"]
+
+
+def test_whoever_asked_for_the_host_is_not_warned_of_it(libraries: Libraries, caplog: Any) -> None:
+    needs_others()
+    caplog.set_level(logging.INFO, "hvpipe")
+    for way in ("host", "NCCL"):
+        engine = open_engine(libraries, way)
+        engine.use_device()
+        engine.agree("end of a case")
+        engine.stop()
+    assert levels_of_the_way(caplog) == ["INFO", "INFO"]
+
+
+def levels_of_the_way(caplog: Any) -> list[str]:
+    """At which levels it was logged how data on GPUs goes."""
+    return [record.levelname for record in caplog.records if "data on GPUs goes" in record.getMessage()]
 
 
 def test_parts_of_one_device_go_through_the_host(libraries: Libraries, monkeypatch: Any) -> None:
@@ -175,12 +196,17 @@ def test_gradients_that_do_not_fit_are_said_with_their_bytes(libraries: Librarie
     plan = plan_buckets(layers, 1_000_000)
     monkeypatch.setenv("FAKE_DEVICE_FREE", "5000000")
     with pytest.raises(
-        HvpipeError, match=r"the gradients' 2 buckets: wanted 6 MB, free are 5 MB of 2000 MB.*compression"
+        HvpipeError,
+        match=r"the gradients' 2 buckets: wanted 6 MB, free are 5 MB of 2000 MB\. Leave.*compression",
     ):
         engine.add_plan("a", plan, on_device=True)
     monkeypatch.setenv("FAKE_DEVICE_FREE", "6000000")
     monkeypatch.setenv("FAKE_DEVICE_FULL", "1")  # of pieces that are too small
-    with pytest.raises(HvpipeError, match=r"a bucket of gradients: wanted [24] MB, free are 6 MB of 2000 MB"):
+    with pytest.raises(
+        HvpipeError,
+        match=r"a bucket of gradients: wanted 2 MB, free are 6 MB of 2000 MB, but not in one piece: "
+        r"HVPIPE_BUCKET_BYTES=1000\d{3} may fit",
+    ):
         engine.add_plan("a", plan, on_device=True)
     engine.stop()
 

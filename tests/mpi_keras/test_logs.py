@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import keras
 import numpy as np
@@ -79,8 +80,8 @@ def test_evaluate_before_a_step_is_of_rank_0s_weights() -> None:
     assert found == pytest.approx(expected(), rel=1e-5)
 
 
-def test_xla_is_for_one_rank_alone() -> None:
-    """Which compiles what counts the samples; several switch it off for `evaluate`, too."""
+def test_xla_is_for_one_rank_alone(caplog: Any) -> None:
+    """Which compiles what counts the samples; several switch it off for `evaluate`, too, and say so once."""
     alone = hvpipe.size() == 1
     model = parallel(compiled(jit_compile=True))
     model.evaluate(*samples(8), verbose=0)
@@ -88,6 +89,8 @@ def test_xla_is_for_one_rank_alone() -> None:
     fit(model, my_batches(2))
     assert model.jit_compile is alone
     assert model._hvpipe._steps.train_counter.total() == 16
+    said = [record for record in caplog.records if "jit_compile is switched off" in record.getMessage()]
+    assert len(said) == (hvpipe.rank() == 0 and not alone)
 
 
 def test_logs_at_the_end_of_fit_are_those_of_the_last_epoch() -> None:

@@ -16,6 +16,7 @@ bool fake_context_made(int device);
 int fake_current();
 cudaError_t fake_last_error();
 void fake_fail(const char* call);
+void fake_driver(int version);
 hvpipe::Device* hvpipe_open_device(int ordinal, int version);
 }
 
@@ -128,6 +129,18 @@ void Names() {
   Open(0);
 }
 
+// A driver that serves CUDA up to this version.
+void With(int driver) {
+  std::printf("built with CUDA %d.%d\n", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+  fake_driver(driver);
+  try {
+    Open(0);
+  } catch (const hvpipe::Error&) {
+    std::printf("last error: %d\n", fake_last_error());
+    throw;
+  }
+}
+
 }  // namespace
 
 int main(int, char** argv) {
@@ -139,6 +152,8 @@ int main(int, char** argv) {
     if (wanted == "here") Here();
     if (wanted == "full") Full();
     if (wanted == "names") Names();
+    if (wanted == "old driver") With(11030);
+    if (wanted == "no driver") With(0);
   } catch (const hvpipe::Error& error) {
     std::printf("error %d: %s\n", static_cast<int>(error.kind()), error.what());
   }

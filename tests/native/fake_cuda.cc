@@ -3,6 +3,7 @@
 // It stands for what CUDA documents: a runtime call on a thread without a context makes one on the device that
 // the thread chose, device 0 if none, and choosing a device makes one there; the driver's calls make none but
 // those that are retained. Memory is the host's. Whether a real driver keeps to that a GPU has to tell.
+// Compiled with -DOLD_DRIVER it lacks a function that CUDA 11.4 brought.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -21,6 +22,7 @@ std::mutex guard;
 std::array<bool, kDevices> made{};
 std::map<const void*, int> memory;  // by address: the device it lies on
 std::string failing;                // a call that fails with an error of its own
+int driver = CUDART_VERSION;        // the newest CUDA that it serves; 0: there is none
 
 thread_local int chosen = 0;
 thread_local std::vector<int> contexts;  // by device, the last one current
@@ -76,6 +78,7 @@ bool fake_context_made(int device) { return made[static_cast<std::size_t>(device
 int fake_current() { return Current(); }
 cudaError_t fake_last_error() { return last; }
 void fake_fail(const char* call) { failing = call; }
+void fake_driver(int version) { driver = version; }
 
 CUresult cuGetErrorString(CUresult, const char** text) {
   *text = "an error of the test driver";
@@ -101,14 +104,19 @@ CUresult cuCtxPopCurrent_v2(CUcontext* context) {
   contexts.pop_back();
   return CUDA_SUCCESS;
 }
+#ifndef OLD_DRIVER
 // Devices 1 and 2 are two parts of one board.
 CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice device) {
   std::memset(uuid->bytes, 0x1a, sizeof uuid->bytes);
   uuid->bytes[15] = static_cast<char>(0xf0 + device);
   return CUDA_SUCCESS;
 }
+#endif
 
-const char* cudaGetErrorString(cudaError_t) { return "an error of the test runtime"; }
+const char* cudaGetErrorString(cudaError_t code) {
+  return code == cudaErrorInsufficientDriver ? "the driver is too old for the test runtime"
+                                             : "an error of the test runtime";
+}
 const char* cudaGetErrorName(cudaError_t) { return "cudaErrorOfATest"; }
 cudaError_t cudaGetLastError() {
   const cudaError_t code = last;
@@ -117,10 +125,10 @@ cudaError_t cudaGetLastError() {
 }
 cudaError_t cudaGetDeviceCount(int* devices) {
   *devices = kDevices;
-  return cudaSuccess;
+  return Outcome(driver < CUDART_VERSION ? cudaErrorInsufficientDriver : cudaSuccess);
 }
 cudaError_t cudaDriverGetVersion(int* version) {
-  *version = 13000;
+  *version = driver;
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {

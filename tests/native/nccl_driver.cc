@@ -1,6 +1,7 @@
-// Makes a communicator of one rank with the NCCL named, adds up numbers, prints the sum or the error.
+// Makes a communicator of one rank with the NCCL named, adds up numbers and sends them to itself; prints what
+// came of that, or the error.
 //
-//   nccl_driver LIBRARY [TIMEOUT_S] [fail-in-group]
+//   nccl_driver LIBRARY [TIMEOUT_S] [fail-in-group | send-elsewhere]
 //
 // Compiled with -DNAMESAKE -rdynamic it has functions of NCCL's names, as TensorFlow's GPU wheel does; with
 // -DOWN_MALLOC -rdynamic a malloc of its own, as a process with tcmalloc preloaded has.
@@ -43,6 +44,15 @@ void free(void*) noexcept {}
 }
 #endif
 
+namespace {
+
+void Print(const char* what, const float (&of)[3]) {
+  std::printf("%s %g %g %g\n", what, static_cast<double>(of[0]), static_cast<double>(of[1]),
+              static_cast<double>(of[2]));
+}
+
+}  // namespace
+
 int main(int argc, char** argv) {
   try {
     const hvpipe::NcclLibrary library(argv[1]);
@@ -52,14 +62,20 @@ int main(int argc, char** argv) {
     const auto go_on = [] {};
     hvpipe::NcclCommunicator communicator(library, 0, 1, library.NewId());
     communicator.WaitUntilReady(timeout_s, "joining", go_on);
-    float numbers[3] = {1, 2, 3}, sum[3] = {-1, -1, -1};
+    const std::string how = argc > 3 ? argv[3] : "";
+    float numbers[3] = {1, 2, 3}, sum[3] = {-1, -1, -1}, received[3] = {-1, -1, -1};
     communicator.Grouped([&] {
       communicator.AllReduce(numbers, sum, 3, hvpipe::DType::kFloat32, nullptr);
-      if (argc > 3) communicator.Broadcast(sum, sizeof sum, 0, nullptr);
+      if (how == "fail-in-group") communicator.Broadcast(sum, sizeof sum, 0, nullptr);
     });
     communicator.WaitUntilReady(timeout_s, "an all-reduce", go_on);
-    std::printf("sum %g %g %g\n", static_cast<double>(sum[0]), static_cast<double>(sum[1]),
-                static_cast<double>(sum[2]));
+    Print("sum", sum);
+    communicator.Grouped([&] {
+      communicator.Send(numbers, sizeof numbers, how == "send-elsewhere" ? 1 : 0, nullptr);
+      communicator.Receive(received, sizeof received, 0, nullptr);
+    });
+    communicator.WaitUntilReady(timeout_s, "a message to itself", go_on);
+    Print("received", received);
     communicator.Close(timeout_s);
     return 0;
   } catch (const hvpipe::Error& error) {
