@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 
 from bench.metrics import median
@@ -38,8 +38,6 @@ _LIMITS = {
 }
 """Kinds of clusters: speeds, and whether every device has only the least memory in which a plan is found."""
 
-_TIMED = {"700 layers, 8 devices": (700, 8), "10,000 layers, 64 devices": (10_000, 64)}
-
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.planning", description="How good plans are.")
@@ -60,8 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = list(all_cases(options.models.split(","), devices)) if options.only != "time" else []
     how = Pipelining("1f1b", options.microbatches)
     results = tuple(_shown(cases, lambda case: measure(case, how, options.draws)))
-    timed = _TIMED if options.only != "quality" else {}
-    planning_s = {what: planning_time_s(*size) for what, size in timed.items()}
+    timed = _timed() if options.only != "quality" else {}
+    planning_s = {what: planning_time_s(*case) for what, case in timed.items()}
     report = PlanningReport(options.microbatches, options.draws, results, planning_s)
     print(report.to_text())
     if options.json:
@@ -91,13 +89,38 @@ def measure(case: Case, how: Pipelining, draws: int) -> Result:
     )
 
 
-def planning_time_s(layers: int, devices: int) -> float:
-    """Seconds to plan a synthetic model of so many uneven layers on as many unequal devices, in any order."""
+def _timed() -> dict[str, tuple[int, Cluster]]:
+    """How many layers on which devices."""
+    return {
+        "700 layers, 8 devices": (700, equal_links(8)),
+        "700 layers, 8 devices, measured links": (700, measured_links(8)),
+        "10,000 layers, 64 devices": (10_000, equal_links(64)),
+    }
+
+
+def equal_links(devices: int) -> Cluster:
+    """Devices of three speeds, on links that are all the same."""
+    return equal_cluster(devices, Link(0.01, 1.0), speeds=_UNEQUAL)
+
+
+def measured_links(devices: int) -> Cluster:
+    """As `hvpipe profile` finds them: no two devices are equally fast, no two links the same."""
+    equal = equal_links(devices)
+    hosts = tuple(
+        replace(host, devices=tuple(replace(d, speed=d.speed * (1 + place / 100)) for d in host.devices))
+        for place, host in enumerate(equal.hosts)
+    )
+    pairs = combinations([device.name for device in equal.devices], 2)
+    links = [(a, b, Link(0.01, 1 + number / 1000)) for number, (a, b) in enumerate(pairs)]
+    return replace(equal, hosts=hosts, measured=tuple(links))
+
+
+def planning_time_s(layers: int, cluster: Cluster) -> float:
+    """Seconds to plan a synthetic model of so many uneven layers, a stage on every device, in any order."""
     costs = (LayerCost(f"l{i}", 1 + i % 7, 2 + i % 5, output_bytes=i % 3) for i in range(layers))
     profile = Profile(tuple(costs), tuple((i, i + 1) for i in range(layers - 1)))
-    cluster = equal_cluster(devices, Link(0.01, 1.0), speeds=_UNEQUAL)
     start_s = time.perf_counter()
-    partition(profile, cluster, devices)
+    partition(profile, cluster, len(cluster.devices))
     return time.perf_counter() - start_s
 
 

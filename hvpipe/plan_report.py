@@ -13,7 +13,7 @@ from hvpipe.plan_command import Answer, Question
 
 
 def to_json(given: Answer, *, explained: bool = False) -> dict[str, Any]:
-    """The plan, its forecast, and the steps of the others; and why each cut is where it is."""
+    """The plan, its forecast, and those of the others; and why each cut is where it is."""
     explanation = {"explanation": _explanation(given)} if explained else {}
     return {
         "plan": given.chosen.plan.to_json(),
@@ -22,7 +22,10 @@ def to_json(given: Answer, *, explained: bool = False) -> dict[str, Any]:
             {"mode": one.mode, "forecast": one.forecast and _figures(one.forecast), "refused": one.refused}
             for one in given.candidates
         ],
-        "baselines": {name: one and _figures(one) for name, one in given.baselines.items()},
+        "baselines": {
+            name: one and {**_figures(one), "plan": one.plan.to_json()}
+            for name, one in given.baselines.items()
+        },
         "fitting": {name: count for name, count in given.fitting.items() if is_random(name)},
         **explanation,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from bench import pipelines
 from bench.pipeline_report import Case, PipelineReport
 
 
-def report(greedy: tuple[float, float], *random: tuple[float, float]) -> PipelineReport:
+def report(
+    greedy: tuple[float, float], *random: tuple[float, float], bound_s: float | None = None
+) -> PipelineReport:
     """Of measured and simulated steps."""
-    cases = [Case("greedy", 2, [[step], [step / 2]], simulated) for step, simulated in (greedy,)]
+    cases = [Case("greedy", 2, [[step], [step / 2]], simulated, bound_s) for step, simulated in (greedy,)]
     cases += [
         Case(f"random {seed}", 2, [[step], [step]], simulated)
         for seed, (step, simulated) in enumerate(random)
@@ -25,16 +28,30 @@ def report(greedy: tuple[float, float], *random: tuple[float, float]) -> Pipelin
 def test_figures_by_hand() -> None:
     text = pipelines.summary(
         {
-            "a": report((2.0, 2.0), (8.0, 4.0)),
+            "a": report((2.0, 2.0), (8.0, 4.0), bound_s=1.6),
             "b": report((3.0, 2.0), (1.0, 1.0), (9.0, 9.0), (6.0, 6.5)),
         }
     )
     rows = [line.split() for line in text.splitlines()]
-    assert rows[1] == ["a", "8", "2", "s", "1.00", "8", "s", "2.00", "75", "%"]
+    assert rows[1] == ["a", "8", "2", "s", "1.00", "1.25", "8", "s", "2.00", "75", "%"]
     assert rows[2] == ["b", "8", "3", "s", "1.50", "6", "s", "0.92", "50", "%"]
     assert "greedy plans within 10% of the simulation: 1 of 2" in text
     assert "all plans within 10% of the simulation: 4 of 6" in text
     assert "62% less time (arithmetic mean), 2.83x (geometric mean), worst 2.00x" in text
+
+
+def test_other_placements_have_columns_of_their_own() -> None:
+    """What is compared with random is greedy alone."""
+    whole = report((2.0, 2.0), (8.0, 4.0))
+    even = Case("even", 2, [[3.0]], 4.0)
+    greedy, random = whole.cases
+    text = pipelines.summary({"a": replace(whole, cases=(greedy, even, random)), "b": report((1.0, 1.0))})
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[0][-2:] == ["saved", "even"]
+    assert rows[1] == ["a", "8", "2", "s", "1.00", "8", "s", "2.00", "75", "%", "3", "s"]
+    assert rows[2] == ["b", "8", "1", "s", "1.00"]
+    assert "75% less time" in text
+    assert "all plans within 10% of the simulation: 2 of 4" in text
 
 
 def test_cases_with_a_file_are_not_run_again(
@@ -65,9 +82,11 @@ def test_words_are_those_of_bench_pipeline(tmp_path: Path, monkeypatch: Any) -> 
     monkeypatch.setattr(pipelines.pipeline, "_drive", lambda arguments, words: given.append(arguments))
     monkeypatch.setattr(pipelines.pipeline, "_show", lambda report, arguments: None)
     words = ["--out", str(tmp_path), "--clusters", "slow-cpu", "--models", "transformer", "--steps", "5"]
+    words += ["--methods", "greedy,even"]
     assert pipelines.main(words) == 0
     (case,) = given
     assert (case.spec.name, case.model, case.pixels, case.steps) == ("slow-cpu.toml", "transformer", 128, 5)
+    assert case.methods == "greedy,even"
     assert case.json == tmp_path / "slow-cpu-transformer.json"
 
 
@@ -88,6 +107,7 @@ def test_an_interrupted_case_ends_them_all(tmp_path: Path, monkeypatch: Any) -> 
     [
         (["--models", "resnet50,foo"], "some of resnet50, vgg16, transformer. Received: 'foo'"),
         (["--clusters", "foo"], "should name files in .*Received: 'foo'"),
+        (["--methods", "even,random"], "should begin with greedy, .*Received: 'even,random'"),
     ],
 )
 def test_wrong_arguments(

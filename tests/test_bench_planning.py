@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bench.planning import all_cases, main, planning_time_s
+from bench.planning import all_cases, equal_links, main, measured_links, planning_time_s
 from bench.planning_report import Case, PlanningReport, Result
+from hvpipe.topology import Cluster
 
 
 def result(of_exact: float, speedup: float | None, limits: str = "equal") -> Result:
@@ -53,8 +55,15 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert scarce >= by_case["equal", rate].exact_bottleneck_s * (1 - 1e-9)
 
 
-def test_planning_is_timed() -> None:
-    assert 0 < planning_time_s(40, 3) < 60
+@pytest.mark.parametrize("cluster_of", [equal_links, measured_links])
+def test_planning_is_timed(cluster_of: Callable[[int], Cluster]) -> None:
+    assert 0 < planning_time_s(40, cluster_of(3)) < 60
+
+
+def test_measured_links_are_all_different() -> None:
+    cluster = measured_links(8)
+    assert len({device.speed for device in cluster.devices}) == 8
+    assert len({link for _, _, link in cluster.measured}) == 8 * 7 // 2
 
 
 def test_the_plot(tmp_path: Path) -> None:

@@ -257,10 +257,11 @@ def test_a_shortage_says_what_is_missing_and_what_would_help() -> None:
     message = str(caught.value)
     assert "stages=2, schedule='gpipe', microbatches=4 of 8 samples" in message
     assert "h0: 150 bytes missing of 400 bytes; h1: 150 bytes missing of 400 bytes" in message
-    assert 'schedule="1f1b"' in message
+    assert 'with schedule="1f1b", or 8 smaller micro-batches of 4 with schedule="1f1b", or ' in message
     assert "recompute=True" in message
     # What it says is true.
     assert partition(profile, cluster, 2, Pipelining("1f1b", 4))
+    assert partition(profile.at_batch(4), cluster, 2, Pipelining("1f1b", 8))
     assert partition(profile, cluster, 2, Pipelining("gpipe", 4, recompute=True))
 
 

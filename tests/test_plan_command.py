@@ -191,6 +191,7 @@ def test_as_json(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert set(document["forecast"]["utilization"]) == set(plan.ranks)
     assert document["baselines"]["random"]["step_s"] > document["forecast"]["step_s"]
+    assert Plan.from_json(document["baselines"]["random"]["plan"]).method == "random"
     assert "explanation" not in document
     explained = json.loads(printed(capsys, GNMT, "--cluster", cluster, "--json", "--explain"))
     assert [line.split(" behind ")[0] for line in explained["explanation"]] == ["cut 1"]

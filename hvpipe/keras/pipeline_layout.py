@@ -61,7 +61,8 @@ class Layout:
         """One line about the model's shapes and who runs what, for ranks to compare."""
         graph, schedule = self.stages.graph, self._whole
         weights = [[v.shape for v in layer.variables] for layer in graph.all_layers()]
-        everything = repr((graph.tensors, weights, [cut.calls for cut in self.stages.cuts], schedule.actions))
+        cuts = [cut.calls for cut in self.stages.cuts]
+        everything = repr((graph.tensors, weights, cuts, schedule.actions, self.ranks))
         return (
             f"pipeline_parallel with {len(self.stages.cuts)} stages of {len(graph.calls)} layer calls, "
             f"{schedule.microbatches} micro-batches, {schedule.name}, "

@@ -57,7 +57,8 @@ def pipeline_parallel(
     `stages`: how many (each on one rank, or on several as `replicas` says, say (2, 1, 1); without it all
     stages have as many), "auto" (as many as there are ranks), or a plan or its file, from `hvpipe plan`.
     Layers are balanced by the greedy partitioner, with the costs of `profile` (from `hvpipe profile`) or
-    rough ones from the layers' shapes, on the devices of `cluster` or equal ones.
+    rough ones from the layers' shapes, on the devices of `cluster` or equal ones; all ranks plan by what
+    rank 0 is given.
 
     `microbatches`: how many parts a batch is cut into, 8 unless said otherwise. `schedule`: "gpipe", "1f1b"
     (the default), "zb-h1", or "interleaved" with `chunks` (2) stages on each rank. `recompute` keeps only

@@ -11,6 +11,7 @@ from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.keras.estimate import estimate
 from hvpipe.keras.footprint import weight_bytes
 from hvpipe.keras.layer_graph import LayerGraph
+from hvpipe.keras.pipeline_state import together
 from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining, checked_recompute
 from hvpipe.plan.stages import Plan
@@ -73,8 +74,8 @@ def plan_for(session: Session, graph: LayerGraph, wish: Wish) -> tuple[Plan, lis
             f"There should be at most as many stages as layer calls in {graph.name}, {len(graph.calls)}"
             f"{named}. Received: {count * how.chunks} stages"
         )
-    profile = _profile(graph, wish.profile)
-    cluster = _cluster(wish.cluster)
+    given, cluster = _of_rank_0(session, wish)
+    profile = _profile(graph, given)
     if cluster is None:
         plan = partition(profile, equal_cluster(count), count * how.chunks, how)
         return _replicate(plan, replicas), list(range(size))
@@ -115,8 +116,27 @@ def _counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tuple[int
     return stages, tuple(replicas)
 
 
-def _profile(graph: LayerGraph, given: Profile | str | os.PathLike[str] | None) -> Profile:
-    profile = _read_profile(given)
+def _of_rank_0(session: Session, wish: Wish) -> tuple[Profile | None, Cluster | None]:
+    """Its profile and its cluster, for all: every rank has measured times of its own. Collective.
+
+    Raises HvpipeError on all ranks where rank 0 cannot read them.
+    """
+    given = " and a ".join(name for name in ("profile", "cluster") if getattr(wish, name) is not None)
+    if not given:
+        return None, None
+    session.engine.agree(f"pipeline_parallel with a {given}")
+
+    def read() -> tuple[Profile | None, Cluster | None] | None:
+        if session.world.rank > 0:
+            return None
+        return _read_profile(wish.profile), _read_cluster(wish.cluster)
+
+    mine = together(session, f"reading a {given}", read)
+    found: tuple[Profile | None, Cluster | None] = session.engine.broadcast_object(mine)
+    return found
+
+
+def _profile(graph: LayerGraph, profile: Profile | None) -> Profile:
     if profile is None:
         return estimate(graph, samples=1)
     names, theirs = {call.name for call in graph.calls}, {layer.name for layer in profile.layers}
@@ -134,7 +154,7 @@ def _read_profile(given: Profile | str | os.PathLike[str] | None) -> Profile | N
     return Profile.read(given) if isinstance(given, (str, os.PathLike)) else given
 
 
-def _cluster(given: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
+def _read_cluster(given: Cluster | str | os.PathLike[str] | None) -> Cluster | None:
     return Cluster.read(given) if isinstance(given, (str, os.PathLike)) else given
 
 
@@ -210,7 +230,7 @@ def _check_wish(wish: Wish, plan: Plan) -> None:
                 f"A plan brings its own {name}: leave it out, or plan again with it. "
                 f"Received: {name}={asked!r} and a plan with {name}={planned!r}"
             )
-    plan.check(_read_profile(wish.profile), _cluster(wish.cluster))
+    plan.check(_read_profile(wish.profile), _read_cluster(wish.cluster))
 
 
 def _replicate(plan: Plan, replicas: Sequence[int]) -> Plan:

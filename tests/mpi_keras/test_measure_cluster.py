@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
+from mpi_keras.pipelines import batches, compile_as_all, mlp
 
 import hvpipe
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.estimate import estimate
+from hvpipe.keras.layer_graph import layer_graph
 from hvpipe.keras.target import build_target, random_batch
 from hvpipe.plan.partition import partition
+from hvpipe.profile import Profile
 from hvpipe.profile_task import InputShape, ProfileTask
 from hvpipe.session import current
 
@@ -72,6 +77,38 @@ def test_a_cluster_of_all_ranks_for_which_a_plan_can_be_made() -> None:
     theirs = hvpipe.broadcast_object(profile)
     plan = partition(theirs, cluster, stages=min(2, hvpipe.size()))
     plan.check(theirs, cluster)
+
+
+def own_profile() -> Profile:
+    """Of mlp, as measured here: the first layer is the slowest on rank 0, the last one elsewhere."""
+    profile = estimate(layer_graph(mlp()), samples=4)
+    layers = [dataclasses.replace(layer, forward_s=0.01, backward_s=0.02) for layer in profile.layers]
+    place = 0 if hvpipe.rank() == 0 else -1
+    layers[place] = dataclasses.replace(layers[place], forward_s=0.1, backward_s=0.2)
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_ranks_that_measured_other_times_plan_alike(in_files: bool, tmp_path: Path) -> None:
+    """Regression: each cut the model by its own. The files are there on rank 0 alone."""
+    profile: Any = own_profile()
+    cluster: Any = hk.measure_cluster(profile)
+    if in_files:
+        files = tmp_path / "profile.json", tmp_path / "cluster.json"
+        if hvpipe.rank() == 0:
+            profile.write(files[0])
+            cluster.write(files[1])
+        profile, cluster = files
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, profile=profile, cluster=cluster))
+    assert sorted(hvpipe.allgather_object(pipe.stage_numbers)) == [(n,) for n in range(hvpipe.size())]
+    if hvpipe.size() > 1:
+        assert pipe.stages.cuts[0].calls == (0,)
+    assert np.isfinite(pipe.train_on_batch(*batches(mlp, 8))).all()
+
+
+def test_no_rank_waits_where_rank_0_cannot_read_the_profile(tmp_path: Path) -> None:
+    with pytest.raises(HvpipeError, match=r"reading a profile .* rank 0: .*profile.json should be a JSON"):
+        hk.pipeline_parallel(mlp, profile=tmp_path / "profile.json")
 
 
 def test_layers_without_names_are_called_alike_each_time_they_are_built() -> None:

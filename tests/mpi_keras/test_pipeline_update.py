@@ -83,6 +83,24 @@ def test_what_the_stage_before_waits_for_goes_before_the_sums(monkeypatch: pytes
     assert len(happened) > 1 or hvpipe.size() == 1
 
 
+def test_sums_over_replicas_begin_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They travel while other stages still run."""
+    if hvpipe.size() == 1:
+        pytest.skip("replicas are several ranks")
+    begun: list[bool] = []
+    own = PipelineUpdate.apply
+
+    def noted(update: PipelineUpdate) -> None:
+        begun.extend(bucket.request is not None for bucket in chain(*update._buckets))
+        own(update)
+
+    monkeypatch.setattr(PipelineUpdate, "apply", noted)
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, stages=1, microbatches=4))
+    pipe.train_on_batch(*batches(mlp, 8))
+    assert begun
+    assert all(begun)
+
+
 def test_sums_are_not_held_until_the_next_step() -> None:
     pipe = compile_as_all(hk.pipeline_parallel(mlp, stages=1, microbatches=4))
     pipe.train_on_batch(*batches(mlp, 8))
