@@ -45,7 +45,8 @@ def test_two_steps(name: str) -> None:
         assert min(rank.step_s) > 0
         assert sum(rank.step_s) <= rank.wall_s * 2 * 1.001
         assert rank.first_step_s > max(rank.step_s)
-        assert 0 < rank.cpu_share < (os.cpu_count() or 1) * 1.1
+        # The clocks are not read at one moment, and steps may take a millisecond.
+        assert 0 < rank.cpu_share * rank.wall_s < (os.cpu_count() or 1) * (rank.wall_s + 0.002)
         assert rank.peak_bytes > 100e6
         assert rank.parts_s["input"] > 0
     assert "TensorFlow" in round_.versions
