@@ -41,7 +41,7 @@ ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
-.PHONY: help setup train test lint plan rest fast keras cuda wheel other peers peers-test format clean
+.PHONY: help setup train test lint plan rest fast keras cuda wheel other other-setup peers peers-test format clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -56,12 +56,14 @@ train: setup
 	@$(BIN)/hvpipe run -np $(RANKS) --trace $(RUN_DIR)/trace.json \
 	    examples/train.py --save $(RUN_DIR)/model.keras --progress $$([ -t 1 ] && echo bar || echo epoch) $(ARGS)
 
-# One step after the other, quickest first, so that a failure shows early; the first failure ends the run.
-ALL_STEPS := lint plan cuda rest wheel other
-ONE_STEPS := plan rest
+# First what keeps one core busy, two at a time, so that a failure shows early; then what keeps all of them busy.
+# The first failure ends the run.
+FIRST_STEPS := plan $(if $(filter $(DEFAULT_TF),$(TF)),lint cuda wheel other-setup)
+LAST_STEPS := rest $(if $(filter $(DEFAULT_TF),$(TF)),other)
 
 test: setup
-	@for step in $(if $(filter $(DEFAULT_TF),$(TF)),$(ALL_STEPS),$(ONE_STEPS)); do $(MAKE) $$step READY=1; done
+	@$(MAKE) -j2 --output-sync=target $(FIRST_STEPS) READY=1
+	@for step in $(LAST_STEPS); do $(MAKE) $$step READY=1; done
 
 lint: setup
 	@echo "==> lint: ruff, mypy --strict, clang-format"
@@ -93,11 +95,14 @@ keras: setup
 	@$(PYTEST) -m "not slow" $(SIDE_BY_SIDE) -k "keras or kernels or examples or tensorflow or bad_input or docs_python"
 
 # On the other TensorFlow, unless setup left word that no Python here can install it.
-other:
-	@if $(MAKE) setup TF=$(OTHER_TF) READY=; then $(MAKE) keras TF=$(OTHER_TF) READY=1; \
-	elif [ -e .venv-tf$(OTHER_TF)/.stamps/no-python ]; then \
-	    echo "==> SKIPPED: tests on TensorFlow $(OTHER_TF): no Python here can install it"; \
-	else exit 1; fi
+NO_PYTHON := .venv-tf$(OTHER_TF)/.stamps/no-python
+
+other-setup:
+	@$(MAKE) setup TF=$(OTHER_TF) READY= || [ -e $(NO_PYTHON) ]
+
+other: other-setup
+	@if [ -e $(NO_PYTHON) ]; then echo "==> SKIPPED: tests on TensorFlow $(OTHER_TF): no Python here can install it"; \
+	else $(MAKE) keras TF=$(OTHER_TF) READY=1; fi
 
 # Not a part of `test`: it compiles Horovod once.
 peers:

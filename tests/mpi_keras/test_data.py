@@ -108,8 +108,7 @@ def test_epochs_of_unknown_length() -> None:
 @pytest.mark.slow
 @ENDS_BY_ITSELF
 @SEVERAL_RANKS
-@pytest.mark.parametrize("execution", [1, 3])
-@pytest.mark.parametrize("accumulation", [None, 2])
+@pytest.mark.parametrize(("execution", "accumulation"), [(1, 2), (3, None)])
 def test_epochs_of_unknown_length_in_other_ways(execution: int, accumulation: int | None) -> None:
     """Weight decay, counters and sums need no data: the call without data must leave them alone."""
 
