@@ -149,6 +149,14 @@ bool Engine::AllLeave(double patience_s) const {
   }
 }
 
+std::unique_ptr<Collective> Engine::LaneSum(const std::string& what, std::uint64_t sequence, const Ends& ends,
+                                            std::size_t count, DType dtype, double scale,
+                                            LaneReduce::Result result) {
+  LaneTag tag{Hash(what), sequence, what};
+  return std::make_unique<LaneReduce>(*up_, counters_, std::move(tag), ends.in, ends.out, count, dtype, scale,
+                                      result);
+}
+
 //   one host            every host one rank     several hosts, several ranks on some
 //   lane: all-reduce    ring                    lane: to the host's first rank; ring of these; lane: back
 void Engine::AddReduceStages(Operation& operation, std::shared_ptr<const Ends> ends, std::size_t count,
@@ -157,10 +165,8 @@ void Engine::AddReduceStages(Operation& operation, std::shared_ptr<const Ends> e
   if (up_) {
     const auto result = lane_alone ? LaneReduce::Result::kAll : LaneReduce::Result::kLeader;
     operation.stages.push_back({[=](const Operation& op) -> std::unique_ptr<Collective> {
-                                  LaneTag lane_tag{Hash(op.what), op.sequence(), op.what};
-                                  return std::make_unique<LaneReduce>(*up_, counters_, std::move(lane_tag),
-                                                                      ends->in, ends->out, count, dtype,
-                                                                      lane_alone ? scale : 1.0, result);
+                                  return LaneSum(op.what, op.sequence(), *ends, count, dtype,
+                                                 lane_alone ? scale : 1.0, result);
                                 },
                                 &lane_order_, nullptr});
   }

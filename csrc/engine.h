@@ -201,6 +201,9 @@ class Engine {
   static std::shared_ptr<Operation> EmptyOperation(const BucketLayout& layout);
   std::shared_ptr<Operation> Claim(Bucket& bucket);
   void BucketReduced(Bucket& bucket, const Error* error);
+  std::unique_ptr<Collective> LaneSum(const std::string& what, std::uint64_t sequence, const Ends& ends,
+                                      std::size_t count, DType dtype, double scale,
+                                      LaneReduce::Result result);
   void AddReduceStages(Operation& operation, std::shared_ptr<const Ends> ends, std::size_t count, DType dtype,
                        double scale, int tag);
   std::unique_ptr<Collective> Ring(Transport& ranks, void* data, std::size_t count, DType dtype, int tag);

@@ -49,18 +49,29 @@ void Engine::AllReduce(const void* in, void* out, std::size_t count, DType dtype
     in = out;
     scale = 1.0;
   }
-  auto operation = Blocking(what);
-  operation->traced = "reduce";
-  AddReduceStages(*operation, std::make_shared<const Ends>(Ends{in, out}), count, dtype, scale, NextTag());
-  if (!up_ || hosts_ > 1) return progress_->Run(operation, interrupt);
+  const Ends ends{in, out};
+  const int tag = NextTag();
+  const auto queued = [&] {
+    auto operation = Blocking(what);
+    operation->traced = "reduce";
+    AddReduceStages(*operation, std::make_shared<const Ends>(ends), count, dtype, scale, tag);
+    return operation;
+  };
+  if (!up_ || hosts_ > 1) return progress_->Run(queued(), interrupt);
   // Within a host nothing but shared memory says where the peers are; one that does something else would be
   // waited for until the deadline.
   constexpr double kPatienceS = 1.0;
-  const double start_s = Now();
-  progress_->Run(operation, [&] {
+  double first_look_s = 0;
+  const auto looked_after = [&] {
     interrupt();
-    if (Now() - start_s > kPatienceS) CheckPeersAreHere(what);
-  });
+    if (first_look_s == 0) first_look_s = Now();
+    if (Now() - first_look_s > kPatienceS) CheckPeersAreHere(what);
+  };
+  if (count * SizeOf(dtype) > up_->slot_bytes()) return progress_->Run(queued(), std::ref(looked_after));
+  const auto make = [&](std::uint64_t sequence) {
+    return LaneSum(what, sequence, ends, count, dtype, scale, LaneReduce::Result::kAll);
+  };
+  progress_->RunBrief(std::ref(make), std::ref(queued), std::ref(looked_after));
 }
 
 // A peer that has not come to the lane but has sent a control record is at another call. Its first record

@@ -16,6 +16,8 @@ namespace {
 
 constexpr double kDeadlineCheckS = 0.1;
 constexpr double kInterruptCheckS = 0.05;
+constexpr int kSpins = 4000;       // each a pass over what is under way: some 50 ns
+constexpr int kBriefSpins = 1000;  // each a look at the peers: some 30 ns
 
 void Relax() {
 #if defined(__x86_64__)
@@ -44,7 +46,7 @@ void AskForShortTurns() {
 class Backoff {
  public:
   // With more ranks than cores a peer that is waited for may need this very core.
-  explicit Backoff(bool crowded) : spins_(crowded ? 0 : 4000) {}
+  explicit Backoff(bool crowded) : spins_(crowded ? 0 : kSpins) {}
   void Reset() { idle_ = 0; }
   // Whether the next wait is no longer a busy one.
   bool Sleeps() const { return idle_ >= spins_ + kYields; }
@@ -57,7 +59,7 @@ class Backoff {
 
  private:
   static constexpr int kYields = 2000;
-  const int spins_;  // each a pass over what is under way: some 50 ns
+  const int spins_;
   int idle_ = 0;
 };
 
@@ -75,8 +77,7 @@ Error ShutDown() {
 void Progress::Enqueue(const std::vector<std::shared_ptr<Operation>>& operations, bool ready) {
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    if (error_) throw *error_;
-    if (stop_) throw ShutDown();
+    CheckOpen();
     for (const auto& operation : operations) {
       operation->sequence_ = operation->of_all_ranks ? next_sequence_++ : next_sequence_;
       inbox_.push_back(operation);
@@ -97,60 +98,138 @@ void Progress::MakeReady(const std::shared_ptr<Operation>& operation) {
   wake_.notify_all();
 }
 
-void Progress::Run(const std::shared_ptr<Operation>& operation, const std::function<void()>& interrupt) {
-  // Shared: an interrupted caller may leave while another thread is about to call back.
-  struct Outcome {
-    std::optional<Error> error;
-    std::atomic<bool> ended{false};
-  };
+std::shared_ptr<Progress::Outcome> Progress::Watch(Operation& operation) {
   const auto outcome = std::make_shared<Outcome>();
-  operation->finished = [outcome](const Error* error) {
+  operation.finished = [outcome](const Error* error) {
     if (error != nullptr) outcome->error = *error;
     outcome->ended = true;
   };
+  return outcome;
+}
+
+// With the inbox locked.
+void Progress::CheckOpen() const {
+  if (error_) throw *error_;
+  if (stop_) throw ShutDown();
+}
+
+void Progress::Run(const std::shared_ptr<Operation>& operation, const std::function<void()>& interrupt) {
+  const auto outcome = Watch(*operation);
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    if (error_) throw *error_;
-    if (stop_) throw ShutDown();
+    CheckOpen();
     operation->sequence_ = operation->of_all_ranks ? next_sequence_++ : next_sequence_;
     inbox_.push_back(operation);
     newly_ready_.push_back(operation);
     ++inline_drivers_;
   }
-  std::exception_ptr interrupted;
-  bool work_remains = false;
+  Drive(*operation, *outcome, std::unique_lock<std::mutex>(drive_mutex_), interrupt);
+}
+
+void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uint64_t sequence)>& make,
+                        const std::function<std::shared_ptr<Operation>()>& operation,
+                        const std::function<void()>& interrupt) {
+  if (log_.enabled()) return Run(operation(), interrupt);
+  std::unique_lock<std::mutex> drive(drive_mutex_, std::try_to_lock);
+  std::uint64_t sequence = 0;
   {
-    // Callers that are here at once take turns: each drives the operations of all until its own is done.
-    std::unique_lock<std::mutex> drive(drive_mutex_);
-    Backoff backoff(options_.crowded);
-    double next_interrupt_s = Now() + kInterruptCheckS;
-    while (!outcome->ended && !interrupted) {
-      const PassResult result = Pass();
-      if (!finished_.empty() || failing_) {
-        drive.unlock();
-        RunFinished();
-        drive.lock();
-      }
-      if (outcome->ended) break;
-      if (result.moved) {
-        backoff.Reset();
-        continue;
-      }
-      if (backoff.Sleeps()) drive.unlock();  // so that another thread may fail what is under way
-      backoff.Wait(options_.nap_s);
-      if (!drive.owns_lock()) drive.lock();
-      if (Now() < next_interrupt_s) continue;
-      next_interrupt_s = Now() + kInterruptCheckS;
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    CheckOpen();
+    if (!drive || !active_.empty() || !inbox_.empty()) {
+      drive = {};
+    } else {
+      sequence = next_sequence_++;
+      ++inline_drivers_;
+    }
+  }
+  if (!drive) return Run(operation(), interrupt);
+  std::unique_ptr<Collective> collective;
+  std::optional<Error> error;
+  try {
+    collective = make(sequence);
+    collective->Step();
+    for (int left = options_.crowded ? 0 : kBriefSpins; left > 0 && !collective->done(); --left) {
+      Relax();
+      collective->Step();
+    }
+    if (!collective->done()) {
+      const std::lock_guard<std::mutex> lock(inbox_mutex_);
+      CheckOpen();  // the progress thread may have ended since
+    }
+  } catch (const Error& failure) {
+    error = failure;
+  } catch (const std::exception& failure) {
+    error = Error(failure.what());
+  }
+  if (!error && !collective->done()) {
+    // Some peer is late: as any operation from here on. None has come before it, as nobody else drove.
+    const auto queued = operation();
+    const auto outcome = Watch(*queued);
+    Operation::Stage& stage = queued->stages.front();
+    stage.collective = std::move(collective);
+    if (stage.order != nullptr) stage.order->push_back(queued.get());
+    queued->sequence_ = sequence;
+    queued->seen_ready_ = true;
+    queued->ready_s_ = queued->moved_s_ = Now();
+    active_.push_back(queued);
+    return Drive(*queued, *outcome, std::move(drive), interrupt);
+  }
+  if (error) {
+    FailAll(*error);
+  } else {
+    ++counters_.operations;
+  }
+  drive.unlock();
+  if (error) RunFinished();
+  LeaveInline(false);
+  if (error) throw *error;
+}
+
+// Drives the operations of all until that one has ended.
+void Progress::Drive(const Operation& operation, const Outcome& outcome, std::unique_lock<std::mutex> drive,
+                     const std::function<void()>& interrupt) {
+  std::exception_ptr interrupted;
+  // Callers that are here at once take turns.
+  Backoff backoff(options_.crowded);
+  double next_interrupt_s = Now() + kInterruptCheckS;
+  while (!outcome.ended && !interrupted) {
+    const PassResult result = Pass();
+    if (!finished_.empty() || failing_) {
       drive.unlock();
-      try {
-        interrupt();
-      } catch (...) {
-        interrupted = std::current_exception();
-      }
+      RunFinished();
       drive.lock();
     }
-    work_remains = !active_.empty();
+    if (outcome.ended) break;
+    if (result.moved) {
+      backoff.Reset();
+      continue;
+    }
+    if (backoff.Sleeps()) drive.unlock();  // so that another thread may fail what is under way
+    backoff.Wait(options_.nap_s);
+    if (!drive.owns_lock()) drive.lock();
+    if (Now() < next_interrupt_s) continue;
+    next_interrupt_s = Now() + kInterruptCheckS;
+    drive.unlock();
+    try {
+      interrupt();
+    } catch (...) {
+      interrupted = std::current_exception();
+    }
+    drive.lock();
   }
+  const bool work_remains = !active_.empty();
+  drive.unlock();
+  LeaveInline(work_remains);
+  if (interrupted) {
+    // The peers cannot be told that this operation will not come: nothing after it could be right.
+    if (!outcome.ended) Fail(Error("Interrupted during: " + operation.what, ErrorKind::kUsage));
+    std::rethrow_exception(interrupted);
+  }
+  if (outcome.error) throw *outcome.error;
+}
+
+// A caller that drove goes; the progress thread takes over where there is anything left.
+void Progress::LeaveInline(bool work_remains) {
   bool wake = false;
   {
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
@@ -159,12 +238,6 @@ void Progress::Run(const std::shared_ptr<Operation>& operation, const std::funct
     wake = woken_;
   }
   if (wake) wake_.notify_all();
-  if (interrupted) {
-    // The peers cannot be told that this operation will not come: nothing after it could be right.
-    if (!outcome->ended) Fail(Error("Interrupted during: " + operation->what, ErrorKind::kUsage));
-    std::rethrow_exception(interrupted);
-  }
-  if (outcome->error) throw *outcome->error;
 }
 
 void Progress::StepOnce() {

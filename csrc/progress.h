@@ -85,6 +85,13 @@ class Progress {
   // the hand-over to the progress thread. `interrupt` is called some times a second and may throw.
   void Run(const std::shared_ptr<Operation>& operation, const std::function<void()>& interrupt);
 
+  // The same of an operation of one stage, `make` being that stage's. Where nothing else is under way and the
+  // peers are there, it is over within microseconds, and `operation` is not called: half of these
+  // microseconds would go into making, queueing and ending it.
+  void RunBrief(const std::function<std::unique_ptr<Collective>(std::uint64_t sequence)>& make,
+                const std::function<std::shared_ptr<Operation>()>& operation,
+                const std::function<void()>& interrupt);
+
   // Moves on what can be, on this thread, unless another is about to: so a message is with the network before
   // its maker goes on to compute, and has not to wait for the progress thread's turn on a core.
   void StepOnce();
@@ -111,7 +118,19 @@ class Progress {
     std::optional<Error> error;
   };
 
+  // How an operation that a caller drives ended. Shared: an interrupted caller may leave while another thread
+  // is about to tell.
+  struct Outcome {
+    std::optional<Error> error;
+    std::atomic<bool> ended{false};
+  };
+
   void Loop();
+  static std::shared_ptr<Outcome> Watch(Operation& operation);
+  void CheckOpen() const;
+  void Drive(const Operation& operation, const Outcome& outcome, std::unique_lock<std::mutex> drive,
+             const std::function<void()>& interrupt);
+  void LeaveInline(bool work_remains);
   void TakeInbox();
   PassResult Pass();
   bool StepOne(Operation& operation, double now);

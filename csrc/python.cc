@@ -244,9 +244,18 @@ void Collect(Engine& engine, int plan, int bucket, const std::vector<OutArray>& 
   engine.Unpack(plan, bucket, pointers);
 }
 
-void AllReduce(Engine& engine, const InArray& in, const OutArray& out, const std::string& dtype_name,
+void AllReduce(Engine& engine, const void* from, void* to, std::size_t bytes, const std::string& dtype_name,
                double scale, const std::string& what) {
   const DType dtype = ParseDType(dtype_name);
+  const std::size_t count = bytes / hvpipe::SizeOf(dtype);
+  std::string call;
+  call.reserve(64);
+  call.append(what).append(" of ").append(dtype_name).append("[").append(std::to_string(count)).append("]");
+  engine.AllReduce(from, to, count, dtype, scale, call, CheckSignals);
+}
+
+void AllReduceInto(Engine& engine, const InArray& in, const OutArray& out, const std::string& dtype_name,
+                   double scale, const std::string& what) {
   if (in.nbytes() != out.nbytes()) {
     throw Error("Wanted input and output of one size. Received: " + std::to_string(in.nbytes()) + " and " +
                     std::to_string(out.nbytes()) + " bytes",
@@ -254,9 +263,15 @@ void AllReduce(Engine& engine, const InArray& in, const OutArray& out, const std
   }
   const void* from = in.data();
   void* to = out.data();
-  const std::size_t count = in.nbytes() / hvpipe::SizeOf(dtype);
-  const std::string call = what + " of " + dtype_name + "[" + std::to_string(count) + "]";
-  CallOn([&] { engine.AllReduce(from, to, count, dtype, scale, call, CheckSignals); }, in, out);
+  const std::size_t bytes = in.nbytes();
+  CallOn([&] { AllReduce(engine, from, to, bytes, dtype_name, scale, what); }, in, out);
+}
+
+void AllReduceInPlace(Engine& engine, const OutArray& array, const std::string& dtype_name, double scale,
+                      const std::string& what) {
+  void* data = array.data();
+  const std::size_t bytes = array.nbytes();
+  CallOn([&] { AllReduce(engine, data, data, bytes, dtype_name, scale, what); }, array);
 }
 
 // Arrays in device memory come as (address, bytes), which Python reads from the array's own protocol.
@@ -424,7 +439,9 @@ NB_MODULE(_engine, m) {
       .def("begin_step", &BeginStep, nb::arg("plan"), nb::arg("step"), nb::arg("samples"), nb::arg("reduces"))
       .def("submit", &Submit, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"), nb::arg("scale"))
       .def("collect", &Collect, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"))
-      .def("all_reduce", &AllReduce, nb::arg("array"), nb::arg("out"), nb::arg("dtype"), nb::arg("scale"),
+      .def("all_reduce", &AllReduceInto, nb::arg("array"), nb::arg("out"), nb::arg("dtype"), nb::arg("scale"),
+           nb::arg("what"))
+      .def("all_reduce_in_place", &AllReduceInPlace, nb::arg("array"), nb::arg("dtype"), nb::arg("scale"),
            nb::arg("what"))
       .def("use_device", &UseDevice, nb::arg("library"), nb::arg("ordinal"), nb::arg("nccl"),
            nb::arg("nccl_required"), nb::arg("may_share"), nb::arg("nccl_span"))

@@ -91,7 +91,8 @@ class Engine:
             return self._allreduce_on_device(array, op, compression, out)  # type: ignore[no-any-return]
         source = host_array(array)
         dtype = reducible_dtype(source)
-        if op not in ("average", "sum"):
+        call = _CALL.get(op)
+        if call is None:
             raise HvpipeError(f"op should be 'average' or 'sum'. Received: op={op!r}")
         check_compression(compression)
         target: Array = np.empty_like(source) if out is None else _output(out, source)
@@ -99,15 +100,19 @@ class Engine:
             np.copyto(target, source)
             return target
         scale = 1.0 / self.world.size if op == "average" else 1.0
-        wire = WIRE_DTYPE[compression] if compression and dtype == "float32" else dtype
-        if wire == dtype:
-            self.core.all_reduce(_bits(source), _bits(target), dtype, scale, _CALL[op])
+        if compression is None or dtype != "float32":
+            given, to = (source, target) if dtype != "bfloat16" else (_bits(source), _bits(target))
+            if to is given:
+                self.core.all_reduce_in_place(to, dtype, scale, call)
+            else:
+                self.core.all_reduce(given, to, dtype, scale, call)
             return target
+        wire = WIRE_DTYPE[compression]
         native = import_native()
         buffer = np.empty(source.size, np.uint16)
-        native.cast(_bits(source), "float32", buffer, wire, scale)
-        self.core.all_reduce(buffer, buffer, wire, 1.0, f"{_CALL[op]} under {compression}")
-        native.cast(buffer, wire, _bits(target), "float32", 1.0)
+        native.cast(source, "float32", buffer, wire, scale)
+        self.core.all_reduce_in_place(buffer, wire, 1.0, f"{call} under {compression}")
+        native.cast(buffer, wire, target, "float32", 1.0)
         return target
 
     def _allreduce_on_device(self, array: Any, op: Op, compression: Compression, out: Any) -> Any:
@@ -435,7 +440,7 @@ def check_compression(compression: str | None) -> None:
 
 
 def _output(out: Array, source: Array) -> Array:
-    if out is source:
+    if out is source and source.flags.writeable:
         return out
     wanted = f"out should be a writable C-contiguous {source.dtype}{list(source.shape)}"
     if not isinstance(out, np.ndarray):

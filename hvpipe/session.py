@@ -243,7 +243,8 @@ def allreduce(
     **others: Any,
 ) -> NDArray[Any]:
     """Average or sum of an array over all ranks, the same bits on each; see `Engine.allreduce`."""
-    check_other_arguments("allreduce", others)
+    if others:
+        check_other_arguments("allreduce", others)
     return current().engine.allreduce(array, op, compression, out)
 
 

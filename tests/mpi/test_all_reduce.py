@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import numpy as np
@@ -163,6 +164,27 @@ def test_an_output_that_may_not_be_written_is_refused() -> None:
     with pytest.raises(HvpipeError, match="Received: an array that is read-only"):
         hvpipe.allreduce(np.ones(4, np.float32), out=out)
     assert (out == 0).all()
+    with pytest.raises(HvpipeError, match="Received: an array that is read-only"):
+        hvpipe.allreduce(out, out=out)
+
+
+def test_ranks_that_come_at_once_and_ranks_that_come_late() -> None:
+    """A small all-reduce is over at once where all ranks are there, and is queued where one is late."""
+    size, rank = hvpipe.size(), hvpipe.rank()
+    late = np.random.default_rng(rank)
+    wanted = size * (size + 1) / 2
+    for turn in range(300):
+        count = 1 + turn * 97 % 3000
+        if late.random() < 0.3:
+            time.sleep(late.random() * 3e-4)
+        if turn % 7 == 3:
+            np.testing.assert_array_equal(hvpipe.broadcast(np.full(3, rank), turn % size), turn % size)
+        elif turn % 7 == 5:
+            np.testing.assert_array_equal(hvpipe.allgather(np.array([rank])), np.arange(size))
+        else:
+            mine = np.full(count, rank + 1, np.float32)
+            assert hvpipe.allreduce(mine, op="sum", out=mine) is mine
+            np.testing.assert_array_equal(mine, wanted)
 
 
 def test_counters(engine: Engine) -> None:
