@@ -21,8 +21,8 @@ PYTHON ?=
 RANKS ?= 2
 ARGS ?=
 RUN_DIR ?= runs/digits
-# Tests that run at a time: most of them wait, or keep two ranks busy.
-WORKERS ?= $(shell n=$$(( $$(nproc) / 2 )); echo $$(( n > 2 ? n : 2 )))
+# Tests that run at a time: those that compute keep two ranks busy, and beside them there is always one that waits.
+WORKERS ?= $(shell n=$$(( $$(nproc) / 2 )); echo $$(( n > 2 ? n + 1 : 3 )))
 
 VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-tf$(TF))
 CONSTRAINTS := constraints$(if $(filter-out $(DEFAULT_TF),$(TF)),-tf$(TF)).txt

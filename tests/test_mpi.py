@@ -41,24 +41,23 @@ NUMBERS = tuple(
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 
-# Several run at a time (`make rest`): the longest first. xdist gives its first worker the first two of them,
-# its second the next two.
+# Everything about Keras once, on two ranks or, where it needs no other, on one; what depends on their number
+# on 1, 3 and 4 as well. Several run at a time (`make rest`): the longest first, and beside them those of the
+# engine, which mostly wait. xdist gives its workers the first two, the next two, and so on.
 SUITES = (
-    # Everything about Keras once, on two ranks or, where it needs no other, on one; what depends on their
-    # number on 1, 3 and 4 as well.
-    Suite("keras", ("mpi_keras/test_life.py", "mpi_keras/test_logs.py", *OF_ONE_RANK), (ALONE,), 1200.0),
-    Suite("keras pipelines", PIPELINES, sizes=(2,), limit_s=1800.0),
     Suite("keras", KERAS, sizes=(2,), limit_s=1800.0),
     Suite("keras hosts", (*NUMBERS, "mpi_keras/test_stopping.py"), (3,), 1200.0, TWO_TO_A_HOST, "not slow"),
     Suite("keras", (*NUMBERS, PIPELINES[0]), sizes=(4,), limit_s=1800.0, only="not slow"),
-    Suite("keras pipelines", PIPELINES[:2], sizes=(3,), limit_s=1200.0, only="not slow"),
-    Suite("keras", (*NUMBERS, *PIPELINES[:2]), sizes=(1,), limit_s=1200.0, only="not slow"),
+    Suite("keras pipelines", PIPELINES, sizes=(2,), limit_s=1800.0),
     Suite("mpi", ("mpi",)),
     Suite("ring", ("mpi",), sizes=(2, 3, 4), env={"HVPIPE_SHARED_MEMORY": "0"}),
     # 2 + 1 and 2 + 2 ranks to a host: shared memory inside, a ring between the first of each.
     Suite("hosts", ("mpi",), sizes=(3, 4), env=TWO_TO_A_HOST),
     # Everything travels in many pieces.
     Suite("tiny pieces", ENGINE, sizes=(2, 3), env={**TWO_TO_A_HOST, **TINY}),
+    Suite("keras pipelines", PIPELINES[:2], sizes=(3,), limit_s=1200.0, only="not slow"),
+    Suite("keras", (*NUMBERS, *PIPELINES[:2]), sizes=(1,), limit_s=1200.0, only="not slow"),
+    Suite("keras", ("mpi_keras/test_life.py", "mpi_keras/test_logs.py", *OF_ONE_RANK), (ALONE,), 1200.0),
 )
 
 
