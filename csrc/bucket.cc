@@ -10,6 +10,7 @@
 #include "half.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 // The compiler makes one version of a loop for each of these and picks one when the library loads.
 #define HVPIPE_VECTORISED __attribute__((target_clones("avx512f", "avx2", "default")))
@@ -242,6 +243,31 @@ void Copy(void* dst, const void* src, std::size_t bytes) {
   CopyVectors(static_cast<char*>(dst), static_cast<const char*>(src), vectors);
   std::memcpy(static_cast<char*>(dst) + done, static_cast<const char*>(src) + done, bytes - done);
 }
+
+#if defined(__x86_64__)
+namespace {
+
+bool HasFastRepMovsb() {
+  static const bool has = [] {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    constexpr unsigned kErms = 1u << 9;
+    return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) != 0 && (ebx & kErms) != 0;
+  }();
+  return has;
+}
+
+}  // namespace
+
+void CopyToPeers(void* dst, const void* src, std::size_t bytes) {
+  constexpr std::size_t kLeast = 2048;
+  const bool alike =
+      (reinterpret_cast<std::uintptr_t>(dst) ^ reinterpret_cast<std::uintptr_t>(src)) % kAlignment == 0;
+  if (bytes < kLeast || !alike || !HasFastRepMovsb()) return Copy(dst, src, bytes);
+  asm volatile("rep movsb" : "+D"(dst), "+S"(src), "+c"(bytes) : : "memory");
+}
+#else
+void CopyToPeers(void* dst, const void* src, std::size_t bytes) { Copy(dst, src, bytes); }
+#endif
 
 void PackScaled(const void* src, DType src_type, void* dst, DType dst_type, std::size_t count, double scale) {
   if (count == 0) return;

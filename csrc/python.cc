@@ -267,11 +267,32 @@ void AllReduceInto(Engine& engine, const InArray& in, const OutArray& out, const
   CallOn([&] { AllReduce(engine, from, to, bytes, dtype_name, scale, what); }, in, out);
 }
 
-void AllReduceInPlace(Engine& engine, const OutArray& array, const std::string& dtype_name, double scale,
+// A NumPy array's memory by the buffer protocol: 0.2 us sooner than by DLPack.
+class WritableBuffer {
+ public:
+  explicit WritableBuffer(const nb::object& array) {
+    if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) == 0) return;
+    PyErr_Clear();
+    throw Error(
+        "out should be a writable C-contiguous array. Received: an array that is read-only or not "
+        "C-contiguous",
+        ErrorKind::kUsage);
+  }
+  ~WritableBuffer() { PyBuffer_Release(&view_); }
+  WritableBuffer(const WritableBuffer&) = delete;
+  WritableBuffer& operator=(const WritableBuffer&) = delete;
+  void* data() const { return view_.buf; }
+  std::size_t bytes() const { return static_cast<std::size_t>(view_.len); }
+
+ private:
+  Py_buffer view_{};
+};
+
+void AllReduceInPlace(Engine& engine, const nb::object& array, const std::string& dtype_name, double scale,
                       const std::string& what) {
-  void* data = array.data();
-  const std::size_t bytes = array.nbytes();
-  CallOn([&] { AllReduce(engine, data, data, bytes, dtype_name, scale, what); }, array);
+  const WritableBuffer buffer(array);
+  CallOn([&] { AllReduce(engine, buffer.data(), buffer.data(), buffer.bytes(), dtype_name, scale, what); },
+         array);
 }
 
 // Arrays in device memory come as (address, bytes), which Python reads from the array's own protocol.

@@ -173,8 +173,8 @@ bool LaneReduce::Write() {
     const std::size_t after = own.first + own.count;
     char* slot = lane_.slot(lane_.rank(), at);
     const char* source = in_ + chunk.first * element;
-    Copy(slot, source, own.first * element);
-    Copy(slot + after * element, source + after * element, (chunk.count - after) * element);
+    CopyToPeers(slot, source, own.first * element);
+    CopyToPeers(slot + after * element, source + after * element, (chunk.count - after) * element);
     counters_.shared_memory_bytes += chunk.count * element;
     ++written_;
     lane_.written(lane_.rank()).store(base_ + written_, std::memory_order_release);
@@ -220,7 +220,7 @@ bool LaneReduce::Reduce() {
     char* shared = lane_.slot(lane_.rank(), at) + slice.first * element;
     if (WantsResult()) {
       SumChunk(out_ + place, at, slice, in_ + place);
-      Copy(shared, out_ + place, slice.count * element);
+      CopyToPeers(shared, out_ + place, slice.count * element);
     } else {
       SumChunk(shared, at, slice, in_ + place);
     }
@@ -307,7 +307,7 @@ bool LaneBroadcast::Send() {
     header.signature = tag_.signature;
     header.sequence = tag_.sequence;
     header.bytes = bytes;
-    Copy(lane_.slot(root_, at), data_ + moved_, bytes);
+    CopyToPeers(lane_.slot(root_, at), data_ + moved_, bytes);
     counters_.shared_memory_bytes += bytes;
     moved_ += bytes;
     ++lane_.position;

@@ -94,19 +94,23 @@ class Engine:
         call = _CALL.get(op)
         if call is None:
             raise HvpipeError(f"op should be 'average' or 'sum'. Received: op={op!r}")
-        check_compression(compression)
-        target: Array = np.empty_like(source) if out is None else _output(out, source)
+        if compression is not None:
+            check_compression(compression)
+        # Of an array that is both, the engine itself says if it may not be written.
+        in_place = out is source
+        target: Array = np.empty_like(source) if out is None else source if in_place else _output(out, source)
         if self.core is None:
-            np.copyto(target, source)
+            np.copyto(_output(target, source), source)
             return target
         scale = 1.0 / self.world.size if op == "average" else 1.0
         if compression is None or dtype != "float32":
-            given, to = (source, target) if dtype != "bfloat16" else (_bits(source), _bits(target))
-            if to is given:
-                self.core.all_reduce_in_place(to, dtype, scale, call)
+            given = source if dtype != "bfloat16" else _bits(source)
+            if in_place:
+                self.core.all_reduce_in_place(given, dtype, scale, call)
             else:
-                self.core.all_reduce(given, to, dtype, scale, call)
+                self.core.all_reduce(given, _bits(target), dtype, scale, call)
             return target
+        _output(target, source)
         wire = WIRE_DTYPE[compression]
         native = import_native()
         buffer = np.empty(source.size, np.uint16)
@@ -440,8 +444,6 @@ def check_compression(compression: str | None) -> None:
 
 
 def _output(out: Array, source: Array) -> Array:
-    if out is source and source.flags.writeable:
-        return out
     wanted = f"out should be a writable C-contiguous {source.dtype}{list(source.shape)}"
     if not isinstance(out, np.ndarray):
         raise HvpipeError(f"{wanted}. Received: {type(out).__name__}")

@@ -22,7 +22,7 @@ from mpi.arrays import (
 
 import hvpipe
 from hvpipe.comm.discover import settings
-from hvpipe.engine import Engine
+from hvpipe.engine import Compression, Engine
 from hvpipe.errors import HvpipeError
 
 
@@ -164,8 +164,10 @@ def test_an_output_that_may_not_be_written_is_refused() -> None:
     with pytest.raises(HvpipeError, match="Received: an array that is read-only"):
         hvpipe.allreduce(np.ones(4, np.float32), out=out)
     assert (out == 0).all()
-    with pytest.raises(HvpipeError, match="Received: an array that is read-only"):
-        hvpipe.allreduce(out, out=out)
+    choices: tuple[Compression, ...] = (None, "bf16")
+    for compression in choices:
+        with pytest.raises(HvpipeError, match="Received: an array that is read-only"):
+            hvpipe.allreduce(out, out=out, compression=compression)
 
 
 def test_ranks_that_come_at_once_and_ranks_that_come_late() -> None:
