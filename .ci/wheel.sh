@@ -35,7 +35,7 @@ cd "$scratch"
 PATH=$scratch/venv/bin:$(tr : '\n' <<<"$PATH" | grep -vxF "$venv/bin" | paste -sd:)
 unset PYTHONPATH VIRTUAL_ENV
 say "wheel: hvpipe doctor"
-timeout 60 hvpipe doctor
+timeout 120 hvpipe doctor
 say "wheel: a small training on 2 ranks"
 timeout 300 hvpipe run -np 2 train.py --epochs 2 --progress epoch --save "$scratch/model.keras"
 [ -s "$scratch/model.keras" ] || { echo "error: train.py saved no model" >&2; exit 1; }

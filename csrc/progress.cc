@@ -144,6 +144,8 @@ void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uin
   }
   if (!drive) return Run(operation(), interrupt);
   std::unique_ptr<Collective> collective;
+  std::shared_ptr<Operation> queued;
+  std::shared_ptr<Outcome> outcome;
   std::optional<Error> error;
   try {
     collective = make(sequence);
@@ -153,27 +155,27 @@ void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uin
       collective->Step();
     }
     if (!collective->done()) {
-      const std::lock_guard<std::mutex> lock(inbox_mutex_);
-      CheckOpen();  // the progress thread may have ended since
+      // Some peer is late: as any operation from here on. None has come before it, as nobody else drove.
+      queued = operation();
+      outcome = Watch(*queued);
+      {
+        const std::lock_guard<std::mutex> lock(inbox_mutex_);
+        CheckOpen();  // the progress thread may have ended since
+      }
+      active_.push_back(queued);
+      Operation::Stage& stage = queued->stages.front();
+      stage.collective = std::move(collective);
+      if (stage.order != nullptr) stage.order->push_back(queued.get());
+      queued->sequence_ = sequence;
+      queued->seen_ready_ = true;
+      queued->ready_s_ = queued->moved_s_ = Now();
     }
   } catch (const Error& failure) {
     error = failure;
   } catch (const std::exception& failure) {
     error = Error(failure.what());
   }
-  if (!error && !collective->done()) {
-    // Some peer is late: as any operation from here on. None has come before it, as nobody else drove.
-    const auto queued = operation();
-    const auto outcome = Watch(*queued);
-    Operation::Stage& stage = queued->stages.front();
-    stage.collective = std::move(collective);
-    if (stage.order != nullptr) stage.order->push_back(queued.get());
-    queued->sequence_ = sequence;
-    queued->seen_ready_ = true;
-    queued->ready_s_ = queued->moved_s_ = Now();
-    active_.push_back(queued);
-    return Drive(*queued, *outcome, std::move(drive), interrupt);
-  }
+  if (!error && queued) return Drive(*queued, *outcome, std::move(drive), interrupt);
   if (error) {
     FailAll(*error);
   } else {

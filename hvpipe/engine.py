@@ -429,7 +429,7 @@ def host_array(array: Any) -> Array:
 
 def reducible_dtype(array: Array) -> str:
     """The dtype's name, if it can be reduced."""
-    name = _DTYPE_NAMES.get(array.dtype) or array.dtype.name
+    name = _DTYPE_NAMES.get(array.dtype) or (array.dtype.name if array.dtype.isnative else array.dtype.str)
     if name not in REDUCIBLE:
         raise HvpipeError(f"allreduce wants one of {', '.join(REDUCIBLE)}. Received: dtype={name}")
     return name
