@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvpipe import log
-from hvpipe.comm import World, open_world
+from hvpipe.comm import World, open_world, started_world
 from hvpipe.comm.discover import Settings, discover
 from hvpipe.comm.discover import settings as read_settings
 from hvpipe.errors import HvpipeError
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     class SampleCounter(Protocol):
         def total(self) -> float: ...
 
+    from hvpipe.comm.mpi import StartedWorld
     from hvpipe.engine import Compression, Engine, Op
     from hvpipe.live_report import LiveReport, Progress
     from hvpipe.utilization import Sampler
@@ -59,8 +60,6 @@ class Session:
 
         launch = discover()
         self.world: World = open_world(launch, settings)
-        if self.world.size > 1:
-            _end_all_on_error(self.world)
         log.show(settings.log_level, self.world.rank)
         tell_placement(self.world, launch)
         self.settings = settings = _as_rank_0(settings, self.world)
@@ -159,6 +158,7 @@ def init(*, timeout_s: float | None = None, trace: str | None = None) -> None:
     with _lock:
         if _session is not None:
             return
+        _end_all_on_error()
         settings = read_settings()
         if timeout_s is not None:
             if not timeout_s > 0:
@@ -329,21 +329,33 @@ def _as_rank_0(settings: Settings, world: World) -> Settings:
     return replace(settings, **world.broadcast_object(alike))
 
 
-def _end_all_on_error(world: World) -> None:
-    """An uncaught exception on one rank ends all ranks, after its traceback (as `python -m mpi4py` does)."""
-    previous = sys.excepthook
+class _EndsAllRanks:
+    """Takes uncaught exceptions: prints the traceback and ends all ranks, as `python -m mpi4py` does.
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
-            previous(kind, error, trace)
+    Also of a rank that failed to join: at its exit MPI would wait for the others, and they for it.
+    """
+
+    def __init__(self) -> None:
+        self._previous = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        world = started_world()
+        if world is None or world.size == 1:
+            self._previous(kind, error, trace)
+        elif issubclass(kind, KeyboardInterrupt):
+            self._previous(kind, error, trace)
+            world.abort(130)
         else:
             _print_with_rank(world, "".join(traceback.format_exception(kind, error, trace)))
-        world.abort(130 if issubclass(kind, KeyboardInterrupt) else 1)
-
-    sys.excepthook = hook
+            world.abort(1)
 
 
-def _print_with_rank(world: World, text: str) -> None:
+def _end_all_on_error() -> None:
+    if not isinstance(sys.excepthook, _EndsAllRanks):
+        sys.excepthook = _EndsAllRanks()
+
+
+def _print_with_rank(world: World | StartedWorld, text: str) -> None:
     # One write, so that ranks that fail together do not mix their lines.
     message = f"\nhvpipe: rank {world.rank} of {world.size} on {world.host} failed:\n{text}"
     with contextlib.suppress(OSError, ValueError):

@@ -26,6 +26,8 @@ LIMIT_S = 180.0
 # From the error to the end of all ranks; mpirun itself takes a second or two.
 SOON_S = 15.0
 
+# Before MPI is there.
+RANK = "os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK'))"
 INIT = """
 import os, signal, sys, time
 import numpy as np
@@ -291,6 +293,20 @@ hk.data_parallel(other).fit(x, y, batch_size=4, verbose=0)
 def test_mpi_initialised_without_thread_support(tmp_path: Path) -> None:
     before = "import mpi4py; mpi4py.rc.thread_level = 'single'; from mpi4py import MPI\n"
     fails(tmp_path, before + INIT, r"InitError: hvpipe needs an MPI initialised with MPI_THREAD_MULTIPLE")
+
+
+def test_mpi_initialised_without_thread_support_on_one_rank(tmp_path: Path) -> None:
+    """At its exit MPI waits for the other, which waits for it in `init`."""
+    level = f"'single' if {RANK} == '1' else 'multiple'"
+    before = f"import os, mpi4py; mpi4py.rc.thread_level = {level}; from mpi4py import MPI\n"
+    fails(tmp_path, before + INIT, r"rank 1 of 2 on .* failed:\n(.*\n)*.*InitError: hvpipe needs an MPI")
+
+
+def test_a_rank_that_does_not_join(tmp_path: Path) -> None:
+    """It has started MPI: for one that has not, MPI itself would wait, without a deadline."""
+    script = f"import time\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: time.sleep(600)\n{INIT}"
+    says = r"Rank 0 of 2 on .* waited for the other ranks in hvpipe.init\(\)"
+    fails(tmp_path, script, says, HVPIPE_TIMEOUT="2")
 
 
 WITHOUT_MPI = """

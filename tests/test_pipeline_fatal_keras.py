@@ -29,6 +29,12 @@ def pipeline(microbatches=2):
     pipe.compile("sgd", "mse")
     return pipe
 
+def replicated():
+    model = keras.Sequential([build(), keras.layers.BatchNormalization()])
+    pipe = hk.pipeline_parallel(model, stages=1)
+    pipe.compile("sgd", "mse")
+    return pipe
+
 x, y = np.ones((8, 3)), np.ones((8, 2))
 """
 
@@ -44,6 +50,10 @@ CASES = {
     "batches that differ": (
         "pipeline().fit(x, y, batch_size=4 + hvpipe.rank(), verbose=0)",
         r"ranks disagree.*a batch of [45].*a batch of [45]",
+    ),
+    "data of replicas that end early on one rank": (
+        "replicated().fit(x[: 8 - 4 * hvpipe.rank()], y[: 8 - 4 * hvpipe.rank()], batch_size=4, verbose=0)",
+        r"ranks disagree.*end of epoch 1",
     ),
     "a plan that one rank cannot read": (
         "hk.pipeline_parallel(build, __file__ if hvpipe.rank() == 1 else 'auto')",

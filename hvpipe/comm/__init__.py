@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 import sys
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hvpipe.comm.discover import Launch, Settings
 from hvpipe.errors import HvpipeError
 
-__all__ = ["SingleWorld", "World", "open_world"]
+if TYPE_CHECKING:
+    from hvpipe.comm.mpi import StartedWorld
+
+__all__ = ["SingleWorld", "World", "open_world", "started_world"]
 
 
 class World(Protocol):
@@ -101,6 +104,15 @@ class SingleWorld:
 
     def close(self) -> None:
         pass
+
+
+def started_world() -> StartedWorld | None:
+    """The ranks of an MPI that runs in this process, whether hvpipe has joined them or not."""
+    if "mpi4py.MPI" not in sys.modules:
+        return None
+    from hvpipe.comm import mpi
+
+    return mpi.started_world()
 
 
 def open_world(launch: Launch, settings: Settings) -> World:

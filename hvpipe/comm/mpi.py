@@ -7,6 +7,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator
+from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +40,17 @@ class MpiWorld:
     def __init__(self, mpi: ModuleType, timeout_s: float) -> None:
         self._mpi = mpi
         self._timeout_s = timeout_s
+        self.rank: int = mpi.COMM_WORLD.rank
+        self.size: int = mpi.COMM_WORLD.size
+        self.host: str = mpi.Get_processor_name()
+        # What follows blocks until all are there, without a deadline.
+        self._wait(mpi.COMM_WORLD.Ibarrier(), "other ranks in hvpipe.init()")
         self._comm: MPI.Intracomm = mpi.COMM_WORLD.Dup()
         self._engine_comm: MPI.Intracomm = mpi.COMM_WORLD.Dup()
-        local = self._comm.Split_type(mpi.COMM_TYPE_SHARED, key=self._comm.rank)
-        self.rank: int = self._comm.rank
-        self.size: int = self._comm.size
+        local = self._comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
         self.local_rank: int = local.rank
         self.local_size: int = local.size
         local.Free()
-        self.host: str = mpi.Get_processor_name()
         self.library_version: str = short_version(mpi.Get_library_version())
         self.fortran_handle: int | None = self._engine_comm.py2f()
         self._closed = False
@@ -136,9 +139,7 @@ class MpiWorld:
 
     def abort(self, code: int = 1) -> None:
         """End every rank now, with this exit code; does not return."""
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._mpi.COMM_WORLD.Abort(code)
+        _abort(self._mpi, code)
 
     def close(self) -> None:
         """Free the communicators, on every rank; the engine that uses `fortran_handle` must have stopped."""
@@ -196,6 +197,28 @@ def open_world(launch: Launch, timeout_s: float = 300.0) -> MpiWorld:
     return MpiWorld(mpi, timeout_s)
 
 
+@dataclass(frozen=True)
+class StartedWorld:
+    """The ranks of an MPI that runs in this process, whether hvpipe has joined them or not."""
+
+    rank: int
+    size: int
+    host: str
+    _mpi: ModuleType
+
+    def abort(self, code: int) -> None:
+        """End every rank now, with this exit code; does not return."""
+        _abort(self._mpi, code)
+
+
+def started_world() -> StartedWorld | None:
+    """None where MPI was not initialised in this process, or was finalised."""
+    mpi = _import_mpi()
+    if not mpi.Is_initialized() or mpi.Is_finalized():
+        return None
+    return StartedWorld(mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size, mpi.Get_processor_name(), mpi)
+
+
 def library_version() -> str:
     """Name and version of the MPI library that mpi4py loads, without initialising MPI."""
     return short_version(_import_mpi().Get_library_version())
@@ -205,6 +228,12 @@ def short_version(text: str) -> str:
     """Name and version out of MPI_Get_library_version: "Open MPI v5.0.11", "MPICH Version: 4.2.3"."""
     first_line = text.strip("\0 \n").splitlines()[0]
     return " ".join(first_line.split(",")[0].split())
+
+
+def _abort(mpi: ModuleType, code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    mpi.COMM_WORLD.Abort(code)
 
 
 def _import_mpi() -> ModuleType:

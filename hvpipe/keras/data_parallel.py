@@ -284,16 +284,14 @@ class DataParallel:
             # Weights may have been loaded on rank 0 alone: figures of different models have no mean.
             broadcast_model(self.model)
         self._steps.test_counter.restart()
-        return_dict = kwargs.pop("return_dict", False)
-        logs = dict(self._methods.own("evaluate")(*args, return_dict=True, **kwargs))
+        return_dict, logs = self._as_dict("evaluate", args, kwargs)
         average_logs(self.session, logs, self._steps.test_counter.restart(), "results of evaluate")
         return logs if return_dict else self.model._flatten_metrics_in_order(logs)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        return_dict = kwargs.pop("return_dict", False)
         self._set = self._set and self._steps.ready  # the first step takes rank 0's anyway
         before = self._steps.train_counter.total()
-        logs = dict(self._methods.own("train_on_batch")(*args, return_dict=True, **kwargs))
+        return_dict, logs = self._as_dict("train_on_batch", args, kwargs)
         if self._steps.overlap == "step":
             # The caller may set the learning rate, read a layer or call the model next.
             self._steps.flush()
@@ -303,6 +301,13 @@ class DataParallel:
         )
         self._take_rank_0s_if_set(anywhere, "in this train_on_batch")
         return logs if return_dict else self.model._flatten_metrics_in_order(logs)
+
+    def _as_dict(self, name: str, args: Any, kwargs: Any) -> tuple[bool, dict[str, Any]]:
+        """Call the model's own method for logs by name; whether that was asked for, and the logs."""
+        own = self._methods.own(name)
+        given = by_name(own, args, kwargs, functools.partial(getattr(keras.Model, name), self.model))
+        asked = bool(given.pop("return_dict", False))
+        return asked, dict(own(**given, return_dict=True))
 
     def _compile(self, *args: Any, **kwargs: Any) -> Any:
         self._steps.flush()

@@ -264,11 +264,11 @@ def _own_name(operation: Any) -> str:
 
 def functional_of(operation: Any) -> Any:
     """The functional model that an operation is or (Sequential) holds; None where it is none."""
-    if isinstance(operation, keras.Sequential):
-        return operation._functional if operation.built else None
     # A subclass with a call of its own does more than its graph says.
-    graph_says_all = isinstance(operation, Functional) and type(operation).call is Functional.call
-    return operation if graph_says_all else None
+    call = getattr(type(operation), "call", None)
+    if isinstance(operation, keras.Sequential):
+        return operation._functional if operation.built and call is keras.Sequential.call else None
+    return operation if isinstance(operation, Functional) and call is Functional.call else None
 
 
 def _can_be_opened(node: Any, inner: Any) -> bool:

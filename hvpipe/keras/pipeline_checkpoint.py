@@ -186,6 +186,8 @@ def _read(folder: Path, holdings: Holdings, optimizer: Any, rank: int) -> dict[s
             "The optimizer should have the settings it was saved with, and the same layers be trainable. "
             f"Received: {_spoken(missing[0], holdings)}, which {folder} does not have"
         )
+    if optimizer is not None and index.text("optimizer"):
+        _check_nothing_is_left(home, holdings, folder)
     _check_shards(folder, {home[source] for source in sources.values()})
     values = _values(folder, home, sources, wanted)
     for name, place in holdings.seeds.items():
@@ -273,6 +275,22 @@ def _check_optimizer(index: Table, optimizer: Any) -> None:
             f"The checkpoint's optimizer should be of the class of this one, {type(optimizer).__name__}. "
             f"Received: {index.text('optimizer')}"
         )
+
+
+def _check_nothing_is_left(home: Mapping[str, Shard], holdings: Holdings, folder: Path) -> None:
+    """Raise where the optimizer that was saved kept more of a weight that this rank trains."""
+    trained = {
+        number
+        for name in holdings.weights
+        if (number := number_in(name)) is not None and holdings.places[number].variable.trainable
+    }
+    for name in home:
+        of_the_optimizer = name.startswith("optimizer/") and number_in(name) in trained
+        if of_the_optimizer and name not in holdings.optimizer:
+            raise HvpipeError(
+                "The optimizer should have the settings it was saved with. "
+                f"Received: one without {_spoken(name, holdings)}, which {folder} has"
+            )
 
 
 def _spoken(name: str, holdings: Holdings) -> str:

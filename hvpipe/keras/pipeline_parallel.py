@@ -242,7 +242,7 @@ class PipelineParallel(PipelineFiles, keras.Model):
         callbacks = with_one_writer(session, _listed(named.get("callbacks") or []), ["CSVLogger"])
         make_folders(session, callbacks)
         mine = told_once(session, callbacks, self.stages, self._stage_layers)
-        named["callbacks"] = [EpochEnd(sharing), *mine, stop_together(session, callbacks)]
+        named["callbacks"] = [EpochEnd(session, sharing), *mine, stop_together(session, callbacks)]
         return super().fit(**named)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -371,11 +371,14 @@ class PipelineParallel(PipelineFiles, keras.Model):
 class EpochEnd(keras.callbacks.Callback):
     """First of the callbacks: the statistics that replicas of a stage have taken apart become one."""
 
-    def __init__(self, sharing: Sharing) -> None:
+    def __init__(self, session: Session, sharing: Sharing) -> None:
         super().__init__()
+        self._session = session
         self._sharing = sharing
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        # Replicas sum among themselves, where a rank whose data ended early would be waited for in vain.
+        self._session.engine.agree(f"end of epoch {epoch + 1}")
         self._sharing.average_statistics()
 
 

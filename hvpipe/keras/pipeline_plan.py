@@ -12,6 +12,7 @@ from hvpipe.keras.estimate import estimate
 from hvpipe.keras.footprint import weight_bytes
 from hvpipe.keras.layer_graph import LayerGraph
 from hvpipe.keras.pipeline_state import together
+from hvpipe.plan.exact import MOST_LAYERS, exact
 from hvpipe.plan.partition import partition
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining, checked_recompute
 from hvpipe.plan.stages import Plan
@@ -77,8 +78,7 @@ def plan_for(session: Session, graph: LayerGraph, wish: Wish) -> tuple[Plan, lis
     given, cluster = _of_rank_0(session, wish)
     profile = _profile(graph, given)
     if cluster is None:
-        plan = partition(profile, equal_cluster(count), count * how.chunks, how)
-        return _replicate(plan, replicas), list(range(size))
+        return _replicate(balanced(profile, replicas, how), replicas), list(range(size))
     if max(replicas) > 1:
         raise HvpipeError(
             "Replicas on a cluster are for the planner: pass the plan of `hvpipe plan --mode hybrid`. "
@@ -231,6 +231,15 @@ def _check_wish(wish: Wish, plan: Plan) -> None:
                 f"Received: {name}={asked!r} and a plan with {name}={planned!r}"
             )
     plan.check(_read_profile(wish.profile), _read_cluster(wish.cluster))
+
+
+def balanced(profile: Profile, replicas: Sequence[int], how: Pipelining) -> Plan:
+    """Stages on equal ranks; one with more replicas, which take turns, gets more of the model."""
+    count = len(replicas)
+    if len(set(replicas)) == 1 or how.chunks > 1 or len(profile.layers) > MOST_LAYERS:
+        return partition(profile, equal_cluster(count), count * how.chunks, how)
+    cluster = equal_cluster(count, speeds=tuple(map(float, replicas)))
+    return exact(profile, cluster, count, how, [device.name for device in cluster.devices])
 
 
 def _replicate(plan: Plan, replicas: Sequence[int]) -> Plan:

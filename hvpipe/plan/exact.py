@@ -19,7 +19,7 @@ from hvpipe.profile import Profile
 from hvpipe.topology import Cluster
 
 # More would take minutes, or gigabytes.
-_MOST_LAYERS, _MOST_SETS, _MOST_ORDERS = 1000, 5000, 2000
+MOST_LAYERS, _MOST_SETS, _MOST_ORDERS = 1000, 5000, 2000
 
 
 def exact(
@@ -41,9 +41,9 @@ def exact(
             "exact should be asked about schedules with one stage on each device. "
             f"Received: schedule={pipelining.schedule!r}"
         )
-    if len(profile.layers) > _MOST_LAYERS:
+    if len(profile.layers) > MOST_LAYERS:
         raise HvpipeError(
-            f"exact should be asked about at most {_MOST_LAYERS} layers. "
+            f"exact should be asked about at most {MOST_LAYERS} layers. "
             f"Received: layers={len(profile.layers)}"
         )
     spans = Spans(profile)

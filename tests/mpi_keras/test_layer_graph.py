@@ -13,8 +13,10 @@ import hvpipe
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.layer_graph import LayerGraph, layer_graph
 from hvpipe.keras.mail import Mail
-from hvpipe.keras.pipeline_plan import Wish, plan_for
+from hvpipe.keras.pipeline_plan import Wish, balanced, plan_for
 from hvpipe.keras.stage import StageFunctions, cut_stages
+from hvpipe.plan.pipelining import DEFAULT_PIPELINING
+from hvpipe.profile import LayerCost, Profile
 from hvpipe.session import current
 
 layers = keras.layers
@@ -220,3 +222,26 @@ def test_a_subclassed_model_is_told_how_to_become_functional() -> None:
         layer_graph(Own())
     with pytest.raises(HvpipeError, match=r"begins with keras.Input"):
         layer_graph(keras.Sequential([layers.Dense(3)]))
+
+
+class Doubling(keras.Sequential):
+    def call(self, inputs: Any, **options: Any) -> Any:
+        return 2 * super().call(inputs, **options)
+
+
+def test_a_sequential_with_a_call_of_its_own_is_not_taken_for_its_layers() -> None:
+    inner = Doubling([keras.Input((4,)), layers.Dense(3)], name="doubling")
+    with pytest.raises(HvpipeError, match=r"Turn a subclassed model into a function.*Received: Doubling"):
+        layer_graph(inner)
+    inputs = keras.Input((4,))
+    graph = layer_graph(keras.Model(inputs, layers.Dense(2, name="last")(inner(inputs))))
+    assert [call.name for call in graph.calls] == ["doubling", "last"]
+
+
+@pytest.mark.parametrize(("replicas", "layers_of"), [((3, 1), (6, 2)), ((1, 3), (2, 6)), ((2, 2), (4, 4))])
+def test_a_stage_on_more_ranks_gets_more_of_the_model(
+    replicas: tuple[int, int], layers_of: tuple[int, int]
+) -> None:
+    equal = tuple(LayerCost(f"layer{n}", 1.0, 2.0, 0, 0, 0, 0) for n in range(8))
+    plan = balanced(Profile(equal, tuple((n, n + 1) for n in range(7))), replicas, DEFAULT_PIPELINING)
+    assert tuple(len(stage.layers) for stage in plan.stages) == layers_of

@@ -113,6 +113,15 @@ def test_train_on_batch_of_ranks_that_change_their_size() -> None:
     assert model.train_on_batch(x, y) == pytest.approx([expected()["loss"], expected()["accuracy"]], rel=1e-5)
 
 
+def test_how_logs_are_returned_may_be_told_by_position() -> None:
+    x, y = own_samples()
+    model = parallel(still())
+    listed = pytest.approx([expected()["loss"], expected()["accuracy"]], rel=1e-5)
+    for returned, as_dict in ((listed, False), (pytest.approx(expected(), rel=1e-5), True)):
+        assert model.train_on_batch(x, y, None, None, as_dict) == returned
+        assert model.evaluate(x, y, len(x), 0, None, None, None, as_dict) == returned
+
+
 def test_metrics_with_a_value_for_each_class() -> None:
     """Each is a mean over ranks by samples."""
     rank, size = hvpipe.rank(), hvpipe.size()

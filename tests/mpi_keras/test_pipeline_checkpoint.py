@@ -480,6 +480,13 @@ def test_a_checkpoint_of_another_optimizer_is_refused(trained: Trained) -> None:
         )
 
 
+def test_a_checkpoint_with_more_state_than_the_optimizer_takes_is_refused(folder: Path) -> None:
+    saved = pipeline(optimizer=lambda: keras.optimizers.Adam(0.1, amsgrad=True))
+    saved.save_checkpoint(folder / "amsgrad")
+    with pytest.raises(HvpipeError, match=r"settings it was saved with.*_velocity_hats.*which .* has"):
+        pipeline(optimizer=lambda: keras.optimizers.Adam(0.1)).load_checkpoint(folder / "amsgrad")
+
+
 @pytest.mark.parametrize("fault", ["no index", "index cut", "another version", "missing", "cut", "changed"])
 def test_a_checkpoint_that_is_not_whole_is_refused(trained: Trained, folder: Path, fault: str) -> None:
     damaged = folder / "damaged"
