@@ -70,11 +70,13 @@ struct BucketLayout {
   std::vector<std::size_t> offsets;  // first element of each tensor inside the buffer
   std::size_t count = 0;             // elements of the buffer, with the gaps that align the tensors
   int priority = 0;                  // 0 is needed first by the next forward
+  std::size_t row = 0;               // elements of a row, of a table whose rows that are zero do not travel
 
   BucketLayout(std::string bucket_name, DType tensor, DType wire, std::vector<std::size_t> tensor_counts,
                int bucket_priority);
   std::size_t bytes() const { return count * SizeOf(wire_type); }
-  bool compressed() const { return wire_type != tensor_type; }
+  // Whether the fused buffer holds the tensors as they are.
+  bool as_is() const { return wire_type == tensor_type && row == 0; }
 };
 
 }  // namespace hvpipe

@@ -150,22 +150,21 @@ bool Engine::AllLeave(double patience_s) const {
 }
 
 std::unique_ptr<Collective> Engine::LaneSum(const std::string& what, std::uint64_t sequence, const Ends& ends,
-                                            std::size_t count, DType dtype, double scale,
-                                            LaneReduce::Result result) {
+                                            DType dtype, double scale, LaneReduce::Result result) {
   LaneTag tag{Hash(what), sequence, what};
-  return std::make_unique<LaneReduce>(*up_, counters_, std::move(tag), ends.in, ends.out, count, dtype, scale,
-                                      result);
+  return std::make_unique<LaneReduce>(*up_, counters_, std::move(tag), ends.in, ends.out, ends.count, dtype,
+                                      scale, result);
 }
 
 //   one host            every host one rank     several hosts, several ranks on some
 //   lane: all-reduce    ring                    lane: to the host's first rank; ring of these; lane: back
-void Engine::AddReduceStages(Operation& operation, std::shared_ptr<const Ends> ends, std::size_t count,
-                             DType dtype, double scale, int tag) {
+void Engine::AddReduceStages(Operation& operation, std::shared_ptr<const Ends> ends, DType dtype,
+                             double scale, int tag) {
   const bool lane_alone = up_ && hosts_ == 1;
   if (up_) {
     const auto result = lane_alone ? LaneReduce::Result::kAll : LaneReduce::Result::kLeader;
     operation.stages.push_back({[=](const Operation& op) -> std::unique_ptr<Collective> {
-                                  return LaneSum(op.what, op.sequence(), *ends, count, dtype,
+                                  return LaneSum(op.what, op.sequence(), *ends, dtype,
                                                  lane_alone ? scale : 1.0, result);
                                 },
                                 &lane_order_, nullptr});
@@ -175,8 +174,8 @@ void Engine::AddReduceStages(Operation& operation, std::shared_ptr<const Ends> e
   if (ring != nullptr && ring->size() > 1) {
     operation.stages.push_back({[=](const Operation&) {
                                   if (!up_ && ends->in != ends->out)
-                                    std::memcpy(ends->out, ends->in, count * SizeOf(dtype));
-                                  return Ring(*ring, ends->out, count, dtype, tag);
+                                    std::memcpy(ends->out, ends->in, ends->count * SizeOf(dtype));
+                                  return Ring(*ring, ends->out, ends->count, dtype, tag);
                                 },
                                 nullptr, nullptr});
   }
@@ -186,7 +185,7 @@ void Engine::AddReduceStages(Operation& operation, std::shared_ptr<const Ends> e
                                   LaneTag lane_tag{Hash(op.what), op.sequence(), op.what};
                                   return std::make_unique<LaneBroadcast>(*down_, counters_,
                                                                          std::move(lane_tag), ends->out,
-                                                                         count * SizeOf(dtype), 0);
+                                                                         ends->count * SizeOf(dtype), 0);
                                 },
                                 nullptr, nullptr});
   }
@@ -194,7 +193,7 @@ void Engine::AddReduceStages(Operation& operation, std::shared_ptr<const Ends> e
     auto previous = std::move(operation.check);
     operation.check = [=](Operation& op) {
       if (previous) previous(op);
-      Scale(ends->out, dtype, count, scale);
+      Scale(ends->out, dtype, ends->count, scale);
     };
   }
 }

@@ -22,6 +22,7 @@
 #include "mpi_transport.h"
 #include "progress.h"
 #include "shared_memory.h"
+#include "table_rows.h"
 
 namespace hvpipe {
 
@@ -89,7 +90,7 @@ class Engine {
   void Collect(int plan, int bucket, Done done);
   // Copies the sums out, cast to the gradients' type.
   void Unpack(int plan, int bucket, const std::vector<void*>& tensors);
-  // Hands out the fused buffer itself, for a bucket without compression. Whoever still holds it when the
+  // Hands out the fused buffer itself, for a bucket whose layout is `as_is`. Whoever still holds it when the
   // bucket is submitted again keeps it, and the bucket gets another.
   std::shared_ptr<AlignedBuffer> Take(int plan, int bucket);
 
@@ -142,13 +143,17 @@ class Engine {
   struct Ends {
     const void* in;
     void* out;
+    std::size_t count;
   };
   struct Bucket {
     explicit Bucket(BucketLayout bucket_layout) : layout(std::move(bucket_layout)) {}
     void NewBuffer();
+    void Pack(const std::vector<const void*>& tensors, double scale);
+    void Unpack(const std::vector<void*>& tensors) const;
     BucketLayout layout;
     std::shared_ptr<AlignedBuffer> buffer;  // in host memory
     std::unique_ptr<DeviceBuffer> device;   // or this
+    std::unique_ptr<TableRows> table;       // or here
     bool unpacked = false;                  // from device memory, at least once
     // The first arrays that were packed and unpacked lie on this device: those of later steps will.
     bool packs_here = false, unpacks_here = false;
@@ -202,10 +207,10 @@ class Engine {
   std::shared_ptr<Operation> Claim(Bucket& bucket);
   void BucketReduced(Bucket& bucket, const Error* error);
   std::unique_ptr<Collective> LaneSum(const std::string& what, std::uint64_t sequence, const Ends& ends,
-                                      std::size_t count, DType dtype, double scale,
-                                      LaneReduce::Result result);
-  void AddReduceStages(Operation& operation, std::shared_ptr<const Ends> ends, std::size_t count, DType dtype,
-                       double scale, int tag);
+                                      DType dtype, double scale, LaneReduce::Result result);
+  void AddReduceStages(Operation& operation, std::shared_ptr<const Ends> ends, DType dtype, double scale,
+                       int tag);
+  void AddTableStages(Operation& operation, const Bucket& bucket);
   std::unique_ptr<Collective> Ring(Transport& ranks, void* data, std::size_t count, DType dtype, int tag);
   void AddControlStage(Operation& operation, double samples, std::uint64_t signature);
   static std::shared_ptr<Operation> Blocking(const std::string& what);

@@ -30,8 +30,16 @@ int Engine::AddPlan(const std::string& name, std::uint64_t signature, std::vecto
   for (BucketLayout& layout : buckets) {
     auto bucket = std::make_unique<Bucket>(std::move(layout));
     if (memory == Memory::kDevice) {
+      bucket->layout.row = 0;
       bucket->device =
           std::make_unique<DeviceBuffer>(device(), bucket->layout.count, bucket->layout.wire_type);
+    } else if (const std::size_t row = bucket->layout.row; row > 0) {
+      const std::size_t count = bucket->layout.count;
+      if (bucket->layout.counts.size() != 1 || count % row != 0) {
+        throw Error("Rows are of one table, and equal. Received: bucket=" + bucket->layout.name,
+                    ErrorKind::kUsage);
+      }
+      bucket->table = std::make_unique<TableRows>(count / row, row, bucket->layout.wire_type);
     } else {
       bucket->NewBuffer();
     }
@@ -109,7 +117,11 @@ std::shared_ptr<Operation> Engine::BucketOperation(Bucket& bucket) {
   const auto finished = [this, &bucket](const Error* error) { BucketReduced(bucket, error); };
   bucket.ends = std::make_shared<Ends>();
   if (!bucket.device) {
-    if (size_ > 1) AddReduceStages(*operation, bucket.ends, layout.count, layout.wire_type, 1.0, bucket.tag);
+    if (bucket.table) {
+      AddTableStages(*operation, bucket);
+    } else if (size_ > 1) {
+      AddReduceStages(*operation, bucket.ends, layout.wire_type, 1.0, bucket.tag);
+    }
     operation->finished = finished;
     return operation;
   }
@@ -127,6 +139,22 @@ std::shared_ptr<Operation> Engine::BucketOperation(Bucket& bucket) {
   bucket.gather->finished = finished;
   operation->check = [this, gather = bucket.gather](Operation&) { progress_->MakeReady(gather); };
   return operation;
+}
+
+// First which rows any rank has, then their sum.
+void Engine::AddTableStages(Operation& operation, const Bucket& bucket) {
+  TableRows& table = *bucket.table;
+  if (size_ > 1) {
+    const auto flags = std::make_shared<const Ends>(Ends{table.flags(), table.flags(), table.rows()});
+    AddReduceStages(operation, flags, TableRows::kFlagType, 1.0, bucket.tag);
+  }
+  operation.stages.push_back({[&table, ends = bucket.ends](const Operation&) -> std::unique_ptr<Collective> {
+                                table.MakeRoom();
+                                *ends = {table.data(), table.data(), table.count()};
+                                return std::make_unique<Together>(std::vector<std::unique_ptr<Collective>>());
+                              },
+                              nullptr, nullptr});
+  if (size_ > 1) AddReduceStages(operation, bucket.ends, bucket.layout.wire_type, 1.0, bucket.tag);
 }
 
 void Engine::BeginStep(int plan_index, std::int64_t step, double samples, bool reduces, StepBegun begun) {
@@ -210,29 +238,33 @@ void Engine::Submit(int plan, int index, const std::vector<const void*>& tensors
         ErrorKind::kUsage);
   }
   const std::shared_ptr<Operation> operation = Claim(target);
+  const double start = log_.enabled() ? Now() : 0;
+  try {
+    target.Pack(tensors, scale);
+  } catch (const Error& error) {
+    progress_->Fail(error);  // the others were told of a bucket that will not come
+    throw;
+  }
+  if (log_.enabled()) log_.Add("pack", target.layout.name, start, Now());
+  progress_->MakeReady(operation);
+  if (const auto error = progress_->error()) throw *error;
+}
+
+void Engine::Bucket::Pack(const std::vector<const void*>& tensors, double scale) {
+  if (table) return table->Pack(tensors.front(), layout.tensor_type, scale);
   // The fence pairs with the release of whoever gave the buffer back.
-  if (target.buffer.use_count() > 1) {
-    try {
-      target.NewBuffer();
-    } catch (const Error& error) {
-      progress_->Fail(error);  // the others were told of a bucket that will not come
-      throw;
-    }
+  if (buffer.use_count() > 1) {
+    NewBuffer();
   } else {
     std::atomic_thread_fence(std::memory_order_acquire);
   }
-  const BucketLayout& layout = target.layout;
-  const double start = log_.enabled() ? Now() : 0;
-  char* buffer = static_cast<char*>(target.buffer->data());
-  *target.ends = {buffer, buffer};
+  char* fused = static_cast<char*>(buffer->data());
+  *ends = {fused, fused, layout.count};
   const std::size_t element = SizeOf(layout.wire_type);
   for (std::size_t i = 0; i < layout.counts.size(); ++i) {
-    PackScaled(tensors[i], layout.tensor_type, buffer + layout.offsets[i] * element, layout.wire_type,
+    PackScaled(tensors[i], layout.tensor_type, fused + layout.offsets[i] * element, layout.wire_type,
                layout.counts[i], scale);
   }
-  if (log_.enabled()) log_.Add("pack", layout.name, start, Now());
-  progress_->MakeReady(operation);
-  if (const auto error = progress_->error()) throw *error;
 }
 
 void Engine::BucketReduced(Bucket& reduced, const Error* error) {
@@ -269,17 +301,21 @@ void Engine::Collect(int plan, int index, Done done) {
 
 void Engine::Unpack(int plan, int index, const std::vector<void*>& tensors) {
   Bucket& source = bucket(plan, index);
-  const BucketLayout& layout = source.layout;
   const double start = log_.enabled() ? Now() : 0;
-  const char* buffer = static_cast<const char*>(source.buffer->data());
-  const std::size_t element = SizeOf(layout.wire_type);
-  for (std::size_t i = 0; i < layout.counts.size(); ++i) {
-    hvpipe::Unpack(buffer + layout.offsets[i] * element, layout.wire_type, tensors[i], layout.tensor_type,
-                   layout.counts[i]);
-  }
-  if (log_.enabled()) log_.Add("unpack", layout.name, start, Now());
+  source.Unpack(tensors);
+  if (log_.enabled()) log_.Add("unpack", source.layout.name, start, Now());
   const std::lock_guard<std::mutex> lock(mutex_);
   source.state = BucketState::kIdle;
+}
+
+void Engine::Bucket::Unpack(const std::vector<void*>& tensors) const {
+  if (table) return table->Unpack(tensors.front(), layout.tensor_type);
+  const char* fused = static_cast<const char*>(buffer->data());
+  const std::size_t element = SizeOf(layout.wire_type);
+  for (std::size_t i = 0; i < layout.counts.size(); ++i) {
+    hvpipe::Unpack(fused + layout.offsets[i] * element, layout.wire_type, tensors[i], layout.tensor_type,
+                   layout.counts[i]);
+  }
 }
 
 std::shared_ptr<AlignedBuffer> Engine::Take(int plan, int index) {

@@ -49,12 +49,12 @@ void Engine::AllReduce(const void* in, void* out, std::size_t count, DType dtype
     in = out;
     scale = 1.0;
   }
-  const Ends ends{in, out};
+  const Ends ends{in, out, count};
   const int tag = NextTag();
   const auto queued = [&] {
     auto operation = Blocking(what);
     operation->traced = "reduce";
-    AddReduceStages(*operation, std::make_shared<const Ends>(ends), count, dtype, scale, tag);
+    AddReduceStages(*operation, std::make_shared<const Ends>(ends), dtype, scale, tag);
     return operation;
   };
   if (!up_ || hosts_ > 1) return progress_->Run(queued(), interrupt);
@@ -69,7 +69,7 @@ void Engine::AllReduce(const void* in, void* out, std::size_t count, DType dtype
   };
   if (count * SizeOf(dtype) > up_->slot_bytes()) return progress_->Run(queued(), std::ref(looked_after));
   const auto make = [&](std::uint64_t sequence) {
-    return LaneSum(what, sequence, ends, count, dtype, scale, LaneReduce::Result::kAll);
+    return LaneSum(what, sequence, ends, dtype, scale, LaneReduce::Result::kAll);
   };
   progress_->RunBrief(std::ref(make), std::ref(queued), std::ref(looked_after));
 }

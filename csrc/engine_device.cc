@@ -69,8 +69,8 @@ void Engine::AddDeviceReduce(Operation& operation, const DeviceReduce& reduce) {
   AddCopy(operation, reduce.begun, reduce.ended, [=](DeviceSide& side, Device::Stream stream) {
     side.device->CopyToHost(reduce.host, reduce.in, bytes, stream);
   });
-  const auto ends = std::make_shared<const Ends>(Ends{reduce.host, reduce.host});
-  AddReduceStages(operation, ends, reduce.count, reduce.dtype, 1.0, reduce.tag);
+  const auto ends = std::make_shared<const Ends>(Ends{reduce.host, reduce.host, reduce.count});
+  AddReduceStages(operation, ends, reduce.dtype, 1.0, reduce.tag);
   AddCopy(operation, reduce.begun, reduce.ended, [=](DeviceSide& side, Device::Stream stream) {
     side.device->CopyFromHost(reduce.out, reduce.host, bytes, stream);
   });

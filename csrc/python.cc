@@ -180,13 +180,15 @@ std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::si
   return std::make_shared<Engine>(MPI_Comm_f2c(fortran_handle), options);
 }
 
-using BucketSpec = std::tuple<std::string, std::string, std::string, std::vector<std::size_t>, int>;
+using BucketSpec =
+    std::tuple<std::string, std::string, std::string, std::vector<std::size_t>, int, std::size_t>;
 
 int AddPlan(Engine& engine, const std::string& name, std::uint64_t signature,
             const std::vector<BucketSpec>& buckets, bool on_device) {
   std::vector<hvpipe::BucketLayout> layouts;
-  for (const auto& [bucket, dtype, wire, counts, priority] : buckets) {
+  for (const auto& [bucket, dtype, wire, counts, priority, row] : buckets) {
     layouts.emplace_back(bucket, ParseDType(dtype), ParseDType(wire), counts, priority);
+    layouts.back().row = row;
   }
   const auto memory = on_device ? hvpipe::Memory::kDevice : hvpipe::Memory::kHost;
   return engine.AddPlan(name, signature, std::move(layouts), memory);

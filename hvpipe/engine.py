@@ -298,7 +298,7 @@ class Engine:
         """
         if self.core is None:
             raise HvpipeError("A plan needs several ranks or MPI. Received: one rank without MPI")
-        rows = [(b.name, b.dtype, b.wire_dtype, list(b.counts), b.priority) for b in plan.buckets]
+        rows = [(b.name, b.dtype, b.wire_dtype, list(b.counts), b.priority, b.row) for b in plan.buckets]
         return int(self.core.add_plan(name, plan.signature, rows, on_device))
 
     def remove_plan(self, plan: int) -> None:

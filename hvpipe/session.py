@@ -135,7 +135,8 @@ class Session:
 # Settings of what is recorded, and of which messages and collectives there are.
 _ALIKE = (
     *("trace_path", "utilization_path", "utilization_hz", "summary"),
-    *("bucket_bytes", "segment_bytes", "slot_bytes", "messages_in_flight", "ranks_per_host", "shared_memory"),
+    *("bucket_bytes", "table_bytes", "segment_bytes", "slot_bytes", "messages_in_flight", "ranks_per_host"),
+    "shared_memory",
     *("nccl_library", "nccl_span", "gpus_may_be_shared"),
 )
 

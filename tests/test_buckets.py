@@ -54,6 +54,29 @@ def test_a_model_worked_out_by_hand() -> None:
     assert [number for number, _ in plan.by_need()] == [3, 2, 1, 0]
 
 
+def test_tables_travel_by_rows_where_that_is_worth_it() -> None:
+    model = [
+        Gradient("embed", (100, 16), "float32", table=True),  # 0: 6400 bytes
+        Gradient("kernel", (16, 16), "float32"),  # 1: 1024 bytes
+        Gradient("small", (50, 16), "float32", table=True),  # 2: 3200 bytes, not enough of them
+        Gradient("narrow", (400, 8), "float32", table=True),  # 3: 12800 bytes, in rows of 32
+        Gradient("wide", (100, 4, 8), "float16", table=True),  # 4: 6400 bytes, in rows of 32 elements
+    ]
+    plan = plan_buckets(model, 1 << 20, table_bytes=6400)
+    assert [(bucket.members, bucket.row) for bucket in plan.buckets] == [
+        ((4,), 32),
+        ((3, 2, 1), 0),
+        ((0,), 16),
+    ]
+    dense = plan_buckets(model, 1 << 20)
+    assert [(bucket.members, bucket.row) for bucket in dense.buckets] == [((4,), 0), ((3, 2, 1, 0), 0)]
+    assert plan.signature != dense.signature
+    same = plan_buckets(
+        [dataclasses.replace(gradient, table=False) for gradient in model], 1 << 20, table_bytes=1
+    )
+    assert same.buckets == dense.buckets
+
+
 @pytest.mark.parametrize(("compression", "wire"), [("bf16", "bfloat16"), ("fp16", "float16")])
 def test_compression_casts_float32_alone(compression: str, wire: str) -> None:
     model = [Gradient(dtype, (10,), dtype) for dtype in ("float32", "float64", "float16", "bfloat16")]

@@ -67,6 +67,7 @@ class Settings:
     live: bool = False
     live_folder: str | None = None
     bucket_bytes: int | None = None  # as fits the model
+    table_bytes: int = 1 << 20
     segment_bytes: int = 0  # as MPI's eager limit allows
     slot_bytes: int = 256 << 10
     messages_in_flight: int = 8
@@ -115,8 +116,9 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
 
     HVPIPE_TIMEOUT (s), HVPIPE_TRACE and HVPIPE_UTILIZATION (files to write), HVPIPE_UTILIZATION_HZ (samples
     a second), HVPIPE_LIVE (for `hvpipe top`: 0, 1 or a folder; as HVPIPE_SUMMARY where it is not set),
-    HVPIPE_BUCKET_BYTES, HVPIPE_SEGMENT_BYTES (of a ring message), HVPIPE_SLOT_BYTES (of the shared-memory
-    lane), HVPIPE_MESSAGES_IN_FLIGHT, HVPIPE_RANKS_PER_HOST (pretend that so many ranks share a host; for
+    HVPIPE_BUCKET_BYTES, HVPIPE_TABLE_BYTES (from which an Embedding sends the rows of a batch alone),
+    HVPIPE_SEGMENT_BYTES (of a ring message), HVPIPE_SLOT_BYTES (of the shared-memory lane),
+    HVPIPE_MESSAGES_IN_FLIGHT, HVPIPE_RANKS_PER_HOST (pretend that so many ranks share a host; for
     tests), HVPIPE_SHARED_MEMORY (0 or 1), HVPIPE_SUMMARY (0 or 1), HVPIPE_NCCL_LIBRARY (a path, or "none"
     to send what lies on GPUs through the host), HVPIPE_NCCL_SPAN ("world", or "host" to keep NCCL inside
     hosts), HVPIPE_DEVICE_LIBRARY (what serves device arrays; for tests), HVPIPE_LOG_LEVEL. Of NCCL's own:
@@ -138,6 +140,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         live=live,
         live_folder=live_folder,
         bucket_bytes=_number(env, "HVPIPE_BUCKET_BYTES", "bytes", 0) or default.bucket_bytes,
+        table_bytes=_number(env, "HVPIPE_TABLE_BYTES", "bytes", default.table_bytes),
         segment_bytes=_number(env, "HVPIPE_SEGMENT_BYTES", "bytes", default.segment_bytes),
         slot_bytes=_number(env, "HVPIPE_SLOT_BYTES", "bytes", default.slot_bytes),
         messages_in_flight=_number(env, "HVPIPE_MESSAGES_IN_FLIGHT", "messages", default.messages_in_flight),

@@ -11,7 +11,7 @@ import tensorflow as tf
 from hvpipe.engine import Compression, Op, check_compression
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.overlap import OverlappedOptimizer
-from hvpipe.keras.reducer import Reducer, counted_alike, dense
+from hvpipe.keras.reducer import Reducer, counted_alike, dense, sliced
 from hvpipe.keras.supported import told
 from hvpipe.session import check_other_arguments, current
 
@@ -48,7 +48,10 @@ def DistributedOptimizer(
         if not hooked:
             used = [v for g, v in zip(grads, variables, strict=True) if g is not None]
             hooked.append(
-                OverlappedOptimizer(session, optimizer, used, "backward", compression, bucket_bytes)
+                OverlappedOptimizer(
+                    *(session, optimizer, used, "backward", compression, bucket_bytes),
+                    tables=sliced(grads, variables),
+                )
             )
         hooked[0].apply(grads, variables)
 
@@ -124,7 +127,8 @@ def average_gradients(
     if not used:
         raise HvpipeError("At least one gradient is wanted. Received: None for every variable")
     trained = [variables[place] for place in used]
-    reducer = _reducer_for(trained, compression, bucket_bytes)
+    tables = sliced([gradients[place] for place in used], trained)
+    reducer = _reducer_for(trained, compression, bucket_bytes, tables)
     found = [dense(gradients[place]) for place in used]
     tokens = reducer.submit(reducer.announce(counted_alike(found)), found)
     averaged = list(gradients)
@@ -162,13 +166,15 @@ def _eager(function: str, tensor: Any, instead: str = "") -> Any:
     return tf.convert_to_tensor(tensor).numpy()
 
 
-def _reducer_for(variables: Sequence[Any], compression: Compression, bucket_bytes: int | None) -> Reducer:
+def _reducer_for(
+    variables: Sequence[Any], compression: Compression, bucket_bytes: int | None, tables: set[int]
+) -> Reducer:
     """One plan for each list of variables, kept as long as the session."""
     session = current()
-    key = (tuple(id(v) for v in variables), compression, bucket_bytes)
+    key = (tuple(id(v) for v in variables), compression, bucket_bytes, frozenset(tables))
     found = session.reducers.get(key)
     if found is None:
-        found = Reducer(session, "gradients", variables, compression, bucket_bytes)
+        found = Reducer(session, "gradients", variables, compression, bucket_bytes, tables=tables)
         session.reducers[key] = found
     reducer: Reducer = found
     return reducer

@@ -15,7 +15,7 @@ Li et al., NeurIPS 2018).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
@@ -51,10 +51,11 @@ def applied_outside(optimizer: Any) -> HvpipeError:
 class OverlappedOptimizer:
     """Puts the engine between an optimizer's gradients and its update; `optimizer.apply` calls `apply` here.
 
-    `variables` are those that have gradients. `defers` says whether updates may happen in the next step:
-    then `begin` must be called at the start of every step, `end` at its end, and `flush` before weights are
-    read. Where tracing fails, `other_variables` says for which variables to plan anew, and `used_early` which
-    rule out putting updates off, if that was why.
+    `variables` are those that have gradients, `tables` those that have them in few rows (see Reducer).
+    `defers` says whether updates may happen in the next step: then `begin` must be called at the start of
+    every step, `end` at its end, and `flush` before weights are read. Where tracing fails, `other_variables`
+    says for which variables to plan anew, and `used_early` which rule out putting updates off, if that was
+    why.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class OverlappedOptimizer:
         compression: str | None,
         bucket_bytes: int | None,
         warmup_steps: int = 0,
+        tables: Collection[int] = (),
     ) -> None:
         if overlap == "stale" and optimizer.gradient_accumulation_steps:
             raise HvpipeError(
@@ -91,6 +93,7 @@ class OverlappedOptimizer:
             compression=compression,
             bucket_bytes=bucket_bytes,
             in_turn=overlap == "stale",
+            tables=tables,
         )
         self._reducers: dict[tuple[int, ...], Reducer] = {}
         self._plan(variables)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
@@ -40,6 +41,18 @@ def dense(gradient: Any) -> Any:
     return tf.convert_to_tensor(gradient)
 
 
+def tables_of(model: Any) -> set[int]:
+    """The weights of a model's Embeddings, of which a batch uses few rows, by `identity`."""
+    embeddings = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
+    return {identity(v) for layer in embeddings for v in layer.weights if v.shape[0] == layer.input_dim}
+
+
+def sliced(gradients: Sequence[Any], variables: Sequence[Any]) -> set[int]:
+    """The variables whose gradients are IndexedSlices, by `identity`."""
+    pairs = zip(gradients, variables, strict=True)
+    return {identity(v) for gradient, v in pairs if isinstance(gradient, tf.IndexedSlices)}
+
+
 def counted_alike(gradients: Sequence[Any]) -> Any:
     """One sample, for ranks that count alike whatever their batch (float64 scalar); there with a gradient.
 
@@ -71,7 +84,10 @@ def _take_collected() -> list[Any]:
 
 
 class Reducer:
-    """Reduces one list of variables' gradients by a fixed plan; owns the step counter that the ops need."""
+    """Reduces one list of variables' gradients by a fixed plan; owns the step counter that the ops need.
+
+    `tables` are those variables, by `identity`, that have gradients in few rows.
+    """
 
     def __init__(
         self,
@@ -81,18 +97,28 @@ class Reducer:
         compression: str | None,
         bucket_bytes: int | None,
         in_turn: bool = False,
+        tables: Collection[int] = (),
     ) -> None:
         self._session = session
         self.variables = list(variables)
         gradients = [
-            Gradient(f"{place} {name_of(v)}", tuple(int(n) for n in v.shape), tf.as_dtype(v.dtype).name)
+            Gradient(
+                f"{place} {name_of(v)}",
+                tuple(map(int, v.shape)),
+                tf.as_dtype(v.dtype).name,
+                identity(v) in tables,
+            )
             for place, v in enumerate(variables)
         ]
+        on_device = reduces_on_gpu(session)
         self.plan: BucketPlan = plan_buckets(
-            gradients, bucket_bytes or session.settings.bucket_bytes, compression, in_turn=in_turn
+            gradients,
+            bucket_bytes or session.settings.bucket_bytes,
+            compression,
+            in_turn=in_turn,
+            table_bytes=None if on_device else session.settings.table_bytes,
         )
         self._gradients = gradients
-        on_device = reduces_on_gpu(session)
         # Asked for by name: what TensorFlow would choose depends on where the gradients are.
         self._place = "GPU:0" if on_device else "CPU:0"
         self._plan_id = session.engine.add_plan(name, self.plan, on_device)

@@ -18,6 +18,7 @@ from hvpipe.keras.data import SampleCounter, batch_of, fingerprint_of, first_lea
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.overlap import OverlappedOptimizer, applied_outside
+from hvpipe.keras.reducer import tables_of
 from hvpipe.keras.start import start_equal, without_xla
 from hvpipe.session import Session
 
@@ -204,7 +205,9 @@ class TrainSteps:
         # Eagerly there is no next step's graph to put an update off to; the weights are the same.
         eager = self.overlap == "step" and self.model.run_eagerly
         overlap = "backward" if eager else self.overlap
-        self._optimizer = self._make_optimizer(self.model.optimizer, variables, overlap=overlap)
+        self._optimizer = self._make_optimizer(
+            self.model.optimizer, variables, overlap=overlap, tables=tables_of(self.model)
+        )
         self._optimizer.hook()
 
     def _warn_of_equal_batches(self) -> None:

@@ -24,11 +24,15 @@ def fitting_bytes(gradient_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Gradient:
-    """One gradient: the name and the shape of its variable, and its dtype."""
+    """One gradient: the name and the shape of its variable, and its dtype.
+
+    `table`: a batch touches few of its rows, as an Embedding's; the others are zeros.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
+    table: bool = False
 
     @property
     def count(self) -> int:
@@ -37,6 +41,15 @@ class Gradient:
             count *= length
         return count
 
+    @property
+    def bytes(self) -> int:
+        return self.count * ITEM_BYTES[self.dtype]
+
+    @property
+    def row(self) -> int:
+        """Elements of a row."""
+        return self.count // self.shape[0] if self.shape and self.shape[0] else 0
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -44,6 +57,7 @@ class Bucket:
 
     `dtype` is that of the gradients, `wire_dtype` that of the buffer. Buckets of low `priority` are needed
     first and overtake the others on the network; among equals goes first what was announced first.
+    `row`, where it is not 0: elements of a row of a table, whose rows that are zero on all ranks stay.
     """
 
     name: str
@@ -52,6 +66,7 @@ class Bucket:
     dtype: str
     wire_dtype: str
     priority: int
+    row: int = 0
 
     @property
     def wire_bytes(self) -> int:
@@ -80,6 +95,7 @@ def plan_buckets(
     compression: str | None = None,
     *,
     in_turn: bool = False,
+    table_bytes: int | None = None,
 ) -> BucketPlan:
     """Cut a model's gradients, listed in the order of the forward, into buckets of up to `bucket_bytes`
     (None: as `fitting_bytes` says).
@@ -91,6 +107,9 @@ def plan_buckets(
 
     The layers that the next forward begins with have the lowest priority, and so go first; with `in_turn` all
     have the same, for steps whose gradients the next forward does not wait for.
+
+    A table of `table_bytes` or more (None: no table) has a bucket to itself, which sends the rows that are
+    not zero.
     """
     if bucket_bytes is None:
         bucket_bytes = fitting_bytes(sum(g.count * ITEM_BYTES.get(g.dtype, 0) for g in gradients))
@@ -112,7 +131,10 @@ def plan_buckets(
                 f"Gradients should be of {', '.join(ITEM_BYTES)}. "
                 f"Received: {gradient.name} of dtype={gradient.dtype}"
             )
-        size_bytes = gradient.count * ITEM_BYTES[gradient.dtype]
+        size_bytes = gradient.bytes
+        if _sends_rows(gradient, table_bytes):
+            closed.append([place])
+            continue
         if open_bytes.get(gradient.dtype, 0) + size_bytes > bucket_bytes:
             close(gradient.dtype)
         open_members.setdefault(gradient.dtype, []).append(place)
@@ -121,14 +143,24 @@ def plan_buckets(
         close(dtype)
     # The last gradient that comes (the lowest place) says when a bucket is complete.
     closed.sort(key=min, reverse=True)
-    buckets = tuple(_bucket(members, gradients, compression, in_turn) for members in closed)
+    buckets = tuple(_bucket(members, gradients, compression, in_turn, table_bytes) for members in closed)
     text = repr((compression, [(g.name, g.shape, g.dtype) for g in gradients], buckets))
     signature = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return BucketPlan(buckets, signature)
 
 
+def _sends_rows(gradient: Gradient, table_bytes: int | None) -> bool:
+    """Ranks first tell each other which rows, two bytes for each: rows should be much more than that."""
+    row_bytes = gradient.row * ITEM_BYTES[gradient.dtype]
+    return gradient.table and table_bytes is not None and gradient.bytes >= table_bytes and row_bytes >= 64
+
+
 def _bucket(
-    members: Sequence[int], gradients: Sequence[Gradient], compression: str | None, in_turn: bool
+    members: Sequence[int],
+    gradients: Sequence[Gradient],
+    compression: str | None,
+    in_turn: bool,
+    table_bytes: int | None,
 ) -> Bucket:
     dtype = gradients[members[0]].dtype
     wire = WIRE_DTYPE[compression] if compression is not None and dtype == "float32" else dtype
@@ -140,4 +172,5 @@ def _bucket(
         dtype=dtype,
         wire_dtype=wire,
         priority=0 if in_turn else min(members),
+        row=gradients[members[0]].row if _sends_rows(gradients[members[0]], table_bytes) else 0,
     )

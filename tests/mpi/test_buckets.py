@@ -38,13 +38,17 @@ MODEL = [
     Gradient("g", (1_111,), "bfloat16"),
     Gradient("h", (2_000,), "float32"),
     Gradient("i", (2_001,), "float32"),
+    Gradient("t", (900, 40), "float32", table=True),
+    Gradient("u", (300, 32), "bfloat16", table=True),
 ]
 CAP_BYTES = 16_000
+TABLE_BYTES = 16_000
 
 
 def model_plan(compression: str | None = None) -> BucketPlan:
-    plan = plan_buckets(MODEL, CAP_BYTES, compression)
-    assert len(plan.buckets) >= 6
+    plan = plan_buckets(MODEL, CAP_BYTES, compression, table_bytes=TABLE_BYTES)
+    assert len(plan.buckets) >= 8
+    assert [bucket.row for bucket in plan.buckets if bucket.row] == [32, 40]
     return plan
 
 
@@ -53,6 +57,8 @@ def gradient(place: int, step: int, rank: int) -> Array:
     wanted = MODEL[place]
     noise = np.random.default_rng([place, step, rank])
     values = noise.standard_normal(wanted.shape) * 10.0 ** noise.integers(-3, 4, wanted.shape)
+    if wanted.table:  # rows that other ranks have as well, and others; more and fewer with the steps
+        values *= (noise.random(len(values)) < 0.02 + 0.1 * (step % 3))[:, None]
     return np.asarray(values).astype(DTYPES[wanted.dtype])
 
 
@@ -119,6 +125,73 @@ def test_gradients_are_averaged_by_samples(engine: Engine, core: Any) -> None:
     for place, wanted in enumerate(MODEL):
         terms = [gradient(place, 1, rank).astype(np.float64) * share for rank, share in enumerate(shares)]
         assert_sum(reduced[place], terms, 1.0, 2 * ROUNDING[wanted.dtype])
+
+
+def table_plan(rows: int, row: int) -> BucketPlan:
+    return plan_buckets([Gradient("t", (rows, row), "float32", table=True)], 1 << 30, table_bytes=1)
+
+
+def reduced_table(core: Any, plan_id: int, table: Array) -> Array:
+    """The average of the ranks' tables."""
+    scale, _ = core.begin_step(plan_id, 1, 1.0, True)
+    core.submit(plan_id, 0, [table], scale)
+    reduced = np.full_like(table, 7.0)  # to be written over, zeros included
+    core.collect(plan_id, 0, [reduced])
+    return reduced
+
+
+def test_tables_of_any_rows(engine: Engine, core: Any) -> None:
+    """None, all, one rank's alone, the same on all; one after the other, so that room grows and stays."""
+    rank, size = hvpipe.rank(), hvpipe.size()
+    plan_id = engine.add_plan("tables", table_plan(500, 16))
+    noise = np.random.default_rng(1)
+    chosen = (
+        lambda: np.zeros((size, 500), bool),
+        lambda: np.ones((size, 500), bool),
+        lambda: np.arange(size)[:, None] == np.arange(500) % size,
+        lambda: (np.arange(size)[:, None] == size - 1) & (np.arange(500) < 3),
+        lambda: np.broadcast_to(np.arange(500) > 450, (size, 500)),
+        lambda: noise.random((size, 500)) < 0.1,
+        lambda: noise.random((size, 500)) < 0.5,
+    )
+    for choose in (*chosen, *reversed(chosen)):
+        tables = noise.integers(1, 9, (size, 500, 16)) * choose()[:, :, None]
+        found = reduced_table(core, plan_id, tables[rank].astype(np.float32))
+        np.testing.assert_allclose(found, tables.mean(0), rtol=1e-6)
+        assert_equal_on_all_ranks(found)
+
+
+def test_what_is_not_a_number_travels_in_tables(engine: Engine, core: Any) -> None:
+    table = np.zeros((100, 16), np.float32)
+    last = hvpipe.size() - 1
+    if hvpipe.rank() == last:
+        table[3, 15], table[4, 0], table[99] = np.nan, -np.inf, -0.0
+    found = reduced_table(core, engine.add_plan("tables", table_plan(100, 16)), table)
+    assert np.isnan(found[3, 15])
+    assert found[4, 0] == -np.inf
+    assert np.count_nonzero(found) == 2
+
+
+def test_rows_that_are_zero_everywhere_do_not_travel(engine: Engine, core: Any) -> None:
+    rows, row, used = 2000, 64, 20
+    table = np.zeros((rows, row), np.float32)
+    table[hvpipe.rank() : rows : rows // used] = 1.0
+    plan_id = engine.add_plan("tables", table_plan(rows, row))
+    before = engine.counters()["bytes_sent"]
+    found = reduced_table(core, plan_id, table)
+    sent = engine.counters()["bytes_sent"] - before
+    size = hvpipe.size()
+    assert np.count_nonzero(found) == used * row * size
+    if size > 1:
+        # Which rows (two bytes each), and the rows of all ranks; twice around a ring, and to and from its
+        # host's first rank.
+        assert 0 < sent < 4 * (2 * rows + 4 * row * used * size) < 0.4 * table.nbytes
+
+
+def test_rows_of_several_tensors_are_refused(core: Any) -> None:
+    for counts in ([32, 32], [40]):
+        with pytest.raises(HvpipeError, match=r"Rows are of one table.*bucket=t"):
+            core.add_plan("tables", 1, [("t", "float32", "float32", counts, 0, 16)], False)
 
 
 def test_a_step_overlaps_with_another_plans(engine: Engine, core: Any) -> None:

@@ -20,6 +20,7 @@ from mpi_keras.training import (
     my_batches,
     parallel,
     state_of,
+    table,
 )
 
 STEPS = 20
@@ -55,6 +56,7 @@ CASES = {
     "loss_scale": Case(lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), dynamic_growth_steps=3)),
     "steps_per_execution": Case(lambda: optimizers.Adam(0.01), {"steps_per_execution": 4}),
     "embedding": Case(lambda: optimizers.Adam(0.01), build=embedded),
+    "table": Case(lambda: optimizers.Adam(0.01), build=table),
     "ema": Case(lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=6)),
 }
 MORE_CASES = {
@@ -83,6 +85,11 @@ MORE_CASES = {
         lambda: optimizers.SGD(0.1, momentum=0.9), {"run_eagerly": True, "steps_per_execution": 4}, steps=10
     ),
     "xla_asked_for": Case(lambda: optimizers.Adam(0.01), {"jit_compile": True}),
+    "table_accumulation": Case(lambda: optimizers.SGD(0.1, gradient_accumulation_steps=3), build=table),
+    "table_adamw_global_clipnorm": Case(lambda: optimizers.AdamW(0.01, global_clipnorm=0.5), build=table),
+    "table_loss_scale": Case(
+        lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), dynamic_growth_steps=3), build=table
+    ),
     "amsgrad": Case(lambda: optimizers.Adam(0.01, amsgrad=True)),
 }
 EVERY_OPTIMIZER = (

@@ -22,9 +22,11 @@ from mpi_keras.training import (
     parallel,
     samples,
     state_of,
+    table,
 )
 
 import hvpipe
+from hvpipe.session import current
 
 STEPS = 12
 # What plain Keras says as well of a dataset whose length it cannot know.
@@ -85,6 +87,18 @@ def test_equal_batches(name: str) -> None:
     model = parallel(compiled(regularised, OPTIMIZERS[name]()))
     fit(model, my_batches(STEPS))
     compare(model, plain(regularised, name, all_batches(STEPS))[0])
+
+
+@pytest.mark.parametrize("name", ["momentum", pytest.param("accumulation", marks=pytest.mark.slow)])
+def test_tables(name: str) -> None:
+    """And what travels is much less than the table."""
+    model = parallel(compiled(table, OPTIMIZERS[name]()))
+    before = current().engine.counters()["bytes_sent"]
+    fit(model, my_batches(STEPS))
+    sent = current().engine.counters()["bytes_sent"] - before
+    compare(model, plain(table, name, all_batches(STEPS))[0])
+    of_the_start = 2 * model.count_params() * 4
+    assert sent < of_the_start + STEPS * 0.5 * model.layers[-3].embeddings.value.shape.num_elements() * 4
 
 
 def plain(
