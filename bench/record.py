@@ -100,7 +100,7 @@ class RankRound:
     sent_bytes: int = 0  # on the wire, of its host, per step; 0 where nobody counts
     first_step_s: float = 0.0  # tracing and first step
     batch: int = 0  # samples that it trained on in a step; 0 in results of before that was kept
-    gradient_bytes: int = 0  # what one all-reduce carries, in float32; for the links' bound
+    gradient_bytes: int = 0  # what must travel: all but Embeddings, in float32; for the links' bound
     parts_s: dict[str, float] = field(default_factory=dict)  # of PARTS, a step
     utilization: list[dict[str, float]] = field(default_factory=list)  # samples: "at_s", "cpu", "gpu", ...
     loss: list[float] = field(default_factory=list)  # a value for each epoch

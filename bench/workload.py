@@ -89,10 +89,19 @@ def compiled_model(keras: Any, workload: Workload) -> Any:
     return model
 
 
-def gradient_bytes(model: Any) -> int:
-    """What one all-reduce of all gradients carries: the trainable variables' bytes in float32."""
+def gradient_bytes(model: Any, *, tables: bool = True) -> int:
+    """What one all-reduce of all gradients carries: the trainable variables' bytes in float32.
+
+    Without `tables` those of Embeddings are not counted, of which only the rows of a batch need travel.
+    """
+    import keras
+
+    embeddings = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
+    left_out = [] if tables else [id(variable) for layer in embeddings for variable in layer.weights]
     count = 0
     for variable in model.trainable_variables:
+        if id(variable) in left_out:
+            continue
         size = 4
         for length in variable.shape:
             size *= int(length)

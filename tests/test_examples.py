@@ -142,11 +142,15 @@ def test_every_model_can_be_built() -> None:
 
 
 @pytest.mark.slow
-def test_the_trace_is_named_last_and_has_every_part_of_a_step(tmp_path: Path) -> None:
+# Long enough for TensorFlow to know what its kernels take: it then runs them in another order.
+@pytest.mark.parametrize(("overlap", "epochs"), [("step", 8), ("none", 2)])
+def test_the_trace_is_named_last_and_has_every_part_of_a_step(
+    overlap: str, epochs: int, tmp_path: Path
+) -> None:
     trace = tmp_path / "trace.json"
     hvpipe = Path(sys.executable).with_name("hvpipe")
-    # Long enough for TensorFlow to know what its kernels take: it then runs them in another order.
-    command = [hvpipe, "run", "-np", "2", "--trace", trace, TRAIN, "--epochs", "8", "--progress", "none"]
+    options = ["--epochs", epochs, "--overlap", overlap, "--progress", "none"]
+    command = [hvpipe, "run", "-np", "2", "--trace", trace, TRAIN, *options]
     result = run([str(part) for part in command], limit_s=200)
     assert result.returncode == 0, result.describe()
     assert result.output.rstrip().splitlines()[-1].startswith(f"trace: {trace}"), result.describe()

@@ -7,16 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from hvpipe.comm.discover import Settings
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data import SampleCounter
 from hvpipe.keras.gpu import claim_gpu, on_the_host, reduces_on_gpu
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.overlap import OverlappedOptimizer
-from hvpipe.keras.reducer import Reducer
+from hvpipe.keras.reducer import Reducer, identity
 from hvpipe.keras.train_steps import TrainSteps
 from hvpipe.visible_gpus import Gpu
 
@@ -167,7 +169,7 @@ def test_the_ops_of_a_plan_are_asked_for_where_its_memory_is(
     """On a machine with a GPU, whatever hvpipe was built with; nothing of this graph is run."""
     sees(monkeypatch, ["GPU:0"])
     engine = Engine(built)
-    session = SimpleNamespace(engine=engine, settings=SimpleNamespace(bucket_bytes=1000), announcements=0)
+    session = SimpleNamespace(engine=engine, settings=Settings(bucket_bytes=1000), announcements=0)
     reducer = Reducer(session, "gradients", [tf.Variable([1.0, 2.0], name="weight")], None, None)
 
     def step() -> Any:
@@ -179,6 +181,15 @@ def test_the_ops_of_a_plan_are_asked_for_where_its_memory_is(
     assert engine.on_device is built
     assert placed["HvpipeSubmit"].endswith(f"{place}:0")
     assert placed["HvpipeCollect"].endswith(f"{place}:0")
+
+
+@pytest.mark.parametrize(("built", "row"), [(True, 0), (False, 64)])
+def test_tables_on_a_gpu_travel_whole(monkeypatch: Any, built: bool, row: int) -> None:
+    sees(monkeypatch, ["GPU:0"])
+    session = SimpleNamespace(engine=Engine(built), settings=Settings(), announcements=0)
+    table = keras.Variable(np.zeros((5000, 64), np.float32))
+    reducer = Reducer(session, "gradients", [table], None, None, tables={identity(table)})
+    assert [bucket.row for bucket in reducer.plan.buckets] == [row]
 
 
 @pytest.mark.parametrize("overlap", ["backward", "step", "stale"])
@@ -195,7 +206,7 @@ def test_numbers_of_hvpipes_own_stay_on_the_host(monkeypatch: Any, overlap: str)
     weights = [keras.Variable([1.0, 2.0]), keras.Variable([[3.0] * 4] * 4)]
     optimizer = keras.optimizers.SGD(0.1)
     optimizer.build(weights)
-    settings = SimpleNamespace(bucket_bytes=16, trace_path=None)
+    settings = Settings(bucket_bytes=16)
     session = SimpleNamespace(engine=Engine(built=True), settings=settings, announcements=0)
     monkeypatch.setattr(tf, "Variable", note)
     overlapped = OverlappedOptimizer(session, optimizer, weights, overlap, None, None)
@@ -239,7 +250,7 @@ def test_a_rank_alone_counts_where_its_model_is(monkeypatch: Any, size: int, pla
 def test_a_plan_is_removed_when_it_is_ended_or_forgotten(monkeypatch: Any) -> None:
     sees(monkeypatch, [])
     engine = Engine(built=True)
-    session = SimpleNamespace(engine=engine, settings=SimpleNamespace(bucket_bytes=1000), announcements=0)
+    session = SimpleNamespace(engine=engine, settings=Settings(bucket_bytes=1000), announcements=0)
     reducer = Reducer(session, "gradients", [tf.Variable([1.0])], None, None)
     reducer.end()
     reducer.end()

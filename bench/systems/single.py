@@ -20,7 +20,7 @@ def train(job: Job) -> None:
     claim_gpu(*job.place)
     train_whole_steps(job)
     model = compiled_model(keras, job.task)
-    job.gradient_bytes = gradient_bytes(model)
+    job.gradient_bytes = gradient_bytes(model, tables=False)
     # They are to compute all at once: nothing else keeps them in step.
     job.watch.at_window = lambda: job.meet("window")
     job.meet("built")

@@ -256,6 +256,9 @@ class OverlappedOptimizer:
                 reduced = self.reducer.collect_all(tokens)
             with tf.control_dependencies(reduced):
                 apply_all(self.optimizer, [tf.identity(g) for g in reduced], self.reducer.variables)
+            if self._traced:
+                last = self.reducer.plan.by_need()[-1][1].name
+                self._note([self._done(self.reducer.variables, last)])
         elif self.overlap == "backward":
             tokens = self.reducer.submit(scale, gradients)
             for done in self._update(tokens):
