@@ -75,8 +75,7 @@ struct BucketLayout {
   BucketLayout(std::string bucket_name, DType tensor, DType wire, std::vector<std::size_t> tensor_counts,
                int bucket_priority);
   std::size_t bytes() const { return count * SizeOf(wire_type); }
-  // Whether the fused buffer holds the tensors as they are.
-  bool as_is() const { return wire_type == tensor_type && row == 0; }
+  bool compressed() const { return wire_type != tensor_type; }
 };
 
 }  // namespace hvpipe

@@ -90,8 +90,8 @@ class Engine {
   void Collect(int plan, int bucket, Done done);
   // Copies the sums out, cast to the gradients' type.
   void Unpack(int plan, int bucket, const std::vector<void*>& tensors);
-  // Hands out the fused buffer itself, for a bucket whose layout is `as_is`. Whoever still holds it when the
-  // bucket is submitted again keeps it, and the bucket gets another.
+  // Hands out the fused buffer itself, where it holds the tensors as they are; else null. Whoever still holds
+  // it when the bucket is submitted again keeps it, and the bucket gets another.
   std::shared_ptr<AlignedBuffer> Take(int plan, int bucket);
 
   // Blocking, called by all ranks in the same order. `interrupt` runs some times a second and may throw.

@@ -241,9 +241,11 @@ void Engine::Submit(int plan, int index, const std::vector<const void*>& tensors
   const double start = log_.enabled() ? Now() : 0;
   try {
     target.Pack(tensors, scale);
-  } catch (const Error& error) {
+  } catch (const std::exception& failure) {
+    const auto* const known = dynamic_cast<const Error*>(&failure);
+    const Error error = known != nullptr ? *known : Error(failure.what());
     progress_->Fail(error);  // the others were told of a bucket that will not come
-    throw;
+    throw error;
   }
   if (log_.enabled()) log_.Add("pack", target.layout.name, start, Now());
   progress_->MakeReady(operation);
@@ -320,9 +322,11 @@ void Engine::Bucket::Unpack(const std::vector<void*>& tensors) const {
 
 std::shared_ptr<AlignedBuffer> Engine::Take(int plan, int index) {
   Bucket& source = bucket(plan, index);
+  if (source.layout.compressed()) return nullptr;
   const std::lock_guard<std::mutex> lock(mutex_);
-  source.state = BucketState::kIdle;
-  return source.buffer;
+  const auto taken = source.table ? source.table->Whole() : source.buffer;
+  if (taken) source.state = BucketState::kIdle;
+  return taken;
 }
 
 // The gaps between tensors travel too: as zeros, not as whatever the memory held.

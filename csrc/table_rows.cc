@@ -2,8 +2,8 @@
 #include "table_rows.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
-#include <utility>
 
 namespace hvpipe {
 namespace {
@@ -18,6 +18,10 @@ bool IsZero(const char* row, std::size_t bytes) {
     std::memcpy(words, row + at, kBlock);
     for (const std::uint64_t word : words) found |= word;
   }
+  for (std::uint64_t word = 0; at + sizeof word <= bytes && found == 0; at += sizeof word) {
+    std::memcpy(&word, row + at, sizeof word);
+    found |= word;
+  }
   for (; at < bytes && found == 0; ++at) found |= static_cast<unsigned char>(row[at]);
   return found == 0;
 }
@@ -25,7 +29,7 @@ bool IsZero(const char* row, std::size_t bytes) {
 }  // namespace
 
 TableRows::TableRows(std::size_t rows, std::size_t elements, DType wire)
-    : elements_(elements), wire_(wire), flags_(rows) {}
+    : elements_(elements), wire_(wire), flags_(rows), buffer_(std::make_shared<AlignedBuffer>()) {}
 
 void TableRows::Pack(const void* table, DType type, double scale) {
   const auto* const first = static_cast<const char*>(table);
@@ -36,7 +40,12 @@ void TableRows::Pack(const void* table, DType type, double scale) {
     flags_[row] = zero ? 0 : kFlag;
     if (!zero) own_.push_back(row);
   }
-  if (buffer_.bytes() < own_.size() * RowBytes()) buffer_ = Grown(own_.size());
+  if (buffer_.use_count() > 1 || buffer_->bytes() < own_.size() * RowBytes()) {
+    buffer_ = Grown(own_.size());
+  } else {
+    // The fence pairs with the release of whoever gave the buffer back.
+    std::atomic_thread_fence(std::memory_order_acquire);
+  }
   for (std::size_t place = 0; place < own_.size(); ++place) {
     PackScaled(first + own_[place] * row_bytes, type, Row(place), wire_, elements_, scale);
   }
@@ -48,11 +57,9 @@ void TableRows::MakeRoom() {
     if (flags_[row] != 0) present_.push_back(row);
   }
   if (present_.empty()) present_.push_back(0);
-  AlignedBuffer before;  // where the own rows are, if not here
-  if (buffer_.bytes() < present_.size() * RowBytes()) {
-    before = std::exchange(buffer_, Grown(present_.size()));
-  }
-  const char* const packed = static_cast<const char*>(before.data() ? before.data() : buffer_.data());
+  const std::shared_ptr<AlignedBuffer> packed_in = buffer_;
+  if (buffer_->bytes() < present_.size() * RowBytes()) buffer_ = Grown(present_.size());
+  const char* const packed = static_cast<const char*>(packed_in->data());
   // From the back: no row moves to the front, so none is written over before it has moved.
   std::size_t left = own_.size();
   for (std::size_t place = present_.size(); place-- > 0;) {
@@ -67,8 +74,8 @@ void TableRows::MakeRoom() {
 }
 
 // Batches touch about as many rows each: some more than now, so that it seldom grows.
-AlignedBuffer TableRows::Grown(std::size_t rows) const {
-  return AlignedBuffer(std::min(this->rows(), rows + rows / 4) * RowBytes());
+std::shared_ptr<AlignedBuffer> TableRows::Grown(std::size_t rows) const {
+  return std::make_shared<AlignedBuffer>(std::min(this->rows(), rows + rows / 4) * RowBytes());
 }
 
 void TableRows::Unpack(void* table, DType type) const {

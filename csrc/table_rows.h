@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "bucket.h"
@@ -28,22 +29,24 @@ class TableRows {
   // Lays out the rows that any rank has, in order.
   void MakeRoom();
   // What is laid out, to be summed over the ranks in place: at least one row.
-  void* data() const { return buffer_.data(); }
+  void* data() const { return buffer_->data(); }
   std::size_t count() const { return present_.size() * elements_; }
+  // The buffer, if that is the whole table; whoever still holds it at the next Pack keeps it. Else null.
+  std::shared_ptr<AlignedBuffer> Whole() const { return present_.size() == rows() ? buffer_ : nullptr; }
   // The whole table: the rows laid out, cast, and zeros.
   void Unpack(void* table, DType type) const;
 
  private:
   static constexpr std::uint16_t kFlag = 0x3c00;  // 1.0; so many ranks that it overflows leave it not zero
   std::size_t RowBytes() const { return elements_ * SizeOf(wire_); }
-  char* Row(std::size_t place) const { return static_cast<char*>(buffer_.data()) + place * RowBytes(); }
-  AlignedBuffer Grown(std::size_t rows) const;
+  char* Row(std::size_t place) const { return static_cast<char*>(buffer_->data()) + place * RowBytes(); }
+  std::shared_ptr<AlignedBuffer> Grown(std::size_t rows) const;
 
   std::size_t elements_;
   DType wire_;
   std::vector<std::uint16_t> flags_;
   std::vector<std::size_t> own_, present_;  // numbers of rows, in order
-  AlignedBuffer buffer_;
+  std::shared_ptr<AlignedBuffer> buffer_;
 };
 
 }  // namespace hvpipe

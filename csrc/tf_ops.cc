@@ -254,8 +254,7 @@ class CollectOp : public tf::AsyncOpKernel {
  protected:
   virtual absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const {
     const BucketLayout& layout = engine.layout(plan_, bucket_);
-    if (layout.as_is()) {
-      const std::shared_ptr<AlignedBuffer> buffer = engine.Take(plan_, bucket_);
+    if (const std::shared_ptr<AlignedBuffer> buffer = engine.Take(plan_, bucket_)) {
       for (std::size_t i = 0; i < shapes_.size(); ++i) {
         const int output = static_cast<int>(i);
         tf::core::RefCountPtr<tf::TensorBuffer> part(new BufferPart(buffer, layout, i));

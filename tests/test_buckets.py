@@ -71,6 +71,9 @@ def test_tables_travel_by_rows_where_that_is_worth_it() -> None:
     dense = plan_buckets(model, 1 << 20)
     assert [(bucket.members, bucket.row) for bucket in dense.buckets] == [((4,), 0), ((3, 2, 1, 0), 0)]
     assert plan.signature != dense.signature
+    # What is left is cut as if the tables were not there.
+    left, rest = plan_buckets(model, table_bytes=6400), plan_buckets(model[1:4])
+    assert [bucket.counts for bucket in left.buckets if not bucket.row] == [b.counts for b in rest.buckets]
     same = plan_buckets(
         [dataclasses.replace(gradient, table=False) for gradient in model], 1 << 20, table_bytes=1
     )

@@ -50,7 +50,7 @@ def DistributedOptimizer(
             hooked.append(
                 OverlappedOptimizer(
                     *(session, optimizer, used, "backward", compression, bucket_bytes),
-                    tables=sliced(grads, variables),
+                    tables=sliced(session, grads, variables),
                 )
             )
         hooked[0].apply(grads, variables)
@@ -127,9 +127,9 @@ def average_gradients(
     if not used:
         raise HvpipeError("At least one gradient is wanted. Received: None for every variable")
     trained = [variables[place] for place in used]
-    tables = sliced([gradients[place] for place in used], trained)
-    reducer = _reducer_for(trained, compression, bucket_bytes, tables)
-    found = [dense(gradients[place]) for place in used]
+    given = [gradients[place] for place in used]
+    reducer = _reducer_for(trained, given, compression, bucket_bytes)
+    found = [dense(gradient) for gradient in given]
     tokens = reducer.submit(reducer.announce(counted_alike(found)), found)
     averaged = list(gradients)
     for place, gradient in zip(used, reducer.collect_all(tokens), strict=True):
@@ -167,13 +167,14 @@ def _eager(function: str, tensor: Any, instead: str = "") -> Any:
 
 
 def _reducer_for(
-    variables: Sequence[Any], compression: Compression, bucket_bytes: int | None, tables: set[int]
+    variables: Sequence[Any], gradients: Sequence[Any], compression: Compression, bucket_bytes: int | None
 ) -> Reducer:
     """One plan for each list of variables, kept as long as the session."""
     session = current()
-    key = (tuple(id(v) for v in variables), compression, bucket_bytes, frozenset(tables))
+    key = (tuple(id(v) for v in variables), compression, bucket_bytes)
     found = session.reducers.get(key)
     if found is None:
+        tables = sliced(session, gradients, variables)
         found = Reducer(session, "gradients", variables, compression, bucket_bytes, tables=tables)
         session.reducers[key] = found
     reducer: Reducer = found

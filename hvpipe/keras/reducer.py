@@ -44,13 +44,18 @@ def dense(gradient: Any) -> Any:
 def tables_of(model: Any) -> set[int]:
     """The weights of a model's Embeddings, of which a batch uses few rows, by `identity`."""
     embeddings = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Embedding)]
-    return {identity(v) for layer in embeddings for v in layer.weights if v.shape[0] == layer.input_dim}
+    return {identity(v) for layer in embeddings for v in layer.weights if v.shape[:1] == (layer.input_dim,)}
 
 
-def sliced(gradients: Sequence[Any], variables: Sequence[Any]) -> set[int]:
-    """The variables whose gradients are IndexedSlices, by `identity`."""
-    pairs = zip(gradients, variables, strict=True)
-    return {identity(v) for gradient, v in pairs if isinstance(gradient, tf.IndexedSlices)}
+def sliced(session: Session, gradients: Sequence[Any], variables: Sequence[Any]) -> set[int]:
+    """The variables, by `identity`, whose gradients are IndexedSlices on any rank; collective.
+
+    A rank whose batch does not use a table may have dense zeros there.
+    """
+    mine = [place for place, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
+    session.engine.agree(f"the first reduction of {len(gradients)} gradients")
+    places = {place for each in session.world.allgather_object(mine) for place in each}
+    return {identity(v) for place, v in enumerate(variables) if place in places}
 
 
 def counted_alike(gradients: Sequence[Any]) -> Any:

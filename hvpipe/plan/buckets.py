@@ -112,7 +112,8 @@ def plan_buckets(
     not zero.
     """
     if bucket_bytes is None:
-        bucket_bytes = fitting_bytes(sum(g.count * ITEM_BYTES.get(g.dtype, 0) for g in gradients))
+        known = [g for g in gradients if g.dtype in ITEM_BYTES]
+        bucket_bytes = fitting_bytes(sum(g.bytes for g in known if not _sends_rows(g, table_bytes)))
     if bucket_bytes < 1:
         raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
     open_members: dict[str, list[int]] = {}

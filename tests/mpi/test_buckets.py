@@ -172,6 +172,17 @@ def test_what_is_not_a_number_travels_in_tables(engine: Engine, core: Any) -> No
     assert np.count_nonzero(found) == 2
 
 
+@pytest.mark.parametrize("row", [16, 17, 33, 64, 75, 100])
+def test_rows_of_any_length(engine: Engine, core: Any, row: int) -> None:
+    """What is not zero may be any element of a row."""
+    rank, size = hvpipe.rank(), hvpipe.size()
+    tables = np.zeros((size, 3 * row, row), np.float32)
+    for other in range(size):
+        tables[other, np.arange(row) * 3, np.arange(row)] = other + 1.0
+    found = reduced_table(core, engine.add_plan("tables", table_plan(3 * row, row)), tables[rank])
+    np.testing.assert_allclose(found, tables.mean(0), rtol=1e-6)
+
+
 def test_rows_that_are_zero_everywhere_do_not_travel(engine: Engine, core: Any) -> None:
     rows, row, used = 2000, 64, 20
     table = np.zeros((rows, row), np.float32)

@@ -154,6 +154,31 @@ def test_embedding_gradients_become_dense(shape: tuple[int, int]) -> None:
     np.testing.assert_allclose(tf.convert_to_tensor(gradient).numpy(), expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(50, 4), (5000, 64)], ids=["small", "sent by rows"])
+def test_gradients_of_a_table_that_some_batches_do_not_use(shape: tuple[int, int]) -> None:
+    """They are dense zeros there, on some ranks and in some steps only."""
+    rank, size = hvpipe.rank(), hvpipe.size()
+    table = tf.Variable(np.ones(shape, np.float32))
+    for step in range(4):
+        users = [(other + step) % 2 == 0 for other in range(size)]
+        with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+            value = tf.reduce_sum(tf.gather(table, [step, 7])) if users[rank] else tf.constant(0.0)
+        gradient = tape.gradient(value, [table], unconnected_gradients="zero")[0]
+        expected = np.zeros(shape, np.float32)
+        expected[[step, 7]] = sum(users) / size
+        np.testing.assert_allclose(tf.convert_to_tensor(gradient).numpy(), expected, rtol=1e-6)
+
+
+def test_an_optimizer_of_a_table_that_some_batches_do_not_use() -> None:
+    table = keras.Variable(np.ones((5000, 64), np.float32))
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    rows = tf.IndexedSlices(tf.ones((2, 64)), tf.constant([3, 7]), (5000, 64))
+    optimizer.apply([rows if hvpipe.rank() == 0 else tf.zeros((5000, 64))], [table])
+    expected = np.ones((5000, 64), np.float32)
+    expected[[3, 7]] -= 1 / hvpipe.size()
+    np.testing.assert_allclose(table.numpy(), expected, rtol=1e-6)
+
+
 def test_two_optimizers_in_one_compiled_step() -> None:
     """Both announce at once unless something orders them; ranks that differ in the order would disagree."""
 

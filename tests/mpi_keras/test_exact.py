@@ -44,6 +44,27 @@ def embedded() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(CLASSES)(keras.layers.Flatten()(rows)))
 
 
+class TiedEmbedding(keras.layers.Embedding):
+    """A table that is also a kernel, so that all of its rows have gradients, and one number beside it."""
+
+    def build(self, input_shape: Any = None) -> None:
+        super().build(input_shape)
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        found = keras.ops.mean(super().call(inputs), axis=1)
+        return keras.ops.matmul(self.scale * found, keras.ops.transpose(self.embeddings))
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        return (input_shape[0], self.input_dim)
+
+
+def tied() -> keras.Model:
+    inputs = keras.Input((FEATURES,))
+    known = TiedEmbedding(4100, 64)(keras.ops.cast(keras.ops.abs(inputs) * 20.0, "int32"))
+    return keras.Model(inputs, keras.layers.Dense(CLASSES)(known))
+
+
 def decaying() -> Any:
     return optimizers.schedules.ExponentialDecay(0.1, 3, 0.8)
 
@@ -90,6 +111,7 @@ MORE_CASES = {
     "table_loss_scale": Case(
         lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), dynamic_growth_steps=3), build=table
     ),
+    "tied_table": Case(lambda: optimizers.Adam(0.01), build=tied, steps=6),
     "amsgrad": Case(lambda: optimizers.Adam(0.01, amsgrad=True)),
 }
 EVERY_OPTIMIZER = (
