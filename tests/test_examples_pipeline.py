@@ -52,6 +52,7 @@ def test_a_gpt_on_two_ranks_learns_and_is_saved_whole(tmp_path: Path) -> None:
     [
         (ALONE, ()),
         (3, ("--stages", "2", "--replicas", "2,1", "--recompute")),
+        (4, ()),
         (2, ("--schedule", "interleaved", "--chunks", "2")),
     ],
 )
