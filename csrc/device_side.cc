@@ -11,25 +11,18 @@ namespace {
 constexpr std::size_t kLeastStagingBytes = 1 << 16;
 // NCCL's own memory comes in pieces of 2 MiB, or is not used.
 constexpr std::size_t kLeastNcclBytes = 1 << 20;
+const char* const kBucket = "a bucket of gradients";
 
 std::string Megabytes(std::size_t bytes) { return std::to_string((bytes + 999'999) / 1'000'000) + " MB"; }
 
-Owned OwnMemory(Device& device, std::size_t bytes) {
+Owned OwnMemory(Device& device, std::size_t bytes, const std::string& of_what) {
   void* const memory = device.Allocate(bytes);
-  if (memory == nullptr) throw NoRoom(device, bytes, "a bucket of gradients");
+  if (memory == nullptr) throw NoRoom(device, bytes, of_what);
   return {memory, [&device](void* taken) { device.Free(taken); }};
 }
 
 Owned OwnHostMemory(Device& device, std::size_t bytes) {
   return {device.AllocateHost(bytes), [&device](void* memory) { device.FreeHost(memory); }};
-}
-
-Owned OwnStream(Device& device) {
-  return {device.MakeStream(), [&device](void* stream) { device.DestroyStream(stream); }};
-}
-
-Owned OwnEvent(Device& device) {
-  return {device.MakeEvent(), [&device](void* event) { device.DestroyEvent(event); }};
 }
 
 Owned OwnNcclMemory(DeviceSide& side, std::size_t bytes) {
@@ -39,7 +32,7 @@ Owned OwnNcclMemory(DeviceSide& side, std::size_t bytes) {
   try {
     given = library.Allocate(bytes);
   } catch (const Error&) {  // whose words name no bytes
-    if (side.device->FreeRoom().free < bytes) throw NoRoom(*side.device, bytes, "a bucket of gradients");
+    if (side.device->FreeRoom().free < bytes) throw NoRoom(*side.device, bytes, kBucket);
     throw;
   }
   Owned memory(given, [&library, &device = *side.device](void* taken) {
@@ -59,6 +52,14 @@ std::size_t PartsOf(const DeviceSide& side) {
 }
 
 }  // namespace
+
+Owned OwnStream(Device& device) {
+  return {device.MakeStream(), [&device](void* stream) { device.DestroyStream(stream); }};
+}
+
+Owned OwnEvent(Device& device) {
+  return {device.MakeEvent(), [&device](void* event) { device.DestroyEvent(event); }};
+}
 
 Error NoRoom(Device& device, std::size_t bytes, const std::string& of_what) {
   const Device::Room room = device.FreeRoom();
@@ -87,12 +88,46 @@ void* Staging::Room(std::size_t bytes) {
   return memory_.get();
 }
 
+// Few sizes, so that what one message gave back serves the next: powers of two, and whole pieces above one.
+std::shared_ptr<void> RoomPool::Take(std::size_t bytes) {
+  constexpr std::size_t kPieceBytes = 1 << 20;
+  std::size_t room = (bytes + kPieceBytes - 1) / kPieceBytes * kPieceBytes;
+  if (bytes < kPieceBytes) {
+    for (room = kAlignment; room < bytes;) room *= 2;
+  }
+  const auto give_back = [room, free = free_](Owned memory) {
+    void* const address = memory.get();
+    auto owner = std::make_shared<Owned>(std::move(memory));
+    return std::shared_ptr<void>(address, [room, free, owner](void*) {
+      const std::lock_guard<std::mutex> lock(free->mutex);
+      free->rooms.emplace(room, std::move(*owner));
+    });
+  };
+  {
+    const std::lock_guard<std::mutex> lock(free_->mutex);
+    const auto found = free_->rooms.find(room);
+    if (found != free_->rooms.end()) return give_back(std::move(free_->rooms.extract(found).mapped()));
+  }
+  return give_back(make_(room));
+}
+
 DeviceSide::DeviceSide(const DeviceOptions& options)
     : device(OpenDevice(options.library, options.ordinal)),
       stream(OwnStream(*device)),
       begun(OwnEvent(*device)),
       ended(OwnEvent(*device)),
-      staging(*device) {}
+      staging(*device),
+      rooms([this](std::size_t bytes) { return OwnMemory(*device, bytes, "a message between ranks"); }),
+      host_rooms([this](std::size_t bytes) { return OwnHostMemory(*device, bytes); }) {}
+
+std::vector<NcclCommunicator*> DeviceSide::communicators() const {
+  std::vector<NcclCommunicator*> all;
+  if (ranks) all.push_back(ranks.get());
+  for (const auto& [way, channel] : channels) {
+    if (channel.ranks) all.push_back(channel.ranks.get());
+  }
+  return all;
+}
 
 DeviceBuffer::DeviceBuffer(DeviceSide& side, std::size_t count, DType dtype)
     : side_(side),
@@ -100,7 +135,7 @@ DeviceBuffer::DeviceBuffer(DeviceSide& side, std::size_t count, DType dtype)
       bytes_(std::max<std::size_t>(count_ * SizeOf(dtype), kAlignment)),  // of nothing there is no address
       of_nccl_(side.nccl_memory && bytes_ >= kLeastNcclBytes) {
   Device& device = *side.device;
-  data_ = of_nccl_ ? OwnNcclMemory(side, bytes_) : OwnMemory(device, bytes_);
+  data_ = of_nccl_ ? OwnNcclMemory(side, bytes_) : OwnMemory(device, bytes_, kBucket);
   if (!side.nccl_joins_all()) host_ = OwnHostMemory(device, (bytes_ + PartsOf(side) - 1) / PartsOf(side));
   filled_ = OwnEvent(device);
   moved_ = OwnEvent(device);
@@ -119,13 +154,13 @@ void DeviceBuffer::Deregister() {
 }
 
 bool DeviceArrival::Step() {
-  if (side_.ranks) (void)side_.ranks->Ready();
-  return done_ = side_.device->Reached(event_);
+  if (ranks_ != nullptr) (void)ranks_->Ready();
+  return done_ = device_.Reached(event_);
 }
 
 std::string DeviceArrival::Waiting() const {
-  return side_.device->Name() + " to finish what was handed to it" +
-         (side_.ranks ? " (NCCL waits for all ranks)" : "");
+  return device_.Name() + " to finish what was handed to it" +
+         (ranks_ != nullptr ? " (NCCL waits for all " + std::to_string(ranks_->size()) + " ranks)" : "");
 }
 
 }  // namespace hvpipe

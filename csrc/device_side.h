@@ -2,9 +2,14 @@
 // it.
 #pragma once
 
+#include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "collective.h"
 #include "device.h"
@@ -29,6 +34,9 @@ struct DeviceOptions {
 // What a device gave: memory, a stream or an event. It takes it back where the owner ends.
 using Owned = std::unique_ptr<void, std::function<void(void*)>>;
 
+Owned OwnStream(Device& device);
+Owned OwnEvent(Device& device);
+
 // That the device has no room for as much, with how much it has.
 Error NoRoom(Device& device, std::size_t bytes, const std::string& of_what);
 
@@ -46,6 +54,32 @@ class Staging {
   std::size_t bytes_ = 0;
 };
 
+// Memory that messages of any sizes take and give back: making it waits for the device, or locks pages.
+class RoomPool {
+ public:
+  using Make = std::function<Owned(std::size_t bytes)>;
+  explicit RoomPool(Make make) : make_(std::move(make)) {}
+  // At least `bytes`, to be given back (by the last one that holds it) when nothing on the device uses it.
+  std::shared_ptr<void> Take(std::size_t bytes);
+
+ private:
+  struct Free {
+    std::mutex mutex;
+    std::multimap<std::size_t, Owned> rooms;  // by bytes
+  };
+  const Make make_;
+  const std::shared_ptr<Free> free_ = std::make_shared<Free>();
+};
+
+// The way of messages from one rank to another by NCCL: a communicator of these two, so that what waits for
+// one rank keeps nothing else from going.
+struct DeviceChannel {
+  Owned stream;
+  nccl::UniqueId id{};                       // of its sender
+  std::unique_ptr<NcclCommunicator> ranks;   // made with the first message
+  std::uint64_t promised = 0, launched = 0;  // messages that were given a turn by their sender, or had it
+};
+
 struct DeviceSide {
   explicit DeviceSide(const DeviceOptions& options);
 
@@ -56,11 +90,16 @@ struct DeviceSide {
   std::unique_ptr<NcclLibrary> library;
   std::unique_ptr<NcclCommunicator> ranks;  // null: data goes through the host
   bool nccl_memory = false;                 // all ranks register large buffers with NCCL
-  Transport* rail = nullptr;  // the rank at this one's place on each host, where `ranks` are of one host
-  std::string way;            // in words: by NCCL, or why not
-  OrderQueue order;           // all ranks hand collectives to the device in this order
+  Transport* rail = nullptr;   // the rank at this one's place on each host, where `ranks` are of one host
+  std::string way;             // in words: by NCCL, or why not
+  OrderQueue order;            // all ranks hand collectives to the device in this order
+  RoomPool rooms, host_rooms;  // of messages
+  std::map<std::pair<bool, int>, DeviceChannel> channels;  // by whether this rank sends, and the other rank
+  Transport* readiness = nullptr;                          // on it receivers tell senders that they are ready
 
   bool nccl_joins_all() const { return ranks != nullptr && rail == nullptr; }
+  // All that there are.
+  std::vector<NcclCommunicator*> communicators() const;
 };
 
 // A bucket's memory on the device and what of it passes through the host: nothing where NCCL joins all ranks,
@@ -105,16 +144,19 @@ class DeviceLaunch : public Collective {
   bool done_ = false;
 };
 
-// Done when the device has come to `event`. An error that NCCL finds meanwhile is thrown.
+// Done when the device has come to `event`. An error that NCCL finds meanwhile in `ranks`, which may be null,
+// is thrown.
 class DeviceArrival : public Collective {
  public:
-  DeviceArrival(DeviceSide& side, Device::Event event) : side_(side), event_(event) {}
+  DeviceArrival(Device& device, NcclCommunicator* ranks, Device::Event event)
+      : device_(device), ranks_(ranks), event_(event) {}
   bool Step() override;
   bool done() const override { return done_; }
   std::string Waiting() const override;
 
  private:
-  DeviceSide& side_;
+  Device& device_;
+  NcclCommunicator* const ranks_;
   Device::Event event_;
   bool done_ = false;
 };

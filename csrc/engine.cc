@@ -70,7 +70,7 @@ Engine::Engine(MPI_Comm world, EngineOptions options)
 Engine::~Engine() {
   progress_->Stop();
   AbortDevice();  // before the buffers that are registered with it are freed; not if it was closed
-  if (!progress_->error() && (!device_ || !device_->ranks || device_->ranks->Aborted(kLeaveS))) return;
+  if (!progress_->error() && NcclHasAborted(kLeaveS)) return;
   (void)progress_.release();
   for (auto& plan : plans_) (void)plan.release();
   (void)device_.release();
@@ -107,7 +107,7 @@ void Engine::Stop() {
   progress_->Drain(patience_s);
   progress_->Stop();
   if (progress_->error()) {
-    if (device_ && device_->ranks) (void)device_->ranks->Aborted(patience_s);
+    (void)NcclHasAborted(patience_s);
     return;
   }
   // Twice: the barrier of one that comes when the others have given up ends at once, since they had begun it.
@@ -122,13 +122,22 @@ void Engine::Stop() {
   }
 }
 
-// Closes NCCL's communicator, where there is one; false where another rank did not do so as well. NCCL waits
-// for all ranks of the host there: so only once all are known to have come, since one may take long over what
-// it writes at the end.
+// Whether NCCL is done with aborting what was aborted.
+bool Engine::NcclHasAborted(double patience_s) const {
+  if (!device_) return true;
+  const auto all = device_->communicators();
+  return std::all_of(all.begin(), all.end(), [&](const auto* each) { return each->Aborted(patience_s); });
+}
+
+// Closes NCCL's communicators, where there are any; false where another rank did not do so as well. NCCL
+// waits for all ranks of the host there: so only once all are known to have come, since one may take long
+// over what it writes at the end.
 bool Engine::LeaveNccl(double patience_s) {
-  if (!device_ || !device_->ranks) return true;
+  if (!device_) return true;
+  const auto all = device_->communicators();
   try {
-    device_->ranks->Close(patience_s);
+    for (NcclCommunicator* const communicator : all) communicator->BeginClose();
+    for (NcclCommunicator* const communicator : all) communicator->Close(patience_s);
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kDeadline) throw;
     return false;

@@ -131,6 +131,22 @@ class Engine {
   void BroadcastDevice(void* data, std::size_t bytes, int root, const std::string& what,
                        Device::Stream stream, const Interrupt& interrupt);
 
+  // As Send and Receive, of device memory: it is read and written behind what is on `stream`, and what was
+  // received is there for all streams when `done` is called. Where NCCL joins all ranks, the other end has
+  // device memory as well.
+  void SendDevice(int peer, int tag, const void* data, std::size_t bytes, const std::string& what,
+                  Device::Stream stream, Done done);
+  void ReceiveDevice(int peer, int tag, void* out, std::size_t bytes, const std::string& what,
+                     Device::Stream stream, Done done);
+  // The same in two parts, for arrays that come later than their message; returns the number that the second
+  // is given. PostSend, then SendPosted, where `held` is what holds the data. PostReceive, into memory of the
+  // engine's own, then, behind `done`, TakePosted.
+  std::int64_t PostSend(int peer, int tag, const std::string& what, Done done);
+  void SendPosted(std::int64_t number, const void* data, std::size_t bytes, Device::Stream stream,
+                  std::shared_ptr<const void> held);
+  std::int64_t PostReceive(int peer, int tag, std::size_t bytes, const std::string& what, Done done);
+  void TakePosted(std::int64_t number, void* out, std::size_t count, DType dtype, Device::Stream stream);
+
   // Ends all that is under way with an error, and everything later.
   void Fail(const Error& error) { progress_->Fail(error); }
   // Lets what is under way end, stops the progress thread and frees what MPI holds, on all ranks together;
@@ -196,6 +212,17 @@ class Engine {
     int calls = 0;
   };
 
+  // One end of a message of device memory.
+  struct DeviceMessage;
+  // What was posted and waits for its second part.
+  struct Posted {
+    int peer, tag;
+    std::string what;
+    Done done;
+    std::shared_ptr<void> room;  // of a receive
+    std::size_t bytes;
+  };
+
   Plan& PlanAt(int plan) const;  // with mutex_ held
   std::shared_ptr<Operation> Removal(std::shared_ptr<Plan> plan);
   Bucket& bucket(int plan, int index) const;
@@ -218,6 +245,8 @@ class Engine {
   void RunChecked(const std::string& what, std::function<std::unique_ptr<Collective>(const Operation&)> make,
                   const Interrupt& interrupt);
   int NextTag();
+  static std::shared_ptr<Operation> MessageOperation(const char* category, const std::string& what,
+                                                     Done done);
   void StartMessage(const char* category, const std::string& what,
                     std::function<std::unique_ptr<Collective>()> make, OrderQueue* order, Done done);
   void Meet(const std::vector<int>& ranks, const Interrupt& interrupt);
@@ -241,7 +270,16 @@ class Engine {
   void AddCopy(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall copy);
   void AddArrival(Operation& operation, Device::Event event);
   void CheckIsHere(const void* array, std::size_t count);
+  DeviceChannel& Channel(bool sends, int peer);
+  void AddChannelSend(Operation& operation, const std::shared_ptr<DeviceMessage>& message, const void* data);
+  void AddChannelReceive(Operation& operation, const std::shared_ptr<DeviceMessage>& message, void* out);
+  void AddChannelCall(Operation& operation, const std::shared_ptr<DeviceMessage>& message, bool sends,
+                      std::function<void(NcclCommunicator& ranks, Device::Stream stream)> call);
+  void ReceiveBehind(const std::shared_ptr<DeviceMessage>& message, void* out, const std::string& what,
+                     Done done);
+  Posted TakeNumber(std::int64_t number, bool receives);
   void AbortDevice();
+  bool NcclHasAborted(double patience_s) const;
   bool LeaveNccl(double patience_s);
   bool AllLeave(double patience_s) const;
 
@@ -260,7 +298,9 @@ class Engine {
   OrderQueue control_order_, lane_order_;
   std::map<std::tuple<bool, int, int>, OrderQueue> message_order_;  // by whether sent, peer and tag
   mutable std::mutex mutex_;
-  std::unique_ptr<DeviceSide> device_;        // set once, before any device memory comes
+  std::unique_ptr<DeviceSide> device_;     // set once, before any device memory comes
+  std::map<std::int64_t, Posted> posted_;  // whose rooms are the device's
+  std::int64_t next_posted_ = 0;
   std::vector<std::unique_ptr<Plan>> plans_;  // null: removed
   int buckets_ = 0;
   std::atomic<int> blocking_calls_{0};

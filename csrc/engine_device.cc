@@ -37,14 +37,18 @@ void Engine::AddNcclStages(Operation& operation, Device::Event begun, Device::Ev
 
 void Engine::AddArrival(Operation& operation, Device::Event event) {
   DeviceSide* const side = device_.get();
-  operation.stages.push_back(
-      {[=](const Operation&) { return std::make_unique<DeviceArrival>(*side, event); }, nullptr, nullptr});
+  operation.stages.push_back({[=](const Operation&) {
+                                return std::make_unique<DeviceArrival>(*side->device, side->ranks.get(),
+                                                                       event);
+                              },
+                              nullptr, nullptr});
 }
 
+// `begun` may be null: there is nothing to wait for.
 void Engine::AddCopy(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall copy) {
   DeviceSide* const side = device_.get();
   const auto launch = [=] {
-    side->device->Wait(side->stream.get(), begun);
+    if (begun != nullptr) side->device->Wait(side->stream.get(), begun);
     copy(*side, side->stream.get());
     side->device->Record(ended, side->stream.get());
     return true;
@@ -263,7 +267,8 @@ void Engine::BroadcastDevice(void* data, std::size_t bytes, int root, const std:
 // A communicator that failed is ended, or its kernels would keep the device for ever.
 void Engine::AbortDevice() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (device_ && device_->ranks) device_->ranks->Abort();
+  if (!device_) return;
+  for (NcclCommunicator* const communicator : device_->communicators()) communicator->Abort();
 }
 
 }  // namespace hvpipe

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -16,6 +17,13 @@ std::string Engine::UseDevice(const DeviceOptions& options, const Interrupt& int
   auto side = std::make_unique<DeviceSide>(options);
   side->way = size_ == 1 ? "one rank" : "through the host: no NCCL was named";
   if (size_ > 1 && !options.nccl.empty()) JoinNccl(*side, options, interrupt);
+  if (side->nccl_joins_all()) {
+    std::vector<int> all(static_cast<std::size_t>(size_));
+    std::iota(all.begin(), all.end(), 0);
+    const int group = AddGroup(all, interrupt);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    side->readiness = groups_[static_cast<std::size_t>(group)]->transport.get();
+  }
   Agree("choice of devices", 0, interrupt);
   const std::lock_guard<std::mutex> lock(mutex_);
   device_ = std::move(side);

@@ -8,16 +8,22 @@
 
 namespace hvpipe {
 
-// Its maker runs when the operation's turn has come, behind those of its `order`.
-void Engine::StartMessage(const char* category, const std::string& what,
-                          std::function<std::unique_ptr<Collective>()> make, OrderQueue* order, Done done) {
+std::shared_ptr<Operation> Engine::MessageOperation(const char* category, const std::string& what,
+                                                    Done done) {
   auto operation = std::make_shared<Operation>();
   operation->what = what;
   operation->priority = kMessagePriority;
   operation->traced = category;
   operation->of_all_ranks = false;
-  operation->stages.push_back({[=](const Operation&) { return make(); }, order, nullptr});
   operation->finished = std::move(done);
+  return operation;
+}
+
+// Its maker runs when the operation's turn has come, behind those of its `order`.
+void Engine::StartMessage(const char* category, const std::string& what,
+                          std::function<std::unique_ptr<Collective>()> make, OrderQueue* order, Done done) {
+  const auto operation = MessageOperation(category, what, std::move(done));
+  operation->stages.push_back({[=](const Operation&) { return make(); }, order, nullptr});
   progress_->Enqueue({operation}, true);
 }
 

@@ -234,10 +234,20 @@ bool NcclCommunicator::Aborted(double patience_s) const {
          aborted_.wait_for(std::chrono::duration<double>(patience_s)) == std::future_status::ready;
 }
 
-void NcclCommunicator::Close(double timeout_s) {
-  if (communicator_ == nullptr) return;
+void NcclCommunicator::BeginClose() {
+  if (communicator_ == nullptr || std::exchange(closing_, true)) return;
   try {
     library_.Check(library_.CommFinalize(communicator_), "ncclCommFinalize", communicator_);
+  } catch (const Error&) {
+    Abort();
+    throw;
+  }
+}
+
+void NcclCommunicator::Close(double timeout_s) {
+  BeginClose();
+  if (communicator_ == nullptr) return;
+  try {
     WaitUntilReady(timeout_s, "leaving the communicator", [] {});
   } catch (const Error&) {
     Abort();

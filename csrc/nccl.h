@@ -121,10 +121,11 @@ class NcclCommunicator {
   void ReduceScatter(void* buffer, std::size_t count, DType dtype, nccl::Stream stream);
   void AllGather(void* buffer, std::size_t count, DType dtype, nccl::Stream stream);
   void Broadcast(void* data, std::size_t bytes, int root, nccl::Stream stream);
-  // For stages of pipelines on GPUs, which so far send through the host: the engine calls none of the three.
   void Send(const void* data, std::size_t bytes, int peer, nccl::Stream stream);
   void Receive(void* data, std::size_t bytes, int peer, nccl::Stream stream);
-  // What `calls` enqueues starts as one launch, and sends and receives inside cannot wait for each other.
+  // What `calls` enqueues starts as one launch, and sends and receives inside cannot wait for each other. The
+  // engine has no use for it: each of its collectives is one call, and each way between two ranks has a
+  // communicator of its own.
   void Grouped(const std::function<void()>& calls);
   // Lets other GPUs and the network card read and write this memory of NcclLibrary::Allocate themselves,
   // until Deregister or the end of the communicator. What one rank gives to a collective must be registered
@@ -138,7 +139,9 @@ class NcclCommunicator {
   // Whether NCCL is done with an abort, if there was one, within `patience_s`.
   bool Aborted(double patience_s) const;
   // Leaves in an orderly way, where nothing is under way; waits for NCCL at most `timeout_s`. Aborts where it
-  // throws.
+  // throws. Whoever leaves several begins with all of them first: another rank may leave them in another
+  // order.
+  void BeginClose();
   void Close(double timeout_s);
 
  private:
@@ -148,6 +151,7 @@ class NcclCommunicator {
   const NcclLibrary& library_;
   const int rank_, size_;
   nccl::Communicator communicator_ = nullptr;
+  bool closing_ = false;
   std::future<void> aborted_;
 };
 

@@ -118,7 +118,8 @@ class Request {
     waiter_->Wait();
   }
 
-  nb::object source;                               // of a send
+  std::int64_t number = -1;                        // of a message whose array comes later
+  nb::object source;                               // of a send, or what is received into
   std::shared_ptr<hvpipe::AlignedBuffer> arrived;  // of a receive
 
  private:
@@ -356,6 +357,39 @@ void BroadcastDevice(Engine& engine, Address data, std::size_t bytes, int root, 
                          reinterpret_cast<void*>(stream), CheckSignals);
 }
 
+Request SendDevice(Engine& engine, const nb::object& array, Address data, std::size_t bytes, int peer,
+                   int tag, const std::string& what, Address stream) {
+  Request request(engine);
+  request.source = array;
+  const nb::gil_scoped_release release;
+  engine.SendDevice(peer, tag, reinterpret_cast<const void*>(data), bytes, what,
+                    reinterpret_cast<void*>(stream), request.Done());
+  return request;
+}
+
+Request ReceiveDevice(Engine& engine, const nb::object& array, Address out, std::size_t bytes, int peer,
+                      int tag, const std::string& what, Address stream) {
+  Request request(engine);
+  request.source = array;
+  const nb::gil_scoped_release release;
+  engine.ReceiveDevice(peer, tag, reinterpret_cast<void*>(out), bytes, what, reinterpret_cast<void*>(stream),
+                       request.Done());
+  return request;
+}
+
+Request PostSend(Engine& engine, int peer, int tag, const std::string& what) {
+  Request request(engine);
+  request.number = engine.PostSend(peer, tag, what, request.Done());
+  return request;
+}
+
+Request PostReceive(Engine& engine, std::size_t bytes, int peer, int tag, const std::string& what) {
+  Request request(engine);
+  const nb::gil_scoped_release release;
+  request.number = engine.PostReceive(peer, tag, bytes, what, request.Done());
+  return request;
+}
+
 // Address, bytes, code and bits of the type (as DLPack has them) and shape of a C-contiguous array on a
 // device. Of any memory and any order, so that what is refused can be said.
 std::tuple<Address, std::size_t, int, int, std::vector<std::size_t>> DeviceMemory(
@@ -445,6 +479,7 @@ NB_MODULE(_engine, m) {
   nb::register_exception_translator(TranslateError);
   nb::class_<Request>(m, "Request")
       .def_prop_ro("done", &Request::done)
+      .def_ro("number", &Request::number)
       .def("wait", &Request::Wait, nb::call_guard<nb::gil_scoped_release>())
       .def("arrived", &Arrived);
   nb::class_<Engine>(m, "Engine")
@@ -474,6 +509,12 @@ NB_MODULE(_engine, m) {
            nb::arg("stream"))
       .def("all_reduce_device", &AllReduceDevice, nb::arg("address"), nb::arg("out"), nb::arg("bytes"),
            nb::arg("dtype"), nb::arg("scale"), nb::arg("what"), nb::arg("stream"))
+      .def("send_device", &SendDevice, nb::arg("array"), nb::arg("address"), nb::arg("bytes"),
+           nb::arg("peer"), nb::arg("tag"), nb::arg("what"), nb::arg("stream"))
+      .def("receive_device", &ReceiveDevice, nb::arg("array"), nb::arg("address"), nb::arg("bytes"),
+           nb::arg("peer"), nb::arg("tag"), nb::arg("what"), nb::arg("stream"))
+      .def("post_send", &PostSend, nb::arg("peer"), nb::arg("tag"), nb::arg("what"))
+      .def("post_receive", &PostReceive, nb::arg("bytes"), nb::arg("peer"), nb::arg("tag"), nb::arg("what"))
       .def("broadcast_device", &BroadcastDevice, nb::arg("address"), nb::arg("bytes"), nb::arg("root"),
            nb::arg("what"), nb::arg("stream"))
       .def(

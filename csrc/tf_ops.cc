@@ -1,8 +1,8 @@
-// TensorFlow kernels: announce a step, submit a bucket, collect a bucket. The only file that includes
-// TensorFlow.
+// TensorFlow kernels: announce a step, submit a bucket, collect a bucket; send and take a message of a
+// pipeline. The only file that includes TensorFlow.
 //
-// None of the ops is stateful: automatic control dependencies would serialise them. Data ties them together
-// instead: scale -> submit -> token -> (a variable, into the next step) -> collect.
+// None of the ops of a step is stateful: automatic control dependencies would serialise them. Data ties them
+// together instead: scale -> submit -> token -> (a variable, into the next step) -> collect.
 #include <memory>
 #include <string>
 #include <utility>
@@ -301,6 +301,89 @@ class GpuCollectOp : public CollectOp {
   }
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_GPU).HostMemory("token"), GpuCollectOp);
+
+// The array of a message that the engine was told of before (PostSend), without waiting for anything.
+REGISTER_OP("HvpipeSendMessage")
+    .Input("number: int64")
+    .Input("tensor: T")
+    .Attr("T: {half, bfloat16, float, double}")
+    .SetIsStateful()
+    .SetShapeFn(tf::shape_inference::NoOutputs);
+
+// What came with a message that is there (PostReceive).
+REGISTER_OP("HvpipeTakeMessage")
+    .Input("number: int64")
+    .Input("shape: int64")
+    .Attr("T: {half, bfloat16, float, double}")
+    .Output("tensor: T")
+    .SetIsStateful()
+    .SetShapeFn(tf::shape_inference::UnknownShape);
+
+DType EngineType(tf::DataType type) {
+  switch (type) {
+    case tf::DT_HALF:
+      return DType::kFloat16;
+    case tf::DT_BFLOAT16:
+      return DType::kBFloat16;
+    case tf::DT_DOUBLE:
+      return DType::kFloat64;
+    default:
+      return DType::kFloat32;
+  }
+}
+
+// On the CPU they serve a device whose memory is the host's, as the tests' is: a GPU refuses its arrays.
+template <bool kOnGpu>
+Device::Stream StreamOf(tf::OpKernelContext* context) {
+  return kOnGpu ? ComputeStream(context) : nullptr;
+}
+
+template <bool kOnGpu>
+class SendMessageOp : public tf::OpKernel {
+ public:
+  using tf::OpKernel::OpKernel;
+
+  void Compute(tf::OpKernelContext* context) override {
+    try {
+      const auto held = std::make_shared<tf::Tensor>(context->input(1));
+      const tf::StringPiece bytes = held->tensor_data();
+      EngineOrThrow()->SendPosted(context->input(0).scalar<std::int64_t>()(), bytes.data(), bytes.size(),
+                                  StreamOf<kOnGpu>(context), held);
+    } catch (const Error& error) {
+      context->SetStatus(ToStatus(error));
+    }
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeSendMessage").Device(tf::DEVICE_CPU), SendMessageOp<false>);
+REGISTER_KERNEL_BUILDER(Name("HvpipeSendMessage").Device(tf::DEVICE_GPU).HostMemory("number"),
+                        SendMessageOp<true>);
+
+template <bool kOnGpu>
+class TakeMessageOp : public tf::OpKernel {
+ public:
+  using tf::OpKernel::OpKernel;
+
+  void Compute(tf::OpKernelContext* context) override {
+    try {
+      tf::TensorShape shape;
+      const auto axes = context->input(1).vec<std::int64_t>();
+      OP_REQUIRES_OK(context,
+                     tf::TensorShape::BuildTensorShape(
+                         absl::MakeConstSpan(axes.data(), static_cast<std::size_t>(axes.size())), &shape));
+      tf::Tensor* tensor = nullptr;
+      OP_REQUIRES_OK(context, context->allocate_output(0, shape, &tensor));
+      EngineOrThrow()->TakePosted(context->input(0).scalar<std::int64_t>()(), tensor->data(),
+                                  static_cast<std::size_t>(tensor->NumElements()),
+                                  EngineType(tensor->dtype()), StreamOf<kOnGpu>(context));
+    } catch (const Error& error) {
+      context->SetStatus(ToStatus(error));
+    }
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeTakeMessage").Device(tf::DEVICE_CPU), TakeMessageOp<false>);
+REGISTER_KERNEL_BUILDER(
+    Name("HvpipeTakeMessage").Device(tf::DEVICE_GPU).HostMemory("number").HostMemory("shape"),
+    TakeMessageOp<true>);
 
 // Passes a value on and notes the time, for the trace.
 REGISTER_OP("HvpipeMark")

@@ -173,13 +173,18 @@ class Engine:
             logger.log(level, "hvpipe: data on GPUs goes %s", self._device_way)
         return self._device_way
 
+    @property
+    def serves_gpus(self) -> bool:
+        """Whether this rank has a C++ engine with its GPU library."""
+        return self.core is not None and (bool(self._settings.device_library) or _cuda_library().exists())
+
     def use_device_if_built(self, ordinal: int) -> bool:
         """As `use_device`, where hvpipe was built with its GPU library; False, and a line in the log, if not.
 
         Nothing can reduce a GPU's memory then: whoever has gradients there gives them in host memory.
         """
         core = self._messenger("A GPU")
-        if self._settings.device_library or _cuda_library().exists():
+        if self.serves_gpus:
             self.use_device(ordinal)
             return True
         if core.local_rank == 0 and not self._said_how_to_build:
@@ -267,13 +272,34 @@ class Engine:
     def send(self, array: Any, peer: int, tag: int, what: str) -> Any:
         """Send an array's bytes to rank `peer` without waiting; a request, to `wait()` for.
 
-        The array must stay as it is until then. Messages with one tag between two ranks keep their order.
+        The array must stay as it is until then. Messages with one tag between two ranks keep their order. A
+        device array, which is sent behind what is on its stream, wants `use_device` before, on all ranks, and
+        is received by `receive_on_device`.
         """
+        if is_device_array(array):
+            found = self._on_device(array)
+            return self.core.send_device(array, *found.span, peer, tag, what, found.stream)
         return self._messenger(what).send(_bytes(host_array(array)), peer, tag, what)
 
     def receive(self, nbytes: int, peer: int, tag: int, what: str) -> Any:
         """Expect bytes from rank `peer`; after `wait()` the request's `arrived()` is them, uint8[nbytes]."""
         return self._messenger(what).receive(nbytes, peer, tag, what)
+
+    def receive_on_device(self, array: Any, peer: int, tag: int, what: str) -> Any:
+        """Expect bytes from rank `peer` in a device array, behind what is on its stream; a request.
+
+        After `wait()` they are there for all streams.
+        """
+        found = check_writable(self._on_device(array))
+        return self.core.receive_device(array, *found.span, peer, tag, what, found.stream)
+
+    def post_send(self, peer: int, tag: int, what: str) -> Any:
+        """A request for a message of device memory whose array TensorFlow gives to its `number` later."""
+        return self._messenger(what).post_send(peer, tag, what)
+
+    def post_receive(self, nbytes: int, peer: int, tag: int, what: str) -> Any:
+        """Expect bytes from rank `peer` in the engine's device memory; TensorFlow takes them by `number`."""
+        return self._messenger(what).post_receive(nbytes, peer, tag, what)
 
     def add_group(self, ranks: Sequence[int]) -> int:
         """Let some ranks (ascending, this one among them) reduce among themselves; they all call it."""

@@ -15,7 +15,7 @@ from tensorflow.python.eager import context
 from hvpipe.comm.discover import Settings
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data import SampleCounter
-from hvpipe.keras.gpu import claim_gpu, on_the_host, reduces_on_gpu
+from hvpipe.keras.gpu import claim_gpu, device_of_messages, on_the_host, reduces_on_gpu
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.overlap import OverlappedOptimizer
 from hvpipe.keras.reducer import Reducer, identity
@@ -121,7 +121,15 @@ class Engine:
     def __init__(self, built: bool) -> None:
         self.core = object()
         self.built, self.opened = built, 0
+        self.others = True  # could open theirs
         self.on_device: bool | None = None
+
+    @property
+    def serves_gpus(self) -> bool:
+        return self.built
+
+    def agree(self, what: str, mine: float) -> list[float]:
+        return [mine, float(self.others)]
 
     def use_device_if_built(self, ordinal: int) -> bool:
         self.ordinal = ordinal
@@ -190,6 +198,26 @@ def test_tables_on_a_gpu_travel_whole(monkeypatch: Any, built: bool, row: int) -
     table = keras.Variable(np.zeros((5000, 64), np.float32))
     reducer = Reducer(session, "gradients", [table], None, None, tables={identity(table)})
     assert [bucket.row for bucket in reducer.plan.buckets] == [row]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "built", "others", "device"),
+    [
+        (["GPU:0"], True, True, "GPU:0"),
+        (["GPU:0"], True, False, None),
+        (["GPU:0"], False, True, None),
+        ([], True, True, None),
+    ],
+)
+def test_tensors_of_pipelines_stay_on_gpus_where_all_ranks_have_one(
+    monkeypatch: Any, gpus: list[str], built: bool, others: bool, device: str | None
+) -> None:
+    """Also where only some could open theirs: whoever did would wait for the others in vain."""
+    sees(monkeypatch, gpus)
+    engine = Engine(built)
+    engine.others = others
+    assert device_of_messages(SimpleNamespace(engine=engine)) == device
+    assert engine.opened == (device is not None)
 
 
 @pytest.mark.parametrize("overlap", ["backward", "step", "stale"])

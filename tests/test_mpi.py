@@ -38,6 +38,7 @@ NUMBERS = tuple(
     f"mpi_keras/test_{name}.py"
     for name in ("exact", "whole_batch", "ranks_equal", "logs", "finished_weights")
 )
+DEVICES = "mpi_keras/test_device_pipelines.py"
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 
@@ -47,7 +48,7 @@ TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 SUITES = (
     Suite("keras", KERAS, sizes=(2,), limit_s=1800.0),
     Suite("keras hosts", (*NUMBERS, "mpi_keras/test_stopping.py"), (3,), 1200.0, TWO_TO_A_HOST, "not slow"),
-    Suite("keras", (*NUMBERS, PIPELINES[0]), sizes=(4,), limit_s=1800.0, only="not slow"),
+    Suite("keras", (*NUMBERS, PIPELINES[0], DEVICES), sizes=(4,), limit_s=1800.0, only="not slow"),
     Suite("keras pipelines", PIPELINES, sizes=(2,), limit_s=1800.0),
     Suite("mpi", ("mpi",)),
     Suite("ring", ("mpi",), sizes=(2, 3, 4), env={"HVPIPE_SHARED_MEMORY": "0"}),

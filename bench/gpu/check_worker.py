@@ -76,7 +76,8 @@ class Check:
             for part in (self._verify_faces, self._measure_packing, self._measure_sampler):
                 self._part(part)
         else:
-            self._part(self._measure_overlap)
+            for part in (self._verify_messages, self._measure_messages, self._measure_overlap):
+                self._part(part)
         self._part(self._measure_all_reduce)
 
     def _part(self, part: Callable[[], None]) -> None:
@@ -159,6 +160,28 @@ class Check:
             self._gpu.copy(out, self._poisoned(1000, "float32"))
             self._engine.allreduce(array, op="sum", out=outs[name])
             self._verified(f"all-reduce of {name}", [worst(self._gpu.get(out), terms)], 0.0)
+
+    def _verify_messages(self) -> None:
+        """Arrays around the ring of ranks, all under way at once; every bit is to come."""
+        before = (hvpipe.rank() - 1) % hvpipe.size()
+        errors = []
+        for number, dtype in enumerate(TOLERANCE):
+            sent, found = [], []
+            for tag, count in enumerate(self._sizes.counts):
+                mine, terms = self._terms(count, dtype, number, count)
+                out = self._poisoned(count, dtype)
+                found.append((out, terms[before : before + 1]))
+                sent += self._passed_on(mine, out, tag)
+            for request in sent:
+                request.wait()
+            errors += [worst(self._gpu.get(out), terms) for out, terms in found]
+        self._verified("messages", errors, 0.0)
+
+    def _passed_on(self, array: Any, out: Any, tag: int = 0) -> list[Any]:
+        """Requests of a message to the next rank, and of one from the rank before."""
+        rank, size = hvpipe.rank(), hvpipe.size()
+        received = self._engine.receive_on_device(out, (rank - 1) % size, tag, "a message")
+        return [self._engine.send(array, (rank + 1) % size, tag, "a message"), received]
 
     def _verify_steps(self) -> None:
         """Three steps of buckets of many tensors, one of them misaligned, with and without compression."""
@@ -253,6 +276,25 @@ class Check:
                 f"{taken_s * 1e3:.2f} ms" + (f", bus {bus:.1f} GB/s" if size > 1 else ""),
                 taken_s=taken_s,
                 bus_gb_per_s=bus,
+            )
+
+    def _measure_messages(self) -> None:
+        """What each rank sends to the next one, while it receives as much."""
+        for megabytes in self._sizes.megabytes:
+            array = self._gpu.put(np.ones(megabytes * 250_000), "float32")
+            out = self._gpu.put(np.ones(megabytes * 250_000), "float32")
+
+            def work(array: Any = array, out: Any = out) -> None:
+                for request in self._passed_on(array, out):
+                    request.wait()
+
+            taken_s = self._median_s(hvpipe.barrier, work)
+            rate = megabytes * 1e6 / taken_s / 1e9
+            self._note(
+                f"messages of {megabytes} MB",
+                f"{taken_s * 1e3:.2f} ms, {rate:.1f} GB/s each way",
+                taken_s=taken_s,
+                gb_per_s=rate,
             )
 
     def _measure_overlap(self) -> None:

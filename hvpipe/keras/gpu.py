@@ -59,6 +59,17 @@ def _warn_of_unseen_gpus(session: Session) -> None:
         )
 
 
+def device_of_messages(session: Session) -> str | None:
+    """Where tensors between ranks of a pipeline stay, None where they go by host memory; collective.
+
+    A GPU, where all ranks have one and hvpipe was built for it.
+    """
+    able = bool(tf.config.get_visible_devices("GPU")) and session.engine.serves_gpus
+    if not all(session.engine.agree("whether all ranks have GPUs", float(able))):
+        return None
+    return "GPU:0" if reduces_on_gpu(session) else None
+
+
 def reduces_on_gpu(session: Session) -> bool:
     """Whether gradients are to go to the engine in a GPU's memory; all ranks together.
 

@@ -1,4 +1,7 @@
-"""Tensors between the ranks of a pipeline: sends never wait, receives are posted early."""
+"""Tensors between the ranks of a pipeline: sends never wait, receives are posted early.
+
+Between GPUs tensors of floats stay on them; all others go through the host.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,13 @@ import numpy as np
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras import ops
 from hvpipe.session import Session
 
 # Tags of messages that are under way at one time differ; both ends count the messages between them.
 _TAGS = 30_000
 _LONGEST_SHAPE = 8
+_ON_DEVICES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)  # what TensorFlow keeps on a GPU
 
 
 class Expected:
@@ -32,6 +37,8 @@ class Expected:
 
     def _post(self, shape: Sequence[int]) -> Any:
         nbytes = int(np.prod(shape, dtype=np.int64)) * int(self._dtype.size)
+        if self._mail.stays_on_device(self._dtype):
+            return self._mail.receive_on_device(self._peer, nbytes, self._what, self._data_tag)
         return self._mail.receive(self._peer, nbytes, self._what, self._data_tag)
 
     def take(self) -> Any:
@@ -44,6 +51,9 @@ class Expected:
             self._data = self._post(shape)
         assert self._data is not None
         self._data.wait()
+        if self._mail.stays_on_device(self._dtype):
+            with tf.device(self._mail.device):
+                return ops.take_message(self._data.number, shape, self._dtype)
         array = self._data.arrived().view(self._dtype.as_numpy_dtype).reshape(shape)
         return tf.convert_to_tensor(array)
 
@@ -52,9 +62,11 @@ class Mail:
     """What this rank sends to and expects from others, by world rank. One message goes at a time in a step.
 
     A shape that both ends know travels not; else it goes ahead, and the receive is posted when it is there.
+    `device` is where tensors of floats lie on all ranks, None where they go by host memory.
     """
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, device: str | None = None) -> None:
+        self.device = device
         self._engine = session.engine
         self._counts_sent: Counter[int] = Counter()
         self._counts_expected: Counter[int] = Counter()
@@ -86,13 +98,32 @@ class Mail:
                 "only the first axis may depend on the batch. "
                 f"Received: {what}: shape={tuple(tensor.shape)}"
             )
-        self._post(peer, np.asarray(tensor), what)
+        if self.stays_on_device(dtype):
+            self._post_on_device(peer, tensor, what)
+        else:
+            self._post(peer, np.asarray(tensor), what)
+
+    def stays_on_device(self, dtype: Any) -> bool:
+        """Whether tensors of this dtype go from device to device."""
+        return self.device is not None and tf.as_dtype(dtype) in _ON_DEVICES
+
+    def _post_on_device(self, peer: int, tensor: Any, what: str) -> None:
+        request = self._engine.post_send(peer, self._next_sent(peer), what)
+        with tf.device(self.device):
+            ops.send_message(request.number, tensor)  # which holds it until it is sent
+        self._note(request, None)
 
     def _post(self, peer: int, array: Any, what: str) -> None:
+        self._note(self._engine.send(array, peer, self._next_sent(peer), what), array)
+
+    def _next_sent(self, peer: int) -> int:
         tag = self._counts_sent[peer] % _TAGS
         self._counts_sent[peer] += 1
-        # The array is held until it is sent.
-        self._under_way.append((self._engine.send(array, peer, tag, what), array))
+        return tag
+
+    def _note(self, request: Any, array: Any) -> None:
+        """Hold a request, and its array, until it is sent."""
+        self._under_way.append((request, array))
         while self._under_way and self._under_way[0][0].done:
             self._under_way.popleft()
 
@@ -107,6 +138,9 @@ class Mail:
 
     def receive(self, peer: int, nbytes: int, what: str, tag: int | None = None) -> Any:
         return self._engine.receive(nbytes, peer, self.next_tag(peer) if tag is None else tag, what)
+
+    def receive_on_device(self, peer: int, nbytes: int, what: str, tag: int) -> Any:
+        return self._engine.post_receive(nbytes, peer, tag, what)
 
     def finish(self) -> None:
         """Wait until all that was sent has gone."""

@@ -61,6 +61,20 @@ def collect(token: Any, shapes: Sequence[tuple[int, ...]], dtype: str, plan: int
     return found
 
 
+def send_message(number: int, tensor: Any) -> None:
+    """Give the tensor of a message that was posted (Engine.post_send); waits for nothing."""
+    with tf.device("CPU:0"):
+        on_the_host = tf.constant(number, tf.int64)
+    library().hvpipe_send_message(number=on_the_host, tensor=tensor)
+
+
+def take_message(number: int, shape: Sequence[int], dtype: Any) -> Any:
+    """The tensor of a message that has come (Engine.post_receive)."""
+    with tf.device("CPU:0"):
+        on_the_host = tf.constant(number, tf.int64), tf.constant(list(shape), tf.int64, [len(shape)])
+    return library().hvpipe_take_message(number=on_the_host[0], shape=on_the_host[1], T=dtype)
+
+
 def mark(value: Any, name: str) -> Any:
     """Pass a value on and note in the trace when it was there; its gradient is computed after that."""
 

@@ -15,6 +15,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.arguments import by_name
 from hvpipe.keras.callbacks import stop_together
 from hvpipe.keras.deferred import build_without_memory, give_memory, leave_to_others
+from hvpipe.keras.gpu import device_of_messages
 from hvpipe.keras.layer_graph import LayerGraph, functional_of, layer_graph
 from hvpipe.keras.mail import Mail
 from hvpipe.keras.one_writer import with_one_writer
@@ -398,7 +399,8 @@ class _Parts:
         self.layout = layout
         self.sharing = sharing
         self.recomputes = recomputes
-        self.mail = Mail(session)  # one for all machines, as both ends count the messages
+        # One for all machines, as both ends count the messages.
+        self.mail = Mail(session, device_of_messages(session))
         self.logs = PipelineLogs(session)
         self.samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
         self.reset()

@@ -6,8 +6,8 @@
 // ready), "async" (an error after the first collective), "hang" (the first collective never ends), "memory"
 // (there is none), "memory-full" (and the test device has just run out of it), "memory-large" (in pieces
 // of 512 MiB), "finalize" (an error). With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may where
-// other ranks of the host do not abort. Leaving waits for all ranks, as NCCL's does. FAKE_NCCL_DEVICE names the test device's library: collectives are
-// then refused on a thread where no device is current.
+// other ranks of the host do not abort. Leaving waits for all ranks, as NCCL's does. FAKE_NCCL_DEVICE names
+// the test device's library: collectives are then refused on a thread where no device is current.
 #include <dlfcn.h>
 #include <mpi.h>
 
@@ -45,10 +45,14 @@ bool Fails(const char* how) {
   return wanted != nullptr && std::string(wanted) == how;
 }
 
-// One collective at a time is under way; its result is there when CommGetAsyncError says success.
+// One collective at a time is under way; its result is there when CommGetAsyncError says success. Two ranks
+// meet by messages and may make communicators in any order, as NCCL's ranks may; more make one all at once.
 struct Communicator {
   int rank = 0, size = 1;
   MPI_Comm ranks = MPI_COMM_NULL;
+  int serial = 0;  // of its id, among those of the rank that made it
+  int other = -1;  // of two ranks, in MPI's world; not known yet where it is negative
+  int told = -1;   // what a rank says of itself
   MPI_Request request = MPI_REQUEST_NULL;
   std::vector<char> sent, gathered;  // gathered: what every rank sent
   void* out = nullptr;
@@ -56,6 +60,7 @@ struct Communicator {
   std::size_t first = 0, count = 0;  // of each rank's elements those that are summed
   hvpipe::DType dtype = hvpipe::DType::kFloat32;
   bool busy = false;
+  bool carries = false;  // a message
   bool leaving = false;
   int state = kSuccess;
 };
@@ -70,7 +75,7 @@ hvpipe::DType TypeOf(int type) {
 
 void Finish(Communicator& communicator) {
   communicator.busy = false;
-  if (communicator.leaving) return;
+  if (communicator.leaving || communicator.carries) return;
   if (!communicator.sums) {
     std::memcpy(communicator.out, communicator.gathered.data(), communicator.gathered.size());
     return;
@@ -103,6 +108,25 @@ bool DeviceIsCurrent() {
   return current != nullptr && current() >= 0;
 }
 
+// Tags of MPI's world: a message of two ranks, then the words of their meeting and leaving.
+constexpr int kTags = 20'000;
+int TagOf(const Communicator& of, int kind) { return kTags + 3 * (of.serial % 1000) + kind; }
+
+// Of two ranks it is made with their first collective.
+MPI_Comm Ranks(Communicator& of) {
+  if (of.ranks != MPI_COMM_NULL) return of.ranks;
+  int self = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &self);
+  const int both[] = {of.rank == 0 ? self : of.other, of.rank == 0 ? of.other : self};
+  MPI_Group world = MPI_GROUP_NULL, group = MPI_GROUP_NULL;
+  MPI_Comm_group(MPI_COMM_WORLD, &world);
+  MPI_Group_incl(world, 2, both, &group);
+  MPI_Comm_create_group(MPI_COMM_WORLD, group, TagOf(of, 1), &of.ranks);
+  MPI_Group_free(&group);
+  MPI_Group_free(&world);
+  return of.ranks;
+}
+
 // Begins to gather `count` elements of each rank.
 int Begin(Communicator& of, const void* in, std::size_t count) {
   if (!DeviceIsCurrent()) return kInvalidUsage;
@@ -110,11 +134,12 @@ int Begin(Communicator& of, const void* in, std::size_t count) {
   of.sent.assign(static_cast<const char*>(in), static_cast<const char*>(in) + bytes);
   of.gathered = of.sent;
   of.busy = true;
+  of.carries = false;
   if (Fails("async")) of.state = kRemoteError;
   if (of.size == 1) return kInProgress;
   of.gathered.resize(bytes * static_cast<std::size_t>(of.size));
   MPI_Iallgather(of.sent.data(), static_cast<int>(bytes), MPI_BYTE, of.gathered.data(),
-                 static_cast<int>(bytes), MPI_BYTE, of.ranks, &of.request);
+                 static_cast<int>(bytes), MPI_BYTE, Ranks(of), &of.request);
   return kInProgress;
 }
 
@@ -141,6 +166,8 @@ int ncclGetUniqueId(UniqueId* id) {
   MPI_Initialized(&running);
   if (running != 0) MPI_Comm_rank(MPI_COMM_WORLD, &maker);
   id->internal[1] = static_cast<char>(maker);
+  static int serial = 0;
+  std::memcpy(&id->internal[8], &++serial, sizeof serial);
   return kSuccess;
 }
 
@@ -157,7 +184,18 @@ int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* 
   auto* const made = new Communicator;
   made->rank = rank;
   made->size = size;
-  if (size > 1) MPI_Comm_split(MPI_COMM_WORLD, id.internal[1], rank, &made->ranks);
+  std::memcpy(&made->serial, &id.internal[8], sizeof made->serial);
+  made->serial = 10 * made->serial + id.internal[1];
+  if (size > 2) MPI_Comm_split(MPI_COMM_WORLD, id.internal[1], rank, &made->ranks);
+  if (size == 2 && rank == 0) {
+    MPI_Irecv(&made->other, 1, MPI_INT, MPI_ANY_SOURCE, TagOf(*made, 2), MPI_COMM_WORLD, &made->request);
+    made->busy = made->carries = true;
+  } else if (size == 2) {
+    made->other = id.internal[1];
+    MPI_Comm_rank(MPI_COMM_WORLD, &made->told);
+    MPI_Isend(&made->told, 1, MPI_INT, made->other, TagOf(*made, 2), MPI_COMM_WORLD, &made->request);
+    made->busy = made->carries = true;
+  }
   *out = made;
   return kInProgress;
 }
@@ -214,7 +252,7 @@ int ncclBroadcast(const void* in, void* out, std::size_t bytes, int /*type*/, in
   Communicator& of = Of(communicator);
   if (of.busy || of.size == 1 || !DeviceIsCurrent()) return kInvalidUsage;
   if (in != out) std::memcpy(out, in, bytes);
-  MPI_Bcast(out, static_cast<int>(bytes), MPI_BYTE, root, of.ranks);
+  MPI_Bcast(out, static_cast<int>(bytes), MPI_BYTE, root, Ranks(of));
   return kSuccess;
 }
 #endif
@@ -254,20 +292,36 @@ int ncclCommDeregister(void* communicator, void* registration) {
 int nccl_memory_held() { return memory_held; }
 int nccl_registrations() { return registrations; }
 
-// Sends to oneself inside a group, in their order; elsewhere, or to another rank, is more than the tests ask.
+// To oneself inside a group, in their order; to the other one of two ranks outside of any.
+int Carry(Communicator& of, void* data, std::size_t bytes, int peer, bool sends) {
+  if (of.busy || of.size != 2 || peer != 1 - of.rank || !DeviceIsCurrent()) return kInvalidUsage;
+  of.busy = of.carries = true;
+  if (Fails("async")) of.state = kRemoteError;
+  const auto count = static_cast<int>(bytes);
+  if (sends) {
+    of.sent.assign(static_cast<const char*>(data), static_cast<const char*>(data) + bytes);
+    MPI_Isend(of.sent.data(), count, MPI_BYTE, of.other, TagOf(of, 0), MPI_COMM_WORLD, &of.request);
+  } else {
+    MPI_Irecv(data, count, MPI_BYTE, of.other, TagOf(of, 0), MPI_COMM_WORLD, &of.request);
+  }
+  return kInProgress;
+}
+
 int ncclGroupStart() {
   ++groups;
   return kSuccess;
 }
 
 int ncclSend(const void* data, std::size_t bytes, int, int peer, void* communicator, void*) {
-  if (groups == 0 || peer != Of(communicator).rank) return kInvalidUsage;
+  if (groups == 0) return Carry(Of(communicator), const_cast<void*>(data), bytes, peer, true);
+  if (peer != Of(communicator).rank) return kInvalidUsage;
   sends.push_back({const_cast<void*>(data), bytes});
   return kInProgress;
 }
 
 int ncclRecv(void* data, std::size_t bytes, int, int peer, void* communicator, void*) {
-  if (groups == 0 || peer != Of(communicator).rank) return kInvalidUsage;
+  if (groups == 0) return Carry(Of(communicator), data, bytes, peer, false);
+  if (peer != Of(communicator).rank) return kInvalidUsage;
   receives.push_back({data, bytes});
   return kInProgress;
 }
@@ -289,7 +343,14 @@ int ncclCommFinalize(void* communicator) {
   if (Fails("finalize")) return kRemoteError;
   if (of.size == 1) return kSuccess;
   of.busy = of.leaving = true;
-  MPI_Ibarrier(of.ranks, &of.request);
+  if (of.size > 2) {
+    MPI_Ibarrier(of.ranks, &of.request);
+  } else {  // the word of each to the other, of which only the coming is waited for
+    MPI_Request word = MPI_REQUEST_NULL;
+    MPI_Isend(nullptr, 0, MPI_BYTE, of.other, TagOf(of, 1), MPI_COMM_WORLD, &word);
+    MPI_Request_free(&word);
+    MPI_Irecv(nullptr, 0, MPI_BYTE, of.other, TagOf(of, 1), MPI_COMM_WORLD, &of.request);
+  }
   return kInProgress;
 }
 
