@@ -49,7 +49,7 @@ class Expected:
             header = self._header.arrived().view(np.int64)
             shape = [int(axis) for axis in header[1 : 1 + int(header[0])]]
             self._data = self._post(shape)
-        assert self._data is not None
+        assert self._data is not None and shape is not None
         self._data.wait()
         if self._mail.stays_on_device(self._dtype):
             with tf.device(self._mail.device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import importlib
 import os
 from typing import Any
 
@@ -17,6 +18,9 @@ import hvpipe
 import hvpipe.keras as hk
 from hvpipe.keras import ops
 from hvpipe.session import current
+
+# The module; the package has a function of that name.
+MAKER = importlib.import_module("hvpipe.keras.pipeline_parallel")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,7 @@ def sent(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     wire = ops.send_message
     monkeypatch.setattr(ops, "send_message", send_message)
-    monkeypatch.setattr("hvpipe.keras.pipeline_parallel.device_of_messages", lambda _: "CPU:0")
+    monkeypatch.setattr(MAKER, "device_of_messages", lambda _: "CPU:0")
     return tensors
 
 
@@ -59,7 +63,7 @@ def test_the_weights_are_those_of_tensors_that_go_by_the_host(
     options = {} if schedule == "1f1b" else {"schedule": schedule, "chunks": 2}
     there = pipelined(name, **options)
     assert sent
-    monkeypatch.setattr("hvpipe.keras.pipeline_parallel.device_of_messages", lambda _: None)
+    monkeypatch.setattr(MAKER, "device_of_messages", lambda _: None)
     before = len(sent)
     here = pipelined(name, **options) if options else spread(name)
     assert len(sent) == before
@@ -84,7 +88,7 @@ def test_halves_and_open_shapes(sent: list[Any]) -> None:
     for _ in range(3 * hvpipe.size()):
         x = keras.layers.Dense(4, dtype="mixed_bfloat16")(x)
     model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.GlobalAveragePooling1D()(x)))
-    pipe = hk.pipeline_parallel(model, microbatches=2)
+    pipe = hk.pipeline_parallel(model, microbatches=4)
     pipe.compile("sgd", "mse")
     for length in (3, 5):
         x = np.random.default_rng(length).normal(size=(8, length, 4)).astype(np.float32)
