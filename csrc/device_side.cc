@@ -15,9 +15,9 @@ const char* const kBucket = "a bucket of gradients";
 
 std::string Megabytes(std::size_t bytes) { return std::to_string((bytes + 999'999) / 1'000'000) + " MB"; }
 
-Owned OwnMemory(Device& device, std::size_t bytes, const std::string& of_what) {
+Owned OwnMemory(Device& device, std::size_t bytes, const std::function<Error()>& no_room) {
   void* const memory = device.Allocate(bytes);
-  if (memory == nullptr) throw NoRoom(device, bytes, of_what);
+  if (memory == nullptr) throw no_room();
   return {memory, [&device](void* taken) { device.Free(taken); }};
 }
 
@@ -61,18 +61,29 @@ Owned OwnEvent(Device& device) {
   return {device.MakeEvent(), [&device](void* event) { device.DestroyEvent(event); }};
 }
 
-Error NoRoom(Device& device, std::size_t bytes, const std::string& of_what) {
+namespace {
+
+Error NoRoomFor(Device& device, std::size_t bytes, const std::string& of_what, const std::string& pieces,
+                const std::string& advice) {
   const Device::Room room = device.FreeRoom();
-  std::string pieces;
-  if (room.free >= bytes) {
-    pieces = ", but not in one piece: HVPIPE_BUCKET_BYTES=" + std::to_string(bytes / 2) + " may fit";
-  }
-  return Error(
-      "The GPU has no room for " + of_what + ": wanted " + Megabytes(bytes) + ", free are " +
-          Megabytes(room.free) + " of " + Megabytes(room.total) + pieces +
-          ". Leave it more (TensorFlow: smaller batches, or a memory limit), or let compression=\"bf16\" "
-          "halve what float32 gradients take",
-      ErrorKind::kUsage);
+  return Error("The GPU has no room for " + of_what + ": wanted " + Megabytes(bytes) + ", free are " +
+                   Megabytes(room.free) + " of " + Megabytes(room.total) +
+                   (room.free >= bytes ? pieces : "") +
+                   ". Leave it more (TensorFlow: smaller batches, or a memory limit), or " + advice,
+               ErrorKind::kUsage);
+}
+
+Error NoRoomForMessage(Device& device, std::size_t bytes) {
+  return NoRoomFor(device, bytes, "a message between ranks", ", but not in one piece",
+                   "cut the batch into more micro-batches");
+}
+
+}  // namespace
+
+Error NoRoom(Device& device, std::size_t bytes, const std::string& of_what) {
+  return NoRoomFor(device, bytes, of_what,
+                   ", but not in one piece: HVPIPE_BUCKET_BYTES=" + std::to_string(bytes / 2) + " may fit",
+                   "let compression=\"bf16\" halve what float32 gradients take");
 }
 
 // In powers of two: calls of growing sizes make few.
@@ -88,27 +99,37 @@ void* Staging::Room(std::size_t bytes) {
   return memory_.get();
 }
 
-// Few sizes, so that what one message gave back serves the next: powers of two, and whole pieces above one.
+// In few sizes, at most a quarter above what is wanted, so that what one message gave back serves the next;
+// or one up to twice as large. Where the device has nothing left, those go that wait for a message of their
+// size.
 std::shared_ptr<void> RoomPool::Take(std::size_t bytes) {
-  constexpr std::size_t kPieceBytes = 1 << 20;
-  std::size_t room = (bytes + kPieceBytes - 1) / kPieceBytes * kPieceBytes;
-  if (bytes < kPieceBytes) {
-    for (room = kAlignment; room < bytes;) room *= 2;
-  }
-  const auto give_back = [room, free = free_](Owned memory) {
+  std::size_t quarter = kAlignment;
+  while (4 * quarter * 2 <= bytes) quarter *= 2;
+  const std::size_t room = std::max<std::size_t>((bytes + quarter - 1) / quarter, 1) * quarter;
+  const auto lend = [free = free_](std::size_t size, Owned memory) {
     void* const address = memory.get();
     auto owner = std::make_shared<Owned>(std::move(memory));
-    return std::shared_ptr<void>(address, [room, free, owner](void*) {
+    return std::shared_ptr<void>(address, [size, free, owner](void*) {
       const std::lock_guard<std::mutex> lock(free->mutex);
-      free->rooms.emplace(room, std::move(*owner));
+      free->rooms.emplace(size, std::move(*owner));
     });
   };
   {
     const std::lock_guard<std::mutex> lock(free_->mutex);
-    const auto found = free_->rooms.find(room);
-    if (found != free_->rooms.end()) return give_back(std::move(free_->rooms.extract(found).mapped()));
+    const auto found = free_->rooms.lower_bound(room);
+    if (found != free_->rooms.end() && found->first <= 2 * room) {
+      auto taken = free_->rooms.extract(found);
+      return lend(taken.key(), std::move(taken.mapped()));
+    }
   }
-  return give_back(make_(room));
+  try {
+    return lend(room, make_(room));
+  } catch (const Error&) {
+    const std::lock_guard<std::mutex> lock(free_->mutex);
+    if (free_->rooms.empty()) throw;
+    free_->rooms.clear();
+  }
+  return lend(room, make_(room));
 }
 
 DeviceSide::DeviceSide(const DeviceOptions& options)
@@ -117,7 +138,12 @@ DeviceSide::DeviceSide(const DeviceOptions& options)
       begun(OwnEvent(*device)),
       ended(OwnEvent(*device)),
       staging(*device),
-      rooms([this](std::size_t bytes) { return OwnMemory(*device, bytes, "a message between ranks"); }),
+      message_stream(OwnStream(*device)),
+      download_stream(OwnStream(*device)),
+      upload_stream(OwnStream(*device)),
+      rooms([this](std::size_t bytes) {
+        return OwnMemory(*device, bytes, [&] { return NoRoomForMessage(*device, bytes); });
+      }),
       host_rooms([this](std::size_t bytes) { return OwnHostMemory(*device, bytes); }) {}
 
 std::vector<NcclCommunicator*> DeviceSide::communicators() const {
@@ -135,7 +161,8 @@ DeviceBuffer::DeviceBuffer(DeviceSide& side, std::size_t count, DType dtype)
       bytes_(std::max<std::size_t>(count_ * SizeOf(dtype), kAlignment)),  // of nothing there is no address
       of_nccl_(side.nccl_memory && bytes_ >= kLeastNcclBytes) {
   Device& device = *side.device;
-  data_ = of_nccl_ ? OwnNcclMemory(side, bytes_) : OwnMemory(device, bytes_, kBucket);
+  data_ = of_nccl_ ? OwnNcclMemory(side, bytes_)
+                   : OwnMemory(device, bytes_, [&] { return NoRoom(device, bytes_, kBucket); });
   if (!side.nccl_joins_all()) host_ = OwnHostMemory(device, (bytes_ + PartsOf(side) - 1) / PartsOf(side));
   filled_ = OwnEvent(device);
   moved_ = OwnEvent(device);

@@ -71,13 +71,12 @@ class RoomPool {
   const std::shared_ptr<Free> free_ = std::make_shared<Free>();
 };
 
-// The way of messages from one rank to another by NCCL: a communicator of these two, so that what waits for
-// one rank keeps nothing else from going.
+// This rank and another one, for messages between them by NCCL. The lower rank makes it, and gives messages
+// in both directions their turns.
 struct DeviceChannel {
-  Owned stream;
-  nccl::UniqueId id{};                       // of its sender
-  std::unique_ptr<NcclCommunicator> ranks;   // made with the first message
-  std::uint64_t promised = 0, launched = 0;  // messages that were given a turn by their sender, or had it
+  nccl::UniqueId id{};
+  std::unique_ptr<NcclCommunicator> ranks;  // made with the first message
+  std::uint64_t given = 0, launched = 0;    // turns
 };
 
 struct DeviceSide {
@@ -90,12 +89,16 @@ struct DeviceSide {
   std::unique_ptr<NcclLibrary> library;
   std::unique_ptr<NcclCommunicator> ranks;  // null: data goes through the host
   bool nccl_memory = false;                 // all ranks register large buffers with NCCL
-  Transport* rail = nullptr;   // the rank at this one's place on each host, where `ranks` are of one host
-  std::string way;             // in words: by NCCL, or why not
-  OrderQueue order;            // all ranks hand collectives to the device in this order
-  RoomPool rooms, host_rooms;  // of messages
-  std::map<std::pair<bool, int>, DeviceChannel> channels;  // by whether this rank sends, and the other rank
-  Transport* readiness = nullptr;                          // on it receivers tell senders that they are ready
+  Transport* rail = nullptr;  // the rank at this one's place on each host, where `ranks` are of one host
+  std::string way;            // in words: by NCCL, or why not
+  OrderQueue order;           // all ranks hand collectives to the device in this order
+  // Of messages. By NCCL one at a time is on the device (`sends_or_receives`), and these keep out of the way
+  // of collectives, and downloads out of that of uploads.
+  Owned message_stream, download_stream, upload_stream;
+  bool sends_or_receives = false;
+  RoomPool rooms, host_rooms;
+  std::map<int, DeviceChannel> channels;  // by the other rank
+  Transport* words = nullptr;             // of receivers to senders
 
   bool nccl_joins_all() const { return ranks != nullptr && rail == nullptr; }
   // All that there are.
@@ -134,13 +137,15 @@ class DeviceBuffer {
 // Done once `launch` says that all of it was handed to the device. Nothing waits for the device to do it.
 class DeviceLaunch : public Collective {
  public:
-  explicit DeviceLaunch(std::function<bool()> launch) : launch_(std::move(launch)) {}
+  explicit DeviceLaunch(std::function<bool()> launch, const char* waiting = "NCCL to start it")
+      : launch_(std::move(launch)), waiting_(waiting) {}
   bool Step() override { return done_ = launch_(); }
   bool done() const override { return done_; }
-  std::string Waiting() const override { return "NCCL to start it"; }
+  std::string Waiting() const override { return waiting_; }
 
  private:
   std::function<bool()> launch_;
+  const char* const waiting_;
   bool done_ = false;
 };
 

@@ -61,7 +61,10 @@ Engine::Engine(MPI_Comm world, EngineOptions options)
   const bool crowded = static_cast<unsigned>(local_size_) > std::thread::hardware_concurrency();
   const Progress::Options progress{options.timeout_s, [this](int idle_passes) { return NapS(idle_passes); },
                                    crowded, [this](double now_s) { BeginPass(now_s); },
-                                   [this] { AbortDevice(); }};
+                                   [this] {
+                                     EndPosted(*progress_->error());
+                                     AbortDevice();
+                                   }};
   progress_ = std::make_unique<Progress>(progress, counters_, log_);
 }
 
@@ -106,6 +109,7 @@ void Engine::Stop() {
   const double patience_s = std::min(kLeaveS, options_.timeout_s);
   progress_->Drain(patience_s);
   progress_->Stop();
+  EndPosted(ShutDown());
   if (progress_->error()) {
     (void)NcclHasAborted(patience_s);
     return;

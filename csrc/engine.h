@@ -63,7 +63,8 @@ class Engine {
   EventLog& log() { return log_; }
   const EventLog& log() const { return log_; }
   Counters counters() const { return counters_; }
-  // How many callers stand and wait for a message; they count themselves.
+  // How many callers stand and wait for a message, which count themselves, and how many messages of device
+  // memory are under way.
   std::shared_ptr<std::atomic<int>> awaited() const { return awaited_; }
 
   // Makes the fused buffers of a set of buckets that are reduced together each step, in this order.
@@ -269,15 +270,20 @@ class Engine {
                      DeviceCall then = nullptr);
   void AddCopy(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall copy);
   void AddArrival(Operation& operation, Device::Event event);
+  void AddArrival(Operation& operation, Device::Event event, NcclCommunicator* ranks);
   void CheckIsHere(const void* array, std::size_t count);
-  DeviceChannel& Channel(bool sends, int peer);
-  void AddChannelSend(Operation& operation, const std::shared_ptr<DeviceMessage>& message, const void* data);
-  void AddChannelReceive(Operation& operation, const std::shared_ptr<DeviceMessage>& message, void* out);
-  void AddChannelCall(Operation& operation, const std::shared_ptr<DeviceMessage>& message, bool sends,
-                      std::function<void(NcclCommunicator& ranks, Device::Stream stream)> call);
+  bool TakeDevice(DeviceChannel& channel, DeviceMessage& message);
+  bool LaunchMessage(DeviceChannel& channel, DeviceMessage& message);
+  void AddCrossing(Operation& operation, const std::shared_ptr<DeviceMessage>& message);
+  void AddMessageCopy(Operation& operation, const std::shared_ptr<DeviceMessage>& message,
+                      Device::Stream stream, std::function<void(Device& device)> copy);
+  void EnqueueMessage(const std::string& what, Done done,
+                      const std::function<void(Operation& operation)>& add_stages);
   void ReceiveBehind(const std::shared_ptr<DeviceMessage>& message, void* out, const std::string& what,
                      Done done);
+  std::optional<Posted> Forget(std::int64_t number);
   Posted TakeNumber(std::int64_t number, bool receives);
+  void EndPosted(const Error& error);
   void AbortDevice();
   bool NcclHasAborted(double patience_s) const;
   bool LeaveNccl(double patience_s);

@@ -44,11 +44,10 @@ void Engine::AddArrival(Operation& operation, Device::Event event) {
                               nullptr, nullptr});
 }
 
-// `begun` may be null: there is nothing to wait for.
 void Engine::AddCopy(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall copy) {
   DeviceSide* const side = device_.get();
   const auto launch = [=] {
-    if (begun != nullptr) side->device->Wait(side->stream.get(), begun);
+    side->device->Wait(side->stream.get(), begun);
     copy(*side, side->stream.get());
     side->device->Record(ended, side->stream.get());
     return true;

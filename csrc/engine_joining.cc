@@ -22,7 +22,7 @@ std::string Engine::UseDevice(const DeviceOptions& options, const Interrupt& int
     std::iota(all.begin(), all.end(), 0);
     const int group = AddGroup(all, interrupt);
     const std::lock_guard<std::mutex> lock(mutex_);
-    side->readiness = groups_[static_cast<std::size_t>(group)]->transport.get();
+    side->words = groups_[static_cast<std::size_t>(group)]->transport.get();
   }
   Agree("choice of devices", 0, interrupt);
   const std::lock_guard<std::mutex> lock(mutex_);

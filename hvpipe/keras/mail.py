@@ -1,6 +1,6 @@
 """Tensors between the ranks of a pipeline: sends never wait, receives are posted early.
 
-Between GPUs tensors of floats stay on them; all others go through the host.
+Between GPUs activations and their gradients stay on them; batches and whole numbers go through the host.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from hvpipe.session import Session
 # Tags of messages that are under way at one time differ; both ends count the messages between them.
 _TAGS = 30_000
 _LONGEST_SHAPE = 8
-_ON_DEVICES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)  # what TensorFlow keeps on a GPU
+_ON_DEVICES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
 class Expected:
     """A tensor on its way to this rank; `take` waits for it."""
 
-    def __init__(self, mail: Mail, peer: int, dtype: Any, shape: Sequence[int] | None, what: str) -> None:
+    def __init__(
+        self, mail: Mail, peer: int, dtype: Any, shape: Sequence[int] | None, what: str, on_device: bool
+    ) -> None:
         self._mail = mail
+        self._on_device = on_device
         self._peer = peer
         self._dtype = dtype
         self._shape = shape
@@ -37,7 +40,7 @@ class Expected:
 
     def _post(self, shape: Sequence[int]) -> Any:
         nbytes = int(np.prod(shape, dtype=np.int64)) * int(self._dtype.size)
-        if self._mail.stays_on_device(self._dtype):
+        if self._on_device:
             return self._mail.receive_on_device(self._peer, nbytes, self._what, self._data_tag)
         return self._mail.receive(self._peer, nbytes, self._what, self._data_tag)
 
@@ -51,7 +54,7 @@ class Expected:
             self._data = self._post(shape)
         assert self._data is not None and shape is not None
         self._data.wait()
-        if self._mail.stays_on_device(self._dtype):
+        if self._on_device:
             with tf.device(self._mail.device):
                 return ops.take_message(self._data.number, shape, self._dtype)
         array = self._data.arrived().view(self._dtype.as_numpy_dtype).reshape(shape)
@@ -72,10 +75,19 @@ class Mail:
         self._counts_expected: Counter[int] = Counter()
         self._under_way: deque[tuple[Any, Any]] = deque()
 
-    def send(self, peer: int, tensor: Any, dtype: Any, shape: Sequence[int] | None, what: str) -> None:
+    def send(
+        self,
+        peer: int,
+        tensor: Any,
+        dtype: Any,
+        shape: Sequence[int] | None,
+        what: str,
+        *,
+        on_host: bool = False,
+    ) -> None:
         """Send a tensor, of which the receiver expects `dtype` and `shape` (None: it learns it now).
 
-        Raises HvpipeError for another: the receiver would read its bytes as what it expects.
+        `on_host`, at both ends: it comes from the host and is to arrive there, whatever the device. Raises HvpipeError for another: the receiver would read its bytes as what it expects.
         """
         if tf.as_dtype(tensor.dtype) != tf.as_dtype(dtype):
             raise HvpipeError(
@@ -98,14 +110,13 @@ class Mail:
                 "only the first axis may depend on the batch. "
                 f"Received: {what}: shape={tuple(tensor.shape)}"
             )
-        if self.stays_on_device(dtype):
+        if self._stays_on_device(dtype, on_host):
             self._post_on_device(peer, tensor, what)
         else:
             self._post(peer, np.asarray(tensor), what)
 
-    def stays_on_device(self, dtype: Any) -> bool:
-        """Whether tensors of this dtype go from device to device."""
-        return self.device is not None and tf.as_dtype(dtype) in _ON_DEVICES
+    def _stays_on_device(self, dtype: Any, on_host: bool) -> bool:
+        return self.device is not None and not on_host and tf.as_dtype(dtype) in _ON_DEVICES
 
     def _post_on_device(self, peer: int, tensor: Any, what: str) -> None:
         request = self._engine.post_send(peer, self._next_sent(peer), what)
@@ -127,9 +138,12 @@ class Mail:
         while self._under_way and self._under_way[0][0].done:
             self._under_way.popleft()
 
-    def expect(self, peer: int, dtype: Any, shape: Sequence[int] | None, what: str) -> Expected:
+    def expect(
+        self, peer: int, dtype: Any, shape: Sequence[int] | None, what: str, *, on_host: bool = False
+    ) -> Expected:
         """Post the receive of the next tensor from `peer`."""
-        return Expected(self, peer, tf.as_dtype(dtype), shape, what)
+        on_device = self._stays_on_device(dtype, on_host)
+        return Expected(self, peer, tf.as_dtype(dtype), shape, what, on_device)
 
     def next_tag(self, peer: int) -> int:
         tag = self._counts_expected[peer] % _TAGS

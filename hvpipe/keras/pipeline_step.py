@@ -220,10 +220,12 @@ class _Pass:
                     self._fed[stage, i] = [x[part] for x in whole]
                 elif self._course.place == root:
                     for x in whole:
-                        self._mail.send(self._ranks[home], x[part], x.dtype, None, what)
+                        self._mail.send(self._ranks[home], x[part], x.dtype, None, what, on_host=True)
                 elif home == self._course.place:
                     peer = self._ranks[root]
-                    self._fed[stage, i] = [self._mail.expect(peer, x.dtype, None, what) for x in whole]
+                    self._fed[stage, i] = [
+                        self._mail.expect(peer, x.dtype, None, what, on_host=True) for x in whole
+                    ]
 
     def _given(self, stage: int, i: int) -> Values:
         return [x.take() if isinstance(x, Expected) else x for x in self._fed.pop((stage, i), [])]
