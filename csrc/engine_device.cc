@@ -36,12 +36,15 @@ void Engine::AddNcclStages(Operation& operation, Device::Event begun, Device::Ev
 }
 
 void Engine::AddArrival(Operation& operation, Device::Event event) {
-  DeviceSide* const side = device_.get();
-  operation.stages.push_back({[=](const Operation&) {
-                                return std::make_unique<DeviceArrival>(*side->device, side->ranks.get(),
-                                                                       event);
-                              },
-                              nullptr, nullptr});
+  AddArrival(operation, event, device_->ranks.get());
+}
+
+// `ranks`: of which the event may have to wait for others; null for none.
+void Engine::AddArrival(Operation& operation, Device::Event event, NcclCommunicator* ranks) {
+  Device* const on = device_->device.get();
+  operation.stages.push_back(
+      {[=](const Operation&) { return std::make_unique<DeviceArrival>(*on, ranks, event); }, nullptr,
+       nullptr});
 }
 
 void Engine::AddCopy(Operation& operation, Device::Event begun, Device::Event ended, DeviceCall copy) {

@@ -52,7 +52,8 @@ class Expected:
             header = self._header.arrived().view(np.int64)
             shape = [int(axis) for axis in header[1 : 1 + int(header[0])]]
             self._data = self._post(shape)
-        assert self._data is not None and shape is not None
+        assert self._data is not None
+        assert shape is not None
         self._data.wait()
         if self._on_device:
             with tf.device(self._mail.device):
@@ -87,7 +88,8 @@ class Mail:
     ) -> None:
         """Send a tensor, of which the receiver expects `dtype` and `shape` (None: it learns it now).
 
-        `on_host`, at both ends: it comes from the host and is to arrive there, whatever the device. Raises HvpipeError for another: the receiver would read its bytes as what it expects.
+        `on_host`, at both ends: it comes from the host and is to arrive there, whatever the device. Raises
+        HvpipeError for another dtype or shape: the receiver would read its bytes as what it expects.
         """
         if tf.as_dtype(tensor.dtype) != tf.as_dtype(dtype):
             raise HvpipeError(

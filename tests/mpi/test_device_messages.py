@@ -168,9 +168,14 @@ def test_what_fails_on_its_way_ends_the_engine(
     monkeypatch.setenv("FAKE_NCCL", how)
     received = engine.receive_on_device(empty(10), (rank - 1) % size, 0, "a message")
     sent = engine.send(OnDevice(np.ones(10, np.float32)), (rank + 1) % size, 0, "a message")
+    told = []
     for request in (received, sent):
-        with pytest.raises((PeerError, DeadlineError), match=says):
+        with pytest.raises((PeerError, DeadlineError)) as caught:
             request.wait()
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+    # Some ranks wait for one whose NCCL it was.
+    assert any(says in text for text in hvpipe.allgather_object(told[0]))
     engine.stop()
 
 
@@ -194,4 +199,51 @@ def test_they_want_the_engine_to_know_its_device(libraries: Libraries) -> None:
     ):
         with pytest.raises(HvpipeError, match=r"told of its device first \(use_device\)"):
             call()
+    engine.stop()
+
+
+def test_one_that_was_posted_ends_with_the_engine(libraries: Libraries) -> None:
+    """Its array will not come: whoever waits for it is told, as is whoever posts one later."""
+    needs_others()
+    other = 1 - min(hvpipe.rank(), 1)
+    for end, says in ((lambda engine: engine.core.fail("a reason"), "a reason"), (Engine.stop, "shut down")):
+        engine = open_engine(libraries, "NCCL")
+        engine.use_device()
+        engine.agree("both are here")
+        request = engine.post_send(other, 0, "a message")
+        end(engine)
+        with pytest.raises(HvpipeError, match=says):
+            request.wait()
+        with pytest.raises(HvpipeError, match=says):
+            engine.post_send(other, 0, "a message")
+        engine.stop()
+
+
+def test_memory_of_messages_serves_others_of_about_their_size(libraries: Libraries) -> None:
+    needs_others()
+    device = ctypes.CDLL(libraries.device)
+    engine = open_engine(libraries, "host")
+    engine.use_device()
+    rank, size = hvpipe.rank(), hvpipe.size()
+    made = device.host_memory_allocations()
+    for count in range(4000, 2000, -100):
+        received = engine.receive_on_device(empty(count), (rank - 1) % size, 0, "a message")
+        sent = engine.send(OnDevice(np.zeros(count, np.float32)), (rank + 1) % size, 0, "a message")
+        received.wait()
+        sent.wait()
+    assert device.host_memory_allocations() - made <= 4
+    engine.agree("end of a case")
+    engine.stop()
+
+
+def test_without_room_for_a_message_it_is_said_how_much(libraries: Libraries, monkeypatch: Any) -> None:
+    needs_others()
+    engine = open_engine(libraries, "host")
+    engine.use_device()
+    monkeypatch.setenv("FAKE_DEVICE_FULL", "1")
+    with pytest.raises(
+        HvpipeError, match=r"no room for a message between ranks: wanted 42 MB, .* more micro-batches"
+    ):
+        engine.post_receive(39_900_000, (hvpipe.rank() + 1) % hvpipe.size(), 0, "a message")
+    engine.agree("end of a case")
     engine.stop()

@@ -60,7 +60,8 @@ struct Communicator {
   std::size_t first = 0, count = 0;  // of each rank's elements those that are summed
   hvpipe::DType dtype = hvpipe::DType::kFloat32;
   bool busy = false;
-  bool carries = false;  // a message
+  bool carries = false;  // a message, or words of the two
+  bool sends_or_receives = false;
   bool leaving = false;
   int state = kSuccess;
 };
@@ -73,8 +74,11 @@ hvpipe::DType TypeOf(int type) {
   return type == 9 ? hvpipe::DType::kBFloat16 : hvpipe::DType::kFloat32;
 }
 
+std::atomic<bool> carrying{false};  // a message of this rank
+
 void Finish(Communicator& communicator) {
   communicator.busy = false;
+  if (std::exchange(communicator.sends_or_receives, false)) carrying = false;
   if (communicator.leaving || communicator.carries) return;
   if (!communicator.sums) {
     std::memcpy(communicator.out, communicator.gathered.data(), communicator.gathered.size());
@@ -292,9 +296,12 @@ int ncclCommDeregister(void* communicator, void* registration) {
 int nccl_memory_held() { return memory_held; }
 int nccl_registrations() { return registrations; }
 
-// To oneself inside a group, in their order; to the other one of two ranks outside of any.
+// To oneself inside a group, in their order; to the other one of two ranks outside of any, and then one at a
+// time on this rank: NCCL could wait for ever where streams do not make progress side by side.
 int Carry(Communicator& of, void* data, std::size_t bytes, int peer, bool sends) {
   if (of.busy || of.size != 2 || peer != 1 - of.rank || !DeviceIsCurrent()) return kInvalidUsage;
+  if (carrying.exchange(true)) return kInvalidUsage;
+  of.sends_or_receives = true;
   of.busy = of.carries = true;
   if (Fails("async")) of.state = kRemoteError;
   const auto count = static_cast<int>(bytes);
@@ -360,7 +367,8 @@ int ncclCommDestroy(void* communicator) {
 }
 
 // What is still under way is left, as its memory is.
-int ncclCommAbort(void*) {
+int ncclCommAbort(void* communicator) {
+  if (Of(communicator).sends_or_receives) carrying = false;
   if (std::getenv("FAKE_NCCL_ABORT") != nullptr) std::this_thread::sleep_for(std::chrono::minutes(1));
   return kSuccess;
 }
