@@ -26,12 +26,12 @@ class _Cost:
 
 
 _COSTS = {
-    "resnet50": _Cost(25, 0.17, 95e6),
-    "vgg16": _Cost(10, 0.25, 160e6),
-    "inceptionv3": _Cost(35, 0.25, 88e6, 96),
-    "mobilenetv2": _Cost(20, 0.04, 9.5e6),
+    "resnet50": _Cost(20, 0.05, 95e6),
+    "vgg16": _Cost(10, 0.1, 160e6),
+    "inceptionv3": _Cost(20, 0.05, 88e6, 96),
+    "mobilenetv2": _Cost(15, 0.01, 9.5e6),
     "lstm": _Cost(8, 0.02, 10e6, 32, 1),
-    "transformer": _Cost(12, 0.05, 20e6, 64, 1),
+    "transformer": _Cost(12, 0.03, 20e6, 64, 1),
     "digits": _Cost(6, 0.001, 0.5e6, 8),
 }
 _UNKNOWN = _Cost(25, 0.2, 100e6)

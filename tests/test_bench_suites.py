@@ -55,8 +55,9 @@ def test_full_has_what_was_asked_for() -> None:
     assert {group.scaling for group in suite.groups} == {"weak", "strong"}
     (accuracy,) = [group for group in suite.groups if group.task.epochs]
     assert accuracy.systems == SYSTEMS
-    # Half the CPU: of 16 samples, 10.67 and 5.33.
-    assert [group.task.shares for group in suite.groups if group.task.shares] == [(11, 5)]
+    # Half the CPU: of 16 samples, 10.67 and 5.33; where the link is most of a step, and where it is not.
+    shared = [(group.task.pixels, group.task.shares) for group in suite.groups if group.task.shares]
+    assert shared == [(64, (11, 5)), (128, (11, 5))]
     # The best native mode is the better of both wherever both can run: not with unequal shares.
     timed = [group for group in suite.groups if not group.task.shares]
     for group in timed:
@@ -113,7 +114,10 @@ def test_on_one_cluster_tasks_are_run_once_and_shares_of_other_cpus_left_out() -
     assert {(group.cluster, group.ranks) for group in suite.groups} == {("hosts", 4)}
     assert not any(group.task.shares for group in suite.groups)
     assert [run.name for run in suite.pipelines] == ["pipeline/transformer-128/32/hosts"]
-    assert [said.split(" is left out")[0] for said in suite.notes] == ["resnet50-64/11+5/slow-cpu-2/weak"]
+    assert [said.split(" is left out")[0] for said in suite.notes] == [
+        "resnet50-64/11+5/slow-cpu-2/weak",
+        "resnet50-128/11+5/slow-cpu-2/weak",
+    ]
     biggest = next(g for g in suite.groups if g.name == "resnet50-64/8/hosts-4/weak")
     assert set(biggest.systems) == set(SYSTEMS)
 
