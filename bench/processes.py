@@ -18,6 +18,7 @@ from bench import mpirun
 from bench.termination import undisturbed
 from hvpipe.supervise import own_job_folder
 
+_LEAVE_S = 5.0  # the longest wait for what was killed
 _POLL_S = 0.05
 
 
@@ -98,8 +99,21 @@ def plain(output: str) -> str:
 
 
 def _end_left_behind(words: str) -> None:
-    """End what is not in our groups any more: ranks of a launcher that was killed itself."""
+    """End what is not in our groups any more (ranks of a launcher that was killed itself); wait for that."""
+    killed = []
     for process in psutil.process_iter(["cmdline"]):
         if process.pid != os.getpid() and any(words in word for word in process.info["cmdline"] or ()):
             with suppress(psutil.Error):
                 process.kill()
+                killed.append(process)
+    deadline_s = time.monotonic() + _LEAVE_S
+    while any(_runs(process) for process in killed) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether it is there, and not only because nobody has asked yet how it ended."""
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
