@@ -149,7 +149,7 @@ DeviceSide::DeviceSide(const DeviceOptions& options)
 std::vector<NcclCommunicator*> DeviceSide::communicators() const {
   std::vector<NcclCommunicator*> all;
   if (ranks) all.push_back(ranks.get());
-  for (const auto& [way, channel] : channels) {
+  for (const auto& [peer, channel] : channels) {
     if (channel.ranks) all.push_back(channel.ranks.get());
   }
   return all;
