@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bench.record import Case, RankRound, Round
-from bench.systems import SYSTEMS
-from bench.timed_steps import counted
+from bench.record import RankRound, Round
 from hvpipe.computing import COMPUTE, Interval, computing, length, merged, union, within
 from hvpipe.trace import Trace
 
@@ -87,7 +84,7 @@ def against_alone(round_: Round, alone: Round) -> Round:
     if not tells_computing(alone):
         return round_
     ranks = tuple(
-        _rank_against(_mean_step_s(round_.case, mine), mine, alone.ranks[min(number, len(alone.ranks) - 1)])
+        _rank_against(mine.wall_s, mine, alone.ranks[min(number, len(alone.ranks) - 1)])
         for number, mine in enumerate(round_.ranks)
     )
     return replace(round_, ranks=ranks)
@@ -96,13 +93,6 @@ def against_alone(round_: Round, alone: Round) -> Round:
 def tells_computing(alone: Round) -> bool:
     """Whether every rank has a time for each part of computing."""
     return all(part in rank.parts_s for rank in alone.ranks for part in COMPUTE)
-
-
-def _mean_step_s(case: Case, mine: RankRound) -> float:
-    """Of the steps that count; drained where several end at once."""
-    if case.system in SYSTEMS and SYSTEMS[case.system].asynchronous:
-        return mine.wall_s
-    return statistics.fmean(counted(case.task, mine.step_s))
 
 
 def _rank_against(mean_step_s: float, mine: RankRound, alone: RankRound) -> RankRound:

@@ -23,7 +23,6 @@ from bench.processes import run_together
 from bench.record import Case, RankRound, Round, rank_round
 from bench.systems import SYSTEMS, System
 from bench.systems.hvpipe_modes import TRACE
-from bench.timed_steps import left_out
 from bench.workloads import check
 from hvpipe.trace import Trace
 
@@ -97,8 +96,9 @@ def _run(
         versions.append(_mpi_version(python))
     ranks = tuple(rank_round(each["rank"]) for each in found)
     if (directory / TRACE).exists() and not case.task.epochs:
-        skip = case.task.warm_up + left_out(case.task, case.task.steps)
-        ranks = _with_parts(ranks, Trace.read(directory / TRACE), skip)
+        # All timed steps, to the end of the drain: the first, in which nothing is collected, and what is
+        # drained behind the last make one whole step.
+        ranks = _with_parts(ranks, Trace.read(directory / TRACE), case.task.warm_up)
     return replace(round_, ranks=ranks, versions=", ".join(versions))
 
 

@@ -406,9 +406,17 @@ def test_a_system_that_is_not_installed_is_skipped_by_name(tmp_path: Path) -> No
     assert "make peers" in round_.skipped
 
 
-def test_what_is_beyond_computing_alone_is_of_the_steps_that_count() -> None:
+def test_parts_are_those_of_a_step_with_its_part_of_the_drain() -> None:
+    """Of every system alike: hvpipe's of its trace, others' by what computing takes alone."""
     alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
-    peer = _measured("horovod", 10.0, {})
-    short = RankRound(step_s=[1.0, 10.0, 10.0], wall_s=7.0, cpu_share=1, peak_bytes=1)
-    found = parts.against_alone(replace(peer, ranks=(short,)), alone).ranks[0].parts_s
-    assert found == parts.against_alone(peer, alone).ranks[0].parts_s
+    rank = RankRound(step_s=[1.0, 10.0, 10.0], wall_s=9.0, cpu_share=1, peak_bytes=1)
+    peer = replace(_measured("horovod", 10.0, {}), ranks=(rank,))
+    assert sum(parts.against_alone(peer, alone).ranks[0].parts_s.values()) == 9.0
+    # A step of warm-up, and three that are timed, the last of which is drained to 4.5 s.
+    raw: list[Raw] = [("mark", "begin", float(n), float(n)) for n in range(4)]
+    raw += [("mark", "forward", n + 0.5, n + 0.5) for n in range(4)]
+    raw += [("pack", "b", n + 0.8, n + 0.9) for n in range(4)]
+    raw += [("reduce", "b", n + 0.9, n + 1.5) for n in range(4)]
+    found = parts.parts_of_trace(Trace(events_of_rank(raw, 0)), 0, skip=1)
+    whole_s = sum(seconds for part, seconds in found.items() if part != "communication_hidden")
+    assert whole_s == pytest.approx(3.5 / 3)
