@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bench.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples
 from bench.headlines import OURS
@@ -14,18 +14,20 @@ from bench.timed_steps import counted_steps
 _WORTH = 1.05  # a predicted speedup below this is not worth a word
 _WAITS = 0.10  # of a step
 _MOST = 8
+_OF_A_KIND = 2
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A sentence, and the speedup that it is predicted to bring."""
+    """A sentence of a kind, and the speedup that it is predicted to bring."""
 
+    kind: str
     text: str
     speedup: float
 
 
 def advice(outcome: Outcome, rows: list[CaseFigures]) -> list[str]:
-    """Sentences, the most rewarding first; at most eight."""
+    """Sentences, the most rewarding first; at most eight, of each kind the best two and how many more."""
     found: list[Advice] = []
     for members in by_group(rows).values():
         ours = next((row for row in members if row.case.system == OURS), None)
@@ -34,7 +36,20 @@ def advice(outcome: Outcome, rows: list[CaseFigures]) -> list[str]:
         alone = next((row for row in members if row.case.system == ALONE), None)
         checks = (_links(outcome, ours), _shares(outcome, ours, alone), _input(ours), _overhead(ours))
         found += [each for each in checks if each is not None]
-    return [each.text for each in sorted(found, key=lambda each: -each.speedup)[:_MOST]]
+    return [each.text for each in sorted(_merged(found), key=lambda each: -each.speedup)[:_MOST]]
+
+
+def _merged(found: list[Advice]) -> list[Advice]:
+    """Of each kind the best sentences; the last of them says in how many more cases the same would help."""
+    kept = []
+    for kind in dict.fromkeys(each.kind for each in found):
+        alike = sorted((each for each in found if each.kind == kind), key=lambda each: -each.speedup)
+        best, more = alike[:_OF_A_KIND], alike[_OF_A_KIND:]
+        if more:
+            last, span = best[-1], f"{more[-1].speedup:.2f}x to {more[0].speedup:.2f}x"
+            best[-1] = replace(last, text=f"{last.text} The same in {len(more)} more cases: {span}.")
+        kept += best
+    return kept
 
 
 def with_half_the_bytes(step_s: float, exposed_s: float, hidden_s: float) -> float:
@@ -56,6 +71,7 @@ def _links(outcome: Outcome, row: CaseFigures) -> Advice | None:
     if speedup < _WORTH:
         return None
     return Advice(
+        "links",
         f"{_name(row)}: {exposed_s / whole_s:.0%} of the step waits for {_slowest_link(outcome, row)}; "
         f'bf16 halves what travels: predicted {speedup:.2f}x. Try compression="bf16".',
         speedup,
@@ -107,6 +123,7 @@ def _shares(outcome: Outcome, row: CaseFigures, alone: CaseFigures | None) -> Ad
         return None
     slowest = max(ranks, key=lambda rank: alone_s[rank])
     return Advice(
+        "shares",
         f"{_name(row)}: rank {slowest} computes {format_time(alone_s[slowest])} where the fastest takes "
         f"{format_time(min(alone_s))}, and all wait for it; give the ranks {'+'.join(map(str, shares))} "
         f"samples instead of {'+'.join(map(str, batches))}: predicted {speedup:.2f}x.",
@@ -120,6 +137,7 @@ def _input(row: CaseFigures) -> Advice | None:
         return None
     speedup = whole_s / (whole_s - input_s)
     return Advice(
+        "input",
         f"{_name(row)}: {input_s / whole_s:.0%} of the step waits for input; cache the dataset, map in "
         f"parallel, prefetch more: at most {speedup:.2f}x.",
         speedup,
@@ -132,6 +150,7 @@ def _overhead(row: CaseFigures) -> Advice | None:
         return None
     speedup = whole_s / (whole_s - overhead_s)
     return Advice(
+        "overhead",
         f"{_name(row)}: {overhead_s / whole_s:.0%} of the step is the framework's overhead; a larger "
         f"batch spreads it over more samples: at most {speedup:.2f}x.",
         speedup,

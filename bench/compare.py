@@ -22,6 +22,7 @@ from bench.software import differences
 
 LEAST_CHANGE = 0.05  # smaller ones are not reported, however quiet the machine
 BETWEEN_ROUNDS = 0.05  # a round's standard deviation where too few cases tell; 10 of results/full: 0.055
+_LEAST_CASES = 3  # of a system, to be judged by their mean
 _LEAST_REPEATED = 4  # cases with several rounds, below which their scatter tells nothing
 _FALSE_ALARMS = 0.05  # the chance that any case of two equal evaluations is called slower or faster
 
@@ -52,6 +53,8 @@ class Change:
 class Differences:
     """All cases of both, and what trainings by epochs learned.
 
+    `systems` are the geometric means of each system over its cases, which tell less than any case could.
+
     `same_machine` is False where figures should not be held together: the machine is another, or a cluster
     of the same name. `software` names what is not the same, as "keras 3.14 (now 3.15)". `between_rounds` is
     the standard deviation of a round's step, and `single_rounds` how many changes rest on a single round.
@@ -63,11 +66,12 @@ class Differences:
     software: tuple[str, ...] = ()
     between_rounds: float = BETWEEN_ROUNDS
     single_rounds: int = 0
+    systems: tuple[Change, ...] = ()
 
     @property
     def regressed(self) -> bool:
-        """Whether anything is slower beyond noise, fails now, or learns less."""
-        worse = any(each.verdict in ("slower", "failed") for each in self.changes)
+        """Whether a case, or a system over all, is slower beyond noise; anything fails or learns less."""
+        worse = any(each.verdict in ("slower", "failed") for each in (*self.changes, *self.systems))
         return worse or any(each.verdict == "worse" for each in self.learning)
 
     def to_json(self) -> dict[str, Any]:
@@ -101,6 +105,12 @@ class Differences:
                 f"one round before or after: {self.single_rounds} cases; their noise is that between rounds, "
                 f"{self.between_rounds:.1%}"
             )
+        if self.systems:
+            means = [
+                [each.key, f"{each.ratio:.3f}", f"{each.allowed:.0%}", each.verdict, each.why]
+                for each in self.systems
+            ]
+            lines.append(table(["system", "mean ratio", "noise allows", "verdict", "of"], means))
         ratios = [each.ratio for each in self.changes if each.ratio is not None]
         if ratios:
             lines.append(f"geometric mean of the ratios: {geometric_mean(ratios):.3f}, {len(ratios)} cases")
@@ -120,6 +130,7 @@ class _Measured:
     step_s: float
     noise: float
     rounds: int
+    system: str = ""  # of a case of systems
 
 
 def compare(before: Outcome, after: Outcome) -> Differences:
@@ -142,14 +153,48 @@ def compare(before: Outcome, after: Outcome) -> Differences:
     alike = all(names[0][name] == names[1][name] for name in names[0].keys() & names[1].keys())
     learning = compare_learning(before, after)
     return Differences(
-        tuple(changes), same and alike, learning, _other_software(before, after), between, single
+        tuple(changes),
+        same and alike,
+        learning,
+        _other_software(before, after),
+        between,
+        single,
+        _system_changes(pairs, between),
     )
+
+
+def _system_changes(pairs: Sequence[tuple[_Measured, _Measured]], between: float) -> tuple[Change, ...]:
+    """A system that is slower by less than a single case's noise is told by all of its cases together."""
+    by_system: dict[str, list[tuple[_Measured, _Measured]]] = {}
+    for old, new in pairs:
+        if old.task == new.task and old.system:
+            by_system.setdefault(old.system, []).append((old, new))
+    several = {system: of for system, of in by_system.items() if len(of) >= _LEAST_CASES}
+    errors = _errors(len(several))
+    found = []
+    for system, of in sorted(several.items()):
+        logs = [math.log(new.step_s / old.step_s) for old, new in of]
+        noise = math.sqrt(sum(_noise_of(each, between) ** 2 for pair in of for each in pair)) / len(of)
+        ratio, allowed = math.exp(statistics.fmean(logs)), max(LEAST_CHANGE, errors * noise)
+        found.append(Change(system, _verdict(ratio, allowed), None, None, ratio, allowed, f"{len(of)} cases"))
+    return tuple(found)
+
+
+def _noise_of(measured: _Measured, between: float) -> float:
+    return max(measured.noise, between / math.sqrt(measured.rounds))
+
+
+def _verdict(ratio: float, allowed: float) -> Verdict:
+    """On a scale of factors: as far above 1 as below."""
+    if abs(math.log(ratio)) <= math.log1p(allowed):
+        return "the same"
+    return "slower" if ratio > 1 else "faster"
 
 
 def _measured(outcome: Outcome) -> Iterator[_Measured]:
     """Cases first, then pipelines; placements of one name (random ones) have their number in it."""
     for row in all_figures(outcome):
-        yield _Measured(row.case.key, row.case.task, row.step_s, row.noise, row.rounds)
+        yield _Measured(row.case.key, row.case.task, row.step_s, row.noise, row.rounds, row.case.system)
     for run in outcome.pipelines:
         if run.report is not None:
             task = (run.report.workload, run.report.schedule, run.report.ranks, run.report.batch)
@@ -206,13 +251,8 @@ def _change(key: str, old: _Measured | None, new: _Measured | None, between: flo
     if old.task != new.task:
         return Change(key, "another task", old.step_s, new.step_s)
     ratio = new.step_s / old.step_s
-    noise = [max(each.noise, between / math.sqrt(each.rounds)) for each in (old, new)]
-    allowed = max(LEAST_CHANGE, errors * math.hypot(*noise))
-    verdict: Verdict = "the same"
-    # On a scale of factors: as far above 1 as below.
-    if abs(math.log(ratio)) > math.log1p(allowed):
-        verdict = "slower" if ratio > 1 else "faster"
-    return Change(key, verdict, old.step_s, new.step_s, ratio, allowed)
+    allowed = max(LEAST_CHANGE, errors * math.hypot(*(_noise_of(each, between) for each in (old, new))))
+    return Change(key, _verdict(ratio, allowed), old.step_s, new.step_s, ratio, allowed)
 
 
 def _other_software(before: Outcome, after: Outcome) -> tuple[str, ...]:

@@ -321,9 +321,15 @@ def _rate(outcome: Outcome, cluster: ClusterFacts) -> tuple[float | None, LinksR
 
 
 def _in_groups(rows: list[CaseFigures]) -> list[CaseFigures]:
-    """Groups together, systems in the order in which they are named in the suite's first round."""
+    """Groups together in the suite's order, systems always in the same one."""
     order = list(dict.fromkeys(row.case.group for row in rows))
-    return sorted(rows, key=lambda row: order.index(row.case.group))
+    systems = list(SYSTEMS)
+
+    def place(row: CaseFigures) -> tuple[int, int]:
+        known = row.case.system in systems
+        return order.index(row.case.group), systems.index(row.case.system) if known else len(systems)
+
+    return sorted(rows, key=place)
 
 
 def _same_but_shares(shared: Case, equal: Case) -> bool:

@@ -16,11 +16,15 @@ _INSIDE = ("input", "communication_hidden")  # neither computing nor beyond it
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of a step by part, of a `rank`; of these, what is beyond that rank's computing alone."""
+    """Seconds of a step by part, of a `rank`; of these, what is beyond that rank's computing alone.
+
+    `longest_wait_s`: for the slowest rank, of whichever waits longest; None where a system does not tell.
+    """
 
     rank: int = 0
     seconds: Mapping[str, float] = field(default_factory=dict)
     beyond_alone_s: float | None = None
+    longest_wait_s: float | None = None
 
 
 def computing_alone(rounds: Iterable[Round]) -> dict[str, Round]:
@@ -48,10 +52,20 @@ def parts_of(rounds: Sequence[Round], rank: int, alone: Round | None) -> Parts:
     """Means over the rounds of a case; what a system cannot tell follows from computing alone."""
     told = [against_alone(each, alone) for each in rounds] if alone else rounds
     seconds = _mean_parts([each.ranks[rank] for each in told])
+    wait_s = _longest_wait_s(rounds)
     if alone is None or rounds[0].case.system == ALONE:
-        return Parts(rank, seconds)
+        return Parts(rank, seconds, longest_wait_s=wait_s)
     whole_s = sum(s for part, s in seconds.items() if part not in _INSIDE)
-    return Parts(rank, seconds, max(0.0, whole_s - sum(alone.ranks[rank].parts_s[part] for part in COMPUTE)))
+    alone_s = sum(alone.ranks[rank].parts_s[part] for part in COMPUTE)
+    return Parts(rank, seconds, max(0.0, whole_s - alone_s), wait_s)
+
+
+def _longest_wait_s(rounds: Sequence[Round]) -> float | None:
+    """The mean wait for the slowest rank of the rank that waits longest: the slowest one waits for nobody."""
+    if not all("straggler" in rank.parts_s for each in rounds for rank in each.ranks):
+        return None
+    by_rank = zip(*([rank.parts_s["straggler"] for rank in each.ranks] for each in rounds), strict=True)
+    return max(map(statistics.fmean, by_rank), default=None)
 
 
 def _mean_round(rounds: Sequence[Round]) -> Round:

@@ -59,7 +59,11 @@ def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
         mean = means(compared)
         left_out = [case for case in _compared(tried, baselines) if case.key in failed]
         if mean is not None:
-            said = (_ran_in(compared, rows, baselines), _failures(left_out))
+            groups = {each.group for each in compared}
+            others = [
+                each for each in compare_in_groups(rows, OURS, baselines, failed) if each.group not in groups
+            ]
+            said = (_beyond(others), _ran_in(compared, rows, baselines), _failures(left_out))
             found.append(_against(title, mean, where, [each for each in said if each]))
         elif any(case.system == OURS for case in left_out):
             found.append(Headline(f"{OURS} against {title}", "failed", _failures(left_out)))
@@ -136,6 +140,12 @@ def _ran_in(compared: Sequence[Comparison], rows: Sequence[CaseFigures], baselin
     groups = {each.group for each in compared}
     ran = {name: sum(r.case.system == name and r.case.group in groups for r in rows) for name in baselines}
     return "ran: " + ", ".join(f"{name} in {count} of {len(groups)}" for name, count in ran.items())
+
+
+def _beyond(others: Sequence[Comparison]) -> str:
+    """Cases that are no part of the mean, as their links are faster or have no set rate."""
+    said = ", ".join(f"{each.speedup:.2f}x in {each.group}" for each in others)
+    return f"on other links {said}" if said else ""
 
 
 def _against(title: str, mean: Means, where: str, also: Sequence[str]) -> Headline:

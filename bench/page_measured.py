@@ -97,6 +97,9 @@ def _saved(compared: Comparison | None, named: bool) -> str:
     return f"{text} ({compared.baseline})" if named else text
 
 
+_WHOLE = ("all beyond alone", "longest wait for the slowest rank", "step")
+
+
 def breakdown(rows: list[CaseFigures]) -> str:
     """A stacked bar for each system of each group, and the same as a table with what was hidden."""
     plots, tables = [], []
@@ -115,23 +118,26 @@ def breakdown(rows: list[CaseFigures]) -> str:
                 row.case.system,
                 *(_seconds(row.parts_s.get(part)) for part in shown),
                 _seconds(row.parts.beyond_alone_s),
+                _seconds(row.parts.longest_wait_s),
                 format_time(row.step_s),
             ]
             for row in known
         ]
         tables += [
             element("h3", caption),
-            table(["system", *(part.replace("_", " ") for part in shown), "all beyond alone", "step"], lines),
+            table(["system", *(part.replace("_", " ") for part in shown), *_WHOLE], lines),
         ]
     if not plots:
         return ""
     words = (
-        "Means over the timed steps of one rank, the same for all systems of a group: the slowest when each"
-        f" computes alone. Forward, backward and update count up to what they take in {ALONE}; all beyond "
-        "that is measured alike for every system, in the last column but one. hvpipe tells what it is made "
-        "of: communication that shows, packing, the slowest rank, overhead, and its own computing slowed by"
-        " what runs beside it. The others do not tell, so for them all of these are one part, beyond "
-        "computing alone. Communication that is hidden runs beside computing and is no part of a bar."
+        "Means over the timed steps of one rank, and of what is drained behind them; of the same rank for "
+        "all systems of a group, the slowest when each computes alone. Forward, backward and update count "
+        f"up to what they take in {ALONE}; all beyond that is measured alike for every system, in a column "
+        "of its own. hvpipe tells what it is made of: communication that shows, packing, the slowest "
+        "rank, overhead, and its own computing slowed by what runs beside it. The others do not tell, so "
+        "for them all of these are one part, beyond computing alone. Communication that is hidden runs "
+        "beside computing and is no part of a bar. The slowest rank waits for nobody: how long the one "
+        "waits that waits longest is in a column of its own."
     )
     return element("p", words) + around("div", plots, "plots") + "".join(tables)
 

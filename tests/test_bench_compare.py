@@ -180,3 +180,21 @@ def test_different_machines_are_said_to_be() -> None:
     hosts = [outcome(clusters=(ClusterFacts("hosts", f"hosts {name}", 2),)) for name in "ab"]
     assert not compare(*hosts).same_machine
     assert compare(hosts[0], hosts[0]).same_machine
+
+
+def test_a_system_that_is_slower_in_all_its_cases_is_found_where_no_case_is() -> None:
+    def evaluated(factor: float) -> Outcome:
+        tasks = [replace(TASK, batch=8 + index) for index in range(14)]
+        ours = [finished(case("hvpipe-step", task=task), factor) for task in tasks]
+        return outcome(*ours, *(finished(case("horovod", task=task), 1.0) for task in tasks))
+
+    found = compare(evaluated(1.0), evaluated(1.12))
+    assert {each.verdict for each in found.changes} == {"the same"}
+    # 5 % between rounds, of both, over 14 cases: 2.24 x 7.07 % / sqrt(14) = 4.2 %; 5 % is the least.
+    assert [(each.key, each.verdict, each.allowed) for each in found.systems] == [
+        ("horovod", "the same", 0.05),
+        ("hvpipe-step", "slower", 0.05),
+    ]
+    assert found.regressed
+    assert "hvpipe-step 1.120 5% slower 14 cases" in " ".join(found.to_text().split())
+    assert not compare(evaluated(1.0), evaluated(1.04)).regressed

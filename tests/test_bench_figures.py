@@ -157,6 +157,7 @@ def test_parts_of_all_systems_are_of_the_rank_that_computes_slowest() -> None:
     ours = Round(case("hvpipe-step"), 0, (waits, rank([3.0], parts_s={"straggler": 0.0})))
     found = row("hvpipe-step", all_figures(outcome(ours, alone)))
     assert (found.parts.rank, found.parts_s) == (1, {"straggler": 0.0})
+    assert found.parts.longest_wait_s == 1.0  # of rank 0
     assert found.step_s == 3.1
 
 
@@ -212,11 +213,11 @@ def test_a_step_that_ends_in_bursts_is_the_mean_and_so_is_what_it_is_compared_wi
     ours = took("hvpipe-step", [0.9, 1.0, 1.0, 1.3], 1.4)
     linear = took("tf-mwms", [3.0, 3.0, 3.0], 3.0)
     rows = all_figures(outcome(bursts, ours, linear))
-    assert [(row.case.system, row.step_s) for row in rows] == [
-        ("tf-ps", 2.1),
-        ("hvpipe-step", 1.0),
-        ("tf-mwms", 3.0),
-    ]
+    assert {row.case.system: row.step_s for row in rows} == {
+        "tf-ps": 2.1,
+        "hvpipe-step": 1.0,
+        "tf-mwms": 3.0,
+    }
     assert rows[0].noise == pytest.approx(math.sqrt(8) / 2 / math.sqrt(3))  # pstdev 2.83 of a mean of 2
     (found,) = compare_in_groups(rows, "hvpipe-step", ("tf-ps", "tf-mwms"))
     assert (found.baseline, found.speedup) == ("tf-ps", pytest.approx(2.1 / 1.4))
@@ -238,7 +239,8 @@ def test_another_algorithm_is_not_the_fastest() -> None:
     found = fastest(rows)
     assert found is not None
     assert found.case.system == "hvpipe-step"
-    assert fastest(rows[:3]) is None
+    others = ("single", "tf-ps", "hvpipe-stale")
+    assert fastest([row for row in rows if row.case.system in others]) is None
 
 
 def test_trainings_by_epochs_are_not_compared_by_their_steps() -> None:

@@ -222,6 +222,18 @@ def test_slower_is_more_time_and_links_without_a_rate_are_not_said_to_be_slow() 
     assert "1 case on links that are faster or have no set rate" in head.detail
 
 
+def test_what_is_lost_on_other_links_is_said_beside_the_mean() -> None:
+    free = ClusterFacts("2xunlimited", "2 hosts, no limit", 2)
+    rounds = [finished(case(name), s) for name, s in (("horovod-tuned", 2.0), ("hvpipe-step", 1.0))]
+    rounds += [
+        finished(case(name, "2xunlimited"), s) for name, s in (("horovod-tuned", 0.8), ("hvpipe-step", 1.0))
+    ]
+    found = outcome(*rounds, clusters=(CLUSTER, free))
+    (head,) = [each for each in headlines(found, all_figures(found)) if "Horovod, tuned" in each.title]
+    assert head.figure == "2.00x, 50% less time"
+    assert "slower in none; on other links 0.80x in resnet50-64/8/2xunlimited-2/weak" in head.detail
+
+
 def test_the_bound_says_that_links_were_measured() -> None:
     rounds = [finished(case(name, "hosts"), s) for name, s in (("single", 1.0), ("hvpipe-step", 3.0))]
     link = LinkFacts("hosts", "a", "b", None, 1e-4, 4.76e8)
@@ -377,6 +389,22 @@ def test_advice_on_links_names_them_and_the_gain() -> None:
         "resnet50, 8 a rank, on 2x1gbit: 50% of the step waits for the link between h0 and h1 (940 Mb/s each "
         'way); bf16 halves what travels: predicted 1.60x. Try compression="bf16".'
     ]
+
+
+def test_advice_of_one_kind_leaves_room_for_others() -> None:
+    """Of ten cases that wait for links and one of unequal ranks, the unequal ranks are heard of."""
+    tasks = [replace(TASK, batch=8 + index) for index in range(10)]
+    waiting = [finished(case("hvpipe-step", task=task), 2.0, parts_s=PARTS) for task in tasks]
+    wide = replace(TASK, batch=64)
+    unequal = Round(case("single", task=wide), 0, (rank([1.0]), rank([2.0])))
+    fast = replace(CLUSTER, slowest_bits_per_s=1e10)
+    found = outcome(
+        *waiting, unequal, finished(case("hvpipe-step", task=wide), 2.5), clusters=(fast,), links=(LINK,)
+    )
+    texts = advice(found, all_figures(found))
+    assert [("bf16" in text, "samples instead of" in text) for text in texts].count((False, True)) == 1
+    assert sum("bf16" in text for text in texts) == 2
+    assert any(text.endswith("The same in 8 more cases: 1.60x to 1.60x.") for text in texts)
 
 
 def test_advice_is_in_shares_of_the_mean_where_some_steps_were_long() -> None:
