@@ -105,8 +105,7 @@ def test_ranks_that_fail_or_hang_are_a_row(
     (tmp_path / "failing_worker.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(check, "WORKER", "failing_worker")
-    monkeypatch.setattr(check, "RUN_TIMEOUT_S", 5)
-    (row,) = check.run(1, {}, small=True)
+    (row,) = check.run(1, {}, small=True, timeout_s=5)
     assert row["ok"] is False
     assert said in row["result"]
 
@@ -186,13 +185,17 @@ def test_the_figures_are_worked_out_from_the_clock(
     settings = SimpleNamespace(settings=SimpleNamespace(visible_gpus="", gpus_may_be_shared=False))
     monkeypatch.setattr(check_worker, "current", lambda: settings)
     gpu: Any = Timed()
-    sizes = check_worker.Sizes((5,), 10, (2,), 1, 4, 0.05)
+    sizes = check_worker.Sizes((5,), 10, (2,), (100,) * 10_000, 1, 4, 0.05)
     check_worker.Check(gpu, gpu, sizes, tmp_path / "rows.json").run()
     rows = {row["what"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     if ranks == 1:
         # 2 MB read and written in 2 ms; the copy takes 1 ms, unpacking waits 4 ms and takes 1 ms.
         assert rows["1 rank: pack 2 MB"]["figures"] == pytest.approx({"gb_per_s": 2.0, "share": 0.5})
         assert rows["1 rank: unpack 2 MB"]["figures"] == pytest.approx({"gb_per_s": 0.8, "share": 0.2})
+        # To halves and back: 1.5 MB each way, for which the copy takes 0.75 ms.
+        halves = {"gb_per_s": 1.5, "share": 0.375}
+        assert rows["1 rank: pack 2 MB as bf16, scaled"]["figures"] == pytest.approx(halves)
+        assert rows["1 rank: pack ResNet-50's gradients"]["ok"] is False
         assert rows["1 rank: all-reduce 2 MB"]["result"] == "8.00 ms"
         # Less than what is wanted is a failure.
         assert rows["1 rank: pack 2 MB"]["ok"] is rows["1 rank: unpack 2 MB"]["ok"] is False
@@ -212,6 +215,10 @@ def test_the_figures_are_worked_out_from_the_clock(
     assert (
         rows[f"{'1 rank' if ranks == 1 else '2 ranks, NCCL'}: all-reduce float32"]["ok"] is False
     )  # unwritten
+
+
+def test_the_gradients_that_are_packed_are_resnet_50s() -> None:
+    assert (len(check_worker.RESNET50), sum(check_worker.RESNET50)) == (214, 25_583_592)
 
 
 def test_a_thin_library_keeps_the_code_of_one_generation() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 
 import hvpipe
 from bench.gpu.interface import Gpu, Numbers
-from hvpipe.engine import Engine
+from hvpipe.engine import Compression, Engine
 from hvpipe.plan.buckets import WIRE_DTYPE, Gradient, plan_buckets
 from hvpipe.session import current
 from hvpipe.utilization import Sampler, SamplerOptions
@@ -31,6 +31,25 @@ LEAST_HIDDEN = 0.90  # of a reduce by NCCL, behind products on a GPU of the rank
 MOST_SAMPLER_CORES = 0.01
 
 
+def _resnet50() -> list[int]:
+    """Elements of ResNet-50's gradients (He et al. 2015), as keras.applications has it: 214, 25.6 million."""
+    counts = [7 * 7 * 3 * 64, 64, 64, 64]
+    before = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            kernels = [before * width, 9 * width * width, width * 4 * width]
+            if block == 0:
+                kernels.insert(0, before * 4 * width)
+            widths = [*([4 * width] if block == 0 else []), width, width, 4 * width]
+            for kernel, out in zip(kernels, widths, strict=True):
+                counts += [kernel, out, out, out]  # with a bias, and normalization's scale and offset
+            before = 4 * width
+    return [*counts, 2048 * 1000, 1000]
+
+
+RESNET50 = tuple(_resnet50())
+
+
 @dataclass(frozen=True)
 class Sizes:
     """How much is verified and measured: elements, megabytes (10^6 bytes), rounds, seconds."""
@@ -38,13 +57,14 @@ class Sizes:
     counts: tuple[int, ...] = (1, 7, 4096, 1_000_003)
     largest: int = 250_000
     megabytes: tuple[int, ...] = (4, 16, 64, 256)
+    gradients: tuple[int, ...] = RESNET50
     overlapped_megabytes: int = 64
     rounds: int = 11
     sampled_s: float = 5.0
     judged: bool = True  # whether figures are held against what is wanted
 
 
-SMALL = Sizes((1, 7, 4097), 20_000, (1,), 1, 3, 1.0, judged=False)
+SMALL = Sizes((1, 7, 4097), 20_000, (1,), RESNET50[:24], 1, 3, 1.0, judged=False)
 
 
 class Check:
@@ -224,24 +244,32 @@ class Check:
         return statistics.median(times[1:])
 
     def _measure_packing(self) -> None:
-        """Pack and unpack of many tensors against the device's own copy of as many bytes."""
-        gpu = self._gpu
+        """Pack and unpack against the device's own copy of as many bytes, also cast and scaled."""
         for megabytes in self._sizes.megabytes:
-            count = megabytes * 1_000_000 // 4 // TENSORS
-            bucket = Bucket(self._engine, gpu, f"pack {megabytes} MB", [count] * TENSORS)
-            source = gpu.put(np.ones(count * TENSORS), "float32")
-            target = gpu.put(np.ones(count * TENSORS), "float32")
-            copy_s = self._median_s(gpu.hold, lambda: gpu.copy(target, source))  # noqa: B023
-            for what, taken_s in zip(("pack", "unpack"), self._halves_s(bucket), strict=True):
-                rate = 2 * count * TENSORS * 4 / taken_s / 1e9
-                share = copy_s / taken_s
-                self._note(
-                    f"{what} {megabytes} MB",
-                    f"{rate:.0f} GB/s, {share:.0%} of a copy's (wanted: {LEAST_COPY_SHARE:.0%})",
-                    self._judged(share >= LEAST_COPY_SHARE),
-                    gb_per_s=rate,
-                    share=share,
-                )
+            counts = [megabytes * 1_000_000 // 4 // TENSORS] * TENSORS
+            for compression in (None, "bf16", "fp16"):
+                self._measure_pack(f"{megabytes} MB", counts, compression)
+        for compression in (None, "bf16"):
+            self._measure_pack("ResNet-50's gradients", self._sizes.gradients, compression)
+
+    def _measure_pack(self, what: str, counts: Sequence[int], compression: Compression) -> None:
+        """Of float32 gradients of these counts, in one bucket, which has halves if compressed."""
+        gpu, count = self._gpu, sum(counts)
+        name = f"{what} as {compression}, scaled" if compression else what
+        bucket = Bucket(self._engine, gpu, f"pack {name}", counts, compression)
+        source, target = (gpu.put(np.ones(count), "float32") for _ in range(2))
+        copy_s = self._median_s(gpu.hold, lambda: gpu.copy(target, source))
+        moved_bytes = (4 + (2 if compression else 4)) * count
+        for half, taken_s in zip(("pack", "unpack"), self._halves_s(bucket), strict=True):
+            rate = moved_bytes / taken_s / 1e9
+            share = copy_s * moved_bytes / (8 * count) / taken_s
+            self._note(
+                f"{half} {name}",
+                f"{rate:.0f} GB/s, {share:.0%} of a copy's (wanted: {LEAST_COPY_SHARE:.0%})",
+                self._judged(share >= LEAST_COPY_SHARE),
+                gb_per_s=rate,
+                share=share,
+            )
 
     def _halves_s(self, bucket: Bucket) -> tuple[float, float]:
         """What packing and unpacking take on the device, the host being ahead of it."""
@@ -365,13 +393,25 @@ class Check:
 
 
 class Bucket:
-    """A plan of one bucket of float32 tensors of these counts; each step is begun, submitted, collected."""
+    """A plan of one bucket of float32 tensors of these counts; each step is begun, submitted, collected.
 
-    def __init__(self, engine: Engine, gpu: Gpu, name: str, counts: Sequence[int]) -> None:
-        plan = plan_buckets([Gradient(str(i), (n,), "float32") for i, n in enumerate(counts)], 1 << 40)
+    With compression they are scaled by a half as well: without, numbers go through as they are.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        gpu: Gpu,
+        name: str,
+        counts: Sequence[int],
+        compression: Compression = None,
+    ) -> None:
+        layers = [Gradient(str(i), (n,), "float32") for i, n in enumerate(counts)]
+        plan = plan_buckets(layers, 1 << 40, compression)
         self._engine = engine
+        self._scale = 0.5 if compression else 1.0
         self._plan_id = engine.add_plan(name, plan, on_device=True)
-        self._tensors = [gpu.put(np.ones(n), "float32") for n in counts]
+        self._tensors = [gpu.put(np.ones(counts[i]), "float32") for i in plan.buckets[0].members]
         self._step = 0
 
     def begin(self) -> None:
@@ -379,7 +419,7 @@ class Bucket:
         self._step += 1
 
     def submit(self) -> None:
-        self._engine.submit_on_device(self._plan_id, 0, self._tensors, 1.0)
+        self._engine.submit_on_device(self._plan_id, 0, self._tensors, self._scale)
 
     def collect(self) -> None:
         self._engine.collect_on_device(self._plan_id, 0, self._tensors)
@@ -396,7 +436,7 @@ def worst(found: Numbers, terms: Numbers) -> float:
 
 def main(open_gpu: Callable[[int], Gpu]) -> None:
     """Run as one rank: `check_worker ROWS.json [small]`; `open_gpu` takes the local rank."""
-    hvpipe.init(timeout_s=60)
+    hvpipe.init()  # HVPIPE_TIMEOUT is check's
     gpu = open_gpu(hvpipe.local_rank())
     sizes = SMALL if sys.argv[2:] == ["small"] else Sizes()
     check = Check(current().engine, gpu, sizes, Path(sys.argv[1]))
