@@ -4,6 +4,8 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 mapfile -t kernels < <(find csrc -name '*.cu' | LC_ALL=C sort)
+# Where CMake looks as well.
+PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
 if ! command -v nvcc >/dev/null; then
     echo "==> SKIPPED: CUDA compile of ${kernels[*]}: no nvcc on PATH"
     exit 0

@@ -136,9 +136,7 @@ def main() -> int:
     wrong = [row for row in rows if row["ok"] is False]
     print(f"{len(rows)} rows, {len(wrong)} wrong")
     if devices == 1:
-        print(
-            "NOT SHOWN: how much of an all-reduce is hidden. Two ranks that share a GPU share its time as well."
-        )
+        print("NOT SHOWN: how much of an all-reduce is hidden, as two ranks on one GPU share its time.")
     return 1 if wrong else 0
 
 
