@@ -71,9 +71,9 @@ def test_what_the_stage_before_waits_for_goes_before_the_sums(monkeypatch: pytes
     for kind, method in ((Mail, "send"), (PipelineUpdate, "stage_done")):
         own = getattr(kind, method)
 
-        def noted(owner: Any, *args: Any, method: str = method, own: Any = own) -> None:
+        def noted(owner: Any, *args: Any, method: str = method, own: Any = own, **options: Any) -> None:
             happened.append(method)
-            own(owner, *args)
+            own(owner, *args, **options)
 
         monkeypatch.setattr(kind, method, noted)
     pipe = compile_as_all(hk.pipeline_parallel(mlp, microbatches=4))
