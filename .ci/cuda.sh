@@ -22,7 +22,7 @@ for generation in 70 75 80 90 100; do
     fi
 done
 strict=(-std=c++17 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wconversion,-Wshadow,-Werror -I csrc)
-for kernel in "${kernels[@]}" csrc/cuda_*.cc; do
+for kernel in "${kernels[@]}" csrc/device/cuda_*.cc; do
     echo "==> nvcc ${targets[*]} -c $kernel"
     nvcc "${strict[@]}" "${targets[@]}" -c "$kernel" -o "$scratch/$(basename "$kernel").o"
 done

@@ -13,9 +13,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench import pipeline
 from bench.metrics import format_time, geometric_mean, table
-from bench.pipeline_report import Case, PipelineReport
+from bench.pipeline import command as pipeline
+from bench.pipeline.report import Case, PipelineReport
 
 _CLUSTERS = Path(__file__).parent / "clusters"
 _MODELS = {"resnet50": 64, "vgg16": 64, "transformer": 128}

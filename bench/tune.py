@@ -13,17 +13,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.cluster_spec import ClusterError
-from bench.figures import steps_noise
+from bench.cluster.spec import ClusterError
+from bench.launch.ranks import warn_if_busy
+from bench.launch.termination import ended_by_exception
 from bench.metrics import format_time, median, table
-from bench.ranks import warn_if_busy
-from bench.record import Case, Round, last_words
-from bench.rounds import run_round
-from bench.rounds_command import add_round_arguments, case_of, place_of
+from bench.report.figures import steps_noise
+from bench.rounds.command import add_round_arguments, case_of, place_of
+from bench.rounds.record import Case, Round, last_words
+from bench.rounds.round import run_round
+from bench.rounds.timed_steps import counted
 from bench.systems import SYSTEMS, System
 from bench.systems.tuned import Tuned, keep_tuned
-from bench.termination import ended_by_exception
-from bench.timed_steps import counted
 from hvpipe.errors import HvpipeError
 
 # Around defaults and the documentation's examples: 1 ms and 128 MiB, 3.5 ms and 32 MiB; one pack, 50 MiB.

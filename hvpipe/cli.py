@@ -18,19 +18,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hvpipe import (
-    __version__,
-    bench_command,
-    doctor,
-    launch_options,
-    profile_command,
-    report,
-    top_command,
-)
+from hvpipe import __version__
 from hvpipe.comm.discover import live_folder
+from hvpipe.commands import bench as bench_command
+from hvpipe.commands import doctor, launch_options
+from hvpipe.commands import profile as profile_command
+from hvpipe.commands import top as top_command
+from hvpipe.commands.launch_options import add_launch_options
 from hvpipe.errors import HvpipeError, LaunchError
-from hvpipe.launch_options import add_launch_options
-from hvpipe.trace import Trace
+from hvpipe.trace import run_report as report
+from hvpipe.trace.events import Trace
 
 _EPILOG = """exit codes: 0 ok; 1 doctor found a problem, top found no job, report or plan cannot read a file,
 or plan found nothing that fits or refuses an option's value; 2 other wrong usage, the run could not be
@@ -164,11 +161,12 @@ def _count_or_auto(text: str) -> int | str:
 
 def _plan(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     # Brings in NumPy, which no other command needs.
-    from hvpipe import plan_command, plan_report
-    from hvpipe.chart import draw_timeline
-    from hvpipe.drawing import draw
+    from hvpipe.commands import plan as plan_command
+    from hvpipe.commands import plan_report
     from hvpipe.plan.pipelining import Pipelining
-    from hvpipe.topology import Cluster
+    from hvpipe.specs.cluster import Cluster
+    from hvpipe.trace.chart import draw_timeline
+    from hvpipe.trace.text_chart import draw
 
     usual = 2 if options.schedule == "interleaved" else 1
     chunks = usual if options.chunks is None else options.chunks

@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hvpipe import log
-from hvpipe.comm import World, open_world, started_world
 from hvpipe.comm.discover import Settings, discover
 from hvpipe.comm.discover import settings as read_settings
+from hvpipe.comm.world import World, open_world, started_world
 from hvpipe.errors import HvpipeError
-from hvpipe.placement import tell_placement
+from hvpipe.monitor.core_binding import tell_placement
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     class SampleCounter(Protocol):
         def total(self) -> float: ...
 
+    from hvpipe.comm.engine import Compression, Engine, Op
     from hvpipe.comm.mpi import StartedWorld
-    from hvpipe.engine import Compression, Engine, Op
-    from hvpipe.live_report import LiveReport, Progress
-    from hvpipe.utilization import Sampler
+    from hvpipe.monitor.status_reporter import LiveReport, Progress
+    from hvpipe.monitor.utilization import Sampler
 
 __all__ = [
     "allgather",
@@ -56,7 +56,7 @@ class Session:
     """One joined world: its engine, its clocks and what is written at the end. Closed by `close`."""
 
     def __init__(self, settings: Settings) -> None:
-        from hvpipe.engine import Engine, import_native
+        from hvpipe.comm.engine import Engine, import_native
 
         launch = discover()
         self.world: World = open_world(launch, settings)
@@ -80,14 +80,14 @@ class Session:
         # A rank that goes on by itself, exporting the model, say, is not to be ended by those that are done.
         self.engine.agree("shutdown", patient=True)
         if self.sampler is not None:
-            from hvpipe.closing import report_run
+            from hvpipe.run_outputs import report_run
 
             self.sampler.stop()
             if self.live_report is not None:
                 self.live_report.close()
             report_run(self)
         if self.engine.core is not None:
-            from hvpipe.engine import import_native
+            from hvpipe.comm.engine import import_native
 
             import_native().set_default(None)
         self.engine.stop()
@@ -100,14 +100,14 @@ class Session:
         return time.monotonic(), ahead_s
 
     def _start_sampler(self) -> None:
-        from hvpipe.live_report import open_live_report
+        from hvpipe.monitor.status_reporter import open_live_report
 
         settings, world = self.settings, self.world
         self.live_report = open_live_report(world, settings, self._progress)
         asked = settings.trace_path or settings.utilization_path or settings.summary
         if not (asked or self.live_report is not None):
             return
-        from hvpipe.utilization import Sampler, SamplerOptions
+        from hvpipe.monitor.utilization import Sampler, SamplerOptions
 
         self.clock_reading = self.read_clock()
         options = SamplerOptions(
@@ -121,7 +121,7 @@ class Session:
 
     def _progress(self) -> Progress:
         """Called in the sampler's thread."""
-        from hvpipe.live_report import Progress
+        from hvpipe.monitor.status_reporter import Progress
 
         steps = len(self.step_durations_s)
         return Progress(

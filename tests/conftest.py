@@ -21,10 +21,17 @@ settings.register_profile(
 settings.load_profile("hvpipe")
 
 # Cases in terms of hvpipe.size(): test_mpi.py runs them under mpirun.
-RANK_FOLDERS = ("mpi", "mpi_keras")
+RANKS = Path(__file__).parent / "mpi"
 # Out of reach of the planning half, and the modules that bring them in.
 BLOCKED = ("horovod", "keras", "mpi4py", "tensorflow")
-BRINGING_IN = ("distributed", "hvpipe.engine", "hvpipe.keras", "hvpipe.session", "native_build", *BLOCKED)
+BRINGING_IN = (
+    "distributed",
+    "hvpipe.comm.engine",
+    "hvpipe.keras",
+    "hvpipe.session",
+    "native_build",
+    *BLOCKED,
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,10 +62,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix == ".py" and collection_path.name.startswith("test_"):
         if config.getoption("planning") and _needs_more(collection_path):
             return True
-        in_rank_folder = collection_path.parent.name in RANK_FOLDERS
+        in_rank_folder = RANKS in collection_path.parents
         if config.getoption("rest") and not in_rank_folder and not _needs_more(collection_path):
             return True
-    if collection_path.name in RANK_FOLDERS and collection_path.parent == Path(__file__).parent:
+    if collection_path == RANKS:
         asked = [Path(argument.split("::")[0]).resolve() for argument in config.args]
         return None if any(p == collection_path or collection_path in p.parents for p in asked) else True
     return None

@@ -1,6 +1,6 @@
 """What goes wrong on one rank ends all ranks, soon, with that rank's error: each case in a job of its own.
 
-Beside these: mpi/test_engine_errors.py and mpi_keras/test_bad_input.py have the errors that a program can
+Beside these: mpi/comm/test_engine_errors.py and mpi/keras/data_parallel/test_bad_input.py have the errors that a program can
 catch, test_comm_mpi.py the MPI worlds that do not open, test_run.py more ranks than slots.
 """
 
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from native_build import build
 
 import hvpipe
 from distributed import ALONE, Run, environment, expect_fatal, launch, mpirun_command
-from hvpipe.supervise import own_job_folder
-from hvpipe.trace import Trace
+from hvpipe.commands.supervise import own_job_folder
+from hvpipe.trace.events import Trace
+from native_build import build
 
 LIMIT_S = 180.0
 # From the error to the end of all ranks; mpirun itself takes a second or two.
@@ -172,7 +172,7 @@ while True: reduce()
 """
     device = str(build("fake_device.cc"))
     libraries = {"HVPIPE_DEVICE_LIBRARY": device, "HVPIPE_NCCL_LIBRARY": str(build("fake_nccl.cc"))}
-    env = {**libraries, "FAKE_NCCL_DEVICE": device, "PYTHONPATH": str(Path(__file__).parent)}
+    env = {**libraries, "FAKE_NCCL_DEVICE": device, "PYTHONPATH": str(Path(__file__).parent / "support")}
     result = fails(tmp_path, INIT + script, r"(?s)rank 1 of 2 .*PeerError: .*remote process exited", **env)
     assert "rank 0 of 2" not in result.output, result.describe()
 

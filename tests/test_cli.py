@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from hvpipe import cli, launch, placement
-from hvpipe.launch import Mpirun
-from hvpipe.trace import Event, Trace
+from hvpipe import cli
+from hvpipe.commands import launch
+from hvpipe.commands.launch import Mpirun
+from hvpipe.monitor import core_binding as placement
+from hvpipe.trace.events import Event, Trace
 
 FLAGS = {
     "": ["--help", "--version", "-h"],

@@ -1,4 +1,4 @@
-"""The cases of tests/mpi and tests/mpi_keras under mpirun, on the numbers of ranks that SUITES names."""
+"""The cases of tests/mpi under mpirun, on the numbers of ranks that SUITES names."""
 
 from __future__ import annotations
 
@@ -23,22 +23,25 @@ class Suite:
     only: str = ""  # marks, as pytest's -m takes them
 
 
-ENGINE = tuple(f"mpi/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
+HERE = Path(__file__).parent
+DATA_PARALLEL = "mpi/keras/data_parallel"
+ENGINE = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
 # Nothing in these waits for another rank.
-OF_ONE_RANK = tuple(f"mpi_keras/test_{name}.py" for name in ("measure", "split_gradient", "layer_graph"))
-PIPELINES = tuple(
-    f"mpi_keras/test_{name}.py" for name in ("pipeline", "pipeline_checkpoint", "pipeline_keras")
+OF_ONE_RANK = tuple(
+    f"mpi/keras/{name}.py"
+    for name in ("profiling/test_measure", "graph/test_split_gradient", "graph/test_layer_graph")
 )
+PIPELINES = tuple(f"mpi/keras/pipeline/test_{name}.py" for name in ("training", "checkpoint", "keras"))
 KERAS = tuple(
     name
-    for path in sorted((Path(__file__).parent / "mpi_keras").glob("test_*.py"))
-    if (name := f"mpi_keras/{path.name}") not in (*PIPELINES, *OF_ONE_RANK)
+    for path in sorted((HERE / "mpi" / "keras").rglob("test_*.py"))
+    if (name := path.relative_to(HERE).as_posix()) not in (*PIPELINES, *OF_ONE_RANK)
 )
 NUMBERS = tuple(
-    f"mpi_keras/test_{name}.py"
+    f"{DATA_PARALLEL}/test_{name}.py"
     for name in ("exact", "whole_batch", "ranks_equal", "logs", "finished_weights")
 )
-DEVICES = "mpi_keras/test_device_pipelines.py"
+DEVICES = "mpi/keras/pipeline/test_device.py"
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 
@@ -47,18 +50,30 @@ TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 # engine, which mostly wait. xdist gives its workers the first two, the next two, and so on.
 SUITES = (
     Suite("keras", KERAS, sizes=(2,), limit_s=1800.0),
-    Suite("keras hosts", (*NUMBERS, "mpi_keras/test_stopping.py"), (3,), 1200.0, TWO_TO_A_HOST, "not slow"),
+    Suite(
+        "keras hosts",
+        (*NUMBERS, f"{DATA_PARALLEL}/test_stopping.py"),
+        (3,),
+        1200.0,
+        TWO_TO_A_HOST,
+        "not slow",
+    ),
     Suite("keras", (*NUMBERS, PIPELINES[0], DEVICES), sizes=(4,), limit_s=1800.0, only="not slow"),
     Suite("keras pipelines", PIPELINES, sizes=(2,), limit_s=1800.0),
-    Suite("mpi", ("mpi",)),
-    Suite("ring", ("mpi",), sizes=(2, 3, 4), env={"HVPIPE_SHARED_MEMORY": "0"}),
+    Suite("mpi", ("mpi/comm",)),
+    Suite("ring", ("mpi/comm",), sizes=(2, 3, 4), env={"HVPIPE_SHARED_MEMORY": "0"}),
     # 2 + 1 and 2 + 2 ranks to a host: shared memory inside, a ring between the first of each.
-    Suite("hosts", ("mpi",), sizes=(3, 4), env=TWO_TO_A_HOST),
+    Suite("hosts", ("mpi/comm",), sizes=(3, 4), env=TWO_TO_A_HOST),
     # Everything travels in many pieces.
     Suite("tiny pieces", ENGINE, sizes=(2, 3), env={**TWO_TO_A_HOST, **TINY}),
     Suite("keras pipelines", PIPELINES[:2], sizes=(3,), limit_s=1200.0, only="not slow"),
     Suite("keras", (*NUMBERS, *PIPELINES[:2]), sizes=(1,), limit_s=1200.0, only="not slow"),
-    Suite("keras", ("mpi_keras/test_life.py", "mpi_keras/test_logs.py", *OF_ONE_RANK), (ALONE,), 1200.0),
+    Suite(
+        "keras",
+        (f"{DATA_PARALLEL}/test_life.py", f"{DATA_PARALLEL}/test_logs.py", *OF_ONE_RANK),
+        (ALONE,),
+        1200.0,
+    ),
 )
 
 
@@ -83,7 +98,7 @@ def test_every_case_passes_on_every_rank(
 ) -> None:
     closing = run_cases(
         size,
-        [Path(__file__).parent / cases for cases in suite.cases],
+        [HERE / cases for cases in suite.cases],
         tmp_path / "ranks",
         limit_s=suite.limit_s,
         env=suite.env,

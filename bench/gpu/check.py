@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hvpipe.device_array import find_nccl
+from hvpipe.comm.device_array import find_nccl
 
 NO_GPU = 77
 REPOSITORY = Path(__file__).parents[2]

@@ -16,10 +16,10 @@ import numpy as np
 
 import hvpipe
 from bench.gpu.interface import Gpu, Numbers
-from hvpipe.engine import Compression, Engine
+from hvpipe.comm.engine import Compression, Engine
+from hvpipe.monitor.utilization import Sampler, SamplerOptions
 from hvpipe.plan.buckets import WIRE_DTYPE, Gradient, plan_buckets
 from hvpipe.session import current
-from hvpipe.utilization import Sampler, SamplerOptions
 
 # Of the largest sum of absolute values: a few roundings of the type that travels.
 TOLERANCE = {"float32": 1e-6, "float64": 1e-14, "float16": 4e-3, "bfloat16": 3e-2}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from bench.job import Job
+from bench.rounds.job import Job
 from bench.systems import loop
-from bench.workload import claim_gpu, prepare_tensorflow
-from bench.workloads import batches_of, loss_of, make_model, make_optimizer
+from bench.training.image_model import claim_gpu, prepare_tensorflow
+from bench.training.workloads import batches_of, loss_of, make_model, make_optimizer
 
 
 def train(job: Job) -> None:

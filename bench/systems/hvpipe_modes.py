@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bench.job import Job
+from bench.rounds.job import Job
 from bench.systems.keras_fit import fit
-from bench.workload import prepare_tensorflow
-from bench.workloads import compiled_model
+from bench.training.image_model import prepare_tensorflow
+from bench.training.workloads import compiled_model
 
 TRACE = "trace.json"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.job import Job
-from bench.watch import fit_callback
-from bench.workloads import batches_of, evaluator, runs_of
+from bench.rounds.job import Job
+from bench.rounds.watch import fit_callback
+from bench.training.workloads import batches_of, evaluator, runs_of
 
 
 def fit(keras: Any, model: Any, job: Job) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.job import Job
-from bench.workloads import evaluator, loss_of, runs_of
+from bench.rounds.job import Job
+from bench.training.workloads import evaluator, loss_of, runs_of
 
 
 def run(keras: Any, model: Any, job: Job, data: Iterator[Any], step: Callable[[Any], Any]) -> None:

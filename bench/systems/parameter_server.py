@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from bench import meter
-from bench.job import Job
-from bench.record import RankRound
+from bench.rounds import meter
+from bench.rounds.job import Job
+from bench.rounds.record import RankRound
 from bench.systems.loop import replica_step
 from bench.systems.server_process import PERIOD_S, read_file, readings_file
-from bench.workload import prepare_tensorflow
-from bench.workloads import batches_of, evaluator, make_model, make_optimizer, runs_of
+from bench.training.image_model import prepare_tensorflow
+from bench.training.workloads import batches_of, evaluator, make_model, make_optimizer, runs_of
 
 
 def train(job: Job) -> None:

@@ -12,7 +12,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from bench import meter
+from bench.rounds import meter
 
 PERIOD_S = 0.2
 
@@ -36,7 +36,7 @@ def serve(directory: Path, job: str, index: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # variables are in memory, and GPUs are the workers'
     import tensorflow as tf
 
-    from bench.workload import own_gpu
+    from bench.training.image_model import own_gpu
 
     config = tf.compat.v1.ConfigProto(intra_op_parallelism_threads=what["task"]["threads"])
     # TensorFlow's tutorial on parameter servers: with fewer cores than this, workers wait for ever.

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from bench.job import Job
 from bench.metrics import median
+from bench.rounds.job import Job
+from bench.rounds.timed_steps import counted
 from bench.systems.keras_fit import fit
-from bench.timed_steps import counted
-from bench.workload import claim_gpu, gradient_bytes, prepare_tensorflow
-from bench.workloads import batches_of, compiled_model, loss_of, train_whole_steps
+from bench.training.image_model import claim_gpu, gradient_bytes, prepare_tensorflow
+from bench.training.workloads import batches_of, compiled_model, loss_of, train_whole_steps
 
 
 def train(job: Job) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvpipe.chart import draw_timelines
-from hvpipe.drawing import draw
-from hvpipe.schedule import make
-from hvpipe.simulate import Simulation, StageCost, simulate
+from hvpipe.forecast.simulate import Simulation, StageCost, simulate
+from hvpipe.schedule.schedule import make
+from hvpipe.trace.chart import draw_timelines
+from hvpipe.trace.text_chart import draw
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved")
 

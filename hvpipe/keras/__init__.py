@@ -9,10 +9,7 @@ _ops.library()  # fails here, with what to do, if hvpipe was built against anoth
 _supported.check_installed()  # and here, if Keras is too old or on another backend
 
 from hvpipe.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback  # noqa: E402
-from hvpipe.keras.cluster import measure_cluster  # noqa: E402
-from hvpipe.keras.data import shard  # noqa: E402
-from hvpipe.keras.data_parallel import data_parallel  # noqa: E402
-from hvpipe.keras.distributed import (  # noqa: E402
+from hvpipe.keras.data_parallel.custom_loops import (  # noqa: E402
     DistributedGradientTape,
     DistributedOptimizer,
     allgather,
@@ -20,9 +17,12 @@ from hvpipe.keras.distributed import (  # noqa: E402
     average_gradients,
     broadcast,
 )
+from hvpipe.keras.data_parallel.model import data_parallel  # noqa: E402
+from hvpipe.keras.data_parallel.shards import shard  # noqa: E402
 from hvpipe.keras.gpu import claim_gpu as _claim_gpu  # noqa: E402
-from hvpipe.keras.measure import measure  # noqa: E402
-from hvpipe.keras.pipeline_parallel import pipeline_parallel  # noqa: E402
+from hvpipe.keras.pipeline.model import pipeline_parallel  # noqa: E402
+from hvpipe.keras.profiling.cluster import measure_cluster  # noqa: E402
+from hvpipe.keras.profiling.measure import measure  # noqa: E402
 from hvpipe.keras.variables import broadcast_variables  # noqa: E402
 from hvpipe.session import (  # noqa: E402
     allgather_object,

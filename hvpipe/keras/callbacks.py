@@ -10,11 +10,11 @@ import keras
 import numpy as np
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.start import broadcast_model, without_xla
+from hvpipe.keras.initial_state import broadcast_model, without_xla
 from hvpipe.session import Session, check_other_arguments, current
 
 if TYPE_CHECKING:
-    from hvpipe.keras.data_parallel import DataParallel
+    from hvpipe.keras.data_parallel.model import DataParallel
 
 _NUMBER = re.compile(r"(\d+)")
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvpipe.device_array import assign_gpu
+from hvpipe.comm.device_array import assign_gpu
 from hvpipe.errors import HvpipeError
-from hvpipe.nvml import list_gpus
+from hvpipe.monitor.nvml import list_gpus
+from hvpipe.monitor.visible_gpus import uuid_of_rank
 from hvpipe.session import Session
-from hvpipe.visible_gpus import uuid_of_rank
 
 logger = logging.getLogger("hvpipe")
 

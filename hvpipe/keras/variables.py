@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvpipe.errors import MismatchError
-from hvpipe.keras.reducer import name_of
+from hvpipe.keras.data_parallel.bucket_reducer import name_of
 from hvpipe.session import Session, current
 
 

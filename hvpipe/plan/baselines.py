@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.plan.partition import check_stages
+from hvpipe.plan.greedy import check_stages
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
-from hvpipe.plan.placement import Placement, in_flight_of, stage_bytes
-from hvpipe.plan.stages import Plan
-from hvpipe.profile import LayerCost, Profile
-from hvpipe.topology import Cluster, Device
+from hvpipe.plan.placement_cost import Placement, in_flight_of, stage_bytes
+from hvpipe.plan.stage_plan import Plan
+from hvpipe.specs.cluster import Cluster, Device
+from hvpipe.specs.profile import LayerCost, Profile
 
 # How often a random placement is drawn until one fits its devices' memory; and until many do.
 _DRAWS, _MANY_DRAWS = 1000, 2000

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.plan.filling import Cut, Seats, Used
-from hvpipe.plan.orders import Orders
-from hvpipe.plan.partition import check_stages
+from hvpipe.plan.device_orders import Orders
+from hvpipe.plan.greedy import check_stages
+from hvpipe.plan.greedy_fill import Cut, Seats, Used
+from hvpipe.plan.memory_shortage import explain_shortage, least_short
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
-from hvpipe.plan.shortage import explain_shortage, least_short
-from hvpipe.plan.spans import Seat, Spans, Vector
-from hvpipe.plan.stages import Plan
-from hvpipe.profile import Profile
-from hvpipe.topology import Cluster
+from hvpipe.plan.span_costs import Seat, Spans, Vector
+from hvpipe.plan.stage_plan import Plan
+from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.profile import Profile
 
 # More would take minutes, or gigabytes.
 MOST_LAYERS, _MOST_SETS, _MOST_ORDERS = 1000, 5000, 2000

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hvpipe.errors import PlanError
-from hvpipe.plan.placement import Placement
-from hvpipe.plan.stages import Plan
-from hvpipe.profile import Profile
-from hvpipe.topology import Cluster
+from hvpipe.plan.placement_cost import Placement
+from hvpipe.plan.stage_plan import Plan
+from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.profile import Profile
 
 
 def explain(plan: Plan, profile: Profile, cluster: Cluster) -> list[str]:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import reduce
 from itertools import combinations
 
-from hvpipe.plan.stages import Plan
-from hvpipe.profile import Profile
-from hvpipe.topology import Cluster, Device, Host, Link
+from hvpipe.plan.stage_plan import Plan
+from hvpipe.specs.cluster import Cluster, Device, Host, Link
+from hvpipe.specs.profile import Profile
 
 Group = tuple[str, ...]
 """The devices of a stage: its replicas."""

@@ -1,0 +1,144 @@
+"""What every rank of the all-reduce benchmark does: verify, then time the contenders interleaved."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from bench.all_reduce.report import AllReduceReport, Row
+from bench.metrics import format_size, repetitions
+
+Buffer = npt.NDArray[np.float32]
+InPlaceSum = Callable[[Buffer], Any]
+
+_PAGE_BYTES = 4096
+_MOST_BUFFERS = 4096
+_PATTERN = 251  # values stay below 2^24 when summed, so float32 is exact in any order
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Which sizes, who takes part, and for how long: samples of each until `seconds` are spent on a size.
+
+    Operations shorter than sample_s are timed several at once. Buffers begin offset_bytes after a page.
+    """
+
+    sizes_bytes: tuple[int, ...]
+    contenders: tuple[str, ...] = ("mpi", "hvpipe")
+    seconds: float = 2.0
+    least_samples: int = 5
+    sample_s: float = 0.02
+    offset_bytes: int = 0
+    pool_bytes: int = 0
+    most_samples: int = 50
+
+
+def contenders(names: tuple[str, ...]) -> dict[str, InPlaceSum]:
+    """The operations by name; MPI's is in place as well, which is its faster form here."""
+    made: dict[str, InPlaceSum] = {}
+    for name in names:
+        if name == "mpi":
+            made[name] = lambda buffer: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, buffer)
+        else:
+            import hvpipe
+
+            hvpipe.init()
+            made[name] = lambda buffer: hvpipe.allreduce(buffer, op="sum", out=buffer)
+    return made
+
+
+def aligned(elements: int, value: float, offset_bytes: int) -> Buffer:
+    """An array that starts offset_bytes after a page.
+
+    On some CPUs a copy between arrays aligned differently modulo 64 is ten times slower. Frameworks align
+    their tensors to 64; NumPy aligns to 16, and which 16 is left to chance.
+    """
+    raw = np.empty(elements * 4 + 2 * _PAGE_BYTES, np.uint8)
+    start = -raw.ctypes.data % _PAGE_BYTES + offset_bytes
+    array: Buffer = raw[start : start + elements * 4].view(np.float32)
+    array[:] = value
+    return array
+
+
+def pool(size_bytes: int, value: float, effort: Effort) -> Iterator[Buffer]:
+    """Buffers to use in turn: always the same one, or as many as fill pool_bytes, so that each is cold."""
+    count = max(1, min(_MOST_BUFFERS, effort.pool_bytes // size_bytes))
+    return cycle([aligned(size_bytes // 4, value, effort.offset_bytes) for _ in range(count)])
+
+
+def expected_and_mine(elements: int, rank: int, ranks: int) -> tuple[Buffer, Buffer]:
+    """The exact sum, and this rank's part: whole numbers that differ by rank and by place."""
+    place = np.arange(elements, dtype=np.int32) % _PATTERN
+    mine = (place * (rank + 1) + rank).astype(np.float32)
+    expected = (place * (ranks * (ranks + 1) // 2) + ranks * (ranks - 1) // 2).astype(np.float32)
+    return expected, mine
+
+
+def verify(operation: InPlaceSum, name: str, size_bytes: int) -> None:
+    """Raise ArithmeticError on every rank where any element of one all-reduce is wrong on any rank."""
+    world = MPI.COMM_WORLD
+    expected, buffer = expected_and_mine(size_bytes // 4, world.rank, world.size)
+    operation(buffer)
+    wrong = int(np.count_nonzero(buffer != expected))
+    total = world.allreduce(wrong)
+    if total:
+        where = f", the first at {int(np.flatnonzero(buffer != expected)[0])}" if wrong else ""
+        raise ArithmeticError(
+            f"{name}: all-reduce of {format_size(size_bytes)} on {world.size} ranks must give the exact sum. "
+            f"Received: {total} wrong elements on all ranks, {wrong} on rank {world.rank}{where}"
+        )
+
+
+def _sample(operation: InPlaceSum, buffers: Iterator[Buffer], times: int) -> float:
+    """Seconds of one operation, on the slowest rank, averaged over `times` back to back."""
+    world = MPI.COMM_WORLD
+    world.Barrier()
+    start = time.perf_counter()
+    for _ in range(times):
+        operation(next(buffers))
+    mine = (time.perf_counter() - start) / times
+    return float(world.allreduce(mine, op=MPI.MAX))
+
+
+def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], effort: Effort) -> Row:
+    """Verify each contender, then take samples of them and of a plain copy in turn."""
+    for name, operation in operations.items():
+        verify(operation, name, size_bytes)
+    # Zeros stay zeros however often they are summed; memory is touched before it is timed.
+    buffers, targets = pool(size_bytes, 0, effort), pool(size_bytes, 1, effort)
+    turns: dict[str, InPlaceSum] = {**operations, "copy": lambda source: np.copyto(next(targets), source)}
+    times = {name: repetitions(effort.sample_s, _sample(each, buffers, 1)) for name, each in turns.items()}
+    samples: dict[str, list[float]] = {name: [] for name in turns}
+    world = MPI.COMM_WORLD
+    deadline = time.perf_counter() + effort.seconds * len(operations)
+    for count in range(effort.most_samples):
+        late = world.bcast(time.perf_counter() > deadline)  # rank 0 decides for all
+        if count >= effort.least_samples and late:
+            break
+        for name, operation in turns.items():
+            samples[name].append(_sample(operation, buffers, times[name]))
+    copies = samples.pop("copy")
+    for name, operation in operations.items():
+        verify(operation, name, size_bytes)
+    return Row(size_bytes, samples, copies)
+
+
+def measure(effort: Effort, where: str, say: Callable[[str], None]) -> AllReduceReport:
+    """Every size in turn; all ranks call it, and all get the report. `say` is called on rank 0."""
+    world = MPI.COMM_WORLD
+    operations = contenders(effort.contenders)
+    rows = []
+    for size_bytes in effort.sizes_bytes:
+        if world.rank == 0:
+            say(f"{format_size(size_bytes)} ...")
+        rows.append(measure_size(size_bytes, operations, effort))
+    version = MPI.Get_library_version().split(",")[0].strip()
+    hosts = len(set(world.allgather(MPI.Get_processor_name())))
+    return AllReduceReport(world.size, where, hosts, version, tuple(rows))

@@ -1,0 +1,117 @@
+"""What a link carries with both directions busy: iperf3 --bidir, or an own TCP stream where it is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.cluster.spec import ClusterError
+
+if TYPE_CHECKING:
+    from bench.cluster.virtual_cluster import Cluster
+    from bench.launch.hosts import Place
+
+_PORT = 5201
+
+
+@dataclass(frozen=True)
+class TwoWayRate:
+    """Bits per second received at each end while both send; `tool` says what measured."""
+
+    tool: str
+    forward_bits_per_s: float
+    backward_bits_per_s: float
+
+    @property
+    def bits_per_s(self) -> float:
+        """The mean of the two directions: what a ring, which uses both alike, can reach."""
+        return (self.forward_bits_per_s + self.backward_bits_per_s) / 2
+
+    def describe(self) -> str:
+        """One line for people."""
+        return (
+            f"{self.tool}: {self.bits_per_s / 1e6:.1f} Mb/s each way with both ways busy "
+            f"({self.forward_bits_per_s / 1e6:.1f} there, {self.backward_bits_per_s / 1e6:.1f} back)"
+        )
+
+
+def iperf_rate(report: dict[str, Any]) -> TwoWayRate:
+    """Read what `iperf3 --bidir --json` printed on the client's side."""
+    if "error" in report:
+        raise ClusterError(f"iperf3 failed: {report['error']}")
+    end = report["end"]
+    return TwoWayRate(
+        "iperf3 --bidir",
+        float(end["sum_received"]["bits_per_second"]),
+        float(end["sum_received_bidir_reverse"]["bits_per_second"]),
+    )
+
+
+def measure_two_way(cluster: Cluster, first: str, second: str, *, seconds: float = 4.0) -> TwoWayRate:
+    """Stream both ways between two hosts for `seconds`, after a second that does not count."""
+    if shutil.which("iperf3") is not None:
+        return _with_iperf(cluster, first, second, seconds)
+    print(
+        "iperf3 is not installed (Debian, Ubuntu: apt-get install iperf3): measuring with an own TCP stream",
+        file=sys.stderr,
+    )
+    return measure_own_stream(cluster, first, second, seconds)
+
+
+def _with_iperf(cluster: Cluster, first: str, second: str, seconds: float) -> TwoWayRate:
+    client = [
+        "iperf3", "--client", second, "--port", str(_PORT), "--bidir", "--omit", "1",
+        "--time", str(max(1, round(seconds))), "--json",
+    ]  # fmt: skip
+    with _serving(cluster, second, ["iperf3", "--server", "--one-off", "--port", str(_PORT)]):
+        output = _retry(cluster, first, client, seconds + 30)
+    return iperf_rate(json.loads(output))
+
+
+def measure_own_stream(cluster: Place, first: str, second: str, seconds: float) -> TwoWayRate:
+    """The same by an own TCP stream, on hosts that exist too: these need not have iperf3."""
+    program = [sys.executable, str(Path(__file__).with_name("two_way_stream.py"))]
+    address = [second, str(_PORT), str(seconds)]
+    with _serving(cluster, second, [*program, "server", *address]):
+        output = _retry(cluster, first, [*program, "client", *address], seconds + 30)
+    sent = json.loads(output)
+    return TwoWayRate("own TCP stream", sent["forward_bits_per_s"], sent["backward_bits_per_s"])
+
+
+class _serving:
+    """A server process inside a host, ended with the block."""
+
+    def __init__(self, cluster: Place, host: str, command: list[str]) -> None:
+        self._line = cluster.host_command(host, command)
+
+    def __enter__(self) -> None:
+        nothing = subprocess.DEVNULL  # ssh would change the settings of a terminal that it reads from
+        self._process = subprocess.Popen(self._line, stdin=nothing, stdout=nothing, stderr=nothing)
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait(timeout=10)
+
+
+def _retry(cluster: Place, host: str, command: list[str], timeout_s: float) -> str:
+    """Run the client; the server may need a moment before it listens."""
+    deadline = time.monotonic() + 15.0  # over ssh a Python starts in seconds
+    while True:
+        try:
+            result = cluster.execute(host, command, timeout_s=timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise ClusterError(
+                f"`{' '.join(command)}` in {host} did not end within {timeout_s:g} s"
+            ) from error
+        # iperf3 reports a refused connection inside its JSON.
+        if result.returncode == 0 and '"error"' not in result.stdout:
+            return result.stdout
+        if time.monotonic() > deadline:
+            raise ClusterError(f"`{' '.join(command)}` in {host} failed: {result.stderr or result.stdout}")
+        time.sleep(0.1)

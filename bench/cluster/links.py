@@ -1,0 +1,150 @@
+"""What the links of a place do: latency and bandwidth of a message, and the rate with both ways busy.
+
+`measure` runs in the evaluation; each rank runs ``python -m bench.cluster.links --result FILE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.cluster.link_rate import TwoWayRate, measure_own_stream, measure_two_way
+from bench.cluster.spec import ClusterError
+from bench.cluster.virtual_cluster import Cluster
+from bench.launch.hosts import Place, RealHosts
+
+_START_S = 120.0  # the longest that ranks may take to meet
+_UNKNOWN_BITS_PER_S = 100e6  # a link is taken to carry this at least, where nobody limited it
+# Small ones tell the latency; large ones the bandwidth: a token bucket lets 256 KB pass at once, so that one
+# of a few KB, which takes time on a real link, takes none, and would have the link look faster than it is.
+_SIZES_BYTES = (1, 1 << 8, 2 << 20, 8 << 20)
+_REPEATS = 3
+_MESSAGES = 2 * (2 + _REPEATS)  # of each size, there and back, those that warm up included
+
+
+@dataclass(frozen=True)
+class LinkFacts:
+    """One link; None: not measured, see `why`. A message of n bytes takes latency_s + 8 n / bits_per_s."""
+
+    cluster: str
+    first: str
+    second: str
+    set_bits_per_s: float | None  # what it was limited to
+    latency_s: float | None = None
+    bits_per_s: float | None = None
+    two_way_bits_per_s: float | None = None  # each way, both ways busy
+    tool: str = ""
+    why: str = ""
+
+
+def measure(place: Place, cluster: str, seconds: float = 2.0) -> list[LinkFacts]:
+    """The links from the first host to every other one. ClusterError where ranks cannot meet.
+
+    A host that takes no other connections has no two-way rate.
+    """
+    hosts = place.spec.hosts
+    ranks = [host for host in hosts for _ in range(host.slots)]
+    firsts = [ranks.index(host) for host in hosts[1:]]
+    fits = _ping_pongs(place, firsts)
+    found = []
+    for host, first in zip(hosts[1:], firsts, strict=True):
+        latency_s, bits_per_s = fits[first]
+        two_way = _two_way(place, hosts[0].name, host.name, seconds)
+        found.append(
+            LinkFacts(
+                cluster,
+                hosts[0].name,
+                host.name,
+                _slower(place, host.name),
+                latency_s,
+                bits_per_s,
+                None if two_way is None else two_way.bits_per_s,
+                "" if two_way is None else two_way.tool,
+            )
+        )
+    return found
+
+
+def _two_way(place: Place, first: str, second: str, seconds: float) -> TwoWayRate | None:
+    try:
+        if isinstance(place, Cluster):
+            return measure_two_way(place, first, second, seconds=seconds)
+        return measure_own_stream(place, first, second, seconds)
+    except (ClusterError, OSError, ValueError, subprocess.SubprocessError) as error:
+        print(f"{first} to {second}: both ways at once not measured, {error}", file=sys.stderr)
+        return None
+
+
+def not_measured(place: Place, cluster: str, why: str) -> list[LinkFacts]:
+    """The same links where measuring them failed, so that it is known and not tried for every group."""
+    first, *others = place.spec.hosts
+    return [LinkFacts(cluster, first.name, host.name, _slower(place, host.name), why=why) for host in others]
+
+
+def _slower(place: Place, second: str) -> float | None:
+    """The rate that the two ends of the link to that host are limited to."""
+    if not isinstance(place, Cluster):
+        return None
+    ends = [host for host in place.spec.hosts if host.name in (place.spec.hosts[0].name, second)]
+    return min((host.rate_bits_per_s for host in ends if host.rate_bits_per_s is not None), default=None)
+
+
+def _ping_pongs(place: Place, peers: Sequence[int]) -> dict[int, tuple[float, float | None]]:
+    """Latency and bits per second between rank 0 and each of some other ranks, one after the other."""
+    rate = place.spec.slowest_rate_bits_per_s or _UNKNOWN_BITS_PER_S
+    timeout_s = _START_S + 2 * len(peers) * _MESSAGES * sum(_SIZES_BYTES) * 8 / rate
+    # Rank 0 may be on another host, which shares the current folder.
+    shared = Path.cwd() if isinstance(place, RealHosts) else None
+    with tempfile.TemporaryDirectory(prefix="hvpipe-links-", dir=shared) as directory:
+        result = Path(directory) / "links.json"
+        command = [
+            sys.executable,
+            "-m",
+            "bench.cluster.links",
+            "--peers",
+            *map(str, peers),
+            "--result",
+            str(result),
+        ]
+        env = {"PYTHONPATH": str(Path(__file__).parents[2])}
+        done = place.run(place.spec.slots, command, timeout_s=timeout_s, env=env)
+        if done.returncode != 0 or not result.exists():
+            raise ClusterError(f"Links could not be measured: {(done.stderr or done.stdout)[-500:]}")
+        return {int(rank): (fit[0], fit[1]) for rank, fit in json.loads(result.read_text()).items()}
+
+
+def _bits_per_s(bytes_per_s: float) -> float | None:
+    return bytes_per_s * 8 if math.isfinite(bytes_per_s) else None
+
+
+def main() -> None:
+    """A rank's part: rank 0 and each peer send each other messages of several sizes; it writes the fits."""
+    import hvpipe
+    from hvpipe.comm.link_probe import measure_links
+    from hvpipe.session import current
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--peers", type=int, nargs="+", required=True, help="ranks that rank 0 is linked to")
+    parser.add_argument("--result", type=Path, required=True)
+    arguments = parser.parse_args()
+    hvpipe.init()
+    pairs = [(0, peer) for peer in arguments.peers]
+    links = measure_links(current().engine, sizes_bytes=_SIZES_BYTES, repeats=_REPEATS, pairs=pairs)
+    if hvpipe.rank() == 0:
+        fits = {
+            second: (link.latency_s, _bits_per_s(link.bandwidth_bytes_per_s))
+            for (_, second), link in links.items()
+        }
+        arguments.result.write_text(json.dumps(fits))
+    hvpipe.shutdown()
+
+
+if __name__ == "__main__":
+    main()

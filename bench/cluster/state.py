@@ -1,0 +1,130 @@
+"""What is written down about a virtual cluster, so that another process can enter it or clean it away."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.cluster.spec import ClusterError, ClusterSpec
+
+STATE = Path("/run/hvpipe-cluster")
+_FILE = "state.json"
+
+# Entering is one script, so that mpirun's agent, `exec` and a person's shell get the same host: its CPU time,
+# its network, its name, its /etc/hosts, and a /sys of this network that still has the cgroups, which entering
+# another host from here needs.
+_ENTER = """#!/bin/sh
+# Run a command inside a host of the virtual cluster {name}: enter HOST COMMAND [ARGUMENT...]
+host=$1
+shift
+[ -e /run/netns/{name}-"$host" ] || {{ echo "cluster {name} has no host $host" >&2; exit 2; }}
+quota={cpu_group}/$host/cgroup.procs
+[ ! -e "$quota" ] || echo $$ > "$quota" || exit 1
+exec nsenter --net=/run/netns/{name}-"$host" unshare --uts --mount sh -c '
+  host=$1
+  shift
+  echo "$host" > /proc/sys/kernel/hostname
+  mount --bind /etc/netns/{name}-"$host"/hosts /etc/hosts
+  if [ -d /sys/fs/cgroup ]; then
+    mount --rbind /sys/fs/cgroup {directory}/cgroup
+    mount -t sysfs sysfs /sys
+    mount --rbind {directory}/cgroup /sys/fs/cgroup
+  fi
+  exec "$@"' sh "$host" "$@"
+"""
+
+_AGENT = """#!/bin/sh
+# What mpirun runs instead of ssh: agent HOST COMMAND-LINE
+host=$1
+shift
+exec {directory}/enter "$host" sh -c "$*"
+"""
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """A cluster's name and spec, and the process whose end is its end; 0 when it stays until `down`."""
+
+    name: str
+    spec: ClusterSpec
+    owner_pid: int
+    owner_started: int
+
+    @property
+    def directory(self) -> Path:
+        """Where this state, the enter script and mpirun's agent are."""
+        return STATE / self.name
+
+    @property
+    def owner_alive(self) -> bool:
+        """Whether the owner still runs (and is not another process with a used-again pid)."""
+        return self.owner_pid != 0 and process_started(self.owner_pid) == self.owner_started
+
+    @property
+    def stale(self) -> bool:
+        """Whether its owner is gone without having taken it down."""
+        return self.owner_pid != 0 and not self.owner_alive
+
+    def write(self, cpu_group: Path | None) -> None:
+        """Write state and scripts; `cpu_group` holds the hosts' cgroups, if there is a cpu controller."""
+        (self.directory / "cgroup").mkdir(parents=True, exist_ok=True)
+        data = {
+            "name": self.name,
+            "owner_pid": self.owner_pid,
+            "owner_started": self.owner_started,
+            "spec": self.spec.to_json(),
+        }
+        # Whole or not at all: another process may read it, or this one be killed.
+        partial = self.directory / f".{_FILE}"
+        partial.write_text(json.dumps(data, indent=1))
+        os.replace(partial, self.directory / _FILE)
+        fields = {"name": self.name, "directory": self.directory, "cpu_group": cpu_group or "/nonexistent"}
+        for script, text in (("enter", _ENTER), ("agent", _AGENT)):
+            path = self.directory / script
+            path.write_text(text.format(**fields))
+            path.chmod(0o755)
+
+    def delete(self) -> None:
+        """Forget the cluster."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if STATE.is_dir() and not any(STATE.iterdir()):
+            STATE.rmdir()
+
+
+def process_started(pid: int) -> int:
+    """The start time of a process in clock ticks since boot; 0 where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return int(text.rpartition(")")[2].split()[19])
+
+
+def read_state(name: str) -> ClusterState:
+    """The state of the cluster with that name."""
+    path = STATE / name / _FILE
+    try:
+        data: dict[str, Any] = json.loads(path.read_text())
+    except ValueError as error:
+        raise ClusterError(f"A cluster's state must be JSON: delete {path}. Received: {error}") from error
+    except OSError as error:
+        known = ", ".join(path.parent.name for path in _files()) or "none"
+        raise ClusterError(
+            f"The cluster must be up: `python -m bench.cluster up`. Received: name={name!r}; up: {known}"
+        ) from error
+    return ClusterState(
+        data["name"], ClusterSpec.from_json(data["spec"]), data["owner_pid"], data["owner_started"]
+    )
+
+
+def all_states() -> list[ClusterState]:
+    """Every cluster written down on this machine, stale ones included."""
+    return [read_state(path.parent.name) for path in _files()]
+
+
+def _files() -> list[Path]:
+    return sorted(STATE.glob(f"*/{_FILE}"))

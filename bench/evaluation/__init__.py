@@ -1,0 +1,1 @@
+"""An evaluation: many rounds of many systems, budgeted and resumable."""

@@ -1,0 +1,76 @@
+"""How long rounds will take, roughly, so that a suite can be budgeted before anything has been measured."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from bench.cluster.spec import ClusterError
+from bench.evaluation.suite import Group, PipelineRun, Suite, cluster_spec
+from bench.metrics import communication_bound_s
+from bench.training.workloads import TRAINED_DIGITS
+
+GROUP_S = 15.0  # cluster up and down, links measured
+_PROCESS_S = 9.0  # TensorFlow's import, of each process
+
+
+@dataclass(frozen=True)
+class _Cost:
+    """Seconds of one core: to build and trace, and for a sample at `pixels`; what one all-reduce carries."""
+
+    trace_s: float
+    sample_s: float
+    gradient_bytes: float
+    pixels: int = 64
+    power: int = 2  # how the time of a sample grows with pixels, or tokens
+
+
+_COSTS = {
+    "resnet50": _Cost(20, 0.05, 95e6),
+    "vgg16": _Cost(10, 0.1, 160e6),
+    "inceptionv3": _Cost(20, 0.05, 88e6, 96),
+    "mobilenetv2": _Cost(15, 0.01, 9.5e6),
+    "lstm": _Cost(8, 0.02, 10e6, 32, 1),
+    "transformer": _Cost(12, 0.03, 20e6, 64, 1),
+    "digits": _Cost(6, 0.001, 0.5e6, 8),
+}
+_UNKNOWN = _Cost(25, 0.2, 100e6)
+
+
+def round_s(group: Group) -> float:
+    """Seconds of one round of one system: processes start, trace, warm up, take steps that hide nothing."""
+    task, cost = group.task, _COSTS.get(group.task.workload, _UNKNOWN)
+    hosts, rate, slowest = _cluster_facts(group)
+    # Ranks share the cores of this machine; a host with half a core takes twice as long.
+    crowd = max(group.ranks / (os.cpu_count() or 1), 1 / slowest, 1.0)
+    batch = max(task.shares, default=task.batch)
+    computing_s = cost.sample_s * batch * (task.pixels / cost.pixels) ** cost.power * crowd
+    step_s = computing_s + communication_bound_s(round(cost.gradient_bytes), hosts, rate)
+    steps = task.warm_up + task.steps
+    if task.epochs:
+        steps = task.epochs * (TRAINED_DIGITS // (task.batch * group.ranks) + 1)
+    return (_PROCESS_S + cost.trace_s) * crowd + steps * step_s
+
+
+def pipeline_s(run: PipelineRun) -> float:
+    """Seconds of a run of bench.pipeline: profile, then every plan traced and trained."""
+    cost = _COSTS.get(run.model, _UNKNOWN)
+    plans = len(run.methods.split(",")) + run.seeds - 1
+    step_s = cost.sample_s * run.batch * (run.pixels / cost.pixels) ** cost.power
+    return _PROCESS_S + 2 * cost.trace_s + plans * (2 * cost.trace_s + run.rounds * (run.steps + 1) * step_s)
+
+
+def suite_s(suite: Suite) -> float:
+    """Seconds of the whole suite."""
+    groups = sum(GROUP_S + len(group.turns()) * round_s(group) for group in suite.groups)
+    return groups + sum(GROUP_S + pipeline_s(run) for run in suite.pipelines)
+
+
+def _cluster_facts(group: Group) -> tuple[int, float | None, float]:
+    """Hosts, the slowest link's bits per second, the cores of the slowest host (1 at most)."""
+    try:
+        spec = cluster_spec(group.cluster) if group.spec is None else group.spec
+    except ClusterError:
+        return group.ranks, None, 1.0
+    cpus = [host.cpus for host in spec.hosts if host.cpus is not None]
+    return len(spec.hosts), spec.slowest_rate_bits_per_s, min([1.0, *cpus])

@@ -1,0 +1,236 @@
+"""Runs a suite: group after group on its cluster, systems in turn, every round kept as it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from bench.cluster import links
+from bench.cluster.spec import ClusterError
+from bench.evaluation.estimates import GROUP_S, pipeline_s, round_s, suite_s
+from bench.evaluation.hardware import describe_machine
+from bench.evaluation.journal import Journal, alone_in
+from bench.evaluation.outcome import Outcome, PipelineOutcome, Setting
+from bench.evaluation.progress import Progress
+from bench.evaluation.suite import Group, PipelineRun, Suite
+from bench.launch.host_selection import Sites
+from bench.launch.hosts import Place, RealHosts
+from bench.launch.process_placement import ROOT
+from bench.launch.processes import plain
+from bench.launch.ranks import run_ranks
+from bench.metrics import format_time, median
+from bench.pipeline.report import PipelineReport
+from bench.rounds.record import NOT_UP, Case, Round, last_words
+from bench.rounds.timed_steps import counted
+
+RunRound = Callable[[Case, int, "Place | None", float], Round]
+"""Runs one round of a case: case, number, place, seconds until it is ended."""
+
+_OUTPUT_END = 4000
+
+
+def setting_of(suite: Suite, sites: Sites, software: Mapping[str, str] | None = None) -> Setting:
+    """What is kept about a run before it begins. `suite` is fitted to the sites."""
+    clusters = {each.cluster: each.spec for each in suite.groups}
+    clusters |= {each.cluster: each.spec for each in suite.pipelines}
+    return Setting(
+        suite.name,
+        suite.title,
+        datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        describe_machine(),
+        tuple(sites.facts(name, spec) for name, spec in clusters.items()),
+        json.loads(json.dumps(asdict(suite))),
+        (*((sites.note,) if sites.note else ()), *suite.notes),
+        dict(software or {}),
+    )
+
+
+class Evaluation:
+    """One run of a suite into a folder; on a folder that has some of it already, what is missing."""
+
+    def __init__(
+        self,
+        suite: Suite,
+        sites: Sites,
+        run_round: RunRound,
+        missing: Mapping[str, str],
+        software: Mapping[str, str] | None = None,
+    ) -> None:
+        """`missing` says of each system that cannot run here why; `software` is what bench.evaluation.software tells."""
+        self._suite = sites.fit(suite)
+        self._sites = sites
+        self._run_round = run_round
+        self._missing = missing
+        self._software = software
+
+    def estimate_s(self) -> float:
+        """Seconds of all of it, roughly."""
+        return suite_s(self._suite)
+
+    def plan(self) -> dict[str, Any]:
+        """JSON values: each group and pipeline with its seconds by estimate; why systems are skipped."""
+        asked = {system for group in self._suite.groups for system in group.systems}
+        groups = [
+            {
+                "name": group.name,
+                "systems": list(group.systems),
+                "rounds": group.rounds,
+                "task": group.task.describe([group.rounds_of(system) for system in group.systems]),
+                "estimate_s": len(group.turns()) * round_s(group),
+            }
+            for group in self._suite.groups
+        ]
+        return {
+            "note": self._sites.note,
+            "notes": list(self._suite.notes),
+            "groups": groups,
+            "pipelines": [{"name": run.name, "estimate_s": pipeline_s(run)} for run in self._suite.pipelines],
+            "skipped": {system: why for system, why in self._missing.items() if system in asked},
+            "estimate_s": self.estimate_s(),
+        }
+
+    def describe(self) -> str:
+        """The plan for people, a line for each group and pipeline."""
+        plan = self.plan()
+        lines = [*([plan["note"]] if plan["note"] else []), *plan["notes"]]
+        lines += [
+            f"{group['name']}: {len(group['systems'])} systems, {group['task']}, "
+            f"{group['estimate_s'] / 60:.1f} min"
+            for group in plan["groups"]
+        ]
+        lines += [f"{run['name']}: {run['estimate_s'] / 60:.1f} min" for run in plan["pipelines"]]
+        return "\n".join([*lines, *(f"skipped: {why}" for why in plan["skipped"].values())])
+
+    def run(self, folder: Path, progress: Progress, *, retry_failed: bool = False) -> Outcome:
+        """Run what is missing in the folder; KeyboardInterrupt leaves with all finished rounds kept.
+
+        What had no place to run is missing; with `retry_failed` what failed is as well.
+        """
+        with alone_in(folder):
+            journal = Journal(folder, setting_of(self._suite, self._sites, self._software))
+            journal.forget_not_up()
+            if retry_failed:
+                journal.forget_failed()
+            kept = journal.outcome
+            for group in self._suite.groups:
+                self._run_group(group, journal, progress)
+                progress.leave_out(GROUP_S)
+            for run in self._suite.pipelines:
+                self._run_pipeline(run, journal, progress)
+                progress.leave_out(GROUP_S)
+            if journal.outcome is kept:
+                progress.say(f"nothing left to run: {folder} has all rounds, begun {kept.setting.started}")
+            return journal.outcome
+
+    def _run_group(self, group: Group, journal: Journal, progress: Progress) -> None:
+        kept = journal.outcome
+        left = [turn for turn in group.turns() if not _done(kept, *turn) and not _gave_up(kept, turn[1])]
+        for case in dict.fromkeys(case for _, case in left if case.system in self._missing):
+            if not any(each.case.key == case.key for each in journal.outcome.rounds):
+                journal.add_round(Round(case, 0, skipped=self._missing[case.system]))
+            progress.say(f"{case.key}: skipped, {self._missing[case.system]}")
+        left = [(number, case) for number, case in left if case.system not in self._missing]
+        progress.leave_out((len(group.turns()) - len(left)) * round_s(group))
+        if not left:
+            return
+        try:
+            with self._sites.place(group) as place:
+                self._measure_links(group.cluster, place, journal, progress)
+                for number, case in left:
+                    if _gave_up(journal.outcome, case):
+                        progress.leave_out(round_s(group))
+                        continue
+                    with progress.part(f"{case.key}, round {number + 1} of {group.rounds}", round_s(group)):
+                        finished = self._round(case, number, place, 300 + 6 * round_s(group))
+                        journal.add_round(finished)
+                        progress.say(_line(finished))
+        except ClusterError as error:
+            for number, case in left:
+                if not _done(journal.outcome, number, case) and not _gave_up(journal.outcome, case):
+                    journal.add_round(Round(case, number, skipped=f"{NOT_UP}{error}"))
+                    progress.leave_out(round_s(group))
+            progress.say(f"{group.name}: not run, {NOT_UP}{error}")
+
+    def _round(self, case: Case, number: int, place: Place | None, timeout_s: float) -> Round:
+        """A round; whatever a system does to fail ends up in it."""
+        try:
+            return self._run_round(case, number, place, timeout_s)
+        except subprocess.TimeoutExpired as error:
+            output = error.stderr or error.output or ""
+            text = output if isinstance(output, str) else output.decode(errors="replace")
+            return Round(case, number, error=f"no end within {timeout_s:.0f} s\n{text[-_OUTPUT_END:]}")
+        except Exception:
+            return Round(case, number, error=traceback.format_exc()[-_OUTPUT_END:])
+
+    def _measure_links(self, cluster: str, place: Place | None, journal: Journal, progress: Progress) -> None:
+        known = any(each.cluster == cluster for each in journal.outcome.links)
+        if known or place is None or len(place.spec.hosts) < 2:
+            return
+        progress.working_on(f"{cluster}: links")
+        try:
+            journal.add_links(links.measure(place, cluster))
+        except Exception as error:  # the systems can be measured all the same
+            progress.say(f"{cluster}: links not measured, {error!r}")
+            journal.add_links(links.not_measured(place, cluster, last_words(str(error))))
+
+    def _run_pipeline(self, run: PipelineRun, journal: Journal, progress: Progress) -> None:
+        if any(each.name == run.name for each in journal.outcome.pipelines):
+            progress.leave_out(pipeline_s(run))
+            return
+        with progress.part(run.name, pipeline_s(run)), tempfile.TemporaryDirectory() as directory:
+            output = Path(directory) / "output"
+            output.touch()
+            try:
+                where = NOT_UP
+                with self._sites.place(run) as place:
+                    where = ""
+                    assert place is not None  # plain loopback leaves pipelines out
+                    report = _pipeline_report(run, place, output)
+                finished = PipelineOutcome(run.name, report)
+            except Exception as error:
+                said = plain(output.read_text(errors="replace"))[-_OUTPUT_END:]
+                finished = PipelineOutcome(run.name, error=f"{where}{error}\n{said}".rstrip())
+                progress.say(f"{run.name}: failed, {last_words(finished.error)}")
+            journal.add_pipeline(finished)
+
+
+def _pipeline_report(run: PipelineRun, place: Place, output: Path) -> PipelineReport:
+    """Run a pipeline's ranks; what they print goes to `output`. ClusterError where they fail or hang."""
+
+    def start(command: list[str]) -> list[str]:
+        # Other hosts get no environment but what stands on the command line.
+        line = place.mpirun_command(place.spec.slots, ["env", f"PYTHONPATH={ROOT}", *command])
+        return ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(output), *line]
+
+    where, timeout_s = place.spec.describe(), 300 + 6 * pipeline_s(run)
+    # Rank 0 may be on another host, which shares the current folder.
+    shared = Path.cwd() if isinstance(place, RealHosts) else None
+    text = run_ranks("bench.pipeline", start, run.words(), where=where, timeout_s=timeout_s, folder=shared)
+    return PipelineReport.from_json(text)
+
+
+def _done(outcome: Outcome, number: int, case: Case) -> bool:
+    """Whether this round was run; one that was skipped is tried again."""
+    return any(
+        each.case.key == case.key and each.number == number and not each.skipped for each in outcome.rounds
+    )
+
+
+def _gave_up(outcome: Outcome, case: Case) -> bool:
+    """Whether the case failed: what crashes or hangs would do so again in every round."""
+    return any(each.case.key == case.key and each.error for each in outcome.rounds)
+
+
+def _line(finished: Round) -> str:
+    """A round in a line for people."""
+    if not finished.ok:
+        return f"{finished.case.key}: {'skipped' if finished.skipped else 'failed'}, {finished.why}"
+    step_s = max(median(counted(finished.case.task, rank.step_s)) for rank in finished.ranks)
+    return f"{finished.case.key}: step {format_time(step_s)}, the round {format_time(finished.taken_s)}"

@@ -1,0 +1,68 @@
+"""Which software an evaluation measures: this checkout as it is, the Python that trains and its packages."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+# Documentation, tests and results change no figures.
+_MEASURED = ("hvpipe", "csrc", "bench", ":(exclude)bench/results", ":(exclude)*.md")
+_PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "hvpipe", "mpi4py")
+_PROBE = """
+import json, sys
+from importlib import metadata
+
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
+"""
+
+
+def describe_software(python: str) -> dict[str, str]:
+    """Versions by name, with the `python` itself and the `commit`; what cannot be found out is left out."""
+    commit = _commit(_ROOT)
+    return {"python": python, **({"commit": commit} if commit else {}), **_versions(python)}
+
+
+def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """What both name and is not the same, as "keras 3.14 (now 3.15)"; what only one has is no difference."""
+    return [
+        f"{name} {before[name]} (now {now[name]})"
+        for name in before
+        if name in now and before[name] != now[name]
+    ]
+
+
+def _versions(python: str) -> dict[str, str]:
+    try:
+        said = subprocess.run(
+            [python, "-c", _PROBE, *_PACKAGES], check=True, timeout=60, capture_output=True, text=True
+        )
+        found: dict[str, str] = json.loads(said.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+    return found
+
+
+def _commit(checkout: Path) -> str:
+    """The last commit of what is measured, with a digest of what differs from it; "" without git."""
+    try:
+        last = _git(checkout, "log", "-1", "--format=%h")
+        changes = _git(checkout, "diff", "HEAD")
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    digest = hashlib.blake2b(changes.encode(), digest_size=4).hexdigest()
+    return f"{last} with changes {digest}" if changes else last
+
+
+def _git(checkout: Path, *words: str) -> str:
+    command = ["git", "-C", str(checkout), *words, "--", *_MEASURED]
+    done = subprocess.run(command, check=True, timeout=60, capture_output=True, errors="replace")
+    return done.stdout.strip()

@@ -1,0 +1,1 @@
+"""How benchmarks start processes on hosts and end them."""

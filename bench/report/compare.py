@@ -1,0 +1,265 @@
+"""Two evaluations beside each other: what became slower, worse or faster by more than the noise of both.
+
+What is left to chance in a step differs more between rounds, which are fresh processes, than within one. So a
+case's noise is at least that of the cases with several rounds, together, over the root of its own rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from bench.evaluation.outcome import Outcome
+from bench.evaluation.software import differences
+from bench.metrics import format_time, geometric_mean, table
+from bench.pipeline.report import Case as PipelineCase
+from bench.report.compare_learning import Learning, compare_learning, learning_table
+from bench.report.figures import all_figures, failed_cases, not_measured, steps_noise
+from bench.rounds.record import last_words
+
+LEAST_CHANGE = 0.05  # smaller ones are not reported, however quiet the machine
+BETWEEN_ROUNDS = 0.05  # a round's standard deviation where too few cases tell; 10 of results/full: 0.055
+_LEAST_CASES = 3  # of a system, to be judged by their mean
+_LEAST_REPEATED = 4  # cases with several rounds, below which their scatter tells nothing
+_FALSE_ALARMS = 0.05  # the chance that any case of two equal evaluations is called slower or faster
+
+Verdict = Literal["slower", "faster", "the same", "failed", "not run", "new", "another task"]
+_ORDER: tuple[Verdict, ...] = ("slower", "failed", "not run", "another task", "faster", "new", "the same")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A case, or a placement of a pipeline, before and after; `allowed` is how far from 1 the ratio may be
+    without meaning anything.
+
+    Of "another task" (other threads, steps, seed) there is no ratio: the two say nothing of each other. What
+    "failed" has not failed before; what is "not run" was not asked for, was skipped or is still to be run:
+    `why` says it.
+    """
+
+    key: str
+    verdict: Verdict
+    before_s: float | None = None
+    after_s: float | None = None
+    ratio: float | None = None
+    allowed: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """All cases of both, and what trainings by epochs learned.
+
+    `systems` are the geometric means of each system over its cases, which tell less than any case could.
+
+    `same_machine` is False where figures should not be held together: the machine is another, or a cluster
+    of the same name. `software` names what is not the same, as "keras 3.14 (now 3.15)". `between_rounds` is
+    the standard deviation of a round's step, and `single_rounds` how many changes rest on a single round.
+    """
+
+    changes: tuple[Change, ...]
+    same_machine: bool
+    learning: tuple[Learning, ...] = ()
+    software: tuple[str, ...] = ()
+    between_rounds: float = BETWEEN_ROUNDS
+    single_rounds: int = 0
+    systems: tuple[Change, ...] = ()
+
+    @property
+    def regressed(self) -> bool:
+        """Whether a case, or a system over all, is slower beyond noise; anything fails or learns less."""
+        worse = any(each.verdict in ("slower", "failed") for each in (*self.changes, *self.systems))
+        return worse or any(each.verdict == "worse" for each in self.learning)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {**asdict(self), "regressed": self.regressed}
+
+    def to_text(self) -> str:
+        """A table for people, what changed first."""
+        rows = [
+            [
+                each.key,
+                "" if each.before_s is None else format_time(each.before_s),
+                "" if each.after_s is None else format_time(each.after_s),
+                "" if each.ratio is None else f"{each.ratio:.3f}",
+                "" if each.allowed is None else f"{each.allowed:.0%}",
+                each.verdict,
+            ]
+            for each in sorted(self.changes, key=lambda each: _ORDER.index(each.verdict))
+        ]
+        lines = (
+            [] if self.same_machine else ["Measured on different machines or clusters: ratios say little."]
+        )
+        if self.software:
+            lines.append(f"Other software: {'; '.join(self.software)}")
+        lines.append(table(["case", "before", "after", "ratio", "noise allows", "verdict"], rows))
+        lines += [f"{each.key}: {each.why}" for each in self.changes if each.why]
+        if self.learning:
+            lines.append(learning_table(self.learning))
+        if self.single_rounds:
+            lines.append(
+                f"one round before or after: {self.single_rounds} cases; their noise is that between rounds, "
+                f"{self.between_rounds:.1%}"
+            )
+        if self.systems:
+            means = [
+                [each.key, f"{each.ratio:.3f}", f"{each.allowed:.0%}", each.verdict, each.why]
+                for each in self.systems
+            ]
+            lines.append(table(["system", "mean ratio", "noise allows", "verdict", "of"], means))
+        ratios = [each.ratio for each in self.changes if each.ratio is not None]
+        if ratios:
+            lines.append(f"geometric mean of the ratios: {geometric_mean(ratios):.3f}, {len(ratios)} cases")
+        counts = {verdict: sum(each.verdict == verdict for each in self.changes) for verdict in _ORDER}
+        said = [f"{count} {verdict}" for verdict, count in counts.items() if count]
+        learned = sum(each.verdict == "worse" for each in self.learning)
+        lines.append(", ".join([*said, *([f"{learned} learned less"] if learned else [])]))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What is compared of a case: a step and one standard error of it, relative; `task` must be the same."""
+
+    key: str
+    task: object
+    step_s: float
+    noise: float
+    rounds: int
+    system: str = ""  # of a case of systems
+
+
+def compare(before: Outcome, after: Outcome) -> Differences:
+    """Every case of either, and every placement of their pipelines."""
+    old, new = ({each.key: each for each in _measured(of)} for of in (before, after))
+    between = _between_rounds((before, after))
+    pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]
+    errors = _errors(len(pairs))
+    failed = _failed(after).keys() - _failed(before).keys()
+    changes = []
+    for key in dict.fromkeys((*old, *new)):
+        if key in old and (key not in new or key in failed):
+            changes.append(_not_there(key, old[key], after))
+        else:
+            changes.append(_change(key, old.get(key), new.get(key), between, errors))
+    single = sum(min(pair[0].rounds, pair[1].rounds) == 1 for pair in pairs)
+    machines = [each.setting.machine for each in (before, after)]
+    same = (machines[0].cpu, machines[0].cores) == (machines[1].cpu, machines[1].cores)
+    names = [{each.name: each.description for each in of.setting.clusters} for of in (before, after)]
+    alike = all(names[0][name] == names[1][name] for name in names[0].keys() & names[1].keys())
+    learning = compare_learning(before, after)
+    return Differences(
+        tuple(changes),
+        same and alike,
+        learning,
+        _other_software(before, after),
+        between,
+        single,
+        _system_changes(pairs, between),
+    )
+
+
+def _system_changes(pairs: Sequence[tuple[_Measured, _Measured]], between: float) -> tuple[Change, ...]:
+    """A system that is slower by less than a single case's noise is told by all of its cases together."""
+    by_system: dict[str, list[tuple[_Measured, _Measured]]] = {}
+    for old, new in pairs:
+        if old.task == new.task and old.system:
+            by_system.setdefault(old.system, []).append((old, new))
+    several = {system: of for system, of in by_system.items() if len(of) >= _LEAST_CASES}
+    errors = _errors(len(several))
+    found = []
+    for system, of in sorted(several.items()):
+        logs = [math.log(new.step_s / old.step_s) for old, new in of]
+        noise = math.sqrt(sum(_noise_of(each, between) ** 2 for pair in of for each in pair)) / len(of)
+        ratio, allowed = math.exp(statistics.fmean(logs)), max(LEAST_CHANGE, errors * noise)
+        found.append(Change(system, _verdict(ratio, allowed), None, None, ratio, allowed, f"{len(of)} cases"))
+    return tuple(found)
+
+
+def _noise_of(measured: _Measured, between: float) -> float:
+    return max(measured.noise, between / math.sqrt(measured.rounds))
+
+
+def _verdict(ratio: float, allowed: float) -> Verdict:
+    """On a scale of factors: as far above 1 as below."""
+    if abs(math.log(ratio)) <= math.log1p(allowed):
+        return "the same"
+    return "slower" if ratio > 1 else "faster"
+
+
+def _measured(outcome: Outcome) -> Iterator[_Measured]:
+    """Cases first, then pipelines; placements of one name (random ones) have their number in it."""
+    for row in all_figures(outcome):
+        yield _Measured(row.case.key, row.case.task, row.step_s, row.noise, row.rounds, row.case.system)
+    for run in outcome.pipelines:
+        if run.report is not None:
+            task = (run.report.workload, run.report.schedule, run.report.ranks, run.report.batch)
+            for case in run.report.cases:
+                # How many rounds its steps are of is not kept.
+                yield _Measured(f"{run.name}/{case.method}", task, case.seconds(), _noise(case), 1)
+
+
+def _noise(case: PipelineCase) -> float:
+    return steps_noise([max(case.step_s, key=statistics.median)])
+
+
+def _between_rounds(outcomes: Sequence[Outcome]) -> float:
+    """The standard deviation of a round's step, relative, from all cases with several rounds together."""
+    squares, freedom, cases = 0.0, 0, 0
+    for outcome in outcomes:
+        by_round: dict[str, list[float]] = {}
+        for number in sorted({each.number for each in outcome.rounds}):
+            one = replace(outcome, rounds=tuple(each for each in outcome.rounds if each.number == number))
+            for row in all_figures(one):
+                by_round.setdefault(row.case.key, []).append(math.log(row.step_s))
+        for steps in by_round.values():
+            if len(steps) > 1:
+                squares += (len(steps) - 1) * statistics.variance(steps)
+                freedom, cases = freedom + len(steps) - 1, cases + 1
+    return math.sqrt(squares / freedom) if cases >= _LEAST_REPEATED else BETWEEN_ROUNDS
+
+
+def _errors(cases: int) -> float:
+    """Standard errors that a ratio may be off by: the more cases, the farther is the farthest by chance."""
+    return statistics.NormalDist().inv_cdf(1 - _FALSE_ALARMS / 2 / max(1, cases))
+
+
+def _failed(outcome: Outcome) -> dict[str, str]:
+    """Why, by the key of a case or the name of a pipeline."""
+    why = not_measured(outcome)
+    runs = [each for each in outcome.pipelines if each.error and not each.not_up]
+    pipelines = {each.name: last_words(each.error) for each in runs}
+    return {**{key: why[key] for key in failed_cases(outcome)}, **pipelines}
+
+
+def _not_there(key: str, old: _Measured, after: Outcome) -> Change:
+    """A case that has no figures any more, or failed in one of its rounds."""
+    failed = _failed(after)
+    # A pipeline fails as a whole.
+    if why := failed.get(key) or failed.get(key.rsplit("/", 1)[0]):
+        return Change(key, "failed", old.step_s, why=why)
+    return Change(key, "not run", old.step_s, why=not_measured(after).get(key, ""))
+
+
+def _change(key: str, old: _Measured | None, new: _Measured | None, between: float, errors: float) -> Change:
+    if old is None or new is None:
+        return Change(key, "new", None, None if new is None else new.step_s)
+    if old.task != new.task:
+        return Change(key, "another task", old.step_s, new.step_s)
+    ratio = new.step_s / old.step_s
+    allowed = max(LEAST_CHANGE, errors * math.hypot(*(_noise_of(each, between) for each in (old, new))))
+    return Change(key, _verdict(ratio, allowed), old.step_s, new.step_s, ratio, allowed)
+
+
+def _other_software(before: Outcome, after: Outcome) -> tuple[str, ...]:
+    """By what the settings keep; where one keeps nothing, by what the rounds of each system said."""
+    settings = [of.setting for of in (before, after)]
+    named = [{"hvpipe bench": each.machine.hvpipe, **each.software} for each in settings]
+    if not all(each.software for each in settings):
+        for names, of in zip(named, (before, after), strict=True):
+            names.update({each.case.system: each.versions for each in of.rounds if each.versions})
+    return tuple(differences(*named))

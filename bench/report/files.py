@@ -1,0 +1,88 @@
+"""The files of an evaluation: results.json, results.csv, report.html; and its figures on a terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.evaluation.outcome import Outcome
+from bench.metrics import format_time, table
+from bench.report.advice import advice
+from bench.report.figures import all_figures, by_group, not_measured
+from bench.report.headlines import cautions, comparisons, headlines
+from bench.report.page import page
+from bench.report.spreadsheet import to_csv
+
+
+def write_outputs(outcome: Outcome, folder: Path) -> list[Path]:
+    """Write the three into the folder, each whole or not at all; their paths."""
+    outputs: dict[str, Callable[[Outcome], str]] = {
+        "results.json": Outcome.to_json,
+        "results.csv": to_csv,
+        "report.html": page,
+    }
+    for name, make in outputs.items():
+        partial = folder / f".{name}"
+        partial.write_text(make(outcome), encoding="utf-8")
+        os.replace(partial, folder / name)
+    return [folder / name for name in outputs]
+
+
+def show_figures(outcome: Outcome, *, as_json: bool) -> str:
+    """Headlines, advice and a table of every group, for people or for programs."""
+    rows = all_figures(outcome)
+    if as_json:
+        cases = [
+            {
+                "key": row.case.key,
+                "step_s": row.step_s,
+                "noise": row.noise,
+                "samples_per_s": row.samples_per_s,
+                "efficiency": row.efficiency,
+                "over_bound": row.over_bound,
+            }
+            for row in rows
+        ]
+        heads = [{"title": h.title, "figure": h.figure, "detail": h.detail} for h in headlines(outcome, rows)]
+        compared = [
+            {
+                "against": title,
+                "group": each.group,
+                "baseline": each.baseline,
+                "speedup": each.speedup,
+                "reduction": each.reduction,
+                "noise": each.noise,
+            }
+            for title, found in comparisons(outcome, rows).items()
+            for each in found
+        ]
+        figures = {
+            "headlines": heads,
+            "comparisons": compared,
+            "advice": advice(outcome, rows),
+            "cautions": cautions(outcome),
+            "cases": cases,
+            "not_measured": not_measured(outcome),
+        }
+        return json.dumps(figures, indent=1)
+    parts = cautions(outcome)
+    parts += [f"{head.title}: {head.figure} ({head.detail})" for head in headlines(outcome, rows)]
+    parts += [f"advice: {text}" for text in advice(outcome, rows)]
+    for name, members in by_group(rows).items():
+        lines = [
+            [
+                row.case.system,
+                format_time(row.step_s),
+                f"{row.noise:.0%}",
+                f"{row.samples_per_s:.3g}",
+                "" if row.efficiency is None else f"{row.efficiency:.0%}",
+                "" if row.over_bound is None else f"{row.over_bound:.2f}",
+            ]
+            for row in members
+        ]
+        header = ["system", "step", "noise", "samples/s", "efficiency", "over bound"]
+        parts.append(f"\n{name}\n{table(header, lines)}")
+    parts += [f"{key}: {why}" for key, why in not_measured(outcome).items()]
+    return "\n".join(parts)

@@ -1,0 +1,184 @@
+"""What an evaluation shows, in a few figures: hvpipe against the others, efficiency, the bound."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.evaluation.outcome import Outcome
+from bench.evaluation.unfinished import unfinished
+from bench.metrics import geometric_mean
+from bench.report.figures import (
+    ALONE,
+    BEST_NATIVE,
+    NATIVE,
+    SYNCHRONOUS_NATIVE,
+    CaseFigures,
+    Comparison,
+    Means,
+    by_group,
+    compare_in_groups,
+    failed_cases,
+    is_limited,
+    limited_by_links,
+    means,
+    shares_gain,
+    tensorflow_versions,
+)
+from bench.rounds.record import Case
+
+OURS = "hvpipe-step"
+_AGAINST = (
+    (BEST_NATIVE, NATIVE),
+    ("best native TensorFlow that trains the same", SYNCHRONOUS_NATIVE),
+    ("Horovod, tuned", ("horovod-tuned",)),
+    ("Horovod", ("horovod",)),
+    ("hvpipe without overlap", ("hvpipe-none",)),
+)
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One result: its title, the figure, and what it is the figure of."""
+
+    title: str
+    figure: str
+    detail: str
+
+
+def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
+    """The results that there are figures for."""
+    failed = failed_cases(outcome)
+    limited = limited_by_links(outcome, rows)
+    where = "on links up to 1 Gb/s" if limited else "on links that are faster or have no set rate"
+    cases = dict.fromkeys(each.case for each in outcome.rounds if not each.skipped)
+    tried = [case for case in cases if not case.task.epochs and (not limited or is_limited(outcome, case))]
+    found = []
+    for title, baselines in _AGAINST:
+        compared = compare_in_groups(limited or rows, OURS, baselines, failed)
+        mean = means(compared)
+        left_out = [case for case in _compared(tried, baselines) if case.key in failed]
+        if mean is not None:
+            groups = {each.group for each in compared}
+            others = [
+                each for each in compare_in_groups(rows, OURS, baselines, failed) if each.group not in groups
+            ]
+            said = (_beyond(others), _ran_in(compared, rows, baselines), _failures(left_out))
+            found.append(_against(title, mean, where, [each for each in said if each]))
+        elif any(case.system == OURS for case in left_out):
+            found.append(Headline(f"{OURS} against {title}", "failed", _failures(left_out)))
+    ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
+    ratios = [row.over_bound for row in ours if row.over_bound is not None and row.case.key not in failed]
+    if ratios:
+        rates = [row for row in ours if row.links_rate == "measured" and row.over_bound is not None]
+        rate = f"their set rate ({_cases(len(rates))}: measured)" if rates else "their set rate"
+        detail = f"the larger of computing alone and the links at {rate}; geometric mean of"
+        found.append(
+            Headline(
+                "step over its bound", f"{geometric_mean(ratios):.2f}x", f"{detail} {_cases(len(ratios))}"
+            )
+        )
+    found += [
+        Headline(
+            f"{gain.system}, shares by speed",
+            f"{gain.speedup:.2f}x",
+            f"samples per second of equal shares, {gain.group}",
+        )
+        for gain in shares_gain(rows)
+        if gain.system != ALONE
+    ]
+    return found + _scaling(rows)
+
+
+def comparisons(outcome: Outcome, rows: Sequence[CaseFigures]) -> dict[str, list[Comparison]]:
+    """Ours against each of what it is held against, case by case, whatever the links."""
+    failed = failed_cases(outcome)
+    found = {title: compare_in_groups(rows, OURS, baselines, failed) for title, baselines in _AGAINST}
+    return {title: compared for title, compared in found.items() if compared}
+
+
+def cautions(outcome: Outcome) -> list[str]:
+    """What a reader must know before the figures."""
+    versions = tensorflow_versions(outcome)
+    said = ", ".join(f"{version} ({', '.join(systems)})" for version, systems in versions.items())
+    mixed = [f"Not all was measured on the same TensorFlow: {said}."] if len(versions) > 1 else []
+    return [*outcome.setting.notes, *mixed, *_not_run_yet(outcome)]
+
+
+def _not_run_yet(outcome: Outcome) -> list[str]:
+    """What is missing of an evaluation that was interrupted, in a sentence; none where it is whole."""
+    left = unfinished(outcome)
+    if not left:
+        return []
+    count = sum(len(systems) or 1 for systems in left.values())
+    names = [f"{name} ({', '.join(systems)})" if systems else name for name, systems in left.items()]
+    return [
+        "Not all of the suite has run yet. Missing, or short of rounds "
+        f"({count} of its cases and pipelines): {', '.join(names)}."
+    ]
+
+
+def _compared(tried: Sequence[Case], baselines: Sequence[str]) -> list[Case]:
+    """Ours and the baselines in each group that has both."""
+    ours = {case.group for case in tried if case.system == OURS}
+    both = {case.group for case in tried if case.system in baselines and case.group in ours}
+    return [case for case in tried if case.group in both and case.system in (OURS, *baselines)]
+
+
+def _failures(left_out: Sequence[Case]) -> str:
+    """Where ours failed, and which groups are not counted since a baseline did; empty without failures."""
+    ours = [case.group for case in left_out if case.system == OURS]
+    others = [case.key for case in left_out if case.system != OURS]
+    said = [f"failed in {', '.join(ours)}"] if ours else []
+    return "; ".join([*said, *([f"not counted, since it failed: {', '.join(others)}"] if others else [])])
+
+
+def _ran_in(compared: Sequence[Comparison], rows: Sequence[CaseFigures], baselines: Sequence[str]) -> str:
+    """Where the best of several is meant: how many of the cases each was there to be the best of."""
+    if len(baselines) < 2:
+        return ""
+    groups = {each.group for each in compared}
+    ran = {name: sum(r.case.system == name and r.case.group in groups for r in rows) for name in baselines}
+    return "ran: " + ", ".join(f"{name} in {count} of {len(groups)}" for name, count in ran.items())
+
+
+def _beyond(others: Sequence[Comparison]) -> str:
+    """Cases that are no part of the mean, as their links are faster or have no set rate."""
+    said = ", ".join(f"{each.speedup:.2f}x in {each.group}" for each in others)
+    return f"on other links {said}" if said else ""
+
+
+def _against(title: str, mean: Means, where: str, also: Sequence[str]) -> Headline:
+    slower = f"slower in {', '.join(mean.slower_in)}" if mean.slower_in else "slower in none"
+    return Headline(
+        f"{OURS} against {title}",
+        f"{mean.speedup:.2f}x, {abs(mean.reduction):.0%} {'less' if mean.reduction >= 0 else 'more'} time",
+        f"geometric mean of the speedups, arithmetic mean of the reductions, {_cases(mean.groups)} {where}; "
+        + "; ".join([f"worst {mean.worst_speedup:.2f}x", slower, *also]),
+    )
+
+
+def _scaling(rows: list[CaseFigures]) -> list[Headline]:
+    """Efficiency on the largest number of ranks that was measured, every system in order."""
+    groups = [members for members in by_group(rows).values() if _measures_scaling(members)]
+    if not groups:
+        return []
+    largest = max(groups, key=lambda members: (members[0].case.ranks, len(members)))
+    ranked = sorted((row for row in largest if row.case.system != ALONE), key=lambda row: row.step_s)
+    efficiencies = ", ".join(f"{row.case.system} {row.efficiency:.0%}" for row in ranked)
+    return [
+        Headline(
+            f"scaling efficiency, {ranked[0].case.ranks} ranks",
+            f"{ranked[0].efficiency:.0%} ({ranked[0].case.system})",
+            f"throughput over that of all ranks computing alone, {ranked[0].case.group}: {efficiencies}",
+        )
+    ]
+
+
+def _measures_scaling(members: list[CaseFigures]) -> bool:
+    others = [row for row in members if row.case.system != ALONE]
+    return bool(others) and others[0].efficiency is not None and not others[0].case.task.epochs
+
+
+def _cases(count: int) -> str:
+    return f"{count} case{'' if count == 1 else 's'}"

@@ -1,0 +1,92 @@
+"""report.html: one page without any other file, for a desktop, a phone, the dark and paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+from pathlib import Path
+
+from bench.evaluation.outcome import Outcome
+from bench.report.advice import advice
+from bench.report.figures import all_figures
+from bench.report.headlines import cautions, headlines
+from bench.report.markup import around, element
+from bench.report.page_measured import breakdown, case_by_case, steps
+from bench.report.page_more import accuracy, gpus, links, not_measured, pipelines, scaling, utilization
+
+_HOW = (
+    "Systems of a group train the same model on the same data with the same seed and threads, in turn, "
+    "round after round, each round in fresh processes that warm up before steps are timed. A step is the "
+    "median of the slowest rank over the timed steps but the first of each round, which is left out for "
+    "every system alike: where gradients are collected in the next step, it has nothing to collect and is "
+    "short; spread is half the distance between the quartiles; noise is the standard error of the median. "
+    "Of the asynchronous tf-ps, whose steps end in bursts, it is the mean of all with draining, as it is "
+    "then of what it is compared with; spread is the standard deviation. Computing alone is every rank "
+    "training at once without sharing; efficiency is that step over this one; the bound is the larger of "
+    "computing alone and what the gradients take on the slowest link at its set rate, which no protocol "
+    "quite reaches, or as measured where no rate is set; without either there is no bound. Bytes "
+    "sent are those of TCP/IP by the host's counters: what goes by InfiniBand is not among them."
+)
+
+
+def page(outcome: Outcome) -> str:
+    """The whole page."""
+    setting = outcome.setting
+    rows = all_figures(outcome)
+    sections: tuple[tuple[str, Callable[[], str]], ...] = (
+        ("What to change", lambda: around("ul", (element("li", each) for each in advice(outcome, rows)))),
+        ("Step time by system", lambda: steps(outcome, rows)),
+        ("Case by case", lambda: case_by_case(outcome, rows)),
+        ("Scaling", lambda: scaling(rows)),
+        ("Where the time goes", lambda: breakdown(rows)),
+        ("Utilization over time", lambda: utilization(outcome)),
+        ("GPUs", lambda: gpus(rows)),
+        ("The same accuracy", lambda: accuracy(outcome)),
+        ("Pipelines", lambda: pipelines(outcome)),
+        ("Links", lambda: links(outcome)),
+        ("Not measured", lambda: not_measured(outcome)),
+        ("How it was measured", lambda: _how(outcome)),
+    )
+    cards = (
+        around("div", [element("span", h.title), element("b", h.figure), element("small", h.detail)], "card")
+        for h in headlines(outcome, rows)
+    )
+    body = [
+        element("h1", setting.title),
+        element(
+            "p", f"{setting.started[:10]}, {setting.machine.describe()}, hvpipe {setting.machine.hvpipe}"
+        ),
+        *(element("p", each, "notice") for each in cautions(outcome)),
+        around("div", cards, "cards"),
+    ]
+    for title, make in sections:
+        made = make()
+        if made and made != "<ul></ul>":
+            body += [element("h2", title), made]
+    style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(setting.title)}</title><style>{style}</style></head>\n"
+        f"<body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def _how(outcome: Outcome) -> str:
+    """In words, then what each system said of itself."""
+    notes: dict[str, list[str]] = {}
+    for each in outcome.rounds:
+        said = notes.setdefault(each.case.system, [])
+        said += [note for note in (*each.notes, each.versions) if note and note not in said]
+    clusters = [f"{each.name}: {each.description}" for each in outcome.setting.clusters]
+    return "".join(
+        [
+            element("p", _HOW),
+            element("h3", "Clusters"),
+            around("ul", (element("li", each) for each in clusters)),
+            element("h3", "Systems"),
+            around(
+                "ul", (element("li", f"{name}: {'; '.join(said)}") for name, said in notes.items() if said)
+            ),
+        ]
+    )

@@ -1,0 +1,148 @@
+"""The parts of the report about steps: how long, by system, and where the time goes."""
+
+from __future__ import annotations
+
+from bench.evaluation.outcome import Outcome
+from bench.metrics import format_time
+from bench.report.figures import ALONE, BEST_NATIVE, CaseFigures, Comparison, by_group, fastest
+from bench.report.headlines import OURS, comparisons
+from bench.report.markup import around, element, figure, table
+from bench.report.plots import bars, stacked
+from bench.rounds.record import PARTS
+
+_NAMES = (
+    *(ALONE, "tf-ps", "tf-mwms", "horovod", "horovod-tuned"),
+    *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale", "tf-mwms-tuned"),
+)
+_HIDDEN = "communication_hidden"
+
+
+def system_colour(name: str) -> int:
+    """The same in every plot: grey alone, TensorFlow orange, Horovod purple, hvpipe blue and green."""
+    return _NAMES.index(name) if name in _NAMES else len(_NAMES)
+
+
+def steps(outcome: Outcome, rows: list[CaseFigures]) -> str:
+    """A plot and a table for each group."""
+    made = []
+    for name, members in by_group(rows).items():
+        marks = {}
+        bound_s = members[0].bound_s
+        if bound_s is not None:
+            marks["bound (links as measured)" if members[0].links_rate == "measured" else "bound"] = bound_s
+        drawing = bars(
+            f"step time, {name}",
+            {row.case.system: row.step_s for row in members},
+            [system_colour(row.case.system) for row in members],
+            marks,
+        )
+        task = members[0].case.task.describe([row.rounds for row in members])
+        description = f"{outcome.setting.cluster(members[0].case.cluster).description}; {task}"
+        made += [
+            element("h3", name),
+            element("p", description, "quiet"),
+            around("div", [figure("Median step of the slowest rank", drawing), _table(members)], "beside"),
+        ]
+    return "".join(made)
+
+
+def _table(members: list[CaseFigures]) -> str:
+    best = fastest(members)
+    header = (
+        *("system", "step", "spread", "noise", "with drain", "samples/s", "efficiency", "over bound"),
+        *("CPU, cores by rank", "memory", "sent a step"),
+    )
+    lines = [
+        [
+            row.case.system,
+            format_time(row.step_s),
+            f"{row.spread:.0%}",
+            f"{row.noise:.0%}",
+            format_time(row.wall_s),
+            f"{row.samples_per_s:.3g}",
+            "" if row.efficiency is None else f"{row.efficiency:.0%}",
+            "" if row.over_bound is None else f"{row.over_bound:.2f}",
+            " / ".join(f"{cores:.2f}" for cores in row.usage.cores),
+            f"{row.peak_bytes / 1e6:.0f} MB",
+            f"{row.sent_bytes / 1e6:.1f} MB" if row.sent_bytes else "",
+        ]
+        for row in members
+    ]
+    return table(header, lines, None if best is None else members.index(best))
+
+
+def case_by_case(outcome: Outcome, rows: list[CaseFigures]) -> str:
+    """What ours saves in each case, a row for each group, a column for each baseline."""
+    against = comparisons(outcome, rows)
+    if not against:
+        return ""
+    found = {(title, each.group): each for title, compared in against.items() for each in compared}
+    groups = [group for group in by_group(rows) if any((title, group) in found for title in against)]
+    lines = [
+        [group, *(_saved(found.get((title, group)), title.startswith(BEST_NATIVE)) for title in against)]
+        for group in groups
+    ]
+    words = (
+        f"{OURS}'s speedup with one standard error, and how much less time that is. Of one round it is the "
+        "error of its steps alone; fresh processes differ by some 5 % more. "
+        "Groups in which one of the two failed are left out."
+    )
+    return element("p", words) + table(["case", *(f"against {title}" for title in against)], lines)
+
+
+def _saved(compared: Comparison | None, named: bool) -> str:
+    if compared is None:
+        return ""
+    text = f"{compared.speedup:.2f}x \u00b1 {compared.noise:.0%}, {compared.reduction:.0%} less"
+    return f"{text} ({compared.baseline})" if named else text
+
+
+_WHOLE = ("all beyond alone", "longest wait for the slowest rank", "step")
+
+
+def breakdown(rows: list[CaseFigures]) -> str:
+    """A stacked bar for each system of each group, and the same as a table with what was hidden."""
+    plots, tables = [], []
+    for name, members in by_group(rows).items():
+        known = [row for row in members if set(row.parts_s) - {"input"}]
+        if not known:
+            continue
+        drawn = {
+            row.case.system: {part: s for part, s in row.parts_s.items() if part != _HIDDEN} for row in known
+        }
+        caption = f"{name}, rank {known[0].parts.rank}"
+        plots.append(figure(caption, stacked(f"where the time goes, {name}", drawn, PARTS)))
+        shown = [part for part in PARTS if any(part in row.parts_s for row in known)]
+        lines = [
+            [
+                row.case.system,
+                *(_seconds(row.parts_s.get(part)) for part in shown),
+                _seconds(row.parts.beyond_alone_s),
+                _seconds(row.parts.longest_wait_s),
+                format_time(row.step_s),
+            ]
+            for row in known
+        ]
+        tables += [
+            element("h3", caption),
+            table(["system", *(part.replace("_", " ") for part in shown), *_WHOLE], lines),
+        ]
+    if not plots:
+        return ""
+    words = (
+        "Means over the timed steps of one rank, and of what is drained behind them; of the same rank for "
+        "all systems of a group, the slowest when each computes alone. Forward, backward and update count "
+        f"up to what they take in {ALONE}; all beyond that is measured alike for every system, in a column "
+        "of its own. hvpipe tells what it is made of: communication that shows, packing, the slowest "
+        "rank, overhead, and its own computing slowed by what runs beside it. The others do not tell, so "
+        "for them all of these are one part, beyond computing alone. Communication that is hidden runs "
+        "beside computing and is no part of a bar. The slowest rank waits for nobody: how long the one "
+        "waits that waits longest is in a column of its own."
+    )
+    return element("p", words) + around("div", plots, "plots") + "".join(tables)
+
+
+def _seconds(value: float | None) -> str:
+    if value is None:
+        return ""
+    return "0" if value < 5e-7 else format_time(value)

@@ -1,0 +1,278 @@
+"""The other parts of the report: scaling, utilization, accuracy, pipelines, links, what is missing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from bench.evaluation.outcome import Outcome
+from bench.metrics import format_time, median
+from bench.report.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples, trained_on_shares
+from bench.report.markup import around, element, figure, folded, table
+from bench.report.page_measured import system_colour
+from bench.report.plots import lines
+from bench.rounds.record import RankRound, Round, last_words
+
+_EQUAL_HOSTS = re.compile(r"\d+x([\d.]*\w+)")
+_SYNCHRONOUS = ("tf-mwms", "tf-mwms-tuned", "horovod", "horovod-tuned")  # the same algorithm as hvpipe-none
+_SAMPLED = ("tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod-tuned", "hvpipe-step")
+_QUANTITIES = {
+    "cpu": ("cores kept busy", 1.0),
+    "host": ("CPU of the whole machine, %", 100.0),
+    "resident_bytes": ("memory, MB", 1e-6),
+    "gpu_share": ("GPU kept busy, %", 100.0),
+    "gpu_memory_share": ("GPU memory kept busy, %", 100.0),
+    "gpu_power_w": ("GPU power, W", 1.0),
+}
+_Series = dict[str, tuple[list[float], list[float]]]
+
+
+def scaling(rows: list[CaseFigures]) -> str:
+    """Efficiency over the number of ranks: with as many samples a rank (weak), and a step (strong)."""
+    families: dict[str, list[CaseFigures]] = {}
+    for row in rows:
+        match = _EQUAL_HOSTS.fullmatch(row.case.cluster)
+        task = row.case.task
+        if match and not task.shares and not task.epochs and row.efficiency and row.case.system != ALONE:
+            what = f"{task.workload}, {task.pixels}, links {match[1]}"
+            families.setdefault(f"weak scaling: {what}, {task.batch} samples a rank", []).append(row)
+            families.setdefault(f"strong scaling: {what}, {samples(row.case)} samples a step", []).append(row)
+    plots = []
+    for title, members in families.items():
+        if len({row.case.ranks for row in members}) < 2:
+            continue
+        series: _Series = {}
+        for row in sorted(members, key=lambda row: row.case.ranks):
+            x, y = series.setdefault(row.case.system, ([1.0], [100.0]))
+            x.append(float(row.case.ranks))
+            y.append(100 * (row.efficiency or 0.0))
+        plots.append(figure(title, _plot(title, series, ("ranks", "% of computing alone"), 100.0)))
+    return around("div", plots, "plots") if plots else ""
+
+
+def gpus(rows: Sequence[CaseFigures]) -> str:
+    """Means of what every rank's GPU did, a table for each group in which one was sampled."""
+    made = []
+    for name, members in by_group(rows).items():
+        sampled = [row for row in members if row.usage.gpu]
+        quantities = list(dict.fromkeys(quantity for row in sampled for quantity in row.usage.gpu))
+        if not quantities:
+            continue
+        lines = []
+        for row in sampled:
+            cells = [_of_ranks(row.usage.gpu.get(each, ()), _quantity(each)[1]) for each in quantities]
+            lines.append([row.case.system, *cells])
+        made += [
+            element("h3", name),
+            table(["system", *(_quantity(each)[0] for each in quantities)], lines),
+        ]
+    return (
+        element("p", "Means over the timed steps of all rounds, rank by rank.") + "".join(made)
+        if made
+        else ""
+    )
+
+
+def _of_ranks(values: Sequence[float | None], scale: float) -> str:
+    return " / ".join("?" if value is None else f"{value * scale:.3g}" for value in values)
+
+
+def utilization(outcome: Outcome) -> str:
+    """What rank 0 sampled in the first good round, a plot for each group and quantity; of few systems."""
+    plots = []
+    for group, rounds in _first_good(outcome).items():
+        sampled = {each.case.system: each.ranks[0].utilization for each in rounds}
+        sampled = {name: found for name, found in sampled.items() if name in _SAMPLED} or sampled
+        for quantity in dict.fromkeys(key for rank in sampled.values() for one in rank for key in one):
+            words, scale = _quantity(quantity)
+            series: _Series = {}
+            for system, found in sampled.items():
+                points = [(one["at_s"], one[quantity] * scale) for one in found if quantity in one]
+                if len(points) > 1:
+                    series[system] = ([at for at, _ in points], [value for _, value in points])
+            if quantity != "at_s" and series:
+                plots.append(
+                    figure(f"{words}, {group}", _plot(f"{words}, {group}", series, ("seconds", words), 0.0))
+                )
+    if not plots:
+        return ""
+    return element("p", "Rank 0 in the first round, while steps are timed.") + around("div", plots, "plots")
+
+
+def _quantity(name: str) -> tuple[str, float]:
+    """What a sampled quantity is called, and its factor to the unit in that name."""
+    if name in _QUANTITIES:
+        return _QUANTITIES[name]
+    if name.endswith(("_bytes", "_bytes_per_s")):
+        unit = "MB/s" if name.endswith("_per_s") else "MB"
+        return f"{name.partition('_bytes')[0].replace('_', ' ')}, {unit}", 1e-6
+    return name.replace("_", " "), 1.0
+
+
+def accuracy(outcome: Outcome) -> str:
+    """Loss and accuracy by epoch, and the last of each."""
+    made = []
+    for group, rounds in _first_good(outcome).items():
+        apart = any(trained_on_shares(each) for each in rounds)
+        trained = {
+            each.case.system: each.ranks[0]
+            for each in rounds
+            if each.ranks[0].loss and not trained_on_shares(each)
+        }
+        if not trained:
+            continue
+        plots = [
+            figure(f"{what} by epoch, {group}", _by_epoch(f"{what}, {group}", what, trained))
+            for what in ("loss", "accuracy")
+        ]
+        rows = [
+            [
+                system,
+                f"{rank.loss[-1]:.9g}",
+                f"{rank.accuracy[-1]:.4f}" if rank.accuracy else "",
+                format_time(median(rank.step_s)),
+            ]
+            for system, rank in trained.items()
+        ]
+        made += [
+            around("div", plots, "plots"),
+            table(["system", "last loss", "last accuracy", "step"], rows),
+            element("p", _equal_words(trained)),
+            *(
+                [
+                    element(
+                        "p",
+                        f"{ALONE} is left out: its processes trained on a share of the images each.",
+                        "quiet",
+                    )
+                ]
+                if apart
+                else []
+            ),
+        ]
+    return "".join(made)
+
+
+def _by_epoch(title: str, what: str, trained: Mapping[str, RankRound]) -> str:
+    series: _Series = {}
+    for system, rank in trained.items():
+        values: list[float] = getattr(rank, what)
+        if values:
+            series[system] = ([float(epoch + 1) for epoch in range(len(values))], values)
+    return _plot(title, series, ("epoch", what), 1.0 if what == "accuracy" else 0.0)
+
+
+def _equal_words(trained: Mapping[str, RankRound]) -> str:
+    """Which of hvpipe's exact modes have exactly the losses of its linear mode, and how near others come."""
+    linear = trained.get("hvpipe-none")
+    if linear is None:
+        return ""
+    exact = [name for name in ("hvpipe-backward", "hvpipe-step") if name in trained]
+    same = [name for name in exact if trained[name].loss == linear.loss]
+    others = [name for name in exact if name not in same]
+    words = []
+    if same:
+        words.append(f"{' and '.join(same)} have the losses of hvpipe-none, digit for digit.")
+    if others:
+        words.append(f"{' and '.join(others)} do not have the losses of hvpipe-none.")
+    apart = [
+        f"{name} {max(abs(a - b) / b for a, b in zip(trained[name].loss, linear.loss, strict=False)):.1g}"
+        for name in (ALONE, *_SYNCHRONOUS)
+        if name in trained
+    ]
+    if apart:
+        words.append(f"Farthest from those in any epoch, relatively: {', '.join(apart)}.")
+    return " ".join(words)
+
+
+def pipelines(outcome: Outcome) -> str:
+    """A table for each pipeline run: measured beside predicted."""
+    made = []
+    for each in outcome.pipelines:
+        made.append(element("h3", each.name))
+        if each.report is None:
+            made.append(folded(f"failed: {last_words(each.error)}", each.error))
+            continue
+        report = each.report
+        first = report.cases[0]
+        made.append(
+            element(
+                "p",
+                f"{report.workload}; {report.ranks} ranks, {report.where}; {report.schedule}, "
+                f"{report.microbatches} micro-batches. Saved is what {first.method} takes less.",
+                "quiet",
+            )
+        )
+        rows = [
+            [
+                case.method,
+                format_time(case.seconds()),
+                format_time(case.forecast_s),
+                f"{case.seconds() / case.forecast_s:.2f}",
+                "" if case.bound_s is None else f"{case.seconds() / case.bound_s:.2f}",
+                f"{1 - first.seconds() / case.seconds():.0%}",
+            ]
+            for case in report.cases
+        ]
+        header = ["placement", "step", "predicted", "step / predicted", "step / bound", "saved"]
+        made.append(table(header, rows))
+    return "".join(made)
+
+
+def links(outcome: Outcome) -> str:
+    """What was set and what was measured."""
+    if not outcome.links:
+        return ""
+    rows = [
+        [
+            each.cluster,
+            f"{each.first} to {each.second}",
+            _rate(each.set_bits_per_s) or "no limit",
+            _rate(each.two_way_bits_per_s),
+            "" if each.latency_s is None else format_time(each.latency_s),
+            _rate(each.bits_per_s) or each.why,
+        ]
+        for each in outcome.links
+    ]
+    tools = ", ".join(dict.fromkeys(each.tool for each in outcome.links if each.tool))
+    words = (
+        f"Two-way is what each direction carries with both busy{f' ({tools})' if tools else ''}. Latency "
+        "and bandwidth are fitted to a ping-pong of MPI messages from 1 B to 8 MB."
+    )
+    header = ["cluster", "between", "set", "two-way", "latency", "bandwidth"]
+    return element("p", words) + table(header, rows)
+
+
+def not_measured(outcome: Outcome) -> str:
+    """Every case that was skipped or failed, with its output."""
+    made = []
+    for key, rounds in rounds_by_case(outcome).items():
+        failed = next((each for each in rounds if each.error), None)
+        if failed is not None:
+            made.append(folded(f"failed: {key}: {failed.why}", failed.error))
+        elif not any(each.ok for each in rounds):
+            made.append(element("p", f"skipped: {key}: {rounds[0].skipped}"))
+    return "".join(made)
+
+
+def _first_good(outcome: Outcome) -> dict[str, list[Round]]:
+    """By group, the first round of each case that has figures."""
+    groups: dict[str, list[Round]] = {}
+    for rounds in rounds_by_case(outcome).values():
+        good = next((each for each in rounds if each.ok), None)
+        if good is not None:
+            groups.setdefault(good.case.group, []).append(good)
+    return groups
+
+
+def _plot(
+    title: str,
+    series: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    labels: tuple[str, str],
+    top: float,
+) -> str:
+    return lines(title, series, {name: system_colour(name) for name in series}, labels, top)
+
+
+def _rate(bits_per_s: float | None) -> str:
+    return "" if bits_per_s is None else f"{bits_per_s / 1e6:.4g} Mb/s"

@@ -1,0 +1,81 @@
+"""README's comparison table, rewritten from an evaluation between two comments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from bench.evaluation.outcome import Outcome
+from bench.metrics import format_time
+from bench.report.figures import ALONE, STALE, CaseFigures, all_figures, by_group, fastest, not_measured
+from bench.report.headlines import cautions, headlines
+
+BEGIN, END = "<!-- comparison: hvpipe bench readme -->", "<!-- comparison: end -->"
+
+
+class ReadmeError(ValueError):
+    """A file that the table cannot be put into."""
+
+
+def rewrite(path: Path, outcome: Outcome) -> str:
+    """Put the table between the comments; what was done, in words."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReadmeError(f"The table goes into a file that can be read. Received: {path}") from error
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ReadmeError(f"{path} should have the lines {BEGIN} and {END}, once, in this order")
+    head, _, rest = text.partition(BEGIN)
+    new = f"{head}{BEGIN}\n{comparison(outcome)}\n{END}{rest.partition(END)[2]}"
+    if new == text:
+        return "as it was"
+    path.write_text(new, encoding="utf-8")
+    return "rewritten"
+
+
+def comparison(outcome: Outcome) -> str:
+    """The headlines as a list, then a Markdown table: a row for each group, a column for each system."""
+    rows = all_figures(outcome)
+    groups = [members for members in by_group(rows).values() if not members[0].case.task.epochs]
+    if not groups:
+        raise ReadmeError("The table wants an evaluation with figures of steps. Received: none")
+    systems = list(dict.fromkeys(each.case.system for each in outcome.rounds if not each.case.task.epochs))
+    systems.sort(key=lambda system: system != ALONE)
+    without = {key: why.partition(",")[0] for key, why in not_measured(outcome).items()}
+    lines = [f"- {head.title}: **{head.figure}** ({head.detail})" for head in headlines(outcome, rows)]
+    machine, date = outcome.setting.machine.describe(), outcome.setting.started[:10]
+    lines += [
+        "",
+        f"Median step (mean where asynchronous: `tf-ps`), {machine}, {date}; the fastest in bold of those "
+        f"that train exactly (not `tf-ps` and `{STALE}`, another algorithm); `{ALONE}` is computing without "
+        "sharing.",
+        "",
+        *cautions(outcome),
+        "",
+    ]
+    lines.append(f"| what is trained | {' | '.join(f'`{system}`' for system in systems)} |")
+    lines.append("|---" * (1 + len(systems)) + "|")
+    lines += [
+        f"| {_what(members[0])} | {' | '.join(_cells(members, systems, without))} |" for members in groups
+    ]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+
+
+def _what(row: CaseFigures) -> str:
+    task = row.case.task
+    size = "+".join(map(str, task.shares)) if task.shares else f"{task.batch} a rank"
+    return f"{task.workload}, {task.pixels}, {size}, {row.case.cluster}"
+
+
+def _cells(members: list[CaseFigures], systems: list[str], without: Mapping[str, str]) -> list[str]:
+    """A step for each system, or `failed` or `skipped` as in `without`, by case; never of one that failed."""
+    measured = [row for row in members if row.case.key not in without]
+    steps = {row.case.system: row.step_s for row in measured}
+    best = fastest(measured)
+    cells = []
+    for system in systems:
+        why = without.get(f"{members[0].case.group}/{system}", "")
+        text = format_time(steps[system]) if system in steps else why
+        cells.append(f"**{text}**" if best is not None and system == best.case.system else text)
+    return cells

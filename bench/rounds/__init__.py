@@ -1,0 +1,1 @@
+"""One round: one system trains one case in fresh processes."""

@@ -1,0 +1,70 @@
+"""One rank's part of a round: what to train, and as which rank of how many."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.rounds.record import RankRound, Task
+from bench.rounds.watch import StepWatch
+
+_MEET_S = 600.0  # the longest wait for a rank that still builds its model
+
+
+@dataclass
+class Job:
+    """What an adapter is handed, and gives back: times in `watch`, what it knows of a step's `parts_s`,
+    `versions` of what it used.
+
+    The ranks of a round share `directory`, by which they also meet. Where one process measures for all
+    ranks, it leaves what they measured in `by_rank`. `gradient_bytes`
+    is of the model that all systems train; told by `single`, against which all are held.
+    """
+
+    task: Task
+    rank: int
+    size: int
+    options: Mapping[str, str]
+    directory: Path
+    place: tuple[int, int] = (0, 1)  # this rank's number on its host, of how many
+    watch: StepWatch = field(init=False)
+    parts_s: dict[str, float] = field(default_factory=dict)
+    by_rank: dict[int, RankRound] = field(default_factory=dict)
+    gradient_bytes: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.task.shares and len(self.task.shares) != self.size:
+            raise ValueError(
+                f"Shares must be one for each of {self.size} ranks. Received: shares={self.task.shares}"
+            )
+        self.watch = StepWatch(self.task.warm_up if self.task.epochs else None, self.place[0])
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """Samples of a step, by rank."""
+        return self.task.shares or (self.task.batch,) * self.size
+
+    @property
+    def batch(self) -> int:
+        """Samples of this rank's step."""
+        return self.batches[self.rank]
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks without MPI or TensorFlow, which differ between systems; it costs no CPU."""
+        (self.directory / f"{what}-{self.rank}").touch()
+        deadline_s = time.monotonic() + _MEET_S
+        missing = set(range(self.size))
+        while missing:
+            # Over NFS a name that was looked up too early may stay missing for 30 s; to open a folder asks
+            # the server whether it changed.
+            there = set(os.listdir(self.directory))
+            missing = {rank for rank in missing if f"{what}-{rank}" not in there}
+            if missing and time.monotonic() > deadline_s:
+                raise TimeoutError(
+                    f"All ranks should come to {what!r} in {_MEET_S:g} s. Received: no {missing}"
+                )
+            time.sleep(0.01)

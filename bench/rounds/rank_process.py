@@ -1,0 +1,75 @@
+"""One process of a round: ``python -m bench.rounds.rank_process DIRECTORY [RANK]``; started by bench.rounds.
+
+DIRECTORY/job.json says what to do; DIRECTORY/rank-N.json holds what rank N measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bench.rounds.job import Job
+from bench.rounds.record import RankRound, Task
+
+
+def main(words: list[str]) -> None:
+    """Train as one rank. An error ends the process at once, which is how its launcher learns of it."""
+    try:
+        _run(Path(words[0]), int(words[1]) if len(words) > 1 else None)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _run(directory: Path, rank: int | None) -> None:
+    what: dict[str, Any] = json.loads((directory / "job.json").read_text())
+    os.environ.update(what["environment"])
+    if rank is None:
+        from hvpipe.comm.discover import discover
+
+        launch = discover()
+        rank, place = launch.rank or 0, (launch.local_rank or 0, launch.local_size or 1)
+    else:
+        place = tuple(what["places"][rank])
+    task = Task(**{**what["task"], "shares": tuple(what["task"]["shares"])})
+    job = Job(task, rank, what["size"], what["options"], directory, place)
+    importlib.import_module(f"bench.systems.{what['adapter']}").train(job)
+    parts_s = {"input": _input_s(job), **job.parts_s}
+    for number, found in (job.by_rank or {rank: job.watch.rank_round()}).items():
+        more = {"parts_s": parts_s, "gradient_bytes": job.gradient_bytes, "batch": job.batch}
+        _write(job, number, replace(found, **more))
+
+
+def _write(job: Job, rank: int, found: RankRound) -> None:
+    """Leave what a rank measured, whole or not at all."""
+    import keras
+    import tensorflow as tf
+
+    versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__, **job.versions}
+    partial = job.directory / f".rank-{rank}"
+    partial.write_text(json.dumps({"rank": asdict(found), "versions": versions}))
+    partial.rename(job.directory / f"rank-{rank}.json")
+
+
+def _input_s(job: Job, count: int = 8) -> float:
+    """What handing over a batch takes by itself: the same for every system, compiled steps hide it."""
+    from bench.training.workloads import batches_of
+
+    data = iter(batches_of(job))
+    next(data)
+    began_s = time.monotonic()
+    for _ in range(count):
+        next(data)
+    return (time.monotonic() - began_s) / count
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

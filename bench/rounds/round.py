@@ -1,0 +1,125 @@
+"""One round of a case: fresh processes on a cluster or on this machine, and what each rank measured.
+
+``python -m bench.rounds --system hvpipe-step --workload resnet50 --hosts 2 --rate 1gbit`` prints one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from bench.cluster.spec import ClusterError
+from bench.launch import mpirun
+from bench.launch.hosts import Place, RealHosts
+from bench.launch.process_placement import ROOT, Placement
+from bench.launch.processes import run_together
+from bench.report.step_breakdown import parts_of_trace
+from bench.rounds.record import Case, RankRound, Round, rank_round
+from bench.systems import SYSTEMS, System
+from bench.systems.hvpipe_modes import TRACE
+from bench.training.workloads import check
+from hvpipe.trace.events import Trace
+
+
+def run_round(
+    case: Case,
+    number: int,
+    cluster: Place | None,
+    timeout_s: float,
+    *,
+    python: str = sys.executable,
+    system: System | None = None,
+) -> Round:
+    """Run one round of a case in fresh processes under `python`, and end whatever it started.
+
+    `cluster` is up; None is this machine alone. Hosts that exist must share the current folder. What goes
+    wrong is told in the round, not raised: a system that is not installed (`skipped`), a failure or a hang
+    (`error`, with the output's end). `system` is a variant of the case's, in a search.
+    """
+    began_s = time.monotonic()
+    round_ = Round(case, number)
+    system = system or SYSTEMS.get(case.system)
+    if system is None:
+        wanted = ", ".join(SYSTEMS)
+        return replace(round_, error=f"The system must be one of {wanted}. Received: {case.system!r}")
+    round_ = replace(round_, notes=system.notes)
+    if why := system.missing(python):
+        return replace(round_, skipped=f"{system.title}: {why}")
+    try:
+        check(case.task)
+        shared = Path.cwd() if isinstance(cluster, RealHosts) else None
+        with tempfile.TemporaryDirectory(
+            prefix="hvpipe-round-",
+            dir=shared,
+            ignore_cleanup_errors=True,  # NFS keeps a file that another host has open
+        ) as name:
+            round_ = _run(round_, system, cluster, Path(name), timeout_s, python)
+    except (ClusterError, ValueError) as error:
+        round_ = replace(round_, error=str(error))
+    return replace(round_, taken_s=time.monotonic() - began_s)
+
+
+def _run(
+    round_: Round, system: System, cluster: Place | None, directory: Path, timeout_s: float, python: str
+) -> Round:
+    case = round_.case
+    placement = Placement(cluster, case.ranks)
+    job = {
+        "task": asdict(case.task),
+        "size": case.ranks,
+        "places": placement.places,
+        "adapter": system.adapter,
+        "options": dict(system.options),
+        "environment": {**_environment(case), **system.environment},
+    }
+    (directory / "job.json").write_text(json.dumps(job))
+    commands = placement.commands(system, [python, "-m"], directory)
+    path = f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    commands = [
+        replace(c, environment={**c.environment, "PYTHONPATH": str(ROOT), "PATH": path}) for c in commands
+    ]
+    decides = 0 if system.start == "servers" else None
+    ended = run_together(commands, directory, timeout_s=timeout_s, decides=decides)
+    files = [directory / f"rank-{rank}.json" for rank in range(case.ranks)]
+    if ended.why or not all(file.exists() for file in files):
+        why = ended.why or "no figures were written"
+        return replace(round_, error=f"{system.title}: {why}\n{ended.output}".rstrip())
+    found: list[dict[str, Any]] = [json.loads(file.read_text()) for file in files]
+    versions = [f"{what} {version}" for what, version in found[0]["versions"].items()]
+    if system.start == "mpirun":
+        versions.append(_mpi_version(python))
+    ranks = tuple(rank_round(each["rank"]) for each in found)
+    if (directory / TRACE).exists() and not case.task.epochs:
+        # All timed steps, to the end of the drain: the first, in which nothing is collected, and what is
+        # drained behind the last make one whole step.
+        ranks = _with_parts(ranks, Trace.read(directory / TRACE), case.task.warm_up)
+    return replace(round_, ranks=ranks, versions=", ".join(versions))
+
+
+def _with_parts(ranks: tuple[RankRound, ...], trace: Trace, skip: int) -> tuple[RankRound, ...]:
+    return tuple(
+        replace(found, parts_s={**found.parts_s, **parts_of_trace(trace, rank, skip)})
+        for rank, found in enumerate(ranks)
+    )
+
+
+def _environment(case: Case) -> dict[str, str]:
+    """The same for every system: threads, and quiet logs."""
+    return {"OMP_NUM_THREADS": str(case.task.threads), "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+def _mpi_version(python: str) -> str:
+    first = mpirun.version_line(mpirun.find_mpirun(python))
+    return first.replace("mpirun (", "").replace(")", "") or "MPI"
+
+
+if __name__ == "__main__":
+    from bench.rounds.command import main
+
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Times the steps of a rank, the same way for every system."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from bench.rounds import meter
+from bench.rounds.record import RankRound
+
+_SAMPLE_S = 0.2
+
+
+class StepWatch:
+    """Called before the first step of a run, after each, and when all is drained.
+
+        begin  step ... step   begin(timed)  step ... step  drained
+                               |<----------- timed -------------->|
+
+    The timed part begins with a run of its own, where nothing is left over from the steps before; or
+    within one, after `open_after` steps. `at_window` is called when it is about to begin. What an
+    evaluation takes does not count.
+    """
+
+    at_window: Callable[[], None] | None = None
+
+    def __init__(self, open_after: int | None = None, local_rank: int = 0) -> None:
+        """`local_rank` says which of the host's GPUs is looked at."""
+        from hvpipe.monitor.utilization import Sampler, SamplerOptions
+
+        self._open_after = open_after
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self._sampler = Sampler(options=SamplerOptions(_SAMPLE_S, local_rank, visible))
+        self._last_s = 0.0
+        self._done = 0
+        self._paused_s = 0.0
+        self._began_s = self._ended_s = 0.0
+        self._first: meter.Reading | None = None
+        self._last: meter.Reading | None = None
+        self.first_step_s = 0.0
+        self.step_s: list[float] = []
+        self.loss: list[float] = []
+        self.accuracy: list[float] = []
+
+    def begin(self, timed: bool = False) -> None:
+        """Before the first step of a run."""
+        if timed:
+            self._open()
+        self._last_s = time.monotonic()
+
+    def step(self) -> None:
+        """After each step."""
+        now_s = time.monotonic()
+        took_s, self._last_s = now_s - self._last_s, now_s
+        self._done += 1
+        if self._done == 1:
+            self.first_step_s = took_s
+        if self._first is not None:
+            self.step_s.append(took_s)
+        elif self._done == self._open_after:
+            self._open()
+
+    def epoch(self, evaluate: Callable[[], tuple[float, float]]) -> None:
+        """After an epoch's last step: keep the loss and accuracy that `evaluate` returns."""
+        began_s = time.monotonic()
+        loss, accuracy = evaluate()
+        self.loss.append(loss)
+        self.accuracy.append(accuracy)
+        taken_s = time.monotonic() - began_s
+        self._paused_s += taken_s
+        self._last_s += taken_s
+
+    def drained(self) -> None:
+        """After the last step, when nothing is left to do."""
+        self._ended_s = time.monotonic()
+        self._last = meter.read()
+        self._sampler.stop()
+
+    def _open(self) -> None:
+        if self.at_window is not None:
+            self.at_window()
+        self._sampler.start()
+        self._first = meter.read()
+        self._paused_s = 0.0  # what an evaluation took before is not in the timed part
+        self._began_s = self._last_s = time.monotonic()
+
+    @property
+    def window_s(self) -> tuple[float, float]:
+        """Begin and end of the timed part, on the clock of time.time()."""
+        assert self._first is not None
+        assert self._last is not None
+        return self._first.at_s, self._last.at_s
+
+    def rank_round(self) -> RankRound:
+        """What was measured."""
+        assert self._first is not None
+        assert self._last is not None
+        wall_s = self._ended_s - self._began_s - self._paused_s
+        return RankRound(
+            step_s=self.step_s,
+            wall_s=wall_s / len(self.step_s),
+            cpu_share=(self._last.cpu_s - self._first.cpu_s) / (self._ended_s - self._began_s),
+            peak_bytes=self._last.peak_bytes,
+            sent_bytes=(self._last.sent_bytes - self._first.sent_bytes) // len(self.step_s),
+            first_step_s=self.first_step_s,
+            utilization=self._utilization(),
+            loss=self.loss,
+            accuracy=self.accuracy,
+        )
+
+    def _utilization(self) -> list[dict[str, float]]:
+        """The samples that were taken, from the begin of the timed part on."""
+        kept = []
+        for sample in self._sampler.samples():
+            row = sample.to_row()
+            del row["time_s"]
+            values = {
+                "at_s": sample.time_s - self._began_s,
+                "cpu": row.pop("process_cores"),
+                "host": row.pop("system_share"),
+                **row,
+            }
+            kept.append({name: float(value) for name, value in values.items() if value is not None})
+        return kept
+
+
+def fit_callback(
+    keras: Any, watch: StepWatch, evaluate: Callable[[], tuple[float, float]] | None, *, timed: bool
+) -> Any:
+    """A Keras callback that tells a watch of a `fit`'s steps, and of epochs where there is an evaluation."""
+
+    class Watching(keras.callbacks.Callback):  # type: ignore[misc]
+        # For hvpipe: no need to finish a step for it, nor to ask all ranks after each whether it stops.
+        reads_weights = False
+        stops_training = False
+
+        begun = False
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if not self.begun:
+                watch.begin(timed)
+            self.begun = True
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            watch.step()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            if evaluate is not None:
+                watch.epoch(evaluate)
+
+    return Watching()

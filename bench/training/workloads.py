@@ -1,0 +1,240 @@
+"""What the evaluation trains: models, their data, their optimizer; the same code for every system."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bench.rounds.job import Job
+from bench.rounds.record import Task
+from bench.training.image_model import MODELS
+
+_CLASSES = 100
+_TOKENS = 2000  # the vocabulary of the language models
+_HELD_OUT = 0.2
+TRAINED_DIGITS = 1437  # images of an epoch: what is not held out of 1,797
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and its data. `build(keras, pixels)` makes the model; `least_pixels` is what it can take."""
+
+    title: str
+    build: Callable[[Any, int], Any]
+    data: str  # "images", "tokens" or "digits"
+    rate: float = 0.01
+    least_pixels: int = 1
+
+
+def _application(name: str) -> Callable[[Any, int], Any]:
+    def build(keras: Any, pixels: int) -> Any:
+        make = getattr(keras.applications, MODELS[name])
+        return make(weights=None, input_shape=(pixels, pixels, 3), classes=_CLASSES)
+
+    return build
+
+
+def transformer_trunk(keras: Any, length: int, tokens: int, width: int, blocks: int) -> tuple[Any, Any]:
+    """Pre-norm blocks of causal attention over `length` tokens: the input and the last block's output."""
+    layers = keras.layers
+    inputs = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(tokens, width)(inputs)
+    for _ in range(blocks):
+        y = layers.LayerNormalization()(x)
+        x = layers.Add()([x, layers.MultiHeadAttention(4, width // 4)(y, y, use_causal_mask=True)])
+        y = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(x))
+        x = layers.Add()([x, layers.Dense(width)(y)])
+    return inputs, layers.LayerNormalization()(x)
+
+
+def _transformer(keras: Any, length: int) -> Any:
+    inputs, x = transformer_trunk(keras, length, _TOKENS, width=256, blocks=6)
+    return keras.Model(inputs, keras.layers.Dense(_TOKENS, activation="softmax")(x), name="transformer")
+
+
+def _lstm(keras: Any, length: int) -> Any:
+    layers = keras.layers
+    inputs = keras.Input((length,), dtype="int32")
+    x = layers.Embedding(_TOKENS, 256)(inputs)
+    for _ in range(2):
+        x = layers.LSTM(512, return_sequences=True)(x)
+    return keras.Model(inputs, layers.Dense(_TOKENS, activation="softmax")(x), name="lstm")
+
+
+def _digits(keras: Any, pixels: int) -> Any:
+    """Without batch normalisation and dropout: nothing whose state systems treat in ways of their own."""
+    layers = keras.layers
+    inputs = keras.Input((8, 8, 1))
+    x = layers.Conv2D(32, 3, padding="same", activation="relu")(inputs)
+    x = layers.Conv2D(32, 3, padding="same", activation="relu")(x)
+    x = layers.MaxPooling2D()(x)
+    x = layers.Conv2D(64, 3, padding="same", activation="relu")(x)
+    x = layers.Dense(64, activation="relu")(layers.Flatten()(x))
+    return keras.Model(inputs, layers.Dense(10, activation="softmax")(x), name="digits")
+
+
+WORKLOADS: dict[str, Workload] = {
+    "resnet50": Workload("ResNet-50", _application("resnet50"), "images", least_pixels=32),
+    "vgg16": Workload("VGG-16", _application("vgg16"), "images", least_pixels=32),
+    "inceptionv3": Workload("Inception-v3", _application("inceptionv3"), "images", least_pixels=75),
+    "mobilenetv2": Workload("MobileNetV2", _application("mobilenetv2"), "images", least_pixels=32),
+    "lstm": Workload("LSTM language model", _lstm, "tokens"),
+    "transformer": Workload("transformer language model", _transformer, "tokens"),
+    "digits": Workload("handwritten digits, small CNN", _digits, "digits", rate=0.05),
+}
+
+
+def check(task: Task) -> None:
+    """ValueError, naming what is wanted, for a task that cannot be trained."""
+    workload = WORKLOADS.get(task.workload)
+    if workload is None:
+        names = ", ".join(WORKLOADS)
+        raise ValueError(f"The workload must be one of {names}. Received: workload={task.workload!r}")
+    if task.pixels < workload.least_pixels:
+        raise ValueError(
+            f"{workload.title} needs {workload.least_pixels} pixels. Received: pixels={task.pixels}"
+        )
+    if task.epochs and workload.data != "digits":
+        raise ValueError(f"Only digits train epochs, on real data. Received: workload={task.workload!r}")
+    if min(task.batch, task.threads, task.steps, task.warm_up, *task.shares) < 1:
+        raise ValueError(f"Batch, shares, threads, steps and warm-up must be at least 1. Received: {task}")
+    if min(task.epochs, task.seed) < 0:
+        raise ValueError(f"Epochs and the seed must be at least 0. Received: {task}")
+
+
+def make_model(keras: Any, task: Task) -> Any:
+    """The model, with the same weights each time."""
+    keras.utils.set_random_seed(task.seed)
+    return WORKLOADS[task.workload].build(keras, task.pixels)
+
+
+def make_optimizer(keras: Any, task: Task) -> Any:
+    return keras.optimizers.SGD(WORKLOADS[task.workload].rate, momentum=0.9)
+
+
+def compiled_model(keras: Any, task: Task) -> Any:
+    """The model ready for `fit`."""
+    model = make_model(keras, task)
+    loss = keras.losses.SparseCategoricalCrossentropy()
+    model.compile(optimizer=make_optimizer(keras, task), loss=loss, jit_compile=False)
+    return model
+
+
+def loss_of(keras: Any, model: Any, batch: tuple[Any, Any], training: bool = True) -> Any:
+    """The mean loss of a batch, for loops of one's own; what `fit` minimises."""
+    x, y = batch
+    return keras.losses.SparseCategoricalCrossentropy()(y, model(x, training=training))
+
+
+def train_whole_steps(job: Job) -> None:
+    """In epochs, have this process train on all samples of each step: what ranks together should learn.
+
+    Each of several processes that share nothing then does all of it; their steps are no reference for time.
+    """
+    if job.task.epochs:
+        job.task = replace(job.task, batch=sum(job.batches), shares=())
+        job.rank, job.size = 0, 1
+
+
+def runs_of(job: Job) -> list[tuple[int, int, bool]]:
+    """What is trained, one run after the other: epochs, steps of each, and whether they are timed.
+
+    In a run of epochs all counts but the first steps; see StepWatch.
+    """
+    if job.task.epochs == 0:
+        return [(1, job.task.warm_up, False), (1, job.task.steps, True)]
+    steps = _steps_of_epoch(job)
+    if job.task.epochs * steps <= job.task.warm_up:
+        raise ValueError(
+            f"Epochs must have more steps than the {job.task.warm_up} of the warm-up. "
+            f"Received: epochs={job.task.epochs} of {steps} steps, of {sum(job.batches)} samples"
+        )
+    return [(job.task.epochs, steps, False)]
+
+
+def _steps_of_epoch(job: Job) -> int:
+    return len(_digits_split(job.task)[0]) // sum(job.batches)
+
+
+def batches_of(job: Job, rank: int | None = None) -> Any:
+    """An endless dataset of a rank's (this rank's) batches; reading costs next to nothing."""
+    import tensorflow as tf
+
+    place = job.rank if rank is None else rank
+    if job.task.epochs:
+        data = tf.data.Dataset.from_tensor_slices(_epochs_of_rank(job, place)).batch(job.batches[place])
+    else:
+        data = tf.data.Dataset.from_tensors(_synthetic(job.task, job.batches[place], place))
+    options = tf.data.Options()
+    options.autotune.enabled = False  # its thread makes the end of `fit` wait for up to 10 s
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return data.repeat().prefetch(2).with_options(options)
+
+
+def evaluator(keras: Any, model: Any, job: Job) -> Callable[[], tuple[float, float]] | None:
+    """Loss and accuracy on the images held out, in a function; None without epochs."""
+    if not job.task.epochs:
+        return None
+    import tensorflow as tf
+
+    _, _, x, y = _digits_split(job.task)
+    held_out = tf.constant(x), tf.constant(y)
+
+    @tf.function(jit_compile=False)
+    def evaluate(batch: Any) -> Any:
+        found = model(batch[0], training=False)
+        right = tf.equal(tf.argmax(found, axis=-1, output_type=tf.int32), batch[1])
+        return keras.losses.SparseCategoricalCrossentropy()(batch[1], found), tf.reduce_mean(
+            tf.cast(right, tf.float32)
+        )
+
+    def loss_and_accuracy() -> tuple[float, float]:
+        loss, accuracy = evaluate(held_out)
+        return float(loss), float(accuracy)
+
+    return loss_and_accuracy
+
+
+def _synthetic(task: Task, batch: int, rank: int) -> tuple[Any, Any]:
+    """One batch, another on each rank."""
+    import numpy as np
+
+    random = np.random.default_rng(100 * task.seed + rank)
+    kind = WORKLOADS[task.workload].data
+    if kind == "tokens":
+        tokens = random.integers(0, _TOKENS, (batch, task.pixels + 1)).astype(np.int32)
+        return tokens[:, :-1], tokens[:, 1:]
+    shape, classes = ((8, 8, 1), 10) if kind == "digits" else ((task.pixels, task.pixels, 3), _CLASSES)
+    x = random.standard_normal((batch, *shape), dtype=np.float32)
+    return x, random.integers(0, classes, batch).astype(np.int32)
+
+
+def _digits_split(task: Task) -> tuple[Any, Any, Any, Any]:
+    """Scikit-learn's 1,797 digits, pixels 0 to 1: images and labels to train on, the same held out."""
+    import numpy as np
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = load_digits(return_X_y=True)
+    images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    train_x, test_x, train_y, test_y = train_test_split(
+        images, labels.astype(np.int32), test_size=_HELD_OUT, random_state=task.seed, stratify=labels
+    )
+    return train_x, train_y, test_x, test_y
+
+
+def _epochs_of_rank(job: Job, rank: int) -> tuple[Any, Any]:
+    """All epochs' images of a rank in order: shuffled anew, each step's images shared out by rank."""
+    import numpy as np
+
+    x, y, _, _ = _digits_split(job.task)
+    epochs, steps = job.task.epochs, _steps_of_epoch(job)
+    together = sum(job.batches)
+    first = sum(job.batches[:rank])
+    order = []
+    for epoch in range(epochs):
+        shuffled = np.random.default_rng(1000 * job.task.seed + epoch).permutation(len(x))[: steps * together]
+        order.append(shuffled.reshape(steps, together)[:, first : first + job.batches[rank]].reshape(-1))
+    chosen = np.concatenate(order)
+    return x[chosen], y[chosen]

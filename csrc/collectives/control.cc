@@ -1,0 +1,88 @@
+// The exchange of control records and the message when ranks disagree.
+#include "collectives/control.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace hvpipe {
+
+Record MakeRecord(std::uint64_t signature, double samples, const std::string& what) {
+  Record record;
+  record.signature = signature;
+  record.samples = samples;
+  std::memcpy(record.what.data(), what.data(), std::min(what.size(), record.what.size() - 1));
+  return record;
+}
+
+ControlExchange::ControlExchange(Transport& transport, const Record& mine, int tag)
+    : transport_(transport), tag_(tag), rank_(transport.rank()), ranks_(transport.size()) {
+  records_.resize(static_cast<std::size_t>(ranks_));
+  records_[0] = mine;
+}
+
+// In a round the rank gives what it holds to the rank `held_` below and takes as many from `held_` above.
+bool ControlExchange::Step() {
+  bool moved = false;
+  while (held_ < ranks_) {
+    const int take = std::min(held_, ranks_ - held_);
+    const auto bytes = static_cast<std::size_t>(take) * sizeof(Record);
+    if (send_ == kNoTicket && receive_ == kNoTicket) {
+      const int above = (rank_ + held_) % ranks_;
+      const int below = (rank_ - held_ + ranks_) % ranks_;
+      receive_ = transport_.Irecv(&records_[static_cast<std::size_t>(held_)], bytes, above, tag_);
+      send_ = transport_.Isend(records_.data(), bytes, below, tag_);
+      moved = true;
+    }
+    if (receive_ != kNoTicket && transport_.Test(receive_)) receive_ = kNoTicket;
+    if (send_ != kNoTicket && transport_.Test(send_)) send_ = kNoTicket;
+    if (receive_ != kNoTicket || send_ != kNoTicket) return moved;
+    held_ += take;
+    moved = true;
+  }
+  return moved;
+}
+
+std::string ControlExchange::Waiting() const {
+  const int above = (rank_ + held_) % ranks_;
+  const int below = (rank_ - held_ + ranks_) % ranks_;
+  return receive_ != kNoTicket ? "rank " + std::to_string(above) + " to say what it does next"
+                               : "rank " + std::to_string(below) + " to hear what this rank does next";
+}
+
+const Record& ControlExchange::of(int rank) const {
+  return records_[static_cast<std::size_t>((rank - rank_ + ranks_) % ranks_)];
+}
+
+void ControlExchange::CheckAgreement() const {
+  const Record& mine = of(rank_);
+  for (int rank = 0; rank < ranks_; ++rank) {
+    if (of(rank).signature == mine.signature) continue;
+    throw Disagreement("Rank", rank_, mine.what.data(), rank, of(rank).what.data());
+  }
+}
+
+Error Disagreement(const std::string& kind, int rank, const std::string& what, int other,
+                   const std::string& others_what) {
+  return Error("The ranks disagree about what comes next. " + kind + " " + std::to_string(rank) + " is at: " +
+                   what + ". " + kind + " " + std::to_string(other) + " is at: " + others_what + ".",
+               ErrorKind::kMismatch);
+}
+
+std::optional<Record> TakeRecord(Transport& transport, int rank, int tag) {
+  if (!transport.Probe(rank, tag)) return std::nullopt;
+  Record record;
+  const Ticket ticket = transport.Irecv(&record, sizeof record, rank, tag);
+  while (!transport.Test(ticket)) transport.Poll();
+  return record;
+}
+
+std::uint64_t Hash(const std::string& text) {
+  std::uint64_t hash = 14695981039346656037ull;
+  for (const char c : text) {
+    hash ^= static_cast<unsigned char>(c);
+    hash *= 1099511628211ull;
+  }
+  return hash;
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,183 @@
+// The ring all-reduce: which segment goes where, and when it may.
+#include "collectives/ring.h"
+
+#include <algorithm>
+
+namespace hvpipe {
+namespace {
+
+// Below this the work for a message outweighs its bytes.
+constexpr std::size_t kWorthAMessage = 60'000;
+
+// A chunk is cut into several segments, so that a rank hands on the first while the next still come.
+std::size_t SegmentBytes(std::size_t chunk_bytes, std::size_t most) {
+  constexpr std::size_t kSeveral = 4;
+  return std::clamp(chunk_bytes / kSeveral, std::min(kWorthAMessage, most), most);
+}
+
+}  // namespace
+
+// Segment `index` counts through the steps of the ring and, inside a step, through the segments of a chunk:
+//
+//   step 0            step 1            ...   step size - 1 (all-gather begins)
+//   s0 s1 s2 ... sS   s0 s1 s2 ... sS         s0 s1 s2 ... sS
+//
+// In step k rank r sends chunk r - k and receives chunk r - k - 1, so what it sends in step k is what it
+// received (and summed) in step k - 1: segment `index` may go once segment `index - S` has come.
+RingAllReduce::RingAllReduce(Transport& transport, SendBudget& budget, Counters& counters, void* buffer,
+                             std::size_t count, DType dtype, Options options)
+    : transport_(transport),
+      budget_(budget),
+      counters_(counters),
+      buffer_(static_cast<char*>(buffer)),
+      count_(count),
+      dtype_(dtype),
+      options_(options),
+      ranks_(static_cast<std::size_t>(transport.size())),
+      steps_(2 * (ranks_ - 1)) {
+  const std::size_t element = SizeOf(dtype);
+  const std::size_t largest = PartOf(count, ranks_, 0).count;
+  const std::size_t per_segment =
+      std::max<std::size_t>(1, SegmentBytes(largest * element, options.segment_bytes) / element);
+  segments_ = std::max<std::size_t>(1, (largest + per_segment - 1) / per_segment);
+  total_ = steps_ * segments_;
+  small_ = segments_ == 1 && count * element <= 4 * kWorthAMessage;
+  scratch_bytes_ = PartOf(largest, segments_, 0).count * element;
+}
+
+Range RingAllReduce::Segment(std::size_t index, bool incoming) const {
+  const std::size_t step = index / segments_ + (incoming ? 1 : 0);
+  const std::size_t rank = static_cast<std::size_t>(transport_.rank());
+  const std::size_t chunk = (rank + 2 * ranks_ - step) % ranks_;
+  const Range whole = PartOf(count_, ranks_, chunk);
+  const Range part = PartOf(whole.count, segments_, index % segments_);
+  return {whole.first + part.first, part.count};
+}
+
+bool RingAllReduce::Step() {
+  bool moved = Greet();
+  moved |= PostReceives();
+  moved |= FinishReceives();
+  moved |= FinishSends();
+  moved |= PostSends();
+  return moved;
+}
+
+// In front of all data: between two ranks these are messages of one peer and one tag, which keep their order.
+bool RingAllReduce::Greet() {
+  if (!greeted_) {
+    greeted_ = true;
+    if (small_) return false;
+    awaited_ = transport_.Irecv(nullptr, 0, right(), options_.tag);
+    greeting_ = transport_.Isend(nullptr, 0, left(), options_.tag);
+    return true;
+  }
+  bool moved = false;
+  for (Ticket* ticket : {&awaited_, &greeting_}) {
+    if (*ticket == kNoTicket || !transport_.Test(*ticket)) continue;
+    *ticket = kNoTicket;
+    moved = true;
+  }
+  return moved;
+}
+
+void* RingAllReduce::TakeScratch() {
+  if (free_scratch_.empty()) {
+    scratch_.emplace_back(scratch_bytes_);
+    return scratch_.back().data();
+  }
+  void* scratch = free_scratch_.back();
+  free_scratch_.pop_back();
+  return scratch;
+}
+
+// Few until something has come: many operations wait for their turn, and each would keep memory for all.
+bool RingAllReduce::PostReceives() {
+  constexpr std::size_t kWaiting = 2;
+  const std::size_t window =
+      std::min(static_cast<std::size_t>(options_.receives_in_flight), kWaiting + received_);
+  const std::size_t element = SizeOf(dtype_);
+  bool moved = false;
+  while (posted_receives_ < total_ && receives_.size() < window) {
+    const std::size_t index = posted_receives_;
+    // What arrives in place overwrites what this rank sent size - 1 steps before: that send must be over.
+    if (!Reducing(index) && sent_ + (ranks_ - 1) * segments_ <= index) break;
+    const Range segment = Segment(index, true);
+    void* scratch = Reducing(index) ? TakeScratch() : nullptr;
+    void* target = Reducing(index) ? scratch : buffer_ + segment.first * element;
+    const Ticket ticket = segment.count == 0
+                              ? kNoTicket
+                              : transport_.Irecv(target, segment.count * element, left(), options_.tag);
+    receives_.push_back({ticket, index, scratch});
+    ++posted_receives_;
+    moved = true;
+  }
+  return moved;
+}
+
+bool RingAllReduce::FinishReceives() {
+  const std::size_t element = SizeOf(dtype_);
+  bool moved = false;
+  while (!receives_.empty()) {
+    const Receive& receive = receives_.front();
+    if (receive.ticket != kNoTicket && !transport_.Test(receive.ticket)) break;
+    const Range segment = Segment(receive.index, true);
+    if (Reducing(receive.index)) {
+      AddInto(buffer_ + segment.first * element, receive.scratch, dtype_, segment.count);
+    }
+    counters_.network_bytes_received += segment.count * element;
+    if (receive.scratch != nullptr) free_scratch_.push_back(receive.scratch);
+    receives_.pop_front();
+    ++received_;
+    moved = true;
+  }
+  return moved;
+}
+
+bool RingAllReduce::PostSends() {
+  if (awaited_ != kNoTicket) return false;
+  const std::size_t element = SizeOf(dtype_);
+  bool moved = false;
+  while (posted_sends_ < total_ && (small_ || !budget_.empty()) &&
+         (posted_sends_ < segments_ || posted_sends_ - segments_ < received_)) {
+    const Range segment = Segment(posted_sends_, false);
+    Ticket ticket = kNoTicket;
+    if (segment.count > 0) {
+      ticket =
+          transport_.Isend(buffer_ + segment.first * element, segment.count * element, right(), options_.tag);
+      counters_.network_bytes_sent += segment.count * element;
+      ++counters_.messages_sent;
+    }
+    if (!small_) budget_.Take();
+    sends_.push_back(ticket);
+    ++posted_sends_;
+    moved = true;
+  }
+  return moved;
+}
+
+bool RingAllReduce::FinishSends() {
+  bool moved = false;
+  while (!sends_.empty()) {
+    if (sends_.front() != kNoTicket && !transport_.Test(sends_.front())) break;
+    if (!small_) budget_.Return();
+    sends_.pop_front();
+    ++sent_;
+    moved = true;
+  }
+  return moved;
+}
+
+std::string RingAllReduce::Waiting() const {
+  // A segment that is missing may be any rank's fault; that this neighbour is not here is known.
+  if (awaited_ != kNoTicket)
+    return "rank " + std::to_string(transport_.RankInJob(right())) + " to come to it";
+  if (received_ < total_) {
+    return "ring segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) + " from rank " +
+           std::to_string(transport_.RankInJob(left()));
+  }
+  return "rank " + std::to_string(transport_.RankInJob(right())) + " to take segment " +
+         std::to_string(sent_ + 1) + " of " + std::to_string(total_);
+}
+
+}  // namespace hvpipe

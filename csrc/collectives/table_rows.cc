@@ -1,0 +1,94 @@
+// Which rows of a table travel, and where they lie meanwhile.
+#include "collectives/table_rows.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace hvpipe {
+namespace {
+
+bool IsZero(const char* row, std::size_t bytes) {
+  std::uint64_t found = 0;
+  std::size_t at = 0;
+  // A block at a time, so that the compiler may vectorise; of a row that is not zero the first tells.
+  constexpr std::size_t kBlock = 256;
+  for (; at + kBlock <= bytes && found == 0; at += kBlock) {
+    std::uint64_t words[kBlock / sizeof(std::uint64_t)];
+    std::memcpy(words, row + at, kBlock);
+    for (const std::uint64_t word : words) found |= word;
+  }
+  for (std::uint64_t word = 0; at + sizeof word <= bytes && found == 0; at += sizeof word) {
+    std::memcpy(&word, row + at, sizeof word);
+    found |= word;
+  }
+  for (; at < bytes && found == 0; ++at) found |= static_cast<unsigned char>(row[at]);
+  return found == 0;
+}
+
+}  // namespace
+
+TableRows::TableRows(std::size_t rows, std::size_t elements, DType wire)
+    : elements_(elements), wire_(wire), flags_(rows), buffer_(std::make_shared<AlignedBuffer>()) {}
+
+void TableRows::Pack(const void* table, DType type, double scale) {
+  const auto* const first = static_cast<const char*>(table);
+  const std::size_t row_bytes = elements_ * SizeOf(type);
+  own_.clear();
+  for (std::size_t row = 0; row < rows(); ++row) {
+    const bool zero = IsZero(first + row * row_bytes, row_bytes);
+    flags_[row] = zero ? 0 : kFlag;
+    if (!zero) own_.push_back(row);
+  }
+  if (buffer_.use_count() > 1 || buffer_->bytes() < own_.size() * RowBytes()) {
+    buffer_ = Grown(own_.size());
+  } else {
+    // The fence pairs with the release of whoever gave the buffer back.
+    std::atomic_thread_fence(std::memory_order_acquire);
+  }
+  for (std::size_t place = 0; place < own_.size(); ++place) {
+    PackScaled(first + own_[place] * row_bytes, type, Row(place), wire_, elements_, scale);
+  }
+}
+
+void TableRows::MakeRoom() {
+  present_.clear();
+  for (std::size_t row = 0; row < rows(); ++row) {
+    if (flags_[row] != 0) present_.push_back(row);
+  }
+  if (present_.empty()) present_.push_back(0);
+  const std::shared_ptr<AlignedBuffer> packed_in = buffer_;
+  if (buffer_->bytes() < present_.size() * RowBytes()) buffer_ = Grown(present_.size());
+  const char* const packed = static_cast<const char*>(packed_in->data());
+  // From the back: no row moves to the front, so none is written over before it has moved.
+  std::size_t left = own_.size();
+  for (std::size_t place = present_.size(); place-- > 0;) {
+    if (left > 0 && own_[left - 1] == present_[place]) {
+      --left;
+      const char* const from = packed + left * RowBytes();
+      if (from != Row(place)) std::memmove(Row(place), from, RowBytes());
+    } else {
+      std::memset(Row(place), 0, RowBytes());
+    }
+  }
+}
+
+// Batches touch about as many rows each: some more than now, so that it seldom grows.
+std::shared_ptr<AlignedBuffer> TableRows::Grown(std::size_t rows) const {
+  return std::make_shared<AlignedBuffer>(std::min(this->rows(), rows + rows / 4) * RowBytes());
+}
+
+void TableRows::Unpack(void* table, DType type) const {
+  auto* const first = static_cast<char*>(table);
+  const std::size_t row_bytes = elements_ * SizeOf(type);
+  std::size_t next = 0;
+  for (std::size_t place = 0; place < present_.size(); ++place) {
+    const std::size_t row = present_[place];
+    std::memset(first + next * row_bytes, 0, (row - next) * row_bytes);
+    hvpipe::Unpack(Row(place), wire_, first + row * row_bytes, type, elements_);
+    next = row + 1;
+  }
+  std::memset(first + next * row_bytes, 0, (rows() - next) * row_bytes);
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,482 @@
+// The progress loop: step what can move, sleep when nothing does, give up when a deadline passes.
+#include "core/progress.h"
+
+#include <sched.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+namespace hvpipe {
+namespace {
+
+constexpr double kDeadlineCheckS = 0.1;
+constexpr double kInterruptCheckS = 0.05;
+constexpr int kSpins = 4000;       // each a pass over what is under way: some 50 ns
+constexpr int kBriefSpins = 1000;  // each a look at the peers: some 30 ns
+
+void Relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+// Asks Linux (6.12 and later) for short turns, in exchange for which this thread need not wait for the end of
+// a computing thread's long one each time it wakes. Where that is refused nothing is lost but time.
+void AskForShortTurns() {
+  struct {  // struct sched_attr, version 0
+    std::uint32_t size = 48, policy = SCHED_OTHER;
+    std::uint64_t flags = 0;
+    std::int32_t nice = 0;
+    std::uint32_t priority = 0;
+    std::uint64_t runtime_ns = 100'000, deadline_ns = 0, period_ns = 0;
+  } attributes;
+  attributes.nice = getpriority(PRIO_PROCESS, 0);
+  (void)syscall(SYS_sched_setattr, 0, &attributes, 0);
+}
+
+// Waits a little between two passes of a caller that has nothing else to do: first busy, then letting
+// others run, in the end asleep.
+class Backoff {
+ public:
+  // With more ranks than cores a peer that is waited for may need this very core.
+  explicit Backoff(bool crowded) : spins_(crowded ? 0 : kSpins) {}
+  void Reset() { idle_ = 0; }
+  // Whether the next wait is no longer a busy one.
+  bool Sleeps() const { return idle_ >= spins_ + kYields; }
+  void Wait(const std::function<double(int)>& nap_s) {
+    ++idle_;
+    if (idle_ < spins_) return Relax();
+    if (idle_ < spins_ + kYields) return std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::duration<double>(nap_s(idle_ - spins_ - kYields)));
+  }
+
+ private:
+  static constexpr int kYields = 2000;
+  const int spins_;
+  int idle_ = 0;
+};
+
+}  // namespace
+
+Progress::Progress(Options options, Counters& counters, EventLog& log)
+    : options_(options), counters_(counters), log_(log), thread_([this] { Loop(); }) {}
+
+Progress::~Progress() { Stop(); }
+
+Error ShutDown() {
+  return Error("The engine has been shut down; call hvpipe.init() first.", ErrorKind::kUsage);
+}
+
+void Progress::Enqueue(const std::vector<std::shared_ptr<Operation>>& operations, bool ready) {
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    CheckOpen();
+    for (const auto& operation : operations) {
+      operation->sequence_ = operation->of_all_ranks ? next_sequence_++ : next_sequence_;
+      inbox_.push_back(operation);
+      if (ready) newly_ready_.push_back(operation);
+    }
+    woken_ = woken_ || ready;
+  }
+  if (ready) wake_.notify_all();
+}
+
+void Progress::MakeReady(const std::shared_ptr<Operation>& operation) {
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    if (error_) return;
+    newly_ready_.push_back(operation);
+    woken_ = true;
+  }
+  wake_.notify_all();
+}
+
+std::shared_ptr<Progress::Outcome> Progress::Watch(Operation& operation) {
+  const auto outcome = std::make_shared<Outcome>();
+  operation.finished = [outcome](const Error* error) {
+    if (error != nullptr) outcome->error = *error;
+    outcome->ended = true;
+  };
+  return outcome;
+}
+
+// With the inbox locked.
+void Progress::CheckOpen() const {
+  if (error_) throw *error_;
+  if (stop_) throw ShutDown();
+}
+
+void Progress::Run(const std::shared_ptr<Operation>& operation, const std::function<void()>& interrupt) {
+  const auto outcome = Watch(*operation);
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    CheckOpen();
+    operation->sequence_ = operation->of_all_ranks ? next_sequence_++ : next_sequence_;
+    inbox_.push_back(operation);
+    newly_ready_.push_back(operation);
+    ++inline_drivers_;
+  }
+  Drive(*operation, *outcome, std::unique_lock<std::mutex>(drive_mutex_), interrupt);
+}
+
+void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uint64_t sequence)>& make,
+                        const std::function<std::shared_ptr<Operation>()>& operation,
+                        const std::function<void()>& interrupt) {
+  if (log_.enabled()) return Run(operation(), interrupt);
+  std::unique_lock<std::mutex> drive(drive_mutex_, std::try_to_lock);
+  std::uint64_t sequence = 0;
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    CheckOpen();
+    if (!drive || !active_.empty() || !inbox_.empty()) {
+      drive = {};
+    } else {
+      sequence = next_sequence_++;
+      ++inline_drivers_;
+    }
+  }
+  if (!drive) return Run(operation(), interrupt);
+  std::unique_ptr<Collective> collective;
+  std::shared_ptr<Operation> queued;
+  std::shared_ptr<Outcome> outcome;
+  std::optional<Error> error;
+  try {
+    collective = make(sequence);
+    collective->Step();
+    for (int left = options_.crowded ? 0 : kBriefSpins; left > 0 && !collective->done(); --left) {
+      Relax();
+      collective->Step();
+    }
+    if (!collective->done()) {
+      // Some peer is late: as any operation from here on. None has come before it, as nobody else drove.
+      queued = operation();
+      outcome = Watch(*queued);
+      {
+        const std::lock_guard<std::mutex> lock(inbox_mutex_);
+        CheckOpen();  // the progress thread may have ended since
+      }
+      active_.push_back(queued);
+      Operation::Stage& stage = queued->stages.front();
+      stage.collective = std::move(collective);
+      if (stage.order != nullptr) stage.order->push_back(queued.get());
+      queued->sequence_ = sequence;
+      queued->seen_ready_ = true;
+      queued->ready_s_ = queued->moved_s_ = Now();
+    }
+  } catch (const Error& failure) {
+    error = failure;
+  } catch (const std::exception& failure) {
+    error = Error(failure.what());
+  }
+  if (!error && queued) return Drive(*queued, *outcome, std::move(drive), interrupt);
+  if (error) {
+    FailAll(*error);
+  } else {
+    ++counters_.operations;
+  }
+  drive.unlock();
+  if (error) RunFinished();
+  LeaveInline(false);
+  if (error) throw *error;
+}
+
+// Drives the operations of all until that one has ended.
+void Progress::Drive(const Operation& operation, const Outcome& outcome, std::unique_lock<std::mutex> drive,
+                     const std::function<void()>& interrupt) {
+  std::exception_ptr interrupted;
+  // Callers that are here at once take turns.
+  Backoff backoff(options_.crowded);
+  double next_interrupt_s = Now() + kInterruptCheckS;
+  while (!outcome.ended && !interrupted) {
+    const PassResult result = Pass();
+    if (!finished_.empty() || failing_) {
+      drive.unlock();
+      RunFinished();
+      drive.lock();
+    }
+    if (outcome.ended) break;
+    if (result.moved) {
+      backoff.Reset();
+      continue;
+    }
+    if (backoff.Sleeps()) drive.unlock();  // so that another thread may fail what is under way
+    backoff.Wait(options_.nap_s);
+    if (!drive.owns_lock()) drive.lock();
+    if (Now() < next_interrupt_s) continue;
+    next_interrupt_s = Now() + kInterruptCheckS;
+    drive.unlock();
+    try {
+      interrupt();
+    } catch (...) {
+      interrupted = std::current_exception();
+    }
+    drive.lock();
+  }
+  const bool work_remains = !active_.empty();
+  drive.unlock();
+  LeaveInline(work_remains);
+  if (interrupted) {
+    // The peers cannot be told that this operation will not come: nothing after it could be right.
+    if (!outcome.ended) Fail(Error("Interrupted during: " + operation.what, ErrorKind::kUsage));
+    std::rethrow_exception(interrupted);
+  }
+  if (outcome.error) throw *outcome.error;
+}
+
+// A caller that drove goes; the progress thread takes over where there is anything left.
+void Progress::LeaveInline(bool work_remains) {
+  bool wake = false;
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    --inline_drivers_;
+    woken_ = woken_ || work_remains;
+    wake = woken_;
+  }
+  if (wake) wake_.notify_all();
+}
+
+void Progress::StepOnce() {
+  {
+    const std::unique_lock<std::mutex> drive(drive_mutex_, std::try_to_lock);
+    if (!drive) return;
+    (void)Pass();
+  }
+  RunFinished();
+}
+
+void Progress::Alone(const std::function<void()>& what) {
+  const std::lock_guard<std::mutex> drive(drive_mutex_);
+  what();
+}
+
+void Progress::Fail(const Error& error) {
+  {
+    const std::lock_guard<std::mutex> drive(drive_mutex_);
+    FailAll(error);
+  }
+  RunFinished();
+}
+
+std::optional<Error> Progress::error() const {
+  const std::lock_guard<std::mutex> lock(inbox_mutex_);
+  return error_;
+}
+
+void Progress::Drain(double patience_s) {
+  const double deadline_s = Now() + patience_s;
+  for (;;) {
+    {
+      const std::lock_guard<std::mutex> drive(drive_mutex_);
+      TakeInbox();
+      const bool busy = std::any_of(active_.begin(), active_.end(),
+                                    [](const auto& operation) { return operation->seen_ready_; });
+      if (!busy || error() || Now() > deadline_s) return;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void Progress::Stop() {
+  {
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Progress::Loop() {
+  // Linux lets timers fire 50 us late unless told otherwise, which would double every sleep below.
+  prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);
+  AskForShortTurns();
+  PassResult result;
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(inbox_mutex_);
+      const auto has_work = [&] { return stop_ || (woken_ && inline_drivers_ == 0); };
+      // After a move look again before sleeping: it may have made way for an operation passed over before.
+      if (inline_drivers_ > 0 || (!result.waiting && !result.moved)) {
+        wake_.wait(lock, has_work);
+      } else if (!result.moved) {
+        ++counters_.sleeps;
+        wake_.wait_for(lock, std::chrono::duration<double>(result.nap_s), has_work);
+      }
+      if (stop_) break;
+      if (inline_drivers_ > 0) continue;
+      woken_ = false;
+    }
+    {
+      const std::lock_guard<std::mutex> drive(drive_mutex_);
+      result = Pass();
+    }
+    RunFinished();
+  }
+  {
+    const std::lock_guard<std::mutex> drive(drive_mutex_);
+    TakeInbox();
+    if (!active_.empty())
+      FailAll(Error("The engine was shut down while communication was under way.", ErrorKind::kUsage));
+  }
+  RunFinished();
+}
+
+// Takes over what callers have enqueued, in their order.
+void Progress::TakeInbox() {
+  const std::lock_guard<std::mutex> lock(inbox_mutex_);
+  for (auto& operation : inbox_) {
+    for (Operation::Stage& stage : operation->stages) {
+      if (stage.order != nullptr) stage.order->push_back(operation.get());
+    }
+    const auto later = [](const std::shared_ptr<Operation>& a, const std::shared_ptr<Operation>& b) {
+      return a->priority != b->priority ? a->priority < b->priority : a->sequence_ < b->sequence_;
+    };
+    active_.insert(std::upper_bound(active_.begin(), active_.end(), operation, later), operation);
+  }
+  inbox_.clear();
+  const double now = newly_ready_.empty() ? 0 : Now();
+  for (auto& operation : newly_ready_) {
+    operation->seen_ready_ = true;
+    operation->ready_s_ = operation->moved_s_ = now;
+  }
+  newly_ready_.clear();
+}
+
+bool Progress::Blocked(Operation& operation) const {
+  if (!operation.seen_ready_) return true;
+  if (operation.current_ == operation.stages.size()) return false;
+  const OrderQueue* order = operation.stages[operation.current_].order;
+  return order != nullptr && order->front() != &operation;
+}
+
+Progress::PassResult Progress::Pass() {
+  TakeInbox();
+  PassResult result;
+  const double now = Now();
+  const bool check_deadlines = now >= next_deadline_check_s_;
+  if (check_deadlines) next_deadline_check_s_ = now + kDeadlineCheckS;
+  try {
+    options_.begin_pass(now);
+    for (const auto& operation : active_) {
+      if (Blocked(*operation)) {
+        if (!operation->seen_ready_) continue;
+        result.waiting = true;
+        // Waiting for its turn: that is too long only where nothing else has moved either.
+        if (check_deadlines) CheckDeadline(*operation, now - std::max(moved_s_, operation->moved_s_));
+        continue;
+      }
+      result.moved |= StepOne(*operation, now);
+      if (operation->ended_) continue;
+      result.waiting = true;
+      if (check_deadlines) CheckDeadline(*operation, now - operation->moved_s_);
+    }
+  } catch (const Error& error) {
+    FailAll(error);
+    return {};
+  } catch (const std::exception& error) {
+    FailAll(Error(error.what()));
+    return {};
+  }
+  const auto ended = [&](const std::shared_ptr<Operation>& operation) {
+    if (!operation->ended_) return false;
+    finished_.push_back({operation, std::nullopt});
+    return true;
+  };
+  idle_passes_ = result.moved ? 0 : idle_passes_ + 1;
+  if (result.moved) moved_s_ = now;
+  if (!result.moved) result.nap_s = options_.nap_s(idle_passes_);
+  if (result.moved) active_.erase(std::remove_if(active_.begin(), active_.end(), ended), active_.end());
+  return result;
+}
+
+// Steps the present stage and, as long as stages end at once, the next ones.
+bool Progress::StepOne(Operation& operation, double now) {
+  bool moved = false;
+  while (operation.current_ < operation.stages.size()) {
+    Operation::Stage& stage = operation.stages[operation.current_];
+    if (stage.order != nullptr && stage.order->front() != &operation) return moved;
+    if (!stage.collective) {
+      stage.collective = stage.make(operation);
+      operation.moved_s_ = now;  // its deadline begins with its turn
+    }
+    const bool stepped = stage.collective->Step();
+    if (stepped) {
+      moved = true;
+      operation.moved_s_ = now;
+      if (operation.started_s_ == 0) operation.started_s_ = operation.traced != nullptr ? Now() : now;
+    }
+    if (!stage.collective->done()) return moved;
+    EndStage(operation);
+    moved = true;
+  }
+  if (operation.check) operation.check(operation);
+  operation.ended_ = true;
+  ++counters_.operations;
+  if (operation.traced != nullptr && log_.enabled()) {
+    const double end = Now();
+    const double started = operation.started_s_ == 0 ? end : operation.started_s_;
+    if (operation.of_all_ranks) log_.Add("wait", operation.what, operation.ready_s_, started);
+    log_.Add(operation.traced, operation.what, started, end);
+  }
+  return true;
+}
+
+void Progress::EndStage(Operation& operation) {
+  Operation::Stage& stage = operation.stages[operation.current_];
+  if (stage.order != nullptr) stage.order->pop_front();
+  ++operation.current_;
+}
+
+void Progress::CheckDeadline(const Operation& operation, double waited_s) const {
+  const Operation::Stage& stage = operation.stages[operation.current_];
+  const double grace_s = stage.collective ? stage.collective->GraceS() : 0;
+  if (operation.patient || waited_s < options_.timeout_s + grace_s) return;
+  std::ostringstream text;
+  text << "Waited " << options_.timeout_s << " s in " << operation.what << " for ";
+  text << (stage.collective ? stage.collective->Waiting() : "its turn")
+       << ". Has that rank ended, or is it busy for "
+       << "longer than the time limit? Raise the limit with HVPIPE_TIMEOUT or hvpipe.init(timeout_s=...).";
+  throw Error(text.str(), ErrorKind::kDeadline);
+}
+
+void Progress::FailAll(const Error& error) {
+  {
+    // Nothing comes to the inbox after this, and what is there ends with the rest.
+    const std::lock_guard<std::mutex> lock(inbox_mutex_);
+    if (!error_) error_ = error;
+    active_.insert(active_.end(), inbox_.begin(), inbox_.end());
+    inbox_.clear();
+    newly_ready_.clear();
+  }
+  for (auto& operation : active_) {
+    for (Operation::Stage& stage : operation->stages) {
+      if (stage.order != nullptr) stage.order->clear();
+    }
+    finished_.push_back({operation, error});
+    failed_.push_back(std::move(operation));
+  }
+  active_.clear();
+  failing_ = true;
+}
+
+void Progress::RunFinished() {
+  std::vector<Finished> ended;
+  bool failing = false;
+  {
+    const std::lock_guard<std::mutex> drive(drive_mutex_);
+    ended.swap(finished_);
+    failing = std::exchange(failing_, false);
+  }
+  for (Finished& one : ended) {
+    if (one.operation->finished) one.operation->finished(one.error ? &*one.error : nullptr);
+  }
+  if (failing) options_.failed();  // by now everybody has been told
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,69 @@
+// Finds the driver's functions, which hvpipe is not linked with: whoever builds it may have no driver.
+#include "device/cuda_context.h"
+
+#include <dlfcn.h>
+
+#include "core/error.h"
+
+namespace hvpipe {
+namespace {
+
+template <typename Function>
+void Find(void* driver, const char* name, Function& function) {
+  function = driver == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(driver, name));
+  if (function == nullptr) {
+    throw Error(
+        "CUDA's driver should be of CUDA 11.4 or later. Received: libcuda.so.1 without " + std::string(name),
+        ErrorKind::kUsage);
+  }
+}
+
+}  // namespace
+
+CudaContext::CudaContext(int ordinal) {
+  void* const driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+  Find(driver, "cuGetErrorString", error_text_);
+  Find(driver, "cuInit", init_);
+  Find(driver, "cuDeviceGet", get_);
+  Find(driver, "cuDevicePrimaryCtxRetain", retain_);
+  Find(driver, "cuDevicePrimaryCtxRelease_v2", release_);
+  Find(driver, "cuCtxPushCurrent_v2", push_);
+  Find(driver, "cuCtxPopCurrent_v2", pop_);
+  Find(driver, "cuDeviceGetUuid_v2", uuid_);
+  Check(init_(0), "cuInit");
+  Check(get_(&device_, ordinal), "cuDeviceGet");
+  Check(retain_(&context_, device_), "cuDevicePrimaryCtxRetain");
+}
+
+CudaContext::~CudaContext() { (void)release_(device_); }
+
+void CudaContext::Enter() const { Check(push_(context_), "cuCtxPushCurrent"); }
+
+bool CudaContext::TryEnter() const noexcept { return push_(context_) == CUDA_SUCCESS; }
+
+void CudaContext::Leave() const noexcept {
+  CUcontext ours = nullptr;
+  (void)pop_(&ours);
+}
+
+std::string CudaContext::Uuid() const {
+  CUuuid uuid;
+  Check(uuid_(&uuid, device_), "cuDeviceGetUuid");
+  std::string text;
+  for (const char byte : uuid.bytes) {
+    constexpr const char* kDigits = "0123456789abcdef";
+    text += kDigits[(byte >> 4) & 15];
+    text += kDigits[byte & 15];
+  }
+  return text;
+}
+
+void CudaContext::Check(CUresult code, const char* call) const {
+  if (code == CUDA_SUCCESS) return;
+  const char* text = nullptr;
+  (void)error_text_(code, &text);
+  throw Error("CUDA call failed: " + std::string(call) + ": " + (text != nullptr ? text : "unknown error"),
+              ErrorKind::kPeer);
+}
+
+}  // namespace hvpipe

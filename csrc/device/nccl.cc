@@ -1,0 +1,259 @@
+// Loads NCCL, checks that it is one that hvpipe knows, and turns its codes into errors that name the call.
+#include "device/nccl.h"
+
+#include <dlfcn.h>
+
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "core/event_log.h"
+
+namespace hvpipe {
+namespace nccl {
+
+int TypeOf(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return 6;
+    case DType::kFloat32:
+      return 7;
+    case DType::kFloat64:
+      return 8;
+    case DType::kBFloat16:
+      return 9;
+  }
+  throw Error("internal: unknown dtype");
+}
+
+}  // namespace nccl
+
+namespace {
+
+constexpr auto kPause = std::chrono::microseconds(200);
+const char* const kHow =
+    "Install one (pip install nvidia-nccl-cu12, or -cu13 for CUDA 13) or name one with HVPIPE_NCCL_LIBRARY";
+
+std::string TextOf(int version) {
+  return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) + "." +
+         std::to_string(version % 100);
+}
+
+template <typename Function>
+void Find(void* library, const std::string& path, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(dlsym(library, name));
+  if (function != nullptr) return;
+  throw Error("NCCL should have a function " + std::string(name) + ". " + kHow + ". Received: " + path,
+              ErrorKind::kUsage);
+}
+
+// RTLD_LOCAL: TensorFlow's GPU wheel exports functions of the same names, and NCCL, which calls some of its
+// own by name, is to find those: with RTLD_DEEPBIND it does. That also hides a preloaded malloc, whose
+// memory NCCL is handed all the same and frees: so only where there is such a namesake.
+int HowToOpen() {
+  const bool has_namesake = dlsym(RTLD_DEFAULT, "ncclGetVersion") != nullptr;
+  return RTLD_NOW | RTLD_LOCAL | (has_namesake ? RTLD_DEEPBIND : 0);
+}
+
+}  // namespace
+
+NcclLibrary::NcclLibrary(const std::string& path) : path_(path) {
+  void* const library = dlopen(path.c_str(), HowToOpen());
+  if (library == nullptr) {
+    const char* const why = dlerror();
+    throw Error(std::string("NCCL should load. ") + kHow + ". Received: " + (why != nullptr ? why : path),
+                ErrorKind::kUsage);
+  }
+  // The version first: what an old library lacks is a matter of its age.
+  Find(library, path, "ncclGetVersion", GetVersion);
+  Find(library, path, "ncclGetErrorString", error_text_);
+  Check(GetVersion(&version_), "ncclGetVersion");
+  // Before 2.9 a version was written 2804 for 2.8.4.
+  if (version_ < nccl::kOldest || version_ / 10000 != nccl::kMajor) {
+    throw Error("NCCL should be version 2.19 or a later 2. " + std::string(kHow) + ". Received: " + path +
+                    " of version " + (version_ < 10000 ? "code " + std::to_string(version_) : VersionText()),
+                ErrorKind::kUsage);
+  }
+  Find(library, path, "ncclGetLastError", last_error_);
+#define HVPIPE_NCCL_FIND(name, ...) Find(library, path, "nccl" #name, name);
+  HVPIPE_NCCL_FUNCTIONS(HVPIPE_NCCL_FIND)
+#undef HVPIPE_NCCL_FIND
+#define HVPIPE_NCCL_LOOK(name, ...) name = reinterpret_cast<decltype(name)>(dlsym(library, "nccl" #name));
+  HVPIPE_NCCL_MEMORY_FUNCTIONS(HVPIPE_NCCL_LOOK)
+#undef HVPIPE_NCCL_LOOK
+}
+
+std::string NcclLibrary::VersionText() const { return TextOf(version_); }
+
+nccl::UniqueId NcclLibrary::NewId() const {
+  nccl::UniqueId id;
+  Check(GetUniqueId(&id), "ncclGetUniqueId");
+  return id;
+}
+
+void* NcclLibrary::Allocate(std::size_t bytes) const {
+  void* memory = nullptr;
+  Check(MemAlloc(&memory, bytes), "ncclMemAlloc");
+  return memory;
+}
+
+void NcclLibrary::Check(int code, const char* call, nccl::Communicator communicator) const {
+  if (code == nccl::kSuccess || code == nccl::kInProgress) return;
+  std::string text = "NCCL call failed: " + std::string(call) + ": " + error_text_(code);
+  const char* const last = last_error_ != nullptr ? last_error_(communicator) : nullptr;
+  if (last != nullptr && last[0] != '\0') text += " (" + std::string(last) + ")";
+  throw Error(text + ". NCCL_DEBUG=WARN makes NCCL say more.", ErrorKind::kPeer);
+}
+
+NcclCommunicator::NcclCommunicator(const NcclLibrary& library, int rank, int size, const nccl::UniqueId& id)
+    : library_(library), rank_(rank), size_(size) {
+  nccl::Config config;
+  try {
+    library_.Check(library_.CommInitRankConfig(&communicator_, size, id, rank, &config),
+                   "ncclCommInitRankConfig");
+  } catch (const Error&) {
+    Abort();  // it may be there all the same, and no destructor will run
+    throw;
+  }
+}
+
+NcclCommunicator::~NcclCommunicator() { Abort(); }
+
+nccl::Communicator NcclCommunicator::Usable() const {
+  if (communicator_ != nullptr) return communicator_;
+  throw Error("The NCCL communicator was ended by an error before.", ErrorKind::kPeer);
+}
+
+bool NcclCommunicator::Ready() {
+  int state = nccl::kSuccess;
+  try {
+    library_.Check(library_.CommGetAsyncError(Usable(), &state), "ncclCommGetAsyncError", communicator_);
+    library_.Check(state, "an asynchronous operation", communicator_);
+  } catch (const Error&) {
+    Abort();
+    throw;
+  }
+  return state == nccl::kSuccess;
+}
+
+void NcclCommunicator::WaitUntilReady(double timeout_s, const std::string& what,
+                                      const std::function<void()>& interrupt) {
+  const double end_s = Now() + timeout_s;
+  while (!Ready()) {
+    if (Now() > end_s) {
+      Abort();
+      throw Error("Waited " + std::to_string(timeout_s) + " s for NCCL: " + what + ", rank " +
+                      std::to_string(rank_) + " of " + std::to_string(size_) +
+                      ". Has another rank ended, or can they not reach each other (NCCL_SOCKET_IFNAME)? "
+                      "NCCL_DEBUG=INFO shows what NCCL tries.",
+                  ErrorKind::kDeadline);
+    }
+    interrupt();
+    std::this_thread::sleep_for(kPause);
+  }
+}
+
+void NcclCommunicator::AllReduce(const void* in, void* out, std::size_t count, DType dtype,
+                                 nccl::Stream stream) {
+  library_.Check(library_.AllReduce(in, out, count, nccl::TypeOf(dtype), nccl::kSum, Usable(), stream),
+                 "ncclAllReduce", communicator_);
+}
+
+char* NcclCommunicator::PartOfRank(void* buffer, std::size_t count, DType dtype) const {
+  const auto ranks = static_cast<std::size_t>(size_);
+  if (count % ranks != 0) throw Error("internal: a scattered buffer is not a multiple of the ranks");
+  return static_cast<char*>(buffer) + count / ranks * static_cast<std::size_t>(rank_) * SizeOf(dtype);
+}
+
+void NcclCommunicator::ReduceScatter(void* buffer, std::size_t count, DType dtype, nccl::Stream stream) {
+  void* const mine = PartOfRank(buffer, count, dtype);
+  const std::size_t part = count / static_cast<std::size_t>(size_);
+  library_.Check(
+      library_.ReduceScatter(buffer, mine, part, nccl::TypeOf(dtype), nccl::kSum, Usable(), stream),
+      "ncclReduceScatter", communicator_);
+}
+
+void NcclCommunicator::AllGather(void* buffer, std::size_t count, DType dtype, nccl::Stream stream) {
+  const void* const mine = PartOfRank(buffer, count, dtype);
+  const std::size_t part = count / static_cast<std::size_t>(size_);
+  library_.Check(library_.AllGather(mine, buffer, part, nccl::TypeOf(dtype), Usable(), stream),
+                 "ncclAllGather", communicator_);
+}
+
+void NcclCommunicator::Broadcast(void* data, std::size_t bytes, int root, nccl::Stream stream) {
+  library_.Check(library_.Broadcast(data, data, bytes, nccl::kInt8, root, Usable(), stream), "ncclBroadcast",
+                 communicator_);
+}
+
+void NcclCommunicator::Send(const void* data, std::size_t bytes, int peer, nccl::Stream stream) {
+  library_.Check(library_.Send(data, bytes, nccl::kInt8, peer, Usable(), stream), "ncclSend", communicator_);
+}
+
+void NcclCommunicator::Receive(void* data, std::size_t bytes, int peer, nccl::Stream stream) {
+  library_.Check(library_.Recv(data, bytes, nccl::kInt8, peer, Usable(), stream), "ncclRecv", communicator_);
+}
+
+void* NcclCommunicator::Register(void* memory, std::size_t bytes) {
+  void* registration = nullptr;
+  library_.Check(library_.CommRegister(Usable(), memory, bytes, &registration), "ncclCommRegister",
+                 communicator_);
+  return registration;
+}
+
+void NcclCommunicator::Deregister(void* registration) {
+  library_.Check(library_.CommDeregister(Usable(), registration), "ncclCommDeregister", communicator_);
+}
+
+void NcclCommunicator::Grouped(const std::function<void()>& calls) {
+  library_.Check(library_.GroupStart(), "ncclGroupStart");
+  try {
+    calls();
+  } catch (...) {
+    (void)library_.GroupEnd();  // or every later call would wait for the end of this group
+    throw;
+  }
+  library_.Check(library_.GroupEnd(), "ncclGroupEnd", communicator_);
+}
+
+void NcclCommunicator::Abort() noexcept {
+  const nccl::Communicator ended = std::exchange(communicator_, nullptr);
+  if (ended == nullptr) return;
+  try {
+    std::promise<void> over;
+    aborted_ = over.get_future();
+    std::thread([abort = library_.CommAbort, ended, over = std::move(over)]() mutable {
+      (void)abort(ended);
+      over.set_value();
+    }).detach();
+  } catch (const std::exception&) {  // no thread to be had: it ends with the process
+  }
+}
+
+bool NcclCommunicator::Aborted(double patience_s) const {
+  return !aborted_.valid() ||
+         aborted_.wait_for(std::chrono::duration<double>(patience_s)) == std::future_status::ready;
+}
+
+void NcclCommunicator::BeginClose() {
+  if (communicator_ == nullptr || std::exchange(closing_, true)) return;
+  try {
+    library_.Check(library_.CommFinalize(communicator_), "ncclCommFinalize", communicator_);
+  } catch (const Error&) {
+    Abort();
+    throw;
+  }
+}
+
+void NcclCommunicator::Close(double timeout_s) {
+  BeginClose();
+  if (communicator_ == nullptr) return;
+  try {
+    WaitUntilReady(timeout_s, "leaving the communicator", [] {});
+  } catch (const Error&) {
+    Abort();
+    throw;
+  }
+  library_.Check(library_.CommDestroy(std::exchange(communicator_, nullptr)), "ncclCommDestroy");
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,245 @@
+// Which thread of a device moves which elements of a bucket; plain C++, so that tests run it on the CPU.
+//
+// The tensors of a bucket are cut into tiles of kTileElements; a block of threads moves one tile, and one
+// launch moves all tiles of all tensors:
+//
+//   tensor    0           1     2
+//   tile      0  1  2  3  4  5  6
+//   block     one each: it finds its tensor by bisection of the tensors' first tiles
+#pragma once
+
+#include <algorithm>
+#include <cfloat>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "core/bucket.h"
+#include "device/device.h"
+#include "core/error.h"
+#include "core/half.h"
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#define HVPIPE_BOTH __host__ __device__ __forceinline__
+#else
+#define HVPIPE_BOTH inline
+#endif
+#ifdef __CUDA_ARCH__
+#define HVPIPE_UNROLL _Pragma("unroll")
+#else
+#define HVPIPE_UNROLL
+#endif
+
+namespace hvpipe {
+
+constexpr unsigned kTileElements = 4096;
+constexpr unsigned kTileThreads = 256;
+
+// A launch's parameters hold 4 KB; 32,764 bytes since CUDA 12.1.
+constexpr int kFewPieces = 126;
+constexpr int kManyPieces = 1000;
+
+struct Half {
+  std::uint16_t bits;
+};
+struct BFloat16 {
+  std::uint16_t bits;
+};
+
+HVPIPE_BOTH float Widen(float value) { return value; }
+HVPIPE_BOTH double Widen(double value) { return value; }
+
+HVPIPE_BOTH float Widen(Half value) {
+#ifdef __CUDA_ARCH__
+  return __half2float(__ushort_as_half(value.bits));
+#else
+  return HalfToFloatScalar(value.bits);
+#endif
+}
+HVPIPE_BOTH float Widen(BFloat16 value) {
+#ifdef __CUDA_ARCH__
+  return __bfloat162float(__ushort_as_bfloat16(value.bits));
+#else
+  return BitsToFloat(static_cast<std::uint32_t>(value.bits) << 16);
+#endif
+}
+HVPIPE_BOTH void Narrow(float value, Half& to) {
+#ifdef __CUDA_ARCH__
+  to.bits = __half_as_ushort(__float2half_rn(value));
+#else
+  to.bits = FloatToHalfScalar(value);
+#endif
+}
+HVPIPE_BOTH void Narrow(float value, BFloat16& to) {
+#ifdef __CUDA_ARCH__
+  to.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
+#else
+  to.bits = FloatToBFloat16(value);
+#endif
+}
+HVPIPE_BOTH void Narrow(float value, float& to) { to = value; }
+HVPIPE_BOTH void Narrow(double value, double& to) { to = value; }
+
+// Not by x - x == 0: where x is a product, a compiler may fuse the two, and find its rounding error.
+HVPIPE_BOTH bool IsFinite(float value) { return value >= -FLT_MAX && value <= FLT_MAX; }
+HVPIPE_BOTH bool IsFinite(double value) { return value >= -DBL_MAX && value <= DBL_MAX; }
+
+template <int kCapacity>
+struct TileTable {
+  double scale;
+  unsigned* not_finite;  // set to 1 where a result is not finite; may be null
+  int pieces;
+  struct Entry {
+    const void* from;
+    void* to;
+    unsigned long long count;
+    unsigned first_tile;
+  } entries[kCapacity];
+};
+static_assert(sizeof(TileTable<kFewPieces>) <= 4096);
+static_assert(sizeof(TileTable<kManyPieces>) <= 32764);
+
+template <int kCapacity>
+HVPIPE_BOTH int PieceOfTile(const TileTable<kCapacity>& table, unsigned tile) {
+  int low = 0, high = table.pieces;  // the piece is in [low, high)
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (table.entries[middle].first_tile <= tile ? low : high) = middle;
+  }
+  return low;
+}
+
+template <typename From, typename To>
+class Mover {
+ public:
+  static constexpr int kWide = static_cast<int>(16 / (sizeof(From) < sizeof(To) ? sizeof(From) : sizeof(To)));
+  static constexpr unsigned kBatch = 2;  // vectors that a thread has under way
+  template <typename Type>
+  struct alignas(16) Vector {
+    Type values[kWide];
+  };
+  using WideType = std::conditional_t<std::is_same_v<From, double>, double, float>;
+
+  HVPIPE_BOTH Mover(double scale, unsigned* not_finite)
+      : scale_(static_cast<WideType>(scale)),
+        plain_(std::is_same_v<From, To> && scale == 1.0),
+        not_finite_(not_finite) {}
+
+  // What thread `thread` of `threads` does of `count` elements.
+  HVPIPE_BOTH void Move(const From* from, To* to, std::size_t count, unsigned thread,
+                        unsigned threads) const {
+    std::size_t begin = 0;
+    if (Aligned(from) && Aligned(to)) {
+      const std::size_t vectors = count / kWide;
+      const auto* const sources = reinterpret_cast<const Vector<From>*>(from);
+      auto* const targets = reinterpret_cast<Vector<To>*>(to);
+      for (std::size_t first = thread; first < vectors; first += std::size_t{threads} * kBatch) {
+        Vector<From> loaded[kBatch];
+        HVPIPE_UNROLL
+        for (unsigned i = 0; i < kBatch; ++i) {
+          if (first + i * threads < vectors) loaded[i] = sources[first + i * threads];
+        }
+        HVPIPE_UNROLL
+        for (unsigned i = 0; i < kBatch; ++i) {
+          if (first + i * threads >= vectors) break;
+          Vector<To> result;
+          HVPIPE_UNROLL
+          for (int k = 0; k < kWide; ++k) MoveOne(loaded[i].values[k], result.values[k]);
+          targets[first + i * threads] = result;
+        }
+      }
+      begin = vectors * kWide;
+    }
+    for (std::size_t i = begin + thread; i < count; i += threads) {
+      To result;
+      MoveOne(from[i], result);
+      to[i] = result;
+    }
+  }
+
+ private:
+  HVPIPE_BOTH static bool Aligned(const void* pointer) {
+    return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
+  }
+
+  // A plain copy keeps every bit.
+  HVPIPE_BOTH void MoveOne(From from, To& to) const {
+    WideType value = Widen(from);
+    if constexpr (std::is_same_v<From, To>) {
+      if (plain_) {
+        to = from;
+        Check(value);
+        return;
+      }
+    }
+    value = value * scale_;
+    Narrow(value, to);
+    Check(Widen(to));
+  }
+
+  HVPIPE_BOTH void Check(WideType value) const {
+    if (not_finite_ != nullptr && !IsFinite(value)) *not_finite_ = 1;
+  }
+
+  const WideType scale_;
+  const bool plain_;
+  unsigned* const not_finite_;
+};
+
+// What thread `thread` of block `tile` does.
+template <typename From, typename To, int kCapacity>
+HVPIPE_BOTH void MoveTile(const TileTable<kCapacity>& table, unsigned tile, unsigned thread,
+                          unsigned threads) {
+  const auto& entry = table.entries[PieceOfTile(table, tile)];
+  const unsigned long long first = static_cast<unsigned long long>(tile - entry.first_tile) * kTileElements;
+  const unsigned long long left = entry.count - first;
+  const Mover<From, To> mover(table.scale, table.not_finite);
+  mover.Move(static_cast<const From*>(entry.from) + first, static_cast<To*>(entry.to) + first,
+             static_cast<std::size_t>(left < kTileElements ? left : kTileElements), thread, threads);
+}
+
+// Calls launch(table, tiles) for as many pieces at a time as a table holds.
+template <int kCapacity, typename Launch>
+void ForEachTable(const std::vector<Device::Piece>& pieces, double scale, unsigned* not_finite,
+                  const Launch& launch) {
+  TileTable<kCapacity> table{};
+  table.scale = scale;
+  table.not_finite = not_finite;
+  unsigned tiles = 0;
+  const auto flush = [&] {
+    if (tiles > 0) launch(table, tiles);
+    tiles = 0;
+    table.pieces = 0;
+  };
+  for (const Device::Piece& piece : pieces) {
+    if (piece.count == 0) continue;
+    const std::size_t needed = (piece.count + kTileElements - 1) / kTileElements;
+    if (needed > 0x7fffffffu) throw Error("internal: a tensor has more tiles than a launch has blocks");
+    if (table.pieces == kCapacity || tiles + needed > 0x7fffffffu) flush();
+    table.entries[table.pieces++] = {piece.from, piece.to, piece.count, tiles};
+    tiles += static_cast<unsigned>(needed);
+  }
+  flush();
+}
+
+// Calls visit(From{}, To{}) with the types' C++ types.
+template <typename Visit>
+void WithTypes(DType from, DType to, const Visit& visit) {
+  if (from == DType::kFloat64 && to == DType::kFloat64) return visit(double{}, double{});
+  const auto with_from = [&](auto source) {
+    if (to == DType::kFloat32) return visit(source, float{});
+    if (to == DType::kFloat16) return visit(source, Half{});
+    if (to == DType::kBFloat16) return visit(source, BFloat16{});
+    throw Error("internal: float64 is cast to nothing else");
+  };
+  if (from == DType::kFloat32) return with_from(float{});
+  if (from == DType::kFloat16) return with_from(Half{});
+  if (from == DType::kBFloat16) return with_from(BFloat16{});
+  throw Error("internal: float64 is cast to nothing else");
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,415 @@
+// TensorFlow kernels: announce a step, submit a bucket, collect a bucket; send and take a message of a
+// pipeline. The only file that includes TensorFlow.
+//
+// None of the ops of a step is stateful: automatic control dependencies would serialise them. Data ties them
+// together instead: scale -> submit -> token -> (a variable, into the next step) -> collect.
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/check.h"
+#include "core/engine.h"
+#include "tensorflow/core/framework/common_shape_fns.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "xla/stream_executor/stream.h"
+
+namespace hvpipe {
+namespace {
+
+namespace tf = ::tensorflow;
+
+absl::Status ToStatus(const Error& error) {
+  switch (error.kind()) {
+    case ErrorKind::kDeadline:
+      return absl::DeadlineExceededError(error.what());
+    case ErrorKind::kMismatch:
+      return absl::FailedPreconditionError(error.what());
+    case ErrorKind::kPeer:
+      return absl::UnavailableError(error.what());
+    case ErrorKind::kInternal:
+    case ErrorKind::kUsage:
+      break;
+  }
+  return absl::InternalError(error.what());
+}
+
+absl::Status SizeChanged(const std::string& bucket, const tf::TensorShape& shape) {
+  return absl::InvalidArgumentError("A gradient changed its size after tracing. Received: bucket=" + bucket +
+                                    ", shape=" + shape.DebugString());
+}
+
+std::shared_ptr<Engine> EngineOrThrow() {
+  auto engine = DefaultEngine();
+  if (!engine)
+    throw Error("hvpipe is not initialised: call hvpipe.init() before training.", ErrorKind::kUsage);
+  return engine;
+}
+
+// The CUDA stream that TensorFlow computes on: gradients are ready behind what is on it, and what is enqueued
+// on it comes before whoever uses the result.
+Device::Stream ComputeStream(tf::OpKernelContext* context) {
+  const auto* const device = context->op_device_context();
+  if (device == nullptr || device->stream() == nullptr) {
+    throw Error("internal: TensorFlow gave a GPU kernel no stream");
+  }
+  return device->stream()->platform_specific_handle().stream;
+}
+
+// Runs `work` on TensorFlow's threads, so that the progress thread goes on.
+void RunOnTensorFlow(tf::OpKernelContext* context, std::function<void()> work) {
+  if (context->runner() != nullptr) {
+    (*context->runner())(std::move(work));
+  } else {
+    work();
+  }
+}
+
+REGISTER_OP("HvpipeBeginStep")
+    .Input("samples: double")
+    .Input("step: int64")
+    .Input("reduces: bool")
+    .Attr("plan: int")
+    .Output("scale: double")
+    .SetShapeFn(tf::shape_inference::ScalarShape);
+
+class BeginStepOp : public tf::AsyncOpKernel {
+ public:
+  explicit BeginStepOp(tf::OpKernelConstruction* construction) : tf::AsyncOpKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("plan", &plan_));
+  }
+
+  void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
+    try {
+      const auto engine = EngineOrThrow();
+      const double samples = context->input(0).scalar<double>()();
+      const std::int64_t step = context->input(1).scalar<std::int64_t>()();
+      const bool reduces = context->input(2).scalar<bool>()();
+      if (engine->log().enabled()) engine->log().Add("mark", "step", Now(), Now());
+      engine->BeginStep(
+          plan_, step, samples, reduces, [context, done](const Error* error, double scale, double /*total*/) {
+            if (error != nullptr) {
+              context->SetStatus(ToStatus(*error));
+            } else {
+              tf::Tensor* output = nullptr;
+              const absl::Status status = context->allocate_output(0, tf::TensorShape(), &output);
+              if (status.ok()) output->scalar<double>()() = scale;
+              context->SetStatus(status);
+            }
+            done();
+          });
+    } catch (const Error& error) {
+      context->SetStatus(ToStatus(error));
+      done();
+    }
+  }
+
+ private:
+  int plan_ = 0;
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeBeginStep").Device(tf::DEVICE_CPU), BeginStepOp);
+
+REGISTER_OP("HvpipeSubmit")
+    .Input("scale: double")
+    .Input("tensors: N * T")
+    .Attr("plan: int")
+    .Attr("bucket: int")
+    .Attr("N: int >= 1")
+    .Attr("T: {half, bfloat16, float, double}")
+    .Output("token: int64")
+    .SetShapeFn(tf::shape_inference::ScalarShape);
+
+class SubmitOp : public tf::OpKernel {
+ public:
+  explicit SubmitOp(tf::OpKernelConstruction* construction) : tf::OpKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("plan", &plan_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("bucket", &bucket_));
+  }
+
+  void Compute(tf::OpKernelContext* context) override {
+    try {
+      const auto engine = EngineOrThrow();
+      const BucketLayout& layout = engine->layout(plan_, bucket_);
+      tf::OpInputList tensors;
+      OP_REQUIRES_OK(context, context->input_list("tensors", &tensors));
+      // After another hvpipe.init() the number may be that of another model's plan.
+      OP_REQUIRES(
+          context, static_cast<std::size_t>(tensors.size()) == layout.counts.size(),
+          absl::InvalidArgumentError("The step was traced before hvpipe.init(): its bucket should be " +
+                                     layout.name + " of " + std::to_string(layout.counts.size()) +
+                                     " gradients. Received: " + std::to_string(tensors.size())));
+      std::vector<const void*> pointers;
+      for (int i = 0; i < tensors.size(); ++i) {
+        OP_REQUIRES(
+            context,
+            static_cast<std::size_t>(tensors[i].NumElements()) == layout.counts[static_cast<std::size_t>(i)],
+            SizeChanged(layout.name, tensors[i].shape()));
+        pointers.push_back(tensors[i].tensor_data().data());
+      }
+      Hand(*engine, context, pointers, context->input(0).scalar<double>()());
+      tf::Tensor* token = nullptr;
+      OP_REQUIRES_OK(context, context->allocate_output(0, tf::TensorShape(), &token));
+      token->scalar<std::int64_t>()() = 1;
+    } catch (const Error& error) {
+      context->SetStatus(ToStatus(error));
+    }
+  }
+
+ protected:
+  virtual void Hand(Engine& engine, tf::OpKernelContext* /*context*/, const std::vector<const void*>& tensors,
+                    double scale) const {
+    engine.Submit(plan_, bucket_, tensors, scale);
+  }
+
+  int plan_ = 0;
+  int bucket_ = 0;
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeSubmit").Device(tf::DEVICE_CPU), SubmitOp);
+
+class GpuSubmitOp : public SubmitOp {
+ public:
+  using SubmitOp::SubmitOp;
+
+ protected:
+  void Hand(Engine& engine, tf::OpKernelContext* context, const std::vector<const void*>& tensors,
+            double scale) const override {
+    engine.SubmitDevice(plan_, bucket_, tensors, scale, ComputeStream(context));
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeSubmit").Device(tf::DEVICE_GPU).HostMemory("scale").HostMemory("token"),
+                        GpuSubmitOp);
+
+REGISTER_OP("HvpipeCollect")
+    .Input("token: int64")
+    .Attr("plan: int")
+    .Attr("bucket: int")
+    .Attr("shapes: list(shape) >= 1")
+    .Attr("N: int >= 1")
+    .Attr("T: {half, bfloat16, float, double}")
+    .Output("tensors: N * T")
+    .SetShapeFn([](tf::shape_inference::InferenceContext* context) {
+      std::vector<tf::PartialTensorShape> shapes;
+      TF_RETURN_IF_ERROR(context->GetAttr("shapes", &shapes));
+      for (int i = 0; i < context->num_outputs(); ++i) {
+        tf::shape_inference::ShapeHandle shape;
+        TF_RETURN_IF_ERROR(
+            context->MakeShapeFromPartialTensorShape(shapes[static_cast<std::size_t>(i)], &shape));
+        context->set_output(i, shape);
+      }
+      return absl::Status();
+    });
+
+// One tensor's part of a fused buffer, which lives as long as any of its tensors.
+class BufferPart : public tf::TensorBuffer {
+ public:
+  BufferPart(std::shared_ptr<AlignedBuffer> buffer, const BucketLayout& layout, std::size_t index)
+      : tf::TensorBuffer(static_cast<char*>(buffer->data()) +
+                         layout.offsets[index] * SizeOf(layout.wire_type)),
+        buffer_(std::move(buffer)),
+        bytes_(layout.counts[index] * SizeOf(layout.wire_type)) {}
+
+  std::size_t size() const override { return bytes_; }
+  tf::TensorBuffer* root_buffer() override { return this; }
+  void FillAllocationDescription(tf::AllocationDescription* /*proto*/) const override {}
+
+ private:
+  std::shared_ptr<AlignedBuffer> buffer_;
+  std::size_t bytes_;
+};
+
+class CollectOp : public tf::AsyncOpKernel {
+ public:
+  explicit CollectOp(tf::OpKernelConstruction* construction) : tf::AsyncOpKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("plan", &plan_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("bucket", &bucket_));
+    OP_REQUIRES_OK(construction, construction->GetAttr("shapes", &shapes_));
+  }
+
+  void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
+    try {
+      const auto engine = EngineOrThrow();
+      engine->Collect(plan_, bucket_, [this, engine, context, done](const Error* error) {
+        if (error != nullptr) {
+          context->SetStatus(ToStatus(*error));
+          done();
+          return;
+        }
+        RunOnTensorFlow(context, [this, engine, context, done] {
+          try {
+            context->SetStatus(Unpack(*engine, context));
+          } catch (const Error& failed) {
+            context->SetStatus(ToStatus(failed));
+          }
+          done();
+        });
+      });
+    } catch (const Error& error) {
+      context->SetStatus(ToStatus(error));
+      done();
+    }
+  }
+
+ protected:
+  virtual absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const {
+    const BucketLayout& layout = engine.layout(plan_, bucket_);
+    if (const std::shared_ptr<AlignedBuffer> buffer = engine.Take(plan_, bucket_)) {
+      for (std::size_t i = 0; i < shapes_.size(); ++i) {
+        const int output = static_cast<int>(i);
+        tf::core::RefCountPtr<tf::TensorBuffer> part(new BufferPart(buffer, layout, i));
+        context->set_output(output,
+                            tf::Tensor(context->expected_output_dtype(output), shapes_[i], std::move(part)));
+      }
+      return absl::Status();
+    }
+    std::vector<void*> pointers;
+    TF_RETURN_IF_ERROR(Allocate(context, pointers));
+    engine.Unpack(plan_, bucket_, pointers);
+    return absl::Status();
+  }
+
+  absl::Status Allocate(tf::OpKernelContext* context, std::vector<void*>& pointers) const {
+    tf::OpOutputList outputs;
+    TF_RETURN_IF_ERROR(context->output_list("tensors", &outputs));
+    for (std::size_t i = 0; i < shapes_.size(); ++i) {
+      tf::Tensor* tensor = nullptr;
+      TF_RETURN_IF_ERROR(outputs.allocate(static_cast<int>(i), shapes_[i], &tensor));
+      pointers.push_back(tensor->data());
+    }
+    return absl::Status();
+  }
+
+  int plan_ = 0;
+  int bucket_ = 0;
+  std::vector<tf::TensorShape> shapes_;
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_CPU), CollectOp);
+
+// Done when the sum is there, not when it was asked for: TensorFlow computes on one stream, and what waited
+// on it for the network would hold up all that comes behind.
+class GpuCollectOp : public CollectOp {
+ public:
+  using CollectOp::CollectOp;
+
+ protected:
+  absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const override {
+    std::vector<void*> pointers;
+    TF_RETURN_IF_ERROR(Allocate(context, pointers));
+    engine.UnpackDevice(plan_, bucket_, pointers, ComputeStream(context));
+    return absl::Status();
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_GPU).HostMemory("token"), GpuCollectOp);
+
+// The array of a message that the engine was told of before (PostSend), without waiting for anything.
+REGISTER_OP("HvpipeSendMessage")
+    .Input("number: int64")
+    .Input("tensor: T")
+    .Attr("T: {half, bfloat16, float, double}")
+    .SetIsStateful()
+    .SetShapeFn(tf::shape_inference::NoOutputs);
+
+// What came with a message that is there (PostReceive).
+REGISTER_OP("HvpipeTakeMessage")
+    .Input("number: int64")
+    .Input("shape: int64")
+    .Attr("T: {half, bfloat16, float, double}")
+    .Output("tensor: T")
+    .SetIsStateful()
+    .SetShapeFn(tf::shape_inference::UnknownShape);
+
+DType EngineType(tf::DataType type) {
+  switch (type) {
+    case tf::DT_HALF:
+      return DType::kFloat16;
+    case tf::DT_BFLOAT16:
+      return DType::kBFloat16;
+    case tf::DT_DOUBLE:
+      return DType::kFloat64;
+    default:
+      return DType::kFloat32;
+  }
+}
+
+// On the CPU they serve a device whose memory is the host's, as the tests' is: a GPU refuses its arrays.
+template <bool kOnGpu>
+Device::Stream StreamOf(tf::OpKernelContext* context) {
+  return kOnGpu ? ComputeStream(context) : nullptr;
+}
+
+template <bool kOnGpu>
+class SendMessageOp : public tf::OpKernel {
+ public:
+  using tf::OpKernel::OpKernel;
+
+  void Compute(tf::OpKernelContext* context) override {
+    try {
+      const auto held = std::make_shared<tf::Tensor>(context->input(1));
+      const tf::StringPiece bytes = held->tensor_data();
+      EngineOrThrow()->SendPosted(context->input(0).scalar<std::int64_t>()(), bytes.data(), bytes.size(),
+                                  StreamOf<kOnGpu>(context), held);
+    } catch (const Error& error) {
+      context->SetStatus(ToStatus(error));
+    }
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeSendMessage").Device(tf::DEVICE_CPU), SendMessageOp<false>);
+REGISTER_KERNEL_BUILDER(Name("HvpipeSendMessage").Device(tf::DEVICE_GPU).HostMemory("number"),
+                        SendMessageOp<true>);
+
+template <bool kOnGpu>
+class TakeMessageOp : public tf::OpKernel {
+ public:
+  using tf::OpKernel::OpKernel;
+
+  void Compute(tf::OpKernelContext* context) override {
+    try {
+      tf::TensorShape shape;
+      const auto axes = context->input(1).vec<std::int64_t>();
+      OP_REQUIRES_OK(context,
+                     tf::TensorShape::BuildTensorShape(
+                         absl::MakeConstSpan(axes.data(), static_cast<std::size_t>(axes.size())), &shape));
+      tf::Tensor* tensor = nullptr;
+      OP_REQUIRES_OK(context, context->allocate_output(0, shape, &tensor));
+      EngineOrThrow()->TakePosted(context->input(0).scalar<std::int64_t>()(), tensor->data(),
+                                  static_cast<std::size_t>(tensor->NumElements()),
+                                  EngineType(tensor->dtype()), StreamOf<kOnGpu>(context));
+    } catch (const Error& error) {
+      context->SetStatus(ToStatus(error));
+    }
+  }
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeTakeMessage").Device(tf::DEVICE_CPU), TakeMessageOp<false>);
+REGISTER_KERNEL_BUILDER(
+    Name("HvpipeTakeMessage").Device(tf::DEVICE_GPU).HostMemory("number").HostMemory("shape"),
+    TakeMessageOp<true>);
+
+// Passes a value on and notes the time, for the trace.
+REGISTER_OP("HvpipeMark")
+    .Input("value: T")
+    .Attr("label: string")
+    .Attr("T: type")
+    .Output("same: T")
+    .SetShapeFn(tf::shape_inference::UnchangedShape);
+
+class MarkOp : public tf::OpKernel {
+ public:
+  explicit MarkOp(tf::OpKernelConstruction* construction) : tf::OpKernel(construction) {
+    OP_REQUIRES_OK(construction, construction->GetAttr("label", &label_));
+  }
+
+  void Compute(tf::OpKernelContext* context) override {
+    if (const auto engine = DefaultEngine()) engine->log().Add("mark", label_, Now(), Now());
+    context->set_output(0, context->input(0));
+  }
+
+ private:
+  std::string label_;
+};
+REGISTER_KERNEL_BUILDER(Name("HvpipeMark").Device(tf::DEVICE_CPU), MarkOp);
+// On a GPU the time is that of enqueueing: the value itself comes later.
+REGISTER_KERNEL_BUILDER(Name("HvpipeMark").Device(tf::DEVICE_GPU), MarkOp);
+
+}  // namespace
+}  // namespace hvpipe

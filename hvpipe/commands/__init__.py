@@ -1,0 +1,1 @@
+"""The commands of `hvpipe`, one file each, and how they launch ranks."""

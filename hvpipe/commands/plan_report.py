@@ -1,0 +1,196 @@
+"""What `hvpipe plan` prints: stages, a drawing, the modes and the baselines; as text and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from hvpipe.commands.plan import Answer, Question
+from hvpipe.forecast.pipeline import Forecast
+from hvpipe.plan.baselines import is_random
+from hvpipe.plan.explain import explain
+from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
+
+
+def to_json(given: Answer, *, explained: bool = False) -> dict[str, Any]:
+    """The plan, its forecast, and those of the others; and why each cut is where it is."""
+    explanation = {"explanation": _explanation(given)} if explained else {}
+    return {
+        "plan": given.chosen.plan.to_json(),
+        "forecast": _figures(given.chosen),
+        "candidates": [
+            {"mode": one.mode, "forecast": one.forecast and _figures(one.forecast), "refused": one.refused}
+            for one in given.candidates
+        ],
+        "baselines": {
+            name: one and {**_figures(one), "plan": one.plan.to_json()}
+            for name, one in given.baselines.items()
+        },
+        "fitting": {name: count for name, count in given.fitting.items() if is_random(name)},
+        **explanation,
+    }
+
+
+def _explanation(given: Answer) -> list[str]:
+    return explain(given.chosen.plan, given.question.profile, given.question.cluster)
+
+
+def _figures(one: Forecast) -> dict[str, Any]:
+    return {
+        "step_s": one.step_s,
+        "bottleneck_s": one.plan.bottleneck_s,
+        "bubble": one.bubble,
+        "utilization": dict(zip(one.plan.ranks, one.utilization, strict=True)),
+        "memory_bytes": dict(zip(one.plan.ranks, one.memory_bytes, strict=True)),
+    }
+
+
+def to_text(given: Answer, drawing: Callable[[Forecast], str], *, explained: bool = False) -> str:
+    """All that `hvpipe plan` prints; `drawing` draws a pipeline."""
+    parts = [title(given), "", *_stages(given.chosen, given.question)]
+    if given.chosen.plan.method == DATA_PARALLEL:
+        parts += ["", _advice(given.chosen.plan)]
+    if given.chosen.trace.events:
+        parts += ["", drawing(given.chosen).rstrip("\n")]
+    if explained:
+        for line in _explanation(given):
+            parts += ["", *line.replace("; ", ";\n  ").splitlines()]
+    if len(given.candidates) > 1:
+        parts += ["", *_modes(given)]
+    if given.baselines:
+        parts += ["", *_comparison(given)]
+    return "\n".join(parts) + "\n"
+
+
+def title(given: Answer) -> str:
+    """The plan and its step in two lines."""
+    plan, how = given.chosen.plan, given.question.pipelining
+    profile = given.question.profile
+    chunks = f", {how.chunks} chunks" if how.chunks > 1 else ""
+    again = ", recompute" if how.recompute else ""
+    if isinstance(how.recompute, tuple):
+        again += f" in {', '.join(map(str, how.recompute))}"
+    samples = f"{profile.batch_size} sample{'s' * (profile.batch_size != 1)}"
+    way = f"{plan.method}, {how.schedule}{chunks}{again}"
+    if plan.method == DATA_PARALLEL:
+        way = "data parallel"
+    return (
+        f"{plan.model or 'model'}, {len(profile.layers)} layers, on {len(plan.ranks)} of "
+        f"{len(given.question.cluster.devices)} devices: {way}, "
+        f"{how.microbatches} micro-batches of {samples}\n"
+        f"step {_seconds(given.chosen.step_s)}, bubble {given.chosen.bubble:.1%}, "
+        f"utilization {1 - given.chosen.bubble:.1%}"
+    )
+
+
+def _advice(plan: Plan) -> str:
+    """How to run a data-parallel plan: it has no schedule."""
+    shares = [f"{share:.0f}" for share in plan.stages[0].shares]
+    sizes = shares if len(set(shares)) > 1 else shares[:1]
+    return f"Train with hvpipe.keras.data_parallel, on batches of {', '.join(sizes)} samples."
+
+
+def _stages(one: Forecast, question: Question) -> Iterator[str]:
+    """A table with a line for each device of each stage."""
+    utilization = dict(zip(one.plan.ranks, one.utilization, strict=True))
+    memory = dict(zip(one.plan.ranks, one.memory_bytes, strict=True))
+    rows = []
+    for number, stage in enumerate(one.plan.stages):
+        for place, device in enumerate(stage.devices):
+            limit_bytes = question.cluster.device(device).memory_bytes
+            share = stage.shares[place] / sum(stage.shares)
+            first = place == 0
+            rows.append(
+                [
+                    str(number) if first else "",
+                    device,
+                    f"{share:.0%}" if len(stage.devices) > 1 else "",
+                    _names(stage.layers) if first else "",
+                    _seconds(stage.cost.compute_s) if first else "",
+                    _seconds(stage.cost.receive_s + stage.cost.send_s) if first else "",
+                    _bytes(stage.cost.receive_bytes) if first else "",
+                    _bytes(stage.cost.send_bytes) if first else "",
+                    _bytes(memory[device]),
+                    f"{memory[device] / limit_bytes:.0%}" if limit_bytes else "",
+                    f"{utilization[device]:.0%}",
+                ]
+            )
+    header = [
+        "stage",
+        "device",
+        "share",
+        "layers",
+        "compute",
+        "travel",
+        "in",
+        "out",
+        "memory",
+        "full",
+        "busy",
+    ]
+    kept = [column for column in range(len(header)) if any(row[column] for row in rows)]
+    yield from _table([header[c] for c in kept], [[row[c] for c in kept] for row in rows])
+
+
+def _modes(given: Answer) -> Iterator[str]:
+    rows = []
+    for one in given.candidates:
+        if one.forecast is None:
+            rows.append([one.mode, "", "", "", one.refused])
+            continue
+        counts = " ".join(str(len(stage.devices)) for stage in one.forecast.plan.stages)
+        note = "chosen" if one.forecast is given.chosen else ""
+        step_s, bubble = _seconds(one.forecast.step_s), f"{one.forecast.bubble:.1%}"
+        rows.append([one.mode, step_s, bubble, counts, note])
+    yield from _table(["mode", "step", "bubble", "devices of each stage", ""], rows)
+
+
+def _comparison(given: Answer) -> Iterator[str]:
+    header = ["plan", "stages", "step", "of chosen", "bottleneck", "bubble", "utilization", "most memory", ""]
+    rows = []
+    for name, one in {given.chosen.plan.method: given.chosen, **given.baselines}.items():
+        drawn = is_random(name) and given.fitting.get(name, 0)
+        shown = f"{name} (median of {drawn})" if drawn else name
+        if one is None:
+            rows.append([shown, *[""] * 7, "lacks memory"])
+            continue
+        rows.append(
+            [
+                shown,
+                str(len(one.plan.stages)),
+                _seconds(one.step_s),
+                f"{one.step_s / given.chosen.step_s:.2f}x" if given.chosen.step_s else "",
+                _seconds(one.plan.bottleneck_s),
+                f"{one.bubble:.1%}",
+                f"{1 - one.bubble:.1%}",
+                _bytes(max(one.memory_bytes)),
+                "" if one.plan.contiguous else "no pipeline",
+            ]
+        )
+    yield from _table(header, rows)
+
+
+def _names(layers: Sequence[str]) -> str:
+    return layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]} ({len(layers)})"
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Columns as wide as need be; the first columns of text to the left, figures to the right."""
+    widths = [max(len(row[c]) for row in (header, *rows)) for c in range(len(header))]
+    left = [not any(row[c][:1].isdigit() for row in rows) for c in range(len(header))]
+    for row in (header, *rows):
+        cells = (
+            f"{cell:<{width}}" if to_left else f"{cell:>{width}}"
+            for cell, width, to_left in zip(row, widths, left, strict=True)
+        )
+        yield "  ".join(cells).rstrip()
+
+
+def _seconds(value_s: float) -> str:
+    return f"{value_s:.3g} s" if value_s >= 1 else f"{value_s * 1e3:.3g} ms"
+
+
+def _bytes(value_bytes: float) -> str:
+    if value_bytes >= 1e9:
+        return f"{value_bytes / 1e9:.3g} GB"
+    return f"{value_bytes / 1e6:.3g} MB" if value_bytes >= 1e5 else f"{value_bytes:,.0f} B"

@@ -1,0 +1,1 @@
+"""Forecasts of a training step: pipelines, data parallel, and the choice between them."""

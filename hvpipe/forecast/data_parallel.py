@@ -1,0 +1,101 @@
+"""Foretells a data-parallel step: every device runs the whole model on its share of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from hvpipe.errors import PlanError
+from hvpipe.forecast.gradient_reduce import Backward, Gradients, Ring, reduce_beside
+from hvpipe.forecast.pipeline import Forecast
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
+from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.profile import Profile
+from hvpipe.trace.events import Event, Trace
+
+
+def whole_shares(count: int, weights: Sequence[float], least: int = 0) -> list[int]:
+    """`count` in whole parts, in proportion to the weights: rounded down, then the largest remainders up.
+
+    None is below `least`, even where all together are then more than `count`.
+    """
+    exact = [count * weight / sum(weights) for weight in weights]
+    parts = [max(least, int(part)) for part in exact]
+    for place in sorted(range(len(parts)), key=lambda place: parts[place] - exact[place]):
+        if sum(parts) >= count:
+            break
+        parts[place] += 1
+    return parts
+
+
+def _updates(
+    profile: Profile,
+    cluster: Cluster,
+    backwards: Sequence[Backward],
+    reduces: Sequence[tuple[int, float, float, int]],
+) -> Iterator[Event]:
+    """Each device's update of a bucket when that is reduced and the device computes nothing else."""
+    whole_s = sum(layer.update_s for layer in profile.layers)
+    whole_bytes = sum(layer.weight_bytes for layer in profile.layers)
+    for rank, (device, backward) in enumerate(zip(cluster.devices, backwards, strict=True)):
+        free_s = backward.end_s
+        for _, _, reduced_s, size_bytes in reduces:
+            start_s = max(free_s, reduced_s)
+            free_s = start_s + whole_s * size_bytes / whole_bytes / device.speed
+            if free_s > start_s:
+                yield Event("update", "update", rank, "compute", start_s, free_s, {"kind": "U"})
+
+
+def data_parallel(
+    profile: Profile, cluster: Cluster, pipelining: Pipelining, samples: int | None = None
+) -> Forecast:
+    """Foretell one step of the batch of all micro-batches, on all devices; the plan has one stage.
+
+    The batch has so many `samples`; where that is not said, all micro-batches are as large as the profile's.
+    Each device's share is in samples, in proportion to its speed, and is run at once: its times and what it
+    saves are the profile's, scaled. When a bucket of gradients is final on all devices it is reduced around
+    the ring of all, 2 (n - 1) / n of its bytes over the slowest link, beside the rest of the backward; the
+    step ends with the last one's update. It is what `hvpipe.keras.data_parallel` does. PlanError where the
+    batch has fewer samples than there are devices, and with recompute, which that does not know.
+    """
+    if pipelining.recompute:
+        raise PlanError(
+            "hvpipe.keras.data_parallel keeps what its backward needs: plan data parallel without recompute. "
+            f"Received: recompute={pipelining.recompute}"
+        )
+    devices = cluster.devices
+    if samples is None:
+        samples = profile.batch_size * pipelining.microbatches
+    shares = whole_shares(samples, [device.speed for device in devices])
+    if min(shares) < 1:
+        raise PlanError(
+            "Each device should have a sample of the batch. "
+            f"Received: samples={samples}, in shares of {', '.join(map(str, shares))}"
+        )
+    names = tuple(device.name for device in devices)
+    how = pipelining if pipelining.chunks == 1 else Pipelining("1f1b", pipelining.microbatches)
+    plan = Plan.of(profile, cluster, [(names, range(len(profile.layers)))], how, DATA_PARALLEL)
+    plan = replace(plan, stages=(replace(plan.stages[0], shares=tuple(map(float, shares))),))
+    events, memory_bytes = [], []
+    for rank, (device, share) in enumerate(zip(devices, shares, strict=True)):
+        local = profile.at_batch(share)
+        turn_s = sum(layer.forward_s for layer in local.layers) / device.speed
+        end_s = turn_s + sum(layer.backward_s for layer in local.layers) / device.speed
+        events.append(Event("forward", "forward", rank, "compute", 0.0, turn_s, {"stage": 0}))
+        events.append(Event("backward", "backward", rank, "compute", turn_s, end_s, {"stage": 0}))
+        memory_bytes.append(sum(layer.state_bytes + layer.saved_bytes for layer in local.layers))
+    backwards = [Backward(event.start_s, event.end_s) for event in events if event.category == "backward"]
+    gradients = Gradients(profile.layers, backwards, Ring.of(cluster, names))
+    reduces = list(reduce_beside({0: gradients}))
+    for _, start_s, end_s, size_bytes in reduces:
+        events.append(Event("reduce", "reduce", 0, "transfer", start_s, end_s, {"bytes": size_bytes}))
+    updates = list(_updates(profile, cluster, backwards, reduces))
+    events.extend(updates)
+    busy_s = tuple(
+        backward.end_s + sum(event.duration_s for event in updates if event.rank == rank)
+        for rank, backward in enumerate(backwards)
+    )
+    step_s = max(event.end_s for event in events)
+    trace = Trace.merge([Trace(tuple(events), {"makespan_s": step_s, "devices": list(names)})])
+    return Forecast(plan, step_s, busy_s, tuple(memory_bytes), trace)

@@ -1,0 +1,1 @@
+"""Pipeline-parallel training of Keras models."""

@@ -1,0 +1,57 @@
+"""A profile of a model from its shapes alone, for planning where nothing was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from hvpipe.keras.graph.layer_graph import Call, LayerGraph
+from hvpipe.keras.profiling.footprint import untrained_bytes, weight_bytes
+from hvpipe.specs.profile import LayerCost, Profile
+
+# A device of speed 1: what it computes and what it moves in a second. Only their ratio matters for a cut.
+_FLOPS_PER_S = 2e10
+_BYTES_PER_S = 5e9
+
+
+def estimate(graph: LayerGraph, samples: int, slots: int = 2) -> Profile:
+    """Costs of one micro-batch of so many samples, from the layers' shapes; `slots` is the optimizer's.
+
+    A layer with weights multiplies each of them once for every place of its output (for every sample, pixel
+    or token); all layers read and write their tensors once. The backward takes twice as long. Rough: fit for
+    balancing layers against each other, not for telling seconds. `hvpipe.keras.measure` is better.
+    """
+    layers = [_cost(graph, call, samples, slots) for call in graph.calls]
+    names = [call.name for call in graph.calls]
+    edges = [(names[maker], names[user]) for maker, user in graph.edges()]
+    return Profile.of(layers, edges, batch_size=samples, model=graph.name)
+
+
+def _cost(graph: LayerGraph, call: Call, samples: int, slots: int) -> LayerCost:
+    outputs = [graph.tensors[number] for number, _ in call.writes]
+    output_bytes = sum(tensor.nbytes(samples) for tensor in outputs)
+    input_bytes = sum(graph.tensors[number].nbytes(samples) for number, _ in call.reads)
+    weights = _weights(call.operation)
+    count = sum(math.prod(v.shape) for v in weights if len(v.shape) > 1)
+    flops = 0.0
+    if count and outputs and not isinstance(call.operation, keras.layers.Embedding):
+        shape = [samples if axis is None else axis for axis in outputs[0].shape]
+        flops = 2.0 * count * math.prod(shape[:-1])
+    forward_s = flops / _FLOPS_PER_S + (input_bytes + output_bytes) / _BYTES_PER_S
+    trained_bytes = weight_bytes(call.operation)
+    return LayerCost(
+        name=call.name,
+        forward_s=forward_s,
+        backward_s=2 * forward_s,
+        weight_bytes=trained_bytes,
+        slot_bytes=slots * trained_bytes + untrained_bytes(call.operation),
+        output_bytes=output_bytes,
+        saved_bytes=output_bytes,
+    )
+
+
+def _weights(operation: Any) -> Sequence[Any]:
+    return operation.trainable_variables if isinstance(operation, keras.Layer) else ()

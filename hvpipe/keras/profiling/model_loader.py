@@ -1,0 +1,154 @@
+"""A model named on the command line: the function that builds it, and random values for its inputs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.graph.layer_graph import LayerGraph, TensorSpec, functional_of, layer_graph
+from hvpipe.keras.profiling.measure import built_model
+from hvpipe.specs.profile_request import InputShape, ProfileTask
+
+
+def build_target(task: ProfileTask) -> tuple[Any, Any]:
+    """The model that the task names, without memory for weights, and its micro-batch.
+
+    The batch is the function's, where it returns (model, batch), else random values of `task.microbatch`
+    samples: numbers from 0 to 1, and whole numbers below the size of the Embedding that takes them, else 0
+    and 1. Raises HvpipeError for what is no such function, a model without a graph, or a batch that is
+    lacking.
+    """
+    function = load_function(task)
+    given: list[Any] = []
+
+    def build() -> Any:
+        found = function()
+        if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], keras.Model):
+            given.append(found[1])
+            return found[0]
+        return found
+
+    model = built_model(build)
+    if given:
+        return model, given[0]
+    if task.microbatch is None:
+        raise HvpipeError(
+            f"--microbatch should say how many samples, or {task.function} should return the model and a "
+            "micro-batch. Received: neither"
+        )
+    return model, random_batch(model, task.microbatch, task.input_shapes)
+
+
+def load_function(task: ProfileTask) -> Any:
+    """The function of the task's file or module, which takes no arguments."""
+    module = _load_file(task.place) if task.is_file else _load_module(task.place)
+    function = getattr(module, task.function, None)
+    if not callable(function):
+        callables = [name for name, value in vars(module).items() if inspect.isfunction(value)]
+        raise HvpipeError(
+            f"{task.place} should have a function {task.function!r} that returns the model. "
+            f"Received: {', '.join(callables) or 'no functions'}"
+        )
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise HvpipeError(
+            f"{task.function} should take no arguments: write a function that calls it with yours. "
+            f"Received: {task.function}{inspect.signature(function)}"
+        ) from error
+    return function
+
+
+def random_batch(model: Any, samples: int, shapes: Sequence[InputShape] = ()) -> Any:
+    """Random values for all inputs, structured as the model takes them: `measure`'s batch, a tuple of one."""
+    graph = layer_graph(model)
+    functional = functional_of(model)
+    names = [x.name for x in functional.inputs]
+    known = {shape.name or names[0]: shape.axes for shape in shapes}
+    unnamed = len(names) > 1 and "" in {shape.name for shape in shapes}
+    if unnamed or not set(known) <= set(names):
+        raise HvpipeError(
+            f"--input-shape should name one of the inputs {', '.join(names)}. "
+            f"Received: {', '.join(shape.name or 'no name' for shape in shapes)}"
+        )
+    random = np.random.default_rng(0)
+    values = []
+    for name, number in zip(names, graph.inputs, strict=True):
+        spec = graph.tensors[number]
+        axes = _sample_axes(name, spec, known.get(name))
+        values.append(_random_values(random, name, spec.dtype, (samples, *axes), _whole_below(graph, number)))
+    return (keras.tree.pack_sequence_as(functional._inputs_struct, values),)
+
+
+def _sample_axes(name: str, spec: TensorSpec, given: tuple[int, ...] | None) -> tuple[int, ...]:
+    wanted = spec.shape[1:]
+    if given is None:
+        if None in wanted:
+            raise HvpipeError(
+                f"The input {name!r} leaves axes of a sample open, {list(wanted)}: say them, as in "
+                f"--input-shape {name}={','.join(str(axis or 64) for axis in wanted)}. Received: none"
+            )
+        return tuple(axis for axis in wanted if axis is not None)
+    if len(given) != len(wanted) or any(w not in (None, g) for g, w in zip(given, wanted, strict=True)):
+        raise HvpipeError(
+            f"--input-shape should fit the input {name!r}, {list(wanted)}. Received: {list(given)}"
+        )
+    return given
+
+
+def _whole_below(graph: LayerGraph, number: int) -> int:
+    """Whole numbers below this can be given to a tensor: rows of the Embeddings that take it."""
+    rows = [
+        call.operation.input_dim
+        for call in graph.calls
+        if isinstance(call.operation, keras.layers.Embedding) and number in {n for n, _ in call.reads}
+    ]
+    return min(rows, default=2)
+
+
+def _random_values(
+    random: np.random.Generator, name: str, dtype: str, shape: tuple[int, ...], below: int
+) -> Any:
+    if dtype == "bool" or "int" in dtype:
+        return random.integers(0, 2 if dtype == "bool" else below, shape).astype(dtype)
+    if "float" not in dtype:
+        raise HvpipeError(
+            "Inputs of numbers can be made up; for others the function should return the model and a "
+            f"micro-batch. Received: input {name!r} of dtype {dtype}"
+        )
+    return random.random(shape, np.float32)
+
+
+def _load_file(path: str) -> Any:
+    """As Python would run it, but not as the main program: its folder's modules can be imported."""
+    folder = str(Path(path).absolute().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise HvpipeError(f"The model should be in a Python file. Received: {path!r}, which is none here")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _load_module(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise HvpipeError(
+                f"{name} should be a module that can be imported from here, or a file, {name}.py. "
+                f"Received: {error}"
+            ) from error
+        raise

@@ -1,0 +1,119 @@
+"""What each rank of `hvpipe profile` runs: measure the model, then the cluster; rank 0 writes both."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from hvpipe import session
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.profiling.cluster import measure_cluster
+from hvpipe.keras.profiling.measure import measure_built
+from hvpipe.keras.profiling.model_loader import build_target
+from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.profile import Profile
+from hvpipe.specs.profile_request import ProfileTask
+
+# Exit code of a model that cannot be measured.
+_WRONG_USAGE = 2
+_TELL_EVERY_S = 5.0
+
+Found = TypeVar("Found")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the task that is the only argument, as text; on all ranks."""
+    task = ProfileTask.from_text(arguments[0])
+    session.init()
+    model, batch = _on_all_ranks(lambda: build_target(task))
+    tell = _telling() if session.rank() == 0 else lambda done, count, name: None
+    # Begun together, as they will train: ranks of one host share what it has.
+    session.barrier()
+    profile = _on_all_ranks(
+        lambda: measure_built(model, batch, repeats=task.repeats, optimizer=task.optimizer, tell=tell)
+    )
+    _on_all_ranks(lambda: _check_batch(task, profile))
+    cluster = _on_all_ranks(lambda: measure_cluster(profile))
+    if session.rank() == 0:
+        profile.write(task.profile_path)
+        cluster.write(task.cluster_path)
+        print(summary(profile, cluster))
+        print(f"written: {_shown(task.profile_path)}, {_shown(task.cluster_path)}", flush=True)
+
+
+def summary(profile: Profile, cluster: Cluster) -> str:
+    """What was measured, for people."""
+    layers = profile.layers
+    lines = [
+        f"{profile.model}: {len(layers)} layers, {profile.batch_size} samples: "
+        f"forward {_ms(sum(layer.forward_s for layer in layers))}, "
+        f"backward {_ms(sum(layer.backward_s for layer in layers))}; "
+        f"weights {_mb(sum(layer.weight_bytes for layer in layers))}, "
+        f"slots {_mb(sum(layer.slot_bytes for layer in layers))}, "
+        f"saved {_mb(sum(layer.saved_bytes for layer in layers))}"
+    ]
+    for device in cluster.devices:
+        memory = "any memory" if device.memory_bytes is None else _mb(device.memory_bytes)
+        lines.append(f"  {device.name}: speed {device.speed:.2f}, {memory}")
+    for one, other, link in cluster.measured:
+        rate = f"{link.bandwidth_bytes_per_s / 1e6:.0f} MB/s"
+        lines.append(f"  {one} - {other}: {1e6 * link.latency_s:.0f} us, {rate}")
+    return "\n".join(lines)
+
+
+def _check_batch(task: ProfileTask, profile: Profile) -> None:
+    if task.microbatch not in (None, profile.batch_size):
+        raise HvpipeError(
+            f"--microbatch should be left out, or as many samples as {task.function} returns, "
+            f"{profile.batch_size}. Received: --microbatch {task.microbatch}"
+        )
+
+
+def _on_all_ranks(what: Callable[[], Found]) -> Found:
+    """What `what` returns; an HvpipeError on any rank is printed once, and ends all ranks."""
+    message, found = None, None
+    try:
+        found = what()
+    except HvpipeError as error:
+        message = str(error)
+    messages = session.allgather_object(message)
+    failed = [rank for rank, told in enumerate(messages) if told is not None]
+    if failed:
+        if session.rank() == failed[0]:
+            print(f"hvpipe profile: {message}", file=sys.stderr, flush=True)
+        raise SystemExit(_WRONG_USAGE)
+    assert message is None
+    return found  # type: ignore[return-value]  # it may itself be None
+
+
+def _telling() -> Callable[[int, int, str], None]:
+    """Prints how far it is every few seconds."""
+    told_s = time.monotonic()
+
+    def tell(done: int, count: int, name: str) -> None:
+        nonlocal told_s
+        if time.monotonic() - told_s >= _TELL_EVERY_S and done < count:
+            told_s = time.monotonic()
+            print(f"layer {done + 1} of {count}: {name}", file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _shown(path: str) -> str:
+    """Relative to here, where it is below."""
+    return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"
+
+
+def _mb(size_bytes: float) -> str:
+    return f"{size_bytes / 1e6:.1f} MB"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

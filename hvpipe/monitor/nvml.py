@@ -1,0 +1,108 @@
+"""GPUs as NVML sees them; the only file that imports pynvml (the package nvidia-ml-py)."""
+
+from __future__ import annotations
+
+import contextlib
+from types import TracebackType
+from typing import Any
+
+from hvpipe.errors import HvpipeError
+from hvpipe.monitor.visible_gpus import Gpu, Instance
+
+
+class NvmlMissing(HvpipeError):
+    """NVML cannot be used here; the text says why."""
+
+
+class Nvml:
+    """An initialised NVML; use it as a context manager, or `close` it.
+
+    Raises NvmlMissing without the package, without a driver, or where the driver refuses.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import pynvml
+        except ImportError as error:
+            raise NvmlMissing("nvidia-ml-py is not installed (pip install 'hvpipe[gpu]')") from error
+        try:
+            pynvml.nvmlInit()
+        except Exception as error:  # NVMLError; OSError from a library that does not load
+            raise NvmlMissing(f"NVML does not start: {error}") from error
+        self.library: Any = pynvml
+
+    def __enter__(self) -> Nvml:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        with contextlib.suppress(self.library.NVMLError):
+            self.library.nvmlShutdown()
+
+    def gpus(self) -> list[Gpu]:
+        """All GPUs that the driver shows to this process, in the order of nvidia-smi."""
+        try:
+            count = int(self.library.nvmlDeviceGetCount())
+        except self.library.NVMLError as error:
+            raise NvmlMissing(f"NVML lists no GPUs: {error}") from error
+        found = []
+        for index in range(count):
+            with contextlib.suppress(self.library.NVMLError):  # one that fell off the bus, or is forbidden
+                found.append(self._gpu(self.library.nvmlDeviceGetHandleByIndex(index)))
+        return found
+
+    def handles(self, uuid: str) -> tuple[Any, Any]:
+        """The device with this UUID, and the whole GPU that it is or is a part of."""
+        device = self.library.nvmlDeviceGetHandleByUUID(uuid)
+        if uuid.startswith("MIG-"):
+            return device, self.library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
+        return device, device
+
+    def _gpu(self, handle: Any) -> Gpu:
+        memory_bytes = None
+        with contextlib.suppress(self.library.NVMLError):
+            memory_bytes = int(self.library.nvmlDeviceGetMemoryInfo(handle).total)
+        return Gpu(
+            uuid=_text(self.library.nvmlDeviceGetUUID(handle)),
+            name=_text(self.library.nvmlDeviceGetName(handle)),
+            memory_bytes=memory_bytes,
+            instances=tuple(self._instances(handle)),
+        )
+
+    def _instances(self, handle: Any) -> list[Instance]:
+        nvml = self.library
+        try:
+            if nvml.nvmlDeviceGetMigMode(handle)[0] == 0:
+                return []
+            most = int(nvml.nvmlDeviceGetMaxMigDeviceCount(handle))
+        except nvml.NVMLError:  # a GPU without MIG
+            return []
+        found = []
+        for index in range(most):
+            with contextlib.suppress(nvml.NVMLError):  # a place that no instance takes
+                device = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
+                found.append(
+                    Instance(
+                        _text(nvml.nvmlDeviceGetUUID(device)),
+                        int(nvml.nvmlDeviceGetGpuInstanceId(device)),
+                        int(nvml.nvmlDeviceGetComputeInstanceId(device)),
+                    )
+                )
+        return found
+
+
+def list_gpus() -> list[Gpu]:
+    """The GPUs that NVML shows; empty without a GPU, a driver or nvidia-ml-py."""
+    try:
+        with Nvml() as nvml:
+            return nvml.gpus()
+    except NvmlMissing:
+        return []
+
+
+def _text(value: object) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)

@@ -1,0 +1,200 @@
+"""In which order devices may sit in the pipeline: kinds of equal devices, links between neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import combinations, pairwise, permutations
+
+import numpy as np
+
+from hvpipe.errors import HvpipeError
+from hvpipe.plan.greedy_fill import Cut, Seats
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.span_costs import Seat
+from hvpipe.specs.cluster import Cluster, Device, Link
+
+# So many hosts are arranged in all ways.
+_FEW_HOSTS = 4
+# Of the memory of a device with several stages, each may take an even part, or up to all in so many steps.
+_SHARES = 4
+
+Order = tuple[int, ...]
+"""The kind of the device at each stage."""
+
+
+class Orders:
+    """The orders of a cluster's devices for so many stages; devices of one kind are interchangeable.
+
+    Where all links are equal, a kind is a speed and a memory. Where not (`mixed`), also the host counts;
+    where single links were measured, those of devices of a kind differ by at most the share `alike`. With
+    chunks, the stages go round the devices in a circle (`circle`): an order is one round of it.
+    """
+
+    def __init__(self, cluster: Cluster, stages: int, pipelining: Pipelining, alike: float = 0.0) -> None:
+        self.stages = stages
+        self.cluster = cluster
+        self._pipelining = pipelining
+        self.mixed = cluster.common_link is None
+        self.circle = pipelining.chunks > 1
+        self.ranks = stages // pipelining.chunks
+        if self.mixed and cluster.measured:
+            where = _linked_alike(cluster, alike)
+        else:
+            where = {d.name: host.name if self.mixed else "" for host in cluster.hosts for d in host.devices}
+        members: dict[tuple[float, float, str], list[Device]] = {}
+        for device in cluster.devices:
+            members.setdefault((device.speed, device.room_bytes, where[device.name]), []).append(device)
+        # The fastest first, so that ties are broken in favour of speed.
+        keys = sorted(members, key=lambda key: (-key[0], -key[1]))
+        self._members = [members[key] for key in keys]
+        self.counts = [len(devices) for devices in self._members]
+
+    @cached_property
+    def seats(self) -> Seats:
+        """Any kind at any stage; with mixed links, each is charged the slowest of its own. No circle."""
+        kinds = range(len(self.counts))
+        links = [self._slowest(kind) for kind in kinds]
+        levels = (
+            [self._seat(stage, kind, links[kind], links[kind]) for kind in kinds]
+            for stage in range(self.stages)
+        )
+        return Seats(list(levels), self.counts)
+
+    def in_order(self, order: Order, share: float = 1.0) -> Seats:
+        """One kind at each stage, with the links to its neighbours; in a circle, a share of its memory."""
+        chunks = self._pipelining.chunks
+        names = [device.name for device in self._devices(order)] * chunks
+        links = [self.cluster.link(one, other) for one, other in pairwise(names)]
+        around = [Link(), *links, Link()]
+        levels = [[self._seat(s, kind, around[s], around[s + 1])] for s, kind in enumerate(order * chunks)]
+        devices = self.ranks if self.circle else 0
+        return Seats(levels, [count * chunks for count in self.counts], devices, share)
+
+    def to_fit(self) -> list[Seats]:
+        """What to try where memory is scarce: any order, but in a circle; the roomiest devices first."""
+        if not self.circle:
+            return [self.seats, self.in_order(self.by_memory())]
+        orders = self.by_speed(), self.by_memory()
+        return [self.in_order(order, share) for share in self.shares for order in orders]
+
+    @property
+    def shares(self) -> list[float]:
+        """How much of its device's memory a stage may take: in a circle from an even part up to all of it."""
+        if not self.circle or all(device.memory_bytes is None for device in self.cluster.devices):
+            return [1.0]
+        even = 1 / self._pipelining.chunks
+        return [even + (1 - even) * step / _SHARES for step in range(_SHARES + 1)]
+
+    def of_names(self, names: Sequence[str]) -> Seats:
+        """Devices by name, one at each stage."""
+        kind_of = {d.name: kind for kind, devices in enumerate(self._members) for d in devices}
+        if len(names) != self.ranks or len(set(names)) != len(names) or not set(names) <= set(kind_of):
+            raise HvpipeError(
+                f"order should name {self.ranks} devices of {', '.join(kind_of)}, each once. "
+                f"Received: order={list(names)}"
+            )
+        return self.in_order(tuple(kind_of[name] for name in names))
+
+    def all(self, at_most: int) -> list[Order] | None:
+        """Every distinct order, or None if there are more than `at_most`."""
+        found: list[Order] = []
+        for order in _arrangements(self.counts, self.ranks):
+            if len(found) == at_most:
+                return None
+            found.append(order)
+        return found
+
+    def by_host(self, order: Order) -> list[Order]:
+        """The same kinds with those of a host together: the hosts as they come, and in every way if few."""
+        names = [self.cluster.host_of(device.name).name for device in self._devices(order)]
+        hosts = list(dict.fromkeys(names))
+        few = len(hosts) <= _FEW_HOSTS and len(hosts) < len(names)
+        return [
+            tuple(order[i] for host in hosts for i, name in enumerate(names) if name == host)
+            for hosts in (permutations(hosts) if few else [tuple(hosts)])
+        ]
+
+    def by_speed(self) -> Order:
+        """The fastest devices, the fastest first."""
+        return tuple(kind for kind, count in enumerate(self.counts) for _ in range(count))[: self.ranks]
+
+    def by_memory(self) -> Order:
+        """The devices with most memory, the largest first: early stages stash most under 1F1B."""
+        every = [kind for kind, count in enumerate(self.counts) for _ in range(count)]
+        every.sort(key=lambda kind: -self._members[kind][0].room_bytes)
+        return tuple(every[: self.ranks])
+
+    def order_of(self, cuts: Sequence[Cut]) -> Order:
+        """The order in which the seats of these cuts are."""
+        return tuple(seat.kind for seat, _ in cuts[: self.ranks])
+
+    def placement(self, cuts: Sequence[Cut]) -> list[tuple[tuple[str], range]]:
+        """The devices by name with the layers of their cuts; of equal ones the first goes first."""
+        placed, start = [], 0
+        round_ = self._devices(self.order_of(cuts))
+        for device, (_, end) in zip(round_ * self._pipelining.chunks, cuts, strict=True):
+            placed.append(((device.name,), range(start, end)))
+            start = end
+        return placed
+
+    def _devices(self, order: Order) -> list[Device]:
+        taken = [0] * len(self.counts)
+        devices = []
+        for kind in order:
+            devices.append(self._members[kind][taken[kind]])
+            taken[kind] += 1
+        return devices
+
+    def _seat(self, stage: int, kind: int, receive: Link, send: Link) -> Seat:
+        device = self._members[kind][0]
+        in_flight = self._in_flight[stage]
+        recompute = self._pipelining.recomputes(stage)
+        return Seat(kind, device.speed, device.room_bytes, receive, send, in_flight, recompute)
+
+    @cached_property
+    def _in_flight(self) -> list[int]:
+        replicas = (1,) * self.stages
+        return [self._pipelining.in_flight(stage, replicas) for stage in range(self.stages)]
+
+    def _slowest(self, kind: int) -> Link:
+        if self.cluster.common_link is not None:
+            return self.cluster.common_link
+        name = self._members[kind][0].name
+        links = [self.cluster.link(name, d.name) for d in self.cluster.devices if d.name != name]
+        slowest = links[0]
+        for link in links[1:]:
+            slowest = slowest.joined(link)
+        return slowest
+
+
+def _linked_alike(cluster: Cluster, share: float) -> dict[str, str]:
+    """For each device the first whose links to all others are as its own, to within a share."""
+    names = [device.name for device in cluster.devices]
+    figures = np.zeros((2, len(names), len(names)))
+    for one, other in combinations(range(len(names)), 2):
+        link = cluster.link(names[one], names[other])
+        figures[:, one, other] = figures[:, other, one] = link.latency_s, link.bandwidth_bytes_per_s
+    firsts: list[int] = []
+    found = {}
+    for place, name in enumerate(names):
+        near = np.array(np.isclose(figures, figures[:, [place]], rtol=share, atol=0).all(axis=0))
+        near[:, place] = True  # what leads to one of the two themselves does not count
+        np.fill_diagonal(near, True)
+        alike = [first for first in firsts if bool(near[first].all())]
+        found[name] = names[alike[0]] if alike else name
+        if not alike:
+            firsts.append(place)
+    return found
+
+
+def _arrangements(counts: Sequence[int], length: int) -> Iterator[Order]:
+    """All sequences of `length` kinds in which no kind occurs more often than its count."""
+    if length == 0:
+        yield ()
+        return
+    for kind, count in enumerate(counts):
+        if count:
+            fewer = [*counts[:kind], count - 1, *counts[kind + 1 :]]
+            for rest in _arrangements(fewer, length - 1):
+                yield (kind, *rest)

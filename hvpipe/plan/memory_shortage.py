@@ -1,0 +1,158 @@
+"""When memory does not suffice: how much is missing on which device, and what would make it fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from hvpipe.plan.device_orders import Orders
+from hvpipe.plan.greedy_fill import Breadth, Cut, fill
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.span_costs import Spans
+from hvpipe.plan.stage_plan import Plan
+from hvpipe.specs.cluster import Cluster, Host
+from hvpipe.specs.profile import Profile
+
+_BREADTH = Breadth(sets=32, ends=3)
+
+
+def any_fit(spans: Spans, orders: Orders) -> list[Cut] | None:
+    """Cuts whose memory suffices, however long they take; None where none are found."""
+    for seats in orders.to_fit():
+        if cuts := fill(spans, seats, math.inf, _BREADTH):
+            return cuts
+    return None
+
+
+def least_memory_bytes(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> int:
+    """The least memory that every device needs for some plan of so many stages, whatever they have now.
+
+    Found by filling, to 1 %: no plan that needs much less was found, which proves nothing.
+    """
+    without = (
+        replace(host, devices=tuple(replace(device, memory_bytes=0) for device in host.devices))
+        for host in cluster.hosts
+    )
+    plan = least_short(profile, replace(cluster, hosts=tuple(without)), stages, pipelining)
+    return max(plan.memory_bytes.values())
+
+
+def explain_shortage(plan: Plan, profile: Profile, cluster: Cluster) -> str:
+    """The message where `plan` lacks the least memory: how much and where; and remedies, tried out."""
+    stages, pipelining = len(plan.stages), plan.pipelining
+    missing = say_missing(plan.shortages(cluster), plan.memory_bytes)
+    remedies = list(_remedies(profile, cluster, stages, pipelining))
+    return (
+        f"The memory of every device should hold its stage. Received: stages={stages}, "
+        f"schedule={pipelining.schedule!r}, microbatches={pipelining.microbatches} "
+        f"of {profile.batch_size} samples; {missing}. "
+        + (f"It would fit with {', or '.join(remedies)}." if remedies else "No remedy tried makes it fit.")
+    )
+
+
+def _fits(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> bool:
+    return any_fit(Spans(profile), Orders(cluster, stages, pipelining)) is not None
+
+
+def least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Plan:
+    """The plan that fits if every device had a little more memory, as little as can be (to 1 %).
+
+    It may fit as it is: filling keeps not all that it finds, and may find more where there is more room.
+    """
+    spans = Spans(profile)
+
+    def cuts_with(more_bytes: int) -> tuple[Orders, list[Cut] | None]:
+        orders = Orders(_with_more(cluster, more_bytes), stages, pipelining)
+        return orders, any_fit(spans, orders)
+
+    # Not from a byte on: of gigabytes that would be dozens of attempts to fill the devices.
+    low, high = 0, max(1, max(d.memory_bytes or 0 for d in cluster.devices) // 1000)
+    while cuts_with(high)[1] is None:
+        low, high = high, 2 * high
+    while high - low > max(1, high // 100):
+        middle = (low + high) // 2
+        low, high = (middle, high) if cuts_with(middle)[1] is None else (low, middle)
+    orders, cuts = cuts_with(high)
+    assert cuts is not None
+    return Plan.of(profile, cluster, orders.placement(cuts), pipelining, "greedy")
+
+
+def _with_more(cluster: Cluster, more_bytes: int) -> Cluster:
+    hosts = (
+        replace(
+            host,
+            devices=tuple(
+                d if d.memory_bytes is None else replace(d, memory_bytes=d.memory_bytes + more_bytes)
+                for d in host.devices
+            ),
+        )
+        for host in cluster.hosts
+    )
+    return replace(cluster, hosts=tuple(hosts))
+
+
+def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
+    """What makes it fit, each tried out, and with a micro-batch at least for every device."""
+    chunks = pipelining.chunks
+    for devices in range(stages // chunks + 1, min(len(cluster.devices), len(profile.layers) // chunks) + 1):
+        if _fits(profile, cluster, devices * chunks, _enough(pipelining, devices)):
+            yield _stages_on(devices, pipelining)
+            break
+    else:
+        yield from _more_devices(profile, cluster, stages, pipelining)
+    one_f = replace(pipelining, schedule="1f1b") if chunks == 1 else pipelining
+    if pipelining.schedule == "gpipe" and _fits(profile, cluster, stages, one_f):
+        yield 'schedule="1f1b"'
+    for split in (2, 4, 8, 16, 32):
+        if profile.batch_size % split == 0:
+            count = pipelining.microbatches * split
+            finer = replace(one_f, microbatches=count)
+            if _fits(profile.at_batch(profile.batch_size // split), cluster, stages, finer):
+                size = profile.batch_size // split
+                yield f'{count} smaller micro-batches of {size} with schedule="{one_f.schedule}"'
+                break
+    again = replace(pipelining, recompute=True)
+    if pipelining != again and _fits(profile, cluster, stages, again):
+        yield "recompute=True"
+
+
+def _more_devices(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
+    """How many devices like the roomiest would have to join the cluster; tried up to twice its size and 8."""
+    roomiest = max(cluster.devices, key=lambda device: device.room_bytes)
+    host = cluster.host_of(roomiest.name)
+    for more in range(1, len(cluster.devices) + 9):
+        devices = len(cluster.devices) + more
+        total = devices * pipelining.chunks
+        if total > len(profile.layers):
+            return
+        joined = tuple(
+            Host(f"+{i}", (replace(roomiest, name=f"+{i}"),), host.link, host.inner) for i in range(more)
+        )
+        larger = replace(cluster, hosts=cluster.hosts + joined)
+        if _fits(profile, larger, total, _enough(pipelining, devices)):
+            yield f"{_stages_on(devices, pipelining)} on {more} more devices like {roomiest.name}"
+            return
+
+
+def _enough(pipelining: Pipelining, devices: int) -> Pipelining:
+    """With as many micro-batches of the same size as there are devices, or more: fewer are refused."""
+    return replace(pipelining, microbatches=max(pipelining.microbatches, devices))
+
+
+def _stages_on(devices: int, pipelining: Pipelining) -> str:
+    more = f" and {devices} micro-batches" if devices > pipelining.microbatches else ""
+    return f"{devices * pipelining.chunks} stages{more}"
+
+
+def say_missing(missing_bytes: Mapping[str, int], needed_bytes: Mapping[str, int]) -> str:
+    """What each device lacks of what it needs, as messages write it."""
+    return "; ".join(
+        f"{name}: {amount(size)} missing of {amount(needed_bytes[name])}"
+        for name, size in missing_bytes.items()
+    )
+
+
+def amount(size_bytes: int) -> str:
+    """A size as messages write it."""
+    return f"{size_bytes / 1e6:,.1f} MB" if size_bytes >= 1e5 else f"{size_bytes:,} bytes"

@@ -1,0 +1,158 @@
+"""What a placement of layers on devices costs, be it a pipeline of consecutive layers or not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
+
+from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
+from hvpipe.specs.cluster import Cluster, Link
+from hvpipe.specs.profile import LayerCost, Profile
+
+Placement = Sequence[tuple[tuple[str, ...], Sequence[int]]]
+"""For each stage its devices (several are replicas) and the places of its layers in the profile, in order."""
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """What one stage takes for one micro-batch, and the memory that a device needs for it.
+
+    Of several replicas each micro-batch takes one: seconds and bytes that travel are shared among them, as if
+    they were one device as fast as all. A tensor that other stages use is charged once where it is made and
+    once in each stage that uses it, each time for itself and its gradient; it travels straight to its users.
+    `state_bytes` is weights, gradients and optimizer slots; `stash_bytes` is what all micro-batches in flight
+    keep for the backward, what was received included.
+    """
+
+    compute_s: float
+    receive_s: float
+    send_s: float
+    receive_bytes: int
+    send_bytes: int
+    state_bytes: int
+    stash_bytes: int
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.receive_s + self.send_s
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.state_bytes + self.stash_bytes
+
+
+def is_contiguous(placement: Placement) -> bool:
+    """True where the stages are runs of consecutive layers, in order: a pipeline."""
+    places = list(chain.from_iterable(layers for _, layers in placement))
+    return places == list(range(len(places)))
+
+
+def stage_costs(
+    profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining
+) -> list[StageCost]:
+    """The cost of every stage. Where the placement is no pipeline, all micro-batches count as in flight."""
+    stage_of = {place: stage for stage, (_, layers) in enumerate(placement) for place in layers}
+    receive_s, send_s = [0.0] * len(placement), [0.0] * len(placement)
+    receive_bytes, send_bytes = [0] * len(placement), [0] * len(placement)
+    for maker, layer in enumerate(profile.layers):
+        home = stage_of[maker]
+        replicas = len(placement[home][0])
+        away = sorted({stage_of[user] for user in profile.users[maker]} - {home})
+        if not away or layer.output_bytes == 0:
+            continue
+        links = [_slowest(cluster, placement[home][0], placement[stage][0]) for stage in away]
+        times = [2 * link.time_s(layer.output_bytes) for link in links]
+        send_s[home] += max(times) / replicas
+        send_bytes[home] += layer.output_bytes
+        for stage, time_s in zip(away, times, strict=True):
+            receive_s[stage] += time_s / len(placement[stage][0])
+            receive_bytes[stage] += layer.output_bytes
+    costs = []
+    in_flight = in_flight_of(placement, pipelining)
+    for stage, (devices, places) in enumerate(placement):
+        layers = [profile.layers[place] for place in places]
+        again = pipelining.recomputes(stage)
+        state_bytes, stash_bytes = stage_bytes(layers, receive_bytes[stage], in_flight[stage], again)
+        speed = sum(cluster.device(device).speed for device in devices)
+        again_s = sum(layer.forward_s for layer in layers) if again else 0.0
+        costs.append(
+            StageCost(
+                compute_s=(sum(layer.compute_s for layer in layers) + again_s) / speed,
+                receive_s=receive_s[stage],
+                send_s=send_s[stage],
+                receive_bytes=receive_bytes[stage],
+                send_bytes=send_bytes[stage],
+                state_bytes=state_bytes,
+                stash_bytes=stash_bytes,
+            )
+        )
+    return costs
+
+
+def in_flight_of(placement: Placement, pipelining: Pipelining) -> list[int]:
+    """The micro-batches that each stage holds at most: all of them where the placement is no pipeline."""
+    if not is_contiguous(placement):
+        return [pipelining.microbatches] * len(placement)
+    counts = [len(devices) for devices, _ in placement]
+    return [pipelining.in_flight(stage, counts) for stage in range(len(placement))]
+
+
+def stage_bytes(
+    layers: Sequence[LayerCost], receive_bytes: int, in_flight: int, recompute: bool
+) -> tuple[int, int]:
+    """What a stage keeps for good, and what it stashes of so many micro-batches in flight."""
+    saved_bytes = sum(layer.saved_bytes for layer in layers)
+    saved = 1 if recompute else in_flight
+    return sum(layer.state_bytes for layer in layers), in_flight * receive_bytes + saved * saved_bytes
+
+
+def _slowest(cluster: Cluster, one: tuple[str, ...], other: tuple[str, ...]) -> Link:
+    """The longest latency and the smallest bandwidth between any two of these devices."""
+    return reduce(Link.joined, (cluster.link(a, b) for a in one for b in other))
+
+
+def one_batch_s(
+    profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining = DEFAULT_PIPELINING
+) -> float:
+    """The time of one micro-batch without pipelining, forward and backward, as the native mode runs it.
+
+    Each device runs its layers one at a time in the order of the profile, as soon as their inputs are there.
+    Transfers are delays that occupy no device. Of several replicas the first runs it. In a stage that
+    recomputes, a layer's backward takes its forward once more.
+    """
+    device_of = {place: devices[0] for devices, layers in placement for place in layers}
+    stages = [layers for stage, (_, layers) in enumerate(placement) if pipelining.recomputes(stage)]
+    again = {place for layers in stages for place in layers}
+    speed = {devices[0]: cluster.device(devices[0]).speed for devices, _ in placement}
+    free_s = dict.fromkeys(speed, 0.0)
+    forward_s = [0.0] * len(profile.layers)
+    for place, layer in enumerate(profile.layers):
+        device = device_of[place]
+        arrivals = (
+            forward_s[maker] + _transfer_s(profile, cluster, maker, device_of[maker], device)
+            for maker in profile.makers[place]
+        )
+        start_s = max(free_s[device], max(arrivals, default=0.0))
+        forward_s[place] = free_s[device] = start_s + layer.forward_s / speed[device]
+    turn_s = max(forward_s)
+    free_s = dict.fromkeys(speed, turn_s)
+    backward_s = [turn_s] * len(profile.layers)
+    for place in reversed(range(len(profile.layers))):
+        device = device_of[place]
+        arrivals = (
+            backward_s[user] + _transfer_s(profile, cluster, place, device_of[user], device)
+            for user in profile.users[place]
+        )
+        start_s = max(free_s[device], max(arrivals, default=turn_s))
+        layer = profile.layers[place]
+        again_s = layer.forward_s if place in again else 0.0
+        backward_s[place] = free_s[device] = start_s + (layer.backward_s + again_s) / speed[device]
+    return max(backward_s)
+
+
+def _transfer_s(profile: Profile, cluster: Cluster, maker: int, one: str, other: str) -> float:
+    """The time of a tensor, or of its gradient, between two devices."""
+    size_bytes = profile.layers[maker].output_bytes
+    return cluster.link(one, other).time_s(size_bytes) if size_bytes and one != other else 0.0

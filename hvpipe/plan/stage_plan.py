@@ -1,0 +1,253 @@
+"""A plan: which layers each device runs as a stage, what that costs, for which model and cluster."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from hvpipe.config_file import Table, read_document, write_document
+from hvpipe.errors import PlanError
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.placement_cost import Placement, StageCost, is_contiguous, one_batch_s, stage_costs
+from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.profile import Profile
+
+FORMAT, VERSION = "hvpipe-plan", 2
+
+DATA_PARALLEL = "data_parallel"
+"""The method of a plan of one stage whose devices run their shares, in samples, at once: no pipeline."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers that one device runs, by name in topological order, and what a micro-batch of them costs.
+
+    Several `devices` are replicas: each runs these layers for some of the micro-batches, in proportion to its
+    `shares`, numbers above 0.
+    """
+
+    devices: tuple[str, ...]
+    layers: tuple[str, ...]
+    cost: StageCost
+    shares: tuple[float, ...]
+
+    @property
+    def device(self) -> str:
+        """The device; of several the first."""
+        return self.devices[0]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Stages in the order of the pipeline; `method` made it; the fingerprints name the model and the cluster.
+
+    A device may have several stages, if the schedule is "interleaved": then stages are dealt out in a circle.
+    Not every placement is a pipeline: where `contiguous` is False, as with some baselines, a stage is no run
+    of consecutive layers, and a micro-batch may come to a device more than once. `one_batch_s` is the time of
+    one micro-batch, forward and backward, that is alone.
+    """
+
+    stages: tuple[Stage, ...]
+    method: str
+    pipelining: Pipelining
+    contiguous: bool
+    one_batch_s: float
+    model: str = ""
+    profile_fingerprint: str = ""
+    cluster_fingerprint: str = ""
+
+    @staticmethod
+    def of(
+        profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining, method: str
+    ) -> Plan:
+        """The plan of a placement, with all that it costs; memory is not checked (see `shortages`)."""
+        costs = stage_costs(profile, cluster, placement, pipelining)
+        stages = (
+            Stage(
+                devices=devices,
+                layers=tuple(profile.layers[place].name for place in layers),
+                cost=cost,
+                shares=tuple(cluster.device(device).speed for device in devices),
+            )
+            for (devices, layers), cost in zip(placement, costs, strict=True)
+        )
+        return Plan(
+            stages=tuple(stages),
+            method=method,
+            pipelining=pipelining,
+            contiguous=is_contiguous(placement),
+            one_batch_s=one_batch_s(profile, cluster, placement, pipelining),
+            model=profile.model,
+            profile_fingerprint=profile.fingerprint,
+            cluster_fingerprint=cluster.fingerprint,
+        )
+
+    @cached_property
+    def ranks(self) -> tuple[str, ...]:
+        """The device of each rank: stage after stage, a stage's replicas one after the other."""
+        return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
+
+    @cached_property
+    def memory_bytes(self) -> dict[str, int]:
+        """What each device needs for all of its stages, in the order of the ranks."""
+        return {
+            name: sum(stage.cost.memory_bytes for stage in self.stages if name in stage.devices)
+            for name in self.ranks
+        }
+
+    @cached_property
+    def times_s(self) -> dict[str, float]:
+        """What each device takes for a micro-batch in all of its stages."""
+        return {
+            name: sum(stage.cost.total_s for stage in self.stages if name in stage.devices)
+            for name in self.ranks
+        }
+
+    @property
+    def bottleneck_s(self) -> float:
+        """What the busiest device takes for a micro-batch: a pipeline finishes one in this time at best."""
+        return max(self.times_s.values())
+
+    @property
+    def step_s(self) -> float:
+        """A step by rule of thumb: one micro-batch all the way, then one each bottleneck.
+
+        `simulate` knows better. For a placement that is no pipeline this is a lower bound.
+        """
+        return self.one_batch_s + (self.pipelining.microbatches - 1) * self.bottleneck_s
+
+    def shortages(self, cluster: Cluster) -> dict[str, int]:
+        """For each device that the plan asks too much memory of, how many bytes are missing."""
+        missing = {}
+        for device, size_bytes in self.memory_bytes.items():
+            limit_bytes = cluster.device(device).memory_bytes
+            if limit_bytes is not None and size_bytes > limit_bytes:
+                missing[device] = size_bytes - limit_bytes
+        return missing
+
+    def placement(self, profile: Profile) -> list[tuple[tuple[str, ...], list[int]]]:
+        """The stages with their layers as places in the profile."""
+        return [(stage.devices, [profile.place(name) for name in stage.layers]) for stage in self.stages]
+
+    def check(self, profile: Profile | None = None, cluster: Cluster | None = None) -> None:
+        """Refuse a profile of another model than the plan's or that it does not cover, or another cluster."""
+        if profile is not None and profile.fingerprint != self.profile_fingerprint:
+            ours = {name for stage in self.stages for name in stage.layers}
+            theirs = {layer.name for layer in profile.layers}
+            odd = sorted(ours ^ theirs)
+            what = f"layer {odd[0]!r} is in only one of them" if odd else "weights or edges differ"
+            raise PlanError(
+                f"The profile should be of the model that was planned ({self.model or 'unnamed'}, "
+                f"{len(ours)} layers). Received: {profile.model or 'unnamed'}, {len(theirs)} layers; {what}"
+            )
+        if profile is not None:
+            self._check_cover(profile)
+        if cluster is not None and cluster.fingerprint != self.cluster_fingerprint:
+            names = [device.name for device in cluster.devices]
+            lacking = [device for device in self.ranks if device not in names]
+            what = f"it lacks {', '.join(lacking)}" if lacking else "speeds, memory, hosts or links differ"
+            raise PlanError(
+                "The cluster should be the one that was planned for; plan again for this one. "
+                f"Received: devices={names}; {what}"
+            )
+
+    def _check_cover(self, profile: Profile) -> None:
+        placement = self.placement(profile)
+        covered = {place for _, places in placement for place in places}
+        if lacking := [layer.name for place, layer in enumerate(profile.layers) if place not in covered]:
+            raise PlanError(
+                f"The stages should have every layer of the model. Received: {lacking[0]!r} in no stage"
+            )
+        if self.contiguous and not is_contiguous(placement):
+            raise PlanError(
+                "contiguous should be true only where stages are runs of consecutive layers, in the order of "
+                f"the model. Received: contiguous=True, method={self.method!r}"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "version": VERSION, **asdict(self), "bottleneck_s": self.bottleneck_s}
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any] | Table, place: str = "The plan") -> Plan:
+        """The inverse of `to_json`."""
+        table = document if isinstance(document, Table) else Table(document, place)
+        table.check_format(FORMAT, VERSION)
+        how = table.table("pipelining")
+        stages = tuple(_stage(row) for row in table.tables("stages"))
+        if not stages:
+            raise PlanError(f"{table.place}: stages should be at least one. Received: stages=[]")
+        with how.named_in_errors():
+            pipelining = Pipelining(
+                how.text("schedule"),
+                how.integer("microbatches", minimum=1),
+                how.flag_or_integers("recompute"),
+                how.integer("chunks", minimum=1),
+            )
+        _check_stages(stages, pipelining, table.place)
+        return Plan(
+            stages=stages,
+            method=table.text("method"),
+            pipelining=pipelining,
+            contiguous=table.flag("contiguous"),
+            one_batch_s=table.number("one_batch_s"),
+            model=table.text("model"),
+            profile_fingerprint=table.text("profile_fingerprint"),
+            cluster_fingerprint=table.text("cluster_fingerprint"),
+        )
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        write_document(path, self.to_json())
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Plan:
+        """Read what `write` wrote."""
+        return Plan.from_json(read_document(path))
+
+
+def _check_stages(stages: Sequence[Stage], pipelining: Pipelining, place: str) -> None:
+    """Refuse a layer in two stages, a device in two that are not its chunks, a stage that there is not."""
+    if len(stages) < pipelining.least_stages:
+        raise PlanError(
+            f"{place}: recompute should name stages from 0 to {len(stages) - 1}. "
+            f"Received: recompute={pipelining.recompute}"
+        )
+    chunks = pipelining.chunks
+    layers = [name for stage in stages for name in stage.layers]
+    devices = [name for stage in stages[: len(stages) // chunks] for name in stage.devices]
+    for what, given in (("layer", layers), ("device", devices)):
+        if twice := [name for name, count in Counter(given).items() if count > 1]:
+            raise PlanError(f"{place}: a {what} should be in one stage. Received: {twice[0]!r} in more")
+    if chunks > 1 and [stage.devices for stage in stages] != [(name,) for name in devices] * chunks:
+        raise PlanError(
+            f"{place}: with chunks={chunks} the stages should go {chunks} times round the devices, one each. "
+            f"Received: devices={[list(stage.devices) for stage in stages]}"
+        )
+
+
+def _stage(row: Table) -> Stage:
+    devices, layers = tuple(row.texts("devices")), tuple(row.texts("layers"))
+    shares = tuple(row.numbers("shares", above=0))
+    if not layers:
+        raise PlanError(f"{row.place} should have at least one layer. Received: layers=[]")
+    if not devices or len(shares) != len(devices):
+        raise PlanError(
+            f"{row.place} should have devices, and a share for each. "
+            f"Received: devices={list(devices)}, shares={list(shares)}"
+        )
+    return Stage(devices, layers, _cost(row.table("cost")), shares)
+
+
+def _cost(row: Table) -> StageCost:
+    return StageCost(
+        compute_s=row.number("compute_s"),
+        receive_s=row.number("receive_s"),
+        send_s=row.number("send_s"),
+        receive_bytes=row.integer("receive_bytes"),
+        send_bytes=row.integer("send_bytes"),
+        state_bytes=row.integer("state_bytes"),
+        stash_bytes=row.integer("stash_bytes"),
+    )

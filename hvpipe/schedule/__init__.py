@@ -1,0 +1,1 @@
+"""Pipeline schedules as data: actions, the algorithms that order them, sends and receives, a proof."""

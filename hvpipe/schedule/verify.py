@@ -1,0 +1,232 @@
+"""Proves, before anything runs, that a schedule is complete and ends; says what each rank stashes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hvpipe.errors import HvpipeError
+from hvpipe.schedule.action import Action
+from hvpipe.schedule.program import Dataflow, Message, Needs, Program, Receive, Send, Step, needs_of, programs
+from hvpipe.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A schedule that can run, and how: each rank's program, and the most that it holds at one time.
+
+    `peak_stash` counts micro-batches that are through a forward and not yet through the backward (B or W),
+    `peak_inbox` messages whose receive is posted and that are not yet used up; both for each rank.
+    """
+
+    schedule: Schedule
+    programs: tuple[Program, ...]
+    peak_stash: tuple[int, ...]
+    peak_inbox: tuple[int, ...]
+
+
+def verify(schedule: Schedule, dataflow: Dataflow | None = None, capacity: int = 1) -> Verified:
+    """Check the schedule for a model whose stages use each other's outputs as `dataflow` says; else a chain.
+
+    `capacity` is how many messages a link, one for each direction, holds of which the receive is not yet
+    posted; a rank that sends one more waits. Raises HvpipeError, which names rank, action and what it
+    lacks, unless every stage runs every micro-batch once, in an order that comes to its end.
+    """
+    check_complete(schedule)
+    needs = needs_of(schedule, dataflow)
+    check_order(schedule)
+    made = programs(schedule, needs)
+    check_messages(schedule, needs, made)
+    check_links(made, capacity)
+    stash = tuple(int(peak) for peak in peak_stash(schedule))
+    return Verified(schedule, made, stash, tuple(map(_peak_inbox, made)))
+
+
+def check_complete(schedule: Schedule) -> None:
+    """Every stage runs every micro-batch once: F, and either B or I and W; all of that on one rank."""
+    ranks_of: dict[Action, list[int]] = defaultdict(list)
+    for rank, actions in enumerate(schedule.actions):
+        for action, times in Counter(actions).items():
+            if action.microbatch >= schedule.microbatches or action.stage >= schedule.stages:
+                raise HvpipeError(
+                    f"Rank {rank} should run micro-batches below {schedule.microbatches} of stages below "
+                    f"{schedule.stages}. Received: {action}"
+                )
+            if times > 1:
+                raise HvpipeError(f"Rank {rank} should run {action} once. Received: {times} times")
+            ranks_of[action].append(rank)
+    for action, ranks in ranks_of.items():
+        if len(ranks) > 1:
+            raise HvpipeError(f"One rank should run {action}. Received: ranks {', '.join(map(str, ranks))}")
+    for stage in range(schedule.stages):
+        for i in range(schedule.microbatches):
+            rank_of = {kind: rank for kind in "FBIW" for rank in ranks_of[Action(kind, i, stage)]}
+            _check_microbatch(schedule, stage, i, rank_of)
+
+
+def _check_microbatch(schedule: Schedule, stage: int, i: int, rank_of: dict[str, int]) -> None:
+    """What a micro-batch needs on a stage is there, on one rank; `rank_of` says for each kind on which."""
+    if "".join(rank_of) not in ("FB", "FIW"):
+        ranks = sorted(set(rank_of.values())) or schedule.ranks_of(stage)
+        who = f"Rank {ranks[0]}" if len(ranks) == 1 else "A rank"
+        raise HvpipeError(
+            f"{who} should run F and B, or F, I and W, of micro-batch {i} "
+            f"on stage {stage}. Received: {' '.join(rank_of) or 'none'}"
+        )
+    for kind, rank in rank_of.items():
+        if rank != rank_of["F"]:
+            raise HvpipeError(
+                f"Rank {rank_of['F']} should run {Action(kind, i, stage)}. Received: it is on rank {rank}"
+            )
+
+
+def check_order(schedule: Schedule) -> None:
+    """Each stage runs F before B or I, and I before W, of each micro-batch."""
+    before = {"B": "F", "I": "F", "W": "I"}
+    for rank, actions in enumerate(schedule.actions):
+        done = set()
+        for action in actions:
+            done.add(action)
+            if action.kind in before:
+                first = Action(before[action.kind], action.microbatch, action.stage)
+                if first not in done:
+                    raise HvpipeError(f"Rank {rank} should run {first} before {action}. Received: after it")
+
+
+def check_messages(schedule: Schedule, needs: Needs, made: Sequence[Program]) -> None:
+    """Every result that another rank needs is sent after it is made, once, and received before it is used."""
+    for rank, (program, actions) in enumerate(zip(made, schedule.actions, strict=True)):
+        ran = tuple(step for step in program if isinstance(step, Action))
+        if ran != actions:
+            raise HvpipeError(
+                f"Rank {rank}'s program should run its actions of the schedule, in their order. "
+                f"Received: {' '.join(map(str, ran)) or 'none'}"
+            )
+        done: set[Action] = set()
+        posted: set[Action | Message] = set()
+        for step in program:
+            if isinstance(step, Send):
+                if step.message.source != rank or step.message.producer not in done:
+                    raise HvpipeError(f"Rank {rank} should make what it sends. Received: {step.message}")
+            elif isinstance(step, Receive):
+                posted.add(step.message)
+            else:
+                for need in needs[step]:
+                    source = schedule.rank_of(need)
+                    lacking = need if source == rank else Message(need, step, source, rank)
+                    if lacking not in done and lacking not in posted:
+                        raise HvpipeError(
+                            f"Rank {rank} should have {need} of rank {source} before {step}. "
+                            f"Received: {'no receive' if source != rank else 'it comes later'}"
+                        )
+                done.add(step)
+    sends = Counter(step.message for program in made for step in program if isinstance(step, Send))
+    receives = Counter(step.message for program in made for step in program if isinstance(step, Receive))
+    for message in [*sends, *receives]:
+        if (sends[message], receives[message]) != (1, 1):
+            raise HvpipeError(
+                f"Every message should be sent once and received once. "
+                f"Received: {message}: sent {sends[message]} times, received {receives[message]} times"
+            )
+
+
+def check_links(made: Sequence[Program], capacity: int = 1) -> None:
+    """Run the programs on links that hold `capacity` messages each, and see that all come to their end.
+
+    A link delivers in order. A receive waits for nobody; an action waits for its messages; a send waits
+    while its link is full. (The engine's sends never wait: it can do only better.) With capacity 0, a send
+    waits until its receive is posted.
+    """
+    if capacity < 0:
+        raise HvpipeError(f"capacity should be 0 or more. Received: capacity={capacity}")
+    inputs: dict[Action, list[Message]] = defaultdict(list)
+    for program in made:
+        for step in program:
+            if isinstance(step, Receive):
+                inputs[step.message.consumer].append(step.message)
+    links = _Links(capacity)
+    places = [0] * len(made)
+    moved = True
+    while moved:
+        moved = False
+        for rank, program in enumerate(made):
+            while places[rank] < len(program) and links.run(program[places[rank]], inputs):
+                places[rank] += 1
+                moved = True
+    stuck = [
+        f"rank {rank} at {_waiting(program[place])}"
+        for rank, (program, place) in enumerate(zip(made, places, strict=True))
+        if place < len(program)
+    ]
+    if stuck:
+        raise HvpipeError(
+            f"Ranks should not wait for each other in a circle, with links that hold {capacity} messages. "
+            f"Received: {'; '.join(stuck)}"
+        )
+
+
+def _waiting(step: Step) -> str:
+    return f"the send of {step.message}" if isinstance(step, Send) else f"{step}, for its messages"
+
+
+class _Links:
+    """The messages on their way: sent but not yet awaited, and awaited but not yet sent."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.waiting: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self.posted: dict[tuple[int, int], deque[Message]] = defaultdict(deque)
+        self.arrived: set[Message] = set()
+
+    def run(self, step: Step, inputs: dict[Action, list[Message]]) -> bool:
+        """Do the step, or say that it has to wait."""
+        if isinstance(step, Action):
+            return self.arrived.issuperset(inputs.get(step, ()))
+        link = (step.message.source, step.message.target)
+        if isinstance(step, Receive):
+            self.posted[link].append(step.message)
+        elif len(self.waiting[link]) >= self.capacity and not self.posted[link]:
+            return False
+        else:
+            self.waiting[link].append(step.message)
+        while self.waiting[link] and self.posted[link]:
+            sent, awaited = self.waiting[link].popleft(), self.posted[link].popleft()
+            if sent != awaited:
+                raise HvpipeError(
+                    f"Rank {link[1]} should receive from rank {link[0]} in the order in which that sends. "
+                    f"Received: {sent}, where {awaited} is awaited"
+                )
+            self.arrived.add(sent)
+        return True
+
+
+def peak_stash(schedule: Schedule, stage_sizes: Sequence[float] | None = None) -> tuple[float, ...]:
+    """The most activations that each rank holds at one time: 1 for each micro-batch, or the stage's size.
+
+    Held from F until the whole backward is done: B or W (I frees some, which is not counted).
+    """
+    sizes = [1.0] * schedule.stages if stage_sizes is None else stage_sizes
+    if len(sizes) != schedule.stages:
+        raise HvpipeError(f"stage_sizes should be of {schedule.stages} stages. Received: {len(sizes)} sizes")
+    change = {"F": 1, "B": -1, "I": 0, "W": -1}
+    peaks = []
+    for actions in schedule.actions:
+        held = peak = 0.0
+        for action in actions:
+            held += change[action.kind] * sizes[action.stage]
+            peak = max(peak, held)
+        peaks.append(peak)
+    return tuple(peaks)
+
+
+def _peak_inbox(program: Program) -> int:
+    inputs = Counter(step.message.consumer for step in program if isinstance(step, Receive))
+    held = peak = 0
+    for step in program:
+        if isinstance(step, Receive):
+            held += 1
+            peak = max(peak, held)
+        elif isinstance(step, Action):
+            held -= inputs[step]
+    return peak

@@ -1,0 +1,291 @@
+"""The cluster: devices with speed and memory, their hosts, and the links between them; TOML and JSON."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import combinations
+from typing import Any
+
+from hvpipe.config_file import Table, fingerprint, read_document, write_document
+from hvpipe.errors import HvpipeError
+
+FORMAT, VERSION = "hvpipe-cluster", 1
+
+Port = tuple[str, str]
+"""One direction of a host's link: ("out of", its name) or ("into", its name)."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A processor that runs one rank.
+
+    `speed` is relative: a layer of a profile takes its seconds divided by it. `memory_bytes` is what training
+    may use; None is no limit.
+    """
+
+    name: str
+    speed: float = 1.0
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.speed) and self.speed > 0):
+            raise HvpipeError(
+                f"speed of device {self.name!r} should be above 0. Received: speed={self.speed}"
+            )
+        if self.memory_bytes is not None and not 0 <= self.memory_bytes < math.inf:
+            raise HvpipeError(
+                f"memory_bytes of device {self.name!r} should be at least 0 or None. "
+                f"Received: memory_bytes={self.memory_bytes}"
+            )
+        # As they come back from a file: fingerprints tell 1 from 1.0.
+        object.__setattr__(self, "speed", float(self.speed))
+        if self.memory_bytes is not None:
+            object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
+
+    @property
+    def room_bytes(self) -> float:
+        """The memory that training may use, infinite where there is no limit."""
+        return math.inf if self.memory_bytes is None else float(self.memory_bytes)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A connection in the alpha-beta model (Hockney, 1994): a message takes latency + bytes / bandwidth."""
+
+    latency_s: float = 0.0
+    bandwidth_bytes_per_s: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
+            raise HvpipeError(
+                f"latency_s should be finite and at least 0. Received: latency_s={self.latency_s}"
+            )
+        if not self.bandwidth_bytes_per_s > 0:
+            raise HvpipeError(
+                "bandwidth_bytes_per_s should be above 0. "
+                f"Received: bandwidth_bytes_per_s={self.bandwidth_bytes_per_s}"
+            )
+        object.__setattr__(self, "latency_s", float(self.latency_s))
+        object.__setattr__(self, "bandwidth_bytes_per_s", float(self.bandwidth_bytes_per_s))
+
+    def time_s(self, size_bytes: float, messages: int = 1) -> float:
+        """The time of `size_bytes` in so many messages, one after the other."""
+        return messages * self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+    def joined(self, other: Link) -> Link:
+        """The way over both: the longer latency, the smaller bandwidth."""
+        return Link(
+            max(self.latency_s, other.latency_s),
+            min(self.bandwidth_bytes_per_s, other.bandwidth_bytes_per_s),
+        )
+
+
+@dataclass(frozen=True)
+class Host:
+    """Devices that share a machine: `link` leads to the network, `inner` from one of them to another."""
+
+    name: str
+    devices: tuple[Device, ...]
+    link: Link = Link()
+    inner: Link = Link()
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Hosts around one switch. `measured` holds links between two devices, by their names."""
+
+    hosts: tuple[Host, ...]
+    measured: tuple[tuple[str, str, Link], ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [device.name for device in self.devices]
+        if not names:
+            raise HvpipeError("A cluster should have at least one device. Received: none")
+        hosts = [host.name for host in self.hosts]
+        for what, given in (("devices", names), ("hosts", hosts)):
+            if twice := sorted(name for name, count in Counter(given).items() if count > 1):
+                raise HvpipeError(f"Names of {what} should differ. Received: {twice[0]!r} twice")
+        for one, other, _ in self.measured:
+            if one == other or not {one, other} <= set(names):
+                raise HvpipeError(
+                    f"A measured link should join two devices of the cluster ({', '.join(names)}). "
+                    f"Received: between={[one, other]}"
+                )
+        pairs = Counter(frozenset(link[:2]) for link in self.measured)
+        if again := [sorted(pair) for pair, count in pairs.items() if count > 1]:
+            raise HvpipeError(
+                f"Two devices should have at most one measured link. Received: between={again[0]} twice"
+            )
+
+    @cached_property
+    def devices(self) -> tuple[Device, ...]:
+        return tuple(device for host in self.hosts for device in host.devices)
+
+    @cached_property
+    def _device(self) -> dict[str, Device]:
+        return {device.name: device for device in self.devices}
+
+    @cached_property
+    def _host_of(self) -> dict[str, Host]:
+        return {device.name: host for host in self.hosts for device in host.devices}
+
+    @cached_property
+    def _measured(self) -> dict[frozenset[str], Link]:
+        return {frozenset((one, other)): link for one, other, link in self.measured}
+
+    def device(self, name: str) -> Device:
+        if name not in self._device:
+            raise HvpipeError(
+                f"A device should be one of {', '.join(self._device)}. Received: device={name!r}"
+            )
+        return self._device[name]
+
+    def host_of(self, device: str) -> Host:
+        return self._host_of[self.device(device).name]
+
+    def link(self, one: str, other: str) -> Link:
+        """The link between two devices: as measured, else what their hosts' links make; to itself, free."""
+        if one == other:
+            return Link()
+        if found := self._measured.get(frozenset((one, other))):
+            return found
+        a, b = self.host_of(one), self.host_of(other)
+        return a.inner if a is b else a.link.joined(b.link)
+
+    def ports(self, one: str, other: str) -> tuple[tuple[Port, Link], ...]:
+        """What a message from `one` device to `other` shares with all that leaves or enters their hosts.
+
+        None inside a host. Each with what it carries by itself, the other end being no limit: as its host's
+        link says, or as the fastest measured link to another host does.
+        """
+        source, target = self.host_of(one), self.host_of(other)
+        if source is target:
+            return ()
+        out, into = ("out of", source.name), ("into", target.name)
+        return ((out, self._outward[source.name]), (into, self._outward[target.name]))
+
+    @cached_property
+    def _outward(self) -> dict[str, Link]:
+        found: dict[str, list[Link]] = {host.name: [] for host in self.hosts}
+        for one, other, link in self.measured:
+            if self.host_of(one) is not self.host_of(other):
+                found[self.host_of(one).name].append(link)
+                found[self.host_of(other).name].append(link)
+        return {
+            host.name: max(links, key=lambda link: link.bandwidth_bytes_per_s) if links else host.link
+            for host, links in ((host, found[host.name]) for host in self.hosts)
+        }
+
+    @cached_property
+    def common_link(self) -> Link | None:
+        """The link between any two devices, where it is the same for all; else None."""
+        found = {self.link(a.name, b.name) for a, b in combinations(self.devices, 2)}
+        return found.pop() if len(found) == 1 else None if found else Link()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        return fingerprint(self.to_json())
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "host": [
+                {
+                    "name": host.name,
+                    "link": _link_json(host.link),
+                    "inner": _link_json(host.inner),
+                    "device": [asdict(device) for device in host.devices],
+                }
+                for host in self.hosts
+            ],
+            "link": [{"between": [one, other], **_link_json(link)} for one, other, link in self.measured],
+        }
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any] | Table, place: str = "The cluster") -> Cluster:
+        """The inverse of `to_json`; also what a cluster's TOML file holds, where format and version may lack.
+
+        [[host]]
+        name = "h0"
+        link = { latency_s = 1e-4, bandwidth_bytes_per_s = 125e6 }
+        [[host.device]]
+        name = "h0/gpu0"
+        speed = 0.5
+        memory_bytes = 16e9
+        """
+        table = document if isinstance(document, Table) else Table(document, place)
+        table.allow(("format", "version", "host", "link"))
+        if table.has("format"):
+            table.check_format(FORMAT, VERSION)
+        measured = [_measured_link(row) for row in table.tables("link")] if table.has("link") else []
+        with table.named_in_errors():
+            return Cluster(tuple(_host(row) for row in table.tables("host")), tuple(measured))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        write_document(path, self.to_json())
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Cluster:
+        """Read what `write` wrote, or TOML where the name ends in .toml."""
+        return Cluster.from_json(read_document(path))
+
+
+def equal_cluster(
+    count: int, link: Link = Link(), *, speeds: tuple[float, ...] = (1.0,), memory_bytes: int | None = None
+) -> Cluster:
+    """`count` hosts h0, h1, ... of one device each, on equal links; their speeds repeat `speeds`."""
+    hosts = (
+        Host(f"h{i}", (Device(f"h{i}", speeds[i % len(speeds)], memory_bytes),), link) for i in range(count)
+    )
+    return Cluster(tuple(hosts))
+
+
+def _host(row: Table) -> Host:
+    row.allow(("name", "link", "inner", "device"))
+    devices = [_device(device) for device in row.tables("device")] if row.has("device") else []
+    return Host(
+        name=row.text("name"),
+        devices=tuple(devices) or (Device(row.text("name")),),
+        link=_link(row.table("link")) if row.has("link") else Link(),
+        inner=_link(row.table("inner")) if row.has("inner") else Link(),
+    )
+
+
+def _device(row: Table) -> Device:
+    row.allow(("name", "speed", "memory_bytes"))
+    return Device(
+        name=row.text("name"),
+        speed=row.number("speed", above=0) if row.has("speed") else 1.0,
+        memory_bytes=row.integer("memory_bytes") if row.has("memory_bytes") else None,
+    )
+
+
+def _measured_link(row: Table) -> tuple[str, str, Link]:
+    between = row.texts("between")
+    if len(between) != 2:
+        raise HvpipeError(f"{row.place}.between should name two devices. Received: between={between}")
+    return between[0], between[1], _link(row, "between")
+
+
+def _link(row: Table, *more: str) -> Link:
+    row.allow(("latency_s", "bandwidth_bytes_per_s", *more))
+    unlimited = not row.has("bandwidth_bytes_per_s")
+    return Link(
+        latency_s=row.number("latency_s") if row.has("latency_s") else 0.0,
+        bandwidth_bytes_per_s=math.inf if unlimited else row.number("bandwidth_bytes_per_s", above=0),
+    )
+
+
+def _link_json(link: Link) -> dict[str, float | None]:
+    """JSON has no infinity: an unlimited bandwidth is null."""
+    unlimited = math.isinf(link.bandwidth_bytes_per_s)
+    return {
+        "latency_s": link.latency_s,
+        "bandwidth_bytes_per_s": None if unlimited else link.bandwidth_bytes_per_s,
+    }

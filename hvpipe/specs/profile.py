@@ -1,0 +1,338 @@
+"""What every layer of a model costs: measured times in seconds, sizes in bytes, and who uses whose output."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hvpipe.config_file import Table, fingerprint, read_document, write_document
+from hvpipe.errors import HvpipeError
+
+FORMAT, VERSION = "hvpipe-profile", 1
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer on a device of speed 1: times and sizes for one batch of the profile.
+
+    `output_bytes` is what one user in another stage has to be sent. `saved_bytes` is what stays in memory
+    from the forward to the backward: the output included, the input not, which counts with its maker.
+    `slot_bytes` is what else stays for good: the optimizer's state (for each weight: none for SGD, one for
+    momentum, two for Adam) and variables that are not trained. `weight_bytes` are of those that are.
+    `fixed_forward_s` and `fixed_backward_s` are the parts of the times that a batch of any size takes: to
+    start, to read the weights, to add to their gradients. `update_s` is what the optimizer takes for the
+    weights, once in a step. `weight_share` is the part of the backward that is for the gradients of the
+    weights, which some schedules put off; None where nobody knows.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    weight_bytes: int = 0
+    slot_bytes: int = 0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    fixed_forward_s: float = 0.0
+    fixed_backward_s: float = 0.0
+    update_s: float = 0.0
+    weight_share: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.weight_share is not None and not 0 <= self.weight_share <= 1:
+            raise HvpipeError(
+                f"weight_share of layer {self.name!r} should be from 0 to 1, or None. "
+                f"Received: weight_share={self.weight_share}"
+            )
+        for item in fields(self)[1:]:
+            value = getattr(self, item.name)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise HvpipeError(
+                    f"{item.name} of layer {self.name!r} should be finite and at least 0. "
+                    f"Received: {item.name}={value}"
+                )
+        for part, whole in (("fixed_forward_s", "forward_s"), ("fixed_backward_s", "backward_s")):
+            if getattr(self, part) > getattr(self, whole):
+                raise HvpipeError(
+                    f"{part} of layer {self.name!r} should be at most its {whole}. "
+                    f"Received: {part}={getattr(self, part)}, {whole}={getattr(self, whole)}"
+                )
+
+    @property
+    def compute_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @property
+    def weights_part_s(self) -> float:
+        """What of the backward is for the weights; where that is not known, half."""
+        return self.backward_s * (0.5 if self.weight_share is None else self.weight_share)
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, their gradients and the optimizer's slots."""
+        return 2 * self.weight_bytes + self.slot_bytes
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's layers in a topological order, its edges as pairs (maker, user) of places in that order.
+
+    All costs are for one batch of `batch_size` samples. `model` is a name for people.
+    """
+
+    layers: tuple[LayerCost, ...]
+    edges: tuple[tuple[int, int], ...]
+    batch_size: int = 1
+    model: str = ""
+    _place: Mapping[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise HvpipeError("A profile should have at least one layer. Received: layers=()")
+        if self.batch_size < 1:
+            raise HvpipeError(f"batch_size should be at least 1. Received: batch_size={self.batch_size}")
+        object.__setattr__(self, "_place", {layer.name: i for i, layer in enumerate(self.layers)})
+        if len(self._place) < len(self.layers):
+            twice = next(layer.name for i, layer in enumerate(self.layers) if self._place[layer.name] != i)
+            raise HvpipeError(f"Names of layers should differ. Received: {twice!r} twice")
+        for maker, user in self.edges:
+            if not 0 <= maker < user < len(self.layers):
+                raise HvpipeError(
+                    "An edge should go from a layer to a later one (Profile.of sorts them). "
+                    f"Received: edge=({maker}, {user}) of {len(self.layers)} layers"
+                )
+
+    @staticmethod
+    def of(
+        layers: Iterable[LayerCost],
+        edges: Iterable[tuple[str, str]],
+        *,
+        batch_size: int = 1,
+        model: str = "",
+    ) -> Profile:
+        """A profile of layers in any order and edges by name; the first listed goes first where it can.
+
+        A cycle is an error that names it.
+        """
+        given = list(layers)
+        number = {layer.name: i for i, layer in enumerate(given)}
+        pairs = []
+        for pair in edges:
+            for name in pair:
+                if name not in number:
+                    raise HvpipeError(
+                        "An edge should join two layers of the profile. "
+                        f"Received: {pair[0]!r} -> {pair[1]!r}, of which {name!r} is none"
+                    )
+            pairs.append((number[pair[0]], number[pair[1]]))
+        order = _topological_order(given, sorted(set(pairs)))
+        place = {layer: i for i, layer in enumerate(order)}
+        return Profile(
+            layers=tuple(given[i] for i in order),
+            edges=tuple(sorted({(place[maker], place[user]) for maker, user in pairs})),
+            batch_size=batch_size,
+            model=model,
+        )
+
+    def place(self, name: str) -> int:
+        """The place of a layer in `layers`."""
+        if name not in self._place:
+            raise HvpipeError(f"The profile of {self.model or 'this model'} should have a layer {name!r}.")
+        return self._place[name]
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer the places of the layers that use its output, in order."""
+        found: list[list[int]] = [[] for _ in self.layers]
+        for maker, user in sorted(set(self.edges)):
+            found[maker].append(user)
+        return tuple(tuple(users) for users in found)
+
+    @cached_property
+    def makers(self) -> tuple[tuple[int, ...], ...]:
+        """For each layer the places of the layers whose outputs it uses, in order."""
+        found: list[list[int]] = [[] for _ in self.layers]
+        for maker, users in enumerate(self.users):
+            for user in users:
+                found[user].append(maker)
+        return tuple(tuple(makers) for makers in found)
+
+    @cached_property
+    def compute_s(self) -> float:
+        return sum(layer.compute_s for layer in self.layers)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells models apart: by layers, their weights and edges. Not by times, which vary."""
+        layers = [(layer.name, layer.weight_bytes) for layer in self.layers]
+        return fingerprint([layers, sorted(set(self.edges))])
+
+    def at_batch(self, batch_size: int) -> Profile:
+        """The profile scaled to another batch size: in proportion, but for the fixed parts.
+
+        Small batches may use a device less well in other ways too, so measure near the size of a micro-batch.
+        """
+        by = batch_size / self.batch_size
+        scaled = (
+            replace(
+                layer,
+                forward_s=layer.fixed_forward_s + (layer.forward_s - layer.fixed_forward_s) * by,
+                backward_s=layer.fixed_backward_s + (layer.backward_s - layer.fixed_backward_s) * by,
+                output_bytes=math.ceil(layer.output_bytes * by),
+                saved_bytes=math.ceil(layer.saved_bytes * by),
+            )
+            for layer in self.layers
+        )
+        return replace(self, layers=tuple(scaled), batch_size=batch_size)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": self.model,
+            "batch_size": self.batch_size,
+            "layers": [asdict(layer) for layer in self.layers],
+            "edges": [
+                {"from": self.layers[maker].name, "to": self.layers[user].name} for maker, user in self.edges
+            ],
+        }
+
+    @staticmethod
+    def from_json(document: Mapping[str, Any] | Table, place: str = "The profile") -> Profile:
+        """The inverse of `to_json`; layers may come in any order."""
+        table = document if isinstance(document, Table) else Table(document, place)
+        table.check_format(FORMAT, VERSION)
+        edges = [(row.text("from"), row.text("to")) for row in table.tables("edges")]
+        with table.named_in_errors():
+            return Profile.of(
+                [_layer(row) for row in table.tables("layers")],
+                edges,
+                batch_size=table.integer("batch_size", minimum=1),
+                model=table.text("model"),
+            )
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        write_document(path, self.to_json())
+
+    @staticmethod
+    def read(path: str | os.PathLike[str]) -> Profile:
+        """Read what `write` wrote, or a PipeDream graph where the name ends in .txt."""
+        return read_pipedream(path) if Path(path).suffix == ".txt" else Profile.from_json(read_document(path))
+
+
+def read_pipedream(
+    path: str | os.PathLike[str], *, batch_size: int = 1, slots_per_weight: float = 1.0
+) -> Profile:
+    """Read a layer graph of PipeDream's profiler (Narayanan et al., SOSP 2019): milliseconds and bytes.
+
+        node4 -- Conv2d(...) -- forward_compute_time=1.2, backward_compute_time=2.4, activation_size=8.0, ...
+        <tab>node4 -- node5
+
+    Input nodes cost nothing: their time is data loading, and any stage can load. What a layer saves for its
+    backward is taken to be its output. The graph knows neither batch size nor optimizer: say them here.
+    """
+    source = Path(path)
+    try:
+        lines = source.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HvpipeError(f"{source} should be a PipeDream graph. Received: {error}") from error
+    layers: list[LayerCost] = []
+    edges: list[tuple[str, str]] = []
+    for number, line in enumerate(lines, start=1):
+        if edge := re.fullmatch(r"\t(\S+) -- (\S+)\s*", line):
+            edges.append((edge[1], edge[2]))
+        elif node := _NODE.fullmatch(line):
+            layers.append(_pipedream_layer(node, slots_per_weight, f"{source}, line {number}"))
+        elif line.strip():
+            raise HvpipeError(
+                f"{source}, line {number}: should be 'NAME -- LAYER -- forward_compute_time=..., "
+                "backward_compute_time=..., activation_size=..., parameter_size=...' or '<tab>NAME -- NAME'. "
+                f"Received: {line[:60]!r}"
+            )
+    # Nodes are numbered in the order in which the model ran, and listed in none.
+    layers.sort(key=lambda layer: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", layer.name)])
+    try:
+        return Profile.of(layers, edges, batch_size=batch_size, model=source.stem)
+    except HvpipeError as error:
+        raise HvpipeError(f"{source}: {error}") from error
+
+
+_NODE = re.compile(
+    r"(?P<name>\S+) -- (?P<kind>.+) -- forward_compute_time=(?P<forward_ms>[^,]+), "
+    r"backward_compute_time=(?P<backward_ms>[^,]+), activation_size=(?P<activation>[^,]+), "
+    r"parameter_size=(?P<parameter>[^,]+)\s*"
+)
+
+
+def _pipedream_layer(node: re.Match[str], slots_per_weight: float, place: str) -> LayerCost:
+    try:
+        output_bytes = int(sum(float(size) for size in node["activation"].strip("[]").split(";")))
+        weight_bytes = int(float(node["parameter"]))
+        forward_s, backward_s = float(node["forward_ms"]) / 1e3, float(node["backward_ms"]) / 1e3
+    except (ValueError, OverflowError) as error:
+        raise HvpipeError(f"{place}: times and sizes should be finite numbers. Received: {error}") from error
+    if node["kind"].startswith("Input"):
+        return LayerCost(node["name"], 0.0, 0.0)
+    try:
+        return LayerCost(
+            name=node["name"],
+            forward_s=forward_s,
+            backward_s=backward_s,
+            weight_bytes=weight_bytes,
+            slot_bytes=int(slots_per_weight * weight_bytes),
+            output_bytes=output_bytes,
+            saved_bytes=output_bytes,
+        )
+    except HvpipeError as error:
+        raise HvpipeError(f"{place}: {error}") from error
+
+
+def _layer(row: Table) -> LayerCost:
+    sizes = ("weight_bytes", "slot_bytes", "output_bytes", "saved_bytes")
+    parts = ("fixed_forward_s", "fixed_backward_s", "update_s", "weight_share")
+    row.allow(("name", "forward_s", "backward_s", *sizes, *parts))
+    given: dict[str, Any] = {time: row.number(time) for time in ("forward_s", "backward_s")}
+    given |= {size: row.integer(size) for size in sizes}
+    given |= {part: row.number(part) for part in parts if row.has(part)}
+    return LayerCost(row.text("name"), **given)
+
+
+def _topological_order(layers: Sequence[LayerCost], edges: Sequence[tuple[int, int]]) -> list[int]:
+    """Kahn's algorithm; of the layers that are ready, the one listed first goes first."""
+    users: list[list[int]] = [[] for _ in layers]
+    missing = [0] * len(layers)
+    for maker, user in edges:
+        users[maker].append(user)
+        missing[user] += 1
+    ready = [i for i, count in enumerate(missing) if count == 0]
+    order: list[int] = []
+    while ready:
+        layer = heapq.heappop(ready)
+        order.append(layer)
+        for user in users[layer]:
+            missing[user] -= 1
+            if missing[user] == 0:
+                heapq.heappush(ready, user)
+    if len(order) < len(layers):
+        raise HvpipeError(
+            f"The graph of layers should have no cycle. Received: {_cycle(layers, edges, order)}"
+        )
+    return order
+
+
+def _cycle(layers: Sequence[LayerCost], edges: Sequence[tuple[int, int]], sorted_: Sequence[int]) -> str:
+    """Walk back from any layer that could not be sorted: each has a maker that could not either."""
+    stuck = set(range(len(layers))) - set(sorted_)
+    maker_of = {user: maker for maker, user in reversed(edges) if maker in stuck and user in stuck}
+    walk = [min(stuck)]
+    while maker_of[walk[-1]] not in walk:
+        walk.append(maker_of[walk[-1]])
+    circle = walk[walk.index(maker_of[walk[-1]]) :]
+    names = [layers[i].name for i in (circle[0], *reversed(circle))]
+    return " -> ".join(names)

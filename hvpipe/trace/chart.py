@@ -1,0 +1,99 @@
+"""Draws a foreseen or recorded step as a picture; the only file that imports matplotlib."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from hvpipe.errors import HvpipeError
+from hvpipe.trace.events import Event, Trace
+
+# Of each kind of event: its colour, and its name in the legend.
+_KINDS = {
+    "F": ("#4878a8", "forward"),
+    "B": ("#6aa56a", "backward"),
+    "I": ("#6fb7b7", "backward for inputs"),
+    "W": ("#d9b45b", "backward for weights"),
+    "U": ("#8c8c8c", "update"),
+    "transfer": ("#9b8bb4", "transfer"),
+    "reduce": ("#c06c5b", "all-reduce"),
+}
+# A label is drawn where an action is at least this share of the step.
+_ROOM = 0.012
+
+
+def draw_timeline(trace: Trace, path: str | os.PathLike[str], title: str) -> None:
+    """Write a PNG: a row for each rank, its computing above and what it sends below.
+
+    Rows have the names of the devices where the trace's metadata know them. HvpipeError without matplotlib.
+    """
+    draw_timelines({title: trace}, path)
+
+
+def draw_timelines(traces: Mapping[str, Trace], path: str | os.PathLike[str]) -> None:
+    """The same for several traces by title, one below the other, with one scale of time."""
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise HvpipeError(
+            "A PNG needs matplotlib: pip install 'hvpipe[plot]'. Received: it is not installed"
+        ) from error
+    events = {title: _visible(trace) for title, trace in traces.items()}
+    if not events or not all(events.values()):
+        raise HvpipeError("A picture needs a trace with events. Received: none")
+    rows = [len({event.rank for event in of_trace}) for of_trace in events.values()]
+    heights = [0.9 + 0.62 * count for count in rows]
+    figure = Figure(figsize=(12, 0.5 + sum(heights)), dpi=130, layout="constrained")
+    panels = figure.subplots(len(events), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    end_s = max(event.end_s for of_trace in events.values() for event in of_trace)
+    for axes, (title, trace) in zip(panels, traces.items(), strict=True):
+        _draw_rows(axes, events[title], trace.metadata.get("devices", []), end_s)
+        axes.set_title(title, fontsize=10, loc="left")
+    panels[-1].set_xlabel("seconds")
+    seen = {_kind(event) for of_trace in events.values() for event in of_trace}
+    patches = [Patch(color=colour, label=name) for kind, (colour, name) in _KINDS.items() if kind in seen]
+    figure.legend(handles=patches, loc="outside lower right", ncols=len(patches), fontsize=8, frameon=False)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise HvpipeError(f"The PNG should go to a file that can be written. Received: {error}") from error
+
+
+def _visible(trace: Trace) -> list[Event]:
+    return [event for event in trace.events if event.category != "wait" and event.end_s > event.start_s]
+
+
+def _draw_rows(axes: Any, events: list[Event], devices: list[str], end_s: float) -> None:
+    """A row for each rank of one trace."""
+    ranks = sorted({event.rank for event in events})
+    for event in events:
+        row = ranks.index(event.rank)
+        computes = event.lane == "compute"
+        low, height = (row - 0.36, 0.5) if computes else (row + 0.16, 0.18)
+        axes.broken_barh(
+            [(event.start_s, event.duration_s)],
+            (low, height),
+            facecolor=_KINDS[_kind(event)][0],
+            edgecolor="white",
+            linewidth=0.4,
+        )
+        if computes and event.duration_s > _ROOM * end_s:
+            label = str(event.args.get("microbatch", event.name))
+            middle_s = event.start_s + event.duration_s / 2
+            axes.text(middle_s, low + height / 2, label, ha="center", va="center", fontsize=7, color="white")
+    axes.set_yticks(range(len(ranks)), [_row_name(rank, devices) for rank in ranks])
+    axes.set_ylim(len(ranks) - 0.45, -0.55)
+    axes.set_xlim(0, end_s)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _kind(event: Event) -> str:
+    if event.lane == "compute":
+        return str(event.args.get("kind", "F" if event.category == "forward" else "B"))
+    return event.category
+
+
+def _row_name(rank: int, devices: list[str]) -> str:
+    return str(devices[rank]) if rank < len(devices) else f"rank {rank}"

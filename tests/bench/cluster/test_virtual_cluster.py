@@ -1,0 +1,392 @@
+"""The virtual cluster: its description, and, as root, real namespaces, links, CPU shares and crashes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.cluster import cpu as cluster_cpu
+from bench.cluster import network as cluster_network
+from bench.cluster import state as cluster_state
+from bench.cluster.command import main
+from bench.cluster.link_rate import iperf_rate, measure_two_way
+from bench.cluster.spec import (
+    ClusterError,
+    ClusterSpec,
+    HostSpec,
+    equal_hosts,
+    format_rate,
+    parse_rate,
+    read_spec,
+)
+from bench.cluster.state import ClusterState, all_states, read_state
+from bench.cluster.virtual_cluster import Cluster, clean_up
+from bench.launch.mpirun import across_hosts, one_host
+
+ROOT = Path(__file__).parents[3]
+NAME = f"hvtest{os.getpid()}"
+
+
+def _why_not() -> str | None:
+    try:
+        cluster_network.require_privileges()
+    except ClusterError as error:
+        return str(error)
+    probe = f"{NAME}-probe"
+    made = subprocess.run(["ip", "netns", "add", probe], check=False, capture_output=True, text=True)
+    if made.returncode != 0:
+        return f"network namespaces cannot be made here: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", probe], check=True)
+    return None
+
+
+WHY_NOT = _why_not()
+real = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(equal_hosts(2, "100mbit"), NAME) as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    ("text", "bits_per_s"),
+    [("100mbit", 100e6), ("1gbit", 1e9), ("2.5gbit", 2.5e9), ("64kbit", 64e3), ("unlimited", None)],
+)
+def test_rate_is_read_and_written(text: str, bits_per_s: float | None) -> None:
+    assert parse_rate(text) == bits_per_s
+    assert format_rate(bits_per_s) == text
+
+
+@pytest.mark.parametrize("text", ["", "fast", "0mbit", "-1mbit", "10", "10mbps", "1e3mbit"])
+def test_bad_rate_is_named(text: str) -> None:
+    with pytest.raises(ClusterError, match="Received: rate="):
+        parse_rate(text)
+
+
+def test_toml_with_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(
+        '[defaults]\nrate = "1gbit"\ncpus = 1\n[[host]]\n[[host]]\nname = "slow"\ncpus = 0.5\nslots = 2\n'
+    )
+    spec = read_spec(path)
+    assert spec.hosts == (HostSpec("h0", 1e9, 1.0, 1), HostSpec("slow", 1e9, 0.5, 2))
+    assert spec.slots == 3
+    assert spec.describe() == "2 hosts: h0 1gbit 1 cpus, slow 1gbit 0.5 cpus 2 slots"
+    assert ClusterSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "bench" / "clusters").glob("*.toml")), ids=lambda path: path.stem
+)
+def test_shipped_specs_are_valid(path: Path) -> None:
+    assert read_spec(path).slots >= 2
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("", "host"),
+        ("hosts = 2", "Received: keys="),
+        ('[[host]]\nspeed = "1gbit"', "Received: speed"),
+        ("[[host]]\nrate = 5", "Received: name='h0', rate=5"),
+        ('[[host]]\ncpus = "half"', "cpus='half'"),
+        ("[[host]]\ncpus = 0", "Received: cpus=0"),
+        ("[[host]]\nslots = 0", "Received: slots=0"),
+        ('[[host]]\nname = "a"\n[[host]]\nname = "a"', "must differ"),
+        ('[[host]]\nname = "switch"', "Received: name='switch'"),
+        ("[[host", "must be TOML"),
+    ],
+)
+def test_bad_toml_is_explained(tmp_path: Path, text: str, match: str) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(text)
+    with pytest.raises(ClusterError, match=match):
+        read_spec(path)
+
+
+def test_missing_toml_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"none\.toml"):
+        read_spec(tmp_path / "none.toml")
+
+
+def test_slowest_link_bounds_a_ring() -> None:
+    spec = ClusterSpec((HostSpec("a", 1e9), HostSpec("b", 1e8), HostSpec("c")))
+    assert spec.slowest_rate_bits_per_s == 1e8
+    assert equal_hosts(2).slowest_rate_bits_per_s is None
+
+
+def test_more_ranks_than_slots_is_an_error() -> None:
+    with pytest.raises(ClusterError, match="Received: ranks=3"):
+        across_hosts(equal_hosts(2), Path("agent"), 3, ["true"])
+
+
+def test_ranks_beyond_the_cores_yield(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
+    monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
+    yielding = ["--mca", "mpi_yield_when_idle", "1"]
+    for ranks, expected in ((2, False), (3, True)):
+        lines = (one_host(ranks, ["true"]), across_hosts(equal_hosts(3), Path("agent"), ranks, ["true"]))
+        for line in lines:
+            assert any(line[i : i + 3] == yielding for i in range(len(line))) is expected
+
+
+def test_ranks_of_hosts_with_a_share_of_the_cpu_yield(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
+    monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
+    spec = ClusterSpec((HostSpec("fast"), HostSpec("slow", cpus=0.5)))
+    assert "--mca mpi_yield_when_idle 1" in " ".join(across_hosts(spec, Path("agent"), 2, ["true"]))
+    assert "mpi_yield_when_idle" not in across_hosts(equal_hosts(2), Path("agent"), 2, ["true"])
+
+
+def test_host_flags_follow_the_mpi_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
+    monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
+    line = " ".join(across_hosts(equal_hosts(2, slots=2), Path("agent"), 4, ["true"]))
+    assert "--prtemca plm_ssh_agent agent --host h0:2,h1:2 -np 4" in line
+    assert "--mca btl tcp,self,sm --mca btl_tcp_if_include 10.77.0.0/24 true" in line
+    monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 4)
+    line = " ".join(across_hosts(equal_hosts(2), Path("agent"), 2, ["true"]))
+    assert "--oversubscribe --bind-to none --mca plm_rsh_agent agent" in line
+    assert "--mca btl tcp,self --mca" in line
+
+
+def test_cluster_name_is_checked() -> None:
+    with pytest.raises(ClusterError, match="Received: name='a b'"):
+        Cluster(equal_hosts(1), "a b")
+
+
+def test_a_state_that_is_no_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_state, "STATE", tmp_path)
+    for name in ("empty", "whole"):
+        ClusterState(name, equal_hosts(2), 0, 0).write(None)
+    (tmp_path / "empty" / "state.json").write_text("")
+    with pytest.raises(ClusterError, match=r"must be JSON: delete .*empty/state\.json\. Received: Expecting"):
+        all_states()
+    with pytest.raises(ClusterError, match=r"Received: name='absent'; up: empty, whole"):
+        read_state("absent")
+
+
+def test_a_state_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_half(path: Path, text: str) -> None:
+        with path.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(cluster_state, "STATE", tmp_path)
+    former = ClusterState("some", equal_hosts(2), 0, 0)
+    former.write(None)
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", write_half)
+        with pytest.raises(OSError, match="no space left"):
+            ClusterState("some", equal_hosts(3), 0, 0).write(None)
+    assert all_states() == [former]
+
+
+def test_without_root_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main(["up", "--hosts", "2"]) == 1
+    assert "needs root" in capsys.readouterr().err
+
+
+def test_without_tc_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/bin/{tool}")
+    with pytest.raises(ClusterError, match=r"no tc\. .*apt-get install iproute2"):
+        cluster_network.require_privileges()
+
+
+def test_iperf_report_gives_what_arrived() -> None:
+    end = {"sum_received": {"bits_per_second": 95e6}, "sum_received_bidir_reverse": {"bits_per_second": 93e6}}
+    rate = iperf_rate({"end": end})
+    assert (rate.forward_bits_per_s, rate.backward_bits_per_s, rate.bits_per_s) == (95e6, 93e6, 94e6)
+    with pytest.raises(ClusterError, match="refused"):
+        iperf_rate({"error": "connection refused"})
+
+
+@real
+def test_host_has_its_own_name_network_and_names(cluster: Cluster) -> None:
+    said = cluster.execute(
+        "h1", ["sh", "-c", "cat /proc/sys/kernel/hostname; ls /sys/class/net"], timeout_s=20
+    )
+    assert said.stdout.split() == ["h1", "eth0", "lo"]
+    hosts = cluster.execute("h0", ["cat", "/etc/hosts"], timeout_s=20).stdout
+    assert "10.77.0.1 h0\n10.77.0.2 h1\n" in hosts
+
+
+@real
+def test_unknown_host_is_an_error(cluster: Cluster) -> None:
+    with pytest.raises(ClusterError, match=r"one of h0, h1\. Received: host='h7'"):
+        cluster.execute("h7", ["true"])
+
+
+# On a busy machine a link may have nobody to fill it; one that cannot carry its rate never does.
+TRIES = 20
+
+
+@real
+def test_link_carries_its_rate_both_ways(cluster: Cluster) -> None:
+    for _ in range(TRIES):
+        rate = measure_two_way(cluster, "h0", "h1", seconds=1)
+        slower, faster = sorted([rate.forward_bits_per_s, rate.backward_bits_per_s])
+        assert faster < 105e6
+        if slower > 80e6:
+            break
+    assert slower > 80e6
+
+
+@real
+def test_own_stream_measures_like_iperf(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    for _ in range(TRIES):
+        rate = measure_two_way(cluster, "h0", "h1", seconds=1)
+        assert rate.tool == "own TCP stream"
+        assert rate.bits_per_s < 105e6
+        if rate.bits_per_s > 80e6:
+            break
+    assert rate.bits_per_s > 80e6
+
+
+@real
+def test_run_that_hangs_is_ended(cluster: Cluster) -> None:
+    with pytest.raises(subprocess.TimeoutExpired):
+        cluster.run(2, ["sleep", "60"], timeout_s=3)
+    deadline = time.monotonic() + 10
+    while cluster_network.processes(NAME) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert cluster_network.processes(NAME) == []
+
+
+@real
+def test_cpu_share_slows_a_host() -> None:
+    name = f"{NAME}cpu"
+    if cluster_cpu.group(name) is None:
+        pytest.skip("no cgroup cpu controller is mounted")
+    spec = ClusterSpec((HostSpec("fast"), HostSpec("slow", cpus=0.25)))
+    burn = (
+        "import time; w, c = time.perf_counter(), time.process_time()\n"
+        "while time.process_time() - c < 0.3: pass\n"
+        "print(time.perf_counter() - w)"
+    )
+    with Cluster(spec, name) as cluster:
+        slow = float(cluster.execute("slow", [sys.executable, "-c", burn], timeout_s=30).stdout)
+    assert slow > 0.3 / 0.25 * 0.75
+    assert_nothing_left(name)
+
+
+def assert_nothing_left(name: str) -> None:
+    assert cluster_network.existing_namespaces(name) == []
+    assert [state for state in all_states() if state.name == name] == []
+    assert list(Path("/etc").glob(f"netns/{name}-*")) == []
+    top = cluster_cpu.group(name)
+    assert top is None or not top.exists()
+
+
+def start_holder(name: str) -> subprocess.Popen[str]:
+    """A process that holds a cluster with a program running inside, and says when it is up."""
+    program = (
+        "from bench.cluster import Cluster, equal_hosts\n"
+        f"with Cluster(equal_hosts(2, '1gbit', cpus=1.0), {name!r}) as cluster:\n"
+        "    print('up', flush=True)\n"
+        "    cluster.execute('h1', ['sleep', '300'])\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    deadline = time.monotonic() + 10
+    while not cluster_network.processes(name) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return process
+
+
+@real
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name
+)
+def test_signal_takes_everything_down(number: signal.Signals) -> None:
+    name = f"{NAME}sig"
+    with start_holder(name) as process:
+        process.send_signal(number)
+        process.wait(timeout=20)
+    assert process.returncode != 0
+    assert_nothing_left(name)
+
+
+@real
+def test_killed_run_is_cleaned_away_by_the_next() -> None:
+    name = f"{NAME}kill"
+    with start_holder(name) as process:
+        process.kill()
+        process.wait(timeout=20)
+    assert cluster_network.existing_namespaces(name) != []
+    clean_up()
+    assert_nothing_left(name)
+
+
+@real
+def test_cluster_in_use_is_not_replaced() -> None:
+    name = f"{NAME}held"
+    with start_holder(name) as process:
+        with pytest.raises(ClusterError, match="must not be in use"):
+            Cluster(equal_hosts(2), name).up()
+        process.terminate()
+        process.wait(timeout=20)
+    assert_nothing_left(name)
+
+
+@real
+def test_exception_in_the_block_takes_everything_down() -> None:
+    name = f"{NAME}exc"
+    with pytest.raises(ZeroDivisionError), Cluster(equal_hosts(3), name):
+        raise ZeroDivisionError
+    assert_nothing_left(name)
+
+
+@real
+def test_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ClusterError("no token bucket")
+
+    name = f"{NAME}bad"
+    monkeypatch.setattr(cluster_network, "_limit", fail)
+    with pytest.raises(ClusterError, match="no token bucket"):
+        Cluster(equal_hosts(2, "1gbit"), name).up()
+    assert_nothing_left(name)
+
+
+@real
+def test_command_up_exec_status_down(capfd: pytest.CaptureFixture[str]) -> None:
+    name = f"{NAME}cmd"
+    try:
+        assert main(["up", "--name", name, "--hosts", "2", "--rate", "300mbit"]) == 0
+        assert main(["up", "--name", name, "--hosts", "3", "--rate", "1gbit"]) == 0
+        assert main(["exec", "--name", name, "h2", "--", "sh", "-c", "exit 7"]) == 7
+        assert main(["status"]) == 0
+        said = capfd.readouterr().out
+        assert f"{name} is up: 3 hosts" in said
+        assert f"{name}: stays until down, 0 processes inside" in said
+    finally:
+        assert main(["down", "--name", name]) == 0
+    assert_nothing_left(name)
+    assert main(["exec", "--name", name, "h0", "--", "true"]) == 1
+    assert "must be up" in capfd.readouterr().err

@@ -1,0 +1,436 @@
+"""`hvpipe bench` and `python -m bench`: flags, exit codes, files; and where there is no checkout."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import pytest
+
+from bench.cluster.spec import ClusterError
+from bench.evaluation import command
+from bench.evaluation.journal import Journal
+from bench.evaluation.outcome import Outcome
+from bench.launch.host_selection import Sites
+from bench.launch.termination import ended_by_exception
+from bench.report.files import write_outputs
+from bench.report.readme import BEGIN, END
+from bench.rounds.record import Case, Round
+from bench_rounds import case, finished, outcome
+from hvpipe import cli
+from hvpipe.commands import bench as bench_command
+from hvpipe.errors import LaunchError
+
+FLAGS = {
+    "run": [
+        *("--cluster", "--help", "--host-counts", "--hosts", "--json", "--out", "--plan", "--python"),
+        *("--retry-failed", "--systems", "--threads", "-h"),
+    ],
+    "report": ["--help", "--json", "-h"],
+    "compare": ["--help", "--json", "-h"],
+    "readme": ["--file", "--help", "-h"],
+}
+
+
+def written(folder: Path, *rounds: Round) -> str:
+    folder.mkdir()
+    write_outputs(outcome(*rounds), folder)
+    return str(folder)
+
+
+def test_the_flags_are_frozen() -> None:
+    (commands,) = [a for a in command.make_parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    assert {name: sorted(p._option_string_actions) for name, p in commands.choices.items()} == FLAGS
+
+
+SUITE = """
+[[group]]
+workload = "digits"
+batch = 8
+clusters = ["2x1gbit"]
+systems = ["single", "horovod", "hvpipe-step"]
+rounds = 1
+"""
+
+
+@pytest.fixture
+def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A suite for this host alone; rounds take no time, and Horovod is not there."""
+
+    def run_round(case: Case, number: int, place: object, timeout_s: float, *, python: str) -> Round:
+        return finished(case, 2.0 if case.system == "hvpipe-step" else 1.0, number=number)
+
+    monkeypatch.setattr("bench.rounds.run_round", run_round)
+    monkeypatch.setattr(
+        "bench.systems.System.missing", lambda self, python: "absent" if self.name == "horovod" else ""
+    )
+    monkeypatch.setattr(command, "find_sites", lambda hosts: Sites(loopback=True, note="on plain loopback"))
+    (tmp_path / "mine.toml").write_text(SUITE)
+    return str(tmp_path / "mine.toml")
+
+
+@pytest.mark.parametrize(("words", "threads"), [([], 4), (["--threads", "3"], 3)])
+def test_threads_are_the_cores_of_a_rank_unless_given(
+    words: list[str],
+    threads: int,
+    suite: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert command.main(["run", suite, "--plan", *words]) == 0
+    told = f"3 systems, batch 8 a rank, {threads} threads an operation, 1 round of 3 + 8 steps, seed 20, "
+    assert told in capsys.readouterr().out
+    assert command.main(["run", suite, "--out", str(tmp_path / "out"), *words]) == 0
+    (journal,) = {each.case.task.threads for each in Journal.kept_in(tmp_path / "out").rounds}  # type: ignore[union-attr]
+    assert journal == threads
+    assert f"{threads} threads an operation" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_no_threads_are_an_error(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", suite, "--threads", "0"]) == 2
+    assert "--threads should be at least 1. Received: --threads 0" in capsys.readouterr().err
+
+
+def test_run_measures_what_is_there_and_writes_the_files(
+    suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--json"]) == 0
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    assert [each["step_s"] for each in cases] == [1.0, 2.0]
+    assert "absent" in (tmp_path / "out" / "report.html").read_text()
+    found = Outcome.read(tmp_path / "out")
+    assert [each.case.system for each in found.rounds if each.skipped] == ["horovod"]
+    assert found.setting.notes == ("on plain loopback",)
+
+
+def test_where_no_system_is_there_nothing_could_be_run(
+    suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--systems", "horovod"]) == 2
+    assert "Received: none" in capsys.readouterr().err
+    assert "absent" in (tmp_path / "out" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--systems", "hvpipe-stpe"], "Received: ['hvpipe-stpe']"),
+        (["--systems", ""], "Received: ['']"),
+        (["--python", "/absent/python"], "--python should be a Python that runs. Received: '/absent/python'"),
+        (["--out", "{file}"], "File exists"),
+        (
+            ["--hosts", "a,b", "--cluster", "2x1gbit"],
+            "Give --hosts or --cluster. Received: 'a,b' and '2x1gbit'",
+        ),
+        (["--host-counts", "2"], "goes with --hosts. Received: --host-counts '2' alone"),
+        (["--cluster", "cloud"], "or a TOML file, as in mine.toml. Received: 'cloud'"),
+    ],
+)
+def test_words_that_cannot_be_followed_are_exit_code_2(
+    words: list[str], says: str, suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert command.main(["run", suite, *(word.format(file=tmp_path / "file") for word in words)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_systems_may_have_blanks_between_them(suite: str, tmp_path: Path) -> None:
+    words = ["run", suite, "--out", str(tmp_path / "out"), "--systems", "single, hvpipe-step"]
+    assert command.main(words) == 0
+
+
+def test_the_python_that_trains_is_found_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(sys.executable)
+    monkeypatch.chdir(tmp_path)
+    assert command._python("bin/python") == str(tmp_path / "bin" / "python")
+
+
+def test_without_matplotlib_it_says_so_before_anything_is_measured(
+    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert command.main(["run", suite, "--out", str(tmp_path / "out")]) == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+SLEEPER = """
+import sys
+from pathlib import Path
+from bench import command, rounds
+from bench.sites import Sites
+from bench.processes import Command, run_together
+from bench_rounds import finished
+
+folder = Path(sys.argv[1])
+
+def run_round(case, number, place, timeout_s, *, python):
+    if case.system == "single":
+        return finished(case, 1.0)
+    line = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(300)", str(folder)]
+    run_together([Command("sleeper", line)], folder, timeout_s=300)
+
+rounds.run_round = run_round
+command.find_sites = lambda hosts: Sites(loopback=True)
+systems = ["--systems", "single,hvpipe-step"]
+sys.exit(command.main(["run", str(folder / "mine.toml"), "--out", str(folder / "out"), *systems]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_ends_what_runs_on_plain_loopback_and_keeps_the_rest(
+    number: signal.Signals, suite: str, tmp_path: Path
+) -> None:
+    line = [sys.executable, "-c", SLEEPER, str(tmp_path)]
+    folders = f"{Path(command.__file__).parents[2]}:{Path(__file__).parents[2] / 'support'}"
+    environment = {**os.environ, "PYTHONPATH": folders}
+    said = tmp_path / "sleeper.output"
+    with subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        deadline_s = time.monotonic() + 60
+        while not (said.exists() and said.read_text()) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + number
+    assert "finished rounds are kept" in error
+    running = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
+    assert not any(str(tmp_path) in words for words in running)
+    kept = Journal.kept_in(tmp_path / "out")
+    assert kept is not None
+    assert [each.case.system for each in kept.rounds] == ["single"]
+
+
+def test_a_hangup_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with ended_by_exception():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_plan_says_what_would_run_and_runs_nothing(
+    suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--plan", "--systems", "single"]) == 0
+    shown = capsys.readouterr().out
+    assert "digits-64/8/loopback-2/weak: 1 systems, batch 8 a rank, " in shown
+    assert "on plain loopback" in shown
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_cluster_for_all_of_a_suite(
+    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("bench.launch.host_selection._probe", lambda: "")
+    (tmp_path / "theirs.toml").write_text('[[host]]\nrate = "1.5gbit"\n[[host]]\nslots = 2\n')
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["run", suite, "--plan", "--cluster", "theirs.toml"]) == 0
+    assert "digits-64/8/theirs.toml-3/weak: " in capsys.readouterr().out
+
+
+def test_a_plan_as_json(suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--plan", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [(each["name"], each["rounds"]) for each in plan["groups"]] == [("digits-64/8/loopback-2/weak", 1)]
+    assert plan["groups"][0]["systems"] == ["single", "horovod", "hvpipe-step"]
+    assert plan["estimate_s"] >= plan["groups"][0]["estimate_s"] > 0
+    assert list(plan["skipped"]) == ["horovod"]
+
+
+def test_report_writes_the_files_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rounds = (finished(case("single"), 1.0), finished(case("hvpipe-step"), 2.0))
+    folder = written(tmp_path / "a", *rounds)
+    for name in ("report.html", "results.csv"):
+        (tmp_path / "a" / name).unlink()
+    assert command.main(["report", folder]) == 0
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
+        *("report.html", "results.csv", "results.json"),
+    ]
+    assert Outcome.read(tmp_path / "a") == outcome(*rounds)
+    shown = capsys.readouterr().out
+    assert "hvpipe-step   2 s" in shown
+    assert command.main(["report", folder, "--json"]) == 0
+    cases = json.loads(capsys.readouterr().out)["cases"]
+    assert [(each["key"], each["efficiency"]) for each in cases] == [
+        ("resnet50-64/8/2x1gbit-2/weak/single", 1.0),
+        ("resnet50-64/8/2x1gbit-2/weak/hvpipe-step", 0.5),
+    ]
+
+
+def test_failed_rounds_are_exit_code_1_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    failed = Round(case("horovod"), 0, error="first line\nSegmentation fault\n-----\n")
+    skipped = Round(case("tf-ps"), 0, skipped="not installed")
+    assert command.main(["report", written(tmp_path / "a", failed, skipped)]) == 1
+    shown = capsys.readouterr().out
+    assert "horovod: failed, Segmentation fault" in shown
+    assert "tf-ps: skipped, not installed" in shown
+
+
+def test_a_round_without_a_place_is_exit_code_1_too(
+    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(self: Sites, cluster: str) -> None:
+        raise ClusterError("no such rate")
+
+    words = ["run", suite, "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patched:
+        patched.setattr(Sites, "place", broken)
+        assert command.main(words) == 1
+    assert "skipped, the place was not up: no such rate" in capsys.readouterr().out
+    assert command.main(words) == 0
+
+
+def test_what_failed_is_run_again_with_retry_failed(
+    suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(case: Case, number: int, place: object, timeout_s: float, *, python: str) -> Round:
+        return Round(case, number, error="ssh: connection refused")
+
+    words = ["run", suite, "--out", str(tmp_path / "out")]
+    with monkeypatch.context() as patched:
+        patched.setattr("bench.rounds.run_round", fail)
+        assert command.main(words) == 1
+    assert "but with --retry-failed" in capsys.readouterr().err
+    assert command.main(words) == 1
+    assert command.main([*words, "--retry-failed"]) == 0
+
+
+def test_a_report_of_a_run_that_was_interrupted(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, outcome().setting)
+    journal.add_round(finished(case("hvpipe-step"), 2.0))
+    assert command.main(["report", str(tmp_path)]) == 0
+    assert "hvpipe-step" in (tmp_path / "results.csv").read_text()
+    journal.add_round(finished(case("tf-mwms"), 3.0))
+    assert command.main(["report", str(tmp_path)]) == 0
+    assert len(Outcome.read(tmp_path).rounds) == 2
+
+
+def test_a_run_that_was_interrupted_is_compared_and_shown_as_far_as_it_went(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "after", outcome().setting)
+    journal.add_round(finished(case("hvpipe-step"), 1.0))
+    before = written(tmp_path / "before", finished(case("hvpipe-step"), 1.0))
+    assert command.main(["compare", before, str(tmp_path / "after")]) == 0
+    # What the journal has since then counts, not the results written before.
+    write_outputs(journal.outcome, tmp_path / "after")
+    journal.add_round(finished(case("hvpipe-step"), 5.0, number=1))
+    assert command.main(["compare", before, str(tmp_path / "after")]) == 1
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    assert command.main(["readme", str(tmp_path / "after"), "--file", str(readme)]) == 0
+    assert "3 s" in readme.read_text()
+
+
+def test_compare_is_exit_code_1_where_something_is_slower(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = written(tmp_path / "a", finished(case("hvpipe-step"), 1.0, 1.0))
+    after = written(tmp_path / "b", finished(case("hvpipe-step"), 2.0, 2.0))
+    assert command.main(["compare", before, f"{after}/results.json"]) == 1
+    assert "1 slower" in capsys.readouterr().out
+    assert command.main(["compare", after, before, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["changes"][0]["verdict"], found["regressed"]) == ("faster", False)
+
+
+def test_what_cannot_be_read_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("hvpipe bench report: Results should be a file")
+    (tmp_path / "results.json").write_bytes(b"\xff")
+    for words in (["report", str(tmp_path / "results.json")], ["compare", str(tmp_path), str(tmp_path)]):
+        assert command.main(words) == 2
+        assert "Received: " in capsys.readouterr().err
+    with pytest.raises(SystemExit) as caught:
+        command.main(["walk"])
+    assert caught.value.code == 2
+
+
+def test_hvpipe_bench_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+
+    def record(program: str, line: list[str], environ: dict[str, str]) -> NoReturn:
+        started.append([program, *line[1:], environ["PYTHONPATH"].split(":")[0]])
+        raise SystemExit(7)
+
+    monkeypatch.setattr("os.execve", record)
+    with pytest.raises(SystemExit, match="7"):
+        cli.main(["bench", "compare", "a.json", "b.json", "--json"])
+    checkout = str(Path(command.__file__).parents[2])
+    assert started == [[sys.executable, "-m", "bench", "compare", "a.json", "b.json", "--json", checkout]]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks into the current folder")
+def test_a_bench_of_ones_own_in_the_current_folder_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "bench.py").write_text("raise SystemExit('mine')")
+    start = "import os; from hvpipe import bench_command; bench_command.bench(['--help'], os.environ)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[2])}
+    line = [sys.executable, "-c", start]
+    said = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert (said.returncode, said.stderr) == (0, "")
+    assert "side by side" in said.stdout
+
+
+CLEANS_UP = """
+import pathlib, threading, time
+from bench.termination import ended_by_exception, undisturbed
+
+# Such as the one that draws progress: a signal may be handed to it instead of the one that cleans up.
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+try:
+    with ended_by_exception():
+        pathlib.Path("ready").touch()
+        time.sleep(60)
+finally:
+    with undisturbed():
+        pathlib.Path("cleaning").touch()
+        time.sleep(1)
+        pathlib.Path("clean").touch()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_second_signal_waits_for_the_benchmark_to_clean_up(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "__init__.py").touch()
+    (tmp_path / "bench" / "__main__.py").write_text(CLEANS_UP)
+    real = Path(command.__file__).parents[2]
+    (tmp_path / "bench" / "termination.py").write_text((real / "bench" / "termination.py").read_text())
+    start = "import os; from pathlib import Path; from hvpipe import bench_command as b; "
+    start += "b.find_checkout = lambda *_: Path.cwd(); b.bench(['run'], os.environ)"
+    environment = {**os.environ, "PYTHONPATH": str(real)}
+    process = subprocess.Popen([sys.executable, "-c", start], cwd=tmp_path, env=environment)
+    with process:
+        for sign in ("ready", "cleaning"):
+            deadline_s = time.monotonic() + 60
+            while not (tmp_path / sign).exists() and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+            process.send_signal(number)
+        process.wait(60)
+    assert (tmp_path / "clean").exists()
+
+
+def test_without_a_checkout_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"clone the repository.*Received: no bench/ in "):
+        bench_command.find_checkout(tmp_path, tmp_path)
+    for part in ("bench/__main__.py", "hvpipe/__init__.py"):
+        (tmp_path / "clone" / part).parent.mkdir(parents=True)
+        (tmp_path / "clone" / part).touch()
+    below = tmp_path / "clone" / "bench"
+    assert bench_command.find_checkout(tmp_path, below) == tmp_path / "clone"

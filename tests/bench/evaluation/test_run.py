@@ -1,0 +1,634 @@
+"""Running a suite: every round once, in turns, kept as it ends; what is missing, fails or is broken off."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.cluster import link_rate, links
+from bench.cluster.spec import ClusterError, ClusterSpec, HostSpec, equal_hosts
+from bench.cluster.virtual_cluster import Cluster
+from bench.evaluation import run as evaluation
+from bench.evaluation.journal import FILE, Journal, JournalError, alone_in
+from bench.evaluation.outcome import Outcome, OutcomeError, PipelineOutcome
+from bench.evaluation.progress import Progress, format_left
+from bench.evaluation.run import Evaluation, setting_of
+from bench.evaluation.suite import Group, PipelineRun, Suite, SuiteError
+from bench.launch import host_selection as sites
+from bench.launch import mpirun
+from bench.launch.host_selection import Sites, find_sites, one_cluster
+from bench.launch.hosts import RealHosts
+from bench.pipeline.report import PipelineReport
+from bench.report.figures import not_measured
+from bench.rounds.record import Case, Round, Task
+from bench_rounds import finished
+
+HERE = Sites(loopback=True, note="not root")
+SUITE = Suite("mine", "Mine", (Group(Task("digits", 8), "loopback", 2, ("a", "b"), rounds=2),))
+
+
+class Systems:
+    """Stands for bench.rounds.run_round: counts what it is asked for, and fails where it is told to."""
+
+    def __init__(self, stop_at: int = -1, fails: tuple[str, ...] = ()) -> None:
+        self.asked: list[tuple[str, int]] = []
+        self.stop_at, self.fails = stop_at, fails
+
+    def __call__(self, case: Case, number: int, place: object, timeout_s: float) -> Round:
+        if len(self.asked) == self.stop_at:
+            raise KeyboardInterrupt
+        self.asked.append((case.system, number))
+        if case.system in self.fails:
+            raise RuntimeError(f"{case.system} is broken")
+        return finished(case, 1.0, 2.0, 3.0, number=number)
+
+
+def run(folder: Path, systems: Systems, suite: Suite = SUITE, **missing: str) -> tuple[Outcome, str]:
+    out = io.StringIO()
+    evaluated = Evaluation(suite, HERE, systems, missing)
+    return evaluated.run(folder, Progress(evaluated.estimate_s(), out)), out.getvalue()
+
+
+ALL = [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
+
+
+def test_every_round_is_run_and_kept(tmp_path: Path) -> None:
+    systems = Systems()
+    outcome, said = run(tmp_path, systems)
+    assert systems.asked == ALL
+    assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
+    assert outcome.setting.notes == ("not root",)
+    assert "[  0%," in said
+    assert "digits-64/8/loopback-2/weak/a: step 2.5 s" in said
+    assert Outcome.from_json(outcome.to_json()) == outcome
+
+
+@pytest.mark.parametrize("stop_at", [0, 1, 2, 3])
+def test_what_is_interrupted_goes_on_without_losing_or_repeating(stop_at: int, tmp_path: Path) -> None:
+    first, second = Systems(stop_at), Systems()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, first)
+    outcome, _ = run(tmp_path, second)
+    assert first.asked + second.asked == ALL
+    assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
+
+
+def test_at_the_end_nothing_is_left_to_do(tmp_path: Path) -> None:
+    run_, part = PipelineRun("2x1gbit", "vgg16"), Group(Task("digits", 8), "loopback", 2, ("c",))
+    suite = replace(SUITE, groups=(*SUITE.groups, part))
+    for systems in (Systems(fails=("b",)), Systems()):
+        evaluated = Evaluation(suite, HERE, systems, {"c": "absent"})
+        progress = Progress(evaluated.estimate_s(), io.StringIO())
+        evaluated.run(tmp_path, progress)
+        assert progress.share == pytest.approx(1.0)
+        assert progress.left_s == pytest.approx(0.0, abs=1e-6)
+    journal = Journal(tmp_path / "p", setting_of(Suite("p", "P", (), (run_,)), Sites()))
+    journal.add_pipeline(PipelineOutcome(run_.name, error="failed"))
+    evaluated = Evaluation(Suite("p", "P", (), (run_,)), Sites(), Systems(), {})
+    progress = Progress(evaluated.estimate_s(), io.StringIO())
+    evaluated.run(tmp_path / "p", progress)
+    assert progress.left_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_cluster_is_not_brought_up_for_what_has_failed_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, Systems(stop_at=2, fails=("a", "b")))
+    monkeypatch.setattr(Sites, "place", lambda self, cluster: pytest.fail("it was"))
+    run(tmp_path, Systems())
+
+
+def test_a_line_that_was_half_written_is_measured_again(tmp_path: Path) -> None:
+    run(tmp_path, Systems())
+    journal = tmp_path / FILE
+    whole = journal.read_bytes()
+    journal.write_bytes(whole[:-30])
+    again = Systems()
+    outcome, _ = run(tmp_path, again)
+    assert again.asked == ALL[-1:]
+    assert len(outcome.rounds) == 4
+    assert journal.read_bytes() == whole
+
+
+def test_a_crash_is_recorded_with_its_output_and_not_tried_again(tmp_path: Path) -> None:
+    systems = Systems(fails=("b",))
+    outcome, said = run(tmp_path, systems)
+    assert systems.asked == [("a", 0), ("b", 0), ("a", 1)]
+    (failed,) = [each for each in outcome.rounds if each.error]
+    assert failed.case.system == "b"
+    assert "Traceback" in failed.error
+    assert "RuntimeError: b is broken" in failed.error
+    assert "failed, RuntimeError: b is broken" in said
+    again = Systems()
+    run(tmp_path, again)
+    assert again.asked == []
+
+
+def test_a_hang_is_recorded_with_what_it_printed(tmp_path: Path) -> None:
+    def hang(case: Case, number: int, place: object, timeout_s: float) -> Round:
+        raise subprocess.TimeoutExpired(["mpirun"], timeout_s, "", "waiting for rank 1")
+
+    outcome = Evaluation(SUITE, HERE, hang, {}).run(tmp_path, Progress(1.0, io.StringIO()))
+    assert [each.case.system for each in outcome.rounds] == ["a", "b"]
+    for each in outcome.rounds:
+        assert each.error.startswith("no end within ")
+        assert each.error.endswith("waiting for rank 1")
+
+
+def test_a_missing_system_is_skipped_by_name_and_tried_when_it_is_there(tmp_path: Path) -> None:
+    systems = Systems()
+    for _ in range(2):
+        outcome, said = run(tmp_path, systems, b="Horovod is not installed")
+        assert "b: skipped, Horovod is not installed" in said
+    assert systems.asked == [("a", 0), ("a", 1)]
+    (skipped,) = [each for each in outcome.rounds if each.skipped]
+    assert (skipped.case.system, skipped.ok) == ("b", False)
+    run(tmp_path, systems)
+    assert systems.asked[2:] == [("b", 0), ("b", 1)]
+
+
+@contextmanager
+def broken(self: Sites, cluster: str) -> Iterator[None]:
+    raise ClusterError("no such rate")
+    yield
+
+
+def test_a_cluster_that_does_not_come_up_is_no_failure_of_systems_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(Sites, "place", broken)
+            outcome, said = run(tmp_path, Systems())
+        assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
+        assert {each.skipped for each in outcome.rounds} == {"the place was not up: no such rate"}
+        assert all(each.not_up and not each.error for each in outcome.rounds)
+        assert "not run, the place was not up: no such rate" in said
+    systems = Systems()
+    outcome, _ = run(tmp_path, systems)
+    assert systems.asked == ALL
+    assert all(each.ok for each in outcome.rounds)
+    assert Journal.kept_in(tmp_path) == outcome
+
+
+def test_what_failed_is_run_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    run(tmp_path, Systems(fails=("b",)))
+    systems = Systems()
+    evaluated = Evaluation(SUITE, HERE, systems, {})
+    outcome = evaluated.run(tmp_path, Progress(1.0, io.StringIO()), retry_failed=True)
+    assert systems.asked == [("b", 0), ("b", 1)]
+    assert [(each.case.system, each.number) for each in outcome.rounds if each.ok] == [
+        *(("a", 0), ("a", 1), ("b", 0), ("b", 1)),
+    ]
+    assert not any(each.error for each in outcome.rounds)
+    assert Journal.kept_in(tmp_path) == outcome
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_links_and_pipelines_that_failed_are_tried_again_where_that_is_asked_for(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, setting_of(SUITE, HERE))
+    measured = links.LinkFacts("b", "h0", "h1", 1e9)
+    journal.add_links([links.LinkFacts("a", "h0", "h1", None, why="no time"), measured])
+    journal.add_pipeline(PipelineOutcome("one", error="ValueError: too large"))
+    journal.add_pipeline(PipelineOutcome("two", error="the place was not up: no such rate"))
+    journal.forget_not_up()
+    assert [each.name for each in journal.outcome.pipelines] == ["one"]
+    journal.forget_failed()
+    assert (journal.outcome.pipelines, [each.cluster for each in journal.outcome.links]) == ((), ["b"])
+    assert Journal(tmp_path, setting_of(SUITE, HERE)).outcome == journal.outcome
+
+
+def test_a_folder_of_another_plan_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, Systems())
+    other = replace(SUITE, groups=(replace(SUITE.groups[0], rounds=3),))
+    with pytest.raises(JournalError, match=r"holds the results of another plan.*Received: suite 'mine'"):
+        run(tmp_path, Systems(), other)
+
+
+SOFTWARE = {"python": "/usr/bin/python3", "commit": "abc", "tensorflow": "2.18.1"}
+
+
+@pytest.mark.parametrize(
+    ("now", "received"),
+    [
+        ({"tensorflow": "2.21.0"}, r"tensorflow 2\.18\.1 \(now 2\.21\.0\)"),
+        ({"commit": "def"}, r"commit abc \(now def\)"),
+        ({"python": "/opt/python3", "commit": "def"}, "python /usr/bin/python3 .*, commit abc "),
+    ],
+)
+def test_a_folder_of_other_software_is_refused(now: dict[str, str], received: str, tmp_path: Path) -> None:
+    def of(software: dict[str, str]) -> Evaluation:
+        return Evaluation(SUITE, HERE, Systems(), {"a": "absent", "b": "absent"}, software)
+
+    of(SOFTWARE).run(tmp_path, Progress(1.0, io.StringIO()))
+    of({**SOFTWARE, "horovod": "0.28.1"}).run(tmp_path, Progress(1.0, io.StringIO()))  # installed since
+    with pytest.raises(JournalError, match=f"begun with other software.*Received: {received}"):
+        of({**SOFTWARE, **now}).run(tmp_path, Progress(1.0, io.StringIO()))
+
+
+def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(tmp_path, Systems())
+    machine = replace(evaluation.describe_machine(), hvpipe="9.9.9")
+    monkeypatch.setattr(evaluation, "describe_machine", lambda: machine)
+    with pytest.raises(JournalError, match=r"Received: hvpipe bench \S+ \(now 9\.9\.9\)"):
+        run(tmp_path, Systems())
+
+
+def test_a_journal_of_before_software_was_kept_goes_on(tmp_path: Path) -> None:
+    run(tmp_path, Systems(stop_at=5))
+    journal = tmp_path / FILE
+    setting, *rounds = journal.read_text().splitlines(keepends=True)
+    older = json.loads(setting)
+    del older["software"]
+    journal.write_text("".join([json.dumps(older) + "\n", *rounds[:2]]))
+    systems = Systems()
+    evaluated = Evaluation(SUITE, HERE, systems, {}, SOFTWARE)
+    evaluated.run(tmp_path, Progress(1.0, io.StringIO()))
+    assert systems.asked == ALL[2:]
+
+
+def test_a_folder_that_has_everything_is_said_to(tmp_path: Path) -> None:
+    assert "nothing left" not in run(tmp_path, Systems())[1]
+    _, said = run(tmp_path, Systems())
+    assert f"nothing left to run: {tmp_path} has all rounds, begun 20" in said
+
+
+def test_a_folder_of_other_hosts_is_refused(tmp_path: Path) -> None:
+    def on(hosts: str) -> Evaluation:
+        return Evaluation(SUITE, Sites(hosts=RealHosts(hosts)), Systems(), {"a": "absent", "b": "absent"})
+
+    on("a:1,b:1").run(tmp_path, Progress(1.0, io.StringIO()))
+    on("a:1,b:1").run(tmp_path, Progress(1.0, io.StringIO()))
+    with pytest.raises(JournalError, match=r"begun on other hosts \(hosts a:1, b:1\).*Received: hosts c:2"):
+        on("c:2").run(tmp_path, Progress(1.0, io.StringIO()))
+
+
+def test_a_folder_in_which_another_one_runs_is_refused(tmp_path: Path) -> None:
+    with alone_in(tmp_path), pytest.raises(JournalError, match="One evaluation at a time"):
+        run(tmp_path, Systems())
+    run(tmp_path, Systems())
+
+
+def test_a_suite_of_which_nothing_can_run_here(tmp_path: Path) -> None:
+    shared = Group(Task("digits", 8, shares=(12, 4, 8)), "slow-cpu", 3, ("a",))
+    with pytest.raises(
+        SuiteError, match=r"Received: none, not root; .* is left out: shares are one for each of 2"
+    ):
+        Evaluation(Suite("mine", "Mine", (shared,)), HERE, Systems(), {})
+
+
+def test_what_is_left_out_is_in_the_plan_and_the_report() -> None:
+    strong = Group(Task("digits", 3), "3x1gbit", 3, ("a",), scaling="strong")
+    evaluated = Evaluation(Suite("mine", "Mine", (*SUITE.groups, strong)), HERE, Systems(), {})
+    (said,) = evaluated.plan()["notes"]
+    assert said.startswith("digits-64/3/3x1gbit-3/strong is left out: ")
+    assert said in evaluated.describe()
+    assert setting_of(evaluated._suite, HERE).notes == ("not root", said)
+
+
+@pytest.mark.parametrize("text", [b'{"kind": "round"}', b"5", b"null", b"[]", b"\xff", b'{"kind": []}'])
+def test_a_journal_that_is_none(text: bytes, tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(text + b"\n")
+    with pytest.raises(JournalError, match="should be a journal"):
+        run(tmp_path, Systems())
+
+
+def test_results_that_are_none(tmp_path: Path) -> None:
+    with pytest.raises(OutcomeError, match=r"can be read. Received: "):
+        Outcome.read(tmp_path)
+    found = json.loads(run(tmp_path, Systems())[0].to_json())
+    found["rounds"][0]["ranks"][0]["step_s"] = [float("nan")]
+    steps = json.dumps(found)
+    for text in ("", "[]", "{}", "5", json.dumps({"format": 99}), '{"format": 1, "setting": []}', steps):
+        (tmp_path / "results.json").write_text(text)
+        with pytest.raises(OutcomeError, match=r"results\.json: Results should be .*Received: "):
+            Outcome.read(tmp_path)
+
+
+def test_without_root_it_is_plain_loopback_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise ClusterError("root is wanted")
+
+    monkeypatch.setattr(sites, "require_privileges", refuse)
+    found = find_sites(None)
+    assert found.loopback
+    assert "plain loopback" in found.note
+    assert "root is wanted" in found.note
+    with found.place(SUITE.groups[0]) as place:
+        assert place is None
+    assert found.facts("loopback").slowest_bits_per_s is None
+    with pytest.raises(ClusterError, match="root is wanted"):
+        one_cluster("2x1gbit")  # who asks for a cluster gets no loopback
+
+
+def test_root_that_may_not_make_namespaces_is_plain_loopback_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Cluster, owner_pid: int = 0) -> None:
+        raise ClusterError("`ip netns add` failed: Operation not permitted.")
+
+    monkeypatch.setattr(sites, "require_privileges", lambda: None)
+    monkeypatch.setattr(Cluster, "up", refuse)
+    found = find_sites(None)
+    assert found.loopback
+    assert "not permitted" in found.note
+
+
+@pytest.mark.parametrize(("lacking", "loopback"), [("rate", True), ("cpus", False)])
+def test_what_cannot_be_limited_here_is_said_once(
+    lacking: str, loopback: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def up(self: Cluster, owner_pid: int = 0) -> None:
+        (host,) = self.spec.hosts
+        if lacking == "rate" and host.rate_bits_per_s is not None:
+            raise ClusterError("no token bucket")
+        if lacking == "cpus" and host.cpus is not None:
+            raise ClusterError("no cpu controller")
+
+    monkeypatch.setattr(sites, "require_privileges", lambda: None)
+    monkeypatch.setattr(Cluster, "up", up)
+    monkeypatch.setattr(Cluster, "down", lambda self: None)
+    found = find_sites(None)
+    assert found.loopback == loopback
+    if loopback:
+        assert "no token bucket" in found.note
+        return
+    half = ClusterSpec((HostSpec("h0", cpus=0.5), HostSpec("h1")))
+    limited = Group(Task("digits", 8), "half", 2, ("a",), spec=half)
+    fitted = found.fit(Suite("mine", "Mine", (*SUITE.groups, limited)))
+    assert fitted.groups == SUITE.groups
+    assert fitted.notes == ("digits-64/8/half-2/weak is left out: no cpu controller",)
+    with pytest.raises(ClusterError, match="no cpu controller"):
+        one_cluster("slow-cpu")
+    assert one_cluster("2x1gbit").cluster == ("2x1gbit", equal_hosts(2, "1gbit"))
+
+
+def test_a_suite_without_clusters_needs_a_place() -> None:
+    suite = Suite("mine", "Mine", (Group(Task("digits", 8), "hosts", 1, ("a",)),))
+    with pytest.raises(SuiteError, match=r"need --hosts or --cluster\. Received: neither"):
+        Sites().fit(suite)
+    spec = equal_hosts(3, "1gbit")
+    (group,) = Sites(cluster=("mine.toml", spec)).fit(suite).groups
+    assert (group.name, group.spec) == ("digits-64/8/mine.toml-3/weak", spec)
+    assert [each.ranks for each in Sites(hosts=RealHosts("a:2,b")).fit(suite).groups] == [3]
+    assert Sites().facts("mine.toml", spec).slowest_bits_per_s == 1e9
+
+
+def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        status = 1 if "b:1" in command else 0
+        said = "" if "d:1" in command else "a banner\n12\n" if "a:1" in command else "8\n"
+        return subprocess.CompletedProcess(command, status, said, "-----\nssh: no route to host\n")
+
+    monkeypatch.setattr("bench.launch.mpirun.run", answer)
+    monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda program: f"/{Path(program).name}/mpirun")
+    monkeypatch.setattr("hvpipe.commands.launch.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
+    with pytest.raises(ClusterError, match=r"Received: host='b', ssh: no route to host"):
+        find_sites("a:2,b:2")
+    with pytest.raises(ClusterError, match="Received: --hosts 'a:x'"):
+        find_sites("a:x")
+    hosts = RealHosts("a:2,c")
+    hosts.require_answers()
+    assert hosts.spec.slots == 3
+    assert hosts.cores_of_rank() == 6  # 12 cores of two ranks, 8 of one
+    silent = RealHosts("a,d")
+    silent.require_answers()
+    with pytest.raises(ClusterError, match=r"or give --threads. Received: host='d', ''"):
+        silent.cores_of_rank()
+    command = hosts.mpirun_command(3, ["python", "x.py"])
+    assert command[:3] == ["/python/mpirun", "-np", "3"]
+    assert command[-2:] == ["python", "x.py"]
+    assert "a:2,c:1" in command
+    # The peers' ranks are started by the MPI that is beside their Python.
+    command = hosts.mpirun_command(3, ["env", "PYTHONPATH=/x", "/peers/bin/peers-python", "x.py"])
+    assert command[0] == "/peers-python/mpirun"
+    # What is left on a host of its own accord ends with the terminal.
+    assert "-tt" in hosts.host_command("a", ["serve"])
+
+
+def test_a_host_that_does_not_share_the_current_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        if command[-2] != "ls":
+            return subprocess.CompletedProcess(command, 0, "8\n", "")
+        there = Path(command[-1])
+        assert there.parent == tmp_path
+        assert there.exists()
+        status = 2 if "b:1" in command else 0
+        return subprocess.CompletedProcess(command, status, "", "ls: cannot access it\n")
+
+    monkeypatch.setattr("bench.launch.mpirun.run", answer)
+    monkeypatch.setattr("hvpipe.commands.launch.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ClusterError, match=r"the current folder.*Received: host='b'.*ls: cannot access it"):
+        find_sites("a:2,b:2")
+    assert list(tmp_path.iterdir()) == []
+    RealHosts("a:2,c").require_answers()
+
+
+def test_scaling_is_measured_on_the_first_hosts_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = (
+        Group(Task("digits", 8), "2x1gbit", 2, ("a",), rounds=1),
+        Group(Task("digits", 32, epochs=4), "2x1gbit", 2, ("a",), rounds=1),
+        Group(Task("digits", 8, shares=(9, 7)), "2x1gbit", 2, ("a",), rounds=1),
+        Group(Task("digits", 6), "2x1gbit", 2, ("a",), rounds=1, scaling="strong"),
+    )
+    hosts = RealHosts("a:2,b,c")
+    hosts.spec = replace(hosts.spec, machines=(("a", "8 cores"), ("c", "16 cores")))
+    where = Sites(hosts=hosts).on_counts("1, 2")
+    fitted = where.fit(Suite("mine", "Mine", groups, (PipelineRun("2x1gbit", "vgg16"),)))
+    assert [group.name for group in fitted.groups] == [
+        *("digits-64/8/1xhosts-2/weak", "digits-64/6/1xhosts-2/strong"),
+        *("digits-64/8/2xhosts-3/weak", "digits-64/4/2xhosts-3/strong"),
+        *("digits-64/8/3xhosts-4/weak", "digits-64/32/3xhosts-4/4-epochs", "digits-64/3/3xhosts-4/strong"),
+    ]
+    assert [run.name for run in fitted.pipelines] == ["pipeline/vgg16-64/32/3xhosts"]
+    assert [said.split(" is left out")[0] for said in fitted.notes] == ["digits-64/9+7/2x1gbit-2/weak"]
+    assert where.fit(fitted) == fitted
+    assert where.facts("1xhosts").description == "hosts a:2; a: 8 cores"
+    assert [where.facts(f"{count}xhosts").hosts for count in (1, 2, 3)] == [1, 2, 3]
+    slots: list[int] = []
+
+    def run_round(case: Case, number: int, place: object, timeout_s: float) -> Round:
+        assert isinstance(place, RealHosts)
+        slots.append(place.spec.slots)
+        return finished(case, 1.0, number=number)
+
+    monkeypatch.setattr(links, "measure", lambda place, cluster: [])
+    evaluated = Evaluation(replace(fitted, pipelines=()), where, run_round, {})
+    evaluated.run(tmp_path, Progress(1.0, io.StringIO()))
+    assert slots == [2, 2, 3, 3, 4, 4, 4]
+    for text in ("0", "4", "two", ""):
+        with pytest.raises(SuiteError, match=f"of 1 to 3 of --hosts.*Received: --host-counts '{text}'"):
+            where.on_counts(text)
+
+
+def test_the_machines_of_hosts_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        if "bench.evaluation.hardware" not in command:
+            return subprocess.CompletedProcess(command, 0, "8\n", "")
+        if "d:1" in command:
+            raise subprocess.TimeoutExpired(command, 60)
+        said = "a banner\n64 cores (Another CPU)\n" if "c:1" in command else "8 cores (A CPU)\n"
+        return subprocess.CompletedProcess(command, 0, said, "")
+
+    monkeypatch.setattr("bench.launch.mpirun.run", answer)
+    monkeypatch.setattr("hvpipe.commands.launch.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
+    found = find_sites("a:2,b:2,c,d")
+    assert found.note == "on hosts a:2, b:2, c:1, d:1; links and CPUs as they are"
+    described = found.facts("hosts").description
+    assert described == "hosts a:2, b:2, c:1, d:1; a, b: 8 cores (A CPU); c: 64 cores (Another CPU)"
+
+
+def test_links_of_hosts_that_exist_are_handed_back_in_the_folder_they_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(self: RealHosts, ranks: int, command: list[str], **_: object) -> object:
+        assert command[command.index("--peers") + 1 : command.index("--result")] == ["2"]
+        result = Path(command[-1])
+        assert tmp_path in result.parents
+        result.write_text(json.dumps({"2": [2e-5, 1e8]}))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(RealHosts, "run", measure)
+    monkeypatch.chdir(tmp_path)
+    # Hosts that exist: this one, which is reached without ssh.
+    monkeypatch.setattr(RealHosts, "host_command", lambda self, host, command: command)
+    monkeypatch.setattr(
+        RealHosts, "execute", lambda self, host, command, timeout_s: mpirun.run(command, timeout_s=timeout_s)
+    )
+    monkeypatch.setattr(link_rate, "_PORT", 20201)
+    hosts = RealHosts("a:2,localhost")
+    (found,) = links.measure(hosts, "hosts", seconds=0.2)  # rank 2 is the first of the second host
+    assert (found.second, found.latency_s, found.bits_per_s) == ("localhost", 2e-5, 1e8)
+    assert found.tool == "own TCP stream"
+    assert found.two_way_bits_per_s is not None
+    assert found.two_way_bits_per_s > 1e6
+    assert list(tmp_path.iterdir()) == []
+    # One that takes no other connections has its ping-pong all the same.
+    monkeypatch.setattr(links, "measure_own_stream", lambda *_: json.loads("refused"))
+    (found,) = links.measure(hosts, "hosts")
+    assert (found.bits_per_s, found.two_way_bits_per_s) == (1e8, None)
+
+
+def test_links_have_time_for_one_pair_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def measure(self: Cluster, ranks: int, command: list[str], *, timeout_s: float, **_: object) -> object:
+        given.append(timeout_s)
+        return subprocess.CompletedProcess(command, 1, "", "no")
+
+    monkeypatch.setattr(Cluster, "run", measure)
+    for hosts, rate in ((2, "100mbit"), (8, "100mbit"), (8, "10mbit")):
+        with pytest.raises(ClusterError, match="Links could not be measured: no"):
+            links.measure(Cluster(equal_hosts(hosts, rate)), "theirs")
+    # A pair at 100 Mb/s: 10 messages of 10 MB and a bit each, 8.4 s; twice that, and 120 s to meet.
+    assert given == pytest.approx([137, 237, 1295], abs=1)
+
+
+def test_links_that_cannot_be_measured_are_not_tried_for_every_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def up(self: Sites, where: object) -> Iterator[Cluster]:
+        yield Cluster(equal_hosts(2, "1gbit"))
+
+    tried: list[str] = []
+
+    def fail(place: object, cluster: str) -> list[links.LinkFacts]:
+        tried.append(cluster)
+        raise subprocess.TimeoutExpired(["mpirun"], 180.0)
+
+    monkeypatch.setattr(Sites, "place", up)
+    monkeypatch.setattr(links, "measure", fail)
+    groups = tuple(Group(Task("digits", batch), "2x1gbit", 2, ("a",)) for batch in (8, 16))
+    for _ in range(2):
+        evaluated = Evaluation(Suite("mine", "Mine", groups), Sites(), Systems(), {})
+        outcome = evaluated.run(tmp_path, Progress(1.0, io.StringIO()))
+    assert tried == ["2x1gbit"]
+    (link,) = outcome.links
+    assert (link.second, link.set_bits_per_s, link.bits_per_s) == ("h1", 1e9, None)
+    assert link.why == "Command '['mpirun']' timed out after 180.0 seconds"
+    assert Journal.kept_in(tmp_path) == outcome
+
+
+def test_a_pipeline_that_fails_is_recorded_with_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def up(self: Sites, cluster: str) -> Iterator[Cluster]:
+        yield Cluster(equal_hosts(2))
+
+    says = ["sh", "-c", "printf '\\033[31mValueError: too large\\033[0m\\n' >&2; exit 3"]
+    monkeypatch.setattr(Sites, "place", up)
+    monkeypatch.setattr(Cluster, "mpirun_command", lambda self, ranks, command: says)
+    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16"),))
+    found = Evaluation(suite, Sites(), Systems(), {}).run(tmp_path, Progress(1.0, io.StringIO()))
+    (failed,) = found.pipelines
+    assert failed.error == "The ranks failed with status 3: see their output\nValueError: too large"
+    assert not_measured(found) == {"pipeline/vgg16-64/32/2x1gbit": "failed, ValueError: too large"}
+
+
+def test_a_pipeline_runs_on_hosts_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = PipelineReport("a model", "hosts a:1, b:1", "1f1b", 8, 2, 32, ())
+    shared: list[Path] = []
+
+    def start(self: RealHosts, ranks: int, command: list[str]) -> list[str]:
+        assert (ranks, command[0]) == (2, "env")
+        assert command[1].startswith("PYTHONPATH=/")
+        result = command[command.index("--result") + 1]
+        shared.append(Path(result).parent.parent)
+        return ["sh", "-c", f"printf '%s' '{report.to_json()}' > {result}"]
+
+    monkeypatch.setattr(RealHosts, "mpirun_command", start)
+    monkeypatch.chdir(tmp_path)
+    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16", spec=equal_hosts(2, "1gbit")),))
+    evaluated = Evaluation(suite, Sites(hosts=RealHosts("a,b")), Systems(), {})
+    (found,) = evaluated.run(tmp_path / "out", Progress(1.0, io.StringIO())).pipelines
+    assert (found.name, found.error) == ("pipeline/vgg16-64/32/hosts", "")
+    assert found.report == PipelineReport.from_json(report.to_json())
+    assert shared == [tmp_path]
+
+
+def test_a_pipeline_without_a_place_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sites, "place", broken)
+    suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16"),))
+    for _ in range(2):
+        found = Evaluation(suite, Sites(), Systems(), {}).run(tmp_path, Progress(1.0, io.StringIO()))
+        (failed,) = found.pipelines
+        assert failed.error == "the place was not up: no such rate"
+        assert failed.not_up
+
+
+def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("bench.evaluation.progress.time.monotonic", lambda: now[0])
+    progress = Progress(100.0, io.StringIO())
+    assert progress.left_s == 100.0
+    with progress.part("half", 50.0):
+        now[0] += 100.0
+    assert progress.share == 0.5
+    assert progress.left_s == pytest.approx(100.0)  # 50 more, at half the speed
+    progress.leave_out(25.0)
+    assert progress.left_s == pytest.approx(50.0)
+    assert [format_left(s) for s in (40, 130, 3700)] == ["40 s", "2 min", "1 h 1 min"]
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        ("Traceback:\nValueError: no\n-----\nmpirun: a process ended\n", "ValueError: no"),
+        ("tensorflow.errors.Aborted\nkeras.FooError: bad\nExit code: 1", "keras.FooError: bad"),
+        ("no end within 300 s\n", "no end within 300 s"),
+    ],
+)
+def test_a_failure_in_a_line(error: str, why: str) -> None:
+    assert Round(Case("a", "b", 2, Task("digits", 8)), 0, error=error).why == why

@@ -1,0 +1,327 @@
+"""Suites: what comes with the benchmarks can be read and fits its budget; what is wrong is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.cluster.spec import ClusterError, ClusterSpec, HostSpec, read_spec
+from bench.evaluation.estimates import round_s, suite_s
+from bench.evaluation.suite import (
+    SuiteError,
+    cluster_spec,
+    cores_of_rank,
+    named_cluster,
+    proportional_shares,
+    read_suite,
+    suite_names,
+)
+
+SYSTEMS = (
+    *("single", "tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod", "horovod-tuned"),
+    *("hvpipe-none", "hvpipe-backward", "hvpipe-step", "hvpipe-stale"),
+)
+GROUP = '[[group]]\nworkload = "resnet50"\nbatch = 8\nclusters = ["2x1gbit"]\nsystems = "all"\n'
+PIPELINE = '[[pipeline]]\ncluster = "2x1gbit"\nmodel = "vgg16"\n'
+
+
+def written(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize(("name", "minutes"), [("quick", 10), ("newest", 10), ("full", 90)])
+def test_the_suites_fit_their_budgets(name: str, minutes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    assert suite_s(read_suite(name, SYSTEMS)) < 60 * minutes
+
+
+def test_full_has_what_was_asked_for() -> None:
+    suite = read_suite("full", SYSTEMS)
+    clusters = {group.cluster for group in suite.groups}
+    assert {
+        "2x300mbit",
+        "2x1gbit",
+        "4x1gbit",
+        "2xunlimited",
+        "slow-cpu",
+        "slow-link",
+        "slow-both",
+    } <= clusters
+    assert {group.scaling for group in suite.groups} == {"weak", "strong"}
+    (accuracy,) = [group for group in suite.groups if group.task.epochs]
+    assert accuracy.systems == SYSTEMS
+    # Half the CPU: of 16 samples, 10.67 and 5.33; where the link is most of a step, and where it is not.
+    shared = [(group.task.pixels, group.task.shares) for group in suite.groups if group.task.shares]
+    assert shared == [(64, (11, 5)), (128, (11, 5))]
+    # The best native mode is the better of both wherever both can run: not with unequal shares.
+    timed = [group for group in suite.groups if not group.task.shares]
+    for group in timed:
+        assert "tf-ps" in group.systems
+        assert any(name.startswith("tf-mwms") for name in group.systems)
+    assert suite_names() == ["full", "newest", "quick"]
+
+
+def test_systems_take_turns_and_none_is_always_first(tmp_path: Path) -> None:
+    (group,) = read_suite(written(tmp_path, GROUP + "rounds = 3"), ("a", "b", "c")).groups
+    order = "".join(case.system for _, case in group.turns())
+    assert order == "abcbcacab"
+    assert [number for number, _ in group.turns()] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_some_systems_take_part_in_the_first_round_alone(tmp_path: Path) -> None:
+    text = GROUP + 'rounds = 3\nonce = ["b"]'
+    suite = read_suite(written(tmp_path, text), ("a", "b", "c"))
+    assert "".join(case.system for _, case in suite.groups[0].turns()) == "abc" + "ca" + "ca"
+    group = suite.groups[0]
+    described = group.task.describe([group.rounds_of(name) for name in group.systems])
+    assert described == "batch 8 a rank, 0 threads an operation, 1 to 3 rounds of 3 + 8 steps, seed 20"
+    assert suite.only_systems("ac").groups[0].once == ()
+    # Where groups become one, a system of several rounds in one of them keeps those.
+    both = read_suite(written(tmp_path, text + "\n" + GROUP.replace("2x1gbit", "4x1gbit")), ("a", "b", "c"))
+    assert both.on_one_cluster("hosts", 2).groups[0].once == ()
+    assert suite.on_one_cluster("hosts", 2).groups[0].once == ("b",)
+
+
+def test_groups_of_one_round_begin_with_different_systems(tmp_path: Path) -> None:
+    text = GROUP.replace('["2x1gbit"]', '["2x1gbit", "4x1gbit", "slow-cpu", "slow-link"]') + "rounds = 1"
+    suite = read_suite(written(tmp_path, text), ("a", "b", "c"))
+    assert ["".join(case.system for _, case in group.turns()) for group in suite.groups] == [
+        *("abc", "bca", "cab", "abc")
+    ]
+    assert [case.system for _, case in suite.only_systems("ac").groups[1].turns()] == ["c", "a"]
+
+
+def test_slower_links_and_crowds_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    text = GROUP.replace('["2x1gbit"]', '["2xunlimited", "2x1gbit", "2x100mbit"]')
+    unlimited, fast, slow = map(round_s, read_suite(written(tmp_path, text), ("a",)).groups)
+    # 95 MB are 0.76 Gb: 0.76 s at 1 Gb/s, 7.6 s at 100 Mb/s, in each of 3 + 8 steps.
+    assert fast - unlimited == pytest.approx(11 * 0.76)
+    assert slow - unlimited == pytest.approx(11 * 7.6)
+    crowded = read_suite(written(tmp_path, GROUP.replace("2x1gbit", "4xunlimited")), ("a",)).groups[0]
+    assert round_s(crowded) == pytest.approx(2 * unlimited)
+
+
+def test_on_one_cluster_tasks_are_run_once_and_shares_of_other_cpus_left_out() -> None:
+    suite = read_suite("full", SYSTEMS).on_one_cluster("hosts", 4)
+    names = [group.name for group in suite.groups]
+    assert len(set(names)) == len(names)
+    assert {(group.cluster, group.ranks) for group in suite.groups} == {("hosts", 4)}
+    assert not any(group.task.shares for group in suite.groups)
+    assert [run.name for run in suite.pipelines] == ["pipeline/transformer-128/32/hosts"]
+    assert [said.split(" is left out")[0] for said in suite.notes] == [
+        "resnet50-64/11+5/slow-cpu-2/weak",
+        "resnet50-128/11+5/slow-cpu-2/weak",
+    ]
+    biggest = next(g for g in suite.groups if g.name == "resnet50-64/8/hosts-4/weak")
+    assert set(biggest.systems) == set(SYSTEMS)
+
+
+STRONG = GROUP + 'scaling = "strong"\n'
+
+
+def test_strong_scaling_shares_one_batch_out_over_any_number_of_ranks(tmp_path: Path) -> None:
+    text = STRONG.replace('["2x1gbit"]', '["1x1gbit", "2x1gbit", "4x1gbit"]')
+    suite = read_suite(written(tmp_path, text), SYSTEMS)
+    assert [(group.ranks, group.task.batch) for group in suite.groups] == [(1, 8), (2, 4), (4, 2)]
+    moved = suite.on_one_cluster("hosts", 8)
+    assert [(group.name, group.task.batch) for group in moved.groups] == [
+        ("resnet50-64/1/hosts-8/strong", 1),
+    ]
+    says = r"mine\.toml: .* whole step's, and 3 ranks should .* evenly\. Received: batch=8"
+    with pytest.raises(SuiteError, match=says):
+        read_suite(written(tmp_path, STRONG.replace("2x1gbit", "3x1gbit")), SYSTEMS)
+
+
+def test_what_cannot_be_shared_out_on_a_cluster_is_left_out_by_name(tmp_path: Path) -> None:
+    suite = read_suite(written(tmp_path, STRONG + GROUP), SYSTEMS).on_one_cluster("hosts", 3)
+    assert [group.name for group in suite.groups] == ["resnet50-64/8/hosts-3/weak"]
+    (said,) = suite.notes
+    assert said.startswith("resnet50-64/4/2x1gbit-2/strong is left out: With strong scaling the batch is")
+    assert said.endswith("Received: batch=8")
+
+
+def test_shares_that_fit_go_where_the_suite_goes(tmp_path: Path) -> None:
+    text = GROUP + "shares = [11, 5]"
+    suite = read_suite(written(tmp_path, text), SYSTEMS)
+    assert [group.name for group in suite.on_one_cluster("hosts", 2).groups] == [
+        "resnet50-64/11+5/hosts-2/weak",
+    ]
+    left_out = suite.on_one_cluster("hosts", 3)
+    assert left_out.groups == ()
+    assert "one for each of 3 ranks. Received: [11, 5]" in left_out.notes[0]
+    by_speed = read_suite(written(tmp_path, GROUP + 'shares = "proportional"'), SYSTEMS)
+    slow = ClusterSpec((HostSpec("a", cpus=1.0), HostSpec("b", cpus=0.25)))
+    (group,) = by_speed.on_one_cluster("slow.toml", 2, slow).groups
+    assert group.task.shares == (13, 3)  # of 16, by 4 to 1
+    assert group.spec == slow
+
+
+def test_epochs_have_steps_on_many_ranks(tmp_path: Path) -> None:
+    digits = GROUP.replace("resnet50", "digits").replace("batch = 8", "batch = 32") + "epochs = 4\n"
+    suite = read_suite(written(tmp_path, digits), SYSTEMS)
+    few = suite.on_one_cluster("hosts", 8)
+    assert [group.task.batch for group in few.groups] == [32]
+    many = suite.on_one_cluster("hosts", 48)
+    assert [group.task.batch for group in many.groups] == [7]  # 1437 / (4 x 48)
+    assert many.notes == ("digits-64/7/hosts-48/4-epochs has a smaller batch, so that an epoch has 4 steps",)
+    most = suite.on_one_cluster("hosts", 400)
+    assert not most.groups
+    assert "images should have more steps than the warm-up's 3" in most.notes[0]
+    with pytest.raises(SuiteError, match=r"mine\.toml: epochs .* Received: 32 samples on each of 60 ranks"):
+        read_suite(written(tmp_path, digits.replace("2x1gbit", "60x1gbit")), SYSTEMS)
+
+
+MINE = '[[host]]\nrate = "1.5gbit"\n[[host]]\nrate = "100mbit"\ncpus = 0.5\n'
+
+
+def test_a_cluster_may_be_a_file_beside_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "mine.toml").write_text(MINE)
+    text = (GROUP + PIPELINE).replace("2x1gbit", "theirs/mine.toml")
+    suite = read_suite(written(tmp_path, text), SYSTEMS)
+    (group,), (run,) = suite.groups, suite.pipelines
+    assert (group.name, group.ranks) == ("resnet50-64/8/mine.toml-2/weak", 2)
+    assert group.spec == run.spec == read_spec(tmp_path / "theirs" / "mine.toml")
+    assert run.name == "pipeline/vgg16-64/32/mine.toml"
+    assert not {"--spec", "--cluster"} & set(run.words())
+    # 95 MB at 100 Mb/s, in 11 steps: an estimate, and with it the time that a round gets.
+    fast = read_suite(written(tmp_path, GROUP.replace("2x1gbit", "2xunlimited")), SYSTEMS).groups[0]
+    assert round_s(group) - round_s(fast) > 11 * 7.6
+    monkeypatch.chdir(tmp_path)
+    assert named_cluster("theirs/mine.toml", Path()) == ("mine.toml", group.spec)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "mine.toml").write_text(MINE.replace("1.5", "1"))
+    both = GROUP.replace('"2x1gbit"', '"theirs/mine.toml", "other/mine.toml"')
+    with pytest.raises(SuiteError, match="Received: "):
+        read_suite(written(tmp_path, both), SYSTEMS)
+    apart = GROUP.replace("2x1gbit", "theirs/mine.toml") + PIPELINE.replace("2x1gbit", "other/mine.toml")
+    with pytest.raises(SuiteError, match=r"different file names. Received: 'mine\.toml'"):
+        read_suite(written(tmp_path, apart), SYSTEMS)
+
+
+def test_a_suite_for_hosts_needs_no_cluster(tmp_path: Path) -> None:
+    text = (GROUP + 'scaling = "strong"\n' + PIPELINE).replace('clusters = ["2x1gbit"]', "")
+    text = text.replace('cluster = "2x1gbit"', "")
+    suite = read_suite(written(tmp_path, text), SYSTEMS)
+    moved = suite.on_one_cluster("hosts", 4)
+    assert [(group.name, group.task.batch) for group in moved.groups] == [("resnet50-64/2/hosts-4/strong", 2)]
+    assert [run.name for run in moved.pipelines] == ["pipeline/vgg16-64/32/hosts"]
+    assert moved.on_one_cluster("hosts", 4) == moved
+
+
+def test_threads_are_settled_by_the_cores_of_a_rank(tmp_path: Path) -> None:
+    text = GROUP.replace('"2x1gbit"', '"2x1gbit", "4x1gbit", "slow-cpu"') + 'threads = "auto"\n'
+    own = GROUP.replace('"resnet50"', '"vgg16"') + "threads = 6\n"
+    suite = read_suite(written(tmp_path, text + own), ("a",))
+
+    def settled(given: int | None) -> list[int]:
+        found = suite.with_threads(given, lambda group: cores_of_rank(cluster_spec(group.cluster), 8))
+        return [group.task.threads for group in found.groups]
+
+    # Of 8 cores 2 ranks have 4 each, 4 have 2; the hosts of slow-cpu have 1 and 0.5 by their quotas.
+    assert settled(None) == [4, 2, 1, 6]
+    assert settled(3) == [3, 3, 3, 3]
+    assert {group.task.threads for group in read_suite("quick", SYSTEMS).groups} == {0}
+
+
+def test_some_systems_only() -> None:
+    suite = read_suite("quick", SYSTEMS).only_systems(["tf-ps"])
+    assert {group.systems for group in suite.groups} == {("tf-ps",)}
+    with pytest.raises(SuiteError, match=r"Systems of this suite are single.*Received: \['hvpipe-stpe'\]"):
+        read_suite("quick", SYSTEMS).only_systems(["hvpipe-stpe", "tf-ps"])
+
+
+@given(st.integers(1, 64), st.lists(st.floats(0.1, 10), min_size=1, max_size=8))
+def test_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None:
+    shares = proportional_shares(batch, speeds)
+    assert len(shares) == len(speeds)
+    assert min(shares) >= 1
+    total = batch * len(speeds)
+    assert sum(shares) >= total
+    for share, speed in zip(shares, speeds, strict=True):
+        assert share <= max(1, total * speed / sum(speeds) + 1)
+    if min(total * speed / sum(speeds) for speed in speeds) >= 1:
+        assert sum(shares) == total
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "Received: none"),
+        ("[group", "should be TOML"),
+        (GROUP + "colour = 1", "Received: colour"),
+        (GROUP.replace("batch = 8\n", ""), "a group has workload, batch"),
+        (GROUP.replace('clusters = ["2x1gbit"]', 'shares = "proportional"'), "name clusters. Received: none"),
+        (GROUP.replace('"all"', '["tf-ps", "absent"]'), r"Received: \['absent'\]"),
+        (GROUP.replace('"all"', "[]"), r"Received: \[\]"),
+        (GROUP.replace('"all"', '"single"'), "systems should be a list of names.*Received: 'single'"),
+        (GROUP.replace('"all"', '["tf-ps", "tf-ps"]'), "each once"),
+        (GROUP.replace('"all"', "5"), "Received: 5"),
+        (GROUP.replace('["2x1gbit"]', '"2x1gbit"'), "clusters should be a list of names"),
+        (GROUP.replace('["2x1gbit"]', "[2]"), "clusters should be a list of names"),
+        (GROUP.replace("resnet50", "resnet51"), "workload='resnet51'"),
+        (GROUP.replace('"resnet50"', "[]"), r"the workload should be a name. Received: \[\]"),
+        (GROUP.replace("batch = 8", 'batch = "8"'), "batch should be a whole number. Received: '8'"),
+        (GROUP.replace("batch = 8", "batch = true"), "Received: True"),
+        (GROUP.replace("batch = 8", "batch = 0"), "batch=0"),
+        (GROUP + 'threads = "all"', "threads should be 'auto', or a whole number.*Received: 'all'"),
+        (GROUP + "threads = 0", "at least 1. Received: 0"),
+        (GROUP + "steps = 2.5", "steps should be a whole number"),
+        (GROUP.replace("resnet50", "digits") + "epochs = -1", "epochs=-1"),
+        (GROUP + "rounds = 0", "rounds should be a whole number of at least 1. Received: 0"),
+        (GROUP + 'rounds = "2"', "Received: '2'"),
+        (GROUP + 'once = ["absent"]', r"once should be of the group's systems. Received: \['absent'\]"),
+        (GROUP + 'scaling = "medium"', "Received: 'medium'"),
+        (GROUP + 'shares = "ab"', "Received: 'ab'"),
+        (GROUP + "shares = [16, 0]", r"shares=\(16, 0\)"),
+        (GROUP + "shares = 8", "Received: 8"),
+        ("group = 5", r"\[\[group\]\] should be tables. Received: 5"),
+        (GROUP.replace("[[group]]", "[group]"), "should be tables"),
+        ("title = 5\n" + GROUP, "title should be a text. Received: 5"),
+        (PIPELINE.replace('model = "vgg16"', ""), "model should be one of .*Received: None"),
+        (PIPELINE.replace("vgg16", "vgg61"), "Received: 'vgg61'"),
+        (PIPELINE.replace('cluster = "2x1gbit"', "cluster = 5"), "cluster should be a name. Received: 5"),
+        (PIPELINE + 'batch = "32"', "Received: '32'"),
+        (PIPELINE + 'microbatches = "many"', "Received: 'many'"),
+        (PIPELINE + "methods = []", r"Received: \[\]"),
+        (GROUP + "shares = [1, 2, 3]", "one for each of 2 ranks"),
+        (GROUP + GROUP, "each once. Received: .'resnet50-64/8/2x1gbit-2/weak'"),
+    ],
+)
+def test_what_is_wrong_is_named(text: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(SuiteError, match=says):
+        read_suite(written(tmp_path, text), SYSTEMS)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_bytes(b"title = '\xff'")
+    with pytest.raises(SuiteError, match=r"mine\.toml should be TOML"):
+        read_suite(str(tmp_path / "mine.toml"), SYSTEMS)
+
+
+def test_a_pipeline_may_choose_its_micro_batches(tmp_path: Path) -> None:
+    (run,) = read_suite(written(tmp_path, PIPELINE + 'microbatches = "auto"'), SYSTEMS).pipelines
+    assert run.words()[run.words().index("--microbatches") + 1] == "auto"
+
+
+def test_names_that_nobody_knows() -> None:
+    with pytest.raises(SuiteError, match=r"one of full, newest, quick, or a TOML file. Received: 'fast'"):
+        read_suite("fast", SYSTEMS)
+    with pytest.raises(ClusterError, match=r"homogeneous-2.*Received: 'cloud'"):
+        cluster_spec("cloud")
+    for path in ("/tmp/x", "slow-cpu/", "../clusters/slow-cpu"):
+        with pytest.raises(
+            ClusterError, match=r"homogeneous-2.* or a TOML file, as in mine\.toml\. Received"
+        ):
+            cluster_spec(path)
+    with pytest.raises(ClusterError, match=r"file must be readable. Received: .*absent\.toml"):
+        named_cluster("absent.toml", Path())
+    assert cluster_spec("2x1.5gbit").slowest_rate_bits_per_s == 1.5e9
+    assert cluster_spec("2x300mbit").slowest_rate_bits_per_s == 300e6
+    assert [host.cpus for host in cluster_spec("slow-both").hosts] == [1.0, 0.5]

@@ -1,0 +1,200 @@
+"""Two evaluations compared: changes beyond noise are found, others are not."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.evaluation.outcome import ClusterFacts, Outcome, PipelineOutcome
+from bench.pipeline.report import Case as Placed
+from bench.pipeline.report import PipelineReport
+from bench.report.compare import compare
+from bench.rounds.record import Round
+from bench_rounds import MACHINE, TASK, case, finished, outcome
+
+QUIET = (1.0, 1.0, 1.0, 1.0)
+LOUD = (0.6, 0.8, 1.0, 1.2, 1.4)
+
+
+def verdict(before: tuple[float, ...], after: tuple[float, ...]) -> str:
+    of = case("hvpipe-step")
+    (change,) = compare(outcome(finished(of, *before)), outcome(finished(of, *after))).changes
+    return change.verdict
+
+
+@pytest.mark.parametrize(
+    ("factor", "quiet", "loud"),
+    [
+        *[(1.0, "the same", "the same"), (1.04, "the same", "the same"), (1.2, "slower", "the same")],
+        *[(0.8, "faster", "the same"), (3.0, "slower", "slower"), (0.3, "faster", "faster")],
+    ],
+)
+def test_a_change_counts_beyond_the_noise(factor: float, quiet: str, loud: str) -> None:
+    assert verdict(QUIET, tuple(factor * s for s in QUIET)) == quiet
+    assert verdict(LOUD, tuple(factor * s for s in LOUD)) == loud
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=2, max_size=8), st.lists(st.floats(0.1, 10), min_size=2))
+def test_forth_and_back_are_opposites(before: list[float], after: list[float]) -> None:
+    opposite = {"slower": "faster", "faster": "slower", "the same": "the same"}
+    assert verdict(tuple(after), tuple(before)) == opposite[verdict(tuple(before), tuple(after))]
+
+
+def between_rounds(*factors: float) -> tuple[Round, ...]:
+    """A case for each factor, whose second round takes so many times the first."""
+    cases = [case("hvpipe-step", task=replace(TASK, batch=100 + index)) for index in range(len(factors))]
+    first = [finished(of, *QUIET) for of in cases]
+    return (*first, *(finished(of, f, f, number=1) for of, f in zip(cases, factors, strict=True)))
+
+
+def test_one_round_of_each_differs_by_more_than_the_steps_in_it_do() -> None:
+    # 1.14 / 1.0 was seen between two rounds of the same software, whose steps each scatter by 1 %.
+    of = case("tf-mwms")
+    assert verdict((1.0, 1.01, 0.99), (1.13, 1.14, 1.12)) == "the same"
+    before, after = (outcome(finished(of, s), *between_rounds(1.1, 0.9, 1.1, 0.9)) for s in (1.0, 1.25))
+    found = compare(before, after)
+    assert found.changes[0].verdict == "the same"
+    # Rounds that are 1.1 or 0.9 apart: standard deviations of 6.7 % and 7.5 %.
+    assert found.between_rounds == pytest.approx(0.071, abs=1e-3)
+    assert "one round before or after: 1 cases; their noise is that between rounds, 7.1%" in found.to_text()
+    quiet = between_rounds(1.001, 0.999, 1.001, 0.999)
+    before, after = (outcome(finished(of, s), *quiet) for s in (1.0, 1.06))
+    assert compare(before, after).changes[0].verdict == "slower"
+
+
+def test_of_many_cases_the_farthest_is_no_regression_by_that_alone() -> None:
+    def evaluated(first_s: float, cases: int) -> Outcome:
+        tasks = [replace(TASK, batch=8 + index) for index in range(cases)]
+        steps_s = [first_s] + [1.0] * (cases - 1)
+        pairs = zip(tasks, steps_s, strict=True)
+        return outcome(*(finished(case("single", task=task), step_s) for task, step_s in pairs))
+
+    # 5 % between rounds, of both: 1.96 x 7.07 % = 13.9 % for one case, 3.04 x 7.07 % = 21.5 % for 21.
+    assert compare(evaluated(1.0, 1), evaluated(1.2, 1)).regressed
+    assert not compare(evaluated(1.0, 21), evaluated(1.2, 21)).regressed
+    assert compare(evaluated(1.0, 21), evaluated(1.3, 21)).regressed
+
+
+def test_what_failed_is_a_regression_and_what_was_not_run_or_is_new_is_none() -> None:
+    one, two = finished(case("tf-ps"), *QUIET), finished(case("hvpipe-step"), *QUIET)
+    both = outcome(one, two)
+    failed = compare(both, outcome(one, Round(case("hvpipe-step"), 0, error="first\nSegmentation fault")))
+    assert failed.regressed
+    assert "hvpipe-step: failed, Segmentation fault" in failed.to_text()
+    again = Round(case("hvpipe-step"), 1, error="a crash in the second round")
+    assert compare(both, outcome(one, two, again)).regressed
+    assert not compare(outcome(one, two, again), outcome(one, two, again)).regressed
+    for after in (outcome(one), outcome(one, Round(case("hvpipe-step"), 0, skipped="it is not installed"))):
+        found = compare(both, after)
+        assert not found.regressed
+        assert found.changes[1].verdict == "not run"
+    assert "hvpipe-step: skipped, it is not installed" in found.to_text()
+    new = compare(outcome(one), both)
+    assert not new.regressed
+    assert new.to_json()["changes"][1]["verdict"] == "new"
+
+
+def pipeline(*methods: tuple[str, float], error: str = "") -> PipelineOutcome:
+    cases = tuple(Placed(name, 2, [[step_s] * 3, [step_s] * 3], step_s) for name, step_s in methods)
+    report = PipelineReport("a model", "2x1gbit", "1f1b", 8, 2, 32, cases)
+    return PipelineOutcome("pipeline/vgg16-64/32/2x1gbit", None if error else report, error)
+
+
+def test_a_pipeline_that_became_slower_or_fails_is_a_regression() -> None:
+    before = outcome(pipelines=(pipeline(("greedy", 1.0), ("random 0", 3.0)),))
+    after = outcome(pipelines=(pipeline(("greedy", 1.5), ("random 0", 3.0)),))
+    found = compare(before, after)
+    assert [(each.key.rsplit("/")[-1], each.verdict) for each in found.changes] == [
+        ("greedy", "slower"),
+        ("random 0", "the same"),
+    ]
+    failed = compare(before, outcome(pipelines=(pipeline(error="ValueError: too large"),)))
+    assert failed.regressed
+    assert {(each.verdict, each.why) for each in failed.changes} == {("failed", "ValueError: too large")}
+    assert not compare(before, outcome()).regressed
+
+
+@pytest.mark.parametrize(
+    ("loss", "accuracy", "verdict"),
+    [
+        # 360 images, 96 % of them right on average: two errors of the difference are 2.9 %.
+        *[(0.063, 0.981, "the same"), (0.07, 0.96, "the same"), (0.07, 0.94, "worse"), (2.3, 0.981, "worse")],
+        *[(math.nan, 0.981, "worse"), (0.03, 0.981, "better")],
+    ],
+)
+def test_what_is_learned_counts(loss: float, accuracy: float, verdict: str) -> None:
+    def trained(loss: float, accuracy: float) -> Outcome:
+        of = case("hvpipe-step", task=replace(TASK, workload="digits", epochs=2))
+        return outcome(finished(of, *QUIET, loss=[1.0, loss], accuracy=[0.1, accuracy]))
+
+    found = compare(trained(0.063, 0.981), trained(loss, accuracy))
+    assert [each.verdict for each in found.learning] == [verdict]
+    assert found.regressed == (verdict == "worse")
+    assert ("1 learned less" in found.to_text()) == (verdict == "worse")
+
+
+def test_other_software_is_said() -> None:
+    plain = outcome(finished(case("hvpipe-step"), *QUIET))
+    old, new = (
+        replace(plain, setting=replace(plain.setting, software={"keras": version, "commit": "abc"}))
+        for version in ("3.14", "3.15")
+    )
+    assert "Other software: keras 3.14 (now 3.15)\n" in compare(old, new).to_text()
+    assert "Other software" not in compare(old, old).to_text()
+    # Results of before it was kept have what the rounds said.
+    (round_,) = plain.rounds
+    newer = replace(plain, rounds=(replace(round_, versions="TensorFlow 2.21.0"),))
+    assert compare(plain, newer).software == ("hvpipe-step TensorFlow 2.18.1 (now TensorFlow 2.21.0)",)
+
+
+@pytest.mark.parametrize("other", [{"threads": 4}, {"steps": 20}, {"warm_up": 9}, {"seed": 1}], ids=str)
+def test_another_task_is_no_regression(other: dict[str, int]) -> None:
+    before = finished(case("hvpipe-step"), *QUIET)
+    after = finished(case("hvpipe-step", task=replace(TASK, **other)), 9.0, 9.0)  # type: ignore[arg-type]
+    found = compare(outcome(before), outcome(after))
+    assert [(change.verdict, change.ratio) for change in found.changes] == [("another task", None)]
+    assert not found.regressed
+    assert found.to_text().endswith("1 another task")
+
+
+def test_the_text_says_what_changed() -> None:
+    of = case("hvpipe-step")
+    slower = compare(outcome(finished(of, *QUIET)), outcome(finished(of, 2.0, 2.0)))
+    assert slower.regressed
+    text = slower.to_text()
+    assert "resnet50-64/8/2x1gbit-2/weak/hvpipe-step" in text
+    assert "2.000" in text
+    assert text.endswith("1 slower")
+    assert "different machines" not in text
+
+
+def test_different_machines_are_said_to_be() -> None:
+    one = outcome(finished(case("tf-ps"), *QUIET))
+    other = replace(one, setting=replace(one.setting, machine=replace(MACHINE, cores=64)))
+    assert not compare(one, other).same_machine
+    assert compare(one, other).to_text().startswith("Measured on different machines")
+    hosts = [outcome(clusters=(ClusterFacts("hosts", f"hosts {name}", 2),)) for name in "ab"]
+    assert not compare(*hosts).same_machine
+    assert compare(hosts[0], hosts[0]).same_machine
+
+
+def test_a_system_that_is_slower_in_all_its_cases_is_found_where_no_case_is() -> None:
+    def evaluated(factor: float) -> Outcome:
+        tasks = [replace(TASK, batch=8 + index) for index in range(14)]
+        ours = [finished(case("hvpipe-step", task=task), factor) for task in tasks]
+        return outcome(*ours, *(finished(case("horovod", task=task), 1.0) for task in tasks))
+
+    found = compare(evaluated(1.0), evaluated(1.12))
+    assert {each.verdict for each in found.changes} == {"the same"}
+    # 5 % between rounds, of both, over 14 cases: 2.24 x 7.07 % / sqrt(14) = 4.2 %; 5 % is the least.
+    assert [(each.key, each.verdict, each.allowed) for each in found.systems] == [
+        ("horovod", "the same", 0.05),
+        ("hvpipe-step", "slower", 0.05),
+    ]
+    assert found.regressed
+    assert "hvpipe-step 1.120 5% slower 14 cases" in " ".join(found.to_text().split())
+    assert not compare(evaluated(1.0), evaluated(1.04)).regressed

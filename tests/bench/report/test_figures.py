@@ -1,0 +1,369 @@
+"""Figures of an evaluation, worked out by hand, and what must hold for any rounds; the CSV."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.cluster.links import LinkFacts
+from bench.evaluation.outcome import ClusterFacts
+from bench.report.figures import (
+    NATIVE,
+    CaseFigures,
+    Comparison,
+    all_figures,
+    by_group,
+    compare_in_groups,
+    fastest,
+    limited_by_links,
+    means,
+    shares_gain,
+)
+from bench.report.spreadsheet import to_csv
+from bench.rounds.record import PARTS, RankRound, Round, Task
+from bench.rounds.timed_steps import counted, steps_noise
+from bench.systems import SYSTEMS
+from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
+
+STEPS = st.lists(st.floats(0.01, 100), min_size=1, max_size=12)
+
+
+def row(system: str, rows: list[CaseFigures]) -> CaseFigures:
+    (found,) = [each for each in rows if each.case.system == system]
+    return found
+
+
+def test_a_step_is_the_median_of_the_slowest_rank() -> None:
+    two = Round(case("tf-mwms"), 0, (rank([1.0, 1.0, 2.0, 9.0]), rank([1.0, 2.0, 3.0, 4.0])))
+    (found,) = all_figures(outcome(two))
+    assert found.step_s == 3.0
+    assert found.samples_per_s == pytest.approx(16 / 3)
+    assert found.wall_s == 3.25  # the first rank's mean
+    assert (found.efficiency, found.bound_s, found.over_bound) == (None, None, None)
+
+
+@pytest.mark.parametrize("system", ["single", "tf-mwms", "horovod", "hvpipe-step"])
+def test_the_first_step_of_a_round_is_left_out_for_every_system(system: str) -> None:
+    # In "step" it has nothing to collect; two rounds of three steps, each begun with nothing left over.
+    short = [finished(case(system), 0.1, 1.0, 1.0, number=number) for number in (0, 1)]
+    whole = [finished(case(system), 1.0, 1.0, 1.0, number=number) for number in (0, 1)]
+    (found,) = all_figures(outcome(*short))
+    (other,) = all_figures(outcome(*whole))
+    assert (found.step_s, found.spread, found.noise) == (other.step_s, other.spread, other.noise)
+    assert found.step_s == 1.0
+
+
+def test_all_steps_count_of_epochs_and_where_there_are_few() -> None:
+    assert counted(TASK, [0.1, 1.0, 2.0]) == [1.0, 2.0]
+    assert counted(TASK, [0.1, 1.0]) == [0.1, 1.0]
+    assert counted(replace(TASK, epochs=2), [0.1, 1.0, 2.0]) == [0.1, 1.0, 2.0]
+
+
+def test_efficiency_and_the_bound() -> None:
+    rows = all_figures(outcome(finished(case("single"), 0.6), finished(case("hvpipe-step"), 1.2)))
+    found = row("hvpipe-step", rows)
+    assert found.efficiency == pytest.approx(0.5)
+    # 95.2 MB on two hosts at 1 Gb/s: 0.7616 s, more than computing.
+    assert found.bound_s == pytest.approx(0.7616)
+    assert found.over_bound == pytest.approx(1.2 / 0.7616)
+    assert found.links_rate == "set"
+    alone_here = replace(CLUSTER, hosts=1, slowest_bits_per_s=None)
+    rows = all_figures(
+        outcome(finished(case("single"), 0.6), finished(case("tf-ps"), 1.2), clusters=(alone_here,))
+    )
+    assert row("tf-ps", rows).bound_s == 0.6
+
+
+def test_links_without_a_set_rate_bound_as_measured() -> None:
+    cluster = replace(CLUSTER, hosts=3, slowest_bits_per_s=None)
+    fast, slow = (
+        LinkFacts("2x1gbit", "a", "b", None, 1e-4, 4e9, 2e9),
+        LinkFacts("2x1gbit", "a", "c", None, 1e-4, 5e8),  # nobody streamed both ways
+    )
+    rounds = (finished(case("single"), 0.6), finished(case("hvpipe-step"), 4.0))
+    found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=(fast, slow))))
+    # 2 (3 - 1) / 3 x 95.2 MB at 500 Mb/s.
+    assert (found.bound_s, found.links_rate) == (pytest.approx(4 / 3 * 95.2e6 * 8 / 5e8), "measured")
+    unknown = replace(slow, bits_per_s=None)
+    for links in ((), (fast, unknown)):
+        found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=links)))
+        assert (found.bound_s, found.over_bound, found.links_rate) == (None, None, "")
+
+
+def test_without_the_gradients_bytes_there_is_no_bound_on_limited_links() -> None:
+    rounds = (
+        finished(case("single"), 0.6, gradient_bytes=0),
+        finished(case("tf-ps"), 1.2, gradient_bytes=0),
+    )
+    assert row("tf-ps", all_figures(outcome(*rounds))).bound_s is None
+
+
+def test_rounds_are_put_together_and_failed_ones_left_out() -> None:
+    of = case("horovod")
+    rounds = (finished(of, 1.0, 2.0), finished(of, 3.0, 4.0, number=1), Round(of, 2, error="crashed"))
+    (found,) = all_figures(outcome(*rounds))
+    assert (found.step_s, found.rounds) == (2.5, 2)
+    # The rounds' medians are 1.5 and 3.5: half their distance over 2.5.
+    assert found.noise == pytest.approx(0.4)
+    assert (
+        all_figures(outcome(Round(of, 0, error="crashed"), Round(case("tf-ps"), 0, skipped="absent"))) == []
+    )
+
+
+def test_parts_are_of_the_slowest_rank_and_known_to_every_round() -> None:
+    of = case("hvpipe-step")
+    quick = rank([1.0], parts_s={"forward": 9.0})
+    first = Round(of, 0, (quick, rank([2.0], parts_s={"forward": 0.2, "update": 0.5})))
+    second = Round(of, 1, (quick, rank([2.0], parts_s={"forward": 0.4})))
+    (found,) = all_figures(outcome(first, second))
+    assert found.parts_s == {"forward": pytest.approx(0.3)}
+
+
+def test_parts_that_a_system_cannot_tell_follow_from_computing_alone() -> None:
+    alone = finished(case("single"), 1.0, parts_s={"forward": 0.3, "backward": 0.6, "update": 0.1})
+    rows = all_figures(outcome(alone, finished(case("tf-mwms"), 2.5)))
+    # 1 s of computing: the other 1.5 s are beyond that, whatever they are.
+    assert row("tf-mwms", rows).parts_s == {
+        "forward": 0.3,
+        "backward": 0.6,
+        "update": 0.1,
+        "beyond_computing_alone": pytest.approx(1.5),
+    }
+
+
+def test_what_is_beyond_computing_alone_is_measured_alike() -> None:
+    computing = {"forward": 0.3, "backward": 0.6, "update": 0.1}
+    alone = finished(case("single"), 1.0, parts_s=computing)
+    # Of 2.5 s: update takes less than alone, backward more; 0.05 + 0.9 + 0.55 s are not computing alone.
+    told = {"forward": 0.3, "backward": 1.5, "update": 0.05, "communication_exposed": 0.65}
+    rows = all_figures(
+        outcome(alone, finished(case("tf-mwms"), 2.5), finished(case("hvpipe-step"), 2.5, parts_s=told))
+    )
+    assert row("tf-mwms", rows).parts.beyond_alone_s == pytest.approx(1.5)
+    assert row("hvpipe-step", rows).parts.beyond_alone_s == pytest.approx(1.5)
+    assert row("hvpipe-step", rows).parts_s["computing_slowed"] == pytest.approx(0.9)
+
+
+def test_parts_of_all_systems_are_of_the_rank_that_computes_slowest() -> None:
+    # Rank 1 is slow; that rank 0's steps are a little longer in one system is chance.
+    alone = Round(case("single"), 0, (rank([1.0]), rank([2.0])))
+    waits = rank([3.1], parts_s={"straggler": 1.0})
+    ours = Round(case("hvpipe-step"), 0, (waits, rank([3.0], parts_s={"straggler": 0.0})))
+    found = row("hvpipe-step", all_figures(outcome(ours, alone)))
+    assert (found.parts.rank, found.parts_s) == (1, {"straggler": 0.0})
+    assert found.parts.longest_wait_s == 1.0  # of rank 0
+    assert found.step_s == 3.1
+
+
+def test_parts_alone_are_means_over_its_rounds() -> None:
+    first, second = (
+        finished(case("single"), 1.0, number=n, parts_s={"forward": 0.3, "backward": s, "update": 0.1})
+        for n, s in ((0, 0.5), (1, 0.7))
+    )
+    rows = all_figures(outcome(first, second, finished(case("tf-mwms"), 2.5)))
+    assert row("tf-mwms", rows).parts_s["backward"] == row("single", rows).parts_s["backward"]
+
+
+def test_input_alone_does_not_tell_what_computing_takes() -> None:
+    task = replace(TASK, epochs=3)
+    alone = finished(case("single", task=task), 1.0, parts_s={"input": 0.1})
+    ours = finished(case("hvpipe-step", task=task), 2.5, parts_s={"input": 0.2})
+    assert row("hvpipe-step", all_figures(outcome(alone, ours))).parts_s == {"input": 0.2}
+
+
+def test_both_means_are_formed_as_they_say() -> None:
+    # 1.36x is 26.5 % less; 1.5x would be 33 % less.
+    assert Comparison("g", "a", "b", 1 / (1 - 0.265), 0.0).reduction == pytest.approx(0.265)
+    assert pytest.approx(1.36, abs=0.001) == 1 / (1 - 0.265)
+    found = means([Comparison("g", "a", "b", 1.0, 0.0), Comparison("h", "a", "b", 4.0, 0.0)])
+    assert found is not None
+    assert found.reduction == pytest.approx(0.375)  # of 0 and 0.75
+    assert found.speedup == pytest.approx(2.0)  # sqrt(1 x 4)
+    assert (found.groups, found.worst_speedup, found.slower_in) == (2, 1.0, ())
+    lost = means([Comparison("g", "a", "b", 0.96, 0.05), Comparison("h", "a", "b", 0.5, 0.05)])
+    assert lost is not None
+    assert lost.slower_in == ("g (0.96x +- 5%)", "h (0.50x +- 5%)")
+    assert means([]) is None
+
+
+def test_a_system_is_compared_with_the_fastest_baseline() -> None:
+    rounds = [finished(case(name), s) for name, s in (("tf-ps", 6.0), ("tf-mwms", 3.0), ("hvpipe-step", 2.0))]
+    rows = all_figures(outcome(*rounds))
+    (found,) = compare_in_groups(rows, "hvpipe-step", ("tf-ps", "tf-mwms"))
+    assert (found.baseline, found.speedup) == ("tf-mwms", 1.5)
+    assert compare_in_groups(rows, "hvpipe-step", ("horovod",)) == []
+    assert compare_in_groups(rows, "absent", ("tf-ps",)) == []
+
+
+def test_native_tensorflow_is_every_system_of_its_own() -> None:
+    assert set(NATIVE) == {name for name in SYSTEMS if name.startswith("tf-")}
+
+
+def test_a_step_that_ends_in_bursts_is_the_mean_and_so_is_what_it_is_compared_with() -> None:
+    def took(system: str, steps: list[float], wall_s: float) -> Round:
+        return Round(case(system), 0, (replace(rank(steps), wall_s=wall_s),) * 2)
+
+    bursts = took("tf-ps", [0.0, 0.0, 6.0], 2.1)
+    ours = took("hvpipe-step", [0.9, 1.0, 1.0, 1.3], 1.4)
+    linear = took("tf-mwms", [3.0, 3.0, 3.0], 3.0)
+    rows = all_figures(outcome(bursts, ours, linear))
+    assert {row.case.system: row.step_s for row in rows} == {
+        "tf-ps": 2.1,
+        "hvpipe-step": 1.0,
+        "tf-mwms": 3.0,
+    }
+    assert rows[0].noise == pytest.approx(math.sqrt(8) / 2 / math.sqrt(3))  # pstdev 2.83 of a mean of 2
+    (found,) = compare_in_groups(rows, "hvpipe-step", ("tf-ps", "tf-mwms"))
+    assert (found.baseline, found.speedup) == ("tf-ps", pytest.approx(2.1 / 1.4))
+
+
+def test_what_ends_in_bursts_is_as_efficient_as_its_mean_is_over_the_mean_alone() -> None:
+    def took(system: str, steps: list[float], wall_s: float) -> Round:
+        return Round(case(system), 0, (replace(rank(steps), wall_s=wall_s),) * 2)
+
+    alone, bursts = took("single", [1.0, 1.0, 1.0, 2.2], 1.3), took("tf-ps", [0.0, 0.0, 7.8], 2.6)
+    rows = all_figures(outcome(alone, bursts, took("horovod", [2.0, 2.0, 2.0], 2.0)))
+    assert row("tf-ps", rows).efficiency == 0.5
+    assert row("horovod", rows).efficiency == 0.5
+
+
+def test_another_algorithm_is_not_the_fastest() -> None:
+    times = (("single", 0.5), ("tf-ps", 0.9), ("hvpipe-stale", 0.8), ("hvpipe-step", 1.0), ("horovod", 1.1))
+    rows = all_figures(outcome(*(finished(case(name), s) for name, s in times)))
+    found = fastest(rows)
+    assert found is not None
+    assert found.case.system == "hvpipe-step"
+    others = ("single", "tf-ps", "hvpipe-stale")
+    assert fastest([row for row in rows if row.case.system in others]) is None
+
+
+def test_trainings_by_epochs_are_not_compared_by_their_steps() -> None:
+    task = Task("digits", 8, epochs=3)
+    rounds = [finished(case(name, task=task), 1.0) for name in ("tf-ps", "hvpipe-step")]
+    assert compare_in_groups(all_figures(outcome(*rounds)), "hvpipe-step", ("tf-ps",)) == []
+
+
+def test_only_limited_links_count_as_limited() -> None:
+    clusters = (
+        CLUSTER,
+        ClusterFacts("2x10gbit", "", 2, 1e10),
+        ClusterFacts("2xunlimited", "", 2, None),
+    )
+    rounds = [finished(case("tf-ps", cluster.name), 1.0) for cluster in clusters]
+    found = outcome(*rounds, clusters=clusters)
+    assert [each.case.cluster for each in limited_by_links(found, all_figures(found))] == ["2x1gbit"]
+
+
+def test_shares_against_equal_shares() -> None:
+    shares = replace(TASK, shares=(11, 5))
+    rounds = (
+        finished(case("hvpipe-step"), 3.0),
+        finished(case("hvpipe-step", task=shares), 2.0),
+        finished(case("single"), 1.0),
+    )
+    (found,) = shares_gain(all_figures(outcome(*rounds)))
+    assert (found.system, found.baseline) == ("hvpipe-step", "equal shares")
+    assert found.speedup == pytest.approx(1.5)
+
+
+@given(st.lists(STEPS, min_size=1, max_size=4), st.floats(0.1, 10))
+def test_noise_has_no_unit(rounds: list[list[float]], factor: float) -> None:
+    noise = steps_noise(rounds)
+    assert noise >= 0
+    assert steps_noise([[factor * s for s in each] for each in rounds]) == pytest.approx(noise)
+
+
+@given(st.floats(0.01, 100), st.integers(1, 4), st.integers(1, 8))
+def test_equal_steps_have_no_noise(step_s: float, rounds: int, steps: int) -> None:
+    assert steps_noise([[step_s] * steps] * rounds) == 0
+
+
+@given(st.lists(st.floats(0.05, 20), min_size=1, max_size=10))
+def test_means_lie_between_the_extremes(speedups: list[float]) -> None:
+    found = means([Comparison(str(i), "a", "b", s, 0.0) for i, s in enumerate(speedups)])
+    assert found is not None
+    assert min(speedups) * 0.999 <= found.speedup <= max(speedups) * 1.001
+    assert 1 - 1 / min(speedups) - 1e-9 <= found.reduction <= 1 - 1 / max(speedups) + 1e-9
+    # By Jensen, what the mean reduction amounts to is never more than the geometric mean.
+    assert 1 / (1 - found.reduction) <= found.speedup * 1.001
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), STEPS), min_size=1, max_size=8))
+def test_every_case_with_figures_has_one_row(parts: list[tuple[str, list[float]]]) -> None:
+    rounds = [finished(case(name), *steps, number=i) for i, (name, steps) in enumerate(parts)]
+    rows = all_figures(outcome(*rounds))
+    assert sorted(each.case.system for each in rows) == sorted({name for name, _ in parts})
+    assert sum(each.rounds for each in rows) == len(parts)
+    for each in rows:
+        steps = [s for name, found in parts if name == each.case.system for s in found]
+        assert min(steps) <= each.step_s <= max(steps)
+    assert list(by_group(rows)) == ["resnet50-64/8/2x1gbit-2/weak"]
+
+
+def test_the_csv_has_a_row_for_each_case() -> None:
+    rounds = (
+        finished(case("hvpipe-step"), 2.0, parts_s={"forward": 0.5}, accuracy=[0.5, 0.9]),
+        Round(case("horovod"), 0, skipped="not installed"),
+        Round(case("tf-ps"), 0, error="crashed"),
+    )
+    rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds)))))
+    assert [(each["system"], each["state"]) for each in rows] == [
+        ("hvpipe-step", "ok"),
+        ("horovod", "skipped"),
+        ("tf-ps", "failed"),
+    ]
+    assert {f"{part}_s" for part in PARTS} <= set(rows[0])
+    assert (rows[0]["step_s"], rows[0]["forward_s"], rows[0]["update_s"]) == ("2", "0.5", "")
+    assert (rows[0]["accuracy"], rows[1]["step_s"]) == ("0.9", "")
+    assert math.isclose(float(rows[0]["samples_per_s"]), 8)
+
+
+def test_the_csv_tells_all_that_cases_differ_in() -> None:
+    shared = replace(TASK, shares=(11, 5), threads=2)
+    rounds = (finished(case("single"), 2.0), finished(case("single", task=shared), 2.0))
+    rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds)))))
+    assert [(row["batch"], row["shares"], row["threads"]) for row in rows] == [
+        ("8", "", "1"),
+        ("", "11+5", "2"),
+    ]
+    assert [row["key"] for row in rows] == [each.case.key for each in rounds]
+    assert len({tuple(row.values()) for row in rows}) == 2
+
+
+def test_the_csv_says_in_how_many_rounds_a_case_failed() -> None:
+    rounds = (finished(case("tf-ps"), 2.0), Round(case("tf-ps"), 1, error="crashed"))
+    (row,) = csv.DictReader(io.StringIO(to_csv(outcome(*rounds))))
+    assert row["state"] == "failed in 1 of 2"
+
+
+def test_every_ranks_processor_and_gpu_are_told() -> None:
+    def used(cores: float, *power_w: float) -> RankRound:
+        samples = [{"at_s": 0.1 * i, "gpu_power_w": watt} for i, watt in enumerate(power_w)]
+        return replace(rank([1.0]), cpu_share=cores, utilization=samples)
+
+    of = case("horovod")
+    rounds = (
+        Round(of, 0, (used(0.9, 100.0, 200.0), used(0.5))),
+        Round(of, 1, (used(1.0, 300.0), used(0.5))),
+    )
+    (found,) = all_figures(outcome(*rounds))
+    assert found.usage.cores == (pytest.approx(0.95), pytest.approx(0.5))
+    assert found.usage.gpu == {"gpu_power_w": (pytest.approx(200.0), None)}
+    (row,) = csv.DictReader(io.StringIO(to_csv(outcome(*rounds))))
+    assert (row["cores_by_rank"], row["gpu_power_w_by_rank"]) == ("0.95+0.5", "200+")
+
+
+def test_the_csv_says_what_ours_saves_against_each_system() -> None:
+    times = (("single", 1.0), ("tf-mwms", 3.0), ("hvpipe-step", 2.0))
+    rounds = [finished(case(name), s) for name, s in times]
+    failed = Round(case("horovod"), 1, error="crashed")
+    rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds, finished(case("horovod"), 4.0), failed)))))
+    saved = [(row["system"], row["hvpipe_step_speedup"], row["hvpipe_step_reduction"]) for row in rows]
+    assert saved[0] == ("single", "", "")  # no rival: it shares nothing
+    assert saved[1:] == [("tf-mwms", "1.5", "0.333333"), ("hvpipe-step", "", ""), ("horovod", "", "")]

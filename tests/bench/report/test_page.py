@@ -1,0 +1,485 @@
+"""The report, the advice and README's table: nothing is missing, all text is escaped, numbers are right."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, replace
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.cluster.links import LinkFacts
+from bench.evaluation.outcome import ClusterFacts, Outcome, PipelineOutcome
+from bench.evaluation.suite import Group, PipelineRun, Suite
+from bench.pipeline.report import Case as PipelineCase
+from bench.pipeline.report import PipelineReport
+from bench.report.advice import advice, with_half_the_bytes
+from bench.report.figures import all_figures, not_measured
+from bench.report.files import show_figures, write_outputs
+from bench.report.headlines import cautions, headlines
+from bench.report.page import page
+from bench.report.readme import BEGIN, END, ReadmeError, comparison, rewrite
+from bench.report.spreadsheet import to_csv
+from bench.rounds.record import Round, Task
+from bench_rounds import CLUSTER, TASK, case, finished, outcome, rank
+
+FOUR = ClusterFacts("4x1gbit", "4 hosts", 4, 1e9)
+PARTS = {"forward": 0.4, "backward": 0.5, "communication_exposed": 1.0, "communication_hidden": 0.5}
+LINK = LinkFacts("2x1gbit", "h0", "h1", 1e9, 3e-5, 9.5e8, 9.4e8, "iperf3 --bidir")
+
+
+def everything() -> Outcome:
+    digits = Task("digits", 32, 8, epochs=2)
+    curves = {"loss": [2.0, 1.0], "accuracy": [0.5, 0.875]}
+    samples = [{"at_s": 0.2 * i, "cpu": 0.5 + 0.1 * i} for i in range(4)]
+    rounds = (
+        finished(case("single"), 1.0),
+        finished(case("tf-mwms"), 3.0),
+        finished(case("hvpipe-step"), 2.0, parts_s=PARTS, utilization=samples, sent_bytes=95_000_000),
+        Round(case("horovod"), 0, error="<b>no such</b> symbol & more\nlast line"),
+        Round(case("tf-ps"), 0, skipped="<not installed>"),
+        finished(case("single", "4x1gbit", 4), 1.0),
+        finished(case("hvpipe-step", "4x1gbit", 4), 2.5),
+        finished(case("hvpipe-none", task=digits), 0.1, **curves),
+        finished(case("hvpipe-step", task=digits), 0.1, **curves),
+        finished(case("tf-mwms", task=digits), 0.1, **{**curves, "loss": [2.0, 1.00002]}),
+    )
+    report = PipelineReport(
+        *("transformer", "2 hosts", "1f1b", 8, 2, 32),
+        (
+            PipelineCase("greedy", 2, [[3.0], [3.0]], 4.0, 2.5),
+            PipelineCase("random", 2, [[6.0], [6.0]], 5.0),
+        ),
+    )
+    found = outcome(
+        *rounds,
+        clusters=(CLUSTER, FOUR),
+        links=(LINK,),
+        pipelines=(
+            PipelineOutcome("pipeline/a", report),
+            PipelineOutcome("pipeline/b", error="<ranks> failed"),
+        ),
+    )
+    return replace(
+        found, setting=replace(found.setting, title="A <title>", notes=("plain loopback & so on",))
+    )
+
+
+@cache
+def whole_page() -> str:
+    return page(everything())
+
+
+class Page(HTMLParser):
+    """Collects tags and text, and checks that tags close in order."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.tags: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += f" {data}"
+
+
+def test_the_page_has_every_part_and_is_whole() -> None:
+    html = whole_page()
+    found = Page(html)
+    assert found.open == []
+    for heading in (
+        *(
+            "What to change",
+            "Step time by system",
+            "Case by case",
+            "Scaling",
+            "Where the time goes",
+            "Utilization over time",
+        ),
+        *("The same accuracy", "Pipelines", "Links", "Not measured", "How it was measured"),
+    ):
+        assert f"<h2>{heading}</h2>" in html, heading
+    # Steps of 3 groups, 1 breakdown, 1 utilization, 1 scaling, loss and accuracy.
+    assert "cores kept busy, resnet50-64/8/2x1gbit-2/weak" in found.text
+    assert found.tags.count("svg") == 8
+    assert "hvpipe-step have the losses of hvpipe-none, digit for digit" in found.text
+    assert "Farthest from those in any epoch, relatively: tf-mwms 2e-05." in found.text
+
+
+def test_every_figure_of_every_case_is_there() -> None:
+    text = Page(whole_page()).text
+    for figure in ("3 s", "5.33", "50%", "40%", "1 s", "0.8750", "95.0 MB", "940 Mb/s", "30 us"):
+        assert f" {figure} " in text, figure
+    for placement in ("greedy", "random", "4 s", "0.75", "1.20", "50%"):
+        assert placement in text, placement
+
+
+def test_one_process_is_a_reference_for_accuracy_where_it_trained_on_all_images() -> None:
+    digits = Task("digits", 32, 8, epochs=2)
+    linear = finished(case("hvpipe-none", task=digits), 0.1, loss=[2.0, 1.0], accuracy=[0.5, 0.875])
+    whole = finished(case("single", task=digits), 0.2, loss=[2.0, 1.00001], accuracy=[0.5, 0.75], batch=64)
+    text = " ".join(Page(page(outcome(linear, whole))).text.split())
+    assert "single 1.00001 0.7500" in text
+    assert "Farthest from those in any epoch, relatively: single 1e-05." in text
+    apart = replace(whole, ranks=tuple(replace(each, batch=0) for each in whole.ranks))  # older results
+    text = " ".join(Page(page(outcome(linear, apart))).text.split())
+    assert "single is left out: its processes trained on a share of the images each." in text
+    assert "0.7500" not in text
+    assert ",0.75" not in to_csv(outcome(linear, apart))
+
+
+def test_every_ranks_processor_and_gpu_are_in_the_report() -> None:
+    samples = [{"at_s": 0.2 * i, "gpu_share": 0.25, "gpu_pcie_sent_bytes_per_s": 5e6} for i in range(3)]
+    ranks = (rank([1.0], cpu_share=0.95, utilization=samples), rank([1.0], cpu_share=0.5))
+    task = replace(TASK, threads=4)
+    text = " ".join(Page(page(outcome(Round(case("horovod", task=task), 0, ranks)))).text.split())
+    assert "0.95 / 0.50" in text
+    assert "batch 8 a rank, 4 threads an operation, 1 round of 3 + 8 steps, seed 20" in text
+    assert "system gpu pcie sent, MB/s GPU kept busy, % horovod 5 / ? 25 / ?" in text
+
+
+def test_text_is_escaped_and_what_failed_is_shown() -> None:
+    html = whole_page()
+    for raw in ("<b>no such", "<not installed>", "A <title>", "<ranks> failed"):
+        assert raw not in html
+    text = Page(html).text
+    for shown in ("<b>no such</b> symbol & more", "<not installed>", "A <title>", "plain loopback & so on"):
+        assert shown in text
+
+
+def test_the_page_needs_no_other_file_and_has_no_fixed_colours_in_plots() -> None:
+    html = whole_page()
+    assert not re.search(r'(src|href)="(?!#)', html)
+    assert "@import" not in html
+    plots = "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL))
+    assert not re.search(r"#[0-9a-fA-F]{6}\b", plots)
+    assert "prefers-color-scheme: dark" in html
+    assert "@media print" in html
+    assert 'name="viewport"' in html
+    # A mark passes behind the labels of bars, which stand on the page's own paper.
+    assert plots.count("fill: var(--paper)") == 8
+    for number in {int(n) for n in re.findall(r"var\(--c(\d+)\)", plots)}:
+        assert html.count(f"--c{number}:") == 2, number  # light and dark
+
+
+def test_an_evaluation_without_figures_has_a_page_too() -> None:
+    empty = outcome(Round(case("tf-ps"), 0, skipped="not installed"))
+    text = Page(page(empty)).text
+    assert "Not measured" in text
+    assert "What to change" not in text
+    assert Page(page(outcome())).open == []
+
+
+def test_headlines_say_how_means_are_formed() -> None:
+    found = everything()
+    heads = {head.title: head for head in headlines(found, all_figures(found))}
+    native = heads["hvpipe-step against best native TensorFlow"]
+    assert native.figure == "1.50x, 33% less time"
+    assert (
+        "geometric mean of the speedups, arithmetic mean of the reductions, 1 case on links" in native.detail
+    )
+    assert heads["scaling efficiency, 4 ranks"].figure == "40% (hvpipe-step)"
+    # 2 hosts: 2 / 1; 4 hosts: 1.5 x 0.7616 s on the links is more than computing, 2.5 / 1.1424.
+    assert heads["step over its bound"].figure == f"{(2 * 2.5 / 1.1424) ** 0.5:.2f}x"
+
+
+def test_what_ours_saves_is_said_case_by_case() -> None:
+    found = everything()
+    text = Page(whole_page()).text
+    # 3 s to 2 s: 1.5x, a third less; with one step a round there is no noise to tell.
+    assert (
+        "case against best native TensorFlow against best native TensorFlow that trains the same "
+        "resnet50-64/8/2x1gbit-2/weak 1.50x \u00b1 0%, 33% less (tf-mwms)"
+    ) in " ".join(text.split())
+    each, synchronous = json.loads(show_figures(found, as_json=True))["comparisons"]
+    assert (each["against"], each["baseline"]) == ("best native TensorFlow", "tf-mwms")
+    assert {**synchronous, "against": each["against"]} == each
+    assert (each["speedup"], each["reduction"]) == (1.5, pytest.approx(1 / 3))
+
+
+def test_slower_is_more_time_and_links_without_a_rate_are_not_said_to_be_slow() -> None:
+    rounds = [finished(case(name, "hosts"), s) for name, s in (("tf-mwms", 1.0), ("hvpipe-step", 1.25))]
+    found = outcome(*rounds, clusters=(ClusterFacts("hosts", "hosts a:1, b:1", 2),))
+    head = headlines(found, all_figures(found))[0]
+    assert head.figure == "0.80x, 25% more time"
+    assert "1 case on links that are faster or have no set rate" in head.detail
+
+
+def test_what_is_lost_on_other_links_is_said_beside_the_mean() -> None:
+    free = ClusterFacts("2xunlimited", "2 hosts, no limit", 2)
+    rounds = [finished(case(name), s) for name, s in (("horovod-tuned", 2.0), ("hvpipe-step", 1.0))]
+    rounds += [
+        finished(case(name, "2xunlimited"), s) for name, s in (("horovod-tuned", 0.8), ("hvpipe-step", 1.0))
+    ]
+    found = outcome(*rounds, clusters=(CLUSTER, free))
+    (head,) = [each for each in headlines(found, all_figures(found)) if "Horovod, tuned" in each.title]
+    assert head.figure == "2.00x, 50% less time"
+    assert "slower in none; on other links 0.80x in resnet50-64/8/2xunlimited-2/weak" in head.detail
+
+
+def test_the_bound_says_that_links_were_measured() -> None:
+    rounds = [finished(case(name, "hosts"), s) for name, s in (("single", 1.0), ("hvpipe-step", 3.0))]
+    link = LinkFacts("hosts", "a", "b", None, 1e-4, 4.76e8)
+    found = outcome(*rounds, clusters=(ClusterFacts("hosts", "hosts a:1, b:1", 2),), links=(link,))
+    (head,) = [each for each in headlines(found, all_figures(found)) if "bound" in each.title]
+    assert head.figure == "1.88x"  # 95.2 MB take 1.6 s
+    assert "the links at their set rate (1 case: measured)" in head.detail
+    assert "bound (links as measured)" in page(found)
+
+
+def _two_groups(*failed: Round) -> Outcome:
+    """Ours twice as fast as `tf-mwms`, which `tf-ps` is slower than, in groups of 8 and of 16 samples."""
+    rounds = [
+        finished(case(name, task=replace(TASK, batch=batch)), step_s)
+        for batch in (8, 16)
+        for name, step_s in (("tf-ps", 4.0), ("tf-mwms", 2.0), ("hvpipe-step", 1.0))
+    ]
+    gone = {each.case.key for each in failed if each.number == 0}
+    return outcome(*(each for each in rounds if each.case.key not in gone), *failed)
+
+
+def test_the_best_native_says_in_how_many_cases_each_mode_ran() -> None:
+    wide = replace(TASK, batch=16)
+    more = [finished(case(name, task=wide), s) for name, s in (("tf-mwms", 2.0), ("hvpipe-step", 1.0))]
+    rounds = [finished(case(name), s) for name, s in (("tf-ps", 4.0), ("tf-mwms", 2.0), ("hvpipe-step", 1.0))]
+    found = outcome(*rounds, *more, finished(case("horovod"), 2.0))
+    native, synchronous, horovod = headlines(found, all_figures(found))[:3]
+    assert "tf-ps" not in synchronous.detail
+    assert "2 cases on links" in native.detail
+    assert "slower in none; ran: tf-ps in 1 of 2, tf-mwms in 2 of 2" in native.detail
+    assert "ran:" not in horovod.detail
+
+
+@pytest.mark.parametrize("number", [0, 1])  # the only round, and one after a round with figures
+def test_headlines_say_where_ours_failed(number: int) -> None:
+    found = _two_groups(Round(case("hvpipe-step", task=replace(TASK, batch=16)), number, error="boom"))
+    head = headlines(found, all_figures(found))[0]
+    assert "1 case on links up to 1 Gb/s" in head.detail
+    assert head.detail.endswith("; failed in resnet50-64/16/2x1gbit-2/weak")
+    assert "| resnet50, 64, 16 a rank, 2x1gbit | 4 s | **2 s** | failed |" in comparison(found)
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_best_native_is_not_what_is_left_where_the_better_one_failed(number: int) -> None:
+    found = _two_groups(Round(case("tf-mwms", task=replace(TASK, batch=16)), number, error="boom"))
+    head = headlines(found, all_figures(found))[0]
+    assert head.figure == "2.00x, 50% less time"
+    assert "1 case on" in head.detail
+    assert head.detail.endswith("not counted, since it failed: resnet50-64/16/2x1gbit-2/weak/tf-mwms")
+
+
+def test_headlines_where_ours_failed_everywhere() -> None:
+    failed = [
+        Round(case("hvpipe-step", task=replace(TASK, batch=batch)), 0, error="boom") for batch in (8, 16)
+    ]
+    found = _two_groups(*failed)
+    head, _synchronous = headlines(found, all_figures(found))
+    assert (head.title, head.figure) == ("hvpipe-step against best native TensorFlow", "failed")
+    assert head.detail == "failed in resnet50-64/8/2x1gbit-2/weak, resnet50-64/16/2x1gbit-2/weak"
+
+
+def test_figures_of_different_tensorflows_are_said_to_be() -> None:
+    newer = replace(finished(case("horovod"), 1.0), versions="TensorFlow 2.21.0, Keras 3.15")
+    found = outcome(finished(case("single"), 1.0), finished(case("tf-mwms"), 1.0), newer)
+    said = "Not all was measured on the same TensorFlow: 2.18.1 (single, tf-mwms), 2.21.0 (horovod)."
+    assert cautions(found) == [said]
+    assert said in page(found)
+    assert said in show_figures(found, as_json=False)
+    assert said in comparison(found)
+    assert cautions(everything()) == ["plain loopback & so on"]
+
+
+def test_what_an_interrupted_evaluation_has_not_run_yet_is_said() -> None:
+    systems = ("single", "tf-ps", "horovod", "hvpipe-none", "hvpipe-step")
+    group = Group(TASK, "2x1gbit", 2, systems, rounds=2, once=("single",))
+    pipelines = tuple(PipelineRun("2x1gbit", model) for model in ("vgg16", "resnet50"))
+    plan = json.loads(json.dumps(asdict(Suite("quick", "Quick", (group,), pipelines))))
+    setting = replace(outcome().setting, plan=plan)
+    rounds = (
+        finished(case("single"), 1.0),
+        finished(case("hvpipe-step"), 2.0),
+        Round(case("tf-ps"), 0, skipped="not installed"),
+        Round(case("hvpipe-none"), 0, error="boom"),
+    )
+    broken = PipelineOutcome("pipeline/vgg16-64/32/2x1gbit", error="no")
+    found = Outcome(setting, rounds, pipelines=(broken,))
+    said = (
+        "Not all of the suite has run yet. Missing, or short of rounds (3 of its cases and pipelines): "
+        "resnet50-64/8/2x1gbit-2/weak (horovod, hvpipe-step), pipeline/resnet50-64/32/2x1gbit."
+    )
+    assert cautions(found) == [said]
+    for shown in (page(found), show_figures(found, as_json=False), comparison(found)):
+        assert said in shown
+    more = (finished(case("horovod"), 1.0, number=0), finished(case("horovod"), 1.0, number=1))
+    whole = (*rounds, *more, finished(case("hvpipe-step"), 2.0, number=1))
+    other = PipelineOutcome("pipeline/resnet50-64/32/2x1gbit", error="no")
+    assert cautions(Outcome(setting, whole, pipelines=(broken, other))) == []
+
+
+def test_what_was_measured_in_the_end_is_not_shown_as_skipped() -> None:
+    skipped = Round(case("horovod"), 0, skipped="not installed")
+    found = outcome(skipped, finished(case("horovod"), 1.0), pipelines=(PipelineOutcome("p", error="no"),))
+    assert not_measured(found) == {"p": "failed, no"}
+    assert "skipped" not in show_figures(found, as_json=False)
+    assert json.loads(show_figures(outcome(skipped), as_json=True))["not_measured"] == {
+        "resnet50-64/8/2x1gbit-2/weak/horovod": "skipped, not installed"
+    }
+
+
+def test_results_are_written_though_the_page_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Outcome) -> str:
+        raise RuntimeError("no plots")
+
+    write_outputs(everything(), tmp_path)
+    monkeypatch.setattr("bench.report.files.page", fail)
+    with pytest.raises(RuntimeError, match="no plots"):
+        write_outputs(outcome(finished(case("single"), 1.0)), tmp_path)
+    assert len(Outcome.read(tmp_path).rounds) == 1
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == whole_page()
+
+
+def test_half_the_bytes() -> None:
+    # 1.5 s on the links, 0.5 of it hidden: 0.75 s, of which 0.25 is not hidden.
+    assert with_half_the_bytes(2.0, 1.0, 0.5) == pytest.approx(1.25)
+    assert with_half_the_bytes(2.0, 0.5, 1.0) == pytest.approx(1.5)  # all of it fits
+    # 0.7 s of 0.8 s wait: whatever is said to be hidden, only 0.1 s can be.
+    assert with_half_the_bytes(0.8, 0.7, 0.7) == pytest.approx(0.4)
+
+
+@given(st.floats(0.1, 10), st.floats(0, 1), st.floats(0, 10))
+def test_half_the_bytes_never_hurts_and_saves_at_most_what_shows(
+    step: float, share: float, hidden: float
+) -> None:
+    exposed = share * step
+    predicted = with_half_the_bytes(step, exposed, hidden)
+    assert step - exposed - 1e-9 <= predicted <= step - exposed / 2 + 1e-9
+    assert predicted >= step / 2 - 1e-9
+
+
+def test_advice_names_the_host_whose_link_is_slower_than_the_others() -> None:
+    links = (LINK, replace(LINK, second="h2", two_way_bits_per_s=9.4e7), replace(LINK, second="h3"))
+    found = outcome(finished(case("hvpipe-step"), 2.0, parts_s=PARTS), links=links)
+    assert "waits for the link of host h2 (94 Mb/s each way)" in advice(found, all_figures(found))[0]
+    found = replace(found, links=(LINK, replace(LINK, second="h2")))
+    assert "waits for the links of host h0 (940 Mb/s each way)" in advice(found, all_figures(found))[0]
+
+
+def test_advice_on_links_names_them_and_the_gain() -> None:
+    found = outcome(finished(case("hvpipe-step"), 2.0, parts_s=PARTS), links=(LINK,))
+    assert advice(found, all_figures(found)) == [
+        "resnet50, 8 a rank, on 2x1gbit: 50% of the step waits for the link between h0 and h1 (940 Mb/s each "
+        'way); bf16 halves what travels: predicted 1.60x. Try compression="bf16".'
+    ]
+
+
+def test_advice_of_one_kind_leaves_room_for_others() -> None:
+    """Of ten cases that wait for links and one of unequal ranks, the unequal ranks are heard of."""
+    tasks = [replace(TASK, batch=8 + index) for index in range(10)]
+    waiting = [finished(case("hvpipe-step", task=task), 2.0, parts_s=PARTS) for task in tasks]
+    wide = replace(TASK, batch=64)
+    unequal = Round(case("single", task=wide), 0, (rank([1.0]), rank([2.0])))
+    fast = replace(CLUSTER, slowest_bits_per_s=1e10)
+    found = outcome(
+        *waiting, unequal, finished(case("hvpipe-step", task=wide), 2.5), clusters=(fast,), links=(LINK,)
+    )
+    texts = advice(found, all_figures(found))
+    assert [("bf16" in text, "samples instead of" in text) for text in texts].count((False, True)) == 1
+    assert sum("bf16" in text for text in texts) == 2
+    assert any(text.endswith("The same in 8 more cases: 1.60x to 1.60x.") for text in texts)
+
+
+def test_advice_is_in_shares_of_the_mean_where_some_steps_were_long() -> None:
+    """The median was 1 s, but parts are means: 3 s of 4.5 s wait."""
+    parts = {"forward": 0.5, "backward": 1.0, "communication_exposed": 3.0, "communication_hidden": 1.0}
+    found = outcome(finished(case("hvpipe-step"), 1.0, 1.0, 1.0, 9.0, parts_s=parts))
+    (text,) = advice(found, all_figures(found))
+    assert "67% of the step waits" in text
+    assert "predicted 1.80x" in text  # 4.5 s to 2.5 s: of 2 s on the links, 1 s is hidden
+
+
+def test_advice_on_unequal_ranks_gives_the_shares() -> None:
+    alone = Round(case("single"), 0, (rank([1.0]), rank([2.0])))
+    found = outcome(alone, finished(case("hvpipe-step"), 2.5))
+    # Speeds 8 and 4 a second: 16 samples are 11 and 5 (10.67 and 5.33), 1.375 s in place of 2.
+    assert advice(found, all_figures(found)) == [
+        "resnet50, 8 a rank, on 2x1gbit: rank 1 computes 2 s where the fastest takes 1 s, and all wait for "
+        "it; give the ranks 11+5 samples instead of 8+8: predicted 1.33x."
+    ]
+    shared = replace(TASK, shares=(11, 5))
+    alone = Round(case("single", task=shared), 0, (rank([1.375]), rank([1.25])))
+    found = outcome(alone, finished(case("hvpipe-step", task=shared), 1.5))
+    assert advice(found, all_figures(found)) == []
+
+
+@pytest.mark.parametrize(("rate", "says"), [(3.1e8, ""), (3.6e8, "predicted 1.18x")])
+def test_shares_save_nothing_that_the_links_take(rate: float, says: str) -> None:
+    # Of 2.5 s, 0.625 could be saved; the gradients take 2.46 s and 2.12 s.
+    alone = Round(case("single"), 0, (rank([1.0]), rank([2.0])))
+    cluster = replace(CLUSTER, slowest_bits_per_s=rate)
+    found = outcome(alone, finished(case("hvpipe-step"), 2.5), clusters=(cluster,))
+    texts = advice(found, all_figures(found))
+    assert [says in text for text in texts] == ([True] if says else [])
+
+
+@pytest.mark.parametrize(("part", "says"), [("input", "waits for input"), ("overhead", "overhead")])
+def test_advice_on_input_and_overhead(part: str, says: str) -> None:
+    found = outcome(finished(case("hvpipe-step"), 2.0, parts_s={part: 0.5}))
+    (text,) = advice(found, all_figures(found))
+    assert says in text
+    assert "25% of the step" in text
+    assert "at most 1.33x" in text
+    quiet = outcome(finished(case("hvpipe-step"), 2.0, parts_s={part: 0.1}))
+    assert advice(quiet, all_figures(quiet)) == []
+
+
+def test_readme_table_goes_between_the_comments(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Title\n\n{BEGIN}\nformer\n{END}\n\nThe end.\n")
+    assert rewrite(readme, everything()) == "rewritten"
+    text = readme.read_text()
+    assert text.startswith(f"# Title\n\n{BEGIN}\n- hvpipe-step against best native")
+    assert text.endswith(f"|\n{END}\n\nThe end.\n")
+    assert "| resnet50, 64, 8 a rank, 2x1gbit | 1 s | 3 s | **2 s** | failed | skipped |" in text
+    assert "| resnet50, 64, 8 a rank, 4x1gbit | 1 s |  | **2.5 s** |  |  |" in text
+    assert "\n\nplain loopback & so on\n\n|" in text
+    assert "digits" not in text
+    assert "former" not in text
+    assert rewrite(readme, everything()) == "as it was"
+
+
+def test_readme_without_the_comments(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("# Title\n")
+    with pytest.raises(ReadmeError, match="should have the lines"):
+        rewrite(readme, everything())
+    with pytest.raises(ReadmeError, match="Received: "):
+        rewrite(tmp_path / "absent.md", everything())
+    readme.write_text(f"{BEGIN}\nformer\n{END}\n")
+    with pytest.raises(ReadmeError, match="Received: none"):
+        rewrite(readme, outcome(Round(case("tf-ps"), 0, skipped="not installed")))
+    assert "former" in readme.read_text()
+
+
+def test_rows_of_the_comparison_have_as_many_cells_as_its_head() -> None:
+    table = [line for line in comparison(everything()).splitlines() if line.startswith("|")]
+    assert {line.count("|") for line in table} == {table[0].count("|")}
+    assert len(table) == 4

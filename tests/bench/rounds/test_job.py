@@ -1,0 +1,46 @@
+"""Ranks of a round meet by files in the folder that they share."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from bench.rounds import job
+from bench.rounds.job import Job
+from bench.rounds.record import Task
+
+
+def of_rank(rank: int, directory: Path) -> Job:
+    return Job(Task("digits", 8), rank, 2, {}, directory)
+
+
+def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
+    came: list[str] = []
+
+    def second() -> None:
+        came.append("second")
+        of_rank(1, tmp_path).meet("built")
+
+    starts = threading.Timer(0.1, second)
+    starts.start()
+    of_rank(0, tmp_path).meet("built")
+    came.append("both")
+    starts.join()
+    assert came == ["second", "both"]
+
+
+def test_names_that_were_missing_are_not_looked_up_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared file system may remember for long that a name was missing; a folder is read anew."""
+    monkeypatch.setattr(Path, "exists", lambda self: False)
+    (tmp_path / "built-1").touch()
+    of_rank(0, tmp_path).meet("built")
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "_MEET_S", 0.05)
+    with pytest.raises(TimeoutError, match=r"come to 'built' in 0.05 s. Received: no \{1\}"):
+        of_rank(0, tmp_path).meet("built")

@@ -1,0 +1,423 @@
+"""Rounds of the evaluation: processes that end together, where they run, the meter, parts of a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bench.cluster.spec import ClusterError
+from bench.evaluation.journal import Journal
+from bench.launch.hosts import RealHosts
+from bench.launch.process_placement import ROOT, Placement
+from bench.launch.processes import Command, Ended, run_together
+from bench.report import step_breakdown as parts
+from bench.rounds import meter
+from bench.rounds.command import describe
+from bench.rounds.record import Case, RankRound, Round, Task
+from bench.rounds.round import run_round
+from bench.rounds.watch import StepWatch
+from bench.systems import SYSTEMS
+from bench.training.workloads import check
+from bench_rounds import outcome
+from hvpipe.commands.launch import exported_names
+from hvpipe.trace.events import Event, Trace
+from hvpipe.trace.timeline import Raw, events_of_rank
+
+
+def _python(name: str, code: str, directory: Path) -> Command:
+    return Command(name, [sys.executable, "-c", code, str(directory)])
+
+
+def _running(directory: Path) -> list[int]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        words = process.info["cmdline"] or ()
+        if any(str(directory) in word for word in words) and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process.pid)
+    return found
+
+
+def test_processes_end_together_when_all_are_done(tmp_path: Path) -> None:
+    commands = [_python(name, "print('hello')", tmp_path) for name in ("a", "b")]
+    assert run_together(commands, tmp_path, timeout_s=30).why == ""
+    assert (tmp_path / "b.output").read_text() == "hello\n"
+
+
+def test_the_one_that_decides_ends_the_others(tmp_path: Path) -> None:
+    commands = [_python("first", "", tmp_path), _python("server", "import time; time.sleep(60)", tmp_path)]
+    began_s = time.monotonic()
+    assert run_together(commands, tmp_path, timeout_s=50, decides=0).why == ""
+    assert time.monotonic() - began_s < 30
+    assert _running(tmp_path) == []
+
+
+def test_a_failure_ends_all_and_is_told_with_its_output(tmp_path: Path) -> None:
+    commands = [
+        _python("waits", "import time; time.sleep(60)", tmp_path),
+        _python("fails", r"raise SystemExit('\033[1mno such\033[0m thing\r\n')", tmp_path),
+    ]
+    ended = run_together(commands, tmp_path, timeout_s=50)
+    assert ended.why == "fails ended with status 1"
+    assert ended.output == "no such thing\n\n"  # without what a terminal makes of it
+    assert _running(tmp_path) == []
+
+
+def test_a_hang_ends_at_the_deadline_with_all_its_children(tmp_path: Path) -> None:
+    # The child leaves the group, as a launcher's ranks may.
+    code = (
+        "import subprocess, sys, time; print('here', flush=True); "
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', sys.argv[1]], "
+        "start_new_session=True); time.sleep(60)"
+    )
+    ended = run_together([_python("hangs", code, tmp_path)], tmp_path, timeout_s=2)
+    assert ended.why == "did not end within 2 s"
+    assert "here" in ended.output
+    assert _running(tmp_path) == []
+
+
+ENDED = """
+import sys
+from bench import mpirun
+
+code = "import time; print('here', flush=True); time.sleep(300)"
+mpirun.run([sys.executable, "-c", code, sys.argv[1]], capture=False)
+"""
+
+
+def test_a_run_that_is_terminated_ends_what_it_started(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", ENDED, str(tmp_path)]
+    with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.terminate()
+        assert process.wait(30) == 128 + signal.SIGTERM
+    assert _running(tmp_path) == []
+
+
+def test_workers_and_servers_are_told_of_each_other(tmp_path: Path) -> None:
+    commands = Placement(None, 2).commands(SYSTEMS["tf-ps"], ["python", "-m"], tmp_path)
+    assert [command.name for command in commands] == ["chief-0", "worker-0", "worker-1", "ps-0"]
+    told = [json.loads(command.environment["TF_CONFIG"]) for command in commands]
+    assert all(each["cluster"] == told[0]["cluster"] for each in told)
+    assert {job: len(addresses) for job, addresses in told[0]["cluster"].items()} == {
+        "chief": 1,
+        "worker": 2,
+        "ps": 1,
+    }
+    assert told[2]["task"] == {"type": "worker", "index": 1}
+
+
+def test_over_ssh_workers_have_the_environment_that_mpirun_hands_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {
+        "PATH": "/bin",
+        "LD_LIBRARY_PATH": "/cuda/lib64:/a b",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "TF_CONFIG": "of another job",
+        "PYTHONPATH": "/elsewhere",
+        "HOME": "/root",
+    }
+    monkeypatch.setattr("os.environ", there)
+    commands = Placement(RealHosts("a,b"), 2).commands(
+        SYSTEMS["tf-mwms"], ["/peers/bin/python", "-m"], tmp_path
+    )
+    words = shlex.split(" ".join(commands[1].line[commands[1].line.index("b") + 1 :]))
+    handed = dict(word.split("=", 1) for word in words if "=" in word)
+    assert json.loads(handed.pop("TF_CONFIG"))["task"] == {"type": "worker", "index": 1}
+    assert handed == {
+        "PATH": "/peers/bin:/bin",
+        "LD_LIBRARY_PATH": "/cuda/lib64:/a b",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "PYTHONPATH": str(ROOT),
+    }
+    assert set(handed) == {*exported_names(there)} - {"TF_CONFIG"}
+    assert words[-4:] == ["-m", "bench.rounds.rank_process", str(tmp_path), "1"]
+
+
+def test_ranks_must_be_positive() -> None:
+    with pytest.raises(ClusterError, match="Received: ranks=0"):
+        Placement(None, 0)
+
+
+def test_totals_between_two_readings() -> None:
+    readings = [meter.Reading(10.0, 1.0, 100, 1000), meter.Reading(12.0, 2.0, 300, 3000)]
+    assert meter.at(readings, 10.5) == meter.Reading(10.5, 1.25, 300, 1500)
+    assert meter.at(readings, 99.0).cpu_s == 2.0
+
+
+def _interfaces(folder: Path, monkeypatch: pytest.MonkeyPatch, **facts: tuple[str, ...]) -> list[str]:
+    """The names, with what is known of each in a folder like /sys/class/net."""
+    for number, (name, known) in enumerate(facts.items()):
+        (folder / name).mkdir()
+        (folder / name / "ifindex").write_text(f"{number}\n")
+        for each in known:
+            (folder / name / each).mkdir()
+    monkeypatch.setattr("socket.if_nametoindex", list(facts).index)
+    return list(facts)
+
+
+def test_bytes_of_a_bond_or_a_bridge_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = _interfaces(
+        tmp_path,
+        monkeypatch,
+        lo=(),
+        eth0=("device", "master"),
+        eth1=("device", "master"),
+        bond0=("bonding", "lower_eth0", "lower_eth1"),
+        docker0=("bridge",),
+        veth1=("master",),
+    )
+    assert meter.leaving(names, tmp_path) == ["eth0", "eth1"]
+    numbers = " ".join(["0"] * 8 + ["{}"] + ["0"] * 7)
+    lines = [f"{name}: {numbers.format(10**place)}" for place, name in enumerate(names)]
+    devices = tmp_path / "dev"
+    devices.write_text("\n".join(["Inter-|", " face |", *lines]))
+    assert meter.sent_bytes(devices, tmp_path) == 110
+
+
+def test_a_namespace_has_no_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = _interfaces(tmp_path, monkeypatch, lo=(), eth0=(), vlan5=("lower_eth0",))
+    assert meter.leaving(names, tmp_path) == ["eth0"]
+    # /sys shows another namespace, whose eth0 has another number: nothing is known, all count.
+    monkeypatch.setattr("socket.if_nametoindex", lambda name: 7)
+    assert meter.leaving(names, tmp_path) == ["eth0", "vlan5"]
+
+
+def test_the_meter_counts_this_process() -> None:
+    before = meter.read()
+    began_s = time.process_time()
+    while time.process_time() - began_s < 0.05:
+        pass
+    after = meter.read()
+    assert after.cpu_s - before.cpu_s >= 0.05
+    assert after.peak_bytes >= psutil.Process().memory_info().rss * 0.5
+
+
+def test_an_evaluation_takes_nothing_from_the_timed_part_and_adds_nothing() -> None:
+    def evaluate() -> tuple[float, float]:
+        time.sleep(0.3)
+        return 1.0, 0.5
+
+    watch = StepWatch(open_after=2)
+    watch.begin()
+    watch.step()
+    watch.epoch(evaluate)  # epochs of one step: the first ends before the timed part begins
+    watch.step()
+    watch.step()
+    watch.epoch(evaluate)
+    watch.drained()
+    assert 0 <= watch.rank_round().wall_s < 0.2
+
+
+def _span(category: str, start_s: float, end_s: float, rank: int = 0, name: str = "b0") -> Event:
+    return Event(name, category, rank, category, start_s, end_s)
+
+
+def test_parts_count_each_moment_once() -> None:
+    trace = Trace(
+        (
+            _span("step", 0, 100),  # untimed
+            _span("step", 100, 110),
+            _span("forward", 100, 103),
+            _span("backward", 103, 106),
+            _span("reduce", 105, 109),  # a second beside backward, three after
+            _span("update", 109, 109.5),
+            _span("step", 200, 210, rank=1),
+            _span("reduce", 107, 109, rank=1),  # a straggler: two seconds later
+        )
+    )
+    found = parts.parts_of_trace(trace, rank=0, skip=1)
+    assert found == pytest.approx(
+        {
+            "forward": 3,
+            "backward": 3,
+            "update": 0.5,
+            "pack": 0,
+            "straggler": 1,  # 106 to 107: before that, it computes
+            "communication_exposed": 2,
+            "overhead": 0.5,
+            "communication_hidden": 1,
+        }
+    )
+
+
+def test_where_gradients_stay_on_a_gpu_a_trace_tells_no_parts() -> None:
+    raw: list[Raw] = [
+        ("mark", "step", 0, 0),
+        ("mark", "forward", 0.1, 0.1),
+        ("reduce", "a", 0.2, 0.9),
+        ("mark", "update a", 1.0, 1.0),
+    ]
+    assert parts.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, skip=0) == {}
+
+
+def test_an_update_that_waits_for_all_buckets_hides_nothing() -> None:
+    # Backward ends at 1.1; the second bucket's reduce takes 4 s more, then both are updated.
+    raw: list[Raw] = [
+        ("mark", "step", 0, 0),
+        ("mark", "forward", 0.5, 0.5),
+        ("pack", "a", 1.0, 1.05),
+        ("pack", "b", 1.05, 1.1),
+        ("reduce", "a", 1.1, 1.2),
+        ("reduce", "b", 1.2, 5.2),
+        ("mark", "update a", 5.3, 5.3),
+        ("mark", "update b", 5.4, 5.4),
+    ]
+    found = parts.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, skip=0)
+    assert found == pytest.approx(
+        {
+            "forward": 0.5,
+            "backward": 0.6,
+            "update": 0.2,
+            "pack": 0,
+            "straggler": 0,
+            "communication_exposed": 4.1,
+            "overhead": 0,
+            "communication_hidden": 0,
+        },
+        abs=1e-9,
+    )
+
+
+def _measured(system: str, step_s: float, parts_s: dict[str, float]) -> Round:
+    rank = RankRound(step_s=[step_s], wall_s=step_s, cpu_share=1, peak_bytes=1, parts_s=parts_s)
+    return Round(Case(system, "c", 1, Task("digits", 8)), 0, (rank,))
+
+
+def test_parts_of_a_system_that_tells_nothing_come_from_computing_alone() -> None:
+    alone = _measured("single", 6.0, {"input": 0.5, "forward": 2.0, "backward": 3.0, "update": 1.0})
+    found = parts.against_alone(_measured("horovod", 10.0, {"input": 0.5}), alone).ranks[0].parts_s
+    assert found == {
+        "input": 0.5,
+        "forward": 2.0,
+        "backward": 3.0,
+        "update": 1.0,
+        "beyond_computing_alone": 3.5,
+    }
+
+
+def test_one_that_does_not_tell_all_of_computing_is_nothing_to_hold_against() -> None:
+    # Trainings by epochs: `single` times its input alone.
+    alone = _measured("single", 6.0, {"input": 0.5})
+    mine = _measured("hvpipe-step", 10.0, {"input": 0.5})
+    assert parts.against_alone(mine, alone) == mine
+
+
+def test_a_forward_that_waits_for_weights_is_found_out() -> None:
+    alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
+    mine = {"forward": 4.5, "backward": 3.0, "update": 0.5, "communication_exposed": 1.0}
+    # 4 s of reducing beside forward and backward: in 2.5 of them forward did nothing but wait.
+    mine["communication_hidden"] = 4.0
+    found = parts.against_alone(_measured("hvpipe-step", 9.0, mine), alone).ranks[0].parts_s
+    assert found == {
+        "forward": 2.0,
+        "backward": 3.0,
+        "update": 0.5,
+        "communication_exposed": 3.5,
+        "communication_hidden": 1.5,
+        "computing_slowed": 0.0,
+    }
+
+
+def test_computing_that_is_slowed_is_no_computing_of_any_system() -> None:
+    alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
+    told = {"forward": 2.0, "backward": 5.0, "update": 1.25, "communication_exposed": 1.75}
+    ours = parts.against_alone(_measured("hvpipe-step", 10.0, told), alone).ranks[0].parts_s
+    peer = parts.against_alone(_measured("horovod", 10.0, {}), alone).ranks[0].parts_s
+    assert ours == {
+        "forward": 2.0,
+        "backward": 3.0,
+        "update": 1.0,
+        "communication_exposed": 1.75,
+        "communication_hidden": 0.0,
+        "computing_slowed": 2.25,
+    }
+    assert {part: ours[part] for part in ("forward", "backward", "update")} == {
+        part: peer[part] for part in ("forward", "backward", "update")
+    }
+    assert peer["beyond_computing_alone"] == 4.0
+
+
+@pytest.mark.parametrize(
+    ("task", "received"),
+    [
+        (Task("resnet51", 8), "workload='resnet51'"),
+        (Task("inceptionv3", 8, pixels=64), "pixels=64"),
+        (Task("resnet50", 8, epochs=2), "workload='resnet50'"),
+        (Task("digits", 0), "batch=0"),
+        (Task("digits", 8, shares=(8, 0)), r"shares=\(8, 0\)"),
+    ],
+)
+def test_a_task_that_cannot_be_trained_is_named(task: Task, received: str) -> None:
+    with pytest.raises(ValueError, match=f"Received: .*{received}"):
+        check(task)
+
+
+def test_a_round_is_shown_with_what_was_trained() -> None:
+    case = Case("single", "2 hosts", 2, Task("digits", 8, threads=3, epochs=2, shares=(11, 5)))
+    shown = describe(Round(case, 0, (RankRound([1.0], 1.0, 0.5, 1), RankRound([2.0], 2.0, 0.5, 1))))
+    assert shown.splitlines()[:2] == [
+        "computing alone: digits, 2 ranks, 2 hosts",
+        "batch 11+5, 3 threads an operation, 1 round of 2 epochs, seed 20",
+    ]
+
+
+def test_a_round_whose_steps_are_no_seconds_is_an_error_and_leaves_a_journal_that_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(commands: object, directory: Path, **_: object) -> Ended:
+        rank = asdict(RankRound([1.0, math.nan], 1.0, 0.5, 1))
+        (directory / "rank-0.json").write_text(json.dumps({"rank": rank, "versions": {}}))
+        return Ended("", "")
+
+    monkeypatch.setattr("bench.rounds.run_together", end)
+    monkeypatch.setattr("bench.systems.System.missing", lambda self, python: "")
+    round_ = run_round(Case("single", "c", 1, Task("digits", 8)), 0, None, 10)
+    assert "A rank's steps should be seconds. Received: step_s=[1.0, nan], 1.0" in round_.error
+    journal = Journal(tmp_path, outcome().setting)
+    journal.add_round(round_)
+    assert Journal.kept_in(tmp_path) == journal.outcome
+
+
+def test_an_unknown_system_is_an_error_of_the_round() -> None:
+    round_ = run_round(Case("caffe", "c", 1, Task("digits", 8)), 0, None, 10)
+    assert "Received: 'caffe'" in round_.error
+
+
+def test_a_system_that_is_not_installed_is_skipped_by_name(tmp_path: Path) -> None:
+    python = tmp_path / "python"  # has no packages at all
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    round_ = run_round(Case("horovod", "c", 1, Task("digits", 8)), 0, None, 10, python=str(python))
+    assert not round_.ok
+    assert "horovod" in round_.skipped
+    assert "make peers" in round_.skipped
+
+
+def test_parts_are_those_of_a_step_with_its_part_of_the_drain() -> None:
+    """Of every system alike: hvpipe's of its trace, others' by what computing takes alone."""
+    alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
+    rank = RankRound(step_s=[1.0, 10.0, 10.0], wall_s=9.0, cpu_share=1, peak_bytes=1)
+    peer = replace(_measured("horovod", 10.0, {}), ranks=(rank,))
+    assert sum(parts.against_alone(peer, alone).ranks[0].parts_s.values()) == 9.0
+    # A step of warm-up, and three that are timed, the last of which is drained to 4.5 s.
+    raw: list[Raw] = [("mark", "begin", float(n), float(n)) for n in range(4)]
+    raw += [("mark", "forward", n + 0.5, n + 0.5) for n in range(4)]
+    raw += [("pack", "b", n + 0.8, n + 0.9) for n in range(4)]
+    raw += [("reduce", "b", n + 0.9, n + 1.5) for n in range(4)]
+    found = parts.parts_of_trace(Trace(events_of_rank(raw, 0)), 0, skip=1)
+    whole_s = sum(seconds for part, seconds in found.items() if part != "communication_hidden")
+    assert whole_s == pytest.approx(3.5 / 3)

@@ -1,0 +1,115 @@
+"""Every system of the evaluation that is installed here trains two steps; the others are skipped by name."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from bench.rounds.record import Case, Round, Task
+from bench.rounds.round import run_round
+from bench.systems import SYSTEMS
+from distributed import environment
+from hvpipe.comm.discover import prepare_open_mpi
+
+TASK = Task("digits", batch=4, warm_up=1, steps=2)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of a round must not take themselves for ranks of the job that these tests may run in."""
+    kept = environment()
+    for name in set(os.environ) - set(kept):
+        monkeypatch.delenv(name)
+    for name, value in kept.items():
+        monkeypatch.setenv(name, value)
+
+
+FOUR_MIB = {"bytes_per_pack": "4194304"}  # whatever bench.tune has found
+
+
+def _run(system: str, task: Task, timeout_s: float = 300, ranks: int = 2) -> Round:
+    return run_round(Case(system, "one host", ranks, task), 0, None, timeout_s)
+
+
+# hvpipe-none trains on in the next one.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SYSTEMS if name != "hvpipe-none"])
+def test_two_steps(name: str) -> None:
+    round_ = _run(name, TASK)
+    if round_.skipped:
+        pytest.skip(round_.skipped)
+    assert round_.error == ""
+    assert [len(rank.step_s) for rank in round_.ranks] == [2, 2]
+    for rank in round_.ranks:
+        assert min(rank.step_s) > 0
+        assert sum(rank.step_s) <= rank.wall_s * 2 * 1.001
+        assert rank.first_step_s > max(rank.step_s)
+        # The clocks are not read at one moment, and steps may take a millisecond.
+        assert 0 < rank.cpu_share * rank.wall_s < (os.cpu_count() or 1) * (rank.wall_s + 0.002)
+        assert rank.peak_bytes > 100e6
+        assert rank.parts_s["input"] > 0
+    assert "TensorFlow" in round_.versions
+    assert Round.from_dict(round_.to_dict()) == round_
+
+
+@pytest.mark.slow
+def test_exact_modes_learn_digits_alike() -> None:
+    task = Task("digits", batch=16, warm_up=1, steps=1, epochs=3)
+    alone = _run("single", task)
+    assert alone.error == ""
+    linear, step, mirrored = (_run(name, task) for name in ("hvpipe-none", "hvpipe-step", "tf-mwms"))
+    assert (linear.error, step.error, mirrored.error) == ("", "", "")
+    assert step.ranks[0].loss == linear.ranks[0].loss
+    assert linear.ranks[0].loss == linear.ranks[1].loss
+    assert linear.ranks[0].loss[2] < linear.ranks[0].loss[0]
+    assert linear.ranks[0].accuracy[2] > 0.5
+    assert mirrored.ranks[0].loss[:2] == pytest.approx(linear.ranks[0].loss[:2], rel=1e-4)
+    # One process alone trains on all images of each step. Other sums round otherwise, which grows by steps.
+    assert [each.batch for each in (*alone.ranks, *linear.ranks)] == [32, 32, 16, 16]
+    assert alone.ranks[0].loss[0] == pytest.approx(linear.ranks[0].loss[0], rel=0.02)
+
+
+@pytest.mark.slow
+def test_mirrored_workers_of_unequal_shares_learn_digits_as_the_linear_mode_does() -> None:
+    task = Task("digits", batch=16, warm_up=1, steps=1, epochs=2, shares=(20, 12))
+    linear, mirrored = _run("hvpipe-none", task), _run("tf-mwms-tuned", task)
+    assert (linear.error, mirrored.error) == ("", "")
+    assert mirrored.ranks[0].loss == pytest.approx(linear.ranks[0].loss, rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "values", "packs"), [("tf-mwms", {}, 1), ("tf-mwms-tuned", FOUR_MIB, 3)])
+def test_packs_of_mirrored_workers_are_in_the_compiled_step(
+    name: str, values: dict[str, str], packs: int
+) -> None:
+    # From the last gradient on, until a pack has more than 4 MiB: 2000 + 512 x 2000 floats of the last layer,
+    # 2048 and 512 x 2048 of the second LSTM; its other 512 x 2048, 2048 of the first; that one's others.
+    case = Case(name, "one host", 2, Task("lstm", batch=2, pixels=4, warm_up=1, steps=1))
+    round_ = run_round(case, 0, None, 300, system=SYSTEMS[name].tuned(values))
+    assert round_.error == ""
+    assert f"all-reduces a step {packs}," in round_.versions + ","
+
+
+def test_horovod_tuned_has_the_mpi_that_hvpipe_sets_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = {
+        name: value
+        for name, value in SYSTEMS["horovod-tuned"].environment.items()
+        if name.startswith("OMPI_MCA_")
+    }
+    ours: dict[str, str] = {}
+    monkeypatch.setattr(os, "environ", ours)
+    prepare_open_mpi()
+    sizes = {name: value for name, value in ours.items() if name.startswith("OMPI_MCA_btl_tcp")}
+    assert theirs == {**sizes, "OMPI_MCA_mpi_yield_when_idle": "1"}
+    assert not any(name.startswith("OMPI_MCA_") for name in SYSTEMS["horovod"].environment)
+
+
+def test_a_crash_is_told_with_its_output() -> None:
+    round_ = _run("single", Task("digits", batch=4, shares=(1, 2, 3)))
+    assert "Shares must be one for each of 2 ranks" in round_.error
+
+
+def test_a_hang_is_told_and_ended() -> None:
+    round_ = _run("tf-mwms", TASK, timeout_s=1)
+    assert "did not end within 1 s" in round_.error

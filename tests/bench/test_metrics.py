@@ -1,0 +1,293 @@
+"""The benchmarks' formulas and reports, on figures worked out by hand."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench import metrics
+from bench.all_reduce import command as all_reduce
+from bench.all_reduce.report import AllReduceReport, Row
+from bench.cluster.two_way_stream import measure, serve
+from bench.step import command as step
+from bench.step.overhead import OverheadReport
+from bench.step.report import ALONE_AND_TCP, Round, StepReport
+from bench.step.ring_stream import RingStream
+from bench.training.image_model import Workload
+
+MB = 1 << 20
+
+
+@pytest.mark.parametrize(("ranks", "factor"), [(1, 0.0), (2, 1.0), (3, 4 / 3), (4, 1.5), (8, 1.75)])
+def test_ring_factor(ranks: int, factor: float) -> None:
+    assert metrics.ring_factor(ranks) == pytest.approx(factor)
+
+
+def test_bandwidths_as_nccl_tests_define_them() -> None:
+    # 4,000,000 bytes in 2 ms are 2 GB/s; on 4 ranks each link carried 1.5 times the buffer.
+    assert metrics.algorithm_bandwidth(4_000_000, 0.002) == pytest.approx(2e9)
+    assert metrics.bus_bandwidth(4_000_000, 0.002, 4) == pytest.approx(3e9)
+
+
+def test_communication_bound() -> None:
+    # 95.2 MB on 2 ranks go over each link once: 761.6 Mb at 300 Mb/s.
+    assert metrics.communication_bound_s(95_200_000, 2, 300e6) == pytest.approx(2.5387, abs=1e-4)
+    assert metrics.communication_bound_s(95_200_000, 4, 300e6) == pytest.approx(3.808)
+    assert metrics.communication_bound_s(95_200_000, 1, 300e6) == 0.0
+    assert metrics.communication_bound_s(95_200_000, 2, None) == 0.0
+
+
+def test_step_bound_is_the_larger() -> None:
+    assert metrics.step_bound_s(1.37, 95_200_000, 2, 300e6) == pytest.approx(2.5387, abs=1e-4)
+    assert metrics.step_bound_s(1.37, 95_200_000, 2, 1e9) == 1.37
+
+
+def test_means() -> None:
+    assert metrics.geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
+    assert math.isnan(metrics.geometric_mean([]))
+    assert metrics.median([3.0, 1.0, 2.0]) == 2.0
+    assert math.isnan(metrics.median([]))
+    # Quartiles of 8 9 10 11 12 are 9 and 11: half of their distance is 1, a tenth of the median.
+    assert metrics.relative_spread([8.0, 9.0, 10.0, 11.0, 12.0]) == pytest.approx(0.1)
+    assert metrics.relative_spread([8.0]) == 0.0
+
+
+def test_sizes_of_a_sweep() -> None:
+    assert metrics.sizes(4096, 256 * MB) == [4096 * 4**i for i in range(9)]
+    assert metrics.sizes(4, 100, 10) == [4, 40, 100]
+    assert metrics.sizes(64, 64) == [64]
+    with pytest.raises(ValueError, match="Received: smallest=64, largest=4"):
+        metrics.sizes(64, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("4096", 4096), ("4K", 4096), ("256MB", 256 * MB), ("1GiB", 1 << 30)]
+)
+def test_size_is_read(text: str, size: int) -> None:
+    assert metrics.parse_size(text) == size
+
+
+def test_bad_size_is_named() -> None:
+    with pytest.raises(ValueError, match="Received: size='big'"):
+        metrics.parse_size("big")
+
+
+def test_figures_are_written_short() -> None:
+    assert [metrics.format_size(size) for size in (4096, 256 * MB, 1000)] == ["4 KB", "256 MB", "1000 B"]
+    assert [metrics.format_time(s) for s in (2.54, 0.0123, 4.2e-5, 5e-7)] == [
+        "2.54 s",
+        "12.3 ms",
+        "42 us",
+        "0.5 us",
+    ]
+
+
+def test_what_rounds_up_to_the_next_unit_is_told_in_it() -> None:
+    assert [metrics.format_time(s) for s in (0.9996, 0.9994, 0.9996e-3)] == ["1 s", "999 ms", "1 ms"]
+
+
+def test_repetitions_fill_a_sample() -> None:
+    assert metrics.repetitions(0.02, 0.001) == 20
+    assert metrics.repetitions(0.02, 1.0) == 1
+    assert metrics.repetitions(0.02, 0.0) == 1000
+
+
+def test_table_is_aligned() -> None:
+    assert metrics.table(["a", "bcd"], [["10", "2"], ["3", "4"]]) == " a  bcd\n10    2\n 3    4"
+
+
+def one_host_report() -> AllReduceReport:
+    """2 ranks. 4 KB: MPI 4 us, hvpipe 2 us. 1 MiB: 4x. 4 MiB: 9x, at half the copy's bandwidth."""
+    return AllReduceReport(
+        2,
+        "one host",
+        1,
+        "Open MPI",
+        (
+            Row(4096, {"mpi": [4e-6, 3e-6, 5e-6], "hvpipe": [2e-6]}, [1e-6]),
+            Row(MB, {"mpi": [4e-4], "hvpipe": [1e-4]}, [1e-4]),
+            Row(4 * MB, {"mpi": [9e-4], "hvpipe": [1e-4]}, [5e-5]),
+        ),
+    )
+
+
+def test_all_reduce_summary_on_one_host() -> None:
+    summary = one_host_report().summary()
+    assert summary["worst_speedup"] == pytest.approx(2.0)
+    assert summary["geometric_mean_speedup_from_1MB"] == pytest.approx(6.0)
+    assert summary["hvpipe_least_fraction_of_copy"] == pytest.approx(0.5)
+    assert summary["hvpipe_mean_fraction_of_copy"] == pytest.approx(math.sqrt(0.5))
+
+
+def test_all_reduce_summary_on_links_counts_from_4_mb() -> None:
+    # 4 ranks: 12.5 MB in 1.6 s are 93.75 Mb/s of bus bandwidth, of 100 Mb/s.
+    rows = (Row(MB, {"hvpipe": [1e3]}, [1.0]), Row(12_500_000, {"hvpipe": [1.6]}, [1.0]))
+    summary = AllReduceReport(4, "4 hosts", 4, "Open MPI", rows, 100e6, "iperf3").summary()
+    assert summary == {
+        "hvpipe_least_fraction_of_link": pytest.approx(0.9375),
+        "hvpipe_mean_fraction_of_link": pytest.approx(0.9375),
+    }
+
+
+def test_ranks_of_a_host_share_its_link() -> None:
+    # 2 hosts with 2 ranks each: the link carries the buffer once (2 (2 - 1) / 2), not 1.5 times.
+    rows = (Row(12_500_000, {"hvpipe": [1.0]}, [1.0]),)
+    report = AllReduceReport(4, "2 hosts", 2, "Open MPI", rows, 200e6, "iperf3")
+    assert report.bus(rows[0], "hvpipe") == pytest.approx(18.75e6)
+    assert report.fraction(rows[0], "hvpipe") == pytest.approx(0.5)
+
+
+def test_all_reduce_report_survives_json_and_is_readable() -> None:
+    report = one_host_report()
+    again = AllReduceReport.from_json(report.to_json())
+    assert again == report
+    text = again.to_text()
+    assert all(part in text for part in ("4 KB", "9.00x", "of copy"))
+    # 4 MiB in 100 us on 2 ranks.
+    assert "41.94" in text
+
+
+def step_report() -> StepReport:
+    """2 ranks at 300 Mb/s, 37.5 MB of gradients: the links need 1 s, the slower rank computes 0.5 s."""
+    rounds = (
+        Round("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
+        Round("step", [[1.1, 1.1, 9.0], [1.0, 1.1, 1.2]], [1.2, 1.3], {"bytes_sent": 5.0}),
+        Round("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
+        Round("step", [[1.1, 1.1, 1.1], [1.1, 1.1, 1.1]], [1.4, 1.5]),
+    )
+    return StepReport(
+        "model", "2 hosts", "Keras", 2, 2, 8, 37_500_000, rounds, 300e6, 290e6, "iperf3 --bidir"
+    )
+
+
+def test_step_summary() -> None:
+    report = step_report()
+    assert report.modes == ["alone", "step"]
+    assert report.seconds_drained("step") == pytest.approx(1.4)
+    assert report.summary() == {
+        "computing_alone_s": pytest.approx(0.5),
+        "links_s": pytest.approx(1.0),
+        "bound_s": pytest.approx(1.0),
+        "step_over_bound": pytest.approx(1.1),
+        "step_over_alone": pytest.approx(2.2),
+    }
+
+
+def test_step_summary_tells_what_plain_tcp_costs_beside_computing() -> None:
+    loaded = Round(ALONE_AND_TCP, [[0.6, 0.7, 0.8], [0.9, 1.0, 1.1]], [0.7, 1.0])
+    report = step_report()
+    report = replace(report, rounds=(*report.rounds[:2], loaded, *report.rounds[2:], loaded))
+    assert report.summary()["alone_and_tcp_s"] == pytest.approx(1.0)
+    assert report.summary()["step_over_alone"] == pytest.approx(2.2)
+    assert ALONE_AND_TCP in report.to_text()
+
+
+class OneRank:
+    """The part of a communicator that a stream needs."""
+
+    rank = 0
+
+    def allgather(self, value: object) -> list[object]:
+        return [value]
+
+
+def test_a_ring_of_one_host_streams_to_itself() -> None:
+    stream = RingStream(OneRank(), 3_000_000)
+    for _ in range(2):
+        stream.begin()
+        stream.wait()
+    stream.close()
+
+
+def test_a_stream_that_ends_early_is_noticed() -> None:
+    stream = RingStream(OneRank(), 0)
+    stream._process.kill()
+    with pytest.raises(RuntimeError, match="ended with status -9"):
+        stream.wait()
+    stream._process.communicate(timeout=10)
+
+
+def test_step_report_survives_json_and_is_readable() -> None:
+    report = StepReport.from_json(step_report().to_json())
+    assert report == step_report()
+    text = report.to_text()
+    assert "(iperf3 --bidir, two-way: 290.0 Mb/s)" in text
+    assert all(part in text for part in ("links 1 s", "290.0 Mb/s"))
+    # 16 images in 1.1 s.
+    assert "14.55" in text
+
+
+def test_plots_are_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    one_host_report().plot(tmp_path / "a.png")
+    step_report().plot(tmp_path / "b.png")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "b.png"))
+
+
+def test_overhead_summary() -> None:
+    plain = {"trace_s": 10.0, "peak_bytes": 1000e6, "own_bytes": 900e6, "gradient_bytes": 100e6}
+    ours = {"trace_s": 12.0, "peak_bytes": 1110e6, "own_bytes": 990e6, "gradient_bytes": 100e6}
+    summary = OverheadReport(
+        2, "model", {"plain": [[plain, plain]], "step": [[ours, ours]]}, [0.03], []
+    ).summary()
+    assert summary["import_ms"] == pytest.approx(30)
+    assert summary["step_trace_ratio"] == pytest.approx(1.2)
+    assert summary["step_extra_peak_MB"] == pytest.approx(110)
+    assert summary["step_extra_own_MB"] == pytest.approx(90)
+    # 1.2 x 100 MB + 16 MiB
+    assert summary["allowed_extra_MB"] == pytest.approx(136.777216)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--engines", "mpi,nccl"], "Received: engines='mpi,nccl'"),
+        (["--min", "1M", "--max", "4K"], "Received: smallest=1048576"),
+        (["--hosts", "2", "--rate", "fast"], "Received: rate='fast'"),
+        (["--spec", "none.toml"], "none.toml"),
+    ],
+)
+def test_all_reduce_refuses_bad_options(
+    words: list[str], match: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert all_reduce.main(words) == 1
+    assert match in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["--modes", "step,foo"], "Received: modes='step,foo'"),
+        (["--batch", "0"], "batch=0"),
+        (["--hosts", "0"], "Received: hosts=0"),
+    ],
+)
+def test_step_refuses_bad_options(words: list[str], match: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert step.main(words) == 1
+    assert match in capsys.readouterr().err
+
+
+def test_unknown_model_is_named() -> None:
+    with pytest.raises(ValueError, match="Received: model='alexnet'"):
+        Workload(model="alexnet")
+
+
+def test_own_stream_measures_on_loopback() -> None:
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    server = threading.Thread(target=serve, args=(port, 0.2))
+    server.start()
+    for _ in range(100):
+        try:
+            rates = measure("localhost", port, 0.2)
+            break
+        except ConnectionRefusedError:
+            server.join(0.05)
+    server.join()
+    assert rates["forward_bits_per_s"] > 1e6
+    assert rates["backward_bits_per_s"] > 1e6

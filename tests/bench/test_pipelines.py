@@ -1,0 +1,119 @@
+"""bench.pipelines: its figures by hand, what it runs, its arguments."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import pipelines
+from bench.pipeline.report import Case, PipelineReport
+
+
+def report(
+    greedy: tuple[float, float], *random: tuple[float, float], bound_s: float | None = None
+) -> PipelineReport:
+    """Of measured and simulated steps."""
+    cases = [Case("greedy", 2, [[step], [step / 2]], simulated, bound_s) for step, simulated in (greedy,)]
+    cases += [
+        Case(f"random {seed}", 2, [[step], [step]], simulated)
+        for seed, (step, simulated) in enumerate(random)
+    ]
+    return PipelineReport("m", "somewhere", "1f1b", 8, 2, 32, tuple(cases))
+
+
+def test_figures_by_hand() -> None:
+    text = pipelines.summary(
+        {
+            "a": report((2.0, 2.0), (8.0, 4.0), bound_s=1.6),
+            "b": report((3.0, 2.0), (1.0, 1.0), (9.0, 9.0), (6.0, 6.5)),
+        }
+    )
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[1] == ["a", "8", "2", "s", "1.00", "1.25", "8", "s", "2.00", "75", "%"]
+    assert rows[2] == ["b", "8", "3", "s", "1.50", "6", "s", "0.92", "50", "%"]
+    assert "greedy plans within 10% of the simulation: 1 of 2" in text
+    assert "all plans within 10% of the simulation: 4 of 6" in text
+    assert "62% less time (arithmetic mean), 2.83x (geometric mean), worst 2.00x" in text
+
+
+def test_other_placements_have_columns_of_their_own() -> None:
+    """What is compared with random is greedy alone."""
+    whole = report((2.0, 2.0), (8.0, 4.0))
+    even = Case("even", 2, [[3.0]], 4.0)
+    greedy, random = whole.cases
+    text = pipelines.summary({"a": replace(whole, cases=(greedy, even, random)), "b": report((1.0, 1.0))})
+    rows = [line.split() for line in text.splitlines()]
+    assert rows[0][-2:] == ["saved", "even"]
+    assert rows[1] == ["a", "8", "2", "s", "1.00", "8", "s", "2.00", "75", "%", "3", "s"]
+    assert rows[2] == ["b", "8", "1", "s", "1.00"]
+    assert "75% less time" in text
+    assert "all plans within 10% of the simulation: 2 of 4" in text
+
+
+def test_cases_with_a_file_are_not_run_again(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = []
+
+    def measure(words: list[str]) -> int:
+        started.append(words[words.index("--model") + 1])
+        if started == ["resnet50", "vgg16", "vgg16"]:
+            raise OSError("no space left")
+        if started[-1] == "vgg16":
+            return 1
+        Path(words[-1]).write_text(report((1.0, 1.0), (2.0, 2.0)).to_json())
+        return 0
+
+    monkeypatch.setattr(pipelines.pipeline, "main", measure)
+    arguments = ["--out", str(tmp_path), "--clusters", "slow-cpu", "--models", "resnet50,vgg16"]
+    assert pipelines.main(arguments) == 1
+    assert "not measured: vgg16 on slow-cpu" in capsys.readouterr().err
+    assert pipelines.main(arguments) == 1
+    assert started == ["resnet50", "vgg16", "vgg16"]
+    assert "slow-cpu-resnet50" in capsys.readouterr().out
+
+
+def test_words_are_those_of_bench_pipeline(tmp_path: Path, monkeypatch: Any) -> None:
+    given = []
+    monkeypatch.setattr(pipelines.pipeline, "_drive", lambda arguments, words: given.append(arguments))
+    monkeypatch.setattr(pipelines.pipeline, "_show", lambda report, arguments: None)
+    words = ["--out", str(tmp_path), "--clusters", "slow-cpu", "--models", "transformer", "--steps", "5"]
+    words += ["--methods", "greedy,even"]
+    assert pipelines.main(words) == 0
+    (case,) = given
+    assert (case.spec.name, case.model, case.pixels, case.steps) == ("slow-cpu.toml", "transformer", 128, 5)
+    assert case.methods == "greedy,even"
+    assert case.json == tmp_path / "slow-cpu-transformer.json"
+
+
+def test_an_interrupted_case_ends_them_all(tmp_path: Path, monkeypatch: Any) -> None:
+    started = []
+
+    def interrupt(arguments: object, words: list[str]) -> None:
+        started.append(words)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipelines.pipeline, "_drive", interrupt)
+    assert pipelines.main(["--out", str(tmp_path), "--clusters", "slow-cpu"]) == 130
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--models", "resnet50,foo"], "some of resnet50, vgg16, transformer. Received: 'foo'"),
+        (["--clusters", "foo"], "should name files in .*Received: 'foo'"),
+        (["--methods", "even,random"], "should begin with greedy, .*Received: 'even,random'"),
+    ],
+)
+def test_wrong_arguments(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        pipelines.main(["--out", str(tmp_path), *arguments])
+    found = capsys.readouterr().err
+    assert re.search(says, found)

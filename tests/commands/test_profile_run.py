@@ -1,0 +1,77 @@
+"""`hvpipe profile` as a user runs it, on real ranks, what it wrote planned with, and that plan trained by."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from distributed import Run, run
+from hvpipe.plan.stage_plan import Plan
+from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.profile import Profile
+
+NETS = """
+import keras
+
+def small():
+    x = keras.Input((64, 64, 3))
+    h = keras.layers.Conv2D(16, 5, activation="relu", name="first")(x)
+    h = keras.layers.Conv2D(16, 5, activation="relu", name="second")(h)
+    return keras.Model(x, keras.layers.Conv2D(4, 5, name="third")(h), name="small")
+"""
+
+TRAIN = """
+import hvpipe
+import hvpipe.keras as hk
+import numpy as np
+from nets import small
+
+hvpipe.init()
+pipe = hk.pipeline_parallel(small, "plan.json")
+pipe.compile("sgd", "mse")
+x, y = np.ones((8, 64, 64, 3), np.float32), np.zeros((8, 52, 52, 4), np.float32)
+losses = pipe.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"]
+print(f"rank {hvpipe.rank()} has stage {pipe.stage_numbers}, loss falls: {losses[1] < losses[0]}")
+"""
+
+
+def hvpipe(folder: Path, *arguments: str) -> Run:
+    return run([sys.executable, "-m", "hvpipe", *arguments], limit_s=240, cwd=folder)
+
+
+@pytest.mark.slow
+def test_two_ranks_are_measured_and_planned_for_and_train(tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(NETS)
+    result = hvpipe(tmp_path, "profile", "nets.py:small", "-np", "2", "--microbatch", "4")
+    assert result.returncode == 0, result.describe()
+    assert "small: 3 layers, 4 samples: forward " in result.output
+    assert "written: profile.json, cluster.json" in result.output
+    profile = Profile.read(tmp_path / "profile.json")
+    assert [layer.name for layer in profile.layers] == ["first", "second", "third"]
+    cluster = Cluster.read(tmp_path / "cluster.json")
+    assert [device.name.rpartition(":")[2] for device in cluster.devices] == ["0", "1"]
+    assert len(cluster.measured) == 1
+
+    planned = hvpipe(
+        tmp_path, "plan", "profile.json", "--cluster", "cluster.json", "--stages", "2", "-o", "plan.json"
+    )
+    assert planned.returncode == 0, planned.describe()
+    Plan.read(tmp_path / "plan.json").check(profile, cluster)
+
+    (tmp_path / "train.py").write_text(TRAIN)
+    trained = hvpipe(tmp_path, "run", "-np", "2", "train.py")
+    assert trained.returncode == 0, trained.describe()
+    stages = re.findall(r"has stage \((.),\), loss falls: True", trained.output)
+    assert sorted(stages) == ["0", "1"], trained.describe()
+
+
+def test_one_message_and_exit_code_2_for_a_model_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(NETS)
+    result = hvpipe(tmp_path, "profile", "nets.py:large", "-np", "2", "--microbatch", "4")
+    assert result.returncode == 2, result.describe()
+    assert result.output.count("hvpipe profile: nets.py should have a function 'large'") == 1
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.glob("*.json"))

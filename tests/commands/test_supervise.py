@@ -1,0 +1,180 @@
+"""Exit codes and signals, with small programs in the place of mpirun."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hvpipe.commands.supervise import supervise
+from hvpipe.errors import LaunchError
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 60.0
+
+
+def supervised(program: str, tmp_path: Path, grace_s: float = 30.0, setup: str = "") -> subprocess.Popen[str]:
+    """`supervise` in a process of its own, running a Python program that has touched `ready`."""
+    script = f"{setup}\nimport os, sys\nfrom hvpipe.commands.supervise import supervise\n"
+    script += f"sys.exit(supervise([sys.executable, '-c', {program!r}], os.environ, grace_s={grace_s}))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True
+    )
+    deadline_s = time.monotonic() + LIMIT_S
+    while not (tmp_path / "ready").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return process
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is more than a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("code", [0, 1, 77])
+def test_the_exit_code_is_handed_back(code: int) -> None:
+    assert supervise([sys.executable, "-c", f"raise SystemExit({code})"], os.environ) == code
+
+
+def test_ended_by_a_signal() -> None:
+    assert supervise([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], os.environ) == 137
+
+
+def test_the_environment_is_handed_on() -> None:
+    program = "import os, sys; sys.exit(int(os.environ['CODE']))"
+    assert supervise([sys.executable, "-c", program], {**os.environ, "CODE": "5"}) == 5
+
+
+def test_every_job_has_a_folder_of_its_own_for_mpirun() -> None:
+    """In that of an earlier mpirun that was killed, one with its number would not start."""
+    program = """
+import os, sys
+folder = os.environ["PRTE_MCA_prte_local_tmpdir_base"]
+assert os.listdir(folder) == []
+open(sys.argv[1], "a").write(folder + " ")
+"""
+    with tempfile.NamedTemporaryFile("r") as said:
+        for _ in range(2):
+            assert supervise([sys.executable, "-c", program, said.name], os.environ) == 0
+        first, second = said.read().split()
+    assert first != second
+    assert not Path(first).exists()
+    assert not Path(second).exists()
+
+
+def test_a_folder_that_the_user_names_is_used() -> None:
+    """mpirun refuses two."""
+    program = "import os, sys; sys.exit('PRTE_MCA_prte_local_tmpdir_base' in os.environ)"
+    named = {**os.environ, "PRTE_MCA_prte_tmpdir_base": "/scratch"}
+    assert supervise([sys.executable, "-c", program], named) == 0
+    assert supervise([sys.executable, "-c", program, "--prtemca", "prte_tmpdir_base"], os.environ) == 0
+
+
+def test_handlers_are_restored() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    supervise([sys.executable, "-c", ""], os.environ)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_launcher_that_is_none() -> None:
+    with pytest.raises(LaunchError, match=r"Received: .*/nowhere/mpirun"):
+        supervise(["/nowhere/mpirun"], os.environ)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
+def test_a_signal_reaches_the_launcher_once(number: signal.Signals, tmp_path: Path) -> None:
+    program = f"""
+import signal, time
+seen = []
+signal.signal({int(number)}, lambda *_: seen.append(1))
+open("ready", "w").close()
+while not seen: time.sleep(0.01)
+time.sleep(0.2)
+open("seen", "w").write(str(len(seen)))
+"""
+    process = supervised(program, tmp_path)
+    process.send_signal(number)
+    assert process.wait(LIMIT_S) == 128 + number
+    assert (tmp_path / "seen").read_text() == "1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_warning_is_passed_on_and_ends_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    program = f"""
+import signal, sys, time
+signal.signal({int(number)}, lambda *_: sys.exit(7))
+open("ready", "w").close()
+time.sleep(60)
+"""
+    process = supervised(program, tmp_path)
+    process.send_signal(number)
+    assert process.wait(LIMIT_S) == 7
+
+
+STUBBORN = """
+import os, signal, subprocess, sys, time
+for number in (signal.SIGINT, signal.SIGTERM): signal.signal(number, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import os, time; os.setpgrp(); time.sleep(60)"])
+open("pid", "w").write(str(child.pid))
+open("ready", "w").close()
+time.sleep(60)
+"""
+
+
+def test_what_ignores_the_signal_is_killed_after_the_grace_with_its_children(tmp_path: Path) -> None:
+    process = supervised(STUBBORN, tmp_path, grace_s=0.3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 143
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
+    process = supervised(STUBBORN, tmp_path, grace_s=600.0)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT_S) == 130
+    assert not is_running(int((tmp_path / "pid").read_text()))
+
+
+def test_what_a_launcher_leaves_that_was_killed_is_killed(tmp_path: Path) -> None:
+    process = supervised(STUBBORN, tmp_path, grace_s=600.0)
+    child = int((tmp_path / "pid").read_text())
+    launcher = psutil.Process(child).parent()
+    assert launcher is not None
+    launcher.kill()
+    assert process.wait(LIMIT_S) == 137
+    assert not is_running(child)
+
+
+def test_a_signal_ignored_before_stays_ignored(tmp_path: Path) -> None:
+    program = "import time; open('ready', 'w').close(); time.sleep(0.5)"
+    process = supervised(
+        program, tmp_path, setup="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    )
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(LIMIT_S) == 0
+
+
+def test_the_launcher_does_not_outlive_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    """Nothing else would end the job of a `hvpipe run` that was killed."""
+    program = "import os, time; open('pid', 'w').write(str(os.getpid())); open('ready', 'w'); time.sleep(60)"
+    process = supervised(program, tmp_path)
+    launcher = int((tmp_path / "pid").read_text())
+    assert is_running(launcher)
+    process.kill()
+    process.wait(LIMIT_S)
+    deadline_s = time.monotonic() + 20  # well before its end
+    while is_running(launcher) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert not is_running(launcher)

@@ -1,0 +1,235 @@
+"""The engine's loops that cast, scale and sum, bit by bit against NumPy and ml_dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from hvpipe.comm.engine import import_native
+from hvpipe.errors import HvpipeError
+
+Array = NDArray[Any]
+
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+HALVES = ("float16", "bfloat16")
+THROUGH_FLOAT32 = ("float32", *HALVES)
+WORD = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+# Around a vector's width and around the block of 1024 that half types pass through.
+COUNTS = (0, 1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 1023, 1024, 1025, 2047, 2048, 2049, 5000)
+quickly = settings(max_examples=60)
+native = import_native()
+
+
+@pytest.fixture(autouse=True)
+def quiet_numpy() -> Any:
+    """Overflow to infinity is among what is tested here."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+def bits(array: Array) -> Array:
+    return array.view(WORD[array.dtype.itemsize])
+
+
+def special(dtype: str) -> Array:
+    """Zeros, infinities, NaNs of both signs, subnormals, largest, smallest, and ties between neighbours."""
+    kind = DTYPES[dtype]
+    info = ml_dtypes.finfo(kind)
+    one = [0.0, np.inf, np.nan, info.max, info.tiny, info.smallest_subnormal, 1.0, 1 + 2**-11, 1 + 3 * 2**-11]
+    more = [1 + 2**-8, 1 + 2**-9, 65504, 65519, 65520, 65536, 2**-14, 2**-24, 2**-25, 3 * 2**-25, 1e-40, 0.1]
+    values = np.array([float(v) for v in [*one, *more]]).astype(kind)
+    return np.concatenate([values, -values])
+
+
+def random(dtype: str, count: int, seed: int = 0) -> Array:
+    """Any bit patterns at all."""
+    kind = DTYPES[dtype]
+    words = np.random.default_rng(seed).integers(0, 256, count * kind.itemsize, dtype=np.uint8)
+    return words.view(kind)
+
+
+def cast(array: Array, to: str, scale: float = 1.0) -> Array:
+    out = np.empty(array.shape, DTYPES[to])
+    native.cast(bits(array), array.dtype.name, bits(out), to, scale)
+    return out
+
+
+def sum_arrays(arrays: list[Array]) -> Array:
+    out = np.empty_like(arrays[0])
+    native.sum_arrays([bits(a) for a in arrays], bits(out), arrays[0].dtype.name)
+    return out
+
+
+def expected_cast(array: Array, to: str, scale: float) -> Array:
+    if array.dtype == DTYPES[to] and scale == 1.0:
+        return array
+    if array.dtype == np.float64:
+        return array * scale
+    single = array.astype(np.float32)
+    return (single if scale == 1.0 else single * np.float32(scale)).astype(DTYPES[to])
+
+
+def expected_sum(arrays: list[Array]) -> Array:
+    wide = [a if a.dtype == np.float64 else a.astype(np.float32) for a in arrays]
+    total = wide[0]
+    for term in wide[1:]:
+        total = total + term
+    return total.astype(arrays[0].dtype)
+
+
+def assert_same(found: Array, wanted: Array) -> None:
+    """The same bits, except that any NaN is as good as another."""
+    assert found.dtype == wanted.dtype
+    nan = np.isnan(wanted.astype(np.float64))
+    np.testing.assert_array_equal(np.isnan(found.astype(np.float64)), nan)
+    np.testing.assert_array_equal(bits(found)[~nan], bits(wanted)[~nan])
+
+
+PAIRS = [(a, b) for a in THROUGH_FLOAT32 for b in THROUGH_FLOAT32] + [("float64", "float64")]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 1 / 3, 1e-30, 0.0, float("inf"), float("nan")])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_a_cast_is_numpys(source: str, target: str, scale: float) -> None:
+    values = np.concatenate([special(source), random(source, 3000), special(source)])
+    assert_same(cast(values, target, scale), expected_cast(values, target, scale))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_a_cast_of_any_length_fills_its_output_and_no_more(source: str, target: str, count: int) -> None:
+    values = random(source, count, seed=count)
+    out = np.zeros(count + 8, DTYPES[target])
+    guard = bits(out)[count:]
+    guard[:] = 0x1234
+    native.cast(bits(values), source, bits(out)[:count], target, 0.5)
+    assert_same(out[:count], expected_cast(values, target, 0.5))
+    assert (guard == 0x1234).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_plain_copy_keeps_every_bit_of_a_nan(dtype: str) -> None:
+    values = random(dtype, 1 << 16)
+    np.testing.assert_array_equal(bits(cast(values, dtype)), bits(values))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_every_half_there_is_widens_exactly(dtype: str) -> None:
+    every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype])
+    assert_same(cast(every, "float32"), every.astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_between_any_two_halves_rounding_is_to_nearest_even(dtype: str) -> None:
+    # The middle between neighbours, which goes to the even one, and the float32 on either side of it.
+    infinity = int(bits(np.array([np.inf]).astype(DTYPES[dtype]))[0])
+    low = np.arange(infinity, dtype=np.uint16)
+    values = low.view(DTYPES[dtype]).astype(np.float64)
+    above = [*values[1:].tolist(), 2 * values[-1] - values[-2]]
+    middle = ((values + np.array(above)) / 2).astype(np.float32)
+    even = low + (low & 1)
+    np.testing.assert_array_equal(bits(cast(middle, dtype)), even)
+    np.testing.assert_array_equal(bits(cast(np.nextafter(middle, np.float32(0)), dtype)), low)
+    up = cast(np.nextafter(middle, np.float32(np.inf)), dtype)
+    np.testing.assert_array_equal(bits(up), low + 1)
+    np.testing.assert_array_equal(bits(cast(-middle, dtype)), even | 0x8000)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_nan_stays_a_nan_of_its_sign(dtype: str) -> None:
+    # Also those whose payload lies in the bits that a half type has no room for.
+    patterns = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0x7F801000, 0x7FBFFFFF]
+    values = np.array([*patterns, *(p | 0x80000000 for p in patterns)] * 7, np.uint32).view(np.float32)
+    found = cast(values, dtype)
+    assert np.isnan(found.astype(np.float32)).all()
+    np.testing.assert_array_equal(bits(found) >> 15, bits(values) >> 31)
+
+
+@quickly
+@given(st.integers(0, (1 << 32) - 1), st.sampled_from(THROUGH_FLOAT32), st.integers(1, 40))
+def test_where_a_value_stands_does_not_change_what_becomes_of_it(pattern: int, to: str, count: int) -> None:
+    # Vectors and the scalar rest of a loop must agree, or ranks with other offsets would differ.
+    values = np.full(count, pattern, np.uint32).view(np.float32)
+    assert len(set(bits(cast(values, to)).tolist())) == 1
+    assert_same(cast(values, to, 0.3), expected_cast(values, to, 0.3))
+
+
+@pytest.mark.parametrize(("source", "target"), [("float64", "float32"), ("bfloat16", "float64")])
+def test_float64_is_cast_to_nothing_else(source: str, target: str) -> None:
+    with pytest.raises(HvpipeError, match="float64"):
+        cast(np.ones(4, DTYPES[source]), target, 0.5)
+
+
+@pytest.mark.parametrize("sources", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sum_is_numpys_from_the_first_to_the_last(dtype: str, sources: int) -> None:
+    for count in COUNTS:
+        arrays = [random(dtype, count, seed) for seed in range(sources)]
+        assert_same(sum_arrays(arrays), expected_sum(arrays))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_specials_add_as_in_numpy(dtype: str) -> None:
+    values = special(dtype)
+    left, right = (a.ravel() for a in np.meshgrid(values, values))
+    assert_same(sum_arrays([left, right]), expected_sum([left, right]))
+    assert_same(sum_arrays([left, right, left]), expected_sum([left, right, left]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sources", [3, 4, 6])
+def test_the_order_of_a_sum_is_fixed(dtype: str, sources: int) -> None:
+    # (big + -big) + 1 is 1, (big + 1) + -big is 0; half types add in float32, so big must be big for that.
+    big = {"float32": 1e9, "float64": 1e17, "float16": 60000.0, "bfloat16": 1e9}[dtype]
+    one = {"float16": 2**-10}.get(dtype, 1.0)
+    rest = [0.0] * (sources - 3)
+    for terms, wanted in (([big, -big, one], one), ([big, one, -big], 0.0)):
+        arrays = [np.full(1100, term, DTYPES[dtype]) for term in [*terms, *rest]]
+        assert set(sum_arrays(arrays).astype(np.float64).tolist()) == {wanted}
+
+
+def test_half_types_round_once_after_the_last_term() -> None:
+    # One at a time, 2048 + 1 would round back to 2048 in float16.
+    terms = [np.full(10, value, np.float16) for value in (2048, 1, 1, 1, 1)]
+    assert sum_arrays(terms).tolist() == [2052.0] * 10
+    terms = [np.full(10, value).astype(ml_dtypes.bfloat16) for value in (256, 1, 1)]
+    assert sum_arrays(terms).astype(np.float32).tolist() == [258.0] * 10
+
+
+@quickly
+@given(
+    st.sampled_from(sorted(DTYPES)),
+    st.integers(2, 6),
+    st.integers(0, 5),
+    st.sampled_from(COUNTS[1:]),
+    st.integers(0, 1000),
+)
+def test_the_output_may_be_any_of_the_terms(
+    dtype: str, sources: int, place: int, count: int, seed: int
+) -> None:
+    arrays = [random(dtype, count, seed + i) for i in range(sources)]
+    wanted = expected_sum(arrays)
+    target = arrays[place % sources]
+    native.sum_arrays([bits(a) for a in arrays], bits(target), dtype)
+    assert_same(target, wanted)
+
+
+def test_unequal_lengths_and_unknown_dtypes_are_refused() -> None:
+    one, two = np.ones(1, np.float32), np.ones(2, np.float32)
+    with pytest.raises(HvpipeError, match="one size"):
+        native.sum_arrays([one, two], one, "float32")
+    with pytest.raises(HvpipeError, match="as many elements"):
+        native.cast(one, "float32", two, "float32", 1.0)
+    with pytest.raises(HvpipeError, match=r"float32, float64, float16 or bfloat16.*Received: dtype=int8"):
+        native.cast(one, "int8", two, "float32", 1.0)

@@ -1,0 +1,159 @@
+"""What the CUDA kernel does, run thread by thread on the CPU from the same source, against NumPy."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from test_kernels import DTYPES, HALVES, PAIRS, assert_same, bits, expected_cast, random, special
+
+from native_build import build
+
+Array = NDArray[Any]
+NUMBER = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+TILE = 4096
+# Around a vector's width, around what all threads of a block move at once, around a tile.
+COUNTS = (0, 1, 3, 4, 7, 8, 9, 255, 256, 1023, 1025, 2049, TILE - 1, TILE, TILE + 1, 3 * TILE + 5)
+
+
+@pytest.fixture(autouse=True)
+def quiet_numpy() -> Any:
+    """Overflow to infinity is among what is tested here."""
+    with np.errstate(all="ignore"):
+        yield
+
+
+@cache
+def library() -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(build("fake_device.cc")))
+    loaded.move_pieces.restype = ctypes.c_uint
+    return loaded
+
+
+def move(
+    sources: list[Array],
+    targets: list[Array],
+    scale: float = 1.0,
+    flag: Array | None = None,
+    many: bool = False,
+) -> int:
+    """Run the kernel on these arrays; the number of launches it took."""
+    pointers = ctypes.c_void_p * len(sources)
+    return int(
+        library().move_pieces(
+            len(sources),
+            pointers(*(a.ctypes.data for a in sources)),
+            pointers(*(a.ctypes.data for a in targets)),
+            (ctypes.c_size_t * len(sources))(*(a.size for a in sources)),
+            NUMBER[sources[0].dtype.name],
+            NUMBER[targets[0].dtype.name],
+            ctypes.c_double(scale),
+            ctypes.c_void_p(flag.ctypes.data if flag is not None else None),
+            int(many),
+        )
+    )
+
+
+def placed(values: Array, byte_offset: int) -> Array:
+    """A copy that begins so many bytes after a 64-byte boundary."""
+    room = np.empty(values.nbytes + 128, np.uint8)
+    start = -room.ctypes.data % 64 + byte_offset
+    place = room[start : start + values.nbytes].view(values.dtype)
+    place[:] = values
+    return place
+
+
+def poisoned(count: int, dtype: str, byte_offset: int = 0) -> Array:
+    """A NaN everywhere, so that what is not written shows."""
+    return placed(np.full(count, np.nan).astype(DTYPES[dtype]), byte_offset)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 3, 0.0, 1e-30])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_the_kernel_casts_as_the_cpu_does(source: str, target: str, scale: float) -> None:
+    values = np.concatenate([special(source), random(source, 2 * TILE), special(source)])
+    found = poisoned(values.size, target)
+    assert move([placed(values, 0)], [found], scale) == 1
+    assert_same(found, expected_cast(values, target, scale))
+
+
+@pytest.mark.parametrize("misplaced", ["neither", "source", "target", "both"])
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_any_length_and_alignment_is_moved_whole_and_no_more(
+    source: str, target: str, misplaced: str
+) -> None:
+    values = [random(source, n, seed=n) for n in COUNTS]
+    from_offset = DTYPES[source].itemsize if misplaced in ("source", "both") else 0
+    to_offset = DTYPES[target].itemsize if misplaced in ("target", "both") else 0
+    sources = [placed(v, from_offset) for v in values]
+    rooms = [placed(np.zeros(v.size + 8, DTYPES[target]), to_offset) for v in values]
+    for room in rooms:
+        bits(room)[:] = 0x1234
+    assert move(sources, [room[: v.size] for room, v in zip(rooms, values, strict=True)], 0.5) == 1
+    for room, v in zip(rooms, values, strict=True):
+        assert_same(room[: v.size].copy(), expected_cast(v, target, 0.5))
+        assert (bits(room)[v.size :] == 0x1234).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_plain_copy_keeps_every_bit(dtype: str) -> None:
+    values = random(dtype, TILE + 100)
+    found = poisoned(values.size, dtype)
+    move([values], [found])
+    np.testing.assert_array_equal(bits(found), bits(values))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "many", "launches"),
+    [(1, False, 1), (126, False, 1), (127, False, 2), (300, False, 3), (1000, True, 1), (1001, True, 2)],
+)
+def test_one_launch_moves_as_many_tensors_as_its_parameters_hold(
+    pieces: int, many: bool, launches: int
+) -> None:
+    counts = np.random.default_rng(pieces).integers(0, 40, pieces)
+    counts[0] = 1
+    counts[-1] = 2 * TILE + 1
+    values = [random("float32", int(n), seed=i) for i, n in enumerate(counts)]
+    found = [poisoned(v.size, "bfloat16") for v in values]
+    # An empty tensor takes no room in a launch.
+    present = sum(v.size > 0 for v in values)
+    taken = move(values, found, 0.25, many=many)
+    assert taken == -(-present // (1000 if many else 126))
+    assert taken <= launches
+    for v, f in zip(values, found, strict=True):
+        assert_same(f, expected_cast(v, "bfloat16", 0.25))
+
+
+def test_in_place_is_allowed() -> None:
+    values = placed(random("float32", 3 * TILE + 7), 0)
+    wanted = expected_cast(values.copy(), "float32", 0.5)
+    move([values], [values], 0.5)
+    assert_same(values, wanted)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("place", [0, TILE - 1, TILE + 2, -1])
+def test_what_is_not_finite_is_noticed_wherever_it_stands(
+    source: str, target: str, bad: float, place: int
+) -> None:
+    values = np.ones(2 * TILE + 3).astype(DTYPES[source])
+    flag = np.zeros(1, np.uint32)
+    found = poisoned(values.size, target)
+    move([values], [found], 1.0, flag)
+    assert flag[0] == 0
+    values[place] = bad
+    move([values], [found], 1.0, flag)
+    assert flag[0] == 1
+
+
+@pytest.mark.parametrize("target", HALVES)
+def test_a_result_beyond_a_half_types_range_is_not_finite(target: str) -> None:
+    values = np.full(100, 3e38, np.float32)
+    flag = np.zeros(1, np.uint32)
+    move([values], [poisoned(100, target)], 4.0, flag)
+    assert flag[0] == 1

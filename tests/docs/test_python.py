@@ -1,0 +1,100 @@
+"""The Python in README and docs runs as it is written there, on two ranks, and needs no network."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from distributed import ALONE, launch
+
+ROOT = Path(__file__).parents[2]
+
+# What a page takes as known.
+MODEL_AND_DATA = """
+import keras
+import numpy as np
+import tensorflow as tf
+import hvpipe
+import hvpipe.keras as hk
+
+hvpipe.init()
+keras.utils.set_random_seed(0)
+x, y = np.random.rand(512, 8).astype("float32"), np.random.randint(0, 4, 512)
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+def build_model():
+    return keras.Sequential([keras.Input((8,)), keras.layers.Dense(6), keras.layers.Dense(4)])
+
+model = build_model()
+"""
+A_STEP = """
+with tape:
+    value = loss(y, model(x))
+gradients = tape.gradient(value, model.trainable_variables)
+optimizer.apply(gradients, model.trainable_variables)
+"""
+TOGETHER = """
+import runpy, sys
+for path in sys.argv[1:]:
+    runpy.run_path(path, run_name="__main__")
+"""
+
+
+def script(path: Path, page: str, begins: str, before: str = "", after: str = "") -> Path:
+    """A file with the one block of Python of a page that has a line that begins so."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = (b for b in blocks if re.search(f"^ *{re.escape(begins)}", b, re.MULTILINE))
+    path.write_text(before + block + after)
+    return path
+
+
+def test_the_first_script_trains_and_saves(tmp_path: Path) -> None:
+    path = script(tmp_path / "train.py", "README.md", "model = hk.data_parallel(")
+    result = launch(2, [path], limit_s=200, cwd=tmp_path)
+    assert result.returncode == 0, result.describe()
+    assert result.output.count("Epoch 3/3") == 1, result.describe()
+    assert (tmp_path / "model.keras").is_file()
+
+
+def test_what_goes_on_from_a_model_and_data(tmp_path: Path) -> None:
+    """The README's pipeline, a custom loop, a script for Horovod: in one job, as TensorFlow starts slowly."""
+    pipe, loop = "pipe = hk.pipeline_parallel(", "tape = hk.DistributedGradientTape("
+    moved = "model = hk.data_parallel(model)  # av"
+    data = "data = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)\n"
+    parts = [
+        script(tmp_path / "pipe.py", "README.md", pipe, MODEL_AND_DATA),
+        script(tmp_path / "loop.py", "docs/data-parallel.md", loop, MODEL_AND_DATA, after=A_STEP),
+        script(tmp_path / "moved.py", "docs/from-horovod.md", moved, MODEL_AND_DATA + data),
+    ]
+    together = tmp_path / "together.py"
+    together.write_text(TOGETHER)
+    result = launch(2, [together, *parts], limit_s=200, cwd=tmp_path)
+    assert result.returncode == 0, result.describe()
+    assert (tmp_path / "model.keras").is_file()
+
+
+def test_the_page_on_pipelines_trains_and_is_profiled_without_training(tmp_path: Path) -> None:
+    path = script(tmp_path / "train.py", "docs/model-parallel.md", "pipe = hk.pipeline_parallel(")
+    path.write_text(path.read_text().replace("2048", "64"))
+    result = launch(2, [path], limit_s=200, cwd=tmp_path)
+    assert result.returncode == 0, result.describe()
+    assert "Epoch 2/2" in result.output, result.describe()
+
+    options = ["--microbatch", "4", "--repeats", "1"]
+    profiled = launch(
+        ALONE, ["-m", "hvpipe", "profile", "train.py:build_model", *options], limit_s=200, cwd=tmp_path
+    )
+    assert profiled.returncode == 0, profiled.describe()
+    assert "Epoch" not in profiled.output, profiled.describe()
+    assert (tmp_path / "profile.json").is_file()
+
+
+@pytest.mark.slow
+def test_the_example_can_be_profiled_without_training(tmp_path: Path) -> None:
+    target = f"{ROOT}/examples/train_pipeline.py:default_gpt"
+    options = ["--microbatch", "2", "--repeats", "1"]
+    result = launch(ALONE, ["-m", "hvpipe", "profile", target, *options], limit_s=200, cwd=tmp_path)
+    assert result.returncode == 0, result.describe()
+    assert "gpt: " in result.output, result.describe()

@@ -1,0 +1,181 @@
+"""examples/train.py as a user runs it: digits to 97 %, folders of images, a model that plain Keras loads."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from distributed import ALONE, Run, launch, run
+from hvpipe.trace.events import Trace
+
+TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
+SUMMARY = re.compile(
+    r"(\w+) on (\w+), (\d+) ranks?, overlap=(\w+): test accuracy ([\d.]+)% after (\d+) epochs, "
+)
+
+EVALUATE = """
+import json, sys
+import keras, numpy as np
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
+x, y = load_digits(return_X_y=True)
+_, x, _, y = train_test_split(x, y, test_size=0.2, random_state=1, stratify=y)
+model = keras.models.load_model(sys.argv[1])
+found = model.predict((x * (255 / 16)).reshape(-1, 8, 8, 1), verbose=0).argmax(axis=1)
+print(json.dumps({"accuracy": float(np.mean(found == y)), "hvpipe": "hvpipe" in sys.modules}))
+"""
+
+BUILD = """
+import runpy, sys
+build = runpy.run_path(sys.argv[1])["build_model"]
+names = ("resnet50", "vgg16", "mobilenetv2")
+names = [name for name in names if build(name, (32, 32, 3), 3).count_params() > 2e6]
+print(*names)
+"""
+
+PARSE = """
+import runpy, sys
+parse = runpy.run_path(sys.argv[1])["parse"]
+for arguments in sys.argv[2:]:
+    try:
+        parse(arguments.split())
+    except SystemExit as error:
+        print("exit", error.code, file=sys.stderr, flush=True)
+"""
+
+
+def train(size: int, *arguments: str | Path, limit_s: float = 240.0) -> Run:
+    """Run the example on `size` ranks; it must succeed."""
+    result = launch(size, [TRAIN, "--progress", "epoch", *arguments], limit_s=limit_s)
+    assert result.returncode == 0, result.describe()
+    assert "ran out of data" not in result.output, result.describe()
+    return result
+
+
+def accuracy(result: Run) -> float:
+    """The test accuracy of the one summary line, as a fraction."""
+    found = SUMMARY.findall(result.output)
+    assert len(found) == 1, result.describe()
+    return float(found[0][4]) / 100
+
+
+def write_bmp(path: Path, pixels: int, colour: tuple[int, int, int]) -> None:
+    """A square 24-bit image of one colour (blue, green, red); `pixels` a multiple of 4."""
+    data = bytes(colour) * pixels * pixels
+    header = struct.pack("<2sIHHI", b"BM", 54 + len(data), 0, 0, 54)
+    path.write_bytes(
+        header + struct.pack("<IiiHHIIiiII", 40, pixels, pixels, 1, 24, 0, len(data), 0, 0, 0, 0) + data
+    )
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three folders of 40 images, each folder a colour."""
+    folder = tmp_path_factory.mktemp("photos")
+    for channel, name in enumerate(("blue", "green", "red")):
+        (folder / name).mkdir()
+        for number in range(40):
+            colour = [number] * 3
+            colour[channel] = 160 + 2 * number
+            write_bmp(folder / name / f"{number}.bmp", 16, (colour[0], colour[1], colour[2]))
+    return folder
+
+
+def test_a_few_epochs_on_two_ranks_print_once_and_save_what_plain_keras_loads(tmp_path: Path) -> None:
+    saved = tmp_path / "models" / "digits.keras"
+    result = train(2, "--epochs", "3", "--overlap", "none", "--save", saved)
+    assert result.output.count("Epoch 3/3") == 1, result.describe()
+    assert "digits, 2 ranks, overlap=none: " in result.output, result.describe()
+    assert result.output.rstrip().splitlines()[-1] == f"saved model: {saved}", result.describe()
+    assert not list(tmp_path.rglob("*.json"))
+
+    loaded = launch(ALONE, ["-c", EVALUATE, saved], limit_s=120)
+    told = json.loads(loaded.output.splitlines()[-1])
+    assert told["hvpipe"] is False
+    assert told["accuracy"] == pytest.approx(accuracy(result), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_two_ranks_reach_97_percent_on_digits() -> None:
+    assert accuracy(train(2)) >= 0.97
+
+
+@pytest.mark.slow
+def test_one_rank_without_a_launcher_and_three_ranks_learn_as_well() -> None:
+    assert accuracy(train(ALONE)) >= 0.97
+    assert accuracy(train(3, "--batch", "16")) >= 0.97
+
+
+def test_own_folders_of_images(photos: Path) -> None:
+    result = train(2, "--data", photos, "--pixels", "16", "--epochs", "6", "--batch", "8", "--rate", "0.2")
+    assert accuracy(result) >= 0.9, result.describe()
+
+
+@pytest.mark.slow
+def test_a_large_model_takes_own_folders(photos: Path) -> None:
+    arguments = (
+        "--model",
+        "mobilenetv2",
+        "--pixels",
+        "32",
+        "--epochs",
+        "1",
+        "--batch",
+        "24",
+        "--rate",
+        "0.001",
+    )
+    result = train(2, "--data", photos, *arguments, "--compression", "bf16", limit_s=400)
+    assert f"mobilenetv2 on {photos.name}, 2 ranks" in result.output, result.describe()
+
+
+@pytest.mark.slow
+def test_every_model_can_be_built() -> None:
+    result = launch(ALONE, ["-c", BUILD, TRAIN], limit_s=120)
+    assert result.output.splitlines()[-1] == "resnet50 vgg16 mobilenetv2", result.describe()
+
+
+@pytest.mark.slow
+# Long enough for TensorFlow to know what its kernels take: it then runs them in another order.
+@pytest.mark.parametrize(("overlap", "epochs"), [("step", 8), ("none", 2)])
+def test_the_trace_is_named_last_and_has_every_part_of_a_step(
+    overlap: str, epochs: int, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.json"
+    hvpipe = Path(sys.executable).with_name("hvpipe")
+    options = ["--epochs", epochs, "--overlap", overlap, "--progress", "none"]
+    command = [hvpipe, "run", "-np", "2", "--trace", trace, TRAIN, *options]
+    result = run([str(part) for part in command], limit_s=200)
+    assert result.returncode == 0, result.describe()
+    assert result.output.rstrip().splitlines()[-1].startswith(f"trace: {trace}"), result.describe()
+    read = Trace.read(trace)
+    parts = {"step", "forward", "backward", "pack", "wait", "reduce", "update", "utilization"}
+    for rank in (0, 1):
+        found = Counter(event.category for event in read.events if event.rank == rank)
+        assert parts <= set(found), f"rank {rank}: {found}"
+        # In each step; the first and the last may be cut off.
+        assert min(found["forward"], found["backward"], found["update"]) >= found["step"] - 2, found
+
+
+def test_wrong_arguments_are_told(tmp_path: Path) -> None:
+    cases = {
+        "--data /nowhere": "wanted: a folder of folders of images. Received: --data /nowhere",
+        "--model vgg16": "wanted: --data DIR",
+        "--save model.h5": "wanted: a name that ends in .keras. Received: --save model.h5",
+        "--epochs 0": "wanted: 1 or more. Received: --epochs 0",
+        "--overlap foo": "invalid choice: 'foo'",
+    }
+    # One process for all of them: importing TensorFlow takes seconds.
+    script = tmp_path / "parse.py"
+    script.write_text(PARSE)
+    result = launch(ALONE, [script, TRAIN, *cases], limit_s=60)
+    told = result.output.split("exit 2")
+    assert len(told) == len(cases) + 1, result.describe()
+    for says, text in zip(cases.values(), told, strict=False):
+        assert says in text, result.describe()

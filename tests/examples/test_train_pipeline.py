@@ -1,0 +1,68 @@
+"""examples/train_pipeline.py as a user runs it: it learns, says who has what, and plain Keras loads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from distributed import ALONE, Run, launch
+
+TRAIN = Path(__file__).parents[2] / "examples" / "train_pipeline.py"
+SUMMARY = re.compile(
+    r"(\w+) on (\d+) ranks?, (\d+) stages: loss ([\d.]+) in the first epoch, ([\d.]+) in the last, "
+)
+SMALL = ("--blocks", "2", "--width", "32", "--length", "32", "--epochs", "3", "--steps", "8")
+
+LOAD = """
+import json, sys
+import keras, numpy as np
+model = keras.models.load_model(sys.argv[1])
+found = model.predict(np.zeros((1, *model.input_shape[1:])), verbose=0)
+print(json.dumps({"shape": found.shape, "hvpipe": "hvpipe" in sys.modules}))
+"""
+
+
+def train(size: int, *arguments: str | Path, limit_s: float = 300.0) -> Run:
+    """Run the example on `size` ranks; it must succeed, and the loss must go down."""
+    result = launch(size, [TRAIN, "--progress", "none", *arguments], limit_s=limit_s)
+    assert result.returncode == 0, result.describe()
+    found = SUMMARY.findall(result.output)
+    assert len(found) == 1, result.describe()
+    assert float(found[0][4]) < float(found[0][3]), result.describe()
+    return result
+
+
+def test_a_gpt_on_two_ranks_learns_and_is_saved_whole(tmp_path: Path) -> None:
+    saved = tmp_path / "models" / "gpt.keras"
+    result = train(2, *SMALL, "--tied", "--save", saved)
+    held = re.findall(
+        r"rank (\d): stage (\d) of 2: \d+ layer calls, .*, ([\d.]+) MB of weights", result.output
+    )
+    assert [(rank, stage) for rank, stage, _ in held] == [("0", "0"), ("1", "1")], result.describe()
+    loaded = launch(ALONE, ["-c", LOAD, saved], limit_s=120)
+    assert json.loads(loaded.output.splitlines()[-1]) == {"shape": [1, 32, 128], "hvpipe": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("size", "arguments"),
+    [
+        (ALONE, ()),
+        (3, ("--stages", "2", "--replicas", "2,1", "--recompute")),
+        (4, ()),
+        (2, ("--schedule", "interleaved", "--chunks", "2")),
+    ],
+)
+def test_layouts_of_the_gpt(size: int, arguments: tuple[str, ...]) -> None:
+    train(size, *SMALL, *arguments)
+
+
+@pytest.mark.slow
+def test_resnet50_on_two_ranks() -> None:
+    # Large micro-batches: BatchNormalization sees one at a time.
+    options = ("--batch", "32", "--microbatches", "2", "--steps", "5", "--epochs", "3")
+    result = train(2, "--model", "resnet50", *options, limit_s=500)
+    assert "resnet50 on 2 ranks, 2 stages" in result.output, result.describe()

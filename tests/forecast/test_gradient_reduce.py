@@ -1,0 +1,105 @@
+"""All-reduces beside the backward: the ring's formula, and buckets worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvpipe.forecast.gradient_reduce import Backward, Gradients, Ring, reduce_beside
+from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
+from hvpipe.specs.profile import LayerCost
+
+MB4 = 4 << 20
+
+
+def test_a_ring_takes_two_rounds_less_one_of_an_nth_each() -> None:
+    # 2 (4 - 1) messages of 25 bytes: 6 (0.5 + 25 / 50).
+    assert Ring(4, Link(0.5, 50.0)).seconds(100) == pytest.approx(6)
+    assert Ring(1, Link(0.5, 50.0)).seconds(100) == 0
+
+
+def test_the_slowest_link_of_the_ring_counts() -> None:
+    bus, network = Link(0, 100.0), Link(0.5, 10.0)
+    hosts = tuple(Host(h, (Device(f"{h}0"), Device(f"{h}1")), network, bus) for h in "xy")
+    assert Ring.of(Cluster(hosts), ["x0", "x1"]) == Ring(2, bus)
+    around = Ring.of(Cluster(hosts), ["x0", "y0", "x1"])
+    assert (around.devices, around.link) == (3, network)
+    # The two devices of x are side by side, so each host is left and entered once.
+    assert dict(around.ports) == {(way, host): network for way in ("out of", "into") for host in "xy"}
+    assert len(around.ports) == 4
+    assert Ring.of(equal_cluster(1), ["h0"]).seconds(100) == 0
+
+
+def test_a_bucket_goes_when_it_is_final_on_all_and_the_one_before_is_done() -> None:
+    """Layers c, b, a take 1, 2 and 1 of the backward's 4 s; the other device is two seconds behind.
+
+    c's bucket is final at 1 and 3; b's at 3 and 5; a's at 4 and 6. Each takes 2.5 s.
+    """
+    layers = [LayerCost(name, 0, seconds, MB4) for name, seconds in (("a", 1), ("b", 2), ("c", 1))]
+    ring = Ring(2, Link(0, MB4 / 2.5))
+    found = list(reduce_beside({7: Gradients(layers, [Backward(0, 4), Backward(2, 6)], ring)}))
+    assert [key for key, *_ in found] == [7, 7, 7]
+    assert [(start, end) for _, start, end, _ in found] == [
+        pytest.approx((3, 5.5)),
+        pytest.approx((5.5, 8)),
+        pytest.approx((8, 10.5)),
+    ]
+
+
+def test_small_gradients_travel_together_and_none_is_left_behind() -> None:
+    """The last layer's are so many that a bucket has 4 MiB."""
+    sizes = [100, MB4 // 2, MB4 // 2, 0, 7, 8 * MB4]
+    layers = [LayerCost(str(i), 0, 1, size) for i, size in enumerate(sizes)]
+    found = list(reduce_beside({0: Gradients(layers, [Backward(0, 6)], Ring(2, Link()))}))
+    assert [size for *_, size in found] == [8 * MB4, MB4 + 7, 100]
+    assert [start for _, start, _, _ in found] == pytest.approx([1, 5, 6])
+
+
+def test_no_gradients_no_reduce() -> None:
+    assert (
+        list(reduce_beside({0: Gradients([LayerCost("a", 1, 1)], [Backward(0, 1)], Ring(2, Link()))})) == []
+    )
+
+
+def across(inner: Link) -> Cluster:
+    """Two hosts of two devices each, between them 5 bytes/s each way."""
+    return Cluster(
+        tuple(Host(h, (Device(f"{h}0"), Device(f"{h}1")), Link(0, 5.0), inner) for h in "xy"),
+    )
+
+
+def test_rings_between_the_same_hosts_take_turns() -> None:
+    """Each sends 2 (2 - 1) / 2 x 10 bytes over 5 bytes/s, 2 s; inside hosts they have wires of their own."""
+    cluster, layers = across(Link(0, 5.0)), [LayerCost("a", 0, 1, 10)]
+    for pairs, ends in (
+        ([("x0", "y0"), ("x1", "y1")], [3, 5]),
+        ([("x0", "x1"), ("y0", "y1")], [3, 3.5]),
+    ):
+        early, late = (Ring.of(cluster, pair) for pair in pairs)
+        gradients = {
+            0: Gradients(layers, [Backward(0, 1.5)], late),
+            1: Gradients(layers, [Backward(0, 1)], early),
+        }
+        found = [(key, end) for key, _, end, _ in reduce_beside(gradients)]
+        assert found == [(1, ends[0]), (0, ends[1])]
+
+
+def test_a_ring_holds_a_link_no_longer_than_that_needs() -> None:
+    """The ring of three takes 10 s over x's inner link; that between the hosts could do it in 4 / 3 x 2 s."""
+    cluster, layers = across(Link(0, 4 / 3)), [LayerCost("a", 0, 1, 10)]
+    rings = Ring.of(cluster, ["x0", "x1", "y0"]), Ring.of(cluster, ["x1", "y1"])
+    found = list(
+        reduce_beside({n: Gradients(layers, [Backward(0, 0)], ring) for n, ring in enumerate(rings)})
+    )
+    assert [(start, end) for _, start, end, _ in found] == [
+        pytest.approx((0, 10)),
+        pytest.approx((8 / 3, 8 / 3 + 2)),
+    ]
+
+
+def test_a_ring_rests_while_transfers_have_the_link() -> None:
+    """2 s of work from 1 on, beside transfers that have x's link until 1.5, and y's from 2 to 3."""
+    cluster = across(Link())
+    one = Gradients([LayerCost("a", 0, 1, 10)], [Backward(0, 1)], Ring.of(cluster, ["x0", "y0"]))
+    taken = {("out of", "x"): [(0, 1.5)], ("into", "y"): [(2, 2.5), (2.25, 3)], ("out of", "z"): [(3, 9)]}
+    ((_, start_s, end_s, _),) = reduce_beside({0: one}, taken)
+    assert (start_s, end_s) == pytest.approx((1, 1 + 2 + 0.5 + 1))

@@ -1,0 +1,359 @@
+"""Forecasts of plans: cases worked out by hand, memory against the plan's own, what is refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.forecast.pipeline import costs_of, dataflow_of, forecast, schedule_of
+from hvpipe.forecast.simulate import lower_bound_s
+from hvpipe.plan.baselines import BASELINES, baseline
+from hvpipe.plan.exact import exact
+from hvpipe.plan.greedy import partition
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.stage_plan import Plan
+from hvpipe.schedule.verify import peak_stash, verify
+from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
+from hvpipe.specs.profile import LayerCost, Profile
+from model_graphs import MODELS, chain, clusters, model, profiles
+
+quickly = settings(max_examples=40)
+
+
+@pytest.mark.parametrize(
+    ("pipelining", "step_s"),
+    [
+        # F = 1 and B = 2 on both of two stages: (m + p - 1) (F + B).
+        (Pipelining("1f1b", 4), 15),
+        (Pipelining("gpipe", 4), 15),
+        # B = 3 with the forward again.
+        (Pipelining("1f1b", 4, recompute=True), 20),
+        # Half of B is for the weights: m (F + I + W) + (p - 1) max(F, I).
+        (Pipelining("zb-h1", 4), 13),
+    ],
+)
+def test_two_equal_stages(pipelining: Pipelining, step_s: float) -> None:
+    profile, cluster = chain(3, 3), equal_cluster(2)
+    one = forecast(partition(profile, cluster, 2, pipelining), profile, cluster)
+    assert one.step_s == pytest.approx(step_s)
+    busy_s = 16 if pipelining.recompute else 12
+    assert one.busy_s == pytest.approx((busy_s, busy_s))
+    assert one.bubble == pytest.approx(1 - busy_s / step_s)
+    assert one.trace.metadata["devices"] == ["h0", "h1"]
+
+
+def test_a_stage_alone_recomputes() -> None:
+    """gpipe, F = 1, B = 2, 3 micro-batches, 10 bytes saved and 1 received by b."""
+    layers = [LayerCost(name, 1, 2, output_bytes=1, saved_bytes=10) for name in "ab"]
+    profile = Profile.of(layers, [("a", "b")])
+    found = {}
+    for again in (False, (0,), (1,), (0, 1), True):
+        plan = partition(profile, equal_cluster(2), 2, Pipelining("gpipe", 3, again))
+        assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+        one = forecast(plan, profile, equal_cluster(2))
+        assert tuple(plan.memory_bytes.values()) == one.memory_bytes
+        found[str(again)] = (one.busy_s, one.memory_bytes)
+    assert found["False"] == ((9, 9), (30, 33))
+    assert found["(0,)"] == ((12, 9), (10, 33))
+    assert found["(1,)"] == ((9, 12), (30, 13))
+    assert found["(0, 1)"] == found["True"] == ((12, 12), (10, 13))
+
+
+def test_layers_are_balanced_with_what_a_stage_recomputes() -> None:
+    """Ten layers, F = 1, B = 2: with the forward again in the first stage four layers take 16 s, six 18."""
+    how = Pipelining("gpipe", 2, (0,))
+    for plan_of in (partition, exact):
+        plan = plan_of(chain(*[3] * 10), equal_cluster(2), 2, how)
+        assert [len(stage.layers) for stage in plan.stages] == [4, 6]
+        assert [stage.cost.compute_s for stage in plan.stages] == pytest.approx([16, 18])
+
+
+def test_stages_that_there_are_not_cannot_recompute() -> None:
+    profile, cluster = chain(3, 3, 3), equal_cluster(3)
+    how = Pipelining("gpipe", 4, (2, 0))
+    assert how.recompute == (0, 2)
+    with pytest.raises(PlanError, match=r"stages from 0 to 1. Received: recompute=\(0, 2\)"):
+        partition(profile, cluster, 2, how)
+    # Every number of stages that has them is tried.
+    assert len(partition(profile, cluster, None, how).stages) == 3
+    document = partition(profile, cluster, 3, how).to_json()
+    document["stages"] = document["stages"][:2]
+    with pytest.raises(PlanError, match=r"stages from 0 to 1. Received: recompute=\(0, 2\)"):
+        Plan.from_json(document)
+    for wrong in (1.5, "0", (-1,), (True,), 3):
+        with pytest.raises(HvpipeError, match="recompute should be True, False or the numbers of stages"):
+            Pipelining(recompute=wrong)  # type: ignore[arg-type]
+
+
+def test_each_device_updates_its_weights_when_it_is_done() -> None:
+    """F = B = 3, 2 micro-batches: h1 is done at 15, h0 at 18; the updates take 8 at half speed and 1."""
+    layers = [LayerCost("a", 3, 3, update_s=1), LayerCost("b", 1.5, 1.5, update_s=4)]
+    profile, cluster = Profile.of(layers, [("a", "b")]), equal_cluster(2, speeds=(1.0, 0.5))
+    one = forecast(partition(profile, cluster, 2, Pipelining("1f1b", 2)), profile, cluster)
+    assert one.plan.ranks == ("h0", "h1")
+    found = [(event.rank, event.start_s, event.end_s) for event in one.trace.of("update")]
+    assert found == [(0, pytest.approx(18), pytest.approx(19)), (1, pytest.approx(15), pytest.approx(23))]
+    assert one.step_s == pytest.approx(23)
+    assert one.busy_s == pytest.approx((13, 20))
+    alone = forecast(baseline("random", profile, cluster, 2, Pipelining("1f1b", 2), seed=1), profile, cluster)
+    without = replace(profile, layers=tuple(replace(layer, update_s=0.0) for layer in layers))
+    updates_s = [
+        sum(profile.layers[profile.place(name)].update_s for name in stage.layers)
+        / cluster.device(stage.device).speed
+        for stage in alone.plan.stages
+    ]
+    longest_s = max(updates_s)
+    assert alone.step_s == pytest.approx(forecast(alone.plan, without, cluster).step_s + longest_s)
+
+
+def test_the_weights_part_is_what_the_profile_says() -> None:
+    """F = 1, B = 2, of which W = 0.5: m (F + I + W) + (p - 1) (F + I - W)."""
+    layers = [LayerCost(name, 1, 2, weight_share=0.25) for name in "ab"]
+    profile, cluster = Profile.of(layers, [("a", "b")]), equal_cluster(2)
+    plan = partition(profile, cluster, 2, Pipelining("zb-h1", 4))
+    assert forecast(plan, profile, cluster).step_s == pytest.approx(4 * 3 + (1 + 1.5 - 0.5))
+
+
+def test_interleaved_goes_round_the_devices() -> None:
+    profile, cluster = chain(3, 3, 3, 3), equal_cluster(2)
+    plan = partition(profile, cluster, 4, Pipelining("interleaved", 4, chunks=2))
+    assert [stage.device for stage in plan.stages] == ["h0", "h1", "h0", "h1"]
+    assert plan.bottleneck_s == pytest.approx(6)
+    # m (F + B) + (p - 1) (F + B) / chunks.
+    assert forecast(plan, profile, cluster).step_s == pytest.approx(4 * 6 + 3)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_faster_device_takes_the_larger_chunks() -> None:
+    profile, cluster = chain(6, 3, 6, 3), equal_cluster(2, speeds=(0.5, 1.0))
+    plan = partition(profile, cluster, 4, Pipelining("interleaved", 4, chunks=2))
+    assert [stage.device for stage in plan.stages] == ["h1", "h0", "h1", "h0"]
+
+
+def test_a_skip_connection_has_a_way_of_its_own_and_hosts_share_their_link() -> None:
+    """A tensor of 4 bytes takes 3 s, one of 2 bytes 2 s; nothing leaves or enters a host twice at once.
+
+    a  | F 0-1, to b 1-4, to c 4-7                                            B 19-20
+    b  |        F 4-5, to c 7-9 (c's link is taken)        B 13-14, to a 16-19
+    c  |                        F 9-10 B 10-11, to b 11-13, to a 13-16
+    """
+    layers = [LayerCost("a", 1, 1, output_bytes=4), LayerCost("b", 1, 1, output_bytes=2)]
+    profile = Profile.of([*layers, LayerCost("c", 1, 1)], [("a", "b"), ("a", "c"), ("b", "c")])
+    cluster = equal_cluster(3, Link(1.0, 2.0))
+    placement = [(("h0",), [0]), (("h1",), [1]), (("h2",), [2])]
+    plan = Plan.of(profile, cluster, placement, Pipelining("gpipe", 1), "by hand")
+    assert dataflow_of(plan, profile).edges == ((0, 1), (0, 2), (1, 2))
+    one = forecast(plan, profile, cluster)
+    assert [(e.name, e.start_s, e.end_s) for e in one.trace.of("transfer")] == [
+        ("0F0 to rank 1", 1, 4),
+        ("0F0 to rank 2", 4, 7),
+        ("1F0 to rank 2", 7, 9),
+        ("2B0 to rank 1", 11, 13),
+        ("2B0 to rank 0", 13, 16),
+        ("1B0 to rank 0", 16, 19),
+    ]
+    assert one.step_s == 20
+
+
+def test_inside_a_host_each_pair_of_devices_has_its_own_wire() -> None:
+    """As above, but on one host: b's output needs not wait for a's second way."""
+    layers = [LayerCost("a", 1, 1, output_bytes=4), LayerCost("b", 1, 1, output_bytes=2)]
+    profile = Profile.of([*layers, LayerCost("c", 1, 1)], [("a", "b"), ("a", "c"), ("b", "c")])
+    devices = tuple(Device(name) for name in "xyz")
+    cluster = Cluster((Host("h", devices, inner=Link(1.0, 2.0)),))
+    placement = [(("x",), [0]), (("y",), [1]), (("z",), [2])]
+    plan = Plan.of(profile, cluster, placement, Pipelining("gpipe", 1), "by hand")
+    # F 0-1, 4-5, 7-8; B 8-9, 11-12, 15-16.
+    assert forecast(plan, profile, cluster).step_s == 16
+
+
+def test_replicas_reduce_beside_and_behind_their_last_backward() -> None:
+    """The stage with two ranks takes 6, the other 3: it is as in tests/test_simulate.py, 18 s.
+
+    Its 10 bytes of gradients are final with the last backward, and take 2 (2 - 1) / 2 x 10 / 5 = 2 s.
+    """
+    profile, cluster = chain(6, 3, weight_bytes=10), equal_cluster(3, Link(0, 5.0))
+    placement = [(("h0", "h1"), [0]), (("h2",), [1])]
+    plan = Plan.of(profile, cluster, placement, Pipelining("1f1b", 4), "hybrid")
+    assert plan.ranks == ("h0", "h1", "h2")
+    assert [stage.cost.compute_s for stage in plan.stages] == pytest.approx([3, 3])
+    one = forecast(plan, profile, cluster)
+    assert [(e.start_s, e.end_s) for e in one.trace.of("reduce")] == [pytest.approx((18, 20))]
+    assert one.step_s == pytest.approx(20)
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_gradients_of_a_stage_are_final_all_together() -> None:
+    """F 2 s, B 4 s of a micro-batch for each replica: both layers' buckets, 1 s each, come behind it.
+
+    Regression: the last layer's was foreseen beside the backward, which is one graph.
+    """
+    profile, cluster = chain(3, 3, weight_bytes=1 << 20), equal_cluster(2, Link(0, float(1 << 20)))
+    plan = Plan.of(profile, cluster, [(("h0", "h1"), [0, 1])], Pipelining("1f1b", 2), "hybrid")
+    one = forecast(plan, profile, cluster)
+    assert [(e.start_s, e.end_s) for e in one.trace.of("reduce")] == [
+        pytest.approx((6, 7)),
+        pytest.approx((7, 8)),
+    ]
+
+
+def test_two_stages_reduce_over_one_link_after_the_other() -> None:
+    """Each of two stages has a replica on either host, and 25 bytes of gradients: 5 s over 5 bytes/s.
+
+    Each replica has one micro-batch. B of stage 1 ends at 4, that of stage 0 at 6.
+    """
+    hosts = tuple(Host(h, (Device(f"{h}0"), Device(f"{h}1")), Link(0, 5.0)) for h in "xy")
+    profile, cluster = chain(3, 3, weight_bytes=25), Cluster(hosts)
+    placement = [(("x0", "y0"), [0]), (("x1", "y1"), [1])]
+    plan = Plan.of(profile, cluster, placement, Pipelining("1f1b", 2), "hybrid")
+    one = forecast(plan, profile, cluster)
+    assert [(e.args["stage"], e.start_s, e.end_s) for e in one.trace.of("reduce")] == [
+        (1, pytest.approx(4), pytest.approx(9)),
+        (0, pytest.approx(9), pytest.approx(14)),
+    ]
+    assert one.step_s == pytest.approx(14)
+
+
+def test_a_fast_host_serves_two_slow_ones_at_once() -> None:
+    """A tensor of 10 bytes enters a slow host in 1 s; to leave the fast one takes it 0.01 s."""
+    layers = [LayerCost("a", 1, 1, output_bytes=10), LayerCost("b", 1, 1), LayerCost("c", 1, 1)]
+    profile = Profile.of(layers, [("a", "b"), ("a", "c")])
+    hosts = tuple(
+        Host(name, (Device(name),), Link(0, bandwidth))
+        for name, bandwidth in (("fast", 1000.0), ("slow", 10.0), ("also slow", 10.0))
+    )
+    cluster = Cluster(hosts)
+    placement = [(("fast",), [0]), (("slow",), [1]), (("also slow",), [2])]
+    plan = Plan.of(profile, cluster, placement, Pipelining("gpipe", 1), "by hand")
+    one = forecast(plan, profile, cluster)
+    assert [(e.name, e.start_s, e.end_s) for e in one.trace.of("transfer")] == [
+        ("0F0 to rank 1", 1, 2),
+        ("0F0 to rank 2", 1.01, 2.01),
+        ("1B0 to rank 0", 4, 5),
+        ("2B0 to rank 0", pytest.approx(4.01), pytest.approx(5.01)),
+    ]
+    assert one.step_s == pytest.approx(6.01)
+
+
+def test_replicas_of_unequal_speed_get_unequal_shares() -> None:
+    profile, cluster = chain(3), equal_cluster(2, speeds=(1.0, 0.5))
+    plan = Plan.of(profile, cluster, [(("h0", "h1"), [0])], Pipelining("1f1b", 6), "hybrid")
+    assert plan.stages[0].shares == (1.0, 0.5)
+    one = forecast(plan, profile, cluster)
+    assert one.busy_s == pytest.approx((4 * 3, 2 * 6))
+    assert one.step_s == pytest.approx(12)
+
+
+def test_without_pipelining_the_whole_batch_passes_once() -> None:
+    profile, cluster = chain(3, 3, 3, output_bytes=2), equal_cluster(2, Link(1.0, 2.0))
+    plan = baseline("round_robin", profile, cluster, 2, Pipelining("1f1b", 4))
+    one = forecast(plan, profile, cluster)
+    # 4 x 9 s of computing; 4 ways of a message with 8 bytes.
+    assert one.step_s == pytest.approx(36 + 4 * 5)
+    assert one.busy_s == pytest.approx((24, 12))
+    assert one.trace.events == ()
+    with pytest.raises(PlanError, match=r"Only a pipeline has a schedule. Received: method='round_robin'"):
+        schedule_of(plan)
+
+
+def test_without_pipelining_recompute_takes_time_too() -> None:
+    profile, cluster = chain(3, 3, 3), equal_cluster(2)
+    plan = baseline("round_robin", profile, cluster, 2, Pipelining("1f1b", 4, recompute=True))
+    one = forecast(plan, profile, cluster)
+    # 4 x 9 s of computing, and 4 x 3 forwards of 1 s again.
+    assert one.step_s == pytest.approx(36 + 12)
+    assert one.busy_s == pytest.approx((32, 16))
+
+
+def test_a_forecast_for_another_cluster_is_refused() -> None:
+    profile, cluster = chain(3, 3), equal_cluster(2)
+    plan = partition(profile, cluster, 2)
+    with pytest.raises(PlanError, match="speeds, memory, hosts or links differ"):
+        forecast(plan, profile, equal_cluster(2, speeds=(2.0,)))
+    with pytest.raises(PlanError, match="of the model that was planned"):
+        forecast(plan, chain(3, 3, 3), cluster)
+
+
+def test_memory_is_that_of_the_micro_batches_that_are_foreseen() -> None:
+    """Regression: what a stage receives was taken from the plan, what it saves from the profile."""
+    profile, cluster = chain(3, 3, output_bytes=3, saved_bytes=5, weight_bytes=10), equal_cluster(2)
+    plan = partition(profile, cluster, 2, Pipelining("gpipe", 4))
+    assert forecast(plan, profile, cluster).memory_bytes == (20 + 4 * 5, 20 + 4 * (5 + 3))
+    assert forecast(plan, profile.at_batch(2), cluster).memory_bytes == (20 + 4 * 10, 20 + 4 * (10 + 6))
+
+
+@quickly
+@given(profiles(), clusters(), st.sampled_from(["gpipe", "1f1b", "zb-h1"]), st.integers(1, 9), st.booleans())
+def test_memory_is_what_the_plan_foresaw(
+    profile: Profile, cluster: Cluster, schedule: str, microbatches: int, recompute: bool
+) -> None:
+    plan = baseline("even", profile, cluster, 3 if len(cluster.devices) > 2 else 2)
+    how = Pipelining(schedule, microbatches, recompute)
+    plan = Plan.of(profile, cluster, plan.placement(profile), how, "even")
+    one = forecast(plan, profile, cluster)
+    assert dict(zip(plan.ranks, one.memory_bytes, strict=True)) == plan.memory_bytes
+    assert one.shortages(cluster) == plan.shortages(cluster)
+
+
+@quickly
+@given(
+    st.sampled_from(["gpipe", "1f1b", "zb-h1"]),
+    st.lists(st.integers(1, 4), min_size=1, max_size=5),
+    st.integers(4, 24),
+)
+def test_what_is_in_flight_is_what_the_schedule_stashes(
+    name: str, replicas: list[int], microbatches: int
+) -> None:
+    how = Pipelining(name, microbatches)
+    profile = chain(*[1.0] * len(replicas))
+    cluster = equal_cluster(sum(replicas))
+    names = iter(device.name for device in cluster.devices)
+    placement = [(tuple(next(names) for _ in range(n)), [stage]) for stage, n in enumerate(replicas)]
+    schedule = schedule_of(Plan.of(profile, cluster, placement, how, "hybrid"))
+    stash = verify(schedule).peak_stash
+    for stage in range(len(replicas)):
+        # The first of a stage's ranks has the most micro-batches.
+        assert how.in_flight(stage, replicas) == stash[schedule.ranks_of(stage)[0]]
+
+
+@quickly
+@given(st.integers(1, 4), st.integers(2, 3), st.integers(0, 8))
+def test_what_is_in_flight_in_a_circle_is_enough(ranks: int, chunks: int, more: int) -> None:
+    how = Pipelining("interleaved", ranks + more, chunks=chunks)
+    profile, cluster = chain(*[1.0] * ranks * chunks), equal_cluster(ranks)
+    plan = partition(profile, cluster, ranks * chunks, how)
+    schedule = schedule_of(plan)
+    for rank, stash in enumerate(peak_stash(schedule)):
+        flying = [how.in_flight(stage, (1,) * ranks * chunks) for stage in schedule.stages_of(rank)]
+        assert stash <= sum(flying) < stash + chunks
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved"])
+def test_real_models_are_foreseen_above_their_lower_bound(name: str, schedule: str) -> None:
+    cluster = equal_cluster(4, Link(1e-4, 12.5e9), speeds=(1.0, 0.5))
+    how = Pipelining(schedule, 16, chunks=2 if schedule == "interleaved" else 1)
+    plan = partition(model(name), cluster, 4 * how.chunks, how)
+    one = forecast(plan, model(name), cluster)
+    bound_s = lower_bound_s(
+        schedule_of(plan), costs_of(plan, model(name), cluster), dataflow_of(plan, model(name))
+    )
+    assert bound_s <= one.step_s * (1 + 1e-9)
+    # Every device computes its stages' share of all micro-batches.
+    for device, busy_s in zip(plan.ranks, one.busy_s, strict=True):
+        compute_s = sum(stage.cost.compute_s for stage in plan.stages if stage.device == device)
+        assert busy_s == pytest.approx(16 * compute_s)
+
+
+@pytest.mark.parametrize("name", sorted(BASELINES))
+def test_every_baseline_can_be_foreseen(name: str) -> None:
+    cluster = equal_cluster(4, Link(1e-4, 1.25e9))
+    for how in (Pipelining("1f1b", 8), Pipelining("interleaved", 8, chunks=2)):
+        plan = baseline(name, model("gnmt"), cluster, 4 * how.chunks, how)
+        assert plan.pipelining == replace(how, schedule="1f1b", chunks=1)
+        assert forecast(plan, model("gnmt"), cluster).step_s > 0

@@ -1,0 +1,291 @@
+"""The GPU that TensorFlow is left with; its own list of GPUs stands in for a machine that has some."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from hvpipe.comm.discover import Settings
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.data_parallel.bucket_reducer import Reducer, identity
+from hvpipe.keras.data_parallel.overlap import OverlappedOptimizer
+from hvpipe.keras.data_parallel.shards import SampleCounter
+from hvpipe.keras.data_parallel.train_steps import TrainSteps
+from hvpipe.keras.gpu import claim_gpu, device_of_messages, on_the_host, reduces_on_gpu
+from hvpipe.keras.instance_methods import InstanceMethods
+from hvpipe.monitor.visible_gpus import Gpu
+
+
+class Gpus:
+    """What TensorFlow would see and remember."""
+
+    def __init__(self, count: int, in_use: bool = False) -> None:
+        self.names = [f"GPU:{i}" for i in range(count)]
+        self.in_use = in_use
+        self.visible: list[str] | None = None
+        self.growing: list[str] = []
+
+    def list_physical_devices(self, kind: str) -> list[str]:
+        return self.names if kind == "GPU" else ["CPU:0"]
+
+    def set_visible_devices(self, devices: list[str], kind: str) -> None:
+        if self.in_use:
+            raise RuntimeError("Visible devices cannot be modified after being initialized")
+        self.visible = devices
+
+    def set_memory_growth(self, device: str, enable: bool) -> None:
+        if enable:
+            self.growing.append(device)
+
+
+@pytest.fixture
+def machine(monkeypatch: Any) -> Any:
+    def with_gpus(gpus: Gpus) -> Gpus:
+        monkeypatch.setattr(tf.config, "list_physical_devices", gpus.list_physical_devices)
+        monkeypatch.setattr(tf.config, "set_visible_devices", gpus.set_visible_devices)
+        monkeypatch.setattr(tf.config.experimental, "set_memory_growth", gpus.set_memory_growth)
+        return gpus
+
+    return with_gpus
+
+
+def session(local_rank: int, local_size: int, visible_gpus: str | None = None) -> Any:
+    world = SimpleNamespace(rank=local_rank, local_rank=local_rank, local_size=local_size)
+    return SimpleNamespace(world=world, settings=SimpleNamespace(visible_gpus=visible_gpus))
+
+
+def test_a_rank_is_left_with_its_own_gpu_whose_memory_grows(machine: Any) -> None:
+    gpus = machine(Gpus(4))
+    claim_gpu(session(2, 4))
+    assert gpus.visible == ["GPU:2"]
+    assert gpus.growing == ["GPU:2"]
+
+
+def test_a_limit_of_memory_that_the_user_has_set_stays(machine: Any, monkeypatch: Any) -> None:
+    gpus = machine(Gpus(4))
+
+    def refuse(device: str, enable: bool) -> None:
+        raise ValueError("Cannot set memory growth on device when virtual devices configured")
+
+    monkeypatch.setattr(tf.config.experimental, "set_memory_growth", refuse)
+    claim_gpu(session(2, 4))
+    assert gpus.visible == ["GPU:2"]
+
+
+def test_without_a_gpu_nothing_is_set(machine: Any) -> None:
+    gpus = machine(Gpus(0))
+    claim_gpu(session(1, 2))
+    assert gpus.visible is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "visible", "listed", "said"),
+    [(0, None, 2, 1), (0, "1", 2, 1), (0, "", 2, 0), (0, None, 0, 0), (1, None, 2, 0)],
+)
+def test_gpus_that_tensorflow_does_not_see_are_said_once(
+    machine: Any, monkeypatch: Any, caplog: Any, rank: int, visible: str | None, listed: int, said: int
+) -> None:
+    """By rank 0; not where CUDA_VISIBLE_DEVICES hides them."""
+    machine(Gpus(0))
+    gpus = [Gpu(f"GPU-{i}", "Test GPU") for i in range(listed)]
+    monkeypatch.setattr("hvpipe.keras.gpu.list_gpus", lambda: gpus)
+    claim_gpu(session(rank, 2, visible))
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(lines) == said
+    assert all("TensorFlow sees none: it trains on the processor" in line for line in lines)
+
+
+def test_more_ranks_than_gpus_is_an_error(machine: Any) -> None:
+    machine(Gpus(2))
+    with pytest.raises(HvpipeError, match="3 ranks on this host, 2 GPUs"):
+        claim_gpu(session(0, 3))
+
+
+def test_gpus_that_are_in_use_already_are_an_error_among_several_ranks(machine: Any) -> None:
+    machine(Gpus(2, in_use=True))
+    claim_gpu(session(0, 1))
+    with pytest.raises(HvpipeError, match=r"hvpipe.init\(\) should come before"):
+        claim_gpu(session(0, 2))
+
+
+class Engine:
+    """An engine built with or without the GPU library; it counts how often the GPU is opened."""
+
+    def __init__(self, built: bool) -> None:
+        self.core = object()
+        self.built, self.opened = built, 0
+        self.others = True  # could open theirs
+        self.on_device: bool | None = None
+
+    @property
+    def serves_gpus(self) -> bool:
+        return self.built
+
+    def agree(self, what: str, mine: float) -> list[float]:
+        return [mine, float(self.others)]
+
+    def use_device_if_built(self, ordinal: int) -> bool:
+        self.ordinal = ordinal
+        self.opened += self.built
+        return self.built
+
+    def add_plan(self, name: str, plan: Any, on_device: bool) -> int:
+        self.on_device = on_device
+        self.removed: list[int] = []
+        return 7
+
+    def remove_plan(self, plan: int) -> None:
+        self.removed.append(plan)
+
+
+def sees(monkeypatch: Any, gpus: list[str]) -> None:
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: gpus if kind == "GPU" else ["CPU:0"])
+    monkeypatch.setattr(tf.config, "list_physical_devices", lambda _: [f"GPU:{i}" for i in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "built", "on_gpu"), [([], True, False), (["GPU:0"], True, True), (["GPU:0"], False, False)]
+)
+def test_gradients_are_reduced_where_they_can_be(
+    monkeypatch: Any, gpus: list[str], built: bool, on_gpu: bool
+) -> None:
+    sees(monkeypatch, gpus)
+    engine = Engine(built)
+    assert reduces_on_gpu(SimpleNamespace(engine=engine)) is on_gpu
+    assert engine.opened == on_gpu
+
+
+def test_the_gpu_is_the_one_that_tensorflow_uses(monkeypatch: Any) -> None:
+    """Also where the user chose it before hvpipe.init()."""
+    sees(monkeypatch, ["GPU:2"])
+    engine = Engine(built=True)
+    reduces_on_gpu(SimpleNamespace(engine=engine))
+    assert engine.ordinal == 2
+
+
+@pytest.mark.parametrize(("built", "place"), [(True, "GPU"), (False, "CPU")])
+def test_the_ops_of_a_plan_are_asked_for_where_its_memory_is(
+    monkeypatch: Any, built: bool, place: str
+) -> None:
+    """On a machine with a GPU, whatever hvpipe was built with; nothing of this graph is run."""
+    sees(monkeypatch, ["GPU:0"])
+    engine = Engine(built)
+    session = SimpleNamespace(engine=engine, settings=Settings(bucket_bytes=1000), announcements=0)
+    reducer = Reducer(session, "gradients", [tf.Variable([1.0, 2.0], name="weight")], None, None)
+
+    def step() -> Any:
+        gradients = [tf.constant([3.0, 4.0])]
+        return reducer.collect_all(reducer.submit(reducer.announce(tf.constant(1.0)), gradients))
+
+    graph = tf.function(step).get_concrete_function().graph
+    placed = {op.type: op.device for op in graph.get_operations() if op.type.startswith("Hvpipe")}
+    assert engine.on_device is built
+    assert placed["HvpipeSubmit"].endswith(f"{place}:0")
+    assert placed["HvpipeCollect"].endswith(f"{place}:0")
+
+
+@pytest.mark.parametrize(("built", "row"), [(True, 0), (False, 64)])
+def test_tables_on_a_gpu_travel_whole(monkeypatch: Any, built: bool, row: int) -> None:
+    sees(monkeypatch, ["GPU:0"])
+    session = SimpleNamespace(engine=Engine(built), settings=Settings(), announcements=0)
+    table = keras.Variable(np.zeros((5000, 64), np.float32))
+    reducer = Reducer(session, "gradients", [table], None, None, tables={identity(table)})
+    assert [bucket.row for bucket in reducer.plan.buckets] == [row]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "built", "others", "device"),
+    [
+        (["GPU:0"], True, True, "GPU:0"),
+        (["GPU:0"], True, False, None),
+        (["GPU:0"], False, True, None),
+        ([], True, True, None),
+    ],
+)
+def test_tensors_of_pipelines_stay_on_gpus_where_all_ranks_have_one(
+    monkeypatch: Any, gpus: list[str], built: bool, others: bool, device: str | None
+) -> None:
+    """Also where only some could open theirs: whoever did would wait for the others in vain."""
+    sees(monkeypatch, gpus)
+    engine = Engine(built)
+    engine.others = others
+    assert device_of_messages(SimpleNamespace(engine=engine)) == device
+    assert engine.opened == (device is not None)
+
+
+@pytest.mark.parametrize("overlap", ["backward", "step", "stale"])
+def test_numbers_of_hvpipes_own_stay_on_the_host(monkeypatch: Any, overlap: str) -> None:
+    """A look at one on a GPU waits for all that was enqueued there. Nothing of this graph is run."""
+    sees(monkeypatch, ["GPU:0"])
+    made: dict[str, str] = {}
+    make = tf.Variable
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        made[kwargs["name"]] = context.context().device_name or ""
+        return make(*args, **kwargs)
+
+    weights = [keras.Variable([1.0, 2.0]), keras.Variable([[3.0] * 4] * 4)]
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build(weights)
+    settings = Settings(bucket_bytes=16)
+    session = SimpleNamespace(engine=Engine(built=True), settings=settings, announcements=0)
+    monkeypatch.setattr(tf, "Variable", note)
+    overlapped = OverlappedOptimizer(session, optimizer, weights, overlap, None, None)
+    with on_the_host():
+        counter = SampleCounter()
+    monkeypatch.setattr(tf, "Variable", make)
+
+    def step() -> None:
+        counter.is_new()
+        batch = tf.ones([8, 2])
+        overlapped.begin(counter.add(batch), batch)
+        overlapped.apply([tf.ones([2]), tf.ones([4, 4])], weights)
+
+    graph = tf.function(step, autograph=False).get_concrete_function().graph
+    for name in ("hvpipe_step", "hvpipe_token", "hvpipe_samples"):
+        assert made[name].endswith("CPU:0"), name
+    placed = {(op.type, op.device.rpartition("device:")[2]) for op in graph.get_operations()}
+    asked = {"HvpipeBeginStep", "Greater", "Equal", "AddN"}
+    on_host = {kind for kind, device in placed if kind in asked and device == "CPU:0"}
+    assert on_host == asked - ({"AddN"} if overlap == "backward" else set())
+    assert not {kind for kind, device in placed if kind in asked and device != "CPU:0"}
+
+
+@pytest.mark.parametrize(("size", "place"), [(1, ""), (2, "CPU:0")])
+def test_a_rank_alone_counts_where_its_model_is(monkeypatch: Any, size: int, place: str) -> None:
+    """Keras lets XLA compile its steps on a GPU, and XLA reaches no variable on another device."""
+    made: list[str] = []
+    make = tf.Variable
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["name"] == "hvpipe_samples":
+            made.append((context.context().device_name or "").rpartition("device:")[2])
+        return make(*args, **kwargs)
+
+    monkeypatch.setattr(tf, "Variable", note)
+    session: Any = SimpleNamespace(world=SimpleNamespace(size=size), sample_counters=[])
+    TrainSteps(session, None, InstanceMethods(None), "step", lambda: None)
+    assert made == [place, place]
+
+
+def test_a_plan_is_removed_when_it_is_ended_or_forgotten(monkeypatch: Any) -> None:
+    sees(monkeypatch, [])
+    engine = Engine(built=True)
+    session = SimpleNamespace(engine=engine, settings=Settings(bucket_bytes=1000), announcements=0)
+    reducer = Reducer(session, "gradients", [tf.Variable([1.0])], None, None)
+    reducer.end()
+    reducer.end()
+    assert engine.removed == [7]
+    del reducer
+    reducer = Reducer(session, "gradients", [tf.Variable([1.0])], None, None)
+    assert engine.removed == []
+    del reducer
+    gc.collect()
+    assert engine.removed == [7]

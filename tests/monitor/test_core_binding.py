@@ -1,0 +1,72 @@
+"""Ranks whose launcher left them few cores: who is told, and who is not."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+
+from hvpipe import log
+from hvpipe.comm.discover import Launch
+from hvpipe.comm.world import SingleWorld
+from hvpipe.monitor import core_binding as placement
+from hvpipe.monitor.core_binding import mostly_idle, tell_placement
+
+MPIRUN, SRUN, NOBODY = (Launch(name, 0, 2, 0, 2) for name in ("mpirun", "srun", "none"))
+
+
+class TwoRanks(SingleWorld):
+    """Rank 0 of two on one host."""
+
+    size = 2
+    local_size = 2
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "there", "idle"),
+    [
+        pytest.param(1, 2, 16, True, id="Open MPI's two ranks"),
+        pytest.param(1, 2, 4, True, id="half of them"),
+        pytest.param(1, 2, 2, False, id="a core each, and no more"),
+        pytest.param(5, 3, 16, False, id="equal shares with a rest"),
+        pytest.param(16, 2, 16, False, id="not bound"),
+        pytest.param(32, 4, 64, False, id="a socket each"),
+    ],
+)
+def test_cores_that_a_binding_leaves_idle(cores: int, ranks: int, there: int, idle: bool) -> None:
+    assert mostly_idle(cores, ranks, there) is idle
+
+
+@pytest.mark.parametrize(
+    ("launch", "bound", "warned"),
+    [(MPIRUN, 1, True), (MPIRUN, 16, False), (SRUN, 1, False), (NOBODY, 1, False)],
+)
+def test_who_is_warned(
+    launch: Launch,
+    bound: int,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cores = {0: bound, os.getppid(): 16}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores[process])))
+    with caplog.at_level(logging.WARNING, log.logger.name):
+        tell_placement(TwoRanks(), launch)
+    assert ("bound each rank to 1 of the 16 cores" in caplog.text) is warned
+    assert ("--bind-to none" in caplog.text) is warned
+
+
+def test_a_system_without_affinities(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert placement.usable_cores() == os.cpu_count()
+
+
+@pytest.mark.parametrize(
+    ("allowed", "cores"), [(None, 64), (4.0, 4), (1.5, 1), (0.2, 1), (100.0, 64)], ids=str
+)
+def test_a_containers_cpu_limit(allowed: float | None, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `docker run --cpus=4` the ranks started a thread for each of the machine's cores."""
+    monkeypatch.setattr(placement, "usable_cores", lambda: 64)
+    monkeypatch.setattr(placement, "cores_allowed", lambda: allowed)
+    assert placement.affordable_cores() == cores

@@ -1,0 +1,93 @@
+"""Limits of memory and processor time: control groups of both versions, ulimit, the share of each rank."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+from hvpipe.monitor.process_limits import cgroup_cores, cgroup_limit_bytes, taken_bytes, usable_bytes
+
+UNLIMITED = "9223372036854771712"  # what version 1 says where nothing is set
+
+
+def write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
+def test_the_smallest_limit_on_the_way_up_counts_in_version_2(tmp_path: Path) -> None:
+    write(tmp_path / "job/memory.max", "4000")
+    write(tmp_path / "job/step/memory.max", "max")
+    write(tmp_path / "job/step/task/memory.max", "5000")
+    write(tmp_path / "other/memory.max", "1")
+    assert cgroup_limit_bytes("0::/job/step/task\n", tmp_path) == 4000
+    assert cgroup_limit_bytes("0::/job/step\n", tmp_path) == 4000
+    assert cgroup_limit_bytes("0::/\n", tmp_path) is None
+
+
+def test_version_1_has_a_folder_for_each_controller(tmp_path: Path) -> None:
+    write(tmp_path / "memory/job/memory.limit_in_bytes", "7000")
+    write(tmp_path / "memory/memory.limit_in_bytes", UNLIMITED)
+    write(tmp_path / "cpu/memory.limit_in_bytes", "1")
+    groups = "9:name=systemd:/job\n4:memory:/job\n1:cpu:/job\n0::/\n"
+    assert cgroup_limit_bytes(groups, tmp_path) == 7000
+
+
+def test_inside_a_container_the_path_may_not_be_there(tmp_path: Path) -> None:
+    write(tmp_path / "memory.max", "123")
+    assert cgroup_limit_bytes("0::/docker/0f63\n", tmp_path) == 123
+    assert cgroup_limit_bytes("", tmp_path) is None
+
+
+def test_the_smallest_cpu_limit_on_the_way_up_counts_in_version_2(tmp_path: Path) -> None:
+    write(tmp_path / "job/cpu.max", "400000 100000")
+    write(tmp_path / "job/step/cpu.max", "max 100000")
+    write(tmp_path / "job/step/task/cpu.max", "50000 20000")
+    write(tmp_path / "other/cpu.max", "1000 100000")
+    assert cgroup_cores("0::/job/step/task\n", tmp_path) == 2.5
+    assert cgroup_cores("0::/job/step\n", tmp_path) == 4.0
+    assert cgroup_cores("0::/\n", tmp_path) is None
+
+
+def test_cpu_limits_of_version_1(tmp_path: Path) -> None:
+    write(tmp_path / "cpu/docker/0f63/cpu.cfs_quota_us", "150000")
+    write(tmp_path / "cpu/docker/0f63/cpu.cfs_period_us", "100000")
+    write(tmp_path / "cpu/cpu.cfs_quota_us", "-1")
+    write(tmp_path / "cpu/cpu.cfs_period_us", "100000")
+    groups = "4:cpu,cpuacct:/docker/0f63\n3:memory:/docker/0f63\n0::/\n"
+    assert cgroup_cores(groups, tmp_path) == 1.5
+    assert cgroup_cores("4:cpu,cpuacct:/\n", tmp_path) is None
+    write(tmp_path / "cpu/cpu.cfs_quota_us", "400000")  # as a container sees its own
+    assert cgroup_cores("4:cpu,cpuacct:/docker/beef\n", tmp_path) == 4.0
+
+
+def test_figures_of_a_process() -> None:
+    status = "Name:\tpython\nVmSize:\t  3892 kB\nVmRSS:\t    10 kB\nThreads:\t1\n"
+    assert taken_bytes(status) == {"VmSize": 3892 * 1024, "VmRSS": 10240}
+
+
+def test_ranks_of_a_host_share_it() -> None:
+    """What is taken already (some 100 MB here, give or take) is the same in both."""
+    one, two = usable_bytes(1), usable_bytes(2)
+    assert 0 < two < one
+    assert abs(one - 2 * two - taken_bytes(Path("/proc/self/status").read_text())["VmRSS"]) < 1e7
+
+
+def test_ulimit_is_each_processs_own() -> None:
+    limit = 3 << 30
+    code = (
+        "from hvpipe.monitor.process_limits import usable_bytes; print(usable_bytes(1), usable_bytes(1000))"
+    )
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )
+    alone, crowded = map(int, told.stdout.split())
+    assert limit / 2 < alone < limit
+    assert crowded < 1e8

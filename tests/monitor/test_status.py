@@ -1,0 +1,156 @@
+"""What ranks tell about themselves while they run: files, datagrams, and the report that makes both."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hvpipe.comm.discover import Settings
+from hvpipe.comm.world import SingleWorld
+from hvpipe.monitor import status_datagrams as live_mail
+from hvpipe.monitor import status_files as live
+from hvpipe.monitor.status_datagrams import Mailbox, Receiver, Sender, near_addresses
+from hvpipe.monitor.status_files import JOB_PREFIX, LiveFolder, RankNow, read_jobs
+from hvpipe.monitor.status_reporter import Progress, open_live_report
+from hvpipe.trace.sample import GpuReading, Sample
+
+NOW = RankNow("a-1", "train.py", 0, 2, "a", at_s=1000.0, began_s=900.0, steps=7, step_s=0.5)
+
+
+def test_files_are_read_as_written(tmp_path: Path) -> None:
+    folders = [LiveFolder(str(tmp_path), "a-1", rank) for rank in (0, 1)]
+    for rank, folder in enumerate(folders):
+        folder.write(replace(NOW, rank=rank))
+    (job,) = read_jobs(tmp_path, now_s=1001.0)
+    assert (job.name, job.ranks) == ("a-1", (NOW, replace(NOW, rank=1)))
+    assert read_jobs(tmp_path, now_s=1000.0 + live.GONE_S) == []
+    folders[0].close(with_others=True)
+    folders[1].close(with_others=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_hosts_ranks_are_in_one_file_and_the_newest_word_counts(tmp_path: Path) -> None:
+    folder = LiveFolder(str(tmp_path), "a-1", 0)
+    folder.write(NOW)
+    far = replace(NOW, rank=1, host="b", at_s=1002.0)
+    folder.write_others([replace(NOW, at_s=999.0, steps=1), far])
+    (job,) = read_jobs(tmp_path, now_s=1003.0)
+    assert job.ranks == (NOW, far)
+    folder.close(with_others=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_newest_job_is_first(tmp_path: Path) -> None:
+    for name, began_s in (("old", 1.0), ("new", 2.0)):
+        LiveFolder(str(tmp_path), name, 0).write(replace(NOW, job=name, began_s=began_s))
+    assert [job.name for job in read_jobs(tmp_path, now_s=1000.0)] == ["new", "old"]
+    assert read_jobs(tmp_path / "absent") == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", "null", json.dumps({**NOW.to_json(), "rank": "0"}), json.dumps({"rank": 0}), '{"x": 1}'],
+)
+def test_what_no_rank_wrote_is_passed_over(text: str, tmp_path: Path) -> None:
+    LiveFolder(str(tmp_path), "a-1", 0).write(NOW)
+    (tmp_path / f"{JOB_PREFIX}a-1" / "rank-1.json").write_text(text)
+    (job,) = read_jobs(tmp_path, now_s=1000.0)
+    assert job.ranks == (NOW,)
+
+
+def test_what_a_killed_job_left_is_taken_away_and_nothing_else(tmp_path: Path) -> None:
+    LiveFolder(str(tmp_path), "killed", 0).write(NOW)
+    old = [tmp_path / f"{JOB_PREFIX}killed" / "rank-0.json", tmp_path / "photos" / "rank-0.json"]
+    old[1].parent.mkdir()
+    old[1].write_text("mine")
+    for path in old:
+        os.utime(path, (1.0, 1.0))
+    LiveFolder(str(tmp_path), "next", 0).write(NOW)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{JOB_PREFIX}next", "photos"]
+    assert old[1].read_text() == "mine"
+
+
+def test_somebody_elses_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "live_root", lambda _: tmp_path)
+    monkeypatch.setattr(live.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(PermissionError):
+        LiveFolder(None, "a-1", 0)
+
+
+def collected(receiver: Receiver, count: int) -> list[RankNow]:
+    deadline_s = time.monotonic() + 30
+    while len(found := receiver.collect()) < count:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    return found
+
+
+def test_datagrams_reach_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_mail, "interface_addresses", lambda: [("127.0.0.1", "255.0.0.0")])
+    receiver = Receiver()
+    stranger = Sender(replace(receiver.mailbox, token="guessed"))
+    stranger.send(replace(NOW, rank=5))
+    sender = Sender(receiver.mailbox)
+    for rank, steps in ((1, 8), (2, 8), (1, 9)):
+        sender.send(replace(NOW, rank=rank, steps=steps))
+    heard = {one.rank: one for one in collected(receiver, 2)}
+    assert {rank: one.steps for rank, one in heard.items()} == {1: 9, 2: 8}
+    assert all(abs(one.at_s - time.time()) < 60 for one in heard.values())  # by this host's clock
+    for end in (stranger, sender, receiver):
+        end.close()
+
+
+def test_nobody_listens() -> None:
+    sender = Sender(Mailbox((("127.0.0.1", "255.0.0.0"),), 9, "token"))
+    for _ in range(3):
+        sender.send(NOW)
+    sender.close()
+
+
+def test_the_way_goes_through_a_network_that_both_are_in() -> None:
+    theirs = [("192.168.1.5", "255.255.255.0"), ("10.1.2.3", "255.255.0.0")]
+    assert near_addresses(theirs, [("10.1.9.9", "255.255.0.0")]) == ["10.1.2.3"]
+    assert near_addresses(theirs, [("172.16.0.1", "255.255.0.0")]) == ["192.168.1.5", "10.1.2.3"]
+
+
+def sample(time_s: float, cores: float = 0.9) -> Sample:
+    return Sample(time_s, cores, 0.5, 1_000, GpuReading(share=0.8, memory_bytes=5, power_w=300.0))
+
+
+def test_a_report_is_written_twice_a_second(tmp_path: Path) -> None:
+    done = [Progress(3, (0.4, 0.2, 0.3), 96.0, 1_000.0), Progress(5, (0.2,), 160.0, 3_000.0)]
+    report = open_live_report(SingleWorld(), Settings(live=True, live_folder=str(tmp_path)), lambda: done[0])
+    assert report is not None
+    report.publish(sample(10.0))
+    (job,) = read_jobs(tmp_path)
+    (first,) = job.ranks
+    assert (first.steps, first.step_s, first.images_per_s, first.gpu_power_w) == (3, 0.3, None, 300.0)
+    del done[0]
+    report.publish(sample(10.4, cores=0.0))
+    assert read_jobs(tmp_path)[0].ranks == (first,)  # too soon
+    report.publish(sample(12.0))
+    (second,) = read_jobs(tmp_path)[0].ranks
+    assert (second.steps, second.images_per_s, second.sent_bytes_per_s) == (5, 32.0, 1_000.0)
+    assert second.process_cores == 0.45  # the mean since the last word
+    report.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_does_not_ask_reports_nothing(tmp_path: Path) -> None:
+    settings = Settings(live=False, live_folder=str(tmp_path))
+    assert open_live_report(SingleWorld(), settings, lambda: Progress(0, (), 0.0, 0.0)) is None
+
+
+def test_a_folder_that_cannot_be_written_disturbs_nobody(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    settings = Settings(live=True, live_folder=str(file))
+    report = open_live_report(SingleWorld(), settings, lambda: Progress(1, (1.0,), 1.0, 1.0))
+    assert report is not None
+    report.publish(sample(1.0))
+    report.close()

@@ -1,0 +1,325 @@
+"""What goes wrong between ranks with device arrays: who is told, how soon, what is left (tests/native)."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hvpipe
+from devices import WAYS, Libraries, OnDevice, needs_others, open_engine
+from hvpipe.errors import DeadlineError, HvpipeError, MismatchError, PeerError
+from hvpipe.plan.buckets import Gradient, plan_buckets
+from hvpipe.session import current
+
+
+def test_an_nccl_of_another_version_on_one_rank_is_refused(libraries: Libraries) -> None:
+    needs_others()
+    odd = {"nccl_library": libraries.old_nccl} if hvpipe.rank() == 1 else {}
+    engine = open_engine(libraries, "NCCL", **odd)
+    with pytest.raises(HvpipeError, match=r"NCCL should serve all ranks.*different versions"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_nccl_that_does_not_start_on_one_rank_is_an_error_on_all(
+    libraries: Libraries, monkeypatch: Any
+) -> None:
+    needs_others()
+    first = hvpipe.rank() == 0
+    engine = open_engine(libraries, "NCCL")
+    if first:
+        monkeypatch.setenv("FAKE_NCCL", "id")
+    with pytest.raises(PeerError, match="ncclGetUniqueId: unhandled" if first else "did not start on rank 0"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_two_ranks_on_one_device_are_told_so(libraries: Libraries, monkeypatch: Any) -> None:
+    needs_others()
+    monkeypatch.setenv("FAKE_DEVICES", "1")
+    engine = open_engine(libraries, "NCCL", gpus_may_be_shared=False)
+    with pytest.raises(HvpipeError, match=r"a GPU of its own.*ranks \d and \d on .*test device 0"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_two_ranks_on_one_device_may_be_without_nccl(
+    libraries: Libraries, monkeypatch: Any, caplog: Any
+) -> None:
+    """Only NCCL wants a device for each rank; it is not asked for here, and not found, which is said."""
+    needs_others()
+    caplog.set_level(logging.INFO, "hvpipe")
+    monkeypatch.setenv("FAKE_DEVICES", "1")
+    monkeypatch.setattr("hvpipe.engine.find_nccl", lambda _: "libnccl-that-is-nowhere.so.2")
+    engine = open_engine(libraries, "NCCL", nccl_library="", gpus_may_be_shared=False)
+    assert "through the host: NCCL should load" in engine.use_device()
+    engine.agree("end of a case")
+    engine.stop()
+    assert levels_of_the_way(caplog) == ["WARNING" if engine.core.local_rank == 0 else "INFO"]
+
+
+def test_whoever_asked_for_the_host_is_not_warned_of_it(libraries: Libraries, caplog: Any) -> None:
+    needs_others()
+    caplog.set_level(logging.INFO, "hvpipe")
+    for way in ("host", "NCCL"):
+        engine = open_engine(libraries, way)
+        engine.use_device()
+        engine.agree("end of a case")
+        engine.stop()
+    assert levels_of_the_way(caplog) == ["INFO", "INFO"]
+
+
+def levels_of_the_way(caplog: Any) -> list[str]:
+    """At which levels it was logged how data on GPUs goes."""
+    return [record.levelname for record in caplog.records if "data on GPUs goes" in record.getMessage()]
+
+
+def test_parts_of_one_device_go_through_the_host(libraries: Libraries, monkeypatch: Any) -> None:
+    needs_others()
+    if current().settings.ranks_per_host:
+        pytest.skip("hosts that are made up have devices of one name")
+    monkeypatch.setenv("FAKE_DEVICE_PARTS", "1")
+    monkeypatch.setattr("hvpipe.engine.find_nccl", lambda named: named or libraries.nccl)
+    engine = open_engine(libraries, "NCCL", nccl_library="", gpus_may_be_shared=False)
+    assert engine.use_device().startswith("through the host: NCCL does not join parts of one GPU")
+    engine.stop()
+    engine = open_engine(libraries, "NCCL", gpus_may_be_shared=False)
+    with pytest.raises(HvpipeError, match=r"NCCL should serve all ranks.*parts of one GPU"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_more_ranks_than_devices_is_an_error(libraries: Libraries, monkeypatch: Any) -> None:
+    if hvpipe.local_size() < 3 or current().settings.ranks_per_host:
+        pytest.skip("needs three ranks on a host")
+    monkeypatch.setenv("FAKE_DEVICES", "2")
+    engine = open_engine(libraries, "NCCL")
+    with pytest.raises(HvpipeError, match=r"Received: \d ranks on this host, 2 GPUs visible"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_host_memory_on_one_rank_is_a_mismatch(libraries: Libraries) -> None:
+    needs_others()
+    engine = open_engine(libraries, "host", timeout_s=4.0)
+    engine.use_device()
+    array = np.ones(10, np.float32)
+    if hvpipe.rank() == 0:
+        with pytest.raises(MismatchError, match="on a device"):
+            engine.allreduce(array, out=array)
+    else:
+        # Where the ranks of a host meet in shared memory, the first to notice takes the others' record.
+        on_device = OnDevice(array)
+        with pytest.raises((MismatchError, DeadlineError)):
+            engine.allreduce(on_device, out=on_device)
+    engine.stop()
+
+
+@pytest.mark.parametrize(
+    ("variable", "how", "kind", "says"),
+    [
+        ("FAKE_NCCL", "async", PeerError, "remote process exited"),
+        ("FAKE_NCCL", "hang", DeadlineError, "NCCL to start it"),
+        ("FAKE_DEVICE_HANGS", "1", DeadlineError, "test device . to finish.*NCCL waits for all . ranks"),
+    ],
+)
+def test_what_fails_in_the_background_ends_the_engine(
+    libraries: Libraries, monkeypatch: Any, variable: str, how: str, kind: type[Exception], says: str
+) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL", timeout_s=4.0)
+    engine.use_device()
+    monkeypatch.setenv(variable, how)
+    array = OnDevice(np.ones(10, np.float32))
+    with pytest.raises(kind, match=says):
+        engine.allreduce(array, out=array)
+    monkeypatch.delenv(variable)
+    with pytest.raises(kind, match=says):  # and nothing goes on after that
+        engine.allreduce(array, out=array)
+    engine.stop()
+
+
+def test_an_abort_that_hangs_keeps_nobody_from_the_error(libraries: Libraries, monkeypatch: Any) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL", timeout_s=4.0)
+    engine.use_device()
+    monkeypatch.setenv("FAKE_NCCL_ABORT", "hang")
+    monkeypatch.setenv("FAKE_NCCL", "async")
+    array = OnDevice(np.ones(10, np.float32))
+    start = time.monotonic()
+    with pytest.raises(PeerError, match="remote process exited"):
+        engine.allreduce(array, out=array)
+    engine.stop()
+    engine.core = None
+    assert time.monotonic() - start < 30  # the abort takes 60
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_others_do_not_fail_where_one_rank_leaves_late(libraries: Libraries, way: str) -> None:
+    """As rank 0 does that writes a long trace: NCCL and MPI wait for it, but not for ever."""
+    needs_others()
+    engine = open_engine(libraries, way, timeout_s=2.0)
+    engine.use_device()
+    if hvpipe.rank() == 0:
+        time.sleep(5)
+    engine.stop()
+
+
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_bucket_that_nccl_does_not_end_ends_the_engine(
+    libraries: Libraries, monkeypatch: Any, way: str
+) -> None:
+    needs_others()
+    engine = open_engine(libraries, way, timeout_s=2.0)
+    if "by NCCL" not in engine.use_device():
+        pytest.skip("hosts with different numbers of ranks")
+    plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
+    engine.core.begin_step(plan_id, 0, 1.0, True)
+    monkeypatch.setenv("FAKE_NCCL", "hang")
+    array = OnDevice(np.ones(3, np.float32))
+    engine.submit_on_device(plan_id, 0, [array], 1.0)
+    with pytest.raises(DeadlineError, match="NCCL to start it"):
+        engine.collect_on_device(plan_id, 0, [array])
+    engine.stop()
+
+
+def test_gradients_that_do_not_fit_are_said_with_their_bytes(libraries: Libraries, monkeypatch: Any) -> None:
+    engine = open_engine(libraries, "host")
+    engine.use_device()
+    layers = [Gradient("a", (1_000_000,), "float32"), Gradient("b", (500_000,), "float32")]
+    plan = plan_buckets(layers, 1_000_000)
+    monkeypatch.setenv("FAKE_DEVICE_FREE", "5000000")
+    with pytest.raises(
+        HvpipeError,
+        match=r"the gradients' 2 buckets: wanted 6 MB, free are 5 MB of 2000 MB\. Leave.*compression",
+    ):
+        engine.add_plan("a", plan, on_device=True)
+    monkeypatch.setenv("FAKE_DEVICE_FREE", "6000000")
+    monkeypatch.setenv("FAKE_DEVICE_FULL", "1")  # of pieces that are too small
+    with pytest.raises(
+        HvpipeError,
+        match=r"a bucket of gradients: wanted 2 MB, free are 6 MB of 2000 MB, but not in one piece: "
+        r"HVPIPE_BUCKET_BYTES=1000\d{3} may fit",
+    ):
+        engine.add_plan("a", plan, on_device=True)
+    engine.stop()
+
+
+def test_memory_that_nccl_does_not_have_is_said_with_its_bytes(
+    libraries: Libraries, monkeypatch: Any
+) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL")
+    engine.use_device()
+    plan = plan_buckets([Gradient("a", (1_000_000,), "float32")], 1_000_000)
+    monkeypatch.setenv("FAKE_DEVICE_FREE", "1000000000")  # the library lowers it
+    monkeypatch.setenv("FAKE_NCCL", "memory-full")
+    with pytest.raises(HvpipeError, match=r"a bucket of gradients: wanted 4 MB, free are 3 MB of 2000 MB"):
+        engine.add_plan("a", plan, on_device=True)
+    monkeypatch.setenv("FAKE_DEVICE_FREE", "1000000000")
+    monkeypatch.setenv("FAKE_NCCL", "memory")
+    with pytest.raises(PeerError, match="ncclMemAlloc: unhandled cuda error"):
+        engine.add_plan("a", plan, on_device=True)
+    monkeypatch.delenv("FAKE_NCCL")
+    engine.agree("end of a case")
+    engine.stop()
+
+
+def test_arrays_of_another_device_are_refused(libraries: Libraries, monkeypatch: Any) -> None:
+    """Before anything is enqueued there: on a GPU that would end all work of the process."""
+    engine = open_engine(libraries, "host")
+    engine.use_device()
+    array = OnDevice(np.ones(3, np.float32))
+    plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
+    engine.core.begin_step(plan_id, 0, 1.0, True)
+    monkeypatch.setenv("FAKE_DEVICE_FAILS", "1")  # whatever is launched
+    monkeypatch.setenv("FAKE_DEVICE_ELSEWHERE", "1")
+    for call in (
+        lambda: engine.allreduce(array, out=array),
+        lambda: engine.broadcast(array),
+        lambda: engine.submit_on_device(plan_id, 0, [array], 1.0),
+    ):
+        with pytest.raises(HvpipeError, match="should lie on this test device"):
+            call()
+    engine.stop()
+
+
+def test_a_bucket_that_cannot_be_packed_ends_the_engine(libraries: Libraries, monkeypatch: Any) -> None:
+    device = ctypes.CDLL(libraries.device)
+    held = device.things_held()
+    engine = open_engine(libraries, "host")
+    engine.use_device()
+    plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
+    engine.core.begin_step(plan_id, 0, 1.0, True)
+    monkeypatch.setenv("FAKE_DEVICE_FAILS", "1")
+    array = OnDevice(np.ones(3, np.float32))
+    for call in (
+        lambda: engine.submit_on_device(plan_id, 0, [array], 1.0),
+        lambda: engine.collect_on_device(plan_id, 0, [array]),
+    ):
+        with pytest.raises(PeerError, match="a launch failed"):
+            call()
+    engine.stop()
+    engine.core = None
+    assert device.things_held() > held  # what messages may still name is not given back
+
+
+def test_nccl_that_does_not_leave_is_an_error_of_stop(libraries: Libraries, monkeypatch: Any) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL")
+    engine.use_device()
+    monkeypatch.setenv("FAKE_NCCL", "finalize")
+    with pytest.raises(PeerError, match="ncclCommFinalize: remote process exited"):
+        engine.stop()
+    engine.core = None  # its end raises nothing
+
+
+def test_ranks_that_differ_on_where_nccl_goes_are_told_so(libraries: Libraries) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL", nccl_span="host" if hvpipe.rank() == 1 else "world")
+    with pytest.raises(HvpipeError, match=r"NCCL should serve all ranks.*another HVPIPE_NCCL_SPAN"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_without_the_library_it_is_said_how_to_get_it(libraries: Libraries) -> None:
+    engine = open_engine(libraries, "host", device_library="libnowhere.so")
+    array = OnDevice(np.ones(3, np.float32))
+    with pytest.raises(HvpipeError, match="built where CUDA's compiler is"):
+        engine.allreduce(array, out=array)
+    engine.stop()
+
+
+def test_hvpipes_own_library_says_that_there_is_no_driver(libraries: Libraries) -> None:
+    from hvpipe.comm.engine import native_directory
+
+    own = native_directory() / "libhvpipe_cuda.so"
+    if not own.exists():
+        pytest.skip("hvpipe was built without nvcc")
+    if os.path.exists("/dev/nvidiactl"):
+        pytest.skip("there is a GPU")
+    engine = open_engine(libraries, "host", device_library=str(own))
+    with pytest.raises(HvpipeError, match=r"A CUDA device should be usable.*Received: (no|a) driver"):
+        engine.use_device()
+    engine.stop()
+
+
+def test_a_build_without_nvcc_goes_through_host_memory_and_says_so_once(
+    libraries: Libraries, monkeypatch: Any, caplog: Any, tmp_path: Any
+) -> None:
+    monkeypatch.setattr("hvpipe.engine._cuda_library", lambda: tmp_path / "libhvpipe_cuda.so")
+    engine = open_engine(libraries, "host", device_library="")
+    assert not engine.use_device_if_built(0)
+    assert not engine.use_device_if_built(0)
+    said = [
+        record.getMessage() for record in caplog.records if "without its GPU library" in record.getMessage()
+    ]
+    assert len(said) == (engine.core.local_rank == 0)
+    assert all("nvcc on PATH" in line and "pip install" in line for line in said)
+    engine.stop()

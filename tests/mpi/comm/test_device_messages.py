@@ -1,0 +1,249 @@
+"""Device arrays from one rank to another, on a device and an NCCL made for tests (tests/native)."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import hvpipe
+from arrays import DTYPES
+from devices import WAYS, Libraries, OnDevice, needs_others, open_engine, values_of
+from hvpipe.comm.engine import Engine
+from hvpipe.errors import DeadlineError, HvpipeError, MismatchError, PeerError
+
+COUNTS = (0, 1, 5, 4097, 100_000)
+
+
+@pytest.fixture(params=WAYS, scope="module")
+def engine(request: Any, libraries: Libraries) -> Iterator[Engine]:
+    needs_others()
+    opened = open_engine(libraries, request.param)
+    opened.use_device()
+    yield opened
+    opened.agree("end of the cases")
+    opened.stop()
+
+
+def empty(count: int, dtype: str = "float32") -> OnDevice:
+    return OnDevice(np.full(count, np.nan).astype(DTYPES[dtype]))
+
+
+def sent_by(rank: int, tag: int) -> Any:
+    """What `rank` sends with a tag: a count and numbers of their own."""
+    return values_of(100 * rank + tag, COUNTS[(rank + tag) % len(COUNTS)], "float32")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_arrays_go_around_the_ring(engine: Engine, dtype: str) -> None:
+    rank, size = hvpipe.rank(), hvpipe.size()
+    before = (rank - 1) % size
+    for count in COUNTS:
+        out = empty(count, dtype)
+        received = engine.receive_on_device(out, before, 0, "a message")
+        sent = engine.send(OnDevice(values_of(rank, count, dtype)), (rank + 1) % size, 0, "a message")
+        received.wait()
+        sent.wait()
+        np.testing.assert_array_equal(out.values, values_of(before, count, dtype))
+
+
+@pytest.mark.parametrize("first", ["sends", "receives"])
+def test_all_write_to_all_in_whatever_order(engine: Engine, first: str) -> None:
+    """Every rank sends to all others with many tags, and asks for them in an order of its own."""
+    rank, size, tags = hvpipe.rank(), hvpipe.size(), 12
+    pairs = [(other, tag) for other in range(size) if other != rank for tag in range(tags)]
+    order = np.random.default_rng(rank)
+    outs = {pair: empty(len(sent_by(*pair))) for pair in pairs}
+    requests = []
+
+    def send() -> None:
+        for other, tag in order.permutation(pairs).tolist():
+            requests.append(engine.send(OnDevice(sent_by(rank, tag)), other, tag, f"message {tag}"))
+
+    def receive() -> None:
+        for other, tag in order.permutation(pairs).tolist():
+            requests.append(engine.receive_on_device(outs[other, tag], other, tag, f"message {tag}"))
+
+    for work in (send, receive) if first == "sends" else (receive, send):
+        work()
+    for request in requests:
+        request.wait()
+    for pair, out in outs.items():
+        np.testing.assert_array_equal(out.values, sent_by(*pair))
+
+
+def test_messages_of_one_tag_keep_their_order(engine: Engine) -> None:
+    rank, size = hvpipe.rank(), hvpipe.size()
+    outs = [empty(9) for _ in range(5)]
+    requests = [engine.receive_on_device(out, (rank - 1) % size, 3, "a message") for out in outs]
+    for number in range(5):
+        array = OnDevice(np.full(9, number, np.float32))
+        requests.append(engine.send(array, (rank + 1) % size, 3, "a message"))
+    for request in requests:
+        request.wait()
+    assert [out.values[0] for out in outs] == [0, 1, 2, 3, 4]
+
+
+def test_what_is_asked_for_later_keeps_nothing_else_from_coming(engine: Engine) -> None:
+    """A message that nobody waits for yet lets the later ones of other tags pass it."""
+    rank, size = hvpipe.rank(), hvpipe.size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    sent = [engine.send(OnDevice(np.full(7, tag, np.float32)), after, tag, "a message") for tag in (0, 1)]
+    outs = [empty(7), empty(7)]
+    engine.receive_on_device(outs[1], before, 1, "a message").wait()
+    engine.receive_on_device(outs[0], before, 0, "a message").wait()
+    for request in sent:
+        request.wait()
+    assert [out.values[0] for out in outs] == [0, 1]
+
+
+def test_they_go_between_reduces(engine: Engine) -> None:
+    rank, size = hvpipe.rank(), hvpipe.size()
+    out = empty(5000)
+    received = engine.receive_on_device(out, (rank - 1) % size, 0, "a message")
+    total = OnDevice(np.ones(3000, np.float32))
+    engine.allreduce(total, op="sum", out=total)
+    sent = engine.send(OnDevice(values_of(rank, 5000, "float32")), (rank + 1) % size, 0, "a message")
+    engine.allreduce(total, op="average", out=total)
+    received.wait()
+    sent.wait()
+    np.testing.assert_array_equal(out.values, values_of((rank - 1) % size, 5000, "float32"))
+    np.testing.assert_array_equal(total.values, np.full(3000, size, np.float32))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_left_behind(libraries: Libraries, way: str) -> None:
+    needs_others()
+    device = ctypes.CDLL(libraries.device)
+    held = device.things_held()
+    engine = open_engine(libraries, way)
+    engine.use_device()
+    test_all_write_to_all_in_whatever_order(engine, "sends")
+    engine.agree("end of a case")
+    engine.stop()
+    engine.core = None
+    assert device.things_held() == held
+
+
+def test_a_message_of_another_size_is_a_mismatch(libraries: Libraries) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL", timeout_s=5.0)
+    engine.use_device()
+    request = None
+    if hvpipe.rank() == 0:
+        request = engine.send(OnDevice(np.ones(10, np.float32)), 1, 0, "a message")
+    elif hvpipe.rank() == 1:
+        request = engine.receive_on_device(empty(11), 0, 0, "a message")
+        with pytest.raises(MismatchError, match="rank 0 sends 40 bytes, rank 1 expects 44"):
+            request.wait()
+    if hvpipe.rank() == 0:
+        with pytest.raises((DeadlineError, PeerError)):
+            request.wait()
+    engine.stop()
+
+
+def test_one_that_nobody_receives_on_a_device_says_so(libraries: Libraries) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL", timeout_s=2.0)
+    engine.use_device()
+    if hvpipe.rank() == 0:
+        request = engine.send(OnDevice(np.ones(10, np.float32)), 1, 0, "activations")
+        with pytest.raises(DeadlineError, match="in activations for rank 1 to receive it into device"):
+            request.wait()
+    engine.stop()
+
+
+@pytest.mark.parametrize(("how", "says"), [("async", "remote process exited"), ("hang", "NCCL to start it")])
+def test_what_fails_on_its_way_ends_the_engine(
+    libraries: Libraries, monkeypatch: Any, how: str, says: str
+) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL", timeout_s=3.0)
+    engine.use_device()
+    rank, size = hvpipe.rank(), hvpipe.size()
+    monkeypatch.setenv("FAKE_NCCL", how)
+    received = engine.receive_on_device(empty(10), (rank - 1) % size, 0, "a message")
+    sent = engine.send(OnDevice(np.ones(10, np.float32)), (rank + 1) % size, 0, "a message")
+    told = []
+    for request in (received, sent):
+        with pytest.raises((PeerError, DeadlineError)) as caught:
+            request.wait()
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+    # Some ranks wait for one whose NCCL it was.
+    assert any(says in text for text in hvpipe.allgather_object(told[0]))
+    engine.stop()
+
+
+def test_a_late_rank_is_left_in_any_order(libraries: Libraries) -> None:
+    """Ranks that wrote to each other in a circle leave their communicators in different orders."""
+    needs_others()
+    engine = open_engine(libraries, "NCCL", timeout_s=5.0)
+    engine.use_device()
+    test_arrays_go_around_the_ring(engine, "float32")
+    start = time.monotonic()
+    engine.stop()
+    assert time.monotonic() - start < 5
+
+
+def test_they_want_the_engine_to_know_its_device(libraries: Libraries) -> None:
+    needs_others()
+    engine = open_engine(libraries, "NCCL")
+    for call in (
+        lambda: engine.send(empty(3), 1 - min(hvpipe.rank(), 1), 0, "a message"),
+        lambda: engine.receive_on_device(empty(3), 1 - min(hvpipe.rank(), 1), 0, "a message"),
+    ):
+        with pytest.raises(HvpipeError, match=r"told of its device first \(use_device\)"):
+            call()
+    engine.stop()
+
+
+def test_one_that_was_posted_ends_with_the_engine(libraries: Libraries) -> None:
+    """Its array will not come: whoever waits for it is told, as is whoever posts one later."""
+    needs_others()
+    other = 1 - min(hvpipe.rank(), 1)
+    for end, says in ((lambda engine: engine.core.fail("a reason"), "a reason"), (Engine.stop, "shut down")):
+        engine = open_engine(libraries, "NCCL")
+        engine.use_device()
+        engine.agree("both are here")
+        request = engine.post_send(other, 0, "a message")
+        end(engine)
+        with pytest.raises(HvpipeError, match=says):
+            request.wait()
+        with pytest.raises(HvpipeError, match=says):
+            engine.post_send(other, 0, "a message")
+        engine.stop()
+
+
+def test_memory_of_messages_serves_others_of_about_their_size(libraries: Libraries) -> None:
+    needs_others()
+    device = ctypes.CDLL(libraries.device)
+    engine = open_engine(libraries, "host")
+    engine.use_device()
+    rank, size = hvpipe.rank(), hvpipe.size()
+    made = device.host_memory_allocations()
+    for count in range(4000, 2000, -100):
+        received = engine.receive_on_device(empty(count), (rank - 1) % size, 0, "a message")
+        sent = engine.send(OnDevice(np.zeros(count, np.float32)), (rank + 1) % size, 0, "a message")
+        received.wait()
+        sent.wait()
+    assert device.host_memory_allocations() - made <= 4
+    engine.agree("end of a case")
+    engine.stop()
+
+
+def test_without_room_for_a_message_it_is_said_how_much(libraries: Libraries, monkeypatch: Any) -> None:
+    needs_others()
+    engine = open_engine(libraries, "host")
+    engine.use_device()
+    monkeypatch.setenv("FAKE_DEVICE_FULL", "1")
+    with pytest.raises(
+        HvpipeError, match=r"no room for a message between ranks: wanted 42 MB, .* more micro-batches"
+    ):
+        engine.post_receive(39_900_000, (hvpipe.rank() + 1) % hvpipe.size(), 0, "a message")
+    engine.agree("end of a case")
+    engine.stop()

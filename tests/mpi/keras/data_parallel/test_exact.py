@@ -1,0 +1,158 @@
+"""`backward` and `step` give the bits of `none`: weights, optimizer slots, moving averages, seeds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import pytest
+
+from training import (
+    CLASSES,
+    FEATURES,
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    compiled,
+    fit,
+    mlp,
+    my_batches,
+    parallel,
+    state_of,
+    table,
+)
+
+STEPS = 20
+optimizers = keras.optimizers
+
+
+@dataclass(frozen=True)
+class Case:
+    """One optimizer, on the same model unless it says another; `options` go to compile."""
+
+    optimizer: Callable[[], Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    steps: int = STEPS
+    build: Callable[[], keras.Model] = mlp
+
+
+def embedded() -> keras.Model:
+    """Gradients of rows alone: of a table that the signs of the inputs look up."""
+    inputs = keras.Input((FEATURES,))
+    rows = keras.layers.Embedding(2, 3)(keras.ops.cast(inputs > 0, "int32"))
+    return keras.Model(inputs, keras.layers.Dense(CLASSES)(keras.layers.Flatten()(rows)))
+
+
+class TiedEmbedding(keras.layers.Embedding):
+    """A table that is also a kernel, so that all of its rows have gradients, and one number beside it."""
+
+    def build(self, input_shape: Any = None) -> None:
+        super().build(input_shape)
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        found = keras.ops.mean(super().call(inputs), axis=1)
+        return keras.ops.matmul(self.scale * found, keras.ops.transpose(self.embeddings))
+
+    def compute_output_shape(self, input_shape: Any) -> Any:
+        return (input_shape[0], self.input_dim)
+
+
+def tied() -> keras.Model:
+    inputs = keras.Input((FEATURES,))
+    known = TiedEmbedding(4100, 64)(keras.ops.cast(keras.ops.abs(inputs) * 20.0, "int32"))
+    return keras.Model(inputs, keras.layers.Dense(CLASSES)(known))
+
+
+def decaying() -> Any:
+    return optimizers.schedules.ExponentialDecay(0.1, 3, 0.8)
+
+
+CASES = {
+    "momentum": Case(lambda: optimizers.SGD(0.1, momentum=0.9)),
+    "adam": Case(lambda: optimizers.Adam(0.01)),
+    "adamw_global_clipnorm": Case(lambda: optimizers.AdamW(0.01, global_clipnorm=0.5)),
+    "accumulation": Case(lambda: optimizers.Adam(0.01, gradient_accumulation_steps=3)),
+    "loss_scale": Case(lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), dynamic_growth_steps=3)),
+    "steps_per_execution": Case(lambda: optimizers.Adam(0.01), {"steps_per_execution": 4}),
+    "embedding": Case(lambda: optimizers.Adam(0.01), build=embedded),
+    "table": Case(lambda: optimizers.Adam(0.01), build=table),
+    "ema": Case(lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=6)),
+}
+MORE_CASES = {
+    "nadam": Case(lambda: optimizers.Nadam(0.01)),
+    "clipnorm": Case(lambda: optimizers.SGD(0.1, clipnorm=0.1)),
+    "clipvalue": Case(lambda: optimizers.SGD(0.1, clipvalue=0.01)),
+    # Long products and sums with constants, which TensorFlow's graph optimizer would reorder.
+    "decaying_sgd": Case(lambda: optimizers.SGD(decaying(), momentum=0.9, nesterov=True, weight_decay=0.01)),
+    "decaying_adamw": Case(lambda: optimizers.AdamW(decaying(), weight_decay=0.1)),
+    "centered_rmsprop": Case(lambda: optimizers.RMSprop(0.1, centered=True)),
+    "fixed_loss_scale": Case(lambda: optimizers.Adam(0.01, loss_scale_factor=8.0)),
+    "accumulation_loss_scale": Case(
+        lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2, loss_scale_factor=8.0)
+    ),
+    "accumulation_ema_clipnorm": Case(
+        lambda: optimizers.Adam(0.01, gradient_accumulation_steps=4, use_ema=True, clipnorm=0.5)
+    ),
+    "accumulation_inside_loss_scale": Case(
+        lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01, gradient_accumulation_steps=2))
+    ),
+    "accumulation_steps_per_execution": Case(
+        lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2), {"steps_per_execution": 5}
+    ),
+    "eager": Case(lambda: optimizers.Adam(0.01), {"run_eagerly": True}, steps=6),
+    "eager_steps_per_execution": Case(
+        lambda: optimizers.SGD(0.1, momentum=0.9), {"run_eagerly": True, "steps_per_execution": 4}, steps=10
+    ),
+    "xla_asked_for": Case(lambda: optimizers.Adam(0.01), {"jit_compile": True}),
+    "table_accumulation": Case(lambda: optimizers.SGD(0.1, gradient_accumulation_steps=3), build=table),
+    "table_adamw_global_clipnorm": Case(lambda: optimizers.AdamW(0.01, global_clipnorm=0.5), build=table),
+    "table_loss_scale": Case(
+        lambda: optimizers.LossScaleOptimizer(optimizers.Adam(0.01), dynamic_growth_steps=3), build=table
+    ),
+    "tied_table": Case(lambda: optimizers.Adam(0.01), build=tied, steps=6),
+    "amsgrad": Case(lambda: optimizers.Adam(0.01, amsgrad=True)),
+}
+EVERY_OPTIMIZER = (
+    *("Adadelta", "Adafactor", "Adagrad", "Adamax", "Ftrl", "Lamb", "Lion", "Muon", "RMSprop"),
+    *(["ScheduleFreeAdamW"] if hasattr(optimizers, "ScheduleFreeAdamW") else []),  # later than the others
+)
+
+
+ALL_CASES = {
+    **CASES,
+    **MORE_CASES,
+    **{name: Case(lambda name=name: getattr(optimizers, name)(0.01), steps=6) for name in EVERY_OPTIMIZER},
+}
+
+
+def fast_first(names: Iterable[str], fast: Iterable[str]) -> list[Any]:
+    """The names; those that are not among the fast ones are marked slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", fast_first(ALL_CASES, CASES))
+def test_step_has_the_bits_of_the_linear_mode(name: str) -> None:
+    assert_same_bits(trained(name, "step"), trained_linearly(name))
+
+
+# Where updates are made is the same as in "step", so not every optimizer again.
+@pytest.mark.parametrize("name", fast_first([*CASES, "decaying_adamw", "eager"], CASES))
+def test_backward_has_the_bits_of_the_linear_mode(name: str) -> None:
+    assert_same_bits(trained(name, "backward"), trained_linearly(name))
+
+
+@functools.cache
+def trained_linearly(name: str) -> dict[str, Any]:
+    linear = trained(name, "none")
+    assert_same_on_all_ranks(linear)
+    return linear
+
+
+def trained(name: str, overlap: str) -> dict[str, Any]:
+    case = ALL_CASES[name]
+    model = parallel(compiled(case.build, case.optimizer(), **case.options), overlap)
+    fit(model, my_batches(case.steps // 2), epochs=2)
+    return state_of(model)

@@ -1,0 +1,180 @@
+"""Losses and metrics are those of all ranks' samples."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvpipe
+from training import (
+    CLASSES,
+    FEATURES,
+    all_batches,
+    assert_same_on_all_ranks,
+    by_rank_0,
+    compiled,
+    fit,
+    mlp,
+    my_batches,
+    parallel,
+    samples,
+)
+
+
+def still() -> keras.Model:
+    """A model that does not move, so that the loss of any samples is known beforehand."""
+    return compiled(mlp, keras.optimizers.SGD(0.0), metrics=["accuracy"])
+
+
+def own_samples() -> tuple[np.ndarray, np.ndarray]:
+    """5 samples on rank 0, 8 on rank 1, ..."""
+    counts = [5 + 3 * rank for rank in range(hvpipe.size())]
+    start = sum(counts[: hvpipe.rank()])
+    x, y = samples(sum(counts))
+    return x[start : start + counts[hvpipe.rank()]], y[start : start + counts[hvpipe.rank()]]
+
+
+@functools.cache
+def expected() -> dict[str, float]:
+    x, y = samples(sum(5 + 3 * rank for rank in range(hvpipe.size())))
+    found: dict[str, float] = by_rank_0(
+        lambda: still().evaluate(x, y, verbose=0, return_dict=True, batch_size=len(x))
+    )
+    return found
+
+
+def test_history_of_unequal_ranks() -> None:
+    """Validation data too; arrays of different lengths, the same number of batches."""
+    x, y = own_samples()
+    model = parallel(still())
+    history = fit(model, x, y=y, batch_size=len(x), epochs=2, validation_data=(x, y), shuffle=False)
+    assert_same_on_all_ranks(history)
+    for name, value in expected().items():
+        np.testing.assert_allclose(history[name], [value] * 2, rtol=1e-5)
+        np.testing.assert_allclose(history[f"val_{name}"], [value] * 2, rtol=1e-5)
+
+
+def test_evaluate_of_unequal_ranks() -> None:
+    x, y = own_samples()
+    model = parallel(still())
+    found = model.evaluate(x, y, verbose=0, return_dict=True, batch_size=4)
+    assert found == pytest.approx(expected(), rel=1e-5)
+    assert_same_on_all_ranks(found)
+    assert model.evaluate(x, y, verbose=0) == pytest.approx(
+        [expected()["loss"], expected()["accuracy"]], rel=1e-5
+    )
+
+
+def test_evaluate_before_a_step_is_of_rank_0s_weights() -> None:
+    """As where rank 0 alone has loaded them."""
+    x, y = own_samples()
+    model = still()
+    if hvpipe.rank() > 0:
+        model.set_weights([0 * weight for weight in model.get_weights()])
+    found = parallel(model).evaluate(x, y, verbose=0, return_dict=True, batch_size=4)
+    assert found == pytest.approx(expected(), rel=1e-5)
+
+
+def test_xla_is_for_one_rank_alone(caplog: Any) -> None:
+    """Which compiles what counts the samples; several switch it off for `evaluate`, too, and say so once."""
+    alone = hvpipe.size() == 1
+    model = parallel(compiled(jit_compile=True))
+    model.evaluate(*samples(8), verbose=0)
+    assert model.jit_compile is alone
+    fit(model, my_batches(2))
+    assert model.jit_compile is alone
+    assert model._hvpipe._steps.train_counter.total() == 16
+    said = [record for record in caplog.records if "jit_compile is switched off" in record.getMessage()]
+    assert len(said) == (hvpipe.rank() == 0 and not alone)
+
+
+def test_logs_at_the_end_of_fit_are_those_of_the_last_epoch() -> None:
+    x, y = own_samples()
+    seen: list[dict[str, float]] = []
+    look = keras.callbacks.LambdaCallback(on_train_end=lambda logs: seen.append(dict(logs)))
+    options = {"validation_data": (x, y), "callbacks": [look]}
+    history = fit(parallel(still()), x, y=y, batch_size=len(x), epochs=2, **options)
+    assert seen == [{name: values[-1] for name, values in history.items()}]
+
+
+def test_train_on_batch_of_ranks_that_change_their_size() -> None:
+    """Each call counts the samples of that call, not of those before."""
+    model = parallel(still())
+    x, y = own_samples()
+    skewed = 9 if hvpipe.rank() == 0 else 1
+    model.train_on_batch(np.repeat(x[:1], skewed, 0), np.repeat(y[:1], skewed, 0))
+    found = model.train_on_batch(x, y, return_dict=True)
+    assert found == pytest.approx(expected(), rel=1e-5)
+    assert model.train_on_batch(x, y) == pytest.approx([expected()["loss"], expected()["accuracy"]], rel=1e-5)
+
+
+def test_how_logs_are_returned_may_be_told_by_position() -> None:
+    x, y = own_samples()
+    model = parallel(still())
+    listed = pytest.approx([expected()["loss"], expected()["accuracy"]], rel=1e-5)
+    for returned, as_dict in ((listed, False), (pytest.approx(expected(), rel=1e-5), True)):
+        assert model.train_on_batch(x, y, None, None, as_dict) == returned
+        assert model.evaluate(x, y, len(x), 0, None, None, None, as_dict) == returned
+
+
+def test_metrics_with_a_value_for_each_class() -> None:
+    """Each is a mean over ranks by samples."""
+    rank, size = hvpipe.rank(), hvpipe.size()
+    model = compiled(mlp, loss="categorical_crossentropy", metrics=[keras.metrics.F1Score()])
+    x, y = own_samples()
+    y = keras.utils.to_categorical(y, CLASSES)
+    own = model.evaluate(x, y, verbose=0, return_dict=True)["f1_score"]
+    found = parallel(model).evaluate(x, y, verbose=0, return_dict=True)["f1_score"]
+    everyone = np.array(hvpipe.allgather_object(own))
+    np.testing.assert_allclose(found, np.average(everyone, 0, weights=[5 + 3 * r for r in range(size)]))
+    assert found.shape == (CLASSES,)
+    assert len(everyone) == size > rank
+    history = fit(model, x, y=y, batch_size=len(x), epochs=2)
+    assert_same_on_all_ranks(history["f1_score"])
+
+
+def test_layers_that_are_numbered_otherwise_on_another_rank() -> None:
+    """As where one rank has made more layers before; 9 comes before 10 on all."""
+    first = 9 + hvpipe.rank()
+    inputs = keras.Input((FEATURES,))
+    outputs = [keras.layers.Dense(CLASSES, name=f"dense_{first + i}")(inputs) for i in range(2)]
+    model = keras.Model(inputs, outputs)
+    model.compile("sgd", ["sparse_categorical_crossentropy"] * 2, metrics=[["accuracy"]] * 2)
+    x, y = own_samples()
+    history = fit(parallel(model), x, y=[y, y], batch_size=len(x))
+    numbers = [history[f"dense_{first}_accuracy"], history[f"dense_{first + 1}_loss"]]
+    assert_same_on_all_ranks(np.array(numbers))
+
+
+def test_a_metric_that_runs_eagerly_alone() -> None:
+    model = parallel(compiled(metrics=[lambda y, _: float(y.numpy().max())], run_eagerly=True))
+    assert_same_on_all_ranks(fit(model, my_batches(2)))
+
+
+@pytest.mark.slow
+def test_history_is_that_of_one_rank_with_the_whole_batch() -> None:
+    model = parallel(compiled(metrics=["accuracy"]))
+    validation = samples(30, seed=9)
+    mine = fit(model, my_batches(4), epochs=2, validation_data=validation)
+    theirs = by_rank_0(
+        lambda: fit(compiled(metrics=["accuracy"]), all_batches(4), epochs=2, validation_data=validation)
+    )
+    assert mine.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_allclose(mine[name], theirs[name], rtol=1e-4, err_msg=name)
+
+
+def test_early_stopping_and_plateau_see_the_averages() -> None:
+    """Ranks whose own losses differ stop at the same epoch."""
+    model = parallel(compiled(mlp, keras.optimizers.SGD(5.0)))
+    stop = keras.callbacks.EarlyStopping(monitor="loss", patience=0, restore_best_weights=True)
+    plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1)
+    data = tf.data.Dataset.from_tensor_slices(own_samples()).batch(5).take(1).repeat(2)
+    history = fit(model, data, epochs=8, callbacks=[stop, plateau])
+    assert_same_on_all_ranks(history["loss"])
+    assert_same_on_all_ranks(model.get_weights()[0])

@@ -1,0 +1,337 @@
+"""Kinds of models: `step` gives the bits of `none` on each, however it is built."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError
+from training import (
+    CLASSES,
+    FEATURES,
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    compiled,
+    fit,
+    loss,
+    my_batches,
+    parallel,
+    samples,
+    state_of,
+)
+
+layers = keras.layers
+STEPS = 10
+
+
+class Subclassed(keras.Model):
+    """Not built before fit."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.hidden = layers.Dense(8, activation="relu")
+        self.dropout = layers.Dropout(0.3)
+        self.out = layers.Dense(CLASSES)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return self.out(self.dropout(self.hidden(inputs), training=training))
+
+
+class WithUnused(Subclassed):
+    """Has trainable variables in the middle that no gradient reaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = layers.Dense(3, name="unused")
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        self.unused(inputs)
+        return super().call(inputs, training=training)
+
+
+class OwnStep(Subclassed):
+    """Trains with its own train_step, and clips in it."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            value = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(value, self.trainable_variables)
+        self.optimizer.apply([tf.clip_by_norm(g, 1.0) for g in gradients], self.trainable_variables)
+        return {"loss": value}
+
+
+class CompiledStep(WithUnused):
+    """AutoGraph converts its train_step, and replaces what is raised inside."""
+
+    @tf.function
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return super().train_step(data)
+
+
+class NoCall(keras.Model):
+    """As the autoencoders of Keras's examples: a train_step, parts that are built, and no call()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(3, activation="tanh")])
+        self.decoder = keras.Sequential([keras.Input((3,)), layers.Dense(FEATURES)])
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x = data[0]
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean(tf.square(self.decoder(self.encoder(x)) - x))
+        gradients = tape.gradient(value, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights, strict=True))
+        return {"loss": value}
+
+
+def unbuilt_sequential() -> keras.Model:
+    return keras.Sequential([layers.Dense(8, activation="relu"), layers.Dropout(0.2), layers.Dense(CLASSES)])
+
+
+def frozen_and_normalised() -> keras.Model:
+    inputs = keras.Input((FEATURES,))
+    x = layers.Dense(8, trainable=False)(inputs)
+    x = layers.BatchNormalization()(x)
+    x = layers.Dense(8, activation="relu", kernel_constraint="max_norm", kernel_regularizer="l2")(x)
+    return keras.Model(inputs, layers.Dense(CLASSES)(x))
+
+
+def towers_with_equal_names() -> keras.Model:
+    """Two submodels whose layers have the same names, so variables have the same paths."""
+
+    def tower() -> keras.Model:
+        inputs = keras.Input((FEATURES,))
+        return keras.Model(inputs, layers.Dense(4, activation="tanh", name="hidden")(inputs))
+
+    inputs = keras.Input((FEATURES,))
+    joined = layers.Concatenate()([tower()(inputs), tower()(inputs)])
+    return keras.Model(inputs, layers.Dense(CLASSES)(joined))
+
+
+def several_ends() -> keras.Model:
+    """Two inputs, one of them of indices into an embedding, and two outputs."""
+    x = keras.Input((FEATURES,), name="x")
+    word = keras.Input((3,), dtype="int32", name="word")
+    embedded = layers.Flatten()(layers.Embedding(20, 4)(word))
+    joined = layers.Concatenate()([layers.Dense(4)(x), embedded])
+    outputs = {
+        "label": layers.Dense(CLASSES, name="label")(joined),
+        "size": layers.Dense(1, name="size")(joined),
+    }
+    return keras.Model({"x": x, "word": word}, outputs)
+
+
+def several_ends_batches(steps: int) -> tf.data.Dataset:
+    count = steps * 8 * hvpipe.size()
+    x, y = samples(count)
+    word = np.random.default_rng(3).integers(0, 20, (count, 3)).astype(np.int32)
+    size = np.abs(x).sum(axis=1, keepdims=True)
+    data = tf.data.Dataset.from_tensor_slices(({"x": x, "word": word}, {"label": y, "size": size}))
+    return hk.shard(data.batch(8))
+
+
+def half_precision() -> keras.Model:
+    policy = keras.dtype_policies.DTypePolicy("mixed_float16")
+    return keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            layers.Dense(8, activation="relu", dtype=policy),
+            layers.Dense(CLASSES, dtype=policy),
+            layers.Activation("linear", dtype="float32"),
+        ]
+    )
+
+
+def all_bfloat16() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((FEATURES,)), layers.Dense(8, dtype="bfloat16"), layers.Dense(CLASSES, dtype="bfloat16")]
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[], keras.Model]
+    options: dict[str, Any] = field(default_factory=dict)
+    batches: Callable[[int], tf.data.Dataset] = my_batches
+    optimizer: Callable[[], Any] = lambda: keras.optimizers.Adam(0.01)
+
+
+def overflowing() -> keras.optimizers.Optimizer:
+    """Scales losses beyond float16, until it has halved the scale often enough, and now and then later."""
+    adam = keras.optimizers.Adam(0.01)
+    return keras.optimizers.LossScaleOptimizer(adam, initial_scale=2.0**26, dynamic_growth_steps=3)
+
+
+SEVERAL_LOSSES = {"loss": {"label": loss(), "size": "mse"}}
+CASES = {
+    "embedding_inputs_outputs": Case(several_ends, SEVERAL_LOSSES, several_ends_batches),
+    "frozen_and_normalised": Case(frozen_and_normalised),
+    "unused_variables": Case(WithUnused),
+    "towers_with_equal_names": Case(towers_with_equal_names),
+}
+MORE_CASES = {
+    "subclassed_unbuilt": Case(Subclassed),
+    "sequential_unbuilt": Case(unbuilt_sequential),
+    "own_train_step": Case(OwnStep),
+    "no_call": Case(NoCall, {"loss": None}),
+    "unused_steps_per_execution": Case(WithUnused, {"steps_per_execution": 5}),
+    "unused_in_compiled_step": Case(CompiledStep),
+    "unused_eager": Case(WithUnused, {"run_eagerly": True}),
+    "half_precision": Case(half_precision),
+    "half_precision_overflow": Case(half_precision, optimizer=overflowing),
+    "bfloat16": Case(all_bfloat16),
+}
+
+
+ALL_CASES = {**CASES, **MORE_CASES}
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_CASES)]
+)
+def test_step_has_the_bits_of_the_linear_mode(name: str) -> None:
+    assert_same_bits(trained(name, "step"), trained_linearly(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_backward_has_the_bits_of_the_linear_mode(name: str) -> None:
+    assert_same_bits(trained(name, "backward"), trained_linearly(name))
+
+
+@functools.cache
+def trained_linearly(name: str) -> dict[str, Any]:
+    linear = trained(name, "none")
+    assert_same_on_all_ranks(linear)
+    return linear
+
+
+def trained(name: str, overlap: str) -> dict[str, Any]:
+    case = ALL_CASES[name]
+    model = parallel(compiled(case.build, case.optimizer(), **case.options), overlap)
+    fit(model, case.batches(STEPS), epochs=2)
+    return state_of(model)
+
+
+@pytest.mark.slow
+def test_a_loss_scale_that_is_too_large_is_halved() -> None:
+    """Steps that overflow change nothing else; not all of them do."""
+    state = trained_linearly("half_precision_overflow")
+    (scale,) = (value for name, value in state.items() if name.endswith("dynamic_scale"))
+    assert 2.0 ** (26 - 2 * STEPS) < scale < 2.0**26
+    assert all(np.isfinite(value).all() for value in state.values())
+
+
+@pytest.mark.parametrize("overlap", [pytest.param("backward", marks=pytest.mark.slow), "step"])
+def test_unused_variables_in_train_on_batch(overlap: str) -> None:
+    """Finding variables without a gradient must not lose the batch that was being traced."""
+
+    def run(overlap: str) -> dict[str, Any]:
+        model = parallel(compiled(WithUnused), overlap)
+        for x, y in my_batches(4):
+            model.train_on_batch(x.numpy(), y.numpy())
+        assert int(model.optimizer.iterations) == 4
+        return state_of(model)
+
+    assert_same_bits(run(overlap), run("none"))
+
+
+def test_unused_variables_are_told_of() -> None:
+    """By rank 0, in the words of plain Keras."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(parallel(compiled(WithUnused)), my_batches(2))
+    told = [str(w.message) for w in caught if "Gradients do not exist for variables" in str(w.message)]
+    assert bool(told) == (hvpipe.rank() == 0)
+    assert all("unused" in message for message in told)
+
+
+def test_unused_variables_of_a_multi_optimizer() -> None:
+    """It wants to be given all of its variables."""
+
+    def run(overlap: str) -> dict[str, Any]:
+        kernels, biases = keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.01)
+        both = keras.optimizers.MultiOptimizer(lambda v: kernels if v.name == "kernel" else biases)
+        model = parallel(compiled(WithUnused, both), overlap)
+        fit(model, my_batches(3), epochs=2)
+        assert int(kernels.iterations) == 6
+        return state_of(model)
+
+    found = run("step")
+    assert_same_on_all_ranks(found)
+    assert_same_bits(found, run("none"))
+
+
+def test_no_variable_has_a_gradient() -> None:
+    class NoGradient(Subclassed):
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            return tf.stop_gradient(super().call(inputs, training=training))
+
+    if hvpipe.size() == 1:
+        pytest.skip("plain Keras says it in its own words")
+    with pytest.raises(HvpipeError, match="None for all 4 gradients"):
+        fit(parallel(compiled(NoGradient)), my_batches(2))
+
+
+def test_no_trainable_variable() -> None:
+    model = compiled()
+    model.trainable = False
+    model.compile("sgd", loss=loss())
+    if hvpipe.size() == 1:
+        pytest.skip("plain Keras warns")
+    with pytest.raises(HvpipeError, match="at least one trainable variable"):
+        fit(parallel(model), my_batches(2))
+
+
+def test_two_updates_in_one_step_are_refused_in_step() -> None:
+    class Twice(OwnStep):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            super().train_step(data)
+            return super().train_step(data)
+
+    if hvpipe.size() == 1:
+        pytest.skip("there is nothing to overlap")
+    with pytest.raises(HvpipeError, match='use overlap="backward"'):
+        fit(parallel(compiled(Twice)), my_batches(2))
+    twice = [parallel(compiled(Twice), overlap) for overlap in ("none", "backward")]
+    for model in twice:
+        fit(model, my_batches(3))
+        assert int(model.optimizer.iterations) == 6
+    assert_same_bits(state_of(twice[1]), state_of(twice[0]))
+
+
+class Traced(layers.Layer):
+    """Counts how often it is called to train."""
+
+    calls = 0
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        self.calls += bool(training)
+        return inputs
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_a_step_with_metrics_is_traced_once(outputs: int) -> None:
+    """Keras would build them in its first step, which is traced again then."""
+    traced = Traced()
+    inputs = keras.Input((FEATURES,))
+    hidden = traced(inputs)
+    built = keras.Model(inputs, [layers.Dense(CLASSES)(hidden) for _ in range(outputs)])
+    built.compile("adam", [loss() for _ in range(outputs)], metrics=[["accuracy"]] * outputs)
+    model = parallel(built)
+    x, y = samples(16, seed=hvpipe.rank())
+    history = fit(model, x, y=[y] * outputs if outputs > 1 else y, batch_size=8)
+    assert sum("accuracy" in name for name in history) == outputs
+    assert traced.calls == (1 if hvpipe.size() > 1 else 2)

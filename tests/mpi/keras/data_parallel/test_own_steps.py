@@ -1,0 +1,254 @@
+"""Models with a train_step or fit of their own, callbacks that stop or raise, inputs that are no batch."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError
+from hvpipe.session import current
+from training import (
+    CLASSES,
+    FEATURES,
+    Remember,
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    compiled,
+    fit,
+    loss,
+    mlp,
+    my_batches,
+    parallel,
+    state_of,
+)
+
+STEPS = 6
+
+
+class OwnStep(keras.Sequential):
+    """Trains as Keras does, written out; `after_update` is what a subclass does next."""
+
+    def __init__(self) -> None:
+        hidden = keras.layers.Dense(8, activation="tanh")
+        super().__init__([keras.Input((FEATURES,)), hidden, keras.layers.Dense(CLASSES)])
+        self.teacher = [tf.Variable(v.value) for v in self.trainable_variables]
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            value = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        self.update(tape.gradient(value, self.trainable_variables))
+        self.after_update()
+        return {"loss": value}
+
+    def update(self, gradients: Any) -> None:
+        self.optimizer.apply(gradients, self.trainable_variables)
+
+    def after_update(self) -> None:
+        pass
+
+
+class Clipping(OwnStep):
+    """Keeps weights small, as a Wasserstein GAN does."""
+
+    def after_update(self) -> None:
+        for variable in self.trainable_variables:
+            variable.assign(tf.clip_by_value(variable.value, -0.05, 0.05))
+
+
+class Teaching(OwnStep):
+    """A teacher follows the weights, as in mean teacher and BYOL."""
+
+    def after_update(self) -> None:
+        for mean, variable in zip(self.teacher, self.trainable_variables, strict=True):
+            mean.assign(0.9 * mean + 0.1 * variable.value)
+
+
+class CompiledClipping(Clipping):
+    """As many write it: Keras would compile it anyway."""
+
+    @tf.function
+    def train_step(self, data: Any) -> Any:
+        return super().train_step(data)
+
+
+class ForgetsVariables(OwnStep):
+    """Relies on the optimizer to know them; one has no gradient."""
+
+    def update(self, gradients: Any) -> None:
+        self.optimizer.apply([None, *gradients[1:]])
+
+
+@pytest.mark.parametrize("kind", [OwnStep, ForgetsVariables, Clipping, CompiledClipping, Teaching])
+def test_what_follows_the_update_sees_its_weights(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        model = parallel(compiled(kind), overlap)
+        fit(model, my_batches(STEPS), epochs=2)
+        teacher = {f"teacher {i}": np.array(v.numpy()) for i, v in enumerate(model.teacher)}
+        return {**state_of(model), **teacher}
+
+    found = trained("none")
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert_same_bits(trained("step"), found)
+    warned = "after the optimizer's update" in caplog.text
+    assert warned == (kind not in (OwnStep, ForgetsVariables) and hvpipe.rank() == 0)
+
+
+def test_steps_are_timed_where_a_variable_has_no_gradient() -> None:
+    model = parallel(compiled(ForgetsVariables))
+    timed = current().step_durations_s
+    before = len(timed)
+    fit(model, my_batches(STEPS), epochs=2)
+    assert len(timed) == before + 2 * STEPS
+
+
+def test_an_optimizer_that_is_not_the_compiled_one() -> None:
+    class Other(OwnStep):
+        def update(self, gradients: Any) -> None:
+            self.other.apply(gradients, self.trainable_variables)
+
+    model = compiled(Other)
+    model.other = keras.optimizers.SGD(0.1)
+    with pytest.raises(HvpipeError, match=r"train apart.*Received: train_step of Other"):
+        fit(parallel(model), my_batches(STEPS))
+
+
+def test_others_that_are_wrapped() -> None:
+    class Other(OwnStep):
+        def update(self, gradients: Any) -> None:
+            self.other.apply(gradients, self.trainable_variables)
+
+    model = compiled(Other)
+    model.other = hk.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    fit(parallel(model), my_batches(STEPS))
+    assert_same_on_all_ranks(state_of(model))
+
+
+class TellsRate(OwnStep):
+    """Returns the learning rate among the logs, as examples of Keras do."""
+
+    def train_step(self, data: Any) -> Any:
+        return {**super().train_step(data), "rate": tf.convert_to_tensor(self.optimizer.learning_rate)}
+
+
+def test_the_rate_of_a_scaled_optimizer_is_no_weight(caplog: pytest.LogCaptureFixture) -> None:
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    history = fit(parallel(compiled(TellsRate, scaled)), my_batches(2))
+    assert history["rate"] == pytest.approx([0.1])
+    assert "after the optimizer's update" not in caplog.text
+
+
+class HandsOn(keras.Sequential):
+    """Prepares data, as KerasHub's tasks do."""
+
+    def fit(self, x: Any = None, **kwargs: Any) -> Any:
+        return super().fit(x, **kwargs)
+
+
+class HandsAllOn(keras.Sequential):
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        return super().fit(*args, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [HandsOn, HandsAllOn])
+def test_a_fit_that_hands_its_arguments_on(kind: Any) -> None:
+    """Logs are those of all ranks, the last update is finished, and the user's callbacks run."""
+
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        model = parallel(compiled(lambda: kind(mlp().layers)), overlap)
+        seen: list[float] = []
+        look = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs["loss"]))
+        if kind is HandsOn:
+            history = model.fit(my_batches(STEPS), epochs=2, verbose=0, callbacks=[look]).history
+        else:
+            history = model.fit(my_batches(STEPS), None, None, 2, 0, [look]).history
+        assert_same_on_all_ranks(history)
+        assert seen == history["loss"]
+        assert len(seen) == 2
+        return state_of(model)
+
+    assert_same_bits(trained("step"), trained("none"))
+
+
+def test_a_fit_that_takes_no_callbacks() -> None:
+    class Closed(keras.Sequential):
+        def fit(self, x: Any, epochs: int = 1) -> Any:
+            return super().fit(x, epochs=epochs, verbose=0)
+
+    model = parallel(compiled(lambda: Closed(mlp().layers)))
+    if hvpipe.size() == 1:
+        model.fit(my_batches(1))
+        return
+    says = r"fit should take callbacks.*Received: Closed.fit\(x: .*, epochs: .*\)"
+    with pytest.raises(HvpipeError, match=says):
+        model.fit(my_batches(1))
+
+
+def test_gradients_that_need_no_weights() -> None:
+    """Those of a linear loss are there before the update of the step before is."""
+    x = np.random.default_rng(hvpipe.rank()).normal(size=(40, 100)).astype(np.float32)
+    data = tf.data.Dataset.from_tensor_slices((x, np.ones((40, 4000), np.float32)))
+    data = data.batch(4, drop_remainder=True)
+
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.Input((100,)), keras.layers.Dense(4000, use_bias=False)])
+        model.compile("sgd", lambda y, p: tf.reduce_mean(y * p))
+        fit(hk.data_parallel(model, overlap), data, epochs=2)
+        return state_of(model)
+
+    assert_same_bits(trained("step"), trained("none"))
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_weights_after_fit_is_left_by_an_exception(error: type[BaseException]) -> None:
+    class Raise(keras.callbacks.Callback):
+        reads_weights = False
+
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            if batch == 2:
+                raise error
+
+    def trained(overlap: str) -> dict[str, np.ndarray]:
+        model = parallel(compiled(), overlap)
+        with pytest.raises(error):
+            fit(model, my_batches(STEPS), callbacks=[Raise()])
+        return state_of(model)
+
+    found = trained("step")
+    assert_same_bits(found, trained("none"))
+
+
+def test_sparse_input() -> None:
+    count = 8 * STEPS
+    dense = np.random.default_rng(hvpipe.rank()).normal(size=(count, FEATURES)).astype(np.float32)
+    dense[dense < 0] = 0
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.from_dense(dense), np.arange(count) % CLASSES))
+    keras.utils.set_random_seed(1)
+    head = keras.Input((FEATURES,), sparse=True)
+    model = keras.Model(head, keras.layers.Dense(CLASSES)(head))
+    model.compile("sgd", loss())
+    look = Remember()
+    fit(parallel(model), data.batch(8), callbacks=[look])
+    assert int(model.optimizer.iterations) == STEPS
+    assert_same_on_all_ranks(look.at_epochs[-1])
+
+
+def test_elements_that_are_no_batch() -> None:
+    class Counting(OwnStep):
+        def train_step(self, data: Any) -> Any:
+            x = tf.fill((1, FEATURES), tf.cast(data, tf.float32))
+            return super().train_step((x, tf.zeros((1,), tf.int32)))
+
+    model = parallel(compiled(Counting))
+    fit(model, tf.data.Dataset.range(STEPS * hvpipe.rank(), STEPS * (hvpipe.rank() + 1)))
+    assert int(model.optimizer.iterations) == STEPS
+    assert_same_on_all_ranks(state_of(model))

@@ -1,0 +1,251 @@
+"""Forward and backward as separate graphs give what a tape gives, whole, in two parts, or recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvpipe.keras.graph.split_gradient import Halves, split_gradient
+
+layers = keras.layers
+
+
+def convolutions() -> keras.Model:
+    """State that the forward writes (moving averages, seeds), a loop, sizes that the backward wants."""
+    inputs = keras.Input((6, 6, 3))
+    x = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(4, 3, padding="same")(inputs)))
+    x = layers.Reshape((6, 24))(layers.Dropout(0.3)(x))
+    return keras.Model(inputs, layers.Dense(3)(layers.LSTM(5)(x)))
+
+
+def tokens() -> keras.Model:
+    """Inputs without a gradient, sparse gradients, masks, attention."""
+    inputs = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(9, 8, mask_zero=True)(inputs)
+    x = layers.LayerNormalization()(layers.MultiHeadAttention(2, 4)(x, x))
+    return keras.Model(inputs, layers.Dense(3)(layers.GRU(4)(x)))
+
+
+class Branches(layers.Layer):
+    """Takes one of two ways, each with a weight, as its input says."""
+
+    def build(self, shape: Any) -> None:
+        self.left, self.right = (self.add_weight(shape=(shape[-1], shape[-1])) for _ in range(2))
+
+    def call(self, x: Any) -> Any:
+        return tf.cond(
+            tf.reduce_mean(x) > 0, lambda: tf.tanh(x @ self.left), lambda: tf.nn.sigmoid(x @ self.right) * x
+        )
+
+
+class Counted(layers.Layer):
+    """Multiplies by a count of its calls, which it raises in a branch, a loop or a function of its own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def build(self, shape: Any) -> None:
+        self.count = self.add_weight(shape=(), initializer="ones", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        y = tf.tanh(x) * self.count.value
+        if self.how == "branch":
+            tf.cond(tf.reduce_max(x) > -100, self._raise, lambda: 0)
+        elif self.how == "loop":
+            tf.while_loop(lambda i: i < 1, lambda i: i + self._raise(), [0])
+        else:
+            tf.function(lambda _: self._raise())(x)
+        return y
+
+    def _raise(self) -> int:
+        self.count.assign_add(1.0)
+        return 1
+
+
+def branches() -> keras.Model:
+    inputs = keras.Input((6,))
+    x = layers.Dense(6)(Branches()(inputs))
+    return keras.Model(inputs, layers.Dense(3)(Branches()(x)))
+
+
+def counts_in_branch() -> keras.Model:
+    return with_counts("branch")
+
+
+def counts_in_loop() -> keras.Model:
+    return with_counts("loop")
+
+
+def counts_in_function() -> keras.Model:
+    return with_counts("function")
+
+
+def with_counts(how: str) -> keras.Model:
+    return keras.Sequential([keras.Input((6,)), layers.Dense(4), Counted(how), layers.Dense(3)])
+
+
+class Forgetful(layers.SimpleRNNCell):
+    """Draws new random numbers in every step of the loop."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__(units)
+        self.forget = layers.Dropout(0.3)
+
+    def call(self, x: Any, states: Any, training: bool = False) -> Any:
+        return super().call(self.forget(x, training=training), states, training=training)
+
+
+def random_steps() -> keras.Model:
+    inputs = keras.Input((5, 6))
+    return keras.Model(inputs, layers.Dense(3)(layers.RNN(Forgetful(4))(inputs)))
+
+
+BUILDS = [
+    convolutions,
+    tokens,
+    branches,
+    counts_in_branch,
+    counts_in_loop,
+    counts_in_function,
+    random_steps,
+]
+
+
+def values(model: keras.Model) -> Any:
+    rng = np.random.default_rng(0)
+    shape = (6, *model.input_shape[1:])
+    return (
+        rng.integers(0, 9, shape)
+        if model.inputs[0].dtype == "int32"
+        else rng.normal(size=shape).astype(np.float32)
+    )
+
+
+def run(halves: Halves, x: Any, gradient: Any, split: bool) -> tuple[list[Any], list[Any]]:
+    """Two micro-batches, both forward before the first backward; outputs and gradients of the inputs."""
+    parts = [tf.constant(x[:4]), tf.constant(x[4:])]
+    forwards = [halves.forward([part]) for part in parts]
+    found = []
+    for i, (outputs, kept) in enumerate(forwards):
+        given = [gradient[: outputs[0].shape[0]]]
+        if split:
+            of_inputs, further = halves.backward_inputs(kept, given)
+            halves.backward_weights(further, i == 0)
+        else:
+            of_inputs = halves.backward(kept, given, i == 0)
+        found.append(of_inputs)
+    return [outputs[0] for outputs, _ in forwards], found
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("build", BUILDS)
+def test_the_same_as_a_tape(build: Callable[[], keras.Model], recompute: bool) -> None:
+    model = build()
+    x = values(model)
+    dtype = "float32" if x.dtype == np.float32 else "int32"
+    x = x.astype(dtype)
+    weights = [v.value for v in model.trainable_variables]
+    start = [v.numpy() for v in model.variables]
+    gradient = tf.constant(np.random.default_rng(1).normal(size=(4, 3)).astype(np.float32))
+
+    rows = [tf.TensorSpec((None, *x.shape[1:]), dtype), tf.TensorSpec((None, 3), "float32")]
+
+    @tf.function(input_signature=rows)
+    def reference(part: Any, given: Any) -> Any:
+        with tf.GradientTape() as tape:
+            if dtype == "float32":
+                tape.watch(part)
+            y = model(part, training=True)
+        sources = [*([part] if dtype == "float32" else []), *weights]
+        return y, [tf.convert_to_tensor(g) for g in tape.gradient(y, sources, given)]
+
+    outputs, sums, of_inputs = [], None, []
+    for part in (x[:4], x[4:]):
+        y, found = reference(tf.constant(part), gradient[: len(part)])
+        outputs.append(y)
+        of_inputs.append(found[: len(found) - len(weights)])
+        mine = found[len(found) - len(weights) :]
+        sums = mine if sums is None else [a + b for a, b in zip(sums, mine, strict=True)]
+    end = [v.numpy() for v in model.variables]
+
+    halves = split_gradient(
+        lambda part: [model(part, training=True)],
+        [tf.TensorSpec((None, *x.shape[1:]), dtype)],
+        weights,
+        wanted=1,
+        recompute=recompute,
+    )
+    for split in (False, True):
+        for v, value in zip(model.variables, start, strict=True):
+            v.assign(value)
+        ours, our_inputs = run(halves, x, gradient, split)
+        for a, b in zip(ours, outputs, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+        for a, b in zip(our_inputs, of_inputs, strict=True):
+            assert len(a) == len(b)
+            for one, other in zip(a, b, strict=True):
+                np.testing.assert_allclose(one, other, atol=1e-5)
+        for a, b in zip(halves.accumulators, sums, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+        # Moving averages and seeds have moved once for each forward, and not in the backward.
+        for v, value in zip(model.variables, end, strict=True):
+            np.testing.assert_allclose(v.numpy(), value, atol=1e-6)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_a_loop_draws_is_not_drawn_again(recompute: bool) -> None:
+    """By an operation without a variable for its state; y = r x, so the gradient is y / x."""
+
+    def times_random(x: Any) -> list[Any]:
+        loop = tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, y * tf.random.uniform([])), (0, x))
+        return [loop[1]]
+
+    halves = split_gradient(
+        times_random, [tf.TensorSpec((None, 3), "float32")], [], wanted=1, recompute=recompute
+    )
+    outputs, kept = halves.forward([tf.ones((2, 3))])
+    np.testing.assert_allclose(halves.backward(kept, [tf.ones((2, 3))], True)[0], outputs[0], rtol=1e-6)
+
+
+def kept_bytes(kept: list[Any]) -> int:
+    return sum(int(np.prod(t.shape)) * t.dtype.size for t in kept if t.dtype != tf.variant)
+
+
+def test_recompute_keeps_inputs_and_seeds_alone() -> None:
+    model = keras.Sequential([keras.Input((64,))])
+    for _ in range(4):
+        model.add(layers.Dense(64, activation="tanh"))
+        model.add(layers.Dropout(0.5))
+    found = {}
+    for recompute in (False, True):
+        halves = split_gradient(
+            lambda x: [model(x, training=True)],
+            [tf.TensorSpec((None, 64), "float32")],
+            [v.value for v in model.trainable_variables],
+            wanted=1,
+            recompute=recompute,
+        )
+        _, kept = halves.forward([tf.ones((32, 64))])
+        found[recompute] = kept_bytes(kept)
+    row = 32 * 64 * 4
+    assert row <= found[True] < 1.1 * row
+    assert found[False] > 6 * row
+
+
+def test_no_copy_of_the_weights_is_kept() -> None:
+    dense = layers.Dense(500)
+    dense.build((None, 500))
+    halves = split_gradient(
+        lambda x: [dense(x)],
+        [tf.TensorSpec((None, 500), "float32")],
+        [v.value for v in dense.trainable_variables],
+        wanted=1,
+    )
+    _, kept = halves.forward([tf.ones((2, 500))])
+    assert kept_bytes(kept) < 10_000

@@ -1,0 +1,600 @@
+"""Pipelines saved and loaded: files of plain Keras, and checkpoints that other layouts go on from."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.keras.pipeline import checkpoint as pipeline_checkpoint
+from hvpipe.keras.seeds import seeds_of
+
+BATCH = 8
+EPOCH = {"batch_size": BATCH, "epochs": 1, "shuffle": False, "verbose": 0}
+
+
+def build() -> Any:
+    """Of dense layers, one of which is used at both ends."""
+    twice = keras.layers.Dense(6, activation="tanh", name="twice")
+    inputs = keras.Input((6,))
+    x = twice(inputs)
+    x = keras.layers.Dense(8, activation="relu", kernel_regularizer="l2")(x)
+    x = keras.layers.Dense(8, activation="tanh")(x)
+    x = keras.layers.Dense(6, activation="relu")(x)
+    x = twice(x)
+    return keras.Model(inputs, keras.layers.Dense(2)(x))
+
+
+def build_with_more_state() -> Any:
+    """With seeds and statistics, and weights that no gradient reaches."""
+    inputs = keras.Input((6,))
+    x = keras.ops.stop_gradient(keras.layers.Dense(8)(inputs))
+    x = keras.layers.BatchNormalization()(keras.layers.Dropout(0.3)(x))
+    x = keras.layers.BatchNormalization()(keras.layers.Dropout(0.3)(keras.layers.Dense(8)(x)))
+    return keras.Model(inputs, keras.layers.Dense(2)(x))
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+def pipeline(
+    model: Any = build, optimizer: Callable[[], Any] = adam, schedule: str = "1f1b", **layout: Any
+) -> Any:
+    keras.utils.set_random_seed(5)
+    pipe = hk.pipeline_parallel(model, microbatches=4, schedule=schedule, **layout)
+    pipe.compile(optimizer(), loss="mse", metrics=["mae"])
+    return pipe
+
+
+def data() -> tuple[Any, Any]:
+    random = np.random.default_rng(3)
+    return random.normal(size=(3 * BATCH, 6)).astype("float32"), random.normal(size=(3 * BATCH, 2))
+
+
+def state(pipe: Any) -> dict[str, Any]:
+    """All weights and slots of the pipeline by name, from all ranks."""
+    holdings = pipe._holdings()
+    mine = {name: holdings.named[name].numpy() for name in holdings.owned}
+    return {name: value for part in hvpipe.allgather_object(mine) for name, value in part.items()}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0.0) -> None:
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        np.testing.assert_allclose(other[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+def without_memory(pipe: Any) -> list[str]:
+    return [v.path for v in pipe._parts.model.variables if v._value is None]
+
+
+def fill(pipe: Any) -> None:
+    """Give the pipeline weights and slots that its first step would not, the same on all that share them."""
+    for name, variable in pipe._holdings().named.items():
+        random = np.random.default_rng(list(name.encode()))
+        variable.assign(random.uniform(1, 9, variable.shape).astype(variable.dtype))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """One for all ranks."""
+    return Path(hvpipe.broadcast_object(str(tmp_path)))
+
+
+class Trained:
+    """A pipeline after one epoch, saved in both ways; what it was then, and after another epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file, self.weights, self.checkpoint = (
+            folder / name for name in ("model.keras", "model.weights.h5", "checkpoint")
+        )
+        self.pipe = pipeline()
+        self.pipe.fit(*data(), **EPOCH)
+        self.pipe.save(self.file)
+        self.pipe.save_weights(self.weights)
+        self.pipe.save_checkpoint(self.checkpoint)
+        self.then = state(self.pipe)
+        self.predicted = self.pipe.predict(data()[0], batch_size=BATCH)
+        self.history = self.pipe.fit(*data(), **EPOCH).history
+        self.after = state(self.pipe)
+
+
+@pytest.fixture(scope="module")
+def trained(world: None, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return Trained(Path(hvpipe.broadcast_object(str(tmp_path_factory.mktemp("trained")))))
+
+
+# Files of plain Keras ---------------------------------------------------------------------------------------
+
+
+def test_plain_keras_loads_the_file_and_goes_on_training(trained: Trained) -> None:
+    model = keras.models.load_model(trained.file)
+    np.testing.assert_allclose(
+        model.predict(data()[0], batch_size=BATCH, verbose=0), trained.predicted, rtol=1e-5, atol=1e-6
+    )
+    assert model.optimizer.iterations.numpy() == 3
+    history = model.fit(*data(), **EPOCH).history
+    for name, values in trained.history.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["file", "weights"])
+def test_a_pipeline_takes_a_file_with_the_optimizer(trained: Trained, kind: str) -> None:
+    pipe = pipeline(schedule="gpipe")
+    before = without_memory(pipe)
+    assert bool(before) == (hvpipe.size() > 1)
+    pipe.load(getattr(trained, kind))
+    assert_same(trained.then, state(pipe))
+    assert without_memory(pipe) == before
+
+
+def test_a_pipeline_takes_the_file_of_a_plain_model(folder: Path) -> None:
+    model = build()
+    model.compile("sgd", loss="mse")
+    if hvpipe.rank() == 0:
+        model.save(folder / "plain.keras")
+    hvpipe.barrier()
+    pipe = pipeline()
+    optimizer = {name: v for name, v in state(pipe).items() if name.startswith("optimizer")}
+    pipe.load(folder / "plain.keras")
+    found = pipe.predict(data()[0], batch_size=BATCH)
+    expected = hvpipe.broadcast_object(model.predict(data()[0], batch_size=BATCH, verbose=0))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    # SGD's state is none of Adam's.
+    assert_same(optimizer, {name: v for name, v in state(pipe).items() if name.startswith("optimizer")})
+
+
+def test_what_normalization_has_learned_is_loaded(folder: Path) -> None:
+    """It computes with constants that it has made of its variables."""
+
+    def normalized() -> Any:
+        inputs = keras.Input((6,))
+        x = keras.layers.Dense(8)(keras.layers.Normalization()(inputs))
+        return keras.Model(inputs, keras.layers.Dense(2)(keras.layers.Normalization()(x)))
+
+    model, (x, _) = normalized(), data()
+    for layer, shape in ((model.layers[1], x.shape), (model.layers[3], (len(x), 8))):
+        layer.adapt(np.random.default_rng(1).normal(3.0, 2.0, shape))
+    model.compile("adam", loss="mse")
+    if hvpipe.rank() == 0:
+        model.save(folder / "plain.keras")
+    expected = hvpipe.broadcast_object(model.predict(x, batch_size=BATCH, verbose=0))
+    of_file = pipeline(normalized)
+    of_file.load(folder / "plain.keras")
+    of_file.save_checkpoint(folder / "checkpoint")
+    of_checkpoint = pipeline(normalized)
+    of_checkpoint.load_checkpoint(folder / "checkpoint")
+    for pipe in (of_file, of_checkpoint):
+        np.testing.assert_allclose(pipe.predict(x, batch_size=BATCH), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_save_leaves_no_memory_behind(folder: Path) -> None:
+    pipe = pipeline()
+    before, attributes = without_memory(pipe), set(vars(pipe._parts.model))
+    pipe._holdings()  # builds the optimizer
+    held = held_bytes()
+    pipe.save(folder / "model.keras")
+    assert held_bytes() == held
+    assert without_memory(pipe) == before
+    assert set(vars(pipe._parts.model)) == attributes
+
+
+def held_bytes() -> int:
+    """Of all TensorFlow variables of this process."""
+    gc.collect()
+    found = [v for v in gc.get_objects() if isinstance(v, tf.Variable)]
+    return sum(int(np.prod(v.shape)) * v.dtype.size for v in found)
+
+
+def test_without_an_optimizer_the_weights_are_saved(folder: Path) -> None:
+    keras.utils.set_random_seed(5)
+    pipe = hk.pipeline_parallel(build, microbatches=4)
+    pipe.save(folder / "model.keras")
+    pipe.save_checkpoint(folder / "checkpoint")
+    expected = pipe.predict(data()[0], batch_size=BATCH)
+    model = keras.models.load_model(folder / "model.keras")
+    assert not model.compiled
+    np.testing.assert_allclose(
+        model.predict(data()[0], batch_size=BATCH, verbose=0), expected, rtol=1e-5, atol=1e-6
+    )
+    compiled = pipeline()
+    fill(compiled)
+    compiled.load_checkpoint(folder / "checkpoint")
+    np.testing.assert_array_equal(compiled.predict(data()[0], batch_size=BATCH), expected)
+
+
+def schedule_free() -> Any:
+    """Slots begin as copies of the weights."""
+    return keras.optimizers.ScheduleFreeAdamW(0.01)
+
+
+has_schedule_free = hasattr(keras.optimizers, "ScheduleFreeAdamW")
+
+
+OPTIMIZERS = {
+    "adafactor": lambda: keras.optimizers.Adafactor(0.01),
+    "ema": lambda: keras.optimizers.SGD(0.01, momentum=0.9, use_ema=True, gradient_accumulation_steps=2),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.01, amsgrad=True)),
+    "nadam": lambda: keras.optimizers.Nadam(keras.optimizers.schedules.ExponentialDecay(0.1, 5, 0.9)),
+    **({"schedule free": schedule_free} if has_schedule_free else {}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
+def test_the_state_of_every_optimizer_is_saved(folder: Path, kind: str) -> None:
+    pipe = pipeline(optimizer=OPTIMIZERS[kind])
+    fill(pipe)
+    expected = state(pipe)
+    model = build()
+    model.compile(OPTIMIZERS[kind]())
+    model.optimizer.build(model.trainable_variables)
+    assert len([name for name in expected if name.startswith("optimizer")]) == len(model.optimizer.variables)
+    pipe.save(folder / "model.keras")
+    pipe.save_checkpoint(folder / "checkpoint")
+    for load in ("load", "load_checkpoint"):
+        other = pipeline(optimizer=OPTIMIZERS[kind], schedule="gpipe")
+        getattr(other, load)(folder / ("model.keras" if load == "load" else "checkpoint"))
+        assert_same(expected, state(other))
+    loaded = keras.models.load_model(folder / "model.keras")
+    for mine, plain in zip(loaded.optimizer.variables, model.optimizer.variables, strict=True):
+        assert mine.shape == plain.shape
+    sums = sorted(float(v.numpy().sum()) for v in loaded.optimizer.variables)
+    slots = [v for name, v in expected.items() if name.startswith("optimizer")]
+    np.testing.assert_allclose(sums, sorted(float(v.sum()) for v in slots), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
+def test_half_types_are_saved(folder: Path, policy: str) -> None:
+    keras.config.set_dtype_policy(policy)
+    try:
+        pipe = pipeline()
+        fill(pipe)
+        expected = state(pipe)
+        pipe.save(folder / "model.keras")
+        pipe.save_checkpoint(folder / "checkpoint")
+        for load in ("load", "load_checkpoint"):
+            other = pipeline(schedule="gpipe")
+            getattr(other, load)(folder / ("model.keras" if load == "load" else "checkpoint"))
+            assert_same(expected, state(other))
+        loaded = keras.models.load_model(folder / "model.keras")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    for number, variable in enumerate(loaded.variables):
+        np.testing.assert_array_equal(variable.numpy(), expected[f"weights/{number}"])
+
+
+@pytest.mark.skipif(not has_schedule_free, reason="this Keras has no optimizer of the kind")
+@pytest.mark.parametrize("load", ["load", "load_checkpoint"])
+def test_slots_that_begin_as_copies_of_weights_are_those_of_loaded_ones(folder: Path, load: str) -> None:
+    """Else the first step would go back to the weights before."""
+    model = build()
+    keras.utils.set_random_seed(9)
+    model.set_weights([np.random.normal(size=v.shape) for v in model.weights])
+    path = folder / ("plain.keras" if load == "load" else "checkpoint")
+    if load == "load_checkpoint":
+        hk.pipeline_parallel(model, microbatches=4).save_checkpoint(path)
+    elif hvpipe.rank() == 0:
+        model.save(path)
+    hvpipe.barrier()
+    pipe = pipeline(optimizer=schedule_free)
+    getattr(pipe, load)(path)
+    found = pipe.fit(*data(), **EPOCH).history
+    model.compile(schedule_free(), loss="mse", metrics=["mae"])
+    model.optimizer.build(model.trainable_variables)  # in its traced step, Keras would not copy the weights
+    expected = model.fit(*data(), **EPOCH).history
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5)
+
+
+# Layers that are frozen -------------------------------------------------------------------------------------
+
+
+def in_a_row() -> Any:
+    dense = [keras.layers.Dense(6, activation="tanh") for _ in range(5)]
+    return keras.Sequential([keras.Input((6,)), *dense, keras.layers.Dense(2, name="last")])
+
+
+def freeze(model: Any, name: str) -> None:
+    """Among the layers that there are here, which are those of one rank in a pipeline."""
+    for layer in model.layers:
+        layer.trainable = layer.name != name
+    model.compile(adam(), loss="mse", metrics=["mae"])
+
+
+def test_what_one_rank_froze_is_frozen_in_every_file(folder: Path) -> None:
+    pipe = pipeline(in_a_row)
+    freeze(pipe, "last")
+    before = state(pipe)
+    pipe.fit(*data(), **EPOCH)
+    after = state(pipe)
+    assert sorted(name for name in before if np.array_equal(before[name], after[name])) == [
+        "optimizer/_learning_rate",
+        "weights/10",
+        "weights/11",
+    ]
+    pipe.save(folder / "model.keras")
+    pipe.save_weights(folder / "model.weights.h5")
+    pipe.save_checkpoint(folder / "checkpoint")
+    for name in ("model.keras", "model.weights.h5", "checkpoint"):
+        other = pipeline(in_a_row, schedule="gpipe")
+        freeze(other, "last")
+        getattr(other, "load_checkpoint" if name == "checkpoint" else "load")(folder / name)
+        assert_same(after, state(other))
+    history = pipe.fit(*data(), **EPOCH).history
+    loaded = keras.models.load_model(folder / "model.keras")
+    assert [layer.trainable for layer in loaded.layers] == [*[True] * 5, False]
+    for name, values in loaded.fit(*data(), **EPOCH).history.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-5)
+
+
+def test_a_shared_layer_that_one_rank_alone_froze_is_told(folder: Path) -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    pipe = pipeline()
+    freeze(pipe, "twice" if hvpipe.rank() == 0 else "")
+    says = "all train it or none.* Received: twice with trainable=False on rank 0 and trainable=True on rank"
+    with pytest.raises(MismatchError, match=says):
+        pipe.fit(*data(), **EPOCH)
+    with pytest.raises(MismatchError, match=says):
+        pipe.save(folder / "model.keras")
+
+
+def test_frozen_weights_of_replicas_are_no_statistics(folder: Path) -> None:
+    """They may be large, are equal on all of them, and are written once."""
+    pipe = pipeline(build_with_more_state, stages=1)
+    for layer in pipe.layers:
+        layer.trainable = False
+    pipe.save_checkpoint(folder)
+    index = json.loads((folder / "checkpoint.json").read_text())
+    numbers = [
+        int(name.partition("@")[0].rpartition("/")[2])
+        for shard in index["shards"]
+        for name in shard["names"]
+        if "@" in name
+    ]
+    kinds = {index["variables"][number]["path"].rpartition("/")[2] for number in numbers}
+    several = {"moving_mean", "moving_variance", "seed_generator_state"}
+    assert kinds == (several if hvpipe.size() > 1 else set())
+
+
+def test_statistics_that_are_equal_keep_their_bits() -> None:
+    pipe = pipeline(build_with_more_state, stages=1)
+    (mean, *_) = [v for v in pipe.variables if v.path.endswith("moving_mean")]
+    value = np.random.default_rng(1).normal(size=mean.shape).astype(np.float32)
+    mean.assign(value)
+    pipe._parts.sharing.note_apart()
+    pipe._parts.sharing.average_statistics()
+    np.testing.assert_array_equal(mean.numpy(), value)
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------
+
+
+def test_training_goes_on_with_the_same_bits(trained: Trained) -> None:
+    pipe = pipeline()
+    pipe.load_checkpoint(trained.checkpoint)
+    assert_same(trained.then, state(pipe))
+    assert pipe.fit(*data(), **EPOCH).history == trained.history
+    assert_same(trained.after, state(pipe))
+
+
+def test_seeds_and_statistics_go_on_too(folder: Path) -> None:
+    # Two replicas of a stage, each with seeds of its own, where there are three ranks.
+    layout = {"stages": 2, "replicas": (2, 1)} if hvpipe.size() == 3 else {}
+    pipe = pipeline(build_with_more_state, **layout)
+    pipe.fit(*data(), **EPOCH)
+    pipe.save_checkpoint(folder)
+    history = pipe.fit(*data(), **EPOCH).history
+    again = pipeline(build_with_more_state, **layout)
+    again.load_checkpoint(folder)
+    assert again.fit(*data(), **EPOCH).history == history
+    assert_same(state(pipe), state(again))
+    for one, other in zip(pipe.variables, again.variables, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+def test_replicas_that_a_checkpoint_did_not_have_draw_numbers_of_their_own(folder: Path) -> None:
+    pipe = pipeline(build_with_more_state)
+    pipe.fit(*data(), **EPOCH)
+    pipe.save_checkpoint(folder)
+    again = pipeline(build_with_more_state, stages=1)
+    again.load_checkpoint(folder)
+    states = hvpipe.allgather_object([state.numpy().tolist() for state in seeds_of(again.layers)])
+    seeds = [seed for of_rank in states for seed, _ in of_rank]
+    assert len(set(seeds)) == len(seeds) == 2 * hvpipe.size()
+    # As many micro-batches have been drawn for on all of them.
+    assert {draws for of_rank in states for _, draws in of_rank} == {12}
+
+
+def other_layouts() -> list[dict[str, Any]]:
+    replicated = {1: {"stages": 1}, 2: {"stages": 1}, 3: {"stages": 2, "replicas": (1, 2)}}
+    bubbles = {"schedule": "interleaved" if hvpipe.size() > 1 else "zb-h1"}
+    return [bubbles, {"schedule": "gpipe", **replicated.get(hvpipe.size(), {})}]
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_another_layout_goes_on(trained: Trained, which: int) -> None:
+    pipe = pipeline(**other_layouts()[which])
+    pipe.load_checkpoint(trained.checkpoint)
+    assert_same(trained.then, state(pipe))
+    pipe.fit(*data(), **EPOCH)
+    assert_same(trained.after, state(pipe), 1e-6)
+
+
+@pytest.mark.parametrize("at", ["_write_shard", "write_document"])
+def test_an_interrupted_save_leaves_the_checkpoint_before(
+    trained: Trained, folder: Path, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = trained.pipe
+    pipe.save_checkpoint(folder)
+    before = state(pipe)
+    fill(pipe)
+    if hvpipe.rank() == (hvpipe.size() - 1 if at == "_write_shard" else 0):
+        monkeypatch.setattr(pipeline_checkpoint, at, full_disk)
+    with pytest.raises(HvpipeError, match=r"saving a checkpoint in .*rank \d: OSError: disk full"):
+        pipe.save_checkpoint(folder)
+    monkeypatch.undo()
+    pipe.load_checkpoint(folder)
+    assert_same(before, state(pipe))
+    pipe.save_checkpoint(folder)
+    hvpipe.barrier()
+    assert len(os.listdir(folder)) == hvpipe.size() + 1
+
+
+def full_disk(*_: Any) -> None:
+    raise OSError("disk full")
+
+
+# What cannot be saved or loaded -----------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_another_model_is_refused(trained: Trained) -> None:
+    pipe = pipeline(build_with_more_state)
+    before = state(pipe)
+    with pytest.raises(HvpipeError, match=r"variable 0 is .*dense.*whose variable 0 is twice/kernel"):
+        pipe.load_checkpoint(trained.checkpoint)
+    assert_same(before, state(pipe))
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(trained: Trained) -> None:
+    with pytest.raises(HvpipeError, match=r"of the class of this one, SGD.*Received: Adam"):
+        pipeline(optimizer=lambda: keras.optimizers.SGD(0.1)).load_checkpoint(trained.checkpoint)
+    with pytest.raises(HvpipeError, match=r"settings it was saved with.*_velocity_hats"):
+        pipeline(optimizer=lambda: keras.optimizers.Adam(0.1, amsgrad=True)).load_checkpoint(
+            trained.checkpoint
+        )
+
+
+def test_a_checkpoint_with_more_state_than_the_optimizer_takes_is_refused(folder: Path) -> None:
+    saved = pipeline(optimizer=lambda: keras.optimizers.Adam(0.1, amsgrad=True))
+    saved.save_checkpoint(folder / "amsgrad")
+    with pytest.raises(HvpipeError, match=r"settings it was saved with.*_velocity_hats.*which .* has"):
+        pipeline(optimizer=lambda: keras.optimizers.Adam(0.1)).load_checkpoint(folder / "amsgrad")
+
+
+@pytest.mark.parametrize("fault", ["no index", "index cut", "another version", "missing", "cut", "changed"])
+def test_a_checkpoint_that_is_not_whole_is_refused(trained: Trained, folder: Path, fault: str) -> None:
+    damaged = folder / "damaged"
+    if hvpipe.rank() == 0:
+        shutil.copytree(trained.checkpoint, damaged)
+        index = damaged / "checkpoint.json"
+        shard = damaged / json.loads(index.read_text())["shards"][-1]["file"]
+        if fault == "no index":
+            index.unlink()
+        elif fault == "index cut":
+            index.write_text(index.read_text()[:100])
+        elif fault == "another version":
+            index.write_text(json.dumps({**json.loads(index.read_text()), "version": 2}))
+        elif fault == "missing":
+            shard.unlink()
+        else:
+            content = bytearray(shard.read_bytes())
+            content[200] ^= 1
+            shard.write_bytes(content if fault == "changed" else content[:-1])
+    hvpipe.barrier()
+    says = {
+        "no index": r"should have an index, checkpoint\.json",
+        "index cut": r"checkpoint\.json, line \d+, column \d+: should be JSON",
+        "another version": r"""should have "format": "hvpipe-checkpoint" and "version": 1.*version=2""",
+        "missing": r"npz is missing",
+        "cut": r"npz of \d+ bytes, not \d+",
+        "changed": r"npz should be as it was written. Received: BadZipFile",
+    }
+    pipe = trained.pipe
+    before = state(pipe)
+    with pytest.raises(HvpipeError, match=says[fault]):
+        pipe.load_checkpoint(damaged)
+    assert_same(before, state(pipe))
+
+
+def test_a_path_that_cannot_be_written_is_an_error_on_all_ranks(trained: Trained, folder: Path) -> None:
+    if hvpipe.rank() == 0:
+        (folder / "file").write_text("")
+    hvpipe.barrier()
+    calls = {
+        "save": "no/model.keras",
+        "save_weights": "no/model.weights.h5",
+        "save_checkpoint": "file/checkpoint",
+    }
+    for method, path in calls.items():
+        with pytest.raises(HvpipeError, match=r"should succeed on every rank. Received: rank 0: \w+Error"):
+            getattr(trained.pipe, method)(folder / path)
+    with pytest.raises(HvpipeError, match=r"Received: rank 0: ValueError: Invalid filepath extension"):
+        trained.pipe.save(folder / "model.unknown")
+
+
+def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(trained: Trained, folder: Path) -> None:
+    model = build_with_more_state()
+    if hvpipe.rank() == 0:
+        model.save(folder / "another.keras")
+    hvpipe.barrier()
+    for file in ("none.keras", "none.weights.h5", "another.keras"):
+        before = state(trained.pipe)
+        with pytest.raises(
+            HvpipeError, match=rf"loading .*{file} should succeed on every rank. Received: rank"
+        ):
+            trained.pipe.load(folder / file)
+        assert_same(before, state(trained.pipe))
+
+
+# Callbacks --------------------------------------------------------------------------------------------------
+
+
+class Worse(keras.callbacks.Callback):
+    """First of the callbacks: says that every epoch was worse than the one before, and notes the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[Any] = []
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        assert logs is not None
+        logs["score"] = float(epoch)
+        self.weights.append(self.model.get_weights())
+
+
+def test_keras_callbacks_save_and_restore(trained: Trained, folder: Path) -> None:
+    pipe, worse = trained.pipe, Worse()
+    pipe.load_checkpoint(trained.checkpoint)
+    callbacks = [
+        worse,
+        keras.callbacks.ModelCheckpoint(folder / "new" / "{epoch}.keras"),
+        keras.callbacks.ModelCheckpoint(folder / "new" / "{epoch}.weights.h5", save_weights_only=True),
+        keras.callbacks.EarlyStopping("score", mode="min", patience=1, restore_best_weights=True),
+    ]
+    pipe.fit(*data(), batch_size=BATCH, epochs=5, shuffle=False, verbose=0, callbacks=callbacks)
+    assert len(worse.weights) == 2
+    for found, expected in zip(pipe.get_weights(), worse.weights[0], strict=True):
+        np.testing.assert_array_equal(found, expected)
+    hvpipe.barrier()
+    assert sorted(os.listdir(folder / "new")) == ["1.keras", "1.weights.h5", "2.keras", "2.weights.h5"]
+    for file in ("2.keras", "2.weights.h5"):
+        pipe.load(folder / "new" / file)
+        for found, expected in zip(pipe.get_weights(), worse.weights[1], strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_callbacks_that_every_rank_would_write_for_are_refused(trained: Trained, folder: Path) -> None:
+    with pytest.raises(HvpipeError, match=r"save_checkpoint.*Received: a BackupAndRestore"):
+        trained.pipe.fit(*data(), **EPOCH, callbacks=[keras.callbacks.BackupAndRestore(folder)])
+    with pytest.raises(
+        HvpipeError, match=r"placeholders belong in the name of the file.*Received: filepath="
+    ):
+        trained.pipe.fit(
+            *data(), **EPOCH, callbacks=[keras.callbacks.ModelCheckpoint(folder / "{epoch}" / "m.keras")]
+        )

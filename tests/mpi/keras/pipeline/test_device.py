@@ -1,0 +1,109 @@
+"""Pipelines whose tensors stay on devices: the tests' own, whose memory is the processor's (tests/native)."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import importlib
+import os
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.keras import ops
+from hvpipe.session import current
+from native_build import build
+from pipelines import MODELS, batches, compile_as_all, pipelined, spread
+
+# The module; the package has a function of that name.
+MAKER = importlib.import_module("hvpipe.keras.pipeline_parallel")
+
+
+@pytest.fixture(scope="module")
+def device() -> Any:
+    """The session's engine has opened the device, and NCCL with it; the device's library."""
+    engine = current().engine
+    if hvpipe.size() == 1:
+        pytest.skip("one rank has nobody to write to")
+    made = [str(build(f"fake_{name}.cc")) for name in ("device", "nccl")] if hvpipe.rank() == 0 else None
+    library, nccl = hvpipe.broadcast_object(made)
+    os.environ["FAKE_NCCL_DEVICE"] = library
+    engine._settings = dataclasses.replace(
+        engine._settings, device_library=library, nccl_library=nccl, gpus_may_be_shared=True
+    )
+    assert engine.use_device().startswith("by NCCL")
+    return ctypes.CDLL(library)
+
+
+@pytest.fixture
+def sent(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Pipelines that are made from now on keep tensors there; what was sent from device to device."""
+    tensors: list[Any] = []
+
+    def send_message(number: int, tensor: Any) -> None:
+        tensors.append(tensor)
+        wire(number, tensor)
+
+    wire = ops.send_message
+    monkeypatch.setattr(ops, "send_message", send_message)
+    monkeypatch.setattr(MAKER, "device_of_messages", lambda _: "CPU:0")
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"), [("mlp", "1f1b"), ("transformer", "interleaved"), ("unet", "zb-h1")]
+)
+def test_the_weights_are_those_of_tensors_that_go_by_the_host(
+    name: str, schedule: str, monkeypatch: pytest.MonkeyPatch, sent: list[Any]
+) -> None:
+    options = {} if schedule == "1f1b" else {"schedule": schedule, "chunks": 2}
+    there = pipelined(name, **options)
+    assert sent
+    monkeypatch.setattr(MAKER, "device_of_messages", lambda _: None)
+    before = len(sent)
+    here = pipelined(name, **options) if options else spread(name)
+    assert len(sent) == before
+    assert there.history == here.history
+    assert there.evaluation == here.evaluation
+    np.testing.assert_array_equal(there.prediction, here.prediction)
+    for number, value in here.weights.items():
+        np.testing.assert_array_equal(there.weights[number], value, err_msg=str(number))
+
+
+def test_whole_numbers_go_by_the_host(sent: list[Any]) -> None:
+    """TensorFlow keeps them there, even where it computes on a GPU."""
+    pipelined("transformer")
+    assert {tensor.dtype.name for tensor in sent} == {"float32"}
+
+
+def test_halves_and_open_shapes(sent: list[Any]) -> None:
+    """bfloat16 between stages, and sequences whose length the model leaves open."""
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input((None, 4))
+    x = inputs
+    for _ in range(3 * hvpipe.size()):
+        x = keras.layers.Dense(4, dtype="mixed_bfloat16")(x)
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.GlobalAveragePooling1D()(x)))
+    pipe = hk.pipeline_parallel(model, microbatches=4)
+    pipe.compile("sgd", "mse")
+    for length in (3, 5):
+        x = np.random.default_rng(length).normal(size=(8, length, 4)).astype(np.float32)
+        assert np.isfinite(pipe.train_on_batch(x, x[:, 0, :1]))
+    assert "bfloat16" in {tensor.dtype.name for tensor in sent}
+    assert {3, 5} <= {length for tensor in sent for length in tensor.shape[1:2]}
+
+
+def test_memory_of_messages_serves_the_next_ones(device: Any, sent: list[Any]) -> None:
+    keras.utils.set_random_seed(5)
+    x, y = batches(MODELS["mlp"], 8)
+    pipe = compile_as_all(hk.pipeline_parallel(MODELS["mlp"], microbatches=4))
+    held = []
+    for _ in range(6):
+        pipe.train_on_batch(x, y)
+        current().engine.agree("end of a step")
+        held.append(device.things_held())
+    assert held[-1] == held[-2] == held[-3], held

@@ -1,0 +1,574 @@
+"""A pipeline is used as any Keras model: its methods, callbacks, precision, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.keras.pipeline.rank_driver import Machine
+from hvpipe.keras.pipeline.saving import told_once
+from hvpipe.session import current
+from pipelines import batches, both, compile_as_all, mlp, sgd
+
+
+def small() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((12,)),
+            *(keras.layers.Dense(8, activation="relu") for _ in range(3)),
+            keras.layers.Dense(4),
+        ]
+    )
+
+
+def test_on_batch_methods_are_those_of_keras() -> None:
+    x, y = batches(mlp, 16)
+
+    def told(model: Any) -> list[float]:
+        compile_as_all(model)
+        found = model.predict_on_batch(x)
+        assert isinstance(found, np.ndarray)
+        trained = model.train_on_batch(x, y, sample_weight=np.linspace(0, 1, 16))
+        tested = model.test_on_batch(x, y, return_dict=True)
+        return [*found.ravel(), *trained, *(tested[name] for name in sorted(tested))]
+
+    expected, found = both(small, told)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_arguments_may_be_given_by_place() -> None:
+    x, y = batches(mlp, 16)
+    seen: list[int] = []
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    pipe.fit(x, y, 8, 2, 0, [callback])
+    assert seen == [0, 1]
+    assert len(pipe.evaluate(x, y, 8, 0)) == 2
+    assert pipe.predict(x, 8, 0).shape == (16, 4)
+
+
+def in_float16(build: Any = small) -> keras.Model:
+    """The policy holds while the model is built, and no longer."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        return build()
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_half_precision_scales_the_loss_and_clips_over_all_stages() -> None:
+    x, y = batches(mlp, 48)
+
+    def losses(model: Any) -> Any:
+        compile_as_all(model, keras.optimizers.SGD(0.5, global_clipnorm=0.05))
+        assert isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
+        history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0).history
+        assert float(model.optimizer.dynamic_scale) == 2.0**15
+        return history["loss"]
+
+    expected, found = both(in_float16, losses)
+    np.testing.assert_allclose(found, expected, rtol=5e-4)
+
+
+def with_layers_without_weights_at_the_end() -> keras.Model:
+    rest = [keras.layers.Softmax() for _ in range(8)]
+    return keras.Sequential([keras.Input((12,)), keras.layers.Dense(4), *rest])
+
+
+def test_the_loss_scale_moves_on_a_rank_without_weights() -> None:
+    x, y = batches(mlp, 64)
+    held: list[int] = []
+
+    def told(model: Any) -> list[float]:
+        optimizer = keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=8.0, dynamic_growth_steps=2)
+        model.compile(optimizer, "sparse_categorical_crossentropy")
+        history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+        held.append(len(model.weights))
+        return [*history["loss"], float(optimizer.dynamic_scale), int(optimizer.iterations)]
+
+    expected, found = both(with_layers_without_weights_at_the_end, told)
+    if hvpipe.size() > 1 and hvpipe.rank() == hvpipe.size() - 1:
+        assert held == [0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("build", [small, with_layers_without_weights_at_the_end])
+def test_a_loss_scale_that_is_too_large_is_halved_and_the_step_skipped(build: Any) -> None:
+    """By all ranks, of which one may have no weights; nothing else moves."""
+    x, y = batches(mlp, 24)
+
+    def told(model: Any) -> list[float]:
+        compile_as_all(model, keras.optimizers.LossScaleOptimizer(sgd(), initial_scale=2.0**40))
+        weights = model.get_weights()
+        history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+        for before, after in zip(weights, model.get_weights(), strict=True):
+            np.testing.assert_array_equal(before, after)
+        assert float(model.optimizer.dynamic_scale) == 2.0**37
+        return [*history["loss"], int(model.optimizer.iterations)]
+
+    expected, found = both(functools.partial(in_float16, build), told)
+    np.testing.assert_allclose(found, expected, rtol=5e-4)
+
+
+class Idle(keras.layers.Layer):
+    """Has weights of the shape of Dense's after it, which no gradient reaches."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), initializer="ones")
+
+    def call(self, x: Any) -> Any:
+        return x
+
+
+def with_idle_weights() -> keras.Model:
+    rows = [layer for _ in range(4) for layer in (Idle(), keras.layers.Dense(12, activation="tanh"))]
+    return keras.Sequential([keras.Input((12,)), *rows])
+
+
+def without_weights_at_the_end() -> keras.Model:
+    rest = [keras.layers.Activation("tanh") for _ in range(8)]
+    return keras.Sequential([keras.Input((12,)), keras.layers.Dense(12), *rest])
+
+
+def with_idle_weights_alone_at_the_end() -> keras.Model:
+    return keras.Sequential([keras.Input((12,)), keras.layers.Dense(12), *(Idle() for _ in range(8))])
+
+
+def averaging() -> Any:
+    return keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=3)
+
+
+def accumulating() -> Any:
+    return keras.optimizers.Nadam(0.01, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("build", "optimizer"),
+    [
+        (without_weights_at_the_end, accumulating),
+        (with_idle_weights, averaging),
+        (with_idle_weights_alone_at_the_end, accumulating),
+        pytest.param(with_idle_weights_alone_at_the_end, averaging, marks=pytest.mark.slow),
+    ],
+)
+def test_weights_that_no_gradient_reaches_are_averaged_as_in_keras(build: Any, optimizer: Any) -> None:
+    """Averages replace weights at the end of fit, by their place; every rank counts its steps."""
+    x, y = batches(mlp, 40)
+
+    def told(model: Any) -> list[float]:
+        compile_as_all(model, optimizer())
+        history = model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+        outputs = model.predict(x, verbose=0).ravel()
+        for layer in model.layers:
+            if isinstance(layer, Idle):
+                np.testing.assert_allclose(layer.kernel, 1, rtol=1e-6)
+        return [*history["loss"], *outputs, int(model.optimizer.iterations)]
+
+    expected, found = both(build, told)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def behind_a_stop() -> keras.Model:
+    """Layers that no gradient reaches, because of a later one or of an output without a loss."""
+    inputs = keras.Input((12,))
+    x = inputs
+    for _ in range(3):
+        x = keras.layers.Dense(6, activation="tanh")(x)
+    side = keras.layers.Dense(5, name="side")(x)
+    for _ in range(3):
+        x = keras.layers.Dense(6, activation="tanh")(keras.ops.stop_gradient(x))
+    return keras.Model(inputs, {"main": keras.layers.Dense(4, name="main")(x), "side": side})
+
+
+def decaying_weights() -> Any:
+    return keras.optimizers.AdamW(0.01, weight_decay=0.9)
+
+
+@pytest.mark.parametrize("options", [{}, {"stages": 1}, {"schedule": "zb-h1"}])
+def test_weights_that_no_gradient_reaches_stay_as_in_keras(options: dict[str, Any]) -> None:
+    """Wherever the model is cut: a gradient of 0 would let the optimizer let them decay."""
+    x, y = batches(mlp, 32)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def told(model: Any) -> list[float]:
+        model.compile(decaying_weights(), {"main": loss})
+        history = model.fit(x, {"main": y}, batch_size=8, shuffle=False, verbose=0).history
+        outputs = model.predict(x, verbose=0)
+        return [*history["loss"], *outputs["main"].ravel(), *outputs["side"].ravel()]
+
+    expected, found = both(behind_a_stop, told, **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_several_optimizers_are_refused() -> None:
+    several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(sgd()))
+    with pytest.raises(HvpipeError, match=r"one optimizer for all layers.* optimizer=MultiOptimizer"):
+        compile_as_all(hk.pipeline_parallel(small), several)
+
+
+class StopsOnTheLastRank(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1 and hvpipe.rank() == hvpipe.size() - 1:
+            self.model.stop_training = True
+
+
+def test_a_callback_that_stops_one_rank_within_an_epoch_stops_all() -> None:
+    x, y = batches(mlp, 32)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    history = pipe.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=[StopsOnTheLastRank()])
+    assert len(history.history["loss"]) == 1
+    assert int(pipe.optimizer.iterations) == 2
+
+
+def test_one_rank_writes_a_log_that_all_were_told_of(tmp_path: Path) -> None:
+    x, y = batches(mlp, 16)
+    shared = hvpipe.broadcast_object(str(tmp_path / "log.csv"))
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    options = {"batch_size": 8, "verbose": 0}
+    for first, end in ((0, 2), (2, 3)):
+        files = [
+            keras.callbacks.CSVLogger(shared, append=True),
+            keras.callbacks.CSVLogger(tmp_path / "own.csv"),
+        ]
+        pipe.fit(x, y, epochs=end, initial_epoch=first, callbacks=files, **options)
+    hvpipe.barrier()
+    rows = Path(shared).read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["epoch", "0", "1", "2"]
+    assert (tmp_path / "own.csv").read_text().splitlines()[-1] == rows[-1]
+
+
+def with_a_table() -> keras.Model:
+    tokens = keras.Input((5,), dtype="int32")
+    x = keras.layers.Flatten()(keras.layers.Embedding(7, 4, name="table")(tokens))
+    return keras.Model(tokens, keras.layers.Dense(4)(keras.layers.Dense(4)(x)))
+
+
+def test_one_rank_writes_and_prints_what_all_have() -> None:
+    """A TensorBoard that shows weights is everyone's: each rank has some."""
+    pipe = compile_as_all(hk.pipeline_parallel(with_a_table))
+    rank, size = hvpipe.rank(), hvpipe.size()
+    callbacks = [
+        keras.callbacks.TensorBoard("scalars"),
+        keras.callbacks.TensorBoard("weights", histogram_freq=1),
+        keras.callbacks.TensorBoard(f"own{rank}"),
+        keras.callbacks.RemoteMonitor(),
+        keras.callbacks.EarlyStopping("loss", verbose=1),
+    ]
+    for _ in ("first fit", "another"):
+        found = told_once(current(), callbacks, pipe.stages, pipe.layers)
+        assert [c.log_dir for c in found if isinstance(c, keras.callbacks.TensorBoard)] == (
+            ["scalars", "weights", "own0"] if rank == 0 else [f"weights/rank{rank}", f"own{rank}"]
+        )
+        assert [c.verbose for c in found if isinstance(c, keras.callbacks.EarlyStopping)] == [rank == 0]
+        assert len(found) == (5 if rank == 0 else 3)
+    assert len(set(hvpipe.allgather_object(tuple(c.log_dir for c in callbacks[1:3])))) == size
+
+
+def test_embeddings_of_other_ranks_are_no_mistake() -> None:
+    pipe = compile_as_all(hk.pipeline_parallel(with_a_table))
+    given = {"table": "names.tsv", "no_layer": "names.tsv"}
+    board = keras.callbacks.TensorBoard("logs", embeddings_freq=1, embeddings_metadata=given)
+    told_once(current(), [board], pipe.stages, pipe.layers)
+    first = hvpipe.rank() == 0
+    assert board.embeddings_metadata == (given if first else {"no_layer": "names.tsv"})
+    assert board.log_dir == ("logs" if first else f"logs/rank{hvpipe.rank()}")
+
+
+def test_a_checkpoint_of_one_rank_alone_is_told(tmp_path: Path) -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 8)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    saving = [keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras"))] if hvpipe.rank() == 0 else []
+    with pytest.raises(MismatchError, match=r"give ModelCheckpoint to all .* 1 on rank 0 and 0 on rank 1"):
+        pipe.fit(x, y, batch_size=8, verbose=0, callbacks=saving)
+
+
+def test_graphs_are_made_once_for_each_structure_of_targets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training counts classes, validation does not; targets have lengths of all kinds."""
+    made: list[Any] = []
+    own = Machine.__init__
+
+    def counting(machine: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(machine)
+        own(machine, *args, **kwargs)
+
+    monkeypatch.setattr(Machine, "__init__", counting)
+    x, y = batches(mlp, 16)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    pipe.fit(x, y, batch_size=8, epochs=3, verbose=0, class_weight={0: 2.0}, validation_data=(x, y))
+    assert len(made) == 2
+
+    def losses(model: Any) -> list[float]:
+        model.compile(sgd(), "mse")
+        lengths = (5, 6, 7, 9, 6)
+        return [model.train_on_batch(np.ones((8, n, 3)), np.ones((8, n, 4))) for n in lengths]
+
+    expected, found = both(of_any_length, losses)
+    assert len(made) == 4
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def of_any_length() -> keras.Model:
+    return keras.Sequential([keras.Input((None, 3)), *(keras.layers.Dense(4) for _ in range(4))])
+
+
+def masked_of_any_length() -> keras.Model:
+    tokens = keras.Input((None,), dtype="int32")
+    x = keras.layers.Embedding(9, 4, mask_zero=True)(tokens)
+    for _ in range(3):
+        x = keras.layers.Dense(4, activation="tanh")(x)
+    return keras.Model(tokens, x)
+
+
+def of_length(build: Any, steps: int, seed: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng([steps, seed])
+    tokens = rng.integers(1, 9, (8, steps))
+    tokens[:3, 3:] = 0
+    x = tokens if build is masked_of_any_length else rng.normal(size=(8, steps, 3))
+    return x, rng.normal(size=(8, steps, 4))
+
+
+@pytest.mark.parametrize("build", [of_any_length, masked_of_any_length])
+def test_targets_have_the_sizes_of_the_batches_that_count(build: Any) -> None:
+    """Rank 0's. Each rank pads its own, which are of the same lengths at times."""
+    told = []
+    for parallel in (False, True):
+        keras.utils.set_random_seed(5)
+        model = hk.pipeline_parallel(build, microbatches=4) if parallel else build()
+        model.compile(sgd(), "mse")
+        rank = hvpipe.rank() if parallel else 0
+        given = [of_length(build, steps, rank) for steps in ((5, 6, 7) if rank == 0 else (5, 5, 6))]
+        told.append([run(*batch) for run in (model.train_on_batch, model.test_on_batch) for batch in given])
+    np.testing.assert_allclose(told[1], told[0], rtol=1e-5)
+
+
+def test_inputs_of_another_shape_are_refused_as_keras_does() -> None:
+    x, y = batches(mlp, 16)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    with pytest.raises(ValueError, match=r"expected shape=\(None, 12\), found shape=\(8, 5\)"):
+        pipe.fit(x[:, :5], y, batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("differs", "says"),
+    [
+        ({"y": np.zeros(16, np.float32)}, "y of float32 with 1 axis"),
+        ({"y": np.zeros((16, 1), np.int32)}, "y of int32 with 2 axes"),
+        (
+            {"class_weight": {0: 2.0}},
+            "y of int32 with 1 axis, sample_weight of float32 with 1 axis",
+        ),
+        ({"y": {"label": np.zeros(16, np.int32)}}, "y/label of int32 with 1 axis"),
+        ({"y": None}, "no targets"),
+    ],
+)
+def test_targets_that_look_otherwise_on_one_rank_are_told(differs: dict[str, Any], says: str) -> None:
+    """It would read what the first stage's rank sends as what its own batch holds."""
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 16)
+    last = hvpipe.size() - 1
+    given = {"y": y.astype(np.int32), **(differs if hvpipe.rank() == last else {})}
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    both = f"Received: y of int32 with 1 axis on rank 0 and {says} on rank {last}"
+    with pytest.raises(MismatchError, match=f"training step .* {both}"):
+        pipe.fit(x, batch_size=8, verbose=0, **given)
+    # The ranks are still in step.
+    assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
+
+
+def test_targets_of_another_number_than_the_inputs_are_told() -> None:
+    """Else the first ones would be taken."""
+    x, y = batches(mlp, 16)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    with pytest.raises(HvpipeError, match=r"as many samples. Received: \[8\] of inputs, \[16\] of targets"):
+        pipe.train_on_batch(x[:8], y)
+
+
+def test_export_says_what_to_do() -> None:
+    with pytest.raises(HvpipeError, match=r"load_model\(.*\)\.export"):
+        hk.pipeline_parallel(small).export("folder")
+
+
+def test_saving_past_the_pipeline_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(HvpipeError, match=r"pipe\.save\('model.keras'\) on all ranks"):
+        keras.saving.save_model(hk.pipeline_parallel(small), tmp_path / "model.keras")
+
+
+def test_callbacks_may_come_in_a_list_of_keras() -> None:
+    x, y = batches(mlp, 32)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    given = keras.callbacks.CallbackList([StopsOnTheLastRank()], add_history=True)
+    history = pipe.fit(x, y, batch_size=8, epochs=3, verbose=0, callbacks=given)
+    assert len(history.history["loss"]) == 1
+
+
+def test_targets_of_another_dtype_on_one_rank_are_told_in_evaluation() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 16)
+    pipe = compile_as_all(hk.pipeline_parallel(small))
+    dtype = np.int32 if hvpipe.rank() == 0 else np.int64
+    with pytest.raises(MismatchError, match=r"evaluation step .* y of int32 .* on rank 0 and y of int64"):
+        pipe.evaluate(x, y.astype(dtype), batch_size=8, verbose=0)
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data: Any) -> dict[str, Any]:
+        return {}
+
+
+def with_own_step() -> keras.Model:
+    inputs = keras.Input((12,))
+    return OwnStep(inputs, keras.layers.Dense(4)(keras.layers.Dense(4)(inputs)))
+
+
+def test_a_train_step_of_ones_own_is_not_passed_over() -> None:
+    with pytest.raises(HvpipeError, match=r"OwnStep .*, which defines train_step"):
+        hk.pipeline_parallel(with_own_step)
+
+
+def test_weights_that_build_model_loads_are_not_lost_in_silence(tmp_path: Path) -> None:
+    file, whole = tmp_path / "model.weights.h5", small()
+    whole.save_weights(file)
+
+    def by_file() -> keras.Model:
+        model = small()
+        model.load_weights(file)
+        return model
+
+    def by_value() -> keras.Model:
+        model = small()
+        model.layers[1].set_weights([np.ones((8, 8)), np.zeros(8)])
+        return model
+
+    for build, name in ((by_file, r"dense\w*/kernel"), (by_value, r"dense_\w*/kernel")):
+        with pytest.raises(HvpipeError, match=rf"by load\(file\), .* a value for (\w*/)?{name}"):
+            hk.pipeline_parallel(build)
+    pipe = hk.pipeline_parallel(small)
+    pipe.load(file)
+    x, _ = batches(mlp, 8)
+    np.testing.assert_allclose(pipe.predict(x, verbose=0), whole.predict(x, verbose=0), atol=1e-6)
+
+
+def a_model_that_was_called() -> keras.Model:
+    """Nothing of that is lost, nor of a model that goes no further."""
+    other = small()
+    other.set_weights(other.get_weights())
+    model = small()
+    model(np.zeros((2, 12)))
+    return model
+
+
+def test_build_model_may_call_the_model() -> None:
+    hk.pipeline_parallel(a_model_that_was_called)
+
+
+def tied_by_a_function() -> keras.Model:
+    """The last operation reads the table of the first layer."""
+    tokens = keras.Input((5,), dtype="int32")
+    table = keras.layers.Embedding(7, 4, name="table")
+    x = table(tokens)
+    for _ in range(3):
+        x = keras.layers.Dense(4)(x)
+    tie = keras.layers.Lambda(lambda h: h @ keras.ops.transpose(table.embeddings.value))
+    return keras.Model(tokens, tie(x))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_weights_of_another_stage_are_not_read_past_their_layer(whole: bool) -> None:
+    """They would get no gradient of that, and keep the values that they have on this rank."""
+    model = tied_by_a_function() if whole else tied_by_a_function
+    pipe = compile_as_all(hk.pipeline_parallel(model))
+    x, y = np.zeros((8, 5), np.int32), np.zeros((8, 5), np.int32)
+    if hvpipe.size() == 1:
+        assert len(pipe.fit(x, y, batch_size=8, verbose=0).history["loss"]) == 1
+        return
+    last = f"(?s)rank {hvpipe.size() - 1}: .*A stage should read the weights of its own layers"
+    with pytest.raises(HvpipeError, match=rf"{last}.* Received: table/embeddings, of another stage"):
+        pipe.fit(x, y, batch_size=8, verbose=0)
+
+
+def test_a_loss_may_read_weights_of_the_last_stage_alone() -> None:
+    model = small()
+    first, last = model.layers[0], model.layers[-1]
+    x, y = batches(mlp, 8)
+    pipe = hk.pipeline_parallel(model)
+
+    def loss_with(layer: Any) -> Any:
+        return lambda y_true, y_pred: keras.ops.mean(y_pred**2) + keras.ops.sum(layer.kernel**2)
+
+    pipe.compile(sgd(), loss_with(last))
+    pipe.fit(x, y, batch_size=8, verbose=0)
+    pipe.compile(sgd(), loss_with(first))
+    if hvpipe.size() > 1:
+        with pytest.raises(HvpipeError, match=r"Received: \S*kernel, of another stage"):
+            pipe.fit(x, y, batch_size=8, verbose=0)
+
+
+def is_last() -> bool:
+    return hvpipe.rank() == hvpipe.size() - 1
+
+
+def adam(rate: float = 0.001) -> Any:
+    return keras.optimizers.Adam(rate)
+
+
+def scaled_adam(rate: float = 0.001) -> Any:
+    return keras.optimizers.LossScaleOptimizer(adam(rate))
+
+
+def decaying(rate: float = 0.001) -> Any:
+    return adam(keras.optimizers.schedules.ExponentialDecay(rate, 10, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "other", "says"),
+    [
+        (adam, lambda: adam(0.5), r"learning_rate=0.001\d* on rank 0 and learning_rate=0.5"),
+        (adam, lambda: keras.optimizers.SGD(0.001), "optimizer=Adam|dampening|amsgrad"),
+        (scaled_adam, lambda: scaled_adam(0.5), "'learning_rate': 0.5"),
+        (decaying, lambda: decaying(0.5), "'initial_learning_rate': 0.5"),
+    ],
+)
+def test_optimizers_that_differ_by_rank_are_told(optimizer: Any, other: Any, says: str) -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 8)
+    if is_last():
+        adam()  # Keras numbers the names of the next ones
+    pipe = compile_as_all(hk.pipeline_parallel(small), optimizer())
+    pipe.fit(x, y, batch_size=8, verbose=0)
+    pipe = compile_as_all(hk.pipeline_parallel(small), (other if is_last() else optimizer)())
+    last = hvpipe.size() - 1
+    with pytest.raises(MismatchError, match=rf"same optimizer on all ranks.* ({says}).* on rank {last}"):
+        pipe.fit(x, y, batch_size=8, verbose=0)
+
+
+def test_a_learning_rate_that_one_rank_changes_is_told() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank agrees with itself")
+    x, y = batches(mlp, 8)
+    pipe = compile_as_all(hk.pipeline_parallel(small), sgd())
+    lowers = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    last = hvpipe.size() - 1
+    with pytest.raises(MismatchError, match=rf"Received: 0.1 on rank 0 and 0.05 on rank {last}"):
+        pipe.fit(x, y, batch_size=8, verbose=0, callbacks=[lowers] if is_last() else [])
+    assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
+
+
+def test_clipping_over_all_stages_goes_without_accumulation() -> None:
+    x, y = batches(mlp, 16)
+    optimizer = keras.optimizers.SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2)
+    pipe = compile_as_all(hk.pipeline_parallel(small), optimizer)
+    with pytest.raises(HvpipeError, match="gradient_accumulation_steps=2"):
+        pipe.fit(x, y, batch_size=8, verbose=0)

@@ -1,0 +1,362 @@
+"""Losses and metrics of a pipeline are those of the undivided model."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import hvpipe.keras as hk
+import hvpipe.keras.graph.activity_losses
+from hvpipe.errors import HvpipeError
+from pipelines import batches, both, mlp, sgd
+
+layers = keras.layers
+History = dict[str, list[float]]
+
+
+def one_output() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((12,)), *(layers.Dense(4, activation="tanh") for _ in range(3)), layers.Dense(1)]
+    )
+
+
+def two_outputs() -> keras.Model:
+    """Their names are in another order than the outputs."""
+    inputs = keras.Input((12,))
+    x = layers.Dense(4)(layers.Dense(4, activation="tanh")(inputs))
+    return keras.Model(inputs, [layers.Dense(1, name="z")(x), layers.Dense(1, name="a")(x)])
+
+
+def told(
+    build: Any, fit: Any, layout: dict[str, Any] | None = None, **compiled: Any
+) -> tuple[History, History]:
+    """The histories of the undivided model and of its pipeline."""
+
+    def history(model: Any) -> Any:
+        model.compile(keras.optimizers.SGD(0.01), **compiled)
+        return fit(model)
+
+    return both(build, history, **(layout or {}))
+
+
+def check_equal(found: tuple[History, History]) -> None:
+    assert found[0].keys() == found[1].keys()
+    for name, values in found[0].items():
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_loss_that_is_a_sum_is_that_of_the_batch() -> None:
+    x, _ = batches(mlp, 21)
+    y = x[:, :1]
+
+    def fit(model: Any) -> Any:
+        options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(x, y, sample_weight=np.linspace(0, 1, 21), validation_data=(x, y), **options).history
+
+    check_equal(told(one_output, fit, loss=keras.losses.MeanSquaredError(reduction="sum")))
+
+
+@pytest.mark.parametrize("reduction", [None, "mean_with_sample_weight"])
+def test_a_reduction_that_parts_cannot_have_is_refused(reduction: str | None) -> None:
+    pipe = hk.pipeline_parallel(one_output)
+    with pytest.raises(HvpipeError, match=f"mean_squared_error with reduction={reduction!r}"):
+        pipe.compile(sgd(), keras.losses.MeanSquaredError(reduction=reduction))
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (keras.losses.Dice(), r"pass axis=\(1, 2, 3\).* Received: dice with axis=None"),
+        (keras.losses.Tversky(axis=(0, 1)), r"Received: tversky with axis=\(0, 1\)"),
+        (keras.losses.Circle(), r"with each other. Received: circle"),
+        ("dice", r"Received: dice with axis=None"),
+        ([keras.losses.tversky], r"Received: tversky with axis=None"),
+    ],
+)
+def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: Any, says: str) -> None:
+    pipe = hk.pipeline_parallel(one_output)
+    with pytest.raises(HvpipeError, match=f"should be a mean over samples. .*{says}"):
+        pipe.compile(sgd(), loss)
+
+
+def test_a_ratio_for_each_sample_is_a_mean_over_samples() -> None:
+    x, _ = batches(mlp, 21)
+
+    def fit(model: Any) -> Any:
+        return model.fit(x, x[:, :1] ** 2, batch_size=7, epochs=2, shuffle=False, verbose=0).history
+
+    check_equal(told(one_output, fit, loss=keras.losses.Dice(axis=-1)))
+
+
+def test_targets_are_needed_for_a_loss() -> None:
+    x, _ = batches(mlp, 8)
+    pipe = hk.pipeline_parallel(one_output)
+    pipe.compile(sgd(), "mse")
+    with pytest.raises(HvpipeError, match="compiled with a loss, so it wants targets"):
+        pipe.fit(x, batch_size=8, verbose=0)
+
+
+class Penalty(layers.Layer):
+    """Passes its input on; adds a loss in training if `weight` is not 0."""
+
+    def __init__(self, weight: float) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training and self.weight:
+            self.add_loss(self.weight * keras.ops.mean(x**2))
+        return x
+
+
+def with_penalty(weight: float, **options: Any) -> keras.Model:
+    dense = [layers.Dense(4, activation="tanh", **options) for _ in range(3)]
+    return keras.Sequential([keras.Input((12,)), dense[0], Penalty(weight), *dense[1:], layers.Dense(1)])
+
+
+class Penalties(layers.Layer):
+    """Adds a loss for each sample, for each channel, and one of all."""
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(x**2, axis=-1))
+        self.add_loss(0.2 * keras.ops.mean(x**2, axis=0))
+        self.add_loss(0.3 * keras.ops.mean(x**2))
+        return x
+
+
+def with_penalties() -> keras.Model:
+    dense = [layers.Dense(4, activation="tanh") for _ in range(3)]
+    return keras.Sequential([keras.Input((12,)), dense[0], Penalties(), *dense[1:], layers.Dense(1)])
+
+
+def test_losses_that_layers_add_are_summed_as_in_keras() -> None:
+    """Batches of 7 in 4 parts; the losses of samples are added up, the others averaged."""
+    x, _ = batches(mlp, 21)
+
+    def fit(model: Any) -> Any:
+        options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(x, x[:, :1], validation_data=(x[:7], x[:7, :1]), **options).history
+
+    check_equal(told(with_penalties, fit, loss="mse"))
+
+
+class SumOverSamples(keras.regularizers.Regularizer):
+    """What Keras makes of an activity regularizer where it does not divide by the samples."""
+
+    def __call__(self, x: Any) -> Any:
+        return 0.01 * keras.ops.sum(x**2) * keras.ops.cast(keras.ops.shape(x)[0], "float32")
+
+
+def test_activities_cost_as_much_where_keras_sums_over_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, _ = batches(mlp, 21)
+    monkeypatch.setattr(hvpipe.keras.graph.activity_losses, "_keras_divides_activities", lambda: False)
+    build = functools.partial(with_penalty, 0.0, activity_regularizer=SumOverSamples())
+
+    def fit(model: Any) -> Any:
+        options = {"batch_size": 7, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(x, x[:, :1], validation_data=(x[:7], x[:7, :1]), **options).history
+
+    check_equal(told(build, fit, loss="mse"))
+
+
+def test_training_without_any_loss_is_refused() -> None:
+    """Nothing would move, and nobody would say so. A layer of one's own may have a loss, and has none."""
+    x, _ = batches(mlp, 8)
+    for build in (one_output, functools.partial(with_penalty, 0.0)):
+        pipe = hk.pipeline_parallel(build)
+        pipe.compile(sgd(), metrics=["mae"])
+        with pytest.raises(HvpipeError, match=r"compile\(loss=\.\.\.\).* Received: loss=None, and no layer"):
+            pipe.fit(x, x[:, :1], batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        functools.partial(with_penalty, 0.5),
+        functools.partial(with_penalty, 0.0, activity_regularizer="l2"),
+        functools.partial(with_penalty, 0.0, kernel_regularizer="l2"),
+    ],
+)
+def test_a_loss_of_the_layers_is_enough(build: Any) -> None:
+    x, _ = batches(mlp, 16)
+
+    def fit(model: Any) -> Any:
+        history = model.fit(x, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        return {**history, "outputs": model.predict(x, verbose=0)}
+
+    check_equal(told(build, fit))
+
+
+def test_a_metric_may_have_a_value_for_each_class() -> None:
+    x, y = batches(mlp, 16)
+
+    def evaluate(model: Any) -> Any:
+        return model.evaluate(x, keras.utils.to_categorical(y, 4), verbose=0, return_dict=True)
+
+    loss = keras.losses.CategoricalCrossentropy(from_logits=True)
+    check_equal(told(mlp, evaluate, loss=loss, metrics=[keras.metrics.F1Score(), "accuracy"]))
+
+
+def test_targets_may_be_structured_otherwise_in_validation() -> None:
+    x, _ = batches(mlp, 16)
+    z, a = x[:, :1], 3 * x[:, 1:2]
+
+    def fit(model: Any) -> Any:
+        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        return model.fit(x, {"z": z, "a": a}, validation_data=(x, [z, a]), **options).history
+
+    check_equal(told(two_outputs, fit, loss="mse"))
+
+
+class Moments(keras.metrics.Metric):
+    """Gives two numbers, whose names come before and after those of other metrics."""
+
+    def __init__(self) -> None:
+        super().__init__(name="moments")
+        self.count, self.total, self.squares = (
+            self.add_weight(name=name, initializer="zeros") for name in "cts"
+        )
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        ops = keras.ops
+        self.count.assign_add(ops.cast(ops.size(y_pred), "float32"))
+        self.total.assign_add(ops.sum(y_pred))
+        self.squares.assign_add(ops.sum(y_pred**2))
+
+    def result(self) -> dict[str, Any]:
+        return {"square": self.squares / self.count, "a_mean": self.total / self.count}
+
+
+def test_a_metric_may_give_several_numbers() -> None:
+    x, _ = batches(mlp, 16)
+    y = x[:, :1]
+
+    def fit(model: Any) -> Any:
+        options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+        history = model.fit(x, y, validation_data=(x[:8], y[:8]), **options).history
+        assert {"a_mean", "square", "val_a_mean", "val_square"} <= history.keys()
+        return {**history, "evaluation": model.evaluate(x, y, verbose=0)}
+
+    metrics = [keras.metrics.MeanSquaredError("zeta"), Moments(), "mae"]
+    check_equal(told(one_output, fit, loss="mse", metrics=metrics))
+
+
+def test_metrics_of_replicas_count_by_the_samples_of_each() -> None:
+    """In the last batch the replicas have unequal numbers of them."""
+    x, y = batches(mlp, 19)
+
+    def fit(model: Any) -> Any:
+        return model.fit(x, y, batch_size=8, shuffle=False, verbose=0).history
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    check_equal(told(mlp, fit, {"stages": 1}, loss=loss, metrics=["accuracy"]))
+
+
+def test_the_losses_of_several_outputs_are_told_as_keras_does() -> None:
+    """Batches of 10 in 4 parts."""
+    x, _ = batches(mlp, 20)
+
+    def fit(model: Any) -> Any:
+        options = {"batch_size": 10, "epochs": 2, "shuffle": False, "verbose": 0}
+        return model.fit(x, [x[:, :1], 3 * x[:, 1:2]], **options).history
+
+    losses = ["mse", keras.losses.MeanSquaredError(reduction="sum")]
+    check_equal(told(two_outputs, fit, loss=losses, loss_weights=[0.5, 0.1]))
+
+
+# Masks ------------------------------------------------------------------------------------------------------
+
+
+def tagger() -> keras.Model:
+    tokens = keras.Input((6,), dtype="int32")
+    x = layers.Embedding(9, 4, mask_zero=True)(tokens)
+    return keras.Model(tokens, layers.Dense(4)(layers.LSTM(4, return_sequences=True)(x)))
+
+
+def masked_floats() -> keras.Model:
+    """Of two outputs one has a mask."""
+    inputs = keras.Input((6, 3))
+    x = layers.LSTM(4, return_sequences=True)(layers.Masking()(inputs))
+    pooled = layers.Dense(6, name="pooled")(layers.GlobalAveragePooling1D()(layers.Dense(4)(x)))
+    return keras.Model(inputs, [pooled, layers.Dense(4, name="steps")(x)])
+
+
+def unmasked() -> keras.Model:
+    inputs = keras.Input((6, 1))
+    return keras.Model(inputs, layers.Dense(4)(layers.Dense(4, activation="tanh")(layers.Dense(4)(inputs))))
+
+
+def tokens() -> tuple[Any, Any]:
+    """Sequences of unequal length, shorter ones first, and labels."""
+    rng = np.random.default_rng(1)
+    x, y = rng.integers(1, 9, (20, 6)), rng.integers(0, 4, (20, 6))
+    x[:8, 2:] = 0
+    x[8, 1:] = 0
+    return x, y
+
+
+CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def trained(x: Any, y: Any, **options: Any) -> Any:
+    """What fits a model on these, and tells of its losses and outputs."""
+
+    def fit(model: Any) -> Any:
+        history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0, **options).history
+        outputs = keras.tree.flatten(model.predict(x, verbose=0))
+        return {**history, **{f"output {i}": value for i, value in enumerate(outputs)}}
+
+    return fit
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_masked_loss_is_that_of_the_batch(weighted: bool) -> None:
+    x, y = tokens()
+    options = {"sample_weight": np.linspace(0, 1, 120).reshape(20, 6)} if weighted else {}
+    fit = trained(x, y, validation_data=(x[:10], y[:10]), **options)
+    check_equal(told(tagger, fit, loss=CROSSENTROPY, metrics=["accuracy"]))
+
+
+def test_each_output_has_its_own_mask() -> None:
+    x, y = tokens()
+    inputs = np.where(x[..., None] == 0, 0, np.stack([x, x - 3, 0.1 * y], -1)).astype("float32")
+    fit = trained(inputs, {"pooled": x / 9, "steps": y})
+    check_equal(told(masked_floats, fit, loss={"steps": CROSSENTROPY, "pooled": "mse"}))
+
+
+@pytest.mark.parametrize("build", [tagger, unmasked])
+def test_a_class_that_is_ignored_counts_for_nothing(build: Any) -> None:
+    """Alone, and with a mask beside it; a whole micro-batch has no other."""
+    x, y = tokens()
+    y[10:13] = -1
+    inputs = x if build is tagger else x[..., None].astype("float32")
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+    check_equal(told(build, trained(inputs, y), loss=loss))
+
+
+def test_a_mask_that_follows_from_weights_is_counted_in_each_part() -> None:
+    """Which steps it leaves nobody knows before they have been computed."""
+
+    def build() -> keras.Model:
+        inputs = keras.Input((6, 3))
+        x = layers.Masking()(layers.ReLU()(layers.Dense(2)(inputs)))
+        return keras.Model(inputs, layers.Dense(4)(layers.LSTM(4, return_sequences=True)(x)))
+
+    inputs = np.random.default_rng(2).normal(size=(20, 6, 3)).astype("float32")
+    plain, parts = told(build, trained(inputs, tokens()[1]), loss=CROSSENTROPY)
+    np.testing.assert_allclose(parts["loss"], plain["loss"], rtol=0.1)
+
+
+def test_metrics_do_not_count_what_is_masked() -> None:
+    rng = np.random.default_rng(1)
+    x, y = rng.integers(0, 9, (16, 6)), rng.integers(0, 4, (16, 6))
+    x[:5, 2:] = 0
+
+    def evaluate(model: Any) -> Any:
+        return {"accuracy": [model.evaluate(x, y, verbose=0)[1]]}
+
+    check_equal(told(tagger, evaluate, loss=CROSSENTROPY, metrics=["accuracy"]))

@@ -1,0 +1,110 @@
+"""What pipeline ranks do with gradients: shared weights get the sum of their own, with any optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import chain
+from typing import Any
+
+import keras
+import pytest
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.keras.pipeline.tensor_channel import Mail
+from hvpipe.keras.pipeline.update import PipelineUpdate
+from hvpipe.session import current
+from pipelines import MODELS, batches, check_same, compile_as_all, mlp, plain, train
+
+WITHIN = 1e-5
+
+
+def crossed(count: int) -> keras.Model:
+    """Two layers of the same shapes: the first one is called around `count` - 2 calls of the second."""
+    inputs = x = keras.Input((12,))
+    outer, inner = keras.layers.Dense(12, activation="tanh"), keras.layers.Dense(12, activation="relu")
+    for layer in (outer, *[inner] * (count - 2), outer):
+        x = layer(x)
+    return keras.Model(inputs, x)
+
+
+def crossed_in_four_calls() -> keras.Model:
+    return crossed(4)
+
+
+def crossed_in_two_calls_a_rank() -> keras.Model:
+    return crossed(2 * hvpipe.size())
+
+
+@pytest.fixture(params=["whole", "each by itself"])
+def _bucket_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are summed in as few buckets as there may be, and in one for each."""
+    if request.param == "each by itself":
+        settings = dataclasses.replace(current().settings, bucket_bytes=1)
+        monkeypatch.setattr(current(), "settings", settings)
+
+
+@pytest.mark.usefixtures("_bucket_sizes")
+@pytest.mark.parametrize(
+    ("build", "options", "cuts_of_two"),
+    [
+        (crossed_in_four_calls, {}, [(0, 1), (2, 3)]),
+        (crossed_in_two_calls_a_rank, {"schedule": "interleaved"}, [(0,), (1,), (2,), (3,)]),
+    ],
+)
+def test_layers_that_stages_share_in_another_order_get_their_own_gradients(
+    build: Any, options: dict[str, Any], cuts_of_two: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank meets them in an order of its own: in its stage, or by which of its stages ends first."""
+    name = build.__name__
+    monkeypatch.setitem(MODELS, name, build)
+    keras.utils.set_random_seed(5)
+    pipe = compile_as_all(hk.pipeline_parallel(build, microbatches=4, **options))
+    if hvpipe.size() == 2:
+        assert [cut.calls for cut in pipe.stages.cuts] == cuts_of_two
+    check_same(train(pipe, pipe.stages.graph, batches(build)), plain(name), WITHIN)
+
+
+def test_what_the_stage_before_waits_for_goes_before_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those take this rank's time: it reads all gradients of the stage."""
+    happened: list[str] = []
+    for kind, method in ((Mail, "send"), (PipelineUpdate, "stage_done")):
+        own = getattr(kind, method)
+
+        def noted(owner: Any, *args: Any, method: str = method, own: Any = own, **options: Any) -> None:
+            happened.append(method)
+            own(owner, *args, **options)
+
+        monkeypatch.setattr(kind, method, noted)
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, microbatches=4))
+    pipe.train_on_batch(*batches(mlp, 8))
+    assert happened.count("stage_done") == 1
+    assert happened[-1] == "stage_done"
+    assert len(happened) > 1 or hvpipe.size() == 1
+
+
+def test_sums_over_replicas_begin_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They travel while other stages still run."""
+    if hvpipe.size() == 1:
+        pytest.skip("replicas are several ranks")
+    begun: list[bool] = []
+    own = PipelineUpdate.apply
+
+    def noted(update: PipelineUpdate) -> None:
+        begun.extend(bucket.request is not None for bucket in chain(*update._buckets))
+        own(update)
+
+    monkeypatch.setattr(PipelineUpdate, "apply", noted)
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, stages=1, microbatches=4))
+    pipe.train_on_batch(*batches(mlp, 8))
+    assert begun
+    assert all(begun)
+
+
+def test_sums_are_not_held_until_the_next_step() -> None:
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, stages=1, microbatches=4))
+    pipe.train_on_batch(*batches(mlp, 8))
+    (machine,) = pipe._parts.machines
+    buckets = list(chain(*machine._update._buckets))
+    assert bool(buckets) == (hvpipe.size() > 1)
+    assert all(bucket.buffer is None for bucket in buckets)

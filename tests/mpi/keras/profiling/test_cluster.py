@@ -1,0 +1,219 @@
+"""What several ranks do with a profile, and what `hvpipe profile` runs on them: the model, values for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.graph.layer_graph import layer_graph
+from hvpipe.keras.profiling.estimate import estimate
+from hvpipe.keras.profiling.model_loader import build_target, random_batch
+from hvpipe.plan.greedy import partition
+from hvpipe.session import current
+from hvpipe.specs.profile import Profile
+from hvpipe.specs.profile_request import InputShape, ProfileTask
+from pipelines import batches, compile_as_all, mlp
+
+NETS = """
+import keras
+from neighbour import WIDTH
+
+def small():
+    x = keras.Input((WIDTH,))
+    return keras.Model(x, keras.layers.Dense(2, name="dense")(x), name="small")
+
+def with_batch():
+    return small(), [[0.5] * WIDTH] * 3
+
+def of_width(width):
+    return small()
+
+def nothing():
+    return None
+
+def broken():
+    import not_there
+"""
+
+
+@pytest.fixture
+def nets(tmp_path: Path) -> str:
+    """A file of functions, which imports a module beside it."""
+    (tmp_path / "nets.py").write_text(NETS)
+    (tmp_path / "neighbour.py").write_text("WIDTH = 5\n")
+    return str(tmp_path / "nets.py")
+
+
+def task(target: str, microbatch: int | None = 4, **more: Any) -> ProfileTask:
+    return ProfileTask(target, "/profile.json", "/cluster.json", microbatch, **more)
+
+
+def test_a_cluster_of_all_ranks_for_which_a_plan_can_be_made() -> None:
+    x = keras.Input((64,))
+    h = x
+    for _ in range(4):
+        h = keras.layers.Dense(64)(h)
+    profile = hk.measure(keras.Model(x, h), np.ones((16, 64), np.float32), repeats=3)
+    cluster = hk.measure_cluster(profile)
+    assert all(found == cluster for found in hvpipe.allgather_object(cluster))
+    names = [
+        f"{host}:{i}" for host, i in hvpipe.allgather_object((current().world.host, hvpipe.local_rank()))
+    ]
+    assert sorted(device.name for device in cluster.devices) == sorted(names)
+    assert cluster.device(names[0]).speed == 1.0
+    assert len(cluster.measured) == hvpipe.size() * (hvpipe.size() - 1) // 2
+    for device in cluster.devices:
+        assert device.speed > 0
+        assert device.memory_bytes is not None
+        assert device.memory_bytes > 1e6
+    theirs = hvpipe.broadcast_object(profile)
+    plan = partition(theirs, cluster, stages=min(2, hvpipe.size()))
+    plan.check(theirs, cluster)
+
+
+def own_profile() -> Profile:
+    """Of mlp, as measured here: the first layer is the slowest on rank 0, the last one elsewhere."""
+    profile = estimate(layer_graph(mlp()), samples=4)
+    layers = [dataclasses.replace(layer, forward_s=0.01, backward_s=0.02) for layer in profile.layers]
+    place = 0 if hvpipe.rank() == 0 else -1
+    layers[place] = dataclasses.replace(layers[place], forward_s=0.1, backward_s=0.2)
+    return dataclasses.replace(profile, layers=tuple(layers))
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_ranks_that_measured_other_times_plan_alike(in_files: bool, tmp_path: Path) -> None:
+    """Regression: each cut the model by its own. The files are there on rank 0 alone."""
+    profile: Any = own_profile()
+    cluster: Any = hk.measure_cluster(profile)
+    if in_files:
+        files = tmp_path / "profile.json", tmp_path / "cluster.json"
+        if hvpipe.rank() == 0:
+            profile.write(files[0])
+            cluster.write(files[1])
+        profile, cluster = files
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, profile=profile, cluster=cluster))
+    assert sorted(hvpipe.allgather_object(pipe.stage_numbers)) == [(n,) for n in range(hvpipe.size())]
+    if hvpipe.size() > 1:
+        assert pipe.stages.cuts[0].calls == (0,)
+    assert np.isfinite(pipe.train_on_batch(*batches(mlp, 8))).all()
+
+
+def test_no_rank_waits_where_rank_0_cannot_read_the_profile(tmp_path: Path) -> None:
+    with pytest.raises(HvpipeError, match=r"reading a profile .* rank 0: .*profile.json should be a JSON"):
+        hk.pipeline_parallel(mlp, profile=tmp_path / "profile.json")
+
+
+def test_layers_without_names_are_called_alike_each_time_they_are_built() -> None:
+    """In one script: measure a function's model, and train what the function builds next by that profile."""
+
+    def build() -> keras.Model:
+        x = keras.Input((6,))
+        h = x
+        for _ in range(4):
+            h = keras.layers.Dense(6)(h)
+        return keras.Model(x, h)
+
+    keras.layers.Dense(1)
+    batch = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
+    profile = hk.measure(build, batch[:4], repeats=1)
+    assert [layer.name for layer in profile.layers] == ["dense", "dense#2", "dense#3", "dense#4"]
+    profile = hvpipe.broadcast_object(profile)
+    pipe = hk.pipeline_parallel(build, microbatches=hvpipe.size(), profile=profile)
+    pipe.compile("sgd", "mse")
+    history = pipe.fit(batch, batch, epochs=2, batch_size=8, verbose=0).history
+    assert history["loss"][1] < history["loss"][0]
+
+
+def test_a_function_in_a_file(nets: str) -> None:
+    model, batch = build_target(task(f"{nets}:small"))
+    assert model.name == "small"
+    assert all(variable._value is None for variable in model.variables)
+    assert hk.measure(lambda: model, batch, repeats=1).batch_size == 4
+
+
+def test_a_function_that_brings_its_batch(nets: str) -> None:
+    model, batch = build_target(task(f"{nets}:with_batch", microbatch=None))
+    assert hk.measure(lambda: model, np.asarray(batch), repeats=1).batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("function", "microbatch", "says"),
+    [
+        ("absent", 4, "should have a function 'absent'.*Received: small, with_batch, of_width"),
+        ("WIDTH", 4, "should have a function 'WIDTH'"),
+        ("of_width", 4, r"should take no arguments.*Received: of_width\(width\)"),
+        ("nothing", 4, "should return a Keras model. Received: NoneType"),
+        ("small", None, "--microbatch should say how many samples"),
+    ],
+)
+def test_functions_that_are_of_no_use(nets: str, function: str, microbatch: int | None, says: str) -> None:
+    with pytest.raises(HvpipeError, match=says):
+        build_target(task(f"{nets}:{function}", microbatch))
+
+
+def test_an_error_of_the_functions_own_is_not_covered_up(nets: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match="not_there"):
+        build_target(task(f"{nets}:broken"))
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("hvpipe_no_such_module:f", "hvpipe_no_such_module should be a module that can be imported"),
+        ("json.no_such_part:f", "json.no_such_part should be a module"),
+        ("/absent.py:f", "Received: '/absent.py', which is none here"),
+    ],
+)
+def test_places_that_are_not_there(target: str, says: str) -> None:
+    with pytest.raises(HvpipeError, match=says):
+        build_target(task(target))
+
+
+def test_random_values_suit_every_input() -> None:
+    """Whole numbers stay below an Embedding's rows; where nothing says how large they may be, 0 and 1."""
+    image = keras.Input((None, None, 3), name="image")
+    word, flag = keras.Input((7,), dtype="int32", name="word"), keras.Input((1,), dtype="int64", name="flag")
+    h = keras.layers.GlobalAveragePooling2D()(image)
+    h = h + keras.layers.Embedding(11, 3)(word)[:, 0] + keras.ops.cast(flag, "float32")
+    model = keras.Model({"word": word, "image": image, "flag": flag}, h)
+    (batch,) = random_batch(model, 50, [InputShape("image", (8, 9, 3))])
+    assert {name: (x.shape, x.dtype.name) for name, x in batch.items()} == {
+        "image": ((50, 8, 9, 3), "float32"),
+        "word": ((50, 7), "int32"),
+        "flag": ((50, 1), "int64"),
+    }
+    assert sorted(np.unique(batch["word"])) == list(range(11))
+    assert sorted(np.unique(batch["flag"])) == [0, 1]
+    assert 0 <= batch["image"].min() < batch["image"].max() < 1
+    assert hk.measure(model, (batch,), repeats=1).batch_size == 50
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        ([], r"leaves axes of a sample open, \[None, 3\].*--input-shape points=64,3. Received: none"),
+        ([InputShape("", (5, 4))], r"should fit the input 'points', \[None, 3\]. Received: \[5, 4\]"),
+        ([InputShape("", (5,))], r"Received: \[5\]"),
+        ([InputShape("pixels", (5, 3))], "one of the inputs points. Received: pixels"),
+    ],
+)
+def test_shapes_that_do_not_suit(shapes: list[InputShape], says: str) -> None:
+    x = keras.Input((None, 3), name="points")
+    model = keras.Model(x, keras.layers.Dense(2)(x))
+    with pytest.raises(HvpipeError, match=says):
+        random_batch(model, 2, shapes)
+
+
+def test_text_cannot_be_made_up() -> None:
+    x = keras.Input((1,), dtype="string", name="title")
+    model = keras.Model(x, keras.layers.Identity()(x))
+    with pytest.raises(HvpipeError, match="Received: input 'title' of dtype string"):
+        random_batch(model, 2)

@@ -1,0 +1,484 @@
+"""The greedy partitioner: cuts worked out by hand, its promises, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvpipe.config_file import write_document
+from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.plan import greedy as partitioning
+from hvpipe.plan import greedy_fill as filling
+from hvpipe.plan.device_orders import Orders
+from hvpipe.plan.exact import exact
+from hvpipe.plan.explain import explain
+from hvpipe.plan.greedy import partition
+from hvpipe.plan.greedy_fill import Seats
+from hvpipe.plan.memory_shortage import least_memory_bytes
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.placement_cost import stage_costs
+from hvpipe.plan.span_costs import Bench, Spans
+from hvpipe.plan.stage_plan import Plan
+from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
+from hvpipe.specs.profile import LayerCost, Profile
+from model_graphs import MODELS, chain, clusters, model, profiles
+
+quickly = settings(max_examples=40)
+
+
+def cut(plan: Plan) -> list[str]:
+    return ["".join(stage.layers) for stage in plan.stages]
+
+
+def test_equal_layers_are_shared_equally() -> None:
+    plan = partition(chain(3, 3, 3, 3), equal_cluster(2), 2)
+    assert cut(plan) == ["ab", "cd"]
+    assert plan.bottleneck_s == pytest.approx(6)
+    assert plan.one_batch_s == pytest.approx(12)
+    assert plan.step_s == pytest.approx(12 + 7 * 6)  # 8 micro-batches
+
+
+def test_a_micro_batch_alone_takes_the_forward_again_with_recompute() -> None:
+    plan = partition(chain(3, 3, 3, 3), equal_cluster(2), 2, Pipelining("1f1b", 8, recompute=True))
+    assert plan.one_batch_s == pytest.approx(12 + 4)
+    assert plan.step_s == pytest.approx(16 + 7 * 8)
+
+
+def test_the_faster_device_gets_more_and_the_order_is_found() -> None:
+    # a takes 6 s: the fast device (h1) must come first for 3 | 3.
+    plan = partition(chain(6, 3), equal_cluster(2, speeds=(1.0, 2.0)), 2)
+    assert [(stage.device, stage.layers) for stage in plan.stages] == [("h1", ("a",)), ("h0", ("b",))]
+    assert plan.bottleneck_s == pytest.approx(3)
+
+
+def test_costs_are_not_monotone_so_every_end_is_looked_at() -> None:
+    # Behind b travels a tensor that takes 2 x 50 s; a cut there is out of the question, one behind c is free.
+    sizes = (0, 100, 0, 0)
+    profile = chain(1, 1, 4, 6)
+    layers = tuple(replace(layer, output_bytes=n) for layer, n in zip(profile.layers, sizes, strict=True))
+    plan = partition(replace(profile, layers=layers), equal_cluster(2, Link(0, 2.0)), 2)
+    assert cut(plan) == ["abc", "d"]
+
+
+def test_layers_that_take_no_time_are_cut_where_least_travels() -> None:
+    """Regression: bisecting between 0 and the transfers' time went on for ever."""
+    sizes = {"a": 1000, "b": 10, "c": 500, "d": 0}
+    layers = [LayerCost(name, 0, 0, output_bytes=size) for name, size in sizes.items()]
+    profile = Profile.of(layers, [("a", "b"), ("b", "c"), ("c", "d")])
+    plan = partition(profile, equal_cluster(2, Link(1.0, 10.0)), 2)
+    assert cut(plan) == ["ab", "cd"]
+    assert plan.bottleneck_s == pytest.approx(2 * (1 + 10 / 10))
+    free = partition(profile, equal_cluster(4), 4)
+    assert (cut(free), free.bottleneck_s) == (["a", "b", "c", "d"], 0)
+
+
+def test_a_skip_is_charged_once_where_made_and_once_for_each_stage_that_uses_it() -> None:
+    profile = Profile.of(
+        [LayerCost("a", 1, 1, output_bytes=4), LayerCost("b", 1, 1, output_bytes=2), LayerCost("c", 1, 1)],
+        [("a", "b"), ("a", "c"), ("b", "c")],
+    )
+    costs = stage_costs(
+        profile,
+        equal_cluster(3, Link(1.0, 2.0)),
+        [(("h0",), [0]), (("h1",), [1]), (("h2",), [2])],
+        Pipelining(),
+    )
+    # A message takes 1 s + bytes / 2, and its gradient the same way back: a 6 s, b 4 s.
+    assert [(cost.send_s, cost.receive_s) for cost in costs] == [(6, 0), (4, 6), (0, 10)]
+    assert [(cost.send_bytes, cost.receive_bytes) for cost in costs] == [(4, 0), (2, 4), (0, 6)]
+
+
+@pytest.mark.parametrize(
+    ("pipelining", "memory_bytes"),
+    [
+        # Weights and gradients 2 x 10. a and b save 5 each for every micro-batch in flight, b has received 3.
+        (Pipelining("1f1b", 4), [20 + 2 * 5, 20 + 1 * (5 + 3)]),
+        (Pipelining("gpipe", 4), [20 + 4 * 5, 20 + 4 * (5 + 3)]),
+        (Pipelining("gpipe", 4, recompute=True), [20 + 5, 20 + 5 + 4 * 3]),
+    ],
+)
+def test_memory_is_that_of_the_schedule(pipelining: Pipelining, memory_bytes: list[int]) -> None:
+    profile = chain(3, 3, output_bytes=3, saved_bytes=5, weight_bytes=10)
+    plan = partition(profile, equal_cluster(2), 2, pipelining)
+    assert [stage.cost.memory_bytes for stage in plan.stages] == memory_bytes
+    assert plan.bottleneck_s == pytest.approx(4 if pipelining.recompute else 3)
+
+
+def test_memory_moves_the_cut() -> None:
+    # Two layers a stage would be even, but h0 holds the weights of one only.
+    hosts = (Host("h0", (Device("h0", 1.0, 25),)), Host("h1", (Device("h1"),)))
+    plan = partition(chain(1, 1, 1, 1, weight_bytes=10), Cluster(hosts), 2)
+    assert {stage.device: len(stage.layers) for stage in plan.stages} == {"h0": 1, "h1": 3}
+
+
+def test_without_a_number_of_stages_useless_ones_are_left_out() -> None:
+    slow = equal_cluster(3, Link(100.0))
+    plan = partition(chain(1, 1, 1, output_bytes=1), slow)
+    assert cut(plan) == ["abc"]
+    assert len(partition(chain(1, 1, 1), equal_cluster(3)).stages) == 3
+
+
+def test_neighbours_on_one_host_take_the_larger_cut() -> None:
+    # Links between hosts are slow: devices of a host should be neighbours, however listed.
+    bus, network = Link(0, 1e3), Link(0, 1.0)
+    hosts = tuple(Host(h, (Device(f"{h}0"), Device(f"{h}1")), network, bus) for h in ("x", "y"))
+    plan = partition(chain(9, 9, 9, 9, output_bytes=2), Cluster(hosts), 4)
+    best = exact(chain(9, 9, 9, 9, output_bytes=2), Cluster(hosts), 4)
+    names = [stage.device[0] for stage in plan.stages]
+    assert names in (["x", "x", "y", "y"], ["y", "y", "x", "x"])
+    assert plan.bottleneck_s == pytest.approx(9 + 4 + 0.004)
+    assert plan.bottleneck_s == pytest.approx(best.bottleneck_s)
+
+
+@quickly
+@given(profiles(), clusters())
+def test_every_layer_is_in_one_stage_and_memory_holds(profile: Profile, cluster: Cluster) -> None:
+    stages = len(cluster.devices)
+    try:
+        best = exact(profile, cluster, stages)
+    except PlanError:
+        with pytest.raises(PlanError, match="missing"):
+            partition(profile, cluster, stages)
+        return
+    plan = partition(profile, cluster, stages)
+    assert [name for stage in plan.stages for name in stage.layers] == [la.name for la in profile.layers]
+    assert all(stage.layers for stage in plan.stages)
+    assert len({stage.device for stage in plan.stages}) == stages
+    assert not plan.shortages(cluster)
+    assert best.bottleneck_s * (1 - 1e-9) <= plan.bottleneck_s <= best.bottleneck_s * 1.25 + 1e-9
+    assert partition(profile, cluster, stages) == plan
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_within_five_percent_of_the_optimum_on_real_models(name: str) -> None:
+    worst = 1.0
+    for stages in (2, 4, 8):
+        for speeds in ((1.0,), (1.0, 0.5, 0.25)):
+            for bandwidth in (125e6, 1.25e9):
+                cluster = equal_cluster(stages, Link(1e-4, bandwidth), speeds=speeds)
+                plan = partition(model(name), cluster, stages)
+                best = exact(model(name), cluster, stages)
+                worst = max(worst, plan.bottleneck_s / best.bottleneck_s)
+    print(f"{name}: worst greedy / exact {worst:.4f}")
+    assert 1.0 - 1e-9 <= worst <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "memory_bytes"),
+    [
+        ("alexnet", 8, 2416793046),
+        ("gnmt", 8, 598416124),
+        ("resnet50", 8, 8805042506),
+        ("vgg16", 4, 10714423523),
+    ],
+)
+def test_within_five_percent_where_memory_is_just_enough(name: str, stages: int, memory_bytes: int) -> None:
+    """The least memory in which some plan fits, to 2 %; regression: on alexnet repairing went on for ever."""
+    cluster = equal_cluster(stages, Link(1e-4, 125e6), speeds=(1.0, 0.5, 0.25), memory_bytes=memory_bytes)
+    plan = partition(model(name), cluster, stages)
+    assert not plan.shortages(cluster)
+    assert plan.bottleneck_s <= exact(model(name), cluster, stages).bottleneck_s * 1.05
+
+
+def test_hundreds_of_layers_on_unequal_devices_take_seconds() -> None:
+    profile = replace(
+        chain(1),
+        layers=tuple(LayerCost(f"l{i}", 1 + i % 7, 2 + i % 5, output_bytes=i % 3) for i in range(700)),
+        edges=tuple((i, i + 1) for i in range(699)),
+    )
+    cluster = equal_cluster(8, Link(0.01, 1.0), speeds=(1.0, 0.5, 0.25))
+    start_s = time.process_time()
+    partition(profile, cluster, 8)
+    assert time.process_time() - start_s < 3
+
+
+def measured_cluster(count: int, speeds: tuple[float, ...] = ()) -> Cluster:
+    """Devices that differ in speed, on links that were measured and all differ a little."""
+    hosts = tuple(
+        Host(f"h{i}", (Device(f"h{i}", speeds[i] if speeds else 1 + i / 99),)) for i in range(count)
+    )
+    pairs = combinations(range(count), 2)
+    return Cluster(
+        hosts, tuple((f"h{a}", f"h{b}", Link(1e-3, 100 + (7 * a + 3 * b) / 100)) for a, b in pairs)
+    )
+
+
+@pytest.mark.parametrize(("count", "most_ends", "most_stages"), [(8, 5_000, 1_500), (12, 6_000, 5_000)])
+def test_measured_links_are_planned_in_bounds(
+    count: int, most_ends: int, most_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: every device is a kind of its own there, and planning took minutes."""
+    work = {"ends": 0, "stages": 0}
+
+    def counted(spans: Spans, start: int, among: Bench, *rest: Any) -> Any:
+        work["ends"] += 1
+        return ends(spans, start, among, *rest)
+
+    def filled(spans: Spans, seats: Seats, *rest: Any) -> Any:
+        work["stages"] += seats.stages
+        return fill(spans, seats, *rest)
+
+    ends, fill = filling._ends, filling.fill
+    monkeypatch.setattr(filling, "_ends", counted)
+    monkeypatch.setattr(partitioning, "fill", filled)
+    layers = [LayerCost(f"l{i}", 1 + i % 7, 2 + i % 5, output_bytes=i % 3) for i in range(10 * count)]
+    profile = Profile(tuple(layers), tuple((i, i + 1) for i in range(10 * count - 1)))
+    partition(profile, measured_cluster(count), count)
+    print(f"{count} devices: {work}")
+    assert 0 < work["stages"] < most_stages
+    assert 0 < work["ends"] < most_ends
+
+
+def test_measured_links_that_are_nearly_equal_make_devices_of_a_kind() -> None:
+    cluster = measured_cluster(6, speeds=(1.0, 0.5) * 3)
+    assert Orders(cluster, 6, Pipelining(), alike=0.05).counts == [3, 3]
+    assert Orders(cluster, 6, Pipelining()).counts == [1] * 6
+    # h0 is far from h1, all else is near: neither of these two is like a third.
+    far = (
+        ("h0", "h1", Link(1.0)),
+        *((f"h{a}", f"h{b}", Link()) for a, b in ((0, 2), (0, 3), (1, 2), (1, 3))),
+    )
+    assert Orders(replace(equal_cluster(4), measured=far), 4, Pipelining()).counts == [2, 2]
+
+
+def test_a_shortage_says_what_is_missing_and_what_would_help() -> None:
+    profile = replace(chain(3, 3, saved_bytes=100), batch_size=8)
+    cluster = equal_cluster(2, memory_bytes=250)
+    with pytest.raises(PlanError) as caught:
+        partition(profile, cluster, 2, Pipelining("gpipe", 4))
+    message = str(caught.value)
+    assert "stages=2, schedule='gpipe', microbatches=4 of 8 samples" in message
+    assert "h0: 150 bytes missing of 400 bytes; h1: 150 bytes missing of 400 bytes" in message
+    assert 'with schedule="1f1b", or 8 smaller micro-batches of 4 with schedule="1f1b", or ' in message
+    assert "recompute=True" in message
+    # What it says is true.
+    assert partition(profile, cluster, 2, Pipelining("1f1b", 4))
+    assert partition(profile.at_batch(4), cluster, 2, Pipelining("1f1b", 8))
+    assert partition(profile, cluster, 2, Pipelining("gpipe", 4, recompute=True))
+
+
+def test_devices_without_a_limit_are_the_roomiest() -> None:
+    """Two stages put a or c, 100 bytes, on h1: one more device like h0 leaves it b. Regression: like h1."""
+    layers = [LayerCost(name, 1, 1, weight_bytes=size) for name, size in (("a", 50), ("b", 1), ("c", 50))]
+    profile = Profile.of(layers, [("a", "b"), ("b", "c")])
+    cluster = Cluster((Host("h0", (Device("h0"),)), Host("h1", (Device("h1", 1.0, 10),))))
+    with pytest.raises(PlanError, match="fit with 3 stages on 1 more devices like h0"):
+        partition(profile, cluster, 2)
+
+
+def test_devices_without_memory_come_last_where_it_is_scarce() -> None:
+    devices = (Device("h0", 2.0, 0), Device("h1", 1.0, 5), Device("h2", 0.5))
+    orders = Orders(Cluster((Host("h", devices),)), 3, Pipelining())
+    assert [orders._members[kind][0].name for kind in orders.by_memory()] == ["h2", "h1", "h0"]
+
+
+def test_a_shortage_that_more_stages_or_devices_would_help() -> None:
+    profile = chain(1, 1, 1, 1, weight_bytes=50)
+    with pytest.raises(PlanError, match="fit with 4 stages"):
+        partition(profile, equal_cluster(4, memory_bytes=100), 2)
+    with pytest.raises(PlanError, match="fit with 4 stages on 2 more devices like h0"):
+        partition(profile, equal_cluster(2, memory_bytes=100))
+    with pytest.raises(PlanError, match="No remedy"):
+        partition(profile, equal_cluster(2, memory_bytes=99))
+
+
+@pytest.mark.parametrize(("devices", "where"), [(4, ""), (2, " on 2 more devices like h0")])
+def test_a_remedy_with_more_devices_has_a_micro_batch_for_each(devices: int, where: str) -> None:
+    """Regression: 4 stages were advised, and are refused with 2 micro-batches."""
+    profile = chain(1, 1, 1, 1, weight_bytes=50)
+    says = rf"microbatches=2 .* It would fit with 4 stages and 4 micro-batches{where}\."
+    with pytest.raises(PlanError, match=says):
+        partition(profile, equal_cluster(devices, memory_bytes=100), 2, Pipelining("1f1b", 2))
+    assert partition(profile, equal_cluster(4, memory_bytes=100), 4, Pipelining("1f1b", 4))
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [(0, "stages=0"), (4, "number of layers, 3.* stages=4"), (3, "devices, 2.*stages=3")],
+)
+def test_stages_must_be_there(stages: int, message: str) -> None:
+    with pytest.raises(HvpipeError, match=message):
+        partition(chain(1, 1, 1), equal_cluster(2), stages)
+
+
+def test_pipelining_is_checked() -> None:
+    with pytest.raises(
+        HvpipeError, match=r"one of gpipe, 1f1b, zb-h1, interleaved. Received: schedule='2f2b'"
+    ):
+        Pipelining("2f2b")
+    with pytest.raises(HvpipeError, match="microbatches=0"):
+        Pipelining(microbatches=0)
+    for schedule, chunks in (("1f1b", 2), ("interleaved", 1), ("1f1b", 0)):
+        with pytest.raises(HvpipeError, match=f"Received: schedule='{schedule}', chunks={chunks}"):
+            Pipelining(schedule, chunks=chunks)
+
+
+def test_stages_in_a_circle_must_be_there() -> None:
+    cluster, how = equal_cluster(2), Pipelining("interleaved", 2, chunks=2)
+    profile = chain(*[1] * 9)
+    with pytest.raises(HvpipeError, match=r"multiple of chunks.*stages=3, chunks=2"):
+        partition(profile, cluster, 3, how)
+    with pytest.raises(HvpipeError, match=r"at most 2 for each of 2 devices. Received: stages=6"):
+        partition(profile, cluster, 6, replace(how, microbatches=3))
+    with pytest.raises(
+        HvpipeError, match=r"as many as devices. Received: stages=4, chunks=2, microbatches=1"
+    ):
+        partition(profile, cluster, 4, replace(how, microbatches=1))
+    with pytest.raises(HvpipeError, match=r"number of layers, 1.*stages=2"):
+        partition(chain(1), cluster, None, how)
+    with pytest.raises(HvpipeError, match=r"one stage on each device. Received: schedule='interleaved'"):
+        exact(profile, cluster, 4, how)
+
+
+def test_memory_of_a_circle_is_shared_by_its_chunks() -> None:
+    """Each device has two of four layers: 2 x 20 bytes of weights and gradients."""
+    profile, how = chain(1, 1, 1, 1, weight_bytes=10), Pipelining("interleaved", 4, chunks=2)
+    plan = partition(profile, equal_cluster(2, memory_bytes=40), 4, how)
+    assert plan.memory_bytes == {"h0": 40, "h1": 40}
+    with pytest.raises(PlanError, match="h0: 10 bytes missing of 40 bytes"):
+        partition(profile, equal_cluster(2, memory_bytes=30), 4, how)
+
+
+def test_a_circle_whose_chunks_need_unequal_memory() -> None:
+    """Regression: no chunk could have more than an even part; the message named no device that lacks any.
+
+    Of 1000 bytes, a takes 600 for weights and gradients, all others 20 each.
+    """
+    how = Pipelining("interleaved", 4, chunks=2)
+    profile = chain(1, 1, 1, 1)
+    layers = (replace(la, weight_bytes=300 if la.name == "a" else 10) for la in profile.layers)
+    profile = replace(profile, layers=tuple(layers))
+    plan = partition(profile, equal_cluster(2, memory_bytes=1000), 4, how)
+    assert (cut(plan), plan.memory_bytes) == (["a", "b", "c", "d"], {"h0": 620, "h1": 40})
+    assert partition(profile, equal_cluster(2, memory_bytes=620), 4, how) is not None
+    with pytest.raises(PlanError, match="h0: 1 bytes missing of 620 bytes"):
+        partition(profile, equal_cluster(2, memory_bytes=619), 4, how)
+
+
+@quickly
+@given(profiles(), st.integers(200, 2000))
+def test_memory_of_a_circle_holds_and_what_is_missing_is_said(profile: Profile, memory_bytes: int) -> None:
+    cluster, how = (
+        equal_cluster(2, Link(0.01, 30.0), memory_bytes=memory_bytes),
+        Pipelining("interleaved", 4, chunks=2),
+    )
+    try:
+        plan = partition(profile, cluster, 4, how)
+    except PlanError:
+        with pytest.raises(PlanError, match="missing of"):
+            partition(profile, cluster, 4, how)
+    else:
+        assert not plan.shortages(cluster)
+
+
+def test_a_plan_comes_back_from_its_file_and_knows_its_own(tmp_path: Path) -> None:
+    profile, cluster = chain(1, 2, 3), equal_cluster(2)
+    partition(profile, cluster, 2).write(tmp_path / "plan.json")
+    plan = Plan.read(tmp_path / "plan.json")
+    plan.check(profile, cluster)
+    with pytest.raises(PlanError, match=r"of the model that was planned.*layer 'd' is in only one"):
+        plan.check(chain(1, 2, 3, 4))
+    with pytest.raises(PlanError, match="weights or edges differ"):
+        plan.check(chain(1, 2, 3, weight_bytes=1))
+    with pytest.raises(PlanError, match="it lacks h0, h1"):
+        plan.check(profile, Cluster((Host("x", (Device("x"), Device("y"))),)))
+    with pytest.raises(PlanError, match="speeds, memory, hosts or links differ"):
+        plan.check(profile, equal_cluster(2, speeds=(2.0,)))
+
+
+def test_bad_plans_are_told(tmp_path: Path) -> None:
+    document = partition(chain(1, 2), equal_cluster(2), 2).to_json()
+    with pytest.raises(HvpipeError, match=r"stages\[0\]\.devices should be a list of texts"):
+        Plan.from_json(document | {"stages": [{}]})
+    with pytest.raises(HvpipeError, match="contiguous should be true or false"):
+        Plan.from_json(document | {"contiguous": 1})
+    with pytest.raises(HvpipeError, match='"format": "hvpipe-plan"'):
+        Plan.from_json(chain(1).to_json())
+    with pytest.raises(HvpipeError, match=r'"version": 2. Received: .* version=1'):
+        Plan.from_json(document | {"version": 1})
+    (stage, _) = document["stages"]
+    with pytest.raises(PlanError, match=r"a share for each. Received: devices=\['h0'\], shares=\[1.0, 1.0\]"):
+        Plan.from_json(document | {"stages": [stage | {"shares": [1, 1]}]})
+    with pytest.raises(HvpipeError, match=r"stages\[0\]\.shares\[0\] should be a number above 0"):
+        Plan.from_json(document | {"stages": [stage | {"shares": [0]}]})
+    with pytest.raises(HvpipeError, match=r"stages\[0\]\.shares should be a list of numbers"):
+        Plan.from_json(document | {"stages": [stage | {"shares": 1}]})
+
+
+def test_a_plan_that_was_edited_wrongly_is_told(tmp_path: Path) -> None:
+    document = partition(chain(1, 2, 3), equal_cluster(2), 2).to_json()
+    first, second = document["stages"]
+    how = document["pipelining"]
+    circle = {"pipelining": how | {"schedule": "interleaved", "chunks": 2}}
+    for change, says in (
+        ({"pipelining": how | {"schedule": "foo"}}, r"pipelining: schedule should be one of .*'foo'"),
+        ({"pipelining": how | {"chunks": 2}}, r"pipelining: chunks should be .*chunks=2"),
+        ({"stages": [first | {"layers": []}, second]}, r"stages\[0\] should have at least one layer"),
+        ({"stages": [first, first]}, "a layer should be in one stage. Received: 'a' in more"),
+        ({"stages": [first, second | {"devices": ["h0"]}]}, "a device should be in one stage.* 'h0' in more"),
+        (
+            {"stages": [first | {"devices": ["h0", "h0"], "shares": [1, 1]}, second]},
+            "a device should be in one stage.* 'h0' in more",
+        ),
+        (
+            circle,
+            r"with chunks=2 .* 2 times round the devices, one each. Received: devices=\[\['h0'\], \['h1'\]\]",
+        ),
+    ):
+        write_document(tmp_path / "plan.json", document | change)
+        with pytest.raises(HvpipeError, match=r"plan\.json: " + says):
+            Plan.read(tmp_path / "plan.json")
+
+
+def test_a_plan_that_lacks_a_layer_or_mixes_them_is_told() -> None:
+    profile, cluster = chain(1, 2, 3), equal_cluster(2)
+    document = partition(profile, cluster, 2).to_json()
+    first, second = document["stages"]
+    assert (first["layers"], second["layers"]) == (("a", "b"), ("c",))
+    with pytest.raises(PlanError, match=r"every layer of the model.* 'b' in no stage"):
+        Plan.from_json(document | {"stages": [first | {"layers": ["a"]}, second]}).check(profile, cluster)
+    mixed = document | {"stages": [first | {"layers": ["a", "c"]}, second | {"layers": ["b"]}]}
+    with pytest.raises(PlanError, match="runs of consecutive layers"):
+        Plan.from_json(mixed).check(profile, cluster)
+    Plan.from_json(mixed | {"contiguous": False}).check(profile, cluster)
+
+
+def test_each_cut_is_explained() -> None:
+    profile, cluster = chain(3, 3, 3, 3, output_bytes=10**6), equal_cluster(2, Link(0, 1e6))
+    lines = explain(partition(profile, cluster, 2), profile, cluster)
+    # A stage takes 6 s, and 2 s for 1 MB there and back.
+    assert lines == [
+        "cut 1 behind b (h0 | h1): 1 MB, 8e+03 | 8e+03 ms; behind a: 1 MB, 5e+03 | 1.1e+04 ms "
+        "(slower by 3e+03 ms); behind c: 1 MB, 1.1e+04 | 5e+03 ms (slower by 3e+03 ms)"
+    ]
+
+
+def test_a_cut_of_a_circle_is_explained_by_whole_devices() -> None:
+    """h0 has a, b and d, h1 has c, e and f; with a cut behind a, h1 has four layers and 80 bytes.
+
+    Regression: stages of two layers each were compared with what a device has for all of its own.
+    """
+    profile, how = chain(*[3] * 6, weight_bytes=10), Pipelining("interleaved", 4, chunks=2)
+    for memory_bytes, verdict in ((None, "slower by 3e+03 ms"), (70, "memory of h1 exceeded by 1e-05 MB")):
+        cluster = equal_cluster(2, memory_bytes=memory_bytes)
+        placement = [(("h0",), [0, 1]), (("h1",), [2]), (("h0",), [3]), (("h1",), [4, 5])]
+        plan = Plan.of(profile, cluster, placement, how, "by hand")
+        assert explain(plan, profile, cluster)[0] == (
+            "cut 1 behind b (h0 | h1): 0 MB, 6e+03 | 3e+03 ms; "
+            f"behind a: 0 MB, 3e+03 | 6e+03 ms ({verdict}); behind c: leaves a stage without layers"
+        )
+
+
+def test_the_least_memory_is_what_the_largest_stage_needs() -> None:
+    profile = chain(1, 1, 1, 1, weight_bytes=10)
+    for cluster in (equal_cluster(2), equal_cluster(2, memory_bytes=1)):
+        assert least_memory_bytes(profile, cluster, 2, Pipelining()) == 40
+    assert least_memory_bytes(profile, equal_cluster(4), 4, Pipelining()) == 20

@@ -1,0 +1,139 @@
+"""Clusters: link times, TOML and JSON, and what is said about bad ones."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from hvpipe.errors import HvpipeError
+from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
+
+SLOW, FAST, BUS = Link(1e-3, 1e6), Link(1e-4, 1e9), Link(1e-6, 1e10)
+TWO_HOSTS = Cluster(
+    (
+        Host("h0", (Device("g0"), Device("g1", 0.5, 10**9)), FAST, BUS),
+        Host("h1", (Device("g2"),), SLOW),
+    )
+)
+
+
+def test_a_link_takes_latency_for_each_message_and_time_for_each_byte() -> None:
+    assert SLOW.time_s(2e6) == pytest.approx(2.001)
+    assert SLOW.time_s(2e6, messages=3) == pytest.approx(2.003)
+    assert Link().time_s(10**12) == 0
+
+
+def test_the_way_between_hosts_is_the_slower_link() -> None:
+    assert TWO_HOSTS.link("g0", "g1") == BUS
+    assert TWO_HOSTS.link("g1", "g2") == SLOW
+    assert TWO_HOSTS.link("g0", "g0") == Link()
+    assert TWO_HOSTS.common_link is None
+    assert equal_cluster(3, FAST).common_link == FAST
+
+
+def test_a_measured_link_goes_first() -> None:
+    cluster = Cluster(TWO_HOSTS.hosts, (("g2", "g0", BUS),))
+    assert cluster.link("g0", "g2") == cluster.link("g2", "g0") == BUS
+
+
+def test_a_message_between_hosts_shares_their_links() -> None:
+    assert TWO_HOSTS.ports("g0", "g1") == ()
+    assert TWO_HOSTS.ports("g1", "g2") == ((("out of", "h0"), FAST), (("into", "h1"), SLOW))
+
+
+def test_a_measured_link_says_what_its_hosts_can_carry() -> None:
+    """The fastest that was measured to another host; a link inside a host says nothing about that."""
+    hosts = (*TWO_HOSTS.hosts, Host("h2", (Device("g3"),), SLOW))
+    slower = Link(1e-3, 2e6)
+    cluster = Cluster(hosts, (("g0", "g1", BUS), ("g2", "g0", slower), ("g3", "g2", Link(1e-3, 3e6))))
+    assert cluster.ports("g1", "g2") == ((("out of", "h0"), slower), (("into", "h1"), Link(1e-3, 3e6)))
+
+
+def test_json_comes_back(tmp_path: Path) -> None:
+    cluster = Cluster(TWO_HOSTS.hosts, (("g2", "g0", BUS),))
+    cluster.write(tmp_path / "c.json")
+    assert Cluster.read(tmp_path / "c.json") == cluster
+    assert Cluster.read(tmp_path / "c.json").fingerprint == cluster.fingerprint
+    assert cluster.fingerprint != TWO_HOSTS.fingerprint
+
+
+def test_whole_numbers_are_as_good_as_those_of_a_file(tmp_path: Path) -> None:
+    """Regression: a plan for such a cluster was refused with the cluster's own file."""
+    cluster = Cluster((Host("h", (Device("g", 1, 16e9),), Link(0, 10**9)),))  # type: ignore[arg-type]
+    cluster.write(tmp_path / "c.json")
+    assert Cluster.read(tmp_path / "c.json").fingerprint == cluster.fingerprint
+    exact = Cluster((Host("h", (Device("g", 1.0, 16 * 10**9),), Link(0.0, 1e9)),))
+    assert exact.fingerprint == cluster.fingerprint
+
+
+def test_toml(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(
+        """
+        [[host]]
+        name = "h0"
+        link = { latency_s = 1e-4, bandwidth_bytes_per_s = 1e9 }
+        inner = { latency_s = 1e-6, bandwidth_bytes_per_s = 1e10 }
+        [[host.device]]
+        name = "g0"
+        [[host.device]]
+        name = "g1"
+        speed = 0.5
+        memory_bytes = 1e9
+        [[host]]
+        name = "h1"
+        link = { latency_s = 1e-3, bandwidth_bytes_per_s = 1e6 }
+        [[host.device]]
+        name = "g2"
+        """
+    )
+    assert Cluster.read(path) == TWO_HOSTS
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[[host]\n", r"c\.toml should be TOML\. .*line 1"),
+        ("", r"c\.toml: host should be a list of objects\. Received: no such field"),
+        ("host = []", "at least one device"),
+        ('[[host]]\nname = "h"\nsped = 2', r"host\[0\] should have only .*'sped'"),
+        ('[[host]]\nname = "h"\n[[host]]\nname = "h"', "Names of devices should differ. Received: 'h' twice"),
+        (
+            '[[host]]\nname = "h"\n[[host]]\nname = "h"\n[[host.device]]\nname = "g"',
+            "Names of hosts should differ. Received: 'h' twice",
+        ),
+        (
+            '[[host]]\nname = "h"\n[[host.device]]\nname = "g"\nspeed = 0',
+            r"host\[0\]\.device\[0\]\.speed should be a number above 0\. Received: speed=0",
+        ),
+        ('[[host]]\nname = "h"\n[[link]]\nbetween = ["h", "x"]', "should join two devices"),
+        (
+            '[[host]]\nname = "h"\n[[host]]\nname = "x"\n'
+            '[[link]]\nbetween = ["h", "x"]\n[[link]]\nbetween = ["x", "h"]',
+            r"at most one measured link\. Received: between=\['h', 'x'\] twice",
+        ),
+    ],
+)
+def test_bad_toml_is_told(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    with pytest.raises(HvpipeError, match=message) as caught:
+        Cluster.read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_numbers_are_checked() -> None:
+    with pytest.raises(HvpipeError, match="speed=-1"):
+        Device("d", -1.0)
+    with pytest.raises(HvpipeError, match="memory_bytes=-1"):
+        Device("d", 1.0, -1)
+    with pytest.raises(HvpipeError, match="memory_bytes=inf"):
+        Device("d", 1.0, math.inf)  # type: ignore[arg-type]
+    with pytest.raises(HvpipeError, match="latency_s=-1"):
+        Link(-1.0)
+    with pytest.raises(HvpipeError, match="bandwidth_bytes_per_s=0"):
+        Link(0.0, 0.0)
+    with pytest.raises(HvpipeError, match=r"one of g0, g1, g2. Received: device='g9'"):
+        TWO_HOSTS.device("g9")

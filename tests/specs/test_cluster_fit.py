@@ -1,0 +1,129 @@
+"""Latency and bandwidth out of times, speeds out of profiles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvpipe.errors import HvpipeError
+from hvpipe.specs.cluster import Cluster, Device, Host, Link
+from hvpipe.specs.cluster_fit import RankFacts, fit_link, measured_cluster, relative_speeds
+from hvpipe.specs.profile import Profile
+from model_graphs import chain
+
+SIZES = [4**exponent for exponent in range(12)]  # 1 byte to 4 MiB
+
+
+def relative_error(link: Link, sizes: list[int], times: list[float]) -> float:
+    return math.sqrt(sum((link.time_s(n) / t - 1) ** 2 for n, t in zip(sizes, times, strict=True)))
+
+
+@given(st.floats(1e-7, 1e-1), st.floats(1e4, 1e12))
+def test_exact_times_give_the_link_back(latency_s: float, bandwidth: float) -> None:
+    times = [latency_s + size / bandwidth for size in SIZES]
+    link = fit_link(SIZES, times)
+    for size, time_s in zip(SIZES, times, strict=True):
+        assert link.time_s(size) == pytest.approx(time_s, rel=1e-4)
+
+
+@given(st.floats(1e-6, 1e-3), st.floats(1e7, 1e10), st.integers(0, 2**32 - 1))
+def test_noise_of_a_tenth_moves_the_fit_by_less_than_that(
+    latency_s: float, bandwidth: float, seed: int
+) -> None:
+    factors = np.random.default_rng(seed).uniform(0.9, 1.1, len(SIZES))
+    times = [(latency_s + n / bandwidth) * f for n, f in zip(SIZES, factors, strict=True)]
+    link = fit_link(SIZES, times)
+    for size in (SIZES[0], SIZES[-1]):
+        assert link.time_s(size) == pytest.approx(latency_s + size / bandwidth, rel=0.12)
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=len(SIZES), max_size=len(SIZES)))
+def test_whatever_the_times_no_neighbouring_link_fits_better(times: list[float]) -> None:
+    """Also where the best line has a negative latency or slope, which no link has."""
+    link = fit_link(SIZES, times)
+    error = relative_error(link, SIZES, times)
+    for latency_factor, bandwidth_factor in ((1.02, 1), (0.98, 1), (1, 1.02), (1, 0.98)):
+        other = Link(link.latency_s * latency_factor, link.bandwidth_bytes_per_s * bandwidth_factor)
+        assert error <= relative_error(other, SIZES, times) + 1e-9
+
+
+def test_small_messages_count_as_much_as_large_ones() -> None:
+    """One wrong second of ten must not cost the latency its sense, as absolute errors would."""
+    link = fit_link([1, 10, 10**9], [1e-4, 1e-4, 11.0])
+    assert link.latency_s == pytest.approx(1e-4, rel=1e-3)
+    assert link.bandwidth_bytes_per_s == pytest.approx(1e9 / 11, rel=1e-3)
+
+
+def test_times_that_fall_with_the_size_are_all_latency() -> None:
+    link = fit_link([1, 100], [2e-3, 1e-3])
+    # 1/t sums to 1500, 1/t^2 to 1.25e6.
+    assert link.latency_s == pytest.approx(1500 / 1.25e6)
+    assert link.bandwidth_bytes_per_s == math.inf
+
+
+def test_times_that_grow_faster_than_the_size_are_all_bandwidth() -> None:
+    link = fit_link([1, 10], [1e-6, 1e-4])
+    assert link.latency_s == 0
+    # size/t is 1e6 and 1e5: their sum over that of their squares.
+    assert 1 / link.bandwidth_bytes_per_s == pytest.approx(1.1e6 / 1.01e12)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "times"),
+    [([1, 2], [1.0]), ([1], [1.0]), ([4, 4], [1.0, 2.0]), ([1, 2], [1.0, 0.0]), ([1, 2], [1.0, math.nan])],
+)
+def test_too_little_to_fit(sizes: list[float], times: list[float]) -> None:
+    with pytest.raises(HvpipeError, match=r"at least two sizes\. Received: sizes_bytes="):
+        fit_link(sizes, times)
+
+
+def slowed(profile: Profile, factor: float) -> Profile:
+    layers = (replace(layer, forward_s=layer.forward_s * factor) for layer in profile.layers)
+    return replace(profile, layers=tuple(layers))
+
+
+def test_speeds_are_ratios_of_total_times() -> None:
+    """3 s, a third of it forward: with that taking four times as long, 6 s."""
+    first = chain(1.0, 2.0)
+    assert relative_speeds([first, first, slowed(first, 4)]) == (1.0, 1.0, pytest.approx(0.5))
+
+
+def test_speeds_of_different_models_are_refused() -> None:
+    with pytest.raises(HvpipeError, match=r"2 layers, batch 1.*3 layers, batch 1"):
+        relative_speeds([chain(1.0, 2.0), chain(1.0, 2.0, 3.0)])
+    with pytest.raises(HvpipeError, match=r"batch 1.*batch 2"):
+        relative_speeds([chain(1.0, 2.0), chain(1.0, 2.0).at_batch(2)])
+    with pytest.raises(HvpipeError, match="every layer takes 0 s"):
+        relative_speeds([chain(0.0, 0.0)])
+
+
+def test_a_cluster_of_ranks_that_alternate_between_hosts() -> None:
+    """Ranks 0 and 2 on a, rank 1 on b; rank 2 takes twice as long."""
+    first = chain(1.0, 2.0)
+    ranks = [
+        RankFacts("a", 0, first, 100),
+        RankFacts("b", 0, first, None),
+        RankFacts("a", 1, replace(first, layers=chain(2.0, 4.0).layers), 50),
+    ]
+    near, far, farther = Link(1e-6, 1e9), Link(1e-4, 1e8), Link(2e-4, 2e8)
+    cluster = measured_cluster(ranks, {(0, 1): far, (0, 2): near, (1, 2): farther})
+    outer = Link(2e-4, 1e8)
+    assert cluster == Cluster(
+        hosts=(
+            Host("a", (Device("a:0", 1.0, 100), Device("a:1", 0.5, 50)), outer, near),
+            Host("b", (Device("b:0", 1.0, None),), outer, Link()),
+        ),
+        measured=(("a:0", "b:0", far), ("a:0", "a:1", near), ("b:0", "a:1", farther)),
+    )
+    assert cluster.link("a:1", "b:0") == farther
+    assert Cluster.from_json(cluster.to_json()) == cluster
+
+
+def test_a_cluster_of_one_rank() -> None:
+    cluster = measured_cluster([RankFacts("a", 0, chain(1.0), 7)], {})
+    assert cluster == Cluster((Host("a", (Device("a:0", 1.0, 7),)),))

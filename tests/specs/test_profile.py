@@ -1,0 +1,191 @@
+"""Profiles: topological order, scaling, JSON, PipeDream's graphs, and what is said about bad ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from hvpipe.errors import HvpipeError
+from hvpipe.specs.profile import LayerCost, Profile, read_pipedream
+
+PROFILES = Path(__file__).parents[1] / "data" / "profiles"
+
+CHAIN = (LayerCost("a", 1.0, 2.0, 10, 5, 100, 120), LayerCost("b", 3.0, 4.0), LayerCost("c", 5.0, 6.0))
+
+
+def test_layers_are_sorted_and_the_first_listed_goes_first() -> None:
+    names = [layer.name for layer in Profile.of(CHAIN, [("c", "a"), ("c", "b")]).layers]
+    assert names == ["c", "a", "b"]
+
+
+def test_users_are_listed_once() -> None:
+    profile = Profile.of(CHAIN, [("a", "c"), ("a", "b"), ("a", "c")])
+    assert profile.users == ((1, 2), (), ())
+
+
+def test_a_cycle_is_named() -> None:
+    edges = [("a", "b"), ("b", "c"), ("c", "b")]
+    with pytest.raises(HvpipeError, match=r"no cycle\. Received: (b -> c -> b|c -> b -> c)$"):
+        Profile.of(CHAIN, edges)
+
+
+def test_a_layer_that_uses_itself_is_a_cycle() -> None:
+    with pytest.raises(HvpipeError, match="Received: a -> a"):
+        Profile.of(CHAIN, [("a", "a")])
+
+
+def test_scaling_leaves_weights_alone() -> None:
+    half = Profile(CHAIN, ((0, 1), (1, 2)), batch_size=8).at_batch(4)
+    assert half.batch_size == 4
+    assert half.layers[0] == LayerCost("a", 0.5, 1.0, 10, 5, 50, 60)
+
+
+def test_the_fixed_part_of_a_time_stays() -> None:
+    layer = LayerCost("a", 1.0, 2.0, fixed_forward_s=0.5, fixed_backward_s=2.0)
+    profile = Profile((layer,), (), batch_size=8)
+    assert [profile.at_batch(size).layers[0].forward_s for size in (2, 16)] == [0.625, 1.5]
+    assert [profile.at_batch(size).layers[0].backward_s for size in (2, 16)] == [2.0, 2.0]
+    assert profile.at_batch(2).at_batch(16) == profile.at_batch(16)
+
+
+def test_the_fixed_part_is_a_part() -> None:
+    with pytest.raises(HvpipeError, match=r"fixed_forward_s of layer 'a' should be at most its forward_s"):
+        LayerCost("a", 1.0, 2.0, fixed_forward_s=1.5)
+
+
+def test_the_weights_part_of_a_backward() -> None:
+    costs = [LayerCost("a", 1.0, 3.0, weight_share=share) for share in (None, 0.0, 1.0)]
+    assert [cost.weights_part_s for cost in costs] == [1.5, 0, 3]
+    for wrong in (-0.1, 1.1, math.nan):
+        with pytest.raises(HvpipeError, match="weight_share of layer 'a' should be from 0 to 1"):
+            LayerCost("a", 1.0, 2.0, weight_share=wrong)
+
+
+def test_json_comes_back(tmp_path: Path) -> None:
+    parts = {"fixed_forward_s": 1.0, "fixed_backward_s": 2.0, "update_s": 0.5, "weight_share": 0.25}
+    layers = (*CHAIN[:2], LayerCost("c", 5.0, 6.0, **parts))
+    profile = Profile.of(layers, [("a", "b"), ("a", "c")], batch_size=32, model="abc")
+    profile.write(tmp_path / "profile.json")
+    assert Profile.read(tmp_path / "profile.json") == profile
+
+
+def test_json_without_fixed_parts_has_none() -> None:
+    document = Profile.of(CHAIN, []).to_json()
+    for row in document["layers"]:
+        for part in ("fixed_forward_s", "fixed_backward_s", "update_s", "weight_share"):
+            del row[part]
+    assert Profile.from_json(document) == Profile.of(CHAIN, [])
+
+
+def test_fingerprint_is_of_the_model_not_of_its_times() -> None:
+    edges = [("a", "b"), ("b", "c")]
+    faster = [LayerCost("a", 0.1, 0.2, 10), *CHAIN[1:]]
+    heavier = [LayerCost("a", 1.0, 2.0, 11), *CHAIN[1:]]
+    profile = Profile.of(CHAIN, edges)
+    assert Profile.of(faster, edges).fingerprint == profile.fingerprint
+    assert Profile.of(heavier, edges).fingerprint != profile.fingerprint
+    assert Profile.of(CHAIN, edges[:1]).fingerprint != profile.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 9}, r'"version": 1\. Received: format=\'hvpipe-profile\', version=9'),
+        ({"layers": 3}, r"p\.json: layers should be a list of objects\. Received: layers=3"),
+        ({"layers": [], "edges": []}, "at least one layer"),
+        ({"layers": [{"name": "a"}]}, r"layers\[0\]\.forward_s should be a number .*no such field"),
+        ({"edges": [{"from": "a", "to": "z"}]}, "'z' is none"),
+        ({"batch_size": 0}, "batch_size should be a whole number of at least 1"),
+        ({"batch_size": 10**400}, r"batch_size should be a number .*Received: batch_size=10000"),
+    ],
+)
+def test_bad_json_is_told_apart(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps(Profile.of(CHAIN, [("a", "b")]).to_json() | change))
+    with pytest.raises(HvpipeError, match=message) as caught:
+        Profile.read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_unreadable_json_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    path.write_text('{\n "format": oops\n}')
+    with pytest.raises(HvpipeError, match=r"p\.json, line 2, column 12: should be JSON"):
+        Profile.read(path)
+    with pytest.raises(HvpipeError, match="No such file"):
+        Profile.read(tmp_path / "none.json")
+    path.write_text("[" * 200_000)
+    with pytest.raises(HvpipeError, match=r"p\.json should be JSON\. Received: brackets nested too deeply"):
+        Profile.read(path)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [({"forward_s": -1.0}, "forward_s=-1"), ({"backward_s": float("nan")}, "backward_s=nan")],
+)
+def test_costs_are_checked(layer: dict[str, float], message: str) -> None:
+    with pytest.raises(HvpipeError, match=message):
+        LayerCost(**({"name": "a", "forward_s": 0.0, "backward_s": 0.0} | layer))  # type: ignore[arg-type]
+
+
+def test_names_differ() -> None:
+    with pytest.raises(HvpipeError, match="'a' twice"):
+        Profile.of([CHAIN[0], CHAIN[0]], [])
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "edges", "weights_mb"),
+    [
+        ("alexnet", 23, 23, 244),
+        ("vgg16", 41, 41, 553),
+        ("resnet50", 177, 193, 102),
+        ("inception_v3", 326, 362, 109),
+        ("gnmt", 48, 58, 775),
+    ],
+)
+def test_pipedream_graphs(model: str, layers: int, edges: int, weights_mb: int) -> None:
+    profile = Profile.read(PROFILES / f"{model}.txt")
+    assert (len(profile.layers), len(profile.edges)) == (layers, edges)
+    assert sum(layer.weight_bytes for layer in profile.layers) / 1e6 == pytest.approx(weights_mb, abs=0.6)
+    assert profile.layers[0] == LayerCost("node1", 0.0, 0.0)  # an Input
+    assert profile.model == model
+
+
+def test_pipedream_lines(tmp_path: Path) -> None:
+    path = tmp_path / "g.txt"
+    sizes = "activation_size=[6.0; 2.0], parameter_size=3.000"
+    path.write_text(f"node1 -- LSTM(1, 2) -- forward_compute_time=1.5, backward_compute_time=2, {sizes}\n")
+    (layer,) = read_pipedream(path, slots_per_weight=2).layers
+    assert layer == LayerCost("node1", 0.0015, 0.002, 3, 6, 8, 8)
+
+
+TIMES = "forward_compute_time=1, backward_compute_time=2"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("node1 -- Conv2d", r"g\.txt, line 1: should be 'NAME -- LAYER"),
+        (
+            "n -- C -- forward_compute_time=x, backward_compute_time=2, activation_size=1, parameter_size=1",
+            r"g\.txt, line 1: times and sizes should be finite numbers",
+        ),
+        (
+            f"n -- C -- {TIMES}, activation_size=1, parameter_size=inf",
+            r"g\.txt, line 1: times and sizes should be finite numbers",
+        ),
+        (
+            "n -- C -- forward_compute_time=-1, backward_compute_time=2, activation_size=1, parameter_size=1",
+            r"g\.txt, line 1: forward_s of layer 'n' should be finite and at least 0",
+        ),
+        ("\ta -- b", r"g\.txt: An edge should join two layers"),
+    ],
+)
+def test_bad_pipedream_lines_are_told(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "g.txt"
+    path.write_text(line)
+    with pytest.raises(HvpipeError, match=message):
+        read_pipedream(path)

@@ -1,0 +1,93 @@
+"""A rank of bench.gpu.check without a GPU: NumPy arrays that say they lie on the device of tests/native."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from bench.gpu import check_worker
+from bench.gpu.interface import Numbers
+from hvpipe.comm.engine import Engine
+
+TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V2"}
+
+
+class OnDevice(np.ndarray[Any, Any]):
+    """An array that says it lies on a device, as CuPy's and PyTorch's do."""
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return {
+            "shape": self.shape,
+            "typestr": TYPESTR[self.dtype.name],
+            "data": (self.ctypes.data, False),
+            "strides": None if self.flags.c_contiguous else self.strides,
+            "version": 3,
+        }
+
+
+class StandIn:
+    """See bench.gpu.interface; STAND_IN_BREAKS lets one of its functions fail."""
+
+    name = "stand-in"
+
+    def __init__(self, local_rank: int) -> None:
+        self._matrix = np.ones((64, 64))
+
+    def put(self, values: Numbers, dtype: str) -> Any:
+        kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+        return values.astype(kind).view(OnDevice)
+
+    def get(self, array: Any) -> Numbers:
+        return np.array(array, np.float64, subok=False)
+
+    def faces(self, array: Any) -> dict[str, Any]:
+        if "STAND_IN_BREAKS" in os.environ:
+            raise RuntimeError("broken for a test")
+        return {"a view": array.view()}
+
+    def copy(self, target: Any, source: Any) -> None:
+        target[...] = source
+
+    def multiply(self) -> None:
+        self._matrix @ self._matrix
+
+    def hold(self) -> None: ...
+
+    def side_stream(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None: ...
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_s(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def spoil_all_reduce() -> None:
+    """Let the last number of every sum be wrong."""
+    whole = Engine.allreduce
+
+    def spoilt(self: Engine, array: Any, op: Any = "average", *, out: Any) -> Any:
+        whole(self, array, op, out=out)
+        out[-1] += 1
+        return out
+
+    Engine.allreduce = spoilt  # type: ignore[method-assign]
+
+
+def open_stand_in(local_rank: int) -> StandIn:
+    if os.environ.get("STAND_IN_WRONG_RANK") == str(local_rank):
+        spoil_all_reduce()
+    return StandIn(local_rank)
+
+
+if __name__ == "__main__":
+    check_worker.main(open_stand_in)

@@ -1,0 +1,45 @@
+"""Documents are written whole or not at all, and stay written."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvpipe.config_file import read_document, write_document
+
+
+def test_a_document_is_on_the_disk_before_its_name_and_the_name_before_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint's old shards are removed next: an index that a crash took back would have none."""
+    happened = []
+    replace = os.replace
+
+    def noted(source: Any, target: Any) -> None:
+        happened.append(f"{Path(source).name} is {Path(target).name}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", lambda handle: happened.append(os.readlink(f"/proc/self/fd/{handle}")))
+    monkeypatch.setattr(os, "replace", noted)
+    write_document(tmp_path / "index.json", {"a": 1})
+    partial = f".index.json.{os.getpid()}"
+    assert happened == [str(tmp_path / partial), f"{partial} is index.json", str(tmp_path)]
+    assert os.listdir(tmp_path) == ["index.json"]
+
+
+def test_a_folder_that_cannot_be_synchronized_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sync = os.fsync
+
+    def only_files(handle: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{handle}")).is_dir():
+            raise OSError("invalid argument")
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", only_files)
+    write_document(tmp_path / "plan.json", {"a": 1})
+    assert read_document(tmp_path / "plan.json").integer("a") == 1

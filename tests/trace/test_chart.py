@@ -1,0 +1,59 @@
+"""Pictures of steps: written where matplotlib is, refused with its extra where it is not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hvpipe.errors import HvpipeError
+from hvpipe.forecast.choice import choose
+from hvpipe.forecast.simulate import StageCost, simulate
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.schedule.schedule import make
+from hvpipe.specs.cluster import Link, equal_cluster
+from hvpipe.trace.chart import draw_timeline
+from hvpipe.trace.events import Trace
+from model_graphs import chain
+
+
+def colours_in(path: Path) -> set[tuple[int, ...]]:
+    image = pytest.importorskip("matplotlib.image")
+    pixels = (image.imread(path)[:, :, :3] * 255).round().astype(int)
+    return {tuple(pixel) for pixel in np.unique(pixels.reshape(-1, 3), axis=0).tolist()}
+
+
+def test_a_picture_has_every_kind_of_action(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    costs = [StageCost(1, 2, 1, {1: 0.5}), StageCost(1, 2, 1)]
+    draw_timeline(simulate(make("zb-h1", 2, 4), costs).trace, tmp_path / "step.png", "two stages")
+    found = colours_in(tmp_path / "step.png")
+    forward, backward, inputs, weights = (72, 120, 168), (106, 165, 106), (111, 183, 183), (217, 180, 91)
+    assert {forward, inputs, weights, (155, 139, 180)} <= found
+    assert backward not in found
+
+
+def test_a_data_parallel_step(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cluster = equal_cluster(2, Link(0, 5.0))
+    one = choose(chain(3, 3, weight_bytes=1), cluster, Pipelining("1f1b", 4))
+    draw_timeline(one.trace, tmp_path / "step.png", "data parallel")
+    assert {(72, 120, 168), (106, 165, 106), (192, 108, 91)} <= colours_in(tmp_path / "step.png")
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    trace = simulate(make("1f1b", 1, 1), [StageCost(1, 1)]).trace
+    with pytest.raises(HvpipeError, match=r"pip install 'hvpipe\[plot\]'"):
+        draw_timeline(trace, tmp_path / "step.png", "")
+
+
+def test_nothing_to_draw_and_nowhere_to_write(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(HvpipeError, match=r"a trace with events. Received: none"):
+        draw_timeline(Trace(), tmp_path / "step.png", "")
+    trace = simulate(make("1f1b", 1, 1), [StageCost(1, 1)]).trace
+    with pytest.raises(HvpipeError, match="a file that can be written"):
+        draw_timeline(trace, tmp_path / "absent" / "step.png", "")
