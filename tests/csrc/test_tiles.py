@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from test_kernels import DTYPES, HALVES, PAIRS, assert_same, bits, expected_cast, random, special
 
+from casting import DTYPES, HALVES, PAIRS, assert_same, bits, expected_cast, random, special
 from native_build import build
 
 Array = NDArray[Any]
