@@ -1,4 +1,4 @@
-"""`python -m hvpipe`: the same as the command `hvpipe`."""
+"""`python -m hvpipe` runs the command `hvpipe`."""
 
 import sys
 

@@ -1,14 +1,23 @@
-"""The kinds of error that hvpipe raises; every message says what is wanted, then what was received."""
+"""The errors that hvpipe raises. Every message says what is wanted, then what was received."""
 
 from __future__ import annotations
 
 
 class HvpipeError(RuntimeError):
-    """A wrong argument, setting or file; the base of every error below."""
+    """A wrong argument, setting or file. Base class of all errors below.
+
+    Example:
+        ```python
+        try:
+            hvpipe.init(timeout_s=60)
+        except hvpipe.HvpipeError as error:
+            print(error)
+        ```
+    """
 
 
 class InitError(HvpipeError):
-    """The ranks cannot be joined: no MPI, an unsuitable MPI, or an unsuitable launcher."""
+    """The ranks cannot be joined: MPI is missing, or MPI or the launcher is unsuitable."""
 
 
 class BuildMismatchError(InitError):
@@ -16,20 +25,20 @@ class BuildMismatchError(InitError):
 
 
 class MismatchError(HvpipeError):
-    """The ranks disagree about what should be the same on all of them: shapes, dtypes, models, order."""
+    """The ranks disagree about something that must be the same on all: shapes, dtypes, models, call order."""
 
 
 class DeadlineError(HvpipeError):
-    """A wait took longer than allowed; the message names what was waited for."""
+    """A wait took longer than the time limit (HVPIPE_TIMEOUT). The message names what was waited for."""
 
 
 class PeerError(HvpipeError):
-    """Another rank failed or left while this one depended on it."""
+    """Another rank failed or left while this rank depended on it."""
 
 
 class PlanError(HvpipeError):
-    """No plan does what was asked for (memory, stages), or a plan belongs to another model or cluster."""
+    """No plan satisfies the request (memory, stages), or a plan is for another model or cluster."""
 
 
 class LaunchError(HvpipeError):
-    """`hvpipe run` cannot start what was asked for: no mpirun, too few slots, contradicting options."""
+    """`hvpipe run` cannot start: no mpirun, too few slots, or contradicting options."""

@@ -1,4 +1,4 @@
-"""hvpipe's log: how much of it is shown, where HVPIPE_LOG_LEVEL says so."""
+"""hvpipe's logger, and the level that HVPIPE_LOG_LEVEL sets for it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import logging
 logger = logging.getLogger("hvpipe")
 
 
-def show(level: str | None, rank: int) -> None:
-    """Show what is logged at `level` and above: on stderr, where the program has set up no logging itself.
+def set_log_level(level: str | None, rank: int) -> None:
+    """Log at this level and above, on stderr if the program has set up no logging itself.
 
-    None leaves all to Python, which shows warnings and errors.
+    Args:
+        level: "debug", "info", "warning" or "error". None changes nothing: Python shows warnings and errors.
+        rank: This rank's number, shown in each line.
     """
     if level is None:
         return

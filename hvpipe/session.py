@@ -1,45 +1,38 @@
-"""The default session: the ranks that `hvpipe.init` joined, and the public functions on them."""
+"""The default session: joining the ranks with `hvpipe.init`, and what this rank knows about itself."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from hvpipe import log
+from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, print_with_rank
 from hvpipe.comm.discover import Settings, discover
 from hvpipe.comm.discover import settings as read_settings
-from hvpipe.comm.world import World, open_world, started_world
+from hvpipe.comm.native import import_native
+from hvpipe.comm.world import World, open_world
 from hvpipe.errors import HvpipeError
-from hvpipe.monitor.core_binding import tell_placement
+from hvpipe.log import set_log_level
+from hvpipe.monitor.core_binding import log_placement
 
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from numpy.typing import NDArray
-
-    class SampleCounter(Protocol):
-        def total(self) -> float: ...
-
-    from hvpipe.comm.engine import Compression, Engine, Op
-    from hvpipe.comm.mpi import StartedWorld
-    from hvpipe.monitor.status_reporter import LiveReport, Progress
+    from hvpipe.comm.engine import Engine
+    from hvpipe.monitor.status_reporter import StatusReporter, TrainingProgress
     from hvpipe.monitor.utilization import Sampler
 
+    class CountsSamples(Protocol):
+        """Counts the samples that this rank has trained on."""
+
+        def total(self) -> float: ...
+
+
 __all__ = [
-    "allgather",
-    "allgather_object",
-    "allreduce",
-    "barrier",
-    "broadcast",
-    "broadcast_object",
     "counters",
     "init",
     "is_initialized",
@@ -51,89 +44,11 @@ __all__ = [
     "trace_path",
 ]
 
+_SHOWN_STEPS = 20
+"""`hvpipe top` shows the median time of this many steps."""
 
-class Session:
-    """One joined world: its engine, its clocks and what is written at the end. Closed by `close`."""
-
-    def __init__(self, settings: Settings) -> None:
-        from hvpipe.comm.engine import Engine, import_native
-
-        launch = discover()
-        self.world: World = open_world(launch, settings)
-        log.show(settings.log_level, self.world.rank)
-        tell_placement(self.world, launch)
-        self.settings = settings = _as_rank_0(settings, self.world)
-        self.engine: Engine = Engine(self.world, settings, settings.ranks_per_host)
-        self.step_durations_s: list[float] = []
-        self.sample_counters: list[SampleCounter] = []
-        self.reducers: dict[Any, Any] = {}  # by what they reduce; see keras.distributed
-        self.announcements = 0  # of steps that reduce, counted when their graph is made
-        self.clock_reading = (0.0, 0.0)  # see hvpipe.trace.Clock
-        self.sampler: Sampler | None = None
-        self.live_report: LiveReport | None = None
-        if self.engine.core is not None:
-            import_native().set_default(self.engine.core)
-        self._start_sampler()
-
-    def close(self) -> None:
-        """Write the trace and the summary, let what is under way end, free everything; all ranks together."""
-        # A rank that goes on by itself, exporting the model, say, is not to be ended by those that are done.
-        self.engine.agree("shutdown", patient=True)
-        if self.sampler is not None:
-            from hvpipe.run_outputs import report_run
-
-            self.sampler.stop()
-            if self.live_report is not None:
-                self.live_report.close()
-            report_run(self)
-        if self.engine.core is not None:
-            from hvpipe.comm.engine import import_native
-
-            import_native().set_default(None)
-        self.engine.stop()
-        self.engine.core = None
-        self.world.close()
-
-    def read_clock(self) -> tuple[float, float]:
-        """A reading for hvpipe.trace.Clock; all ranks together."""
-        ahead_s = self.world.clock_offset_s()
-        return time.monotonic(), ahead_s
-
-    def _start_sampler(self) -> None:
-        from hvpipe.monitor.status_reporter import open_live_report
-
-        settings, world = self.settings, self.world
-        self.live_report = open_live_report(world, settings, self._progress)
-        asked = settings.trace_path or settings.utilization_path or settings.summary
-        if not (asked or self.live_report is not None):
-            return
-        from hvpipe.monitor.utilization import Sampler, SamplerOptions
-
-        self.clock_reading = self.read_clock()
-        options = SamplerOptions(
-            period_s=1 / settings.utilization_hz,
-            local_rank=world.local_rank,
-            visible_gpus=settings.visible_gpus,
-            on_sample=self.live_report.publish if self.live_report is not None else None,
-        )
-        self.sampler = Sampler(world.rank, options)
-        self.sampler.start()
-
-    def _progress(self) -> Progress:
-        """Called in the sampler's thread."""
-        from hvpipe.monitor.status_reporter import Progress
-
-        steps = len(self.step_durations_s)
-        return Progress(
-            steps=steps,
-            last_steps_s=tuple(self.step_durations_s[max(1, steps - 20) :] or self.step_durations_s),
-            samples=sum(counter.total() for counter in tuple(self.sample_counters)),
-            bytes_sent=self.engine.counters()["bytes_sent"],
-        )
-
-
-# Settings of what is recorded, and of which messages and collectives there are.
-_ALIKE = (
+# Settings that must be the same on all ranks: what is recorded, and which messages and collectives exist.
+_RANK_0_DECIDES = (
     *("trace_path", "utilization_path", "utilization_hz", "summary"),
     *("bucket_bytes", "table_bytes", "segment_bytes", "slot_bytes", "messages_in_flight", "ranks_per_host"),
     "shared_memory",
@@ -145,21 +60,114 @@ _session: Session | None = None
 _when_joined: list[Callable[[Session], None]] = []
 
 
+class Session:
+    """One joined world with its engine, its clocks and what the run records. `close` ends it."""
+
+    def __init__(self, settings: Settings) -> None:
+        from hvpipe.comm.engine import Engine
+
+        launch = discover()
+        self.world: World = open_world(launch, settings)
+        set_log_level(settings.log_level, self.world.rank)
+        log_placement(self.world, launch)
+        self.settings = settings = _with_settings_of_rank_0(settings, self.world)
+        self.engine: Engine = Engine(self.world, settings, settings.ranks_per_host)
+        self.step_durations_s: list[float] = []
+        self.sample_counters: list[CountsSamples] = []
+        self.reducers: dict[Any, Any] = {}  # by what they reduce; see hvpipe.keras.data_parallel.custom_loops
+        self.announcements = 0  # of steps that reduce, counted when their graph is built
+        self.clock_reading = (0.0, 0.0)  # see hvpipe.trace.events.Clock
+        self.sampler: Sampler | None = None
+        self.status_reporter: StatusReporter | None = None
+        if self.engine.core is not None:
+            import_native().set_default(self.engine.core)
+        self._start_sampler()
+
+    def close(self) -> None:
+        """Write the trace and the summary, finish pending communication, free everything. Collective."""
+        # Wait without a deadline: a rank may still work alone, for instance export the model.
+        self.engine.agree("shutdown", patient=True)
+        if self.sampler is not None:
+            from hvpipe.run_outputs import report_run
+
+            self.sampler.stop()
+            if self.status_reporter is not None:
+                self.status_reporter.close()
+            report_run(self)
+        if self.engine.core is not None:
+            import_native().set_default(None)
+        self.engine.stop()
+        self.engine.core = None
+        self.world.close()
+
+    def read_clock(self) -> tuple[float, float]:
+        """Return a reading for `hvpipe.trace.events.Clock`. Collective."""
+        ahead_s = self.world.clock_offset_s()
+        return time.monotonic(), ahead_s
+
+    def _start_sampler(self) -> None:
+        from hvpipe.monitor.status_reporter import open_status_reporter
+
+        settings, world = self.settings, self.world
+        self.status_reporter = open_status_reporter(world, settings, self._progress)
+        recorded = settings.trace_path or settings.utilization_path or settings.summary
+        if not (recorded or self.status_reporter is not None):
+            return
+        from hvpipe.monitor.utilization import Sampler, SamplerOptions
+
+        self.clock_reading = self.read_clock()
+        options = SamplerOptions(
+            period_s=1 / settings.utilization_hz,
+            local_rank=world.local_rank,
+            visible_gpus=settings.visible_gpus,
+            on_sample=self.status_reporter.publish if self.status_reporter is not None else None,
+        )
+        self.sampler = Sampler(world.rank, options)
+        self.sampler.start()
+
+    def _progress(self) -> TrainingProgress:
+        """Return what this rank has done so far. The sampler's thread calls it."""
+        from hvpipe.monitor.status_reporter import TrainingProgress
+
+        steps = len(self.step_durations_s)
+        # The first step also traces and compiles, so it counts only while it is the only one.
+        recent_s = self.step_durations_s[max(1, steps - _SHOWN_STEPS) :]
+        return TrainingProgress(
+            steps=steps,
+            last_steps_s=tuple(recent_s or self.step_durations_s),
+            samples=sum(counter.total() for counter in tuple(self.sample_counters)),
+            bytes_sent=self.engine.counters()["bytes_sent"],
+        )
+
+
 def init(*, timeout_s: float | None = None, trace: str | None = None) -> None:
-    """Join the ranks that the launcher started; call it first, on every rank. A second call does nothing.
+    """Join the ranks that the launcher started.
 
-    `timeout_s` is the longest wait for another rank (default 300, or HVPIPE_TIMEOUT). `trace` names a file
-    for a timeline of all ranks (or HVPIPE_TRACE, or `hvpipe run --trace`). From now on an uncaught
-    exception on any rank ends all ranks.
+    Call it first, on every rank. Another call does nothing. Without a launcher there is one rank. From now on
+    an uncaught exception on any rank ends all ranks.
 
-    Raises InitError where the ranks cannot be joined, BuildMismatchError where hvpipe was built with
-    another MPI.
+    Args:
+        timeout_s: Longest wait for another rank, in seconds; HVPIPE_TIMEOUT if not given, else 300.
+        trace: File for one timeline of all ranks, as from `hvpipe run --trace`; HVPIPE_TRACE if not given.
+
+    Raises:
+        InitError: If the ranks cannot be joined.
+        BuildMismatchError: If hvpipe was built with another MPI.
+        HvpipeError: If `timeout_s` is not positive, or an HVPIPE_* variable has a bad value.
+
+    Example:
+        ```python
+        import hvpipe
+
+        hvpipe.init()
+        print(f"rank {hvpipe.rank()} of {hvpipe.size()}")
+        ```
     """
     global _session
     with _lock:
         if _session is not None:
             return
-        _end_all_on_error()
+        abort_on_uncaught_errors()
         settings = read_settings()
         if timeout_s is not None:
             if not timeout_s > 0:
@@ -175,7 +183,18 @@ def init(*, timeout_s: float | None = None, trace: str | None = None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the ranks, all together; runs by itself at exit. A second call does nothing."""
+    """Leave the ranks. All ranks call it together; it runs by itself at exit.
+
+    It writes the trace and the summary that `hvpipe run` asked for. Another call does nothing.
+
+    Raises:
+        HvpipeError: With one rank, if closing fails. With several ranks a failure ends all of them.
+
+    Example:
+        ```python
+        hvpipe.shutdown()  # frees the ranks; the program goes on alone
+        ```
+    """
     global _session
     with _lock:
         session, _session = _session, None
@@ -187,179 +206,152 @@ def shutdown() -> None:
     except Exception:
         if session.world.size == 1:
             raise
-        # At exit an exception would be printed and forgotten, and the peers would wait.
-        _print_with_rank(session.world, traceback.format_exc())
+        # At exit Python would print the exception and go on, and the peers would wait.
+        print_with_rank(session.world, traceback.format_exc())
         session.world.abort(1)
 
 
 def when_joined(prepare: Callable[[Session], None]) -> None:
-    """Call `prepare` with every session that is made, and at once with the present one."""
+    """Call `prepare` with every session that starts from now on, and with the current one at once."""
     _when_joined.append(prepare)
     if _session is not None:
         prepare(_session)
 
 
 def current() -> Session:
-    """The session; HvpipeError before `init`."""
+    """Return the session; raise HvpipeError before `init`."""
     if _session is None:
         raise HvpipeError("hvpipe.init() should be called first. Received: no session")
     return _session
 
 
 def is_initialized() -> bool:
-    """Whether `init` was called and `shutdown` was not."""
+    """Tell whether this rank has joined the others: `init` was called and `shutdown` was not.
+
+    Returns:
+        True between `init` and `shutdown`.
+
+    Example:
+        ```python
+        if not hvpipe.is_initialized():
+            hvpipe.init()
+        ```
+    """
     return _session is not None
 
 
 def rank() -> int:
-    """This process's number, 0 to size - 1."""
+    """Return the number of this process among all ranks.
+
+    Returns:
+        0 to `size()` - 1.
+
+    Raises:
+        HvpipeError: Before `init`.
+
+    Example:
+        ```python
+        if hvpipe.rank() == 0:
+            print("only once")
+        ```
+    """
     return current().world.rank
 
 
 def size() -> int:
-    """The number of ranks."""
+    """Return the number of ranks.
+
+    Returns:
+        At least 1.
+
+    Raises:
+        HvpipeError: Before `init`.
+
+    Example:
+        ```python
+        optimizer = keras.optimizers.SGD(0.1 * hvpipe.size())
+        ```
+    """
     return current().world.size
 
 
 def local_rank() -> int:
-    """This process's number among the ranks of its host."""
+    """Return the number of this process among the ranks of its host.
+
+    Returns:
+        0 to `local_size()` - 1.
+
+    Raises:
+        HvpipeError: Before `init`.
+
+    Example:
+        ```python
+        cache = f"/tmp/cache-{hvpipe.local_rank()}"  # ranks of one host share /tmp
+        ```
+    """
     return current().world.local_rank
 
 
 def local_size() -> int:
-    """The number of ranks on this host."""
+    """Return the number of ranks on this host.
+
+    Returns:
+        At least 1.
+
+    Raises:
+        HvpipeError: Before `init`.
+
+    Example:
+        ```python
+        threads = os.cpu_count() // hvpipe.local_size()
+        ```
+    """
     return current().world.local_size
 
 
 def trace_path() -> str | None:
-    """The file that the trace of this run goes to, if one is written."""
+    """Return the file that the trace of this run is written to.
+
+    Returns:
+        A path, or None if the run writes no trace.
+
+    Raises:
+        HvpipeError: Before `init`.
+
+    Example:
+        ```python
+        hvpipe.init(trace="trace.json")
+        print(hvpipe.trace_path())  # trace.json
+        ```
+    """
     return current().settings.trace_path
 
 
-def allreduce(
-    array: Any,
-    op: Op = "average",
-    compression: Compression = None,
-    out: NDArray[Any] | None = None,
-    **others: Any,
-) -> NDArray[Any]:
-    """Average or sum of an array over all ranks, the same bits on each; see `Engine.allreduce`."""
-    if others:
-        check_other_arguments("allreduce", others)
-    return current().engine.allreduce(array, op, compression, out)
-
-
-def allgather(array: Any, **others: Any) -> NDArray[Any]:
-    """All ranks' arrays, one after the other along the first axis, whose length may differ by rank."""
-    check_other_arguments("allgather", others)
-    return current().engine.allgather(array)
-
-
-def broadcast(array: Any, root_rank: int = 0, *, root: int | None = None, **others: Any) -> NDArray[Any]:
-    """The root's array, on every rank; `root` is another name for `root_rank`."""
-    check_other_arguments("broadcast", others)
-    return current().engine.broadcast(array, root_rank if root is None else root)
-
-
-def allgather_object(value: Any, **others: Any) -> list[Any]:
-    """Every rank's value, in rank order (pickled)."""
-    check_other_arguments("allgather_object", others)
-    return current().engine.allgather_object(value)
-
-
-def broadcast_object(value: Any, root_rank: int = 0, *, root: int | None = None, **others: Any) -> Any:
-    """The root's value, on every rank (pickled); `root` is another name for `root_rank`."""
-    check_other_arguments("broadcast_object", others)
-    return current().engine.broadcast_object(value, root_rank if root is None else root)
-
-
-def barrier() -> None:
-    """Return when all ranks have called this."""
-    current().engine.agree("barrier")
-
-
 def counters() -> dict[str, float]:
-    """Of this rank since `init`: bytes_sent, operations, exposed_wait_s; a pipeline's forward_s, ..."""
+    """Return what this rank has sent, waited for and computed since `init`.
+
+    Returns:
+        Totals by name, such as `bytes_sent` (bytes), `operations`, `exposed_wait_s` (seconds that training
+        waited for communication) and, in a pipeline, `forward_s` and `backward_s` (seconds).
+
+    Raises:
+        HvpipeError: Before `init`.
+
+    Example:
+        ```python
+        before = hvpipe.counters()["bytes_sent"]
+        model.fit(data)
+        print(f"{(hvpipe.counters()['bytes_sent'] - before) / 1e6:.0f} MB sent")
+        ```
+    """
     return current().engine.counters()
 
 
-# Arguments of Horovod's functions: those that change nothing here, and for each other one the values that do
-# not, and what stands for the rest.
-_HARMLESS = ("name", "device", "device_dense", "device_sparse", "ignore_name_scope", "sparse_as_dense")
-_INSTEAD: dict[str, tuple[tuple[Any, ...], str]] = {
-    "average": ((None, True), "op='sum' where it is False"),
-    "average_aggregated_gradients": ((False, True), "gradient_accumulation_steps= of the Keras optimizer"),
-    "backward_passes_per_step": ((1,), "gradient_accumulation_steps= of the Keras optimizer"),
-    "gradient_predivide_factor": ((1, None), "a factor in the loss; gradients are averaged"),
-    "groups": ((None,), "bucket_bytes="),
-    "num_groups": ((0,), "bucket_bytes="),
-    "op": ((None, "average"), "a learning rate times hvpipe.size(); gradients are averaged"),
-    "postscale_factor": ((1, None), "a factor of the result"),
-    "prescale_factor": ((1, None), "a factor of the argument"),
-    "process_set": ((None,), "all ranks take part"),
-    "scale_local_gradients": ((True, None), "all gradients are averaged"),
-    "session": ((None,), "no sessions of TensorFlow 1"),
-}
+def _with_settings_of_rank_0(settings: Settings, world: World) -> Settings:
+    """Take rank 0's value of each setting that must be the same on all ranks.
 
-
-def check_other_arguments(function: str, given: Mapping[str, Any]) -> None:
-    """Pass over arguments that Horovod's functions take where they change nothing.
-
-    Raises HvpipeError, with what hvpipe has in its place, where one does; TypeError for any other name.
+    mpirun alone passes no HVPIPE_* to other hosts. Ranks that record different things or expect different
+    messages would wait for each other.
     """
-    for name, value in given.items():
-        if name in _HARMLESS:
-            continue
-        if name not in _INSTEAD:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-        harmless, instead = _INSTEAD[name]
-        plain = value is None or isinstance(value, (bool, int, float, str))
-        if not (plain and value in harmless):
-            raise HvpipeError(
-                f"{function} has no {name}, which is Horovod's. Instead: {instead}. "
-                f"Received: {name}={value!r}"
-            )
-
-
-def _as_rank_0(settings: Settings, world: World) -> Settings:
-    """With rank 0's word on what all ranks must do alike: mpirun alone hands no HVPIPE_* to other hosts.
-
-    Ranks that record something else, or expect other messages, would wait for each other.
-    """
-    alike = {name: getattr(settings, name) for name in _ALIKE}
-    return replace(settings, **world.broadcast_object(alike))
-
-
-class _EndsAllRanks:
-    """Takes uncaught exceptions: prints the traceback and ends all ranks, as `python -m mpi4py` does.
-
-    Also of a rank that failed to join: at its exit MPI would wait for the others, and they for it.
-    """
-
-    def __init__(self) -> None:
-        self._previous = sys.excepthook
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        world = started_world()
-        if world is None or world.size == 1:
-            self._previous(kind, error, trace)
-        elif issubclass(kind, KeyboardInterrupt):
-            self._previous(kind, error, trace)
-            world.abort(130)
-        else:
-            _print_with_rank(world, "".join(traceback.format_exception(kind, error, trace)))
-            world.abort(1)
-
-
-def _end_all_on_error() -> None:
-    if not isinstance(sys.excepthook, _EndsAllRanks):
-        sys.excepthook = _EndsAllRanks()
-
-
-def _print_with_rank(world: World | StartedWorld, text: str) -> None:
-    # One write, so that ranks that fail together do not mix their lines.
-    message = f"\nhvpipe: rank {world.rank} of {world.size} on {world.host} failed:\n{text}"
-    with contextlib.suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.write(message)
-        sys.stderr.flush()
+    decided = {name: getattr(settings, name) for name in _RANK_0_DECIDES}
+    return replace(settings, **world.broadcast_object(decided))

@@ -1,7 +1,7 @@
-"""What goes wrong on one rank ends all ranks, soon, with that rank's error: each case in a job of its own.
+"""A failure on one rank ends all ranks soon, with that rank's error. Each case is a job of its own.
 
-Beside these: mpi/comm/test_engine_errors.py and mpi/keras/data_parallel/test_bad_input.py have the errors that a program can
-catch, test_comm_mpi.py the MPI worlds that do not open, test_run.py more ranks than slots.
+See also mpi/comm/test_engine_errors.py and mpi/keras/data_parallel/test_bad_input.py (errors that a program
+can catch), comm/test_mpi.py (MPI worlds that do not open) and commands/test_run.py (more ranks than slots).
 """
 
 from __future__ import annotations
@@ -354,7 +354,7 @@ def test_the_source_folder_before_an_hvpipe_that_is_installed(tmp_path: Path) ->
         tmp_path,
         "import sys\n"
         "sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
-        "from hvpipe.engine import import_native\n"
+        "from hvpipe.comm.native import import_native\n"
         "import_native()\n",
     )
     result = launch(ALONE, [script], limit_s=LIMIT_S)

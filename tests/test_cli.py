@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from hvpipe import cli
-from hvpipe.commands import launch
-from hvpipe.commands.launch import Mpirun
-from hvpipe.monitor import core_binding as placement
+from hvpipe.comm.native import BuildInfo
+from hvpipe.commands import launch_options, mpirun
+from hvpipe.commands.mpirun import Mpirun
+from hvpipe.monitor import core_binding
 from hvpipe.trace.events import Event, Trace
 
 FLAGS = {
@@ -54,9 +55,9 @@ FLAGS = {
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A script, and a machine with eight cores, Open MPI 5, no root and no settings."""
-    mpirun = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
-    monkeypatch.setattr(launch, "find_mpirun", lambda *_: mpirun)
-    monkeypatch.setattr(placement, "affordable_cores", lambda: 8)
+    found = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda *_: found)
+    monkeypatch.setattr(core_binding, "affordable_cores", lambda: 8)
     monkeypatch.setattr(cli.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(cli.os, "environ", {"PATH": "/bin:/usr/bin"})
     monkeypatch.chdir(tmp_path)
@@ -171,12 +172,12 @@ def test_mpiruns_own_arguments(script: str, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["train.py"], "number of ranks is wanted.*Received: no -np, no --hosts"),
+        (["train.py"], "number of ranks is needed.*Received: no -np, no --hosts"),
         (["-np", "0", "train.py"], "Received: ranks=0"),
         (["-np", "2", "absent.py"], "Received: script='absent.py'"),
         (["-np", "2", "python"], "The script should be a file. Received: script=''"),
         (["-np", "2", "python3", "absent.py"], "Received: script='absent.py'"),
-        (["-np", "2", "python2", "train.py"], "leave it away.*Received: python2, and hvpipe in"),
+        (["-np", "2", "python2", "train.py"], "omit the Python.*Received: python2, and hvpipe in"),
         (["-np", "2", "/other/bin/python", "train.py"], "Received: /other/bin/python, and hvpipe in"),
         (["--hostfile", "absent", "train.py"], "Received: --hostfile 'absent'"),
         (["--hostfile", "train.py", "train.py"], "Received: none in train.py"),
@@ -220,8 +221,8 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
 def test_another_mpirun_than_built_with_is_warned_about(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build = cli.doctor.Build(None, "MPICH Version: 4.2.3", None, None)
-    monkeypatch.setattr(cli.doctor, "read_build", lambda: build)
+    build = BuildInfo(None, "MPICH Version: 4.2.3", None, None)
+    monkeypatch.setattr(launch_options, "read_build_info", lambda: build)
     assert cli.main(["run", "--dry-run", "-np", "1", script]) == 0
     assert (
         "built with MPICH Version: 4.2.3, but the only mpirun found is Open MPI 5.0.11"

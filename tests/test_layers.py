@@ -18,13 +18,13 @@ PACKAGE = Path(__file__).parent.parent / "hvpipe"
 # Lowest first. A module may import from its own layer and from those before it, never in a circle.
 # A package's name stands for its modules, except those that the table names themselves.
 LAYERS = (
-    ("errors", "config_file", "log", "_build_info", "_engine"),
+    ("errors", "config_file", "log", "moved", "_build_info", "_engine"),
     ("specs",),
     ("plan", "trace"),
     ("schedule",),
     ("forecast",),
     ("comm",),
-    ("monitor", "run_outputs", "session"),
+    ("monitor", "run_outputs", "session", "collectives"),
     ("keras.compat", "keras.ops", "keras.gpu"),
     ("keras.graph", "keras"),
     ("keras.profiling", "keras.data_parallel"),

@@ -23,7 +23,7 @@ def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
 def test_a_level_shows_itself_and_what_is_above(
     logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log.show("info", rank=3)
+    log.set_log_level("info", rank=3)
     logger.debug("hvpipe: too fine")
     logger.info("hvpipe: told")
     assert capsys.readouterr().err == "[rank 3] hvpipe: told\n"
@@ -34,14 +34,14 @@ def test_the_programs_handlers_stay_the_only_ones(
 ) -> None:
     own = io.StringIO()
     logger.addHandler(logging.StreamHandler(own))
-    log.show("debug", rank=0)
+    log.set_log_level("debug", rank=0)
     logger.debug("hvpipe: told")
     assert (own.getvalue(), capsys.readouterr().err) == ("hvpipe: told\n", "")
 
 
 def test_without_a_level_nothing_is_changed(logger: logging.Logger) -> None:
     logger.setLevel(logging.ERROR)
-    log.show(None, rank=0)
+    log.set_log_level(None, rank=0)
     assert (logger.level, logger.handlers) == (logging.ERROR, [])
 
 

@@ -1,50 +1,10 @@
-"""Arguments that Horovod's functions take, and settings of which rank 0 has the word."""
+"""The settings that rank 0 decides for all ranks."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from distributed import launch
-from hvpipe.errors import HvpipeError
-from hvpipe.session import check_other_arguments
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"name": "loss", "device_dense": "", "sparse_as_dense": True},
-        {"average": True},
-        {"prescale_factor": 1.0, "process_set": None, "op": "average"},
-    ],
-)
-def test_arguments_that_change_nothing(given: dict[str, Any]) -> None:
-    check_other_arguments("allreduce", given)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (
-            {"average": False},
-            "allreduce has no average, .*op='sum' where it is False. Received: average=False",
-        ),
-        ({"name": "loss", "prescale_factor": 0.5}, "a factor of the argument. Received: prescale_factor=0.5"),
-        ({"groups": 4}, "Instead: bucket_bytes=. Received: groups=4"),
-    ],
-)
-def test_arguments_that_would_change_something(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(HvpipeError, match=says):
-        check_other_arguments("allreduce", given)
-
-
-def test_a_name_that_is_nobodys() -> None:
-    with pytest.raises(TypeError, match=r"allreduce\(\) got an unexpected keyword argument 'opp'"):
-        check_other_arguments("allreduce", {"opp": "sum"})
-
 
 UNEQUAL = """
 import os

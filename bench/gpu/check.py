@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from hvpipe.comm.device_array import find_nccl
+from hvpipe.comm.rank_gpu import find_nccl
 
 NO_GPU = 77
 REPOSITORY = Path(__file__).parents[2]
@@ -45,7 +45,7 @@ def gpus() -> int | str:
 def build() -> None:
     """Install hvpipe from this folder, unless its GPU library is there."""
     look = (
-        "import hvpipe.engine as e, sys; sys.exit(not (e.native_directory() / 'libhvpipe_cuda.so').exists())"
+        "import hvpipe.comm.native as e, sys; sys.exit(not (e.native_directory() / 'libhvpipe_cuda.so').exists())"
     )
     there = subprocess.run([sys.executable, "-c", look], cwd=REPOSITORY, capture_output=True, check=False)
     if there.returncode == 0:

@@ -15,14 +15,9 @@ from bench.cluster.spec import ClusterError
 from bench.cluster.virtual_cluster import Cluster
 from bench.evaluation.hardware import same_and_others
 from bench.launch import mpirun
-from hvpipe.commands.launch import (
-    HostSlots,
-    LaunchSpec,
-    exported_names,
-    identify,
-    mpirun_command,
-    parse_hosts,
-)
+from hvpipe.commands.hosts import HostSlots, parse_hosts
+from hvpipe.commands.launch import LaunchSpec, exported_names, mpirun_command
+from hvpipe.commands.mpirun import identify
 from hvpipe.errors import LaunchError
 
 _ROOT = Path(__file__).parents[2]

@@ -94,7 +94,7 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
     keras = prepare_tensorflow(workload.threads)
     import hvpipe
     import hvpipe.keras as hk
-    from hvpipe.commands.plan import Question, finest
+    from hvpipe.commands.plan_request import PlanRequest, with_best_microbatches
     from hvpipe.forecast.pipeline import costs_of, dataflow_of, forecast, schedule_of
     from hvpipe.forecast.simulate import lower_bound_s
     from hvpipe.keras.profiling.cluster import measure_cluster
@@ -117,14 +117,14 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
     cluster = hvpipe.broadcast_object(measure_cluster(measured))
     measured = hvpipe.broadcast_object(measured)
 
-    def ask(microbatches: int) -> Question:
+    def ask(microbatches: int) -> PlanRequest:
         how = Pipelining(effort.schedule, microbatches, chunks=effort.chunks)
         profile = measured.at_batch(math.ceil(workload.batch / microbatches))
-        return Question(profile, cluster, how, ranks * effort.chunks)
+        return PlanRequest(profile, cluster, how, ranks * effort.chunks)
 
     count = effort.microbatches
     if count is None:
-        count = finest(ask, workload.batch).pipelining.microbatches
+        count = with_best_microbatches(ask, workload.batch).pipelining.microbatches
         if (chosen := math.ceil(workload.batch / count)) != size:
             tell(f"profiling micro-batches of {chosen} samples ...")
             measured = hvpipe.broadcast_object(profile_of(chosen))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from hvpipe.comm.device_array import assign_gpu
+from hvpipe.comm.rank_gpu import assign_gpu
 
 MODELS = {
     "resnet50": "ResNet50",

@@ -1,26 +1,24 @@
-"""Arrays in device memory, of any framework: where they lie, what they hold, and which GPU a rank has."""
+"""Arrays in device memory, of any framework: their address, dtype, shape and stream."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from hvpipe.errors import HvpipeError
 
 _CUDA, _CUDA_MANAGED = 2, 13  # device types of DLPack
-_DEFAULT_STREAM = 1  # CUDA's name for the one that 0 means as well
+_DEFAULT_STREAM = 1  # CUDA also calls it 0
 _BY_TYPESTR = {"<f4": "float32", "<f8": "float64", "<f2": "float16", "<V2": "bfloat16"}
 _BY_CODE = {(2, 32): "float32", (2, 64): "float64", (2, 16): "float16", (4, 16): "bfloat16"}
 
 
 @dataclass(frozen=True)
 class DeviceArray:
-    """A C-contiguous array in device memory; `stream` is the CUDA stream that it is made and used on."""
+    """A C-contiguous array in device memory; `stream` is the CUDA stream that writes and reads it."""
 
     address: int
     nbytes: int
@@ -31,12 +29,12 @@ class DeviceArray:
 
     @property
     def span(self) -> tuple[int, int]:
-        """Where it lies: address and bytes."""
+        """Its address and its size in bytes."""
         return self.address, self.nbytes
 
 
 def is_device_array(array: Any) -> bool:
-    """Whether it lies in a GPU's memory (CuPy, PyTorch, Numba, JAX, ...)."""
+    """Tell whether an array is in a GPU's memory (CuPy, PyTorch, Numba, JAX, ...)."""
     if _interface(array) is not None:
         return True
     if not hasattr(array, "__dlpack_device__"):
@@ -45,10 +43,17 @@ def is_device_array(array: Any) -> bool:
 
 
 def device_array(array: Any, native: Any) -> DeviceArray:
-    """Look into an array by `__cuda_array_interface__` or DLPack; HvpipeError where it cannot be reduced.
+    """Describe an array in device memory by its `__cuda_array_interface__` or DLPack.
 
-    The stream is the one that the array names, for PyTorch's tensors, which name none, PyTorch's current one,
-    else the default stream.
+    The stream is the one that the array names. PyTorch's tensors name none, so theirs is PyTorch's current
+    stream. Otherwise it is the default stream.
+
+    Args:
+        array: The array, of any framework.
+        native: The compiled module, which reads DLPack.
+
+    Raises:
+        HvpipeError: If the array cannot be reduced: its dtype, its layout, or no access to its memory.
     """
     interface = _interface(array)
     if interface is None:
@@ -56,7 +61,7 @@ def device_array(array: Any, native: Any) -> DeviceArray:
             address, nbytes, code, bits, shape = native.device_memory(array)
         except TypeError as error:
             raise HvpipeError(
-                "A device array that shows its memory by DLPack is wanted. "
+                "A device array that supports DLPack is wanted. "
                 f"Received: {type(array).__name__}, which does not"
             ) from error
         return DeviceArray(
@@ -77,73 +82,44 @@ def device_array(array: Any, native: Any) -> DeviceArray:
 
 
 def check_writable(array: DeviceArray) -> DeviceArray:
-    """The array, if it may be written; HvpipeError else."""
+    """Return the array; raise HvpipeError if it is read-only."""
     if array.read_only:
         raise HvpipeError(
-            "A device array that can be written is wanted. "
-            f"Received: a read-only {array.dtype}{list(array.shape)}"
+            f"A writable device array is wanted. Received: a read-only {array.dtype}{list(array.shape)}"
         )
     return array
 
 
 def common_stream(arrays: Sequence[DeviceArray]) -> int:
-    """The CUDA stream that all of them name (0 is 1, the default one); HvpipeError where they name several.
+    """Return the CUDA stream of all these arrays (1 for the default stream, also called 0).
 
-    Nothing would order what is enqueued on one stream with what another one does.
+    Raises:
+        HvpipeError: If they name several streams, because nothing would order the work on these.
     """
     streams = {array.stream or _DEFAULT_STREAM for array in arrays}
     if len(streams) != 1:
-        raise HvpipeError(f"Device arrays of one stream are wanted. Received: streams={sorted(streams)}")
+        raise HvpipeError(f"Device arrays on one stream are wanted. Received: streams={sorted(streams)}")
     return streams.pop()
 
 
-def assign_gpu(local_rank: int, local_size: int, visible: int) -> int:
-    """Which of the GPUs that this process sees is this rank's: its own by number, or the only one there is.
-
-    Raises HvpipeError where there are more ranks on the host than GPUs.
-    """
-    if visible >= local_size:
-        return local_rank
-    if visible == 1:
-        return 0  # a launcher gave each rank its own, or they share one: NCCL's start tells
-    raise HvpipeError(
-        "Each rank should have a GPU of its own: start at most as many ranks on a host as it has GPUs. "
-        f"Received: {local_size} ranks on this host, {visible} GPUs visible (CUDA_VISIBLE_DEVICES)"
-    )
-
-
-def find_nccl(named: str) -> str:
-    """What to load NCCL from: what the user named, the NVIDIA wheel's, or the system's; "" for none."""
-    if named:
-        return "" if named == "none" else named
-    try:
-        spec = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        spec = None
-    for folder in (spec.submodule_search_locations or []) if spec is not None else []:
-        library = Path(folder) / "lib" / "libnccl.so.2"
-        if library.exists():
-            return str(library)
-    return "libnccl.so.2"
-
-
 def _interface(array: Any) -> Any:
-    """Its `__cuda_array_interface__`, or None."""
+    """Return its `__cuda_array_interface__`, or None."""
     try:
         return getattr(array, "__cuda_array_interface__", None)
-    except RuntimeError as error:  # PyTorch's, for a tensor that it differentiates by
+    except RuntimeError as error:  # from PyTorch, for a tensor that requires grad
         raise HvpipeError(
-            "A device array that shows its memory is wanted; for a tensor of PyTorch that requires grad, its "
+            "A device array whose memory can be read is wanted. If a PyTorch tensor requires grad, pass its "
             f"detach(). Received: {error}"
         ) from error
 
 
 def _stream_of_torch(array: Any) -> int:
-    """The stream that PyTorch enqueues on now, and so made a tensor on; 0 for what is not PyTorch's.
+    """Return PyTorch's current stream, which writes its tensors; 0 for an array that is not PyTorch's.
 
-    Its own streams do not wait for the default one: what was enqueued there would read a tensor too early.
+    PyTorch's own streams do not wait for the default stream. Work enqueued there would read a tensor too
+    early.
     """
-    torch = sys.modules.get("torch")  # imported, if the array is its
+    torch = sys.modules.get("torch")  # a PyTorch tensor implies that PyTorch was imported
     if torch is None or not isinstance(array, torch.Tensor):
         return 0
     return int(torch.cuda.current_stream(array.device).cuda_stream)

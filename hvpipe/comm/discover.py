@@ -1,4 +1,4 @@
-"""Who launched this process, and with which settings: the one file that reads them from the environment."""
+"""What the environment says: who launched this process, and the HVPIPE_* settings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ NcclSpan = Literal["world", "host"]
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-# Where each process manager puts rank, size, local rank and local size; "" where only MPI can tell.
-# The order matters: Hydra (MPICH, Intel MPI) starts its proxies with srun inside a SLURM job, and then
-# SLURM_PROCID counts proxies, while PMI_RANK counts ranks.
+# The variables that hold rank, size, local rank and local size, by process manager; "" if only MPI knows.
+# The order matters: inside a SLURM job Hydra (MPICH, Intel MPI) starts its proxies with srun. Then
+# SLURM_PROCID counts proxies, and PMI_RANK counts ranks.
 _OPEN_MPI = (
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
@@ -43,7 +43,7 @@ _EAGER_BYTES, _USUAL_EAGER_BYTES = 256 << 10, 64 << 10
 
 @dataclass(frozen=True)
 class Launch:
-    """What the environment says about this process; None where only MPI can tell."""
+    """What the environment says about this process; None for what only MPI knows."""
 
     launcher: Launcher
     rank: int | None
@@ -57,7 +57,7 @@ _ALONE = Launch("none", 0, 1, 0, 1)
 
 @dataclass(frozen=True)
 class Settings:
-    """The HVPIPE_* variables and CUDA_VISIBLE_DEVICES, checked; see `settings` for their names."""
+    """The HVPIPE_* variables and CUDA_VISIBLE_DEVICES, checked. `settings` lists their names."""
 
     timeout_s: float = 300.0
     trace_path: str | None = None
@@ -66,26 +66,29 @@ class Settings:
     visible_gpus: str | None = None
     live: bool = False
     live_folder: str | None = None
-    bucket_bytes: int | None = None  # as fits the model
+    bucket_bytes: int | None = None  # None: chosen for the model
     table_bytes: int = 1 << 20
-    segment_bytes: int = 0  # as MPI's eager limit allows
+    segment_bytes: int = 0  # 0: what MPI's eager limit allows
     slot_bytes: int = 256 << 10
     messages_in_flight: int = 8
     ranks_per_host: int = 0
     shared_memory: bool = True
     summary: bool = False
-    nccl_library: str = ""  # empty: wherever it is found; "none": data on GPUs goes through the host
-    nccl_span: NcclSpan = "world"  # "host": between hosts MPI carries what lies on GPUs
-    device_library: str = ""  # empty: hvpipe's own for CUDA
+    nccl_library: str = ""  # "": look for it; "none": send data on GPUs through the host
+    nccl_span: NcclSpan = "world"  # "host": MPI carries data of GPUs between hosts
+    device_library: str = ""  # "": hvpipe's own for CUDA
     gpus_may_be_shared: bool = False
-    log_level: str | None = None  # as Python and the program have it
+    log_level: str | None = None  # None: what the program configured
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Launch:
-    """Tell who launched this process.
+    """Find out who launched this process.
 
-    Raises InitError under `horovodrun --gloo`, where MPI would see as many worlds of one rank as there
-    are processes.
+    Args:
+        environ: The environment to read; None for this process's own.
+
+    Raises:
+        InitError: Under `horovodrun --gloo`, where MPI would see each process as a world of one rank.
     """
     env = os.environ if environ is None else environ
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
@@ -94,7 +97,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Launch:
             "Received: a process launched by `horovodrun --gloo` "
             f"(HOROVOD_GLOO_RENDEZVOUS_ADDR={env['HOROVOD_GLOO_RENDEZVOUS_ADDR']!r})"
         )
-    # A SLURM batch script has SLURM_PROCID=0 as well; only a job step has a number of tasks.
+    # A SLURM batch script also has SLURM_PROCID=0, but only a job step has a number of tasks.
     in_step = "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env
     if _OPEN_MPI[0] in env:
         return _launch("horovodrun" if _has_horovod(env) else "mpirun", env, _OPEN_MPI)
@@ -104,7 +107,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Launch:
         return _launch("mpirun", env, _HYDRA)
     if in_step:
         step = _launch("srun", env, _SLURM_PMI if _HYDRA[0] in env else _SLURM)
-        # As in a shell of salloc or `srun --pty`. With PMIx it may be a rank of a launcher that shell ran.
+        # One task is a shell of salloc or `srun --pty`. With PMIx it may be a rank that the shell launched.
         return _ALONE if step.size == 1 and _PMIX[0] not in env else step
     if _PMIX[0] in env:
         return _launch("mpirun", env, _PMIX)
@@ -112,17 +115,33 @@ def discover(environ: Mapping[str, str] | None = None) -> Launch:
 
 
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Read the HVPIPE_* variables; a bad value raises HvpipeError naming the variable.
+    """Read the settings from environment variables.
 
-    HVPIPE_TIMEOUT (s), HVPIPE_TRACE and HVPIPE_UTILIZATION (files to write), HVPIPE_UTILIZATION_HZ (samples
-    a second), HVPIPE_LIVE (for `hvpipe top`: 0, 1 or a folder; as HVPIPE_SUMMARY where it is not set),
-    HVPIPE_BUCKET_BYTES, HVPIPE_TABLE_BYTES (from which an Embedding sends the rows of a batch alone),
-    HVPIPE_SEGMENT_BYTES (of a ring message), HVPIPE_SLOT_BYTES (of the shared-memory lane),
-    HVPIPE_MESSAGES_IN_FLIGHT, HVPIPE_RANKS_PER_HOST (pretend that so many ranks share a host; for
-    tests), HVPIPE_SHARED_MEMORY (0 or 1), HVPIPE_SUMMARY (0 or 1), HVPIPE_NCCL_LIBRARY (a path, or "none"
-    to send what lies on GPUs through the host), HVPIPE_NCCL_SPAN ("world", or "host" to keep NCCL inside
-    hosts), HVPIPE_DEVICE_LIBRARY (what serves device arrays; for tests), HVPIPE_LOG_LEVEL. Of NCCL's own:
-    NCCL_MULTI_RANK_GPU_ENABLE.
+    | variable | value |
+    |---|---|
+    | HVPIPE_TIMEOUT | longest wait for another rank, in seconds |
+    | HVPIPE_TRACE, HVPIPE_UTILIZATION | files to write |
+    | HVPIPE_UTILIZATION_HZ | samples per second |
+    | HVPIPE_LIVE | report to `hvpipe top`: 0, 1 or a folder; the default is HVPIPE_SUMMARY |
+    | HVPIPE_SUMMARY | 0 or 1: print a summary at the end |
+    | HVPIPE_BUCKET_BYTES | size of a gradient bucket |
+    | HVPIPE_TABLE_BYTES | an Embedding at least this large sends only the rows of its batch |
+    | HVPIPE_SEGMENT_BYTES | size of a ring message |
+    | HVPIPE_SLOT_BYTES | size of a slot of the shared-memory transport |
+    | HVPIPE_MESSAGES_IN_FLIGHT | how many ring messages may be under way |
+    | HVPIPE_RANKS_PER_HOST | for tests: pretend that this many ranks share a host |
+    | HVPIPE_SHARED_MEMORY | 0 or 1 |
+    | HVPIPE_NCCL_LIBRARY | a path, or "none" to send data on GPUs through the host |
+    | HVPIPE_NCCL_SPAN | "world", or "host" to use NCCL inside hosts only |
+    | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
+    | HVPIPE_LOG_LEVEL | debug, info, warning or error |
+    | NCCL_MULTI_RANK_GPU_ENABLE | NCCL's own: 1 lets ranks share a GPU |
+
+    Args:
+        environ: The environment to read; None for this process's own.
+
+    Raises:
+        HvpipeError: For a bad value; the message names the variable.
     """
     env = os.environ if environ is None else environ
     default = Settings()
@@ -156,11 +175,11 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def prepare_open_mpi() -> None:
-    """Set what serves hvpipe best, before MPI starts; a choice that the user made stays.
+    """Set Open MPI's options for hvpipe, before MPI starts. Options that the user set stay as they are.
 
-    No UCX for shared windows: the PyPI wheel has the component without the hardware, and prints an error for
-    it at every start. Over TCP, messages of up to 256 KiB that leave at once, without a handshake (64 KiB is
-    the default): fewer messages for the same bytes take less time from the cores that compute.
+    UCX is off for shared windows: the PyPI wheel has the component without the hardware, and prints an error
+    at every start. Over TCP, messages of up to 256 KiB (default: 64 KiB) are sent at once, without a
+    handshake. Fewer messages for the same bytes take less time from the cores that compute.
     """
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     if _EAGER_LIMIT not in os.environ and _MAX_SEND_SIZE not in os.environ:
@@ -168,7 +187,7 @@ def prepare_open_mpi() -> None:
 
 
 def eager_bytes(library: str, environ: Mapping[str, str] | None = None) -> int:
-    """The largest message that the MPI started in this environment sends at once over TCP."""
+    """Return the largest message, in bytes, that this MPI (`library`) sends over TCP without a handshake."""
     text = (os.environ if environ is None else environ).get(_EAGER_LIMIT, "")
     return int(text) if "Open MPI" in library and text.isdecimal() else _USUAL_EAGER_BYTES
 
@@ -179,7 +198,7 @@ def _launch(launcher: Launcher, env: Mapping[str, str], names: tuple[str, str, s
 
 
 def _has_horovod(env: Mapping[str, str]) -> bool:
-    # HOROVOD_WITH_* and the like are left over from building Horovod; horovodrun hands on its settings.
+    # HOROVOD_WITH_* and the like remain from building Horovod; horovodrun itself sets other variables.
     build = ("HOROVOD_WITH", "HOROVOD_BUILD", "HOROVOD_GPU", "HOROVOD_CPU")
     return any(name.startswith("HOROVOD_") and not name.startswith(build) for name in env)
 
@@ -211,12 +230,12 @@ def _positive(env: Mapping[str, str], name: str, unit: str, default: float) -> f
 
 
 def live_folder(environ: Mapping[str, str] | None = None) -> str | None:
-    """The folder that HVPIPE_LIVE names for what `hvpipe top` shows, if it names one."""
+    """Return the folder in HVPIPE_LIVE, where jobs report to `hvpipe top`; None if it names none."""
     return _live(os.environ if environ is None else environ, False)[1]
 
 
 def _live(env: Mapping[str, str], default: bool) -> tuple[bool, str | None]:
-    """Whether to tell `hvpipe top`, and the folder to do it in, where one is named."""
+    """Return whether to report to `hvpipe top`, and the folder to report in if one is named."""
     text = env.get("HVPIPE_LIVE")
     if text and text.startswith("/"):
         return True, text

@@ -1,4 +1,4 @@
-"""The links between the ranks, measured with the engine's own messages: a ping-pong of every pair in turn."""
+"""Measures the links between ranks with the engine's own messages: each pair in turn plays ping-pong."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hvpipe.specs.cluster import Link
 from hvpipe.specs.cluster_fit import fit_link
 
 SIZES_BYTES = (1, 1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 4 << 20)
-"""From a byte to what a large activation takes; most are cut into the engine's segments."""
+"""From one byte to the size of a large activation. The engine cuts the larger ones into segments."""
 
 _WARM_UPS = 2
 _TAG = 0
@@ -31,19 +31,30 @@ def measure_links(
     pairs: Sequence[tuple[int, int]] | None = None,
     computing: Callable[[], object] | None = None,
 ) -> dict[tuple[int, int], Link]:
-    """The link between every two ranks (a, b), a < b, or of `pairs` alone; the same on all ranks. Collective.
+    """Measure the link between every two ranks. Collective.
 
-    Two ranks at a time send each other messages of each size, `repeats` times there and back, while all
-    others wait; a one-way time is half of the median. Latency and bandwidth are fitted to these: see
-    `fit_link`. Where a pair takes t seconds, n ranks take n (n - 1) / 2 times that.
+    Two ranks at a time send each other messages of each size and back, while all others wait. The one-way
+    time is half of the median round trip. `fit_link` fits latency and bandwidth to these times. If a pair
+    takes t seconds, n ranks take n (n - 1) / 2 times as long.
 
-    A transfer of a pipeline comes while its ranks compute, which takes cores from what moves it. So with
-    `computing`, which should take some milliseconds without the interpreter's lock, one of the two calls it
-    over and over meanwhile, then the other one does; a time is the mean of both.
+    Args:
+        engine: The engine of this rank.
+        sizes_bytes: Message sizes, at least two different ones.
+        repeats: Round trips per size.
+        pairs: The pairs (a, b), a < b, to measure; None for all.
+        computing: Work that one of the two ranks repeats meanwhile, then the other one; the time is the mean
+            of both. A pipeline transfers while its ranks compute, which takes cores from the transfer. A call
+            should take some milliseconds and release the interpreter's lock.
+
+    Returns:
+        The link of each pair, the same on all ranks.
+
+    Raises:
+        HvpipeError: For bad sizes, repeats or pairs.
     """
     if repeats < 1 or len(set(sizes_bytes)) < 2 or min(sizes_bytes) < 1:
         raise HvpipeError(
-            "Links want at least one repeat of messages of at least two sizes. "
+            "Measuring links needs at least one repeat and at least two message sizes of 1 byte or more. "
             f"Received: sizes_bytes={list(sizes_bytes)}, repeats={repeats}"
         )
     rank, size = engine.world.rank, engine.world.size
@@ -69,7 +80,7 @@ def measure_links(
 
 @contextmanager
 def _repeated(work: Callable[[], object] | None) -> Iterator[None]:
-    """Calls `work`, if any, over and over on a thread of its own meanwhile; its error comes at the end."""
+    """Repeat `work`, if any, on a thread of its own during the block; raise its error after the block."""
     if work is None:
         yield
         return
@@ -97,7 +108,7 @@ def _repeated(work: Callable[[], object] | None) -> Iterator[None]:
 def _one_way_s(
     engine: Engine, pair: tuple[int, int], sizes_bytes: Sequence[int], repeats: int
 ) -> list[float]:
-    """Of a message of each size, in seconds, on the pair's first rank; the other one answers."""
+    """Return the one-way time per size, in seconds, on the first rank of the pair. The other rank answers."""
     first, second = pair
     if engine.world.rank == first:
         return [_ping_pong_s(engine, second, nbytes, repeats) for nbytes in sizes_bytes]
@@ -107,12 +118,12 @@ def _one_way_s(
 
 
 def _ping_pong_s(engine: Engine, peer: int, nbytes: int, repeats: int) -> float:
-    """Half the median time of a message there and the same back, in seconds."""
+    """Return half the median round trip of a message, in seconds."""
     data = np.zeros(nbytes, np.uint8)
     what = f"a message of {nbytes} bytes that measures the link"
     taken_s = []
     for _ in range(_WARM_UPS + repeats):
-        # Expected before it can come, as in a pipeline.
+        # Post the receive before the answer can arrive, as a pipeline does.
         back = engine.receive(nbytes, peer, _TAG, what)
         started_s = time.perf_counter()
         sent = engine.send(data, peer, _TAG, what)

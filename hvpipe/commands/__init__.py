@@ -1,1 +1,1 @@
-"""The commands of `hvpipe`, one file each, and how they launch ranks."""
+"""The commands of `hvpipe`: one file per command (`add_options`, `run`), and the launching of ranks."""

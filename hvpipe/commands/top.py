@@ -1,4 +1,4 @@
-"""`hvpipe top`: a live view of all ranks of a running job; plain lines where there is no terminal."""
+"""`hvpipe top`: a live view of all ranks of a running job; plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -9,66 +9,67 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from hvpipe.comm.discover import live_folder
+from hvpipe.commands.terminal import has_colours
 from hvpipe.errors import HvpipeError
-from hvpipe.monitor.status_files import GONE_S, Job, RankNow, live_root, read_jobs
+from hvpipe.monitor.status_files import GONE_S, RankStatus, RunningJob, read_jobs, status_root
 
-_SILENT_S = 5.0  # a rank that has not been heard of for so long is marked
+_SILENT_S = 5.0  # a rank that has been silent for so long is marked
 _HOME_AND_CLEAR = "\033[H\033[J"
 
-Column = tuple[str, Callable[[RankNow], str]]
+Column = tuple[str, Callable[[RankStatus], str]]
 
 
-def add_top_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `hvpipe top`."""
     parser.add_argument(
-        "job", nargs="?", metavar="JOB", help="its name or how it begins (default: the newest)"
+        "job",
+        nargs="?",
+        metavar="JOB",
+        help="the name of a job, or its first characters (default: the newest job)",
     )
-    parser.add_argument("--json", action="store_true", help="print one look as JSON")
+    parser.add_argument("--json", action="store_true", help="print the status once, as JSON")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="seconds between looks (default: 1)"
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between updates (default: 1)"
     )
 
 
-def top(options: argparse.Namespace, folder: str | None, colours: bool) -> int:
-    """Show a job until it ends or Ctrl-C; `folder` is where jobs report, if not in the usual place.
-
-    Returns 0, or raises HvpipeError where there is no such job.
-    """
+def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Show a job until it ends or Ctrl-C. Returns 0; raises HvpipeError if there is no such job."""
     if not (math.isfinite(options.interval) and options.interval > 0):
         raise HvpipeError(
             f"--interval should be a positive number of seconds. Received: --interval {options.interval}"
         )
-    root = live_root(folder)
+    root = status_root(live_folder(environ))
     job = choose(read_jobs(root), options.job, root)
     if options.json:
         print(json.dumps(to_json(job), indent=1))
         return 0
     try:
-        _watch(root, job.name, options.interval, colours)
+        _watch(root, job.name, options.interval, has_colours(environ))
     except KeyboardInterrupt:
         print()
     except BrokenPipeError:
-        # Python would try to flush it once more at exit.
+        # At exit Python would try to flush stdout once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-def choose(jobs: Sequence[Job], name: str | None, root: Path) -> Job:
-    """The newest job, or the one whose name begins so."""
+def choose(jobs: Sequence[RunningJob], name: str | None, root: Path) -> RunningJob:
+    """Return the newest job whose name starts with `name`, or the newest of all."""
     matching = [job for job in jobs if name is None or job.name.startswith(name)]
     if not matching:
-        wanted = (
-            "a job that runs under `hvpipe run`, or with HVPIPE_LIVE=1," if name is None else f"job {name}"
-        )
+        wanted = "a job (of `hvpipe run`, or with HVPIPE_LIVE=1)" if name is None else f"job {name}"
         seen = ", ".join(job.name for job in jobs) or "none"
-        raise HvpipeError(f"{wanted} is wanted on this host. Received: {seen} in {root}")
+        raise HvpipeError(f"{wanted} should be running on this host. Received: {seen} in {root}")
     return matching[0]
 
 
-def to_json(job: Job) -> dict[str, object]:
-    """What one look shows; `heard_s_ago` is how old each rank's figures are."""
+def to_json(job: RunningJob) -> dict[str, object]:
+    """Return the status of a job; `heard_s_ago` is the age of a rank's figures in seconds."""
     now_s = time.time()
     return {
         "job": job.name,
@@ -77,8 +78,8 @@ def to_json(job: Job) -> dict[str, object]:
     }
 
 
-def to_text(job: Job, now_s: float, colours: bool) -> list[str]:
-    """A line about the job, a heading, and a line for each rank."""
+def to_text(job: RunningJob, now_s: float, colours: bool) -> list[str]:
+    """Return a line about the job, a heading, and a line per rank."""
     columns = [(name, show) for name, show in _COLUMNS if any(show(one) != "-" for one in job.ranks)]
     rows = [[show(one) for _, show in columns] for one in job.ranks]
     heading = [name for name, _ in columns]
@@ -100,7 +101,7 @@ def to_text(job: Job, now_s: float, colours: bool) -> list[str]:
     return lines
 
 
-def _title(job: Job, now_s: float) -> str:
+def _title(job: RunningJob, now_s: float) -> str:
     size = job.ranks[0].size
     heard = f"{size} ranks" if len(job.ranks) == size else f"{len(job.ranks)} of {size} ranks heard"
     minutes, seconds = divmod(int(now_s - job.began_s), 60)
@@ -111,7 +112,7 @@ def _title(job: Job, now_s: float) -> str:
 
 
 def _watch(root: Path, name: str, interval_s: float, colours: bool) -> None:
-    """Look again and again, on a terminal in place, until the job is gone."""
+    """Show the job again and again, in place on a terminal, until it has ended."""
     on_terminal = sys.stdout.isatty()
     while True:
         job = next((job for job in read_jobs(root) if job.name == name), None)
@@ -123,7 +124,7 @@ def _watch(root: Path, name: str, interval_s: float, colours: bool) -> None:
             size = shutil.get_terminal_size()
             shown = [_cut(line, size.columns) for line in lines[: size.lines - 2]]
             left_out = len(lines) - len(shown)
-            below = f"... and {left_out} more ranks" if left_out else "Ctrl-C leaves"
+            below = f"... and {left_out} more ranks" if left_out else "Ctrl-C to quit"
             sys.stdout.write(_HOME_AND_CLEAR + "\n".join([*shown, below]))
         else:
             print("\n".join(lines))
@@ -132,7 +133,7 @@ def _watch(root: Path, name: str, interval_s: float, colours: bool) -> None:
 
 
 def _cut(line: str, columns: int) -> str:
-    """To the width of the terminal; a coloured line keeps its colour codes."""
+    """Cut a line to the width of the terminal; a coloured line keeps its colour codes."""
     start, end = ("", "")
     if line.startswith("\033["):
         start, line = line[: line.index("m") + 1], line[line.index("m") + 1 : -len("\033[0m")]

@@ -8,6 +8,7 @@ from hvpipe.keras import supported as _supported
 _ops.library()  # fails here, with what to do, if hvpipe was built against another TensorFlow
 _supported.check_installed()  # and here, if Keras is too old or on another backend
 
+from hvpipe.collectives import allgather_object, barrier, broadcast_object  # noqa: E402
 from hvpipe.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback  # noqa: E402
 from hvpipe.keras.data_parallel.custom_loops import (  # noqa: E402
     DistributedGradientTape,
@@ -25,9 +26,6 @@ from hvpipe.keras.profiling.cluster import measure_cluster  # noqa: E402
 from hvpipe.keras.profiling.measure import measure  # noqa: E402
 from hvpipe.keras.variables import broadcast_variables  # noqa: E402
 from hvpipe.session import (  # noqa: E402
-    allgather_object,
-    barrier,
-    broadcast_object,
     init,
     is_initialized,
     local_rank,

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import keras
 import numpy as np
 
+from hvpipe.comm.horovod_arguments import check_other_arguments
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.initial_state import broadcast_model, without_xla
-from hvpipe.session import Session, check_other_arguments, current
+from hvpipe.session import Session, current
 
 if TYPE_CHECKING:
     from hvpipe.keras.data_parallel.model import DataParallel

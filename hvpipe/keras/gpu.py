@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvpipe.comm.device_array import assign_gpu
+from hvpipe.comm.rank_gpu import assign_gpu
 from hvpipe.errors import HvpipeError
 from hvpipe.monitor.nvml import list_gpus
 from hvpipe.monitor.visible_gpus import uuid_of_rank

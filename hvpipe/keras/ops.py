@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvpipe.comm.engine import REBUILD, native_directory, tensorflow_fits
+from hvpipe.comm.native import REBUILD, native_directory, tensorflow_fits
 from hvpipe.errors import BuildMismatchError
 
 

@@ -1,1 +1,1 @@
-"""What a rank and its host are doing: processor, memory, GPU, and the status that `hvpipe top` shows."""
+"""Monitoring of a rank and its host: CPU, memory, GPU, and the status that `hvpipe top` shows."""

@@ -1,4 +1,4 @@
-"""Where a rank runs: its host and its cores, and a launcher's binding that leaves most of them idle."""
+"""The host and cores of a rank, and a warning if the launcher's binding leaves most cores idle."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hvpipe.log import logger
 from hvpipe.monitor.process_limits import cores_allowed
 
 
-def tell_placement(world: World, launch: Launch) -> None:
-    """Log where this rank runs, and warn, on rank 0, where mpirun bound its host's ranks to few cores."""
+def log_placement(world: World, launch: Launch) -> None:
+    """Log where this rank runs. On rank 0, warn if mpirun bound the ranks of its host to few cores."""
     cores = usable_cores()
     logger.info(
         "hvpipe: rank %d of %d is on %s (%d of %d there, %d cores), started by %s; MPI: %s",
@@ -19,34 +19,34 @@ def tell_placement(world: World, launch: Launch) -> None:
         "nobody" if launch.launcher == "none" else launch.launcher,
         world.library_version,
     )
-    # srun binds to what the job asked for. mpirun's own process is bound to nothing.
+    # srun binds to the cores that the job asked for. mpirun does not bind its own process, the parent.
     if world.rank == 0 and launch.launcher in ("mpirun", "horovodrun"):
         there = usable_cores(os.getppid())
         if mostly_idle(cores, world.local_size, there):
             logger.warning(
-                "hvpipe: mpirun bound each rank to %d of the %d cores of %s, and %d ranks there leave most "
-                "of them idle: start with `mpirun --bind-to none ...`, or with `hvpipe run`.",
+                "hvpipe: mpirun bound each rank to %d of the %d cores of %s, so the %d ranks there leave "
+                "most cores idle. Start with `mpirun --bind-to none ...` or with `hvpipe run`.",
                 *(cores, there, world.host, world.local_size),
             )
 
 
 def mostly_idle(cores: int, ranks: int, there: int) -> bool:
-    """Whether so many ranks of a host, bound to `cores` each, leave at least half of its cores idle."""
+    """Tell whether `ranks` ranks, bound to `cores` each, leave at least half of a host's cores idle."""
     return cores < there and 2 * cores * ranks <= there
 
 
 def usable_cores(process: int = 0) -> int:
-    """The cores that a process may run on: this one, unless another one's number is given."""
+    """Return how many cores a process (0: this one) may run on."""
     try:
         return len(os.sched_getaffinity(process))
-    except (AttributeError, OSError):  # not on every system; not every process
+    except (AttributeError, OSError):  # not on this system, or not for this process
         return os.cpu_count() or 1
 
 
 def affordable_cores() -> int:
-    """As many cores as processes of this one's kind can keep busy together.
+    """Return how many cores this process and its siblings can keep busy together.
 
-    A container's CPU limit hides no core: threads beyond it only wait for their turn.
+    A container's CPU limit hides no cores, but threads beyond the limit only wait for their turn.
     """
     allowed = cores_allowed()
     return usable_cores() if allowed is None else min(usable_cores(), max(1, int(allowed)))

@@ -1,4 +1,4 @@
-"""What a rank's GPU does, look by look, as far as its driver tells, and why it does not tell the rest."""
+"""Readings of a rank's GPU, and the reasons for readings that its driver does not give."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from hvpipe.monitor.nvml import Nvml
 from hvpipe.monitor.visible_gpus import uuid_of_rank
 from hvpipe.trace.sample import GpuReading
 
-# Linux gives this inode to the first PID namespace, the one by which the driver knows processes.
+# Linux gives this inode to the first PID namespace, whose process numbers the driver uses.
 _HOST_PID_NAMESPACE = 0xEFFFFFFC
 
 
 class GpuMeter:
-    """Reads the GPU of the rank with this local rank; owns NVML, which `close` gives back.
+    """Reads the GPU of one rank. Owns NVML until `close`.
 
-    Raises NvmlMissing without NVML. `uuid` is the GPU's (in MIG mode the whole one's), None where CUDA
-    shows this process none. After that every `look` works, whatever becomes of the GPU.
+    `uuid` names the GPU (in MIG mode the whole GPU); it is None if CUDA shows this process no GPU. `look`
+    never fails, even if the GPU is lost.
+
+    Args:
+        visible_gpus: CUDA_VISIBLE_DEVICES; None if unset.
+        local_rank: The rank's number on its host.
+
+    Raises:
+        NvmlMissing: Without NVML.
     """
 
     def __init__(self, visible_gpus: str | None, local_rank: int) -> None:
@@ -38,11 +45,11 @@ class GpuMeter:
         self._nvml.close()
 
     def look(self, now_s: float) -> GpuReading:
-        """All that can be read at this `time.monotonic()`."""
+        """Return all available readings at this `time.monotonic()`."""
         return GpuReading(**self._probes.look(now_s)) if self._probes is not None else GpuReading()
 
     def notes(self) -> list[str]:
-        """What could not be read so far and why, in sentences."""
+        """Return sentences about readings that were not available so far, with the reason."""
         notes = list(self._remarks)
         if self._probes is not None:
             for why, labels in self._probes.missing.items():

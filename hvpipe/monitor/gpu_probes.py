@@ -1,4 +1,4 @@
-"""The questions that a rank asks its GPU's driver at every look; those without an answer are dropped."""
+"""The queries to a GPU's driver at every look. A query that the driver cannot answer is dropped."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 Values = dict[str, Any]
-"""Figures by the names of GpuReading's fields."""
+"""Readings by the names of GpuReading's fields."""
 
-_ALL_LINKS = 0xFFFFFFFF  # as the scope of a field: the sum over NVLinks
+_ALL_LINKS = 0xFFFFFFFF  # scope of a field: the sum over NVLinks
 _VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")  # by NVML_VALUE_TYPE
 
-# Codes of an NVMLError after which the answer would be the same next time: an argument that the driver does
-# not know, not supported, not permitted, no such function, a struct of another version, withdrawn.
+# Codes of an NVMLError that would come again next time: invalid argument, not supported, no permission,
+# function not found, argument version mismatch, deprecated.
 _NEVER = {2, 3, 4, 13, 25, 26}
-# NVML was shut down; the GPU is lost, needs a reset, was not found.
+# NVML was shut down; the GPU is lost, needs a reset, or was not found.
 _LOST = {1, 15, 16, 28}
 
 
 @dataclass(frozen=True)
 class _Field:
-    """One of NVML's field values; `scale` makes it SI, "rate" and "since start" are counters."""
+    """One of NVML's field values. `scale` converts to SI units; "rate" and "since start" are counters."""
 
     constant: str
     name: str
@@ -49,9 +49,10 @@ _FIELDS = (
 
 
 class GpuProbes:
-    """Asks about `device`, which is the GPU `whole` or, in MIG mode, a part of it.
+    """Queries `device`, which is the GPU `whole` or, in MIG mode, a part of it.
 
-    `missing` tells which figures are not given, by the reason; `lost` why nothing is any more.
+    `missing` lists the labels of missing readings by reason. `lost` is the reason why the GPU stopped
+    answering, or None.
     """
 
     def __init__(self, library: Any, device: Any, whole: Any) -> None:
@@ -61,7 +62,7 @@ class GpuProbes:
         self._device = device
         self._whole = whole
         self._fields = [field for field in _FIELDS if hasattr(library, field.constant)]
-        self._before: dict[str, tuple[float, float]] = {}  # when a counter was read last, and what it was
+        self._before: dict[str, tuple[float, float]] = {}  # time and value of a counter's last reading
         self._first: dict[str, float] = {}
         self._seen_us = 0  # time of the newest sample of process utilization
         self._probes: dict[str, Callable[[float], Values]] = {
@@ -76,15 +77,15 @@ class GpuProbes:
             "process memory": lambda _: self._process_memory(),
         }
         for field in set(_FIELDS) - set(self._fields):
-            self._ask_otherwise(field, "unknown to this nvidia-ml-py")
+            self._use_older_call(field, "unknown to this nvidia-ml-py")
 
     def leave_out(self, label: str, why: str) -> None:
-        """Ask no more about this."""
+        """Drop the query with this label."""
         if self._probes.pop(label, None) is not None:
             self.missing.setdefault(why, []).append(label)
 
     def look(self, now_s: float) -> Values:
-        """All that can be read at this `time.monotonic()`."""
+        """Return all available readings at this `time.monotonic()`."""
         values: Values = {}
         for label, probe in list(self._probes.items()):
             try:
@@ -104,17 +105,17 @@ class GpuProbes:
             return
         del self._probes[label]
         for field in self._fields:
-            self._ask_otherwise(field, why)
+            self._use_older_call(field, why)
 
-    def _ask_otherwise(self, field: _Field, why: str) -> None:
-        """An older driver lacks some of the fields, but has had calls for the same figures."""
+    def _use_older_call(self, field: _Field, why: str) -> None:
+        """Replace a field that the driver lacks with an older call for the same reading, if there is one."""
         nvml, whole, name = self._library, self._whole, field.name
         calls: dict[str, Callable[[], float]] = {
             "power_w": lambda: 1e-3 * nvml.nvmlDeviceGetPowerUsage(whole),
             "energy_j": lambda: self._since_start(
                 name, 1e-3 * nvml.nvmlDeviceGetTotalEnergyConsumption(whole)
             ),
-            # In each of these two the driver counts for 20 ms, and answers in KB/s.
+            # These two calls count for 20 ms, and return KB/s.
             "pcie_sent_bytes_per_s": lambda: (
                 1e3 * nvml.nvmlDeviceGetPcieThroughput(whole, nvml.NVML_PCIE_UTIL_TX_BYTES)
             ),
@@ -142,7 +143,7 @@ class GpuProbes:
                 raise nvml.NVMLError(answer.nvmlReturn)
             if answer.nvmlReturn in _NEVER:
                 self._fields.remove(field)
-                self._ask_otherwise(field, str(nvml.NVMLError(answer.nvmlReturn)))
+                self._use_older_call(field, str(nvml.NVMLError(answer.nvmlReturn)))
             elif answer.nvmlReturn == 0:
                 read = field.scale * getattr(answer.value, _VALUE_MEMBERS[answer.valueType])
                 value = self._rate(field.name, read, now_s) if field.kind == "rate" else read
@@ -155,7 +156,7 @@ class GpuProbes:
         return value - self._first.setdefault(name, value)
 
     def _rate(self, name: str, value: float, now_s: float) -> float | None:
-        """Of a counter since the last look; None at the first, and where the counter began anew."""
+        """Return a counter's rate since the last look; None at the first look or after a reset."""
         before = self._before.get(name)
         self._before[name] = (now_s, value)
         if before is None or now_s <= before[0] or value < before[1]:

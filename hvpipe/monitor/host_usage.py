@@ -1,4 +1,4 @@
-"""What psutil tells about this machine: how busy its processor is, and its network addresses."""
+"""CPU use, memory and network addresses of this host, read with psutil."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import socket
 from types import ModuleType
 
 
-class Processor:
-    """psutil's counters since the last look; everything is None where psutil is missing."""
+class CpuMeter:
+    """Measures CPU use between looks. Without psutil every reading is None."""
 
     def __init__(self) -> None:
         self._psutil: ModuleType | None
@@ -22,7 +22,7 @@ class Processor:
         psutil.cpu_percent(None)
 
     def look(self) -> tuple[float | None, float | None, int | None]:
-        """Cores busy with this process, share of all cores busy, resident bytes."""
+        """Return the cores that this process keeps busy, the busy share of all cores, and resident bytes."""
         if self._psutil is None:
             return None, None, None
         try:
@@ -37,7 +37,7 @@ class Processor:
 
 
 def interface_addresses() -> list[tuple[str, str]]:
-    """Every IPv4 address of this machine with its netmask, but for loopback; empty without psutil."""
+    """Return the IPv4 addresses of this host with their netmasks, without loopback; [] without psutil."""
     try:
         import psutil
     except ImportError:

@@ -1,4 +1,4 @@
-"""GPUs as NVML sees them; the only file that imports pynvml (the package nvidia-ml-py)."""
+"""The GPUs that NVML lists. The only file that imports pynvml (the package nvidia-ml-py)."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from types import TracebackType
 from typing import Any
 
 from hvpipe.errors import HvpipeError
-from hvpipe.monitor.visible_gpus import Gpu, Instance
+from hvpipe.monitor.visible_gpus import GpuInfo, MigDevice
 
 
 class NvmlMissing(HvpipeError):
-    """NVML cannot be used here; the text says why."""
+    """NVML cannot be used here; the message says why."""
 
 
 class Nvml:
-    """An initialised NVML; use it as a context manager, or `close` it.
+    """An initialised NVML. Use it as a context manager, or `close` it.
 
-    Raises NvmlMissing without the package, without a driver, or where the driver refuses.
+    Raises:
+        NvmlMissing: Without the package, without a driver, or if the driver refuses.
     """
 
     def __init__(self) -> None:
@@ -27,7 +28,7 @@ class Nvml:
             raise NvmlMissing("nvidia-ml-py is not installed (pip install 'hvpipe[gpu]')") from error
         try:
             pynvml.nvmlInit()
-        except Exception as error:  # NVMLError; OSError from a library that does not load
+        except Exception as error:  # NVMLError, or OSError if the library does not load
             raise NvmlMissing(f"NVML does not start: {error}") from error
         self.library: Any = pynvml
 
@@ -43,37 +44,39 @@ class Nvml:
         with contextlib.suppress(self.library.NVMLError):
             self.library.nvmlShutdown()
 
-    def gpus(self) -> list[Gpu]:
-        """All GPUs that the driver shows to this process, in the order of nvidia-smi."""
+    def gpus(self) -> list[GpuInfo]:
+        """Return all GPUs that the driver shows to this process, in the order of nvidia-smi."""
         try:
             count = int(self.library.nvmlDeviceGetCount())
         except self.library.NVMLError as error:
             raise NvmlMissing(f"NVML lists no GPUs: {error}") from error
         found = []
         for index in range(count):
-            with contextlib.suppress(self.library.NVMLError):  # one that fell off the bus, or is forbidden
+            with contextlib.suppress(
+                self.library.NVMLError
+            ):  # a GPU that fell off the bus, or that is not permitted
                 found.append(self._gpu(self.library.nvmlDeviceGetHandleByIndex(index)))
         return found
 
     def handles(self, uuid: str) -> tuple[Any, Any]:
-        """The device with this UUID, and the whole GPU that it is or is a part of."""
+        """Return the device with this UUID, and its GPU: the same, or the whole GPU of a MIG device."""
         device = self.library.nvmlDeviceGetHandleByUUID(uuid)
         if uuid.startswith("MIG-"):
             return device, self.library.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device)
         return device, device
 
-    def _gpu(self, handle: Any) -> Gpu:
+    def _gpu(self, handle: Any) -> GpuInfo:
         memory_bytes = None
         with contextlib.suppress(self.library.NVMLError):
             memory_bytes = int(self.library.nvmlDeviceGetMemoryInfo(handle).total)
-        return Gpu(
+        return GpuInfo(
             uuid=_text(self.library.nvmlDeviceGetUUID(handle)),
             name=_text(self.library.nvmlDeviceGetName(handle)),
             memory_bytes=memory_bytes,
             instances=tuple(self._instances(handle)),
         )
 
-    def _instances(self, handle: Any) -> list[Instance]:
+    def _instances(self, handle: Any) -> list[MigDevice]:
         nvml = self.library
         try:
             if nvml.nvmlDeviceGetMigMode(handle)[0] == 0:
@@ -83,10 +86,10 @@ class Nvml:
             return []
         found = []
         for index in range(most):
-            with contextlib.suppress(nvml.NVMLError):  # a place that no instance takes
+            with contextlib.suppress(nvml.NVMLError):  # an unused index
                 device = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
                 found.append(
-                    Instance(
+                    MigDevice(
                         _text(nvml.nvmlDeviceGetUUID(device)),
                         int(nvml.nvmlDeviceGetGpuInstanceId(device)),
                         int(nvml.nvmlDeviceGetComputeInstanceId(device)),
@@ -95,8 +98,8 @@ class Nvml:
         return found
 
 
-def list_gpus() -> list[Gpu]:
-    """The GPUs that NVML shows; empty without a GPU, a driver or nvidia-ml-py."""
+def list_gpus() -> list[GpuInfo]:
+    """Return the GPUs that NVML lists; [] without a GPU, a driver or nvidia-ml-py."""
     try:
         with Nvml() as nvml:
             return nvml.gpus()

@@ -1,4 +1,4 @@
-"""How much memory and processor time this process may use: what control groups and ulimit leave of it."""
+"""The memory and CPU limits of this process, from control groups and ulimit."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def usable_bytes(processes: int) -> int:
-    """What this process may still take, in bytes, where so many share the host and what limits it.
+    """Return how many bytes this process may still allocate.
 
-    The machine's memory, or the smallest limit of the control groups around this process, in equal shares; or
-    what `ulimit -v` or `-d` allows this process alone, if that is less. What the process has already taken is
-    not part of it: Python and TensorFlow themselves.
+    This is an equal share of the host's memory, or of the smallest limit of the control groups around this
+    process, or what `ulimit -v` or `-d` allows, whichever is less. Memory that the process has already taken,
+    such as Python and TensorFlow themselves, is subtracted.
+
+    Args:
+        processes: How many processes share the host and its limits.
     """
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     group_bytes = cgroup_limit_bytes(_read(_OWN_GROUPS), _CGROUPS)
@@ -31,38 +34,40 @@ def usable_bytes(processes: int) -> int:
 
 
 def cgroup_limit_bytes(groups: str, root: Path) -> int | None:
-    """The smallest memory limit of a process's control groups and those around them; None where none is set.
+    """Return the smallest memory limit of a process's control groups and their parents; None without a limit.
 
-    `groups` is the text of /proc/PID/cgroup, `root` where the groups are mounted; versions 1 and 2.
+    Args:
+        groups: The text of /proc/PID/cgroup, of version 1 or 2.
+        root: Where the control groups are mounted.
     """
     found = []
     for version, folder in _groups_around(groups, root, "memory"):
         text = _read(folder / ("memory.limit_in_bytes" if version == 1 else "memory.max")).strip()
-        found += [int(text)] if text.isdecimal() else []  # else "max", or no such file
+        found += [int(text)] if text.isdecimal() else []  # otherwise "max", or no such file
     return min(found, default=None)
 
 
 def cgroup_cores(groups: str, root: Path) -> float | None:
-    """The smallest limit of processor time, in cores, as `docker run --cpus` sets one; else as above."""
+    """Return the smallest CPU limit, in cores, as `docker run --cpus` sets; see `cgroup_limit_bytes`."""
     found = []
     for version, folder in _groups_around(groups, root, "cpu"):
         if version == 1:
             words = [_read(folder / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
         else:
             words = _read(folder / "cpu.max").split()
-        # Else "max", -1, or no such file.
+        # Otherwise "max", -1, or no such file.
         if len(words) == 2 and all(word.isdecimal() and int(word) > 0 for word in words):
             found.append(int(words[0]) / int(words[1]))
     return min(found, default=None)
 
 
 def cores_allowed() -> float | None:
-    """`cgroup_cores` of this process."""
+    """Return `cgroup_cores` of this process."""
     return cgroup_cores(_read(_OWN_GROUPS), _CGROUPS)
 
 
 def _groups_around(groups: str, root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Version and folder of the control groups that may limit a process, and of those around them."""
+    """Yield version and folder of each control group of a process, and of its parents."""
     for line in groups.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -76,7 +81,7 @@ def _groups_around(groups: str, root: Path, controller: str) -> Iterator[tuple[i
 
 
 def taken_bytes(status: str) -> dict[str, int]:
-    """The memory figures of /proc/PID/status, by name, in bytes."""
+    """Return the memory figures of /proc/PID/status by name, in bytes."""
     return {name: 1024 * int(kib) for name, kib in re.findall(r"^(Vm\w+):\s+(\d+) kB", status, re.MULTILINE)}
 
 

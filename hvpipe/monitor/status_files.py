@@ -1,4 +1,4 @@
-"""What the ranks of running jobs do now: small files that each rank writes and `hvpipe top` reads."""
+"""The status of running jobs: small files that each rank writes and `hvpipe top` reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 GONE_S = 30.0
-"""A rank that has not written for so long has ended without a word, or its host cannot be reached."""
+"""A rank that has been silent for so long was killed, or its host cannot be reached."""
 
 JOB_PREFIX = "hvpipe-job-"
 _SWEPT_S = 3600.0
@@ -21,8 +21,8 @@ _OTHERS = "others.json"
 
 
 @dataclass(frozen=True)
-class RankNow:
-    """One rank at one moment; None where it is not known. Times are seconds since 1970."""
+class RankStatus:
+    """The status of one rank at one moment; None for what is unknown. `at_s` and `began_s` are Unix times."""
 
     job: str
     script: str
@@ -46,14 +46,14 @@ class RankNow:
         return asdict(self)
 
     @staticmethod
-    def from_json(document: object) -> RankNow | None:
-        """None for what no rank wrote: the files may be cut short, and datagrams come from anywhere."""
+    def from_json(document: object) -> RankStatus | None:
+        """Return the status; None if no rank wrote it. Files may be cut off; datagrams come from anywhere."""
         if not isinstance(document, Mapping) or not document.keys() <= _TYPES.keys():
             return None
         if any(not isinstance(value, _TYPES[name]) for name, value in document.items()):
             return None
         try:
-            return RankNow(**document)
+            return RankStatus(**document)
         except TypeError:
             return None
 
@@ -62,24 +62,24 @@ _KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (i
 _TYPES = {
     column.name: _KINDS[str(column.type).removesuffix(" | None")]
     + ((type(None),) if "None" in str(column.type) else ())
-    for column in fields(RankNow)
+    for column in fields(RankStatus)
 }
 
 
 @dataclass(frozen=True)
-class Job:
-    """A running job: what was heard last from each of its ranks, in their order."""
+class RunningJob:
+    """A running job: the newest status of each of its ranks, in rank order."""
 
     name: str
-    ranks: tuple[RankNow, ...]
+    ranks: tuple[RankStatus, ...]
 
     @property
     def began_s(self) -> float:
         return min(rank.began_s for rank in self.ranks)
 
 
-def live_root(folder: str | None) -> Path:
-    """Where the jobs are: `folder`, or else one of this user's in memory, or among the temporary files."""
+def status_root(folder: str | None) -> Path:
+    """Return where jobs report: `folder`, or this user's folder in /dev/shm or among temporary files."""
     if folder is not None:
         return Path(folder)
     memory = Path("/dev/shm")
@@ -87,25 +87,25 @@ def live_root(folder: str | None) -> Path:
     return base / f"hvpipe-{os.getuid()}"
 
 
-class LiveFolder:
-    """One job's folder, in which this rank has a file; `close` takes both away. Raises OSError."""
+class StatusFolder:
+    """A job's folder with a file of this rank. `close` removes both. May raise OSError."""
 
     def __init__(self, folder: str | None, job: str, rank: int) -> None:
-        root = live_root(folder)
+        root = status_root(folder)
         root.mkdir(mode=0o700, exist_ok=True)
         if folder is None and root.stat().st_uid != os.getuid():
-            raise PermissionError(f"{root} belongs to somebody else")
+            raise PermissionError(f"{root} belongs to another user")
         _sweep(root)
         self._folder = root / f"{JOB_PREFIX}{job}"
         self._folder.mkdir(mode=0o700, exist_ok=True)
         self._mine = self._folder / f"rank-{rank}.json"
         self._others = self._folder / _OTHERS
 
-    def write(self, mine: RankNow) -> None:
+    def write(self, mine: RankStatus) -> None:
         _write(self._mine, mine.to_json())
 
-    def write_others(self, others: Iterable[RankNow]) -> None:
-        """What was heard from ranks on hosts that do not share this folder."""
+    def write_others(self, others: Iterable[RankStatus]) -> None:
+        """Write what ranks sent from hosts that do not share this folder."""
         _write(self._others, [other.to_json() for other in others])
 
     def close(self, *, with_others: bool) -> None:
@@ -113,11 +113,11 @@ class LiveFolder:
             self._mine.unlink(missing_ok=True)
             if with_others:
                 self._others.unlink(missing_ok=True)
-            self._folder.rmdir()  # fails until the last rank does it
+            self._folder.rmdir()  # fails until the last rank has left
 
 
-def read_jobs(root: Path, now_s: float | None = None) -> list[Job]:
-    """The jobs with a rank that has written lately, the newest first."""
+def read_jobs(root: Path, now_s: float | None = None) -> list[RunningJob]:
+    """Return the jobs with a rank that has written lately, newest first."""
     now_s = time.time() if now_s is None else now_s
     jobs = []
     try:
@@ -125,24 +125,23 @@ def read_jobs(root: Path, now_s: float | None = None) -> list[Job]:
     except OSError:
         return []
     for folder in folders:
-        ranks: dict[int, RankNow] = {}
+        ranks: dict[int, RankStatus] = {}
         for one in _read_folder(folder):
             if one.rank not in ranks or ranks[one.rank].at_s < one.at_s:
                 ranks[one.rank] = one
         if any(now_s - one.at_s < GONE_S for one in ranks.values()):
-            jobs.append(
-                Job(folder.name.removeprefix(JOB_PREFIX), tuple(ranks[rank] for rank in sorted(ranks)))
-            )
+            statuses = tuple(ranks[rank] for rank in sorted(ranks))
+            jobs.append(RunningJob(folder.name.removeprefix(JOB_PREFIX), statuses))
     return sorted(jobs, key=lambda job: job.began_s, reverse=True)
 
 
-def _read_folder(folder: Path) -> list[RankNow]:
+def _read_folder(folder: Path) -> list[RankStatus]:
     found = []
     for path in folder.glob("*.json"):
         with contextlib.suppress(OSError, ValueError):
             document = json.loads(path.read_text())
             for entry in document if isinstance(document, list) else [document]:
-                if (one := RankNow.from_json(entry)) is not None:
+                if (one := RankStatus.from_json(entry)) is not None:
                     found.append(one)
     return found
 
@@ -154,7 +153,7 @@ def _write(path: Path, document: object) -> None:
 
 
 def _sweep(root: Path) -> None:
-    """Take away what jobs left that were killed, and nothing else: the folder may be anybody's."""
+    """Remove the files of killed jobs, and nothing else: the user may have named any folder."""
     for folder in root.glob(f"{JOB_PREFIX}*"):
         with contextlib.suppress(OSError):
             files = [*folder.glob("rank-*.json"), *folder.glob(_OTHERS)]
@@ -165,6 +164,6 @@ def _sweep(root: Path) -> None:
                 folder.rmdir()
 
 
-def heard_now(one: RankNow) -> RankNow:
-    """The same by this host's clock."""
+def received_now(one: RankStatus) -> RankStatus:
+    """Return the status with the time of its arrival by this host's clock."""
     return replace(one, at_s=time.time())

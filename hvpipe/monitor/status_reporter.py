@@ -1,4 +1,4 @@
-"""Tells `hvpipe top` what this rank does: its newest sample and its last steps, twice a second."""
+"""Reports the status of this rank to `hvpipe top`, twice a second."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from statistics import median
 
 from hvpipe.comm.discover import Settings
 from hvpipe.comm.world import World
-from hvpipe.monitor.status_datagrams import Mailbox, Receiver, Sender
-from hvpipe.monitor.status_files import LiveFolder, RankNow
+from hvpipe.monitor.status_datagrams import ReceiverAddress, StatusReceiver, StatusSender
+from hvpipe.monitor.status_files import RankStatus, StatusFolder
 from hvpipe.trace.sample import Sample, Utilization, summarise_samples
 
 _INTERVAL_S = 0.5
-_DATAGRAMS_PER_S = 500  # that rank 0 takes in
+_DATAGRAMS_PER_S = 500  # that rank 0 can read
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """What this rank has done so far."""
 
     steps: int
@@ -33,50 +33,53 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Invitation:
-    """What rank 0 tells the others: the job's name, and where to send word from other hosts."""
+class JobInfo:
+    """What rank 0 tells the other ranks: the job's name, and where ranks of other hosts send their status."""
 
     job: str
     script: str
     host: str
     began_s: float
-    mailbox: Mailbox | None
+    receiver: ReceiverAddress | None
 
 
-class LiveReport:
-    """One rank's report; `publish` runs in the sampler's thread and never fails; `close` after that ended."""
+class StatusReporter:
+    """Reports the status of one rank.
+
+    The sampler's thread calls `publish`, which never fails. Call `close` after that thread has ended.
+    """
 
     def __init__(
         self,
         world: World,
-        invitation: Invitation,
-        receiver: Receiver | None,
+        job: JobInfo,
+        receiver: StatusReceiver | None,
         folder: str | None,
-        progress: Callable[[], Progress],
+        progress: Callable[[], TrainingProgress],
     ) -> None:
         self._world = world
-        self._invitation = invitation
+        self._job = job
         self._receiver = receiver
         self._progress = progress
         self._interval_s = max(_INTERVAL_S, world.size / _DATAGRAMS_PER_S)
         self._due_s = 0.0
         self._samples: list[Sample] = []
-        self._before: tuple[float, Progress] | None = None
-        self._folder: LiveFolder | None = None
-        self._sender: Sender | None = None
+        self._before: tuple[float, TrainingProgress] | None = None
+        self._folder: StatusFolder | None = None
+        self._sender: StatusSender | None = None
         with contextlib.suppress(OSError):
-            self._folder = LiveFolder(folder, invitation.job, world.rank)
-        if invitation.mailbox is not None and invitation.host != world.host:
+            self._folder = StatusFolder(folder, job.job, world.rank)
+        if job.receiver is not None and job.host != world.host:
             with contextlib.suppress(OSError):
-                self._sender = Sender(invitation.mailbox)
+                self._sender = StatusSender(job.receiver)
 
     def publish(self, sample: Sample) -> None:
-        """Write this rank's file, and send it where rank 0 does not see the file, if it is time to."""
+        """If a report is due, write this rank's file, and send it if rank 0 does not see the file."""
         self._samples.append(sample)
         if sample.time_s < self._due_s:
             return
         self._due_s = sample.time_s + self._interval_s
-        # Over a single look the processor's clock, of 10 ms, is too coarse.
+        # The CPU clock ticks every 10 ms, too coarse for a single sample.
         now = self._now(sample.time_s, summarise_samples(self._samples))
         self._samples.clear()
         if self._sender is not None:
@@ -94,7 +97,7 @@ class LiveReport:
         if self._folder is not None:
             self._folder.close(with_others=self._receiver is not None)
 
-    def _now(self, at_s: float, recent: Utilization) -> RankNow:
+    def _now(self, at_s: float, recent: Utilization) -> RankStatus:
         done = self._progress()
         images_per_s = sent_bytes_per_s = None
         if self._before is not None:
@@ -103,14 +106,14 @@ class LiveReport:
             images_per_s = (done.samples - before.samples) / passed_s if done.samples else None
             sent_bytes_per_s = (done.bytes_sent - before.bytes_sent) / passed_s
         self._before = (at_s, done)
-        return RankNow(
-            job=self._invitation.job,
-            script=self._invitation.script,
+        return RankStatus(
+            job=self._job.job,
+            script=self._job.script,
             rank=self._world.rank,
             size=self._world.size,
             host=self._world.host,
             at_s=time.time(),
-            began_s=self._invitation.began_s,
+            began_s=self._job.began_s,
             steps=done.steps,
             step_s=median(done.last_steps_s) if done.last_steps_s else None,
             images_per_s=images_per_s,
@@ -124,22 +127,24 @@ class LiveReport:
         )
 
 
-def open_live_report(world: World, settings: Settings, progress: Callable[[], Progress]) -> LiveReport | None:
-    """This rank's report, where rank 0's settings ask for one; collective."""
-    receiver: Receiver | None = None
-    invitation: Invitation | None = None
+def open_status_reporter(
+    world: World, settings: Settings, progress: Callable[[], TrainingProgress]
+) -> StatusReporter | None:
+    """Return this rank's reporter, or None if rank 0's settings want no reports. Collective."""
+    receiver: StatusReceiver | None = None
+    job: JobInfo | None = None
     if world.rank == 0 and settings.live:
         if world.size > world.local_size:
             with contextlib.suppress(OSError):
-                receiver = Receiver()
-        invitation = Invitation(
+                receiver = StatusReceiver()
+        job = JobInfo(
             job=f"{world.host}-{os.getpid()}-{secrets.token_hex(2)}",
             script=Path(sys.argv[0]).name,
             host=world.host,
             began_s=time.time(),
-            mailbox=receiver.mailbox if receiver is not None else None,
+            receiver=receiver.address if receiver is not None else None,
         )
-    invitation = world.broadcast_object(invitation)
-    if invitation is None:
+    job = world.broadcast_object(job)
+    if job is None:
         return None
-    return LiveReport(world, invitation, receiver, settings.live_folder, progress)
+    return StatusReporter(world, job, receiver, settings.live_folder, progress)

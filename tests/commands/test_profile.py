@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from hvpipe import cli
-from hvpipe.commands import launch
-from hvpipe.commands.launch import Mpirun
+from hvpipe.commands import mpirun
+from hvpipe.commands.mpirun import Mpirun
 from hvpipe.errors import HvpipeError
-from hvpipe.monitor import core_binding as placement
+from hvpipe.monitor import core_binding
 from hvpipe.specs.profile_request import InputShape, ProfileTask, parse_input_shapes
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model's file, and a machine with eight cores, Open MPI 5, no root and no settings."""
-    mpirun = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
-    monkeypatch.setattr(launch, "find_mpirun", lambda *_: mpirun)
-    monkeypatch.setattr(placement, "affordable_cores", lambda: 8)
+    found = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
+    monkeypatch.setattr(mpirun, "find_mpirun", lambda *_: found)
+    monkeypatch.setattr(core_binding, "affordable_cores", lambda: 8)
     monkeypatch.setattr(cli.os, "geteuid", lambda: 1000)
     monkeypatch.setattr(cli.os, "environ", {"PATH": "/bin:/usr/bin"})
     monkeypatch.chdir(tmp_path)

@@ -17,10 +17,10 @@ import pytest
 
 from distributed import environment
 from hvpipe import cli
-from hvpipe.commands import top as top_command
-from hvpipe.monitor.status_files import Job, LiveFolder, RankNow
+from hvpipe.commands import top
+from hvpipe.monitor.status_files import RankStatus, RunningJob, StatusFolder
 
-IDLE = RankNow("a-1", "train.py", 0, 3, "a", at_s=1000.0, began_s=900.0)
+IDLE = RankStatus("a-1", "train.py", 0, 3, "a", at_s=1000.0, began_s=900.0)
 BUSY = replace(
     IDLE,
     rank=1,
@@ -44,13 +44,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def write(root: Path, *ranks: RankNow) -> None:
+def write(root: Path, *ranks: RankStatus) -> None:
     for one in ranks:
-        LiveFolder(str(root), one.job, one.rank).write(replace(one, at_s=time.time()))
+        StatusFolder(str(root), one.job, one.rank).write(replace(one, at_s=time.time()))
 
 
 def test_the_table() -> None:
-    lines = top_command.to_text(Job("a-1", (IDLE, BUSY)), now_s=1001.0, colours=False)
+    lines = top.to_text(RunningJob("a-1", (IDLE, BUSY)), now_s=1001.0, colours=False)
     assert lines == [
         "train.py: 2 of 3 ranks heard, 0:01:41, 188.2 images/s, job a-1",
         "rank  host  step  step time  images/s  cores  host CPU   memory  GPU   GPU mem  power       sent",
@@ -60,15 +60,15 @@ def test_the_table() -> None:
 
 
 def test_columns_that_nobody_fills_are_left_out() -> None:
-    lines = top_command.to_text(Job("a-1", (IDLE, replace(IDLE, rank=1))), now_s=1001.0, colours=False)
+    lines = top.to_text(RunningJob("a-1", (IDLE, replace(IDLE, rank=1))), now_s=1001.0, colours=False)
     assert lines[1:] == ["rank  host  step", "   0     a     0", "   1     a     0"]
 
 
 def test_a_silent_rank_is_marked() -> None:
-    job = Job("a-1", (replace(IDLE, at_s=988.0), replace(IDLE, rank=1)))
-    plain = top_command.to_text(job, now_s=1000.0, colours=False)
+    job = RunningJob("a-1", (replace(IDLE, at_s=988.0), replace(IDLE, rank=1)))
+    plain = top.to_text(job, now_s=1000.0, colours=False)
     assert plain[2:] == ["   0     a     0  silent for 12 s", "   1     a     0"]
-    coloured = top_command.to_text(job, now_s=1000.0, colours=True)
+    coloured = top.to_text(job, now_s=1000.0, colours=True)
     assert coloured[2] == "\033[31m   0     a     0  silent for 12 s\033[0m"
 
 
@@ -89,7 +89,7 @@ def test_a_job_by_its_name(root: Path, capsys: pytest.CaptureFixture[str]) -> No
         names.append(json.loads(capsys.readouterr().out)["job"])
     assert names == ["b-2", "a-1", "b-2"]
     assert cli.main(["top", "c"]) == 1
-    assert "job c is wanted on this host. Received: b-2, a-1" in capsys.readouterr().err
+    assert "job c should be running on this host. Received: b-2, a-1" in capsys.readouterr().err
 
 
 def test_no_job_is_exit_code_1(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +107,7 @@ def test_a_wrong_interval(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.fixture
 def living(root: Path) -> Path:
     """A job whose file is newer than any look, so that only its removal ends it."""
-    LiveFolder(str(root), IDLE.job, 0).write(replace(IDLE, at_s=time.time() + 3600))
+    StatusFolder(str(root), IDLE.job, 0).write(replace(IDLE, at_s=time.time() + 3600))
     return root
 
 
@@ -146,7 +146,7 @@ def test_ctrl_c_leaves_cleanly_from_a_terminal(living: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 0
     os.close(master)
-    assert b"Ctrl-C leaves" in shown
+    assert b"Ctrl-C to quit" in shown
     assert b"Traceback" not in shown
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hvpipe.commands import doctor
+from hvpipe.commands import doctor_checks
 from native_build import CSRC, NATIVE, build, compiler
 
 PEER, USAGE, DEADLINE = 3, 4, 2  # hvpipe::ErrorKind
@@ -154,4 +154,4 @@ def test_what_is_declared_here_is_what_nccls_header_says() -> None:
 
 def test_the_doctor_names_the_one_that_would_be_used() -> None:
     library = build("fake_nccl.cc", "-DVERSION=22809")
-    assert doctor._nccl(str(library)) == doctor.Finding("NCCL", "ok", f"2.28.9 ({library})")
+    assert doctor_checks._nccl(str(library)) == doctor_checks.Finding("NCCL", "ok", f"2.28.9 ({library})")

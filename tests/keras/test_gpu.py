@@ -20,7 +20,7 @@ from hvpipe.keras.data_parallel.shards import SampleCounter
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
 from hvpipe.keras.gpu import claim_gpu, device_of_messages, on_the_host, reduces_on_gpu
 from hvpipe.keras.instance_methods import InstanceMethods
-from hvpipe.monitor.visible_gpus import Gpu
+from hvpipe.monitor.visible_gpus import GpuInfo
 
 
 class Gpus:
@@ -94,7 +94,7 @@ def test_gpus_that_tensorflow_does_not_see_are_said_once(
 ) -> None:
     """By rank 0; not where CUDA_VISIBLE_DEVICES hides them."""
     machine(Gpus(0))
-    gpus = [Gpu(f"GPU-{i}", "Test GPU") for i in range(listed)]
+    gpus = [GpuInfo(f"GPU-{i}", "Test GPU") for i in range(listed)]
     monkeypatch.setattr("hvpipe.keras.gpu.list_gpus", lambda: gpus)
     claim_gpu(session(rank, 2, visible))
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -10,8 +10,8 @@ import pytest
 from hvpipe import log
 from hvpipe.comm.discover import Launch
 from hvpipe.comm.world import SingleWorld
-from hvpipe.monitor import core_binding as placement
-from hvpipe.monitor.core_binding import mostly_idle, tell_placement
+from hvpipe.monitor import core_binding
+from hvpipe.monitor.core_binding import log_placement, mostly_idle
 
 MPIRUN, SRUN, NOBODY = (Launch(name, 0, 2, 0, 2) for name in ("mpirun", "srun", "none"))
 
@@ -52,14 +52,14 @@ def test_who_is_warned(
     cores = {0: bound, os.getppid(): 16}
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores[process])))
     with caplog.at_level(logging.WARNING, log.logger.name):
-        tell_placement(TwoRanks(), launch)
+        log_placement(TwoRanks(), launch)
     assert ("bound each rank to 1 of the 16 cores" in caplog.text) is warned
     assert ("--bind-to none" in caplog.text) is warned
 
 
 def test_a_system_without_affinities(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert placement.usable_cores() == os.cpu_count()
+    assert core_binding.usable_cores() == os.cpu_count()
 
 
 @pytest.mark.parametrize(
@@ -67,6 +67,6 @@ def test_a_system_without_affinities(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_containers_cpu_limit(allowed: float | None, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `docker run --cpus=4` the ranks started a thread for each of the machine's cores."""
-    monkeypatch.setattr(placement, "usable_cores", lambda: 64)
-    monkeypatch.setattr(placement, "cores_allowed", lambda: allowed)
-    assert placement.affordable_cores() == cores
+    monkeypatch.setattr(core_binding, "usable_cores", lambda: 64)
+    monkeypatch.setattr(core_binding, "cores_allowed", lambda: allowed)
+    assert core_binding.affordable_cores() == cores

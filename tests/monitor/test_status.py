@@ -12,30 +12,29 @@ import pytest
 
 from hvpipe.comm.discover import Settings
 from hvpipe.comm.world import SingleWorld
-from hvpipe.monitor import status_datagrams as live_mail
-from hvpipe.monitor import status_files as live
-from hvpipe.monitor.status_datagrams import Mailbox, Receiver, Sender, near_addresses
-from hvpipe.monitor.status_files import JOB_PREFIX, LiveFolder, RankNow, read_jobs
-from hvpipe.monitor.status_reporter import Progress, open_live_report
+from hvpipe.monitor import status_datagrams, status_files
+from hvpipe.monitor.status_datagrams import ReceiverAddress, StatusReceiver, StatusSender, near_addresses
+from hvpipe.monitor.status_files import JOB_PREFIX, RankStatus, StatusFolder, read_jobs
+from hvpipe.monitor.status_reporter import TrainingProgress, open_status_reporter
 from hvpipe.trace.sample import GpuReading, Sample
 
-NOW = RankNow("a-1", "train.py", 0, 2, "a", at_s=1000.0, began_s=900.0, steps=7, step_s=0.5)
+NOW = RankStatus("a-1", "train.py", 0, 2, "a", at_s=1000.0, began_s=900.0, steps=7, step_s=0.5)
 
 
 def test_files_are_read_as_written(tmp_path: Path) -> None:
-    folders = [LiveFolder(str(tmp_path), "a-1", rank) for rank in (0, 1)]
+    folders = [StatusFolder(str(tmp_path), "a-1", rank) for rank in (0, 1)]
     for rank, folder in enumerate(folders):
         folder.write(replace(NOW, rank=rank))
     (job,) = read_jobs(tmp_path, now_s=1001.0)
     assert (job.name, job.ranks) == ("a-1", (NOW, replace(NOW, rank=1)))
-    assert read_jobs(tmp_path, now_s=1000.0 + live.GONE_S) == []
+    assert read_jobs(tmp_path, now_s=1000.0 + status_files.GONE_S) == []
     folders[0].close(with_others=True)
     folders[1].close(with_others=False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_other_hosts_ranks_are_in_one_file_and_the_newest_word_counts(tmp_path: Path) -> None:
-    folder = LiveFolder(str(tmp_path), "a-1", 0)
+    folder = StatusFolder(str(tmp_path), "a-1", 0)
     folder.write(NOW)
     far = replace(NOW, rank=1, host="b", at_s=1002.0)
     folder.write_others([replace(NOW, at_s=999.0, steps=1), far])
@@ -47,7 +46,7 @@ def test_other_hosts_ranks_are_in_one_file_and_the_newest_word_counts(tmp_path: 
 
 def test_the_newest_job_is_first(tmp_path: Path) -> None:
     for name, began_s in (("old", 1.0), ("new", 2.0)):
-        LiveFolder(str(tmp_path), name, 0).write(replace(NOW, job=name, began_s=began_s))
+        StatusFolder(str(tmp_path), name, 0).write(replace(NOW, job=name, began_s=began_s))
     assert [job.name for job in read_jobs(tmp_path, now_s=1000.0)] == ["new", "old"]
     assert read_jobs(tmp_path / "absent") == []
 
@@ -57,32 +56,32 @@ def test_the_newest_job_is_first(tmp_path: Path) -> None:
     ["", "{", "[1]", "null", json.dumps({**NOW.to_json(), "rank": "0"}), json.dumps({"rank": 0}), '{"x": 1}'],
 )
 def test_what_no_rank_wrote_is_passed_over(text: str, tmp_path: Path) -> None:
-    LiveFolder(str(tmp_path), "a-1", 0).write(NOW)
+    StatusFolder(str(tmp_path), "a-1", 0).write(NOW)
     (tmp_path / f"{JOB_PREFIX}a-1" / "rank-1.json").write_text(text)
     (job,) = read_jobs(tmp_path, now_s=1000.0)
     assert job.ranks == (NOW,)
 
 
 def test_what_a_killed_job_left_is_taken_away_and_nothing_else(tmp_path: Path) -> None:
-    LiveFolder(str(tmp_path), "killed", 0).write(NOW)
+    StatusFolder(str(tmp_path), "killed", 0).write(NOW)
     old = [tmp_path / f"{JOB_PREFIX}killed" / "rank-0.json", tmp_path / "photos" / "rank-0.json"]
     old[1].parent.mkdir()
     old[1].write_text("mine")
     for path in old:
         os.utime(path, (1.0, 1.0))
-    LiveFolder(str(tmp_path), "next", 0).write(NOW)
+    StatusFolder(str(tmp_path), "next", 0).write(NOW)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{JOB_PREFIX}next", "photos"]
     assert old[1].read_text() == "mine"
 
 
 def test_somebody_elses_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "live_root", lambda _: tmp_path)
-    monkeypatch.setattr(live.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    monkeypatch.setattr(status_files, "status_root", lambda _: tmp_path)
+    monkeypatch.setattr(status_files.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(PermissionError):
-        LiveFolder(None, "a-1", 0)
+        StatusFolder(None, "a-1", 0)
 
 
-def collected(receiver: Receiver, count: int) -> list[RankNow]:
+def collected(receiver: StatusReceiver, count: int) -> list[RankStatus]:
     deadline_s = time.monotonic() + 30
     while len(found := receiver.collect()) < count:
         assert time.monotonic() < deadline_s
@@ -91,11 +90,11 @@ def collected(receiver: Receiver, count: int) -> list[RankNow]:
 
 
 def test_datagrams_reach_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_mail, "interface_addresses", lambda: [("127.0.0.1", "255.0.0.0")])
-    receiver = Receiver()
-    stranger = Sender(replace(receiver.mailbox, token="guessed"))
+    monkeypatch.setattr(status_datagrams, "interface_addresses", lambda: [("127.0.0.1", "255.0.0.0")])
+    receiver = StatusReceiver()
+    stranger = StatusSender(replace(receiver.address, token="guessed"))
     stranger.send(replace(NOW, rank=5))
-    sender = Sender(receiver.mailbox)
+    sender = StatusSender(receiver.address)
     for rank, steps in ((1, 8), (2, 8), (1, 9)):
         sender.send(replace(NOW, rank=rank, steps=steps))
     heard = {one.rank: one for one in collected(receiver, 2)}
@@ -106,7 +105,7 @@ def test_datagrams_reach_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nobody_listens() -> None:
-    sender = Sender(Mailbox((("127.0.0.1", "255.0.0.0"),), 9, "token"))
+    sender = StatusSender(ReceiverAddress((("127.0.0.1", "255.0.0.0"),), 9, "token"))
     for _ in range(3):
         sender.send(NOW)
     sender.close()
@@ -123,8 +122,10 @@ def sample(time_s: float, cores: float = 0.9) -> Sample:
 
 
 def test_a_report_is_written_twice_a_second(tmp_path: Path) -> None:
-    done = [Progress(3, (0.4, 0.2, 0.3), 96.0, 1_000.0), Progress(5, (0.2,), 160.0, 3_000.0)]
-    report = open_live_report(SingleWorld(), Settings(live=True, live_folder=str(tmp_path)), lambda: done[0])
+    done = [TrainingProgress(3, (0.4, 0.2, 0.3), 96.0, 1_000.0), TrainingProgress(5, (0.2,), 160.0, 3_000.0)]
+    report = open_status_reporter(
+        SingleWorld(), Settings(live=True, live_folder=str(tmp_path)), lambda: done[0]
+    )
     assert report is not None
     report.publish(sample(10.0))
     (job,) = read_jobs(tmp_path)
@@ -143,14 +144,14 @@ def test_a_report_is_written_twice_a_second(tmp_path: Path) -> None:
 
 def test_who_does_not_ask_reports_nothing(tmp_path: Path) -> None:
     settings = Settings(live=False, live_folder=str(tmp_path))
-    assert open_live_report(SingleWorld(), settings, lambda: Progress(0, (), 0.0, 0.0)) is None
+    assert open_status_reporter(SingleWorld(), settings, lambda: TrainingProgress(0, (), 0.0, 0.0)) is None
 
 
 def test_a_folder_that_cannot_be_written_disturbs_nobody(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     settings = Settings(live=True, live_folder=str(file))
-    report = open_live_report(SingleWorld(), settings, lambda: Progress(1, (1.0,), 1.0, 1.0))
+    report = open_status_reporter(SingleWorld(), settings, lambda: TrainingProgress(1, (1.0,), 1.0, 1.0))
     assert report is not None
     report.publish(sample(1.0))
     report.close()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from hvpipe.monitor.visible_gpus import Gpu, Instance, uuid_of_rank, visible_uuids
+from hvpipe.monitor.visible_gpus import GpuInfo, MigDevice, uuid_of_rank, visible_uuids
 
-GPUS = [Gpu(f"GPU-{letter}{letter}-1", "made up") for letter in "abc"]
-MIG = Gpu("GPU-dd-1", "in parts", instances=(Instance("MIG-d7", 7, 0), Instance("MIG-d8", 8, 0)))
+GPUS = [GpuInfo(f"GPU-{letter}{letter}-1", "made up") for letter in "abc"]
+MIG = GpuInfo("GPU-dd-1", "in parts", instances=(MigDevice("MIG-d7", 7, 0), MigDevice("MIG-d8", 8, 0)))
 
 
 @pytest.mark.parametrize(

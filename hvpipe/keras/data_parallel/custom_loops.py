@@ -9,11 +9,12 @@ import keras
 import tensorflow as tf
 
 from hvpipe.comm.engine import Compression, Op, check_compression
+from hvpipe.comm.horovod_arguments import check_other_arguments
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data_parallel.bucket_reducer import Reducer, counted_alike, dense, sliced
 from hvpipe.keras.data_parallel.overlap import OverlappedOptimizer
 from hvpipe.keras.supported import told
-from hvpipe.session import check_other_arguments, current
+from hvpipe.session import current
 
 
 def DistributedOptimizer(

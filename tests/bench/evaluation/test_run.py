@@ -387,7 +387,7 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr("bench.launch.mpirun.run", answer)
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda program: f"/{Path(program).name}/mpirun")
-    monkeypatch.setattr("hvpipe.commands.launch.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
+    monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
     with pytest.raises(ClusterError, match=r"Received: host='b', ssh: no route to host"):
         find_sites("a:2,b:2")
     with pytest.raises(ClusterError, match="Received: --hosts 'a:x'"):
@@ -424,7 +424,7 @@ def test_a_host_that_does_not_share_the_current_folder_is_named(
         return subprocess.CompletedProcess(command, status, "", "ls: cannot access it\n")
 
     monkeypatch.setattr("bench.launch.mpirun.run", answer)
-    monkeypatch.setattr("hvpipe.commands.launch.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
+    monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ClusterError, match=r"the current folder.*Received: host='b'.*ls: cannot access it"):
         find_sites("a:2,b:2")
@@ -481,7 +481,7 @@ def test_the_machines_of_hosts_are_described(monkeypatch: pytest.MonkeyPatch) ->
         return subprocess.CompletedProcess(command, 0, said, "")
 
     monkeypatch.setattr("bench.launch.mpirun.run", answer)
-    monkeypatch.setattr("hvpipe.commands.launch.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
+    monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
     found = find_sites("a:2,b:2,c,d")
     assert found.note == "on hosts a:2, b:2, c:1, d:1; links and CPUs as they are"
     described = found.facts("hosts").description

@@ -1,0 +1,52 @@
+"""An uncaught exception on one rank ends all ranks, so that none waits for a rank that failed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from hvpipe.comm.world import World, started_world
+
+if TYPE_CHECKING:
+    from hvpipe.comm.mpi import StartedWorld
+
+
+def abort_on_uncaught_errors() -> None:
+    """Install the hook that ends all ranks after an uncaught exception. Another call does nothing."""
+    if not isinstance(sys.excepthook, _AbortAllRanks):
+        sys.excepthook = _AbortAllRanks()
+
+
+def print_with_rank(world: World | StartedWorld, text: str) -> None:
+    """Print a traceback on stderr under a line that names the rank and its host."""
+    # One write, so that ranks that fail together do not mix their lines.
+    message = f"\nhvpipe: rank {world.rank} of {world.size} on {world.host} failed:\n{text}"
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.write(message)
+        sys.stderr.flush()
+
+
+class _AbortAllRanks:
+    """An exception hook that prints the traceback and ends all ranks, as `python -m mpi4py` does.
+
+    It also serves a rank that failed to join. Otherwise MPI would wait for the other ranks when this process
+    exits, and they would wait for this rank.
+    """
+
+    def __init__(self) -> None:
+        self._previous = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        world = started_world()
+        if world is None or world.size == 1:
+            self._previous(kind, error, trace)
+        elif issubclass(kind, KeyboardInterrupt):
+            self._previous(kind, error, trace)
+            world.abort(130)
+        else:
+            print_with_rank(world, "".join(traceback.format_exception(kind, error, trace)))
+            world.abort(1)

@@ -1,0 +1,79 @@
+"""Arrays in host memory, checked and viewed as the C++ engine takes them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hvpipe.errors import HvpipeError
+from hvpipe.plan.buckets import ITEM_BYTES
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Array = NDArray[Any]
+
+REDUCIBLE = tuple(ITEM_BYTES)
+"""Names of the dtypes that an all-reduce takes."""
+
+_DTYPE_NAMES = {np.dtype(name): name for name in ("float32", "float64", "float16")}
+
+
+def host_array(array: Any) -> Array:
+    """Return a C-contiguous NumPy view, or copy, of an array in host memory.
+
+    Args:
+        array: A NumPy array, an array that supports DLPack, or a nested sequence of numbers.
+
+    Raises:
+        HvpipeError: If the array is not in host memory or does not hold numbers.
+    """
+    if type(array) is np.ndarray and array.flags.c_contiguous:
+        return array
+    if isinstance(array, (np.ndarray, np.generic)) or not hasattr(array, "__dlpack__"):
+        found = np.asarray(array)
+    else:
+        try:
+            found = np.from_dlpack(array)
+        except (BufferError, RuntimeError, TypeError) as error:
+            raise HvpipeError(
+                f"An array in host memory is wanted. Received: {type(array).__name__}: {error}"
+            ) from error
+    if found.dtype.hasobject:
+        raise HvpipeError(f"An array of numbers is wanted. Received: dtype={found.dtype}")
+    return np.ascontiguousarray(found).reshape(found.shape)
+
+
+def reducible_dtype(array: Array) -> str:
+    """Return the name of the array's dtype; raise HvpipeError if an all-reduce does not take it."""
+    name = _DTYPE_NAMES.get(array.dtype) or (array.dtype.name if array.dtype.isnative else array.dtype.str)
+    if name not in REDUCIBLE:
+        raise HvpipeError(f"allreduce wants one of {', '.join(REDUCIBLE)}. Received: dtype={name}")
+    return name
+
+
+def check_output(out: Array, source: Array) -> Array:
+    """Return `out` if the result for `source` fits in it; raise HvpipeError if not."""
+    wanted = f"out should be a writable C-contiguous {source.dtype}{list(source.shape)}"
+    if not isinstance(out, np.ndarray):
+        raise HvpipeError(f"{wanted}. Received: {type(out).__name__}")
+    if out.shape != source.shape or out.dtype != source.dtype:
+        raise HvpipeError(f"{wanted}. Received: {out.dtype}{list(out.shape)}")
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        how = "read-only" if out.flags.c_contiguous else "not C-contiguous"
+        raise HvpipeError(f"{wanted}. Received: an array that is {how}")
+    return out
+
+
+def as_bytes(array: Array) -> Array:
+    """View the array's memory as uint8[nbytes]."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def as_plain_dtype(array: Array) -> Array:
+    """View the array's memory under a dtype that the buffer and DLPack protocols know.
+
+    They do not know bfloat16, so such an array becomes uint8.
+    """
+    return array if array.dtype.kind in "fiu" else as_bytes(array)

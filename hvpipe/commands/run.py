@@ -1,0 +1,83 @@
+"""`hvpipe run`: start a Python script on several ranks."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvpipe.commands import launch_options
+from hvpipe.errors import LaunchError
+
+# As in the names "python3" and "python3.11".
+_VERSIONS = (str(sys.version_info.major), f"{sys.version_info.major}.{sys.version_info.minor}")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `hvpipe run`."""
+    launch_options.add_launch_options(parser, timeout_s=300)
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write a timeline of all ranks, for https://ui.perfetto.dev"
+    )
+    parser.add_argument("--utilization", metavar="FILE", help="write samples of CPU and GPU utilization")
+    parser.add_argument("--utilization-hz", type=float, metavar="HZ", help="samples per second (default: 10)")
+    parser.add_argument("--no-summary", action="store_true", help="print no summary at the end")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="the Python script, or python and the script")
+    parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Start the ranks and wait for them. Returns mpirun's exit code; raises LaunchError."""
+    spec = launch_options.launch_spec(options, _rank_command(options), environ)
+    return launch_options.start(spec, _settings(options), environ, dry_run=options.dry_run)
+
+
+def _rank_command(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return what each rank runs. As with mpirun, `python train.py` is the same as `train.py`."""
+    words = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
+    if options.module:
+        return (sys.executable, "-u", "-m", options.script, *words)
+    if not _is_python(options.script):
+        words = [options.script, *words]
+    # A word that begins with a dash is an option for Python itself.
+    if not words or not (words[0].startswith("-") or Path(words[0]).is_file()):
+        raise LaunchError(f"The script should be a file. Received: script={(words or [''])[0]!r}")
+    return (sys.executable, "-u", *words)
+
+
+def _is_python(word: str) -> bool:
+    """Tell whether a word names this Python and no script; raise LaunchError if it names another Python."""
+    path = Path(word)
+    version = re.fullmatch(r"python((?:\d+(?:\.\d+)?)?)", path.name)
+    if version is None or (path.name == word and path.is_file()):
+        return False
+    beside = path.name == word or path.parent.resolve() == Path(sys.executable).parent.resolve()
+    if not beside or version[1] not in ("", *_VERSIONS):
+        raise LaunchError(
+            "The script should run on the Python that hvpipe is installed in: omit the Python, or use the "
+            f"hvpipe of the other one. Received: {word}, and hvpipe in {sys.executable}"
+        )
+    return True
+
+
+def _settings(options: argparse.Namespace) -> dict[str, str]:
+    """Return the HVPIPE_* variables that pass the options on to the ranks."""
+    settings = launch_options.timeout_setting(options)
+    for variable, option, value in (
+        ("HVPIPE_TRACE", "--trace", options.trace),
+        ("HVPIPE_UTILIZATION", "--utilization", options.utilization),
+    ):
+        if value is not None:
+            settings[variable] = launch_options.output_path(option, value)
+    if options.utilization_hz is not None:
+        hz = options.utilization_hz
+        if not (math.isfinite(hz) and hz > 0):
+            raise LaunchError(f"--utilization-hz should be a positive number. Received: {hz}")
+        settings["HVPIPE_UTILIZATION_HZ"] = f"{hz:g}"
+    if not options.no_summary:
+        settings["HVPIPE_SUMMARY"] = "1"
+    return settings

@@ -1,0 +1,11 @@
+"""What the commands know about the terminal that they print on."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+
+def has_colours(environ: Mapping[str, str]) -> bool:
+    """Tell whether to print in colours: on a terminal, unless NO_COLOR is set."""
+    return sys.stdout.isatty() and "NO_COLOR" not in environ

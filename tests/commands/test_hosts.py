@@ -1,0 +1,46 @@
+"""The hosts of --hosts and of a hostfile."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvpipe.commands.hosts import HostSlots, parse_hostfile, parse_hosts
+from hvpipe.errors import LaunchError
+
+
+def test_hosts() -> None:
+    assert parse_hosts("a:2,b:12") == (HostSlots("a", 2), HostSlots("b", 12))
+    assert parse_hosts("a, b") == (HostSlots("a", 1), HostSlots("b", 1))
+
+
+@pytest.mark.parametrize("text", ["", "a:", "a:0", "a:-1", "a:two", ":2", "a:2,", "a:2:3"])
+def test_hosts_that_are_none(text: str) -> None:
+    with pytest.raises(LaunchError, match=f"host:slots.*Received: --hosts '{text}'"):
+        parse_hosts(text)
+
+
+def test_a_hostfile() -> None:
+    text = "# both racks\na slots=2\n\nb:3  # the larger\nc slots = 4 max_slots=8\nd\n"
+    assert parse_hostfile(text, "hosts") == (
+        *(HostSlots("a", 2), HostSlots("b", 3), HostSlots("c", 4), HostSlots("d", 1)),
+    )
+
+
+def test_a_batch_systems_hostfile_has_a_line_for_each_rank() -> None:
+    assert parse_hostfile("a\na\nb\nb\n", "nodes") == (HostSlots("a", 2), HostSlots("b", 2))
+
+
+@pytest.mark.parametrize("line", ["a slots=0", "a slots=two", "a 2", "a:2:3", "a,b", "=2"])
+def test_a_line_of_a_hostfile_that_is_none(line: str) -> None:
+    with pytest.raises(LaunchError, match=f"host slots=N. Received: '{line}' on line 2 of hosts"):
+        parse_hostfile(f"a\n{line}\n", "hosts")
+
+
+def test_a_hostfile_without_hosts() -> None:
+    with pytest.raises(LaunchError, match="Received: none in hosts"):
+        parse_hostfile("# nothing yet\n", "hosts")
+
+
+def test_a_host_named_twice() -> None:
+    with pytest.raises(LaunchError, match=r"each host once. Received: --hosts 'a:1,a:2'"):
+        parse_hosts("a:1,a:2")

