@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from hvpipe import __version__
 from hvpipe.commands import bench, doctor, plan, profile, report, run, top
@@ -17,8 +18,17 @@ be started, or profile found no model to measure; otherwise run and profile retu
 128 + n after signal n; bench returns 1 if rounds failed or compare found a regression"""
 _BENCH_COMMANDS = "run quick, run full, report DIR, compare BEFORE AFTER, readme DIR; each has --help"
 
+
+class _Command(Protocol):
+    """What the module of a command offers."""
+
+    def add_options(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace, environ: Mapping[str, str]) -> int: ...
+
+
 # Each command: its module, its line in the help, what its own help ends with.
-_COMMANDS = {
+_COMMANDS: dict[str, tuple[_Command, str, str | None]] = {
     "run": (run, "start a Python script on several ranks", _EXIT_CODES),
     "top": (top, "watch all ranks of a running job", _EXIT_CODES),
     "doctor": (doctor, "show what was built and found, what is missing and how to get it", None),

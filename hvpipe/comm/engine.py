@@ -304,7 +304,7 @@ class Engine:
     def receive_on_device(self, array: Any, peer: int, tag: int, what: str) -> Any:
         """Start to receive bytes from rank `peer` into a device array; return a request.
 
-        They are written after the work that is on the array's stream now. After `wait()` all streams see them.
+        They are written after the present work of the array's stream. After `wait()` all streams see them.
         """
         found = check_writable(self._on_device(array))
         return self.core.receive_device(array, *found.span, peer, tag, what, found.stream)

@@ -108,7 +108,7 @@ def test_outside_of_a_virtual_environment_mpirun_may_be_with_the_users_own_scrip
 
 def test_only_an_unknown_mpirun(tmp_path: Path) -> None:
     program(tmp_path / "mpirun", SAYS_INTEL)
-    with pytest.raises(LaunchError, match=r"knows Open MPI 4, 5 and MPICH. Received: .*Intel\(R\) MPI"):
+    with pytest.raises(LaunchError, match=r"supports Open MPI 4, .* Received: .*Intel\(R\) MPI"):
         find_mpirun([tmp_path], None)
 
 

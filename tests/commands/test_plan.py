@@ -270,7 +270,7 @@ def test_what_every_micro_batch_costs_decides_how_many(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--microbatches", "auto"], "auto needs to know the --batch-size"),
+        (["--microbatches", "auto"], "auto needs --batch-size"),
         (["--microbatches", "auto", "--batch-size", "0"], "batch_size=0"),
         (["--microbatches", "auto", "--batch-size", "8", "--stages", "49"], "stages=49"),
         (["--stages", "49"], "stages=49"),
@@ -285,7 +285,7 @@ def test_what_every_micro_batch_costs_decides_how_many(
         (["--stages", "0", "--mode", "hybrid"], "stages should be at least 1. Received: stages=0"),
         (["--graph-batch-size", "0"], "batch_size=0"),
         (["--mode", "model"], "mode='model'"),
-        (["--mode", "data", "--stages", "2"], "one stage: leave the stages out.* mode='data', stages=2"),
+        (["--mode", "data", "--stages", "2"], "one stage: omit the stages.* mode='data', stages=2"),
         (["--method", "best"], "method='best'"),
         (["--method", "exact", "--mode", "auto"], "mode='auto', method='exact'"),
         (["--method", "random", "--png", "x.png", "--no-baselines"], "trace with events. Received: none"),
@@ -388,7 +388,7 @@ def test_the_document_shows_the_cluster_and_python_that_runs(
     assert [layer.name for layer in Profile.from_json(profile).layers] == ["dense", "relu"]
     Profile.read(GNMT).write("profile.json")
     codes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (code,) = [code for code in codes if "hvpipe.forecast.pipeline" in code]
+    (code,) = [code for code in codes if "choose(" in code]
     found: dict[str, Any] = {}
     exec(code, found)
     assert found["best"].step_s <= found["step"].step_s

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from hvpipe import session
+from hvpipe import collectives, session
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.profiling.cluster import measure_cluster
 from hvpipe.keras.profiling.measure import measure_built
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     model, batch = _on_all_ranks(lambda: build_target(task))
     tell = _telling() if session.rank() == 0 else lambda done, count, name: None
     # Begun together, as they will train: ranks of one host share what it has.
-    session.barrier()
+    collectives.barrier()
     profile = _on_all_ranks(
         lambda: measure_built(model, batch, repeats=task.repeats, optimizer=task.optimizer, tell=tell)
     )
@@ -79,7 +79,7 @@ def _on_all_ranks(what: Callable[[], Found]) -> Found:
         found = what()
     except HvpipeError as error:
         message = str(error)
-    messages = session.allgather_object(message)
+    messages = collectives.allgather_object(message)
     failed = [rank for rank, told in enumerate(messages) if told is not None]
     if failed:
         if session.rank() == failed[0]:
