@@ -109,7 +109,7 @@ hvpipe.session.when_joined(prepare)
 
 
 def test_what_is_recorded_is_rank_0s_word(tmp_path: Path) -> None:
-    """mpirun hands none of HVPIPE_* to other hosts."""
+    """mpirun passes no HVPIPE_* to other hosts."""
     script = """
 import os
 if os.environ["OMPI_COMM_WORLD_RANK"] != "0": del os.environ["HVPIPE_TRACE"]
@@ -158,7 +158,7 @@ hvpipe.allreduce(np.ones(9))
 
 
 def test_a_gpu_that_is_lost_on_one_rank(tmp_path: Path) -> None:
-    """NCCL tells that rank alone; the other, which waits for it, ends with it."""
+    """NCCL tells only that rank. The other rank waits for it, and ends with it."""
     script = """
 from mpi.devices import OnDevice
 array = OnDevice(np.ones(1000, np.float32))
@@ -296,14 +296,14 @@ def test_mpi_initialised_without_thread_support(tmp_path: Path) -> None:
 
 
 def test_mpi_initialised_without_thread_support_on_one_rank(tmp_path: Path) -> None:
-    """At its exit MPI waits for the other, which waits for it in `init`."""
+    """When it exits, MPI waits for the other rank, which waits for it in `init`."""
     level = f"'single' if {RANK} == '1' else 'multiple'"
     before = f"import os, mpi4py; mpi4py.rc.thread_level = {level}; from mpi4py import MPI\n"
     fails(tmp_path, before + INIT, r"rank 1 of 2 on .* failed:\n(.*\n)*.*InitError: hvpipe needs an MPI")
 
 
 def test_a_rank_that_does_not_join(tmp_path: Path) -> None:
-    """It has started MPI: for one that has not, MPI itself would wait, without a deadline."""
+    """It has started MPI. For a rank that has not, MPI itself would wait without a deadline."""
     script = f"import time\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: time.sleep(600)\n{INIT}"
     says = r"Rank 0 of 2 on .* waited for the other ranks in hvpipe.init\(\)"
     fails(tmp_path, script, says, HVPIPE_TIMEOUT="2")

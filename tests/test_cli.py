@@ -1,4 +1,4 @@
-"""The command line: its flags, its exit codes, what it hands to mpirun."""
+"""The command line: its flags, its exit codes, and what it passes to mpirun."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FLAGS = {
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A script, and a machine with eight cores, Open MPI 5, no root and no settings."""
+    """A script, on a host with 8 cores, Open MPI 5, without root and settings."""
     found = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
     monkeypatch.setattr(mpirun, "find_mpirun", lambda *_: found)
     monkeypatch.setattr(core_binding, "affordable_cores", lambda: 8)

@@ -1,4 +1,4 @@
-"""HVPIPE_LOG_LEVEL: what is shown, by which handler."""
+"""HVPIPE_LOG_LEVEL: which messages are shown, and by which handler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvpipe import log
 
 @pytest.fixture
 def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
-    """hvpipe's logger as a program finds it that has set up no logging, without pytest's handlers."""
+    """hvpipe's logger in a program without logging of its own, and without pytest's handlers."""
     found = logging.Logger("hvpipe")
     monkeypatch.setattr(log, "logger", found)
     return found

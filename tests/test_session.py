@@ -42,7 +42,7 @@ print(f"rank {hvpipe.rank()} took them", flush=True)
 
 
 def test_ranks_whose_environments_differ_take_rank_0s_settings(tmp_path: Path) -> None:
-    """mpirun hands HVPIPE_* to its own host alone; ranks that expected other messages waited for ever."""
+    """Regression: mpirun passes HVPIPE_* to its own host only, and ranks expected different messages."""
     script = tmp_path / "unequal.py"
     script.write_text(UNEQUAL)
     result = launch(2, [script], limit_s=120.0, env={"HVPIPE_TIMEOUT": "30"})

@@ -1,4 +1,4 @@
-"""Arguments of Horovod's functions that hvpipe accepts where they change nothing, and refuses otherwise."""
+"""Horovod's function arguments: hvpipe accepts those that change nothing, and refuses the others."""
 
 from __future__ import annotations
 

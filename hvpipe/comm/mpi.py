@@ -110,7 +110,7 @@ class MpiWorld:
             yield [view[start : start + _MOST_BYTES], self._mpi.BYTE]
 
     def barrier(self) -> None:
-        """Return when every rank has called this."""
+        """Wait until all ranks have called this."""
         self._wait(self._comm.Ibarrier(), "barrier")
 
     def clock_offset_s(self) -> float:

@@ -23,19 +23,24 @@ class World(Protocol):
     """
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This process's number, 0 to size - 1."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of ranks."""
 
     @property
-    def local_rank(self) -> int: ...
+    def local_rank(self) -> int:
+        """This process's number among the ranks of its host."""
 
     @property
-    def local_size(self) -> int: ...
+    def local_size(self) -> int:
+        """The number of ranks on this host."""
 
     @property
-    def host(self) -> str: ...
+    def host(self) -> str:
+        """The name of this host."""
 
     @property
     def fortran_handle(self) -> int | None:
@@ -49,14 +54,17 @@ class World(Protocol):
     def eager_bytes(self) -> int:
         """The largest message that every rank sends without a handshake, in bytes; 0 without MPI."""
 
-    def allgather_object(self, value: Any) -> list[Any]: ...
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order."""
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """Return the values of all ranks, in rank order, on rank 0, and None on the others."""
 
-    def broadcast_object(self, value: Any, root: int = 0) -> Any: ...
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the value of rank `root` on every rank."""
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
 
     def clock_offset_s(self) -> float:
         """Return the seconds to add to this rank's `time.monotonic()` to get rank 0's."""

@@ -83,6 +83,7 @@ class _Supervisor:
         self._timer: threading.Timer | None = None
 
     def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Run the command until it ends; return the exit code."""
         sys.stdout.flush()
         try:
             # In a session of its own the command gets Ctrl-C only once, from here and not from the terminal
@@ -107,6 +108,7 @@ class _Supervisor:
         return code if code >= 0 else 128 - code
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Forward the first ending signal; kill the command at the second."""
         first = self._received is None
         if first:
             self._received = number
@@ -118,6 +120,7 @@ class _Supervisor:
             kill_session(self._process.pid)
 
     def pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Forward a signal that ends nothing."""
         if self._process is not None:
             self._process.send_signal(number)
 

@@ -17,7 +17,7 @@ from hvpipe.commands.terminal import has_colours
 from hvpipe.errors import HvpipeError
 from hvpipe.monitor.status_files import GONE_S, RankStatus, RunningJob, read_jobs, status_root
 
-_SILENT_S = 5.0  # a rank that has been silent for so long is marked
+_SILENT_S = 5.0  # a rank that has been silent for longer is marked
 _HOME_AND_CLEAR = "\033[H\033[J"
 
 Column = tuple[str, Callable[[RankStatus], str]]

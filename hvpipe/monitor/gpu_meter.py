@@ -42,6 +42,7 @@ class GpuMeter:
             raise
 
     def close(self) -> None:
+        """Release NVML."""
         self._nvml.close()
 
     def look(self, now_s: float) -> GpuReading:

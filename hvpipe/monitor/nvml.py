@@ -41,6 +41,7 @@ class Nvml:
         self.close()
 
     def close(self) -> None:
+        """Shut NVML down."""
         with contextlib.suppress(self.library.NVMLError):
             self.library.nvmlShutdown()
 

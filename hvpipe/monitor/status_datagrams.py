@@ -71,6 +71,7 @@ class StatusSender:
         self._socket.setblocking(False)
 
     def send(self, mine: RankStatus) -> None:
+        """Send the status of this rank; a failure is ignored."""
         data = self._token + b" " + json.dumps(mine.to_json()).encode()
         for target in self._targets:
             with contextlib.suppress(OSError):  # no route or no room: the next status replaces this one

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 GONE_S = 30.0
-"""A rank that has been silent for so long was killed, or its host cannot be reached."""
+"""A rank that has been silent for longer was killed, or its host cannot be reached."""
 
 JOB_PREFIX = "hvpipe-job-"
 _SWEPT_S = 3600.0
@@ -75,6 +75,7 @@ class RunningJob:
 
     @property
     def began_s(self) -> float:
+        """When the job started, as a Unix time."""
         return min(rank.began_s for rank in self.ranks)
 
 
@@ -102,6 +103,7 @@ class StatusFolder:
         self._others = self._folder / _OTHERS
 
     def write(self, mine: RankStatus) -> None:
+        """Write the status of this rank."""
         _write(self._mine, mine.to_json())
 
     def write_others(self, others: Iterable[RankStatus]) -> None:
@@ -109,6 +111,7 @@ class StatusFolder:
         _write(self._others, [other.to_json() for other in others])
 
     def close(self, *, with_others: bool) -> None:
+        """Remove this rank's file, the file of the others if wanted, and the folder with the last rank."""
         with contextlib.suppress(OSError):
             self._mine.unlink(missing_ok=True)
             if with_others:

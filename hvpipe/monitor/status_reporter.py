@@ -91,6 +91,7 @@ class StatusReporter:
                     self._folder.write_others(self._receiver.collect())
 
     def close(self) -> None:
+        """Close the sockets and remove this rank's file."""
         for end in (self._sender, self._receiver):
             if end is not None:
                 end.close()

@@ -81,6 +81,7 @@ class Sampler:
         self.stop()
 
     def samples(self) -> tuple[Sample, ...]:
+        """Return the samples so far."""
         return tuple(self._samples)
 
     def events(self) -> tuple[Event, ...]:

@@ -1,4 +1,4 @@
-"""What is read from the protocols of a device array."""
+"""Reading device arrays by their protocols."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvpipe.errors import HvpipeError
 
 
 class Described:
-    """Something with a `__cuda_array_interface__`."""
+    """An object with a `__cuda_array_interface__`."""
 
     def __init__(self, **changes: Any) -> None:
         plain = {"shape": (2, 3), "typestr": "<f4", "data": (4096, False), "version": 3}
@@ -35,7 +35,7 @@ class OnDlpackDevice:
 
 
 class Native:
-    """The compiled module's look into DLPack."""
+    """Stands in for the compiled module, which reads DLPack."""
 
     def device_memory(self, array: Any) -> tuple[int, int, int, int, list[int]]:
         return 8192, 12, 4, 16, [2, 3]
@@ -72,7 +72,7 @@ def test_other_strides_and_types_are_refused() -> None:
 
 
 class Differentiated:
-    """PyTorch's tensor that requires grad."""
+    """Acts like a PyTorch tensor that requires grad."""
 
     @property
     def __cuda_array_interface__(self) -> None:
@@ -102,7 +102,7 @@ def test_what_is_read_only_is_not_written() -> None:
 
 
 class Tensor(Described):
-    """PyTorch's: version 2 of the interface, which has no stream."""
+    """Acts like a PyTorch tensor: version 2 of the interface, which has no stream."""
 
     device = "cuda:1"
 

@@ -1,4 +1,4 @@
-"""Environments as each launcher leaves them, and what discover and settings make of them."""
+"""What `discover` and `settings` read from the environments of each launcher."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_launched_by_another_mpi_than_mpi4py_uses(
 
 
 def test_a_shell_in_an_allocation_needs_no_mpi(tmp_path: Path) -> None:
-    """As of salloc or `srun --pty`."""
+    """Such as a shell of salloc or `srun --pty`."""
     text = "import sys; sys.modules['mpi4py'] = None" + OPEN
     environ = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     result = launch(ALONE, [write(tmp_path, text)], limit_s=LIMIT_S, env=environ)

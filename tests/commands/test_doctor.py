@@ -1,4 +1,4 @@
-"""What the doctor finds on machines made up for it, and on this one."""
+"""The findings of `hvpipe doctor` on fake hosts and on this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6", "mpi4py
 
 @pytest.fixture
 def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """A machine where all is well; take packages away to make it worse."""
+    """A host without problems. A test removes packages to cause some."""
     installed = dict(VERSIONS)
     for name in ("_engine.cpython-311.so", "libhvpipe_core.so", "libhvpipe_tf.so"):
         (tmp_path / name).write_text("")
@@ -94,7 +94,7 @@ def test_no_mpi_library(versions: dict[str, str], monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_engine_that_does_not_load(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the libmpi that it was built with is gone: all was well then."""
+    """Regression: `doctor` found no problem when the libmpi of the build was gone."""
     missing = "libmpi.so.40: cannot open shared object file"
     monkeypatch.setattr(doctor_checks, "_mpi_library", lambda: ("Open MPI v5.0.11", missing))
     found = problems()
@@ -104,7 +104,7 @@ def test_an_engine_that_does_not_load(versions: dict[str, str], monkeypatch: pyt
 
 
 def test_the_engine_is_asked_to_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In a process of its own, where here an MPI loads and the engine does not."""
+    """In a new process, in which MPI loads and the engine does not."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, types\n"
         "sys.modules['hvpipe.comm.mpi'] = types.SimpleNamespace(library_version=lambda: 'Open MPI v5.0.11')\n"
@@ -157,7 +157,7 @@ def test_json_and_exit_code(
 
 
 def test_this_machine() -> None:
-    """Whatever is installed here, it is found without an exception."""
+    """Whatever is installed here, the checks raise nothing."""
     names = [finding.name for finding in doctor_checks.examine({"PATH": "/usr/bin"})]
     assert {"Python", "TensorFlow", "MPI library", "mpirun", "cores", "shared memory"} <= set(names)
 

@@ -123,7 +123,7 @@ def test_a_world_larger_than_its_slots() -> None:
 
 
 def test_a_lone_colon_is_refused() -> None:
-    """mpirun would take what follows as another program, or lose it."""
+    """mpirun would take the words after it as another program, or drop them."""
     with pytest.raises(LaunchError, match=r"a lone colon, .* Received: python args.py a : b"):
         LaunchSpec(OPEN_MPI_5, 2, ("python", "args.py", "a", ":", "b"))
 

@@ -57,7 +57,7 @@ def test_belongs(mpirun: Mpirun, library: str, expected: bool) -> None:
 
 
 def program(path: Path, says: str) -> Path:
-    """A program that answers --version."""
+    """Write a program that prints a version."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/sh\ncat <<'END'\n{says}\nEND\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
@@ -98,7 +98,7 @@ def test_no_mpirun(tmp_path: Path) -> None:
 def test_outside_of_a_virtual_environment_mpirun_may_be_with_the_users_own_scripts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ubuntu puts that folder on PATH at the next login only, Fedora's su never."""
+    """Ubuntu adds that folder to PATH only at the next login, Fedora's su never."""
     monkeypatch.setattr("site.getuserbase", lambda: "/home/me/.local")
     monkeypatch.setattr("site.ENABLE_USER_SITE", True)
     assert script_folders() == [Path(sys.executable).parent]

@@ -1,4 +1,4 @@
-"""`hvpipe plan`: what it answers, prints and writes, and what it says about bad input."""
+"""`hvpipe plan`: its plans, output and files, and its errors for bad input."""
 
 from __future__ import annotations
 
@@ -102,13 +102,13 @@ def test_every_baseline_is_beside_it() -> None:
 
 
 def test_a_step_that_takes_no_time_is_compared_with_nothing() -> None:
-    """Regression: the ratio to it was a division by zero."""
+    """Regression: the ratio to it divided by zero."""
     given = make_plan(PlanRequest(chain(0, 0), equal_cluster(2), Pipelining("1f1b", 4)))
     assert re.search(r"\ngreedy +\d +0 ms +0 ms", to_text(given, lambda one: ""))
 
 
 def test_a_random_baseline_is_the_median_of_those_that_fit() -> None:
-    """Regression: one seed of a hundred without a fitting plan threw all others away."""
+    """Regression: one seed without a fitting plan discarded the other 99."""
     profile = chain(*[1] * 12, weight_bytes=10)
     given = make_plan(PlanRequest(profile, equal_cluster(6, memory_bytes=40), Pipelining("1f1b", 6), 6))
     count = given.fitting["random"]
@@ -207,7 +207,7 @@ def test_advised_batches_add_up_to_the_batch(cluster: str, capsys: pytest.Captur
 
 
 def test_no_more_devices_than_micro_batches() -> None:
-    """Regression: where stages were not asked for, exact and the baselines took all devices."""
+    """Regression: without --stages, exact and the baselines used all devices."""
     profile, how = chain(3, 3, 3, 3), Pipelining("1f1b", 2)
     given = make_plan(PlanRequest(profile, equal_cluster(4), how, method="exact"))
     assert len(given.chosen.plan.stages) == 2
@@ -347,7 +347,7 @@ def test_a_model_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_why_a_model_does_not_fit_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: it was said for every number of stages, and again for what is printed."""
+    """Regression: the warning came once per number of stages, and again for the printed plan."""
     asked = []
     least_short = partitioning.least_short
     monkeypatch.setattr(

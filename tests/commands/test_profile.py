@@ -1,4 +1,4 @@
-"""`hvpipe profile` before any rank runs: what it refuses, what it hands to the ranks."""
+"""`hvpipe profile` before any rank runs: what it refuses, and what it passes to the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvpipe.specs.profile_request import InputShape, ProfileTask, parse_input_sh
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model's file, and a machine with eight cores, Open MPI 5, no root and no settings."""
+    """A folder with a model file, on a host with 8 cores, Open MPI 5, without root and settings."""
     found = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
     monkeypatch.setattr(mpirun, "find_mpirun", lambda *_: found)
     monkeypatch.setattr(core_binding, "affordable_cores", lambda: 8)

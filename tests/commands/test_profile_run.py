@@ -1,4 +1,4 @@
-"""`hvpipe profile` as a user runs it, on real ranks, what it wrote planned with, and that plan trained by."""
+"""`hvpipe profile` on real ranks, then a plan from its files, then training by that plan."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ last = world.rank == world.size - 1
 
 
 def hvpipe_run(tmp_path: Path, script: str, *options: str, limit_s: float = LIMIT_S) -> Run:
-    """Run a script with two arguments of its own under `hvpipe run`."""
+    """Run a script with two arguments under `hvpipe run`."""
     path = tmp_path / "script.py"
     path.write_text(script)
     result = run(
@@ -92,7 +92,7 @@ def test_a_signal_ends_all_ranks(number: signal.Signals, tmp_path: Path) -> None
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is more than a zombie."""
+    """Tell whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -108,7 +108,7 @@ def test_more_ranks_than_slots_start_nothing(tmp_path: Path) -> None:
 
 
 def can_unshare() -> bool:
-    """Whether a second host name can be made up for a process."""
+    """Tell whether a process can be given another host name."""
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("hostname") is None:
         return False
     return (

@@ -1,4 +1,4 @@
-"""Exit codes and signals, with small programs in the place of mpirun."""
+"""Exit codes and signals, with small programs in place of mpirun."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LIMIT_S = 60.0
 
 
 def supervised(program: str, tmp_path: Path, grace_s: float = 30.0, setup: str = "") -> subprocess.Popen[str]:
-    """`supervise` in a process of its own, running a Python program that has touched `ready`."""
+    """Start `supervise` in a new process; return after its Python program has touched `ready`."""
     script = f"{setup}\nimport os, sys\nfrom hvpipe.commands.supervise import supervise\n"
     script += f"sys.exit(supervise([sys.executable, '-c', {program!r}], os.environ, grace_s={grace_s}))"
     process = subprocess.Popen(
@@ -34,7 +34,7 @@ def supervised(program: str, tmp_path: Path, grace_s: float = 30.0, setup: str =
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is more than a zombie."""
+    """Tell whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -56,7 +56,7 @@ def test_the_environment_is_handed_on() -> None:
 
 
 def test_every_job_has_a_folder_of_its_own_for_mpirun() -> None:
-    """In that of an earlier mpirun that was killed, one with its number would not start."""
+    """Regression: in the folder of a killed mpirun, another mpirun with its PID did not start."""
     program = """
 import os, sys
 folder = os.environ["PRTE_MCA_prte_local_tmpdir_base"]
@@ -167,7 +167,7 @@ def test_a_signal_ignored_before_stays_ignored(tmp_path: Path) -> None:
 
 
 def test_the_launcher_does_not_outlive_a_supervisor_that_is_killed(tmp_path: Path) -> None:
-    """Nothing else would end the job of a `hvpipe run` that was killed."""
+    """Nothing else would end the job of a killed `hvpipe run`."""
     program = "import os, time; open('pid', 'w').write(str(os.getpid())); open('ready', 'w'); time.sleep(60)"
     process = supervised(program, tmp_path)
     launcher = int((tmp_path / "pid").read_text())

@@ -1,4 +1,4 @@
-"""`hvpipe top`: what it shows of a job, on a terminal, without one, as JSON; how it ends."""
+"""`hvpipe top`: its output on a terminal, without one and as JSON, and how it ends."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_wrong_interval(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.fixture
 def living(root: Path) -> Path:
-    """A job whose file is newer than any look, so that only its removal ends it."""
+    """A job with a file from the future, so that only its removal ends the job."""
     StatusFolder(str(root), IDLE.job, 0).write(replace(IDLE, at_s=time.time() + 3600))
     return root
 

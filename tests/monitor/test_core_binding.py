@@ -1,4 +1,4 @@
-"""Ranks whose launcher left them few cores: who is told, and who is not."""
+"""The warning about a launcher that binds ranks to few cores."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_system_without_affinities(monkeypatch: pytest.MonkeyPatch) -> None:
     ("allowed", "cores"), [(None, 64), (4.0, 4), (1.5, 1), (0.2, 1), (100.0, 64)], ids=str
 )
 def test_a_containers_cpu_limit(allowed: float | None, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `docker run --cpus=4` the ranks started a thread for each of the machine's cores."""
+    """Regression: under `docker run --cpus=4` the ranks started a thread per core of the host."""
     monkeypatch.setattr(core_binding, "usable_cores", lambda: 64)
     monkeypatch.setattr(core_binding, "cores_allowed", lambda: allowed)
     assert core_binding.affordable_cores() == cores

@@ -1,4 +1,4 @@
-"""What a rank reads of its GPU, from a driver made up here: there need be no GPU."""
+"""The readings of a rank's GPU, from a fake driver: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = {POWER: 300_000, ENERGY: 5_000, NVLINK_OUT: 10, NVLINK_IN: 20, PCIE_OUT
 
 @pytest.fixture(autouse=True)
 def host_pids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver knows this process by the number that it has here."""
+    """The driver knows this process by the PID that it has here."""
     monkeypatch.setattr(gpu_meter, "_in_host_pid_namespace", lambda: True)
 
 

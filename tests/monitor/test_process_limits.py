@@ -1,4 +1,4 @@
-"""Limits of memory and processor time: control groups of both versions, ulimit, the share of each rank."""
+"""Memory and CPU limits: control groups of both versions, ulimit, each rank's share."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_figures_of_a_process() -> None:
 
 
 def test_ranks_of_a_host_share_it() -> None:
-    """What is taken already (some 100 MB here, give or take) is the same in both."""
+    """The memory already taken (about 100 MB here) is the same in both."""
     one, two = usable_bytes(1), usable_bytes(2)
     assert 0 < two < one
     assert abs(one - 2 * two - taken_bytes(Path("/proc/self/status").read_text())["VmRSS"]) < 1e7

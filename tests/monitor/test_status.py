@@ -1,4 +1,4 @@
-"""What ranks tell about themselves while they run: files, datagrams, and the report that makes both."""
+"""The status of running ranks: files, datagrams, and the reporter that writes and sends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler on this machine, and what it makes of samples written by hand."""
+"""The sampler on this host, and its summary of samples written by hand."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_row_has_a_column_for_each_figure() -> None:
 
 
 def test_a_look_that_takes_long_is_taken_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundredth of a core at most, whatever the machine's counters cost."""
+    """At most 1 % of a core, whatever the host's counters cost."""
 
     def slow(sample: Sample) -> None:
         until_s = time.thread_time() + 0.003

@@ -1,4 +1,4 @@
-"""Stands in for pynvml, as far as hvpipe asks it: GPUs made up for a test, with what the test takes away."""
+"""A stand-in for pynvml with the calls that hvpipe makes: GPUs and failures that a test defines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, LOST = 3, 4, 6, 15
 
 
 class NVMLError(Exception):
-    """As pynvml's: carries NVML's code as `value`."""
+    """Like pynvml's error: `value` is NVML's code."""
 
     def __init__(self, value: int) -> None:
         super().__init__(value)
@@ -24,7 +24,7 @@ class NVMLError(Exception):
 
 @dataclass
 class FakeGpu:
-    """One GPU: `fields` are NVML's field values by id, `fails` NVML's codes by call or field id."""
+    """A GPU. `fields` holds NVML's field values by id, `fails` error codes by call or field id."""
 
     index: int
     instances: list[FakeInstance] = field(default_factory=list)
@@ -54,7 +54,7 @@ class FakeInstance(FakeGpu):
 
 
 class FakeNvml:
-    """The module. `starts` is the code with which nvmlInit fails; `opened` counts what was not shut down."""
+    """The module pynvml. nvmlInit fails with the code `starts`, if not 0; `opened` counts open sessions."""
 
     NVMLError = NVMLError
     NVML_CLOCK_SM = 1

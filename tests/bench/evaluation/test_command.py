@@ -378,7 +378,7 @@ def test_hvpipe_bench_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks into the current folder")
 def test_a_bench_of_ones_own_in_the_current_folder_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "bench.py").write_text("raise SystemExit('mine')")
-    start = "import os; from hvpipe import bench_command; bench_command.bench(['--help'], os.environ)"
+    start = "import os; from hvpipe.commands import bench; bench.bench(['--help'], os.environ)"
     environment = {**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[2])}
     line = [sys.executable, "-c", start]
     said = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
@@ -412,7 +412,7 @@ def test_a_second_signal_waits_for_the_benchmark_to_clean_up(number: signal.Sign
     (tmp_path / "bench" / "__main__.py").write_text(CLEANS_UP)
     real = Path(command.__file__).parents[2]
     (tmp_path / "bench" / "termination.py").write_text((real / "bench" / "termination.py").read_text())
-    start = "import os; from pathlib import Path; from hvpipe import bench_command as b; "
+    start = "import os; from pathlib import Path; from hvpipe.commands import bench as b; "
     start += "b.find_checkout = lambda *_: Path.cwd(); b.bench(['run'], os.environ)"
     environment = {**os.environ, "PYTHONPATH": str(real)}
     process = subprocess.Popen([sys.executable, "-c", start], cwd=tmp_path, env=environment)
