@@ -160,7 +160,7 @@ hvpipe.allreduce(np.ones(9))
 def test_a_gpu_that_is_lost_on_one_rank(tmp_path: Path) -> None:
     """NCCL tells only that rank. The other rank waits for it, and ends with it."""
     script = """
-from mpi.devices import OnDevice
+from devices import OnDevice
 array = OnDevice(np.ones(1000, np.float32))
 def reduce(): hvpipe.allreduce(array, op="sum", out=array)
 reduce()

@@ -54,7 +54,7 @@ def measure_links(
     """
     if repeats < 1 or len(set(sizes_bytes)) < 2 or min(sizes_bytes) < 1:
         raise HvpipeError(
-            "Measuring links needs at least one repeat and at least two message sizes of 1 byte or more. "
+            "Measuring links needs at least one repeat and messages of at least two sizes. "
             f"Received: sizes_bytes={list(sizes_bytes)}, repeats={repeats}"
         )
     rank, size = engine.world.rank, engine.world.size

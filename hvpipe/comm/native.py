@@ -105,8 +105,8 @@ def _advice_on_import(error: ImportError) -> str:
     folder = Path(__file__).parents[2]
     if (folder / "CMakeLists.txt").is_file() and importlib.util.find_spec("hvpipe._build_info") is None:
         return (
-            f"Python imported hvpipe from its source in {folder}, which is not built. It hides an hvpipe "
-            f"that may be installed: start elsewhere, or install this one editable (pip install -e {folder})."
+            f"Python imported hvpipe from its source in {folder}, which is not built, before an hvpipe that "
+            f"may be installed: start elsewhere, or install this one editable (pip install -e {folder})."
         )
     if "GLIBCXX" in str(error):
         return (
