@@ -61,6 +61,7 @@ def module_of(file: str) -> str:
     return ".".join(["hvpipe", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
 
 
+@cache
 def known_modules() -> set[str]:
     return {module_of(file) for file in files()} | {"hvpipe._build_info", "hvpipe._engine"}
 

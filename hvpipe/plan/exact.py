@@ -58,7 +58,7 @@ def exact(
     check_stages(profile, cluster, stages, pipelining)
     if pipelining.chunks > 1:
         raise HvpipeError(
-            "exact needs a schedule with one stage on each device: gpipe, 1f1b or zb-h1. "
+            "exact needs a schedule with one stage on each device. "
             f"Received: schedule={pipelining.schedule!r}"
         )
     if len(profile.layers) > MOST_LAYERS:

@@ -12,11 +12,12 @@ from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast import choice
 from hvpipe.forecast.choice import candidate, candidates, choose
 from hvpipe.forecast.data_parallel import forecast_data_parallel, whole_shares
-from hvpipe.forecast.pipeline import Forecast, schedule_of
+from hvpipe.forecast.pipeline import Forecast
 from hvpipe.plan import greedy
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import grouped, groupings
 from hvpipe.plan.stage_plan import Plan
+from hvpipe.schedule.plan_schedule import schedule_of
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
 from hvpipe.specs.profile import Profile
 from model_graphs import chain, clusters, model, profiles
@@ -111,7 +112,7 @@ def test_a_data_parallel_plan_has_no_schedule() -> None:
     profile = replace(chain(3), batch_size=8)
     one = forecast_data_parallel(profile, equal_cluster(4), Pipelining(microbatches=2))
     assert one.plan.stages[0].shares == (4, 4, 4, 4)
-    with pytest.raises(PlanError, match=r"for hvpipe.keras.data_parallel.*shares=\[4.0, 4.0, 4.0, 4.0\]"):
+    with pytest.raises(PlanError, match=r"with hvpipe.keras.data_parallel.*shares=\[4.0, 4.0, 4.0, 4.0\]"):
         schedule_of(Plan.from_json(one.plan.to_json()))
 
 

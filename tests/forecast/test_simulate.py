@@ -263,10 +263,10 @@ def test_costs_that_do_not_fit() -> None:
     with pytest.raises(HvpipeError, match=r"needs weight_s of every stage. Received: StageTimes"):
         simulate(schedule, [StageTimes(1, 2)] * 2)
     cost = StageTimes(1, 2)
-    with pytest.raises(HvpipeError, match=r"of stage 0, 2 for its ranks. Received: 3 costs"):
+    with pytest.raises(HvpipeError, match=r"one, or 2, one for each rank of stage 0. Received: 3 costs"):
         simulate(make_schedule("1f1b", (2, 1), 2), [[cost] * 3, cost])
     with pytest.raises(
-        HvpipeError, match=r"from stage 0 to stage 1 should be one or, .*, 2. Received: \[1\]"
+        HvpipeError, match=r"from stage 0 to stage 1 should be one, or 2, .* of stage 1. Received: \[1\]"
     ):
         simulate(make_schedule("1f1b", (1, 2), 2), [StageTimes(1, 2, None, {1: [1]}), cost])
 
