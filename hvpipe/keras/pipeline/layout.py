@@ -9,12 +9,12 @@ from functools import cached_property
 from zlib import crc32
 
 from hvpipe.errors import PlanError
-from hvpipe.forecast.pipeline import check_is_pipeline, schedule_of
 from hvpipe.keras.graph.layer_graph import LayerGraph
 from hvpipe.keras.graph.stage import Stages, cut_stages
 from hvpipe.keras.pipeline.step import Course
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.schedule.action import Action
+from hvpipe.schedule.plan_schedule import check_is_pipeline, schedule_of
 from hvpipe.schedule.schedule import Schedule
 from hvpipe.schedule.verify import verify
 
