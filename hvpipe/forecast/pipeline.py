@@ -10,9 +10,11 @@ from hvpipe.forecast.gradient_reduce import Backward, Gradients, Ring, reduce_be
 from hvpipe.forecast.simulate import Contention, Costs, Simulation, StageCost, Way, links, simulate
 from hvpipe.plan.memory_shortage import say_missing
 from hvpipe.plan.placement_cost import stage_costs
-from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
+from hvpipe.plan.stage_plan import Plan
+from hvpipe.schedule.plan_schedule import check_is_pipeline as check_is_pipeline
+from hvpipe.schedule.plan_schedule import schedule_of as schedule_of
 from hvpipe.schedule.program import Dataflow, Message
-from hvpipe.schedule.schedule import Schedule, make
+from hvpipe.schedule.schedule import Schedule
 from hvpipe.schedule.verify import peak_stash
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
@@ -86,29 +88,6 @@ def forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
     updating_s = {event.rank: event.duration_s for event in updates}
     busy_s = tuple(busy + updating_s.get(rank, 0.0) for rank, busy in enumerate(foreseen.busy_s))
     return Forecast(plan, step_s, busy_s, _memory_bytes(plan, profile, cluster, schedule), trace)
-
-
-def schedule_of(plan: Plan, microbatches: int | None = None) -> Schedule:
-    """The schedule that the plan is made for, or that of other `microbatches`: `plan.ranks` are its ranks."""
-    check_is_pipeline(plan)
-    how = plan.pipelining
-    count = how.microbatches if microbatches is None else microbatches
-    if how.chunks > 1:
-        return make(how.schedule, len(plan.ranks), count, how.chunks)
-    counts = [len(stage.devices) for stage in plan.stages]
-    return make(how.schedule, counts, count, shares=[stage.shares for stage in plan.stages])
-
-
-def check_is_pipeline(plan: Plan) -> None:
-    """Refuse a plan that has no schedule: of another placement, or data parallel."""
-    if plan.method == DATA_PARALLEL:
-        raise PlanError(
-            "Only a pipeline has a schedule. A data-parallel plan is for hvpipe.keras.data_parallel, with a "
-            "batch of its share for each rank; or plan again with mode pipeline or hybrid. "
-            f"Received: method={plan.method!r}, shares={list(plan.stages[0].shares)}"
-        )
-    if not plan.contiguous:
-        raise PlanError(f"Only a pipeline has a schedule. Received: method={plan.method!r}")
 
 
 def dataflow_of(plan: Plan, profile: Profile) -> Dataflow:

@@ -306,3 +306,26 @@ def check_variables_are_known(optimizer: Any, variables: Sequence[Any]) -> None:
 def warn_of_empty_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
     """Warn of variables without a gradient, as plain Keras does (`Optimizer._filter_empty_gradients`)."""
     optimizer._filter_empty_gradients(gradients, variables)
+
+
+# --- Pipelines: more overrides and attributes ----------------------------------------------------------
+
+# PipelineParallel (pipeline/model.py) also overrides `Trainer._get_metrics_result_or_logs` and
+# `Trainer._flatten_metrics_in_order`: its logs come from all ranks.
+
+COMPILE_CONFIG = "_compile_config"
+"""The attribute that holds the arguments of `compile`. Saving a pipeline as a plain compiled model."""
+
+
+def set_compiled_loss(model: Any, loss: Any) -> None:
+    """Replace the model's CompileLoss (`Trainer._compile_loss`). Losses of micro-batches."""
+    model._compile_loss = loss
+
+
+def optimizer_attributes(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's attributes without its lists of variables (`_variables`, `_trainable_variables`).
+
+    Saving pipelines: the rest are its state, in lists of slots and single variables.
+    """
+    lists = ("_variables", "_trainable_variables")
+    return {name: value for name, value in vars(optimizer).items() if name not in lists}

@@ -12,7 +12,8 @@ import keras
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.graph.deferred_build import lent_memory, without_memory
 from hvpipe.keras.graph.layer_graph import LayerGraph, functional_of, layer_graph
-from hvpipe.keras.graph.stage import StageFunctions, Stages, cut_stages
+from hvpipe.keras.graph.stage import StageFunctions
+from hvpipe.keras.graph.stage_cuts import Stages, cut_stages
 from hvpipe.keras.profiling.footprint import Slots, kept_bytes, tensor_bytes, untrained_bytes, weight_bytes
 from hvpipe.keras.profiling.stopwatch import Stopwatch
 from hvpipe.keras.profiling.timed_spans import corrected

@@ -10,7 +10,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvpipe.keras.graph.split_gradient import FlatFunction
+from hvpipe.keras.graph.graph_pieces import FlatFunction
 
 _WARM_UPS = 2
 _EMPTY_CALLS = 30

@@ -13,7 +13,8 @@ from typing import Any
 
 from hvpipe.keras.graph.deferred_build import lent_memory
 from hvpipe.keras.graph.layer_graph import LayerGraph
-from hvpipe.keras.graph.stage import StageFunctions, Stages, cut_stages
+from hvpipe.keras.graph.stage import StageFunctions
+from hvpipe.keras.graph.stage_cuts import Stages, cut_stages
 from hvpipe.keras.profiling.stopwatch import Stopwatch
 from hvpipe.keras.profiling.timed_stage import Wires, Work, same_state
 from hvpipe.specs.profile import LayerCost

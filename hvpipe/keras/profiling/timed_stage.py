@@ -10,7 +10,8 @@ import keras
 import tensorflow as tf
 
 from hvpipe.keras.graph.deferred_build import variables_of
-from hvpipe.keras.graph.stage import StageFunctions, Stages, Wire
+from hvpipe.keras.graph.stage import StageFunctions
+from hvpipe.keras.graph.stage_cuts import Stages, Wire
 from hvpipe.keras.profiling.stopwatch import Timed
 
 

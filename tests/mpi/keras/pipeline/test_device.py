@@ -20,7 +20,7 @@ from native_build import build
 from pipelines import MODELS, batches, compile_as_all, pipelined, spread
 
 # The module; the package has a function of that name.
-MAKER = importlib.import_module("hvpipe.keras.pipeline_parallel")
+MAKER = importlib.import_module("hvpipe.keras.pipeline.model")
 
 
 @pytest.fixture(scope="module")
