@@ -71,7 +71,6 @@ class TracedGraph:
             upstream: The placeholders of the outputs' gradients.
             recompute: Run the forward's operations again in the backward, except random numbers.
         """
-        self._graph = graph
         self._recompute = recompute
         self._captures = {inside.name: outside for outside, inside in graph.captures}
         self._upstream = {placeholder.op for placeholder in upstream}

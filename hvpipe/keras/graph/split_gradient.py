@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import tensorflow as tf
@@ -45,7 +46,7 @@ class SplitGradient:
     forward: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]
     backward: Callable[[Sequence[Any], Sequence[Any], bool], list[Any]]
     backward_inputs: Callable[[Sequence[Any], Sequence[Any]], tuple[list[Any], list[Any]]]
-    backward_weights: Callable[[Sequence[Any], bool], None]
+    backward_weights: Callable[[Sequence[Any], bool], object]
     accumulators: list[Any]
     variables: list[Any]
     captured: list[Any]
@@ -93,27 +94,26 @@ def split_gradient(
     inputs_part = graph.piece(backward_feeds, [*of_inputs, *shared, *saved_later]).function()
     weights_part = _accumulating(graph.piece([*shared, *saved_later], of_weights), accumulators)
 
-    def run_forward(values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        found = forward(values)
-        return found[: len(traced.outputs)], found[len(traced.outputs) :]
-
-    def run_inputs_part(saved: Sequence[Any], gradients: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        found = inputs_part([*saved, *gradients])
-        return found[: len(of_inputs)], found[len(of_inputs) :]
-
-    def run_weights_part(saved: Sequence[Any], first: bool) -> None:
-        weights_part[first](saved)
-
     return SplitGradient(
-        forward=run_forward,
+        forward=_with_saved(forward, len(traced.outputs)),
         backward=lambda saved, gradients, first: both[first]([*saved, *gradients]),
-        backward_inputs=run_inputs_part,
-        backward_weights=run_weights_part,
+        backward_inputs=_with_saved(inputs_part, len(of_inputs)),
+        backward_weights=lambda saved, first: weights_part[first](saved),
         accumulators=accumulators,
         variables=traced.variables,
         captured=[outside for outside, _ in traced.graph.captures],
         reached=traced.reached,
     )
+
+
+def _with_saved(function: FlatFunction, results: int) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """Return a function that takes lists of values; its first `results` results come apart from the rest."""
+
+    def run(*values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        found = function(list(chain(*values)))
+        return found[:results], found[results:]
+
+    return run
 
 
 @dataclass(frozen=True)

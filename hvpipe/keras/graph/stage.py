@@ -221,8 +221,8 @@ class StageFunctions:
             name = graph.calls[graph.makers()[wire.number]].name
             raise HvpipeError(
                 "A tensor between stages should have the dtype of the layer's output spec. "
-                f"{name} tells {said.name}: make it with dtype={value.dtype.name!r}, or correct its output "
-                f"spec. Received: {'a mask of ' * wire.mask}{value.dtype.name} from {name}"
+                f"The spec of {name} is {said.name}: make it with dtype={value.dtype.name!r}, or correct its "
+                f"output spec. Received: {'a mask of ' * wire.mask}{value.dtype.name} from {name}"
             )
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 
-# TensorFlow does not tell the dtype of the elements of a loop's list, so try these.
+# TensorFlow does not expose the dtype of the elements of a loop's list, so try these.
 _ELEMENT_DTYPES = (tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.int64, tf.bool)
 
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(

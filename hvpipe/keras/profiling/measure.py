@@ -38,9 +38,9 @@ def measure(
     Its inputs are what earlier calls made of the batch; its gradients are random. How the numbers come about:
 
     - `forward_s` and `backward_s`: the median of `repeats` calls, after two to warm up, minus the time of an
-      empty function. These medians tell how layers compare. What they take in a step is told by runs of
-      consecutive layers, about eight, timed in turn in the same way: the times of their layers are scaled to
-      add up to the runs' means.
+      empty function. These medians show how layers compare. To find what they take in a step, about
+      eight spans of consecutive layers are timed in turn in the same way. The times of their layers are
+      scaled to add up to the spans' means.
     - A layer without a gradient has no backward: its inputs and weights are not floating, or it is the first
       and has no weights.
     - Of Keras's own layers with equal config and shapes, only the first is timed.

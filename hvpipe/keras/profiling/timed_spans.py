@@ -2,7 +2,7 @@
 
 A layer that is called again and again finds its weights in the processor's caches. A short call may end
 before the operating system preempts a rank that has used its time slice. Neither holds in a step. So the
-layers' own times tell their shares of a span, and the time of the span tells the seconds.
+layers' own times give their shares of a span, and the time of the span gives the seconds.
 """
 
 from __future__ import annotations

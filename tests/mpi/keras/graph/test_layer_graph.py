@@ -137,7 +137,7 @@ def test_a_tensor_of_another_dtype_than_keras_tells_does_not_leave_its_stage() -
     x = layers.RepeatVector(3, name="repeat")(layers.Reshape((1,), dtype="int32")(inputs))
     stages = cut_stages(layer_graph(keras.Model(inputs, layers.Embedding(5, 2)(x))), [[0, 1], [2]])
     with pytest.raises(
-        HvpipeError, match=r"repeat tells float32: .*dtype='int32'.* Received: int32 from repeat"
+        HvpipeError, match=r"spec of repeat is float32: .*dtype='int32'.* Received: int32 from repeat"
     ):
         StageFunctions(stages, 0, targets=(), loss=None).prediction(tf.zeros(2, tf.int32))
 
