@@ -14,8 +14,9 @@ from hvpipe.keras.graph.stage_cuts import Stages, cut_stages
 from hvpipe.keras.pipeline.rank_program import RankProgram
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.schedule.action import Action
-from hvpipe.schedule.plan_schedule import check_is_pipeline, one_at_a_time, training_schedule
+from hvpipe.schedule.plan_schedule import check_is_pipeline
 from hvpipe.schedule.schedule import Schedule
+from hvpipe.schedule.training_schedule import one_at_a_time, training_schedule
 from hvpipe.schedule.verify import verify
 
 
