@@ -1,4 +1,4 @@
-"""JSON and TOML on disk: errors name file, line and field; a file is written whole or not at all."""
+"""Reads and writes JSON and TOML files: errors name file, line and field; writes are atomic."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ else:
 
 
 class Table:
-    """An object of a document, whose fields are taken with their type checked.
+    """An object of a document; its methods check the type of each field they return.
 
-    `place` is how messages call it: "plan.json" or "plan.json: layers[3]".
+    `place` names the object in errors: "plan.json" or "plan.json: layers[3]".
     """
 
     def __init__(self, fields: object, place: str) -> None:
@@ -33,14 +33,16 @@ class Table:
         self._fields: Mapping[str, Any] = fields
 
     def has(self, field: str) -> bool:
+        """Tell whether the field is present and not null."""
         return self._fields.get(field) is not None
 
     def text(self, field: str) -> str:
+        """Return a text."""
         value = self._get(field, "text")
         return value if isinstance(value, str) else self._refuse(field, "text", value)
 
     def number(self, field: str, *, above: float | None = None) -> float:
-        """A finite number >= 0, or > `above` where that is given."""
+        """Return a finite number >= 0, or > `above` if that is given."""
         want = "a number of at least 0" if above is None else f"a number above {above:g}"
         value = self._get(field, want)
         if not _is_finite(value) or (value < 0 if above is None else value <= above):
@@ -48,17 +50,19 @@ class Table:
         return float(value)
 
     def integer(self, field: str, *, minimum: int = 0) -> int:
-        """A whole number of at least `minimum`; TOML's 16e9 is one."""
+        """Return a whole number of at least `minimum`; TOML's 16e9 is one."""
         value = self.number(field)
         if value != int(value) or value < minimum:
             self._refuse(field, f"a whole number of at least {minimum}", self._fields[field])
         return int(value)
 
     def flag(self, field: str) -> bool:
+        """Return true or false."""
         value = self._get(field, "true or false")
         return value if isinstance(value, bool) else bool(self._refuse(field, "true or false", value))
 
     def flag_or_integers(self, field: str) -> bool | tuple[int, ...]:
+        """Return true, false or whole numbers."""
         want = "true, false or a list of whole numbers"
         value = self._get(field, want)
         if isinstance(value, bool):
@@ -68,22 +72,25 @@ class Table:
         return tuple(value)
 
     def tables(self, field: str) -> list[Table]:
+        """Return a list of objects."""
         value = self._get(field, "a list of objects")
         if not isinstance(value, (list, tuple)):
             self._refuse(field, "a list of objects", value)
         return [Table(row, f"{self._prefix()}{field}[{i}]") for i, row in enumerate(value)]
 
     def table(self, field: str) -> Table:
+        """Return an object."""
         return Table(self._get(field, "an object"), f"{self._prefix()}{field}")
 
     def texts(self, field: str) -> list[str]:
+        """Return a list of texts."""
         value = self._get(field, "a list of texts")
         if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
             self._refuse(field, "a list of texts", value)
         return list(value)
 
     def numbers(self, field: str, *, above: float | None = None) -> list[float]:
-        """Finite numbers >= 0, or > `above` where that is given."""
+        """Return finite numbers >= 0, or > `above` if that is given."""
         value = self._get(field, "a list of numbers")
         if not isinstance(value, (list, tuple)):
             self._refuse(field, "a list of numbers", value)
@@ -93,7 +100,7 @@ class Table:
         ]
 
     def allow(self, fields: Iterable[str]) -> None:
-        """Refuse fields that nobody would read: a misspelt one must not count as absent."""
+        """Refuse unknown fields: a misspelt field must not count as absent."""
         known = sorted(fields)
         if unknown := sorted(set(self._fields) - set(known)):
             raise HvpipeError(f"{self.place} should have only {', '.join(known)}. Received: {unknown[0]!r}")
@@ -109,7 +116,7 @@ class Table:
 
     @contextlib.contextmanager
     def named_in_errors(self) -> Iterator[None]:
-        """Put the place in front of an HvpipeError that does not name it."""
+        """Prefix an HvpipeError raised inside with the place, unless it names the place already."""
         try:
             yield
         except HvpipeError as error:
@@ -128,7 +135,7 @@ class Table:
 
 
 def read_document(path: str | os.PathLike[str]) -> Table:
-    """The object in a JSON file, or in a TOML file where the name ends in .toml."""
+    """Read the object in a JSON file, or in a TOML file if the name ends in .toml."""
     source = Path(path)
     kind = "TOML" if source.suffix == ".toml" else "JSON"
     try:
@@ -148,7 +155,7 @@ def read_document(path: str | os.PathLike[str]) -> Table:
 
 
 def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
-    """Write a JSON file, whole or not at all; it is on the disk then, under its name."""
+    """Write a JSON file, whole or not at all. On return, the file and its name are on the disk."""
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -165,7 +172,7 @@ def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) ->
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put the names in a folder on the disk, where its file system can."""
+    """Flush the names in a folder to the disk, if its file system can."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -175,13 +182,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 def fingerprint(content: object) -> str:
-    """16 hex digits of a JSON value, equal for equal content on every machine."""
+    """Return 16 hex digits of a JSON value, equal for equal content on every machine."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _is_finite(value: object) -> bool:
-    """True for a number that a float can hold."""
+    """Tell whether a value is a number that a float can hold."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
     try:

@@ -1,4 +1,4 @@
-"""What a run leaves behind when its session closes: the trace file, the utilization file, the summary."""
+"""Writes a run's outputs when its session closes: trace file, utilization file, summary."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _RankRun:
 
 
 def report_run(session: Session) -> Summary | None:
-    """Gather on rank 0 what all ranks recorded; it writes the files and prints the summary. Collective."""
+    """Gather all ranks' records on rank 0, which writes the files and prints the summary. Collective."""
     settings = session.settings
     runs: list[_RankRun] | None = session.engine.gather_object(_recorded(session))
     if runs is None:
@@ -51,15 +51,15 @@ def report_run(session: Session) -> Summary | None:
             "counters": [run.counters for run in runs],
             "summary": summary.to_json(),
             "utilization": [run.utilization for run in runs],
-            "utilization_notes": _said_once(runs),
+            "utilization_notes": _unique_notes(runs),
         }
         Trace(whole.events, metadata).write(settings.trace_path)
-        _tell_dropped(runs)
+        _warn_of_dropped_events(runs)
     if settings.utilization_path:
         _write_utilization(Path(settings.utilization_path), runs)
-    # That there is no GPU is news only to those who asked.
+    # A note about missing GPUs matters only if the run has GPUs, or the user asked for utilization.
     if settings.utilization_path or any(run.utilization["gpu"] for run in runs):
-        for note in _said_once(runs):
+        for note in _unique_notes(runs):
             print(f"hvpipe: utilization: {note}", file=sys.stderr, flush=True)
     if settings.summary and summary.steps > 0:
         print(summary.to_line(), file=sys.stderr, flush=True)
@@ -67,11 +67,11 @@ def report_run(session: Session) -> Summary | None:
 
 
 def _recorded(session: Session) -> _RankRun:
-    """Only what will be written: all samples of a long run as events are many. Collective."""
+    """Return what this rank recorded, without what nobody will write: samples may be many. Collective."""
     assert session.sampler is not None
     settings, sampler = session.settings, session.sampler
     traced, listed = bool(settings.trace_path), bool(settings.utilization_path)
-    # Over hours clocks run apart.
+    # Clocks drift apart over hours, so files need a second reading.
     clock = Clock(session.clock_reading, session.read_clock() if traced or listed else session.clock_reading)
     trace = Trace()
     if traced:
@@ -88,31 +88,31 @@ def _recorded(session: Session) -> _RankRun:
     )
 
 
-def _tell_dropped(runs: list[_RankRun]) -> None:
-    """A trace that ends before the run does says so; its metadata has the numbers among the counters."""
+def _warn_of_dropped_events(runs: list[_RankRun]) -> None:
+    """Warn if the trace ends before the run. The counters in its metadata have the numbers of lost events."""
     dropped = [run.counters.get("events_dropped", 0) for run in runs]
     if any(dropped):
         print(
-            f"hvpipe: trace: it lacks the last {sum(dropped):,.0f} events of {sum(map(bool, dropped))} of "
-            f"{len(runs)} ranks, which had no room for more: trace a shorter run",
+            f"hvpipe: trace: {sum(map(bool, dropped))} of {len(runs)} ranks ran out of room and lost their "
+            f"last {sum(dropped):,.0f} events; trace a shorter run",
             file=sys.stderr,
             flush=True,
         )
 
 
 def _rows(samples: Iterable[Sample], clock: Clock) -> list[dict[str, Any]]:
-    """Rows of the utilization file, at rank 0's times, as in the trace."""
+    """Return the rows of the utilization file, in rank 0's time like the trace."""
     return [replace(sample, time_s=clock.of_rank_0(sample.time_s)).to_row() for sample in samples]
 
 
-def _said_once(runs: list[_RankRun]) -> list[str]:
-    """What the ranks could not measure and why; what several say, with how many do."""
+def _unique_notes(runs: list[_RankRun]) -> list[str]:
+    """Return each note about what could not be measured, with the number of ranks that have it."""
     ranks = Counter(note for run in runs for note in dict.fromkeys(run.notes))
     return [f"{note} ({count} of {len(runs)} ranks)" for note, count in ranks.items()]
 
 
 def _write_utilization(path: Path, runs: list[_RankRun]) -> None:
-    """One row a sample (CSV), or one JSON list per rank where the name ends in .json."""
+    """Write one CSV row per sample, or one JSON list per rank if the name ends in .json."""
     if path.suffix == ".json":
         path.write_text(json.dumps([run.device_samples for run in runs]) + "\n")
         return

@@ -22,7 +22,7 @@ LAYERS = (
     ("specs",),
     ("plan", "trace"),
     ("schedule",),
-    ("forecast",),
+    ("forecast", "plan.__init__"),
     ("comm",),
     ("monitor", "run_outputs", "session"),
     ("keras.compat", "keras.ops", "keras.gpu"),
@@ -93,8 +93,8 @@ def own_imports(file: str, *, with_types: bool = True) -> set[str]:
 def layer_of(module: str) -> int:
     parts = module.split(".")[1:] or ["__init__"]
     layers = {name: number for number, names in enumerate(LAYERS) for name in names}
-    if module == "hvpipe.keras":
-        parts = ["keras", "__init__"]
+    if ".".join([*parts, "__init__"]) in layers:  # the package itself, which offers what is above its modules
+        parts.append("__init__")
     for length in range(len(parts), 0, -1):
         if (name := ".".join(parts[:length])) in layers:
             return layers[name]

@@ -101,7 +101,9 @@ def test_a_trace_that_lacks_events_says_so(
     dropped: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     report_run(session(trace=tmp_path / "t.json", events_dropped=dropped))
-    assert ("it lacks the last 1,234 events of 1 of 1 ranks" in capsys.readouterr().err) is (dropped > 0)
+    assert ("1 of 1 ranks ran out of room and lost their last 1,234 events" in capsys.readouterr().err) is (
+        dropped > 0
+    )
     assert Trace.read(tmp_path / "t.json").metadata["counters"][0]["events_dropped"] == dropped
 
 

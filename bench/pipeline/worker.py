@@ -95,8 +95,8 @@ def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str],
     import hvpipe
     import hvpipe.keras as hk
     from hvpipe.commands.plan import Question, finest
-    from hvpipe.forecast.pipeline import costs_of, dataflow_of, forecast, schedule_of
-    from hvpipe.forecast.simulate import lower_bound_s
+    from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of
+    from hvpipe.forecast.lower_bound import lower_bound_s
     from hvpipe.keras.profiling.cluster import measure_cluster
     from hvpipe.plan.baselines import baseline
     from hvpipe.plan.greedy import partition

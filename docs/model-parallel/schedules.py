@@ -1,4 +1,4 @@
-"""Prints the pictures of the schedules in docs/model-parallel.md, and draws schedules.png beside this file.
+"""Print the pictures of the schedules for docs/model-parallel.md, and draw schedules.png beside this file.
 
 python docs/model-parallel/schedules.py
 """
@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hvpipe.forecast.simulate import Simulation, StageCost, simulate
-from hvpipe.schedule.schedule import make
+from hvpipe.forecast.simulate import Simulation, StageTimes, simulate
+from hvpipe.schedule.schedule import make_schedule
 from hvpipe.trace.chart import draw_timelines
 from hvpipe.trace.text_chart import draw
 
@@ -16,22 +16,22 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved")
 
 
 def step(name: str, ranks: int, microbatches: int) -> Simulation:
-    """One step of equal ranks that take a second for a forward and two for a backward, sending in no time."""
+    """Simulate equal ranks: a forward takes one second, a backward two, a transfer no time."""
     chunks = 2 if name == "interleaved" else 1
-    schedule = make(name, ranks, microbatches, chunks)
-    cost = StageCost(forward_s=1 / chunks, backward_s=2 / chunks, weight_s=1 / chunks)
+    schedule = make_schedule(name, ranks, microbatches, chunks)
+    cost = StageTimes(forward_s=1 / chunks, backward_s=2 / chunks, weight_s=1 / chunks)
     return simulate(schedule, [cost] * schedule.stages)
 
 
 def text(name: str) -> str:
-    """Four micro-batches on three ranks, a second is five letters; interleaved on two ranks, eight."""
+    """Draw four micro-batches on three ranks, five letters per second; interleaved on two ranks, eight."""
     ranks, letters = (2, 8) if name == "interleaved" else (3, 5)
     simulation = step(name, ranks, microbatches=4)
     return draw(simulation.trace, round(letters * simulation.makespan_s))
 
 
 def main() -> None:
-    """Print the text pictures, write the PNG."""
+    """Print the text pictures and write the PNG."""
     traces = {}
     for name in SCHEDULES:
         print(f"{name}\n{text(name)}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.forecast.data_parallel import data_parallel
+from hvpipe.forecast.data_parallel import forecast_data_parallel
 from hvpipe.forecast.pipeline import Forecast, forecast
 from hvpipe.plan.greedy import check_stages, fitting, partition
 from hvpipe.plan.memory_shortage import amount
@@ -19,7 +19,7 @@ from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
-# Of more devices than this, not every number of stages is tried, and not all hybrids grow.
+# With more devices than `_FEW`, not every number of stages is tried, and only `_GROWING` hybrids grow.
 _FEW, _GROWING = 8, 2
 
 _LACKS = "lacks memory for stages on several devices"
@@ -27,7 +27,13 @@ _LACKS = "lacks memory for stages on several devices"
 
 @dataclass(frozen=True)
 class Candidate:
-    """The best found of one mode: its forecast, or why there is none."""
+    """The best plan found for one mode.
+
+    Args:
+        mode: "data", "pipeline" or "hybrid".
+        forecast: The forecast of the best plan; None if no plan fits.
+        refused: Why no plan fits; empty if one does.
+    """
 
     mode: str
     forecast: Forecast | None
@@ -41,11 +47,27 @@ def candidates(
     stages: int | None = None,
     samples: int | None = None,
 ) -> list[Candidate]:
-    """The best of every mode, the fastest first; modes that do not fit last.
+    """Find the best plan of every mode: data parallel, pipeline, hybrid.
 
-    Several samples make a micro-batch, and a step has `pipelining.microbatches` of them in each mode; of
-    `samples` in all, where that is given, the profile's are the largest. With `stages`, pipelines and hybrids
-    have so many.
+    Args:
+        profile: The model, with costs of one micro-batch.
+        cluster: The devices and links.
+        pipelining: Schedule and micro-batches of a step, in every mode.
+        stages: Number of stages of pipelines and hybrids; None to search for the best.
+        samples: Samples of a step, for data parallel, if the last micro-batch is smaller than the profile's;
+            None if all micro-batches are equal.
+
+    Returns:
+        One candidate per mode, the fastest first; modes that do not fit come last.
+
+    Raises:
+        HvpipeError: If `stages` is out of range.
+
+    Example:
+        ```python
+        for one in candidates(profile, cluster, Pipelining(microbatches=16)):
+            print(one.mode, one.forecast.step_s if one.forecast else one.refused)
+        ```
     """
     found = [candidate(mode, profile, cluster, pipelining, stages, samples) for mode in MODES]
     return sorted(found, key=lambda one: one.forecast.step_s if one.forecast else float("inf"))
@@ -59,7 +81,7 @@ def candidate(
     stages: int | None = None,
     samples: int | None = None,
 ) -> Candidate:
-    """The best found of one mode."""
+    """Find the best plan of one mode; the arguments are those of `candidates`."""
     if mode not in MODES:
         raise HvpipeError(f"mode should be one of {', '.join(MODES)}. Received: mode={mode!r}")
     best: Forecast | None = None
@@ -76,7 +98,26 @@ def candidate(
 
 
 def choose(profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None = None) -> Forecast:
-    """The fastest step of all modes; PlanError, which says what each lacks, where none fits."""
+    """Choose between data parallel, pipeline and hybrid by the forecast step.
+
+    Args:
+        profile: The model, with costs of one micro-batch.
+        cluster: The devices and links.
+        pipelining: Schedule and micro-batches of a step, in every mode.
+        stages: Number of stages of pipelines and hybrids; None to search for the best.
+
+    Returns:
+        The forecast of the fastest plan; its `plan` says what to run.
+
+    Raises:
+        PlanError: If no mode fits; the message says what each lacks.
+
+    Example:
+        ```python
+        best = choose(profile, cluster, Pipelining("1f1b", microbatches=16))
+        best.plan.write("plan.json")
+        ```
+    """
     found = candidates(profile, cluster, pipelining, stages)
     if found[0].forecast is None:
         raise PlanError(
@@ -89,12 +130,12 @@ def choose(profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: i
 def _data(
     profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None, samples: int | None
 ) -> Iterator[Forecast]:
-    """The whole share at once; or micro-batch by micro-batch, which stashes less and shares less finely."""
-    yield data_parallel(profile, cluster, pipelining, samples)
+    """Run each share at once; or in micro-batches, which stash less but divide the batch less finely."""
+    yield forecast_data_parallel(profile, cluster, pipelining, samples)
     if pipelining.chunks == 1:
         everywhere = tuple(device.name for device in cluster.devices)
         placement = [(everywhere, range(len(profile.layers)))]
-        one = _foreseen(Plan.of(profile, cluster, placement, pipelining, "data"), profile, cluster)
+        one = _try_forecast(Plan.of(profile, cluster, placement, pipelining, "data"), profile, cluster)
         if isinstance(one, str):
             raise PlanError(one)
         yield one
@@ -103,9 +144,9 @@ def _data(
 def _pipelines(
     profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None, samples: int | None
 ) -> Iterator[Forecast]:
-    """The greedy partition for each number of stages; of many, for those that `_next_count` names.
+    """Cut greedily for each number of stages, or for those that `_next_count` picks.
 
-    Where none fits, PlanError says why for the largest number.
+    If none fits, PlanError says why for the largest number.
     """
     chunks = pipelining.chunks
     most = min(len(cluster.devices), len(profile.layers) // chunks, pipelining.microbatches)
@@ -133,10 +174,11 @@ def _pipelines(
 
 
 def _next_count(steps_s: dict[int, float], most: int, cluster: Cluster) -> int:
-    """The number of devices to try next, up to `most`, after those whose steps are known; 0 for no more.
+    """Return the number of devices to try next, up to `most`, given the steps known so far; 0 for no more.
 
-    First those of `_counts`, and all that are faster than the rest by a tenth; then between the best one and
-    those next to it, until there are none. Where nothing fits, every number.
+    First come those of `_counts`, and the numbers of devices that leave out only ones slower by a tenth or
+    more. Then it bisects between the best number and its tried neighbours. If nothing fits, it tries every
+    number.
     """
     speeds = sorted((device.speed for device in cluster.devices), reverse=True)
     drops = [count for count in range(1, most) if speeds[count] < 0.9 * speeds[count - 1]]
@@ -154,11 +196,11 @@ def _next_count(steps_s: dict[int, float], most: int, cluster: Cluster) -> int:
 def _hybrids(
     profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int | None, samples: int | None
 ) -> Iterator[Forecast]:
-    """Stages with replicas; where there are none, PlanError says why."""
+    """Give stages replicas; if that is impossible, PlanError says why."""
     if pipelining.chunks > 1:
         raise PlanError("A stage with replicas needs a schedule without chunks.")
     if pipelining.microbatches < 2:
-        raise PlanError("There should be a micro-batch for each replica of a stage. Received: microbatches=1")
+        raise PlanError("Each replica of a stage should get a micro-batch. Received: microbatches=1")
     if stages is None:
         devices = len(cluster.devices)
         most = min(devices, len(profile.layers), pipelining.microbatches)
@@ -179,9 +221,9 @@ def _hybrids(
 def _layouts(
     profile: Profile, cluster: Cluster, pipelining: Pipelining, counts: Sequence[int]
 ) -> Iterator[Forecast | str]:
-    """Whole pipelines side by side, of each number of stages; then those that grow device by device.
+    """Try whole pipelines side by side for each number of stages; then pipelines that grow device by device.
 
-    Of many numbers the best ones grow, and those that are too many for two whole pipelines.
+    With many numbers, only the best grow, and those with too many stages for two whole pipelines.
     """
     steps_s = dict.fromkeys(counts, math.inf)
     for count in counts:
@@ -200,22 +242,22 @@ def _layouts(
 
 
 def _cut(profile: Profile, cluster: Cluster, pipelining: Pipelining, groups: list[Group]) -> Forecast | str:
-    """The greedy partition on groups of devices, each in the place of one device; or why there is none."""
+    """Cut greedily on groups of devices, each as one device; return the forecast, or why there is none."""
     largest = max(map(len, groups))
     if largest > pipelining.microbatches:
-        return f"{largest} devices of a stage need as many micro-batches: there are {pipelining.microbatches}"
+        return f"{largest} devices of a stage need {largest} micro-batches, not {pipelining.microbatches}"
     plan = fitting(profile, grouped(cluster, groups), len(groups), pipelining)
     if plan is None:
         return _LACKS
-    return _foreseen(ungrouped(plan, profile, cluster, groups), profile, cluster)
+    return _try_forecast(ungrouped(plan, profile, cluster, groups), profile, cluster)
 
 
 def _grown(
     profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int
 ) -> Iterator[Forecast | str]:
-    """From a pipeline of single devices: each further device goes to the busiest stage, then all is cut anew.
+    """Grow a pipeline of single devices: each further device joins the busiest stage, then all is cut anew.
 
-    Of the devices left the fastest goes first. The cuts may move, and stages change places.
+    The fastest remaining device goes first. Cuts may move, and stages may swap their devices.
     """
     plan = fitting(profile, cluster, stages, pipelining)
     if plan is None:
@@ -232,12 +274,12 @@ def _grown(
         devices, places = placement[busiest]
         placement[busiest] = ((*devices, device.name), places)
         plan = Plan.of(profile, cluster, placement, pipelining, "hybrid")
-        yield _foreseen(plan, profile, cluster)
+        yield _try_forecast(plan, profile, cluster)
         yield _cut(profile, cluster, pipelining, [stage.devices for stage in plan.stages])
 
 
-def _foreseen(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast | str:
-    """The plan's forecast; or why there is none, where a replica gets no micro-batch."""
+def _try_forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast | str:
+    """Return the plan's forecast; or why there is none, if a replica gets no micro-batch."""
     try:
         return forecast(plan, profile, cluster)
     except HvpipeError as error:
@@ -245,19 +287,20 @@ def _foreseen(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast | str:
 
 
 def _counts(most: int) -> list[int]:
-    """Numbers to try, 1 to `most`: of many, the powers of 2 and the last."""
+    """Return the numbers to try from 1 to `most`; if they are many, the powers of 2 and `most`."""
     if most <= _FEW:
         return list(range(1, most + 1))
     return sorted({*(2**power for power in range(most.bit_length())), most})
 
 
 def _hybrid_counts(devices: int, most: int) -> list[int]:
-    """Numbers of stages to try, 2 to `most`: those of `_counts`, and where few of the devices stay idle."""
+    """Return the numbers of stages to try, 2 to `most`: `_counts`, and those that leave few devices idle."""
     even = {devices // replicas for replicas in range(2, devices // 2 + 1)}
     return sorted(count for count in {*even, *_counts(most)} if 2 <= count <= most)
 
 
 def _missing(missing: dict[str, int]) -> str:
+    """Say how many devices lack memory, and which lacks most."""
     worst = max(missing, key=lambda name: missing[name])
     return f"lacks memory on {len(missing)} devices; on {worst} {amount(missing[worst])}"
 
@@ -267,4 +310,4 @@ MODES: dict[str, Callable[[Profile, Cluster, Pipelining, int | None, int | None]
     "pipeline": _pipelines,
     "hybrid": _hybrids,
 }
-"""How a cluster can be used."""
+"""The modes, with what yields the forecasts of each: how a cluster can be used."""

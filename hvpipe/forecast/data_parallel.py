@@ -1,4 +1,4 @@
-"""Foretells a data-parallel step: every device runs the whole model on its share of the batch."""
+"""Forecasts a data-parallel step: every device runs the whole model on its share of the batch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from hvpipe.errors import PlanError
-from hvpipe.forecast.gradient_reduce import Backward, Gradients, Ring, reduce_beside
+from hvpipe.forecast.gradient_reduce import BackwardSpan, Ring, RingGradients, reduce_beside
 from hvpipe.forecast.pipeline import Forecast
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
@@ -16,9 +16,9 @@ from hvpipe.trace.events import Event, Trace
 
 
 def whole_shares(count: int, weights: Sequence[float], least: int = 0) -> list[int]:
-    """`count` in whole parts, in proportion to the weights: rounded down, then the largest remainders up.
+    """Split `count` into whole parts in proportion to the weights, by the method of largest remainders.
 
-    None is below `least`, even where all together are then more than `count`.
+    No part is below `least`, even if the sum then exceeds `count`.
     """
     exact = [count * weight / sum(weights) for weight in weights]
     parts = [max(least, int(part)) for part in exact]
@@ -32,10 +32,10 @@ def whole_shares(count: int, weights: Sequence[float], least: int = 0) -> list[i
 def _updates(
     profile: Profile,
     cluster: Cluster,
-    backwards: Sequence[Backward],
+    backwards: Sequence[BackwardSpan],
     reduces: Sequence[tuple[int, float, float, int]],
 ) -> Iterator[Event]:
-    """Each device's update of a bucket when that is reduced and the device computes nothing else."""
+    """Yield each device's updates, one per bucket: when that is reduced and the device idle."""
     whole_s = sum(layer.update_s for layer in profile.layers)
     whole_bytes = sum(layer.weight_bytes for layer in profile.layers)
     for rank, (device, backward) in enumerate(zip(cluster.devices, backwards, strict=True)):
@@ -47,17 +47,32 @@ def _updates(
                 yield Event("update", "update", rank, "compute", start_s, free_s, {"kind": "U"})
 
 
-def data_parallel(
+def forecast_data_parallel(
     profile: Profile, cluster: Cluster, pipelining: Pipelining, samples: int | None = None
 ) -> Forecast:
-    """Foretell one step of the batch of all micro-batches, on all devices; the plan has one stage.
+    """Forecast one data-parallel step on all devices, as `hvpipe.keras.data_parallel` runs it.
 
-    The batch has so many `samples`; where that is not said, all micro-batches are as large as the profile's.
-    Each device's share is in samples, in proportion to its speed, and is run at once: its times and what it
-    saves are the profile's, scaled. When a bucket of gradients is final on all devices it is reduced around
-    the ring of all, 2 (n - 1) / n of its bytes over the slowest link, beside the rest of the backward; the
-    step ends with the last one's update. It is what `hvpipe.keras.data_parallel` does. PlanError where the
-    batch has fewer samples than there are devices, and with recompute, which that does not know.
+    Each device runs its share of the batch at once; shares are in samples, in proportion to speed. Times and
+    saved bytes are the profile's, scaled. A bucket of gradients that is final on all devices is reduced
+    around the ring of all devices: 2 (n - 1) / n of its bytes over the slowest link, beside the rest of the
+    backward. The step ends with the update of the last bucket.
+
+    Args:
+        profile: The model, with costs of one micro-batch.
+        cluster: The devices and links.
+        pipelining: Its micro-batches make the batch; the schedule does not matter. No recomputation.
+        samples: Samples of the batch; None if all micro-batches are as large as the profile's.
+
+    Returns:
+        The forecast. Its plan has one stage with all devices.
+
+    Raises:
+        PlanError: If the batch has fewer samples than there are devices, or with recomputation.
+
+    Example:
+        ```python
+        forecast_data_parallel(profile, cluster, Pipelining(microbatches=16)).step_s
+        ```
     """
     if pipelining.recompute:
         raise PlanError(
@@ -85,8 +100,8 @@ def data_parallel(
         events.append(Event("forward", "forward", rank, "compute", 0.0, turn_s, {"stage": 0}))
         events.append(Event("backward", "backward", rank, "compute", turn_s, end_s, {"stage": 0}))
         memory_bytes.append(sum(layer.state_bytes + layer.saved_bytes for layer in local.layers))
-    backwards = [Backward(event.start_s, event.end_s) for event in events if event.category == "backward"]
-    gradients = Gradients(profile.layers, backwards, Ring.of(cluster, names))
+    backwards = [BackwardSpan(event.start_s, event.end_s) for event in events if event.category == "backward"]
+    gradients = RingGradients(profile.layers, backwards, Ring.of(cluster, names))
     reduces = list(reduce_beside({0: gradients}))
     for _, start_s, end_s, size_bytes in reduces:
         events.append(Event("reduce", "reduce", 0, "transfer", start_s, end_s, {"bytes": size_bytes}))

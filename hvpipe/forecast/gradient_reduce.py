@@ -1,4 +1,4 @@
-"""Foretells how long gradients travel around rings of devices, and how much hides behind backward."""
+"""Forecasts how long gradients travel around rings of devices, and how much hides behind the backward."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from itertools import chain
+from itertools import accumulate, chain
 
-from hvpipe.forecast.simulate import Way
-from hvpipe.plan.buckets import fitting_bytes
+from hvpipe.forecast.simulate import Resource
+from hvpipe.plan.buckets import cut_buckets, fitting_bytes
 from hvpipe.specs.cluster import Cluster, Link, Port
 from hvpipe.specs.profile import LayerCost
 from hvpipe.trace.computing_time import Interval, merged
@@ -19,9 +19,10 @@ from hvpipe.trace.computing_time import Interval, merged
 
 @dataclass(frozen=True)
 class Ring:
-    """So many devices in a circle, of whose links the slowest counts.
+    """Devices in a circle; the slowest of their links sets the pace.
 
-    `ports` are the links of hosts that it crosses and shares with others, each with what that carries alone.
+    `ports` are the host ports that the ring crosses and shares with other traffic, each with the link that it
+    would be alone.
     """
 
     devices: int
@@ -30,7 +31,7 @@ class Ring:
 
     @staticmethod
     def of(cluster: Cluster, names: Sequence[str]) -> Ring:
-        """The ring of these devices, those of a host side by side."""
+        """Return the ring of these devices, with devices of the same host side by side."""
         hosts = [host.name for host in cluster.hosts]
         around = sorted(names, key=lambda name: hosts.index(cluster.host_of(name).name))
         pairs = list(zip(around, [*around[1:], around[0]], strict=True))
@@ -39,11 +40,15 @@ class Ring:
         return Ring(len(names), slowest, tuple(ports))
 
     def seconds(self, size_bytes: float) -> float:
-        """An all-reduce (Patarasuk and Yuan, 2009): 2 (n - 1) messages of an n-th, one after the other."""
+        """Return the seconds of an all-reduce of this size.
+
+        A ring of n devices sends 2 (n - 1) messages of an n-th, one after the other (Patarasuk and Yuan,
+        2009).
+        """
         return self._seconds_over(self.link, size_bytes)
 
     def busy_s(self, size_bytes: float) -> Iterator[tuple[Port, float]]:
-        """How long an all-reduce keeps each of the ports busy: as long as that alone would take."""
+        """Yield each port with the seconds that an all-reduce keeps it busy: those that the port needs."""
         for port, link in self.ports:
             yield port, min(self.seconds(size_bytes), self._seconds_over(link, size_bytes))
 
@@ -53,46 +58,47 @@ class Ring:
 
 
 @dataclass(frozen=True)
-class Backward:
-    """The last backward of one device; gradients are final layer by layer, from the last to the first."""
+class BackwardSpan:
+    """The last backward of one device. It completes gradients layer by layer, from the last to the first."""
 
     start_s: float
     end_s: float
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """What the devices of a ring sum: the gradients of these layers, which all of them run."""
+class RingGradients:
+    """The gradients that the devices of a ring sum: those of `layers`, which every device runs."""
 
     layers: Sequence[LayerCost]
-    backwards: Sequence[Backward]
+    backwards: Sequence[BackwardSpan]
     ring: Ring
 
     def buckets(self) -> Iterator[tuple[float, int]]:
-        """When each bucket is final on all devices, and its bytes; filled in the order of the backward."""
-        whole_s = sum(layer.backward_s for layer in self.layers)
-        limit_bytes = fitting_bytes(sum(layer.weight_bytes for layer in self.layers))
-        done_s, size_bytes = 0.0, 0
-        for number, layer in enumerate(reversed(self.layers), 1):
-            done_s += layer.backward_s
-            size_bytes += layer.weight_bytes
-            last = number == len(self.layers)
-            if size_bytes >= limit_bytes or (last and size_bytes):
-                share = 1.0 if last or not whole_s else done_s / whole_s
-                yield max(b.start_s + share * (b.end_s - b.start_s) for b in self.backwards), size_bytes
-                size_bytes = 0
+        """Yield when each bucket is final on all devices, and its bytes.
+
+        The buckets are those that training cuts (`cut_buckets`), with a layer's weights as one gradient.
+        """
+        weighted = [place for place, layer in enumerate(self.layers) if layer.weight_bytes]
+        sizes_bytes = [self.layers[place].weight_bytes for place in weighted]
+        # Seconds of the backward from its start to the end of each layer, in the order of the layers.
+        done_s = [*accumulate(layer.backward_s for layer in reversed(self.layers))][::-1]
+        for members in cut_buckets(sizes_bytes, fitting_bytes(sum(sizes_bytes))):
+            share = done_s[weighted[min(members)]] / done_s[0] if done_s[0] else 1.0
+            final_s = max(b.start_s + share * (b.end_s - b.start_s) for b in self.backwards)
+            yield final_s, sum(sizes_bytes[member] for member in members)
 
 
 def reduce_beside(
-    gradients: Mapping[int, Gradients], taken: Mapping[Way, Sequence[Interval]] | None = None
+    gradients: Mapping[int, RingGradients], taken: Mapping[Resource, Sequence[Interval]] | None = None
 ) -> Iterator[tuple[int, float, float, int]]:
-    """Key, start, end and bytes of each bucket's all-reduce, beside the last backward (`overlap="backward"`).
+    """Yield key, start, end and bytes of each bucket's all-reduce beside the backward (`overlap="backward"`).
 
-    Around each ring one bucket goes after the other, when it is final and no other ring is on the links of
-    hosts that it crosses: first come, first served. While transfers have these, as `taken` says, it rests.
+    Each ring reduces its buckets one after the other. A bucket starts when it is final and no other ring uses
+    the host ports that it crosses; first come, first served. While transfers have these ports, as `taken`
+    says, the all-reduce pauses.
     """
     buckets = {key: list(one.buckets()) for key, one in gradients.items()}
-    resting = {
+    pauses = {
         key: merged(span for port, _ in one.ring.ports for span in (taken or {}).get(port, ()))
         for key, one in gradients.items()
     }
@@ -103,20 +109,20 @@ def reduce_beside(
         ready_s, key, number = heapq.heappop(queue)
         ring, size_bytes = gradients[key].ring, buckets[key][number][1]
         start_s = max([ready_s, *(free_s[port] for port, _ in ring.ports)])
-        end_s = _end_s(start_s, ring.seconds(size_bytes), resting[key])
+        end_s = _end_s(start_s, ring.seconds(size_bytes), pauses[key])
         for port, busy_s in ring.busy_s(size_bytes):
-            free_s[port] = _end_s(start_s, busy_s, resting[key])
+            free_s[port] = _end_s(start_s, busy_s, pauses[key])
         yield key, start_s, end_s, size_bytes
         if number + 1 < len(buckets[key]):
             heapq.heappush(queue, (max(end_s, buckets[key][number + 1][0]), key, number + 1))
 
 
-def _end_s(start_s: float, seconds: float, resting: Sequence[Interval]) -> float:
-    """When something that takes so many seconds is done, if it rests in all of these spans."""
+def _end_s(start_s: float, seconds: float, pauses: Sequence[Interval]) -> float:
+    """Return when something that takes `seconds` is done if it pauses in all of these spans."""
     end_s = start_s + seconds
-    first = bisect_right(resting, start_s, key=lambda span: span[1])
-    for place in range(first, len(resting)):
-        from_s, to_s = resting[place]
+    first = bisect_right(pauses, start_s, key=lambda span: span[1])
+    for place in range(first, len(pauses)):
+        from_s, to_s = pauses[place]
         if from_s >= end_s:
             break
         end_s += to_s - max(from_s, start_s)

@@ -1,4 +1,4 @@
-"""Foretells one training step of a schedule: when every action and transfer runs, the bubble, the stash."""
+"""Simulates one training step of a schedule: when every action and transfer runs, the bubble, the stash."""
 
 from __future__ import annotations
 
@@ -10,21 +10,39 @@ from dataclasses import dataclass, field
 
 from hvpipe.errors import HvpipeError
 from hvpipe.schedule.action import Action
-from hvpipe.schedule.program import Dataflow, Message, Needs, dataflow_of, messages_of, needs_of, programs
+from hvpipe.schedule.program import (
+    Dataflow,
+    Message,
+    Needs,
+    messages_of,
+    needs_of,
+    programs,
+)
 from hvpipe.schedule.schedule import Schedule
 from hvpipe.schedule.verify import check_complete, check_order, peak_stash
 from hvpipe.trace.events import Event, Trace
 
 
 @dataclass(frozen=True)
-class StageCost:
-    """Seconds that one stage takes for one micro-batch, on the device that it is placed on.
+class StageTimes:
+    """Seconds that one stage takes for one micro-batch on its device.
 
-    `backward_s` is the whole backward; `weight_s`, the part of it for the weights, is needed by schedules
-    that run that apart, and there `backward_s` is the sum of both parts. `transfer_s` is how long the
-    output travels to each stage that uses it and is on another rank: one time, or one for each rank of that
-    stage. Its gradient takes as long to come back unless `gradient_s` says otherwise. Stages that are not
-    named there are reached in no time.
+    Args:
+        forward_s: Seconds of the forward.
+        backward_s: Seconds of the whole backward.
+        weight_s: The part of `backward_s` for the weights; schedules need it that run this part apart
+            ("zb-h1").
+        transfer_s: Seconds that the output travels, by the number of the stage that uses it, if that is on
+            another rank: one number, or one for each rank of that stage. Other stages are reached in no time.
+        gradient_s: The same for the gradient on its way back; None if it takes as long as the output.
+
+    Raises:
+        HvpipeError: If a time is negative or not finite, or `weight_s` exceeds `backward_s`.
+
+    Example:
+        ```python
+        first, last = StageTimes(1, 2, transfer_s={1: 0.5}), StageTimes(1, 2)
+        ```
     """
 
     forward_s: float
@@ -40,10 +58,10 @@ class StageCost:
         if not all(math.isfinite(time) and time >= 0 for time in times):
             raise HvpipeError(f"The times of a stage should be finite, from 0. Received: {self}")
         if self.weight_s is not None and not 0 <= self.weight_s <= self.backward_s:
-            raise HvpipeError(f"weight_s should be a part of backward_s. Received: {self}")
+            raise HvpipeError(f"weight_s should be from 0 to backward_s. Received: {self}")
 
     def seconds(self, kind: str) -> float:
-        """How long an action of that kind takes."""
+        """Return the seconds of an action of this kind."""
         if kind == "F":
             return self.forward_s
         if kind == "B":
@@ -56,54 +74,58 @@ class StageCost:
         return self.weight_s if kind == "W" else self.backward_s - self.weight_s
 
     def travel_s(self, user: int, replica: int, *, back: bool = False) -> float:
-        """How long the output travels to that rank of the stage `user`; or its gradient `back` from there."""
+        """Return the seconds of the output to a rank of stage `user`; with `back`, those of its gradient."""
         times_s = self.gradient_s if back and self.gradient_s is not None else self.transfer_s
         given = times_s.get(user, 0.0)
         return given[replica] if isinstance(given, Sequence) else given
 
 
-Costs = Sequence[StageCost | Sequence[StageCost]]
-"""For each stage what it takes: the same on all its ranks, or what on each of them."""
+Costs = Sequence[StageTimes | Sequence[StageTimes]]
+"""For each stage its times: the same on all its ranks, or one for each rank."""
 
-Way = tuple[str, int | str]
-"""Something that transfers share, by name; it serves one after the other."""
+Resource = tuple[str, int | str]
+"""The name of something that transfers share; it serves one transfer after the other."""
 
-Contention = Callable[[Message, float], Sequence[tuple[Way, float]]]
-"""What a message that travels so many seconds keeps busy, and each for how many of them, from the first."""
+Contention = Callable[[Message, float], Sequence[tuple[Resource, float]]]
+"""Maps a message and the seconds that it travels to what it keeps busy, and for how long from its start."""
 
 
-def links(message: Message, seconds: float) -> Sequence[tuple[Way, float]]:
-    """Each pair of ranks has a wire for each direction."""
+def links(message: Message, seconds: float) -> Sequence[tuple[Resource, float]]:
+    """Give each pair of ranks its own wire for each direction."""
     return (((f"to {message.target}", message.source), seconds),)
 
 
-def ports(message: Message, seconds: float) -> Sequence[tuple[Way, float]]:
-    """Each rank has one port, which sends and receives at the same time: ranks on hosts of their own."""
+def ports(message: Message, seconds: float) -> Sequence[tuple[Resource, float]]:
+    """Give each rank one port that sends and receives at the same time, as if each had its own host."""
     return ((("out", message.source), seconds), (("in", message.target), seconds))
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """One step as foreseen. `trace` has lane "compute", with a wait wherever it is idle, and lane "transfer".
+    """The simulation of one step.
 
-    `busy_s` is the computing of each rank, `peak_stash` the micro-batches that it stashes at most. `taken`
-    is when transfers keep each way busy, start and end, in order.
+    Args:
+        trace: The events of lanes "compute" (with a wait wherever a rank is idle) and "transfer".
+        makespan_s: Seconds of the step.
+        busy_s: Seconds that each rank computes.
+        peak_stash: The most micro-batches that each rank stashes.
+        taken: When transfers keep each resource busy: (start, end) in seconds, in order.
     """
 
     trace: Trace
     makespan_s: float
     busy_s: tuple[float, ...]
     peak_stash: tuple[int, ...]
-    taken: Mapping[Way, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    taken: Mapping[Resource, Sequence[tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def utilization(self) -> tuple[float, ...]:
-        """The share of the step that each rank computes."""
+        """The share of the step, 0 to 1, that each rank computes."""
         return tuple(busy / self.makespan_s if self.makespan_s else 1.0 for busy in self.busy_s)
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they compute nothing."""
+        """The share of all ranks' time, 0 to 1, in which they compute nothing."""
         return 1.0 - sum(self.utilization) / len(self.utilization)
 
 
@@ -113,15 +135,33 @@ def simulate(
     dataflow: Dataflow | None = None,
     contention: Contention = links,
 ) -> Simulation:
-    """Run one step with the `costs` of the stages; raises HvpipeError for a schedule that cannot run.
+    """Simulate one training step.
 
-    An action starts as soon as its rank is done with the one before and all it takes has arrived. Transfers
-    go beside the computing, each when its result is made and all that it keeps busy is free, first come
-    first served. Times are sums of the given ones: no time steps, no rounding.
+    An action starts as soon as its rank has finished the action before and all inputs have arrived. Transfers
+    run beside the computing. A transfer starts when its tensor is made and all resources that it needs are
+    free; first come, first served. Times are sums of the given ones, without time steps or rounding.
+
+    Args:
+        schedule: The schedule.
+        costs: For each stage its times, or a sequence of times with one for each of its ranks.
+        dataflow: Which stages use which stages' outputs; None for a chain.
+        contention: What transfers share; by default, each pair of ranks has its own wire for each direction.
+
+    Returns:
+        The simulated step.
+
+    Raises:
+        HvpipeError: If the schedule cannot run, or `costs` do not fit it.
+
+    Example:
+        ```python
+        schedule = make_schedule("1f1b", ranks=4, microbatches=8)
+        simulate(schedule, [StageTimes(1, 2)] * 4).bubble  # 0.27
+        ```
     """
     check_complete(schedule)
     check_order(schedule)
-    cost_at = _cost_at(schedule, costs)
+    cost_at = cost_table(schedule, costs)
     run = _Run(schedule, cost_at, needs_of(schedule, dataflow), contention)
     makespan_s = max(end_s for spans in run.spans for _, end_s, _ in spans)
     metadata = {"schedule": schedule.name, "makespan_s": makespan_s}
@@ -134,31 +174,34 @@ def simulate(
     return Simulation(trace, makespan_s, busy_s, peaks, run.taken)
 
 
-_CostAt = Mapping[tuple[int, int], StageCost]
-"""What a stage takes on one of its ranks, by (stage, rank)."""
+CostTable = Mapping[tuple[int, int], StageTimes]
+"""The times of a stage on one of its ranks, by (stage, rank)."""
 
 
-def _cost_at(schedule: Schedule, costs: Costs) -> _CostAt:
+def cost_table(schedule: Schedule, costs: Costs) -> CostTable:
+    """Check the costs against the schedule and return them by stage and rank."""
     if len(costs) != schedule.stages:
         raise HvpipeError(
-            f"costs should be of the schedule's {schedule.stages} stages. Received: {len(costs)} costs"
+            f"costs should have one for each of the schedule's {schedule.stages} stages. "
+            f"Received: {len(costs)} costs"
         )
-    found: dict[tuple[int, int], StageCost] = {}
+    found: dict[tuple[int, int], StageTimes] = {}
     for stage, given in enumerate(costs):
         ranks = schedule.ranks_of(stage)
-        of_ranks = [given] * len(ranks) if isinstance(given, StageCost) else given
+        of_ranks = [given] * len(ranks) if isinstance(given, StageTimes) else given
         if len(of_ranks) != len(ranks):
             raise HvpipeError(
-                f"costs should be one or, of stage {stage}, {len(ranks)} for its ranks. "
+                f"costs[{stage}] should be one, or {len(ranks)}, one for each rank of stage {stage}. "
                 f"Received: {len(of_ranks)} costs"
             )
         for rank, cost in zip(ranks, of_ranks, strict=True):
             times_s = (*cost.transfer_s.items(), *(cost.gradient_s or {}).items())
-            for user, way in times_s:
-                if isinstance(way, Sequence) and len(way) != len(schedule.ranks_of(user)):
+            for user, to_ranks_s in times_s:
+                if isinstance(to_ranks_s, Sequence) and len(to_ranks_s) != len(schedule.ranks_of(user)):
                     raise HvpipeError(
-                        f"The times of the way from stage {stage} to stage {user} should be one or, for the "
-                        f"ranks of the latter, {len(schedule.ranks_of(user))}. Received: {list(way)}"
+                        f"The transfer times from stage {stage} to stage {user} should be one, or "
+                        f"{len(schedule.ranks_of(user))}, one for each rank of stage {user}. "
+                        f"Received: {list(to_ranks_s)}"
                     )
             found[stage, rank] = cost
     return found
@@ -168,9 +211,9 @@ Span = tuple[float, float, Action]
 
 
 class _Run:
-    """The simulation at work: takes the ends of actions from a heap, in the order of time."""
+    """A discrete-event simulation: takes the ends of actions from a heap, in the order of time."""
 
-    def __init__(self, schedule: Schedule, cost_at: _CostAt, needs: Needs, contention: Contention) -> None:
+    def __init__(self, schedule: Schedule, cost_at: CostTable, needs: Needs, contention: Contention) -> None:
         self.schedule, self.cost_at, self.contention = schedule, cost_at, contention
         self.messages = messages_of(schedule, needs)
         self.lacks = {action: len(needed) for action, needed in needs.items()}
@@ -178,8 +221,8 @@ class _Run:
         for action, needed in needs.items():
             for need in needed:
                 self.users[need].append(action)
-        self.inputs_s: dict[Action, float] = defaultdict(float)  # when the last of them has arrived
-        self.taken: dict[Way, list[tuple[float, float]]] = defaultdict(list)
+        self.inputs_s: dict[Action, float] = defaultdict(float)  # when the last input has arrived
+        self.taken: dict[Resource, list[tuple[float, float]]] = defaultdict(list)
         self.spans: list[list[Span]] = [[] for _ in schedule.actions]
         self.running: list[tuple[float, int]] = []  # (end, rank); each rank at most once
         self.transfers: list[Event] = []
@@ -189,10 +232,10 @@ class _Run:
             end_s, rank = heapq.heappop(self.running)
             self._finish(self.spans[rank][-1][2], end_s)
         if sum(map(len, self.spans)) < len(needs):
-            programs(schedule, needs)  # raises, and says who waits for whom
+            programs(schedule, needs)  # raises an error that says which rank waits for which
 
     def _start_next(self, rank: int) -> None:
-        """Let an idle rank run its next action if all that it takes is made (it may have to arrive yet)."""
+        """Let an idle rank run its next action if all inputs are made; some may still travel."""
         place = len(self.spans[rank])
         actions = self.schedule.actions[rank]
         if place == len(actions) or self.lacks[actions[place]] or any(r == rank for _, r in self.running):
@@ -205,6 +248,7 @@ class _Run:
         heapq.heappush(self.running, (end_s, rank))
 
     def _finish(self, action: Action, end_s: float) -> None:
+        """Send what the action made, and start what waited for it."""
         for message in self.messages.get(action, ()):
             self._transfer(message, end_s)
         for user in self.users[action]:
@@ -213,21 +257,23 @@ class _Run:
             self._start_next(rank)
 
     def _transfer(self, message: Message, made_s: float) -> None:
-        seconds = self._way_s(message)
+        """Transfer a message that was made at `made_s` as soon as its resources are free."""
+        seconds = self._travel_s(message)
         keeps_busy = self.contention(message, seconds) if seconds else ()
-        start_s = max([made_s, *(self.taken[way][-1][1] for way, _ in keeps_busy if self.taken[way])])
-        for way, busy_s in keeps_busy:
-            self.taken[way].append((start_s, start_s + busy_s))
+        free_s = (self.taken[name][-1][1] for name, _ in keeps_busy if self.taken[name])
+        start_s = max([made_s, *free_s])
+        for name, busy_s in keeps_busy:
+            self.taken[name].append((start_s, start_s + busy_s))
         self.inputs_s[message.consumer] = max(self.inputs_s[message.consumer], start_s + seconds)
         if seconds:
-            name = f"{message.producer} to rank {message.target}"
+            title = f"{message.producer} to rank {message.target}"
             args = {"stage": message.consumer.stage, "microbatch": message.producer.microbatch}
             self.transfers.append(
-                Event(name, "transfer", message.source, "transfer", start_s, start_s + seconds, args)
+                Event(title, "transfer", message.source, "transfer", start_s, start_s + seconds, args)
             )
 
-    def _way_s(self, message: Message) -> float:
-        """The time of an output from its maker to a user, or of its gradient from the user to the maker."""
+    def _travel_s(self, message: Message) -> float:
+        """Return the seconds of an output from its maker to a user, or of its gradient back."""
         back = message.consumer.kind != "F"
         maker, user = message.producer.stage, message.consumer.stage
         home, away = message.source, message.target
@@ -238,7 +284,7 @@ class _Run:
 
 
 def _compute_events(spans: Sequence[Sequence[Span]]) -> Iterator[Event]:
-    """The actions of every rank, and a wait before each that does not follow at once."""
+    """Yield the actions of every rank, and a wait before each action that does not follow at once."""
     for rank, of_rank in enumerate(spans):
         before_s = 0.0
         for start_s, end_s, action in of_rank:
@@ -248,63 +294,3 @@ def _compute_events(spans: Sequence[Sequence[Span]]) -> Iterator[Event]:
             args = {"kind": action.kind, "stage": action.stage, "microbatch": action.microbatch}
             yield Event(str(action), category, rank, "compute", start_s, end_s, args)
             before_s = end_s
-
-
-def lower_bound_s(schedule: Schedule, costs: Costs, dataflow: Dataflow | None = None) -> float:
-    """The seconds that no order of the same actions on the same ranks can beat.
-
-    The most over all ranks of head + computing + tail: the head is the way of a first output to the rank,
-    the tail that of the last gradient from it, back to where it ends. W's may as well run in the tail:
-
-    rank 0 | F .................... I W |      head 2 F, computing 3 (F + I), tail 2 I + W
-    rank 1 | .. F .............. I W    |
-    rank 2 | .... F I F I F I W W W     |
-
-    Transfers count in head and tail; that they may have to queue does not. Of a stage's replicas the fastest
-    counts in the heads and tails of others.
-    """
-    cost_at = _cost_at(schedule, costs)
-    dataflow = dataflow_of(schedule, dataflow)
-    head_s, tail_s = _heads(schedule, cost_at, dataflow), _tails(schedule, cost_at, dataflow)
-    bound_s = 0.0
-    for rank, actions in enumerate(schedule.actions):
-        stages = schedule.stages_of(rank)
-        whole_s = math.fsum(cost_at[action.stage, rank].seconds(action.kind) for action in actions)
-        apart_s = math.fsum(cost_at[a.stage, rank].seconds("W") for a in actions if a.kind == "W")
-        rest_s = max(whole_s, whole_s - apart_s + min(tail_s[stage] for stage in stages))
-        bound_s = max(bound_s, min(head_s[stage] for stage in stages) + rest_s)
-    return bound_s
-
-
-def _heads(schedule: Schedule, cost_at: _CostAt, dataflow: Dataflow) -> list[float]:
-    """The earliest that each stage can start its first forward."""
-    head_s = [0.0] * schedule.stages
-    for source, user in sorted(dataflow.edges):
-        ways = _ways_s(schedule, cost_at, (source, user), back=False)
-        way_s = min(cost_at[source, rank].forward_s + way_s for rank, way_s in ways)
-        head_s[user] = max(head_s[user], head_s[source] + way_s)
-    return head_s
-
-
-def _tails(schedule: Schedule, cost_at: _CostAt, dataflow: Dataflow) -> list[float]:
-    """The least from the end of each stage's last B or I to the end of the step."""
-    split = {action.stage for actions in schedule.actions for action in actions if action.kind == "W"}
-    tail_s = [0.0] * schedule.stages
-    for stage in split:
-        tail_s[stage] = min(cost_at[stage, rank].seconds("W") for rank in schedule.ranks_of(stage))
-    for source, user in sorted(dataflow.edges):
-        ways = _ways_s(schedule, cost_at, (source, user), back=True)
-        kind = "I" if source in split else "B"
-        way_s = min(cost_at[source, rank].seconds(kind) + way_s for rank, way_s in ways)
-        tail_s[user] = max(tail_s[user], way_s + tail_s[source])
-    return tail_s
-
-
-def _ways_s(
-    schedule: Schedule, cost_at: _CostAt, edge: tuple[int, int], *, back: bool
-) -> Iterator[tuple[int, float]]:
-    """For each pair of a rank of the edge's source and one of its user: the former, and the time between."""
-    source, user = edge
-    for rank in schedule.ranks_of(source):
-        for replica, away in enumerate(schedule.ranks_of(user)):
-            yield rank, 0.0 if rank == away else cost_at[source, rank].travel_s(user, replica, back=back)

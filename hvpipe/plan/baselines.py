@@ -1,4 +1,4 @@
-"""Placements to compare the greedy partitioner with, by name: random as the native mode is, and published."""
+"""Baselines to compare the greedy partitioner with: random, even and published placements, by name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster, Device
 from hvpipe.specs.profile import LayerCost, Profile
 
-# How often a random placement is drawn until one fits its devices' memory; and until many do.
+# Most draws of random placements, to find one that fits the memory, and to find many.
 _DRAWS, _MANY_DRAWS = 1000, 2000
 
 
@@ -28,11 +28,32 @@ def baseline(
     *,
     seed: int = 0,
 ) -> Plan:
-    """The plan of a baseline on the cluster's first `stages` devices, in their order.
+    """Place a model with a baseline on the cluster's first devices, in their order.
 
-    None knows of chunks: where `pipelining` has some, the plan is one of as many devices, for 1F1B.
-    Only `random` and `random_cuts` look at `seed`; they draw again until memory suffices, PlanError if it
-    never does. The others take no notice of memory but for what their authors say: see `Plan.shortages`.
+    No baseline handles chunks: with "interleaved", the plan is for 1F1B on as many devices. `random` and
+    `random_cuts` draw again until memory suffices. The others heed memory only as their authors say, so the
+    plan may lack memory: see `Plan.shortages`.
+
+    Args:
+        name: One of `BASELINES`: "random", "random_cuts", "round_robin", "even", "m_topo" or "m_etf" (Jeon et
+            al., SoCC 2020).
+        profile: The model, with costs of one micro-batch.
+        cluster: The devices and links.
+        stages: Number of stages, as `partition` takes it.
+        pipelining: Schedule and micro-batches.
+        seed: Seed of the random baselines.
+
+    Returns:
+        The plan, with the baseline's name as its method.
+
+    Raises:
+        HvpipeError: If there is no such baseline, or `stages` is out of range.
+        PlanError: If no random placement drawn fits the memory.
+
+    Example:
+        ```python
+        even = forecast(baseline("even", profile, cluster, stages=4), profile, cluster)
+        ```
     """
     devices, pipelining = _setting(name, profile, cluster, stages, pipelining)
     if not is_random(name):
@@ -43,7 +64,7 @@ def baseline(
         if plan is not None:
             return plan
     raise PlanError(
-        f"One of {_DRAWS} random placements should fit the memory of the devices; none did. "
+        f"None of {_DRAWS} random placements fits the memory of the devices; use another method. "
         f"Received: name={name!r}, stages={stages}, seed={seed}"
     )
 
@@ -51,9 +72,9 @@ def baseline(
 def random_plans(
     name: str, profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining, seeds: range
 ) -> list[Plan]:
-    """The plan of a random baseline for each of these seeds; of fewer, where few placements fit the memory.
+    """Return the plan of a random baseline for each seed, or for fewer if few placements fit the memory.
 
-    All of them together are drawn a limited number of times, so that this ends soon where hardly any fits.
+    All seeds together share a limited number of draws, so this ends soon even if hardly any placement fits.
     """
     devices, pipelining = _setting(name, profile, cluster, stages, pipelining)
     found: list[Plan] = []
@@ -68,14 +89,14 @@ def random_plans(
 
 
 def is_random(name: str) -> bool:
-    """Whether a baseline is drawn by lot."""
+    """Tell whether a baseline is random."""
     return name.startswith("random")
 
 
 def _setting(
     name: str, profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining
 ) -> tuple[list[Device], Pipelining]:
-    """The devices of a baseline and how it runs; HvpipeError for what there is not."""
+    """Return a baseline's devices and pipelining; raise HvpipeError if it does not exist."""
     check_stages(profile, cluster, stages, pipelining)
     if name not in BASELINES:
         raise HvpipeError(f"A baseline should be one of {', '.join(BASELINES)}. Received: name={name!r}")
@@ -94,7 +115,7 @@ def _drawn(
     generator: random.Random,
     draws: int,
 ) -> Iterator[Plan | None]:
-    """So many random plans, None for each that does not fit."""
+    """Yield `draws` random plans, None for each that does not fit."""
     for _ in range(draws):
         placement = BASELINES[name](profile, cluster, devices, generator)
         used = [(names, layers) for names, layers in placement if layers]
@@ -103,7 +124,7 @@ def _drawn(
 
 
 def _fits(profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining) -> bool:
-    """Whether every device has the memory that `stage_costs` counts, without what takes longest there."""
+    """Tell whether every device has the memory that `stage_costs` would count, without computing times."""
     stage_of = {place: stage for stage, (_, places) in enumerate(placement) for place in places}
     received_bytes = [0] * len(placement)
     for maker, layer in enumerate(profile.layers):
@@ -120,7 +141,7 @@ def _fits(profile: Profile, cluster: Cluster, placement: Placement, pipelining: 
 
 
 def _random(profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random) -> Placement:
-    """Each layer on a device drawn by lot: what the native mode does."""
+    """Place each layer on a random device, like placement by hand without a plan."""
     layers_of: list[list[int]] = [[] for _ in devices]
     for place in range(len(profile.layers)):
         layers_of[generator.randrange(len(devices))].append(place)
@@ -130,7 +151,7 @@ def _random(profile: Profile, cluster: Cluster, devices: list[Device], generator
 def _random_cuts(
     profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random
 ) -> Placement:
-    """Consecutive layers, cut anywhere by lot: a random pipeline."""
+    """Cut consecutive layers at random places: a random pipeline."""
     count = len(profile.layers)
     ends = [0, *sorted(generator.sample(range(1, count), len(devices) - 1)), count]
     return _named(devices, [list(range(a, b)) for a, b in pairwise(ends)])
@@ -139,23 +160,23 @@ def _random_cuts(
 def _round_robin(
     profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random
 ) -> Placement:
-    """Layer i on device i modulo their number."""
+    """Place layer i on device i modulo the number of devices."""
     count = len(profile.layers)
     return _named(devices, [list(range(first, count, len(devices))) for first in range(len(devices))])
 
 
 def _even(profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random) -> Placement:
-    """Consecutive layers, as many on each device, whatever they cost."""
+    """Place equally many consecutive layers on each device, whatever they cost."""
     count = len(profile.layers)
     ends = [count * stage // len(devices) for stage in range(len(devices) + 1)]
     return _named(devices, [list(range(a, b)) for a, b in pairwise(ends)])
 
 
 def _m_topo(profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random) -> Placement:
-    """m-TOPO of Baechi (Jeon et al., SoCC 2020): devices are filled one after the other in topological order.
+    """Fill the devices one after the other in topological order: m-TOPO of Baechi (Jeon et al., SoCC 2020).
 
-    Each up to its even share of the memory of all layers, plus the largest layer's, within its own memory;
-    the last takes what is left. Trailing devices may stay empty.
+    A device takes up to an even share of all layers' memory plus the largest layer's, within its own memory.
+    The last device takes the rest. Trailing devices may stay empty.
     """
     sizes = [_resident_bytes(layer) for layer in profile.layers]
     share_bytes = sum(sizes) / len(devices) + max(sizes)
@@ -170,11 +191,11 @@ def _m_topo(profile: Profile, cluster: Cluster, devices: list[Device], generator
 
 
 def _m_etf(profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random) -> Placement:
-    """m-ETF of Baechi (Jeon et al., SoCC 2020), after ETF (Hwang et al., SIAM J. Computing, 1989).
+    """Place the layer that can start earliest next: m-ETF of Baechi (Jeon et al., SoCC 2020).
 
-    Of all layers whose makers are placed and all devices with memory for them, the pair that can start the
-    earliest in the forward is next; the backward goes where the forward is. Where no device has memory, the
-    one with the most left takes the layer.
+    It follows ETF (Hwang et al., SIAM J. Computing, 1989). Of all layers with placed inputs and all devices
+    with memory for them, it picks the pair whose forward starts earliest. The backward goes with the forward.
+    If no device has memory, the one with the most left takes the layer.
     """
     waiting = [len(makers) for makers in profile.makers]
     ready = [place for place, count in enumerate(waiting) if count == 0]

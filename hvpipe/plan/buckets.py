@@ -1,9 +1,9 @@
-"""Gradient buckets: which gradients share a fused buffer, in which order buffers travel, which goes first."""
+"""Gradient buckets: which gradients share a fused buffer, and which buffer the network sends first."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from hvpipe.errors import HvpipeError
@@ -12,21 +12,63 @@ ITEM_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of one element of each dtype that can be reduced."""
 
 WIRE_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
-"""The dtype that travels under each compression."""
+"""The dtype on the network under each compression."""
 
 
 def fitting_bytes(gradient_bytes: int) -> int:
-    """The size of a fused buffer where none is said: 4 MiB; for less than 32 MiB of gradients an eighth of
-    them, or else a small model's would travel in one piece when its backward is over; at least 64 KiB.
+    """Return the bucket size for a model with `gradient_bytes` of gradients, if the user gives none.
+
+    That is 4 MiB. Below 32 MiB of gradients it is an eighth of them, because a small model's gradients would
+    otherwise all travel in one piece after the backward. It is at least 64 KiB.
     """
     return min(4 << 20, max(64 << 10, gradient_bytes // 8))
 
 
+def cut_buckets(
+    sizes_bytes: Sequence[int], bucket_bytes: int, kinds: Sequence[Hashable] | None = None
+) -> list[list[int]]:
+    """Group gradients into buckets: the one place that cuts them, for training and for forecasts.
+
+    Backward completes gradients roughly from the last layer to the first, so buckets fill up in the reverse
+    order of the model (as PyTorch's DistributedDataParallel does: Li et al., VLDB 2020). A bucket closes when
+    the next gradient would exceed `bucket_bytes`; a larger gradient has a bucket to itself.
+
+    Args:
+        sizes_bytes: Bytes of each gradient, in the order of the forward.
+        bucket_bytes: Most bytes of a bucket with several gradients.
+        kinds: A key for each gradient; only gradients of equal kind share a bucket. None: all share.
+
+    Returns:
+        The buckets in the order in which backward completes them. Each is a list of indices into
+        `sizes_bytes`, highest first.
+
+    Example:
+        ```python
+        cut_buckets([3, 1, 2, 2], bucket_bytes=4)  # [[3, 2], [1, 0]]
+        ```
+    """
+    open_buckets: dict[Hashable, list[int]] = {}
+    held_bytes: dict[Hashable, int] = {}
+    closed: list[list[int]] = []
+    for place in reversed(range(len(sizes_bytes))):
+        kind = None if kinds is None else kinds[place]
+        if kind in open_buckets and held_bytes[kind] + sizes_bytes[place] > bucket_bytes:
+            closed.append(open_buckets.pop(kind))
+        if kind not in open_buckets:
+            open_buckets[kind], held_bytes[kind] = [], 0
+        open_buckets[kind].append(place)
+        held_bytes[kind] += sizes_bytes[place]
+    closed.extend(open_buckets.values())
+    # Backward completes a bucket with the gradient of its lowest index.
+    return sorted(closed, key=min, reverse=True)
+
+
 @dataclass(frozen=True)
 class Gradient:
-    """One gradient: the name and the shape of its variable, and its dtype.
+    """One gradient: name and shape of its variable, and its dtype.
 
-    `table`: a batch touches few of its rows, as an Embedding's; the others are zeros.
+    `table` marks variables like an Embedding's table: a batch touches few rows, the other rows of the
+    gradient are zero.
     """
 
     name: str
@@ -36,6 +78,7 @@ class Gradient:
 
     @property
     def count(self) -> int:
+        """Number of elements."""
         count = 1
         for length in self.shape:
             count *= length
@@ -43,21 +86,30 @@ class Gradient:
 
     @property
     def bytes(self) -> int:
+        """Size in bytes, uncompressed."""
         return self.count * ITEM_BYTES[self.dtype]
 
     @property
     def row(self) -> int:
-        """Elements of a row."""
+        """Number of elements in a row."""
         return self.count // self.shape[0] if self.shape and self.shape[0] else 0
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients (by their place in the model's list) that are reduced in one fused buffer.
+    """Gradients that are reduced in one fused buffer.
 
-    `dtype` is that of the gradients, `wire_dtype` that of the buffer. Buckets of low `priority` are needed
-    first and overtake the others on the network; among equals goes first what was announced first.
-    `row`, where it is not 0: elements of a row of a table, whose rows that are zero on all ranks stay.
+    `members` are indices into the model's list of gradients, `counts` their numbers of elements. `dtype` is
+    the gradients' dtype, `wire_dtype` the buffer's. `row`, if not 0, is the number of elements in a row of a
+    table; then only rows travel that are not zero on all ranks.
+
+    `priority` says which bucket goes first, and `plan_buckets` alone sets it. Two places obey it:
+
+    - The engine's progress thread (csrc/core/progress.cc, `TakeInbox`) decides the order *on the network*: of
+    the
+      operations under way, a lower priority goes first, and of equal ones the bucket submitted first.
+    - `BucketPlan.by_need` gives the order in which the training step *collects* buckets and updates their
+    weights.
     """
 
     name: str
@@ -70,22 +122,27 @@ class Bucket:
 
     @property
     def wire_bytes(self) -> int:
+        """Bytes on the network, without headers."""
         return sum(self.counts) * ITEM_BYTES[self.wire_dtype]
 
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The buckets of one training step, in the order in which backward completes them."""
+    """The buckets of one training step, in the order in which backward completes them.
+
+    `signature` is equal on all ranks that planned for equal gradients with equal arguments.
+    """
 
     buckets: tuple[Bucket, ...]
     signature: int
 
     @property
     def wire_bytes(self) -> int:
+        """Bytes of all buckets on the network, without headers."""
         return sum(bucket.wire_bytes for bucket in self.buckets)
 
     def by_need(self) -> list[tuple[int, Bucket]]:
-        """Buckets with their numbers, those that the next forward needs first in front."""
+        """Return (number, bucket) pairs in the order of priority: first what the next forward needs first."""
         return sorted(enumerate(self.buckets), key=lambda pair: (pair[1].priority, pair[0]))
 
 
@@ -97,71 +154,65 @@ def plan_buckets(
     in_turn: bool = False,
     table_bytes: int | None = None,
 ) -> BucketPlan:
-    """Cut a model's gradients, listed in the order of the forward, into buckets of up to `bucket_bytes`
-    (None: as `fitting_bytes` says).
+    """Cut a model's gradients into buckets (see `cut_buckets`) and give each its priority.
 
-    Backward completes gradients roughly from the last layer to the first, so buckets are filled in the
-    reverse order of the list (as PyTorch's DistributedDataParallel does: Li et al., VLDB 2020). A bucket
-    holds one dtype; a gradient larger than `bucket_bytes` has one to itself. The plan depends on nothing
-    but the arguments, so equal models get equal plans on all ranks.
+    A bucket holds gradients of one dtype. The plan depends on the arguments alone, so equal models get equal
+    plans on all ranks.
 
-    The layers that the next forward begins with have the lowest priority, and so go first; with `in_turn` all
-    have the same, for steps whose gradients the next forward does not wait for.
+    Args:
+        gradients: The gradients, in the order of the forward.
+        bucket_bytes: Most bytes of a bucket with several gradients; None for `fitting_bytes`.
+        compression: None, "bf16" or "fp16"; it applies to float32 gradients.
+        in_turn: Give all buckets the same priority, for steps whose gradients the next forward doesn't wait
+            for. Otherwise the bucket that the next forward needs first has the lowest priority, and goes
+            first.
+        table_bytes: A table of this many bytes or more has a bucket to itself, which sends only the rows that
+            are not zero. None: tables are like other gradients.
 
-    A table of `table_bytes` or more (None: no table) has a bucket to itself, which sends the rows that are
-    not zero.
+    Returns:
+        The buckets.
+
+    Raises:
+        HvpipeError: If `bucket_bytes` is below 1, or a dtype cannot be reduced.
     """
-    if bucket_bytes is None:
-        known = [g for g in gradients if g.dtype in ITEM_BYTES]
-        bucket_bytes = fitting_bytes(sum(g.bytes for g in known if not _sends_rows(g, table_bytes)))
-    if bucket_bytes < 1:
-        raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
-    open_members: dict[str, list[int]] = {}
-    open_bytes: dict[str, int] = {}
-    closed: list[list[int]] = []
-
-    def close(dtype: str) -> None:
-        if open_members.get(dtype):
-            closed.append(open_members.pop(dtype))
-        open_bytes[dtype] = 0
-
-    for place in reversed(range(len(gradients))):
-        gradient = gradients[place]
+    for gradient in gradients:
         if gradient.dtype not in ITEM_BYTES:
             raise HvpipeError(
                 f"Gradients should be of {', '.join(ITEM_BYTES)}. "
                 f"Received: {gradient.name} of dtype={gradient.dtype}"
             )
-        size_bytes = gradient.bytes
-        if _sends_rows(gradient, table_bytes):
-            closed.append([place])
-            continue
-        if open_bytes.get(gradient.dtype, 0) + size_bytes > bucket_bytes:
-            close(gradient.dtype)
-        open_members.setdefault(gradient.dtype, []).append(place)
-        open_bytes[gradient.dtype] = open_bytes.get(gradient.dtype, 0) + size_bytes
-    for dtype in list(open_members):
-        close(dtype)
-    # The last gradient that comes (the lowest place) says when a bucket is complete.
-    closed.sort(key=min, reverse=True)
-    buckets = tuple(_bucket(members, gradients, compression, in_turn, table_bytes) for members in closed)
+    sends_rows = [_sends_rows(gradient, table_bytes) for gradient in gradients]
+    if bucket_bytes is None:
+        dense = (g.bytes for g, rows in zip(gradients, sends_rows, strict=True) if not rows)
+        bucket_bytes = fitting_bytes(sum(dense))
+    if bucket_bytes < 1:
+        raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
+    # A table's kind is its own index, so it shares its bucket with nothing.
+    kinds = [i if rows else gradients[i].dtype for i, rows in enumerate(sends_rows)]
+    groups = cut_buckets([gradient.bytes for gradient in gradients], bucket_bytes, kinds)
+    buckets = tuple(
+        _bucket(
+            members,
+            gradients,
+            compression,
+            priority=0 if in_turn else min(members),
+            row=gradients[members[0]].row if sends_rows[members[0]] else 0,
+        )
+        for members in groups
+    )
     text = repr((compression, [(g.name, g.shape, g.dtype) for g in gradients], buckets))
     signature = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
     return BucketPlan(buckets, signature)
 
 
 def _sends_rows(gradient: Gradient, table_bytes: int | None) -> bool:
-    """Ranks first tell each other which rows, two bytes for each: rows should be much more than that."""
+    """Tell whether to send rows only. Ranks first exchange two bytes per row, so rows must be much larger."""
     row_bytes = gradient.row * ITEM_BYTES[gradient.dtype]
     return gradient.table and table_bytes is not None and gradient.bytes >= table_bytes and row_bytes >= 64
 
 
 def _bucket(
-    members: Sequence[int],
-    gradients: Sequence[Gradient],
-    compression: str | None,
-    in_turn: bool,
-    table_bytes: int | None,
+    members: Sequence[int], gradients: Sequence[Gradient], compression: str | None, *, priority: int, row: int
 ) -> Bucket:
     dtype = gradients[members[0]].dtype
     wire = WIRE_DTYPE[compression] if compression is not None and dtype == "float32" else dtype
@@ -172,6 +223,6 @@ def _bucket(
         counts=tuple(gradients[place].count for place in members),
         dtype=dtype,
         wire_dtype=wire,
-        priority=0 if in_turn else min(members),
-        row=gradients[members[0]].row if _sends_rows(gradients[members[0]], table_bytes) else 0,
+        priority=priority,
+        row=row,
     )

@@ -1,4 +1,4 @@
-"""In which order devices may sit in the pipeline: kinds of equal devices, links between neighbours."""
+"""The orders of devices along a pipeline: kinds of equal devices, and the links between neighbours."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from itertools import combinations, pairwise, permutations
 import numpy as np
 
 from hvpipe.errors import HvpipeError
-from hvpipe.plan.greedy_fill import Cut, Seats
+from hvpipe.plan.greedy_fill import Cut, DeviceChoices
 from hvpipe.plan.pipelining import Pipelining
-from hvpipe.plan.span_costs import Seat
+from hvpipe.plan.span_costs import StageDevice
 from hvpipe.specs.cluster import Cluster, Device, Link
 
-# So many hosts are arranged in all ways.
+# Up to this many hosts, all their orders are tried.
 _FEW_HOSTS = 4
-# Of the memory of a device with several stages, each may take an even part, or up to all in so many steps.
+# A stage of several on a device may take an even part of the memory, or more in this many steps, up to all.
 _SHARES = 4
 
 Order = tuple[int, ...]
 """The kind of the device at each stage."""
 
 
-class Orders:
-    """The orders of a cluster's devices for so many stages; devices of one kind are interchangeable.
+class DeviceOrders:
+    """The orders of a cluster's devices for a number of stages; devices of one kind are interchangeable.
 
-    Where all links are equal, a kind is a speed and a memory. Where not (`mixed`), also the host counts;
-    where single links were measured, those of devices of a kind differ by at most the share `alike`. With
-    chunks, the stages go round the devices in a circle (`circle`): an order is one round of it.
+    Devices of a kind have the same speed and memory. If links differ (`mixed`), they also are on the same
+    host; with measured links, those of devices of a kind differ by at most the share `alike` instead. With
+    chunks, stages go round the devices in a circle (`circle`), and an order is one round.
     """
 
     def __init__(self, cluster: Cluster, stages: int, pipelining: Pipelining, alike: float = 0.0) -> None:
@@ -45,49 +45,51 @@ class Orders:
         members: dict[tuple[float, float, str], list[Device]] = {}
         for device in cluster.devices:
             members.setdefault((device.speed, device.room_bytes, where[device.name]), []).append(device)
-        # The fastest first, so that ties are broken in favour of speed.
+        # The fastest kind first: ties go to the faster device.
         keys = sorted(members, key=lambda key: (-key[0], -key[1]))
         self._members = [members[key] for key in keys]
         self.counts = [len(devices) for devices in self._members]
 
     @cached_property
-    def seats(self) -> Seats:
-        """Any kind at any stage; with mixed links, each is charged the slowest of its own. No circle."""
+    def in_any_order(self) -> DeviceChoices:
+        """Any kind at any stage, not in a circle. With mixed links, a device is charged its slowest link."""
         kinds = range(len(self.counts))
         links = [self._slowest(kind) for kind in kinds]
         levels = (
-            [self._seat(stage, kind, links[kind], links[kind]) for kind in kinds]
+            [self._stage_device(stage, kind, links[kind], links[kind]) for kind in kinds]
             for stage in range(self.stages)
         )
-        return Seats(list(levels), self.counts)
+        return DeviceChoices(list(levels), self.counts)
 
-    def in_order(self, order: Order, share: float = 1.0) -> Seats:
-        """One kind at each stage, with the links to its neighbours; in a circle, a share of its memory."""
+    def in_order(self, order: Order, share: float = 1.0) -> DeviceChoices:
+        """Return one kind at each stage, with its links; in a circle, with a share of its memory."""
         chunks = self._pipelining.chunks
         names = [device.name for device in self._devices(order)] * chunks
         links = [self.cluster.link(one, other) for one, other in pairwise(names)]
         around = [Link(), *links, Link()]
-        levels = [[self._seat(s, kind, around[s], around[s + 1])] for s, kind in enumerate(order * chunks)]
+        levels = [
+            [self._stage_device(s, kind, around[s], around[s + 1])] for s, kind in enumerate(order * chunks)
+        ]
         devices = self.ranks if self.circle else 0
-        return Seats(levels, [count * chunks for count in self.counts], devices, share)
+        return DeviceChoices(levels, [count * chunks for count in self.counts], devices, share)
 
-    def to_fit(self) -> list[Seats]:
-        """What to try where memory is scarce: any order, but in a circle; the roomiest devices first."""
+    def to_fit(self) -> list[DeviceChoices]:
+        """Return what to try when memory is scarce, such as the devices with most memory first."""
         if not self.circle:
-            return [self.seats, self.in_order(self.by_memory())]
+            return [self.in_any_order, self.in_order(self.by_memory())]
         orders = self.by_speed(), self.by_memory()
         return [self.in_order(order, share) for share in self.shares for order in orders]
 
     @property
     def shares(self) -> list[float]:
-        """How much of its device's memory a stage may take: in a circle from an even part up to all of it."""
+        """The shares of its device's memory to try for a stage: in a circle, from an even part up to all."""
         if not self.circle or all(device.memory_bytes is None for device in self.cluster.devices):
             return [1.0]
         even = 1 / self._pipelining.chunks
         return [even + (1 - even) * step / _SHARES for step in range(_SHARES + 1)]
 
-    def of_names(self, names: Sequence[str]) -> Seats:
-        """Devices by name, one at each stage."""
+    def of_names(self, names: Sequence[str]) -> DeviceChoices:
+        """Return the devices of these names, one at each stage."""
         kind_of = {d.name: kind for kind, devices in enumerate(self._members) for d in devices}
         if len(names) != self.ranks or len(set(names)) != len(names) or not set(names) <= set(kind_of):
             raise HvpipeError(
@@ -97,7 +99,7 @@ class Orders:
         return self.in_order(tuple(kind_of[name] for name in names))
 
     def all(self, at_most: int) -> list[Order] | None:
-        """Every distinct order, or None if there are more than `at_most`."""
+        """Return every distinct order, or None if there are more than `at_most`."""
         found: list[Order] = []
         for order in _arrangements(self.counts, self.ranks):
             if len(found) == at_most:
@@ -106,7 +108,7 @@ class Orders:
         return found
 
     def by_host(self, order: Order) -> list[Order]:
-        """The same kinds with those of a host together: the hosts as they come, and in every way if few."""
+        """Return orders of the same kinds with those of a host together; if hosts are few, in every order."""
         names = [self.cluster.host_of(device.name).name for device in self._devices(order)]
         hosts = list(dict.fromkeys(names))
         few = len(hosts) <= _FEW_HOSTS and len(hosts) < len(names)
@@ -116,21 +118,21 @@ class Orders:
         ]
 
     def by_speed(self) -> Order:
-        """The fastest devices, the fastest first."""
+        """Return the order of the fastest devices, the fastest first."""
         return tuple(kind for kind, count in enumerate(self.counts) for _ in range(count))[: self.ranks]
 
     def by_memory(self) -> Order:
-        """The devices with most memory, the largest first: early stages stash most under 1F1B."""
+        """Return the order of the devices with most memory, the largest first: 1F1B stashes most early on."""
         every = [kind for kind, count in enumerate(self.counts) for _ in range(count)]
         every.sort(key=lambda kind: -self._members[kind][0].room_bytes)
         return tuple(every[: self.ranks])
 
     def order_of(self, cuts: Sequence[Cut]) -> Order:
-        """The order in which the seats of these cuts are."""
-        return tuple(seat.kind for seat, _ in cuts[: self.ranks])
+        """Return the order of the devices of these cuts."""
+        return tuple(device.kind for device, _ in cuts[: self.ranks])
 
     def placement(self, cuts: Sequence[Cut]) -> list[tuple[tuple[str], range]]:
-        """The devices by name with the layers of their cuts; of equal ones the first goes first."""
+        """Return the names of the devices with the layers of their cuts; equal devices in cluster order."""
         placed, start = [], 0
         round_ = self._devices(self.order_of(cuts))
         for device, (_, end) in zip(round_ * self._pipelining.chunks, cuts, strict=True):
@@ -146,11 +148,11 @@ class Orders:
             taken[kind] += 1
         return devices
 
-    def _seat(self, stage: int, kind: int, receive: Link, send: Link) -> Seat:
+    def _stage_device(self, stage: int, kind: int, receive: Link, send: Link) -> StageDevice:
         device = self._members[kind][0]
         in_flight = self._in_flight[stage]
         recompute = self._pipelining.recomputes(stage)
-        return Seat(kind, device.speed, device.room_bytes, receive, send, in_flight, recompute)
+        return StageDevice(kind, device.speed, device.room_bytes, receive, send, in_flight, recompute)
 
     @cached_property
     def _in_flight(self) -> list[int]:
@@ -169,7 +171,7 @@ class Orders:
 
 
 def _linked_alike(cluster: Cluster, share: float) -> dict[str, str]:
-    """For each device the first whose links to all others are as its own, to within a share."""
+    """Map each device to the first device that has the same links to all others, within a share."""
     names = [device.name for device in cluster.devices]
     figures = np.zeros((2, len(names), len(names)))
     for one, other in combinations(range(len(names)), 2):
@@ -179,7 +181,7 @@ def _linked_alike(cluster: Cluster, share: float) -> dict[str, str]:
     found = {}
     for place, name in enumerate(names):
         near = np.array(np.isclose(figures, figures[:, [place]], rtol=share, atol=0).all(axis=0))
-        near[:, place] = True  # what leads to one of the two themselves does not count
+        near[:, place] = True  # the link between the two compared devices does not count
         np.fill_diagonal(near, True)
         alike = [first for first in firsts if bool(near[first].all())]
         found[name] = names[alike[0]] if alike else name
@@ -189,7 +191,7 @@ def _linked_alike(cluster: Cluster, share: float) -> dict[str, str]:
 
 
 def _arrangements(counts: Sequence[int], length: int) -> Iterator[Order]:
-    """All sequences of `length` kinds in which no kind occurs more often than its count."""
+    """Yield all sequences of `length` kinds in which no kind occurs more often than its count."""
     if length == 0:
         yield ()
         return

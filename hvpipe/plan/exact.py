@@ -1,4 +1,4 @@
-"""The optimum over all contiguous plans by dynamic programming: what the greedy partitioner is judged by."""
+"""The optimum over all contiguous plans, by dynamic programming: the yardstick of the greedy partitioner."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.plan.device_orders import Orders
+from hvpipe.plan.device_orders import DeviceOrders
 from hvpipe.plan.greedy import check_stages
-from hvpipe.plan.greedy_fill import Cut, Seats, Used
+from hvpipe.plan.greedy_fill import Cut, DeviceChoices, UsedDevices
 from hvpipe.plan.memory_shortage import explain_shortage, least_short
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
-from hvpipe.plan.span_costs import Seat, Spans, Vector
+from hvpipe.plan.span_costs import Spans, StageDevice, Vector
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
-# More would take minutes, or gigabytes.
+# Larger problems would take minutes, or gigabytes.
 MOST_LAYERS, _MOST_SETS, _MOST_ORDERS = 1000, 5000, 2000
 
 
@@ -29,36 +29,56 @@ def exact(
     pipelining: Pipelining = DEFAULT_PIPELINING,
     order: Sequence[str] | None = None,
 ) -> Plan:
-    """The contiguous plan of `stages` stages with the smallest bottleneck there is.
+    """Find the contiguous plan with the smallest possible bottleneck.
 
-    With `order` (names of devices) for the devices in this order; else over all orders, by how many devices
-    of each kind are used, as those of one kind are interchangeable. With mixed links every order
-    is gone through. O(sets x kinds x layers^2). PlanError where memory does not suffice.
+    A dynamic program over layers and sets of used devices. Devices of one kind (speed, memory) are
+    interchangeable, so a set is a number of devices of each kind. If links differ, it goes through every
+    order of the devices. It takes O(sets x kinds x layers^2) steps.
+
+    Args:
+        profile: The model, at most 1000 layers, with costs of one micro-batch.
+        cluster: The devices.
+        stages: Number of stages, at most the number of devices and of layers.
+        pipelining: Schedule and micro-batches; not "interleaved".
+        order: Names of `stages` devices, in pipeline order; None for the best order.
+
+    Returns:
+        The plan, with method "exact".
+
+    Raises:
+        HvpipeError: If the problem is too large, or `stages` or `order` is out of range.
+        PlanError: If memory does not suffice; the message says where and what would fit.
+
+    Example:
+        ```python
+        plan = exact(profile, cluster, stages=4)
+        print(plan.bottleneck_s / partition(profile, cluster, stages=4).bottleneck_s)
+        ```
     """
     check_stages(profile, cluster, stages, pipelining)
     if pipelining.chunks > 1:
         raise HvpipeError(
-            "exact should be asked about schedules with one stage on each device. "
+            "exact needs a schedule with one stage on each device: gpipe, 1f1b or zb-h1. "
             f"Received: schedule={pipelining.schedule!r}"
         )
     if len(profile.layers) > MOST_LAYERS:
         raise HvpipeError(
-            f"exact should be asked about at most {MOST_LAYERS} layers. "
+            f"exact handles at most {MOST_LAYERS} layers; use partition for more. "
             f"Received: layers={len(profile.layers)}"
         )
     spans = Spans(profile)
-    orders = Orders(cluster, stages, pipelining)
+    orders = DeviceOrders(cluster, stages, pipelining)
     best_s, best = math.inf, None
-    for seats in _all_seats(orders, order):
-        found_s, cuts = _optimum(spans, seats)
+    for choices in _device_choices(orders, order):
+        found_s, cuts = _optimum(spans, choices)
         if found_s < best_s:
             best_s, best = found_s, cuts
     if best is None:
         plan = least_short(profile, cluster, stages, pipelining)
         if order is not None and not plan.shortages(cluster):
             raise PlanError(
-                "The memory of every device should hold its stage in this order: in another it does. "
-                f"Received: order={list(order)}"
+                "The memory of every device should hold its stage. In this order it does not; another order "
+                f"fits. Received: order={list(order)}"
             )
         raise PlanError(explain_shortage(plan, profile, cluster))
     placement = orders.placement(best)
@@ -67,41 +87,43 @@ def exact(
     return Plan.of(profile, cluster, placement, pipelining, "exact")
 
 
-def _all_seats(orders: Orders, order: Sequence[str] | None) -> list[Seats]:
+def _device_choices(orders: DeviceOrders, order: Sequence[str] | None) -> list[DeviceChoices]:
+    """Return the choices to search one after the other; together they cover all orders asked for."""
     if order is not None:
         return [orders.of_names(order)]
     if not orders.mixed:
         if math.prod(count + 1 for count in orders.counts) > _MOST_SETS:
             raise HvpipeError(
-                f"exact should be asked about at most {_MOST_SETS} sets of devices. "
+                f"exact handles at most {_MOST_SETS} sets of devices; use partition for more. "
                 f"Received: kinds of devices={orders.counts}"
             )
-        return [orders.seats]
+        return [orders.in_any_order]
     every = orders.all(_MOST_ORDERS)
     if every is None:
         raise HvpipeError(
-            f"exact should be asked about at most {_MOST_ORDERS} orders where links differ. "
-            f"Received: kinds of devices={orders.counts}"
+            f"exact handles at most {_MOST_ORDERS} orders of devices if links differ; use partition "
+            f"for more. Received: kinds of devices={orders.counts}"
         )
     return [orders.in_order(one) for one in every]
 
 
-def _optimum(spans: Spans, seats: Seats) -> tuple[float, list[Cut]]:
-    """The smallest bottleneck and its cuts; infinite where memory never suffices.
+def _optimum(spans: Spans, choices: DeviceChoices) -> tuple[float, list[Cut]]:
+    """Return the smallest bottleneck and its cuts; infinite if memory never suffices.
 
-    best[s][used][end] is the smallest bottleneck of s stages on these devices with the layers before `end`.
+    best[s][used][end] is the smallest bottleneck of s stages on the used devices with the layers before
+    `end`.
     """
     start = np.full(spans.count + 1, np.inf)
     start[0] = 0.0
-    best: list[dict[Used, Vector]] = [{(0,) * len(seats.counts): start}]
-    matrices = [_matrices(spans, level) for level in seats.levels]
-    for level, costs_s in zip(seats.levels, matrices, strict=True):
-        reached: dict[Used, Vector] = {}
+    best: list[dict[UsedDevices, Vector]] = [{(0,) * len(choices.counts): start}]
+    matrices = [_matrices(spans, level) for level in choices.levels]
+    for level, costs_s in zip(choices.levels, matrices, strict=True):
+        reached: dict[UsedDevices, Vector] = {}
         for used, before_s in best[-1].items():
-            for seat in level:
-                now = _shift(used, seat, +1)
-                if now[seat.kind] <= seats.counts[seat.kind]:
-                    through_s = np.maximum(before_s[:, None], costs_s[seat]).min(axis=0)
+            for device in level:
+                now = _shift(used, device, +1)
+                if now[device.kind] <= choices.counts[device.kind]:
+                    through_s = np.maximum(before_s[:, None], costs_s[device]).min(axis=0)
                     reached[now] = np.minimum(reached.get(now, np.inf), through_s)
         best.append(reached)
     used = min(best[-1], key=lambda used: (best[-1][used][-1], used))
@@ -109,33 +131,35 @@ def _optimum(spans: Spans, seats: Seats) -> tuple[float, list[Cut]]:
     return optimum_s, [] if math.isinf(optimum_s) else _trace_back(best, matrices, used)
 
 
-def _trace_back(best: list[dict[Used, Vector]], matrices: list[dict[Seat, Vector]], used: Used) -> list[Cut]:
-    """The cuts of the optimum on the devices `used`: from the last stage to the first, where it came from."""
+def _trace_back(
+    best: list[dict[UsedDevices, Vector]], matrices: list[dict[StageDevice, Vector]], used: UsedDevices
+) -> list[Cut]:
+    """Return the cuts of the optimum on the `used` devices, traced from the last stage back to the first."""
     end = len(best[0][min(best[0])]) - 1
     cuts: list[Cut] = []
     for stage in reversed(range(len(matrices))):
-        ways = []
-        for seat, costs_s in matrices[stage].items():
-            before_s = best[stage].get(_shift(used, seat, -1))
+        options = []
+        for device, costs_s in matrices[stage].items():
+            before_s = best[stage].get(_shift(used, device, -1))
             if before_s is not None:
                 through_s = np.maximum(before_s, costs_s[:, end])
-                ways.append((float(through_s.min()), seat.kind, int(through_s.argmin()), seat))
-        _, _, start, seat = min(ways, key=lambda way: way[:3])
-        cuts.append((seat, end))
-        used, end = _shift(used, seat, -1), start
+                options.append((float(through_s.min()), device.kind, int(through_s.argmin()), device))
+        _, _, start, device = min(options, key=lambda option: option[:3])
+        cuts.append((device, end))
+        used, end = _shift(used, device, -1), start
     return cuts[::-1]
 
 
-def _shift(used: Used, seat: Seat, by: int) -> Used:
-    return (*used[: seat.kind], used[seat.kind] + by, *used[seat.kind + 1 :])
+def _shift(used: UsedDevices, device: StageDevice, by: int) -> UsedDevices:
+    return (*used[: device.kind], used[device.kind] + by, *used[device.kind + 1 :])
 
 
-def _matrices(spans: Spans, level: Sequence[Seat]) -> dict[Seat, Vector]:
-    """For each seat the costs of all runs: a row for each start, a column for each end."""
+def _matrices(spans: Spans, level: Sequence[StageDevice]) -> dict[StageDevice, Vector]:
+    """Return the costs of all runs on each device: a row per start, a column per end."""
     matrices = {}
-    for seat in level:
+    for device in level:
         costs_s = np.full((spans.count + 1, spans.count + 1), np.inf)
         for start in range(spans.count):
-            costs_s[start, start + 1 :] = spans.costs_s(start, spans.count, seat)
-        matrices[seat] = costs_s
+            costs_s[start, start + 1 :] = spans.costs_s(start, spans.count, device)
+        matrices[device] = costs_s
     return matrices

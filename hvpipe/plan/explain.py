@@ -1,4 +1,4 @@
-"""Why each cut of a plan is where it is: what it costs there, and what a layer earlier or later."""
+"""Explains the cuts of a plan: the cost of each, and its cost a layer earlier or later."""
 
 from __future__ import annotations
 
@@ -10,9 +10,25 @@ from hvpipe.specs.profile import Profile
 
 
 def explain(plan: Plan, profile: Profile, cluster: Cluster) -> list[str]:
-    """A line for each cut: its tensors, its two stages, and the same two if the cut were a layer off.
+    """Explain each cut of a pipeline: the bytes that cross it, the times of its two stages, and both a layer
+    off.
 
-    cut 1 behind relu_3 (h0 | h1): 12.8 MB; 31.0 | 29.5 ms; behind conv_3: 25.7 MB, 38.1 | 35.2 ms; ...
+    Args:
+        plan: A pipeline.
+        profile: The profile of the plan's model.
+        cluster: The cluster that the plan was made for.
+
+    Returns:
+        A line for each cut.
+
+    Raises:
+        PlanError: If the plan is no pipeline, or of another model or cluster.
+
+    Example:
+        ```python
+        print("\\n".join(explain(plan, profile, cluster)))
+        # cut 1 behind relu_3 (h0 | h1): 12.8 MB, 31 | 29.5 ms; behind conv_3: 25.7 MB, 38.1 | 35.2 ms; ...
+        ```
     """
     plan.check(profile, cluster)
     if not plan.contiguous:
@@ -22,6 +38,7 @@ def explain(plan: Plan, profile: Profile, cluster: Cluster) -> list[str]:
 
 
 def _explain_cut(plan: Plan, profile: Profile, cluster: Cluster, placement: Placement, cut: int) -> str:
+    """Explain the cut in front of stage number `cut`."""
     left, right = placement[cut - 1], placement[cut]
     end = right[1][0]
     lines = [
@@ -45,7 +62,7 @@ def _explain_cut(plan: Plan, profile: Profile, cluster: Cluster, placement: Plac
 
 
 def _numbers(profile: Profile, end: int, plan: Plan, cut: int) -> str:
-    """The bytes that cross the cut in front of layer `end`, and the times of the stages on both sides."""
+    """Say the bytes that cross the cut in front of layer `end`, and the times of the stages on both sides."""
     crossing = sum(
         layer.output_bytes
         for layer, users in zip(profile.layers[:end], profile.users, strict=False)
@@ -56,7 +73,7 @@ def _numbers(profile: Profile, end: int, plan: Plan, cut: int) -> str:
 
 
 def _verdict(plan: Plan, there: Plan, cluster: Cluster, cut: int) -> str:
-    """What speaks against the cut elsewhere, if anything does: of devices with all their stages."""
+    """Say what speaks against the moved cut, if anything: too little memory, or more time on its devices."""
     for device, missing_bytes in there.shortages(cluster).items():
         return f" (memory of {device} exceeded by {missing_bytes / 1e6:.3g} MB)"
     beside = [device for stage in plan.stages[cut - 1 : cut + 1] for device in stage.devices]

@@ -1,4 +1,4 @@
-"""The greedy partitioner: the smallest bottleneck for which filling the devices in some order works."""
+"""The greedy partitioner: bisects the smallest bottleneck for which filling the devices works."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from itertools import combinations, permutations
 import numpy as np
 
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.plan.device_orders import Order, Orders
-from hvpipe.plan.greedy_fill import Breadth, Cut, Seats, fill
+from hvpipe.plan.device_orders import DeviceOrders, Order
+from hvpipe.plan.greedy_fill import BeamWidth, Cut, DeviceChoices, fill
 from hvpipe.plan.memory_shortage import any_fit, explain_shortage, least_short
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
 from hvpipe.plan.span_costs import Spans
@@ -19,31 +19,54 @@ from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
-# The bottleneck is found to this precision, in at most so many halvings.
+# The bottleneck is found to this relative precision, in at most this many halvings.
 _TOLERANCE, _HALVINGS = 5e-4, 64
-# What filling keeps: first to come near T quickly, then to improve on it; and where the order is fixed.
-_BROADER = (Breadth(sets=4, ends=2), Breadth(sets=8, ends=4), Breadth(sets=48, ends=3))
-_IN_ORDER = Breadth(sets=1, ends=8)
-# A boundary is repaired by moving it by up to so many layers.
-_REACH = 48
-# With mixed links so many orders are all looked at.
+# Beam widths: narrow ones come near T quickly, broader ones improve on it. The last is for a fixed order.
+_BROADER = (BeamWidth(sets=4, ends=2), BeamWidth(sets=8, ends=4), BeamWidth(sets=48, ends=3))
+_IN_ORDER = BeamWidth(sets=1, ends=8)
+# Repairing moves a boundary by up to this many layers.
+_MOST_SHIFT = 48
+# With mixed links, up to this many orders are all tried.
 _FEW_ORDERS = 720
-# Of more, some are tried by exchanging devices, until so many stages were filled: filling takes as long as it
-# has stages, and coming to the end with a better order takes so many fillings more.
+# With more orders, some are tried by exchanging devices. The search ends when this many stages were filled,
+# as a filling takes time in proportion to its stages. Refining a better order costs as much as this many
+# fillings.
 _STAGES_FILLED, _REFINING = 4000, 24
-# Links that differ by less than this share are as good as equal: so far do measured ones vary.
+# Links that differ by less than this share count as equal: measured links vary as much.
 _ALIKE = 0.05
 
 
 def partition(
     profile: Profile, cluster: Cluster, stages: int | None = None, pipelining: Pipelining = DEFAULT_PIPELINING
 ) -> Plan:
-    """Cut the model into `stages` runs of consecutive layers, each on a device, with a small bottleneck.
+    """Cut a model into stages for a cluster, so that the busiest stage takes little time.
 
-    The profile's costs are those of one micro-batch. Without `stages`, all numbers of devices from 1 on are
-    tried, and the smallest predicted step wins. Under "interleaved", `stages` is a multiple of the chunks,
-    and the stages go round the devices in a circle. Equal arguments give equal plans.
-    PlanError where memory does not suffice: it says how much is missing, where, and what would make it fit.
+    Every stage is a run of consecutive layers on one device. The greedy method bisects the time T of the
+    busiest
+    stage: for each T it gives the devices in turn as many layers as they finish in T. Equal arguments give
+    equal plans.
+
+    Args:
+        profile: The model, with costs of one micro-batch.
+        cluster: The devices and links.
+        stages: Number of stages; with "interleaved", a multiple of the chunks, and the stages go round the
+            devices in a circle. None tries every number of devices and takes the smallest predicted step.
+        pipelining: Schedule, micro-batches, recomputation, chunks.
+
+    Returns:
+        The plan, with method "greedy".
+
+    Raises:
+        HvpipeError: If the model or the cluster does not have as many stages.
+        PlanError: If memory does not suffice; the message says how much is missing, where, and what would
+            fit.
+
+    Example:
+        ```python
+        profile, cluster = Profile.read("profile.json"), Cluster.read("cluster.toml")
+        plan = partition(profile, cluster, stages=4, pipelining=Pipelining("1f1b", microbatches=16))
+        plan.write("plan.json")
+        ```
     """
     chunks = pipelining.chunks
     most = min(len(cluster.devices), len(profile.layers) // chunks) * chunks
@@ -67,12 +90,12 @@ def partition(
 def fitting(
     profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining, spans: Spans | None = None
 ) -> Plan | None:
-    """The plan of so many stages, a number that `check_stages` takes; None where none is found that fits.
+    """Return the greedy plan of `stages` stages, which `check_stages` accepts; None if no plan found fits.
 
-    For who tries one number after the other: to say why nothing fits takes `partition` far longer than this.
-    `spans` are the profile's, where they are at hand.
+    Use it to try many numbers of stages: `partition` takes far longer when nothing fits, to explain why.
+    `spans` are the profile's, if the caller has them.
     """
-    orders = Orders(cluster, stages, pipelining, _ALIKE)
+    orders = DeviceOrders(cluster, stages, pipelining, _ALIKE)
     cuts = _search(spans or Spans(profile), orders)
     if cuts is None:
         return None
@@ -82,7 +105,7 @@ def fitting(
 def check_stages(
     profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining = DEFAULT_PIPELINING
 ) -> None:
-    """Refuse a number of stages that the model or the cluster does not have, or the schedule cannot run."""
+    """Refuse a number of stages that the model, the cluster or the schedule does not allow."""
     if not 1 <= stages <= len(profile.layers):
         raise HvpipeError(
             "stages should be at least 1 and at most the number of layers, "
@@ -112,93 +135,97 @@ def check_stages(
 
 
 def bottleneck_s(spans: Spans, cuts: list[Cut]) -> float:
-    """What the busiest of the stages takes."""
+    """Return the seconds of the busiest stage."""
     return max(_times_s(spans, cuts))
 
 
 def _busiest(spans: Spans, cuts: list[Cut]) -> int:
-    """The number of the stage that takes the longest."""
+    """Return the number of the busiest stage."""
     return int(np.argmax(_times_s(spans, cuts)))
 
 
 def _times_s(spans: Spans, cuts: list[Cut]) -> list[float]:
+    """Return the seconds of each stage."""
     starts = [0, *(end for _, end in cuts)]
-    return [spans.cost_s(start, end, seat) for start, (seat, end) in zip(starts, cuts, strict=False)]
+    return [spans.cost_s(start, end, device) for start, (device, end) in zip(starts, cuts, strict=False)]
 
 
-def _search(spans: Spans, orders: Orders) -> list[Cut] | None:
-    """The best cuts found over all orders of the devices; None where memory suffices in none."""
+def _search(spans: Spans, orders: DeviceOrders) -> list[Cut] | None:
+    """Return the best cuts found over all orders of the devices; None if memory suffices in none."""
     cuts = any_fit(spans, orders)
     if cuts is None:
         return None
     if not orders.circle:
         for breadth in _BROADER[: 2 if orders.mixed else 3]:
-            cuts = _improve(spans, orders.seats, cuts, breadth)
+            cuts = _improve(spans, orders.in_any_order, cuts, breadth)
     return _search_orders(spans, orders, cuts) if orders.mixed or orders.circle else cuts
 
 
-def _improve(spans: Spans, seats: Seats, cuts: list[Cut], breadth: Breadth) -> list[Cut]:
-    """Bisect T below the bottleneck of `cuts`, then repair; again as long as that finds something.
+def _improve(spans: Spans, choices: DeviceChoices, cuts: list[Cut], breadth: BeamWidth) -> list[Cut]:
+    """Bisect T below the bottleneck of `cuts`, then repair the boundaries.
 
-    Greedy filling may fail at one T and work at a smaller one, so a little below the best is looked as well.
+    Greedy filling may fail at one T and work at a smaller one, so bisect a second time from a little below
+    the best.
     """
-    least_s = spans.compute_s[-1] / seats.fastest((0,) * len(seats.counts), seats.stages)
+    least_s = spans.compute_s[-1] / choices.fastest((0,) * len(choices.counts), choices.stages)
     for share in (1 - _TOLERANCE, 0.97):
         high_s = bottleneck_s(spans, cuts)
-        found = fill(spans, seats, share * high_s, breadth)
+        found = fill(spans, choices, share * high_s, breadth)
         if found is None:
             continue
         cuts, low_s, high_s = found, least_s, bottleneck_s(spans, found)
         for _ in range(_HALVINGS):
             if high_s <= low_s * (1 + _TOLERANCE):
                 break
-            # Layers may take no time: the geometric mean with 0 would be 0 forever.
+            # If layers take no time, the geometric mean with 0 would stay 0.
             middle_s = math.sqrt(low_s) * math.sqrt(high_s) or high_s / 2
-            found = fill(spans, seats, middle_s, breadth)
+            found = fill(spans, choices, middle_s, breadth)
             if found is None:
                 low_s = middle_s
             else:
                 cuts, high_s = found, bottleneck_s(spans, found)
-    return _repair(spans, seats.devices, cuts)
+    return _repair(spans, choices.devices, cuts)
 
 
 def _repair(spans: Spans, devices: int, cuts: list[Cut]) -> list[Cut]:
-    """Move the boundaries of the busiest stage while that makes it less busy than it was."""
+    """Move a boundary of the busiest stage as long as that reduces the bottleneck."""
     ends = [0, *(end for _, end in cuts)]
-    seats = [seat for seat, _ in cuts]
+    stage_devices = [device for device, _ in cuts]
     while True:
         if devices:
-            cuts = _with_the_rest(spans, devices, list(zip(seats, ends[1:], strict=True)))
-        costs = [spans.cost_s(ends[s], ends[s + 1], seat) for s, seat in enumerate(seats)]
+            cuts = _with_the_rest(spans, devices, list(zip(stage_devices, ends[1:], strict=True)))
+        costs = [spans.cost_s(ends[s], ends[s + 1], device) for s, device in enumerate(stage_devices)]
         busiest = int(np.argmax(costs))
         moves = [
             (worst_s, boundary, end)
             for boundary in (busiest, busiest + 1)
-            if 0 < boundary < len(seats)
+            if 0 < boundary < len(stage_devices)
             for worst_s, end in [_best_boundary(spans, cuts, ends, boundary)]
         ]
-        # Sums of another length are rounded otherwise: that is no gain, and would go on forever.
+        # Sums of other lengths round differently. Such a difference is no gain, and would repeat forever.
         if not moves or min(moves)[0] >= costs[busiest] * (1 - 1e-9):
-            return list(zip(seats, ends[1:], strict=True))
+            return list(zip(stage_devices, ends[1:], strict=True))
         _, boundary, ends[boundary] = min(moves)
 
 
 def _with_the_rest(spans: Spans, devices: int, cuts: list[Cut]) -> list[Cut]:
-    """The cuts of a circle, each seat with the memory that the other stages of its device leave it."""
+    """Return the cuts of a circle, where each stage has the memory that other stages of its device leave."""
     starts = [0, *(end for _, end in cuts)]
-    sizes = [spans.memory_bytes(start, end, seat) for start, (seat, end) in zip(starts, cuts, strict=False)]
+    sizes = [
+        spans.memory_bytes(start, end, device) for start, (device, end) in zip(starts, cuts, strict=False)
+    ]
     held_bytes = [sum(sizes[first::devices]) for first in range(devices)]
     return [
-        (replace(seat, memory_bytes=seat.memory_bytes - held_bytes[s % devices] + sizes[s]), end)
-        for s, (seat, end) in enumerate(cuts)
+        (replace(device, memory_bytes=device.memory_bytes - held_bytes[s % devices] + sizes[s]), end)
+        for s, (device, end) in enumerate(cuts)
     ]
 
 
 def _best_boundary(spans: Spans, cuts: list[Cut], ends: list[int], boundary: int) -> tuple[float, int]:
-    """Where between its neighbours a boundary makes the busier of its two stages the least busy."""
+    """Return the best end of a boundary between its neighbours, after the time of its busier stage."""
     before, here, behind = ends[boundary - 1 : boundary + 2]
     left, right = cuts[boundary - 1][0], cuts[boundary][0]
-    first, last = max(before + 1, here - _REACH), min(behind - 1, here + _REACH)
+    first, last = max(before + 1, here - _MOST_SHIFT), min(behind - 1, here + _MOST_SHIFT)
     left_s = spans.costs_s(before, last, left)
     return min(
         (max(float(left_s[end - before - 1]), spans.cost_s(end, behind, right)), end)
@@ -206,14 +233,14 @@ def _best_boundary(spans: Spans, cuts: list[Cut], ends: list[int], boundary: int
     )
 
 
-def _search_orders(spans: Spans, orders: Orders, cuts: list[Cut]) -> list[Cut]:
-    """One order after the other: all if they are few; else from a few good ones by exchanging two devices.
+def _search_orders(spans: Spans, orders: DeviceOrders, cuts: list[Cut]) -> list[Cut]:
+    """Try orders of the devices: all if they are few, else good ones and their neighbours by exchange.
 
-    Where links differ, `cuts` were found with every device charged its slowest; neighbours on one host may
-    do better. In a circle a device sits at several stages, which filling alone does not know.
+    If links differ, `cuts` were found with every device charged its slowest link; neighbours on one host may
+    do better. In a circle, a device has several stages, which filling without an order does not know.
     """
     order = orders.order_of(cuts)
-    cuts = _seated(orders, order, cuts)
+    cuts = _in_order(orders, order, cuts)
     for share in orders.shares:
         cuts = _improve(spans, orders.in_order(order, share), cuts, _IN_ORDER)
     every = orders.all(_FEW_ORDERS)
@@ -222,8 +249,8 @@ def _search_orders(spans: Spans, orders: Orders, cuts: list[Cut]) -> list[Cut]:
     return cuts if every is not None else _rearrange(spans, orders, order, cuts)
 
 
-def _rearrange(spans: Spans, orders: Orders, order: Order, cuts: list[Cut]) -> list[Cut]:
-    """Exchange two devices, or move one, as long as that helps and is within bounds."""
+def _rearrange(spans: Spans, orders: DeviceOrders, order: Order, cuts: list[Cut]) -> list[Cut]:
+    """Exchange two devices, or move one, as long as that helps and the budget of fillings lasts."""
     left = _STAGES_FILLED // orders.stages
     improved = True
     while improved:
@@ -240,7 +267,7 @@ def _rearrange(spans: Spans, orders: Orders, order: Order, cuts: list[Cut]) -> l
 
 
 def _neighbours(order: Order, busiest: int) -> Iterator[Order]:
-    """The order with two devices exchanged, those near the busiest first; then with one moved."""
+    """Yield the order with two devices exchanged, those near the busiest first; then with one moved."""
     tried = {order}
     places = sorted(range(len(order)), key=lambda place: abs(place - busiest))
     for one, other in combinations(places, 2):
@@ -258,19 +285,20 @@ def _neighbours(order: Order, busiest: int) -> Iterator[Order]:
 
 
 def _better(
-    spans: Spans, orders: Orders, candidate: Order, order: Order, cuts: list[Cut]
+    spans: Spans, orders: DeviceOrders, candidate: Order, order: Order, cuts: list[Cut]
 ) -> tuple[Order, list[Cut]]:
-    """The candidate and its cuts if filling in that order beats `cuts`, else what was given."""
+    """Return the candidate and its cuts if filling in that order beats `cuts`, else `order` and `cuts`."""
     limit_s = bottleneck_s(spans, cuts) * (1 - _TOLERANCE)
     if candidate == order or limit_s == 0:
         return order, cuts
     for share in sorted({orders.shares[0], 1.0}, reverse=True):
-        seats = orders.in_order(candidate, share)
-        if found := fill(spans, seats, limit_s, _IN_ORDER):
-            return candidate, _improve(spans, seats, found, _IN_ORDER)
+        choices = orders.in_order(candidate, share)
+        if found := fill(spans, choices, limit_s, _IN_ORDER):
+            return candidate, _improve(spans, choices, found, _IN_ORDER)
     return order, cuts
 
 
-def _seated(orders: Orders, order: Order, cuts: list[Cut]) -> list[Cut]:
+def _in_order(orders: DeviceOrders, order: Order, cuts: list[Cut]) -> list[Cut]:
+    """Return the cuts with their devices charged the links of this order."""
     levels = orders.in_order(order).levels
     return [(level[0], end) for level, (_, end) in zip(levels, cuts, strict=True)]

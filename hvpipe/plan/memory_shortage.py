@@ -1,4 +1,4 @@
-"""When memory does not suffice: how much is missing on which device, and what would make it fit."""
+"""Explains a lack of memory: how much is missing on which device, and what would make the model fit."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from hvpipe.plan.device_orders import Orders
-from hvpipe.plan.greedy_fill import Breadth, Cut, fill
+from hvpipe.plan.device_orders import DeviceOrders
+from hvpipe.plan.greedy_fill import BeamWidth, Cut, fill
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.span_costs import Spans
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster, Host
 from hvpipe.specs.profile import Profile
 
-_BREADTH = Breadth(sets=32, ends=3)
+_BREADTH = BeamWidth(sets=32, ends=3)
 
 
-def any_fit(spans: Spans, orders: Orders) -> list[Cut] | None:
-    """Cuts whose memory suffices, however long they take; None where none are found."""
-    for seats in orders.to_fit():
-        if cuts := fill(spans, seats, math.inf, _BREADTH):
+def any_fit(spans: Spans, orders: DeviceOrders) -> list[Cut] | None:
+    """Return cuts whose memory suffices, however long they take; None if none are found."""
+    for choices in orders.to_fit():
+        if cuts := fill(spans, choices, math.inf, _BREADTH):
             return cuts
     return None
 
 
 def least_memory_bytes(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> int:
-    """The least memory that every device needs for some plan of so many stages, whatever they have now.
+    """Return the least memory that devices need for some plan of `stages` stages, whatever they have now.
 
-    Found by filling, to 1 %: no plan that needs much less was found, which proves nothing.
+    Found by greedy filling, to 1 %. A plan that needs less may exist: nothing proves that there is none.
     """
     without = (
         replace(host, devices=tuple(replace(device, memory_bytes=0) for device in host.devices))
@@ -39,7 +39,7 @@ def least_memory_bytes(profile: Profile, cluster: Cluster, stages: int, pipelini
 
 
 def explain_shortage(plan: Plan, profile: Profile, cluster: Cluster) -> str:
-    """The message where `plan` lacks the least memory: how much and where; and remedies, tried out."""
+    """Return the error message for a plan that lacks memory: how much, where, and tried remedies."""
     stages, pipelining = len(plan.stages), plan.pipelining
     missing = say_missing(plan.shortages(cluster), plan.memory_bytes)
     remedies = list(_remedies(profile, cluster, stages, pipelining))
@@ -52,21 +52,21 @@ def explain_shortage(plan: Plan, profile: Profile, cluster: Cluster) -> str:
 
 
 def _fits(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> bool:
-    return any_fit(Spans(profile), Orders(cluster, stages, pipelining)) is not None
+    return any_fit(Spans(profile), DeviceOrders(cluster, stages, pipelining)) is not None
 
 
 def least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Plan:
-    """The plan that fits if every device had a little more memory, as little as can be (to 1 %).
+    """Return the plan that fits if every device has the least extra memory (to 1 %).
 
-    It may fit as it is: filling keeps not all that it finds, and may find more where there is more room.
+    It may even fit as it is: filling keeps only some of what it finds, and may find more with more memory.
     """
     spans = Spans(profile)
 
-    def cuts_with(more_bytes: int) -> tuple[Orders, list[Cut] | None]:
-        orders = Orders(_with_more(cluster, more_bytes), stages, pipelining)
+    def cuts_with(more_bytes: int) -> tuple[DeviceOrders, list[Cut] | None]:
+        orders = DeviceOrders(_with_more(cluster, more_bytes), stages, pipelining)
         return orders, any_fit(spans, orders)
 
-    # Not from a byte on: of gigabytes that would be dozens of attempts to fill the devices.
+    # Start at a thousandth of the memory: from a byte on, gigabytes would take dozens of fillings.
     low, high = 0, max(1, max(d.memory_bytes or 0 for d in cluster.devices) // 1000)
     while cuts_with(high)[1] is None:
         low, high = high, 2 * high
@@ -79,6 +79,7 @@ def least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pip
 
 
 def _with_more(cluster: Cluster, more_bytes: int) -> Cluster:
+    """Return the cluster with so much more memory on every device that has a limit."""
     hosts = (
         replace(
             host,
@@ -93,7 +94,7 @@ def _with_more(cluster: Cluster, more_bytes: int) -> Cluster:
 
 
 def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
-    """What makes it fit, each tried out, and with a micro-batch at least for every device."""
+    """Yield what makes the model fit. Each remedy was tried, with at least one micro-batch per device."""
     chunks = pipelining.chunks
     for devices in range(stages // chunks + 1, min(len(cluster.devices), len(profile.layers) // chunks) + 1):
         if _fits(profile, cluster, devices * chunks, _enough(pipelining, devices)):
@@ -118,7 +119,7 @@ def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipel
 
 
 def _more_devices(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
-    """How many devices like the roomiest would have to join the cluster; tried up to twice its size and 8."""
+    """Yield how many devices like the roomiest would have to join; tries as many as there are, and 8."""
     roomiest = max(cluster.devices, key=lambda device: device.room_bytes)
     host = cluster.host_of(roomiest.name)
     for more in range(1, len(cluster.devices) + 9):
@@ -136,7 +137,7 @@ def _more_devices(profile: Profile, cluster: Cluster, stages: int, pipelining: P
 
 
 def _enough(pipelining: Pipelining, devices: int) -> Pipelining:
-    """With as many micro-batches of the same size as there are devices, or more: fewer are refused."""
+    """Return the pipelining with at least as many micro-batches as devices: fewer are refused."""
     return replace(pipelining, microbatches=max(pipelining.microbatches, devices))
 
 
@@ -146,7 +147,7 @@ def _stages_on(devices: int, pipelining: Pipelining) -> str:
 
 
 def say_missing(missing_bytes: Mapping[str, int], needed_bytes: Mapping[str, int]) -> str:
-    """What each device lacks of what it needs, as messages write it."""
+    """Say what each device lacks, of what it needs."""
     return "; ".join(
         f"{name}: {amount(size)} missing of {amount(needed_bytes[name])}"
         for name, size in missing_bytes.items()
@@ -154,5 +155,5 @@ def say_missing(missing_bytes: Mapping[str, int], needed_bytes: Mapping[str, int
 
 
 def amount(size_bytes: int) -> str:
-    """A size as messages write it."""
+    """Format a size in bytes for a message."""
     return f"{size_bytes / 1e6:,.1f} MB" if size_bytes >= 1e5 else f"{size_bytes:,} bytes"

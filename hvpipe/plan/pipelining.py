@@ -1,4 +1,4 @@
-"""How micro-batches run through the stages, as far as a plan depends on it: how many are in flight where."""
+"""How micro-batches run through the stages, as far as a plan depends on it: how many are in flight."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from dataclasses import dataclass
 from hvpipe.errors import HvpipeError
 
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved")
+"""Names of the schedules that a plan can be made for."""
 
 
 def leads(gaps: Sequence[int]) -> list[int]:
-    """How far each stage's forwards run ahead of its backwards under 1F1B, in numbers of micro-batches.
+    """Return how many micro-batches each stage's forwards run ahead of its backwards under 1F1B.
 
-    In a steady state one micro-batch comes in each period, and a rank takes as many periods for one of its
-    own as there are to its next: `gaps`, the number of a stage's ranks where they are equal. So a backward
-    comes back at the earliest after the gap of the next stage and what that runs ahead; the lead is as much,
-    in whole turns of this stage's ranks. Less would let the stages behind wait for forwards.
+    In the steady state, one micro-batch arrives per period. `gaps` has, for each stage, the periods from one
+    micro-batch of a rank to its next; for equal replicas that is their number. A rank has this many periods
+    for one micro-batch. So a backward returns at the earliest after the next stage's gap plus the next
+    stage's lead. This stage's lead is that sum, rounded up to whole turns of its ranks. With less, later
+    stages would wait for forwards.
     """
     found = [0]
     for gap, next_gap in zip(gaps[-2::-1], gaps[:0:-1], strict=True):
@@ -26,11 +28,22 @@ def leads(gaps: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Pipelining:
-    """The schedule and how many micro-batches a step has; a profile's costs are those of one of them.
+    """The schedule of a pipeline and its micro-batches. A profile's costs are those of one micro-batch.
 
-    With `recompute`, a stage keeps only what it received and runs its forward again before the backward: all
-    stages, or those of which it has the numbers.
-    `chunks`, 2 or more, is how many stages each device has under "interleaved"; elsewhere it is 1.
+    Args:
+        schedule: "gpipe", "1f1b", "zb-h1" or "interleaved".
+        microbatches: Micro-batches of a step, at least 1.
+        recompute: Stages that keep only their inputs and run their forward again before the backward: True
+            for all, False for none, or their numbers, from 0.
+        chunks: Stages of each device: 2 or more with "interleaved", otherwise 1.
+
+    Raises:
+        HvpipeError: If a value is out of range.
+
+    Example:
+        ```python
+        how = Pipelining("interleaved", microbatches=16, chunks=2)
+        ```
     """
 
     schedule: str = "1f1b"
@@ -55,25 +68,25 @@ class Pipelining:
             )
 
     def recomputes(self, stage: int) -> bool:
-        """Whether stage number `stage` runs its forward again."""
+        """Tell whether stage number `stage` runs its forward again."""
         return self.recompute if isinstance(self.recompute, bool) else stage in self.recompute
 
     @property
     def least_stages(self) -> int:
-        """How many stages there must be at least, of those that are named."""
+        """The least number of stages, given the stages that `recompute` names."""
         return 1 if isinstance(self.recompute, bool) else self.recompute[-1] + 1
 
     def in_flight(self, stage: int, replicas: Sequence[int]) -> int:
-        """How many micro-batches a rank of stage number `stage` keeps activations of, at most.
+        """Return the most micro-batches whose activations a rank of stage number `stage` keeps.
 
-        `replicas` are the numbers of ranks of all stages. Where these have unequal shares, or a rank several
-        stages, it is an estimate: `verify.peak_stash` counts.
+        `replicas` are the numbers of ranks of all stages. The result is an estimate if ranks of a stage have
+        unequal shares or a rank has several stages; `hvpipe.schedule.verify.peak_stash` counts exactly.
         """
         return _IN_FLIGHT[self.schedule](self, stage, replicas)
 
 
 def checked_recompute(given: object) -> bool | tuple[int, ...]:
-    """All or none, or the numbers of stages in order, of which none is none."""
+    """Return True, False, or the sorted numbers of stages; no number at all becomes False."""
     if isinstance(given, bool):
         return given
     numbers = tuple(given) if isinstance(given, (tuple, list, set, frozenset, range)) else None
@@ -85,23 +98,23 @@ def checked_recompute(given: object) -> bool | tuple[int, ...]:
 
 
 def _gpipe(how: Pipelining, stage: int, replicas: Sequence[int]) -> int:
-    """All that it has (Huang et al., 2019)."""
+    """Count all micro-batches of the rank (GPipe: Huang et al., 2019)."""
     return -(-how.microbatches // replicas[stage])
 
 
 def _one_f_one_b(how: Pipelining, stage: int, replicas: Sequence[int]) -> int:
-    """One more than it warms up with (PipeDream-Flush: Narayanan et al., 2021)."""
+    """Count the forwards of the warm-up and one more (PipeDream-Flush: Narayanan et al., 2021)."""
     return min(_gpipe(how, stage, replicas), leads(replicas)[stage] // replicas[stage] + 1)
 
 
 def _zb_h1(how: Pipelining, stage: int, replicas: Sequence[int]) -> int:
-    """As 1F1B, and those whose weight gradients are put off (Qi et al., 2024)."""
+    """Count as in 1F1B, plus the micro-batches whose weight gradients are put off (Qi et al., 2024)."""
     put_off = sum(replicas[:stage]) // replicas[stage]
     return min(_gpipe(how, stage, replicas), leads(replicas)[stage] // replicas[stage] + 1 + put_off)
 
 
 def _interleaved(how: Pipelining, stage: int, replicas: Sequence[int]) -> int:
-    """An even part of what its rank stashes, rounded up (Narayanan et al., SC 2021)."""
+    """Count an even part of what the rank stashes, rounded up (Narayanan et al., SC 2021)."""
     ranks = len(replicas) // how.chunks
     group = -(-how.microbatches // max(1, how.microbatches // ranks))
     stash = (how.chunks - 1) * group + 2 * (ranks - stage % ranks) - 1

@@ -1,4 +1,4 @@
-"""What a placement of layers on devices costs, be it a pipeline of consecutive layers or not."""
+"""The cost of placing layers on devices, whether or not the placement is a pipeline of consecutive layers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ from hvpipe.specs.cluster import Cluster, Link
 from hvpipe.specs.profile import LayerCost, Profile
 
 Placement = Sequence[tuple[tuple[str, ...], Sequence[int]]]
-"""For each stage its devices (several are replicas) and the places of its layers in the profile, in order."""
+"""For each stage, its devices (several are replicas) and the indices of its layers in the profile."""
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one stage takes for one micro-batch, and the memory that a device needs for it.
+    """The cost of one stage for one micro-batch, and the memory that each of its devices needs.
 
-    Of several replicas each micro-batch takes one: seconds and bytes that travel are shared among them, as if
-    they were one device as fast as all. A tensor that other stages use is charged once where it is made and
-    once in each stage that uses it, each time for itself and its gradient; it travels straight to its users.
-    `state_bytes` is weights, gradients and optimizer slots; `stash_bytes` is what all micro-batches in flight
-    keep for the backward, what was received included.
+    Replicas share the micro-batches, so they count as one device as fast as all of them. A tensor that other
+    stages use travels straight to its users. It is charged once where it is made and once in each stage that
+    uses it, each time for itself and its gradient.
+
+    Args:
+        compute_s: Seconds of forward and backward, with recomputation.
+        receive_s: Seconds to receive tensors and to send back their gradients.
+        send_s: Seconds to send tensors and to receive their gradients.
+        receive_bytes: Bytes of the tensors received, without gradients.
+        send_bytes: Bytes of the tensors sent, without gradients; each counts once.
+        state_bytes: Bytes of weights, gradients and optimizer slots.
+        stash_bytes: Bytes that all micro-batches in flight keep for the backward, received tensors included.
     """
 
     compute_s: float
@@ -36,15 +43,17 @@ class StageCost:
 
     @property
     def total_s(self) -> float:
+        """Seconds of computing and of all transfers."""
         return self.compute_s + self.receive_s + self.send_s
 
     @property
     def memory_bytes(self) -> int:
+        """Bytes of state and stash."""
         return self.state_bytes + self.stash_bytes
 
 
 def is_contiguous(placement: Placement) -> bool:
-    """True where the stages are runs of consecutive layers, in order: a pipeline."""
+    """Tell whether the stages are runs of consecutive layers, in order: a pipeline."""
     places = list(chain.from_iterable(layers for _, layers in placement))
     return places == list(range(len(places)))
 
@@ -52,7 +61,7 @@ def is_contiguous(placement: Placement) -> bool:
 def stage_costs(
     profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining
 ) -> list[StageCost]:
-    """The cost of every stage. Where the placement is no pipeline, all micro-batches count as in flight."""
+    """Return the cost of every stage. Without a pipeline, all micro-batches count as in flight."""
     stage_of = {place: stage for stage, (_, layers) in enumerate(placement) for place in layers}
     receive_s, send_s = [0.0] * len(placement), [0.0] * len(placement)
     receive_bytes, send_bytes = [0] * len(placement), [0] * len(placement)
@@ -92,7 +101,7 @@ def stage_costs(
 
 
 def in_flight_of(placement: Placement, pipelining: Pipelining) -> list[int]:
-    """The micro-batches that each stage holds at most: all of them where the placement is no pipeline."""
+    """Return the most micro-batches that each stage holds: all of them if the placement is no pipeline."""
     if not is_contiguous(placement):
         return [pipelining.microbatches] * len(placement)
     counts = [len(devices) for devices, _ in placement]
@@ -102,25 +111,26 @@ def in_flight_of(placement: Placement, pipelining: Pipelining) -> list[int]:
 def stage_bytes(
     layers: Sequence[LayerCost], receive_bytes: int, in_flight: int, recompute: bool
 ) -> tuple[int, int]:
-    """What a stage keeps for good, and what it stashes of so many micro-batches in flight."""
+    """Return the bytes that a stage keeps for good, and those that it stashes for micro-batches in flight."""
     saved_bytes = sum(layer.saved_bytes for layer in layers)
     saved = 1 if recompute else in_flight
     return sum(layer.state_bytes for layer in layers), in_flight * receive_bytes + saved * saved_bytes
 
 
 def _slowest(cluster: Cluster, one: tuple[str, ...], other: tuple[str, ...]) -> Link:
-    """The longest latency and the smallest bandwidth between any two of these devices."""
+    """Return the longest latency and the smallest bandwidth between any two of these devices."""
     return reduce(Link.joined, (cluster.link(a, b) for a in one for b in other))
 
 
 def one_batch_s(
     profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining = DEFAULT_PIPELINING
 ) -> float:
-    """The time of one micro-batch without pipelining, forward and backward, as the native mode runs it.
+    """Return the seconds of one micro-batch, forward and backward, without pipelining.
 
-    Each device runs its layers one at a time in the order of the profile, as soon as their inputs are there.
-    Transfers are delays that occupy no device. Of several replicas the first runs it. In a stage that
-    recomputes, a layer's backward takes its forward once more.
+    This is how TensorFlow's own device placement runs it. Each device runs its layers one at a time, in the
+    order of the profile, as soon as their inputs are there. Transfers are delays that occupy no device. The
+    first of several replicas runs the micro-batch. In a stage that recomputes, a layer's backward takes its
+    forward once more.
     """
     device_of = {place: devices[0] for devices, layers in placement for place in layers}
     stages = [layers for stage, (_, layers) in enumerate(placement) if pipelining.recomputes(stage)]
@@ -153,6 +163,6 @@ def one_batch_s(
 
 
 def _transfer_s(profile: Profile, cluster: Cluster, maker: int, one: str, other: str) -> float:
-    """The time of a tensor, or of its gradient, between two devices."""
+    """Return the seconds of a tensor, or of its gradient, between two devices."""
     size_bytes = profile.layers[maker].output_bytes
     return cluster.link(one, other).time_s(size_bytes) if size_bytes and one != other else 0.0

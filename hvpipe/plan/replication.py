@@ -1,4 +1,4 @@
-"""Groups of devices that run one stage together, and the cluster in which each group is one device."""
+"""Groups of devices that run one stage together, and a cluster in which each group counts as one device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Group = tuple[str, ...]
 
 
 def groupings(cluster: Cluster, stages: int) -> Iterator[list[Group]]:
-    """Ways to give each of so many stages equally many devices: whole pipelines side by side.
+    """Yield ways to give each stage equally many devices: whole pipelines side by side.
 
-    Neighbours together (replicas on one host, which reduce over its inner links); neighbours apart (whole
-    pipelines on one host); and the fastest devices together. Those left over stay idle.
+    Groups neighbours (replicas on one host reduce over its inner links), or devices a stride apart (whole
+    pipelines on one host), each in the cluster's order and by speed. Left-over devices stay idle.
     """
     each = len(cluster.devices) // stages
     if each < 2:
@@ -34,10 +34,11 @@ def groupings(cluster: Cluster, stages: int) -> Iterator[list[Group]]:
 
 
 def grouped(cluster: Cluster, groups: Sequence[Group]) -> Cluster:
-    """The cluster with each group as one device on a host of its own, named after its first.
+    """Return a cluster with each group as one device on its own host, named after the group's first device.
 
-    As fast as all its devices, with the memory of the least roomy: each holds the whole stage. Between two
-    groups go as many micro-batches at once as the smaller has devices, each over the slowest link.
+    It is as fast as all devices of the group, with the memory of the smallest, as each holds the whole stage.
+    Between two groups, as many micro-batches travel at once as the smaller has devices, each over the slowest
+    link.
     """
     devices = []
     for group in groups:
@@ -54,7 +55,7 @@ def grouped(cluster: Cluster, groups: Sequence[Group]) -> Cluster:
 
 
 def ungrouped(plan: Plan, profile: Profile, cluster: Cluster, groups: Sequence[Group]) -> Plan:
-    """The plan on the devices of the groups that it was made for."""
+    """Return the plan for the groups' real devices, from one made on `grouped`."""
     group_of = {group[0]: group for group in groups}
     placement = [(group_of[devices[0]], layers) for devices, layers in plan.placement(profile)]
     return Plan.of(profile, cluster, placement, plan.pipelining, "hybrid")
@@ -62,5 +63,5 @@ def ungrouped(plan: Plan, profile: Profile, cluster: Cluster, groups: Sequence[G
 
 def _between(cluster: Cluster, one: Group, other: Group) -> Link:
     slowest = reduce(Link.joined, (cluster.link(a, b) for a in one for b in other))
-    ways = min(len(one), len(other))
-    return replace(slowest, bandwidth_bytes_per_s=slowest.bandwidth_bytes_per_s * ways)
+    at_once = min(len(one), len(other))
+    return replace(slowest, bandwidth_bytes_per_s=slowest.bandwidth_bytes_per_s * at_once)

@@ -1,4 +1,4 @@
-"""What every run of consecutive layers costs as a stage: all ends of a start at once, as the planners ask."""
+"""The cost of every run of consecutive layers as a stage, vectorised over the ends of a run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _CACHED_NUMBERS = 8_000_000
 
 
 @dataclass(frozen=True)
-class Seat:
-    """A place in the pipeline with a kind of device in it: its speed, memory, links before and after.
+class StageDevice:
+    """A kind of device at one stage of the pipeline: its speed, memory, and the links before and after.
 
-    What skips stages travels straight to its user but is charged here over the links of the neighbours. Where
-    all links are equal this is the same; elsewhere `stage_costs` has the last word.
+    A tensor that skips stages travels straight to its user, but is charged here over the links to the
+    neighbours. With equal links that is the same. With others it is an estimate; `stage_costs` is exact.
     """
 
     kind: int
@@ -38,7 +38,7 @@ class Seat:
 
     @cached_property
     def seconds(self) -> Vector:
-        """What each row of Spans.table counts for in a stage's time."""
+        """The weight of each row of Spans.table in a stage's time."""
         weights = np.zeros(_ROWS)
         weights[_COMPUTE] = 1 / self.speed
         weights[_AGAIN] = self.recompute / self.speed
@@ -48,8 +48,8 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """The seats to choose from at one stage, as rows: all keep as much of as many micro-batches."""
+class StageDeviceTable:
+    """The candidate devices of one stage as arrays, a row each. All have as many micro-batches in flight."""
 
     seconds: Vector
     speeds: Vector
@@ -58,42 +58,45 @@ class Bench:
     recompute: bool
 
     @staticmethod
-    def of(seats: Sequence[Seat]) -> Bench:
-        ((in_flight, recompute),) = {(seat.in_flight, seat.recompute) for seat in seats}
-        return Bench(
-            np.stack([seat.seconds for seat in seats]),
-            np.array([seat.speed for seat in seats]),
-            np.array([seat.memory_bytes for seat in seats]),
+    def of(devices: Sequence[StageDevice]) -> StageDeviceTable:
+        """Return the table of these devices."""
+        ((in_flight, recompute),) = {(device.in_flight, device.recompute) for device in devices}
+        return StageDeviceTable(
+            np.stack([device.seconds for device in devices]),
+            np.array([device.speed for device in devices]),
+            np.array([device.memory_bytes for device in devices]),
             in_flight,
             recompute,
         )
 
-    def without(self, taken: Sequence[bool]) -> Bench:
-        """Those that are not taken."""
+    def without(self, taken: Sequence[bool]) -> StageDeviceTable:
+        """Return the rows that are not taken."""
         rows = np.flatnonzero(~np.array(taken))
         return replace(
             self, seconds=self.seconds[rows], speeds=self.speeds[rows], memory_bytes=self.memory_bytes[rows]
         )
 
-    def within(self, share: float, held_bytes: int) -> Bench:
-        """Those with at most a share of their memory, of which so much is in use."""
+    def within(self, share: float, held_bytes: int) -> StageDeviceTable:
+        """Return the rows with at most a share of their memory, of which `held_bytes` are in use."""
         return replace(
             self, memory_bytes=np.minimum(self.memory_bytes * share, self.memory_bytes - held_bytes)
         )
 
     @cached_property
     def fastest(self) -> float:
+        """The highest speed."""
         return float(self.speeds.max())
 
     @cached_property
     def least_bytes(self) -> float:
+        """The smallest memory."""
         return float(self.memory_bytes.min())
 
 
 class Spans:
     """Costs of the runs [start, end) of a profile's layers.
 
-    They are not monotone in the end: what a run sends depends on where it is cut.
+    A longer run may cost less: what a run sends depends on where it is cut.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -105,11 +108,11 @@ class Spans:
         self._saved = _sums([layer.saved_bytes for layer in layers])
         self._users = profile.users
         self._bytes = [float(layer.output_bytes) for layer in layers]
-        # The last user of each tensor that travels; 0 for one that never does.
+        # The last user of each tensor; 0 for a tensor that nobody uses.
         self._last = np.array(
             [u[-1] if u and size else 0 for u, size in zip(profile.users, self._bytes, strict=True)], np.intp
         )
-        # Tensors alive at each cut: made before it, used behind it.
+        # Tensors that cross each cut: made before it, used behind it.
         self.cut_tensors, self.cut_bytes = np.zeros(self.count + 2), np.zeros(self.count + 2)
         for maker in np.flatnonzero(self._last):
             for alive, amount in ((self.cut_tensors, 1.0), (self.cut_bytes, self._bytes[maker])):
@@ -120,14 +123,14 @@ class Spans:
         self._cached_numbers = 0
 
     def table(self, start: int, stop: int) -> Vector:
-        """A row for each quantity, a column for each end from start + 1 to stop."""
+        """Return the costs of the runs from `start`: a row per quantity, a column per end up to `stop`."""
         cached = self._tables.get(start)
         if cached is not None and cached.shape[1] >= stop - start:
             return cached[:, : stop - start]
         if self._cached_numbers > _CACHED_NUMBERS:
             self._tables.clear()
             self._cached_numbers = 0
-        # Somewhat more than asked for: the next question is for a little more.
+        # Make somewhat more than asked for: the next call usually asks for a little more.
         made = self._make_table(start, min(self.count, stop + (stop - start) // 2 + 8))
         self._tables[start] = made
         self._cached_numbers += made.size
@@ -148,7 +151,7 @@ class Spans:
         for maker in np.flatnonzero(self._last[:start] >= start):
             users = self._users[maker]
             first = users[bisect_left(users, start)]
-            # Received from the first user on; and what lives on behind an end was not made here.
+            # A run receives the tensor from its first user on. It does not send it on: it did not make it.
             table[_RECEIVE, first - start :] += 1
             table[_RECEIVE_BYTES, first - start :] += self._bytes[maker]
             passing = max(0, int(self._last[maker]) - start)
@@ -156,33 +159,34 @@ class Spans:
             table[_SEND_BYTES, :passing] -= self._bytes[maker]
         return table
 
-    def costs_s(self, start: int, stop: int, seat: Seat) -> Vector:
-        """Seconds of the runs from `start` to each end up to `stop`, infinite where memory is short."""
+    def costs_s(self, start: int, stop: int, device: StageDevice) -> Vector:
+        """Return the seconds of the runs from `start` to each end up to `stop`; infinite if memory lacks."""
         table = self.table(start, stop)
-        costs: Vector = seat.seconds @ table
-        if seat.memory_bytes != np.inf:
-            costs[_memory_bytes(table, seat) > seat.memory_bytes] = np.inf
+        costs: Vector = device.seconds @ table
+        if device.memory_bytes != np.inf:
+            costs[_memory_bytes(table, device) > device.memory_bytes] = np.inf
         return costs
 
-    def costs_of_all_s(self, start: int, first: int, stop: int, bench: Bench) -> Vector:
-        """`costs_s` of several seats, a row for each, for the ends from `first` on."""
+    def costs_of_all_s(self, start: int, first: int, stop: int, candidates: StageDeviceTable) -> Vector:
+        """Return `costs_s` of several devices, a row for each, for the ends from `first` on."""
         table = self.table(start, stop)[:, first - start - 1 :]
-        costs: Vector = bench.seconds @ table
-        if bench.least_bytes != np.inf:
-            memory_bytes = _memory_bytes(table, bench)
-            if memory_bytes.max() > bench.least_bytes:
-                costs[memory_bytes > bench.memory_bytes[:, None]] = np.inf
+        costs: Vector = candidates.seconds @ table
+        if candidates.least_bytes != np.inf:
+            memory_bytes = _memory_bytes(table, candidates)
+            if memory_bytes.max() > candidates.least_bytes:
+                costs[memory_bytes > candidates.memory_bytes[:, None]] = np.inf
         return costs
 
-    def cost_s(self, start: int, end: int, seat: Seat) -> float:
-        """Seconds of one run, infinite where memory is short."""
-        return float(self.costs_s(start, end, seat)[-1])
+    def cost_s(self, start: int, end: int, device: StageDevice) -> float:
+        """Return the seconds of one run; infinite if memory is short."""
+        return float(self.costs_s(start, end, device)[-1])
 
-    def memory_bytes(self, start: int, end: int, seat: Seat) -> int:
-        return int(_memory_bytes(self.table(start, end), seat)[-1])
+    def memory_bytes(self, start: int, end: int, device: StageDevice) -> int:
+        """Return the bytes that one run needs."""
+        return int(_memory_bytes(self.table(start, end), device)[-1])
 
 
-def _memory_bytes(table: Vector, where: Seat | Bench) -> Vector:
+def _memory_bytes(table: Vector, where: StageDevice | StageDeviceTable) -> Vector:
     weights = np.zeros(_ROWS)
     weights[_STATE] = 1
     weights[_RECEIVE_BYTES] = where.in_flight
@@ -192,7 +196,7 @@ def _memory_bytes(table: Vector, where: Seat | Bench) -> Vector:
 
 
 def _there_and_back(link: Link) -> tuple[float, float]:
-    """Seconds for each message and for each byte of a tensor that goes one way, its gradient the other."""
+    """Return seconds per message and per byte, for a tensor one way and its gradient the other way."""
     return 2 * link.latency_s, 2 / link.bandwidth_bytes_per_s
 
 

@@ -1,4 +1,4 @@
-"""A plan: which layers each device runs as a stage, what that costs, for which model and cluster."""
+"""A plan: which layers each device runs as a stage, at what cost, for which model and cluster."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from hvpipe.specs.profile import Profile
 FORMAT, VERSION = "hvpipe-plan", 2
 
 DATA_PARALLEL = "data_parallel"
-"""The method of a plan of one stage whose devices run their shares, in samples, at once: no pipeline."""
+"""The method of a plan with one stage, whose devices run their shares of the batch at once."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers that one device runs, by name in topological order, and what a micro-batch of them costs.
+    """The layers that one device runs, or several replicas do, and what a micro-batch of them costs.
 
-    Several `devices` are replicas: each runs these layers for some of the micro-batches, in proportion to its
-    `shares`, numbers above 0.
+    Args:
+        devices: Device names. Several are replicas: each runs these layers for some of the micro-batches.
+        layers: Layer names in topological order.
+        cost: Seconds and bytes for one micro-batch.
+        shares: For each device a number above 0; replicas get micro-batches in proportion.
     """
 
     devices: tuple[str, ...]
@@ -37,18 +40,32 @@ class Stage:
 
     @property
     def device(self) -> str:
-        """The device; of several the first."""
+        """The device, or the first of several."""
         return self.devices[0]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages in the order of the pipeline; `method` made it; the fingerprints name the model and the cluster.
+    """A cut of a model into stages, placed on the devices of a cluster.
 
-    A device may have several stages, if the schedule is "interleaved": then stages are dealt out in a circle.
-    Not every placement is a pipeline: where `contiguous` is False, as with some baselines, a stage is no run
-    of consecutive layers, and a micro-batch may come to a device more than once. `one_batch_s` is the time of
-    one micro-batch, forward and backward, that is alone.
+    With the schedule "interleaved", a device has several stages: they go round the devices in a circle.
+
+    Args:
+        stages: The stages in the order of the pipeline.
+        method: The algorithm that made the plan.
+        pipelining: Schedule, micro-batches, recomputation, chunks.
+        contiguous: Whether every stage is a run of consecutive layers, so that the plan is a pipeline. With
+            some baselines it is not, and a micro-batch may come to a device more than once.
+        one_batch_s: Seconds of a single micro-batch, forward and backward.
+        model: The model's name, for people.
+        profile_fingerprint: Identifies the model (`Profile.fingerprint`).
+        cluster_fingerprint: Identifies the cluster (`Cluster.fingerprint`).
+
+    Example:
+        ```python
+        plan = Plan.read("plan.json")
+        [(stage.device, len(stage.layers)) for stage in plan.stages]
+        ```
     """
 
     stages: tuple[Stage, ...]
@@ -64,7 +81,7 @@ class Plan:
     def of(
         profile: Profile, cluster: Cluster, placement: Placement, pipelining: Pipelining, method: str
     ) -> Plan:
-        """The plan of a placement, with all that it costs; memory is not checked (see `shortages`)."""
+        """Make the plan of a placement, with its costs. Does not check memory: see `shortages`."""
         costs = stage_costs(profile, cluster, placement, pipelining)
         stages = (
             Stage(
@@ -88,12 +105,12 @@ class Plan:
 
     @cached_property
     def ranks(self) -> tuple[str, ...]:
-        """The device of each rank: stage after stage, a stage's replicas one after the other."""
+        """The device of each rank: stage by stage, replica by replica."""
         return tuple(dict.fromkeys(device for stage in self.stages for device in stage.devices))
 
     @cached_property
     def memory_bytes(self) -> dict[str, int]:
-        """What each device needs for all of its stages, in the order of the ranks."""
+        """Bytes that each device needs for all of its stages, in the order of the ranks."""
         return {
             name: sum(stage.cost.memory_bytes for stage in self.stages if name in stage.devices)
             for name in self.ranks
@@ -101,7 +118,7 @@ class Plan:
 
     @cached_property
     def times_s(self) -> dict[str, float]:
-        """What each device takes for a micro-batch in all of its stages."""
+        """Seconds that each device takes for a micro-batch in all of its stages."""
         return {
             name: sum(stage.cost.total_s for stage in self.stages if name in stage.devices)
             for name in self.ranks
@@ -109,19 +126,19 @@ class Plan:
 
     @property
     def bottleneck_s(self) -> float:
-        """What the busiest device takes for a micro-batch: a pipeline finishes one in this time at best."""
+        """Seconds of the busiest device for a micro-batch. A pipeline finishes at best one in this time."""
         return max(self.times_s.values())
 
     @property
     def step_s(self) -> float:
-        """A step by rule of thumb: one micro-batch all the way, then one each bottleneck.
+        """Estimated seconds of a step: one micro-batch all the way, then one more every `bottleneck_s`.
 
-        `simulate` knows better. For a placement that is no pipeline this is a lower bound.
+        `forecast` is more accurate. For a placement that is no pipeline, this is a lower bound.
         """
         return self.one_batch_s + (self.pipelining.microbatches - 1) * self.bottleneck_s
 
     def shortages(self, cluster: Cluster) -> dict[str, int]:
-        """For each device that the plan asks too much memory of, how many bytes are missing."""
+        """Return the missing bytes of each device that lacks memory for its stages, by device name."""
         missing = {}
         for device, size_bytes in self.memory_bytes.items():
             limit_bytes = cluster.device(device).memory_bytes
@@ -130,11 +147,20 @@ class Plan:
         return missing
 
     def placement(self, profile: Profile) -> list[tuple[tuple[str, ...], list[int]]]:
-        """The stages with their layers as places in the profile."""
+        """Return the devices of each stage and the indices of its layers in the profile."""
         return [(stage.devices, [profile.place(name) for name in stage.layers]) for stage in self.stages]
 
     def check(self, profile: Profile | None = None, cluster: Cluster | None = None) -> None:
-        """Refuse a profile of another model than the plan's or that it does not cover, or another cluster."""
+        """Check that the plan fits a profile, a cluster, or both.
+
+        Args:
+            profile: The profile; None to skip it.
+            cluster: The cluster; None to skip it.
+
+        Raises:
+            PlanError: If the profile is of another model, the plan lacks one of its layers, or the cluster is
+                not the one that the plan was made for.
+        """
         if profile is not None and profile.fingerprint != self.profile_fingerprint:
             ours = {name for stage in self.stages for name in stage.layers}
             theirs = {layer.name for layer in profile.layers}
@@ -149,7 +175,7 @@ class Plan:
         if cluster is not None and cluster.fingerprint != self.cluster_fingerprint:
             names = [device.name for device in cluster.devices]
             lacking = [device for device in self.ranks if device not in names]
-            what = f"it lacks {', '.join(lacking)}" if lacking else "speeds, memory, hosts or links differ"
+            what = f"no device {', '.join(lacking)}" if lacking else "speeds, memory, hosts or links differ"
             raise PlanError(
                 "The cluster should be the one that was planned for; plan again for this one. "
                 f"Received: devices={names}; {what}"
@@ -169,11 +195,24 @@ class Plan:
             )
 
     def to_json(self) -> dict[str, Any]:
+        """Return the plan as a JSON object."""
         return {"format": FORMAT, "version": VERSION, **asdict(self), "bottleneck_s": self.bottleneck_s}
 
     @staticmethod
     def from_json(document: Mapping[str, Any] | Table, place: str = "The plan") -> Plan:
-        """The inverse of `to_json`."""
+        """Return the plan of a JSON object as `to_json` makes it.
+
+        Args:
+            document: The JSON object.
+            place: How errors name the document.
+
+        Returns:
+            The plan.
+
+        Raises:
+            HvpipeError: If a field is missing or out of range; the message names it.
+            PlanError: If the stages contradict each other.
+        """
         table = document if isinstance(document, Table) else Table(document, place)
         table.check_format(FORMAT, VERSION)
         how = table.table("pipelining")
@@ -200,16 +239,27 @@ class Plan:
         )
 
     def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file."""
         write_document(path, self.to_json())
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Plan:
-        """Read what `write` wrote."""
+        """Read a plan that `write` wrote.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The plan.
+
+        Raises:
+            HvpipeError: If the file cannot be read or is not a plan; the message names file and field.
+        """
         return Plan.from_json(read_document(path))
 
 
 def _check_stages(stages: Sequence[Stage], pipelining: Pipelining, place: str) -> None:
-    """Refuse a layer in two stages, a device in two that are not its chunks, a stage that there is not."""
+    """Refuse a layer in two stages, a device in two stages that are not its chunks, and unknown stages."""
     if len(stages) < pipelining.least_stages:
         raise PlanError(
             f"{place}: recompute should name stages from 0 to {len(stages) - 1}. "

@@ -1,4 +1,4 @@
-"""One thing that a rank does in a training step: a micro-batch through a stage, forward or backward."""
+"""An action: a rank runs one micro-batch through one stage, forward or backward."""
 
 from __future__ import annotations
 
@@ -13,17 +13,24 @@ KINDS = {
     "I": "backward for the inputs",
     "W": "backward for the weights",
 }
-"""What a rank can do with one micro-batch on one stage: F, then either B or I and, some time later, W."""
+"""The kinds of actions. A micro-batch runs on a stage as F, then either B, or I and some time later W."""
 
 _TOKEN = re.compile(r"(\d*)([A-Z])(\d+)")
 
 
 @dataclass(frozen=True)
 class Action:
-    """One micro-batch through one stage of the model, forward or backward; `kind` is one of KINDS.
+    """One micro-batch through one stage of the model, forward or backward.
 
-    Stages are numbered along the model, so an action is unique in its schedule. It prints as PyTorch's do:
-    2F0 is the forward of micro-batch 0 on stage 2.
+    It prints as PyTorch's actions do: 2F0 is the forward of micro-batch 0 on stage 2.
+
+    Args:
+        kind: "F" (forward), "B" (whole backward), "I" (backward for the inputs) or "W" (for the weights).
+        microbatch: Number of the micro-batch, from 0.
+        stage: Number of the stage along the model, from 0; so an action is unique in its schedule.
+
+    Raises:
+        HvpipeError: If the kind is unknown or a number negative.
     """
 
     kind: str
@@ -33,7 +40,7 @@ class Action:
     def __post_init__(self) -> None:
         if self.kind not in KINDS or self.microbatch < 0 or self.stage < 0:
             raise HvpipeError(
-                f"An action should have a kind of {', '.join(KINDS)} and numbers from 0. Received: {self}"
+                f"An action should be of kind {', '.join(KINDS)}, with numbers from 0. Received: {self}"
             )
 
     def __str__(self) -> str:
@@ -41,7 +48,7 @@ class Action:
 
     @staticmethod
     def parse(word: str, stage: int, where: str) -> Action:
-        """The inverse of `str`; a word without a stage is of `stage`. Errors begin with `where`."""
+        """Parse what `str` prints; a word without a stage is of `stage`. Errors begin with `where`."""
         match = _TOKEN.fullmatch(word)
         if match is None or match[2] not in KINDS:
             raise HvpipeError(

@@ -1,4 +1,4 @@
-"""The orders of the known pipeline schedules: what one rank does, as pure generators."""
+"""The algorithms of pipeline schedules, as generators: what one rank does in which order."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from hvpipe.schedule.action import Action
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one rank runs of one stage: these micro-batches, in rising order.
+class RankWork:
+    """What one rank runs of one stage: `microbatches`, in rising order.
 
-    A forward of micro-batch j goes before the backward of i where j is at most i + `lead`. As leads never
-    grow along the pipeline, every action can wait for what precedes it in the order of these numbers, i for
-    a backward and j - lead for a forward: no choice of micro-batches makes ranks wait in a circle.
-    W of i goes behind I of i + `lag`.
+    The forward of micro-batch j goes before the backward of i if j <= i + `lead`. The W of i goes after the I
+    of i + `lag`.
+
+    Ranks never wait for each other in a circle, whichever micro-batches they have: give a backward of i the
+    number i, and a forward of j the number j - lead. Leads never grow along the pipeline, so every action
+    waits only for actions that come earlier in the order of these numbers.
     """
 
     stage: int
@@ -25,71 +27,72 @@ class Part:
     lag: int
 
 
-def gpipe(part: Part) -> Iterator[Action]:
+def gpipe(work: RankWork) -> Iterator[Action]:
     """Yield the actions of one stage: all forwards, then all backwards (Huang et al., NeurIPS 2019).
 
     stage 0 | F0 F1 F2 F3             B0    B1    B2    B3         (3 stages, 4 micro-batches, B = 2 F)
     stage 1 |    F0 F1 F2 F3       B0    B1    B2    B3
     stage 2 |       F0 F1 F2 F3 B0    B1    B2    B3
 
-    It takes (microbatches + stages - 1) (F + B) on equal stages, and each stashes all micro-batches.
-    Backwards run in the order of the forwards, not in the reverse as in the paper: it takes as long, and
-    gradients add up in the same order as in the schedules below.
+    On equal stages it takes (microbatches + stages - 1) (F + B); each stage stashes all micro-batches.
+    Backwards run in the order of the forwards, not in reverse as in the paper. That takes as long, and sums
+    gradients in the same order as the schedules below.
     """
     for kind in "FB":
-        for i in part.microbatches:
-            yield Action(kind, i, part.stage)
+        for i in work.microbatches:
+            yield Action(kind, i, work.stage)
 
 
-def one_f_one_b(part: Part) -> Iterator[Action]:
+def one_f_one_b(work: RankWork) -> Iterator[Action]:
     """Yield the actions of one stage: warm up, alternate, drain (PipeDream-Flush, ICML 2021).
 
     stage 0 | F0 F1 F2 B0 F3 B1 B2 B3      (3 stages, 4 micro-batches)
     stage 1 | F0 F1 B0 F2 B1 F3 B2 B3
     stage 2 | F0 B0 F1 B1 F2 B2 F3 B3
 
-    As long as GPipe on equal stages, with a stash of min(microbatches, stages - stage). With replicas a rank
-    warms up with ceil(ranks of the next stage x (1 + warm-up there) / ranks of its own) forwards:
+    On equal stages it takes as long as GPipe, with a stash of min(microbatches, stages - stage). With
+    replicas, a rank warms up with ceil(ranks of the next stage x (1 + warm-up there) / ranks of its own
+    stage) forwards:
 
     stage 0 | F0 F2 B0 F4 B2 B4            (2 ranks for stage 0, one for stage 1, 6 micro-batches)
             | F1 F3 B1 F5 B3 B5
     stage 1 | F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
     """
-    ahead = iter(part.microbatches)
+    ahead = iter(work.microbatches)
     following = next(ahead, None)
-    for i in part.microbatches:
-        while following is not None and following <= i + part.lead:
-            yield Action("F", following, part.stage)
+    for i in work.microbatches:
+        while following is not None and following <= i + work.lead:
+            yield Action("F", following, work.stage)
             following = next(ahead, None)
-        yield Action("B", i, part.stage)
+        yield Action("B", i, work.stage)
 
 
-def zb_h1(part: Part) -> Iterator[Action]:
+def zb_h1(work: RankWork) -> Iterator[Action]:
     """Yield the actions of one stage: 1F1B with W put off into the bubble (ZB-H1: Qi et al., ICLR 2024).
 
     stage 0 | F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3      (3 stages, 4 micro-batches, F = I = W)
     stage 1 |    F0 F1    I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
     stage 2 |       F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
 
-    Only I is waited for by other stages. Stage s runs its W's s micro-batches behind its I's, so that no
-    stage stashes more than min(microbatches, stages), the most that 1F1B does; with replicas, each its W's
-    floor(ranks of all stages before / ranks of its own) behind. On equal stages, with at least as many
-    micro-batches: microbatches (F + I + W) + (stages - 1) max(F, I, F + I - W); the paper's F + I - W is the
-    largest of the three where W is at most F and at most I.
+    Other stages wait only for I. Stage s runs each W s micro-batches after its I, so no stage stashes more
+    than min(microbatches, stages), the most of 1F1B. With replicas, a W runs floor(ranks of all stages before
+    / ranks of its own stage) micro-batches later. On equal stages with at least as many micro-batches it
+    takes microbatches (F + I + W) + (stages - 1) max(F, I, F + I - W). The paper's F + I - W is the largest
+    of the three if W is at most F and at most I.
     """
     put_off = 0
-    for action in one_f_one_b(part):
+    for action in one_f_one_b(work):
         if action.kind == "F":
             yield action
             continue
-        yield Action("I", action.microbatch, part.stage)
-        while part.microbatches[put_off] + part.lag <= action.microbatch:
-            yield Action("W", part.microbatches[put_off], part.stage)
+        yield Action("I", action.microbatch, work.stage)
+        while work.microbatches[put_off] + work.lag <= action.microbatch:
+            yield Action("W", work.microbatches[put_off], work.stage)
             put_off += 1
-            if put_off == len(part.microbatches):
+            if put_off == len(work.microbatches):
                 return
-    for i in part.microbatches[put_off:]:
-        yield Action("W", i, part.stage)
+    for i in work.microbatches[put_off:]:
+        yield Action("W", i, work.stage)
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
@@ -98,11 +101,14 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterat
     rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3   (2 ranks, 4 micro-batches,
     rank 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3    2 chunks)
 
-    Micro-batches go in groups of as many as there are ranks through one chunk after the other. On equal
-    stages: microbatches (F + B) + (ranks - 1) (F + B) / chunks, with F and B those of all chunks together.
-    The stash is (chunks - 1) * group + 2 * (ranks - rank) - 1 of the chunks' activations, at most all.
-    Where the ranks do not divide the micro-batches, groups are larger and up to one apart in size (never
-    smaller: a rank would wait for the first of the group to come around); it takes as long by the formula.
+    Micro-batches pass through one chunk after the other in groups; a group has as many as there are ranks. On
+    equal stages it takes microbatches (F + B) + (ranks - 1) (F + B) / chunks, where F and B are those of all
+    chunks together. The stash is (chunks - 1) * group + 2 * (ranks - rank) - 1 activations of a chunk, at
+    most all of them.
+
+    If the number of ranks does not divide the micro-batches, groups are larger, and their sizes differ by at
+    most one. The same formula holds. Groups are never smaller, because a rank would wait for the group's
+    first micro-batch to come around.
     """
     groups = _groups(ranks, microbatches)
     forwards = [(i, chunk) for group in groups for chunk in range(chunks) for i in group]
@@ -118,7 +124,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterat
 
 
 def _groups(ranks: int, microbatches: int) -> list[range]:
-    """Cut the micro-batches into as many groups of at least `ranks` as can be, up to one apart in size."""
+    """Cut the micro-batches into as many groups of at least `ranks` as possible, of nearly equal size."""
     count = microbatches // ranks
     ends = [-(-microbatches * k // count) for k in range(count + 1)]
     return [range(*pair) for pair in pairwise(ends)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hvpipe.errors import PlanError
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
-from hvpipe.schedule.schedule import Schedule, make
+from hvpipe.schedule.schedule import Schedule, make_schedule
 
 
 def schedule_of(plan: Plan, microbatches: int | None = None) -> Schedule:
@@ -29,9 +29,9 @@ def schedule_of(plan: Plan, microbatches: int | None = None) -> Schedule:
     how = plan.pipelining
     count = how.microbatches if microbatches is None else microbatches
     if how.chunks > 1:
-        return make(how.schedule, len(plan.ranks), count, how.chunks)
+        return make_schedule(how.schedule, len(plan.ranks), count, how.chunks)
     counts = [len(stage.devices) for stage in plan.stages]
-    return make(how.schedule, counts, count, shares=[stage.shares for stage in plan.stages])
+    return make_schedule(how.schedule, counts, count, shares=[stage.shares for stage in plan.stages])
 
 
 def check_is_pipeline(plan: Plan) -> None:

@@ -1,4 +1,4 @@
-"""What an action waits for, and which rank sends what to whom and when."""
+"""Programs of ranks: what each action waits for, and where sends and receives go between actions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ from hvpipe.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Dataflow:
-    """Which stages of the model use the output of which: `edges` of (from, to), each to a later stage.
+    """Which stages of the model use the outputs of which.
 
-    An edge may pass over stages (a skip connection). A stage that no edge leads to has inputs of its own,
-    one that no edge leaves has a loss of its own.
+    An edge may skip stages (a skip connection). A stage without incoming edges has its own inputs; a stage
+    without outgoing edges has its own loss.
+
+    Args:
+        stages: Number of stages.
+        edges: Pairs (from, to) of stage numbers, each to a later stage and listed once.
+
+    Raises:
+        HvpipeError: If an edge does not lead to a later stage, or is listed twice.
+
+    Example:
+        ```python
+        Dataflow(3, ((0, 1), (1, 2), (0, 2)))  # a chain of three, and a skip connection
+        ```
     """
 
     stages: int
@@ -32,16 +44,16 @@ class Dataflow:
 
     @staticmethod
     def chain(stages: int) -> Dataflow:
-        """Each stage uses the output of the one before it."""
+        """Return the dataflow in which each stage uses the output of the stage before it."""
         return Dataflow(stages, tuple((stage, stage + 1) for stage in range(stages - 1)))
 
 
-def dataflow_of(schedule: Schedule, dataflow: Dataflow | None) -> Dataflow:
-    """The dataflow, found to fit the schedule; the chain of its stages where none is given."""
+def checked_dataflow(schedule: Schedule, dataflow: Dataflow | None) -> Dataflow:
+    """Return the dataflow after checking that it fits the schedule; None stands for a chain of its stages."""
     dataflow = dataflow or Dataflow.chain(schedule.stages)
     if dataflow.stages != schedule.stages:
         raise HvpipeError(
-            f"The dataflow should be between the schedule's {schedule.stages} stages. "
+            f"The dataflow should have the schedule's {schedule.stages} stages. "
             f"Received: {dataflow.stages} stages"
         )
     return dataflow
@@ -52,18 +64,18 @@ Needs = Mapping[Action, tuple[Action, ...]]
 
 
 def needs_of(schedule: Schedule, dataflow: Dataflow | None = None) -> Needs:
-    """What each action of the schedule takes from others, in the order of the stages; by default of a chain.
+    """Return the actions whose results each action of the schedule takes, in the order of their stages.
 
-    A forward takes the outputs of the stages it uses; a backward its own forward and the gradients of all
-    stages that used its output; W its I.
+    A forward takes the outputs of the stages it uses. A backward takes its own forward and the gradients of
+    all stages that used its output. W takes its I. Without a dataflow, the stages form a chain.
     """
-    dataflow = dataflow_of(schedule, dataflow)
+    dataflow = checked_dataflow(schedule, dataflow)
     uses: dict[int, list[int]] = defaultdict(list)
     users: dict[int, list[int]] = defaultdict(list)
     for source, user in sorted(dataflow.edges):
         uses[user].append(source)
         users[source].append(user)
-    # Not a set: all ranks must see the same order.
+    # A dict, not a set: all ranks must see the same order.
     table = dict.fromkeys(action for actions in schedule.actions for action in actions)
     needs: dict[Action, tuple[Action, ...]] = {}
     for action in table:
@@ -81,7 +93,7 @@ def needs_of(schedule: Schedule, dataflow: Dataflow | None = None) -> Needs:
 
 @dataclass(frozen=True)
 class Message:
-    """What `producer` on rank `source` makes for `consumer` on rank `target`: an output, or its gradient."""
+    """A tensor, or its gradient, from `producer` on rank `source` to `consumer` on rank `target`."""
 
     producer: Action
     consumer: Action
@@ -93,7 +105,7 @@ class Message:
 
 
 def messages_of(schedule: Schedule, needs: Needs) -> dict[Action, list[Message]]:
-    """What each action sends to other ranks when it is done; first what goes to the nearest stage."""
+    """Return what each action sends to other ranks when it is done, the nearest stage first."""
     messages: dict[Action, list[Message]] = defaultdict(list)
     for consumer, producers in needs.items():
         target = schedule.rank_of(consumer)
@@ -108,35 +120,39 @@ def messages_of(schedule: Schedule, needs: Needs) -> dict[Action, list[Message]]
 
 @dataclass(frozen=True)
 class Send:
-    """Hand the message to the network; does not wait for anybody."""
+    """Hand the message to the network, without waiting."""
 
     message: Message
 
 
 @dataclass(frozen=True)
 class Receive:
-    """Say where the message shall go; only its consumer waits for it."""
+    """Post the receive of the message, without waiting; its consumer waits for it."""
 
     message: Message
 
 
 Step = Action | Send | Receive
 Program = tuple[Step, ...]
-"""What one rank does, in order: its actions, with what it sends and receives put in between."""
+"""What one rank does, in order: its actions, with sends and receives between them."""
 
 
 def programs(schedule: Schedule, needs: Needs) -> tuple[Program, ...]:
     """Put sends and receives between the actions of all ranks, from one global order.
 
-    The order is by rounds: in each, every rank whose next action has all it takes from earlier rounds runs
-    it. In a round first the receives of what it makes are posted, then the actions run, then they send:
+    The order goes by rounds. In each round, every rank runs its next action if earlier rounds made all that
+    the action takes. A round first posts the receives of what it will make, then runs the actions, then
+    sends:
 
     rank 0 | F0          send F0 | F1          send F1 |
     rank 1 | receive F0          | receive F1  F0      | F1
 
-    So a receive is posted one action before its message is made, both ends of a link see its messages in
-    the same order, and the ranks cannot wait for each other in a circle, even if a send waited until its
-    receive is posted. Raises HvpipeError where the schedule itself stands still: says who waits for what.
+    So a receive is posted one action before its message is made, and both ends of a link see its messages in
+    the same order. The ranks cannot wait for each other in a circle, even if a send waited until its receive
+    is posted.
+
+    Raises:
+        HvpipeError: If the schedule itself cannot go on; the message says which rank waits for what.
     """
     messages = messages_of(schedule, needs)
     steps: list[list[Step]] = [[] for _ in range(schedule.ranks)]
@@ -163,6 +179,7 @@ def programs(schedule: Schedule, needs: Needs) -> tuple[Program, ...]:
 
 
 def _standstill(schedule: Schedule, needs: Needs, places: list[int], done: set[Action]) -> str:
+    """Return the error message for ranks that all wait."""
     waits = []
     for rank, (actions, place) in enumerate(zip(schedule.actions, places, strict=True)):
         if place < len(actions):

@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: what each rank runs in which order; made by name, or read from text or JSON."""
+"""A pipeline schedule as data: what each rank runs in which order; made by name, or read from a file."""
 
 from __future__ import annotations
 
@@ -14,17 +14,32 @@ from hvpipe.config_file import Table, read_document, write_document
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.pipelining import leads
 from hvpipe.schedule.action import Action
-from hvpipe.schedule.algorithms import Part, gpipe, interleaved, one_f_one_b, zb_h1
+from hvpipe.schedule.algorithms import RankWork, gpipe, interleaved, one_f_one_b, zb_h1
 
 FORMAT, VERSION = "hvpipe-schedule", 1
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does in one training step: `actions[rank]`, in order, on a model cut into `stages`.
+    """What every rank does in one training step.
 
-    The table alone says who runs what. A rank may have several stages, and a stage several ranks (replicas),
-    each for some of the micro-batches. `hvpipe.schedule.verify` says whether the order can run.
+    The actions alone say which rank runs what. A rank may have several stages. A stage may have several ranks
+    (replicas), each for some of the micro-batches. `verify` tells whether the order can run.
+
+    Args:
+        name: A name for people.
+        stages: Number of stages of the model.
+        microbatches: Number of micro-batches of a step.
+        actions: For each rank its actions, in order.
+
+    Raises:
+        HvpipeError: If there are no stages, no micro-batches, or a rank has no actions.
+
+    Example:
+        ```python
+        schedule = Schedule.from_text("F0 F1 B0 B1\\nF0 B0 F1 B1")
+        verify(schedule).peak_stash  # (2, 1)
+        ```
     """
 
     name: str
@@ -42,20 +57,21 @@ class Schedule:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return len(self.actions)
 
     def rank_of(self, action: Action) -> int:
-        """The rank that runs the action; HvpipeError where none does."""
+        """Return the rank that runs the action; raise HvpipeError if no rank does."""
         if action not in self._home:
-            raise HvpipeError(f"A rank should run {action}. Received: none does")
+            raise HvpipeError(f"A rank should run {action}. Received: no rank runs it")
         return self._home[action]
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """The ranks that run the stage, in order: its replicas. Empty where no rank does."""
+        """Return the ranks that run the stage (its replicas), in order; empty if no rank does."""
         return self._ranks_of.get(stage, ())
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that the rank runs, in order."""
+        """Return the stages that the rank runs, in order."""
         return tuple(sorted({action.stage for action in self.actions[rank]}))
 
     @cached_property
@@ -71,9 +87,10 @@ class Schedule:
         return {stage: tuple(ranks) for stage, ranks in found.items()}
 
     def to_text(self) -> str:
-        """A line with the name, then a line for each rank: `F0 F1 B0` if all run the stage of their number.
+        """Return a line with the name, then a line for each rank.
 
-        Otherwise, with several stages on a rank or several ranks for a stage, `0F0 4F0`.
+        A line reads `F0 F1 B0` if every rank runs the stage of its own number. Otherwise, with several stages
+        on a rank or several ranks for a stage, actions name their stage: `0F0 4F0`.
         """
         plain = all(self.stages_of(rank) == (rank,) for rank in range(self.ranks))
         lines = [f"{self.name}:"]
@@ -83,10 +100,18 @@ class Schedule:
 
     @staticmethod
     def from_text(text: str, source: str = "text") -> Schedule:
-        """The inverse of `to_text`. Skips blank lines and what follows a #; the name may be left out.
+        """Parse a schedule as `to_text` writes it. Skips blank lines and comments after #.
 
-        A token without a stage is of the stage that has the number of its line's rank. `source` names the
-        text in errors, which say line and token.
+        Args:
+            text: An optional line with a name and a colon, then a line for each rank. An action without a
+                stage is of the stage with the rank's number.
+            source: How errors name the text.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            HvpipeError: If the text has no actions or a malformed one; the message names line and action.
         """
         name = ""
         actions: list[tuple[Action, ...]] = []
@@ -101,12 +126,13 @@ class Schedule:
             actions.append(tuple(Action.parse(word, len(actions), where) for word in words))
         if not actions:
             raise HvpipeError(f"A schedule should have a line for each rank. Received: {source}: none")
-        # Numbers that are left out are for `verify` to name.
+        # `verify` reports missing numbers.
         stages = 1 + max(action.stage for line in actions for action in line)
         microbatches = 1 + max(action.microbatch for line in actions for action in line)
         return Schedule(name or "custom", stages, microbatches, tuple(actions))
 
     def to_json(self) -> dict[str, Any]:
+        """Return the schedule as a JSON object."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -118,7 +144,18 @@ class Schedule:
 
     @staticmethod
     def from_json(document: Mapping[str, Any] | Table, place: str = "The schedule") -> Schedule:
-        """The inverse of `to_json`."""
+        """Return the schedule of a JSON object as `to_json` makes it.
+
+        Args:
+            document: The JSON object.
+            place: How errors name the document.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            HvpipeError: If a field is missing or out of range, or an action malformed; the message names it.
+        """
         table = document if isinstance(document, Table) else Table(document, place)
         table.check_format(FORMAT, VERSION)
         actions = [
@@ -134,25 +171,36 @@ class Schedule:
             )
 
     def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the schedule to a JSON file."""
         write_document(path, self.to_json())
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Schedule:
-        """Read what `write` wrote."""
+        """Read a schedule that `write` wrote.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            HvpipeError: If the file cannot be read or is not a schedule; the message names file and field.
+        """
         return Schedule.from_json(read_document(path))
 
 
-_ONE_CHUNK: dict[str, Callable[[Part], Iterator[Action]]] = {
+_ONE_CHUNK: dict[str, Callable[[RankWork], Iterator[Action]]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "zb-h1": zb_h1,
 }
 
 NAMES = (*_ONE_CHUNK, "interleaved")
-"""The schedules that `make` makes."""
+"""The schedules that `make_schedule` makes."""
 
 
-def make(
+def make_schedule(
     name: str,
     ranks: int | Sequence[int],
     microbatches: int,
@@ -160,11 +208,29 @@ def make(
     *,
     shares: Sequence[Sequence[float]] | None = None,
 ) -> Schedule:
-    """The schedule of that name, for so many ranks of one stage each; of `chunks` stages with "interleaved".
+    """Make a schedule by name.
 
-    `ranks` may also be the numbers of ranks of each stage: with (2, 1, 1), stage 0 is on ranks 0 and 1, stage
-    1 on rank 2, stage 2 on rank 3. A stage's ranks take turns, micro-batch by micro-batch, or are dealt
-    micro-batches in proportion to its `shares`, a positive number for each of its ranks.
+    Args:
+        name: "gpipe" (Huang et al., NeurIPS 2019), "1f1b" (PipeDream-Flush: Narayanan et al., ICML 2021),
+            "zb-h1" (Qi et al., ICLR 2024) or "interleaved" (Narayanan et al., SC 2021).
+        ranks: Number of ranks, with one stage each, or `chunks` stages with "interleaved". Or the numbers of
+            ranks of each stage: with (2, 1, 1), stage 0 is on ranks 0 and 1, stage 1 on rank 2, stage 2 on
+            rank 3.
+        microbatches: Number of micro-batches.
+        chunks: Stages of each rank: 2 or more with "interleaved", otherwise 1.
+        shares: For each stage a positive number for each of its ranks: micro-batches are dealt in proportion.
+            None: a stage's ranks take turns.
+
+    Returns:
+        The schedule.
+
+    Raises:
+        HvpipeError: If an argument is out of range, or a rank would get no micro-batch.
+
+    Example:
+        ```python
+        print(make_schedule("1f1b", ranks=3, microbatches=4).to_text())
+        ```
     """
     _check(name, ranks, microbatches, chunks)
     if name == "interleaved":
@@ -174,12 +240,12 @@ def make(
     counts = (1,) * ranks if isinstance(ranks, int) else tuple(ranks)
     weights = [(1.0,) * count for count in counts] if shares is None else shares
     _check_shares(counts, weights)
-    parts = _parts(microbatches, weights)
-    return Schedule(name, len(counts), microbatches, tuple(tuple(_ONE_CHUNK[name](part)) for part in parts))
+    parts = _rank_works(microbatches, weights)
+    return Schedule(name, len(counts), microbatches, tuple(tuple(_ONE_CHUNK[name](work)) for work in parts))
 
 
-def _parts(microbatches: int, shares: Sequence[Sequence[float]]) -> Iterator[Part]:
-    """The parts of all ranks, stage after stage."""
+def _rank_works(microbatches: int, shares: Sequence[Sequence[float]]) -> Iterator[RankWork]:
+    """Yield the work of all ranks, stage by stage."""
     gaps = [math.ceil(sum(map(Fraction, of_stage)) / Fraction(min(of_stage))) for of_stage in shares]
     for stage, (gap, lead, of_stage) in enumerate(zip(gaps, leads(gaps), shares, strict=True)):
         lag = gap * (sum(gaps[:stage]) // gap)
@@ -190,14 +256,15 @@ def _parts(microbatches: int, shares: Sequence[Sequence[float]]) -> Iterator[Par
                     f"microbatches={microbatches} for {len(of_stage)} ranks in shares of "
                     f"{', '.join(f'{share:g}' for share in of_stage)}"
                 )
-            yield Part(stage, dealt, lead, lag)
+            yield RankWork(stage, dealt, lead, lag)
 
 
 def deal(count: int, shares: Sequence[float]) -> list[tuple[int, ...]]:
-    """The numbers from 0 below `count`, dealt in proportion to the shares; equal shares take turns.
+    """Deal the numbers from 0 to `count` - 1 in proportion to the shares; equal shares take turns.
 
-    Each goes where (dealt + 1/2) / share is least, to the first of equals: the method of Webster, whose every
-    beginning is as near to the shares as whole numbers can be.
+    Each number goes where (dealt so far + 1/2) / share is least; of equal ones, to the first. This is
+    Webster's
+    method: every prefix is as near to the shares as whole numbers can be.
     """
     hands: list[list[int]] = [[] for _ in shares]
     exact = [Fraction(share) for share in shares]
@@ -218,12 +285,12 @@ def _check(name: str, ranks: int | Sequence[int], microbatches: int, chunks: int
         )
     if name != "interleaved" and chunks != 1:
         raise HvpipeError(
-            f"Several stages on a rank need schedule='interleaved'. "
+            "Several stages on a rank need schedule='interleaved'. "
             f"Received: schedule={name!r}, chunks={chunks}"
         )
     if name == "interleaved" and not isinstance(ranks, int):
         raise HvpipeError(
-            "Several ranks for a stage need a schedule of gpipe, 1f1b, zb-h1. "
+            "Several ranks for a stage need the schedule gpipe, 1f1b or zb-h1. "
             f"Received: schedule='interleaved', ranks={tuple(ranks)}"
         )
     if name == "interleaved" and chunks < 2:
@@ -239,8 +306,8 @@ def _check(name: str, ranks: int | Sequence[int], microbatches: int, chunks: int
 
 
 def _check_shares(counts: Sequence[int], shares: Sequence[Sequence[float]]) -> None:
-    good = all(math.isfinite(share) and share > 0 for of_stage in shares for share in of_stage)
-    if not good or [len(of_stage) for of_stage in shares] != list(counts):
+    are_positive = all(math.isfinite(share) and share > 0 for of_stage in shares for share in of_stage)
+    if not are_positive or [len(of_stage) for of_stage in shares] != list(counts):
         raise HvpipeError(
             "shares should be, for each stage, a number above 0 for each of its ranks. "
             f"Received: ranks={tuple(counts)}, shares={[list(of_stage) for of_stage in shares]}"

@@ -1,4 +1,4 @@
-"""Proves, before anything runs, that a schedule is complete and ends; says what each rank stashes."""
+"""Verifies a schedule before it runs: it is complete, it ends, and how much each rank stashes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from hvpipe.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Verified:
-    """A schedule that can run, and how: each rank's program, and the most that it holds at one time.
+class VerifiedSchedule:
+    """A schedule that can run, with each rank's program and the most that it holds at one time.
 
-    `peak_stash` counts micro-batches that are through a forward and not yet through the backward (B or W),
-    `peak_inbox` messages whose receive is posted and that are not yet used up; both for each rank.
+    Args:
+        schedule: The schedule.
+        programs: For each rank its actions, with sends and receives between them.
+        peak_stash: For each rank the most micro-batches that have passed a forward but not the backward (B or
+            W).
+        peak_inbox: For each rank the most messages whose receive is posted and that are not yet used.
     """
 
     schedule: Schedule
@@ -26,12 +30,25 @@ class Verified:
     peak_inbox: tuple[int, ...]
 
 
-def verify(schedule: Schedule, dataflow: Dataflow | None = None, capacity: int = 1) -> Verified:
-    """Check the schedule for a model whose stages use each other's outputs as `dataflow` says; else a chain.
+def verify(schedule: Schedule, dataflow: Dataflow | None = None, capacity: int = 1) -> VerifiedSchedule:
+    """Prove that a schedule can run: every stage runs every micro-batch once, in an order that ends.
 
-    `capacity` is how many messages a link, one for each direction, holds of which the receive is not yet
-    posted; a rank that sends one more waits. Raises HvpipeError, which names rank, action and what it
-    lacks, unless every stage runs every micro-batch once, in an order that comes to its end.
+    Args:
+        schedule: The schedule.
+        dataflow: Which stages use which stages' outputs; None for a chain.
+        capacity: Messages that a link holds, in each direction, before their receives are posted. A rank that
+            sends one more waits.
+
+    Returns:
+        The schedule with each rank's program and peaks.
+
+    Raises:
+        HvpipeError: If the schedule cannot run; the message names rank, action and what it lacks.
+
+    Example:
+        ```python
+        verify(make_schedule("1f1b", ranks=3, microbatches=4)).peak_stash  # (3, 2, 1)
+        ```
     """
     check_complete(schedule)
     needs = needs_of(schedule, dataflow)
@@ -40,11 +57,11 @@ def verify(schedule: Schedule, dataflow: Dataflow | None = None, capacity: int =
     check_messages(schedule, needs, made)
     check_links(made, capacity)
     stash = tuple(int(peak) for peak in peak_stash(schedule))
-    return Verified(schedule, made, stash, tuple(map(_peak_inbox, made)))
+    return VerifiedSchedule(schedule, made, stash, tuple(map(_peak_inbox, made)))
 
 
 def check_complete(schedule: Schedule) -> None:
-    """Every stage runs every micro-batch once: F, and either B or I and W; all of that on one rank."""
+    """Check that every stage runs every micro-batch once, as F and B, or F, I and W, on one rank."""
     ranks_of: dict[Action, list[int]] = defaultdict(list)
     for rank, actions in enumerate(schedule.actions):
         for action, times in Counter(actions).items():
@@ -66,7 +83,7 @@ def check_complete(schedule: Schedule) -> None:
 
 
 def _check_microbatch(schedule: Schedule, stage: int, i: int, rank_of: dict[str, int]) -> None:
-    """What a micro-batch needs on a stage is there, on one rank; `rank_of` says for each kind on which."""
+    """Check the actions of a micro-batch on a stage; `rank_of` has the rank of each kind of action."""
     if "".join(rank_of) not in ("FB", "FIW"):
         ranks = sorted(set(rank_of.values())) or schedule.ranks_of(stage)
         who = f"Rank {ranks[0]}" if len(ranks) == 1 else "A rank"
@@ -82,7 +99,7 @@ def _check_microbatch(schedule: Schedule, stage: int, i: int, rank_of: dict[str,
 
 
 def check_order(schedule: Schedule) -> None:
-    """Each stage runs F before B or I, and I before W, of each micro-batch."""
+    """Check that each stage runs F before B or I, and I before W, of each micro-batch."""
     before = {"B": "F", "I": "F", "W": "I"}
     for rank, actions in enumerate(schedule.actions):
         done = set()
@@ -95,7 +112,7 @@ def check_order(schedule: Schedule) -> None:
 
 
 def check_messages(schedule: Schedule, needs: Needs, made: Sequence[Program]) -> None:
-    """Every result that another rank needs is sent after it is made, once, and received before it is used."""
+    """Check that every result for another rank is sent once after it is made, and received before its use."""
     for rank, (program, actions) in enumerate(zip(made, schedule.actions, strict=True)):
         ran = tuple(step for step in program if isinstance(step, Action))
         if ran != actions:
@@ -132,11 +149,11 @@ def check_messages(schedule: Schedule, needs: Needs, made: Sequence[Program]) ->
 
 
 def check_links(made: Sequence[Program], capacity: int = 1) -> None:
-    """Run the programs on links that hold `capacity` messages each, and see that all come to their end.
+    """Check that all programs end on links that hold `capacity` messages each.
 
-    A link delivers in order. A receive waits for nobody; an action waits for its messages; a send waits
-    while its link is full. (The engine's sends never wait: it can do only better.) With capacity 0, a send
-    waits until its receive is posted.
+    A link delivers in order. A receive never waits. An action waits for its messages. A send waits while its
+    link is full; with capacity 0, until its receive is posted. The engine's sends never wait, so it does at
+    least as well.
     """
     if capacity < 0:
         raise HvpipeError(f"capacity should be 0 or more. Received: capacity={capacity}")
@@ -161,7 +178,7 @@ def check_links(made: Sequence[Program], capacity: int = 1) -> None:
     ]
     if stuck:
         raise HvpipeError(
-            f"Ranks should not wait for each other in a circle, with links that hold {capacity} messages. "
+            f"Ranks should not wait for each other in a circle; links hold {capacity} messages. "
             f"Received: {'; '.join(stuck)}"
         )
 
@@ -171,7 +188,7 @@ def _waiting(step: Step) -> str:
 
 
 class _Links:
-    """The messages on their way: sent but not yet awaited, and awaited but not yet sent."""
+    """Messages under way: sent but not yet received, and receives posted but not yet sent to."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -180,7 +197,7 @@ class _Links:
         self.arrived: set[Message] = set()
 
     def run(self, step: Step, inputs: dict[Action, list[Message]]) -> bool:
-        """Do the step, or say that it has to wait."""
+        """Run the step; return False if it has to wait."""
         if isinstance(step, Action):
             return self.arrived.issuperset(inputs.get(step, ()))
         link = (step.message.source, step.message.target)
@@ -194,7 +211,7 @@ class _Links:
             sent, awaited = self.waiting[link].popleft(), self.posted[link].popleft()
             if sent != awaited:
                 raise HvpipeError(
-                    f"Rank {link[1]} should receive from rank {link[0]} in the order in which that sends. "
+                    f"Rank {link[1]} should receive from rank {link[0]} in the order of the sends. "
                     f"Received: {sent}, where {awaited} is awaited"
                 )
             self.arrived.add(sent)
@@ -202,13 +219,14 @@ class _Links:
 
 
 def peak_stash(schedule: Schedule, stage_sizes: Sequence[float] | None = None) -> tuple[float, ...]:
-    """The most activations that each rank holds at one time: 1 for each micro-batch, or the stage's size.
+    """Return the most activations that each rank holds at one time.
 
-    Held from F until the whole backward is done: B or W (I frees some, which is not counted).
+    A micro-batch of a stage counts 1, or the stage's size in `stage_sizes`, from F until the whole backward
+    is done (B or W). I frees some memory, which is not counted.
     """
     sizes = [1.0] * schedule.stages if stage_sizes is None else stage_sizes
     if len(sizes) != schedule.stages:
-        raise HvpipeError(f"stage_sizes should be of {schedule.stages} stages. Received: {len(sizes)} sizes")
+        raise HvpipeError(f"stage_sizes should have {schedule.stages} sizes. Received: {len(sizes)} sizes")
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     peaks = []
     for actions in schedule.actions:

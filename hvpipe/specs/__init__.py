@@ -1,1 +1,6 @@
-"""What is known before anything is planned: devices, links, and what each layer costs."""
+"""The inputs of planning: devices, links, and what each layer costs."""
+
+from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
+from hvpipe.specs.profile import LayerCost, Profile, read_pipedream
+
+__all__ = ["Cluster", "Device", "Host", "LayerCost", "Link", "Profile", "equal_cluster", "read_pipedream"]

@@ -1,4 +1,4 @@
-"""The cluster: devices with speed and memory, their hosts, and the links between them; TOML and JSON."""
+"""A cluster: devices with speed and memory, their hosts, and the links between them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,25 @@ from hvpipe.errors import HvpipeError
 FORMAT, VERSION = "hvpipe-cluster", 1
 
 Port = tuple[str, str]
-"""One direction of a host's link: ("out of", its name) or ("into", its name)."""
+"""One direction of a host's network link: ("out of", host name) or ("into", host name)."""
 
 
 @dataclass(frozen=True)
 class Device:
     """A processor that runs one rank.
 
-    `speed` is relative: a layer of a profile takes its seconds divided by it. `memory_bytes` is what training
-    may use; None is no limit.
+    Args:
+        name: Unique name in the cluster.
+        speed: Relative speed, above 0. A layer takes its profiled seconds divided by this speed.
+        memory_bytes: Memory that training may use, in bytes; None for no limit.
+
+    Raises:
+        HvpipeError: If a value is out of range.
+
+    Example:
+        ```python
+        slow = Device("old/gpu0", speed=0.5, memory_bytes=8_000_000_000)
+        ```
     """
 
     name: str
@@ -42,20 +52,34 @@ class Device:
                 f"memory_bytes of device {self.name!r} should be at least 0 or None. "
                 f"Received: memory_bytes={self.memory_bytes}"
             )
-        # As they come back from a file: fingerprints tell 1 from 1.0.
+        # The types that a file gives: the fingerprint of 1 differs from that of 1.0.
         object.__setattr__(self, "speed", float(self.speed))
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
 
     @property
     def room_bytes(self) -> float:
-        """The memory that training may use, infinite where there is no limit."""
+        """Memory that training may use, in bytes; infinite without a limit."""
         return math.inf if self.memory_bytes is None else float(self.memory_bytes)
 
 
 @dataclass(frozen=True)
 class Link:
-    """A connection in the alpha-beta model (Hockney, 1994): a message takes latency + bytes / bandwidth."""
+    """A connection in the alpha-beta model (Hockney, 1994): a message takes latency + bytes / bandwidth.
+
+    Args:
+        latency_s: Seconds per message, at least 0.
+        bandwidth_bytes_per_s: Bytes per second, above 0; infinite for no limit.
+
+    Raises:
+        HvpipeError: If a value is out of range.
+
+    Example:
+        ```python
+        ethernet = Link(latency_s=1e-4, bandwidth_bytes_per_s=1.25e9)
+        ethernet.time_s(1_250_000)  # 0.0011 s
+        ```
+    """
 
     latency_s: float = 0.0
     bandwidth_bytes_per_s: float = math.inf
@@ -74,11 +98,11 @@ class Link:
         object.__setattr__(self, "bandwidth_bytes_per_s", float(self.bandwidth_bytes_per_s))
 
     def time_s(self, size_bytes: float, messages: int = 1) -> float:
-        """The time of `size_bytes` in so many messages, one after the other."""
+        """Return the seconds that `size_bytes` take in this number of messages, one after the other."""
         return messages * self.latency_s + size_bytes / self.bandwidth_bytes_per_s
 
     def joined(self, other: Link) -> Link:
-        """The way over both: the longer latency, the smaller bandwidth."""
+        """Return the path over both links: the longer latency, the smaller bandwidth."""
         return Link(
             max(self.latency_s, other.latency_s),
             min(self.bandwidth_bytes_per_s, other.bandwidth_bytes_per_s),
@@ -87,7 +111,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Host:
-    """Devices that share a machine: `link` leads to the network, `inner` from one of them to another."""
+    """Devices that share a machine.
+
+    Args:
+        name: Unique name in the cluster.
+        devices: The devices of this host.
+        link: The link to the network, the same in each direction.
+        inner: The link between any two devices of this host.
+    """
 
     name: str
     devices: tuple[Device, ...]
@@ -97,7 +128,22 @@ class Host:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts around one switch. `measured` holds links between two devices, by their names."""
+    """Hosts around one switch.
+
+    Args:
+        hosts: The hosts; together they have at least one device.
+        measured: Links measured between two devices, as (device name, device name, link). They override what
+            the hosts' links give for this pair.
+
+    Raises:
+        HvpipeError: If names repeat, a measured link names an unknown device, or there is no device.
+
+    Example:
+        ```python
+        cluster = Cluster.read("cluster.toml")
+        cluster.link("new/gpu0", "old/gpu0").bandwidth_bytes_per_s
+        ```
+    """
 
     hosts: tuple[Host, ...]
     measured: tuple[tuple[str, str, Link], ...] = ()
@@ -124,6 +170,7 @@ class Cluster:
 
     @cached_property
     def devices(self) -> tuple[Device, ...]:
+        """All devices, host by host."""
         return tuple(device for host in self.hosts for device in host.devices)
 
     @cached_property
@@ -139,6 +186,7 @@ class Cluster:
         return {frozenset((one, other)): link for one, other, link in self.measured}
 
     def device(self, name: str) -> Device:
+        """Return the device of this name; raise HvpipeError if the cluster has none."""
         if name not in self._device:
             raise HvpipeError(
                 f"A device should be one of {', '.join(self._device)}. Received: device={name!r}"
@@ -146,10 +194,14 @@ class Cluster:
         return self._device[name]
 
     def host_of(self, device: str) -> Host:
+        """Return the host of the device of this name."""
         return self._host_of[self.device(device).name]
 
     def link(self, one: str, other: str) -> Link:
-        """The link between two devices: as measured, else what their hosts' links make; to itself, free."""
+        """Return the link between two devices: as measured, else from the links of their hosts.
+
+        A device reaches itself in no time.
+        """
         if one == other:
             return Link()
         if found := self._measured.get(frozenset((one, other))):
@@ -158,10 +210,11 @@ class Cluster:
         return a.inner if a is b else a.link.joined(b.link)
 
     def ports(self, one: str, other: str) -> tuple[tuple[Port, Link], ...]:
-        """What a message from `one` device to `other` shares with all that leaves or enters their hosts.
+        """Return the host ports that a message from `one` device to `other` shares with other traffic.
 
-        None inside a host. Each with what it carries by itself, the other end being no limit: as its host's
-        link says, or as the fastest measured link to another host does.
+        The result is empty inside a host. Otherwise it has the port out of the sender's host and the port
+        into the receiver's, each with the link that this port alone would allow: the host's link, or the
+        fastest measured link to another host.
         """
         source, target = self.host_of(one), self.host_of(other)
         if source is target:
@@ -183,15 +236,17 @@ class Cluster:
 
     @cached_property
     def common_link(self) -> Link | None:
-        """The link between any two devices, where it is the same for all; else None."""
+        """The link between any two devices if all pairs have the same; else None."""
         found = {self.link(a.name, b.name) for a, b in combinations(self.devices, 2)}
         return found.pop() if len(found) == 1 else None if found else Link()
 
     @cached_property
     def fingerprint(self) -> str:
+        """16 hex digits that identify the cluster: hosts, devices, speeds, memory and links."""
         return fingerprint(self.to_json())
 
     def to_json(self) -> dict[str, Any]:
+        """Return the cluster as a JSON object."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -209,15 +264,28 @@ class Cluster:
 
     @staticmethod
     def from_json(document: Mapping[str, Any] | Table, place: str = "The cluster") -> Cluster:
-        """The inverse of `to_json`; also what a cluster's TOML file holds, where format and version may lack.
+        """Return the cluster of a JSON object, or of a parsed TOML file; these may omit `format` and
+        `version`.
 
-        [[host]]
-        name = "h0"
-        link = { latency_s = 1e-4, bandwidth_bytes_per_s = 125e6 }
-        [[host.device]]
-        name = "h0/gpu0"
-        speed = 0.5
-        memory_bytes = 16e9
+        Args:
+            document: What `to_json` returned, or what a TOML file such as this one holds:
+
+                ```toml
+                [[host]]
+                name = "h0"
+                link = { latency_s = 1e-4, bandwidth_bytes_per_s = 125e6 }
+                [[host.device]]
+                name = "h0/gpu0"
+                speed = 0.5
+                memory_bytes = 16e9
+                ```
+            place: How errors name the document.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            HvpipeError: If a field is missing, unknown or out of range; the message names it.
         """
         table = document if isinstance(document, Table) else Table(document, place)
         table.allow(("format", "version", "host", "link"))
@@ -228,18 +296,44 @@ class Cluster:
             return Cluster(tuple(_host(row) for row in table.tables("host")), tuple(measured))
 
     def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the cluster to a JSON file."""
         write_document(path, self.to_json())
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Cluster:
-        """Read what `write` wrote, or TOML where the name ends in .toml."""
+        """Read a JSON file, or a TOML file if the name ends in .toml.
+
+        Args:
+            path: The file.
+
+        Returns:
+            The cluster.
+
+        Raises:
+            HvpipeError: If the file cannot be read or is not a cluster; the message names file and field.
+        """
         return Cluster.from_json(read_document(path))
 
 
 def equal_cluster(
     count: int, link: Link = Link(), *, speeds: tuple[float, ...] = (1.0,), memory_bytes: int | None = None
 ) -> Cluster:
-    """`count` hosts h0, h1, ... of one device each, on equal links; their speeds repeat `speeds`."""
+    """Return a cluster of `count` hosts h0, h1, ... with one device each, on equal links.
+
+    Args:
+        count: Number of hosts.
+        link: The link of every host to the network.
+        speeds: Relative speeds of the devices, repeated as often as needed.
+        memory_bytes: Memory of every device in bytes; None for no limit.
+
+    Returns:
+        The cluster; a device has the name of its host.
+
+    Example:
+        ```python
+        cluster = equal_cluster(4, Link(1e-4, 1.25e9), speeds=(1.0, 0.5))
+        ```
+    """
     hosts = (
         Host(f"h{i}", (Device(f"h{i}", speeds[i % len(speeds)], memory_bytes),), link) for i in range(count)
     )
@@ -283,7 +377,7 @@ def _link(row: Table, *more: str) -> Link:
 
 
 def _link_json(link: Link) -> dict[str, float | None]:
-    """JSON has no infinity: an unlimited bandwidth is null."""
+    """Return a link as JSON. JSON has no infinity, so an unlimited bandwidth is null."""
     unlimited = math.isinf(link.bandwidth_bytes_per_s)
     return {
         "latency_s": link.latency_s,

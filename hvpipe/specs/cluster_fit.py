@@ -1,4 +1,4 @@
-"""From measurements to figures: a link's latency and bandwidth, devices' speeds, and their cluster."""
+"""Fits a cluster to measurements: latency and bandwidth of links, relative speeds of devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvpipe.specs.profile import Profile
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank knows of its device: where it is, what the model took there, and its memory (None: any)."""
+    """What a rank knows of its device: host, local rank, measured profile, and memory (None: no limit)."""
 
     host: str
     local_rank: int
@@ -29,18 +29,28 @@ class RankFacts:
 
 
 def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
-    """The latency and bandwidth that explain the times of messages of these sizes best.
+    """Return the latency and bandwidth that best explain the measured times of messages.
 
-    Least squares of the *relative* errors of latency + bytes / bandwidth (Hockney, 1994), so that small
-    messages count as much as large ones. Neither figure is below 0; the bandwidth is unlimited where times do
-    not grow with sizes. Times in seconds, above 0; at least two different sizes.
+    Minimises the squared *relative* errors of latency + bytes / bandwidth (Hockney, 1994), so small messages
+    count as much as large ones. Neither figure is below 0. If times do not grow with sizes, the bandwidth is
+    unlimited.
+
+    Args:
+        sizes_bytes: Message sizes; at least two different ones.
+        times_s: The measured seconds of each message, above 0.
+
+    Returns:
+        The fitted link.
+
+    Raises:
+        HvpipeError: If lengths differ, a time is not above 0, or all sizes are equal.
     """
     sizes = np.asarray(sizes_bytes, np.float64)
     times = np.asarray(times_s, np.float64)
     positive = sizes.shape == times.shape and bool(np.all(np.isfinite(times) & (times > 0)))
     if not positive or len(set(sizes.tolist())) < 2 or sizes.min() < 0:
         raise HvpipeError(
-            "A link is fitted to times above 0 of messages of at least two sizes. "
+            "Times should be above 0, for messages of at least two sizes, to fit a link. "
             f"Received: sizes_bytes={list(sizes_bytes)}, times_s={list(times_s)}"
         )
     per_time = 1.0 / times
@@ -53,30 +63,31 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
 
 
 def relative_speeds(profiles: Sequence[Profile]) -> tuple[float, ...]:
-    """How fast each device ran the model, as multiples of the first: its total time over theirs.
+    """Return each device's speed relative to the first: the first one's total compute time over its own.
 
-    Layers count by the time that they take. The profiles are of one model, a device each.
+    `profiles` has one profile for each device, all of the same model and batch size.
     """
     first = profiles[0]
     for profile in profiles:
         if profile.fingerprint != first.fingerprint or profile.batch_size != first.batch_size:
             raise HvpipeError(
-                "Speeds are compared on one model and batch size. Received: "
+                "Profiles should be of one model and batch size to compare speeds. Received: "
                 f"{first.model or 'unnamed'} ({len(first.layers)} layers, batch {first.batch_size}) and "
                 f"{profile.model or 'unnamed'} ({len(profile.layers)} layers, batch {profile.batch_size})"
             )
         if profile.compute_s == 0:
             raise HvpipeError(
-                "Speeds are compared by times above 0. Received: a profile in which every layer takes 0 s"
+                "Profiles should have times above 0 to compare speeds. Received: every layer takes 0 s"
             )
     return tuple(first.compute_s / profile.compute_s for profile in profiles)
 
 
 def measured_cluster(ranks: Sequence[RankFacts], links: Mapping[tuple[int, int], Link]) -> Cluster:
-    """The cluster that the ranks run on: a device HOST:LOCAL_RANK for each, of rank 0's speed or a multiple.
+    """Return the cluster that the ranks run on, with a device HOST:LOCAL_RANK for each rank.
 
-    `links` has one for every two ranks (a, b), a < b. A host's own `inner` and `link` are the worst measured
-    on it and from it to others, for devices that somebody adds.
+    Speeds are relative to rank 0. `links` has a measured link for each pair of ranks (a, b) with a < b. A
+    host's `inner` and `link` are the worst measured inside it and from it to others; they apply to devices
+    added later.
     """
     speeds = relative_speeds([facts.profile for facts in ranks])
     devices = [
@@ -97,8 +108,8 @@ def _worst(links: Sequence[Link]) -> Link:
 
 
 def _line(sizes: np.ndarray, per_time: np.ndarray) -> tuple[float, float]:
-    """Slope and start of the line through (size, time) with each point's error divided by its time."""
-    # In units of the largest size, or the two columns differ by many orders of magnitude.
+    """Fit a line through (size, time), each point's error divided by its time; return slope and intercept."""
+    # Sizes count in units of the largest; otherwise the two columns differ by many orders of magnitude.
     unit = float(sizes.max())
     columns = np.stack([sizes / unit * per_time, per_time], axis=1)
     # Both columns are large where times are small; scaled, the solution stays accurate.
@@ -108,5 +119,5 @@ def _line(sizes: np.ndarray, per_time: np.ndarray) -> tuple[float, float]:
 
 
 def _multiple(column: np.ndarray) -> float:
-    """The factor by which a column comes nearest to ones."""
+    """Return the factor that brings a column nearest to ones, by least squares."""
     return math.fsum(column) / math.fsum(column * column)

@@ -1,4 +1,4 @@
-"""What every layer of a model costs: measured times in seconds, sizes in bytes, and who uses whose output."""
+"""A model's profile: what every layer costs in seconds and bytes, and which layer uses whose output."""
 
 from __future__ import annotations
 
@@ -20,16 +20,33 @@ FORMAT, VERSION = "hvpipe-profile", 1
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer on a device of speed 1: times and sizes for one batch of the profile.
+    """The costs of one layer on a device of speed 1, for one batch of the profile.
 
-    `output_bytes` is what one user in another stage has to be sent. `saved_bytes` is what stays in memory
-    from the forward to the backward: the output included, the input not, which counts with its maker.
-    `slot_bytes` is what else stays for good: the optimizer's state (for each weight: none for SGD, one for
-    momentum, two for Adam) and variables that are not trained. `weight_bytes` are of those that are.
-    `fixed_forward_s` and `fixed_backward_s` are the parts of the times that a batch of any size takes: to
-    start, to read the weights, to add to their gradients. `update_s` is what the optimizer takes for the
-    weights, once in a step. `weight_share` is the part of the backward that is for the gradients of the
-    weights, which some schedules put off; None where nobody knows.
+    Args:
+        name: Unique name in the profile.
+        forward_s: Seconds of the forward.
+        backward_s: Seconds of the whole backward.
+        weight_bytes: Bytes of the trainable weights.
+        slot_bytes: Other bytes that stay in memory for good: the optimizer's slots (per weight none for SGD,
+            one for momentum, two for Adam) and variables that are not trained.
+        output_bytes: Bytes to send to each stage that uses the output.
+        saved_bytes: Bytes kept from the forward to the backward. Includes the output, not the input: the
+            input counts with the layer that makes it.
+        fixed_forward_s: The part of `forward_s` that does not depend on the batch size: to start, to read
+            weights.
+        fixed_backward_s: The part of `backward_s` that does not depend on the batch size: to start, to read
+            weights, to add to their gradients.
+        update_s: Seconds that the optimizer takes for the weights, once per step.
+        weight_share: The share of the backward, 0 to 1, that computes weight gradients. Some schedules put
+            this part off. None if unknown.
+
+    Raises:
+        HvpipeError: If a value is negative, not finite, or a part exceeds its whole.
+
+    Example:
+        ```python
+        dense = LayerCost("dense", forward_s=0.001, backward_s=0.002, weight_bytes=4096, output_bytes=1024)
+        ```
     """
 
     name: str
@@ -66,24 +83,37 @@ class LayerCost:
 
     @property
     def compute_s(self) -> float:
+        """Seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
     @property
     def weights_part_s(self) -> float:
-        """What of the backward is for the weights; where that is not known, half."""
+        """Seconds of the backward spent on weight gradients; half of it if unknown."""
         return self.backward_s * (0.5 if self.weight_share is None else self.weight_share)
 
     @property
     def state_bytes(self) -> int:
-        """Weights, their gradients and the optimizer's slots."""
+        """Bytes of weights, their gradients and the optimizer's slots."""
         return 2 * self.weight_bytes + self.slot_bytes
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's layers in a topological order, its edges as pairs (maker, user) of places in that order.
+    """A model's layers in topological order, and which layer uses whose output.
 
-    All costs are for one batch of `batch_size` samples. `model` is a name for people.
+    Args:
+        layers: The costs of each layer, in topological order.
+        edges: Pairs (maker, user) of indices into `layers`; the user takes the maker's output.
+        batch_size: Samples in the batch that the costs are for.
+        model: A name for people.
+
+    Raises:
+        HvpipeError: If there is no layer, names repeat, or an edge does not lead to a later layer.
+
+    Example:
+        ```python
+        profile = Profile.read("profile.json").at_batch(8)
+        ```
     """
 
     layers: tuple[LayerCost, ...]
@@ -116,9 +146,21 @@ class Profile:
         batch_size: int = 1,
         model: str = "",
     ) -> Profile:
-        """A profile of layers in any order and edges by name; the first listed goes first where it can.
+        """Make a profile of layers in any order and edges by name.
 
-        A cycle is an error that names it.
+        Sorts the layers topologically; of those that could come next, the first listed goes first.
+
+        Args:
+            layers: The costs of each layer.
+            edges: Pairs (maker, user) of layer names.
+            batch_size: Samples in the batch that the costs are for.
+            model: A name for people.
+
+        Returns:
+            The profile.
+
+        Raises:
+            HvpipeError: If an edge names an unknown layer, or the layers form a cycle; the message names it.
         """
         given = list(layers)
         number = {layer.name: i for i, layer in enumerate(given)}
@@ -128,7 +170,7 @@ class Profile:
                 if name not in number:
                     raise HvpipeError(
                         "An edge should join two layers of the profile. "
-                        f"Received: {pair[0]!r} -> {pair[1]!r}, of which {name!r} is none"
+                        f"Received: {pair[0]!r} -> {pair[1]!r}; there is no layer {name!r}"
                     )
             pairs.append((number[pair[0]], number[pair[1]]))
         order = _topological_order(given, sorted(set(pairs)))
@@ -141,14 +183,17 @@ class Profile:
         )
 
     def place(self, name: str) -> int:
-        """The place of a layer in `layers`."""
+        """Return the index of a layer in `layers`; raise HvpipeError if there is none of this name."""
         if name not in self._place:
-            raise HvpipeError(f"The profile of {self.model or 'this model'} should have a layer {name!r}.")
+            raise HvpipeError(
+                f"A layer should be one of the {len(self.layers)} in the profile of "
+                f"{self.model or 'this model'}. Received: name={name!r}"
+            )
         return self._place[name]
 
     @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer the places of the layers that use its output, in order."""
+        """For each layer, the indices of the layers that use its output, in order."""
         found: list[list[int]] = [[] for _ in self.layers]
         for maker, user in sorted(set(self.edges)):
             found[maker].append(user)
@@ -156,7 +201,7 @@ class Profile:
 
     @cached_property
     def makers(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer the places of the layers whose outputs it uses, in order."""
+        """For each layer, the indices of the layers that make its inputs, in order."""
         found: list[list[int]] = [[] for _ in self.layers]
         for maker, users in enumerate(self.users):
             for user in users:
@@ -165,18 +210,25 @@ class Profile:
 
     @cached_property
     def compute_s(self) -> float:
+        """Seconds of all layers' forwards and backwards."""
         return sum(layer.compute_s for layer in self.layers)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells models apart: by layers, their weights and edges. Not by times, which vary."""
+        """16 hex digits that identify the model: layer names, weights and edges, but no times, which vary."""
         layers = [(layer.name, layer.weight_bytes) for layer in self.layers]
         return fingerprint([layers, sorted(set(self.edges))])
 
     def at_batch(self, batch_size: int) -> Profile:
-        """The profile scaled to another batch size: in proportion, but for the fixed parts.
+        """Scale the profile to another batch size: everything but the fixed parts changes in proportion.
 
         Small batches may use a device less well in other ways too, so measure near the size of a micro-batch.
+
+        Args:
+            batch_size: Samples in the new batch.
+
+        Returns:
+            A profile of the same layers.
         """
         by = batch_size / self.batch_size
         scaled = (
@@ -192,6 +244,7 @@ class Profile:
         return replace(self, layers=tuple(scaled), batch_size=batch_size)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the profile as a JSON object."""
         return {
             "format": FORMAT,
             "version": VERSION,
@@ -205,7 +258,18 @@ class Profile:
 
     @staticmethod
     def from_json(document: Mapping[str, Any] | Table, place: str = "The profile") -> Profile:
-        """The inverse of `to_json`; layers may come in any order."""
+        """Return the profile of a JSON object as `to_json` makes it; layers may come in any order.
+
+        Args:
+            document: The JSON object.
+            place: How errors name the document.
+
+        Returns:
+            The profile.
+
+        Raises:
+            HvpipeError: If a field is missing, unknown or out of range; the message names it.
+        """
         table = document if isinstance(document, Table) else Table(document, place)
         table.check_format(FORMAT, VERSION)
         edges = [(row.text("from"), row.text("to")) for row in table.tables("edges")]
@@ -218,24 +282,54 @@ class Profile:
             )
 
     def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile to a JSON file."""
         write_document(path, self.to_json())
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Profile:
-        """Read what `write` wrote, or a PipeDream graph where the name ends in .txt."""
+        """Read a JSON file, or a PipeDream graph if the name ends in .txt (see `read_pipedream`).
+
+        Args:
+            path: The file.
+
+        Returns:
+            The profile.
+
+        Raises:
+            HvpipeError: If the file cannot be read or is not a profile; the message names file and field.
+        """
         return read_pipedream(path) if Path(path).suffix == ".txt" else Profile.from_json(read_document(path))
 
 
 def read_pipedream(
     path: str | os.PathLike[str], *, batch_size: int = 1, slots_per_weight: float = 1.0
 ) -> Profile:
-    """Read a layer graph of PipeDream's profiler (Narayanan et al., SOSP 2019): milliseconds and bytes.
+    """Read a layer graph of PipeDream's profiler (Narayanan et al., SOSP 2019).
+
+    The file has times in milliseconds and sizes in bytes:
 
         node4 -- Conv2d(...) -- forward_compute_time=1.2, backward_compute_time=2.4, activation_size=8.0, ...
         <tab>node4 -- node5
 
-    Input nodes cost nothing: their time is data loading, and any stage can load. What a layer saves for its
-    backward is taken to be its output. The graph knows neither batch size nor optimizer: say them here.
+    Input nodes cost nothing: their time is data loading, and any stage can load. A layer is assumed to save
+    its output for the backward.
+
+    Args:
+        path: The file.
+        batch_size: Samples in the profiled batch; the file doesn't say.
+        slots_per_weight: Optimizer slots per weight (0 for SGD, 1 for momentum, 2 for Adam); the file doesn't
+            say.
+
+    Returns:
+        The profile, named after the file.
+
+    Raises:
+        HvpipeError: If the file cannot be read, or a line is neither a layer nor an edge.
+
+    Example:
+        ```python
+        profile = read_pipedream("tests/data/profiles/gnmt.txt", batch_size=64)
+        ```
     """
     source = Path(path)
     try:
@@ -255,7 +349,7 @@ def read_pipedream(
                 "backward_compute_time=..., activation_size=..., parameter_size=...' or '<tab>NAME -- NAME'. "
                 f"Received: {line[:60]!r}"
             )
-    # Nodes are numbered in the order in which the model ran, and listed in none.
+    # Nodes are numbered in the order in which the model ran; the file lists them in no order.
     layers.sort(key=lambda layer: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", layer.name)])
     try:
         return Profile.of(layers, edges, batch_size=batch_size, model=source.stem)
@@ -304,7 +398,7 @@ def _layer(row: Table) -> LayerCost:
 
 
 def _topological_order(layers: Sequence[LayerCost], edges: Sequence[tuple[int, int]]) -> list[int]:
-    """Kahn's algorithm; of the layers that are ready, the one listed first goes first."""
+    """Sort by Kahn's algorithm; of the layers that are ready, the one listed first goes first."""
     users: list[list[int]] = [[] for _ in layers]
     missing = [0] * len(layers)
     for maker, user in edges:
@@ -327,7 +421,7 @@ def _topological_order(layers: Sequence[LayerCost], edges: Sequence[tuple[int, i
 
 
 def _cycle(layers: Sequence[LayerCost], edges: Sequence[tuple[int, int]], sorted_: Sequence[int]) -> str:
-    """Walk back from any layer that could not be sorted: each has a maker that could not either."""
+    """Name a cycle: walk back from any unsorted layer, as each has an unsorted maker."""
     stuck = set(range(len(layers))) - set(sorted_)
     maker_of = {user: maker for maker, user in reversed(edges) if maker in stuck and user in stuck}
     walk = [min(stuck)]

@@ -1,4 +1,4 @@
-"""What `hvpipe profile` asks of its ranks, as text that travels on their command line."""
+"""The request that `hvpipe profile` passes to its ranks as text on their command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvpipe.errors import HvpipeError
 
 @dataclass(frozen=True)
 class InputShape:
-    """The shape of one sample of the model's input `name`; without a name, of its only one."""
+    """The shape of one sample of the input `name`; an empty name stands for the model's only input."""
 
     name: str
     axes: tuple[int, ...]
@@ -20,9 +20,10 @@ class InputShape:
 
 @dataclass(frozen=True)
 class ProfileTask:
-    """`target` is FILE.py:FUNCTION or MODULE:FUNCTION; the paths are absolute.
+    """What to profile and where to write the results.
 
-    `microbatch` is the number of samples, which may be left to the function; `optimizer` a name of Keras's.
+    `target` is FILE.py:FUNCTION or MODULE:FUNCTION; paths are absolute. `microbatch` is the number of
+    samples; with None, the function returns a micro-batch. `optimizer` is the name of a Keras optimizer.
     """
 
     target: str
@@ -37,8 +38,8 @@ class ProfileTask:
         place, colon, function = self.target.rpartition(":")
         if not colon or not place or not function.isidentifier():
             raise HvpipeError(
-                "The model should be given as FILE.py:FUNCTION or MODULE:FUNCTION, a function without "
-                f"arguments that returns it. Received: {self.target!r}"
+                "The model should be given as FILE.py:FUNCTION or MODULE:FUNCTION, where the function "
+                f"returns it and takes no arguments. Received: {self.target!r}"
             )
         for name, number in (("--microbatch", self.microbatch), ("--repeats", self.repeats)):
             if number is not None and number < 1:
@@ -46,7 +47,7 @@ class ProfileTask:
 
     @property
     def place(self) -> str:
-        """The file, or the module."""
+        """The file or the module of `target`."""
         return self.target.rpartition(":")[0]
 
     @property
@@ -62,21 +63,21 @@ class ProfileTask:
 
     @staticmethod
     def from_text(text: str) -> ProfileTask:
-        """The inverse of `to_text`."""
+        """Return the task that `to_text` wrote."""
         fields = json.loads(text)
         shapes = (InputShape(row["name"], tuple(row["axes"])) for row in fields.pop("input_shapes"))
         return ProfileTask(**fields, input_shapes=tuple(shapes))
 
 
 def parse_input_shapes(texts: Sequence[str]) -> tuple[InputShape, ...]:
-    """Shapes out of "224,224,3" or "image=224,224,3", one for each input."""
+    """Parse "224,224,3" or "image=224,224,3", one text for each input."""
     shapes = []
     for text in texts:
         name, equals, axes = text.rpartition("=")
         if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", axes) or (equals and not name):
             raise HvpipeError(
-                "--input-shape should be the axes of one sample, as in 224,224,3, or image=224,224,3 for the "
-                f"input of that name. Received: --input-shape {text!r}"
+                "--input-shape should list the axes of one sample: 224,224,3, or image=224,224,3 for the "
+                f"input `image`. Received: --input-shape {text!r}"
             )
         shapes.append(InputShape(name, tuple(map(int, axes.split(",")))))
     names = [shape.name for shape in shapes]

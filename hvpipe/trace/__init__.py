@@ -1,1 +1,5 @@
-"""Timelines: what every rank did when, in files, in figures and in pictures."""
+"""Timelines: what every rank did when, as files, figures and pictures."""
+
+from hvpipe.trace.events import CATEGORIES, Clock, Event, Trace
+
+__all__ = ["CATEGORIES", "Clock", "Event", "Trace"]

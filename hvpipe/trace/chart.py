@@ -1,4 +1,4 @@
-"""Draws a foreseen or recorded step as a picture; the only file that imports matplotlib."""
+"""Draws a forecast or recorded step as a PNG; the only file that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from hvpipe.errors import HvpipeError
 from hvpipe.trace.events import Event, Trace
 
-# Of each kind of event: its colour, and its name in the legend.
+# For each kind of event, its colour and its name in the legend.
 _KINDS = {
     "F": ("#4878a8", "forward"),
     "B": ("#6aa56a", "backward"),
@@ -19,20 +19,31 @@ _KINDS = {
     "transfer": ("#9b8bb4", "transfer"),
     "reduce": ("#c06c5b", "all-reduce"),
 }
-# A label is drawn where an action is at least this share of the step.
+# Actions that take at least this share of the step have a label.
 _ROOM = 0.012
 
 
 def draw_timeline(trace: Trace, path: str | os.PathLike[str], title: str) -> None:
-    """Write a PNG: a row for each rank, its computing above and what it sends below.
+    """Draw a timeline as a PNG: a row for each rank, computing above and sends below.
 
-    Rows have the names of the devices where the trace's metadata know them. HvpipeError without matplotlib.
+    Args:
+        trace: The events. Rows have device names if the trace's metadata have `devices`.
+        path: The PNG file.
+        title: The title of the picture.
+
+    Raises:
+        HvpipeError: If matplotlib is missing, the trace is empty, or the file cannot be written.
+
+    Example:
+        ```python
+        draw_timeline(forecast(plan, profile, cluster).trace, "step.png", "1F1B")
+        ```
     """
     draw_timelines({title: trace}, path)
 
 
 def draw_timelines(traces: Mapping[str, Trace], path: str | os.PathLike[str]) -> None:
-    """The same for several traces by title, one below the other, with one scale of time."""
+    """Draw several timelines by title, one below the other, with the same time scale."""
     try:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
@@ -43,16 +54,16 @@ def draw_timelines(traces: Mapping[str, Trace], path: str | os.PathLike[str]) ->
     events = {title: _visible(trace) for title, trace in traces.items()}
     if not events or not all(events.values()):
         raise HvpipeError("A picture needs a trace with events. Received: none")
-    rows = [len({event.rank for event in of_trace}) for of_trace in events.values()]
+    rows = [len({event.rank for event in one}) for one in events.values()]
     heights = [0.9 + 0.62 * count for count in rows]
     figure = Figure(figsize=(12, 0.5 + sum(heights)), dpi=130, layout="constrained")
     panels = figure.subplots(len(events), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    end_s = max(event.end_s for of_trace in events.values() for event in of_trace)
+    end_s = max(event.end_s for one in events.values() for event in one)
     for axes, (title, trace) in zip(panels, traces.items(), strict=True):
         _draw_rows(axes, events[title], trace.metadata.get("devices", []), end_s)
         axes.set_title(title, fontsize=10, loc="left")
     panels[-1].set_xlabel("seconds")
-    seen = {_kind(event) for of_trace in events.values() for event in of_trace}
+    seen = {_kind(event) for one in events.values() for event in one}
     patches = [Patch(color=colour, label=name) for kind, (colour, name) in _KINDS.items() if kind in seen]
     figure.legend(handles=patches, loc="outside lower right", ncols=len(patches), fontsize=8, frameon=False)
     try:
@@ -66,7 +77,7 @@ def _visible(trace: Trace) -> list[Event]:
 
 
 def _draw_rows(axes: Any, events: list[Event], devices: list[str], end_s: float) -> None:
-    """A row for each rank of one trace."""
+    """Draw a row for each rank of one trace."""
     ranks = sorted({event.rank for event in events})
     for event in events:
         row = ranks.index(event.rank)

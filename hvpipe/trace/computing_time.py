@@ -1,4 +1,4 @@
-"""When a rank computed, told from its trace: what only waited for communication is left out."""
+"""When a rank computed, according to its trace, without the time that it waited for communication."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from statistics import median
 from hvpipe.trace.events import Event, Trace
 
 COMPUTE = ("forward", "backward", "update")
-"""Categories of the trace that computing can hide communication behind."""
+"""Trace categories of computing, which can hide communication."""
 
 Interval = tuple[float, float]
 
-_WHOLE_FORWARD = "forward"  # of a data parallel step; a pipeline's forwards are named by their actions
+_WHOLE_FORWARD = "forward"  # in a data-parallel step; a pipeline's forwards have the names of their actions
 
 
 def computing(trace: Trace, rank: int) -> dict[str, list[Interval]]:
-    """By category of COMPUTE, when this rank computed; disjoint intervals in order.
+    """Return when this rank computed, by category of COMPUTE, as disjoint intervals in order.
 
-    Of an update a trace knows its end and when its bucket had been reduced: in between it may have waited for
-    the next step or for other buckets. It counts from the last thing before its end that it may have waited
-    for. A forward waits for weights on their way: what it takes beyond a forward beside which nothing was
-    reduced counts as waiting, as far as there was a reduce, up to the end of the last one.
+    Update: the trace has its end, and when its bucket had been reduced. In between it may have waited for the
+    next step or for other buckets. So it counts from the last event before its end that it may have waited
+    for.
+
+    Forward: it may wait for weights that still travel. The time beyond a forward without a concurrent reduce
+    counts as waiting, as far as a reduce was under way, up to the end of the last reduce.
 
     reduce    |  ######
     forward   |#########      4 without a reduce: it waited 5
@@ -37,12 +39,12 @@ def computing(trace: Trace, rank: int) -> dict[str, list[Interval]]:
 
 
 def union(events: Iterable[Event]) -> list[Interval]:
-    """The time that at least one of the events covers, as disjoint intervals in order."""
+    """Return the time that at least one event covers, as disjoint intervals in order."""
     return merged((event.start_s, event.end_s) for event in events)
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The time that at least one covers, as disjoint intervals in order."""
+    """Return the time that at least one interval covers, as disjoint intervals in order."""
     found: list[Interval] = []
     for start_s, end_s in sorted(intervals):
         if found and start_s <= found[-1][1]:
@@ -53,7 +55,7 @@ def merged(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def within(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """What both cover; each disjoint and in order."""
+    """Return the time that both cover; each argument is disjoint and in order."""
     found, i, j = [], 0, 0
     while i < len(left) and j < len(right):
         start_s, end_s = max(left[i][0], right[j][0]), min(left[i][1], right[j][1])
@@ -67,7 +69,7 @@ def within(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Seconds that disjoint intervals cover."""
+    """Return the seconds that disjoint intervals cover."""
     return sum(end_s - start_s for start_s, end_s in intervals)
 
 
@@ -96,14 +98,17 @@ def _forwards(forwards: Sequence[Event], reduces: Sequence[Interval]) -> list[In
 
 
 def _alone_s(forwards: Sequence[Event], beside: Sequence[Sequence[Interval]]) -> float:
-    """What a forward takes beside no reduce, the slow first one left out; else what the shortest takes."""
+    """Return the median seconds of forwards without a reduce beside them, or else of the shortest forward.
+
+    The first forward is slow and does not count.
+    """
     alone = [event.duration_s for event, reducing in zip(forwards, beside, strict=True) if not reducing]
     later = alone[1:] if not beside[0] else alone
     return median(later) if later else min(event.duration_s for event in forwards)
 
 
 def _without_waiting(forward: Interval, reducing: Sequence[Interval], waited_s: float) -> list[Interval]:
-    """A forward less the last `waited_s` of the time in which there was a reduce beside it."""
+    """Return a forward without the last `waited_s` seconds that had a reduce beside them."""
     start_s, end_s = forward
     found = []
     for begin_s, done_s in reversed(reducing):

@@ -1,4 +1,4 @@
-"""One timeline of what every rank did when, in and out of the Chrome JSON format that Perfetto opens."""
+"""A timeline of what every rank did when; reads and writes the Chrome JSON format that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -26,17 +26,26 @@ CATEGORIES = (
     "update",
     "utilization",
 )
-"""What hvpipe itself records or foresees; "utilization" events are samples of numbers, drawn as curves."""
+"""The categories that hvpipe records or forecasts. "utilization" events are samples, drawn as curves."""
 
 _US = 1e6
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that took from `start_s` to `end_s` on one rank.
+    """A span of time on one rank, or a sample.
 
-    `lane` is the row it is drawn in ("compute", "engine", ...). `args` holds JSON values; in category
-    "utilization" they are the sampled numbers, and the two times are equal.
+    Args:
+        name: What happened, such as "2F0".
+        category: One of `CATEGORIES`, or any other text.
+        rank: The rank.
+        lane: The row to draw it in: "compute", "transfer", ...
+        start_s: Start in seconds.
+        end_s: End in seconds, at or after the start. A sample starts and ends at the same time.
+        args: JSON values. In category "utilization", the sampled numbers.
+
+    Raises:
+        HvpipeError: If a time is not finite, or the end is before the start.
     """
 
     name: str
@@ -56,21 +65,22 @@ class Event:
 
     @property
     def duration_s(self) -> float:
+        """Seconds from start to end."""
         return self.end_s - self.start_s
 
 
 @dataclass(frozen=True)
 class Clock:
-    """What rank 0's clock says, from two readings of it; in between the clocks run apart evenly.
+    """Converts this rank's time to rank 0's, from two readings; between them, the clocks drift evenly.
 
-    A reading is a time of this rank's clock and the seconds that rank 0's was ahead then.
+    A reading is a time of this rank's clock, and the seconds that rank 0's clock was ahead at that time.
     """
 
     first: tuple[float, float]
     last: tuple[float, float]
 
     def of_rank_0(self, time_s: float) -> float:
-        """Rank 0's time when this rank's clock said `time_s`."""
+        """Return rank 0's time when this rank's clock said `time_s`."""
         (begin_s, ahead_s), (end_s, ahead_at_end_s) = self.first, self.last
         passed = (time_s - begin_s) / (end_s - begin_s) if end_s > begin_s else 0.0
         return time_s + ahead_s + passed * (ahead_at_end_s - ahead_s)
@@ -78,14 +88,24 @@ class Clock:
 
 @dataclass(frozen=True)
 class Trace:
-    """Events of one or more ranks, and JSON values about the run as a whole (`metadata`)."""
+    """A timeline of one or more ranks.
+
+    Args:
+        events: The events.
+        metadata: JSON values about the run as a whole.
+
+    Example:
+        ```python
+        forecast(plan, profile, cluster).trace.write("trace.json")  # open it in ui.perfetto.dev
+        ```
+    """
 
     events: tuple[Event, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def merge(traces: Iterable[Trace]) -> Trace:
-        """All events of all traces by time; where metadata share a key, the first trace's value stays."""
+        """Merge traces, their events sorted by time; of metadata with equal keys, the first trace's wins."""
         events: list[Event] = []
         metadata: dict[str, Any] = {}
         for trace in traces:
@@ -94,19 +114,20 @@ class Trace:
         return Trace(tuple(sorted(events, key=lambda event: (event.start_s, event.rank))), metadata)
 
     def retime(self, clock: Callable[[float], float]) -> Trace:
-        """The same events at the times that another clock tells for theirs."""
+        """Return the same events with their times converted by `clock`."""
         moved = (replace(e, start_s=clock(e.start_s), end_s=clock(e.end_s)) for e in self.events)
         return Trace(tuple(moved), self.metadata)
 
     def ranks(self) -> list[int]:
+        """Return the ranks that have events, sorted."""
         return sorted({event.rank for event in self.events})
 
     def of(self, category: str, rank: int | None = None) -> list[Event]:
-        """Events of one category, of one rank or of all."""
+        """Return the events of one category, of one rank or of all."""
         return [e for e in self.events if e.category == category and rank in (None, e.rank)]
 
     def to_chrome_json(self) -> dict[str, Any]:
-        """A JSON object in the Chrome trace event format: a process per rank, a thread per lane."""
+        """Return a JSON object in the Chrome trace event format: a process per rank, a thread per lane."""
         return {
             "displayTimeUnit": "ms",
             "otherData": dict(self.metadata),
@@ -115,7 +136,11 @@ class Trace:
 
     @staticmethod
     def from_chrome_json(document: Mapping[str, Any]) -> Trace:
-        """The inverse of `to_chrome_json`, to the nanosecond; leaves out kinds that hvpipe does not write."""
+        """Return the trace of a JSON object, to the nanosecond; ignores kinds that hvpipe does not write.
+
+        Raises:
+            HvpipeError: If the object is not a trace.
+        """
         rows = document.get("traceEvents")
         if not isinstance(rows, list):
             raise HvpipeError(
@@ -136,7 +161,7 @@ class Trace:
         return Trace(tuple(events), dict(metadata))
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the Chrome JSON file, whole or not at all; compressed where the name ends in .gz."""
+        """Write a Chrome JSON file, whole or not at all; compressed if the name ends in .gz."""
         target = Path(path)
         partial = target.with_name(f".{target.name}.{os.getpid()}")
         try:
@@ -158,7 +183,7 @@ class Trace:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Trace:
-        """Read what `write` wrote."""
+        """Read a trace that `write` wrote; raise HvpipeError if the file is not a trace."""
         source = Path(path)
         try:
             with gzip.open(source, "rt") if source.suffix == ".gz" else open(source) as file:
@@ -173,7 +198,7 @@ class Trace:
 
 
 def _chrome_events(events: tuple[Event, ...]) -> Iterator[dict[str, Any]]:
-    """First the names of ranks and lanes, then the events; a lane's number is its place of first use."""
+    """Yield the names of ranks and lanes, then the events; lanes are numbered in the order of first use."""
     lanes: dict[tuple[int, str], int] = {}
     for event in events:
         lanes.setdefault((event.rank, event.lane), len(lanes))

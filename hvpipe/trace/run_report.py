@@ -1,4 +1,4 @@
-"""What a run achieved: step time, images/s, how much communication was hidden, how busy the hosts were."""
+"""Summarises a run: step time, images/s, hidden communication, utilization of hosts and GPUs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvpipe.trace.computing_time import computing, length, merged, union, within
 from hvpipe.trace.events import Trace
 
 COMMUNICATION = ("reduce", "transfer")
-"""Categories of the trace that computing can hide."""
+"""Trace categories of communication, which computing can hide."""
 
 _FIGURE = (int, float, type(None))
 _OF_A_SUMMARY = {"ranks": int, "steps": int}
@@ -20,13 +20,13 @@ _OF_A_SUMMARY = {"ranks": int, "steps": int}
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of one run; None where there is nothing to tell them from.
+    """The figures of one run; None if unknown.
 
-    `step_s` is the median over all ranks' steps but their first, which traces and compiles.
-    `hidden_share` is the time in which communication and computing ran together, over the time in which
-    communication ran, summed over the ranks. `system_share` is the mean share of busy cores of the hosts,
-    `process_cores` the cores that all ranks together kept busy. Bytes are summed over the ranks, power (the
-    mean) and energy over the GPUs, of which two ranks may share one; GPU memory is that of the fullest.
+    `step_s` is the median over all ranks' steps but their first, which traces and compiles. `hidden_share` is
+    the time in which communication and computing ran together, over the time of communication, summed over
+    the ranks. `system_share` is the mean share of the hosts' cores that were busy; `process_cores` is the
+    number of cores that all ranks together kept busy. Bytes are summed over the ranks. Mean power and energy
+    are summed over the GPUs; two ranks may share a GPU. GPU memory is that of the fullest GPU.
     """
 
     ranks: int
@@ -44,20 +44,21 @@ class Summary:
     gpu_energy_j: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """JSON values by field name."""
+        """Return the figures as JSON values by field name."""
         return asdict(self)
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Summary:
+        """Return the summary that `to_json` made."""
         return Summary(**document)
 
     def to_line(self) -> str:
-        """All that is known, on one line."""
+        """Return the known figures on one line."""
         head = f"hvpipe: {_plural(self.ranks, 'rank')}, {_plural(self.steps, 'step')}"
         return ", ".join([head, *(f"{label} {value}" for label, value in self._figures())])
 
     def to_text(self) -> str:
-        """All that is known, one figure a line."""
+        """Return the known figures, one per line."""
         rows = [("ranks", str(self.ranks)), ("steps", str(self.steps)), *self._figures()]
         return "\n".join(f"{label:<22}{value}" for label, value in rows)
 
@@ -95,15 +96,14 @@ def summarise(
     images: int,
     utilization: Sequence[Mapping[str, Any]] = (),
 ) -> Summary:
-    """Sum up a run on rank 0 from what all ranks recorded.
+    """Summarise a run on rank 0 from what all ranks recorded.
 
     `counters`, `step_durations_s` and `utilization` (`Utilization.to_json()`) have one entry per rank.
-    `images` counts the samples of all ranks over all steps. Without step durations, the trace's "step"
-    events serve; without a trace, communication hidden is not known, and utilization is told from
-    `utilization` alone.
+    `images` counts the samples of all ranks over all steps. Without step durations, the trace's "step" events
+    serve. Without a trace, hidden communication is unknown, and utilization comes from `utilization` alone.
     """
     if images < 0:
-        raise HvpipeError(f"images should be a number of samples. Received: images={images}")
+        raise HvpipeError(f"images should be a number of samples, at least 0. Received: images={images}")
     if not any(step_durations_s) and trace is not None:
         step_durations_s = [[e.duration_s for e in trace.of("step", rank)] for rank in trace.ranks()]
     steps = max((len(durations) for durations in step_durations_s), default=0)
@@ -135,15 +135,15 @@ def summarise(
 
 
 def summarise_trace(trace: Trace) -> Summary:
-    """The summary that the run wrote into its trace's metadata; made from the events where there is none.
+    """Return the summary in the trace's metadata, or make one from the events if there is none.
 
-    Then the metadata may still hold `counters` (one entry per rank) and `images`. HvpipeError where these,
-    or the utilization's curves, are no numbers.
+    In that case the metadata may have `counters` (one entry per rank) and `images`. Raises HvpipeError if
+    these or the utilization curves are not numbers.
     """
     written = trace.metadata.get("summary")
     if isinstance(written, dict) and written.keys() == {column.name for column in fields(Summary)}:
         if not all(isinstance(value, _OF_A_SUMMARY.get(name, _FIGURE)) for name, value in written.items()):
-            raise HvpipeError(f"A trace's summary should be of numbers. Received: summary={written!r}")
+            raise HvpipeError(f"A trace's summary should hold numbers. Received: summary={written!r}")
         return Summary.from_json(written)
     counters, images = trace.metadata.get("counters", []), trace.metadata.get("images", 0)
     try:
@@ -156,9 +156,10 @@ def summarise_trace(trace: Trace) -> Summary:
 
 
 def hidden_share(trace: Trace) -> float | None:
-    """Share of the communication time in which the same rank computed; None where the trace cannot tell.
+    """Return the share of communication time in which the same rank computed; None if unknown.
 
-    Computing that waited for the communication is told apart as far as the trace allows: see `computing`.
+    Time in which computing waited for communication does not count, as far as the trace shows it: see
+    `computing`.
 
     compute | ####  ######          hidden = 4 of 7
     reduce  |   ####   ###
@@ -174,7 +175,7 @@ def hidden_share(trace: Trace) -> float | None:
 
 
 def _sampled(trace: Trace, rank: int) -> dict[str, Any]:
-    """Means of a rank's utilization curves, under the names of Utilization's fields."""
+    """Return the means of a rank's utilization curves, under the names of Utilization's fields."""
     samples = trace.of("utilization", rank)
 
     def mean(curve: str, key: str) -> float | None:

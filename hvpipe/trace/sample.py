@@ -1,4 +1,4 @@
-"""One look at how busy a rank's processor and GPU are, the sum of many looks, and their curves in a trace."""
+"""Samples of a rank's CPU and GPU utilization, their summary over a run, and their curves in a trace."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hvpipe.trace.events import Event
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One look at a GPU; None is what the device, the driver or the permissions do not give.
+    """One reading of a GPU; None where the device, the driver or permissions give no value.
 
-    Shares are 0 to 1: of the time in which any kernel ran, in which memory was read or written. Energy
-    counts from the first look. `process_*` are of this process alone.
+    `share` (0 to 1) is the share of time in which any kernel ran, `memory_share` that in which memory was
+    read or written. `energy_j` counts from the first reading. `process_*` are those of this process alone.
     """
 
     share: float | None = None
@@ -34,7 +34,7 @@ class GpuReading:
 
 @dataclass(frozen=True)
 class Sample:
-    """One look at the machine. Shares are 0 to 1; None where it cannot be measured."""
+    """One reading of the host, the process and its GPU. Shares are 0 to 1; None if it cannot be measured."""
 
     time_s: float
     process_cores: float | None
@@ -43,7 +43,7 @@ class Sample:
     gpu: GpuReading = field(default_factory=GpuReading)
 
     def to_row(self) -> dict[str, float | None]:
-        """All figures under one name each, those of the GPU as gpu_*."""
+        """Return all figures by name, those of the GPU as gpu_*."""
         row = asdict(self)
         gpu = row.pop("gpu")
         return {**row, **{f"gpu_{name}": value for name, value in gpu.items()}}
@@ -51,11 +51,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Utilization:
-    """Means over a run (memory, temperature: peaks; energy: all of it) on one rank; None where unknown.
+    """Utilization of one rank over a run; None if unknown.
 
-    `process_cores` is the number of cores that this rank kept busy, `system_share` the share of all the
-    host's cores that was busy with anything. `gpu` is the UUID of this rank's GPU, which other ranks may use
-    too. `sampler_cores` is what the sampling itself took.
+    Figures are means, except for peaks of memory and temperature and the total energy. `process_cores` is the
+    number of cores that this rank kept busy; `system_share` is the share of all the host's cores that were
+    busy with anything. `gpu` is the UUID of this rank's GPU, which other ranks may use too. `sampler_cores`
+    is the cost of the sampling itself.
     """
 
     process_cores: float | None
@@ -72,17 +73,19 @@ class Utilization:
     sampler_cores: float | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the figures as JSON values by field name."""
         return asdict(self)
 
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> Utilization:
+        """Return the utilization that `to_json` made."""
         return Utilization(**document)
 
 
 def summarise_samples(
     samples: Sequence[Sample], gpu: str | None = None, sampler_cores: float | None = None
 ) -> Utilization:
-    """Means of the shares, peaks of the memory; `gpu` is the UUID of the GPU that was looked at."""
+    """Summarise samples: means of shares, peaks of memory. `gpu` is the UUID of the sampled GPU."""
     return Utilization(
         process_cores=_mean(s.process_cores for s in samples),
         system_share=_mean(s.system_share for s in samples),
@@ -100,7 +103,7 @@ def summarise_samples(
 
 
 def sample_events(sample: Sample, rank: int) -> list[Event]:
-    """A point on each curve whose figure is known."""
+    """Return a point on the curve of each known figure."""
 
     def curve(name: str, **values: float | None) -> list[Event]:
         known = {key: round(value, 4) for key, value in values.items() if value is not None}

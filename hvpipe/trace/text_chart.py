@@ -1,4 +1,4 @@
-"""Draws a foreseen or recorded step as text: a line for each rank."""
+"""Draws a forecast or recorded step as text: a line for each rank."""
 
 from __future__ import annotations
 
@@ -8,16 +8,29 @@ from hvpipe.errors import HvpipeError
 from hvpipe.trace.events import Event, Trace
 
 _COLOURS = {"F": "44;97", "B": "42;30", "I": "46;30", "W": "43;30", "U": "47;30"}
-"""Of each kind of action, on a terminal: background and foreground."""
+"""For each kind of action, its background and foreground colour on a terminal."""
 
 
 def draw(trace: Trace, columns: int = 100, colours: bool = False) -> str:
-    """The ranks' computing as text, a line each, `columns` wide: actions, dots where a rank waits.
+    """Draw the computing of every rank as text, with dots where a rank waits.
 
     rank 0 | F0 F1 F2 ......... B0--- F3 ...
 
-    Lines have the names of the devices where the trace's metadata know them. With `colours` each kind of
-    action has its own (escape codes of terminals).
+    Args:
+        trace: Events in lane "compute". Lines have device names if the trace's metadata have `devices`.
+        columns: Characters for the whole step.
+        colours: Whether to colour each kind of action, with the escape codes of terminals.
+
+    Returns:
+        A line for each rank.
+
+    Raises:
+        HvpipeError: If `columns` is below 1, or the trace has no events in lane "compute".
+
+    Example:
+        ```python
+        print(draw(forecast(plan, profile, cluster).trace))
+        ```
     """
     events = [event for event in trace.events if event.lane == "compute"]
     if columns < 1 or not events:
@@ -29,7 +42,7 @@ def draw(trace: Trace, columns: int = 100, colours: bool = False) -> str:
     devices = trace.metadata.get("devices", [])
     names = {rank: str(devices[rank]) if rank < len(devices) else f"rank {rank}" for rank in ranks}
     width = max(map(len, names.values()))
-    # Waits and updates are of no single stage.
+    # Waits and updates belong to no single stage.
     of_stages = [event for event in events if event.category in ("forward", "backward")]
     plain = all(event.args.get("stage") == event.rank for event in of_stages)
     lines = []
@@ -41,7 +54,7 @@ def draw(trace: Trace, columns: int = 100, colours: bool = False) -> str:
 
 
 def _cells(events: list[Event], rank: int, plain: bool, columns: int) -> Iterator[tuple[str, str]]:
-    """The line of a rank in pieces, each with the kind of its action; none where it waits."""
+    """Yield the pieces of a rank's line, each with the kind of its action; empty for a wait."""
     start_s = min(event.start_s for event in events)
     per_s = columns / (max(event.end_s for event in events) - start_s or 1.0)
     at = 0
@@ -56,7 +69,7 @@ def _cells(events: list[Event], rank: int, plain: bool, columns: int) -> Iterato
 
 
 def _cell(label: str, width: int) -> str:
-    """The label in that width: cut, or filled with dashes and set apart by a space."""
+    """Fit the label into the width: cut it, or fill it with dashes and a space."""
     return label[:width] if width <= len(label) else f"{label:-<{width - 1}} "
 
 

@@ -1,4 +1,4 @@
-"""What one rank's engine recorded, told as the events of a trace: steps, computing, buckets."""
+"""Turns what one rank's engine recorded into trace events: steps, computing, buckets."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ UPDATE = "update "
 
 
 def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
-    """Turn records into events.
+    """Turn an engine's records into events.
 
-    Marks are points in time: "begin" (a step has its batch), "step" (the engine was told of a step, which
-    may be as late as the loss), "forward" (its loss was computed), "update B" (bucket B's variables were
-    updated). Steps begin with the first of these that there is. From them and the buckets' packing come the
-    spans of computing:
+    Marks are points in time: "begin" (a step has its batch), "step" (the engine learned of a step, possibly
+    as late as the loss), "forward" (the step's loss was computed), "update B" (bucket B's variables were
+    updated). A step begins with "begin", or with "step" if there is no "begin". The spans of computing follow
+    from the marks and from the packing of buckets:
 
     step      |--------------------------------|-----
     forward   |-----------|
@@ -31,7 +31,7 @@ def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
     pack                       --   --  --
     update                                    --     from the bucket's unpack
 
-    Marks of computing count only where the processor packs: on a GPU they tell when work was enqueued.
+    Marks of computing count only if the CPU packs. On a GPU, they would say when work was enqueued.
     """
     spans = [r for r in raw if r[0] != "mark"]
     events = [
@@ -60,9 +60,9 @@ def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
 
 
 def _updates(spans: Sequence[Raw], marks: Sequence[tuple[float, str]], rank: int) -> list[Event]:
-    """A bucket's update runs from the end of its unpack, or its reduce, to the mark that says it is done.
+    """Return the updates: each runs from the end of its bucket's unpack or reduce to the mark of its end.
 
-    Where it also waits for other buckets, or for the next step, that is part of it: see hvpipe.trace.computing_time.
+    That includes waits for other buckets and for the next step, if any: see hvpipe.trace.computing_time.
     """
     unpacked: dict[str, list[float]] = {}
     for category, name, _, end in spans:
@@ -82,6 +82,6 @@ def _updates(spans: Sequence[Raw], marks: Sequence[tuple[float, str]], rank: int
 
 def _lane(category: str) -> str:
     lanes = {"wait": "bucket waits", "reduce": "bucket reduces", "step": "steps"}
-    # Spans of a pipeline's actions; data parallel steps leave marks.
+    # Pipelines record spans of their actions; data-parallel steps record marks.
     lanes |= dict.fromkeys(("forward", "backward"), "compute")
     return lanes.get(category, category)

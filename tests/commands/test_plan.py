@@ -15,10 +15,10 @@ from hvpipe import cli
 from hvpipe.commands.plan import METHODS, Answer, Question, answer, read_profile
 from hvpipe.commands.plan_report import to_text
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.forecast.pipeline import schedule_of
-from hvpipe.plan import greedy as partitioning
+from hvpipe.plan import greedy
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
+from hvpipe.schedule.plan_schedule import schedule_of
 from hvpipe.schedule.schedule import Schedule
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
 from hvpipe.specs.profile import LayerCost, Profile
@@ -347,10 +347,8 @@ def test_a_model_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_why_a_model_does_not_fit_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: it was said for every number of stages, and again for what is printed."""
     asked = []
-    least_short = partitioning.least_short
-    monkeypatch.setattr(
-        partitioning, "least_short", lambda *given: asked.append(given[2]) or least_short(*given)
-    )
+    least_short = greedy.least_short
+    monkeypatch.setattr(greedy, "least_short", lambda *given: asked.append(given[2]) or least_short(*given))
     question = Question(chain(1, 1, 1, weight_bytes=10), equal_cluster(3, memory_bytes=19), Pipelining())
     with pytest.raises(PlanError, match=r"^The memory of every device .*stages=3.* 1 bytes missing of 20"):
         answer(question)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast import choice
 from hvpipe.forecast.choice import candidate, candidates, choose
-from hvpipe.forecast.data_parallel import data_parallel, whole_shares
+from hvpipe.forecast.data_parallel import forecast_data_parallel, whole_shares
 from hvpipe.forecast.pipeline import Forecast, schedule_of
-from hvpipe.plan import greedy as partitioning
+from hvpipe.plan import greedy
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import grouped, groupings
 from hvpipe.plan.stage_plan import Plan
@@ -58,7 +58,9 @@ def test_whole_shares_are_the_exact_ones_rounded(count: int, weights: list[float
 
 def test_data_parallel_by_hand() -> None:
     """2 of 4 samples each: forward 4 s, backward 8. Then 20 bytes travel in 2 (2 - 1) / 2 x 20 / 5 = 4 s."""
-    one = data_parallel(chain(3, 3, weight_bytes=10, saved_bytes=3), equal_cluster(2, Link(0, 5.0)), FOUR)
+    one = forecast_data_parallel(
+        chain(3, 3, weight_bytes=10, saved_bytes=3), equal_cluster(2, Link(0, 5.0)), FOUR
+    )
     assert one.step_s == pytest.approx(12 + 4)
     assert one.busy_s == pytest.approx((12, 12))
     assert one.memory_bytes == (2 * 20 + 2 * 6, 2 * 20 + 2 * 6)
@@ -67,7 +69,7 @@ def test_data_parallel_by_hand() -> None:
 def test_reduces_hide_behind_the_backward() -> None:
     """b's bucket is final at 8 and takes 1 s, a's is final at 12."""
     profile = chain(3, 3, weight_bytes=1 << 20)
-    one = data_parallel(profile, equal_cluster(2, Link(0, float(1 << 20))), FOUR)
+    one = forecast_data_parallel(profile, equal_cluster(2, Link(0, float(1 << 20))), FOUR)
     assert [(e.start_s, e.end_s) for e in one.trace.of("reduce")] == [
         pytest.approx((8, 9)),
         pytest.approx((12, 13)),
@@ -78,7 +80,7 @@ def test_a_bucket_is_updated_when_it_is_reduced_and_the_backward_is_over() -> No
     """Reduced at 9 and 13, the backward over at 12: the first waits until then, and both take 3 s."""
     profile = chain(3, 3, weight_bytes=1 << 20)
     profile = replace(profile, layers=tuple(replace(layer, update_s=3.0) for layer in profile.layers))
-    one = data_parallel(profile, equal_cluster(2, Link(0, float(1 << 20))), FOUR)
+    one = forecast_data_parallel(profile, equal_cluster(2, Link(0, float(1 << 20))), FOUR)
     for rank in (0, 1):
         found = [(event.start_s, event.end_s) for event in one.trace.of("update", rank)]
         assert found == [pytest.approx((12, 15)), pytest.approx((15, 18))]
@@ -88,11 +90,11 @@ def test_a_bucket_is_updated_when_it_is_reduced_and_the_backward_is_over() -> No
 
 def test_unequal_devices_get_unequal_shares_of_the_batch() -> None:
     profile = replace(chain(3), batch_size=3)
-    one = data_parallel(profile, equal_cluster(2, speeds=(1.0, 0.5)), FOUR)
+    one = forecast_data_parallel(profile, equal_cluster(2, speeds=(1.0, 0.5)), FOUR)
     assert one.plan.stages[0].shares == (8, 4)
     assert one.busy_s == pytest.approx((8, 8))
     with pytest.raises(PlanError, match="samples=1, in shares of 1, 0"):
-        data_parallel(chain(3), equal_cluster(2), Pipelining(microbatches=1))
+        forecast_data_parallel(chain(3), equal_cluster(2), Pipelining(microbatches=1))
 
 
 def test_shares_are_of_the_samples_that_there_are() -> None:
@@ -107,7 +109,7 @@ def test_shares_are_of_the_samples_that_there_are() -> None:
 def test_a_data_parallel_plan_has_no_schedule() -> None:
     """Regression: with fewer micro-batches than devices it failed with an error about these."""
     profile = replace(chain(3), batch_size=8)
-    one = data_parallel(profile, equal_cluster(4), Pipelining(microbatches=2))
+    one = forecast_data_parallel(profile, equal_cluster(4), Pipelining(microbatches=2))
     assert one.plan.stages[0].shares == (4, 4, 4, 4)
     with pytest.raises(PlanError, match=r"for hvpipe.keras.data_parallel.*shares=\[4.0, 4.0, 4.0, 4.0\]"):
         schedule_of(Plan.from_json(one.plan.to_json()))
@@ -185,10 +187,8 @@ def test_where_few_numbers_of_stages_fit_one_is_found() -> None:
 def test_why_nothing_fits_is_found_out_once_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: each number of stages that did not fit was explained, for seconds, and that thrown away."""
     asked = []
-    least_short = partitioning.least_short
-    monkeypatch.setattr(
-        partitioning, "least_short", lambda *given: asked.append(given[2]) or least_short(*given)
-    )
+    least_short = greedy.least_short
+    monkeypatch.setattr(greedy, "least_short", lambda *given: asked.append(given[2]) or least_short(*given))
     profile, how = chain(*[3] * 8, weight_bytes=10), replace(FOUR, microbatches=8)
     assert devices(of_mode("pipeline", profile, equal_cluster(8, memory_bytes=20), 8)) == [1] * 8
     candidate("hybrid", profile, equal_cluster(8, memory_bytes=20), how)
@@ -243,7 +243,7 @@ def test_why_there_is_no_hybrid() -> None:
     assert candidate("hybrid", profile, cluster, FOUR).refused == "lacks memory for stages on several devices"
     one = replace(FOUR, microbatches=1)
     refused = candidate("hybrid", profile, equal_cluster(4), one).refused
-    assert refused == "There should be a micro-batch for each replica of a stage. Received: microbatches=1"
+    assert refused == "Each replica of a stage should get a micro-batch. Received: microbatches=1"
     with pytest.raises(HvpipeError, match=r"number of layers, 2\. Received: stages=3"):
         candidate("hybrid", profile, equal_cluster(8), FOUR, 3)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hvpipe.forecast.gradient_reduce import Backward, Gradients, Ring, reduce_beside
+from hvpipe.forecast.gradient_reduce import BackwardSpan, Ring, RingGradients, reduce_beside
+from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
 from hvpipe.specs.profile import LayerCost
 
@@ -36,7 +37,7 @@ def test_a_bucket_goes_when_it_is_final_on_all_and_the_one_before_is_done() -> N
     """
     layers = [LayerCost(name, 0, seconds, MB4) for name, seconds in (("a", 1), ("b", 2), ("c", 1))]
     ring = Ring(2, Link(0, MB4 / 2.5))
-    found = list(reduce_beside({7: Gradients(layers, [Backward(0, 4), Backward(2, 6)], ring)}))
+    found = list(reduce_beside({7: RingGradients(layers, [BackwardSpan(0, 4), BackwardSpan(2, 6)], ring)}))
     assert [key for key, *_ in found] == [7, 7, 7]
     assert [(start, end) for _, start, end, _ in found] == [
         pytest.approx((3, 5.5)),
@@ -46,17 +47,33 @@ def test_a_bucket_goes_when_it_is_final_on_all_and_the_one_before_is_done() -> N
 
 
 def test_small_gradients_travel_together_and_none_is_left_behind() -> None:
-    """The last layer's are so many that a bucket has 4 MiB."""
+    """The last layer has so many gradients that a bucket has up to 4 MiB, as in training."""
     sizes = [100, MB4 // 2, MB4 // 2, 0, 7, 8 * MB4]
     layers = [LayerCost(str(i), 0, 1, size) for i, size in enumerate(sizes)]
-    found = list(reduce_beside({0: Gradients(layers, [Backward(0, 6)], Ring(2, Link()))}))
-    assert [size for *_, size in found] == [8 * MB4, MB4 + 7, 100]
-    assert [start for _, start, _, _ in found] == pytest.approx([1, 5, 6])
+    found = list(reduce_beside({0: RingGradients(layers, [BackwardSpan(0, 6)], Ring(2, Link()))}))
+    assert [size for *_, size in found] == [8 * MB4, MB4 // 2 + 7, MB4 // 2 + 100]
+    assert [start for _, start, _, _ in found] == pytest.approx([1, 4, 6])
+
+
+def test_a_bucket_does_not_wait_for_layers_without_weights() -> None:
+    """The gradients of `b` are final after 1 of 2 seconds; `a` has none."""
+    layers = [LayerCost("a", 0, 1), LayerCost("b", 0, 1, 10)]
+    ((_, start, _, _),) = reduce_beside({0: RingGradients(layers, [BackwardSpan(4, 6)], Ring(2, Link()))})
+    assert start == 5
+
+
+def test_a_forecast_has_the_buckets_of_training() -> None:
+    sizes = [3 << 20, 5 << 20, 1 << 20, 1 << 20, 2 << 20, 7, 30 << 20, 1 << 20]
+    layers = [LayerCost(str(i), 0, 1, size) for i, size in enumerate(sizes)]
+    forecast = RingGradients(layers, [BackwardSpan(0, 8)], Ring(2, Link())).buckets()
+    training = plan_buckets([Gradient(str(i), (size // 4,), "float32") for i, size in enumerate(sizes)])
+    assert [size // 4 for _, size in forecast] == [sum(bucket.counts) for bucket in training.buckets]
 
 
 def test_no_gradients_no_reduce() -> None:
     assert (
-        list(reduce_beside({0: Gradients([LayerCost("a", 1, 1)], [Backward(0, 1)], Ring(2, Link()))})) == []
+        list(reduce_beside({0: RingGradients([LayerCost("a", 1, 1)], [BackwardSpan(0, 1)], Ring(2, Link()))}))
+        == []
     )
 
 
@@ -76,8 +93,8 @@ def test_rings_between_the_same_hosts_take_turns() -> None:
     ):
         early, late = (Ring.of(cluster, pair) for pair in pairs)
         gradients = {
-            0: Gradients(layers, [Backward(0, 1.5)], late),
-            1: Gradients(layers, [Backward(0, 1)], early),
+            0: RingGradients(layers, [BackwardSpan(0, 1.5)], late),
+            1: RingGradients(layers, [BackwardSpan(0, 1)], early),
         }
         found = [(key, end) for key, _, end, _ in reduce_beside(gradients)]
         assert found == [(1, ends[0]), (0, ends[1])]
@@ -88,7 +105,7 @@ def test_a_ring_holds_a_link_no_longer_than_that_needs() -> None:
     cluster, layers = across(Link(0, 4 / 3)), [LayerCost("a", 0, 1, 10)]
     rings = Ring.of(cluster, ["x0", "x1", "y0"]), Ring.of(cluster, ["x1", "y1"])
     found = list(
-        reduce_beside({n: Gradients(layers, [Backward(0, 0)], ring) for n, ring in enumerate(rings)})
+        reduce_beside({n: RingGradients(layers, [BackwardSpan(0, 0)], ring) for n, ring in enumerate(rings)})
     )
     assert [(start, end) for _, start, end, _ in found] == [
         pytest.approx((0, 10)),
@@ -99,7 +116,7 @@ def test_a_ring_holds_a_link_no_longer_than_that_needs() -> None:
 def test_a_ring_rests_while_transfers_have_the_link() -> None:
     """2 s of work from 1 on, beside transfers that have x's link until 1.5, and y's from 2 to 3."""
     cluster = across(Link())
-    one = Gradients([LayerCost("a", 0, 1, 10)], [Backward(0, 1)], Ring.of(cluster, ["x0", "y0"]))
+    one = RingGradients([LayerCost("a", 0, 1, 10)], [BackwardSpan(0, 1)], Ring.of(cluster, ["x0", "y0"]))
     taken = {("out of", "x"): [(0, 1.5)], ("into", "y"): [(2, 2.5), (2.25, 3)], ("out of", "z"): [(3, 9)]}
     ((_, start_s, end_s, _),) = reduce_beside({0: one}, taken)
     assert (start_s, end_s) == pytest.approx((1, 1 + 2 + 0.5 + 1))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.forecast.pipeline import costs_of, dataflow_of, forecast, schedule_of
-from hvpipe.forecast.simulate import lower_bound_s
+from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of
+from hvpipe.forecast.lower_bound import lower_bound_s
 from hvpipe.plan.baselines import BASELINES, baseline
 from hvpipe.plan.exact import exact
 from hvpipe.plan.greedy import partition

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvpipe.errors import HvpipeError
-from hvpipe.forecast.simulate import Contention, StageCost, links, lower_bound_s, ports, simulate
+from hvpipe.forecast.lower_bound import lower_bound_s
+from hvpipe.forecast.simulate import Contention, StageTimes, links, ports, simulate
 from hvpipe.schedule.program import Dataflow
-from hvpipe.schedule.schedule import NAMES, Schedule, make
+from hvpipe.schedule.schedule import NAMES, Schedule, make_schedule
 from hvpipe.trace.events import CATEGORIES, Trace
 
 quickly = settings(max_examples=25)
@@ -21,8 +22,8 @@ seconds = st.integers(1, 9)
 sizes = st.integers(2, 8).flatmap(lambda p: st.tuples(st.just(p), st.integers(p, 64)))
 
 
-def makespan(name: str, p: int, m: int, cost: StageCost, chunks: int = 1) -> float:
-    schedule = make(name, p, m, chunks)
+def makespan(name: str, p: int, m: int, cost: StageTimes, chunks: int = 1) -> float:
+    schedule = make_schedule(name, p, m, chunks)
     costs = [cost] * schedule.stages
     foreseen = simulate(schedule, costs)
     bound_s = lower_bound_s(schedule, costs)
@@ -36,7 +37,7 @@ def makespan(name: str, p: int, m: int, cost: StageCost, chunks: int = 1) -> flo
 @given(st.sampled_from(["gpipe", "1f1b"]), sizes, seconds, seconds)
 def test_closed_form_of_gpipe_and_1f1b(name: str, size: tuple[int, int], f: int, b: int) -> None:
     p, m = size
-    assert makespan(name, p, m, StageCost(f, b)) == (m + p - 1) * (f + b)
+    assert makespan(name, p, m, StageTimes(f, b)) == (m + p - 1) * (f + b)
 
 
 @quickly
@@ -44,7 +45,7 @@ def test_closed_form_of_gpipe_and_1f1b(name: str, size: tuple[int, int], f: int,
 def test_closed_form_of_interleaved(size: tuple[int, int], f: int, b: int, v: int) -> None:
     """f and b are those of a chunk; holds as well where p does not divide m."""
     p, m = size
-    assert makespan("interleaved", p, m, StageCost(f, b), v) == m * v * (f + b) + (p - 1) * (f + b)
+    assert makespan("interleaved", p, m, StageTimes(f, b), v) == m * v * (f + b) + (p - 1) * (f + b)
 
 
 @quickly
@@ -53,7 +54,7 @@ def test_closed_form_of_zb_h1(size: tuple[int, int], f: int, i: int, w: int) -> 
     """DESIGN's (p - 1) (F + I - W) where W is at most F and at most I; else the larger of F and I."""
     p, m = size
     expected = m * (f + i + w) + (p - 1) * max(f, i, f + i - w)
-    assert makespan("zb-h1", p, m, StageCost(f, i + w, w)) == expected
+    assert makespan("zb-h1", p, m, StageTimes(f, i + w, w)) == expected
     if w <= min(f, i):
         assert expected == m * (f + i + w) + (p - 1) * (f + i - w)
 
@@ -62,7 +63,7 @@ def test_closed_form_of_zb_h1(size: tuple[int, int], f: int, i: int, w: int) -> 
 @pytest.mark.parametrize("m", [8, 9, 15])
 def test_equal_parts(p: int, m: int) -> None:
     """F = I = W = 1, B = 2: the bubbles of the papers."""
-    whole = StageCost(1, 2, 1)
+    whole = StageTimes(1, 2, 1)
     assert makespan("gpipe", p, m, whole) == makespan("1f1b", p, m, whole) == 3 * m + 3 * (p - 1)
     assert makespan("interleaved", p, m, whole, 2) == 6 * m + 3 * (p - 1)
     assert makespan("zb-h1", p, m, whole) == 3 * m + p - 1
@@ -74,8 +75,8 @@ def test_equal_replicas_of_every_stage_are_as_fast_as_that_many_pipelines(
     size: tuple[int, int], f: int, b: int, replicas: int
 ) -> None:
     p, m = size
-    schedule = make("1f1b", (replicas,) * p, m * replicas)
-    assert simulate(schedule, [StageCost(f, b)] * p).makespan_s == (m + p - 1) * (f + b)
+    schedule = make_schedule("1f1b", (replicas,) * p, m * replicas)
+    assert simulate(schedule, [StageTimes(f, b)] * p).makespan_s == (m + p - 1) * (f + b)
 
 
 def test_two_replicas_of_a_stage_that_takes_twice_as_long() -> None:
@@ -85,26 +86,26 @@ def test_two_replicas_of_a_stage_that_takes_twice_as_long() -> None:
     rank 1 | 0F1--- 0F3--- .........0B1--- ...
     rank 2 | ......1F0 1B0 1F1 1B1 ...
     """
-    schedule = make("1f1b", (2, 1), 8)
-    foreseen = simulate(schedule, [StageCost(2, 2), StageCost(1, 1)])
+    schedule = make_schedule("1f1b", (2, 1), 8)
+    foreseen = simulate(schedule, [StageTimes(2, 2), StageTimes(1, 1)])
     assert foreseen.busy_s == (16, 16, 16)
     # Head 2, eight micro-batches of 2 each, tail 2.
-    assert foreseen.makespan_s == lower_bound_s(schedule, [StageCost(2, 2), StageCost(1, 1)]) == 20
+    assert foreseen.makespan_s == lower_bound_s(schedule, [StageTimes(2, 2), StageTimes(1, 1)]) == 20
 
 
 @pytest.mark.parametrize("replicas", [(1, 4, 1), (1, 4), (4, 1), (2, 1, 4, 1), (3, 1, 2), (2, 3)])
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_stages_balanced_by_replicas_do_not_wait_for_each_other(name: str, replicas: tuple[int, ...]) -> None:
     """Each stage takes as many seconds as it has ranks. Regression: (1, 4, 1) took 2.2 times as long."""
-    schedule = make(name, replicas, 48)
-    costs = [StageCost(count, 2 * count, count) for count in replicas]
+    schedule = make_schedule(name, replicas, 48)
+    costs = [StageTimes(count, 2 * count, count) for count in replicas]
     assert simulate(schedule, costs).makespan_s <= 1.12 * lower_bound_s(schedule, costs)
 
 
 def test_replicas_of_unequal_speed() -> None:
     """Shares 2 : 1 for ranks that take 1 and 2: both compute as long."""
-    schedule = make("gpipe", (2,), 6, shares=[(2, 1)])
-    foreseen = simulate(schedule, [[StageCost(1, 2), StageCost(2, 4)]])
+    schedule = make_schedule("gpipe", (2,), 6, shares=[(2, 1)])
+    foreseen = simulate(schedule, [[StageTimes(1, 2), StageTimes(2, 4)]])
     assert foreseen.busy_s == (12, 12)
     assert foreseen.makespan_s == 12
 
@@ -112,10 +113,10 @@ def test_replicas_of_unequal_speed() -> None:
 def test_each_pair_of_replicas_has_its_own_way() -> None:
     """Micro-batch 0 goes from rank 0 to 2 in 3 s, micro-batch 1 from rank 1 to 3 in 5 s; gradients in 1 s."""
     costs = [
-        [StageCost(1, 1, None, {1: (3, 9)}, {1: 1}), StageCost(1, 1, None, {1: (9, 5)}, {1: (9, 1)})],
-        StageCost(1, 1),
+        [StageTimes(1, 1, None, {1: (3, 9)}, {1: 1}), StageTimes(1, 1, None, {1: (9, 5)}, {1: (9, 1)})],
+        StageTimes(1, 1),
     ]
-    schedule = make("1f1b", (2, 2), 2)
+    schedule = make_schedule("1f1b", (2, 2), 2)
     foreseen = simulate(schedule, costs)
     assert [(e.name, e.rank, e.start_s, e.end_s) for e in foreseen.trace.of("transfer")] == [
         ("0F0 to rank 2", 0, 1, 4),
@@ -137,7 +138,7 @@ def test_each_pair_of_replicas_has_its_own_way() -> None:
 def test_no_step_with_replicas_beats_the_lower_bound(
     data: st.DataObject, name: str, replicas: list[int]
 ) -> None:
-    schedule = make(name, replicas, data.draw(st.integers(3, 12)))
+    schedule = make_schedule(name, replicas, data.draw(st.integers(3, 12)))
     time = st.integers(0, 9)
     costs = []
     for stage, count in enumerate(replicas):
@@ -145,7 +146,7 @@ def test_no_step_with_replicas_beats_the_lower_bound(
         for _ in range(count):
             f, i, w = data.draw(st.tuples(time, time, time))
             ways_s = [data.draw(time) for _ in range((*replicas, 0)[stage + 1])]
-            of_ranks.append(StageCost(f, i + w, w, {stage + 1: ways_s}))
+            of_ranks.append(StageTimes(f, i + w, w, {stage + 1: ways_s}))
         costs.append(of_ranks)
     foreseen = simulate(schedule, costs)
     assert lower_bound_s(schedule, costs) <= foreseen.makespan_s
@@ -159,7 +160,7 @@ cases = st.tuples(st.sampled_from(NAMES), st.integers(1, 5), st.integers(0, 8), 
 @given(st.data(), cases)
 def test_no_step_beats_the_lower_bound(data: st.DataObject, case: tuple[str, int, int, int]) -> None:
     name, ranks, more, chunks = case
-    schedule = make(name, ranks, ranks + more, chunks if name == "interleaved" else 1)
+    schedule = make_schedule(name, ranks, ranks + more, chunks if name == "interleaved" else 1)
     stages = range(schedule.stages)
     edges = [(a, b) for b in stages for a in range(b) if b == a + 1 or data.draw(st.booleans())]
     time = st.integers(0, 9)
@@ -167,7 +168,7 @@ def test_no_step_beats_the_lower_bound(data: st.DataObject, case: tuple[str, int
     for stage in stages:
         f, i, w = data.draw(st.tuples(time, time, time))
         users = [b for a, b in edges if a == stage]
-        costs.append(StageCost(f, i + w, w, {b: data.draw(time) for b in users}))
+        costs.append(StageTimes(f, i + w, w, {b: data.draw(time) for b in users}))
     dataflow = Dataflow(schedule.stages, tuple(edges))
     free = simulate(schedule, costs, dataflow)
     shared = simulate(schedule, costs, dataflow, ports)
@@ -194,7 +195,7 @@ def check_trace(trace: Trace, schedule: Schedule) -> None:
 
 def test_figures_of_a_step_by_hand() -> None:
     """Two stages, two micro-batches, F = 1, B = 2: 9 seconds, of which each rank computes 6."""
-    foreseen = simulate(make("1f1b", 2, 2), [StageCost(1, 2)] * 2)
+    foreseen = simulate(make_schedule("1f1b", 2, 2), [StageTimes(1, 2)] * 2)
     assert foreseen.makespan_s == 9
     assert foreseen.busy_s == (6, 6)
     assert foreseen.utilization == (6 / 9, 6 / 9)
@@ -215,8 +216,8 @@ def test_figures_of_a_step_by_hand() -> None:
 
 def test_transfers_queue_on_their_link() -> None:
     """F0 and F1 take 1 s each, their transfers 3: the second waits for the first, gradients take 1."""
-    costs = [StageCost(1, 1, transfer_s={1: 3}, gradient_s={1: 1}), StageCost(1, 1)]
-    foreseen = simulate(make("gpipe", 2, 2), costs)
+    costs = [StageTimes(1, 1, transfer_s={1: 3}, gradient_s={1: 1}), StageTimes(1, 1)]
+    foreseen = simulate(make_schedule("gpipe", 2, 2), costs)
     assert [(e.name, e.rank, e.start_s, e.end_s) for e in foreseen.trace.of("transfer")] == [
         ("0F0 to rank 1", 0, 1, 4),
         ("0F1 to rank 1", 0, 4, 7),
@@ -234,40 +235,40 @@ def test_a_port_sends_one_message_at_a_time(contention: Contention, makespan_s: 
     ports: F 0-1, to rank 1 at 1-4, to rank 2 at 4-7, F 7-8, B 8-9, its gradient back 9-12, B 12-13
     """
     fork = Dataflow(3, ((0, 1), (0, 2)))
-    costs = [StageCost(1, 1, transfer_s={1: 3, 2: 3}), StageCost(1, 1), StageCost(1, 1)]
-    assert simulate(make("gpipe", 3, 1), costs, fork, contention).makespan_s == makespan_s
+    costs = [StageTimes(1, 1, transfer_s={1: 3, 2: 3}), StageTimes(1, 1), StageTimes(1, 1)]
+    assert simulate(make_schedule("gpipe", 3, 1), costs, fork, contention).makespan_s == makespan_s
 
 
 def test_the_lower_bound_by_hand() -> None:
     """Unequal stages: the middle one bounds, 1 + 4 * (2 + 4) + 2; transfers lengthen head and tail."""
-    costs = [StageCost(1, 2), StageCost(2, 4), StageCost(1, 2)]
-    schedule = make("1f1b", 3, 4)
+    costs = [StageTimes(1, 2), StageTimes(2, 4), StageTimes(1, 2)]
+    schedule = make_schedule("1f1b", 3, 4)
     assert lower_bound_s(schedule, costs) == 1 + 4 * 6 + 2
-    costs[0] = StageCost(1, 2, transfer_s={1: 5})
+    costs[0] = StageTimes(1, 2, transfer_s={1: 5})
     assert lower_bound_s(schedule, costs) == 1 + 5 + 4 * 6 + 5 + 2
     # W's in the tail: after the last of 4 F and I, back over rank 0 (I 1, W 1).
-    split = [StageCost(1, 2, 1), StageCost(3, 4, 1)]
-    assert lower_bound_s(make("zb-h1", 2, 4), split) == 1 + max(4 * 7, 4 * 6 + 2)
+    split = [StageTimes(1, 2, 1), StageTimes(3, 4, 1)]
+    assert lower_bound_s(make_schedule("zb-h1", 2, 4), split) == 1 + max(4 * 7, 4 * 6 + 2)
 
 
 def test_the_lower_bound_of_another_model() -> None:
     with pytest.raises(HvpipeError, match=r"the schedule's 2 stages. Received: 3 stages"):
-        lower_bound_s(make("1f1b", 2, 2), [StageCost(1, 1)] * 2, Dataflow.chain(3))
+        lower_bound_s(make_schedule("1f1b", 2, 2), [StageTimes(1, 1)] * 2, Dataflow.chain(3))
 
 
 def test_costs_that_do_not_fit() -> None:
-    schedule = make("zb-h1", 2, 2)
+    schedule = make_schedule("zb-h1", 2, 2)
     with pytest.raises(HvpipeError, match=r"the schedule's 2 stages. Received: 3 costs"):
-        simulate(schedule, [StageCost(1, 2, 1)] * 3)
-    with pytest.raises(HvpipeError, match=r"needs weight_s of every stage. Received: StageCost"):
-        simulate(schedule, [StageCost(1, 2)] * 2)
-    cost = StageCost(1, 2)
+        simulate(schedule, [StageTimes(1, 2, 1)] * 3)
+    with pytest.raises(HvpipeError, match=r"needs weight_s of every stage. Received: StageTimes"):
+        simulate(schedule, [StageTimes(1, 2)] * 2)
+    cost = StageTimes(1, 2)
     with pytest.raises(HvpipeError, match=r"of stage 0, 2 for its ranks. Received: 3 costs"):
-        simulate(make("1f1b", (2, 1), 2), [[cost] * 3, cost])
+        simulate(make_schedule("1f1b", (2, 1), 2), [[cost] * 3, cost])
     with pytest.raises(
         HvpipeError, match=r"from stage 0 to stage 1 should be one or, .*, 2. Received: \[1\]"
     ):
-        simulate(make("1f1b", (1, 2), 2), [StageCost(1, 2, None, {1: [1]}), cost])
+        simulate(make_schedule("1f1b", (1, 2), 2), [StageTimes(1, 2, None, {1: [1]}), cost])
 
 
 @pytest.mark.parametrize(
@@ -283,10 +284,10 @@ def test_costs_that_do_not_fit() -> None:
 )
 def test_no_cost(arguments: tuple[float, float]) -> None:
     with pytest.raises(HvpipeError, match=r"finite, from 0|a part of backward_s"):
-        StageCost(*arguments)
+        StageTimes(*arguments)
 
 
 def test_a_schedule_that_stands_still() -> None:
     text = "F0 F1 B0 B1\nF1 B1 F0 B0\nF0 B0 F1 B1"
     with pytest.raises(HvpipeError, match=r"rank 1 at 1B1 waits for 2B1 of rank 2"):
-        simulate(Schedule.from_text(text), [StageCost(1, 1)] * 3)
+        simulate(Schedule.from_text(text), [StageTimes(1, 1)] * 3)

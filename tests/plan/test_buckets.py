@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvpipe.errors import HvpipeError
-from hvpipe.plan.buckets import ITEM_BYTES, WIRE_DTYPE, Bucket, Gradient, plan_buckets
+from hvpipe.plan.buckets import ITEM_BYTES, WIRE_DTYPE, Bucket, Gradient, cut_buckets, plan_buckets
 
 COMPRESSIONS = (None, *WIRE_DTYPE)
 
@@ -52,6 +52,13 @@ def test_a_model_worked_out_by_hand() -> None:
     )
     assert plan.wire_bytes == 3200 + 16 + 512 + 64 + 8 + 448 + 28
     assert [number for number, _ in plan.by_need()] == [3, 2, 1, 0]
+
+
+def test_buckets_of_sizes_alone() -> None:
+    assert cut_buckets([3, 1, 2, 2], 4) == [[3, 2], [1, 0]]
+    assert cut_buckets([9, 0, 0, 1], 4) == [[3, 2, 1], [0]]  # a gradient above the limit travels alone
+    assert cut_buckets([1, 1, 1], 4, ["a", "b", "a"]) == [[1], [2, 0]]
+    assert cut_buckets([], 4) == []
 
 
 def test_tables_travel_by_rows_where_that_is_worth_it() -> None:

@@ -54,7 +54,9 @@ def test_what_fits_in_another_order_is_told() -> None:
     cluster = Cluster((Host("h0", (Device("h0", 1.0, 10),)), Host("h1", (Device("h1", 1.0, 20),))))
     profile = chain(3, 3, saved_bytes=10)
     assert exact(profile, cluster, 2, order=["h1", "h0"])
-    with pytest.raises(PlanError, match=r"in this order: in another it does. Received: order=\['h0', 'h1'\]"):
+    with pytest.raises(
+        PlanError, match=r"In this order it does not; another order fits. Received: order=\['h0', 'h1'\]"
+    ):
         exact(profile, cluster, 2, order=["h0", "h1"])
 
 

@@ -14,17 +14,16 @@ from hypothesis import strategies as st
 
 from hvpipe.config_file import write_document
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.plan import greedy as partitioning
-from hvpipe.plan import greedy_fill as filling
-from hvpipe.plan.device_orders import Orders
+from hvpipe.plan import greedy, greedy_fill
+from hvpipe.plan.device_orders import DeviceOrders
 from hvpipe.plan.exact import exact
 from hvpipe.plan.explain import explain
 from hvpipe.plan.greedy import partition
-from hvpipe.plan.greedy_fill import Seats
+from hvpipe.plan.greedy_fill import DeviceChoices
 from hvpipe.plan.memory_shortage import least_memory_bytes
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.placement_cost import stage_costs
-from hvpipe.plan.span_costs import Bench, Spans
+from hvpipe.plan.span_costs import Spans, StageDeviceTable
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
 from hvpipe.specs.profile import LayerCost, Profile
@@ -218,17 +217,17 @@ def test_measured_links_are_planned_in_bounds(
     """Regression: every device is a kind of its own there, and planning took minutes."""
     work = {"ends": 0, "stages": 0}
 
-    def counted(spans: Spans, start: int, among: Bench, *rest: Any) -> Any:
+    def counted(spans: Spans, start: int, among: StageDeviceTable, *rest: Any) -> Any:
         work["ends"] += 1
         return ends(spans, start, among, *rest)
 
-    def filled(spans: Spans, seats: Seats, *rest: Any) -> Any:
-        work["stages"] += seats.stages
-        return fill(spans, seats, *rest)
+    def filled(spans: Spans, choices: DeviceChoices, *rest: Any) -> Any:
+        work["stages"] += choices.stages
+        return fill(spans, choices, *rest)
 
-    ends, fill = filling._ends, filling.fill
-    monkeypatch.setattr(filling, "_ends", counted)
-    monkeypatch.setattr(partitioning, "fill", filled)
+    ends, fill = greedy_fill._ends, greedy_fill.fill
+    monkeypatch.setattr(greedy_fill, "_ends", counted)
+    monkeypatch.setattr(greedy, "fill", filled)
     layers = [LayerCost(f"l{i}", 1 + i % 7, 2 + i % 5, output_bytes=i % 3) for i in range(10 * count)]
     profile = Profile(tuple(layers), tuple((i, i + 1) for i in range(10 * count - 1)))
     partition(profile, measured_cluster(count), count)
@@ -239,14 +238,14 @@ def test_measured_links_are_planned_in_bounds(
 
 def test_measured_links_that_are_nearly_equal_make_devices_of_a_kind() -> None:
     cluster = measured_cluster(6, speeds=(1.0, 0.5) * 3)
-    assert Orders(cluster, 6, Pipelining(), alike=0.05).counts == [3, 3]
-    assert Orders(cluster, 6, Pipelining()).counts == [1] * 6
+    assert DeviceOrders(cluster, 6, Pipelining(), alike=0.05).counts == [3, 3]
+    assert DeviceOrders(cluster, 6, Pipelining()).counts == [1] * 6
     # h0 is far from h1, all else is near: neither of these two is like a third.
     far = (
         ("h0", "h1", Link(1.0)),
         *((f"h{a}", f"h{b}", Link()) for a, b in ((0, 2), (0, 3), (1, 2), (1, 3))),
     )
-    assert Orders(replace(equal_cluster(4), measured=far), 4, Pipelining()).counts == [2, 2]
+    assert DeviceOrders(replace(equal_cluster(4), measured=far), 4, Pipelining()).counts == [2, 2]
 
 
 def test_a_shortage_says_what_is_missing_and_what_would_help() -> None:
@@ -276,7 +275,7 @@ def test_devices_without_a_limit_are_the_roomiest() -> None:
 
 def test_devices_without_memory_come_last_where_it_is_scarce() -> None:
     devices = (Device("h0", 2.0, 0), Device("h1", 1.0, 5), Device("h2", 0.5))
-    orders = Orders(Cluster((Host("h", devices),)), 3, Pipelining())
+    orders = DeviceOrders(Cluster((Host("h", devices),)), 3, Pipelining())
     assert [orders._members[kind][0].name for kind in orders.by_memory()] == ["h2", "h1", "h0"]
 
 
@@ -388,7 +387,7 @@ def test_a_plan_comes_back_from_its_file_and_knows_its_own(tmp_path: Path) -> No
         plan.check(chain(1, 2, 3, 4))
     with pytest.raises(PlanError, match="weights or edges differ"):
         plan.check(chain(1, 2, 3, weight_bytes=1))
-    with pytest.raises(PlanError, match="it lacks h0, h1"):
+    with pytest.raises(PlanError, match="no device h0, h1"):
         plan.check(profile, Cluster((Host("x", (Device("x"), Device("y"))),)))
     with pytest.raises(PlanError, match="speeds, memory, hosts or links differ"):
         plan.check(profile, equal_cluster(2, speeds=(2.0,)))

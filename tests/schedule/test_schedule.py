@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvpipe.errors import HvpipeError
-from hvpipe.schedule import algorithms as module
+from hvpipe.schedule import algorithms
 from hvpipe.schedule.action import Action
-from hvpipe.schedule.schedule import NAMES, Schedule, deal, make
+from hvpipe.schedule.schedule import NAMES, Schedule, deal, make_schedule
 
 quickly = settings(max_examples=60)
 
@@ -24,7 +24,7 @@ def schedules(draw: st.DrawFn, most_ranks: int = 6, most_microbatches: int = 14)
     ranks = draw(st.integers(1, most_ranks))
     chunks = draw(st.integers(2, 3)) if name == "interleaved" else 1
     least = ranks if name == "interleaved" else 1
-    return make(name, ranks, draw(st.integers(least, most_microbatches)), chunks)
+    return make_schedule(name, ranks, draw(st.integers(least, most_microbatches)), chunks)
 
 
 @pytest.mark.parametrize(
@@ -60,20 +60,20 @@ def schedules(draw: st.DrawFn, most_ranks: int = 6, most_microbatches: int = 14)
     ],
 )
 def test_golden_text(name: str, ranks: int, microbatches: int, chunks: int, golden: str) -> None:
-    assert make(name, ranks, microbatches, chunks).to_text() == f"{name}:\n{golden}"
+    assert make_schedule(name, ranks, microbatches, chunks).to_text() == f"{name}:\n{golden}"
 
 
 @pytest.mark.parametrize(
     ("function", "made"),
     [
-        ("gpipe", [make("gpipe", 3, 4)]),
-        ("one_f_one_b", [make("1f1b", 3, 4), make("1f1b", (2, 1), 6)]),
-        ("zb_h1", [make("zb-h1", 3, 4)]),
-        ("interleaved", [make("interleaved", 2, 4, 2)]),
+        ("gpipe", [make_schedule("gpipe", 3, 4)]),
+        ("one_f_one_b", [make_schedule("1f1b", 3, 4), make_schedule("1f1b", (2, 1), 6)]),
+        ("zb_h1", [make_schedule("zb-h1", 3, 4)]),
+        ("interleaved", [make_schedule("interleaved", 2, 4, 2)]),
     ],
 )
 def test_the_pictures_in_the_docstring_are_true(function: str, made: list[Schedule]) -> None:
-    pictures = [part for part in getattr(module, function).__doc__.split("\n\n") if " | " in part]
+    pictures = [part for part in getattr(algorithms, function).__doc__.split("\n\n") if " | " in part]
     for picture, schedule in zip(pictures, made, strict=True):
         lines = re.findall(r"(?:stage \d|rank \d|       ) \| (.*)", picture)
         drawn = [re.findall(r"\b\d*[FBIW]\d\b", line) for line in lines]
@@ -86,7 +86,7 @@ def _label(schedule: Schedule, action: Action) -> str:
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (3, 7), (4, 7), (4, 9), (5, 23), (8, 64)])
 def test_interleaved_groups_are_never_smaller_than_the_ranks(ranks: int, microbatches: int) -> None:
-    groups = module._groups(ranks, microbatches)
+    groups = algorithms._groups(ranks, microbatches)
     assert [i for group in groups for i in group] == list(range(microbatches))
     assert ranks <= min(map(len, groups)) <= max(map(len, groups)) <= min(map(len, groups)) + 1
 
@@ -123,19 +123,19 @@ def test_interleaved_groups_are_never_smaller_than_the_ranks(ranks: int, microba
     ],
 )
 def test_golden_text_with_replicas(name: str, ranks: tuple[int, ...], microbatches: int, golden: str) -> None:
-    assert make(name, ranks, microbatches).to_text() == f"{name}:\n{golden}"
+    assert make_schedule(name, ranks, microbatches).to_text() == f"{name}:\n{golden}"
 
 
 def test_who_runs_what_is_looked_up_in_the_table() -> None:
-    schedule = make("1f1b", (2, 1, 1), 4)
+    schedule = make_schedule("1f1b", (2, 1, 1), 4)
     assert (schedule.ranks, schedule.stages, schedule.microbatches) == (4, 3, 4)
     assert [schedule.ranks_of(stage) for stage in range(3)] == [(0, 1), (2,), (3,)]
     assert [schedule.stages_of(rank) for rank in range(4)] == [(0,), (0,), (1,), (2,)]
     assert [schedule.rank_of(Action("B", i, 0)) for i in range(4)] == [0, 1, 0, 1]
     assert schedule.ranks_of(3) == ()
-    with pytest.raises(HvpipeError, match=r"A rank should run 3F0. Received: none does"):
+    with pytest.raises(HvpipeError, match=r"A rank should run 3F0. Received: no rank runs it"):
         schedule.rank_of(Action("F", 0, 3))
-    assert make("interleaved", 2, 2, 3).stages_of(1) == (1, 3, 5)
+    assert make_schedule("interleaved", 2, 2, 3).stages_of(1) == (1, 3, 5)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_every_beginning_is_dealt_in_proportion(count: int, shares: list[float])
 @st.composite
 def replicated(draw: st.DrawFn) -> Schedule:
     ranks = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-    return make(draw(st.sampled_from(NAMES[:3])), ranks, draw(st.integers(3, 12)))
+    return make_schedule(draw(st.sampled_from(NAMES[:3])), ranks, draw(st.integers(3, 12)))
 
 
 @quickly
@@ -177,8 +177,8 @@ def test_text_and_json_out_and_in(schedule: Schedule) -> None:
 
 
 def test_a_schedule_comes_back_from_its_file(tmp_path: Path) -> None:
-    make("zb-h1", (2, 1), 4).write(tmp_path / "schedule.json")
-    assert Schedule.read(tmp_path / "schedule.json") == make("zb-h1", (2, 1), 4)
+    make_schedule("zb-h1", (2, 1), 4).write(tmp_path / "schedule.json")
+    assert Schedule.read(tmp_path / "schedule.json") == make_schedule("zb-h1", (2, 1), 4)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_schedule_comes_back_from_its_file(tmp_path: Path) -> None:
 )
 def test_json_that_is_no_schedule(change: dict[str, object], says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
-        Schedule.from_json(make("1f1b", 2, 1).to_json() | change)
+        Schedule.from_json(make_schedule("1f1b", 2, 1).to_json() | change)
 
 
 def test_text_with_comments_blank_lines_and_stages() -> None:
@@ -250,13 +250,13 @@ def test_text_that_is_no_schedule(text: str, says: str) -> None:
 )
 def test_schedules_that_cannot_be_made(arguments: tuple[str, int, int], says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
-        make(*arguments)
+        make_schedule(*arguments)
 
 
 @pytest.mark.parametrize("shares", [[(1, 1)], [(1,), (1,)], [(1, 0), (1,)], [(1, float("nan")), (1,)]])
 def test_shares_that_do_not_fit(shares: list[tuple[float, ...]]) -> None:
     with pytest.raises(HvpipeError, match=r"above 0 for each of its ranks. Received: ranks=\(2, 1\)"):
-        make("1f1b", (2, 1), 4, shares=shares)
+        make_schedule("1f1b", (2, 1), 4, shares=shares)
 
 
 @pytest.mark.parametrize(("kind", "microbatch", "stage"), [("X", 0, 0), ("F", -1, 0), ("B", 0, -1)])

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hvpipe.errors import HvpipeError
 from hvpipe.schedule.action import Action
 from hvpipe.schedule.program import Dataflow, Message, Program, Receive, Send, needs_of, programs
-from hvpipe.schedule.schedule import NAMES, Schedule, make
+from hvpipe.schedule.schedule import NAMES, Schedule, make_schedule
 from hvpipe.schedule.verify import check_links, check_messages, peak_stash, verify
 
 quickly = settings(max_examples=40)
@@ -28,7 +28,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(NAMES))
     ranks = draw(st.integers(1, 5))
     chunks = draw(st.integers(2, 3)) if name == "interleaved" else 1
-    return make(name, ranks, draw(st.integers(ranks if chunks > 1 else 1, 9)), chunks)
+    return make_schedule(name, ranks, draw(st.integers(ranks if chunks > 1 else 1, 9)), chunks)
 
 
 def dataflows(stages: int) -> st.SearchStrategy[Dataflow]:
@@ -57,7 +57,7 @@ def shown(program: Program) -> str:
 
 
 def test_sends_and_receives_worked_out_by_hand() -> None:
-    assert [shown(program) for program in verify(make("1f1b", 2, 2)).programs] == [
+    assert [shown(program) for program in verify(make_schedule("1f1b", 2, 2)).programs] == [
         "0F0 !0F0 0F1 !0F1 ?1B0 0B0 ?1B1 0B1",
         "?0F0 ?0F1 1F0 1B0 !1B0 1F1 1B1 !1B1",
     ]
@@ -65,7 +65,7 @@ def test_sends_and_receives_worked_out_by_hand() -> None:
 
 def test_a_skip_connection_goes_straight_to_its_user() -> None:
     skip = Dataflow(3, ((0, 1), (0, 2), (1, 2)))
-    assert [shown(program) for program in verify(make("gpipe", 3, 1), skip).programs] == [
+    assert [shown(program) for program in verify(make_schedule("gpipe", 3, 1), skip).programs] == [
         "0F0 !0F0 !0F0 ?2B0 ?1B0 0B0",
         "?0F0 1F0 !1F0 ?2B0 1B0 !1B0",
         "?0F0 ?1F0 2F0 2B0 !2B0 !2B0",
@@ -74,8 +74,9 @@ def test_a_skip_connection_goes_straight_to_its_user() -> None:
 
 def test_all_processes_get_the_same_programs() -> None:
     code = (
-        "from hvpipe.schedule.program import *; from hvpipe.schedule import make\n"
-        "s = make('interleaved', 3, 4, 2); flow = Dataflow(6, ((0, 1), (0, 4), (1, 2), (0, 5), (2, 5)))\n"
+        "from hvpipe.schedule.program import *; from hvpipe.schedule import make_schedule\n"
+        "s = make_schedule('interleaved', 3, 4, 2)\n"
+        "flow = Dataflow(6, ((0, 1), (0, 4), (1, 2), (0, 5), (2, 5)))\n"
         "print(programs(s, needs_of(s, flow)))"
     )
     printed = {
@@ -105,11 +106,11 @@ def replicated(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
     ranks = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     if draw(st.booleans()):
-        return make(name, ranks, draw(st.integers(max(ranks), 24)))
+        return make_schedule(name, ranks, draw(st.integers(max(ranks), 24)))
     share = st.sampled_from([1.0, 0.7, 0.5, 0.25])
     shares = [[draw(share) for _ in range(count)] for count in ranks]
     # One of four with the least share has a micro-batch of 14: (0 + 1/2) / (1/4) = 2 is before 5 / 1.
-    return make(name, ranks, draw(st.integers(14, 24)), shares=shares)
+    return make_schedule(name, ranks, draw(st.integers(14, 24)), shares=shares)
 
 
 @settings(quickly, max_examples=150)
@@ -136,7 +137,7 @@ def test_peak_stash_of_replicas(name: str, replicas: list[int], m: int) -> None:
         most = m if name == "gpipe" else warmup + 1 + put_off
         expected.insert(0, [min(most, len(range(replica, m, count))) for replica in range(count)])
         behind = (warmup + 1) * count
-    assert verify(make(name, replicas, m)).peak_stash == tuple(chain.from_iterable(expected))
+    assert verify(make_schedule(name, replicas, m)).peak_stash == tuple(chain.from_iterable(expected))
 
 
 @quickly
@@ -147,7 +148,7 @@ def test_peak_stash(name: str, p: int, m: int) -> None:
         "1f1b": [min(m, p - s) for s in range(p)],
         "zb-h1": [min(m, p)] * p,
     }
-    assert verify(make(name, p, m)).peak_stash == tuple(expected[name])
+    assert verify(make_schedule(name, p, m)).peak_stash == tuple(expected[name])
 
 
 @quickly
@@ -156,13 +157,13 @@ def test_peak_stash_of_interleaved(p: int, more: int, v: int) -> None:
     m = p + more
     group = -(-m // (m // p))
     expected = [min((v - 1) * group + 2 * (p - r) - 1, m * v) for r in range(p)]
-    assert verify(make("interleaved", p, m, v)).peak_stash == tuple(expected)
+    assert verify(make_schedule("interleaved", p, m, v)).peak_stash == tuple(expected)
 
 
 def test_peak_stash_by_size() -> None:
-    assert peak_stash(make("1f1b", 3, 4), [100.0, 10.0, 1.0]) == (300.0, 20.0, 1.0)
+    assert peak_stash(make_schedule("1f1b", 3, 4), [100.0, 10.0, 1.0]) == (300.0, 20.0, 1.0)
     with pytest.raises(HvpipeError, match=r"of 3 stages. Received: 2 sizes"):
-        peak_stash(make("1f1b", 3, 4), [1.0, 2.0])
+        peak_stash(make_schedule("1f1b", 3, 4), [1.0, 2.0])
 
 
 @quickly
@@ -279,7 +280,7 @@ def test_receives_in_another_order_than_the_sends() -> None:
 
 
 def test_programs_that_lack_a_send_or_a_receive() -> None:
-    schedule = make("1f1b", 2, 1)
+    schedule = make_schedule("1f1b", 2, 1)
     needs = needs_of(schedule)
     first, second = programs(schedule, needs)
     check_messages(schedule, needs, (first, second))
@@ -305,9 +306,9 @@ def test_no_dataflow(edges: tuple[tuple[int, int], ...]) -> None:
 
 def test_a_dataflow_of_another_model() -> None:
     with pytest.raises(HvpipeError, match=r"the schedule's 3 stages. Received: 4 stages"):
-        verify(make("1f1b", 3, 3), Dataflow.chain(4))
+        verify(make_schedule("1f1b", 3, 3), Dataflow.chain(4))
 
 
 def test_no_capacity() -> None:
     with pytest.raises(HvpipeError, match=r"capacity=-1"):
-        verify(make("1f1b", 2, 2), capacity=-1)
+        verify(make_schedule("1f1b", 2, 2), capacity=-1)

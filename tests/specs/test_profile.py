@@ -97,7 +97,7 @@ def test_fingerprint_is_of_the_model_not_of_its_times() -> None:
         ({"layers": 3}, r"p\.json: layers should be a list of objects\. Received: layers=3"),
         ({"layers": [], "edges": []}, "at least one layer"),
         ({"layers": [{"name": "a"}]}, r"layers\[0\]\.forward_s should be a number .*no such field"),
-        ({"edges": [{"from": "a", "to": "z"}]}, "'z' is none"),
+        ({"edges": [{"from": "a", "to": "z"}]}, "there is no layer 'z'"),
         ({"batch_size": 0}, "batch_size should be a whole number of at least 1"),
         ({"batch_size": 10**400}, r"batch_size should be a number .*Received: batch_size=10000"),
     ],

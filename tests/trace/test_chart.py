@@ -10,9 +10,9 @@ import pytest
 
 from hvpipe.errors import HvpipeError
 from hvpipe.forecast.choice import choose
-from hvpipe.forecast.simulate import StageCost, simulate
+from hvpipe.forecast.simulate import StageTimes, simulate
 from hvpipe.plan.pipelining import Pipelining
-from hvpipe.schedule.schedule import make
+from hvpipe.schedule.schedule import make_schedule
 from hvpipe.specs.cluster import Link, equal_cluster
 from hvpipe.trace.chart import draw_timeline
 from hvpipe.trace.events import Trace
@@ -27,8 +27,8 @@ def colours_in(path: Path) -> set[tuple[int, ...]]:
 
 def test_a_picture_has_every_kind_of_action(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    costs = [StageCost(1, 2, 1, {1: 0.5}), StageCost(1, 2, 1)]
-    draw_timeline(simulate(make("zb-h1", 2, 4), costs).trace, tmp_path / "step.png", "two stages")
+    costs = [StageTimes(1, 2, 1, {1: 0.5}), StageTimes(1, 2, 1)]
+    draw_timeline(simulate(make_schedule("zb-h1", 2, 4), costs).trace, tmp_path / "step.png", "two stages")
     found = colours_in(tmp_path / "step.png")
     forward, backward, inputs, weights = (72, 120, 168), (106, 165, 106), (111, 183, 183), (217, 180, 91)
     assert {forward, inputs, weights, (155, 139, 180)} <= found
@@ -45,7 +45,7 @@ def test_a_data_parallel_step(tmp_path: Path) -> None:
 
 def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    trace = simulate(make("1f1b", 1, 1), [StageCost(1, 1)]).trace
+    trace = simulate(make_schedule("1f1b", 1, 1), [StageTimes(1, 1)]).trace
     with pytest.raises(HvpipeError, match=r"pip install 'hvpipe\[plot\]'"):
         draw_timeline(trace, tmp_path / "step.png", "")
 
@@ -54,6 +54,6 @@ def test_nothing_to_draw_and_nowhere_to_write(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(HvpipeError, match=r"a trace with events. Received: none"):
         draw_timeline(Trace(), tmp_path / "step.png", "")
-    trace = simulate(make("1f1b", 1, 1), [StageCost(1, 1)]).trace
+    trace = simulate(make_schedule("1f1b", 1, 1), [StageTimes(1, 1)]).trace
     with pytest.raises(HvpipeError, match="a file that can be written"):
         draw_timeline(trace, tmp_path / "absent" / "step.png", "")

@@ -119,7 +119,7 @@ def test_metadata_of_something_else(metadata: dict[str, object]) -> None:
 
 def test_a_written_summary_without_numbers() -> None:
     written = summarise(None, [], [[1.0, 2.0]], 4).to_json()
-    with pytest.raises(HvpipeError, match=r"summary should be of numbers. Received"):
+    with pytest.raises(HvpipeError, match=r"summary should hold numbers. Received"):
         summarise_trace(Trace(OVERLAPPED, {"summary": {**written, "step_s": "long"}}))
 
 

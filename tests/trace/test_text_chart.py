@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from hvpipe.errors import HvpipeError
-from hvpipe.forecast.simulate import StageCost, simulate
-from hvpipe.schedule.schedule import make
+from hvpipe.forecast.simulate import StageTimes, simulate
+from hvpipe.schedule.schedule import make_schedule
 from hvpipe.trace.events import Event, Trace
 from hvpipe.trace.text_chart import draw
 
 
 def test_drawing() -> None:
-    foreseen = simulate(make("1f1b", 2, 3), [StageCost(1, 2)] * 2)
+    foreseen = simulate(make_schedule("1f1b", 2, 3), [StageTimes(1, 2)] * 2)
     assert draw(foreseen.trace, columns=36).splitlines() == [
         "rank 0 | F0 F1 ......B0--- F2 B1--- ...B2---",
         "rank 1 | ...F0 B0--- F1 B1--- F2 B2--- ......",
@@ -20,7 +20,7 @@ def test_drawing() -> None:
 
 
 def test_drawing_with_chunks() -> None:
-    foreseen = simulate(make("interleaved", 2, 2, 2), [StageCost(1, 1)] * 4)
+    foreseen = simulate(make_schedule("interleaved", 2, 2, 2), [StageTimes(1, 1)] * 4)
     assert draw(foreseen.trace, columns=40).splitlines() == [
         "rank 0 | 0F0 0F1 2F0 2F1 ....2B0 ....2B1 0B0 0B1",
         "rank 1 | ....1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1 ....",
@@ -28,7 +28,7 @@ def test_drawing_with_chunks() -> None:
 
 
 def test_drawing_what_is_too_short_for_its_label() -> None:
-    trace = simulate(make("1f1b", 1, 1), [StageCost(1, 9)]).trace
+    trace = simulate(make_schedule("1f1b", 1, 1), [StageTimes(1, 9)]).trace
     assert draw(trace, columns=10) == "rank 0 | FB0------\n"
 
 
@@ -39,7 +39,7 @@ def test_drawing_nothing(trace: Trace) -> None:
 
 
 def test_drawing_replicas_names_the_stages() -> None:
-    foreseen = simulate(make("1f1b", (2, 1), 2), [StageCost(2, 2), StageCost(1, 1)])
+    foreseen = simulate(make_schedule("1f1b", (2, 1), 2), [StageTimes(2, 2), StageTimes(1, 1)])
     assert draw(foreseen.trace, columns=32).splitlines() == [
         "rank 0 | 0F0---- ........0B0---- ........",
         "rank 1 | 0F1---- ................0B1----",
@@ -49,7 +49,7 @@ def test_drawing_replicas_names_the_stages() -> None:
 
 def test_drawing_updates_leaves_the_stages_out_all_the_same() -> None:
     """Regression: with an update, as in the forecast of a measured profile, it was 0F0 and 1F0."""
-    foreseen = simulate(make("1f1b", 2, 1), [StageCost(1, 2)] * 2)
+    foreseen = simulate(make_schedule("1f1b", 2, 1), [StageTimes(1, 2)] * 2)
     update = Event("update", "update", 1, "compute", 4.0, 5.0, {"kind": "U"})
     trace = Trace((*foreseen.trace.events, update))
     assert draw(trace, columns=24).splitlines() == [

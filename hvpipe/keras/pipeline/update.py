@@ -17,7 +17,7 @@ from hvpipe.keras import compat
 from hvpipe.keras.graph.stage import StageFunctions
 from hvpipe.keras.pipeline.optimizer_settings import clipping_optimizer
 from hvpipe.keras.pipeline.shared_variables import SharedVariables
-from hvpipe.plan.buckets import Gradient, plan_buckets
+from hvpipe.plan.buckets import cut_buckets, fitting_bytes
 from hvpipe.session import Session
 
 
@@ -98,14 +98,11 @@ class PipelineUpdate:
 
     def _cut(self, group: int, indices: Sequence[int]) -> list[_Bucket]:
         """Return the buckets of a group whose variables have these indices, in the order of the model."""
-        # The cutter keeps dtypes apart. A pipeline's buckets may mix float32 and float64 (`_start` sums them
-        # in the wider one), so all gradients count as float32 here.
-        gradients = [
-            Gradient(self.variables[index].path, tuple(self.variables[index].shape), "float32")
-            for index in indices
-        ]
-        buckets = plan_buckets(gradients, self._session.settings.bucket_bytes or None).buckets
-        return [_Bucket(group, [indices[member] for member in bucket.members]) for bucket in buckets]
+        # Four bytes an element, also in float64. A bucket may mix dtypes; `_start` sums it in the widest.
+        sizes_bytes = [4 * int(np.prod(self.variables[index].shape)) for index in indices]
+        limit_bytes = self._session.settings.bucket_bytes or fitting_bytes(sum(sizes_bytes))
+        buckets = cut_buckets(sizes_bytes, limit_bytes)
+        return [_Bucket(group, [indices[member] for member in members]) for members in buckets]
 
     def begin(self, active: Collection[int]) -> None:
         """Begin a step. Stages of this rank that are not in `active` contribute gradients of 0.
