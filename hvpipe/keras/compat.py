@@ -115,16 +115,19 @@ def reconfigure_callbacks(callbacks: Any, listed: Sequence[Any]) -> None:
 
 
 def step_functions(train_function: Any) -> tuple[Any, Any] | None:
-    """Return the tf.functions (`multi_step_on_iterator`, `one_step_on_data`) inside a train function.
+    """Return the tf.functions inside a train function: a step on an iterator, and a step on a batch.
 
-    TensorFlowTrainer._make_function closes over them. None where there are none: `run_eagerly`, or a
-    `make_train_function` of the user's own. Without them the first step cannot be traced before it runs.
+    TensorFlowTrainer._make_function closes over them as `multi_step_on_iterator` and `one_step_on_data`, the
+    latter in a wrapper that replaces Optionals by None. Returns None if they are not there: under
+    `run_eagerly`, or in a `make_train_function` of the user's own. Without them data_parallel cannot trace a
+    step before it runs, so `overlap="step"` ends with an error where it now falls back to "backward".
     """
     variables = inspect.getclosurevars(train_function).nonlocals if inspect.isfunction(train_function) else {}
-    on_iterator, on_data = variables.get("multi_step_on_iterator"), variables.get("one_step_on_data")
-    on_data = inspect.unwrap(on_data) if on_data is not None else None
-    found = [f for f in (on_iterator, on_data) if hasattr(f, "get_concrete_function")]
-    return (on_iterator, on_data) if len(found) == 2 else None
+    on_iterator = variables.get("multi_step_on_iterator")
+    on_batch = getattr(variables.get("one_step_on_data"), "__wrapped__", None)
+    if hasattr(on_iterator, "get_concrete_function") and hasattr(on_batch, "get_concrete_function"):
+        return on_iterator, on_batch
+    return None
 
 
 # --- Compiled losses and metrics -----------------------------------------------------------------------
