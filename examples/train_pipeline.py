@@ -5,14 +5,14 @@
     hvpipe run -np 3 examples/train_pipeline.py --stages 2 --replicas 2,1
     hvpipe run -np 2 examples/train_pipeline.py --model resnet50 --pixels 64 --recompute
 
-Where to cut it, from a measurement:
+To plan the stages from a measurement:
 
     hvpipe profile examples/train_pipeline.py:default_gpt -np 2 --microbatch 8
     hvpipe plan profile.json --cluster cluster.json --microbatches 4 -o plan.json
     hvpipe run -np 2 examples/train_pipeline.py --plan plan.json
 
-The GPT reads modules of the standard library letter by letter; ResNet-50 sees scikit-learn's digits.
-No rank holds the weights of another rank's layers. Without a launcher it runs on one rank.
+The GPT learns modules of the standard library letter by letter; ResNet-50 learns scikit-learn's digits.
+Each rank holds only the weights of its own layers. Without a launcher, the script runs on one rank.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODULES = ("argparse", "ast", "datetime", "inspect", "pickle", "statistics", "su
 
 @dataclass(frozen=True)
 class Task:
-    """What is learnt: endless batches of (x, y), the same on every rank; and a model that learns it."""
+    """Endless batches of (x, y), the same on every rank, and a model that learns them."""
 
     train: tf.data.Dataset
     build_model: Callable[[], keras.Model]
@@ -51,7 +51,7 @@ class Task:
 
 
 def text() -> np.ndarray:
-    """Modules of the standard library, one after the other, as numbers of letters."""
+    """Return modules of the standard library, concatenated, as numbers of letters."""
     folder = Path(sysconfig.get_path("stdlib"))
     paths = [folder / f"{name}.py" for name in MODULES]
     letters = b"".join(path.read_bytes() for path in paths if path.is_file())
@@ -59,7 +59,7 @@ def text() -> np.ndarray:
 
 
 def excerpts(length: int, batch: int, seed: int) -> tf.data.Dataset:
-    """Batches of excerpts of the text; y is x, one letter on."""
+    """Return batches of excerpts of the text; y is x, shifted by one letter."""
     letters = tf.constant(text())
     count = int(letters.shape[0]) - length
 
@@ -72,7 +72,7 @@ def excerpts(length: int, batch: int, seed: int) -> tf.data.Dataset:
 
 
 def block(x: keras.KerasTensor, heads: int) -> keras.KerasTensor:
-    """A layer of a transformer: attention to what came before, then two Dense layers; shortcuts."""
+    """Apply a transformer block: causal attention, then two Dense layers, each with a skip connection."""
     width = x.shape[-1]
     y = layers.LayerNormalization()(x)
     x = x + layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=True)
@@ -82,11 +82,11 @@ def block(x: keras.KerasTensor, heads: int) -> keras.KerasTensor:
 
 
 def gpt(length: int, width: int, blocks: int, heads: int, tied: bool) -> keras.Model:
-    """Logits of the next letter at every place; `tied` uses one table to read letters and to write them."""
+    """Return a GPT: logits of the next letter at every position; `tied` reads and writes with one table."""
     x = keras.Input((length,), dtype="int32")
     table = layers.ReversibleEmbedding(LETTERS, width) if tied else layers.Embedding(LETTERS, width)
-    places = keras.ops.cumsum(keras.ops.ones_like(x), axis=1) - 1
-    y = table(x) + layers.Embedding(length, width)(places)
+    positions = keras.ops.cumsum(keras.ops.ones_like(x), axis=1) - 1
+    y = table(x) + layers.Embedding(length, width)(positions)
     for _ in range(blocks):
         y = block(y, heads)
     y = layers.LayerNormalization()(y)
@@ -94,7 +94,7 @@ def gpt(length: int, width: int, blocks: int, heads: int, tied: bool) -> keras.M
 
 
 def default_gpt() -> keras.Model:
-    """The GPT that is trained without options, for `hvpipe profile`, which gives no arguments."""
+    """Return the GPT of the default options, for `hvpipe profile`, which passes no arguments."""
     options = parse([])
     return gpt(options.length, options.width, options.blocks, options.heads, options.tied)
 
@@ -103,7 +103,7 @@ def default_gpt() -> keras.Model:
 
 
 def digits(pixels: int, batch: int, seed: int) -> tf.data.Dataset:
-    """Batches of scikit-learn's handwritten digits with their labels, enlarged, in three colours."""
+    """Return batches of scikit-learn's handwritten digits and labels, enlarged, with three channels."""
     from sklearn.datasets import load_digits
 
     x, labels = load_digits(return_X_y=True)
@@ -117,7 +117,7 @@ def digits(pixels: int, batch: int, seed: int) -> tf.data.Dataset:
 
 
 def resnet50(pixels: int) -> keras.Model:
-    """ResNet-50 with ten classes."""
+    """Return ResNet-50 with ten classes."""
     shape = (pixels, pixels, 3)
     inputs = keras.Input(shape)
     features = keras.applications.ResNet50(include_top=False, weights=None, input_shape=shape, pooling="avg")(
@@ -130,7 +130,7 @@ def resnet50(pixels: int) -> keras.Model:
 
 
 def task(options: argparse.Namespace) -> Task:
-    """Data, model and optimizer of the model that was asked for."""
+    """Return data, model and optimizer for the options."""
     if options.model == "resnet50":
         data = digits(options.pixels, options.batch, options.seed)
         return Task(data, partial(resnet50, options.pixels), keras.optimizers.Adam(1e-3))
@@ -140,9 +140,9 @@ def task(options: argparse.Namespace) -> Task:
 
 
 def describe(pipe: hk.PipelineParallel) -> str:
-    """Which stages this rank has: their layers, and how many bytes its weights take."""
+    """Return a line about this rank's stages: their layers, and the bytes of their weights."""
     names = [
-        pipe.stages.graph.calls[place].name for s in pipe.stage_numbers for place in pipe.stages.cuts[s].calls
+        pipe.stages.graph.calls[index].name for s in pipe.stage_numbers for index in pipe.stages.cuts[s].calls
     ]
     nbytes = sum(int(np.prod(w.shape)) * tf.as_dtype(w.dtype).size for w in pipe.weights)
     stages = "stage " if len(pipe.stage_numbers) == 1 else "stages "
@@ -154,7 +154,7 @@ def describe(pipe: hk.PipelineParallel) -> str:
 
 
 def train(options: argparse.Namespace) -> tuple[hk.PipelineParallel, str]:
-    """Train on all ranks together; the pipeline, and one line about how it went."""
+    """Train on all ranks together; return the pipeline, and a line with losses and speed."""
     keras.utils.set_random_seed(options.seed)
     chosen = task(options)
     pipe = hk.pipeline_parallel(
@@ -171,13 +171,13 @@ def train(options: argparse.Namespace) -> tuple[hk.PipelineParallel, str]:
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
-    told = hvpipe.allgather_object(describe(pipe))
+    descriptions = hvpipe.allgather_object(describe(pipe))
     if hvpipe.rank() == 0:
-        print("\n".join(told), flush=True)
+        print("\n".join(descriptions), flush=True)
 
-    begun_s: list[float] = []
+    epoch_starts_s: list[float] = []
     clock = keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: begun_s.append(time.perf_counter())
+        on_epoch_begin=lambda epoch, logs: epoch_starts_s.append(time.perf_counter())
     )
     history = pipe.fit(
         chosen.train,
@@ -187,10 +187,10 @@ def train(options: argparse.Namespace) -> tuple[hk.PipelineParallel, str]:
         shuffle=False,  # the dataset shuffles
         verbose=verbosity(options.progress),
     ).history
-    # The first epoch builds the graphs.
-    warm = 1 if options.epochs > 1 else 0
-    samples = (options.epochs - warm) * options.steps * options.batch
-    rate = samples / (time.perf_counter() - begun_s[warm])
+    # Do not time the first epoch, which builds the graphs, unless it is the only one.
+    first = 1 if options.epochs > 1 else 0
+    samples = (options.epochs - first) * options.steps * options.batch
+    rate = samples / (time.perf_counter() - epoch_starts_s[first])
     losses = history["loss"]
     ranks = "1 rank" if hvpipe.size() == 1 else f"{hvpipe.size()} ranks"
     return pipe, (
@@ -200,21 +200,21 @@ def train(options: argparse.Namespace) -> tuple[hk.PipelineParallel, str]:
 
 
 def verbosity(progress: str) -> int:
-    """What fit prints on rank 0: a bar on a terminal, otherwise a line for each epoch."""
+    """Return Keras's `verbose`: a progress bar on a terminal, otherwise a line for each epoch."""
     if progress == "none":
         return 0
     return 1 if progress == "bar" and sys.stdout.isatty() else 2
 
 
 def main() -> None:
-    """Train, save, and end with what came of it and where it lies, on rank 0."""
+    """Train and save; rank 0 prints a summary and the path of the saved model."""
     options = parse()
     hvpipe.init()
     if options.save is not None and hvpipe.rank() == 0:
         options.save.parent.mkdir(parents=True, exist_ok=True)
     pipe, summary = train(options)
     if options.save is not None:
-        pipe.save(options.save)  # all ranks together: each has its own layers' weights
+        pipe.save(options.save)  # on all ranks: each has its own layers' weights
     first = hvpipe.rank() == 0
     hvpipe.shutdown()  # writes the trace
     if first:
@@ -224,35 +224,37 @@ def main() -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """'2,1' as [2, 1]."""
+    """Parse '2,1' as [2, 1]."""
     return [int(part) for part in text.split(",")]
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=("gpt", "resnet50"), default="gpt", help="default: gpt")
     how = parser.add_argument_group("how it is spread over the ranks")
-    how.add_argument("--stages", type=int, metavar="N", help="default: one on each rank")
-    how.add_argument("--microbatches", type=int, metavar="M", help="parts of a batch (4)")
+    how.add_argument("--stages", type=int, metavar="N", help="number of stages (one on each rank)")
+    how.add_argument("--microbatches", type=int, metavar="M", help="micro-batches of a batch (4)")
     how.add_argument("--schedule", help="gpipe, 1f1b (default), zb-h1 or interleaved")
     how.add_argument("--chunks", type=int, help="stages on each rank, if interleaved (2)")
-    how.add_argument("--replicas", type=numbers, metavar="2,1", help="how many ranks each stage has")
+    how.add_argument("--replicas", type=numbers, metavar="2,1", help="number of ranks of each stage")
     how.add_argument(
         "--recompute", action="store_const", const=True, help="run forwards again instead of keeping them"
     )
-    how.add_argument("--plan", type=Path, metavar="FILE", help="what `hvpipe plan -o FILE` wrote, instead")
+    how.add_argument(
+        "--plan", type=Path, metavar="FILE", help="a plan from `hvpipe plan -o FILE`, instead of the above"
+    )
     shape = parser.add_argument_group("the model")
-    shape.add_argument("--length", type=int, default=64, help="letters of an excerpt (64)")
-    shape.add_argument("--width", type=int, default=64, help="numbers that stand for a letter (64)")
-    shape.add_argument("--blocks", type=int, default=4, help="layers of the transformer (4)")
-    shape.add_argument("--heads", type=int, default=4, help="of its attention (4)")
-    shape.add_argument("--tied", action="store_true", help="one table to read letters and to write them")
+    shape.add_argument("--length", type=int, default=64, help="letters in an excerpt (64)")
+    shape.add_argument("--width", type=int, default=64, help="size of a letter's embedding (64)")
+    shape.add_argument("--blocks", type=int, default=4, help="transformer blocks (4)")
+    shape.add_argument("--heads", type=int, default=4, help="attention heads (4)")
+    shape.add_argument("--tied", action="store_true", help="read and write letters with one table")
     shape.add_argument("--pixels", type=int, default=32, help="width and height of ResNet-50's digits (32)")
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20, help="steps of an epoch (20)")
-    parser.add_argument("--batch", type=int, default=32, help="samples of a step (32)")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--epochs", type=int, default=5, help="number of epochs (5)")
+    parser.add_argument("--steps", type=int, default=20, help="steps in an epoch (20)")
+    parser.add_argument("--batch", type=int, default=32, help="samples in a step (32)")
+    parser.add_argument("--seed", type=int, default=1, help="random seed (1)")
     parser.add_argument("--save", type=Path, metavar="FILE.keras", help="where to save the trained model")
     parser.add_argument(
         "--progress", choices=("bar", "epoch", "none"), default="bar", help="what rank 0 prints"

@@ -1,10 +1,10 @@
-"""Callbacks: what `data_parallel` adds to `fit`, and the ones that Horovod's users know."""
+"""Callbacks that act on all ranks: for custom set-ups as in Horovod, and those that end training together."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,28 +14,101 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.initial_state import broadcast_model, without_xla
 from hvpipe.session import Session, current
 
-if TYPE_CHECKING:
-    from hvpipe.keras.data_parallel.model import DataParallel
-
 _NUMBER = re.compile(r"(\d+)")
+
+
+# --- For custom set-ups -----------------------------------------------------------------------------------
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Broadcasts weights and optimizer state before the first batch, and switches `jit_compile` off.
+
+    For a model that is compiled with a `DistributedOptimizer`. `data_parallel` does both by itself.
+
+    Args:
+        root_rank: The rank whose values all ranks get.
+        **others: Arguments of Horovod's callback that hvpipe does not have; those that matter are refused.
+
+    Raises:
+        HvpipeError: At the start of `fit`, if the model is not built.
+
+    Example:
+        ```python
+        model.compile(hk.DistributedOptimizer(keras.optimizers.Adam()), "mse")
+        model.fit(dataset, callbacks=[hk.BroadcastGlobalVariablesCallback(0)])
+        ```
+    """
+
+    def __init__(self, root_rank: int = 0, **others: Any) -> None:
+        super().__init__()
+        check_other_arguments("BroadcastGlobalVariablesCallback", others)
+        self.root_rank = root_rank
+
+    def set_model(self, model: Any) -> None:
+        super().set_model(model)
+        without_xla(current(), model)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        if not self.model.built:
+            raise HvpipeError(
+                "BroadcastGlobalVariablesCallback needs a model that is built: give it an input shape, or "
+                f"call it on a batch before fit. Received: model {self.model.name}, not built"
+            )
+        if not self.model.optimizer.built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        broadcast_model(self.model, self.model.optimizer.variables, self.root_rank)
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """Averages an epoch's logs over ranks; every rank counts the same.
+
+    Put it before callbacks that read logs. `data_parallel` averages by itself, weighted by samples.
+
+    Args:
+        **others: Arguments of Horovod's callback that hvpipe does not have; those that matter are refused.
+
+    Example:
+        ```python
+        model.fit(dataset, callbacks=[hk.MetricAverageCallback(), keras.callbacks.EarlyStopping("loss")])
+        ```
+    """
+
+    def __init__(self, **others: Any) -> None:
+        super().__init__()
+        check_other_arguments("MetricAverageCallback", others)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs:
+            average_logs(current(), logs, 1.0, f"logs of epoch {epoch + 1}")
+
+
+# --- Logs ---------------------------------------------------------------------------------------------------
 
 
 def average_logs(
     session: Session, logs: MutableMapping[str, Any], samples: float, what: str, note: float = 0.0
 ) -> list[float]:
-    """Replace the numbers and arrays in `logs` by their means over ranks, by `samples` here; collective.
+    """Replace the numbers and arrays in `logs` by their means over ranks; collective.
 
-    Returns every rank's `note`, which travels along.
+    Args:
+        session: The ranks to average over.
+        logs: Values by name; those that are no numbers stay as they are.
+        samples: The weight of this rank's values.
+        what: What the logs are, for the error if ranks are at different places.
+        note: A number that travels along.
+
+    Returns:
+        The `note` of every rank.
     """
     if session.world.size == 1:
         return [note]
     values = {
-        name: found for name in sorted(logs, key=_in_parts) if (found := _numbers(logs[name])) is not None
+        name: found for name in sorted(logs, key=_by_number) if (found := _numbers(logs[name])) is not None
     }
     row = np.concatenate([[samples], *(value.ravel() for value in values.values())])[None]
-    # Names of layers hold numbers that Keras counts up, which need not be the same on all ranks.
-    told = [f"{_NUMBER.sub('#', name)}{list(v.shape) or ''}" for name, v in values.items()]
-    notes = session.engine.agree(f"{what} ({', '.join(told)})", note)
+    # Keras counts up the numbers in layers' names, so they may differ between ranks.
+    listed = [f"{_NUMBER.sub('#', name)}{list(v.shape) or ''}" for name, v in values.items()]
+    notes = session.engine.agree(f"{what} ({', '.join(listed)})", note)
     everyone = session.engine.allgather(row)
     weights = everyone[:, 0] / everyone[:, 0].sum() if everyone[:, 0].sum() > 0 else None
     means = np.average(everyone[:, 1:], axis=0, weights=weights)
@@ -45,68 +118,26 @@ def average_logs(
     return notes
 
 
-def _in_parts(name: str) -> list[str | int]:
-    """A name so that layers 9 and 10 stay in this order."""
+def _by_number(name: str) -> list[str | int]:
+    """Return a key that sorts layer 9 before layer 10."""
     return [int(part) if part.isdigit() else part for part in _NUMBER.split(name)]
 
 
 def _numbers(value: Any) -> Any:
-    """As float64; None where that is not possible."""
+    """Return a value as float64, or None if it is no number or array."""
     try:
         return np.asarray(value, np.float64)
     except (TypeError, ValueError):
         return None
 
 
-class EpochEnd(keras.callbacks.Callback):
-    """First of the callbacks: finishes the updates, so that the others see the weights of the last step."""
-
-    async_safe = True  # overrides nothing that runs at batches
-
-    def __init__(self, state: DataParallel) -> None:
-        super().__init__()
-        self._state = state
-        self._averaged: dict[str, Any] = {}  # the logs of the last epoch
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._state.end_epoch(epoch, logs)
-        self._averaged = dict(logs or {})
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._state.flush()
-        if logs is not None:  # this rank's own, from before they were averaged
-            logs.update(self._averaged)
-
-
-class FinishBeforeBatchCallbacks(EpochEnd):
-    """Also finishes the updates at the end of every batch, for callbacks of the user that may look then."""
-
-    async_safe = False
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        self._state.flush()
-
-
-class StartTogether(keras.callbacks.Callback):
-    """Last of the callbacks: what others have loaded or set by now on some ranks, all go on with."""
-
-    async_safe = True  # overrides nothing that runs at batches
-
-    def __init__(self, state: DataParallel) -> None:
-        super().__init__()
-        self._state = state
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._state.begin_fit()
-
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._state.begin_epoch(epoch)
+# --- Stopping -----------------------------------------------------------------------------------------------
 
 
 class StopTogether(keras.callbacks.Callback):
-    """Last of the callbacks: where one stops training at an epoch's begin or end, all ranks stop."""
+    """The last callback: if one rank stops training at the start or end of an epoch, all ranks stop."""
 
-    async_safe = True  # overrides nothing that runs at batches
+    async_safe = True  # overrides no batch hook
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -135,28 +166,30 @@ class StopTogetherAtBatches(StopTogether):
 
 
 def stop_together(session: Session, callbacks: Iterable[Any]) -> StopTogether:
-    """The one to put last behind these callbacks, which may differ from rank to rank; collective."""
+    """Return the callback to put after these, which may differ between ranks; collective."""
     stopping = any(stops_at_batches(callback) for callback in callbacks)
     anywhere = any(session.engine.agree("callbacks that may stop within an epoch", float(stopping)))
     return (StopTogetherAtBatches if anywhere else StopTogether)(session)
 
 
+# --- What callbacks do at batches -------------------------------------------------------------------------
+
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
 def reads_at_batches(callback: Any) -> bool:
-    """Whether a callback may look at the weights between two steps.
+    """Return whether a callback may read weights between two steps.
 
-    Keras's own do not, or ask the model for them, but for a LambdaCallback, which runs the user's
-    functions; a callback says that it does not with `reads_weights = False`.
+    Keras' own do not, or they ask the model for them; but LambdaCallback runs functions of the user. A
+    callback with `reads_weights = False` does not.
     """
     return bool(getattr(callback, "reads_weights", True)) and _runs_users_code_at_batches(callback)
 
 
 def stops_at_batches(callback: Any) -> bool:
-    """Whether a callback may stop training within an epoch.
+    """Return whether a callback may stop training within an epoch.
 
-    Of Keras's own, TerminateOnNaN may; a callback says that it does not with `stops_training = False`.
+    Of Keras' own, TerminateOnNaN may. A callback with `stops_training = False` does not.
     """
     if not getattr(callback, "stops_training", True):
         return False
@@ -170,44 +203,3 @@ def _runs_users_code_at_batches(callback: Any) -> bool:
     if kind.__module__.startswith("keras."):
         return False
     return any(getattr(kind, hook) is not getattr(base, hook) for hook in _BATCH_HOOKS)
-
-
-class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Broadcasts the root's weights and optimizer state before the first batch; switches `jit_compile` off.
-
-    For custom set-ups; `data_parallel` does both by itself.
-    """
-
-    def __init__(self, root_rank: int = 0, **others: Any) -> None:
-        super().__init__()
-        check_other_arguments("BroadcastGlobalVariablesCallback", others)
-        self.root_rank = root_rank
-
-    def set_model(self, model: Any) -> None:
-        super().set_model(model)
-        without_xla(current(), model)
-
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if not self.model.built:
-            raise HvpipeError(
-                "BroadcastGlobalVariablesCallback wants a model that is built: give it an input shape, or "
-                f"call it on a batch before fit. Received: model {self.model.name}, not built"
-            )
-        if not self.model.optimizer.built:
-            self.model.optimizer.build(self.model.trainable_variables)
-        broadcast_model(self.model, self.model.optimizer.variables, self.root_rank)
-
-
-class MetricAverageCallback(keras.callbacks.Callback):
-    """Averages the logs of an epoch over ranks, each counting the same; put it before those that read logs.
-
-    For custom set-ups; `data_parallel` does it by itself, and by sample count.
-    """
-
-    def __init__(self, **others: Any) -> None:
-        super().__init__()
-        check_other_arguments("MetricAverageCallback", others)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if logs:
-            average_logs(current(), logs, 1.0, f"logs of epoch {epoch + 1}")

@@ -1,22 +1,55 @@
-"""Variables that must be equal on all ranks: checked, broadcast at the start, averaged where they drift."""
+"""Variables on all ranks: their names, and how they are compared, broadcast and averaged."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hvpipe.errors import MismatchError
-from hvpipe.keras.data_parallel.bucket_reducer import name_of
 from hvpipe.session import Session, current
 
 
-def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
-    """Give every rank the root's values of these variables (Keras or TensorFlow), bit for bit.
+def native(variable: Any) -> Any:
+    """Return the tf.Variable inside a Keras variable; a tf.Variable stays as it is."""
+    return variable.value if hasattr(variable, "overwrite_with_gradient") else variable
 
-    Collective: all ranks call it with variables of the same names, shapes and dtypes; where they differ,
-    every rank gets a MismatchError that names the first difference.
+
+def identity(variable: Any) -> int:
+    """Return a key for this very variable. Paths are no keys: two layers may have the same name."""
+    return id(native(variable))
+
+
+def name_of(variable: Any) -> str:
+    """Return a name that is the same on all ranks: the path without the numbers that Keras counts up.
+
+    Those numbers differ if one rank has made more layers before, for example a model of its own.
+    """
+    return re.sub(r"_\d+(?=[/:]|$)", "", str(getattr(variable, "path", None) or variable.name))
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
+    """Set variables on every rank to the root's values, bit for bit.
+
+    Collective: all ranks call it, with variables of the same shapes and dtypes in the same order.
+
+    Args:
+        variables: Keras or TensorFlow variables of any shape and dtype, for example
+            `[*model.variables, *optimizer.variables]`.
+        root_rank: The rank whose values all ranks get.
+
+    Raises:
+        MismatchError: On every rank, if shapes or dtypes differ between ranks. The message names the first
+            difference.
+        HvpipeError: Before `hvpipe.init()`.
+
+    Example:
+        ```python
+        optimizer.build(model.trainable_variables)
+        hk.broadcast_variables([*model.variables, *optimizer.variables], root_rank=0)
+        ```
     """
     session = current()
     if session.world.size == 1 or not variables:
@@ -40,17 +73,19 @@ def check_same_variables(session: Session, variables: Sequence[Any]) -> None:
         if [row[1:] for row in theirs] == [row[1:] for row in everyone[0]]:
             continue
         raise MismatchError(
-            f"All ranks should train the same model. Received: {_first_difference(everyone[0], theirs, rank)}"
+            "All ranks should train the same model. "
+            f"Received: {_describe_difference(everyone[0], theirs, rank)}"
         )
 
 
 def average_variables(session: Session, variables: Sequence[Any], weight: float) -> None:
-    """Set each variable to its mean over ranks, by `weight` (of this rank, say its samples).
+    """Set each floating-point variable to its mean over ranks, weighted by `weight`; collective.
 
-    For statistics such as BatchNormalization's moving averages, which every rank takes from its own data.
-    Summed in float64, so that a value that is equal on all ranks keeps its bits. Collective.
+    For statistics that every rank computes from its own data, such as BatchNormalization's moving averages.
+    The sum is in float64, so a value that is equal on all ranks keeps its bits. `weight` is this rank's, for
+    example its number of samples.
     """
-    floating = [v for v in variables if np.issubdtype(np.dtype(_dtype_name(v)), np.floating)]
+    floating = [v for v in variables if np.issubdtype(np.dtype(_numpy_dtype(v)), np.floating)]
     total = sum(session.engine.agree("mean of statistics", weight))
     if not floating or total == 0:
         return
@@ -64,18 +99,18 @@ def average_variables(session: Session, variables: Sequence[Any], weight: float)
         start = end
 
 
-def _dtype_name(variable: Any) -> str:
+def _numpy_dtype(variable: Any) -> str:
     name = str(getattr(variable.dtype, "name", variable.dtype))
     return "float32" if name == "bfloat16" else name
 
 
-def _first_difference(first: list[tuple[Any, ...]], other: list[tuple[Any, ...]], rank: int) -> str:
+def _describe_difference(first: list[tuple[Any, ...]], other: list[tuple[Any, ...]], rank: int) -> str:
     for place, (ours, theirs) in enumerate(zip(first, other, strict=False)):
         if ours[1:] != theirs[1:]:
-            return f"variable {place} is {_told(ours)} on rank 0 and {_told(theirs)} on rank {rank}"
+            return f"variable {place} is {_describe(ours)} on rank 0 and {_describe(theirs)} on rank {rank}"
     return f"{len(first)} variables on rank 0 and {len(other)} on rank {rank}"
 
 
-def _told(row: tuple[Any, ...]) -> str:
+def _describe(row: tuple[Any, ...]) -> str:
     name, shape, dtype = row
     return f"{name} {dtype}{list(shape)}"

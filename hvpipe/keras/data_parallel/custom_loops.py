@@ -11,8 +11,16 @@ import tensorflow as tf
 from hvpipe.comm.engine import Compression, Op, check_compression
 from hvpipe.comm.horovod_arguments import check_other_arguments
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.data_parallel.bucket_reducer import Reducer, counted_alike, dense, sliced
-from hvpipe.keras.data_parallel.overlap import OverlappedOptimizer
+from hvpipe.keras.compat import trained_variables
+from hvpipe.keras.data_parallel.bucket_reduce import (
+    BucketReducer,
+    ReduceOptions,
+    dense,
+    one_sample,
+    sliced_on_any_rank,
+)
+from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
+from hvpipe.keras.data_parallel.overlap import BackwardOverlap
 from hvpipe.keras.supported import told
 from hvpipe.session import current
 
@@ -20,48 +28,63 @@ from hvpipe.session import current
 def DistributedOptimizer(
     optimizer: Any, *, compression: Compression = None, bucket_bytes: int | None = None, **others: Any
 ) -> Any:
-    """Make `apply` (and `apply_gradients`) average gradients over all ranks first; returns the optimizer.
+    """Make an optimizer's `apply` (and `apply_gradients`) average gradients over all ranks first.
 
-    Reduction overlaps with the rest of backward, the update is exact, and every rank counts the same
-    whatever its batch. For `compile` and `fit`, `data_parallel` does more: it broadcasts the start,
-    averages metrics, weighs by sample count, and overlaps with the next step. Without it, give `fit` a
-    BroadcastGlobalVariablesCallback, and `compile` jit_compile=False: XLA cannot compile communication, and
-    Keras switches it on by itself where there is a GPU (the callback switches it off).
+    The reduction overlaps with the rest of backward, and the update is exact. Every rank counts the same,
+    whatever its batch. For `compile` and `fit`, `data_parallel` does more: it broadcasts the initial state,
+    averages metrics, weights ranks by samples, and overlaps with the next step. Without it, give `fit` a
+    BroadcastGlobalVariablesCallback and `compile` jit_compile=False: XLA cannot compile communication, and
+    Keras switches it on by itself if there is a GPU. (The callback switches it off.)
+
+    Args:
+        optimizer: A Keras optimizer. Its `apply` is replaced on the instance.
+        compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
+        bucket_bytes: Size of a fused buffer, in bytes; None: as in `data_parallel`.
+        **others: Arguments of Horovod's function that hvpipe does not have; those that matter are refused.
+
+    Returns:
+        The same optimizer.
+
+    Raises:
+        HvpipeError: For something that is no Keras optimizer, an unknown `compression`, or before
+            `hvpipe.init()`; at an update, if `mixed_float16` scales the loss outside of it.
+
+    Example:
+        ```python
+        optimizer = hk.DistributedOptimizer(keras.optimizers.Adam(1e-3))
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        ```
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise HvpipeError(
-            f"DistributedOptimizer wants a keras.optimizers.Optimizer. Received: {told(optimizer)}"
+            f"DistributedOptimizer needs a keras.optimizers.Optimizer. Received: {told(optimizer)}"
         )
     check_compression(compression)
     check_other_arguments("DistributedOptimizer", others)
     session = current()
     if session.world.size == 1:
         return optimizer
-    hooked: list[OverlappedOptimizer] = []
+    hooks: list[OptimizerHook] = []
 
     def apply(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        variables = (
-            optimizer._trainable_variables if trainable_variables is None else list(trainable_variables)
-        )
+        given = trained_variables(optimizer) if trainable_variables is None else trainable_variables
+        variables = list(given)
         _refuse_loss_scaling_outside(optimizer)
         if not optimizer.built:
             optimizer.build(variables)
-        if not hooked:
+        if not hooks:
             used = [v for g, v in zip(grads, variables, strict=True) if g is not None]
-            hooked.append(
-                OverlappedOptimizer(
-                    *(session, optimizer, used, "backward", compression, bucket_bytes),
-                    tables=sliced(session, grads, variables),
-                )
-            )
-        hooked[0].apply(grads, variables)
+            tables = sliced_on_any_rank(session, grads, variables)
+            options = ReduceOptions(compression, bucket_bytes, tables=tables)
+            hooks.append(OptimizerHook(session, optimizer, used, BackwardOverlap(), options))
+        hooks[0].apply(grads, variables)
 
     optimizer.apply = apply
     return optimizer
 
 
 def _refuse_loss_scaling_outside(optimizer: Any) -> None:
-    """Keras would skip an update, and with it the reduction, on the ranks whose own gradients overflow."""
+    """Raise if Keras would skip an update, and its reduction, on ranks whose own gradients overflow."""
     if keras.config.dtype_policy().name != "mixed_float16":
         return
     if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -73,9 +96,26 @@ def _refuse_loss_scaling_outside(optimizer: Any) -> None:
 
 
 class DistributedGradientTape:
-    """A `tf.GradientTape` whose `gradient` averages over all ranks; the rest is the tape's own.
+    """A `tf.GradientTape` whose `gradient` averages over all ranks; everything else is the tape's own.
 
-    Call `gradient` on all ranks in the same order. Gradients that are None stay None.
+    It works eagerly and in a `tf.function` without `jit_compile`. There the reduction overlaps with the rest
+    of backward. Every rank counts the same.
+
+    Args:
+        tape: The tape to record with.
+        compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
+        bucket_bytes: Size of a fused buffer, in bytes; None: as in `data_parallel`.
+        **others: Arguments of Horovod's class that hvpipe does not have; those that matter are refused.
+
+    Raises:
+        HvpipeError: For an unknown `compression`, or an argument that hvpipe does not have.
+
+    Example:
+        ```python
+        with hk.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = loss_of(model(x, training=True), y)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        ```
     """
 
     def __init__(
@@ -103,7 +143,17 @@ class DistributedGradientTape:
         self._tape.__exit__(*exception)
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        """As `tf.GradientTape.gradient`, averaged over ranks."""
+        """Return what `tf.GradientTape.gradient` returns, averaged over all ranks; collective.
+
+        Args:
+            target: As for the tape.
+            sources: Variables in any structure, of Keras or TensorFlow.
+            *args: As for the tape.
+            **kwargs: As for the tape.
+
+        Returns:
+            Dense gradients in the structure of `sources`; None for a source without one.
+        """
         leaves = tf.nest.flatten(sources)
         watched = [v.value if isinstance(v, keras.Variable) else v for v in leaves]
         found = tf.nest.flatten(self._tape.gradient(target, watched, *args, **kwargs))
@@ -120,18 +170,37 @@ def average_gradients(
     compression: Compression = None,
     bucket_bytes: int | None = None,
 ) -> list[Any]:
-    """Gradients averaged over ranks, in a graph or eagerly; None where they were None."""
+    """Average gradients over ranks, eagerly or in a graph; collective. Every rank counts the same.
+
+    Args:
+        gradients: A tensor, IndexedSlices or None for each variable; None for the same ones on all ranks.
+        variables: The variables, which say how gradients are cut into buckets.
+        compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
+        bucket_bytes: Size of a fused buffer, in bytes; None: as in `data_parallel`.
+
+    Returns:
+        A dense tensor for each variable, None for those whose gradient is None.
+
+    Raises:
+        HvpipeError: If all gradients are None, or before `hvpipe.init()`.
+
+    Example:
+        ```python
+        gradients = tape.gradient(loss, model.trainable_variables)
+        gradients = hk.average_gradients(gradients, model.trainable_variables)
+        ```
+    """
     session = current()
     if session.world.size == 1:
         return list(gradients)
     used = [place for place, gradient in enumerate(gradients) if gradient is not None]
     if not used:
-        raise HvpipeError("At least one gradient is wanted. Received: None for every variable")
+        raise HvpipeError("average_gradients needs at least one gradient. Received: None for every variable")
     trained = [variables[place] for place in used]
     given = [gradients[place] for place in used]
     reducer = _reducer_for(trained, given, compression, bucket_bytes)
     found = [dense(gradient) for gradient in given]
-    tokens = reducer.submit(reducer.announce(counted_alike(found)), found)
+    tokens = reducer.submit(reducer.announce(one_sample(found)), found)
     averaged = list(gradients)
     for place, gradient in zip(used, reducer.collect_all(tokens), strict=True):
         averaged[place] = gradient
@@ -139,26 +208,81 @@ def average_gradients(
 
 
 def allreduce(tensor: Any, op: Op = "average", compression: Compression = None, **others: Any) -> Any:
-    """Average or sum of an eager tensor over all ranks; in a `tf.function`, reduce gradients instead."""
+    """Reduce an eager tensor over all ranks; collective. In a `tf.function`, use `average_gradients`.
+
+    Args:
+        tensor: A tensor, or what becomes one, of the same shape and dtype on all ranks.
+        op: "average" or "sum".
+        compression: None, "bf16" or "fp16": the type in which float32 numbers are sent.
+        **others: Arguments of Horovod's function that hvpipe does not have; those that matter are refused.
+
+    Returns:
+        The average or sum, a tensor of the same shape.
+
+    Raises:
+        HvpipeError: For a symbolic tensor, an unknown `op` or `compression`, or before `hvpipe.init()`.
+        MismatchError: If shapes or dtypes differ between ranks.
+
+    Example:
+        ```python
+        mean_loss = hk.allreduce(loss)
+        ```
+    """
     check_other_arguments("allreduce", others)
     array = _eager("allreduce", tensor, "; use DistributedGradientTape or average_gradients there")
     return tf.convert_to_tensor(current().engine.allreduce(array, op, compression))
 
 
 def allgather(tensor: Any, **others: Any) -> Any:
-    """All ranks' eager tensors, one after the other along the first axis, whose length may differ by rank."""
+    """Concatenate eager tensors of all ranks along axis 0; collective.
+
+    Args:
+        tensor: A tensor, or what becomes one. Ranks may contribute different lengths of axis 0; the other
+            axes and the dtype are equal.
+        **others: Arguments of Horovod's function that hvpipe does not have; those that matter are refused.
+
+    Returns:
+        The tensors of ranks 0, 1, ... one after the other.
+
+    Raises:
+        HvpipeError: For a symbolic tensor, or before `hvpipe.init()`.
+        MismatchError: If dtypes or other axes differ between ranks.
+
+    Example:
+        ```python
+        predictions = hk.allgather(model(x_of_this_rank))
+        ```
+    """
     check_other_arguments("allgather", others)
     return tf.convert_to_tensor(current().engine.allgather(_eager("allgather", tensor)))
 
 
 def broadcast(tensor: Any, root_rank: int = 0, **others: Any) -> Any:
-    """The root's eager tensor, on every rank."""
+    """Return the root's eager tensor on every rank; collective.
+
+    Args:
+        tensor: A tensor, or what becomes one, of the same shape and dtype on all ranks.
+        root_rank: The rank whose tensor all ranks get.
+        **others: Arguments of Horovod's function that hvpipe does not have; those that matter are refused.
+
+    Returns:
+        The root's tensor.
+
+    Raises:
+        HvpipeError: For a symbolic tensor, or before `hvpipe.init()`.
+        MismatchError: If shapes or dtypes differ between ranks.
+
+    Example:
+        ```python
+        seed = hk.broadcast(tf.random.uniform((), maxval=1 << 30, dtype=tf.int32))
+        ```
+    """
     check_other_arguments("broadcast", others)
     return tf.convert_to_tensor(current().engine.broadcast(_eager("broadcast", tensor), root_rank))
 
 
 def _eager(function: str, tensor: Any, instead: str = "") -> Any:
-    """The array of a tensor that is no symbol."""
+    """Return the array of an eager tensor; raise for a symbolic one."""
     if not tf.executing_eagerly():
         raise HvpipeError(
             f"hvpipe.keras.{function} works on eager tensors. "
@@ -169,14 +293,15 @@ def _eager(function: str, tensor: Any, instead: str = "") -> Any:
 
 def _reducer_for(
     variables: Sequence[Any], gradients: Sequence[Any], compression: Compression, bucket_bytes: int | None
-) -> Reducer:
-    """One plan for each list of variables, kept as long as the session."""
+) -> BucketReducer:
+    """Return the reducer for a list of variables. The session keeps it as long as it lives."""
     session = current()
     key = (tuple(id(v) for v in variables), compression, bucket_bytes)
     found = session.reducers.get(key)
     if found is None:
-        tables = sliced(session, gradients, variables)
-        found = Reducer(session, "gradients", variables, compression, bucket_bytes, tables=tables)
+        tables = sliced_on_any_rank(session, gradients, variables)
+        options = ReduceOptions(compression, bucket_bytes, tables=tables)
+        found = BucketReducer(session, "gradients", variables, options)
         session.reducers[key] = found
-    reducer: Reducer = found
+    reducer: BucketReducer = found
     return reducer

@@ -16,15 +16,19 @@ import tensorflow as tf
 from hvpipe.comm.engine import check_compression
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.arguments import by_name, takes
-from hvpipe.keras.callbacks import (
-    EpochEnd,
-    FinishBeforeBatchCallbacks,
-    StartTogether,
-    average_logs,
-    reads_at_batches,
-    stop_together,
+from hvpipe.keras.callbacks import average_logs, reads_at_batches, stop_together
+from hvpipe.keras.compat import (
+    check_compiled,
+    initial_epoch,
+    layers_in,
+    metrics_in_order,
+    own_statistics,
+    reconfigure_callbacks,
+    set_initial_epoch,
 )
-from hvpipe.keras.data_parallel.overlap import OverlappedOptimizer, check_overlap
+from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
+from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
+from hvpipe.keras.data_parallel.overlap import overlap_named
 from hvpipe.keras.data_parallel.shards import same_length
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
 from hvpipe.keras.initial_state import broadcast_model, checksums, is_built, take_rank_0s
@@ -38,9 +42,8 @@ Model = TypeVar("Model", bound=keras.Model)
 
 logger = logging.getLogger("hvpipe")
 
-# Methods that read or write the weights from outside a step; each finishes the updates first. keras.saving
-# and tf.saved_model, which do not come by `save`, call `get_config`, `save_own_variables` or
-# `load_own_variables`.
+# Methods that read or write weights outside a step; each flushes first. keras.saving and tf.saved_model do
+# not call `save`, but `get_config`, `save_own_variables` or `load_own_variables`.
 _FLUSH_FIRST = (
     "export",
     "get_config",
@@ -57,7 +60,7 @@ _FLUSH_FIRST = (
     "set_weights",
     "test_on_batch",
 )
-# Those of them after which weights may be others, perhaps on one rank alone.
+# Those of them that may change weights, perhaps on one rank only.
 _SET = ("load_own_variables", "load_weights", "set_state_tree", "set_weights")
 
 
@@ -69,75 +72,91 @@ def data_parallel(
     bucket_bytes: int | None = None,
     warmup_steps: int = 100,
 ) -> Model:
-    """Make `fit`, `train_on_batch` and `evaluate` of a model train on all ranks; returns the same model.
+    """Make `fit`, `train_on_batch` and `evaluate` of a model train on all ranks.
 
-    Each rank trains on its own batches (see `shard`), whose sizes may differ; gradients are averaged by
-    sample count. Weights, optimizer state and seed generators start as rank 0's; weights and optimizer
-    state that differ at the begin of a later `fit` become rank 0's. Metrics and losses in logs are averages
-    over all ranks' samples.
+    Each rank trains on its own batches (see `shard`), whose sizes may differ. Gradients are averaged over
+    all ranks, weighted by samples. Before the first step all ranks take rank 0's weights, optimizer state
+    and seeds. A later `fit` compares weights and optimizer state first; if a rank differs, all take rank 0's.
+    Metrics and losses in logs are means over all ranks' samples.
 
-    `overlap`: "none" computes, reduces, updates in turn; "backward" reduces during backward; "step"
-    (default) also during the next step's forward. The three give the same weights, bit for bit. "stale"
-    applies gradients one step late after `warmup_steps` exact steps: faster where links are slow, but
-    another algorithm (Pipe-SGD), whose results differ.
-
-    `compression`: None, "bf16" or "fp16": the type in which float32 gradients travel. `bucket_bytes`: size
-    of the fused buffers (default HVPIPE_BUCKET_BYTES, else 4 MiB, of a model with less than 32 MiB of
-    gradients an eighth of them).
-
-    Weights that you see are finished ones, in callbacks and after `train_on_batch` as well. Where your own
-    code runs while a step is under way (another thread, a callback with `reads_weights = False`), read them
+    The weights that you see are finished ones, in callbacks and after `train_on_batch` as well. Code that
+    runs while a step is under way (another thread, a callback with `reads_weights = False`) reads weights
     through the model (`get_weights`, `save`, `evaluate`, ...), not through a layer or variable: only the
-    model knows of the update that is to come. The same holds after `train_on_batch` with "stale".
+    model knows of the update that waits. The same holds after `train_on_batch` with "stale".
 
-    Raises HvpipeError for an unknown `overlap` or `compression`, or before `hvpipe.init`.
+    Args:
+        model: A Keras 3 model, compiled before its first step. Its methods are replaced on the instance; its
+            class, configuration and saved form stay as they are.
+        overlap: When gradients are reduced. "none": after backward. "backward": during backward. "step": also
+            during the next step's forward. These three give the same weights, bit for bit. "stale": gradients
+            are applied one step late. It is faster on slow links, but is another algorithm with other results
+            (Pipe-SGD: Li et al., NeurIPS 2018).
+        compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
+        bucket_bytes: Size of a fused buffer of gradients, in bytes. None: HVPIPE_BUCKET_BYTES, else 4 MiB, or
+            an eighth of the gradients if they have less than 32 MiB (at least 64 KiB).
+        warmup_steps: With "stale", how many exact steps come first.
+
+    Returns:
+        The same model.
+
+    Raises:
+        HvpipeError: For an unknown `overlap` or `compression`, a `bucket_bytes` below 1, a model that is not
+            of Keras 3, or before `hvpipe.init()`.
+
+    Example:
+        ```python
+        import hvpipe.keras as hk
+
+        hk.init()
+        model = hk.data_parallel(keras.Sequential([keras.layers.Dense(10)]))
+        model.compile("adam", "mse")
+        model.fit(hk.shard(dataset), epochs=3)
+        ```
     """
-    check_overlap(overlap)
+    mode = overlap_named(overlap)
     check_compression(compression)
     if not isinstance(model, keras.Model):
-        raise HvpipeError(f"data_parallel wants a keras.Model, of Keras 3. Received: {told(model)}")
+        raise HvpipeError(f"data_parallel needs a keras.Model of Keras 3. Received: {told(model)}")
     session = current()
-    previous = vars(model).get("_hvpipe")
+    previous = DataParallel.of(model)
     if previous is not None:
         previous.detach()
     if bucket_bytes is not None and bucket_bytes < 1:
         raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
-    state = DataParallel(session, model, overlap, compression, bucket_bytes, warmup_steps)
-    state.attach()
+    methods = InstanceMethods(model)
+    options = ReduceOptions(compression, bucket_bytes)
+    DataParallel(model, methods, TrainSteps(session, model, methods, mode, warmup_steps, options)).attach()
     return model
 
 
 class DataParallel:
-    """What `data_parallel` adds to one model; hangs its methods before the model's own, on the instance."""
+    """What `data_parallel` adds to one model: its methods stand in for the model's own, on the instance.
 
-    def __init__(
-        self,
-        session: Session,
-        model: Any,
-        overlap: str,
-        compression: str | None,
-        bucket_bytes: int | None,
-        warmup_steps: int,
-    ) -> None:
-        self.session = session
+    Args:
+        model: The model.
+        methods: The model's own methods.
+        steps: The model's steps on all ranks.
+    """
+
+    def __init__(self, model: Any, methods: InstanceMethods, steps: TrainSteps) -> None:
+        self.session: Session = steps.session
         self.model = model
-        self._methods = InstanceMethods(model)
-        make_optimizer = functools.partial(
-            OverlappedOptimizer,
-            session,
-            compression=compression,
-            bucket_bytes=bucket_bytes,
-            warmup_steps=warmup_steps,
-        )
-        self._steps = TrainSteps(session, model, self._methods, overlap, make_optimizer)
-        self._set = False  # whether weights were set by the model's methods since the ranks last compared
+        self._methods = methods
+        self._steps = steps
+        self._set = False  # whether the model's methods have set weights since the ranks last compared them
         self._samples_before_fit = 0.0  # since the statistics were averaged
 
     # --- Attaching ------------------------------------------------------------------------------------
 
+    @staticmethod
+    def of(model: Any) -> DataParallel | None:
+        """Return what was attached to a model last, or None."""
+        found: DataParallel | None = vars(model).get("_hvpipe")
+        return found
+
     def attach(self) -> None:
-        """Replace methods on the model instance; its class and its saved form stay as they are."""
-        self.model._hvpipe = self
+        """Replace methods on the model instance."""
+        vars(self.model)["_hvpipe"] = self
         self._methods.replace("make_train_function", self._steps.make_train_function)
         if self.session.world.size == 1:
             self._methods.replace("train_step", self._steps.counted_train_step)
@@ -166,35 +185,31 @@ class DataParallel:
 
     # --- Around steps -------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
-        """Finish updates that wait for the next step; not collective."""
-        self._steps.flush()
-
     def begin_fit(self) -> None:
         """Go on with rank 0's state and epoch, whatever was loaded or set on some ranks; collective.
 
-        Where nobody has trained yet, the first step sees to the state. Statistics may differ after
-        `train_on_batch`: they become the mean.
+        Before the first step there is nothing to synchronise. After `train_on_batch`, BatchNormalization's
+        statistics may differ between ranks, so average them.
         """
         model, steps = self.model, self._steps
         steps.flush()
         self._set = False
         statistics = self._statistics()
         sums = checksums(model, statistics) if steps.ready else (0.0, 0.0)
-        # What BackupAndRestore found on rank 0, say.
-        row = np.array([[float(steps.ready), *sums, float(model._initial_epoch or 0)]])
-        self.session.engine.agree("begin of fit")
+        # The epoch is what BackupAndRestore found on rank 0, for example.
+        row = np.array([[float(steps.ready), *sums, float(initial_epoch(model))]])
+        self.session.engine.agree("start of fit")
         ready, weights, kept, epochs = self.session.engine.allgather(row).T
-        model._initial_epoch = int(epochs[0]) or None
+        set_initial_epoch(model, int(epochs[0]))
         steps.ready = bool(ready.all())
-        if not steps.ready or take_rank_0s(self.session, model, weights, "at the begin of fit"):
+        if not steps.ready or take_rank_0s(self.session, model, weights, "at the start of fit"):
             return
         if len(set(kept)) > 1:
             average_variables(self.session, statistics, self._samples_before_fit or 1.0)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Go on with rank 0's state where callbacks have set weights on some ranks; collective."""
-        when = f"at the begin of epoch {epoch + 1}"
+        """Go on with rank 0's state if callbacks have set weights on some ranks; collective."""
+        when = f"at the start of epoch {epoch + 1}"
         self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)
 
     def _take_rank_0s_if_set(self, anywhere: Sequence[float], when: str) -> None:
@@ -206,25 +221,27 @@ class DataParallel:
         take_rank_0s(self.session, self.model, self.session.engine.agree(f"weights {when}", weights), when)
 
     def end_epoch(self, epoch: int, logs: dict[str, Any] | None) -> None:
-        """Finish, then make statistics and logs those of all ranks."""
+        """Flush, then average statistics and logs over all ranks; collective."""
         self._steps.flush()
         samples = self._steps.train_counter.restart()
         self.session.engine.agree(f"end of epoch {epoch + 1}")
         average_variables(self.session, self._statistics(), samples)
         if logs:
-            # Keras puts the validation's results in as well; evaluate has made them those of all ranks.
+            # Keras adds the validation's results, which `evaluate` has averaged already.
             own = {name: value for name, value in logs.items() if not name.startswith("val_")}
             average_logs(self.session, own, samples, f"logs of epoch {epoch + 1}")
             logs.update(own)
 
     def _statistics(self) -> list[Any]:
-        """What layers keep beside weights; frozen weights, which are equal, are none of it."""
-        kept = {id(v): v for layer in self.model._flatten_layers() for v in layer._non_trainable_variables}
+        """Return what layers keep beside weights. Frozen weights, equal on all ranks, are not included."""
+        kept = {id(v): v for layer in layers_in(self.model) for v in own_statistics(layer)}
         return list(kept.values())
+
+    # --- The model's methods ------------------------------------------------------------------------------
 
     def _fit(self, *args: Any, **kwargs: Any) -> Any:
         model, own = self.model, self._methods.own("fit")
-        model._assert_compile_called("fit")
+        check_compiled(model, "fit")
         if not takes(own, "callbacks"):
             raise HvpipeError(
                 "fit should take callbacks, or hand **kwargs on to Keras, as data_parallel adds some. "
@@ -239,30 +256,33 @@ class DataParallel:
         try:
             return own(**given)
         except BaseException:
-            # The last step is whole, unless it is the one that failed; what peers owe it is under way.
+            # The last step is complete, unless it is the one that failed: its gradients are under way.
             with contextlib.suppress(Exception):
                 self._steps.flush()
             raise
 
     def _with_own_callbacks(self, callbacks: Any) -> Any:
-        """The callbacks of a `fit` and ours around them; collective."""
+        """Return the callbacks of a `fit` with ours around them; collective."""
         listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
         listed = with_one_writer(self.session, tf.nest.flatten(listed) if listed else [])
-        first = self._callback_for(listed)
-        last: list[Any] = [stop_together(self.session, listed), StartTogether(self)]
+        first = self._first_callback(listed)
+        last: list[Any] = [
+            stop_together(self.session, listed),
+            StartTogether(self.begin_fit, self.begin_epoch),
+        ]
         ours = [first, *listed, *last]
         if not isinstance(callbacks, keras.callbacks.CallbackList):
             return ours
         for callback in (first, *last):
             callback.set_model(self.model)
         callbacks.callbacks[:] = ours
-        callbacks._configure_async_dispatch(ours)
+        reconfigure_callbacks(callbacks, ours)
         return callbacks
 
-    def _callback_for(self, callbacks: list[Any]) -> EpochEnd:
+    def _first_callback(self, callbacks: list[Any]) -> FinishAtEpochEnd:
         readers = [type(c).__name__ for c in callbacks if reads_at_batches(c)]
-        if not readers or self._steps.overlap not in ("step", "stale"):
-            return EpochEnd(self)
+        if not readers or not self._steps.overlap.defers:
+            return FinishAtEpochEnd(self._steps.flush, self.end_epoch)
         if self.session.world.rank == 0:
             logger.warning(
                 "hvpipe: callback %s may read weights between steps, so every step is finished before it "
@@ -270,44 +290,44 @@ class DataParallel:
                 "does not, and sets nothing of the optimizer either.",
                 ", ".join(readers),
             )
-        return FinishBeforeBatchCallbacks(self)
+        return FinishAtEveryBatch(self._steps.flush, self.end_epoch)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         self._steps.flush()
-        when = "at the begin of evaluate"
+        when = "at the start of evaluate"
         if self._steps.ready:
             self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)
             average_variables(
                 self.session, self._statistics(), self._steps.train_counter.since_restart() or 1.0
             )
         elif all(self.session.engine.agree(f"{when}, before a step", float(is_built(self.model)))):
-            # Weights may have been loaded on rank 0 alone: figures of different models have no mean.
+            # Weights may have been loaded on rank 0 only: results of different models have no mean.
             broadcast_model(self.model)
         self._steps.test_counter.restart()
         return_dict, logs = self._as_dict("evaluate", args, kwargs)
         average_logs(self.session, logs, self._steps.test_counter.restart(), "results of evaluate")
-        return logs if return_dict else self.model._flatten_metrics_in_order(logs)
+        return logs if return_dict else metrics_in_order(self.model, logs)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        self._set = self._set and self._steps.ready  # the first step takes rank 0's anyway
+        self._set = self._set and self._steps.ready  # the first step takes rank 0's weights anyway
         before = self._steps.train_counter.total()
         return_dict, logs = self._as_dict("train_on_batch", args, kwargs)
-        if self._steps.overlap == "step":
-            # The caller may set the learning rate, read a layer or call the model next.
+        if self._steps.overlap.updates_in_next_step:
+            # The caller may next set the learning rate, read a layer or call the model.
             self._steps.flush()
         samples = self._steps.train_counter.total() - before
         anywhere = average_logs(
             self.session, logs, samples, "results of train_on_batch", note=float(self._set)
         )
         self._take_rank_0s_if_set(anywhere, "in this train_on_batch")
-        return logs if return_dict else self.model._flatten_metrics_in_order(logs)
+        return logs if return_dict else metrics_in_order(self.model, logs)
 
     def _as_dict(self, name: str, args: Any, kwargs: Any) -> tuple[bool, dict[str, Any]]:
-        """Call the model's own method for logs by name; whether that was asked for, and the logs."""
+        """Call the model's own method; return whether the caller wants a dict, and the logs by name."""
         own = self._methods.own(name)
         given = by_name(own, args, kwargs, functools.partial(getattr(keras.Model, name), self.model))
-        asked = bool(given.pop("return_dict", False))
-        return asked, dict(own(**given, return_dict=True))
+        wanted = bool(given.pop("return_dict", False))
+        return wanted, dict(own(**given, return_dict=True))
 
     def _compile(self, *args: Any, **kwargs: Any) -> Any:
         self._steps.flush()

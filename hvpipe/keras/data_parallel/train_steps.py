@@ -1,4 +1,4 @@
-"""The steps of `fit` on all ranks: the train function, and what is added inside of it."""
+"""The steps of `fit` on all ranks: the train function, and what is added inside a step."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.data_parallel.bucket_reducer import tables_of
-from hvpipe.keras.data_parallel.overlap import OverlappedOptimizer, applied_outside
+from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions, tables_of
+from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook, applied_outside
+from hvpipe.keras.data_parallel.overlap import BackwardOverlap, Overlap
 from hvpipe.keras.data_parallel.shards import SampleCounter, batch_of, fingerprint_of, first_leaf
+from hvpipe.keras.data_parallel.step_findings import StepFindings
+from hvpipe.keras.data_parallel.trace_ahead import TraceAhead
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.initial_state import start_equal, without_xla
 from hvpipe.keras.instance_methods import InstanceMethods
@@ -24,13 +28,19 @@ from hvpipe.session import Session
 
 logger = logging.getLogger("hvpipe")
 
+_MOST_PLANS = 3  # one by the model, one by what its graph tells; a third for another shape of batch
+
 
 class TrainSteps:
-    """Stands in for a model's `make_train_function`, `train_step` and `test_step`; hooks its optimizer.
+    """Stands in for a model's `make_train_function`, `train_step` and `test_step`, and hooks its optimizer.
 
-    `methods` holds the model's own; `make_optimizer` makes an OverlappedOptimizer of an optimizer, variables
-    and `overlap`. `ready` says whether the ranks have started equal, `overlap` what is in use: "backward"
-    where a train_step rules out the "step" that was asked for.
+    Args:
+        session: The ranks that train together.
+        model: A Keras model.
+        methods: The model's own methods.
+        overlap: The mode that was asked for.
+        warmup_steps: Exact steps before "stale" begins.
+        options: How gradients are cut into buckets and sent.
     """
 
     def __init__(
@@ -38,43 +48,48 @@ class TrainSteps:
         session: Session,
         model: Any,
         methods: InstanceMethods,
-        overlap: str,
-        make_optimizer: Callable[..., OverlappedOptimizer],
+        overlap: type[Overlap],
+        warmup_steps: int,
+        options: ReduceOptions,
     ) -> None:
         self.session = session
         self.model = model
         self.overlap = overlap
+        """The mode in use: "backward" if the model's train_step rules out the "step" that was asked for."""
         self.ready = False
-        # One rank is left its XLA, which reaches no variable on another device than the model's.
+        """Whether the ranks have started with equal state."""
+        # A single rank may use XLA, which reaches no variable on another device than the model's.
         with contextlib.nullcontext() if session.world.size == 1 else on_the_host():
             self.train_counter, self.test_counter = SampleCounter(), SampleCounter()
         self._methods = methods
-        self._make_optimizer = make_optimizer
-        self._optimizer: OverlappedOptimizer | None = None
-        self._refusing: Any = None  # the optimizer that refuses updates, as no step has hooked it yet
-        self._pending = False
+        self._warmup_steps = warmup_steps
+        self._options = options
+        self._hook: OptimizerHook | None = None
+        self._refusing: Any = None  # the optimizer that refuses updates until the first step hooks it
+        self._pending = False  # whether updates wait for the next step
         self._steps_seen = 0
         session.sample_counters.append(self.train_counter)
-        # Made of the first batch: by it, equal data on all ranks is found out.
+        # Of the first batch. If it is equal on all ranks, they probably read the same data.
         self._fingerprint = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_batch")
 
     def flush(self) -> None:
-        """Finish updates that wait for the next step. Not collective: what is waited for has been sent."""
-        if self._pending and self._optimizer is not None:
-            self._optimizer.flush()
+        """Do the updates that wait for the next step. Not collective: the gradients have been sent."""
+        if self._pending and self._hook is not None:
+            self._hook.flush()
         self._pending = False
 
     def unhook(self) -> None:
-        """Finish, and give the optimizer its own methods back."""
+        """Flush, and give the optimizer its own methods back."""
         self._end_refusal()
         self.flush()
-        if self._optimizer is not None:
-            self._optimizer.unhook()
+        if self._hook is not None:
+            self._hook.unhook()
 
     def refuse_outside(self) -> None:
         """Let the model's optimizer refuse updates until the first step hooks it.
 
-        In a loop outside of `fit` the ranks would train apart. One that is wrapped already reduces there too.
+        In a loop outside of `fit` the ranks would train apart. An optimizer that is wrapped in a
+        DistributedOptimizer reduces there too, and is left alone.
         """
         self._end_refusal()
         optimizer = getattr(self.model, "optimizer", None)
@@ -93,14 +108,14 @@ class TrainSteps:
     # --- The train function -------------------------------------------------------------------------------
 
     def make_train_function(self, force: bool = False) -> Any:
-        """Stand in for `model.make_train_function`: also prepares, checks and times what it makes."""
+        """Stand in for `model.make_train_function`: prepare, plan and time what Keras' function does."""
         model = self.model
         if model.train_function is not None and not force:
             return model.train_function
         without_xla(self.session, model)
         self._methods.own("make_train_function")(force=True)
         inner = model.train_function
-        model.train_function = self._timed(inner if self.session.world.size == 1 else self._checked(inner))
+        model.train_function = self._timed(inner if self.session.world.size == 1 else self._planned(inner))
         self.ready = False
         return model.train_function
 
@@ -109,20 +124,29 @@ class TrainSteps:
         without_xla(self.session, self.model)
         return self._methods.own("make_test_function")(force=force)
 
-    def _checked(self, inner: Callable[..., Any]) -> Callable[..., Any]:
-        """The train function; made again where tracing shows that some variables have no gradient."""
-        holder = [inner]
+    def _planned(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a train function that makes the ranks equal, and plans each new graph before it runs."""
+        function, ahead = inner, TraceAhead(inner)
 
         def train_function(iterator: Any) -> Any:
+            nonlocal function, ahead
             if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
-                # A generator that a failed trace would use up.
+                # Tracing must not use a generator up.
                 iterator = list(itertools.islice(iterator, self.model.steps_per_execution))
             if not self.ready:
                 self._prepare(batch_of(iterator))
-            logs = None
-            while logs is None:
-                logs = self._call_or_make_anew(holder, iterator)
-            self._pending = True
+            with self._telling_the_others():
+                for _ in range(_MOST_PLANS):
+                    if self._plan(ahead, iterator):
+                        break
+                    function = self._make_anew()
+                    ahead = TraceAhead(function)
+                else:
+                    raise HvpipeError(
+                        "train_step should have gradients for the same variables whenever it is traced. "
+                        f"Received: others in each of {_MOST_PLANS} traces"
+                    )
+                logs = self._run(function, iterator)
             self._steps_seen += 1
             if self._steps_seen == 1:
                 self._warn_of_equal_batches()
@@ -130,44 +154,27 @@ class TrainSteps:
 
         return train_function
 
-    def _call_or_make_anew(self, holder: list[Callable[..., Any]], iterator: Any) -> Any:
-        """The logs of a call; None if the train function was made again instead."""
-        waited, self._pending = self._pending, False  # the call finishes what waits
+    def _run(self, function: Callable[..., Any], iterator: Any) -> Any:
+        """Return the logs of a call, which first does the updates that wait."""
+        waited, self._pending = self._pending, False
         try:
-            return self._call(holder[0], iterator)
+            logs = function(iter(iterator) if isinstance(iterator, list) else iterator)
+        except Exception:
+            self._pending = waited  # also if the data had come to its end
+            raise
+        self._pending = True
+        return logs
+
+    @contextlib.contextmanager
+    def _telling_the_others(self) -> Iterator[None]:
+        """Let other ranks end with an error if this one fails after it announced a step."""
+        try:
+            yield
         except (StopIteration, tf.errors.OutOfRangeError):
-            self._pending = waited  # or not: the data had come to its end
             raise
         except Exception as error:
-            self._pending = waited
-            if not self._plan_anew():
-                self.session.engine.fail_if_announced(f"{type(error).__name__}: {error}")
-                raise
-        installed = self.model.train_function
-        self._methods.own("make_train_function")(force=True)
-        holder[0], self.model.train_function = self.model.train_function, installed
-        return None
-
-    def _plan_anew(self) -> bool:
-        """After a failed call: whether that was in tracing, and the optimizer is hooked now as it must be."""
-        assert self._optimizer is not None
-        others, early = self._optimizer.other_variables, self._optimizer.used_early
-        if early:
-            if self.session.world.rank == 0:
-                logger.warning(
-                    "hvpipe: train_step of model %s uses %s after the optimizer's update, which "
-                    'overlap="step" puts off to the next step: overlap="backward" is used instead.',
-                    self.model.name,
-                    ", ".join(early[:3]) + (" ..." if len(early) > 3 else ""),
-                )
-            self.overlap = "backward"
-            self._hook_optimizer(self._optimizer.reducer.variables)
-        elif others:
-            self._hook_optimizer(others)
-        return bool(early or others)
-
-    def _call(self, function: Callable[..., Any], iterator: Any) -> Any:
-        return function(iter(iterator) if isinstance(iterator, list) else iterator)
+            self.session.engine.fail_if_announced(f"{type(error).__name__}: {error}")
+            raise
 
     def _timed(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         durations_s = self.session.step_durations_s
@@ -177,7 +184,7 @@ class TrainSteps:
             begun_s = time.monotonic()
             logs = inner(iterator)
             ended_s = time.monotonic()
-            # From end to end, so that waiting for input counts; not over the pause between two epochs.
+            # From end to end, so that waiting for input counts; but not the pause between two epochs.
             steps = self.model.steps_per_execution
             since_s = last_s[0] if last_s[0] > begun_s - (ended_s - begun_s) else begun_s
             durations_s.extend([(ended_s - since_s) / steps] * steps)
@@ -186,29 +193,62 @@ class TrainSteps:
 
         return train_function
 
+    # --- The plan -----------------------------------------------------------------------------------------
+
     def _prepare(self, batch: Any) -> None:
         """Start from rank 0's state, and hook the optimizer; collective."""
         start_equal(self.session, self.model, batch)
         self._hook_optimizer(self.model.trainable_variables)
         self.ready = True
 
+    def _plan(self, ahead: TraceAhead, iterator: Any) -> bool:
+        """Trace what the call will run. If the graph does not fit the plan, plan anew and return False."""
+        hook = self._hook
+        assert hook is not None
+        misfit = next((f for f in hook.look(lambda: ahead.trace(iterator)) if not hook.fits(f)), None)
+        if misfit is None:
+            return True
+        if self.overlap.updates_in_next_step and misfit.must_update_at_once:
+            self.overlap = BackwardOverlap
+            self._warn_of_early_use(misfit)
+        self._hook_optimizer(misfit.trained)
+        return False
+
+    def _make_anew(self) -> Any:
+        """Return a new train function of the model's own, in place of one with a graph that must not run."""
+        installed = self.model.train_function
+        self._methods.own("make_train_function")(force=True)
+        made, self.model.train_function = self.model.train_function, installed
+        return made
+
     def _hook_optimizer(self, variables: Sequence[Any]) -> None:
+        """Hook the model's optimizer for variables that are expected to have gradients."""
         self.flush()
         self._end_refusal()
-        if self._optimizer is not None:
-            self._optimizer.unhook()
+        if self._hook is not None:
+            self._hook.unhook()
         if not variables:
             raise HvpipeError(
-                "Training wants at least one trainable variable. "
+                "Training needs at least one trainable variable. "
                 f"Received: model {self.model.name} without any"
             )
-        # Eagerly there is no next step's graph to put an update off to; the weights are the same.
-        eager = self.overlap == "step" and self.model.run_eagerly
-        overlap = "backward" if eager else self.overlap
-        self._optimizer = self._make_optimizer(
-            self.model.optimizer, variables, overlap=overlap, tables=tables_of(self.model)
+        # Run eagerly there is no graph of the next step to move an update to. The weights are the same.
+        eager = self.overlap.updates_in_next_step and self.model.run_eagerly
+        overlap = BackwardOverlap if eager else self.overlap
+        options = replace(self._options, tables=tables_of(self.model))
+        self._hook = OptimizerHook(
+            self.session, self.model.optimizer, variables, overlap(self._warmup_steps), options
         )
-        self._optimizer.hook()
+        self._hook.hook()
+
+    def _warn_of_early_use(self, findings: StepFindings) -> None:
+        if self.session.world.rank == 0:
+            logger.warning(
+                "hvpipe: train_step of model %s may use weights after the optimizer's update, which "
+                'overlap="step" would do in the next step: overlap="backward" is used instead. Received: %s',
+                self.model.name,
+                findings,
+            )
 
     def _warn_of_equal_batches(self) -> None:
         prints = self.session.engine.agree("fingerprint of the first batch", float(self._fingerprint.numpy()))
@@ -227,24 +267,24 @@ class TrainSteps:
         return self._methods.own("train_step")(data)
 
     def train_step(self, data: Any) -> Any:
-        """Stand in for `model.train_step`: what waits is finished first, then gradients are reduced."""
-        assert self._optimizer is not None
+        """Stand in for `model.train_step`: updates that wait come first, then gradients are reduced."""
+        assert self._hook is not None
         batch = first_leaf(data)
         first = self.train_counter.is_new()
         self._fingerprint.assign(
             tf.cond(first, lambda: fingerprint_of(batch), lambda: self._fingerprint.read_value())
         )
         samples = self.train_counter.add(batch)
-        data = self._optimizer.begin(samples, data)
+        data = self._hook.begin(samples, data)
         reductions = self.session.announcements
         logs = self._methods.own("train_step")(data)
-        if self.session.announcements == reductions:
+        if self.session.announcements == reductions and not self._hook.applied:
             raise HvpipeError(
                 "train_step should update with the optimizer given to compile, or with others wrapped in "
                 "hvpipe.keras.DistributedOptimizer: else the ranks train apart. "
                 f"Received: train_step of {type(self.model).__name__}, which reduces no gradient"
             )
-        self._optimizer.end()
+        self._hook.end()
         return logs
 
     def test_step(self, data: Any) -> Any:

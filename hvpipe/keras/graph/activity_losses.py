@@ -1,4 +1,4 @@
-"""What layers add to the loss by themselves, in the parts of a batch."""
+"""The losses that layers add by themselves, for micro-batches."""
 
 from __future__ import annotations
 
@@ -10,17 +10,29 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvpipe.keras import compat
+
+
+def may_add_losses(layers: Sequence[Any]) -> bool:
+    """Return whether any layer may add a loss: it has an activity regularizer, or is the user's own."""
+    return any(
+        getattr(layer, "activity_regularizer", None) is not None
+        or not type(layer).__module__.startswith("keras.")
+        for outer in layers
+        for layer in compat.layers_in(outer)
+    )
+
 
 def added_losses(operation: Any) -> list[Any]:
-    """What the call just made has added with `add_loss`."""
+    """Return what the latest call of a layer has added with `add_loss`."""
     if not isinstance(operation, keras.Layer):
         return []
-    return [loss for layer in operation._flatten_layers() for loss in layer._losses]
+    return [loss for layer in compat.layers_in(operation) for loss in compat.own_added_losses(layer)]
 
 
 @functools.cache
 def _keras_divides_activities() -> bool:
-    """Whether Keras divides an activity regularizer's loss by the samples; older versions do not."""
+    """Return whether Keras divides an activity regularizer's loss by the samples; older versions do not."""
     with tf.init_scope():
         layer = keras.layers.Identity(activity_regularizer=keras.regularizers.L1(1.0), name="asked")
         layer(tf.ones((2, 1)))
@@ -29,14 +41,19 @@ def _keras_divides_activities() -> bool:
 
 @contextlib.contextmanager
 def scaled_activities(layers: Sequence[Any], share_of: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Where Keras takes the sum over samples of what activities cost, let a part's make up for its share."""
+    """Scale activity regularizers, if Keras sums their losses over samples instead of averaging.
+
+    Args:
+        layers: The layers to change while the context is open.
+        share_of: Returns a tensor's share of the batch's samples, in a dtype.
+    """
     if _keras_divides_activities():
         yield
         return
     given = {
         layer: layer.activity_regularizer
         for outer in layers
-        for layer in outer._flatten_layers()
+        for layer in compat.layers_in(outer)
         if layer.activity_regularizer is not None
     }
 

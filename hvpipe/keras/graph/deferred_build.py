@@ -1,4 +1,4 @@
-"""Building a model without memory for its weights, and giving some of its layers theirs."""
+"""Builds a model without memory for its weights, and gives memory to the layers that this rank runs."""
 
 from __future__ import annotations
 
@@ -8,24 +8,31 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend.common import global_state
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras import compat
 from hvpipe.session import Session
-
-_WAITING = "uninitialized_variables"
 
 
 def build_without_memory(session: Session, build_model: Callable[[], Any]) -> Any:
-    """The model that `build_model()` returns, its variables without values; collective.
+    """Return the model that `build_model()` returns, with variables that have no values yet; collective.
 
-    All ranks draw the seeds that layers take from Python's generator as rank 0 does, so a weight starts
-    with the same value on whichever rank it comes to live, the one it has in the undivided model.
-    Raises HvpipeError where the function makes a variable from a value instead of an initializer, or gives
-    one of the model's a value, which would be lost.
+    Layers take their seeds from Python's generator, whose state is rank 0's on all ranks. So a weight gets
+    the initial value that it has in the undivided model, whichever rank it is on.
+
+    Args:
+        session: The session.
+        build_model: Takes no arguments and returns a Keras model.
+
+    Returns:
+        The model.
+
+    Raises:
+        HvpipeError: The function makes a variable from a value instead of an initializer, or assigns a value
+            to one of the model's variables, which would be lost.
     """
     random.setstate(session.engine.broadcast_object(random.getstate()))
-    model, assigned = _built(build_model)
+    model, assigned = _build(build_model)
     lost = next((v for v in variables_of([model]) if any(v is other for other in assigned)), None)
     if lost is not None:
         raise HvpipeError(
@@ -37,12 +44,12 @@ def build_without_memory(session: Session, build_model: Callable[[], Any]) -> An
 
 
 def without_memory(build_model: Callable[[], Any]) -> Any:
-    """What `build_without_memory` gives, on this rank alone, with seeds of its own, whatever was assigned."""
-    return _built(build_model)[0]
+    """Return a model like `build_without_memory`, on this rank alone; assigned values are ignored."""
+    return _build(build_model)[0]
 
 
-class _Recording(keras.StatelessScope):
-    """Gives variables no memory, and knows which ones were to be given values."""
+class _AssignmentRecorder(keras.StatelessScope):
+    """Gives variables no memory, and records which ones are assigned values."""
 
     def __init__(self) -> None:
         super().__init__(initialize_variables=False)
@@ -53,23 +60,21 @@ class _Recording(keras.StatelessScope):
         super().add_update(update)
 
 
-def _built(build_model: Callable[[], Any]) -> tuple[Any, list[Any]]:
-    """The model, and the variables that the function assigned values to."""
-    before = list(global_state.get_global_attribute(_WAITING, []))
-    try:
-        with _Recording() as scope:
-            model = build_model()
-    except ValueError as error:
-        if "create a variable" not in str(error):
-            raise
-        raise HvpipeError(
-            "build_model makes a variable from a value, not from an initializer, so its memory cannot be "
-            "left out; pass the model itself instead of the function. "
-            f"Received: {str(error).splitlines()[0]}"
-        ) from error
-    finally:
-        # Else the next scope of Keras's own that ends would give memory to all of them.
-        global_state.set_global_attribute(_WAITING, before)
+def _build(build_model: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    """Return the model, and the variables that the function assigned values to."""
+    # Otherwise the next scope of Keras's own that ends would give memory to all of the model's variables.
+    with compat.uninitialized_variables_kept():
+        try:
+            with _AssignmentRecorder() as scope:
+                model = build_model()
+        except ValueError as error:
+            if "create a variable" not in str(error):
+                raise
+            raise HvpipeError(
+                "build_model makes a variable from a value, not from an initializer, so its memory cannot be "
+                "left out; pass the model itself instead of the function. "
+                f"Received: {str(error).splitlines()[0]}"
+            ) from error
     if not isinstance(model, keras.Model):
         raise HvpipeError(
             f"build_model should return a Keras model. Received: {type(model).__name__} from it"
@@ -78,64 +83,68 @@ def _built(build_model: Callable[[], Any]) -> tuple[Any, list[Any]]:
 
 
 def give_memory(layers: Iterable[Any]) -> None:
-    """Give the variables of these layers, which have none yet, their initial values."""
+    """Give the variables of these layers their initial values, unless they have values."""
     for variable in variables_of(layers):
-        if variable._value is None:
-            variable._deferred_initialize()
+        if not compat.has_memory(variable):
+            compat.initialize_now(variable)
 
 
-class _Elsewhere:
-    """In place of the initializer of a variable that lives on other ranks alone.
+class _RaisingInitializer:
+    """The initializer of a variable that other ranks hold: raises an error.
 
-    Keras takes a new initial value where a graph reads a variable without memory.
+    Keras calls the initializer when a graph reads a variable without memory.
     """
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise reads_foreign(self._path)
+        raise foreign_weight_error(self._path)
 
 
-def reads_foreign(path: str) -> HvpipeError:
-    """What is told where a stage reads a weight of another stage's layers."""
+def foreign_weight_error(path: str) -> HvpipeError:
+    """Return the error for a stage that reads a weight of another stage's layers."""
     return HvpipeError(
-        "A stage should read the weights of its own layers alone: those of another stage's that a function, "
-        "Lambda or loss reads would get no gradient of that. Let a layer that holds the weight do what reads "
-        "it, and call that layer in the model; stages may share it. "
+        "A stage should read only the weights of its own layers. A function, Lambda or loss that reads a "
+        "weight of another stage gives it no gradient. Let a layer that holds the weight do what reads it, "
+        "and call that layer in the model; stages may share it. "
         f"Received: {path}, of another stage"
     )
 
 
 def leave_to_others(layers: Iterable[Any]) -> None:
-    """Let no graph on this rank read those variables of these layers that have no memory here."""
+    """Let graphs on this rank raise an error when they read variables that have no memory here."""
     for variable in variables_of(layers):
-        if variable._value is None:
-            variable._initializer = _Elsewhere(variable.path)
+        if not compat.has_memory(variable):
+            compat.set_initializer(variable, _RaisingInitializer(variable.path))
 
 
 @contextlib.contextmanager
 def lent_memory(layers: Iterable[Any]) -> Iterator[None]:
-    """Give the variables of these layers that have no memory theirs, and take it back at the end."""
-    lent = [(v, v._initializer) for v in variables_of(layers) if v._value is None]
+    """Give memory to variables of these layers that have none, and take it back at the end."""
+    lent = [(v, compat.initializer_of(v)) for v in variables_of(layers) if not compat.has_memory(v)]
     try:
         for variable, _ in lent:
-            variable._deferred_initialize()
+            compat.initialize_now(variable)
         yield
     finally:
         for variable, initializer in lent:
-            variable._value, variable._initializer = None, initializer
+            compat.drop_memory(variable)
+            compat.set_initializer(variable, initializer)
 
 
 def variables_of(layers: Iterable[Any]) -> list[Any]:
-    """All variables of these layers, each once, the states of seed generators among them."""
+    """Return all variables of these layers, each once, with the states of seed generators."""
     found = {id(v): v for layer in layers for v in layer.variables}
     return list(found.values())
 
 
 def weights_of(layers: Iterable[Any]) -> list[Any]:
-    """Those variables that are made to be trained, frozen or not; others are statistics and seeds."""
+    """Return the variables that are made to be trained, frozen or not; without statistics and seeds."""
     found = {
-        id(v): v for layer in layers for inner in layer._flatten_layers() for v in inner._trainable_variables
+        id(v): v
+        for layer in layers
+        for inner in compat.layers_in(layer)
+        for v in compat.own_trainable_variables(inner)
     }
     return list(found.values())

@@ -1,4 +1,4 @@
-"""A functional model as a graph of layer calls, nested models opened: what a partitioner cuts."""
+"""A functional model as a graph of layer calls, with nested models opened. Partitioners cut this graph."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.models.functional import Functional
-from keras.src.ops.core import Cast
-from keras.src.ops.symbolic_arguments import SymbolicArguments
-from keras.src.utils.naming import to_snake_case
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras import compat
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What travels: shape (None where it depends on the batch) and dtype of a tensor of the model.
+    """A tensor of the model.
 
-    `mask_shape` is that of the Keras mask that goes with it, if one does. Without `of_samples` the first
-    axis, where it is None, is something else than the samples: say, time folded into them.
+    Attributes:
+        shape: Its shape; None for axes that depend on the batch.
+        dtype: Its dtype.
+        mask_shape: The shape of its Keras mask, if it has one.
+        of_samples: Whether the first axis, if it is None, counts samples. It does not if, say, time is
+            folded into it.
     """
 
     shape: tuple[int | None, ...]
@@ -30,12 +31,8 @@ class TensorSpec:
     mask_shape: tuple[int | None, ...] | None = None
     of_samples: bool = True
 
-    @property
-    def differentiable(self) -> bool:
-        return self.dtype in ("float16", "bfloat16", "float32", "float64")
-
     def nbytes(self, samples: int) -> int:
-        """Bytes of the tensor for so many samples; every unknown axis counts as many."""
+        """Return the bytes of the tensor; every unknown axis counts as `samples`."""
         count = 1
         for axis in self.shape:
             count *= samples if axis is None else axis
@@ -44,22 +41,32 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer (or operation). Tensors are numbers into `LayerGraph.tensors`.
+    """One call of a layer or operation.
 
-    `reads` and `writes` pair them with the ids of the KerasTensors that stand for them in the arguments.
+    Attributes:
+        name: A name that is unique in the graph.
+        operation: The Keras layer or operation.
+        arguments: Keras's SymbolicArguments: the arguments of the call, with KerasTensors in them.
+        reads: The tensors it reads: numbers in `LayerGraph.tensors`, each with the id of the KerasTensor
+            that stands for it in the arguments.
+        writes: The tensors it makes, likewise.
     """
 
     name: str
     operation: Any
-    arguments: Any  # Keras's SymbolicArguments: the call's arguments with KerasTensors in them
+    arguments: Any
     reads: tuple[tuple[int, int], ...]
     writes: tuple[tuple[int, int], ...]
 
     def __call__(self, values: Mapping[int, Any], training: bool) -> list[Any]:
-        """The outputs, flat, given the values of the tensors by their numbers.
+        """Return the flat outputs.
 
-        As in Keras, the mode of the whole model wins over a `training=` that a layer was called with, which
-        is also where Keras notes a default: Dropout's is False.
+        As in Keras, the mode of the whole model overrides a `training=` in the call. Keras also stores
+        defaults there: Dropout's is False.
+
+        Args:
+            values: The values of tensors by number.
+            training: Whether to run in training mode.
         """
         args, kwargs = self.arguments.fill_in({key: values[number] for number, key in self.reads})
         if _takes_training(self.operation):
@@ -69,7 +76,15 @@ class Call:
 
 @dataclass(frozen=True)
 class LayerGraph:
-    """Calls in a topological order; `inputs` and `outputs` are the model's tensors, flat, by number."""
+    """A model's calls in topological order.
+
+    Attributes:
+        name: The model's name.
+        calls: The calls.
+        tensors: All tensors of the model.
+        inputs: The numbers of the model's flat inputs.
+        outputs: The numbers of the model's flat outputs.
+    """
 
     name: str
     calls: tuple[Call, ...]
@@ -78,22 +93,22 @@ class LayerGraph:
     outputs: tuple[int, ...]
 
     def makers(self) -> dict[int, int]:
-        """The call that makes each tensor; the model's inputs have none."""
-        return {number: place for place, call in enumerate(self.calls) for number, _ in call.writes}
+        """Return the index of the call that makes each tensor. No call makes the model's inputs."""
+        return {number: index for index, call in enumerate(self.calls) for number, _ in call.writes}
 
-    def layers(self, places: Sequence[int]) -> list[Any]:
-        """The layers of these calls, each once, in order. Operations without state are left out."""
-        found = {id(self.calls[p].operation): self.calls[p].operation for p in places}
+    def layers(self, calls: Sequence[int]) -> list[Any]:
+        """Return the layers of these calls, each once, in order, without stateless operations."""
+        found = {id(self.calls[p].operation): self.calls[p].operation for p in calls}
         return [operation for operation in found.values() if isinstance(operation, keras.Layer)]
 
     def whole_models(self) -> list[str]:
-        """The names of the calls of nested models that could not be opened."""
+        """Return the names of the calls of nested models that could not be opened."""
         return [call.name for call in self.calls if functional_of(call.operation) is not None]
 
     def sized(self, inputs: Sequence[Sequence[int | None]]) -> tuple[TensorSpec, ...] | None:
-        """The tensors where the model's inputs have these shapes; None where Keras cannot tell.
+        """Return the tensors for model inputs of these shapes; None if Keras cannot infer them.
 
-        Sizes of masks stay as they are.
+        The shapes of masks stay as they are.
         """
         known = {
             number: keras.KerasTensor(shape, self.tensors[number].dtype)
@@ -104,21 +119,21 @@ class LayerGraph:
                 args, kwargs = call.arguments.fill_in({key: known[number] for number, key in call.reads})
                 found = keras.tree.flatten(call.operation.compute_output_spec(*args, **kwargs))
                 known.update((number, x) for (number, _), x in zip(call.writes, found, strict=True))
-        except Exception:  # of any layer, which was made to be called with other shapes
+        except Exception:  # any layer may refuse shapes it was not made for
             return None
         return tuple(replace(spec, shape=tuple(known[n].shape)) for n, spec in enumerate(self.tensors))
 
     def all_layers(self) -> list[Any]:
-        """The layers of all calls, each once."""
+        """Return the layers of all calls, each once."""
         return self.layers(range(len(self.calls)))
 
     def edges(self) -> list[tuple[int, int]]:
-        """Pairs of calls, each from the maker of a tensor to one that reads it."""
+        """Return pairs of call indices: the maker of a tensor, and a call that reads it."""
         makers = self.makers()
         return sorted(
             {
-                (makers[number], place)
-                for place, call in enumerate(self.calls)
+                (makers[number], index)
+                for index, call in enumerate(self.calls)
                 for number, _ in call.reads
                 if number in makers
             }
@@ -126,10 +141,17 @@ class LayerGraph:
 
 
 def layer_graph(model: Any) -> LayerGraph:
-    """The graph of a functional or sequential Keras model.
+    """Return the graph of a functional or Sequential Keras model, with nested functional models opened.
 
-    Nested functional models are opened, each call of one by itself. Raises HvpipeError for a model that
-    has no graph (subclassed, or Sequential without an input shape): says how to make it functional.
+    Args:
+        model: The model.
+
+    Returns:
+        The graph.
+
+    Raises:
+        HvpipeError: Keras does not know the model's graph: it is subclassed, or Sequential without an input
+            shape. The message tells how to make it functional.
     """
     functional = functional_of(model)
     if functional is None:
@@ -146,13 +168,16 @@ def layer_graph(model: Any) -> LayerGraph:
     builder.add(functional, table, "")
     outputs = tuple(table[id(x)] for x in functional.outputs)
     graph = LayerGraph(_own_name(model), tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
-    # Inside, sizes are as open as its inputs leave them.
+    # A nested model may leave sizes open that are known at its call.
     known = graph.sized([graph.tensors[number].shape for number in inputs]) if builder.opened_wider else None
     return _with_folded(graph if known is None else replace(graph, tensors=known))
 
 
 def _with_folded(graph: LayerGraph) -> LayerGraph:
-    """Find the tensors whose first axis is not that of the samples. No layer of Keras's own makes such."""
+    """Return the graph with `of_samples` set: tensors are inferred for 2 and 3 samples and compared.
+
+    Keras's own layers always keep the samples on the first axis.
+    """
     if all(isinstance(call.operation, keras.Layer) and _is_known(call.operation) for call in graph.calls):
         return graph
     two, three = (
@@ -172,33 +197,38 @@ def _with_folded(graph: LayerGraph) -> LayerGraph:
 
 
 def _is_known(layer: Any) -> bool:
-    """Of Keras's own layers all but Lambda."""
+    """Return whether a layer is one of Keras's, other than Lambda."""
     return type(layer).__module__.startswith("keras.") and not isinstance(layer, keras.layers.Lambda)
 
 
 class _Builder:
-    """Collects calls and numbers tensors: of a model that is called twice each call has its own."""
+    """Collects calls and numbers tensors. If a model is called twice, its calls and tensors appear twice."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.tensors: list[TensorSpec] = []
-        self.opened_wider = False  # a nested model whose inputs leave sizes open that are known
+        self.opened_wider = False  # an opened model's inputs leave sizes open that its call fixes
         self._names: dict[str, int] = {}
 
     def tensor(self, symbolic: Any) -> int:
-        mask = getattr(symbolic, "_keras_mask", None)
+        """Number a new tensor like a KerasTensor."""
+        mask = compat.get_keras_mask(symbolic)
         mask_shape = None if mask is None else tuple(mask.shape)
         self.tensors.append(TensorSpec(tuple(symbolic.shape), symbolic.dtype, mask_shape))
         return len(self.tensors) - 1
 
     def add(self, functional: Any, table: dict[int, int], prefix: str) -> None:
-        """Add the calls of a functional model, of whose tensors `table` holds the inputs' numbers by id."""
-        for depth in sorted(functional._nodes_by_depth, reverse=True):
-            for node in functional._nodes_by_depth[depth]:
+        """Add the calls of a functional model.
+
+        `table` maps the ids of its KerasTensors to numbers. It holds the inputs, and gets all others.
+        """
+        nodes_by_depth = compat.nodes_by_depth(functional)
+        for depth in sorted(nodes_by_depth, reverse=True):
+            for node in nodes_by_depth[depth]:
                 if node.operation is None or node.is_input:
                     continue
                 if any(id(x) not in table for x in node.input_tensors):
-                    continue  # of another use of a shared layer
+                    continue  # a call of a shared layer outside this model
                 inner = functional_of(node.operation)
                 if inner is not None and _can_be_opened(node, inner):
                     self._open(node, inner, table, prefix)
@@ -233,7 +263,7 @@ class _Builder:
             table[id(y)] = of_inner[id(x)]
 
     def _entering(self, inner: Any, given: Any, table: dict[int, int], prefix: str) -> int:
-        """The number of what stands for a nested model's input: Keras casts what goes in to its dtype."""
+        """Return the number of a nested model's input, after a cast if it has another dtype, as in Keras."""
         number = table[id(given)]
         if given.dtype == inner.dtype:
             return number
@@ -242,8 +272,8 @@ class _Builder:
         self.calls.append(
             Call(
                 name=self._unique(f"{prefix}cast"),
-                operation=Cast(inner.dtype),
-                arguments=SymbolicArguments(given),
+                operation=compat.Cast(inner.dtype),
+                arguments=compat.SymbolicArguments(given),
                 reads=((number, id(given)),),
                 writes=((len(self.tensors) - 1, id(inner)),),
             )
@@ -251,28 +281,35 @@ class _Builder:
         return len(self.tensors) - 1
 
     def _unique(self, name: str) -> str:
-        """A layer of a name that there is already, or that is called again, gets a number."""
+        """Return a name with a number appended, if the name was used before."""
         self._names[name] = self._names.get(name, 0) + 1
         return name if self._names[name] == 1 else f"{name}#{self._names[name]}"
 
 
 def _own_name(operation: Any) -> str:
-    """Without the number that Keras gives to what has no name: it counts all that the process has made."""
-    kind = to_snake_case(type(operation).__name__)
+    """Return an operation's name without the number that Keras appends to default names.
+
+    The number counts the operations that the process has made, so it differs between ranks.
+    """
+    kind = compat.to_snake_case(type(operation).__name__)
     return kind if re.fullmatch(rf"{kind}_\d+", operation.name) else str(operation.name)
 
 
 def functional_of(operation: Any) -> Any:
-    """The functional model that an operation is or (Sequential) holds; None where it is none."""
-    # A subclass with a call of its own does more than its graph says.
+    """Return the functional model that an operation is, or that a Sequential holds; otherwise None."""
+    # A subclass with its own `call` does more than its graph says.
     call = getattr(type(operation), "call", None)
     if isinstance(operation, keras.Sequential):
-        return operation._functional if operation.built and call is keras.Sequential.call else None
-    return operation if isinstance(operation, Functional) and call is Functional.call else None
+        is_plain = operation.built and call is keras.Sequential.call
+        return compat.functional_inside(operation) if is_plain else None
+    return operation if isinstance(operation, compat.Functional) and call is compat.Functional.call else None
 
 
 def _can_be_opened(node: Any, inner: Any) -> bool:
-    """Only tensors go in, without masks (which inner layers would have to be given)."""
+    """Return whether a call of a nested model can be opened: it gets only tensors, and no masks.
+
+    With a mask, each inner layer would have to be given it.
+    """
     given = [x for x in node.input_tensors if getattr(x, "_keras_mask", None) is not None]
     flat = keras.tree.flatten(node.arguments.args[0]) if len(node.arguments.args) == 1 else []
     more = {name for name, value in node.arguments.kwargs.items() if value is not None}
@@ -281,14 +318,11 @@ def _can_be_opened(node: Any, inner: Any) -> bool:
 
 
 def _fits(given: Any, wanted: Any) -> bool:
-    """What is given has all sizes that are wanted; others may be left open."""
+    """Return whether a tensor has the sizes that an input fixes."""
     sizes = list(zip(given.shape, wanted.shape, strict=False))
     return len(given.shape) == len(wanted.shape) and all(want in (None, size) for size, want in sizes)
 
 
 def _takes_training(operation: Any) -> bool:
-    """Every layer does: Keras hands the mode to the layers inside even where `call` has no such argument."""
-    return isinstance(operation, keras.Layer) and (
-        "training" in getattr(operation, "_call_context_args", ())
-        or bool(getattr(operation, "_call_has_training_arg", False))
-    )
+    """Return whether a call takes `training`. All layers do: Keras hands the mode on to layers inside."""
+    return isinstance(operation, keras.Layer) and compat.takes_training(operation)

@@ -1,4 +1,4 @@
-"""Targets of a pipeline's batches: flat, in words, and as the rank has them whose batches count."""
+"""Targets and sample weights of a pipeline's batches: flattened, described, and agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError, MismatchError
-from hvpipe.keras.pipeline.step import Batch
+from hvpipe.keras.pipeline.microbatches import Batch
 from hvpipe.session import Session
 
 
 def flat_targets(structure: Any) -> list[Any]:
-    """The tensors of (y, sample_weight), without what is None."""
+    """Return the tensors of (y, sample_weight), without those that are None."""
     return [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(structure) if leaf is not None]
 
 
 def check_samples(batch: Batch) -> None:
-    """Micro-batches are cut from all tensors alike."""
+    """Raise HvpipeError unless all tensors of a batch have as many samples: they are cut alike."""
     inputs, targets = ([x.shape[0] if x.shape else 0 for x in of] for of in (batch.inputs, batch.targets))
     if {*inputs, *targets} != {batch.samples}:
         raise HvpipeError(
@@ -29,34 +29,58 @@ def check_samples(batch: Batch) -> None:
         )
 
 
-def paths_of(structure: Any) -> list[Any]:
-    """Where in (y, sample_weight) which target is, the flat order of which says nothing by itself."""
-    return [path for path, leaf in keras.tree.flatten_with_path(structure) if leaf is not None]
-
-
-def in_words(structure: Any, signature: Sequence[Any]) -> str:
-    """The structure, dtypes and axes of (y, sample_weight), in words that differ where these do."""
+def describe_targets(structure: Any, signature: Sequence[Any]) -> str:
+    """Describe the structure, dtypes and axes of (y, sample_weight); equal texts mean equal targets."""
     named = [
         f"{'/'.join([('y', 'sample_weight')[int(path[0])], *map(str, path[1:])])} of {spec.dtype.name} "
         f"with {spec.shape.rank} {'axis' if spec.shape.rank == 1 else 'axes'}"
-        for path, spec in zip(paths_of(structure), signature, strict=True)
+        for path, spec in zip(_paths(structure), signature, strict=True)
     ]
     return ", ".join(named) or "no targets"
 
 
-def signature_of_feeder(session: Session, feeder: int, step: str, structure: Any, batch: Batch) -> list[Any]:
-    """What a batch's flat targets look like on world rank `feeder`, whatever the batch size; collective.
+def common_signature(
+    structure: Any, signature: Sequence[Any], other_structure: Any, other_signature: Sequence[Any]
+) -> list[Any] | None:
+    """Return a signature for both kinds of targets, with axes open that differ.
 
-    `step` says what all ranks are at. A rank reads the targets that the feeder sends as those of its own
-    batch: their sizes may differ, but MismatchError is raised where structures, dtypes or axes do.
+    None if structures, dtypes or numbers of axes differ.
+    """
+    if _paths(structure) != _paths(other_structure):
+        return None
+    pairs = list(zip(signature, other_signature, strict=True))
+    if any(own.dtype != other.dtype or own.shape.rank != other.shape.rank for own, other in pairs):
+        return None
+    return [
+        tf.TensorSpec([m if m == n else None for m, n in zip(own.shape, other.shape, strict=True)], own.dtype)
+        for own, other in pairs
+    ]
+
+
+def agreed_signature(session: Session, data_rank: int, step: str, structure: Any, batch: Batch) -> list[Any]:
+    """Return a tf.TensorSpec for each flat target of `data_rank`, with the batch size open; collective.
+
+    Args:
+        session: The session.
+        data_rank: The world rank whose batches count.
+        step: Names the step, which must be the same on all ranks.
+        structure: (y, sample_weight) of this rank's batch.
+        batch: This rank's batch. Its sizes may differ from the data rank's.
+
+    Returns:
+        The signature.
+
+    Raises:
+        MismatchError: Structure, dtypes or numbers of axes differ between ranks. A rank unpacks the targets
+            of `data_rank` by the structure of its own batch, so these must agree.
     """
     mine = [tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in batch.targets]
-    said = in_words(structure, mine), [spec.shape.as_list() for spec in mine]
-    number = float(zlib.crc32(repr(said).encode()))
-    told = session.engine.agree(f"{step} on a batch of {batch.samples}", number)
-    if len(set(told)) == 1:
+    described = describe_targets(structure, mine), [spec.shape.as_list() for spec in mine]
+    checksum = float(zlib.crc32(repr(described).encode()))
+    checksums = session.engine.agree(f"{step} on a batch of {batch.samples}", checksum)
+    if len(set(checksums)) == 1:
         return mine
-    everyone = session.engine.allgather_object(said)
+    everyone = session.engine.allgather_object(described)
     words = [theirs for theirs, _ in everyone]
     other = next((rank for rank, theirs in enumerate(words) if theirs != words[0]), None)
     if other is not None:
@@ -64,5 +88,10 @@ def signature_of_feeder(session: Session, feeder: int, step: str, structure: Any
             f"A {step} wants targets and sample weights of the same structure and dtypes on all ranks. "
             f"Received: {words[0]} on rank 0 and {words[other]} on rank {other}"
         )
-    _, shapes = everyone[feeder]
+    _, shapes = everyone[data_rank]
     return [tf.TensorSpec(shape, spec.dtype) for shape, spec in zip(shapes, mine, strict=True)]
+
+
+def _paths(structure: Any) -> list[Any]:
+    """Return the path of each target in (y, sample_weight)."""
+    return [path for path, leaf in keras.tree.flatten_with_path(structure) if leaf is not None]

@@ -1,4 +1,13 @@
-"""Checkpoints of a pipeline: each rank writes its own part, and any other layout can go on from them."""
+"""Checkpoints of a pipeline: each rank writes its own part, and any layout can continue from them.
+
+A folder holds an index and the shards that it names:
+
+    checkpoint.json      the model's variables, the optimizer, and which shard holds what
+    000007-2.npz         what rank 2 wrote in the 7th save, by the names of state_names.py
+
+Shards have new names in every save. The index is replaced when all of them are complete; until then the
+folder holds the old checkpoint. Shards that the index does not name are removed last.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +26,11 @@ import tensorflow as tf
 
 from hvpipe.config_file import Table, read_document, write_document
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.pipeline.state_names import Holdings, Place, number_in, together
+from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
+from hvpipe.keras.pipeline.state_names import ModelVariable, RankState, number_in
 from hvpipe.keras.seeds import own_seed
 from hvpipe.session import Session
 
-# A folder holds an index and the shards that it names:
-#
-#   checkpoint.json      the model's variables, the optimizer, and which shard has what
-#   000007-2.npz         what rank 2 wrote in the 7th save, by the names of pipeline_state
-#
-# Shards have new names in every save, and the index is replaced when all of them are complete: until then
-# the folder is the checkpoint that it was. Only then shards that no index names are removed.
 INDEX = "checkpoint.json"
 FORMAT, VERSION = "hvpipe-checkpoint", 1
 _SHARD = re.compile(r"\.?(\d{6,})-\d+\.npz(\.partial)?")
@@ -35,7 +38,7 @@ _SHARD = re.compile(r"\.?(\d{6,})-\d+\.npz(\.partial)?")
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of a checkpoint, its size, and the names of what it holds."""
+    """A file of a checkpoint: its name, its size, and the names of the values in it."""
 
     file: str
     size_bytes: int
@@ -43,58 +46,76 @@ class Shard:
 
 
 def save_checkpoint(
-    session: Session, folder: str | os.PathLike[str], model_name: str, holdings: Holdings, optimizer: Any
+    session: Session, folder: str | os.PathLike[str], model_name: str, state: RankState, optimizer: Any
 ) -> None:
-    """Write all ranks' state into a folder that all of them see; collective.
+    """Write the state of all ranks; collective.
 
-    Raises HvpipeError, on all ranks, where that fails; the checkpoint before it is then still there.
+    Args:
+        session: The session.
+        folder: A folder that all ranks see.
+        model_name: The model's name.
+        state: This rank's state.
+        optimizer: This rank's optimizer; None before `compile`.
+
+    Raises:
+        HvpipeError: Writing failed. Raised on all ranks; the old checkpoint is still there.
     """
     path = Path(folder)
     rank = session.world.rank
     what = f"saving a checkpoint in {path}"
-    serial = together(session, what, lambda: _next_serial(path) if rank == 0 else 0)
+    serial = on_all_ranks(session, what, lambda: _next_serial(path) if rank == 0 else 0)
     serial = session.engine.broadcast_object(serial)
-    shard = together(
-        session, what, lambda: _write_shard(path, f"{serial:06d}-{rank}.npz", _to_write(holdings, rank))
+    shard = on_all_ranks(
+        session, what, lambda: _write_shard(path, f"{serial:06d}-{rank}.npz", _to_write(state, rank))
     )
     shards = session.engine.allgather_object(shard)
 
     def finish() -> None:
         if rank == 0:
             _check_shards(path, shards)
-            write_document(path / INDEX, _index(model_name, holdings, optimizer, shards))
+            write_document(path / INDEX, _index(model_name, state, optimizer, shards))
             _remove_others(path, shards)
 
-    together(session, what, finish)
+    on_all_ranks(session, what, finish)
 
 
 def load_checkpoint(
-    session: Session, folder: str | os.PathLike[str], holdings: Holdings, optimizer: Any
+    session: Session, folder: str | os.PathLike[str], state: RankState, optimizer: Any
 ) -> bool:
-    """Give this rank its part of a checkpoint's state; whether the optimizer's was in it. Collective.
+    """Read this rank's part of a checkpoint; collective.
 
-    Raises HvpipeError, on all ranks and before anything is changed, where the folder has no whole
-    checkpoint, or one of another model or optimizer.
+    Args:
+        session: The session.
+        folder: A folder that all ranks see.
+        state: This rank's state, whose variables get the values.
+        optimizer: This rank's optimizer; None before `compile`.
+
+    Returns:
+        Whether the optimizer's state was read.
+
+    Raises:
+        HvpipeError: The checkpoint is incomplete, or of another model or optimizer. Raised on all ranks,
+            before anything has changed.
     """
     path = Path(folder)
-    values = together(
+    values = on_all_ranks(
         session,
         f"loading the checkpoint in {path}",
-        lambda: _read(path, holdings, optimizer, session.world.rank),
+        lambda: _read(path, state, optimizer, session.world.rank),
     )
     for name, value in values.items():
-        holdings.named[name].assign(value)
-    return any(name in holdings.optimizer for name in values)
+        state.named[name].assign(value)
+    return any(name in state.optimizer for name in values)
 
 
 # Writing ----------------------------------------------------------------------------------------------------
 
 
-def _to_write(holdings: Holdings, rank: int) -> dict[str, Any]:
-    """What this rank saves. Of statistics and seeds, in which holders may differ, each holder its own."""
-    found = {name: holdings.named[name] for name in sorted(holdings.owned)}
-    for name, variable in holdings.weights.items():
-        if name not in found and name in holdings.apart:
+def _to_write(state: RankState, rank: int) -> dict[str, Any]:
+    """Return what this rank saves: what it owns, and its own statistics and seeds."""
+    found = {name: state.named[name] for name in sorted(state.owned)}
+    for name, variable in state.weights.items():
+        if name not in found and name in state.may_differ:
             found[f"{name}@{rank}"] = variable
     return found
 
@@ -105,7 +126,7 @@ def _next_serial(folder: Path) -> int:
 
 
 def _write_shard(folder: Path, name: str, variables: Mapping[str, Any]) -> Shard:
-    """Write a .npz, one array at a time; it has its name when it is complete."""
+    """Write a .npz, one array at a time. It gets its name when it is complete."""
     partial = folder / f".{name}.partial"
     try:
         with open(partial, "wb") as file:
@@ -122,29 +143,29 @@ def _write_shard(folder: Path, name: str, variables: Mapping[str, Any]) -> Shard
 
 
 def _plain(array: Any) -> Any:
-    """bfloat16 and its like, of which NumPy knows nothing, as the integers of their bits."""
+    """Return an array that NumPy can save: bfloat16 and the like become integers with the same bits."""
     found = np.asarray(array)
     return found if found.dtype.kind in "biufc" else found.view(f"u{found.dtype.itemsize}")
 
 
-def _index(model_name: str, holdings: Holdings, optimizer: Any, shards: Sequence[Shard]) -> dict[str, Any]:
+def _index(model_name: str, state: RankState, optimizer: Any, shards: Sequence[Shard]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
         "model": model_name,
-        "variables": [_described(place) for place in holdings.places],
+        "variables": [_described(one) for one in state.variables],
         "optimizer": "" if optimizer is None else type(optimizer).__name__,
         "shards": [{"file": s.file, "bytes": s.size_bytes, "names": list(s.names)} for s in shards],
     }
 
 
-def _described(place: Place) -> dict[str, Any]:
-    variable = place.variable
+def _described(one: ModelVariable) -> dict[str, Any]:
+    variable = one.variable
     return {
         "path": variable.path,
         "shape": list(variable.shape),
         "dtype": keras.backend.standardize_dtype(variable.dtype),
-        "holders": list(place.holders),
+        "holders": list(one.holders),
     }
 
 
@@ -159,63 +180,64 @@ def _remove_others(folder: Path, shards: Iterable[Shard]) -> None:
 # Reading ----------------------------------------------------------------------------------------------------
 
 
-def _read(folder: Path, holdings: Holdings, optimizer: Any, rank: int) -> dict[str, Any]:
-    """The values of this rank's variables, by name, all checked."""
+def _read(folder: Path, state: RankState, optimizer: Any, rank: int) -> dict[str, Any]:
+    """Return the values of this rank's variables by name, after all checks."""
     if not (folder / INDEX).exists():
         raise HvpipeError(
-            f"A checkpoint should have an index, {INDEX}, which is written when all else is complete. "
+            f"A checkpoint should have an index, {INDEX}. A save that was interrupted leaves none. "
             f"Received: folder={str(folder)!r} without one"
         )
     index = read_document(folder / INDEX)
     index.check_format(FORMAT, VERSION)
     saved = index.tables("variables")
-    _check_model(index, saved, holdings.places)
-    wanted = dict(holdings.weights)
+    _check_model(index, saved, state.variables)
+    wanted = dict(state.weights)
     if optimizer is not None and index.text("optimizer"):
         _check_optimizer(index, optimizer)
-        wanted |= holdings.optimizer
+        wanted |= state.optimizer
     shards = [
         Shard(table.text("file"), table.integer("bytes"), tuple(table.texts("names")))
         for table in index.tables("shards")
     ]
-    home = {name: shard for shard in shards for name in shard.names}
-    sources = {name: _source(name, home, saved, holdings, rank) for name in wanted}
-    missing = [name for name, source in sources.items() if source not in home]
+    shard_of = {name: shard for shard in shards for name in shard.names}
+    sources = {name: _source(name, shard_of, saved, state, rank) for name in wanted}
+    missing = [name for name, source in sources.items() if source not in shard_of]
     if missing:
         raise HvpipeError(
             "The optimizer should have the settings it was saved with, and the same layers be trainable. "
-            f"Received: {_spoken(missing[0], holdings)}, which {folder} does not have"
+            f"Received: {_with_path(missing[0], state)}, which {folder} does not have"
         )
     if optimizer is not None and index.text("optimizer"):
-        _check_nothing_is_left(home, holdings, folder)
-    _check_shards(folder, {home[source] for source in sources.values()})
-    values = _values(folder, home, sources, wanted)
-    for name, place in holdings.seeds.items():
-        if sources[name] == name:  # the first holder's
-            values[name] = own_seed(values[name], place)
+        _check_all_slots_are_wanted(shard_of, state, folder)
+    _check_shards(folder, {shard_of[source] for source in sources.values()})
+    values = _values(folder, shard_of, sources, wanted)
+    for name, holder in state.seeds.items():
+        if sources[name] == name:  # the first holder's seed: other holders derive their own from it
+            values[name] = own_seed(values[name], holder)
     return values
 
 
 def _source(
-    name: str, home: Mapping[str, Shard], saved: Sequence[Table], holdings: Holdings, rank: int
+    name: str, shard_of: Mapping[str, Shard], saved: Sequence[Table], state: RankState, rank: int
 ) -> str:
-    """What a variable is read from: where the same ranks share it, this rank's own copy."""
+    """Return the saved name to read a variable from: this rank's own copy if the same ranks share it."""
     number, own = number_in(name), f"{name}@{rank}"
-    if number is None or own not in home:
+    if number is None or own not in shard_of:
         return name
-    same_holders = saved[number].numbers("holders") == list(holdings.places[number].holders)
+    same_holders = saved[number].numbers("holders") == list(state.variables[number].holders)
     return own if same_holders else name
 
 
 def _values(
-    folder: Path, home: Mapping[str, Shard], sources: Mapping[str, str], wanted: Mapping[str, Any]
+    folder: Path, shard_of: Mapping[str, Shard], sources: Mapping[str, str], wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """Read each variable from its source, one shard after the other."""
     found = {}
-    for file in sorted({home[source].file for source in sources.values()}):
+    for file in sorted({shard_of[source].file for source in sources.values()}):
         try:
             with np.load(folder / file, allow_pickle=False) as archive:
                 for name, source in sources.items():
-                    if home[source].file == file:
+                    if shard_of[source].file == file:
                         found[name] = _as_variable(archive[source], wanted[name])
         except (KeyError, ValueError, zipfile.BadZipFile) as error:
             raise HvpipeError(
@@ -244,12 +266,15 @@ def _check_shards(folder: Path, shards: Iterable[Shard]) -> None:
             )
 
 
-def _check_model(index: Table, saved: Sequence[Table], places: Sequence[Place]) -> None:
-    """The same variables in the same order; the numbers that Keras appends to names do not count."""
+def _check_model(index: Table, saved: Sequence[Table], variables: Sequence[ModelVariable]) -> None:
+    """Raise HvpipeError unless both have the same variables in the same order.
+
+    The numbers that Keras appends to names do not count.
+    """
     theirs = [
         (table.text("path"), tuple(map(int, table.numbers("shape"))), table.text("dtype")) for table in saved
     ]
-    ours = [(d["path"], tuple(d["shape"]), d["dtype"]) for d in map(_described, places)]
+    ours = [(d["path"], tuple(d["shape"]), d["dtype"]) for d in map(_described, variables)]
     for number in range(max(len(ours), len(theirs))):
         mine = ours[number] if number < len(ours) else None
         other = theirs[number] if number < len(theirs) else None
@@ -277,22 +302,23 @@ def _check_optimizer(index: Table, optimizer: Any) -> None:
         )
 
 
-def _check_nothing_is_left(home: Mapping[str, Shard], holdings: Holdings, folder: Path) -> None:
-    """Raise where the optimizer that was saved kept more of a weight that this rank trains."""
+def _check_all_slots_are_wanted(shard_of: Mapping[str, Shard], state: RankState, folder: Path) -> None:
+    """Raise HvpipeError if the saved optimizer has more slots for a weight that this rank trains."""
     trained = {
         number
-        for name in holdings.weights
-        if (number := number_in(name)) is not None and holdings.places[number].variable.trainable
+        for name in state.weights
+        if (number := number_in(name)) is not None and state.variables[number].variable.trainable
     }
-    for name in home:
+    for name in shard_of:
         of_the_optimizer = name.startswith("optimizer/") and number_in(name) in trained
-        if of_the_optimizer and name not in holdings.optimizer:
+        if of_the_optimizer and name not in state.optimizer:
             raise HvpipeError(
                 "The optimizer should have the settings it was saved with. "
-                f"Received: one without {_spoken(name, holdings)}, which {folder} has"
+                f"Received: one without {_with_path(name, state)}, which {folder} has"
             )
 
 
-def _spoken(name: str, holdings: Holdings) -> str:
+def _with_path(name: str, state: RankState) -> str:
+    """Return a name with the path of its variable, for errors."""
     number = number_in(name)
-    return name if number is None else f"{name} (for {holdings.places[number].variable.path})"
+    return name if number is None else f"{name} (for {state.variables[number].variable.path})"

@@ -1,4 +1,4 @@
-"""Who runs what in a pipeline: stages to calls, ranks to stages, and the courses of its schedule."""
+"""The layout of a pipeline: which calls form a stage, which ranks run it, and each rank's program."""
 
 from __future__ import annotations
 
@@ -10,47 +10,53 @@ from zlib import crc32
 
 from hvpipe.errors import PlanError
 from hvpipe.keras.graph.layer_graph import LayerGraph
-from hvpipe.keras.graph.stage import Stages, cut_stages
-from hvpipe.keras.pipeline.step import Course
+from hvpipe.keras.graph.stage_cuts import Stages, cut_stages
+from hvpipe.keras.pipeline.rank_program import RankProgram
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.schedule.action import Action
-from hvpipe.schedule.plan_schedule import check_is_pipeline, schedule_of
+from hvpipe.schedule.plan_schedule import check_is_pipeline
 from hvpipe.schedule.schedule import Schedule
+from hvpipe.schedule.training_schedule import one_at_a_time, training_schedule
 from hvpipe.schedule.verify import verify
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's stages on the ranks of this run. `ranks[k]` is the world rank at place k of the schedule.
+    """A model's stages on the ranks of this run.
 
-    `make_schedule(m)` is the schedule of m micro-batches, for any m up to `microbatches` where no stage has
-    replicas.
+    Attributes:
+        stages: The model, cut into stages.
+        microbatches: The micro-batches of a batch that has enough samples for them.
+        ranks: `ranks[k]` is the world rank that runs rank k of the schedule.
+        make_schedule: Returns the schedule of m micro-batches. Without replicas it takes any m up to
+            `microbatches`; with replicas only `microbatches`.
     """
 
     stages: Stages
     microbatches: int
     ranks: tuple[int, ...]
     make_schedule: Callable[[int], Schedule]
-    _courses: dict[tuple[int, bool], Course] = field(default_factory=dict, repr=False, compare=False)
+    _programs: dict[tuple[int, bool], RankProgram] = field(default_factory=dict, repr=False, compare=False)
 
-    def course(self, samples: int, world_rank: int, training: bool) -> Course:
-        """The schedule for a batch of so many samples, verified, with this rank's program.
+    def program(self, samples: int, world_rank: int, training: bool) -> RankProgram:
+        """Return a rank's program for a batch; its schedule is verified.
 
-        A batch smaller than the number of micro-batches has a micro-batch for each sample. Where a stage has
-        replicas they are dealt as the first ones of a whole batch, and some replicas may get none.
+        A batch with fewer samples than micro-batches gets one micro-batch for each sample. If a stage has
+        replicas, these are dealt like the first micro-batches of a whole batch, so some replicas may get
+        none.
         """
         count = min(self.microbatches, samples)
         key = (count, training)
-        if key not in self._courses:
-            place = self.ranks.index(world_rank)
+        if key not in self._programs:
+            schedule_rank = self.ranks.index(world_rank)
             if training:
                 replicated = any(len(self.ranks_of(stage)) > 1 for stage in range(len(self.stages.cuts)))
                 schedule = self._whole if replicated else self.make_schedule(count)
                 verified = verify(schedule, self.stages.dataflow)
-                self._courses[key] = Course.beginning(schedule, verified.programs, place, count)
+                self._programs[key] = RankProgram.training(schedule, verified.programs, schedule_rank, count)
             else:
-                self._courses[key] = Course.forward_only(self._whole, self.stages, place, count)
-        return self._courses[key]
+                self._programs[key] = RankProgram.forward_only(self._whole, self.stages, schedule_rank, count)
+        return self._programs[key]
 
     @cached_property
     def _whole(self) -> Schedule:
@@ -58,7 +64,7 @@ class Layout:
 
     @property
     def summary(self) -> str:
-        """One line about the model's shapes and who runs what, for ranks to compare."""
+        """One line about the model's shapes and the schedule, which ranks compare."""
         graph, schedule = self.stages.graph, self._whole
         weights = [[v.shape for v in layer.variables] for layer in graph.all_layers()]
         cuts = [cut.calls for cut in self.stages.cuts]
@@ -70,88 +76,71 @@ class Layout:
         )
 
     @property
-    def feeder(self) -> int:
-        """The world rank whose batches count: the one that begins with the first micro-batch."""
+    def data_rank(self) -> int:
+        """The world rank whose batches the pipeline trains on: it runs the first stage's micro-batch 0."""
         return self.ranks[self._whole.rank_of(Action("F", 0, 0))]
 
     def stages_of(self, world_rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in order."""
+        """Return the stages of a rank, in order."""
         return self._whole.stages_of(self.ranks.index(world_rank))
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
-        """The world ranks that hold a stage, ascending."""
-        return tuple(sorted(self.ranks[place] for place in self._whole.ranks_of(stage)))
+        """Return the world ranks that hold a stage, ascending."""
+        return tuple(sorted(self.ranks[rank] for rank in self._whole.ranks_of(stage)))
 
 
 def layout_of(graph: LayerGraph, plan: Plan, ranks: Sequence[int]) -> Layout:
-    """The layout that a plan says, its devices being these world ranks in the order of `plan.ranks`.
+    """Lay a model out as a plan says.
 
-    A plan whose stages are no runs of layers (of a baseline such as random) runs as the native mode would:
-    each run of layers that are on one device is a stage, and the whole batch goes from one to the next.
+    The stages of some baselines (such as random) are not runs of consecutive layers. Such a plan runs
+    without pipelining: each run of layers on one device becomes a stage, and the whole batch goes from one
+    stage to the next.
+
+    Args:
+        graph: The model.
+        plan: The plan.
+        ranks: The world rank of each device of `plan.ranks`.
+
+    Returns:
+        The layout.
+
+    Raises:
+        PlanError: The plan is of another model, or data parallel.
     """
-    places = _places(graph, plan)
+    positions = _positions(graph, plan)
     if not plan.contiguous:
-        runs, homes = _runs(plan, places)
-        return Layout(cut_stages(graph, runs), 1, tuple(ranks), functools.partial(_one_by_one, homes))
+        runs, rank_of_run = _runs(plan, positions)
+        return Layout(cut_stages(graph, runs), 1, tuple(ranks), functools.partial(one_at_a_time, rank_of_run))
     check_is_pipeline(plan)
-    stages = cut_stages(graph, [[places[name] for name in stage.layers] for stage in plan.stages])
-    return Layout(stages, plan.pipelining.microbatches, tuple(ranks), functools.partial(_schedule, plan))
+    stages = cut_stages(graph, [[positions[name] for name in stage.layers] for stage in plan.stages])
+    make_schedule = functools.partial(training_schedule, plan)
+    return Layout(stages, plan.pipelining.microbatches, tuple(ranks), make_schedule)
 
 
-def _places(graph: LayerGraph, plan: Plan) -> dict[str, int]:
-    places = {call.name: place for place, call in enumerate(graph.calls)}
+def _positions(graph: LayerGraph, plan: Plan) -> dict[str, int]:
+    """Return the index of each layer call by name; PlanError unless the plan has the same names."""
+    positions = {call.name: position for position, call in enumerate(graph.calls)}
     planned = [name for stage in plan.stages for name in stage.layers]
-    odd = sorted(set(planned) ^ set(places))
+    odd = sorted(set(planned) ^ set(positions))
     if odd:
         raise PlanError(
-            f"The plan should be of this model, {graph.name} ({len(places)} layer calls). "
+            f"The plan should be of this model, {graph.name} ({len(positions)} layer calls). "
             f"Received: a plan of {plan.model or 'an unnamed model'} ({len(planned)} layers); "
             f"layer {odd[0]!r} is in only one of them"
         )
-    return places
+    return positions
 
 
-def _runs(plan: Plan, places: dict[str, int]) -> tuple[list[list[int]], list[int]]:
-    """Runs of consecutive layers on one device, and each run's device by its place in `plan.ranks`."""
-    home_of = {places[name]: plan.ranks.index(stage.device) for stage in plan.stages for name in stage.layers}
+def _runs(plan: Plan, positions: dict[str, int]) -> tuple[list[list[int]], list[int]]:
+    """Return the runs of consecutive calls on one device, and the index of that device in `plan.ranks`."""
+    rank_of = {
+        positions[name]: plan.ranks.index(stage.device) for stage in plan.stages for name in stage.layers
+    }
     runs: list[list[int]] = []
-    homes: list[int] = []
-    for place in sorted(home_of):
-        if not homes or homes[-1] != home_of[place]:
+    rank_of_run: list[int] = []
+    for position in sorted(rank_of):
+        if not rank_of_run or rank_of_run[-1] != rank_of[position]:
             runs.append([])
-            homes.append(home_of[place])
-        runs[-1].append(place)
-    return runs, homes
-
-
-def _one_by_one(homes: Sequence[int], microbatches: int) -> Schedule:
-    """Each micro-batch through all stages and back before the next one."""
-    actions: list[list[Action]] = [[] for _ in range(max(homes) + 1)]
-    for i in range(microbatches):
-        for stage, home in enumerate(homes):
-            actions[home].append(Action("F", i, stage))
-        for stage, home in reversed(list(enumerate(homes))):
-            actions[home].append(Action("B", i, stage))
-    return Schedule("one by one", len(homes), microbatches, tuple(map(tuple, actions)))
-
-
-def _schedule(plan: Plan, microbatches: int) -> Schedule:
-    """The plan's schedule for a batch that may be too small for all of its micro-batches."""
-    chunks = plan.pipelining.chunks
-    if chunks > 1 and microbatches < len(plan.ranks):
-        return _few_interleaved(len(plan.ranks), microbatches, chunks)
-    return schedule_of(plan, microbatches)
-
-
-def _few_interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
-    """Fewer micro-batches than ranks: one chunk after the other, there and back."""
-    actions = [
-        [Action("F", i, chunk * ranks + rank) for chunk in range(chunks) for i in range(microbatches)]
-        + [
-            Action("B", i, chunk * ranks + rank)
-            for chunk in reversed(range(chunks))
-            for i in range(microbatches)
-        ]
-        for rank in range(ranks)
-    ]
-    return Schedule("interleaved", ranks * chunks, microbatches, tuple(map(tuple, actions)))
+            rank_of_run.append(rank_of[position])
+        runs[-1].append(position)
+    return runs, rank_of_run

@@ -1,4 +1,4 @@
-"""What a pipeline tells of its steps: loss and metrics so far in an epoch, the same on all ranks."""
+"""The logs of a pipeline's steps: loss and metrics of the epoch so far, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hvpipe.errors import MismatchError
-from hvpipe.keras.pipeline.step import Outcome
+from hvpipe.keras.pipeline.step import StepResult
 from hvpipe.session import Session
 
 
@@ -17,46 +17,53 @@ class PipelineLogs:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self.forget()
-
-    def forget(self) -> None:
-        """The metrics are others from now on."""
-        self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._shapes: dict[str, tuple[int, ...]] | None = None  # of the metrics, by name
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
+        """Start a new epoch."""
         self._loss_sum = 0.0
         self._samples = 0
-        self._samples_here = 0  # whose outputs this rank has had
+        self._samples_here = 0  # whose outputs this rank has computed
 
     @property
     def names(self) -> list[str]:
-        """Of the metrics without the loss, in their order; known after a step."""
+        """The metrics' names in order, without the loss; known after a step."""
         return list(self._shapes or ())
 
     def add(
         self,
-        outcome: Outcome,
+        result: StepResult,
         samples: int,
         metrics: Callable[[], Mapping[str, Any]],
         learning_rate: float = 0.0,
     ) -> dict[str, Any]:
-        """Count a step on `samples`; loss and metrics by name, floats or arrays. Collective.
+        """Add a step and return the logs; collective.
 
-        `metrics` gives those of this rank, as float64 arrays, and is called where outputs have been. What
-        several replicas of the last stage have counts by the samples of each. Raises MismatchError where
-        the learning rate is another on some rank.
+        If the last stage has several replicas, a metric is the mean of theirs, weighted by their samples.
+
+        Args:
+            result: This rank's part of the step.
+            samples: The samples of the whole batch.
+            metrics: Returns this rank's metrics as float64 arrays. Called only on ranks that have computed
+                outputs.
+            learning_rate: This rank's learning rate.
+
+        Returns:
+            Loss and metrics by name, as floats or arrays.
+
+        Raises:
+            MismatchError: The learning rate differs between ranks.
         """
         self._samples += samples
-        self._samples_here += outcome.samples
+        self._samples_here += result.samples
         here = metrics() if self._samples_here else None
         if self._shapes is None:
             mine = None if here is None else {name: value.shape for name, value in here.items()}
             everyone = self._session.engine.allgather_object(mine)
             self._shapes = next(shapes for shapes in everyone if shapes is not None)
         flat = [np.ravel((here or {}).get(name, np.zeros(shape))) for name, shape in self._shapes.items()]
-        row = np.concatenate([[outcome.loss, learning_rate, self._samples_here], *flat])
+        row = np.concatenate([[result.loss, learning_rate, self._samples_here], *flat])
         rows = self._session.engine.allgather(row[None].astype(np.float64))
         _check_learning_rates(rows[:, 1])
         self._loss_sum += float(rows[:, 0].sum()) * samples
@@ -65,19 +72,19 @@ class PipelineLogs:
 
 
 def _check_learning_rates(rates: Any) -> None:
-    """Each rank updates its own stages by its own optimizer."""
     odd = [rank for rank, rate in enumerate(rates) if not np.array_equal(rate, rates[0], equal_nan=True)]
     if odd:
         raise MismatchError(
-            "The learning rate should be the same on all ranks: give the callbacks that change it to all of "
-            f"them. Received: {rates[0]:g} on rank 0 and {rates[odd[0]]:g} on rank {odd[0]}"
+            "The learning rate should be the same on all ranks: pass the callbacks that change it on every "
+            f"rank. Received: {rates[0]:g} on rank 0 and {rates[odd[0]]:g} on rank {odd[0]}"
         )
 
 
 def flat_results(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Results of metrics by name, as float64 arrays; where one gives several in a dict, each by its own name.
+    """Return results of metrics by name, as float64 arrays.
 
-    So does Keras when it hands them to callbacks.
+    A metric may return several values in a dict. Each gets its own name, as in the logs that Keras hands to
+    callbacks.
     """
     found: dict[str, Any] = {}
     for name, value in sorted(results.items()):
@@ -89,7 +96,7 @@ def flat_results(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(shapes: Mapping[str, tuple[int, ...]], values: Any) -> dict[str, Any]:
-    """Numbers, and arrays where a metric has one value for each class, from all values in a row."""
+    """Return metrics by name, cut from a row of all values: floats, or arrays with an axis of classes."""
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes.values()])
     parts = np.split(values, ends[:-1]) if shapes else []
     found = zip(shapes.items(), parts, strict=True)

@@ -1,7 +1,8 @@
-"""The losses that a pipeline is compiled with, for the parts of a batch.
+"""The compiled losses, for micro-batches: their weighted sum is the loss of the batch.
 
-A step adds up the losses of a batch's parts, each weighted by its samples. Of a mean over all entries that
-gives the batch's. A sum, and a mean over what masks leave, are scaled so that it does for them too.
+A step adds up the losses of the micro-batches, each weighted by its share of the batch's samples. For a mean
+over all entries this gives the batch's loss. Sums, and means over unmasked entries, are scaled so that it
+does for them too.
 """
 
 from __future__ import annotations
@@ -10,54 +11,62 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask
-from keras.src.trainers.compile_utils import CompileLoss
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras import compat
 from hvpipe.keras.pipeline.loss_entries import entries_of
 
 _REDUCTIONS = ("sum_over_batch_size", "mean", "sum")
-# Functions of Keras's that make one number of a batch (unless an axis says otherwise).
-_OF_A_BATCH = ("dice", "tversky", "circle")
+# Losses of Keras that return one number for a batch, whatever their reduction says, unless an axis is given.
+_WHOLE_BATCH_LOSSES = ("dice", "tversky", "circle")
 
 
-class LossOfParts(CompileLoss):
-    """What a model is compiled with, `compiled`, for parts of a batch.
+class MicrobatchLoss(compat.CompileLoss):
+    """The losses that a model is compiled with, for micro-batches.
 
-    `samples` is the variable that holds the batch's samples. `entries` are those that hold how many of its
-    entries count in a loss, by the loss's place, for losses that leave some out; where there is none, a part
-    takes its own for typical. Raises HvpipeError for a reduction that parts cannot have by themselves, and
-    for losses of Keras's that compare a batch's samples with each other.
+    Attributes:
+        samples: The variable that holds the batch's samples.
+        entries: The variables that hold how many of the batch's entries count in a loss, by the loss's
+            index, for losses that leave entries out. Without one, a micro-batch is divided by its own count.
     """
 
     _flat_losses: Any
 
-    def __init__(self, compiled: CompileLoss, samples: Any) -> None:
-        for loss in keras.tree.flatten(compiled._user_loss):
+    def __init__(self, compiled: compat.CompileLoss, samples: Any) -> None:
+        """Take over the losses of `compiled`.
+
+        Raises:
+            HvpipeError: A loss has a reduction that micro-batches cannot compute by themselves, or compares
+                the samples of a batch with each other.
+        """
+        losses = compat.user_losses(compiled)
+        for loss in keras.tree.flatten(losses):
             _check_reduction(loss)
             _check_is_mean(loss)
-        super().__init__(compiled._user_loss, compiled._user_loss_weights, output_names=compiled.output_names)
+        super().__init__(losses, compat.user_loss_weights(compiled), output_names=compiled.output_names)
         self.samples = samples
         self.entries: dict[int, Any] = {}
 
     def build(self, y_true: Any, y_pred: Any) -> None:
         super().build(y_true, y_pred)
-        parts = [_LossOfPart(self, place, one.loss) for place, one in enumerate(self._flat_losses)]
+        scaled = [_ScaledLoss(self, index, one.loss) for index, one in enumerate(self._flat_losses)]
         self._flat_losses = [
-            one._replace(loss=part) for one, part in zip(self._flat_losses, parts, strict=True)
+            one._replace(loss=loss) for one, loss in zip(self._flat_losses, scaled, strict=True)
         ]
-        # Keras tracks each where there are several.
+        # Keras has a metric for each loss if there are several.
         if self._metrics:
             names = [metric.name for metric in self._metrics]
-            self._metrics[:] = [_MeanOfParts(name, part) for name, part in zip(names, parts, strict=True)]
+            self._metrics[:] = [
+                _MeanOverBatches(name, loss) for name, loss in zip(names, scaled, strict=True)
+            ]
 
 
-class _LossOfPart:
-    """One loss of a part. `share` is the part's, of the batch's samples, when it was last called."""
+class _ScaledLoss:
+    """One loss of a micro-batch. `share` is the micro-batch's share of the samples in the latest call."""
 
-    def __init__(self, whole: LossOfParts, place: int, loss: Any) -> None:
+    def __init__(self, whole: MicrobatchLoss, index: int, loss: Any) -> None:
         self._whole = whole
-        self._place = place
+        self._index = index
         self._loss = loss
         self.share: Any = None
 
@@ -68,23 +77,23 @@ class _LossOfPart:
         self.share = tf.cast(samples, wide) / tf.cast(self._whole.samples, wide)
         if getattr(self._loss, "reduction", None) == "sum":
             return value / tf.cast(self.share, value.dtype)
-        entries = self._whole.entries.get(self._place)
+        entries = self._whole.entries.get(self._index)
         if entries is None:
             return value
-        here = entries_of(self._loss, y_true, get_keras_mask(y_pred))
+        here = entries_of(self._loss, y_true, compat.get_keras_mask(y_pred))
         part = tf.math.divide_no_nan(tf.cast(here, wide), tf.cast(entries, wide))
         return value * tf.cast(part / self.share, value.dtype)
 
 
-class _MeanOfParts(keras.metrics.Mean):
-    """The mean of a loss over batches, of which it is given parts."""
+class _MeanOverBatches(keras.metrics.Mean):
+    """The mean of a loss over batches, updated with the losses of micro-batches."""
 
-    def __init__(self, name: str, part: _LossOfPart) -> None:
+    def __init__(self, name: str, loss: _ScaledLoss) -> None:
         super().__init__(name=name)
-        self._part = part
+        self._loss = loss
 
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        super().update_state(values, self._part.share)
+        super().update_state(values, self._loss.share)
 
 
 def _check_reduction(loss: Any) -> None:
@@ -97,11 +106,12 @@ def _check_reduction(loss: Any) -> None:
 
 
 def _check_is_mean(loss: Any) -> None:
-    """Of Keras's losses a few are no means over samples, whatever their reduction says."""
-    found = keras.losses.get(loss) if isinstance(loss, str) and loss.lower() in _OF_A_BATCH else loss
+    """Raise HvpipeError for the few losses of Keras that are not means over samples."""
+    is_name = isinstance(loss, str) and loss.lower() in _WHOLE_BATCH_LOSSES
+    found = keras.losses.get(loss) if is_name else loss
     function = getattr(found, "fn", found)
     name = getattr(function, "__name__", "")
-    if function is not getattr(keras.losses, name, None) or name not in _OF_A_BATCH:
+    if function is not getattr(keras.losses, name, None) or name not in _WHOLE_BATCH_LOSSES:
         return
     axis = getattr(found, "axis", None)
     axes = (axis,) if isinstance(axis, int) else axis

@@ -12,25 +12,30 @@ import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras import compat
 from hvpipe.keras.arguments import by_name
 from hvpipe.keras.callbacks import stop_together
 from hvpipe.keras.gpu import device_of_messages
 from hvpipe.keras.graph.deferred_build import build_without_memory, give_memory, leave_to_others
-from hvpipe.keras.graph.layer_graph import LayerGraph, functional_of, layer_graph
-from hvpipe.keras.graph.stage import Stages
+from hvpipe.keras.graph.layer_graph import functional_of, layer_graph
+from hvpipe.keras.graph.stage_cuts import Stages
 from hvpipe.keras.initial_state import broadcast_model
 from hvpipe.keras.one_writer import with_one_writer
-from hvpipe.keras.pipeline.batch_targets import check_samples, flat_targets, signature_of_feeder
+from hvpipe.keras.pipeline.batch_targets import agreed_signature, check_samples, flat_targets
+from hvpipe.keras.pipeline.callbacks import AverageStatistics, make_folders, without_duplicates
+from hvpipe.keras.pipeline.context import PipelineContext
 from hvpipe.keras.pipeline.layout import Layout, layout_of
 from hvpipe.keras.pipeline.logs import PipelineLogs, flat_results
-from hvpipe.keras.pipeline.microbatch_loss import LossOfParts
-from hvpipe.keras.pipeline.plan_choice import Wish, plan_for
-from hvpipe.keras.pipeline.rank_driver import Machine, Reach
-from hvpipe.keras.pipeline.saving import PipelineFiles, make_folders, told_once
-from hvpipe.keras.pipeline.shared_variables import Sharing
-from hvpipe.keras.pipeline.step import Batch, Outcome
-from hvpipe.keras.pipeline.tensor_channel import Mail
-from hvpipe.keras.pipeline.update import check_optimizers, learning_rate_of
+from hvpipe.keras.pipeline.microbatch_loss import MicrobatchLoss
+from hvpipe.keras.pipeline.microbatches import Batch
+from hvpipe.keras.pipeline.model_checks import check_no_own_steps, check_open_batch_size, check_real_wires
+from hvpipe.keras.pipeline.optimizer_settings import check_optimizer, check_same_optimizer, learning_rate_of
+from hvpipe.keras.pipeline.plan_choice import PipelineOptions, plan_for
+from hvpipe.keras.pipeline.rank_driver import RankDriver, RankDrivers
+from hvpipe.keras.pipeline.saving import PipelineSaving
+from hvpipe.keras.pipeline.shared_variables import SharedVariables
+from hvpipe.keras.pipeline.step import StepResult
+from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.keras.supported import of_keras_2, told
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.session import Session, current
@@ -50,29 +55,46 @@ def pipeline_parallel(
     profile: Profile | str | os.PathLike[str] | None = None,
     cluster: Cluster | str | os.PathLike[str] | None = None,
 ) -> PipelineParallel:
-    """Spread a Keras model over the ranks: `compile` and `fit` the result as any model; collective.
+    """Cut a Keras model into stages and spread them over the ranks; collective.
 
-    `build_model` is a function without arguments that returns a functional or Sequential model, or such a
-    model. With a function no rank gives memory to weights outside its own stages.
+    The result trains as the undivided model would on the same batch: the gradients of the micro-batches add
+    up to the gradient of the batch. BatchNormalization is the exception: it normalises each micro-batch by
+    itself. Only the batches of the rank with the first stage count; those of the other ranks must have the
+    same number of samples.
 
-    `stages`: how many (each on one rank, or on several as `replicas` says, say (2, 1, 1); without it all
-    stages have as many), "auto" (as many as there are ranks), or a plan or its file, from `hvpipe plan`.
-    Layers are balanced by the greedy partitioner, with the costs of `profile` (from `hvpipe profile`) or
-    rough ones from the layers' shapes, on the devices of `cluster` or equal ones; all ranks plan by what
-    rank 0 is given.
+    Layers are balanced by the greedy partitioner. All ranks plan with the `profile` and `cluster` of rank 0.
 
-    `microbatches`: how many parts a batch is cut into, 8 unless said otherwise. `schedule`: "gpipe", "1f1b"
-    (the default), "zb-h1", or "interleaved" with `chunks` (2) stages on each rank. `recompute` keeps only
-    what a stage received and runs its forward again in the backward: True for all stages, or the numbers of
-    some. A plan brings all of these.
+    Args:
+        build_model: A function without arguments that returns a functional or Sequential model, or such a
+            model. With a function, no rank allocates weights outside its own stages.
+        stages: The number of stages; or "auto", one for each rank; or a plan, or the path of its file, from
+            `hvpipe plan`. A plan also brings all of the options below.
+        microbatches: The number of micro-batches that a batch is cut into. Default: 8.
+        schedule: "gpipe", "1f1b", "zb-h1" or "interleaved". Default: "1f1b".
+        chunks: The number of stages on each rank with "interleaved". Default: 2.
+        replicas: The number of ranks that hold each stage, say (2, 1, 1). Default: the same for all stages.
+        recompute: Keep only a stage's inputs and run its forward again in the backward: True for all stages,
+            or the numbers of some stages.
+        profile: The costs of the layers, or the path of the file from `hvpipe profile`. Default: rough costs
+            from the layers' shapes.
+        cluster: The devices and links, or the path of a file. Default: equal devices.
 
-    The result trains as the undivided model would on the same batch: gradients of the micro-batches add up
-    to the batch's. BatchNormalization uses and records the statistics of each micro-batch. The batches that
-    count are those of the rank with the first stage; the others' must have as many samples.
+    Returns:
+        This rank's part of the model, a Keras model: `compile` and `fit` it on all ranks together.
 
-    Raises HvpipeError for a model without a graph, more stages than layers or ranks, fewer micro-batches
-    than stages, complex numbers between stages, and for an argument that says otherwise than a plan;
-    PlanError for a plan or profile of another model, or where memory does not suffice.
+    Raises:
+        HvpipeError: The model has no graph, there are more stages than layers or ranks, fewer micro-batches
+            than stages, complex numbers between stages, or an argument contradicts the plan.
+        PlanError: The plan or profile is of another model, or memory does not suffice.
+
+    Example:
+
+    ```python
+    hvpipe.init()
+    pipe = hvpipe.keras.pipeline_parallel(build_model, microbatches=8)
+    pipe.compile("adam", "mse")
+    pipe.fit(x, y, batch_size=256, epochs=2)
+    ```
     """
     session = current()
     if isinstance(build_model, keras.Model):
@@ -85,75 +107,23 @@ def pipeline_parallel(
             f"Received: {told(build_model)}"
         )
     graph = layer_graph(model)
-    _check_steps(model)
-    _check_sizes(graph)
-    wish = Wish(stages, replicas, microbatches, schedule, chunks, recompute, profile, cluster)
-    plan, ranks = plan_for(session, graph, wish)
+    check_no_own_steps(model)
+    check_open_batch_size(graph)
+    options = PipelineOptions(stages, replicas, microbatches, schedule, chunks, recompute, profile, cluster)
+    plan, ranks = plan_for(session, graph, options)
     layout = layout_of(graph, plan, ranks)
-    _check_wires(layout.stages)
+    check_real_wires(layout.stages)
     session.engine.agree(layout.summary)
     recomputes = plan.pipelining.recomputes
     return PipelineParallel(session, model, layout, deferred=deferred, recomputes=recomputes)
 
 
-def _check_steps(model: Any) -> None:
-    """A step of the model's own would be passed over."""
-    own = [
-        name
-        for name in ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
-        if getattr(type(model), name) is not getattr(keras.Model, name)
-    ]
-    if own:
-        raise HvpipeError(
-            "A pipeline runs steps of its own: put what the model's do into layers (add_loss), losses and "
-            f"metrics. Received: {type(model).__name__} {model.name!r}, which defines {', '.join(own)}"
-        )
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    """Those inside a MultiOptimizer would each clip, scale and count apart from the other ranks'."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    several = getattr(keras.optimizers, "MultiOptimizer", ())
-    if isinstance(inner, several):
-        raise HvpipeError(
-            "A pipeline wants one optimizer for all layers. "
-            f"Received: optimizer={type(inner).__name__}, which has one for each group of them"
-        )
-
-
-def _check_sizes(graph: LayerGraph) -> None:
-    """Micro-batches are smaller than the batch, and differ in size."""
-    fixed = [
-        graph.tensors[number].shape for number in graph.inputs if None not in graph.tensors[number].shape[:1]
-    ]
-    if fixed:
-        raise HvpipeError(
-            "A pipeline cuts batches, so the model's inputs should leave their size open: "
-            f"keras.Input(shape=...), without batch_shape. Received: an input of shape {fixed[0]}"
-        )
-
-
-def _check_wires(stages: Stages) -> None:
-    """No gradients come back for complex numbers: layers before them would stay as they are."""
-    graph = stages.graph
-    for wire in (wire for cut in stages.cuts for wire in cut.outputs):
-        if stages.spec(wire).dtype.is_complex:
-            raise HvpipeError(
-                "Tensors of real numbers can travel between stages, complex ones cannot: put the layers that "
-                "make them and those that read them into one layer of your own, or choose other stages by a "
-                f"plan. Received: {graph.tensors[wire.number].dtype} from "
-                f"{graph.calls[graph.makers()[wire.number]].name}"
-            )
-
-
-class PipelineParallel(PipelineFiles, keras.Model):
+class PipelineParallel(PipelineSaving, keras.Model):
     """One rank's part of a model that is spread over all ranks; `pipeline_parallel` makes it.
 
-    `fit`, `evaluate`, `predict`, `train_on_batch` and the like are called on all ranks together, with the
-    same arguments. `layers` and `weights` are those of this rank's stages.
+    Call `fit`, `evaluate`, `predict`, `train_on_batch` and the like on all ranks together, with the same
+    arguments. `layers` and `weights` are those of this rank's stages.
     """
-
-    _compile_loss: Any
 
     def __init__(
         self,
@@ -173,32 +143,43 @@ class PipelineParallel(PipelineFiles, keras.Model):
             leave_to_others(layout.stages.graph.all_layers())
         else:
             broadcast_model(model)
-        self._parts: _Parts = _Parts(session, model, layout, Sharing(session, layout), recomputes)
-        self._parts.sharing.equalise()
-        self._parts.sharing.separate_seeds()
+        channel = TensorChannel(session, device_of_messages(session))
+        samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
+        shared = SharedVariables(session, layout)
+        # In an object of its own, or Keras would take the model for a layer of the pipeline.
+        self._context = PipelineContext(session, model, layout, shared, recomputes, channel, samples)
+        self._forget_compiled()
+        shared.broadcast()
+        shared.separate_seeds()
         self.built = True
+
+    def _forget_compiled(self) -> None:
+        """Drop everything that depends on the arguments of `compile`."""
+        self._drivers = RankDrivers(self, self._context)
+        self._logs = PipelineLogs(self._context.session)
+        self._has_trained = False
 
     # What Keras asks of a model -------------------------------------------------------------------------
 
     @property
     def stages(self) -> Stages:
         """All stages of the model."""
-        return self._parts.layout.stages
+        return self._context.layout.stages
 
     @property
     def stage_numbers(self) -> tuple[int, ...]:
-        """The stages of this rank."""
-        return self._parts.layout.stages_of(self._parts.session.world.rank)
+        """The numbers of this rank's stages."""
+        return self._context.layout.stages_of(self._context.rank)
 
     @property
     def output_names(self) -> list[str]:
         """The names of the undivided model's outputs."""
-        return list(self._parts.model.output_names)
+        return list(self._context.model.output_names)
 
     def pack_outputs(self, flat: Sequence[Any]) -> Any:
-        """Outputs in the structure that the undivided model gives them."""
-        model = functional_of(self._parts.model)
-        return keras.tree.pack_sequence_as(model._outputs_struct, list(flat))
+        """Return flat outputs in the structure of the undivided model's outputs."""
+        structure = compat.outputs_structure(functional_of(self._context.model))
+        return keras.tree.pack_sequence_as(structure, list(flat))
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         raise HvpipeError(
@@ -207,57 +188,89 @@ class PipelineParallel(PipelineFiles, keras.Model):
         )
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        pass  # Built when it was made.
+        pass  # It was built when it was made.
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         pass
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As keras.Model.compile; XLA is off, as sends and receives lie between the stages' functions.
+        """Configure training, as keras.Model.compile does.
 
-        Raises HvpipeError for a MultiOptimizer, and for a loss that parts of a batch cannot have.
+        `jit_compile` has no effect: XLA cannot compile the sends and receives between the stages' graphs.
+
+        Args:
+            *args: As for keras.Model.compile.
+            **kwargs: As for keras.Model.compile.
+
+        Raises:
+            HvpipeError: The optimizer is a MultiOptimizer, or micro-batches cannot compute a loss by
+                themselves.
         """
         kwargs["jit_compile"] = False
         super().compile(*args, **kwargs)
-        _check_optimizer(self.optimizer)
-        if self._compile_loss is not None:
-            self._compile_loss = LossOfParts(self._compile_loss, self._parts.samples)
-        compiled = self._compile_metrics
-        if compiled is not None:
-            # What has served another model begins anew, as where Keras builds a model.
-            given = keras.tree.flatten([compiled._user_metrics, compiled._user_weighted_metrics])
-            for metric in given:
+        check_optimizer(self.optimizer)
+        loss, metrics = compat.compiled_loss(self), compat.compiled_metrics(self)
+        if loss is not None:
+            compat.set_compiled_loss(self, MicrobatchLoss(loss, self._context.samples))
+        if metrics is not None:
+            # Metrics may come from another model. Keras resets them when it builds a model.
+            for metric in compat.user_metrics(metrics):
                 if isinstance(metric, keras.metrics.Metric):
                     metric.reset_state()
-        self._parts.reset()
+        self._forget_compiled()
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As keras.Model.fit, on all ranks together; rank 0 prints the progress.
+        """Train on all ranks together, as keras.Model.fit does; rank 0 prints the progress.
 
-        Raises MismatchError for an optimizer or a learning rate that is another on some rank.
+        Args:
+            *args: As for keras.Model.fit.
+            **kwargs: As for keras.Model.fit.
+
+        Returns:
+            The History, the same on all ranks.
+
+        Raises:
+            MismatchError: The optimizer or the learning rate differs between ranks.
         """
-        session, sharing = self._parts.session, self._parts.sharing
+        session = self._context.session
         if self.compiled:
-            check_optimizers(session, self.optimizer)
-        named = self._quiet(super().fit, args, kwargs)
+            check_same_optimizer(session, self.optimizer)
+        named = self._arguments_of(super().fit, args, kwargs)
         callbacks = with_one_writer(session, _listed(named.get("callbacks") or []), ["CSVLogger"])
         make_folders(session, callbacks)
-        mine = told_once(session, callbacks, self.stages, self._stage_layers)
-        named["callbacks"] = [EpochEnd(session, sharing), *mine, stop_together(session, callbacks)]
+        mine = without_duplicates(session, callbacks, self.stages, self._stage_layers)
+        first = AverageStatistics(session, self._context.shared)
+        named["callbacks"] = [first, *mine, stop_together(session, callbacks)]
         return super().fit(**named)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As keras.Model.evaluate, on all ranks together."""
-        return super().evaluate(**self._quiet(super().evaluate, args, kwargs))
+        """Return loss and metrics in inference mode, as keras.Model.evaluate does; on all ranks together.
+
+        Args:
+            *args: As for keras.Model.evaluate.
+            **kwargs: As for keras.Model.evaluate.
+
+        Returns:
+            The loss, or loss and metrics, the same on all ranks.
+        """
+        return super().evaluate(**self._arguments_of(super().evaluate, args, kwargs))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As keras.Model.predict, on all ranks together; all get the outputs."""
-        return super().predict(**self._quiet(super().predict, args, kwargs))
+        """Return the model's outputs on all ranks, as keras.Model.predict does; on all ranks together.
 
-    def _quiet(self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments by name; nothing is printed on ranks other than 0."""
+        Args:
+            *args: As for keras.Model.predict.
+            **kwargs: As for keras.Model.predict.
+
+        Returns:
+            The outputs, the same on all ranks.
+        """
+        return super().predict(**self._arguments_of(super().predict, args, kwargs))
+
+    def _arguments_of(self, method: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments by name, with `verbose=0` on ranks other than 0."""
         named = by_name(method, args, kwargs, method)
-        return named if self._parts.session.world.rank == 0 else {**named, "verbose": 0}
+        return named if self._context.rank == 0 else {**named, "verbose": 0}
 
     def make_train_function(self, force: bool = False) -> None:
         self.train_function = functools.partial(self._run_batches, training=True)
@@ -270,18 +283,19 @@ class PipelineParallel(PipelineFiles, keras.Model):
 
     def reset_metrics(self) -> None:
         super().reset_metrics()
-        self._parts.logs.reset()
+        self._logs.reset()
 
     def _get_metrics_result_or_logs(self, logs: Any) -> Any:
         return logs
 
     def _flatten_metrics_in_order(self, logs: Mapping[str, Any]) -> Any:
-        values = [logs[name] for name in ("loss", *self._parts.logs.names)]
+        values = [logs[name] for name in ("loss", *self._logs.names)]
         return values[0] if len(values) == 1 else values
 
     # Steps ----------------------------------------------------------------------------------------------
 
     def _run_batches(self, iterator: Iterator[Any], training: bool) -> dict[str, Any]:
+        """Run `steps_per_execution` steps, or as many as there are batches left; return the logs."""
         logs: dict[str, Any] = {}
         for count in range(self.steps_per_execution):
             try:
@@ -294,123 +308,53 @@ class PipelineParallel(PipelineFiles, keras.Model):
             inputs, structure = self._inputs(x), (y, sample_weight)
             batch = Batch(inputs, flat_targets(structure), int(inputs[0].shape[0]))
             check_samples(batch)
-            self._parts.samples.assign(batch.samples)
-            outcome = (self._train if training else self._evaluate)(structure, batch)
+            self._context.samples.assign(batch.samples)
+            result = (self._train if training else self._evaluate)(structure, batch)
             rate = learning_rate_of(self.optimizer) if training else 0.0
-            logs = self._parts.logs.add(outcome, batch.samples, self._metric_results, rate)
+            logs = self._logs.add(result, batch.samples, self._metric_results, rate)
         return logs
 
-    def _train(self, structure: Any, batch: Batch) -> Outcome:
-        parts = self._parts
-        begun_s = time.perf_counter()
-        with parts.session.engine.recorded("step", "training step"):
-            outcome = self._machine_for("training", structure, batch).train(batch, first=not parts.trains)
-        parts.session.step_durations_s.append(time.perf_counter() - begun_s)
-        parts.trains = True
-        return outcome
+    def _train(self, structure: Any, batch: Batch) -> StepResult:
+        session = self._context.session
+        start_s = time.perf_counter()
+        with session.engine.recorded("step", "training step"):
+            driver = self._driver_for("training", structure, batch)
+            result = driver.train(batch, first=not self._has_trained)
+        session.step_durations_s.append(time.perf_counter() - start_s)
+        self._has_trained = True
+        return result
 
-    def _evaluate(self, structure: Any, batch: Batch) -> Outcome:
-        return self._machine_for("evaluation", structure, batch).evaluate(batch)
+    def _evaluate(self, structure: Any, batch: Batch) -> StepResult:
+        return self._driver_for("evaluation", structure, batch).evaluate(batch)
 
     def _predict_batches(self, data: Sequence[Any]) -> Any:
-        parts = []
+        outputs = []
         for one in data:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(one)
             inputs = self._inputs(x)
-            parts.append(self._machine(None, ()).predict(Batch(inputs, (), int(inputs[0].shape[0]))))
-        return self.pack_outputs([tf.concat(of_output, 0) for of_output in zip(*parts, strict=True)])
+            batch = Batch(inputs, (), int(inputs[0].shape[0]))
+            outputs.append(self._drivers.for_prediction().predict(batch))
+        return self.pack_outputs([tf.concat(of_output, 0) for of_output in zip(*outputs, strict=True)])
 
     def _inputs(self, x: Any) -> list[Any]:
-        functional = functional_of(self._parts.model)
-        functional._assert_input_compatibility(x)
-        return list(functional._standardize_inputs(x))
+        """Return a batch's inputs flat, as the undivided model takes them; raises Keras's own errors."""
+        functional = functional_of(self._context.model)
+        compat.check_inputs(functional, x)
+        return list(compat.standardize_inputs(functional, x))
 
-    def _machine_for(self, what: str, structure: Any, batch: Batch) -> Machine:
-        """For batches whose targets have the sizes that the feeder's have, on all ranks; collective."""
-        parts = self._parts
-        step = f"{what} step of {parts.layout.stages.graph.name}"
-        signature = signature_of_feeder(parts.session, parts.layout.feeder, step, structure, batch)
-        return self._machine(structure, signature)
-
-    def _machine(self, structure: Any, signature: Sequence[Any]) -> Machine:
-        """For batches with targets that look like that; made once, and once more where their sizes vary.
-
-        All ranks ask for the same ones, and so make theirs together.
-        """
-        parts = self._parts
-        if structure is None and parts.machines:
-            return parts.machines[0]
-        for machine in parts.machines:
-            common = machine.common_signature(structure, signature)
-            if common == machine.signature:
-                return machine
-            if common is not None:
-                parts.machines.remove(machine)
-                signature = common
-                break
-        parts.machines.append(
-            Machine(
-                self,
-                parts.session,
-                parts.layout,
-                parts.sharing,
-                structure,
-                signature,
-                recomputes=parts.recomputes,
-            )
-        )
-        return parts.machines[-1]
+    def _driver_for(self, what: str, structure: Any, batch: Batch) -> RankDriver:
+        """Return the driver for targets like those of the data rank; collective."""
+        layout = self._context.layout
+        step = f"{what} step of {layout.stages.graph.name}"
+        signature = agreed_signature(self._context.session, layout.data_rank, step, structure, batch)
+        return self._drivers.for_targets(structure, signature)
 
     def _metric_results(self) -> dict[str, Any]:
-        """Of the last stage, without the loss, in the order in which Keras lists them."""
+        """Return the last stage's metrics without the loss, in the order in which Keras lists them."""
         found = flat_results(self.get_metrics_result())
         found.pop("loss", None)
-        names = super()._flatten_metrics_in_order({name: name for name in found})
+        names = compat.metrics_in_order(super(), {name: name for name in found})
         return {name: found[name] for name in ([names] if isinstance(names, str) else names)}
-
-
-class EpochEnd(keras.callbacks.Callback):
-    """First of the callbacks: the statistics that replicas of a stage have taken apart become one."""
-
-    def __init__(self, session: Session, sharing: Sharing) -> None:
-        super().__init__()
-        self._session = session
-        self._sharing = sharing
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        # Replicas sum among themselves, where a rank whose data ended early would be waited for in vain.
-        self._session.engine.agree(f"end of epoch {epoch + 1}")
-        self._sharing.average_statistics()
-
-
-class _Parts:
-    """What a pipeline is made of; a plain object, whose insides Keras takes for no layers of the pipeline."""
-
-    def __init__(
-        self,
-        session: Session,
-        model: Any,
-        layout: Layout,
-        sharing: Sharing,
-        recomputes: Callable[[int], bool],
-    ) -> None:
-        self.session = session
-        self.model = model
-        self.layout = layout
-        self.sharing = sharing
-        self.recomputes = recomputes
-        # One for all machines, as both ends count the messages.
-        self.mail = Mail(session, device_of_messages(session))
-        self.logs = PipelineLogs(session)
-        self.samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
-        self.reset()
-
-    def reset(self) -> None:
-        """What depends on how the model is compiled is made again."""
-        self.machines: list[Machine] = []
-        self.trains = False
-        self.reach: dict[str, Reach] = {}  # by the structure of targets that it has been trained on
-        self.logs.forget()
 
 
 def _listed(callbacks: Any) -> list[Any]:

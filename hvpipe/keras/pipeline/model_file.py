@@ -1,4 +1,4 @@
-"""The whole model of a pipeline in one file of plain Keras: written by rank 0, read by all ranks."""
+"""The whole model of a pipeline in one file of plain Keras: rank 0 writes it, all ranks read it."""
 
 from __future__ import annotations
 
@@ -12,124 +12,147 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.saving.serialization_lib import SerializableDict
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.pipeline.state_names import Holdings, another, numbers_of, optimizer_names, together
-from hvpipe.keras.pipeline.tensor_channel import Mail
+from hvpipe.keras import compat
+from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
+from hvpipe.keras.pipeline.state_names import RankState, numbers_of, optimizer_names, unbuilt_copy
+from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.session import Session
 
 _ABSENT = object()
 
 
 def write_whole(
-    session: Session, owner: Any, model: Any, holdings: Holdings, write: Callable[[Any], None]
+    session: Session, pipeline: Any, model: Any, state: RankState, write: Callable[[Any], None]
 ) -> None:
-    """Let rank 0 `write` the undivided model, compiled as its pipeline `owner` is; collective.
+    """Let rank 0 write the undivided model, compiled like its pipeline; collective.
 
-    Rank 0 holds all weights and slots while it writes, in host memory. Raises HvpipeError, on all ranks,
-    where writing fails.
+    Meanwhile rank 0 holds all weights and slots in host memory.
+
+    Args:
+        session: The session.
+        pipeline: The PipelineParallel.
+        model: The undivided model.
+        state: This rank's state.
+        write: Writes the model it is given.
+
+    Raises:
+        HvpipeError: Writing failed. Raised on all ranks.
     """
-    values = _gather(session, holdings)
+    values = _gather(session, state)
 
     def on_rank_0() -> None:
         if session.world.rank == 0:
-            with _weights_of_all(model, holdings, values):
-                stand_in = _SlotsOfAll.of(optimizer_of(owner), model, holdings)
+            with _all_weights(model, state, values):
+                stand_in = _OptimizerStandIn.of(optimizer_of(pipeline), model, state)
                 if stand_in is not None:
-                    stand_in.give(values)
-                with _compiled(model, owner, stand_in):
+                    stand_in.save_as(values)
+                with _compiled(model, pipeline, stand_in):
                     write(model)
 
-    together(session, f"saving {model.name}", on_rank_0)
+    on_all_ranks(session, f"saving {model.name}", on_rank_0)
 
 
 def read_whole(
-    session: Session, owner: Any, model: Any, holdings: Holdings, path: Any, skip_mismatch: bool
+    session: Session, pipeline: Any, model: Any, state: RankState, path: Any, skip_mismatch: bool
 ) -> bool:
-    """Take this rank's part out of a plain Keras file that every rank can see; collective.
+    """Read this rank's part of a plain Keras file that every rank sees; collective.
 
-    The optimizer's state comes too, and True is returned, where the file has one of as many variables (and,
-    in a .keras file, of the same class). Raises HvpipeError, on all ranks and before anything is changed,
-    where reading fails.
+    The optimizer's state is read if the file has one of as many variables and, in a .keras file, of the
+    same class.
+
+    Args:
+        session: The session.
+        pipeline: The PipelineParallel.
+        model: The undivided model.
+        state: This rank's state, whose variables get the values.
+        path: The path of the file.
+        skip_mismatch: As for keras.Model.load_weights.
+
+    Returns:
+        Whether the optimizer's state was read.
+
+    Raises:
+        HvpipeError: Reading failed. Raised on all ranks, before anything has changed.
     """
 
     def read() -> dict[str, Any]:
         stand_in = None
-        if _optimizer_in(path) in (None, *_classes_of(optimizer_of(owner))):
-            stand_in = _SlotsOfAll.of(optimizer_of(owner), model, holdings)
+        if _optimizer_in(path) in (None, *_classes_of(optimizer_of(pipeline))):
+            stand_in = _OptimizerStandIn.of(optimizer_of(pipeline), model, state)
         found: dict[str, Any] = {}
         if stand_in is not None:
-            stand_in.take_into(found, holdings.optimizer)
-        with _compiled(model, owner, stand_in), _weights_into(found, model, holdings.weights):
+            stand_in.load_into(found, state.optimizer)
+        with _compiled(model, pipeline, stand_in), _weights_into(found, model, state.weights):
             model.load_weights(path, skip_mismatch=skip_mismatch)
         return found
 
-    values = together(session, f"loading {os.fspath(path)}", read)
+    values = on_all_ranks(session, f"loading {os.fspath(path)}", read)
     for name, value in values.items():
-        holdings.named[name].assign(value)
-    return any(name in holdings.optimizer for name in values)
+        state.named[name].assign(value)
+    return any(name in state.optimizer for name in values)
 
 
 def optimizer_of(pipeline: Any) -> Any:
-    """The optimizer of a pipeline, None where it is not compiled."""
+    """Return a pipeline's optimizer; None before `compile`."""
     return pipeline.optimizer if pipeline.compiled else None
 
 
-def _gather(session: Session, holdings: Holdings) -> dict[str, Any]:
-    """Every name's value on rank 0, from the rank that owns it; nothing on the others."""
-    mine = {name: holdings.named[name] for name in sorted(holdings.owned)}
+def _gather(session: Session, state: RankState) -> dict[str, Any]:
+    """Return all values by name on rank 0, each from the rank that owns it; nothing on other ranks."""
+    mine = {name: state.named[name] for name in sorted(state.owned)}
     catalog = session.engine.allgather_object(
         {name: (tuple(v.shape), keras.backend.standardize_dtype(v.dtype)) for name, v in mine.items()}
     )
-    mail = Mail(session)
+    channel = TensorChannel(session)
     if session.world.rank != 0:
         for name, variable in mine.items():
-            mail.send(0, variable.numpy(), variable.dtype, variable.shape, name)
-        mail.finish()
+            channel.send(0, variable.numpy(), variable.dtype, variable.shape, name)
+        channel.finish()
         return {}
     found: dict[str, Any] = dict(mine)
     with tf.device("CPU"):
         for source, described in enumerate(catalog[1:], start=1):
             for name, (shape, dtype) in described.items():
-                found[name] = mail.expect(source, dtype, shape, name).take()
+                found[name] = channel.receive(source, dtype, shape, name).wait()
     return found
 
 
 @contextlib.contextmanager
-def _weights_of_all(model: Any, holdings: Holdings, values: Mapping[str, Any]) -> Iterator[None]:
-    """The variables of other ranks have memory and their values; afterwards those that had none have none."""
+def _all_weights(model: Any, state: RankState, values: Mapping[str, Any]) -> Iterator[None]:
+    """Give other ranks' variables their values, and take the memory back from those that had none."""
     given = []
     try:
         with tf.device("CPU"):
-            for number, place in enumerate(holdings.places):
+            for number, one in enumerate(state.variables):
                 name = f"weights/{number}"
-                if name in holdings.weights:
+                if name in state.weights:
                     continue
-                if place.variable._value is None:
-                    place.variable._initialize(values[name])
-                    given.append(place.variable)
+                if compat.has_memory(one.variable):
+                    one.variable.assign(values[name])
                 else:
-                    place.variable.assign(values[name])
+                    compat.initialize_with(one.variable, values[name])
+                    given.append(one.variable)
         yield
     finally:
         for variable in given:
-            variable._value = None
+            compat.drop_memory(variable)
 
 
 @contextlib.contextmanager
-def _compiled(model: Any, owner: Any, stand_in: _SlotsOfAll | None) -> Iterator[None]:
-    """To Keras's saving the model looks compiled as its pipeline is, with the stand-in as its optimizer."""
+def _compiled(model: Any, pipeline: Any, stand_in: _OptimizerStandIn | None) -> Iterator[None]:
+    """Let the model look compiled like its pipeline, with the stand-in as its optimizer."""
     config = None
-    if owner.compiled:
-        # XLA is off in the pipeline alone.
-        config = SerializableDict(**{**owner._compile_config.config, "jit_compile": "auto"})
+    if pipeline.compiled:
+        # Only the pipeline cannot use XLA.
+        config = compat.SerializableDict(**{**compat.compile_config(pipeline), "jit_compile": "auto"})
     look = {
         "optimizer": None if stand_in is None else stand_in.optimizer,
-        "compiled": owner.compiled,
-        "_compile_config": config,
+        "compiled": pipeline.compiled,
+        compat.COMPILE_CONFIG: config,
     }
-    # Around Keras's own way to set attributes, which would note them as parts of the model for good.
+    # Bypass Keras's attribute tracking, which would make them parts of the model for good.
     attributes = vars(model)
     before = {name: attributes.get(name, _ABSENT) for name in look}
     attributes.update(look)
@@ -143,29 +166,32 @@ def _compiled(model: Any, owner: Any, stand_in: _SlotsOfAll | None) -> Iterator[
                 attributes[name] = value
 
 
-class _SlotsOfAll:
-    """Stands in for the undivided model's optimizer: what it reads and writes is the pipeline's.
+class _OptimizerStandIn:
+    """Stands in for the undivided model's optimizer while Keras saves or loads: redirects its state.
 
-    It is built on variables of one element each, and knows so the order in which Keras saves the state.
+    It is built for variables of one element each. So it has the order in which Keras saves the state, and
+    takes no memory.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
+        """`names` are those of the optimizer's variables, by id."""
         self.optimizer = optimizer
-        self._names = names  # of its variables, by id
+        self._names = names
 
     @staticmethod
-    def of(optimizer: Any, model: Any, holdings: Holdings) -> _SlotsOfAll | None:
+    def of(optimizer: Any, model: Any, state: RankState) -> _OptimizerStandIn | None:
+        """Return a stand-in for the whole model, like one rank's optimizer; None without one."""
         if optimizer is None:
             return None
-        numbers = numbers_of(holdings.places)
-        small = {id(v): _miniature(v) for v in model.trainable_variables}
-        built = another(optimizer)
+        numbers = numbers_of(state.variables)
+        small = {id(v): _one_element_copy(v) for v in model.trainable_variables}
+        built = unbuilt_copy(optimizer)
         built.build(list(small.values()))
         names = optimizer_names(built, {id(v): numbers[key] for key, v in small.items()})
-        return _SlotsOfAll(built, {id(variable): name for name, variable in names.items()})
+        return _OptimizerStandIn(built, {id(variable): name for name, variable in names.items()})
 
-    def give(self, values: Mapping[str, Any]) -> None:
-        """Let it be saved with these values, by name."""
+    def save_as(self, values: Mapping[str, Any]) -> None:
+        """Let Keras save these values, by name."""
 
         def save_own_variables(optimizer: Any, store: Any) -> None:
             for i, variable in enumerate(optimizer.variables):
@@ -173,8 +199,8 @@ class _SlotsOfAll:
 
         self._replace("save_own_variables", save_own_variables)
 
-    def take_into(self, found: dict[str, Any], wanted: Mapping[str, Any]) -> None:
-        """Let what it is given by a file go into `found`, where it fits the `wanted` variables by name."""
+    def load_into(self, found: dict[str, Any], wanted: Mapping[str, Any]) -> None:
+        """Let Keras load the values of the `wanted` variables into `found`, by name."""
 
         def load_own_variables(optimizer: Any, store: Any) -> None:
             if len(store.keys()) != len(optimizer.variables):
@@ -194,6 +220,7 @@ class _SlotsOfAll:
         self._replace("load_own_variables", load_own_variables)
 
     def _replace(self, method: str, function: Callable[[Any, Any], None]) -> None:
+        """Replace a method of the optimizer and of the optimizers inside it."""
         optimizer = self.optimizer
         while optimizer is not None:
             vars(optimizer)[method] = lambda store, optimizer=optimizer: function(optimizer, store)
@@ -202,23 +229,23 @@ class _SlotsOfAll:
 
 @contextlib.contextmanager
 def _weights_into(found: dict[str, Any], model: Any, wanted: Mapping[str, Any]) -> Iterator[None]:
-    """What the model's layers load goes into `found`, as far as it is `wanted`, and not into the layers."""
+    """Let the model's layers load the `wanted` variables into `found`, and leave the layers unchanged."""
     names = {id(variable): name for name, variable in wanted.items()}
 
     def load_by(layer: Any) -> Callable[[Any], None]:
         own = layer.load_own_variables
 
         def load_own_variables(store: Any) -> None:
-            # Not of layers of other ranks: one that computes with what it loads would find no memory here.
+            # Skip layers of other ranks. One that computes with what it loads would find no memory here.
             if not any(id(variable) in names for variable in layer.variables):
                 return
-            with _Kept(set(names)) as kept:
+            with _AssignmentCapture(set(names)) as captured:
                 own(store)
-            found.update({names[key]: value for key, value in kept.state_mapping.items()})
+            found.update({names[key]: value for key, value in captured.state_mapping.items()})
 
         return load_own_variables
 
-    layers = list({id(layer): layer for layer in model._flatten_layers()}.values())
+    layers = list({id(layer): layer for layer in compat.layers_in(model)}.values())
     for layer in layers:
         vars(layer)["load_own_variables"] = load_by(layer)
     try:
@@ -228,8 +255,8 @@ def _weights_into(found: dict[str, Any], model: Any, wanted: Mapping[str, Any]) 
             del vars(layer)["load_own_variables"]
 
 
-class _Kept(keras.StatelessScope):
-    """Holds what is assigned to some variables, and lets what is assigned to others go."""
+class _AssignmentCapture(keras.StatelessScope):
+    """Keeps the values assigned to the wanted variables (by id), and drops those of others."""
 
     def __init__(self, wanted: set[int]) -> None:
         super().__init__(initialize_variables=False)
@@ -240,24 +267,27 @@ class _Kept(keras.StatelessScope):
             super().add_update(update)
 
 
-def _miniature(variable: Any) -> Any:
-    """A variable of one element with what an optimizer looks at: path, rank, dtype."""
+def _one_element_copy(variable: Any) -> Any:
+    """Return a variable of one element with what an optimizer looks at: path, rank, dtype."""
     small = keras.Variable(
         initializer="zeros", shape=(1,) * len(variable.shape), dtype=variable.dtype, name=variable.name
     )
-    small._path = variable.path
+    compat.set_path(small, variable.path)
     small.overwrite_with_gradient = getattr(variable, "overwrite_with_gradient", False)
     return small
 
 
 def _classes_of(optimizer: Any) -> list[str]:
-    """Of the optimizer and of the one inside: with mixed_float16 a file names the latter alone."""
+    """Return the classes of an optimizer and of the one inside it.
+
+    With mixed_float16, a file names only the inner one.
+    """
     inner = getattr(optimizer, "inner_optimizer", None)
     return [type(optimizer).__name__, *([] if inner is None else _classes_of(inner))]
 
 
 def _optimizer_in(path: Any) -> str | None:
-    """The class of the optimizer in a .keras file; None for other files, "" where it has none."""
+    """Return the class of the optimizer in a .keras file, "" if it has none; None for other files."""
     if not os.fspath(path).endswith(".keras"):
         return None
     if os.path.isdir(path):

@@ -1,4 +1,4 @@
-"""Which plan a pipeline follows: one that was given, or one made for this model on these ranks."""
+"""Chooses the plan of a pipeline: the user's, or one made for this model on these ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.keras.graph.layer_graph import LayerGraph
-from hvpipe.keras.pipeline.state_names import together
+from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
 from hvpipe.keras.profiling.estimate import estimate
 from hvpipe.keras.profiling.footprint import weight_bytes
 from hvpipe.plan.exact import MOST_LAYERS, exact
@@ -22,8 +22,8 @@ from hvpipe.specs.profile import Profile
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What the user asked `pipeline_parallel` for; None where nothing was said."""
+class PipelineOptions:
+    """The arguments of `pipeline_parallel`, as the user gave them; None stands for the default."""
 
     stages: Any = "auto"
     replicas: Sequence[int] | None = None
@@ -35,37 +35,50 @@ class Wish:
     cluster: Cluster | str | os.PathLike[str] | None = None
 
     @property
-    def again(self) -> bool | tuple[int, ...] | None:
-        """What `recompute` says, as plans have it."""
+    def checked_recompute(self) -> bool | tuple[int, ...] | None:
+        """`recompute` in the form that plans have."""
         return None if self.recompute is None else checked_recompute(self.recompute)
 
     @property
     def pipelining(self) -> Pipelining:
-        """What holds where no plan says."""
+        """The options with defaults filled in, for a pipeline without a plan."""
         schedule = DEFAULT_PIPELINING.schedule if self.schedule is None else self.schedule
         return Pipelining(
             schedule,
             DEFAULT_PIPELINING.microbatches if self.microbatches is None else self.microbatches,
-            self.again or False,
+            self.checked_recompute or False,
             (2 if self.chunks is None else self.chunks) if schedule == "interleaved" else 1,
         )
 
 
-def plan_for(session: Session, graph: LayerGraph, wish: Wish) -> tuple[Plan, list[int]]:
-    """The plan, and the world rank of each of its devices; the same on all ranks."""
-    stages = wish.stages
+def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> tuple[Plan, list[int]]:
+    """Return the plan of a pipeline; collective.
+
+    Args:
+        session: The session.
+        graph: The model.
+        options: The arguments of `pipeline_parallel`.
+
+    Returns:
+        The plan, and the world rank of each of its devices; the same on all ranks.
+
+    Raises:
+        HvpipeError: Options that cannot be satisfied, or that contradict a plan.
+        PlanError: A plan or profile of another model, or too little memory.
+    """
+    stages = options.stages
     if isinstance(stages, (str, os.PathLike)) and stages != "auto":
         stages = Plan.read(stages)
     if isinstance(stages, Plan):
         _check_plan(graph, stages)
-        _check_wish(wish, stages)
+        _check_options(options, stages)
         return stages, _ranks_by_name(session, stages.ranks)
     size = session.world.size
-    count, replicas = _counts(stages, wish.replicas, size)
-    how = wish.pipelining
+    count, replicas = _stage_counts(stages, options.replicas, size)
+    how = options.pipelining
     if how.microbatches < count:
         raise HvpipeError(
-            f"microbatches should be at least the number of stages, {count}, or some would always be idle. "
+            f"microbatches should be at least the number of stages, {count}, or some are always idle. "
             f"Received: microbatches={how.microbatches}"
         )
     if count * how.chunks > len(graph.calls):
@@ -75,38 +88,38 @@ def plan_for(session: Session, graph: LayerGraph, wish: Wish) -> tuple[Plan, lis
             f"There should be at most as many stages as layer calls in {graph.name}, {len(graph.calls)}"
             f"{named}. Received: {count * how.chunks} stages"
         )
-    given, cluster = _of_rank_0(session, wish)
-    profile = _profile(graph, given)
+    given, cluster = _read_on_rank_0(session, options)
+    profile = _checked_profile(graph, given)
     if cluster is None:
         return _replicate(balanced(profile, replicas, how), replicas), list(range(size))
     if max(replicas) > 1:
         raise HvpipeError(
-            "Replicas on a cluster are for the planner: pass the plan of `hvpipe plan --mode hybrid`. "
+            "Replicas on a given cluster need the planner: pass the plan of `hvpipe plan --mode hybrid`. "
             f"Received: replicas={replicas} and a cluster"
         )
     plan = partition(profile, cluster, count * how.chunks, how)
     return plan, _ranks_by_name(session, plan.ranks)
 
 
-def _counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tuple[int, tuple[int, ...]]:
-    """The number of stages on ranks of their own, and how many ranks each has."""
+def _stage_counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tuple[int, tuple[int, ...]]:
+    """Return the number of stages that have their own ranks, and the number of ranks of each."""
     if replicas is not None and (not replicas or min(replicas) < 1 or sum(replicas) != size):
         raise HvpipeError(
-            f"replicas should be one or more ranks for each stage, {size} together. "
+            f"replicas should be the number of ranks of each stage, 1 or more, {size} in total. "
             f"Received: replicas={tuple(replicas)}"
         )
     if stages == "auto":
         stages = size if replicas is None else len(replicas)
     if not isinstance(stages, int) or not 1 <= stages <= size:
         raise HvpipeError(
-            f"stages should be 'auto', a plan, or a number from 1 to that of the ranks, {size}. "
+            f"stages should be 'auto', a plan, or a number from 1 to {size}, the number of ranks. "
             f"Received: stages={stages!r}"
         )
     if replicas is None:
         if size % stages:
             raise HvpipeError(
-                "The number of ranks should be a multiple of the stages, or replicas say how many ranks "
-                f"each stage has. Received: stages={stages} on {size} ranks"
+                "The number of ranks should be a multiple of the number of stages; otherwise pass replicas, "
+                f"the number of ranks of each stage. Received: stages={stages} on {size} ranks"
             )
         return stages, (size // stages,) * stages
     if len(replicas) != stages:
@@ -116,12 +129,15 @@ def _counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tuple[int
     return stages, tuple(replicas)
 
 
-def _of_rank_0(session: Session, wish: Wish) -> tuple[Profile | None, Cluster | None]:
-    """Its profile and its cluster, for all: every rank has measured times of its own. Collective.
+def _read_on_rank_0(session: Session, options: PipelineOptions) -> tuple[Profile | None, Cluster | None]:
+    """Return the profile and the cluster of rank 0; collective.
 
-    Raises HvpipeError on all ranks where rank 0 cannot read them.
+    Ranks may have measured different times, but all must plan with the same.
+
+    Raises:
+        HvpipeError: Rank 0 cannot read them. Raised on all ranks.
     """
-    given = " and a ".join(name for name in ("profile", "cluster") if getattr(wish, name) is not None)
+    given = " and a ".join(name for name in ("profile", "cluster") if getattr(options, name) is not None)
     if not given:
         return None, None
     session.engine.agree(f"pipeline_parallel with a {given}")
@@ -129,14 +145,15 @@ def _of_rank_0(session: Session, wish: Wish) -> tuple[Profile | None, Cluster | 
     def read() -> tuple[Profile | None, Cluster | None] | None:
         if session.world.rank > 0:
             return None
-        return _read_profile(wish.profile), _read_cluster(wish.cluster)
+        return _read_profile(options.profile), _read_cluster(options.cluster)
 
-    mine = together(session, f"reading a {given}", read)
+    mine = on_all_ranks(session, f"reading a {given}", read)
     found: tuple[Profile | None, Cluster | None] = session.engine.broadcast_object(mine)
     return found
 
 
-def _profile(graph: LayerGraph, profile: Profile | None) -> Profile:
+def _checked_profile(graph: LayerGraph, profile: Profile | None) -> Profile:
+    """Return a profile that fits the model; without one, an estimate."""
     if profile is None:
         return estimate(graph, samples=1)
     names, theirs = {call.name for call in graph.calls}, {layer.name for layer in profile.layers}
@@ -159,7 +176,7 @@ def _read_cluster(given: Cluster | str | os.PathLike[str] | None) -> Cluster | N
 
 
 def _check_costs(graph: LayerGraph, profile: Profile) -> None:
-    """Layers of the same names may have other weights, or outputs of another size."""
+    """Raise PlanError if layers of the same names have other weights, or outputs of another size."""
     sizes_bytes = _output_bytes(graph, profile.batch_size)
     for call in graph.calls:
         layer = profile.layers[profile.place(call.name)]
@@ -177,9 +194,10 @@ def _check_costs(graph: LayerGraph, profile: Profile) -> None:
 
 
 def _output_bytes(graph: LayerGraph, samples: int) -> dict[str, tuple[int, int]]:
-    """What each call makes for so many samples, at least (what is used) and at most (and with masks).
+    """Return the bytes that each call makes: at least (only what is used) and at most (all, and masks).
 
-    Of those whose size is known, and grows with the samples: profiles are scaled from one batch to another.
+    Only calls of known sizes that grow with the samples are in it, because profiles are scaled from one
+    batch size to another.
     """
     known = [
         graph.sized([(count, *graph.tensors[number].shape[1:]) for number in graph.inputs])
@@ -201,27 +219,30 @@ def _output_bytes(graph: LayerGraph, samples: int) -> dict[str, tuple[int, int]]
 
 
 def _check_plan(graph: LayerGraph, plan: Plan) -> None:
-    """A plan knows its model by the profile's fingerprint; names are compared where it is laid out."""
+    """Raise PlanError for a plan of another model with the same layer names.
+
+    A plan holds the fingerprint of its profile. `layout_of` compares the names.
+    """
     here = estimate(graph, samples=1)
     names = {name for stage in plan.stages for name in stage.layers}
     same_names = names == {layer.name for layer in here.layers}
     if same_names and plan.profile_fingerprint not in ("", here.fingerprint):
         raise PlanError(
             f"The plan should be of this model, {graph.name}, with the same trained weights and edges; "
-            f"measure and plan again. Received: a plan of {plan.model or 'an unnamed model'}, whose layers "
-            "have the same names and others"
+            f"measure and plan again. Received: a plan of {plan.model or 'an unnamed model'}, with layers of "
+            "the same names and other weights or edges"
         )
 
 
-def _check_wish(wish: Wish, plan: Plan) -> None:
-    """What is asked for beside a plan is not to be passed over."""
+def _check_options(options: PipelineOptions, plan: Plan) -> None:
+    """Raise HvpipeError if an option contradicts the plan, or PlanError if profile or cluster do."""
     how = plan.pipelining
-    replicas = None if wish.replicas is None else tuple(wish.replicas)
+    replicas = None if options.replicas is None else tuple(options.replicas)
     both: dict[str, tuple[Any, Any]] = {
-        "microbatches": (wish.microbatches, how.microbatches),
-        "schedule": (wish.schedule, how.schedule),
-        "chunks": (wish.chunks, how.chunks),
-        "recompute": (wish.again, how.recompute),
+        "microbatches": (options.microbatches, how.microbatches),
+        "schedule": (options.schedule, how.schedule),
+        "chunks": (options.chunks, how.chunks),
+        "recompute": (options.checked_recompute, how.recompute),
         "replicas": (replicas, tuple(len(stage.devices) for stage in plan.stages)),
     }
     for name, (asked, planned) in both.items():
@@ -230,11 +251,17 @@ def _check_wish(wish: Wish, plan: Plan) -> None:
                 f"A plan brings its own {name}: leave it out, or plan again with it. "
                 f"Received: {name}={asked!r} and a plan with {name}={planned!r}"
             )
-    plan.check(_read_profile(wish.profile), _read_cluster(wish.cluster))
+    plan.check(_read_profile(options.profile), _read_cluster(options.cluster))
 
 
 def balanced(profile: Profile, replicas: Sequence[int], how: Pipelining) -> Plan:
-    """Stages on equal ranks; one with more replicas, which take turns, gets more of the model."""
+    """Return a plan on equal devices. A stage with more replicas gets more of the model.
+
+    Args:
+        profile: The costs of the layers.
+        replicas: The number of ranks of each stage; they take micro-batches in turn.
+        how: Schedule and micro-batches.
+    """
     count = len(replicas)
     if len(set(replicas)) == 1 or how.chunks > 1 or len(profile.layers) > MOST_LAYERS:
         return partition(profile, equal_cluster(count), count * how.chunks, how)
@@ -243,7 +270,7 @@ def balanced(profile: Profile, replicas: Sequence[int], how: Pipelining) -> Plan
 
 
 def _replicate(plan: Plan, replicas: Sequence[int]) -> Plan:
-    """The same stages, each on so many equal devices."""
+    """Return the plan with each stage on its number of equal devices."""
     if max(replicas) == 1:
         return plan
     if plan.pipelining.chunks > 1:
@@ -259,7 +286,10 @@ def _replicate(plan: Plan, replicas: Sequence[int]) -> Plan:
 
 
 def _ranks_by_name(session: Session, devices: Sequence[str]) -> list[int]:
-    """The world rank of each device: HOST:LOCAL_RANK (as `hvpipe profile` names them), HOST, or rank3."""
+    """Return the world rank of each device; collective.
+
+    A device is named HOST:LOCAL_RANK (as by `hvpipe profile`), HOST if it has one rank, or rank3.
+    """
     world = session.world
     names = session.engine.allgather_object((world.host, world.local_rank, world.local_size))
     table: dict[str, int] = {}

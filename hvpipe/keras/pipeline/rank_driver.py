@@ -1,262 +1,263 @@
-"""What drives one rank of a pipeline: its stages' functions, metrics, and what the ranks tell each other."""
+"""Drives one rank of a pipeline through its steps: graphs of its stages, metrics, updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.masking import set_keras_mask
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.graph.deferred_build import reads_foreign, variables_of
-from hvpipe.keras.graph.stage import StageFunctions, Wire
-from hvpipe.keras.pipeline.batch_targets import in_words, paths_of
-from hvpipe.keras.pipeline.layout import Layout
-from hvpipe.keras.pipeline.loss_entries import BatchEntries, masked_losses
-from hvpipe.keras.pipeline.shared_variables import Sharing
-from hvpipe.keras.pipeline.state_names import agree_on_trainable, together
-from hvpipe.keras.pipeline.step import Batch, Outcome, PipelineStep
+from hvpipe.keras import compat
+from hvpipe.keras.graph.deferred_build import foreign_weight_error
+from hvpipe.keras.graph.stage import StageFunctions
+from hvpipe.keras.pipeline.batch_targets import common_signature, describe_targets
+from hvpipe.keras.pipeline.context import PipelineContext
+from hvpipe.keras.pipeline.gradient_coverage import GradientCoverage, apply_coverage, find_coverage
+from hvpipe.keras.pipeline.loss_entries import EntryCounter, masked_losses
+from hvpipe.keras.pipeline.microbatches import Batch
+from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
+from hvpipe.keras.pipeline.state_names import agree_on_trainable
+from hvpipe.keras.pipeline.step import PipelineStep, StepResult
 from hvpipe.keras.pipeline.update import PipelineUpdate
-from hvpipe.session import Session
+
+Coverages = dict[str, GradientCoverage]
+"""What gets a gradient, by the description of the targets: their sizes make no difference."""
 
 
-@dataclass(frozen=True)
-class Reach:
-    """Where gradients come to: not to the wires that stages take, by stage, of `unreached`.
-
-    `trained` are the ids of those trainable variables to which one comes in any stage, on any rank.
-    """
-
-    unreached: frozenset[tuple[int, Wire]]
-    trained: frozenset[int]
-
-
-class Machine:
-    """Runs steps of this rank's stages for targets of one structure; `owner` is compiled as the user wants.
-
-    `structure` is (y, sample_weight) of a batch and `signature` what they look like flat (tf.TensorSpec);
-    None and nothing before any (only `predict` then). `recomputes(stage)` says which run forwards again.
-    """
+class RankDriver:
+    """Runs the steps of this rank for targets of one structure."""
 
     def __init__(
         self,
-        owner: Any,
-        session: Session,
-        layout: Layout,
-        sharing: Sharing,
+        pipeline: Any,
+        context: PipelineContext,
         structure: Any,
         signature: Sequence[Any],
-        *,
-        recomputes: Callable[[int], bool],
+        coverages: Coverages,
     ) -> None:
-        self._owner = owner
-        self._session = session
-        self._layout = layout
-        self._sharing = sharing
-        self._structure = structure
+        """Make the functions of this rank's stages; collective.
+
+        Args:
+            pipeline: The Keras model that the user compiled.
+            context: What the parts of the pipeline share.
+            structure: (y, sample_weight) of a batch; None before any batch, for `predict` only.
+            signature: A tf.TensorSpec for each flat target.
+            coverages: What gets a gradient; shared by all drivers of the pipeline.
+        """
+        self.structure = structure
         self.signature = list(signature)
-        self._rank = session.world.rank
-        self._targets_in_words = in_words(structure, self.signature)
+        self._pipeline = pipeline
+        self._context = context
+        self._coverages = coverages
+        self._targets_described = describe_targets(structure, self.signature)
         self._has_y = structure is not None and structure[0] is not None
-        with_loss = self._has_y and owner._compile_loss is not None
+        with_loss = self._has_y and compat.compiled_loss(pipeline) is not None
+        layout = context.layout
         self.functions = {
             stage: StageFunctions(
                 layout.stages,
                 stage,
                 self.signature,
                 self._loss if with_loss else None,
-                recomputes(stage),
-                owner._parts.samples,
+                context.recomputes(stage),
+                context.samples,
             )
-            for stage in layout.stages_of(self._rank)
+            for stage in layout.stages_of(context.rank)
         }
-        self._entries = self._batch_entries() if with_loss else None
-        self._mail = owner._parts.mail
+        self._entries = self._entry_counter() if with_loss else None
         self._step = PipelineStep(
-            layout.stages, self.functions, layout.ranks, self._mail, session.engine.recorded
+            layout.stages, self.functions, layout.ranks, context.channel, context.session.engine.recorded
         )
         self._update: PipelineUpdate | None = None
-        self._trained = _Trained()
-        session.sample_counters.append(self._trained)
+        self._trained = _TrainedSamples()
+        context.session.sample_counters.append(self._trained)
         self._update_metrics = tf.function(self._metrics_in_graph, autograph=False, reduce_retracing=True)
 
-    def common_signature(self, structure: Any, signature: Sequence[Any]) -> list[Any] | None:
-        """One that holds for its own batches and for these, axes open that differ; None where none does."""
-        if paths_of(structure) != paths_of(self._structure):
-            return None
-        pairs = list(zip(self.signature, signature, strict=True))
-        if any(own.dtype != other.dtype or own.shape.rank != other.shape.rank for own, other in pairs):
-            return None
-        return [
-            tf.TensorSpec(
-                [m if m == n else None for m, n in zip(own.shape, other.shape, strict=True)], own.dtype
-            )
-            for own, other in pairs
-        ]
+    def train(self, batch: Batch, *, first: bool) -> StepResult:
+        """Run one training step and update this rank's weights; collective.
 
-    def train(self, batch: Batch, *, first: bool) -> Outcome:
-        """One training step, weights updated; collective.
+        Args:
+            batch: The batch.
+            first: Whether this is the first step since `compile`, with any driver. Only then are trainable
+                flags, weights of other stages and losses checked.
 
-        `first`: of this model as it is compiled, on any machine. Raises then MismatchError where ranks that
-        share a layer do not all train it, HvpipeError where no stage has a loss, or one reads weights of
-        another's layers.
+        Returns:
+            Loss and samples of this rank.
+
+        Raises:
+            MismatchError: A layer is trainable on only some of the ranks that share it.
+            HvpipeError: No stage has a loss, or a stage reads weights of another stage's layers.
         """
+        context, engine = self._context, self._context.session.engine
         self._begin(batch)
         if first:
-            agree_on_trainable(self._session, self._layout)
-            together(self._session, f"making the graphs of {self._owner.name}", self._check_weights)
+            agree_on_trainable(context.session, context.layout)
+            what = f"making the graphs of {self._pipeline.name}"
+            on_all_ranks(context.session, what, self._check_weights)
             self._check_loss()
         if self._update is None:
-            reach = self._reach()
             self._update = PipelineUpdate(
-                self._session,
-                self._owner.optimizer,
-                self._owner.trainable_variables,
+                context.session,
+                self._pipeline.optimizer,
+                self._pipeline.trainable_variables,
                 self.functions,
-                self._sharing,
-                reach.trained,
+                context.shared,
+                self._coverage().variables,
             )
         update = self._update
-        course = self._layout.course(batch.samples, self._rank, True)
-        update.begin(course.stages)
-        outcome = self._step.train(course, batch, self._observe, update.stage_done, update.loss_scale)
-        with self._session.engine.recorded("update", "weights of this rank"):
+        program = context.layout.program(batch.samples, context.rank, True)
+        update.begin(program.stages)
+        result = self._step.train(program, batch, self._observe, update.stage_done, update.loss_scale)
+        with engine.recorded("update", "weights of this rank"):
             update.apply()
-        self._mail.finish()
-        self._sharing.note_apart()
-        self._trained.samples += outcome.samples
-        return outcome
+        context.channel.finish()
+        context.shared.mark_diverged()
+        self._trained.samples += result.samples
+        return result
 
-    def evaluate(self, batch: Batch) -> Outcome:
-        """Forward and loss of a batch in inference mode; collective."""
+    def evaluate(self, batch: Batch) -> StepResult:
+        """Run forward and loss of a batch in inference mode; collective."""
+        context = self._context
         self._begin(batch)
-        self._sharing.average_statistics()
-        course = self._layout.course(batch.samples, self._rank, False)
-        outcome = self._step.evaluate(course, batch, self._observe)
-        self._mail.finish()
-        return outcome
+        context.shared.average_statistics()
+        program = context.layout.program(batch.samples, context.rank, False)
+        result = self._step.evaluate(program, batch, self._observe)
+        context.channel.finish()
+        return result
 
     def predict(self, batch: Batch) -> list[Any]:
-        """The model's outputs for a batch, flat, on all ranks; collective."""
-        step = f"prediction step of {self._layout.stages.graph.name} on a batch of {batch.samples}"
-        self._session.engine.agree(step)
-        self._sharing.average_statistics()
-        course = self._layout.course(batch.samples, self._rank, False)
-        outcome = self._step.predict(course, batch)
-        self._mail.finish()
-        mine = {i: [np.asarray(value) for value in values] for i, values in outcome.outputs.items()}
+        """Return the model's flat outputs for a batch, on all ranks; collective."""
+        context, engine = self._context, self._context.session.engine
+        engine.agree(f"prediction step of {context.layout.stages.graph.name} on a batch of {batch.samples}")
+        context.shared.average_statistics()
+        program = context.layout.program(batch.samples, context.rank, False)
+        result = self._step.predict(program, batch)
+        context.channel.finish()
+        mine = {i: [np.asarray(value) for value in values] for i, values in result.outputs.items()}
         everyone: dict[int, list[Any]] = {}
-        for found in self._session.engine.allgather_object(mine):
+        for found in engine.allgather_object(mine):
             everyone |= found
         in_order = [everyone[i] for i in sorted(everyone)]
         return [np.concatenate(of_output) for of_output in zip(*in_order, strict=True)]
 
     def _begin(self, batch: Batch) -> None:
-        """Of a step with targets: tell its parts what they need of all of the batch; collective.
-
-        Raises HvpipeError for a loss without targets.
-        """
-        if self._owner._compile_loss is not None and not self._has_y:
+        """Check that a loss has targets, and tell masked losses the batch's entries; collective."""
+        if compat.compiled_loss(self._pipeline) is not None and not self._has_y:
             raise HvpipeError(
-                f"{self._owner.name} is compiled with a loss, so it wants targets. "
+                f"{self._pipeline.name} is compiled with a loss, so it wants targets. "
                 "Received: a batch without any"
             )
         if self._entries is not None:
-            self._entries.tell(batch.inputs, batch.targets)
+            self._entries.count(batch.inputs, batch.targets)
 
     def _check_weights(self) -> None:
-        """Gradients are those of the weights of a stage's own layers; others would stay as they are."""
+        """Raise HvpipeError if a stage reads weights of another stage's layers: they would not be trained."""
         for functions in self.functions.values():
-            if functions.foreign:
-                raise reads_foreign(functions.foreign[0].path)
-
-    def _reach(self) -> Reach:
-        """What gradients reach with targets of this structure, which is the same on all ranks; collective.
-
-        Once for each structure, whatever the sizes of targets.
-        """
-        known = self._owner._parts.reach
-        if self._targets_in_words not in known:
-            known[self._targets_in_words] = self._agree_on_gradients()
-        reach: Reach = known[self._targets_in_words]
-        self._pass_over(reach.unreached)
-        return reach
-
-    def _agree_on_gradients(self) -> Reach:
-        """What no gradient reaches, whichever stage it is in: Keras leaves such weights alone. Collective.
-
-        From the last stages to the first: what passes a stage's inputs over passes over what they come from.
-        """
-        variables = variables_of(self._layout.stages.graph.all_layers())
-        numbers = {id(v._value): number for number, v in enumerate(variables)}
-        unreached: frozenset[tuple[int, Wire]] = frozenset()
-        while True:
-            mine = {(stage, wire) for stage, of in self.functions.items() for wire in of.unreached}
-            trained = {numbers[id(v)] for of in self.functions.values() for v in of.training.variables}
-            everyone = self._session.engine.allgather_object((mine, trained))
-            found = frozenset().union(*(of_rank for of_rank, _ in everyone))
-            if found == unreached:
-                every = frozenset().union(*(of_rank for _, of_rank in everyone))
-                reached = (v for number, v in enumerate(variables) if number in every)
-                return Reach(unreached, frozenset(map(id, reached)))
-            unreached = found
-            self._pass_over(unreached)
-
-    def _pass_over(self, unreached: Collection[tuple[int, Wire]]) -> None:
-        for stage, functions in self.functions.items():
-            functions.pass_over(self._layout.stages.without_users(stage, unreached))
+            if functions.foreign_weights:
+                raise foreign_weight_error(functions.foreign_weights[0].path)
 
     def _check_loss(self) -> None:
         mine = sum(stage.trains_by_a_loss for stage in self.functions.values())
-        if not any(self._session.engine.agree("whether any stage has a loss", float(mine))):
+        engine = self._context.session.engine
+        if not any(engine.agree("whether any stage has a loss", float(mine))):
             raise HvpipeError(
-                f"Training {self._owner.name} takes a loss: pass one to compile(loss=...), or let a layer "
+                f"Training {self._pipeline.name} takes a loss: pass one to compile(loss=...), or let a layer "
                 "have one (add_loss, a regularizer). Received: loss=None, and no layer with a loss"
             )
 
-    def _batch_entries(self) -> BatchEntries | None:
-        graph, loss = self._layout.stages.graph, self._owner._compile_loss
+    def _coverage(self) -> GradientCoverage:
+        """Return what gets a gradient; collective for the first driver of targets of this structure."""
+        stages = self._context.layout.stages
+        known = self._coverages.get(self._targets_described)
+        if known is None:
+            known = find_coverage(self._context.session, stages, self.functions)
+            self._coverages[self._targets_described] = known
+        apply_coverage(stages, self.functions, known.unreached)
+        return known
+
+    def _entry_counter(self) -> EntryCounter | None:
+        layout, loss = self._context.layout, compat.compiled_loss(self._pipeline)
+        graph = layout.stages.graph
         masked = masked_losses(loss, graph, self.signature, self._compare)
         if not masked:
             return None
-        return BatchEntries(self._session, self._layout.feeder, graph, masked, self.signature, loss.entries)
+        session = self._context.session
+        return EntryCounter(session, layout.data_rank, graph, masked, self.signature, loss.entries)
 
     # On the rank with the last stage --------------------------------------------------------------------
 
     def _loss(self, outputs: Sequence[Any], targets: Sequence[Any]) -> Any:
-        return self._compare(self._owner._compile_loss, outputs, targets)
+        return self._compare(compat.compiled_loss(self._pipeline), outputs, targets)
 
     def _compare(self, loss: Any, outputs: Sequence[Any], targets: Sequence[Any]) -> Any:
-        y, sample_weight = self._targets(targets)
-        return loss(y, self._owner.pack_outputs(outputs), sample_weight)
+        y, sample_weight = self._pack_targets(targets)
+        return loss(y, self._pipeline.pack_outputs(outputs), sample_weight)
 
-    def _targets(self, values: Sequence[Any]) -> Any:
-        """The flat targets in the batch's structure, with None where there was none."""
+    def _pack_targets(self, values: Sequence[Any]) -> Any:
+        """Return flat targets in the batch's structure, with None where it has None."""
         rest = iter(values)
         return keras.tree.map_structure(
-            lambda leaf: None if leaf is None else next(rest), self._structure, none_is_leaf=True
+            lambda leaf: None if leaf is None else next(rest), self.structure, none_is_leaf=True
         )
 
     def _observe(self, targets: Sequence[Any], outputs: Sequence[Any], masks: Mapping[int, Any]) -> None:
-        if self._owner._compile_metrics is not None:
+        if compat.compiled_metrics(self._pipeline) is not None:
             self._update_metrics(list(targets), list(outputs), list(masks), list(masks.values()))
 
     def _metrics_in_graph(
-        self, targets: Sequence[Any], outputs: Sequence[Any], places: Sequence[int], masks: Sequence[Any]
+        self, targets: Sequence[Any], outputs: Sequence[Any], masked: Sequence[int], masks: Sequence[Any]
     ) -> None:
-        for place, mask in zip(places, masks, strict=True):
-            set_keras_mask(outputs[place], mask)
-        y, sample_weight = self._targets(targets)
-        self._owner._compile_metrics.update_state(y, self._owner.pack_outputs(outputs), sample_weight)
+        for index, mask in zip(masked, masks, strict=True):
+            compat.set_keras_mask(outputs[index], mask)
+        y, sample_weight = self._pack_targets(targets)
+        metrics = compat.compiled_metrics(self._pipeline)
+        metrics.update_state(y, self._pipeline.pack_outputs(outputs), sample_weight)
+
+
+class RankDrivers:
+    """Makes a driver for each structure of targets. All ranks ask for the same ones together."""
+
+    def __init__(self, pipeline: Any, context: PipelineContext) -> None:
+        self._pipeline = pipeline
+        self._context = context
+        self._coverages: Coverages = {}
+        self._drivers: list[RankDriver] = []
+
+    def __iter__(self) -> Any:
+        return iter(self._drivers)
+
+    def for_prediction(self) -> RankDriver:
+        """Return a driver for batches without targets: any that there is."""
+        return self._drivers[0] if self._drivers else self._made(None, ())
+
+    def for_targets(self, structure: Any, signature: Sequence[Any]) -> RankDriver:
+        """Return the driver of targets of a structure and signature; collective if it is a new one.
+
+        If sizes differ from those of earlier batches, a driver that leaves them open replaces the old one.
+        """
+        for driver in self._drivers:
+            common = common_signature(driver.structure, driver.signature, structure, signature)
+            if common == driver.signature:
+                return driver
+            if common is not None:
+                self._drivers.remove(driver)
+                signature = common
+                break
+        return self._made(structure, signature)
+
+    def _made(self, structure: Any, signature: Sequence[Any]) -> RankDriver:
+        driver = RankDriver(self._pipeline, self._context, structure, signature, self._coverages)
+        self._drivers.append(driver)
+        return driver
 
 
 @dataclass
-class _Trained:
-    """Samples whose loss this rank has computed, for the summary of the run."""
+class _TrainedSamples:
+    """The samples whose loss this rank has computed, for the summary of the run."""
 
     samples: int = 0
 

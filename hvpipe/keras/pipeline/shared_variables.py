@@ -1,4 +1,4 @@
-"""Variables that several ranks of a pipeline hold: replicas of a stage, and layers that stages share."""
+"""Variables that several ranks of a pipeline hold: in replicas of a stage, and in layers stages share."""
 
 from __future__ import annotations
 
@@ -14,74 +14,76 @@ from hvpipe.keras.seeds import own_seed, seeds_of
 from hvpipe.session import Session
 
 
-class Sharing:
-    """Who holds which variable, and the groups of ranks that sum among themselves; made by all ranks.
+class SharedVariables:
+    """Knows which ranks hold which variable, and keeps the copies equal. All ranks make and use it together.
 
-    `holders` has the world ranks, ascending, of each variable (by id) that several hold, this one among them;
-    `groups` the engine's number for each such set of ranks.
+    Attributes:
+        holders: By the id of a variable that this rank shares with others: the world ranks that hold it,
+            ascending.
+        variables: These variables, in the order of the model.
+        groups: The engine's number of each such set of ranks.
     """
 
     def __init__(self, session: Session, layout: Layout) -> None:
         self._session = session
         ranks_of: dict[int, set[int]] = {}
-        of_all: dict[int, Any] = {}
+        variable_of: dict[int, Any] = {}
         for stage in range(len(layout.stages.cuts)):
             for variable in variables_of(layout.stages.layers(stage)):
                 ranks_of.setdefault(id(variable), set()).update(layout.ranks_of(stage))
-                of_all[id(variable)] = variable
+                variable_of[id(variable)] = variable
         rank = session.world.rank
         self.holders = {
             key: tuple(sorted(ranks)) for key, ranks in ranks_of.items() if len(ranks) > 1 and rank in ranks
         }
-        self.variables = [of_all[key] for key in self.holders]
-        every = [layout.stages.layers(stage) for stage in range(len(layout.stages.cuts))]
-        self._seeds = [state for state in seeds_of(chain(*every)) if id(state) in self.holders]
-        weights = {id(v) for v in weights_of(chain(*every))}
+        self.variables = [variable_of[key] for key in self.holders]
+        layers = [layout.stages.layers(stage) for stage in range(len(layout.stages.cuts))]
+        self._seeds = [state for state in seeds_of(chain(*layers)) if id(state) in self.holders]
+        weights = {id(v) for v in weights_of(chain(*layers))}
         self._statistics = [v for v in self.variables if id(v) not in weights]
-        self._apart = False
-        # In one order on all ranks, so that none waits for one that waits for it.
+        self._diverged = False
+        # In one order on all ranks, so that they do not wait for each other in a circle.
         self.groups = {ranks: session.engine.add_group(ranks) for ranks in sorted(set(self.holders.values()))}
 
-    def equalise(self) -> None:
+    def broadcast(self) -> None:
         """Give shared variables the values of their first holder."""
         rank = self._session.world.rank
         self._sum(self.variables, lambda value, ranks: value if ranks[0] == rank else np.zeros_like(value))
 
     def separate_seeds(self) -> None:
-        """Let every holder of a seed draw random numbers of its own; the first goes on with the seed's."""
+        """Let each holder of a seed generator draw its own random numbers; the first keeps the seed."""
         rank = self._session.world.rank
         for state in self._seeds:
             state.assign(own_seed(state.numpy(), self.holders[id(state)].index(rank)))
 
-    def note_apart(self) -> None:
-        """The holders' statistics may differ from now on."""
-        self._apart = True
+    def mark_diverged(self) -> None:
+        """Note that the holders' statistics may differ from now on."""
+        self._diverged = True
 
     def average_statistics(self) -> None:
-        """Give shared statistics (moving averages) their mean over the holders.
+        """Give shared statistics (moving averages) their mean over the holders, if they may differ.
 
-        Nothing where they are so already. Summed in float64, so that a value that is equal on all keeps its
-        bits.
+        Sums are float64, so a value that is equal on all ranks keeps its bits.
         """
-        if self._apart:
+        if self._diverged:
             self._sum(self._statistics, lambda value, ranks: value.astype(np.float64) / len(ranks))
-        self._apart = False
+        self._diverged = False
 
-    def _sum(self, variables: Sequence[Any], part: Callable[[Any, tuple[int, ...]], Any]) -> None:
-        under_way = []
+    def _sum(self, variables: Sequence[Any], term: Callable[[Any, tuple[int, ...]], Any]) -> None:
+        """Assign the sum over the holders of `term(value, holders)` to each floating variable."""
+        in_flight = []
         for variable in _floating(variables):
             ranks = self.holders[id(variable)]
             value = np.asarray(variable.numpy())
-            buffer = np.ascontiguousarray(part(value.astype(_wide(value.dtype)), ranks))
+            buffer = np.ascontiguousarray(term(value.astype(_dtype_of_sum(value.dtype)), ranks))
             request = self._session.engine.group_allreduce(self.groups[ranks], buffer, variable.path)
-            under_way.append((variable, value.dtype, buffer, request))
-        for variable, dtype, buffer, request in under_way:
+            in_flight.append((variable, value.dtype, buffer, request))
+        for variable, dtype, buffer, request in in_flight:
             request.wait()
             variable.assign(buffer.astype(dtype).reshape(variable.shape))
 
 
-def _wide(dtype: Any) -> Any:
-    """What sums are made in."""
+def _dtype_of_sum(dtype: Any) -> Any:
     return np.float64 if dtype == np.float64 else np.float32
 
 

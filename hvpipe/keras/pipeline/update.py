@@ -1,4 +1,4 @@
-"""What a pipeline's rank does with complete gradients: sums them where weights are shared, clips, updates."""
+"""The update of one rank's weights: sum gradients over the ranks that share a weight, clip, apply."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.errors import HvpipeError
+from hvpipe.keras import compat
 from hvpipe.keras.graph.stage import StageFunctions
-from hvpipe.keras.pipeline.shared_variables import Sharing
-from hvpipe.plan.buckets import fitting_bytes
+from hvpipe.keras.pipeline.optimizer_settings import clipping_optimizer
+from hvpipe.keras.pipeline.shared_variables import SharedVariables
+from hvpipe.plan.buckets import cut_buckets, fitting_bytes
 from hvpipe.session import Session
 
 
 @dataclass
 class _Bucket:
-    """Gradients that some ranks sum together."""
+    """Gradients that a group of ranks sums in one buffer; `members` index `PipelineUpdate.variables`."""
 
     group: int
-    members: list[int]  # places in PipelineUpdate.variables
+    members: list[int]
     request: Any = None
     buffer: Any = None
 
 
 class PipelineUpdate:
-    """Sums, clips and applies the gradients of one rank's stages; who shares a variable adds the same sum.
+    """Sums, clips and applies the gradients of one rank's stages.
 
-    `trainable` is what the optimizer is built with where it is not yet: the stages' variables in the order
-    of the model, also those that no gradient reaches, as Keras counts on when it averages weights. `reached`
-    are the ids of those variables to which a gradient comes on any rank.
+    All ranks that hold a variable add the same sum to it, so their copies stay equal.
     """
 
     def __init__(
@@ -43,25 +43,36 @@ class PipelineUpdate:
         optimizer: Any,
         trainable: Sequence[Any],
         functions: Mapping[int, StageFunctions],
-        sharing: Sharing,
-        reached: Collection[int],
+        shared: SharedVariables,
+        with_gradient: Collection[int],
     ) -> None:
+        """Build the optimizer, unless it is built, and cut shared gradients into buckets.
+
+        Args:
+            session: The session.
+            optimizer: This rank's Keras optimizer.
+            trainable: What the optimizer is built with: the stages' variables in the order of the model.
+                Variables without a gradient are among them, because Keras averages these weights too.
+            functions: The functions of this rank's stages, by stage.
+            shared: The variables that several ranks hold.
+            with_gradient: The ids of variables that get a gradient on any rank.
+        """
         self._session = session
         self._optimizer = optimizer
         self._functions = functions
-        holders = self._holders = sharing.holders
+        holders = self._holders = shared.holders
         keras_variables = {id(v.value): v for of_stage in functions.values() for v in of_stage.trainable}
-        # Of each variable, by the id of its tf.Variable: of all stages of this rank that use it, by stage.
+        # For each variable, by the id of its tf.Variable: the accumulators of this rank's stages, by stage.
         accumulators: dict[int, dict[int, Any]] = {key: {} for key in keras_variables}
         for stage in sorted(functions):
-            halves = functions[stage].training
-            for variable, accumulator in zip(halves.variables, halves.accumulators, strict=True):
+            gradient = functions[stage].training
+            for variable, accumulator in zip(gradient.variables, gradient.accumulators, strict=True):
                 accumulators[id(variable)][stage] = accumulator
-        # In the order in which the stages here use them; a shared one even where nothing reaches it here.
+        # A shared variable takes part even if it has a gradient on other ranks only.
         keys = [
             key
             for key, v in keras_variables.items()
-            if accumulators[key] or (id(v) in holders and id(v) in reached)
+            if accumulators[key] or (id(v) in holders and id(v) in with_gradient)
         ]
         self.variables = [keras_variables[key] for key in keys]
         self._accumulators = [accumulators[key] for key in keys]
@@ -69,41 +80,35 @@ class PipelineUpdate:
             {stage for stage, of_stage in functions.items() if any(v is u for u in of_stage.trainable)}
             for v in self.variables
         ]
-        self._buckets = self._make_buckets(sharing)
+        self._buckets = self._make_buckets(shared)
         self._done: set[int] = set()
         self._idle: set[int] = set()
         if not optimizer.built:
             optimizer.build(list(trainable))
         self._apply = self._make_apply()
 
-    def _make_buckets(self, sharing: Sharing) -> list[list[_Bucket]]:
-        """Those of each group, in the one order in which all of its ranks sum them."""
-        places = {id(variable): place for place, variable in enumerate(self.variables)}
+    def _make_buckets(self, shared: SharedVariables) -> list[list[_Bucket]]:
+        """Return the buckets of each group, in the order in which all ranks of the group sum them."""
+        index_of = {id(variable): index for index, variable in enumerate(self.variables)}
         by_ranks: dict[tuple[int, ...], list[int]] = {}
-        for variable in sharing.variables:
-            if id(variable) in places:
-                by_ranks.setdefault(self._holders[id(variable)], []).append(places[id(variable)])
-        return [self._cut(sharing.groups[ranks], by_ranks[ranks]) for ranks in sorted(by_ranks)]
+        for variable in shared.variables:
+            if id(variable) in index_of:
+                by_ranks.setdefault(self._holders[id(variable)], []).append(index_of[id(variable)])
+        return [self._cut(shared.groups[ranks], by_ranks[ranks]) for ranks in sorted(by_ranks)]
 
-    def _cut(self, group: int, places: Sequence[int]) -> list[_Bucket]:
-        """The buckets of a group whose variables, in the order of the model, are at these places."""
-        buckets: list[_Bucket] = []
-        sizes_bytes = [4 * int(np.prod(self.variables[place].shape)) for place in places]
+    def _cut(self, group: int, indices: Sequence[int]) -> list[_Bucket]:
+        """Return the buckets of a group whose variables have these indices, in the order of the model."""
+        # Four bytes an element, also in float64. A bucket may mix dtypes; `_start` sums it in the widest.
+        sizes_bytes = [4 * int(np.prod(self.variables[index].shape)) for index in indices]
         limit_bytes = self._session.settings.bucket_bytes or fitting_bytes(sum(sizes_bytes))
-        held_bytes = 0
-        # The gradients of the last layers are there first.
-        for place, size_bytes in reversed(list(zip(places, sizes_bytes, strict=True))):
-            if not buckets or held_bytes + size_bytes > limit_bytes:
-                buckets.append(_Bucket(group, []))
-                held_bytes = 0
-            buckets[-1].members.append(place)
-            held_bytes += size_bytes
-        return buckets
+        buckets = cut_buckets(sizes_bytes, limit_bytes)
+        return [_Bucket(group, [indices[member] for member in members]) for members in buckets]
 
     def begin(self, active: Collection[int]) -> None:
-        """A step begins: no gradient is complete but those of stages that are not active in it, which are 0.
+        """Begin a step. Stages of this rank that are not in `active` contribute gradients of 0.
 
-        Of a batch with fewer samples than a stage has replicas, some get none.
+        A stage is not active if the batch has fewer samples than the stage has replicas, and this one gets
+        none.
         """
         self._done = set()
         self._idle = self._functions.keys() - set(active)
@@ -111,42 +116,42 @@ class PipelineUpdate:
             self.stage_done(stage)
 
     def stage_done(self, stage: int) -> None:
-        """Start the sums of what is complete now, while other stages still run."""
+        """Start the sums of the buckets that are complete now, while other stages still run."""
         self._done.add(stage)
         for of_group in self._buckets:
             for bucket in of_group:
-                needed = {s for place in bucket.members for s in self._stages_of[place]}
+                needed = {s for index in bucket.members for s in self._stages_of[index]}
                 if not needed <= self._done:
-                    # The next ones wait too: all ranks of a group sum in one order.
+                    # Later buckets wait too, because all ranks of a group must sum in the same order.
                     break
                 if bucket.request is None:
                     self._start(bucket)
 
     def _start(self, bucket: _Bucket) -> None:
-        dtype = np.result_type(*(_dtype_of_sum(self.variables[place]) for place in bucket.members))
-        gradients = [np.asarray(self._gradient(place), dtype) for place in bucket.members]
+        dtype = np.result_type(*(_dtype_of_sum(self.variables[index]) for index in bucket.members))
+        gradients = [np.asarray(self._local_gradient(index), dtype) for index in bucket.members]
         bucket.buffer = np.concatenate([g.reshape(-1) for g in gradients])
         bucket.request = self._session.engine.group_allreduce(
             bucket.group, bucket.buffer, f"gradients of {self.variables[bucket.members[0]].path}"
         )
 
     def apply(self) -> None:
-        """Update this rank's weights; all ranks together, as some updates depend on all gradients."""
+        """Update this rank's weights; all ranks together, because some updates depend on all gradients."""
         gradients: list[Any] = [None] * len(self.variables)
         for bucket in chain(*self._buckets):
             bucket.request.wait()
             bucket.request = None
             start = 0
-            for place in bucket.members:
-                variable = self.variables[place]
+            for index in bucket.members:
+                variable = self.variables[index]
                 end = start + int(np.prod(variable.shape))
                 found = bucket.buffer[start:end].reshape(variable.shape)
-                gradients[place] = tf.convert_to_tensor(found, _dtype_of_sum(variable))
+                gradients[index] = tf.convert_to_tensor(found, _dtype_of_sum(variable))
                 start = end
-            bucket.buffer = None  # not until the next step
-        for place, gradient in enumerate(gradients):
+            bucket.buffer = None  # free the memory until the next step
+        for index, gradient in enumerate(gradients):
             if gradient is None:
-                gradients[place] = self._gradient(place)
+                gradients[index] = self._local_gradient(index)
         norm = self._global_norm(gradients)
         finite = self._all_finite(gradients)
         if not self.variables:
@@ -154,22 +159,22 @@ class PipelineUpdate:
         else:
             self._apply(norm, tf.constant(1.0 if finite else np.nan), *gradients)
 
-    def _gradient(self, place: int) -> Any:
-        """Of one variable, over all stages of this rank that use it."""
-        of_stages = self._accumulators[place].items()
+    def _local_gradient(self, index: int) -> Any:
+        """Return a variable's gradient, summed over the stages of this rank that use it."""
+        of_stages = self._accumulators[index].items()
         values = [accumulator.read_value() for stage, accumulator in of_stages if stage not in self._idle]
-        return sum(values[1:], values[0]) if values else tf.zeros(self.variables[place].shape)
+        return sum(values[1:], values[0]) if values else tf.zeros(self.variables[index].shape)
 
     @property
     def loss_scale(self) -> float:
-        """The factor that the optimizer wants the loss to have (mixed precision in float16)."""
+        """The factor by which the optimizer wants the loss scaled (mixed precision in float16)."""
         if isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer):
             return float(self._optimizer.dynamic_scale)
         return float(self._optimizer.loss_scale_factor or 1.0)
 
     def _global_norm(self, gradients: Sequence[Any]) -> Any:
-        """Over the gradients of all stages; each shared one counts once."""
-        if not _clipping(self._optimizer).global_clipnorm:
+        """Return the norm over the gradients of all stages; a shared gradient counts once."""
+        if not clipping_optimizer(self._optimizer).global_clipnorm:
             return tf.constant(1.0)
         rank = self._session.world.rank
         own = [
@@ -182,19 +187,25 @@ class PipelineUpdate:
         return tf.constant(float(np.sqrt(sum(everyone))) / self.loss_scale)
 
     def _all_finite(self, gradients: Sequence[Any]) -> bool:
-        """With dynamic loss scaling all ranks skip a step or none."""
+        """Return whether the gradients of all ranks are finite; True without dynamic loss scaling.
+
+        Dynamic loss scaling skips a step with other gradients, and all ranks must skip the same ones.
+        """
         if not isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer):
             return True
         mine = all(bool(tf.reduce_all(tf.math.is_finite(g))) for g in gradients)
         return not any(self._session.engine.agree("whether all gradients are finite", 0.0 if mine else 1.0))
 
     def _count_step(self, finite: bool) -> None:
-        """Without gradients here: what an optimizer has once, and averages of weights, move as elsewhere."""
-        optimizer, inner = self._optimizer, _clipping(self._optimizer)
+        """Advance the optimizer on a rank that has no gradient, as on the other ranks.
+
+        This moves the step counter, the loss scale and averages of weights.
+        """
+        optimizer, inner = self._optimizer, clipping_optimizer(self._optimizer)
         if finite:
-            with _clipped_already(inner):
-                inner._backend_apply_gradients([], [])
-            inner._iterations.assign_add(1)
+            with _without_clipping(inner):
+                compat.update_variables(inner, [], [])
+            compat.step_count(inner).assign_add(1)
         if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             return
         grows = finite and int(optimizer.step_counter) == optimizer.dynamic_growth_steps - 1
@@ -203,12 +214,16 @@ class PipelineUpdate:
             optimizer.dynamic_scale.assign(optimizer.dynamic_scale * (2.0 if grows else 0.5))
 
     def _make_apply(self) -> Any:
-        optimizer, clipping = self._optimizer, _clipping(self._optimizer)
+        """Return a graph that clips by the global norm and applies gradients.
+
+        With dynamic loss scaling it first multiplies the gradients by a factor: 1, or NaN to skip the step.
+        """
+        optimizer, clipping = self._optimizer, clipping_optimizer(self._optimizer)
         limit = clipping.global_clipnorm
         if limit and clipping.gradient_accumulation_steps:
             raise HvpipeError(
-                "global_clipnorm over all stages goes without gradient_accumulation_steps: take larger "
-                f"batches of more micro-batches. Received: global_clipnorm={limit}, "
+                "In a pipeline global_clipnorm does not work with gradient_accumulation_steps: take larger "
+                f"batches of more micro-batches instead. Received: global_clipnorm={limit}, "
                 f"gradient_accumulation_steps={clipping.gradient_accumulation_steps}"
             )
 
@@ -221,7 +236,7 @@ class PipelineUpdate:
                     optimizer.loss_scale_factor or 1.0 if clipping is optimizer else optimizer.dynamic_scale
                 )
                 found, _ = tf.clip_by_global_norm(found, limit * scale, use_norm=norm * scale)
-            with _clipped_already(clipping):
+            with _without_clipping(clipping):
                 optimizer.apply(found, self.variables)
 
         return tf.function(apply, autograph=False)
@@ -231,54 +246,11 @@ def _dtype_of_sum(variable: Any) -> Any:
     return np.float64 if variable.dtype == "float64" else np.float32
 
 
-def check_optimizers(session: Session, optimizer: Any) -> None:
-    """See that all ranks update alike; collective. Raises MismatchError where settings differ."""
-    everyone = session.engine.allgather_object(_settings(optimizer))
-    first = everyone[0]
-    for rank, theirs in enumerate(everyone):
-        odd = sorted(name for name in first.keys() | theirs.keys() if first.get(name) != theirs.get(name))
-        if odd:
-            here, there = (f"{odd[0]}={of_rank.get(odd[0])}" for of_rank in (first, theirs))
-            raise MismatchError(
-                "A pipeline wants the same optimizer on all ranks, or its stages would train apart. "
-                f"Received: {here} on rank 0 and {there} on rank {rank}"
-            )
-
-
-def _settings(optimizer: Any) -> dict[str, str]:
-    """What it is made with, as far as it can tell; names, which Keras numbers in each process, left out."""
-    found = {"optimizer": type(optimizer).__name__}
-    with contextlib.suppress(NotImplementedError, TypeError, ValueError):
-        found |= {name: repr(_nameless(value)) for name, value in _nameless(optimizer.get_config()).items()}
-    return found
-
-
-def _nameless(value: Any) -> Any:
-    """Plain values as they are; of others the class, as what they print may be an address."""
-    if isinstance(value, dict):
-        return {key: _nameless(of_key) for key, of_key in sorted(value.items()) if key != "name"}
-    if isinstance(value, (list, tuple)):
-        return [_nameless(one) for one in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
-
-
-def learning_rate_of(optimizer: Any) -> float:
-    """What callbacks may have changed; 0 where it follows from the steps taken."""
-    rate = getattr(_clipping(optimizer), "_learning_rate", None)
-    return float(rate) if isinstance(rate, keras.Variable) else 0.0
-
-
 @contextlib.contextmanager
-def _clipped_already(optimizer: Any) -> Iterator[None]:
-    """Over all stages, so the optimizer is not to clip by the norm of the gradients that are here."""
+def _without_clipping(optimizer: Any) -> Iterator[None]:
+    """Keep an optimizer from clipping by the norm of this rank's gradients: all ranks' norm was used."""
     limit, optimizer.global_clipnorm = optimizer.global_clipnorm, None
     try:
         yield
     finally:
         optimizer.global_clipnorm = limit
-
-
-def _clipping(optimizer: Any) -> Any:
-    """The optimizer that clips: the one inside, where losses are scaled dynamically."""
-    scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    return optimizer.inner_optimizer if scaled else optimizer

@@ -1,4 +1,4 @@
-"""The cluster that these ranks run on, measured: speeds, memory and links."""
+"""`measure_cluster`: the speeds, memory and links of the ranks of this run."""
 
 from __future__ import annotations
 
@@ -16,14 +16,31 @@ from hvpipe.specs.profile import Profile
 
 
 def measure_cluster(profile: Profile) -> Cluster:
-    """The cluster of all ranks, the same on each; collective, after `hvpipe.init`.
+    """Measure the cluster that the ranks of this run form; collective, after `hvpipe.init`.
 
-    `profile` is what `measure` returned on this rank, of the same model and batch on all: the total times
-    give the speeds, rank 0's being 1. Devices are named HOST:LOCAL_RANK. The memory of a device is what this
-    process may still take, in equal shares among the ranks of a host: of the machine or its control group, or
-    by `ulimit`; with a GPU that TensorFlow uses, that GPU's. Links come from `measure_links`, beside
-    computing.
-    Raises HvpipeError where the ranks measured different models.
+    Devices are named HOST:LOCAL_RANK. The total times of the profiles give their speeds; rank 0 has speed 1.
+    The memory of a device is what its process may still take: the memory of the host or of its control
+    group, in equal shares among the host's ranks, or the limit of `ulimit`. If TensorFlow uses a GPU, it is
+    that GPU's. Links are measured while all ranks compute.
+
+    Args:
+        profile: What `measure` returned on this rank, for the same model and batch on all ranks.
+
+    Returns:
+        The cluster, the same on all ranks.
+
+    Raises:
+        HvpipeError: The ranks measured different models.
+
+    Example:
+
+    ```python
+    hvpipe.init()
+    profile = hvpipe.keras.measure(build_model, x[:32])
+    cluster = hvpipe.keras.measure_cluster(profile)
+    if hvpipe.rank() == 0:
+        cluster.write("cluster.json")
+    ```
     """
     session = current()
     world = session.world
@@ -33,7 +50,7 @@ def measure_cluster(profile: Profile) -> Cluster:
 
 
 def _computing() -> Callable[[], object]:
-    """Two billion operations, on the threads and the device that training computes on."""
+    """Return a function of two billion operations on the threads and the device that training uses."""
     values = tf.zeros((512, 512))
 
     @tf.function
@@ -46,9 +63,10 @@ def _computing() -> Callable[[], object]:
 
 
 def _memory_bytes(ranks_here: int) -> int:
+    """Return the memory of this rank's device; `ranks_here` ranks share the host."""
     seen = list_gpus() if tf.config.list_logical_devices("GPU") else []
     gpus = [gpu.memory_bytes for gpu in seen if gpu.memory_bytes is not None]
     if not gpus:
         return usable_bytes(ranks_here)
-    # Which of them this rank has is not known: the smallest, shared evenly.
+    # It is not known which GPU this rank has, so take the smallest, shared evenly.
     return min(gpus) // -(-ranks_here // len(gpus))

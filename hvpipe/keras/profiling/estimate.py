@@ -1,4 +1,4 @@
-"""A profile of a model from its shapes alone, for planning where nothing was measured."""
+"""Estimates a model's profile from its shapes alone, for planning without a measurement."""
 
 from __future__ import annotations
 
@@ -12,17 +12,22 @@ from hvpipe.keras.graph.layer_graph import Call, LayerGraph
 from hvpipe.keras.profiling.footprint import untrained_bytes, weight_bytes
 from hvpipe.specs.profile import LayerCost, Profile
 
-# A device of speed 1: what it computes and what it moves in a second. Only their ratio matters for a cut.
+# What a device of speed 1 computes and moves in a second. Only their ratio matters for a cut.
 _FLOPS_PER_S = 2e10
 _BYTES_PER_S = 5e9
 
 
 def estimate(graph: LayerGraph, samples: int, slots: int = 2) -> Profile:
-    """Costs of one micro-batch of so many samples, from the layers' shapes; `slots` is the optimizer's.
+    """Estimate the costs of one micro-batch.
 
-    A layer with weights multiplies each of them once for every place of its output (for every sample, pixel
-    or token); all layers read and write their tensors once. The backward takes twice as long. Rough: fit for
-    balancing layers against each other, not for telling seconds. `hvpipe.keras.measure` is better.
+    A layer with weights multiplies each of them once for every position of its output: every sample, pixel
+    or token. All layers read and write their tensors once. The backward takes twice as long. This is good
+    enough to balance layers against each other, but does not predict seconds; `hvpipe.keras.measure` does.
+
+    Args:
+        graph: The model.
+        samples: The samples of a micro-batch.
+        slots: The optimizer's slots for each weight.
     """
     layers = [_cost(graph, call, samples, slots) for call in graph.calls]
     names = [call.name for call in graph.calls]

@@ -1,4 +1,4 @@
-"""What one layer call takes of memory: weights, the optimizer's slots, and what is kept for the backward."""
+"""The memory of one layer call: weights, the optimizer's slots, and what is kept for the backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 
-# Of the elements of a loop's list TensorFlow does not tell the dtype: try these.
+# TensorFlow does not expose the dtype of the elements of a loop's list, so try these.
 _ELEMENT_DTYPES = (tf.float32, tf.float16, tf.bfloat16, tf.float64, tf.int32, tf.int64, tf.bool)
 
 _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
@@ -21,20 +21,20 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c
 
 
 def weight_bytes(operation: Any) -> int:
-    """Bytes of the variables that are trained."""
+    """Return the bytes of an operation's trained variables."""
     return _bytes_of(operation.trainable_variables) if isinstance(operation, keras.Layer) else 0
 
 
 def untrained_bytes(operation: Any) -> int:
-    """Bytes of the variables that are not trained: statistics, states of seeds, frozen weights."""
+    """Return the bytes of variables that are not trained: statistics, states of seeds, frozen weights."""
     return _bytes_of(operation.non_trainable_variables) if isinstance(operation, keras.Layer) else 0
 
 
-class Slots:
-    """Counts what an optimizer keeps for weights, on clones of it: it stays as it is."""
+class OptimizerSlots:
+    """The slots of an optimizer. Works on clones, so the optimizer stays as it is."""
 
     def __init__(self, optimizer: Any) -> None:
-        """`optimizer` is an optimizer of Keras's, or what `keras.optimizers.get` takes."""
+        """`optimizer` is a Keras optimizer, or anything that `keras.optimizers.get` takes."""
         try:
             self._optimizer = keras.optimizers.get(optimizer)
             self.new_optimizer()
@@ -45,9 +45,9 @@ class Slots:
             ) from error
 
     def bytes_for(self, operation: Any) -> int:
-        """Bytes of the slots of all trainable variables, which have memory; slots of one number are left out.
+        """Return the bytes of the slots of an operation's trainable variables, without slots of one number.
 
-        The slots are made and given back.
+        Makes the slots and frees them. The variables must have memory.
         """
         weights = operation.trainable_variables if isinstance(operation, keras.Layer) else []
         if not weights:
@@ -58,20 +58,20 @@ class Slots:
         return _bytes_of(v for v in clone.variables if id(v) not in before and len(v.shape) > 0)
 
     def new_optimizer(self) -> Any:
-        """Another one like it, unbuilt."""
+        """Return an unbuilt clone."""
         return type(self._optimizer).from_config(self._optimizer.get_config())
 
 
 def tensor_bytes(tensor: Any) -> int:
-    """Bytes of a tensor's values; of strings and handles only a guess."""
+    """Return the bytes of a tensor's values; only a guess for strings and handles."""
     return int(tensor.shape.num_elements()) * int(tensor.dtype.size)
 
 
 def kept_bytes(outputs: Sequence[Any], saved: Sequence[Any], inputs: Sequence[Any]) -> int:
-    """Bytes of the eager tensors that stay until the backward: outputs and saved, but no inputs.
+    """Return the bytes of eager tensors that stay until the backward: outputs and saved, without inputs.
 
-    Tensors that share their memory, as one reshaped does, count once. Lists that a loop fills are counted by
-    their length and first element.
+    Tensors that share memory, such as a reshaped one, count once. Lists that a loop fills count by their
+    length and first element.
     """
     before = {_address(x) for x in inputs if _has_address(x)}
     found: dict[int, int] = {}
@@ -97,15 +97,16 @@ def _has_address(tensor: Any) -> bool:
 
 
 def _address(tensor: Any) -> int:
-    """Where the values lie; what DLPack tells first."""
+    """Return the address of a tensor's values: the first field of its DLPack capsule."""
     capsule = tf.experimental.dlpack.to_dlpack(tensor)
     return ctypes.c_void_p.from_address(_capsule_pointer(capsule, b"dltensor")).value or 0
 
 
 def _list_bytes(handle: Any) -> int:
+    """Return the bytes of a TensorList; 0 for other variants."""
     try:
         length = int(tf.raw_ops.TensorListLength(input_handle=handle))
-    except tf.errors.InvalidArgumentError:  # no list
+    except tf.errors.InvalidArgumentError:  # not a list
         return 0
     if length == 0:
         return 0

@@ -1,4 +1,4 @@
-"""A model named on the command line: the function that builds it, and random values for its inputs."""
+"""Loads a model that the command line names: calls the function that builds it, and makes random inputs."""
 
 from __future__ import annotations
 
@@ -14,18 +14,27 @@ import keras
 import numpy as np
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras import compat
 from hvpipe.keras.graph.layer_graph import LayerGraph, TensorSpec, functional_of, layer_graph
 from hvpipe.keras.profiling.measure import built_model
 from hvpipe.specs.profile_request import InputShape, ProfileTask
 
 
-def build_target(task: ProfileTask) -> tuple[Any, Any]:
-    """The model that the task names, without memory for weights, and its micro-batch.
+def load_model_and_batch(task: ProfileTask) -> tuple[Any, Any]:
+    """Build the model that the task names, and its micro-batch.
 
-    The batch is the function's, where it returns (model, batch), else random values of `task.microbatch`
-    samples: numbers from 0 to 1, and whole numbers below the size of the Embedding that takes them, else 0
-    and 1. Raises HvpipeError for what is no such function, a model without a graph, or a batch that is
-    lacking.
+    A function may return (model, batch). Otherwise the batch has random values: floats between 0 and 1, and
+    integers below the size of the Embedding that reads them, or 0 and 1.
+
+    Args:
+        task: Names the function, and the samples of a micro-batch.
+
+    Returns:
+        The model, without memory for its weights, and the batch.
+
+    Raises:
+        HvpipeError: The function does not exist or takes arguments, the model has no graph, or the number of
+            samples is missing.
     """
     function = load_function(task)
     given: list[Any] = []
@@ -49,7 +58,7 @@ def build_target(task: ProfileTask) -> tuple[Any, Any]:
 
 
 def load_function(task: ProfileTask) -> Any:
-    """The function of the task's file or module, which takes no arguments."""
+    """Return the function of the task's file or module; HvpipeError unless it can be called as it is."""
     module = _load_file(task.place) if task.is_file else _load_module(task.place)
     function = getattr(module, task.function, None)
     if not callable(function):
@@ -62,14 +71,20 @@ def load_function(task: ProfileTask) -> Any:
         inspect.signature(function).bind()
     except TypeError as error:
         raise HvpipeError(
-            f"{task.function} should take no arguments: write a function that calls it with yours. "
+            f"{task.function} should take no arguments: write a function that calls it with its arguments. "
             f"Received: {task.function}{inspect.signature(function)}"
         ) from error
     return function
 
 
 def random_batch(model: Any, samples: int, shapes: Sequence[InputShape] = ()) -> Any:
-    """Random values for all inputs, structured as the model takes them: `measure`'s batch, a tuple of one."""
+    """Return random values for all inputs in the structure that the model takes, as a tuple of one.
+
+    Args:
+        model: The model.
+        samples: The samples of the batch.
+        shapes: The axes of a sample for inputs that leave some open.
+    """
     graph = layer_graph(model)
     functional = functional_of(model)
     names = [x.name for x in functional.inputs]
@@ -86,15 +101,16 @@ def random_batch(model: Any, samples: int, shapes: Sequence[InputShape] = ()) ->
         spec = graph.tensors[number]
         axes = _sample_axes(name, spec, known.get(name))
         values.append(_random_values(random, name, spec.dtype, (samples, *axes), _whole_below(graph, number)))
-    return (keras.tree.pack_sequence_as(functional._inputs_struct, values),)
+    return (keras.tree.pack_sequence_as(compat.inputs_structure(functional), values),)
 
 
 def _sample_axes(name: str, spec: TensorSpec, given: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the axes of a sample: those of the input, or the given ones if they fit."""
     wanted = spec.shape[1:]
     if given is None:
         if None in wanted:
             raise HvpipeError(
-                f"The input {name!r} leaves axes of a sample open, {list(wanted)}: say them, as in "
+                f"The input {name!r} leaves axes of a sample open, {list(wanted)}: set them, as in "
                 f"--input-shape {name}={','.join(str(axis or 64) for axis in wanted)}. Received: none"
             )
         return tuple(axis for axis in wanted if axis is not None)
@@ -106,7 +122,7 @@ def _sample_axes(name: str, spec: TensorSpec, given: tuple[int, ...] | None) -> 
 
 
 def _whole_below(graph: LayerGraph, number: int) -> int:
-    """Whole numbers below this can be given to a tensor: rows of the Embeddings that take it."""
+    """Return the bound of an input's integers: the rows of the Embeddings that read it, or 2."""
     rows = [
         call.operation.input_dim
         for call in graph.calls
@@ -122,20 +138,20 @@ def _random_values(
         return random.integers(0, 2 if dtype == "bool" else below, shape).astype(dtype)
     if "float" not in dtype:
         raise HvpipeError(
-            "Inputs of numbers can be made up; for others the function should return the model and a "
-            f"micro-batch. Received: input {name!r} of dtype {dtype}"
+            "Only numeric inputs can have random values; for others the function should return the model and "
+            f"a micro-batch. Received: input {name!r} of dtype {dtype}"
         )
     return random.random(shape, np.float32)
 
 
 def _load_file(path: str) -> Any:
-    """As Python would run it, but not as the main program: its folder's modules can be imported."""
+    """Import a file. It can import the modules beside it, as when Python runs it."""
     folder = str(Path(path).absolute().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(Path(path).stem, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
-        raise HvpipeError(f"The model should be in a Python file. Received: {path!r}, which is none here")
+        raise HvpipeError(f"The model should be in a Python file. Received: {path!r}, which is not one")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

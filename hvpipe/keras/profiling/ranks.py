@@ -1,4 +1,4 @@
-"""What each rank of `hvpipe profile` runs: measure the model, then the cluster; rank 0 writes both."""
+"""The program of each rank of `hvpipe profile`: measures the model, then the cluster; rank 0 writes both."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from hvpipe import collectives, session
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.profiling.cluster import measure_cluster
 from hvpipe.keras.profiling.measure import measure_built
-from hvpipe.keras.profiling.model_loader import build_target
+from hvpipe.keras.profiling.model_loader import load_model_and_batch
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 from hvpipe.specs.profile_request import ProfileTask
 
-# Exit code of a model that cannot be measured.
+# The exit code if the model cannot be measured.
 _WRONG_USAGE = 2
-_TELL_EVERY_S = 5.0
+_REPORT_EVERY_S = 5.0
 
 Found = TypeVar("Found")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the task that is the only argument, as text; on all ranks."""
+    """Run a task, the only argument, as text; collective."""
     task = ProfileTask.from_text(arguments[0])
     session.init()
-    model, batch = _on_all_ranks(lambda: build_target(task))
-    tell = _telling() if session.rank() == 0 else lambda done, count, name: None
-    # Begun together, as they will train: ranks of one host share what it has.
+    model, batch = _on_all_ranks(lambda: load_model_and_batch(task))
+    report = _reporter() if session.rank() == 0 else lambda done, count, name: None
+    # Start together as in training, because the ranks of a host share its cores and memory bandwidth.
     collectives.barrier()
     profile = _on_all_ranks(
-        lambda: measure_built(model, batch, repeats=task.repeats, optimizer=task.optimizer, tell=tell)
+        lambda: measure_built(model, batch, repeats=task.repeats, optimizer=task.optimizer, report=report)
     )
     _on_all_ranks(lambda: _check_batch(task, profile))
     cluster = _on_all_ranks(lambda: measure_cluster(profile))
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def summary(profile: Profile, cluster: Cluster) -> str:
-    """What was measured, for people."""
+    """Return a text that shows what was measured."""
     layers = profile.layers
     lines = [
         f"{profile.model}: {len(layers)} layers, {profile.batch_size} samples: "
@@ -72,15 +72,15 @@ def _check_batch(task: ProfileTask, profile: Profile) -> None:
         )
 
 
-def _on_all_ranks(what: Callable[[], Found]) -> Found:
-    """What `what` returns; an HvpipeError on any rank is printed once, and ends all ranks."""
+def _on_all_ranks(action: Callable[[], Found]) -> Found:
+    """Call `action` and return its result. An HvpipeError on any rank is printed once, and ends all ranks."""
     message, found = None, None
     try:
-        found = what()
+        found = action()
     except HvpipeError as error:
         message = str(error)
     messages = collectives.allgather_object(message)
-    failed = [rank for rank, told in enumerate(messages) if told is not None]
+    failed = [rank for rank, received in enumerate(messages) if received is not None]
     if failed:
         if session.rank() == failed[0]:
             print(f"hvpipe profile: {message}", file=sys.stderr, flush=True)
@@ -89,21 +89,21 @@ def _on_all_ranks(what: Callable[[], Found]) -> Found:
     return found  # type: ignore[return-value]  # it may itself be None
 
 
-def _telling() -> Callable[[int, int, str], None]:
-    """Prints how far it is every few seconds."""
-    told_s = time.monotonic()
+def _reporter() -> Callable[[int, int, str], None]:
+    """Return a function that prints the progress every few seconds."""
+    reported_s = time.monotonic()
 
-    def tell(done: int, count: int, name: str) -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s >= _TELL_EVERY_S and done < count:
-            told_s = time.monotonic()
+    def report(done: int, count: int, name: str) -> None:
+        nonlocal reported_s
+        if time.monotonic() - reported_s >= _REPORT_EVERY_S and done < count:
+            reported_s = time.monotonic()
             print(f"layer {done + 1} of {count}: {name}", file=sys.stderr, flush=True)
 
-    return tell
+    return report
 
 
 def _shown(path: str) -> str:
-    """Relative to here, where it is below."""
+    """Return a path relative to the working directory if it is below it."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
 
 

@@ -1,8 +1,8 @@
-"""Runs of consecutive layers, timed as a pipeline runs them: they correct what each layer took by itself.
+"""Times spans of consecutive layers as a pipeline runs them, to correct the times of single layers.
 
-A layer that is called again and again finds its weights in the processor's caches, and a short call may end
-before the operating system stops a rank that has had its share; in a step it is not so. So the layers' own
-times tell their shares of a run, and the time of the run tells the seconds.
+A layer that is called again and again finds its weights in the processor's caches. A short call may end
+before the operating system preempts a rank that has used its time slice. Neither holds in a step. So the
+layers' own times give their shares of a span, and the time of the span gives the seconds.
 """
 
 from __future__ import annotations
@@ -13,91 +13,102 @@ from typing import Any
 
 from hvpipe.keras.graph.deferred_build import lent_memory
 from hvpipe.keras.graph.layer_graph import LayerGraph
-from hvpipe.keras.graph.stage import StageFunctions, Stages, cut_stages
+from hvpipe.keras.graph.stage import StageFunctions
+from hvpipe.keras.graph.stage_cuts import Stages, cut_stages
 from hvpipe.keras.profiling.stopwatch import Stopwatch
-from hvpipe.keras.profiling.timed_stage import Wires, Work, same_state
+from hvpipe.keras.profiling.timed_stage import Activations, TimedStage, same_state
 from hvpipe.specs.profile import LayerCost
 
-_RUNS = 8
-"""Into about how many a model is cut, by time."""
+_SPANS = 8
+"""A model is cut into about this many spans of equal time."""
 
 _AT_A_TIME_BYTES = 1 << 30
-"""What runs that are timed together may take: a model may be measured that does not fit."""
+"""The most memory of spans that are timed together. The model may be larger than the memory."""
 
 
 def corrected(
     graph: LayerGraph, inputs: Sequence[Any], costs: Sequence[LayerCost], stopwatch: Stopwatch
 ) -> list[LayerCost]:
-    """The costs of the graph's calls, scaled so that those of each run add up to its time, both ways.
+    """Return the costs of the graph's calls, scaled so that those of each span add up to its time.
 
-    Runs are timed in turn as in a step: all forwards, then all backwards from the last. Of a model that
-    takes more memory than 1 GiB, as many at a time as go into it.
+    Spans are timed in turn as in a step: all forwards, then all backwards from the last one. If the model
+    takes more than 1 GiB, only as many spans at a time as fit into it.
+
+    Args:
+        graph: The model.
+        inputs: Its inputs.
+        costs: The measured cost of each call.
+        stopwatch: Times the spans.
     """
-    runs = _runs(costs)
-    stages = cut_stages(graph, [*runs, []])
-    wires = Wires(stages, inputs)
+    spans = _spans(costs)
+    stages = cut_stages(graph, [*spans, []])
+    activations = Activations(stages, inputs)
     found: list[LayerCost] = []
-    for together in _together(runs, costs):
-        layers = [layer for run in together for layer in stages.layers(run)]
+    for group in _groups(spans, costs):
+        layers = [layer for span in group for layer in stages.layers(span)]
         with lent_memory(layers), same_state(layers):
-            times_s = _times_s(stages, wires, together, stopwatch)
-        for run, (forward_s, backward_s) in zip(together, times_s, strict=True):
-            found.extend(_scaled([costs[place] for place in runs[run]], forward_s, backward_s))
+            times_s = _times_s(stages, activations, group, stopwatch)
+        for span, (forward_s, backward_s) in zip(group, times_s, strict=True):
+            found.extend(_scaled([costs[index] for index in spans[span]], forward_s, backward_s))
     return found
 
 
-def _runs(costs: Sequence[LayerCost]) -> list[list[int]]:
-    """Consecutive places; each run but the last takes an eighth of the time, or all the memory there is."""
+def _spans(costs: Sequence[LayerCost]) -> list[list[int]]:
+    """Return spans of consecutive indices, each of an eighth of the time or of the memory limit."""
     whole_s = sum(cost.compute_s for cost in costs)
-    runs: list[list[int]] = [[]]
-    taken_s, held_bytes = 0.0, 0
-    for place, cost in enumerate(costs):
-        if runs[-1] and (taken_s >= whole_s / _RUNS or held_bytes + _bytes(cost) > _AT_A_TIME_BYTES):
-            runs.append([])
-            taken_s, held_bytes = 0.0, 0
-        runs[-1].append(place)
-        taken_s += cost.compute_s
-        held_bytes += _bytes(cost)
-    return runs
+    spans: list[list[int]] = [[]]
+    span_s, span_bytes = 0.0, 0
+    for index, cost in enumerate(costs):
+        if spans[-1] and (span_s >= whole_s / _SPANS or span_bytes + _bytes(cost) > _AT_A_TIME_BYTES):
+            spans.append([])
+            span_s, span_bytes = 0.0, 0
+        spans[-1].append(index)
+        span_s += cost.compute_s
+        span_bytes += _bytes(cost)
+    return spans
 
 
-def _together(runs: Sequence[Sequence[int]], costs: Sequence[LayerCost]) -> Iterator[list[int]]:
-    """The numbers of consecutive runs that have memory at the same time."""
-    found: list[int] = []
-    held_bytes = 0
-    for run, places in enumerate(runs):
-        size_bytes = sum(_bytes(costs[place]) for place in places)
-        if found and held_bytes + size_bytes > _AT_A_TIME_BYTES:
-            yield found
-            found, held_bytes = [], 0
-        found.append(run)
-        held_bytes += size_bytes
-    yield found
+def _groups(spans: Sequence[Sequence[int]], costs: Sequence[LayerCost]) -> Iterator[list[int]]:
+    """Yield the numbers of consecutive spans that fit into the memory limit together."""
+    group: list[int] = []
+    group_bytes = 0
+    for span, indices in enumerate(spans):
+        size_bytes = sum(_bytes(costs[index]) for index in indices)
+        if group and group_bytes + size_bytes > _AT_A_TIME_BYTES:
+            yield group
+            group, group_bytes = [], 0
+        group.append(span)
+        group_bytes += size_bytes
+    yield group
 
 
 def _bytes(cost: LayerCost) -> int:
-    """Weights, the sums of their gradients, and what two forwards save: one goes when the next is done."""
+    """Return the bytes of weights, of their gradients' sums, and of what two forwards save.
+
+    Two, because the activations of one forward are freed only after the next.
+    """
     return 2 * (cost.weight_bytes + cost.saved_bytes)
 
 
 def _times_s(
-    stages: Stages, wires: Wires, together: Sequence[int], stopwatch: Stopwatch
+    stages: Stages, activations: Activations, group: Sequence[int], stopwatch: Stopwatch
 ) -> list[tuple[float, float]]:
-    """The forward and the backward of each of these runs."""
-    works = []
-    for run in together:
-        functions = StageFunctions(stages, run, targets=(), loss=None)
-        works.append(Work(stages, run, functions, wires.take(run)))
-        wires.put(run, works[-1].outputs)
-    backwards = [(place, work.backward) for place, work in enumerate(works)]
-    there = [(place, timed) for place, timed in reversed(backwards) if timed is not None]
-    taken_s = stopwatch.in_turn_s([*(work.forward for work in works), *(timed for _, timed in there)])
-    forwards_s, rest_s = taken_s[: len(works)], taken_s[len(works) :]
-    backward_s = {place: s for (place, _), s in zip(there, rest_s, strict=True)}
-    return [(s, backward_s.get(place, 0.0)) for place, s in enumerate(forwards_s)]
+    """Return the seconds of the forward and of the backward of each of these spans."""
+    timed = []
+    for span in group:
+        functions = StageFunctions(stages, span, targets=(), loss=None)
+        timed.append(TimedStage(stages, span, functions, activations.take(span)))
+        activations.put(span, timed[-1].outputs)
+    backwards = [(index, one.backward) for index, one in enumerate(timed)]
+    existing = [(index, call) for index, call in reversed(backwards) if call is not None]
+    taken_s = stopwatch.in_turn_s([*(one.forward for one in timed), *(call for _, call in existing)])
+    forwards_s, rest_s = taken_s[: len(timed)], taken_s[len(timed) :]
+    backward_s = {index: s for (index, _), s in zip(existing, rest_s, strict=True)}
+    return [(s, backward_s.get(index, 0.0)) for index, s in enumerate(forwards_s)]
 
 
 def _scaled(costs: Sequence[LayerCost], forward_s: float, backward_s: float) -> Iterator[LayerCost]:
+    """Yield the costs of a span's layers, scaled to the span's times."""
     forward = _factor(forward_s, sum(cost.forward_s for cost in costs))
     backward = _factor(backward_s, sum(cost.backward_s for cost in costs))
     for cost in costs:
@@ -110,6 +121,6 @@ def _scaled(costs: Sequence[LayerCost], forward_s: float, backward_s: float) -> 
         )
 
 
-def _factor(run_s: float, layers_s: float) -> float:
-    """Too short to be told from an empty call, a run or its layers say nothing."""
-    return run_s / layers_s if run_s > 0 and layers_s > 0 else 1.0
+def _factor(span_s: float, layers_s: float) -> float:
+    """Return the ratio; 1 if either is 0, which means too short to tell from an empty call."""
+    return span_s / layers_s if span_s > 0 and layers_s > 0 else 1.0

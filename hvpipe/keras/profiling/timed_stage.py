@@ -1,4 +1,4 @@
-"""A stage's forward and backward on real values, ready to be timed; and what stages hand each other."""
+"""A stage's forward and backward on real values, ready to be timed; and the activations between stages."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvpipe.keras import compat
 from hvpipe.keras.graph.deferred_build import variables_of
-from hvpipe.keras.graph.stage import StageFunctions, Stages, Wire
-from hvpipe.keras.profiling.stopwatch import Timed
+from hvpipe.keras.graph.stage import StageFunctions
+from hvpipe.keras.graph.stage_cuts import Stages, Wire
+from hvpipe.keras.profiling.stopwatch import TimedCall
 
 
-class Wires:
-    """What goes from stage to stage in one forward, each tensor held until its last user has taken it."""
+class Activations:
+    """What stages hand each other in one forward. Each tensor is held until its last user has taken it."""
 
     def __init__(self, stages: Stages, inputs: Sequence[Any]) -> None:
+        """`inputs` are the model's. The last stage must be empty: it stands for the loss."""
         self._cuts = stages.cuts
         self._values = {Wire(number): x for number, x in zip(stages.graph.inputs, inputs, strict=True)}
-        # The last stage is empty: it stands for the loss, which takes the model's outputs.
-        self._last_user = {wire: stage for stage in range(len(self._cuts) - 1) for wire in self._taken(stage)}
+        self._last_user = {
+            wire: stage for stage in range(len(self._cuts) - 1) for wire in self._read_by(stage)
+        }
 
-    def _taken(self, stage: int) -> list[Wire]:
-        """In the order in which the stage's functions take them."""
+    def _read_by(self, stage: int) -> list[Wire]:
+        """Return what a stage reads, in the order in which its functions take it."""
         cut = self._cuts[stage]
-        received = [wire for source in sorted(cut.receives) for wire in cut.receives[source]]
-        return [*received, *(Wire(number) for number in cut.inputs)]
+        return [*cut.wires_in, *(Wire(number) for number in cut.inputs)]
 
     def take(self, stage: int) -> list[Any]:
-        """What the stage's forward takes; those before it have `put` theirs."""
-        wires = self._taken(stage)
+        """Return the inputs of a stage's forward; earlier stages must have `put` their outputs."""
+        wires = self._read_by(stage)
         values = [self._values[wire] for wire in wires]
         for wire in wires:
             if self._last_user[wire] == stage:
@@ -39,65 +42,72 @@ class Wires:
         return values
 
     def put(self, stage: int, outputs: Sequence[Any]) -> None:
-        """What the stage's forward gave."""
+        """Keep the outputs of a stage's forward."""
         for wire, value in zip(self._cuts[stage].outputs, outputs, strict=False):
             if wire in self._last_user:
                 self._values[wire] = value
 
 
-class Work:
-    """A stage's forward on `given`, its backward on random gradients, in the graphs that a pipeline runs."""
+class TimedStage:
+    """A stage's forward on `inputs` and its backward on random gradients, in the graphs of a pipeline.
 
-    def __init__(self, stages: Stages, stage: int, functions: StageFunctions, given: Sequence[Any]) -> None:
-        self._halves = functions.training
-        self.given = given
-        self.outputs, self.saved = self._halves.forward(given)
+    Attributes:
+        inputs: The inputs of the forward.
+        outputs: The outputs of the latest forward.
+        saved: What it keeps for the backward.
+    """
+
+    def __init__(self, stages: Stages, stage: int, functions: StageFunctions, inputs: Sequence[Any]) -> None:
+        self._gradient = functions.training
+        self.inputs = inputs
+        self.outputs, self.saved = self._gradient.forward(inputs)
         cut = stages.cuts[stage]
         of_wire = dict(zip(cut.outputs, self.outputs, strict=False))
-        self._gradients = [_random_like(of_wire[wire]) for wire in stages.floating(cut.outputs)]
-        self._gradients += [tf.ones((), functions.loss_dtype)] * functions.has_loss
-        self._floating_in = len(stages.floating(functions.wires_in))
+        self._upstream = [_random_like(of_wire[wire]) for wire in stages.floating(cut.outputs)]
+        self._upstream += [tf.ones((), functions.loss_dtype)] * functions.has_loss
+        self._floating_inputs = len(stages.floating(functions.wires_in))
 
     @property
-    def forward(self) -> Timed:
-        return Timed(self._run_forward, len(self.given), len(self.outputs) + len(self.saved))
+    def forward(self) -> TimedCall:
+        """The forward."""
+        return TimedCall(self._run_forward, len(self.inputs), len(self.outputs) + len(self.saved))
 
     @property
-    def backward(self) -> Timed | None:
-        """None where nothing has a gradient: neither what comes in nor a weight, or nothing that goes out."""
-        if not self._gradients or not (self._floating_in or self._halves.variables):
+    def backward(self) -> TimedCall | None:
+        """The backward; None if no output has a gradient, or neither an input nor a weight needs one."""
+        if not self._upstream or not (self._floating_inputs or self._gradient.variables):
             return None
-        return Timed(self._run_backward, len(self.saved) + len(self._gradients), self._floating_in)
+        return TimedCall(self._run_backward, len(self.saved) + len(self._upstream), self._floating_inputs)
 
     @property
-    def inputs_part(self) -> Timed | None:
-        """The part of the backward that is not for the weights; None where there is but one part."""
-        if self.backward is None or not self._floating_in or not self._halves.variables:
+    def backward_inputs(self) -> TimedCall | None:
+        """The part of the backward for the inputs; None if the backward has only one part."""
+        if self.backward is None or not self._floating_inputs or not self._gradient.variables:
             return None
-        _, further = self._run_inputs_part()
-        made = self._floating_in + len(further)
-        return Timed(self._run_inputs_part, len(self.saved) + len(self._gradients), made)
+        _, saved = self._run_backward_inputs()
+        results = self._floating_inputs + len(saved)
+        return TimedCall(self._run_backward_inputs, len(self.saved) + len(self._upstream), results)
 
     @property
     def trains(self) -> bool:
         """Whether any weight gets a gradient."""
-        return bool(self._halves.variables)
+        return bool(self._gradient.variables)
 
     def _run_forward(self) -> None:
-        # What the last forward saved is freed only now. Else the allocator would give the memory back each
-        # time, and its pages would be zeroed anew within the next call, as they are not in a step.
-        self.outputs, self.saved = self._halves.forward(self.given)
+        # The previous call's tensors are freed only now. If they were freed before, the allocator would
+        # return the memory and this call would have its pages zeroed again, which does not happen in a step.
+        self.outputs, self.saved = self._gradient.forward(self.inputs)
 
-    def _run_inputs_part(self) -> tuple[list[Any], list[Any]]:
-        return self._halves.backward_inputs(self.saved, self._gradients)
+    def _run_backward_inputs(self) -> tuple[list[Any], list[Any]]:
+        return self._gradient.backward_inputs(self.saved, self._upstream)
 
     def _run_backward(self) -> list[Any]:
-        return self._halves.backward(self.saved, self._gradients, False)
+        return self._gradient.backward(self.saved, self._upstream, False)
 
 
 @contextlib.contextmanager
 def same_state(layers: Sequence[Any]) -> Iterator[None]:
-    """Undo what forwards in training mode do to statistics, to the states of seeds, and to weights."""
+    """Undo at the end what forwards in training mode do to statistics, seeds and weights."""
     own = {id(v) for layer in layers if _may_write_weights(layer) for v in layer.trainable_variables}
     before = [(v, tf.identity(v.value)) for v in variables_of(layers) if not v.trainable or id(v) in own]
     try:
@@ -108,11 +118,11 @@ def same_state(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def _may_write_weights(layer: Any) -> bool:
-    """Of Keras's layers only one does, besides the optimizer; of a user's own nobody knows."""
+    """Return whether a forward may change weights: one layer of Keras does, and the user's own may."""
     return any(
         isinstance(inner, keras.layers.SpectralNormalization)
         or not type(inner).__module__.startswith("keras.")
-        for inner in layer._flatten_layers()
+        for inner in compat.layers_in(layer)
     )
 
 

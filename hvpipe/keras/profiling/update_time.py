@@ -1,4 +1,4 @@
-"""What an optimizer's update of weights takes, measured on variables like them."""
+"""The time of an optimizer's update, measured on variables like a model's weights."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvpipe.keras.profiling.footprint import Slots, weight_bytes
-from hvpipe.keras.profiling.stopwatch import Stopwatch, Timed
+from hvpipe.keras.profiling.footprint import OptimizerSlots, weight_bytes
+from hvpipe.keras.profiling.stopwatch import Stopwatch, TimedCall
 
 _LARGE_BYTES = 32 << 20
-"""More than caches hold, as the weights of a stage are."""
+"""More than caches hold, like the weights of a stage."""
 
 _SMALL, _COLUMNS = 16, 256
 
 
 class UpdateTime:
-    """A line through the updates of one large variable and of small ones: so long a variable, and a byte."""
+    """Seconds for each variable and for each byte: a line through updates of one large and of small ones."""
 
-    def __init__(self, optimizer: Slots, model_bytes: int, stopwatch: Stopwatch) -> None:
+    def __init__(self, optimizer: OptimizerSlots, model_bytes: int, stopwatch: Stopwatch) -> None:
+        """Measure the line, unless the model has no trained weights (`model_bytes` is 0)."""
         self._variable_s = self._byte_s = 0.0
         if model_bytes == 0:
             return
@@ -30,21 +31,21 @@ class UpdateTime:
         self._byte_s = max(0.0, large_s - self._variable_s) / (4 * _COLUMNS * rows)
 
     def of(self, operation: Any) -> float:
-        """Seconds for the trained weights of a layer; 0 for what is none."""
+        """Return the seconds for a layer's trained weights; 0 for other operations."""
         count = len(operation.trainable_variables) if isinstance(operation, keras.Layer) else 0
         return count * self._variable_s + weight_bytes(operation) * self._byte_s
 
 
-def _time_s(slots: Slots, shapes: list[list[int]], stopwatch: Stopwatch) -> float:
-    """Seconds of an update as a pipeline makes it: sums of gradients are read, and given to the optimizer."""
+def _time_s(slots: OptimizerSlots, shapes: list[list[int]], stopwatch: Stopwatch) -> float:
+    """Return the seconds of a pipeline's update: read the sums of gradients, and apply them."""
     variables = [keras.Variable(tf.zeros(shape), name=f"weight_{i}") for i, shape in enumerate(shapes)]
     sums = [tf.Variable(tf.zeros(shape), trainable=False) for shape in shapes]
     optimizer = slots.new_optimizer()
     try:
         optimizer.build(variables)
         apply = tf.function(lambda *found: optimizer.apply(list(found), variables), autograph=False)
-        call = Timed(lambda: apply(*[gradient.read_value() for gradient in sums]), 0, 0)
+        call = TimedCall(lambda: apply(*[gradient.read_value() for gradient in sums]), 0, 0)
         return stopwatch.in_turn_s([call])[0]
     except (TypeError, ValueError):
-        # An optimizer for weights of certain layers alone: its updates count as nothing.
+        # An optimizer for the weights of particular layers only: its updates count as 0 s.
         return 0.0

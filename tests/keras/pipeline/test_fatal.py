@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of a pipeline ends all ranks soon, and they say what it was."""
+"""An error on one rank of a pipeline ends all ranks soon, with a message that tells the reason."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ SCRIPT = """
 import os, re, resource
 from pathlib import Path
 
-# oneDNN's allocator takes memory in regions that double, so its peak is one of chance, and a limit
-# below it leaves no room for the stacks of threads. malloc takes what is asked for.
+# oneDNN's allocator doubles its regions, so its peak depends on chance, and a limit below the peak
+# leaves no room for the stacks of threads. malloc takes what is asked for.
 os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
 import keras, numpy as np, tensorflow as tf
 import hvpipe, hvpipe.keras as hk
@@ -27,7 +27,7 @@ def build():
         model.add(keras.layers.Dense(SIDE, use_bias=False))
     return model
 
-# What comes once: threads, their stacks and arenas.
+# Allocate what is needed once: threads, their stacks and arenas.
 small = hk.pipeline_parallel(
     lambda: keras.Sequential([keras.Input((4,)), *(keras.layers.Dense(4) for _ in range(8))])
 )
@@ -50,7 +50,7 @@ SHORT_OF_MEMORY = ("OOM", "ResourceExhausted", "bad_alloc", "MemoryError", "Cann
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-def test_what_does_not_fit_one_rank_trains_on_four(tmp_path: Path) -> None:
+def test_a_model_too_large_for_one_rank_trains_on_four(tmp_path: Path) -> None:
     script = tmp_path / "large.py"
     script.write_text(SCRIPT)
     alone = launch(1, [script], limit_s=300)

@@ -1,4 +1,4 @@
-"""A job that ended goes on from its checkpoint on another number of ranks, as if it had never ended."""
+"""A job continues from its checkpoint on another number of ranks, as if it had not been interrupted."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def train(checkpoint, how, epochs):
         pipe.load_checkpoint(checkpoint)
     random = np.random.default_rng(3)
     x, y = random.normal(size=(24, 6)).astype("float32"), random.normal(size=(24, 2))
-    told = pipe.fit(x, y, batch_size=8, epochs=int(epochs), shuffle=False, verbose=0).history["loss"]
+    losses = pipe.fit(x, y, batch_size=8, epochs=int(epochs), shuffle=False, verbose=0).history["loss"]
     pipe.save_checkpoint(checkpoint)
     if hvpipe.rank() == 0:
-        print(json.dumps({"loss": told, "steps": int(pipe.optimizer.iterations)}), flush=True)
+        print(json.dumps({"loss": losses, "steps": int(pipe.optimizer.iterations)}), flush=True)
 
 for arguments in sys.argv[1:]:
     train(*arguments.split(":"))
@@ -44,7 +44,7 @@ hvpipe.shutdown()
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(2, 3)])
-def test_a_job_goes_on_with_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
+def test_a_job_continues_on_another_number_of_ranks(tmp_path: Path, before: int, after: int) -> None:
     script = tmp_path / "job.py"
     script.write_text(SCRIPT)
 
@@ -53,7 +53,7 @@ def test_a_job_goes_on_with_another_number_of_ranks(tmp_path: Path, before: int,
         assert result.returncode == 0, result.describe()
         return [json.loads(line) for line in result.output.splitlines() if line.startswith("{")]
 
-    # Two trainings in one job, as TensorFlow takes its time to start.
+    # Both trainings run in one job, because TensorFlow starts slowly.
     whole, first = job(before, "whole:start:3", "cut:start:1")
     (second,) = job(after, "cut:resume:2")
     assert first["loss"] + second["loss"] == pytest.approx(whole["loss"], rel=1e-5)

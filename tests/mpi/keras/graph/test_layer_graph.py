@@ -12,9 +12,10 @@ import tensorflow as tf
 import hvpipe
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.graph.layer_graph import LayerGraph, layer_graph
-from hvpipe.keras.graph.stage import StageFunctions, cut_stages
-from hvpipe.keras.pipeline.plan_choice import Wish, balanced, plan_for
-from hvpipe.keras.pipeline.tensor_channel import Mail
+from hvpipe.keras.graph.stage import StageFunctions
+from hvpipe.keras.graph.stage_cuts import cut_stages
+from hvpipe.keras.pipeline.plan_choice import PipelineOptions, balanced, plan_for
+from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING
 from hvpipe.session import current
 from hvpipe.specs.profile import LayerCost, Profile
@@ -125,9 +126,9 @@ def test_a_nested_model_that_stays_whole_is_told() -> None:
     inner = keras.Model(inputs, layers.Dense(3)(layers.Dense(3)(inputs)), name="inner")
     graph = layer_graph(keras.Model(tokens, inner(layers.Embedding(5, 3, mask_zero=True)(tokens))))
     assert graph.whole_models() == ["inner"]
-    wish = Wish(1, (hvpipe.size(),), schedule="interleaved", chunks=9)
+    options = PipelineOptions(1, (hvpipe.size(),), schedule="interleaved", chunks=9)
     with pytest.raises(HvpipeError, match=r"3 \('inner' is a nested model that cannot be opened"):
-        plan_for(current(), graph, wish)
+        plan_for(current(), graph, options)
 
 
 def test_a_tensor_of_another_dtype_than_keras_tells_does_not_leave_its_stage() -> None:
@@ -136,14 +137,14 @@ def test_a_tensor_of_another_dtype_than_keras_tells_does_not_leave_its_stage() -
     x = layers.RepeatVector(3, name="repeat")(layers.Reshape((1,), dtype="int32")(inputs))
     stages = cut_stages(layer_graph(keras.Model(inputs, layers.Embedding(5, 2)(x))), [[0, 1], [2]])
     with pytest.raises(
-        HvpipeError, match=r"repeat tells float32: .*dtype='int32'.* Received: int32 from repeat"
+        HvpipeError, match=r"spec of repeat is float32: .*dtype='int32'.* Received: int32 from repeat"
     ):
         StageFunctions(stages, 0, targets=(), loss=None).prediction(tf.zeros(2, tf.int32))
 
 
 def test_a_message_of_another_dtype_is_not_sent() -> None:
     with pytest.raises(HvpipeError, match=r"says, float32. Received: the wire: dtype=float16"):
-        Mail(current()).send(0, tf.zeros(2, tf.float16), "float32", (2,), "the wire")
+        TensorChannel(current()).send(0, tf.zeros(2, tf.float16), "float32", (2,), "the wire")
 
 
 class Block(layers.Layer):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvpipe.keras.graph.split_gradient import Halves, split_gradient
+from hvpipe.keras.graph.split_gradient import SplitGradient, split_gradient
 
 layers = keras.layers
 
@@ -127,18 +127,18 @@ def values(model: keras.Model) -> Any:
     )
 
 
-def run(halves: Halves, x: Any, gradient: Any, split: bool) -> tuple[list[Any], list[Any]]:
+def run(functions: SplitGradient, x: Any, gradient: Any, split: bool) -> tuple[list[Any], list[Any]]:
     """Two micro-batches, both forward before the first backward; outputs and gradients of the inputs."""
     parts = [tf.constant(x[:4]), tf.constant(x[4:])]
-    forwards = [halves.forward([part]) for part in parts]
+    forwards = [functions.forward([part]) for part in parts]
     found = []
     for i, (outputs, kept) in enumerate(forwards):
         given = [gradient[: outputs[0].shape[0]]]
         if split:
-            of_inputs, further = halves.backward_inputs(kept, given)
-            halves.backward_weights(further, i == 0)
+            of_inputs, further = functions.backward_inputs(kept, given)
+            functions.backward_weights(further, i == 0)
         else:
-            of_inputs = halves.backward(kept, given, i == 0)
+            of_inputs = functions.backward(kept, given, i == 0)
         found.append(of_inputs)
     return [outputs[0] for outputs, _ in forwards], found
 
@@ -174,24 +174,24 @@ def test_the_same_as_a_tape(build: Callable[[], keras.Model], recompute: bool) -
         sums = mine if sums is None else [a + b for a, b in zip(sums, mine, strict=True)]
     end = [v.numpy() for v in model.variables]
 
-    halves = split_gradient(
+    functions = split_gradient(
         lambda part: [model(part, training=True)],
         [tf.TensorSpec((None, *x.shape[1:]), dtype)],
         weights,
-        wanted=1,
+        differentiated_inputs=1,
         recompute=recompute,
     )
     for split in (False, True):
         for v, value in zip(model.variables, start, strict=True):
             v.assign(value)
-        ours, our_inputs = run(halves, x, gradient, split)
+        ours, our_inputs = run(functions, x, gradient, split)
         for a, b in zip(ours, outputs, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
         for a, b in zip(our_inputs, of_inputs, strict=True):
             assert len(a) == len(b)
             for one, other in zip(a, b, strict=True):
                 np.testing.assert_allclose(one, other, atol=1e-5)
-        for a, b in zip(halves.accumulators, sums, strict=True):
+        for a, b in zip(functions.accumulators, sums, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
         # Moving averages and seeds have moved once for each forward, and not in the backward.
         for v, value in zip(model.variables, end, strict=True):
@@ -206,11 +206,11 @@ def test_what_a_loop_draws_is_not_drawn_again(recompute: bool) -> None:
         loop = tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, y * tf.random.uniform([])), (0, x))
         return [loop[1]]
 
-    halves = split_gradient(
-        times_random, [tf.TensorSpec((None, 3), "float32")], [], wanted=1, recompute=recompute
+    functions = split_gradient(
+        times_random, [tf.TensorSpec((None, 3), "float32")], [], differentiated_inputs=1, recompute=recompute
     )
-    outputs, kept = halves.forward([tf.ones((2, 3))])
-    np.testing.assert_allclose(halves.backward(kept, [tf.ones((2, 3))], True)[0], outputs[0], rtol=1e-6)
+    outputs, kept = functions.forward([tf.ones((2, 3))])
+    np.testing.assert_allclose(functions.backward(kept, [tf.ones((2, 3))], True)[0], outputs[0], rtol=1e-6)
 
 
 def kept_bytes(kept: list[Any]) -> int:
@@ -224,14 +224,14 @@ def test_recompute_keeps_inputs_and_seeds_alone() -> None:
         model.add(layers.Dropout(0.5))
     found = {}
     for recompute in (False, True):
-        halves = split_gradient(
+        functions = split_gradient(
             lambda x: [model(x, training=True)],
             [tf.TensorSpec((None, 64), "float32")],
             [v.value for v in model.trainable_variables],
-            wanted=1,
+            differentiated_inputs=1,
             recompute=recompute,
         )
-        _, kept = halves.forward([tf.ones((32, 64))])
+        _, kept = functions.forward([tf.ones((32, 64))])
         found[recompute] = kept_bytes(kept)
     row = 32 * 64 * 4
     assert row <= found[True] < 1.1 * row
@@ -241,11 +241,11 @@ def test_recompute_keeps_inputs_and_seeds_alone() -> None:
 def test_no_copy_of_the_weights_is_kept() -> None:
     dense = layers.Dense(500)
     dense.build((None, 500))
-    halves = split_gradient(
+    functions = split_gradient(
         lambda x: [dense(x)],
         [tf.TensorSpec((None, 500), "float32")],
         [v.value for v in dense.trainable_variables],
-        wanted=1,
+        differentiated_inputs=1,
     )
-    _, kept = halves.forward([tf.ones((2, 500))])
+    _, kept = functions.forward([tf.ones((2, 500))])
     assert kept_bytes(kept) < 10_000

@@ -78,7 +78,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any], tolerance: float = 0
 
 
 def without_memory(pipe: Any) -> list[str]:
-    return [v.path for v in pipe._parts.model.variables if v._value is None]
+    return [v.path for v in pipe._context.model.variables if v._value is None]
 
 
 def fill(pipe: Any) -> None:
@@ -183,13 +183,13 @@ def test_what_normalization_has_learned_is_loaded(folder: Path) -> None:
 
 def test_a_save_leaves_no_memory_behind(folder: Path) -> None:
     pipe = pipeline()
-    before, attributes = without_memory(pipe), set(vars(pipe._parts.model))
+    before, attributes = without_memory(pipe), set(vars(pipe._context.model))
     pipe._holdings()  # builds the optimizer
     held = held_bytes()
     pipe.save(folder / "model.keras")
     assert held_bytes() == held
     assert without_memory(pipe) == before
-    assert set(vars(pipe._parts.model)) == attributes
+    assert set(vars(pipe._context.model)) == attributes
 
 
 def held_bytes() -> int:
@@ -377,8 +377,8 @@ def test_statistics_that_are_equal_keep_their_bits() -> None:
     (mean, *_) = [v for v in pipe.variables if v.path.endswith("moving_mean")]
     value = np.random.default_rng(1).normal(size=mean.shape).astype(np.float32)
     mean.assign(value)
-    pipe._parts.sharing.note_apart()
-    pipe._parts.sharing.average_statistics()
+    pipe._context.shared.mark_diverged()
+    pipe._context.shared.average_statistics()
     np.testing.assert_array_equal(mean.numpy(), value)
 
 

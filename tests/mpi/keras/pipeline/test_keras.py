@@ -13,8 +13,8 @@ import pytest
 import hvpipe
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError, MismatchError
-from hvpipe.keras.pipeline.rank_driver import Machine
-from hvpipe.keras.pipeline.saving import told_once
+from hvpipe.keras.pipeline.callbacks import without_duplicates
+from hvpipe.keras.pipeline.rank_driver import RankDriver
 from hvpipe.session import current
 from pipelines import batches, both, compile_as_all, mlp, sgd
 
@@ -263,7 +263,7 @@ def test_one_rank_writes_and_prints_what_all_have() -> None:
         keras.callbacks.EarlyStopping("loss", verbose=1),
     ]
     for _ in ("first fit", "another"):
-        found = told_once(current(), callbacks, pipe.stages, pipe.layers)
+        found = without_duplicates(current(), callbacks, pipe.stages, pipe.layers)
         assert [c.log_dir for c in found if isinstance(c, keras.callbacks.TensorBoard)] == (
             ["scalars", "weights", "own0"] if rank == 0 else [f"weights/rank{rank}", f"own{rank}"]
         )
@@ -276,7 +276,7 @@ def test_embeddings_of_other_ranks_are_no_mistake() -> None:
     pipe = compile_as_all(hk.pipeline_parallel(with_a_table))
     given = {"table": "names.tsv", "no_layer": "names.tsv"}
     board = keras.callbacks.TensorBoard("logs", embeddings_freq=1, embeddings_metadata=given)
-    told_once(current(), [board], pipe.stages, pipe.layers)
+    without_duplicates(current(), [board], pipe.stages, pipe.layers)
     first = hvpipe.rank() == 0
     assert board.embeddings_metadata == (given if first else {"no_layer": "names.tsv"})
     assert board.log_dir == ("logs" if first else f"logs/rank{hvpipe.rank()}")
@@ -295,13 +295,13 @@ def test_a_checkpoint_of_one_rank_alone_is_told(tmp_path: Path) -> None:
 def test_graphs_are_made_once_for_each_structure_of_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training counts classes, validation does not; targets have lengths of all kinds."""
     made: list[Any] = []
-    own = Machine.__init__
+    own = RankDriver.__init__
 
-    def counting(machine: Any, *args: Any, **kwargs: Any) -> None:
-        made.append(machine)
-        own(machine, *args, **kwargs)
+    def counting(driver: Any, *args: Any, **kwargs: Any) -> None:
+        made.append(driver)
+        own(driver, *args, **kwargs)
 
-    monkeypatch.setattr(Machine, "__init__", counting)
+    monkeypatch.setattr(RankDriver, "__init__", counting)
     x, y = batches(mlp, 16)
     pipe = compile_as_all(hk.pipeline_parallel(small))
     pipe.fit(x, y, batch_size=8, epochs=3, verbose=0, class_weight={0: 2.0}, validation_data=(x, y))

@@ -126,8 +126,8 @@ def test_only_stages_that_are_named_recompute() -> None:
     pipe.compile("sgd", "mse")
     data = np.random.default_rng(0).normal(size=(4 * hvpipe.size(), 6)).astype(np.float32)
     pipe.fit(data, data, batch_size=len(data), verbose=0)
-    (machine,) = pipe._parts.machines
-    for stage, functions in machine.functions.items():
+    (driver,) = pipe._drivers
+    for stage, functions in driver.functions.items():
         wires = [tf.zeros((4, 6))] * len(functions.wires_in or [0])
         targets = [tf.zeros((4, 6))] * functions.has_loss
         _, kept = functions.training.forward([*wires, *targets])
@@ -617,7 +617,7 @@ def test_a_profile_or_plan_of_other_sizes_is_refused() -> None:
     scaled = own.at_batch(7)
     hk.pipeline_parallel(functools.partial(of_width, 8), stages=1, profile=scaled)
     plan = partition(other, equal_cluster(size), size)
-    with pytest.raises(PlanError, match=r"plan should be of this model.* same names and others"):
+    with pytest.raises(PlanError, match=r"plan should be of this model.* same names and other weights"):
         hk.pipeline_parallel(functools.partial(of_width, 8), plan)
 
 

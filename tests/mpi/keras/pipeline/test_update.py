@@ -11,7 +11,7 @@ import pytest
 
 import hvpipe
 import hvpipe.keras as hk
-from hvpipe.keras.pipeline.tensor_channel import Mail
+from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.keras.pipeline.update import PipelineUpdate
 from hvpipe.session import current
 from pipelines import MODELS, batches, check_same, compile_as_all, mlp, plain, train
@@ -68,7 +68,7 @@ def test_layers_that_stages_share_in_another_order_get_their_own_gradients(
 def test_what_the_stage_before_waits_for_goes_before_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those take this rank's time: it reads all gradients of the stage."""
     happened: list[str] = []
-    for kind, method in ((Mail, "send"), (PipelineUpdate, "stage_done")):
+    for kind, method in ((TensorChannel, "send"), (PipelineUpdate, "stage_done")):
         own = getattr(kind, method)
 
         def noted(owner: Any, *args: Any, method: str = method, own: Any = own, **options: Any) -> None:
@@ -104,7 +104,7 @@ def test_sums_over_replicas_begin_before_the_update(monkeypatch: pytest.MonkeyPa
 def test_sums_are_not_held_until_the_next_step() -> None:
     pipe = compile_as_all(hk.pipeline_parallel(mlp, stages=1, microbatches=4))
     pipe.train_on_batch(*batches(mlp, 8))
-    (machine,) = pipe._parts.machines
-    buckets = list(chain(*machine._update._buckets))
+    (driver,) = pipe._drivers
+    buckets = list(chain(*driver._update._buckets))
     assert bool(buckets) == (hvpipe.size() > 1)
     assert all(bucket.buffer is None for bucket in buckets)

@@ -15,7 +15,7 @@ import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.graph.layer_graph import layer_graph
 from hvpipe.keras.profiling.estimate import estimate
-from hvpipe.keras.profiling.model_loader import build_target, random_batch
+from hvpipe.keras.profiling.model_loader import load_model_and_batch, random_batch
 from hvpipe.plan.greedy import partition
 from hvpipe.session import current
 from hvpipe.specs.profile import Profile
@@ -133,14 +133,14 @@ def test_layers_without_names_are_called_alike_each_time_they_are_built() -> Non
 
 
 def test_a_function_in_a_file(nets: str) -> None:
-    model, batch = build_target(task(f"{nets}:small"))
+    model, batch = load_model_and_batch(task(f"{nets}:small"))
     assert model.name == "small"
     assert all(variable._value is None for variable in model.variables)
     assert hk.measure(lambda: model, batch, repeats=1).batch_size == 4
 
 
 def test_a_function_that_brings_its_batch(nets: str) -> None:
-    model, batch = build_target(task(f"{nets}:with_batch", microbatch=None))
+    model, batch = load_model_and_batch(task(f"{nets}:with_batch", microbatch=None))
     assert hk.measure(lambda: model, np.asarray(batch), repeats=1).batch_size == 3
 
 
@@ -156,12 +156,12 @@ def test_a_function_that_brings_its_batch(nets: str) -> None:
 )
 def test_functions_that_are_of_no_use(nets: str, function: str, microbatch: int | None, says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
-        build_target(task(f"{nets}:{function}", microbatch))
+        load_model_and_batch(task(f"{nets}:{function}", microbatch))
 
 
 def test_an_error_of_the_functions_own_is_not_covered_up(nets: str) -> None:
     with pytest.raises(ModuleNotFoundError, match="not_there"):
-        build_target(task(f"{nets}:broken"))
+        load_model_and_batch(task(f"{nets}:broken"))
 
 
 @pytest.mark.parametrize(
@@ -169,12 +169,12 @@ def test_an_error_of_the_functions_own_is_not_covered_up(nets: str) -> None:
     [
         ("hvpipe_no_such_module:f", "hvpipe_no_such_module should be a module that can be imported"),
         ("json.no_such_part:f", "json.no_such_part should be a module"),
-        ("/absent.py:f", "Received: '/absent.py', which is none here"),
+        ("/absent.py:f", "Received: '/absent.py', which is not one"),
     ],
 )
 def test_places_that_are_not_there(target: str, says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
-        build_target(task(target))
+        load_model_and_batch(task(target))
 
 
 def test_random_values_suit_every_input() -> None:

@@ -17,9 +17,9 @@ import hvpipe.keras.profiling.timed_spans
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.graph.layer_graph import layer_graph
 from hvpipe.keras.profiling.estimate import estimate
-from hvpipe.keras.profiling.measure import _Walk
-from hvpipe.keras.profiling.stopwatch import Stopwatch, Timed
-from hvpipe.keras.profiling.timed_stage import Work
+from hvpipe.keras.profiling.layer_timer import LayerTimer
+from hvpipe.keras.profiling.stopwatch import Stopwatch, TimedCall
+from hvpipe.keras.profiling.timed_stage import TimedStage
 from hvpipe.plan.greedy import partition
 from hvpipe.specs.cluster import equal_cluster
 from hvpipe.specs.profile import LayerCost, Profile
@@ -56,7 +56,7 @@ def batch_of(shape: tuple[int, ...]) -> Any:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
-def too_short(stopwatch: Stopwatch, several: list[Timed]) -> list[float]:
+def too_short(stopwatch: Stopwatch, several: list[TimedCall]) -> list[float]:
     """Runs that say nothing of their layers."""
     return [0.0] * len(several)
 
@@ -114,11 +114,11 @@ def test_times_of_layers_that_take_some() -> None:
 
 
 def test_what_a_quarter_of_the_samples_takes_tells_the_fixed_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    def times_s(self: Any, work: Work) -> tuple[float, float]:
-        samples, *_, channels = work.given[0].shape
+    def times_s(self: Any, timed: TimedStage) -> tuple[float, float]:
+        samples, *_, channels = timed.inputs[0].shape
         return (samples**2, 0.0) if channels == 3 else (1.0 + samples, 2.0 + 3.0 * samples)
 
-    monkeypatch.setattr(_Walk, "_times_s", times_s)
+    monkeypatch.setattr(LayerTimer, "_times_s", times_s)
     monkeypatch.setattr(Stopwatch, "in_turn_s", too_short)
     first, second = hk.measure(heavy(), batch_of((8, 64, 64, 3))).layers
     assert (second.forward_s, second.backward_s) == (9, 26)
@@ -146,13 +146,13 @@ def test_layers_add_up_to_their_runs(
     """
     counts = []
 
-    def in_turn_s(stopwatch: Stopwatch, several: list[Timed]) -> list[float]:
+    def in_turn_s(stopwatch: Stopwatch, several: list[TimedCall]) -> list[float]:
         counts.append(len(several))
         return [10.0 * (i + 1) for i in range(len(several))]
 
-    monkeypatch.setattr(_Walk, "_times_s", lambda self, work: (1.0, 2.0))
+    monkeypatch.setattr(LayerTimer, "_times_s", lambda self, work: (1.0, 2.0))
     monkeypatch.setattr(Stopwatch, "in_turn_s", in_turn_s)
-    monkeypatch.setattr(hvpipe.keras.profiling.timed_spans, "_RUNS", 3)
+    monkeypatch.setattr(hvpipe.keras.profiling.timed_spans, "_SPANS", 3)
     monkeypatch.setattr(hvpipe.keras.profiling.timed_spans, "_AT_A_TIME_BYTES", limit_bytes)
     profile = hk.measure(perceptron, batch_of((3, 6)))
     assert [layer.name for layer in profile.layers] == [name for names in runs for name in names]
@@ -173,7 +173,7 @@ def test_which_part_of_a_backward_is_for_the_weights(monkeypatch: pytest.MonkeyP
     x = keras.Input((8,))
     h = keras.layers.ReLU(name="relu")(keras.layers.Dense(8, name="first")(x))
     model = keras.Model(x, keras.layers.Dense(8, name="second")(h))
-    monkeypatch.setattr(_Walk, "_times_s", lambda self, work: (1.0, 4.0))
+    monkeypatch.setattr(LayerTimer, "_times_s", lambda self, work: (1.0, 4.0))
     monkeypatch.setattr(Stopwatch, "time_s", lambda *_: 3.0)
     monkeypatch.setattr(Stopwatch, "in_turn_s", too_short)
     layers = hk.measure(model, batch_of((4, 8)), repeats=1).layers
@@ -184,7 +184,7 @@ def test_updates_by_weights_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """So long every variable, and so long every byte: 16 small ones take 32 s, one of 1 KiB takes 1026 s."""
     times = iter([32.0, 1026.0])
 
-    def in_turn_s(stopwatch: Stopwatch, several: list[Timed]) -> list[float]:
+    def in_turn_s(stopwatch: Stopwatch, several: list[TimedCall]) -> list[float]:
         return [next(times, 0.0) for _ in several]
 
     monkeypatch.setattr(Stopwatch, "in_turn_s", in_turn_s)

@@ -1,0 +1,334 @@
+"""Everything in Keras that is not public: only this file imports `keras.src` or touches private attributes.
+
+Each entry says what it reads, and what in hvpipe breaks if Keras drops it. All of them are in Keras 3.12.4
+and 3.15.1, the oldest and the newest version that hvpipe is tested with; an entry that differs says so.
+Before a newer Keras is allowed, compare its source with this file.
+
+Subclasses of Keras classes override private members that a function cannot wrap:
+  - `Model._symbolic_build`, `Model._maybe_symbolic_build` in pipeline/model.py: its models are built already;
+  - `CompileLoss._flat_losses`, `CompileLoss._metrics` in pipeline/microbatch_loss.py and loss_entries.py,
+    which put losses of their own there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+from keras.src.backend import compute_output_spec
+from keras.src.backend.common import global_state
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.models.functional import Functional
+from keras.src.ops.core import Cast
+from keras.src.ops.symbolic_arguments import SymbolicArguments
+from keras.src.saving.serialization_lib import SerializableDict
+from keras.src.trainers.compile_utils import CompileLoss
+from keras.src.utils.naming import to_snake_case
+
+# What `keras.src` names give, and what breaks without them:
+#   compute_output_spec  runs a function on symbols; the first step would be traced twice (initial_state.py)
+#   get_keras_mask, set_keras_mask  the mask on a tensor; masked layers and losses in pipelines
+#   Functional           the class of functional models; cutting a model into stages
+#   Cast, SymbolicArguments  a call to insert into a graph; nested models of another dtype in pipelines
+#   SerializableDict     the compile configuration in a saved file; saving a pipeline as a plain model
+#   CompileLoss          compiled losses; the losses of micro-batches
+#   to_snake_case        Keras' default names; names of layers that are equal on all ranks
+__all__ = ["Cast", "CompileLoss", "Functional", "SerializableDict", "SymbolicArguments"]
+__all__ += ["compute_output_spec", "get_keras_mask", "set_keras_mask", "to_snake_case"]
+
+
+# --- Layers and models ---------------------------------------------------------------------------------
+
+
+def layers_in(layer: Any, *, include_self: bool = True) -> list[Any]:
+    """Return a layer and all layers inside it (`Layer._flatten_layers`). Nearly everything needs it."""
+    return list(layer._flatten_layers(include_self=include_self))
+
+
+def own_trainable_variables(layer: Any) -> list[Any]:
+    """Return the variables a layer itself made to be trained, frozen or not (`Layer._trainable_variables`).
+
+    Saved pipelines need it.
+    """
+    return list(layer._trainable_variables)
+
+
+def own_statistics(layer: Any) -> list[Any]:
+    """Return the variables a layer itself made not to be trained (`Layer._non_trainable_variables`).
+
+    BatchNormalization's statistics would not be averaged over ranks.
+    """
+    return list(layer._non_trainable_variables)
+
+
+def seed_generators(layer: Any) -> list[Any]:
+    """Return a layer's own seed generators (`Layer._seed_generators`). For replicated stages."""
+    return list(layer._seed_generators)
+
+
+def own_added_losses(layer: Any) -> list[Any]:
+    """Return what a layer's `add_loss` has added (`Layer._losses`). Pipelines need it."""
+    return list(layer._losses)
+
+
+def takes_training(operation: Any) -> bool:
+    """Return whether `call` gets `training` (`_call_context_args`, else `_call_has_training_arg`).
+
+    Stages of pipelines would run layers in the wrong mode.
+    """
+    return "training" in getattr(operation, "_call_context_args", ()) or bool(
+        getattr(operation, "_call_has_training_arg", False)
+    )
+
+
+def build_from_batch(model: Any, batch: Any) -> None:
+    """Build a model for a batch (`Model._symbolic_build`). Models without an input shape need it."""
+    model._symbolic_build(data_batch=batch)
+
+
+def check_compiled(model: Any, method: str) -> None:
+    """Raise Keras' error unless the model is compiled (`Trainer._assert_compile_called`)."""
+    model._assert_compile_called(method)
+
+
+def metrics_in_order(model: Any, logs: Any) -> Any:
+    """Return logs as the list that Keras returns (`Trainer._flatten_metrics_in_order`)."""
+    return model._flatten_metrics_in_order(logs)
+
+
+def initial_epoch(model: Any) -> int:
+    """Return the epoch that BackupAndRestore resumes from, else 0 (`Trainer._initial_epoch`)."""
+    return int(model._initial_epoch or 0)
+
+
+def set_initial_epoch(model: Any, epoch: int) -> None:
+    """Let the next epoch loop start at `epoch`; 0: where `fit` was told to (`Trainer._initial_epoch`)."""
+    model._initial_epoch = epoch or None
+
+
+def reconfigure_callbacks(callbacks: Any, listed: Sequence[Any]) -> None:
+    """Tell a CallbackList about callbacks put in afterwards (`CallbackList._configure_async_dispatch`)."""
+    callbacks._configure_async_dispatch(listed)
+
+
+def step_functions(train_function: Any) -> tuple[Any, Any] | None:
+    """Return the tf.functions inside a train function: a step on an iterator, and a step on a batch.
+
+    TensorFlowTrainer._make_function closes over them as `multi_step_on_iterator` and `one_step_on_data`, the
+    latter in a wrapper that replaces Optionals by None. Returns None if they are not there: under
+    `run_eagerly`, or in a `make_train_function` of the user's own. Without them data_parallel cannot trace a
+    step before it runs, so `overlap="step"` ends with an error where it now falls back to "backward".
+    """
+    variables = inspect.getclosurevars(train_function).nonlocals if inspect.isfunction(train_function) else {}
+    on_iterator = variables.get("multi_step_on_iterator")
+    on_batch = getattr(variables.get("one_step_on_data"), "__wrapped__", None)
+    if hasattr(on_iterator, "get_concrete_function") and hasattr(on_batch, "get_concrete_function"):
+        return on_iterator, on_batch
+    return None
+
+
+# --- Compiled losses and metrics -----------------------------------------------------------------------
+
+
+def compiled_loss(model: Any) -> Any:
+    """Return the model's CompileLoss or None (`Trainer._compile_loss`)."""
+    return model._compile_loss
+
+
+def compiled_metrics(model: Any) -> Any:
+    """Return the model's CompileMetrics or None (`Trainer._compile_metrics`)."""
+    return model._compile_metrics
+
+
+def compute_loss(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call `Trainer._compute_loss`, which hands `training` on to `compute_loss` where that takes it."""
+    return model._compute_loss(*args, **kwargs)
+
+
+def user_losses(loss: Any) -> Any:
+    """Return the losses as given to `compile` (`CompileLoss._user_loss`). Losses of micro-batches."""
+    return loss._user_loss
+
+
+def user_loss_weights(loss: Any) -> Any:
+    """Return the loss weights as given to `compile` (`CompileLoss._user_loss_weights`)."""
+    return loss._user_loss_weights
+
+
+def user_metrics(metrics: Any) -> list[Any]:
+    """Return the metrics as given to `compile` (`CompileMetrics._user_metrics`, `_user_weighted_metrics`)."""
+    return list(keras.tree.flatten([metrics._user_metrics, metrics._user_weighted_metrics]))
+
+
+def compile_config(model: Any) -> dict[str, Any]:
+    """Return the arguments of `compile` (`Trainer._compile_config`). Saving a pipeline as a plain model."""
+    config: dict[str, Any] = model._compile_config.config
+    return config
+
+
+# --- Functional models ---------------------------------------------------------------------------------
+
+
+def functional_inside(sequential: Any) -> Any:
+    """Return the functional model that a Sequential builds (`Sequential._functional`). For cutting models."""
+    return sequential._functional
+
+
+def nodes_by_depth(functional: Any) -> dict[int, list[Any]]:
+    """Return the calls in a functional model by depth (`Function._nodes_by_depth`). For cutting models."""
+    nodes: dict[int, list[Any]] = functional._nodes_by_depth
+    return nodes
+
+
+def inputs_structure(functional: Any) -> Any:
+    """Return the nested structure of inputs (`Function._inputs_struct`). `hvpipe profile` needs it."""
+    return functional._inputs_struct
+
+
+def outputs_structure(functional: Any) -> Any:
+    """Return the nested structure of outputs (`Function._outputs_struct`). Losses with several outputs."""
+    return functional._outputs_struct
+
+
+def standardize_inputs(functional: Any, inputs: Any) -> list[Any]:
+    """Return inputs flat, cast and reshaped as the model does (`Functional._standardize_inputs`)."""
+    return list(functional._standardize_inputs(inputs))
+
+
+def check_inputs(functional: Any, inputs: Any) -> None:
+    """Raise Keras' error for inputs of wrong shapes (`Layer._assert_input_compatibility`)."""
+    functional._assert_input_compatibility(inputs)
+
+
+# --- Variables -----------------------------------------------------------------------------------------
+
+
+def native_value(variable: Any) -> Any:
+    """Return the tf.Variable in a Keras variable, None while it has no memory (`Variable._value`)."""
+    return variable._value
+
+
+def has_memory(variable: Any) -> bool:
+    """Return whether a Keras variable has a value (`Variable._value`). Building models without memory."""
+    return variable._value is not None
+
+
+def drop_memory(variable: Any) -> None:
+    """Take a variable's value away (`Variable._value`). Building models without memory."""
+    variable._value = None
+
+
+def initialize_now(variable: Any) -> None:
+    """Give a variable its initial value (`Variable._deferred_initialize`)."""
+    variable._deferred_initialize()
+
+
+def initialize_with(variable: Any, value: Any) -> None:
+    """Give a variable without memory this value (`Variable._initialize`). Saving pipelines."""
+    variable._initialize(value)
+
+
+def initializer_of(variable: Any) -> Any:
+    """Return the initializer of a variable without memory (`Variable._initializer`)."""
+    return variable._initializer
+
+
+def set_initializer(variable: Any, initializer: Any) -> None:
+    """Replace the initializer of a variable without memory (`Variable._initializer`)."""
+    variable._initializer = initializer
+
+
+def set_path(variable: Any, path: str) -> None:
+    """Give a variable another's path (`Variable._path`). Optimizer state of other ranks' variables."""
+    variable._path = path
+
+
+@contextlib.contextmanager
+def uninitialized_variables_kept() -> Iterator[None]:
+    """Keep Keras' global list of variables to initialise as it was (`uninitialized_variables`).
+
+    Otherwise the next StatelessScope that ends gives memory to all variables made inside this one.
+    """
+    name = "uninitialized_variables"
+    before = list(global_state.get_global_attribute(name, []))
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(name, before)
+
+
+# --- Optimizers ----------------------------------------------------------------------------------------
+
+# An optimizer that overrides one of these may act once per step, not once per variable (`acts_by_variable`).
+METHODS_ONCE_PER_STEP = (
+    "_apply_weight_decay",
+    "_backend_apply_gradients",
+    "_backend_update_step",
+    "_clip_gradients",
+    "_overwrite_variables_directly_with_gradients",
+    "apply",
+)
+
+
+def trained_variables(optimizer: Any) -> list[Any]:
+    """Return what an optimizer was built for (`Optimizer._trainable_variables`)."""
+    return list(optimizer._trainable_variables)
+
+
+def step_count(optimizer: Any) -> Any:
+    """Return the variable that counts every `apply` (`Optimizer._iterations`).
+
+    The public `iterations` counts updates under gradient accumulation.
+    """
+    return optimizer._iterations
+
+
+def learning_rate_variable(optimizer: Any) -> Any:
+    """Return the learning rate's variable, schedule or function (`Optimizer._learning_rate`), else None."""
+    return getattr(optimizer, "_learning_rate", None)
+
+
+def update_variables(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Clip, decay and update (`Optimizer._backend_apply_gradients`). Updates bucket by bucket need it."""
+    optimizer._backend_apply_gradients(list(gradients), list(variables))
+
+
+def gradient_accumulators(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Return the accumulators of these variables (`_accumulated_gradients`, `_get_variable_index`)."""
+    return [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in variables]
+
+
+def check_variables_are_known(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Raise Keras' error for variables the optimizer was not built for (`_check_variables_are_known`)."""
+    optimizer._check_variables_are_known(variables)
+
+
+def warn_of_empty_gradients(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Warn of variables without a gradient, as plain Keras does (`Optimizer._filter_empty_gradients`)."""
+    optimizer._filter_empty_gradients(gradients, variables)
+
+
+# --- Pipelines: more overrides and attributes ----------------------------------------------------------
+
+# PipelineParallel (pipeline/model.py) also overrides `Trainer._get_metrics_result_or_logs` and
+# `Trainer._flatten_metrics_in_order`: its logs come from all ranks.
+
+COMPILE_CONFIG = "_compile_config"
+"""The attribute that holds the arguments of `compile`. Saving a pipeline as a plain compiled model."""
+
+
+def set_compiled_loss(model: Any, loss: Any) -> None:
+    """Replace the model's CompileLoss (`Trainer._compile_loss`). Losses of micro-batches."""
+    model._compile_loss = loss
+
+
+def optimizer_attributes(optimizer: Any) -> dict[str, Any]:
+    """Return an optimizer's attributes without its lists of variables (`_variables`, `_trainable_variables`).
+
+    Saving pipelines: the rest are its state, in lists of slots and single variables.
+    """
+    lists = ("_variables", "_trainable_variables")
+    return {name: value for name, value in vars(optimizer).items() if name not in lists}

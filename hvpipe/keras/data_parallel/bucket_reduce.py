@@ -1,0 +1,222 @@
+"""Announce, submit, collect: inside a graph, gradients go to the engine by bucket and come back reduced."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.compat import layers_in
+from hvpipe.keras.gpu import on_the_host, reduces_on_gpu
+from hvpipe.keras.ops import library
+from hvpipe.keras.variables import identity, name_of
+from hvpipe.plan.buckets import Bucket, BucketPlan, Gradient, plan_buckets
+from hvpipe.session import Session
+
+
+@dataclass(frozen=True)
+class ReduceOptions:
+    """How gradients are cut into buckets and sent.
+
+    Args:
+        compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
+        bucket_bytes: Size of a fused buffer; None: HVPIPE_BUCKET_BYTES, else a default by the model's size.
+        in_turn: Reduce buckets in the order of submission instead of by urgency.
+        tables: The variables, by `identity`, whose gradients have few rows that are not zero.
+    """
+
+    compression: str | None = None
+    bucket_bytes: int | None = None
+    in_turn: bool = False
+    tables: frozenset[int] = frozenset()
+
+
+class BucketReducer:
+    """Reduces the gradients of one list of variables by a fixed plan.
+
+    Owns the step counter that the ops read, so keep it alive as long as a graph with the plan's ops runs.
+
+    Args:
+        session: The ranks that reduce together.
+        name: What the engine's messages call the plan.
+        variables: The variables with a gradient, in the order of the model.
+        options: How to cut and send their gradients.
+    """
+
+    def __init__(
+        self, session: Session, name: str, variables: Sequence[Any], options: ReduceOptions = ReduceOptions()
+    ) -> None:
+        self._session = session
+        self.variables = list(variables)
+        gradients = [
+            Gradient(
+                f"{place} {name_of(v)}",
+                tuple(map(int, v.shape)),
+                tf.as_dtype(v.dtype).name,
+                identity(v) in options.tables,
+            )
+            for place, v in enumerate(variables)
+        ]
+        on_device = reduces_on_gpu(session)
+        self.plan: BucketPlan = plan_buckets(
+            gradients,
+            options.bucket_bytes or session.settings.bucket_bytes,
+            options.compression,
+            in_turn=options.in_turn,
+            table_bytes=None if on_device else session.settings.table_bytes,
+        )
+        self._gradients = gradients
+        # Named explicitly: TensorFlow would choose the device by where the gradients are.
+        self._device = "GPU:0" if on_device else "CPU:0"
+        self._plan_id = session.engine.add_plan(name, self.plan, on_device)
+        self._remove_plan = weakref.finalize(self, session.engine.remove_plan, self._plan_id)
+        self._remove_plan.atexit = False
+        with tf.init_scope(), on_the_host():
+            # An input that changes every step keeps grappler from folding or sharing the announcement.
+            self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_step")
+
+    def end(self) -> None:
+        """Free the plan's buffers. Call it once no graph made with the plan runs any more."""
+        self._remove_plan()
+
+    def announce(self, samples: Any, reduces: Any = True) -> Any:
+        """Announce a step to all ranks.
+
+        Args:
+            samples: This rank's samples in the step (float64 scalar).
+            reduces: Whether the step submits gradients (bool scalar). False between accumulated steps.
+
+        Returns:
+            This rank's share of all ranks' samples (float64 scalar), once all ranks have announced.
+
+        Raises:
+            HvpipeError: In a graph that XLA is to compile.
+        """
+        if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+            raise HvpipeError(
+                "XLA cannot compile communication: pass jit_compile=False to the model's compile (Keras "
+                "switches it on by itself if there is a GPU), or to tf.function. "
+                "Received: a step that reduces gradients under jit_compile=True"
+            )
+        self._session.announcements += 1
+        with tf.control_dependencies([*_take_collected(), samples]), on_the_host():
+            step = tf.convert_to_tensor(self.step.assign_add(1))
+            return library().hvpipe_begin_step(
+                samples=tf.cast(samples, tf.float64),
+                step=step,
+                reduces=tf.convert_to_tensor(reduces),
+                plan=self._plan_id,
+            )
+
+    def submit(
+        self, share: Any, gradients: Sequence[Any], after: Callable[[int], Sequence[Any]] | None = None
+    ) -> list[Any]:
+        """Submit each bucket as soon as its gradients are computed.
+
+        Args:
+            share: The factor for this rank's gradients, from `announce`; they are multiplied when packed.
+            gradients: A dense tensor for each variable, in the order of the variables.
+            after: `after(bucket)` returns the tensors that the packing of this bucket waits for.
+
+        Returns:
+            A token for each bucket (int64 scalar, 1), to collect it by.
+        """
+        tokens = []
+        for number, bucket in enumerate(self.plan.buckets):
+            with tf.control_dependencies(after(number) if after else []):
+                tensors = [gradients[place] for place in bucket.members]
+                with tf.device(self._device):
+                    token = library().hvpipe_submit(
+                        scale=share, tensors=tensors, plan=self._plan_id, bucket=number
+                    )
+                tokens.append(token)
+        return tokens
+
+    def collect(self, number: int, token: Any) -> list[Any]:
+        """Return the reduced gradients of bucket `number`, in the order of its members."""
+        bucket = self.plan.buckets[number]
+        shapes = [self._gradients[place].shape for place in bucket.members]
+        with tf.device(self._device):
+            tensors: list[Any] = library().hvpipe_collect(
+                token=token, shapes=shapes, N=len(shapes), T=bucket.dtype, plan=self._plan_id, bucket=number
+            )
+        note_collected(tensors[0])
+        return tensors
+
+    def collect_all(self, tokens: Sequence[Any]) -> list[Any]:
+        """Return all reduced gradients, in the order of the variables."""
+        found: list[Any] = [None] * len(self.variables)
+        for number, bucket in enumerate(self.plan.buckets):
+            for place, gradient in zip(bucket.members, self.collect(number, tokens[number]), strict=True):
+                found[place] = gradient
+        return found
+
+    def members(self, bucket: Bucket) -> list[Any]:
+        """Return the variables of a bucket."""
+        return [self.variables[place] for place in bucket.members]
+
+
+# --- Gradients before they are submitted --------------------------------------------------------------
+
+
+def dense(gradient: Any) -> Any:
+    """Return IndexedSlices (of an Embedding) as a dense tensor; rows with the same index are summed."""
+    return tf.convert_to_tensor(gradient)
+
+
+def tables_of(model: Any) -> frozenset[int]:
+    """Return the tables of a model's Embeddings, by `identity`: a batch uses few of their rows."""
+    embeddings = [layer for layer in layers_in(model) if isinstance(layer, keras.layers.Embedding)]
+    tables = (v for layer in embeddings for v in layer.weights if v.shape[:1] == (layer.input_dim,))
+    return frozenset(map(identity, tables))
+
+
+def sliced_on_any_rank(
+    session: Session, gradients: Sequence[Any], variables: Sequence[Any]
+) -> frozenset[int]:
+    """Return the variables, by `identity`, whose gradients are IndexedSlices on any rank; collective.
+
+    A rank whose batch does not use a table may have dense zeros there.
+    """
+    mine = [place for place, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
+    session.engine.agree(f"the first reduction of {len(gradients)} gradients")
+    places = {place for each in session.world.allgather_object(mine) for place in each}
+    return frozenset(identity(v) for place, v in enumerate(variables) if place in places)
+
+
+def one_sample(gradients: Sequence[Any]) -> Any:
+    """Return 1.0 (float64 scalar): the samples to announce if all ranks count the same.
+
+    It waits for a gradient. A train function that finds its data at an end still runs what needs no data,
+    and must not announce a step then. The last variable's gradient is the first that backward computes.
+    """
+    with tf.control_dependencies([gradients[-1]]):
+        return tf.identity(tf.constant(1.0, tf.float64))
+
+
+# --- Several reductions in one graph -------------------------------------------------------------------
+
+# All ranks must reduce in the same order if one graph reduces several times (two optimizers, two calls). So
+# each announcement waits for everything that was collected before it.
+_COLLECTED = "hvpipe_collected"
+
+
+def note_collected(tensor: Any) -> None:
+    """Let later announcements in this graph wait for `tensor`."""
+    if not tf.executing_eagerly():
+        tf.compat.v1.get_default_graph().add_to_collection(_COLLECTED, tensor)
+
+
+def _take_collected() -> list[Any]:
+    if tf.executing_eagerly():
+        return []
+    graph = tf.compat.v1.get_default_graph()
+    found: list[Any] = graph.get_collection(_COLLECTED)
+    graph.clear_collection(_COLLECTED)
+    return found

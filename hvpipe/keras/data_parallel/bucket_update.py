@@ -1,0 +1,185 @@
+"""Update: an optimizer applies reduced gradients by bucket, or all at once if the bits would differ."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvpipe.keras.compat import (
+    METHODS_ONCE_PER_STEP,
+    step_count,
+    trained_variables,
+    update_variables,
+)
+from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer
+from hvpipe.keras.data_parallel.step_marks import StepMarks
+from hvpipe.keras.gpu import on_the_host
+from hvpipe.keras.variables import identity, native
+from hvpipe.plan.buckets import Bucket
+
+
+class BucketUpdate:
+    """Collects what a `reducer` has reduced, and updates its variables with an optimizer."""
+
+    def __init__(self, optimizer: Any, reducer: BucketReducer, by_bucket: bool, marks: StepMarks) -> None:
+        self._optimizer = optimizer
+        self._reducer = reducer
+        self._by_bucket = by_bucket
+        self._marks = marks
+
+    def update_where_submitted(self, tokens: Sequence[Any]) -> list[Any]:
+        """Collect and update each bucket whose token is above 0.
+
+        Each bucket's update is a branch of its own in the graph, so a layer's forward waits for its own
+        variables only.
+
+        Args:
+            tokens: A token for each bucket (int64 scalar).
+
+        Returns:
+            A scalar for each bucket. It is computed once the bucket's update is done or skipped.
+        """
+        plan = self._reducer.plan
+        done: list[Any] = [None] * len(plan.buckets)
+        if not self._by_bucket:
+            with tf.control_dependencies(tokens):
+                together = functools.partial(self._collect_and_update_all, tokens)
+                done = [_where_submitted(tokens[0], together)] * len(done)
+            self._marks.keep(done[:1])
+            return done
+        for number, bucket in plan.by_need():
+            update = functools.partial(self._collect_and_update, number, bucket, tokens[number])
+            done[number] = _where_submitted(tokens[number], update)
+        with tf.control_dependencies(tokens):
+            _where_submitted(tokens[0], self._count_step)
+        self._marks.keep(done)
+        return done
+
+    def update_all(self, tokens: Sequence[Any]) -> None:
+        """Update all variables after all gradients are reduced."""
+        variables = self._reducer.variables
+        with tf.control_dependencies(tokens):
+            reduced = self._reducer.collect_all(tokens)
+        with tf.control_dependencies(reduced):
+            apply_all(self._optimizer, [tf.identity(g) for g in reduced], variables)
+        if self._marks.traced:
+            last = self._reducer.plan.by_need()[-1][1].name
+            self._marks.keep([self._done(variables, last)])
+
+    def _collect_and_update(self, number: int, bucket: Bucket, token: Any) -> Any:
+        variables = self._reducer.members(bucket)
+        # Weight decay needs no gradient, but must not come before the gradient.
+        with tf.control_dependencies([token]):
+            apply_some(self._optimizer, self._reducer.collect(number, token), variables)
+        return self._done(variables, bucket.name)
+
+    def _collect_and_update_all(self, tokens: Sequence[Any]) -> Any:
+        variables = self._reducer.variables
+        apply_all(self._optimizer, self._reducer.collect_all(tokens), variables)
+        return self._done(variables, self._reducer.plan.buckets[0].name)
+
+    def _count_step(self) -> Any:
+        count_step(self._optimizer)
+        return tf.constant(0.0)
+
+    def _done(self, variables: Sequence[Any], bucket: str) -> Any:
+        """Return a scalar that waits for the variables' update: control dependencies order the reads."""
+        firsts = [tf.reshape(native(v).read_value(), [-1])[:1] for v in variables]
+        with tf.control_dependencies(firsts):
+            done = tf.identity(tf.cast(tf.reduce_sum(firsts[-1]), tf.float32))
+        return self._marks.updated(done, bucket)
+
+
+def _where_submitted(token: Any, update: Callable[[], Any]) -> Any:
+    with on_the_host():
+        submitted = token > 0
+    return tf.cond(submitted, update, lambda: tf.constant(0.0))
+
+
+# --- What an optimizer does with gradients ----------------------------------------------------------------
+
+
+def acts_by_variable(optimizer: Any, variables: Sequence[Any]) -> bool:
+    """Return whether updating some variables now and others later gives the same bits as all at once.
+
+    An optimizer that overrides one of METHODS_ONCE_PER_STEP may act once per step: Nadam multiplies a
+    running product, LossScaleOptimizer looks at all gradients.
+    """
+    kind, base = type(optimizer), keras.optimizers.Optimizer
+    overridden = any(
+        getattr(kind, name, None) is not getattr(base, name, None) for name in METHODS_ONCE_PER_STEP
+    )
+    needs_all = optimizer.global_clipnorm or optimizer.use_ema or optimizer.gradient_accumulation_steps
+    overwritten = any(getattr(v, "overwrite_with_gradient", False) for v in variables)
+    return not (overridden or needs_all or overwritten)
+
+
+def apply_all(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Call the `apply` of the optimizer's class, whatever replaced it on the instance."""
+    missing = _without_gradient(optimizer, variables)
+    grads, trained = [*gradients, *[None] * len(missing)], [*variables, *missing]
+    _as_written(lambda: type(optimizer).apply(optimizer, grads, trained))
+
+
+def _without_gradient(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
+    """Return the other variables of a MultiOptimizer, which must be given all of its variables."""
+    several = getattr(keras.optimizers, "MultiOptimizer", ())  # not in Keras 3.12
+    if not isinstance(getattr(optimizer, "inner_optimizer", optimizer), several):
+        return []
+    given = {identity(v) for v in variables}
+    return [v for v in trained_variables(optimizer) if identity(v) not in given]
+
+
+def apply_some(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
+    """Do the part of `apply` that concerns these variables: unscale, clip, decay, update, constrain.
+
+    Only for an optimizer that `acts_by_variable`. Call `count_step` once per step afterwards.
+    """
+
+    def update() -> None:
+        scale = optimizer.loss_scale_factor
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            unscaled = list(gradients) if scale is None else [gradient / scale for gradient in gradients]
+            update_variables(optimizer, unscaled, variables)
+            for variable in variables:
+                if getattr(variable, "constraint", None) is not None:
+                    variable.assign(variable.constraint(variable))
+
+    _as_written(update)
+
+
+def count_step(optimizer: Any) -> None:
+    """Count a step, the last thing that `apply` does."""
+    step_count(optimizer).assign_add(1)
+
+
+def _as_written(update: Callable[[], None]) -> None:
+    """Run an update so that TensorFlow rounds it the same wherever in a graph it is.
+
+    TensorFlow's graph optimizer reorders products and sums with constants, in one way at the top of a graph
+    and in another inside a `tf.cond`. So the last bit would depend on the overlap. It does not touch the
+    inside of a function that is called, not inlined, with the optimizer switched off.
+    """
+    if tf.executing_eagerly():
+        update()
+        return
+    function = tf.function(update, autograph=False, experimental_attributes={"_noinline": True})
+    with _graph_optimizer_off():
+        function()
+
+
+@contextlib.contextmanager
+def _graph_optimizer_off() -> Iterator[None]:
+    """Never optimize the functions that are called here in a graph; nothing else changes."""
+    switch = "disable_meta_optimizer"
+    before = tf.config.optimizer.get_experimental_options().get(switch, False)
+    tf.config.optimizer.set_experimental_options({switch: True})
+    try:
+        yield
+    finally:
+        tf.config.optimizer.set_experimental_options({switch: before})

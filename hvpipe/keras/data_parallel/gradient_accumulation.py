@@ -1,0 +1,60 @@
+"""Gradient accumulation: micro-steps add up on each rank, and the last of them reduces and updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvpipe.keras.compat import gradient_accumulators, step_count
+from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer
+from hvpipe.keras.data_parallel.bucket_update import apply_all
+from hvpipe.keras.variables import native
+
+
+def accumulate(
+    optimizer: Any,
+    reducer: BucketReducer,
+    gradients: Sequence[Any],
+    samples: Any,
+    reduce_and_update: Callable[[Sequence[Any], Any], None],
+) -> None:
+    """Add gradients up as Keras does: every `gradient_accumulation_steps`-th call updates with their mean.
+
+    Each micro-step is weighted by its share of all ranks' samples before it is added. So the sum equals the
+    sum of one rank with the whole batch, and only has to be added up over ranks.
+
+    Args:
+        optimizer: One with `gradient_accumulation_steps`.
+        reducer: Announces every micro-step.
+        gradients: This micro-step's, a dense tensor for each of the reducer's variables.
+        samples: This rank's samples in the micro-step (float64 scalar).
+        reduce_and_update: Called with accumulated gradients and their factor, at the last micro-step.
+    """
+    variables = reducer.variables
+    # `iterations` would count updates.
+    with tf.control_dependencies([samples]):
+        boundary = tf.equal(
+            (native(step_count(optimizer)) + 1) % int(optimizer.gradient_accumulation_steps), 0
+        )
+    share = reducer.announce(samples, reduces=boundary)
+    weighted = [gradient * tf.cast(share, gradient.dtype) for gradient in gradients]
+    accumulators = [native(accumulator) for accumulator in gradient_accumulators(optimizer, variables)]
+
+    def at_boundary() -> Any:
+        # `apply` unscales its gradients, but not the accumulators. It adds the two, so the accumulators must
+        # be empty when the reduced sum comes back.
+        unscale = optimizer.loss_scale_factor or 1.0
+        totals = [g + a.read_value() * unscale for g, a in zip(weighted, accumulators, strict=True)]
+        with tf.control_dependencies(totals):
+            for accumulator in accumulators:
+                accumulator.assign(tf.zeros_like(accumulator))
+        reduce_and_update(totals, tf.constant(1.0, tf.float64))
+        return tf.constant(0)
+
+    def between() -> Any:
+        apply_all(optimizer, weighted, variables)
+        return tf.constant(0)
+
+    tf.cond(boundary, at_boundary, between)

@@ -1,0 +1,213 @@
+"""The hook in an optimizer: `apply` hands gradients to an overlap mode, which reduces and updates."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import tensorflow as tf
+
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.compat import check_variables_are_known, trained_variables, warn_of_empty_gradients
+from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions, dense, one_sample
+from hvpipe.keras.data_parallel.bucket_update import BucketUpdate, acts_by_variable
+from hvpipe.keras.data_parallel.gradient_accumulation import accumulate
+from hvpipe.keras.data_parallel.overlap import Buckets, Overlap
+from hvpipe.keras.data_parallel.step_findings import StepFindings, UpdateInGraph
+from hvpipe.keras.data_parallel.step_marks import StepMarks
+from hvpipe.keras.variables import identity
+from hvpipe.session import Session
+
+
+def applied_outside(optimizer: Any) -> HvpipeError:
+    """Return the error for a custom loop that updates with the optimizer of a data_parallel model."""
+    return HvpipeError(
+        "data_parallel reduces gradients in fit and train_on_batch; in a loop of your own wrap the optimizer "
+        "in hvpipe.keras.DistributedOptimizer, without data_parallel. "
+        f"Received: an update by {optimizer.name} outside of them"
+    )
+
+
+class OptimizerHook:
+    """Puts the engine between an optimizer's gradients and its update.
+
+    A gradient's way, in four files:
+
+        optimizer.apply -> OptimizerHook   optimizer_hook.py  puts gradients in the plan's order, announces
+                        -> Overlap         overlap.py         says when to reduce and when to update
+                        -> BucketReducer   bucket_reduce.py   calls the ops: announce, submit, collect
+                        -> BucketUpdate    bucket_update.py   collects, and calls the optimizer's own update
+
+    A step of `fit` is `begin`, any number of `apply`, `end`. `flush` comes before weights are read between
+    steps. DistributedOptimizer calls `apply` alone.
+
+    Args:
+        session: The ranks that reduce together.
+        optimizer: A built Keras optimizer.
+        variables: The variables that are expected to have gradients.
+        overlap: The mode, an object for this hook only.
+        options: How gradients are cut into buckets and sent.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        optimizer: Any,
+        variables: Sequence[Any],
+        overlap: Overlap,
+        options: ReduceOptions,
+    ) -> None:
+        overlap.check_optimizer(optimizer)
+        self.optimizer = optimizer
+        self.applied = False
+        """Whether this step has called `apply`."""
+        self._session = session
+        self._overlap = overlap
+        self._options = replace(options, in_turn=overlap.in_turn)
+        self._marks = StepMarks(traced=session.settings.trace_path is not None)
+        self._by_bucket = acts_by_variable(optimizer, variables)
+        self._plans: dict[tuple[int, ...], Buckets] = {}
+        self._plan_for(variables)
+        self._in_step = False
+        self._samples: Any = None
+        self._graph: Any = None  # of the step
+        self._update: UpdateInGraph | None = None  # of the step, if its plan must fit beforehand
+        self._look: list[StepFindings] | None = None  # while a step is traced to be looked at
+
+    def hook(self) -> None:
+        """Replace `apply` on the optimizer instance. Its class, config and saved form stay as they are.
+
+        From then on an update that is not between `begin` and `end` is refused.
+        """
+        self.optimizer.apply = self._apply_in_step
+        if self._marks.traced:
+            scale_loss = type(self.optimizer).scale_loss
+            self.optimizer.scale_loss = lambda loss: self._marks.forward_ends(
+                scale_loss(self.optimizer, loss)
+            )
+
+    def unhook(self) -> None:
+        """Give the optimizer its own methods back, and free the buffers. Do not use the hook afterwards."""
+        for name in ("apply", "scale_loss"):
+            vars(self.optimizer).pop(name, None)
+        for buckets in self._plans.values():
+            buckets.reducer.end()
+
+    # --- A step ----------------------------------------------------------------------------------------
+
+    def begin(self, samples: Any, data: Any) -> Any:
+        """Start a step with a batch of `samples` (scalar tensor) on this rank; return its data."""
+        self._samples = samples
+        self._in_step, self.applied = True, False
+        self._graph = tf.compat.v1.get_default_graph()
+        self._update = None
+        self._overlap.begin(self._buckets, samples)
+        return self._marks.step_begins(data)
+
+    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        """Stand in for `optimizer.apply`: reduce, and update when the overlap mode says so."""
+        known = trained_variables(self.optimizer) if trainable_variables is None else trainable_variables
+        variables = list(known)
+        trained = [v for g, v in zip(grads, variables, strict=True) if g is not None]
+        if not trained:
+            raise HvpipeError(
+                "Training needs at least one trainable variable with a gradient. "
+                f"Received: None for all {len(variables)} gradients"
+            )
+        if self.applied and self._overlap.defers:
+            raise HvpipeError(
+                "This overlap allows one call of the optimizer in train_step; with several, use "
+                'overlap="backward". Received: a second call in one step'
+            )
+        self.applied = True
+        if not self._overlap.defers or tf.executing_eagerly():
+            self._reduce_and_update(grads, variables, trained)
+            return
+        # `begin` has started this graph with a plan. If the plan does not fit, the graph is only looked at.
+        is_last = self._overlap.updates_in_next_step
+        hidden = is_last and tf.compat.v1.get_default_graph() is not self._graph
+        self._update = UpdateInGraph(self._graph, trained, hidden)
+        if self.fits(self._update.findings(self.optimizer)):
+            self._reduce_and_update(grads, variables, trained)
+        if is_last:
+            self._update.ends()
+
+    def end(self) -> None:
+        """End a step's graph. Raises HvpipeError if it does not fit the plan, unless it is only looked at."""
+        findings = None if self._update is None else self._update.findings(self.optimizer)
+        self._in_step, self._graph, self._update = False, None, None
+        if findings is None:
+            return
+        if self._look is not None:
+            self._look.append(findings)
+        elif not self.fits(findings):
+            raise HvpipeError(
+                "hvpipe plans a step by its graph before it runs. This graph was traced while it ran (by a "
+                "make_train_function of your own, or in another device scope than before), and does not fit "
+                'the plan. Use overlap="backward", which needs no plan beforehand. '
+                f"Received: {findings}"
+            )
+
+    def flush(self) -> None:
+        """Do the updates that wait for the next step. Weights are then as after the last step."""
+        if self._overlap.defers:
+            self._finish()
+
+    # --- The plan --------------------------------------------------------------------------------------
+
+    def look(self, trace: Callable[[], None]) -> list[StepFindings]:
+        """Return what the graphs of steps that `trace` traces, without running them, tell.
+
+        Empty if the mode needs no plan beforehand, or if nothing was traced. A graph whose findings do not
+        fit must not run: it lacks the update.
+        """
+        if not self._overlap.defers:
+            return []
+        found: list[StepFindings] = []
+        self._look = found
+        try:
+            trace()
+        finally:
+            self._look = None
+        return found
+
+    def fits(self, findings: StepFindings) -> bool:
+        """Return whether a step can run with this hook's variables and overlap mode."""
+        at_once = self._overlap.updates_in_next_step and findings.must_update_at_once
+        return not at_once and findings.trains(self._buckets.reducer.variables)
+
+    def _plan_for(self, variables: Sequence[Any]) -> None:
+        key = tuple(map(identity, variables))
+        if key not in self._plans:
+            reducer = BucketReducer(self._session, self.optimizer.name, variables, self._options)
+            update = BucketUpdate(self.optimizer, reducer, self._by_bucket, self._marks)
+            self._plans[key] = Buckets(reducer, update)
+        self._buckets = self._plans[key]
+        self._finish = tf.function(functools.partial(self._overlap.finish, self._buckets), autograph=False)
+
+    # --- Gradients -------------------------------------------------------------------------------------
+
+    def _apply_in_step(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
+        if not self._in_step:
+            raise applied_outside(self.optimizer)
+        self.apply(grads, trainable_variables)
+
+    def _reduce_and_update(
+        self, grads: Sequence[Any], variables: Sequence[Any], trained: Sequence[Any]
+    ) -> None:
+        if not StepFindings(tuple(trained)).trains(self._buckets.reducer.variables):
+            check_variables_are_known(self.optimizer, trained)
+            self._plan_for(trained)
+        if len(trained) < len(variables) and self._session.world.rank == 0:
+            warn_of_empty_gradients(self.optimizer, grads, variables)
+        buckets = self._buckets
+        found = {identity(v): g for g, v in zip(grads, variables, strict=True) if g is not None}
+        gradients = [dense(found[identity(v)]) for v in buckets.reducer.variables]
+        samples = one_sample(gradients) if self._samples is None else self._samples
+        reduce_and_update = functools.partial(self._overlap.reduce_and_update, buckets)
+        if self.optimizer.gradient_accumulation_steps:
+            accumulate(self.optimizer, buckets.reducer, gradients, samples, reduce_and_update)
+        else:
+            reduce_and_update(gradients, buckets.reducer.announce(samples))

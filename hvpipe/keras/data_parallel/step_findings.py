@@ -1,0 +1,76 @@
+"""What the traced graph of a training step tells about its update: its gradients, and what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvpipe.keras.compat import learning_rate_variable
+from hvpipe.keras.variables import identity, name_of, native
+
+
+@dataclass(frozen=True)
+class StepFindings:
+    """What a step's graph tells about its update, found while the graph is traced.
+
+    Args:
+        trained: The variables that have a gradient.
+        used_after_update: Names of weights and optimizer variables that the step uses after its update.
+        update_is_hidden: Whether the update is in a graph of its own (a tf.function, a branch), so that what
+            the step uses after it cannot be seen.
+    """
+
+    trained: tuple[Any, ...]
+    used_after_update: tuple[str, ...] = ()
+    update_is_hidden: bool = False
+
+    @property
+    def must_update_at_once(self) -> bool:
+        """Whether the update must not move to the next step."""
+        return self.update_is_hidden or bool(self.used_after_update)
+
+    def trains(self, variables: Sequence[Any]) -> bool:
+        """Return whether exactly these variables have a gradient."""
+        return set(map(identity, self.trained)) == set(map(identity, variables))
+
+    def __str__(self) -> str:
+        if self.update_is_hidden:
+            return "an update in a tf.function or branch of its own"
+        if self.used_after_update:
+            more = " ..." if len(self.used_after_update) > 3 else ""
+            return f"{', '.join(self.used_after_update[:3])}{more} used after the optimizer's update"
+        return f"gradients of {len(self.trained)} variables: {', '.join(map(name_of, self.trained[:3]))} ..."
+
+
+class UpdateInGraph:
+    """The place of an update in a step's graph, by which its findings are told when the graph is complete.
+
+    Args:
+        graph: The graph of the step.
+        trained: The variables that have a gradient.
+        hidden: Whether the update is in another graph inside the step's.
+    """
+
+    def __init__(self, graph: Any, trained: Sequence[Any], hidden: bool) -> None:
+        self._graph = graph
+        self._trained = tuple(trained)
+        self._hidden = hidden
+        self._operations_before: int | None = None
+
+    def ends(self) -> None:
+        """Note that whatever the graph gets from now on comes after the update."""
+        self._operations_before = len(self._graph.get_operations())
+
+    def findings(self, optimizer: Any) -> StepFindings:
+        """Return what the complete graph tells; without `ends`, nothing about what follows the update."""
+        if self._operations_before is None or self._hidden:
+            return StepFindings(self._trained, update_is_hidden=self._hidden)
+        later = self._graph.get_operations()[self._operations_before :]
+        taken = {id(tensor) for operation in later for tensor in operation.inputs}
+        touched = {id(outside) for outside, inside in self._graph.captures if id(inside) in taken}
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        rate = learning_rate_variable(inner)  # no update changes it
+        watched = [*self._trained, *(v for v in optimizer.variables if v is not rate)]
+        used = tuple(name_of(v) for v in watched if id(native(v).handle) in touched)
+        return StepFindings(self._trained, used_after_update=used)

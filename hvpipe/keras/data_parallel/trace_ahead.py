@@ -1,0 +1,49 @@
+"""Tracing a train function before it runs, so that its graph can be looked at first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from hvpipe.keras.compat import step_functions
+
+
+class TraceAhead:
+    """Traces the step inside a Keras train function once for each kind of data, without running it.
+
+    TensorFlow caches the graph, so the call that follows uses it and traces nothing. A train function without
+    Keras' own tf.functions is left alone: under `run_eagerly`, or by a `make_train_function` of the user's.
+    """
+
+    def __init__(self, train_function: Callable[..., Any]) -> None:
+        self._functions = step_functions(train_function)
+        self._seen: list[Any] = []  # one iterator's element_spec stays the same object, so this is fast
+
+    def trace(self, data: Any) -> None:
+        """Trace what a call with `data`, an iterator or a list of batches, would run; once for each kind."""
+        if self._functions is None or tf.config.functions_run_eagerly():
+            return
+        kind = tf.nest.map_structure(_kind_of, data) if isinstance(data, list) else data.element_spec
+        if kind in self._seen:
+            return
+        on_iterator, on_batch = self._functions
+        if isinstance(data, list):
+            for batch in data:
+                on_batch.get_concrete_function(tf.nest.map_structure(_none_if_optional, batch))
+        else:
+            on_iterator.get_concrete_function(data)
+        self._seen.append(kind)
+
+
+def _kind_of(leaf: Any) -> Any:
+    """Return what decides whether TensorFlow traces again: type, dtype and shape; a number itself."""
+    if not hasattr(leaf, "shape"):
+        return leaf
+    return type(leaf).__name__, str(leaf.dtype), str(leaf.shape)
+
+
+def _none_if_optional(leaf: Any) -> Any:
+    """Return what Keras hands to a step in place of an empty tf.experimental.Optional."""
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf

@@ -1,0 +1,114 @@
+"""Callbacks of a pipeline's `fit`: its own, and what the user's need when all ranks run them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from hvpipe.errors import HvpipeError, MismatchError
+from hvpipe.keras.graph.stage_cuts import Stages
+from hvpipe.keras.one_writer import Place, place_of, written_before
+from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
+from hvpipe.keras.pipeline.shared_variables import SharedVariables
+from hvpipe.session import Session
+
+
+class AverageStatistics(keras.callbacks.Callback):
+    """Averages the statistics of a stage's replicas at the end of an epoch; runs before other callbacks."""
+
+    def __init__(self, session: Session, shared: SharedVariables) -> None:
+        super().__init__()
+        self._session = session
+        self._shared = shared
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        # Without this, replicas would wait until the timeout for a rank whose data ended early.
+        self._session.engine.agree(f"end of epoch {epoch + 1}")
+        self._shared.average_statistics()
+
+
+def make_folders(session: Session, callbacks: Sequence[Any]) -> None:
+    """Let rank 0 make the folders that ModelCheckpoint writes to; collective.
+
+    Raises:
+        HvpipeError: A callback would write its own files from every rank.
+        MismatchError: Only some ranks have a ModelCheckpoint.
+    """
+    folders = []
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise HvpipeError(
+                "In a pipeline every rank would write and delete BackupAndRestore's folder. Call "
+                "save_checkpoint(folder) at the end of an epoch, say in a keras.callbacks.Callback's "
+                "on_epoch_end, and load_checkpoint(folder) before fit(initial_epoch=...). "
+                "Received: a BackupAndRestore callback"
+            )
+        if isinstance(callback, keras.callbacks.ModelCheckpoint):
+            folder = os.path.dirname(callback.filepath)
+            if "{" in folder:
+                raise HvpipeError(
+                    "In a pipeline ModelCheckpoint's placeholders belong in the name of the file, not of "
+                    f"its folder. Received: filepath={callback.filepath!r}"
+                )
+            folders.append(folder)
+    counts = session.engine.agree("callbacks that save the model", float(len(folders)))
+    other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+    if other is not None:
+        raise MismatchError(
+            "All ranks save a model together, each its part: give ModelCheckpoint to all of them; rank 0 "
+            f"writes the file. Received: {counts[0]:.0f} on rank 0 and {counts[other]:.0f} on rank {other}"
+        )
+    if folders:
+        on_all_ranks(session, "making the folders of ModelCheckpoint", lambda: _make(session, folders))
+
+
+def without_duplicates(
+    session: Session, callbacks: Sequence[Any], stages: Stages, own_layers: Sequence[Any]
+) -> list[Any]:
+    """Return the callbacks so that ranks with the same logs do not all write or print them; collective.
+
+    If several ranks pass a TensorBoard of the same folder or a RemoteMonitor of the same address, only the
+    lowest of these ranks keeps it. A TensorBoard that shows weights stays on all ranks, because each has its
+    own: the others write to folders rank1, rank2, ... in the first one's.
+
+    Args:
+        session: The session.
+        callbacks: This rank's callbacks.
+        stages: All stages of the model.
+        own_layers: The layers of this rank's stages.
+    """
+    rank = session.world.rank
+    places = [_place(callback) for callback in callbacks]
+    written = written_before(session, places)
+    elsewhere = {layer.name for layer in stages.graph.all_layers()}
+    elsewhere -= {layer.name for layer in own_layers}
+    found = []
+    for callback, place in zip(callbacks, places, strict=True):
+        if isinstance(callback, keras.callbacks.TensorBoard):
+            if isinstance(callback.embeddings_metadata, dict):
+                rest = {n: path for n, path in callback.embeddings_metadata.items() if n not in elsewhere}
+                callback.embeddings_metadata = rest
+            if place in written and (callback.histogram_freq or callback.embeddings_freq):
+                callback.log_dir = os.path.join(callback.log_dir, f"rank{rank}")
+                place = None
+        if rank > 0 and type(callback).__module__.startswith("keras.") and hasattr(callback, "verbose"):
+            callback.verbose = 0
+        if place is None or place not in written:
+            found.append(callback)
+    return found
+
+
+def _place(callback: Any) -> Place | None:
+    """Return where a callback writes, if only one rank may write there."""
+    if isinstance(callback, keras.callbacks.RemoteMonitor):
+        return "RemoteMonitor", f"{callback.root}{callback.path}"
+    return place_of(callback, ["TensorBoard"])
+
+
+def _make(session: Session, folders: Sequence[str]) -> None:
+    if session.world.rank == 0:
+        for folder in filter(None, folders):
+            os.makedirs(folder, exist_ok=True)

@@ -1,0 +1,40 @@
+"""What all parts of one pipeline share: session, layout, tensor channel, shared variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hvpipe.keras.pipeline.layout import Layout
+from hvpipe.keras.pipeline.shared_variables import SharedVariables
+from hvpipe.keras.pipeline.tensor_channel import TensorChannel
+from hvpipe.session import Session
+
+
+@dataclass(frozen=True)
+class PipelineContext:
+    """What all parts of one pipeline share.
+
+    Attributes:
+        session: The session.
+        model: The undivided Keras model. Variables of other ranks' stages may have no memory.
+        layout: Its stages on the ranks.
+        shared: The variables that several ranks hold.
+        recomputes: Tells whether a stage runs its forward again in the backward.
+        channel: Tensors between ranks. There is one for all steps, because both ends count the messages.
+        samples: A variable that holds the samples of the batch of the current step.
+    """
+
+    session: Session
+    model: Any
+    layout: Layout
+    shared: SharedVariables
+    recomputes: Callable[[int], bool]
+    channel: TensorChannel
+    samples: Any
+
+    @property
+    def rank(self) -> int:
+        """The world rank of this process."""
+        return self.session.world.rank

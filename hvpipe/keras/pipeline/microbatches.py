@@ -1,0 +1,82 @@
+"""A batch, its micro-batches, and how their inputs and targets reach the stages that need them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from hvpipe.keras.graph.stage_cuts import Stages
+from hvpipe.keras.pipeline.rank_program import RankProgram
+from hvpipe.keras.pipeline.tensor_channel import PendingTensor, TensorChannel
+from hvpipe.schedule.action import Action
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch on this rank: flat model inputs, flat targets (then sample weights), and its samples."""
+
+    inputs: Sequence[Any]
+    targets: Sequence[Any]
+    samples: int
+
+
+def split_batch(samples: int, microbatches: int) -> list[slice]:
+    """Cut a batch into micro-batches whose sizes differ by at most one; the larger ones come first."""
+    ends = [0]
+    for i in range(microbatches):
+        ends.append(ends[-1] + samples // microbatches + (i < samples % microbatches))
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+class MicrobatchInputs:
+    """Model inputs and targets of each micro-batch, for the stages of this rank.
+
+    The rank that runs micro-batch 0 of the first stage sends them to all other ranks that read any: only its
+    batch counts. Construction posts all sends and receives and does not wait.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        program: RankProgram,
+        ranks: Sequence[int],
+        channel: TensorChannel,
+        batch: Batch,
+        *,
+        with_targets: bool,
+    ) -> None:
+        """`ranks[k]` is the world rank that runs rank k of the schedule."""
+        self.slices = split_batch(batch.samples, program.microbatches)
+        self._values: dict[tuple[int, int], list[PendingTensor] | list[Any]] = {}  # by stage, micro-batch
+        rank_of = program.schedule.rank_of
+        root = rank_of(Action("F", 0, 0))
+        for stage, cut in enumerate(stages.cuts):
+            is_last = stage == len(stages.cuts) - 1
+            indices = [stages.graph.inputs.index(number) for number in cut.inputs]
+            whole = [batch.inputs[index] for index in indices]
+            whole += batch.targets if is_last and with_targets else ()
+            if not whole:
+                continue
+            for i, part in enumerate(self.slices):
+                owner = rank_of(Action("F", i, stage))
+                what = f"micro-batch {i} of the batch for stage {stage}"
+                if owner == program.rank == root:
+                    self._values[stage, i] = [x[part] for x in whole]
+                elif program.rank == root:
+                    for x in whole:
+                        channel.send(ranks[owner], x[part], x.dtype, None, what, on_host=True)
+                elif owner == program.rank:
+                    self._values[stage, i] = [
+                        channel.receive(ranks[root], x.dtype, None, what, on_host=True) for x in whole
+                    ]
+
+    def samples(self, i: int) -> int:
+        """Return the samples of micro-batch `i`."""
+        return int(self.slices[i].stop - self.slices[i].start)
+
+    def take(self, stage: int, i: int) -> list[Any]:
+        """Wait for what a stage reads of micro-batch `i`, and return it: inputs, then targets. Once only."""
+        found = self._values.pop((stage, i), [])
+        return [x.wait() if isinstance(x, PendingTensor) else x for x in found]

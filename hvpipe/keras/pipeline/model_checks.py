@@ -1,0 +1,50 @@
+"""Refuses models that a pipeline would train wrongly, before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.graph.layer_graph import LayerGraph
+from hvpipe.keras.graph.stage_cuts import Stages
+
+
+def check_no_own_steps(model: Any) -> None:
+    """Raise HvpipeError for a model that defines its own steps: the pipeline would not call them."""
+    own = [
+        name
+        for name in ("train_step", "test_step", "predict_step", "compute_loss", "compute_metrics")
+        if getattr(type(model), name) is not getattr(keras.Model, name)
+    ]
+    if own:
+        raise HvpipeError(
+            "A pipeline does not run a model's own steps: put what they do into layers (add_loss), losses "
+            f"and metrics. Received: {type(model).__name__} {model.name!r}, which defines {', '.join(own)}"
+        )
+
+
+def check_open_batch_size(graph: LayerGraph) -> None:
+    """Raise HvpipeError for a fixed batch size: micro-batches are smaller, and differ in size."""
+    fixed = [
+        graph.tensors[number].shape for number in graph.inputs if None not in graph.tensors[number].shape[:1]
+    ]
+    if fixed:
+        raise HvpipeError(
+            "A pipeline cuts batches, so the model's inputs should leave their size open: "
+            f"keras.Input(shape=...), without batch_shape. Received: an input of shape {fixed[0]}"
+        )
+
+
+def check_real_wires(stages: Stages) -> None:
+    """Raise HvpipeError for complex numbers between stages: they have no gradients to send back."""
+    graph = stages.graph
+    for wire in (wire for cut in stages.cuts for wire in cut.outputs):
+        if stages.spec(wire).dtype.is_complex:
+            raise HvpipeError(
+                "Tensors of real numbers can travel between stages, complex ones cannot: put the layers that "
+                "make them and those that read them into one layer of your own, or choose other stages by a "
+                f"plan. Received: {graph.tensors[wire.number].dtype} from "
+                f"{graph.calls[graph.makers()[wire.number]].name}"
+            )

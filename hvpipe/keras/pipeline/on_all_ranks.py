@@ -1,0 +1,42 @@
+"""Does something on all ranks, and raises one error on all of them if any rank fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from hvpipe.errors import HvpipeError
+from hvpipe.session import Session
+
+Result = TypeVar("Result")
+
+
+def on_all_ranks(session: Session, what: str, action: Callable[[], Result]) -> Result:
+    """Call `action` on every rank and return its result; collective.
+
+    Args:
+        session: The session.
+        what: Names the action in the error.
+        action: What this rank does.
+
+    Returns:
+        This rank's result.
+
+    Raises:
+        HvpipeError: The action failed on some rank. All ranks get the reason of the lowest such rank.
+    """
+    error: Exception | None = None
+    try:
+        result = action()
+    except Exception as raised:
+        error = raised
+    reasons = session.engine.allgather_object(None if error is None else _reason(error))
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            message = f"{what} should succeed on every rank. Received: rank {rank}: {reason}"
+            raise HvpipeError(message) from error
+    return result
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, HvpipeError) else f"{type(error).__name__}: {error}"
