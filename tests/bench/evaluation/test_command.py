@@ -68,7 +68,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     def run_round(case: Case, number: int, place: object, timeout_s: float, *, python: str) -> Round:
         return finished(case, 2.0 if case.system == "hvpipe-step" else 1.0, number=number)
 
-    monkeypatch.setattr("bench.rounds.run_round", run_round)
+    monkeypatch.setattr("bench.rounds.round.run_round", run_round)
     monkeypatch.setattr(
         "bench.systems.System.missing", lambda self, python: "absent" if self.name == "horovod" else ""
     )
@@ -170,9 +170,10 @@ def test_without_matplotlib_it_says_so_before_anything_is_measured(
 SLEEPER = """
 import sys
 from pathlib import Path
-from bench import command, rounds
-from bench.sites import Sites
-from bench.processes import Command, run_together
+from bench.evaluation import command
+from bench.launch.host_selection import Sites
+from bench.launch.processes import Command, run_together
+from bench.rounds import round
 from bench_rounds import finished
 
 folder = Path(sys.argv[1])
@@ -183,7 +184,7 @@ def run_round(case, number, place, timeout_s, *, python):
     line = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(300)", str(folder)]
     run_together([Command("sleeper", line)], folder, timeout_s=300)
 
-rounds.run_round = run_round
+round.run_round = run_round
 command.find_sites = lambda hosts: Sites(loopback=True)
 systems = ["--systems", "single,hvpipe-step"]
 sys.exit(command.main(["run", str(folder / "mine.toml"), "--out", str(folder / "out"), *systems]))
@@ -305,7 +306,7 @@ def test_what_failed_is_run_again_with_retry_failed(
 
     words = ["run", suite, "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patched:
-        patched.setattr("bench.rounds.run_round", fail)
+        patched.setattr("bench.rounds.round.run_round", fail)
         assert command.main(words) == 1
     assert "but with --retry-failed" in capsys.readouterr().err
     assert command.main(words) == 1
@@ -378,7 +379,7 @@ def test_hvpipe_bench_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks into the current folder")
 def test_a_bench_of_ones_own_in_the_current_folder_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "bench.py").write_text("raise SystemExit('mine')")
-    start = "import os; from hvpipe import bench_command; bench_command.bench(['--help'], os.environ)"
+    start = "import os; from hvpipe.commands import bench; bench.bench(['--help'], os.environ)"
     environment = {**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[2])}
     line = [sys.executable, "-c", start]
     said = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
@@ -388,7 +389,7 @@ def test_a_bench_of_ones_own_in_the_current_folder_is_not_run(tmp_path: Path) ->
 
 CLEANS_UP = """
 import pathlib, threading, time
-from bench.termination import ended_by_exception, undisturbed
+from bench.launch.termination import ended_by_exception, undisturbed
 
 # Such as the one that draws progress: a signal may be handed to it instead of the one that cleans up.
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
@@ -407,12 +408,13 @@ finally:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_second_signal_waits_for_the_benchmark_to_clean_up(number: signal.Signals, tmp_path: Path) -> None:
-    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "launch").mkdir(parents=True)
     (tmp_path / "bench" / "__init__.py").touch()
     (tmp_path / "bench" / "__main__.py").write_text(CLEANS_UP)
     real = Path(command.__file__).parents[2]
-    (tmp_path / "bench" / "termination.py").write_text((real / "bench" / "termination.py").read_text())
-    start = "import os; from pathlib import Path; from hvpipe import bench_command as b; "
+    termination = Path("bench", "launch", "termination.py")
+    (tmp_path / termination).write_text((real / termination).read_text())
+    start = "import os; from pathlib import Path; from hvpipe.commands import bench as b; "
     start += "b.find_checkout = lambda *_: Path.cwd(); b.bench(['run'], os.environ)"
     environment = {**os.environ, "PYTHONPATH": str(real)}
     process = subprocess.Popen([sys.executable, "-c", start], cwd=tmp_path, env=environment)

@@ -87,7 +87,7 @@ def test_a_hang_ends_at_the_deadline_with_all_its_children(tmp_path: Path) -> No
 
 ENDED = """
 import sys
-from bench import mpirun
+from bench.launch import mpirun
 
 code = "import time; print('here', flush=True); time.sleep(300)"
 mpirun.run([sys.executable, "-c", code, sys.argv[1]], capture=False)
@@ -383,7 +383,7 @@ def test_a_round_whose_steps_are_no_seconds_is_an_error_and_leaves_a_journal_tha
         (directory / "rank-0.json").write_text(json.dumps({"rank": rank, "versions": {}}))
         return Ended("", "")
 
-    monkeypatch.setattr("bench.rounds.run_together", end)
+    monkeypatch.setattr("bench.rounds.round.run_together", end)
     monkeypatch.setattr("bench.systems.System.missing", lambda self, python: "")
     round_ = run_round(Case("single", "c", 1, Task("digits", 8)), 0, None, 10)
     assert "A rank's steps should be seconds. Received: step_s=[1.0, nan], 1.0" in round_.error
