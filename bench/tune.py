@@ -13,12 +13,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
 from bench.launch.ranks import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.metrics import format_time, median, table
 from bench.report.figures import steps_noise
-from bench.rounds.command import add_round_arguments, case_of, place_of
+from bench.rounds.command import add_round_arguments, case_of, hosts_of
 from bench.rounds.record import Case, Round, last_words
 from bench.rounds.round import run_round
 from bench.rounds.timed_steps import counted
@@ -107,14 +107,14 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.rounds < 1:
             raise ValueError(f"--rounds should be at least 1. Received: --rounds {arguments.rounds}")
         warn_if_busy()
-        with place_of(arguments) as place:
-            case = case_of(arguments, place)
+        with hosts_of(arguments) as hosts:
+            case = case_of(arguments, hosts)
 
             def run(system: System, number: int) -> Round:
                 settings = {**system.options, **system.environment}
                 print(f"round {number + 1}: {settings}", file=sys.stderr, flush=True)
                 return run_round(
-                    case, number, place, arguments.timeout, python=arguments.python, system=system
+                    case, number, hosts, arguments.timeout, python=arguments.python, system=system
                 )
 
             tried = search(SYSTEMS[case.system], VALUES[case.system], arguments.rounds, run)

@@ -1,6 +1,7 @@
 """A virtual cluster on one machine: its hosts are network namespaces whose links and CPU time are limited."""
 
-from bench.cluster.spec import ClusterError, ClusterSpec, equal_hosts, read_spec
-from bench.cluster.virtual_cluster import Cluster, clean_up
+from bench.cluster.spec import ClusterSpec, equal_hosts, read_spec
+from bench.cluster.virtual_cluster import VirtualCluster, clean_up
+from bench.errors import ClusterError
 
-__all__ = ["Cluster", "ClusterError", "ClusterSpec", "clean_up", "equal_hosts", "read_spec"]
+__all__ = ["ClusterError", "ClusterSpec", "VirtualCluster", "clean_up", "equal_hosts", "read_spec"]

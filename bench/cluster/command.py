@@ -8,11 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.cluster import network as cluster_network
+from bench.cluster import network
 from bench.cluster.link_rate import measure_two_way
 from bench.cluster.spec import format_rate
 from bench.cluster.state import all_states, read_state
-from bench.cluster.virtual_cluster import Cluster, ClusterError, ClusterSpec, clean_up, equal_hosts, read_spec
+from bench.cluster.virtual_cluster import ClusterSpec, VirtualCluster, clean_up, equal_hosts, read_spec
+from bench.errors import ClusterError
 
 DEFAULT_NAME = "hv"
 
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    cluster = Cluster(spec_from_arguments(arguments), arguments.name)
+    cluster = VirtualCluster(spec_from_arguments(arguments), arguments.name)
     cluster.up()
     print(f"{cluster.name} is up: {cluster.spec.describe()}")
     return 0
@@ -106,18 +107,18 @@ def _words(command: list[str]) -> list[str]:
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    line = Cluster.attach(arguments.name).host_command(arguments.host, _words(arguments.command))
+    line = VirtualCluster.attach(arguments.name).host_command(arguments.host, _words(arguments.command))
     return subprocess.run(line, check=False).returncode
 
 
 def _mpirun(arguments: argparse.Namespace) -> int:
-    cluster = Cluster.attach(arguments.name)
+    cluster = VirtualCluster.attach(arguments.name)
     ranks = cluster.spec.slots if arguments.ranks is None else arguments.ranks
     return cluster.run(ranks, _words(arguments.command), capture=False).returncode
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    cluster = Cluster.attach(arguments.name)
+    cluster = VirtualCluster.attach(arguments.name)
     hosts = arguments.between or [host.name for host in cluster.spec.hosts[:2]]
     if len(hosts) != 2:
         raise ClusterError(f"A link is measured between two hosts. Received: {' '.join(hosts)}")
@@ -132,16 +133,16 @@ def _status(arguments: argparse.Namespace) -> int:
     for state in states:
         held = f"held by process {state.owner_pid}" if state.owner_alive else "stays until down"
         held = "stale, its owner is gone" if state.stale else held
-        print(f"{state.name}: {held}, {len(cluster_network.processes(state.name))} processes inside")
+        print(f"{state.name}: {held}, {len(network.processes(state.name))} processes inside")
         for index, host in enumerate(state.spec.hosts):
             cpus = "no limit" if host.cpus is None else f"{host.cpus:g} cores"
-            address, rate = cluster_network.address(index), format_rate(host.rate_bits_per_s)
+            address, rate = network.address(index), format_rate(host.rate_bits_per_s)
             print(f"  {host.name:<8} {address:<12} link {rate:<10} cpu {cpus:<10} slots {host.slots}")
     return 0
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    cluster_network.require_privileges()
+    network.require_privileges()
     gone = clean_up()
     names = (
         [state.name for state in all_states() if not state.owner_alive] if arguments.all else [arguments.name]
@@ -153,8 +154,8 @@ def _down(arguments: argparse.Namespace) -> int:
                 f"A cluster that a process holds ends with it: end process {read_state(name).owner_pid}. "
                 f"Received: name={name!r}"
             )
-        if known or cluster_network.existing_namespaces(name):
-            Cluster(equal_hosts(1), name).down()
+        if known or network.existing_namespaces(name):
+            VirtualCluster(equal_hosts(1), name).down()
             gone.append(name)
     print(f"taken down: {', '.join(gone)}" if gone else "nothing was up")
     return 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from bench.cluster.spec import ClusterError, ClusterSpec
+from bench.cluster.spec import ClusterSpec
+from bench.errors import ClusterError
 
 _PERIOD_US = 20_000  # short, so that a slow host is slow all the time and not stopped for long
 

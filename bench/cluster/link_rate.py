@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
 
 if TYPE_CHECKING:
-    from bench.cluster.virtual_cluster import Cluster
-    from bench.launch.hosts import Place
+    from bench.cluster.virtual_cluster import VirtualCluster
+    from bench.hosts.real_hosts import Hosts
 
 _PORT = 5201
 
@@ -53,7 +53,7 @@ def iperf_rate(report: dict[str, Any]) -> TwoWayRate:
     )
 
 
-def measure_two_way(cluster: Cluster, first: str, second: str, *, seconds: float = 4.0) -> TwoWayRate:
+def measure_two_way(cluster: VirtualCluster, first: str, second: str, *, seconds: float = 4.0) -> TwoWayRate:
     """Stream both ways between two hosts for `seconds`, after a second that does not count."""
     if shutil.which("iperf3") is not None:
         return _with_iperf(cluster, first, second, seconds)
@@ -64,7 +64,7 @@ def measure_two_way(cluster: Cluster, first: str, second: str, *, seconds: float
     return measure_own_stream(cluster, first, second, seconds)
 
 
-def _with_iperf(cluster: Cluster, first: str, second: str, seconds: float) -> TwoWayRate:
+def _with_iperf(cluster: VirtualCluster, first: str, second: str, seconds: float) -> TwoWayRate:
     client = [
         "iperf3", "--client", second, "--port", str(_PORT), "--bidir", "--omit", "1",
         "--time", str(max(1, round(seconds))), "--json",
@@ -74,7 +74,7 @@ def _with_iperf(cluster: Cluster, first: str, second: str, seconds: float) -> Tw
     return iperf_rate(json.loads(output))
 
 
-def measure_own_stream(cluster: Place, first: str, second: str, seconds: float) -> TwoWayRate:
+def measure_own_stream(cluster: Hosts, first: str, second: str, seconds: float) -> TwoWayRate:
     """The same by an own TCP stream, on hosts that exist too: these need not have iperf3."""
     program = [sys.executable, str(Path(__file__).with_name("two_way_stream.py"))]
     address = [second, str(_PORT), str(seconds)]
@@ -87,7 +87,7 @@ def measure_own_stream(cluster: Place, first: str, second: str, seconds: float) 
 class _serving:
     """A server process inside a host, ended with the block."""
 
-    def __init__(self, cluster: Place, host: str, command: list[str]) -> None:
+    def __init__(self, cluster: Hosts, host: str, command: list[str]) -> None:
         self._line = cluster.host_command(host, command)
 
     def __enter__(self) -> None:
@@ -99,7 +99,7 @@ class _serving:
         self._process.wait(timeout=10)
 
 
-def _retry(cluster: Place, host: str, command: list[str], timeout_s: float) -> str:
+def _retry(cluster: Hosts, host: str, command: list[str], timeout_s: float) -> str:
     """Run the client; the server may need a moment before it listens."""
     deadline = time.monotonic() + 15.0  # over ssh a Python starts in seconds
     while True:

@@ -9,7 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from bench.cluster.spec import ClusterError, ClusterSpec
+from bench.cluster.spec import ClusterSpec
+from bench.errors import ClusterError
 
 SUBNET = "10.77.0.0/24"
 _NAMES = Path("/etc/netns")

@@ -13,14 +13,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from bench.errors import ClusterError
+
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(bit|kbit|mbit|gbit)")
 _UNIT_BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _HOST_NAME = re.compile(r"[a-z][a-z0-9]{0,14}")
 _HOST_KEYS = {"name", "rate", "cpus", "slots"}
-
-
-class ClusterError(RuntimeError):
-    """A virtual cluster cannot be described, built, entered or taken down."""
 
 
 def parse_rate(text: str) -> float | None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.spec import ClusterError, ClusterSpec
+from bench.cluster.spec import ClusterSpec
+from bench.errors import ClusterError
 
 STATE = Path("/run/hvpipe-cluster")
 _FILE = "state.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
 from bench.evaluation.suite import Group, PipelineRun, Suite, cluster_spec
 from bench.metrics import communication_bound_s
 from bench.training.workloads import TRAINED_DIGITS

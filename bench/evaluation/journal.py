@@ -11,9 +11,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.links import LinkFacts
-from bench.evaluation.outcome import Outcome, PipelineOutcome, Setting, pipeline_from_dict, setting_from_dict
+from bench.evaluation.outcome import (
+    EvaluationOutcome,
+    PipelineOutcome,
+    Setting,
+    pipeline_from_dict,
+    setting_from_dict,
+)
 from bench.evaluation.software import differences
+from bench.hosts.links import LinkFacts
 from bench.rounds.record import Round
 
 FILE = "journal.jsonl"
@@ -27,18 +33,18 @@ class JournalError(RuntimeError):
 def alone_in(folder: Path) -> Iterator[None]:
     """Make the folder and hold it; JournalError while another process does. It ends with the process."""
     folder.mkdir(parents=True, exist_ok=True)
-    place = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # a file system without locks
             try:
-                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise JournalError(
                     f"One evaluation at a time may run in a folder. Received: {folder}, in use by another"
                 ) from error
         yield
     finally:
-        os.close(place)
+        os.close(handle)
 
 
 class Journal:
@@ -55,11 +61,11 @@ class Journal:
             # A line that was being written when the machine stopped is not there.
             os.truncate(self._path, sum(len(line) for line in whole))
         else:
-            self.outcome = Outcome(setting)
+            self.outcome = EvaluationOutcome(setting)
             self._path.write_bytes(_line("setting", asdict(setting)))
 
     @staticmethod
-    def kept_in(folder: Path) -> Outcome | None:
+    def kept_in(folder: Path) -> EvaluationOutcome | None:
         """What a folder's journal has, perhaps of a run that was interrupted; None without a journal."""
         whole = _whole_lines(folder / FILE)
         return _outcome(folder / FILE, whole) if whole else None
@@ -101,7 +107,7 @@ class Journal:
             )
         )
 
-    def _rewrite(self, kept: Outcome) -> None:
+    def _rewrite(self, kept: EvaluationOutcome) -> None:
         """Keep that alone; whenever this process ends, there is the whole of the one or of the other."""
         if kept == self.outcome:
             return
@@ -134,12 +140,12 @@ def _whole_lines(path: Path) -> list[bytes]:
     return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _outcome(path: Path, lines: list[bytes]) -> Outcome:
+def _outcome(path: Path, lines: list[bytes]) -> EvaluationOutcome:
     try:
         entries = [json.loads(line) for line in lines]
         kinds = [entry.pop("kind") for entry in entries]
         of = {kind: [e for k, e in zip(kinds, entries, strict=True) if k == kind] for kind in set(kinds)}
-        return Outcome(
+        return EvaluationOutcome(
             setting_from_dict(of["setting"][0]),
             tuple(Round.from_dict(each) for each in of.get("round", [])),
             tuple(LinkFacts(**each) for each in of.get("link", [])),

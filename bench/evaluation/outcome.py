@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.links import LinkFacts
-from bench.evaluation.hardware import Machine
+from bench.hosts.hardware import HostHardware
+from bench.hosts.links import LinkFacts
 from bench.pipeline.report import PipelineReport
-from bench.rounds.record import FORMAT, NOT_UP, Round
+from bench.rounds.record import FORMAT, Round, means_not_up
 
 
 class OutcomeError(ValueError):
@@ -37,7 +37,7 @@ class Setting:
     suite: str
     title: str
     started: str  # ISO date and time, UTC
-    machine: Machine
+    machine: HostHardware
     clusters: tuple[ClusterFacts, ...]
     plan: dict[str, Any]
     notes: tuple[str, ...] = ()
@@ -59,11 +59,11 @@ class PipelineOutcome:
     @property
     def not_up(self) -> bool:
         """Whether only the place was missing; it may be there the next time."""
-        return self.error.startswith(NOT_UP)
+        return means_not_up(self.error)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class EvaluationOutcome:
     """All that an evaluation kept, in the order in which it came."""
 
     setting: Setting
@@ -83,13 +83,13 @@ class Outcome:
         return json.dumps(data, indent=1)
 
     @staticmethod
-    def from_json(text: str) -> Outcome:
+    def from_json(text: str) -> EvaluationOutcome:
         """What to_json wrote; OutcomeError where it did not."""
         try:
             data = json.loads(text)
             if data["format"] != FORMAT:
                 raise OutcomeError(f"Results should be of format {FORMAT}. Received: {data['format']!r}")
-            return Outcome(
+            return EvaluationOutcome(
                 setting_from_dict(data["setting"]),
                 tuple(Round.from_dict(each) for each in data["rounds"]),
                 tuple(LinkFacts(**each) for each in data["links"]),
@@ -103,11 +103,11 @@ class Outcome:
             ) from error
 
     @staticmethod
-    def read(path: Path) -> Outcome:
+    def read(path: Path) -> EvaluationOutcome:
         """From results.json, or from a folder that has one."""
         file = path / "results.json" if path.is_dir() else path
         try:
-            return Outcome.from_json(file.read_text(encoding="utf-8"))
+            return EvaluationOutcome.from_json(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise OutcomeError(f"Results should be a file that can be read. Received: {file}") from error
         except OutcomeError as error:
@@ -118,7 +118,9 @@ def setting_from_dict(data: dict[str, Any]) -> Setting:
     """What asdict made of a Setting, perhaps through JSON."""
     rest = {k: v for k, v in data.items() if k not in ("machine", "clusters", "notes")}
     clusters = tuple(ClusterFacts(**each) for each in data["clusters"])
-    return Setting(machine=Machine(**data["machine"]), clusters=clusters, notes=tuple(data["notes"]), **rest)
+    return Setting(
+        machine=HostHardware(**data["machine"]), clusters=clusters, notes=tuple(data["notes"]), **rest
+    )
 
 
 def pipeline_from_dict(data: dict[str, Any]) -> PipelineOutcome:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TextIO
 
 
-class Progress:
+class EvaluationProgress:
     """Counts estimated seconds; the time left follows from how good they were so far. Prints lines."""
 
     def __init__(self, total_s: float, out: TextIO | None = None) -> None:
@@ -58,7 +58,7 @@ class Progress:
         print(text, file=self._out, flush=True)
 
 
-class BarProgress(Progress):
+class BarProgress(EvaluationProgress):
     """The same as a bar at the bottom of the terminal."""
 
     def __init__(self, total_s: float) -> None:
@@ -93,7 +93,7 @@ class BarProgress(Progress):
 
 
 @contextmanager
-def shown(total_s: float) -> Iterator[Progress]:
+def shown(total_s: float) -> Iterator[EvaluationProgress]:
     """A bar where standard error is a terminal and rich is installed, else lines."""
     try:
         import rich  # noqa: F401
@@ -102,7 +102,7 @@ def shown(total_s: float) -> Iterator[Progress]:
     else:
         drawable = sys.stderr.isatty()
     if not drawable:
-        yield Progress(total_s)
+        yield EvaluationProgress(total_s)
         return
     with BarProgress(total_s) as progress:
         yield progress

@@ -14,7 +14,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.spec import ClusterError, ClusterSpec, equal_hosts, read_spec
+from bench.cluster.spec import ClusterSpec, equal_hosts, read_spec
+from bench.errors import ClusterError
 from bench.rounds.record import AUTO_THREADS, Case, Task
 from bench.training.image_model import MODELS
 from bench.training.workloads import TRAINED_DIGITS, check

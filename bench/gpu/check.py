@@ -45,7 +45,8 @@ def gpus() -> int | str:
 def build() -> None:
     """Install hvpipe from this folder, unless its GPU library is there."""
     look = (
-        "import hvpipe.engine as e, sys; sys.exit(not (e.native_directory() / 'libhvpipe_cuda.so').exists())"
+        "import sys; from hvpipe.comm.engine import native_directory as native; "
+        "sys.exit(not (native() / 'libhvpipe_cuda.so').exists())"
     )
     there = subprocess.run([sys.executable, "-c", look], cwd=REPOSITORY, capture_output=True, check=False)
     if there.returncode == 0:

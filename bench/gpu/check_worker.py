@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import hvpipe
-from bench.gpu.interface import Gpu, Numbers
+from bench.gpu.interface import GpuUnderTest, Numbers
 from hvpipe.comm.engine import Compression, Engine
 from hvpipe.monitor.utilization import Sampler, SamplerOptions
 from hvpipe.plan.buckets import WIRE_DTYPE, Gradient, plan_buckets
@@ -73,7 +73,7 @@ class Check:
     `failed` says that a part of it could not be done on this rank.
     """
 
-    def __init__(self, engine: Engine, gpu: Gpu, sizes: Sizes, path: Path) -> None:
+    def __init__(self, engine: Engine, gpu: GpuUnderTest, sizes: Sizes, path: Path) -> None:
         self._engine, self._gpu, self._sizes, self._path = engine, gpu, sizes, path
         self._rows: list[dict[str, object]] = []
         self._way = ""
@@ -256,7 +256,7 @@ class Check:
         """Of float32 gradients of these counts, in one bucket, which has halves if compressed."""
         gpu, count = self._gpu, sum(counts)
         name = f"{what} as {compression}, scaled" if compression else what
-        bucket = Bucket(self._engine, gpu, f"pack {name}", counts, compression)
+        bucket = MeasuredBucket(self._engine, gpu, f"pack {name}", counts, compression)
         source, target = (gpu.put(np.ones(count), "float32") for _ in range(2))
         copy_s = self._median_s(gpu.hold, lambda: gpu.copy(target, source))
         moved_bytes = (4 + (2 if compression else 4)) * count
@@ -271,7 +271,7 @@ class Check:
                 share=share,
             )
 
-    def _halves_s(self, bucket: Bucket) -> tuple[float, float]:
+    def _halves_s(self, bucket: MeasuredBucket) -> tuple[float, float]:
         """What packing and unpacking take on the device, the host being ahead of it."""
         gpu = self._gpu
         packs, unpacks = [], []
@@ -328,7 +328,7 @@ class Check:
     def _measure_overlap(self) -> None:
         """A stream of matrix products slowed by a bucket's reduce, and how much of the reduce it hides."""
         megabytes = self._sizes.overlapped_megabytes
-        bucket = Bucket(self._engine, self._gpu, "overlap", [megabytes * 250_000])
+        bucket = MeasuredBucket(self._engine, self._gpu, "overlap", [megabytes * 250_000])
         repeats = 20
 
         def begin() -> None:
@@ -392,7 +392,7 @@ class Check:
             self._note("not sampled", "; ".join(sampler.notes()))
 
 
-class Bucket:
+class MeasuredBucket:
     """A plan of one bucket of float32 tensors of these counts; each step is begun, submitted, collected.
 
     With compression they are scaled by a half as well: without, numbers go through as they are.
@@ -401,7 +401,7 @@ class Bucket:
     def __init__(
         self,
         engine: Engine,
-        gpu: Gpu,
+        gpu: GpuUnderTest,
         name: str,
         counts: Sequence[int],
         compression: Compression = None,
@@ -434,7 +434,7 @@ def worst(found: Numbers, terms: Numbers) -> float:
     return float(error / np.abs(terms).sum(0).max()) if np.isfinite(error) else float("inf")
 
 
-def main(open_gpu: Callable[[int], Gpu]) -> None:
+def main(open_gpu: Callable[[int], GpuUnderTest]) -> None:
     """Run as one rank: `check_worker ROWS.json [small]`; `open_gpu` takes the local rank."""
     hvpipe.init()  # HVPIPE_TIMEOUT is check's
     gpu = open_gpu(hvpipe.local_rank())

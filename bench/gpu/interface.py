@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 
 
-class Gpu(Protocol):
+class GpuUnderTest(Protocol):
     """Arrays on this rank's device, work for it, and its clock; all is enqueued on the default stream."""
 
     name: str

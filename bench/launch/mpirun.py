@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.network import SUBNET
-from bench.cluster.spec import ClusterError, ClusterSpec
+from bench.errors import ClusterError
 from bench.launch.termination import ended_by_exception, undisturbed
 from hvpipe.commands.supervise import own_job_folder
 
@@ -48,13 +47,13 @@ def open_mpi_major(mpirun: str) -> int:
     return int(first.split()[-1].split(".")[0])
 
 
-def _shared_flags(major: int) -> list[str]:
+def shared_flags(major: int) -> list[str]:
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     crowded = ["--oversubscribe"] if major < 5 else ["--map-by", ":OVERSUBSCRIBE"]
     return [*root, *crowded, "--bind-to", "none"]
 
 
-def _yielding(ranks: int, *, limited: bool = False) -> list[str]:
+def yielding(ranks: int, *, limited: bool = False) -> list[str]:
     """With more ranks than cores, one that waits must leave its core; else MPI is up to 14 times slower.
 
     So it must where a host's CPU time is `limited`: what it spends on waiting, nobody has for computing.
@@ -66,25 +65,7 @@ def _yielding(ranks: int, *, limited: bool = False) -> list[str]:
 def one_host(ranks: int, command: Sequence[str]) -> list[str]:
     """Start `command` on `ranks` ranks of this host, unbound, as many as asked for."""
     mpirun = find_mpirun(command[0])
-    return [mpirun, *_shared_flags(open_mpi_major(mpirun)), *_yielding(ranks), "-np", str(ranks), *command]
-
-
-def across_hosts(spec: ClusterSpec, agent: Path, ranks: int, command: Sequence[str]) -> list[str]:
-    """Start `command` from inside the first host; `agent` enters the others, and data stays on the links."""
-    if not 1 <= ranks <= spec.slots:
-        raise ClusterError(f"Ranks must be 1 to the cluster's {spec.slots} slots. Received: ranks={ranks}")
-    mpirun = find_mpirun(command[0])
-    major = open_mpi_major(mpirun)
-    launcher = ["--prtemca", "plm_ssh_agent"] if major >= 5 else ["--mca", "plm_rsh_agent"]
-    limited = any(host.cpus is not None for host in spec.hosts)
-    # Several ranks of one host meet in its memory; ranks of different hosts only on the links.
-    shared = "" if all(host.slots == 1 for host in spec.hosts) else (",sm" if major >= 5 else ",vader")
-    return [
-        mpirun, *_shared_flags(major), *_yielding(ranks, limited=limited), *launcher, str(agent),
-        "--host", ",".join(f"{host.name}:{host.slots}" for host in spec.hosts), "-np", str(ranks),
-        "--mca", "pml", "ob1", "--mca", "btl", f"tcp,self{shared}", "--mca", "btl_tcp_if_include", SUBNET,
-        *command,
-    ]  # fmt: skip
+    return [mpirun, *shared_flags(open_mpi_major(mpirun)), *yielding(ranks), "-np", str(ranks), *command]
 
 
 def run(

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
 from bench.launch import mpirun
 
 if TYPE_CHECKING:

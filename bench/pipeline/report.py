@@ -11,7 +11,7 @@ from bench.metrics import format_time, median, relative_spread, table
 
 
 @dataclass(frozen=True)
-class Case:
+class MeasuredPlan:
     """One plan: seconds of its steps by rank, the simulated step, and the schedule's lower bound.
 
     `busy` has for each rank the seconds of a step in each kind of computing, measured and simulated.
@@ -43,7 +43,7 @@ class PipelineReport:
     microbatches: int
     ranks: int
     batch: int
-    cases: tuple[Case, ...]
+    cases: tuple[MeasuredPlan, ...]
 
     def to_text(self) -> str:
         """A table for people."""
@@ -89,4 +89,4 @@ class PipelineReport:
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PipelineReport:
         """What asdict made of a report, perhaps through JSON."""
-        return PipelineReport(**{**data, "cases": tuple(Case(**case) for case in data["cases"])})
+        return PipelineReport(**{**data, "cases": tuple(MeasuredPlan(**case) for case in data["cases"])})

@@ -15,7 +15,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 from bench.metrics import median
-from bench.planning.report import Case, PlanningReport, Result
+from bench.planning.report import PlanningCase, PlanningReport, Result
 from hvpipe.errors import PlanError
 from hvpipe.forecast.pipeline import forecast
 from hvpipe.plan.baselines import baseline
@@ -69,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def all_cases(models: Sequence[str], devices: Sequence[int]) -> Iterator[Case]:
+def all_cases(models: Sequence[str], devices: Sequence[int]) -> Iterator[PlanningCase]:
     """Every model on every kind of cluster, of so many devices each, at 1 and 10 Gb/s."""
     for model, count, limits, rate in product(models, devices, _LIMITS, (1e9, 10e9)):
-        yield Case(model, count, limits, rate)
+        yield PlanningCase(model, count, limits, rate)
 
 
-def measure(case: Case, how: Pipelining, draws: int) -> Result:
+def measure(case: PlanningCase, how: Pipelining, draws: int) -> Result:
     """Plan the case by each method, with a stage on every device."""
     profile = Profile.read(_PROFILES / f"{case.model}.txt")
     cluster = _cluster(case, profile, how)
@@ -107,8 +107,8 @@ def measured_links(devices: int) -> Cluster:
     """As `hvpipe profile` finds them: no two devices are equally fast, no two links the same."""
     equal = equal_links(devices)
     hosts = tuple(
-        replace(host, devices=tuple(replace(d, speed=d.speed * (1 + place / 100)) for d in host.devices))
-        for place, host in enumerate(equal.hosts)
+        replace(host, devices=tuple(replace(d, speed=d.speed * (1 + index / 100)) for d in host.devices))
+        for index, host in enumerate(equal.hosts)
     )
     pairs = combinations([device.name for device in equal.devices], 2)
     links = [(a, b, Link(0.01, 1 + number / 1000)) for number, (a, b) in enumerate(pairs)]
@@ -124,7 +124,7 @@ def planning_time_s(layers: int, cluster: Cluster) -> float:
     return time.perf_counter() - start_s
 
 
-def _cluster(case: Case, profile: Profile, how: Pipelining) -> Cluster:
+def _cluster(case: PlanningCase, profile: Profile, how: Pipelining) -> Cluster:
     speeds, short = _LIMITS[case.limits]
     cluster = equal_cluster(case.devices, Link(_LATENCY_S, case.bits_per_s / 8), speeds=speeds)
     if not short:
@@ -148,7 +148,7 @@ def _random_step_s(profile: Profile, cluster: Cluster, how: Pipelining, draws: i
     return median(steps)
 
 
-def _shown(cases: Sequence[Case], run: Callable[[Case], Result]) -> Iterator[Result]:
+def _shown(cases: Sequence[PlanningCase], run: Callable[[PlanningCase], Result]) -> Iterator[Result]:
     """Run the cases behind a progress bar on the terminal."""
     from rich.console import Console
     from rich.progress import Progress

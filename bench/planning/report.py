@@ -11,7 +11,7 @@ from bench.metrics import geometric_mean, table
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanningCase:
     """A model on a cluster; `limits` says which of its devices are unequal and whether memory is scarce."""
 
     model: str
@@ -27,7 +27,7 @@ class Result:
     `random_step_s` is None where no random placement was found that fits the devices' memory.
     """
 
-    case: Case
+    case: PlanningCase
     greedy_bottleneck_s: float
     exact_bottleneck_s: float
     greedy_step_s: float
@@ -76,7 +76,7 @@ class PlanningReport:
     def from_json(text: str) -> PlanningReport:
         """Read what to_json wrote; derived figures are computed again."""
         data = json.loads(text)
-        results = tuple(Result(**{**row, "case": Case(**row["case"])}) for row in data["results"])
+        results = tuple(Result(**{**row, "case": PlanningCase(**row["case"])}) for row in data["results"])
         return PlanningReport(data["microbatches"], data["draws"], results, data["planning_s"])
 
     def to_text(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.suite import proportional_shares
 from bench.metrics import format_time, median
 from bench.report.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples
@@ -26,7 +26,7 @@ class Advice:
     speedup: float
 
 
-def advice(outcome: Outcome, rows: list[CaseFigures]) -> list[str]:
+def advice(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[str]:
     """Sentences, the most rewarding first; at most eight, of each kind the best two and how many more."""
     found: list[Advice] = []
     for members in by_group(rows).values():
@@ -61,7 +61,7 @@ def with_half_the_bytes(step_s: float, exposed_s: float, hidden_s: float) -> flo
     return step_s - exposed_s + max(0.0, (exposed_s + hidden_s) / 2 - hidden_s)
 
 
-def _links(outcome: Outcome, row: CaseFigures) -> Advice | None:
+def _links(outcome: EvaluationOutcome, row: CaseFigures) -> Advice | None:
     exposed_s = row.parts_s.get("communication_exposed", 0.0)
     whole_s = _mean_step_s(row)
     if exposed_s < _WAITS * whole_s:
@@ -83,7 +83,7 @@ def _mean_step_s(row: CaseFigures) -> float:
     return max(row.step_s, sum(s for part, s in row.parts_s.items() if part != "communication_hidden"))
 
 
-def _slowest_link(outcome: Outcome, row: CaseFigures) -> str:
+def _slowest_link(outcome: EvaluationOutcome, row: CaseFigures) -> str:
     rates = {
         each: rate
         for each in outcome.links
@@ -100,7 +100,7 @@ def _slowest_link(outcome: Outcome, row: CaseFigures) -> str:
     return f"{name} ({rate / 1e6:.0f} Mb/s each way)"
 
 
-def _shares(outcome: Outcome, row: CaseFigures, alone: CaseFigures | None) -> Advice | None:
+def _shares(outcome: EvaluationOutcome, row: CaseFigures, alone: CaseFigures | None) -> Advice | None:
     """Ranks' speeds are those of computing alone."""
     if alone is None:
         return None

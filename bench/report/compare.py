@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.software import differences
 from bench.metrics import format_time, geometric_mean, table
-from bench.pipeline.report import Case as PipelineCase
+from bench.pipeline.report import MeasuredPlan
 from bench.report.compare_learning import Learning, compare_learning, learning_table
 from bench.report.figures import all_figures, failed_cases, not_measured, steps_noise
 from bench.rounds.record import last_words
@@ -133,7 +133,7 @@ class _Measured:
     system: str = ""  # of a case of systems
 
 
-def compare(before: Outcome, after: Outcome) -> Differences:
+def compare(before: EvaluationOutcome, after: EvaluationOutcome) -> Differences:
     """Every case of either, and every placement of their pipelines."""
     old, new = ({each.key: each for each in _measured(of)} for of in (before, after))
     between = _between_rounds((before, after))
@@ -191,7 +191,7 @@ def _verdict(ratio: float, allowed: float) -> Verdict:
     return "slower" if ratio > 1 else "faster"
 
 
-def _measured(outcome: Outcome) -> Iterator[_Measured]:
+def _measured(outcome: EvaluationOutcome) -> Iterator[_Measured]:
     """Cases first, then pipelines; placements of one name (random ones) have their number in it."""
     for row in all_figures(outcome):
         yield _Measured(row.case.key, row.case.task, row.step_s, row.noise, row.rounds, row.case.system)
@@ -203,11 +203,11 @@ def _measured(outcome: Outcome) -> Iterator[_Measured]:
                 yield _Measured(f"{run.name}/{case.method}", task, case.seconds(), _noise(case), 1)
 
 
-def _noise(case: PipelineCase) -> float:
+def _noise(case: MeasuredPlan) -> float:
     return steps_noise([max(case.step_s, key=statistics.median)])
 
 
-def _between_rounds(outcomes: Sequence[Outcome]) -> float:
+def _between_rounds(outcomes: Sequence[EvaluationOutcome]) -> float:
     """The standard deviation of a round's step, relative, from all cases with several rounds together."""
     squares, freedom, cases = 0.0, 0, 0
     for outcome in outcomes:
@@ -228,7 +228,7 @@ def _errors(cases: int) -> float:
     return statistics.NormalDist().inv_cdf(1 - _FALSE_ALARMS / 2 / max(1, cases))
 
 
-def _failed(outcome: Outcome) -> dict[str, str]:
+def _failed(outcome: EvaluationOutcome) -> dict[str, str]:
     """Why, by the key of a case or the name of a pipeline."""
     why = not_measured(outcome)
     runs = [each for each in outcome.pipelines if each.error and not each.not_up]
@@ -236,7 +236,7 @@ def _failed(outcome: Outcome) -> dict[str, str]:
     return {**{key: why[key] for key in failed_cases(outcome)}, **pipelines}
 
 
-def _not_there(key: str, old: _Measured, after: Outcome) -> Change:
+def _not_there(key: str, old: _Measured, after: EvaluationOutcome) -> Change:
     """A case that has no figures any more, or failed in one of its rounds."""
     failed = _failed(after)
     # A pipeline fails as a whole.
@@ -255,7 +255,7 @@ def _change(key: str, old: _Measured | None, new: _Measured | None, between: flo
     return Change(key, _verdict(ratio, allowed), old.step_s, new.step_s, ratio, allowed)
 
 
-def _other_software(before: Outcome, after: Outcome) -> tuple[str, ...]:
+def _other_software(before: EvaluationOutcome, after: EvaluationOutcome) -> tuple[str, ...]:
     """By what the settings keep; where one keeps nothing, by what the rounds of each system said."""
     settings = [of.setting for of in (before, after)]
     named = [{"hvpipe bench": each.machine.hvpipe, **each.software} for each in settings]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import table
 from bench.rounds.record import Round
 
@@ -29,7 +29,7 @@ class Learning:
     after_accuracy: float
 
 
-def compare_learning(before: Outcome, after: Outcome) -> tuple[Learning, ...]:
+def compare_learning(before: EvaluationOutcome, after: EvaluationOutcome) -> tuple[Learning, ...]:
     """Every training that both have, of the same task."""
     old, new = _trained(before), _trained(after)
     same = [key for key in old if key in new and old[key].case.task == new[key].case.task]
@@ -50,7 +50,7 @@ def learning_table(learning: Sequence[Learning]) -> str:
     return table(["training", "loss before", "after", "accuracy before", "after", "verdict"], rows)
 
 
-def _trained(outcome: Outcome) -> dict[str, Round]:
+def _trained(outcome: EvaluationOutcome) -> dict[str, Round]:
     """By key, the first good round that kept losses."""
     found: dict[str, Round] = {}
     for each in outcome.rounds:

@@ -1,9 +1,11 @@
 """The figures of an evaluation, from its rounds alone: steps and their noise, efficiency, comparisons, means.
 
-A step is the median of the slowest rank over the timed steps but the first of each round; its noise is what
-is left to chance in that median (bench.rounds.timed_steps). Of an asynchronous system, whose steps end in bursts, a
-step is the mean of all instead, with draining, and so is that of whatever is compared with it: from begin to
-drained all work is whole. Its spread is the standard deviation.
+A step is the median of the slowest rank over the timed steps, without the first of each round. Its noise is
+the standard error of that median (bench.rounds.timed_steps).
+
+Steps of an asynchronous system end in bursts. So its step is the mean of all steps with draining, and its
+spread is the standard deviation. It is compared with the same mean of the other system: between begin and
+drained, all work is complete.
 """
 
 from __future__ import annotations
@@ -16,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Literal
 
-from bench.evaluation.outcome import ClusterFacts, Outcome
+from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome
 from bench.metrics import communication_bound_s, geometric_mean, median, relative_spread
 from bench.report.group_breakdown import Parts, computing_alone, parts_of, ranks_of_parts
-from bench.report.step_breakdown import ALONE
 from bench.report.usage import Usage, usage_of
 from bench.rounds.record import Case, Round, last_words
+from bench.rounds.step_breakdown import ALONE
 from bench.rounds.timed_steps import counted, deviation, mean_noise, slowest_rank, steps_noise
 from bench.systems import SYSTEMS
 
@@ -82,6 +84,7 @@ class Comparison:
     baseline: str  # the system that it was
     speedup: float
     noise: float  # of the speedup, relative; one standard error
+    rounds: int = 1  # of the system that has fewer
 
     @property
     def reduction(self) -> float:
@@ -101,9 +104,10 @@ class Means:
     speedup: float
     worst_speedup: float
     slower_in: tuple[str, ...] = ()  # with the speedup and its noise
+    single_rounds: int = 0  # groups whose comparison rests on one round
 
 
-def all_figures(outcome: Outcome) -> list[CaseFigures]:
+def all_figures(outcome: EvaluationOutcome) -> list[CaseFigures]:
     """A row for each case that has figures, groups in the order of the suite."""
     computing = computing_alone(outcome.rounds)
     good = [found for rounds in rounds_by_case(outcome).values() if (found := _good(rounds))]
@@ -116,7 +120,7 @@ def all_figures(outcome: Outcome) -> list[CaseFigures]:
     return [_with_bound(outcome, row, alone.get(row.case.group)) for row in _in_groups(rows)]
 
 
-def rounds_by_case(outcome: Outcome) -> dict[str, list[Round]]:
+def rounds_by_case(outcome: EvaluationOutcome) -> dict[str, list[Round]]:
     """The rounds of each case, by its key."""
     cases: dict[str, list[Round]] = {}
     for each in outcome.rounds:
@@ -124,7 +128,7 @@ def rounds_by_case(outcome: Outcome) -> dict[str, list[Round]]:
     return cases
 
 
-def not_measured(outcome: Outcome) -> dict[str, str]:
+def not_measured(outcome: EvaluationOutcome) -> dict[str, str]:
     """Why, by case or pipeline: one that failed in any round, and one that was skipped in all."""
     found = {}
     for key, rounds in rounds_by_case(outcome).items():
@@ -139,7 +143,7 @@ def not_measured(outcome: Outcome) -> dict[str, str]:
     return found
 
 
-def tensorflow_versions(outcome: Outcome) -> dict[str, list[str]]:
+def tensorflow_versions(outcome: EvaluationOutcome) -> dict[str, list[str]]:
     """The systems that were measured on each version of TensorFlow."""
     found: dict[str, list[str]] = {}
     for each in outcome.rounds:
@@ -151,7 +155,7 @@ def tensorflow_versions(outcome: Outcome) -> dict[str, list[str]]:
     return found
 
 
-def failed_cases(outcome: Outcome) -> frozenset[str]:
+def failed_cases(outcome: EvaluationOutcome) -> frozenset[str]:
     """The keys of the cases that failed in any round; they may have figures of other rounds."""
     return frozenset(each.case.key for each in outcome.rounds if each.error)
 
@@ -173,7 +177,8 @@ def compare_in_groups(
         if mine is not None and others:
             best = min(others, key=lambda row: _speedup(mine, row))
             noise = math.hypot(mine.noise, best.noise)
-            found.append(Comparison(group, system, best.case.system, _speedup(mine, best), noise))
+            rounds = min(mine.rounds, best.rounds)
+            found.append(Comparison(group, system, best.case.system, _speedup(mine, best), noise, rounds))
     return found
 
 
@@ -200,15 +205,16 @@ def means(comparisons: Sequence[Comparison]) -> Means | None:
             for each in comparisons
             if each.speedup < 1
         ),
+        sum(each.rounds == 1 for each in comparisons),
     )
 
 
-def limited_by_links(outcome: Outcome, rows: Iterable[CaseFigures]) -> list[CaseFigures]:
+def limited_by_links(outcome: EvaluationOutcome, rows: Iterable[CaseFigures]) -> list[CaseFigures]:
     """The rows on clusters whose slowest link has at most 1 Gb/s."""
     return [row for row in rows if is_limited(outcome, row.case)]
 
 
-def is_limited(outcome: Outcome, case: Case) -> bool:
+def is_limited(outcome: EvaluationOutcome, case: Case) -> bool:
     """Whether the slowest link of a case's cluster has at most 1 Gb/s."""
     rate = outcome.setting.cluster(case.cluster).slowest_bits_per_s or 0.0
     return 0 < rate <= COMMUNICATION_BOUND_BITS_PER_S
@@ -233,7 +239,10 @@ def shares_gain(rows: Iterable[CaseFigures]) -> list[Comparison]:
             if _same_but_shares(row.case, other.case):
                 noise = math.hypot(row.noise, other.noise)
                 ratio = row.samples_per_s / other.samples_per_s
-                found.append(Comparison(row.case.group, row.case.system, "equal shares", ratio, noise))
+                rounds = min(row.rounds, other.rounds)
+                found.append(
+                    Comparison(row.case.group, row.case.system, "equal shares", ratio, noise, rounds)
+                )
     return found
 
 
@@ -289,7 +298,7 @@ def _case_figures(rounds: list[Round], parts: Parts) -> CaseFigures:
     )
 
 
-def _with_bound(outcome: Outcome, row: CaseFigures, alone: CaseFigures | None) -> CaseFigures:
+def _with_bound(outcome: EvaluationOutcome, row: CaseFigures, alone: CaseFigures | None) -> CaseFigures:
     if alone is None:
         return row
     alone_s = alone.wall_s if row.asynchronous else alone.step_s
@@ -309,7 +318,7 @@ def _with_bound(outcome: Outcome, row: CaseFigures, alone: CaseFigures | None) -
     return replace(row, alone_s=alone_s, links_s=links_s, links_rate=rate_is, bound_s=max(alone_s, links_s))
 
 
-def _rate(outcome: Outcome, cluster: ClusterFacts) -> tuple[float | None, LinksRate]:
+def _rate(outcome: EvaluationOutcome, cluster: ClusterFacts) -> tuple[float | None, LinksRate]:
     """What bounds a ring through the hosts: the slowest link's set rate, else what was measured of it."""
     if cluster.slowest_bits_per_s is not None:
         return cluster.slowest_bits_per_s, "set"
@@ -325,11 +334,11 @@ def _in_groups(rows: list[CaseFigures]) -> list[CaseFigures]:
     order = list(dict.fromkeys(row.case.group for row in rows))
     systems = list(SYSTEMS)
 
-    def place(row: CaseFigures) -> tuple[int, int]:
+    def position(row: CaseFigures) -> tuple[int, int]:
         known = row.case.system in systems
         return order.index(row.case.group), systems.index(row.case.system) if known else len(systems)
 
-    return sorted(rows, key=place)
+    return sorted(rows, key=position)
 
 
 def _same_but_shares(shared: Case, equal: Case) -> bool:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time, table
 from bench.report.advice import advice
 from bench.report.figures import all_figures, by_group, not_measured
@@ -16,10 +16,10 @@ from bench.report.page import page
 from bench.report.spreadsheet import to_csv
 
 
-def write_outputs(outcome: Outcome, folder: Path) -> list[Path]:
+def write_outputs(outcome: EvaluationOutcome, folder: Path) -> list[Path]:
     """Write the three into the folder, each whole or not at all; their paths."""
-    outputs: dict[str, Callable[[Outcome], str]] = {
-        "results.json": Outcome.to_json,
+    outputs: dict[str, Callable[[EvaluationOutcome], str]] = {
+        "results.json": EvaluationOutcome.to_json,
         "results.csv": to_csv,
         "report.html": page,
     }
@@ -30,7 +30,7 @@ def write_outputs(outcome: Outcome, folder: Path) -> list[Path]:
     return [folder / name for name in outputs]
 
 
-def show_figures(outcome: Outcome, *, as_json: bool) -> str:
+def show_figures(outcome: EvaluationOutcome, *, as_json: bool) -> str:
     """Headlines, advice and a table of every group, for people or for programs."""
     rows = all_figures(outcome)
     if as_json:

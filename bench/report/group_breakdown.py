@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from bench.report.step_breakdown import ALONE, against_alone, tells_computing
 from bench.rounds.record import RankRound, Round
+from bench.rounds.step_breakdown import ALONE, against_alone, tells_computing
 from bench.rounds.timed_steps import slowest_rank
 from hvpipe.trace.computing_time import COMPUTE
 

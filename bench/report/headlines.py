@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.evaluation.outcome import Outcome
-from bench.evaluation.unfinished import unfinished
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import geometric_mean
 from bench.report.figures import (
     ALONE,
@@ -25,6 +24,7 @@ from bench.report.figures import (
     shares_gain,
     tensorflow_versions,
 )
+from bench.report.unfinished import unfinished
 from bench.rounds.record import Case
 
 OURS = "hvpipe-step"
@@ -46,7 +46,7 @@ class Headline:
     detail: str
 
 
-def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
+def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headline]:
     """The results that there are figures for."""
     failed = failed_cases(outcome)
     limited = limited_by_links(outcome, rows)
@@ -82,7 +82,7 @@ def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
         Headline(
             f"{gain.system}, shares by speed",
             f"{gain.speedup:.2f}x",
-            f"samples per second of equal shares, {gain.group}",
+            f"samples per second of equal shares, {gain.group}{_one_round(gain.rounds)}",
         )
         for gain in shares_gain(rows)
         if gain.system != ALONE
@@ -90,14 +90,14 @@ def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
     return found + _scaling(rows)
 
 
-def comparisons(outcome: Outcome, rows: Sequence[CaseFigures]) -> dict[str, list[Comparison]]:
+def comparisons(outcome: EvaluationOutcome, rows: Sequence[CaseFigures]) -> dict[str, list[Comparison]]:
     """Ours against each of what it is held against, case by case, whatever the links."""
     failed = failed_cases(outcome)
     found = {title: compare_in_groups(rows, OURS, baselines, failed) for title, baselines in _AGAINST}
     return {title: compared for title, compared in found.items() if compared}
 
 
-def cautions(outcome: Outcome) -> list[str]:
+def cautions(outcome: EvaluationOutcome) -> list[str]:
     """What a reader must know before the figures."""
     versions = tensorflow_versions(outcome)
     said = ", ".join(f"{version} ({', '.join(systems)})" for version, systems in versions.items())
@@ -105,7 +105,7 @@ def cautions(outcome: Outcome) -> list[str]:
     return [*outcome.setting.notes, *mixed, *_not_run_yet(outcome)]
 
 
-def _not_run_yet(outcome: Outcome) -> list[str]:
+def _not_run_yet(outcome: EvaluationOutcome) -> list[str]:
     """What is missing of an evaluation that was interrupted, in a sentence; none where it is whole."""
     left = unfinished(outcome)
     if not left:
@@ -149,12 +149,13 @@ def _beyond(others: Sequence[Comparison]) -> str:
 
 
 def _against(title: str, mean: Means, where: str, also: Sequence[str]) -> Headline:
-    slower = f"slower in {', '.join(mean.slower_in)}" if mean.slower_in else "slower in none"
+    slower = f"slower in {', '.join(mean.slower_in)}" if mean.slower_in else "no case below 1x"
+    if mean.single_rounds:
+        also = (f"{mean.single_rounds} of {_cases(mean.groups)} from one round", *also)
     return Headline(
         f"{OURS} against {title}",
         f"{mean.speedup:.2f}x, {abs(mean.reduction):.0%} {'less' if mean.reduction >= 0 else 'more'} time",
-        f"geometric mean of the speedups, arithmetic mean of the reductions, {_cases(mean.groups)} {where}; "
-        + "; ".join([f"worst {mean.worst_speedup:.2f}x", slower, *also]),
+        f"{_cases(mean.groups)} {where}; " + "; ".join([f"worst {mean.worst_speedup:.2f}x", slower, *also]),
     )
 
 
@@ -170,7 +171,8 @@ def _scaling(rows: list[CaseFigures]) -> list[Headline]:
         Headline(
             f"scaling efficiency, {ranked[0].case.ranks} ranks",
             f"{ranked[0].efficiency:.0%} ({ranked[0].case.system})",
-            f"throughput over that of all ranks computing alone, {ranked[0].case.group}: {efficiencies}",
+            f"throughput over that of all ranks computing alone, {ranked[0].case.group}: {efficiencies}"
+            f"{_one_round(ranked[0].rounds)}",
         )
     ]
 
@@ -178,6 +180,10 @@ def _scaling(rows: list[CaseFigures]) -> list[Headline]:
 def _measures_scaling(members: list[CaseFigures]) -> bool:
     others = [row for row in members if row.case.system != ALONE]
     return bool(others) and others[0].efficiency is not None and not others[0].case.task.epochs
+
+
+def _one_round(rounds: int) -> str:
+    return "; one round" if rounds == 1 else ""
 
 
 def _cases(count: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.report.advice import advice
 from bench.report.figures import all_figures
 from bench.report.headlines import cautions, headlines
@@ -25,11 +25,12 @@ _HOW = (
     "training at once without sharing; efficiency is that step over this one; the bound is the larger of "
     "computing alone and what the gradients take on the slowest link at its set rate, which no protocol "
     "quite reaches, or as measured where no rate is set; without either there is no bound. Bytes "
-    "sent are those of TCP/IP by the host's counters: what goes by InfiniBand is not among them."
+    "sent are those of TCP/IP by the host's counters: what goes by InfiniBand is not among them. "
+    "Over cases, speedups are averaged geometrically and reductions of time arithmetically."
 )
 
 
-def page(outcome: Outcome) -> str:
+def page(outcome: EvaluationOutcome) -> str:
     """The whole page."""
     setting = outcome.setting
     rows = all_figures(outcome)
@@ -72,7 +73,7 @@ def page(outcome: Outcome) -> str:
     )
 
 
-def _how(outcome: Outcome) -> str:
+def _how(outcome: EvaluationOutcome) -> str:
     """In words, then what each system said of itself."""
     notes: dict[str, list[str]] = {}
     for each in outcome.rounds:

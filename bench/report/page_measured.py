@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time
 from bench.report.figures import ALONE, BEST_NATIVE, CaseFigures, Comparison, by_group, fastest
 from bench.report.headlines import OURS, comparisons
@@ -22,7 +22,7 @@ def system_colour(name: str) -> int:
     return _NAMES.index(name) if name in _NAMES else len(_NAMES)
 
 
-def steps(outcome: Outcome, rows: list[CaseFigures]) -> str:
+def steps(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
     """A plot and a table for each group."""
     made = []
     for name, members in by_group(rows).items():
@@ -71,7 +71,7 @@ def _table(members: list[CaseFigures]) -> str:
     return table(header, lines, None if best is None else members.index(best))
 
 
-def case_by_case(outcome: Outcome, rows: list[CaseFigures]) -> str:
+def case_by_case(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
     """What ours saves in each case, a row for each group, a column for each baseline."""
     against = comparisons(outcome, rows)
     if not against:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time, median
 from bench.report.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples, trained_on_shares
 from bench.report.markup import around, element, figure, folded, table
@@ -77,7 +77,7 @@ def _of_ranks(values: Sequence[float | None], scale: float) -> str:
     return " / ".join("?" if value is None else f"{value * scale:.3g}" for value in values)
 
 
-def utilization(outcome: Outcome) -> str:
+def utilization(outcome: EvaluationOutcome) -> str:
     """What rank 0 sampled in the first good round, a plot for each group and quantity; of few systems."""
     plots = []
     for group, rounds in _first_good(outcome).items():
@@ -109,7 +109,7 @@ def _quantity(name: str) -> tuple[str, float]:
     return name.replace("_", " "), 1.0
 
 
-def accuracy(outcome: Outcome) -> str:
+def accuracy(outcome: EvaluationOutcome) -> str:
     """Loss and accuracy by epoch, and the last of each."""
     made = []
     for group, rounds in _first_good(outcome).items():
@@ -185,7 +185,7 @@ def _equal_words(trained: Mapping[str, RankRound]) -> str:
     return " ".join(words)
 
 
-def pipelines(outcome: Outcome) -> str:
+def pipelines(outcome: EvaluationOutcome) -> str:
     """A table for each pipeline run: measured beside predicted."""
     made = []
     for each in outcome.pipelines:
@@ -219,7 +219,7 @@ def pipelines(outcome: Outcome) -> str:
     return "".join(made)
 
 
-def links(outcome: Outcome) -> str:
+def links(outcome: EvaluationOutcome) -> str:
     """What was set and what was measured."""
     if not outcome.links:
         return ""
@@ -243,7 +243,7 @@ def links(outcome: Outcome) -> str:
     return element("p", words) + table(header, rows)
 
 
-def not_measured(outcome: Outcome) -> str:
+def not_measured(outcome: EvaluationOutcome) -> str:
     """Every case that was skipped or failed, with its output."""
     made = []
     for key, rounds in rounds_by_case(outcome).items():
@@ -255,7 +255,7 @@ def not_measured(outcome: Outcome) -> str:
     return "".join(made)
 
 
-def _first_good(outcome: Outcome) -> dict[str, list[Round]]:
+def _first_good(outcome: EvaluationOutcome) -> dict[str, list[Round]]:
     """By group, the first round of each case that has figures."""
     groups: dict[str, list[Round]] = {}
     for rounds in rounds_by_case(outcome).values():

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.report.figures import (
     ALONE,
     CaseFigures,
@@ -35,7 +35,7 @@ _PARTS = tuple(f"{part}_s" for part in PARTS)
 _Cells = Mapping[str, object]
 
 
-def to_csv(outcome: Outcome) -> str:
+def to_csv(outcome: EvaluationOutcome) -> str:
     """The table as text. A row has a cell for each column; what is not known is empty."""
     rows = {row.case.key: row for row in all_figures(outcome)}
     saved = _saved(outcome, list(rows.values()))
@@ -117,7 +117,7 @@ def _by_rank(values: Iterable[float | None]) -> str:
     return "+".join("" if value is None else f"{value:.6g}" for value in values)
 
 
-def _saved(outcome: Outcome, rows: list[CaseFigures]) -> dict[str, _Cells]:
+def _saved(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> dict[str, _Cells]:
     """By case, what ours saves against it."""
     found: dict[str, _Cells] = {}
     for system in {row.case.system for row in rows} - {OURS, ALONE}:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from bench.cluster.command import add_spec_arguments, spec_from_arguments
-from bench.cluster.virtual_cluster import Cluster, ClusterError
-from bench.launch.hosts import Place, RealHosts
+from bench.cluster.virtual_cluster import VirtualCluster
+from bench.errors import ClusterError
+from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch.ranks import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.metrics import format_time, median, table
@@ -33,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         warn_if_busy()
-        with place_of(arguments) as place:
-            case = case_of(arguments, place)
-            round_ = run_round(case, 0, place, arguments.timeout, python=arguments.python)
+        with hosts_of(arguments) as hosts:
+            case = case_of(arguments, hosts)
+            round_ = run_round(case, 0, hosts, arguments.timeout, python=arguments.python)
     except (ClusterError, HvpipeError, ValueError) as error:
         print(f"bench.rounds: {error}", file=sys.stderr)
         return 1
@@ -83,7 +84,7 @@ def _python(text: str) -> str:
 
 
 @contextmanager
-def place_of(arguments: argparse.Namespace) -> Iterator[Place | None]:
+def hosts_of(arguments: argparse.Namespace) -> Iterator[Hosts | None]:
     """The cluster or the hosts that the arguments name, up inside the block; None is this host alone."""
     virtual = arguments.hosts is not None or arguments.spec is not None
     if arguments.on is not None:
@@ -93,18 +94,18 @@ def place_of(arguments: argparse.Namespace) -> Iterator[Place | None]:
         hosts.require_answers()
         yield hosts
     elif virtual:
-        with Cluster(spec_from_arguments(arguments)) as cluster:
+        with VirtualCluster(spec_from_arguments(arguments)) as cluster:
             yield cluster
     else:
         yield None
 
 
-def case_of(arguments: argparse.Namespace, place: Place | None) -> Case:
+def case_of(arguments: argparse.Namespace, hosts: Hosts | None) -> Case:
     """The case that the arguments describe, on a cluster, on hosts that exist or on this host."""
-    most = 2 if place is None else place.spec.slots
+    most = 2 if hosts is None else hosts.spec.slots
     ranks = most if arguments.ranks is None else arguments.ranks
     shares = tuple(int(word) for word in arguments.shares.split(",")) if arguments.shares else ()
-    threads = _threads(place, ranks) if arguments.threads is None else arguments.threads
+    threads = _threads(hosts, ranks) if arguments.threads is None else arguments.threads
     task = Task(
         workload=arguments.workload,
         batch=arguments.batch,
@@ -116,13 +117,13 @@ def case_of(arguments: argparse.Namespace, place: Place | None) -> Case:
         shares=shares,
         epochs=arguments.epochs,
     )
-    return Case(arguments.system, "one host" if place is None else place.spec.describe(), ranks, task)
+    return Case(arguments.system, "one host" if hosts is None else hosts.spec.describe(), ranks, task)
 
 
-def _threads(place: Place | None, ranks: int) -> int:
+def _threads(hosts: Hosts | None, ranks: int) -> int:
     """As many as each rank has cores of its host."""
-    if isinstance(place, RealHosts):
-        return max(1, int(place.cores_of_rank()))
+    if isinstance(hosts, RealHosts):
+        return max(1, int(hosts.cores_of_rank()))
     return max(1, (os.cpu_count() or 1) // ranks)
 
 

@@ -15,7 +15,7 @@ _MEET_S = 600.0  # the longest wait for a rank that still builds its model
 
 
 @dataclass
-class Job:
+class RankJob:
     """What an adapter is handed, and gives back: times in `watch`, what it knows of a step's `parts_s`,
     `versions` of what it used.
 
@@ -29,7 +29,7 @@ class Job:
     size: int
     options: Mapping[str, str]
     directory: Path
-    place: tuple[int, int] = (0, 1)  # this rank's number on its host, of how many
+    local_rank_and_size: tuple[int, int] = (0, 1)  # this rank's number on its host, of how many
     watch: StepWatch = field(init=False)
     parts_s: dict[str, float] = field(default_factory=dict)
     by_rank: dict[int, RankRound] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Job:
             raise ValueError(
                 f"Shares must be one for each of {self.size} ranks. Received: shares={self.task.shares}"
             )
-        self.watch = StepWatch(self.task.warm_up if self.task.epochs else None, self.place[0])
+        self.watch = StepWatch(self.task.warm_up if self.task.epochs else None, self.local_rank_and_size[0])
 
     @property
     def batches(self) -> tuple[int, ...]:

@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORMAT = 1
-NOT_UP = "the place was not up: "  # how the reason begins where a cluster or hosts failed, and no system did
+NOT_UP = "the hosts were not up: "  # a reason that begins so blames a cluster or its hosts, not a system
+_NOT_UP_BEFORE = "the place was not up: "  # the same in older results
 AUTO_THREADS = 0  # as many as a rank has cores, which is settled before anything runs
 
 # Where the time of a step goes, in the order in which it is drawn. What a system cannot tell is left out.
@@ -131,7 +132,7 @@ class Round:
     @property
     def not_up(self) -> bool:
         """Whether only the place was missing; it may be there the next time."""
-        return self.skipped.startswith(NOT_UP)
+        return means_not_up(self.skipped)
 
     @property
     def why(self) -> str:
@@ -151,6 +152,11 @@ class Round:
         ranks = tuple(rank_round(rank) for rank in data["ranks"])
         rest = {k: v for k, v in data.items() if k not in ("case", "ranks", "notes")}
         return Round(Case(task=Task(**task), **case), ranks=ranks, notes=tuple(data["notes"]), **rest)
+
+
+def means_not_up(reason: str) -> bool:
+    """Return whether a reason says that only the hosts were missing. They may be up the next time."""
+    return reason.startswith((NOT_UP, _NOT_UP_BEFORE))
 
 
 def last_words(output: str) -> str:

@@ -14,13 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
+from bench.hosts.process_placement import ROOT, Placement
+from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch import mpirun
-from bench.launch.hosts import Place, RealHosts
-from bench.launch.process_placement import ROOT, Placement
 from bench.launch.processes import run_together
-from bench.report.step_breakdown import parts_of_trace
 from bench.rounds.record import Case, RankRound, Round, rank_round
+from bench.rounds.step_breakdown import parts_of_trace
 from bench.systems import SYSTEMS, System
 from bench.systems.hvpipe_modes import TRACE
 from bench.training.workloads import check
@@ -30,7 +30,7 @@ from hvpipe.trace.events import Trace
 def run_round(
     case: Case,
     number: int,
-    cluster: Place | None,
+    cluster: Hosts | None,
     timeout_s: float,
     *,
     python: str = sys.executable,
@@ -66,14 +66,14 @@ def run_round(
 
 
 def _run(
-    round_: Round, system: System, cluster: Place | None, directory: Path, timeout_s: float, python: str
+    round_: Round, system: System, cluster: Hosts | None, directory: Path, timeout_s: float, python: str
 ) -> Round:
     case = round_.case
     placement = Placement(cluster, case.ranks)
     job = {
         "task": asdict(case.task),
         "size": case.ranks,
-        "places": placement.places,
+        "local_ranks_and_sizes": placement.local_ranks_and_sizes,
         "adapter": system.adapter,
         "options": dict(system.options),
         "environment": {**_environment(case), **system.environment},

@@ -9,10 +9,10 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
 from bench.launch import mpirun
 from bench.metrics import median
-from bench.training.image_model import Workload
+from bench.training.image_model import ImageWorkload
 
 _ROOT = Path(__file__).parents[2]
 _SYSTEMS = ("plain", "none", "step")
@@ -86,7 +86,9 @@ def measure_import(times: int = 9) -> tuple[list[float], list[str]]:
     return seconds, heavy
 
 
-def measure_overhead(workload: Workload, ranks: int, timeout_s: float, repeats: int = 3) -> OverheadReport:
+def measure_overhead(
+    workload: ImageWorkload, ranks: int, timeout_s: float, repeats: int = 3
+) -> OverheadReport:
     """Probe each system `repeats` times in turn, each time in fresh processes on all ranks at once."""
     probes: dict[str, list[list[dict[str, float]]]] = {system: [] for system in _SYSTEMS}
     for index in range(repeats):
@@ -96,7 +98,7 @@ def measure_overhead(workload: Workload, ranks: int, timeout_s: float, repeats: 
     return OverheadReport(ranks, workload.describe(), probes, *measure_import())
 
 
-def _probe(workload: Workload, system: str, ranks: int, timeout_s: float) -> list[dict[str, float]]:
+def _probe(workload: ImageWorkload, system: str, ranks: int, timeout_s: float) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as directory:
         program = [
             sys.executable,

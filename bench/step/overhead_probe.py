@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.metrics import median
 from bench.training.image_model import (
-    Workload,
+    ImageWorkload,
     compiled_model,
     gradient_bytes,
     images,
@@ -33,7 +33,7 @@ def _own_bytes() -> int:
     return _memory_bytes("Pss_Anon", source) + _memory_bytes("Pss_Shmem", source)
 
 
-def probe(workload: Workload, system: str, rank: int) -> dict[str, float]:
+def probe(workload: ImageWorkload, system: str, rank: int) -> dict[str, float]:
     """Train under plain Keras or in an overlap mode of hvpipe; seconds and bytes of this process."""
     keras = prepare_tensorflow(workload.threads)
     if system != "plain":
@@ -64,6 +64,6 @@ def probe(workload: Workload, system: str, rank: int) -> dict[str, float]:
 if __name__ == "__main__":
     from hvpipe.comm.discover import discover
 
-    place = discover().rank or 0
-    found = probe(Workload(**json.loads(sys.argv[1])), sys.argv[2], place)
-    Path(sys.argv[3], f"{place}.json").write_text(json.dumps(found))
+    rank = discover().rank or 0
+    found = probe(ImageWorkload(**json.loads(sys.argv[1])), sys.argv[2], rank)
+    Path(sys.argv[3], f"{rank}.json").write_text(json.dumps(found))

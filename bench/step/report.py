@@ -14,7 +14,7 @@ ALONE_AND_TCP = "alone+tcp"  # computing alone while plain TCP moves the bytes t
 
 
 @dataclass(frozen=True)
-class Round:
+class ModeRound:
     """Some steps of one mode in one round: seconds of each but the first, and of the whole round a step."""
 
     mode: str
@@ -41,7 +41,7 @@ class StepReport:
     hosts: int
     batch: int
     gradient_bytes: int
-    rounds: tuple[Round, ...]
+    rounds: tuple[ModeRound, ...]
     link_bits_per_s: float | None = None
     measured_bits_per_s: float | None = None
     link_tool: str | None = None  # what measured them
@@ -51,7 +51,7 @@ class StepReport:
         """In the order in which they ran."""
         return list(dict.fromkeys(each.mode for each in self.rounds))
 
-    def _of(self, mode: str) -> list[Round]:
+    def _of(self, mode: str) -> list[ModeRound]:
         return [each for each in self.rounds if each.mode == mode]
 
     def seconds(self, mode: str) -> float:
@@ -101,7 +101,7 @@ class StepReport:
         """Read what to_json wrote; derived figures are computed again."""
         data: dict[str, Any] = json.loads(text)
         data.pop("summary")
-        rounds = tuple(Round(**each) for each in data.pop("rounds"))
+        rounds = tuple(ModeRound(**each) for each in data.pop("rounds"))
         return StepReport(rounds=rounds, **data)
 
     def to_text(self) -> str:

@@ -1,8 +1,10 @@
-"""Plain TCP around a ring of hosts, in processes of their own: what a step's bytes cost the hosts' cores,
-whoever sends them.
+"""Plain TCP around a ring of hosts, in processes of its own.
 
-``python -m bench.step.ring_stream BYTES`` prints its port, reads "host port" of the next host, and then, for each
-line that it reads, sends BYTES there, takes as many from the host before, and prints "done".
+It shows what a step's bytes cost the hosts' cores, whoever sends them.
+
+``python -m bench.step.ring_stream BYTES`` prints its port and reads "host port" of the next host. For each
+further line that it reads, it sends BYTES to that host, receives as many from the previous one, and prints
+"done".
 """
 
 from __future__ import annotations

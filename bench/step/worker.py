@@ -11,10 +11,10 @@ from typing import Any
 from mpi4py import MPI
 
 from bench.metrics import median, ring_factor
-from bench.step.report import ALONE, ALONE_AND_TCP, Round, StepReport
+from bench.step.report import ALONE, ALONE_AND_TCP, ModeRound, StepReport
 from bench.step.ring_stream import RingStream
 from bench.training.image_model import (
-    Workload,
+    ImageWorkload,
     compiled_model,
     gradient_bytes,
     images,
@@ -24,7 +24,7 @@ from bench.training.image_model import (
 
 
 @dataclass(frozen=True)
-class Effort:
+class StepOptions:
     """Which modes of hvpipe, and how long: `rounds` of `steps` each, after `warm_up` steps.
 
     `beside_tcp` adds computing alone while plain TCP moves as much between the hosts as gradients would.
@@ -38,7 +38,7 @@ class Effort:
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.steps < 2 or self.warm_up < 1:
-            raise ValueError(f"Effort needs rounds >= 1, steps >= 2, warm_up >= 1. Received: {self}")
+            raise ValueError(f"StepOptions needs rounds >= 1, steps >= 2, warm_up >= 1. Received: {self}")
 
 
 def _meet() -> None:
@@ -49,7 +49,7 @@ def _meet() -> None:
 
 
 def _models(
-    keras: Any, workload: Workload, modes: tuple[str, ...], say: Callable[[str], None]
+    keras: Any, workload: ImageWorkload, modes: tuple[str, ...], say: Callable[[str], None]
 ) -> dict[str, Any]:
     """One model for computing alone and one for each mode."""
     models = {}
@@ -90,7 +90,9 @@ def _moves_bytes(keras: Any, stream: RingStream) -> Any:
     return MovesBytes()
 
 
-def one_round(keras: Any, mode: str, model: Any, data: Any, steps: int, within: Sequence[Any] = ()) -> Round:
+def one_round(
+    keras: Any, mode: str, model: Any, data: Any, steps: int, within: Sequence[Any] = ()
+) -> ModeRound:
     """Train one mode on all ranks at once; every rank gets every rank's times."""
     _meet()
     before = _counters(mode)
@@ -100,37 +102,39 @@ def one_round(keras: Any, mode: str, model: Any, data: Any, steps: int, within: 
     _meet()
     # The first step of a round has nothing to collect in `step` mode, and an iterator to start in every mode.
     everyone = MPI.COMM_WORLD.allgather((step_s[1:], wall_s))
-    return Round(mode, [steps_s for steps_s, _ in everyone], [wall for _, wall in everyone], grown)
+    return ModeRound(mode, [steps_s for steps_s, _ in everyone], [wall for _, wall in everyone], grown)
 
 
-def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str], None]) -> StepReport:
+def measure(
+    workload: ImageWorkload, options: StepOptions, where: str, say: Callable[[str], None]
+) -> StepReport:
     """All rounds; every rank calls it and gets the report. `say` is called on rank 0."""
     world = MPI.COMM_WORLD
     tell = say if world.rank == 0 else lambda text: None
     keras = prepare_tensorflow(workload.threads)
-    if effort.modes:
+    if options.modes:
         import hvpipe
 
         hvpipe.init()
     hosts = len(set(world.allgather(MPI.Get_processor_name())))
-    if effort.beside_tcp and hosts == 1:
+    if options.beside_tcp and hosts == 1:
         raise ValueError("Plain TCP beside computing needs ranks on several hosts. Received: ranks on one")
-    models = _models(keras, workload, effort.modes, tell)
+    models = _models(keras, workload, options.modes, tell)
     data = images(workload, world.rank)
     for mode, model in models.items():
         tell(f"tracing and warming up {mode} ...")
-        one_round(keras, mode, model, data, effort.warm_up + 1)
+        one_round(keras, mode, model, data, options.warm_up + 1)
     within: dict[str, list[Any]] = {}
-    if effort.beside_tcp:
+    if options.beside_tcp:
         stream = RingStream(world, round(ring_factor(hosts) * gradient_bytes(models[ALONE])))
         models[ALONE_AND_TCP] = models[ALONE]
         within[ALONE_AND_TCP] = [_moves_bytes(keras, stream)]
     rounds = []
-    for index in range(effort.rounds):
+    for index in range(options.rounds):
         for mode, model in models.items():
-            rounds.append(one_round(keras, mode, model, data, effort.steps, within.get(mode, ())))
-            tell(f"round {index + 1} of {effort.rounds}: {mode} {median(rounds[-1].step_s[0]):.3f} s")
-    if effort.beside_tcp:
+            rounds.append(one_round(keras, mode, model, data, options.steps, within.get(mode, ())))
+            tell(f"round {index + 1} of {options.rounds}: {mode} {median(rounds[-1].step_s[0]):.3f} s")
+    if options.beside_tcp:
         stream.close()
     return StepReport(
         workload.describe(),

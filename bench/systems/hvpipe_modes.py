@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.systems.keras_fit import fit
 from bench.training.image_model import prepare_tensorflow
 from bench.training.workloads import compiled_model
@@ -10,7 +10,7 @@ from bench.training.workloads import compiled_model
 TRACE = "trace.json"
 
 
-def train(job: Job) -> None:
+def train(job: RankJob) -> None:
     """A rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
     import hvpipe

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.training.workloads import evaluator, loss_of, runs_of
 
 
-def run(keras: Any, model: Any, job: Job, data: Iterator[Any], step: Callable[[Any], Any]) -> None:
+def run(keras: Any, model: Any, job: RankJob, data: Iterator[Any], step: Callable[[Any], Any]) -> None:
     """Train all of a job's steps: `step` takes a batch and returns what says that it is done."""
     evaluate = evaluator(keras, model, job)
     for epochs, steps, timed in runs_of(job):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.systems import loop
 from bench.training.image_model import claim_gpu, prepare_tensorflow
 from bench.training.workloads import batches_of, make_model, make_optimizer
 
 
-def train(job: Job) -> None:
+def train(job: RankJob) -> None:
     """A rank's part of a round; TF_CONFIG tells of the others."""
     keras = prepare_tensorflow(job.task.threads)
-    claim_gpu(*job.place)
+    claim_gpu(*job.local_rank_and_size)
     import tensorflow as tf
 
     reduced_by = _reduced_by(tf)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.rounds import meter
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.rounds.record import RankRound
 from bench.systems.loop import replica_step
 from bench.systems.server_process import PERIOD_S, read_file, readings_file
@@ -19,7 +19,7 @@ from bench.training.image_model import prepare_tensorflow
 from bench.training.workloads import batches_of, evaluator, make_model, make_optimizer, runs_of
 
 
-def train(job: Job) -> None:
+def train(job: RankJob) -> None:
     """The coordinator's part of a round: it hands steps to the workers and measures for all of them."""
     if len(set(job.batches)) > 1:
         raise ValueError(
@@ -61,7 +61,7 @@ def train(job: Job) -> None:
 
 
 def _run(
-    job: Job,
+    job: RankJob,
     schedule: Callable[[], Any],
     coordinator: Any,
     evaluate: Callable[[], tuple[float, float]] | None,
@@ -79,7 +79,7 @@ def _run(
     job.watch.drained()
 
 
-def _with_servers(job: Job, rank: int) -> RankRound:
+def _with_servers(job: RankJob, rank: int) -> RankRound:
     """A rank's figures: those of its worker, and its part of the parameter server on its host."""
     jobs = json.loads(os.environ["TF_CONFIG"])["cluster"]
     hosts = [address.rpartition(":")[0] for address in jobs["worker"]]
@@ -97,14 +97,14 @@ def _with_servers(job: Job, rank: int) -> RankRound:
     )
 
 
-def _used(job: Job, what: str, index: int) -> meter.Reading:
+def _used(job: RankJob, what: str, index: int) -> meter.Reading:
     """What a process used in the timed part; its peak is that of its life."""
     readings = read_file(readings_file(job.directory, what, index))
     first, last = (meter.at(readings, at_s) for at_s in job.watch.window_s)
     return replace(last, cpu_s=last.cpu_s - first.cpu_s, sent_bytes=last.sent_bytes - first.sent_bytes)
 
 
-def _curve(job: Job, what: str, index: int) -> Iterator[dict[str, float]]:
+def _curve(job: RankJob, what: str, index: int) -> Iterator[dict[str, float]]:
     begin_s, end_s = job.watch.window_s
     readings = read_file(readings_file(job.directory, what, index))
     for before, after in itertools.pairwise(readings):

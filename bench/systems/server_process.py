@@ -42,7 +42,7 @@ def serve(directory: Path, job: str, index: int) -> None:
     # TensorFlow's tutorial on parameter servers: with fewer cores than this, workers wait for ever.
     if (os.cpu_count() or 1) < what["size"] + 1:
         config.inter_op_parallelism_threads = what["size"] + 1
-    gpu = own_gpu(*what["places"][index]) if job == "worker" else None
+    gpu = own_gpu(*what["local_ranks_and_sizes"][index]) if job == "worker" else None
     if gpu is not None:
         config.gpu_options.visible_device_list = str(gpu)
         config.gpu_options.allow_growth = True

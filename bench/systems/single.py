@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.metrics import median
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.rounds.timed_steps import counted
 from bench.systems.keras_fit import fit
 from bench.training.image_model import claim_gpu, gradient_bytes, prepare_tensorflow
 from bench.training.workloads import batches_of, compiled_model, loss_of, train_whole_steps
 
 
-def train(job: Job) -> None:
+def train(job: RankJob) -> None:
     """A rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
-    claim_gpu(*job.place)
+    claim_gpu(*job.local_rank_and_size)
     train_whole_steps(job)
     model = compiled_model(keras, job.task)
     job.gradient_bytes = gradient_bytes(model, tables=False)
@@ -30,7 +30,7 @@ def train(job: Job) -> None:
         job.parts_s = _parts(keras, model, job)
 
 
-def _parts(keras: Any, model: Any, job: Job) -> dict[str, float]:
+def _parts(keras: Any, model: Any, job: RankJob) -> dict[str, float]:
     """Forward and update, each compiled and timed by itself; backward is the rest of a step."""
     import tensorflow as tf
 
@@ -50,7 +50,7 @@ def _parts(keras: Any, model: Any, job: Job) -> dict[str, float]:
     return {"forward": forward_s, "backward": max(0.0, rest_s), "update": update_s}
 
 
-def _median_s(run: Callable[[], Any], job: Job) -> float:
+def _median_s(run: Callable[[], Any], job: RankJob) -> float:
     taken_s = []
     for _ in range(1 + job.task.steps):
         began_s = time.monotonic()

@@ -20,7 +20,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Workload:
+class ImageWorkload:
     """A model by name, its images, the batch of each rank, and the threads of a TensorFlow operation."""
 
     model: str = "resnet50"
@@ -74,7 +74,7 @@ def claim_gpu(local_rank: int, local_size: int) -> None:
         tf.config.experimental.set_memory_growth(gpu, True)
 
 
-def compiled_model(keras: Any, workload: Workload) -> Any:
+def compiled_model(keras: Any, workload: ImageWorkload) -> Any:
     """The model, built and compiled, with the same weights each time."""
     keras.utils.set_random_seed(20)
     shape = (workload.pixels, workload.pixels, 3)
@@ -109,7 +109,7 @@ def gradient_bytes(model: Any, *, tables: bool = True) -> int:
     return count
 
 
-def images(workload: Workload, rank: int) -> Any:
+def images(workload: ImageWorkload, rank: int) -> Any:
     """An endless dataset of one batch, another on each rank; it costs no time to read."""
     import numpy as np
     import tensorflow as tf

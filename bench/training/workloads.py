@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.rounds.record import Task
 from bench.training.image_model import MODELS
 
@@ -127,7 +127,7 @@ def loss_of(keras: Any, model: Any, batch: tuple[Any, Any], training: bool = Tru
     return keras.losses.SparseCategoricalCrossentropy()(y, model(x, training=training))
 
 
-def train_whole_steps(job: Job) -> None:
+def train_whole_steps(job: RankJob) -> None:
     """In epochs, have this process train on all samples of each step: what ranks together should learn.
 
     Each of several processes that share nothing then does all of it; their steps are no reference for time.
@@ -137,7 +137,7 @@ def train_whole_steps(job: Job) -> None:
         job.rank, job.size = 0, 1
 
 
-def runs_of(job: Job) -> list[tuple[int, int, bool]]:
+def runs_of(job: RankJob) -> list[tuple[int, int, bool]]:
     """What is trained, one run after the other: epochs, steps of each, and whether they are timed.
 
     In a run of epochs all counts but the first steps; see StepWatch.
@@ -153,26 +153,26 @@ def runs_of(job: Job) -> list[tuple[int, int, bool]]:
     return [(job.task.epochs, steps, False)]
 
 
-def _steps_of_epoch(job: Job) -> int:
+def _steps_of_epoch(job: RankJob) -> int:
     return len(_digits_split(job.task)[0]) // sum(job.batches)
 
 
-def batches_of(job: Job, rank: int | None = None) -> Any:
+def batches_of(job: RankJob, rank: int | None = None) -> Any:
     """An endless dataset of a rank's (this rank's) batches; reading costs next to nothing."""
     import tensorflow as tf
 
-    place = job.rank if rank is None else rank
+    rank = job.rank if rank is None else rank
     if job.task.epochs:
-        data = tf.data.Dataset.from_tensor_slices(_epochs_of_rank(job, place)).batch(job.batches[place])
+        data = tf.data.Dataset.from_tensor_slices(_epochs_of_rank(job, rank)).batch(job.batches[rank])
     else:
-        data = tf.data.Dataset.from_tensors(_synthetic(job.task, job.batches[place], place))
+        data = tf.data.Dataset.from_tensors(_synthetic(job.task, job.batches[rank], rank))
     options = tf.data.Options()
     options.autotune.enabled = False  # its thread makes the end of `fit` wait for up to 10 s
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return data.repeat().prefetch(2).with_options(options)
 
 
-def evaluator(keras: Any, model: Any, job: Job) -> Callable[[], tuple[float, float]] | None:
+def evaluator(keras: Any, model: Any, job: RankJob) -> Callable[[], tuple[float, float]] | None:
     """Loss and accuracy on the images held out, in a function; None without epochs."""
     if not job.task.epochs:
         return None
@@ -224,7 +224,7 @@ def _digits_split(task: Task) -> tuple[Any, Any, Any, Any]:
     return train_x, train_y, test_x, test_y
 
 
-def _epochs_of_rank(job: Job, rank: int) -> tuple[Any, Any]:
+def _epochs_of_rank(job: RankJob, rank: int) -> tuple[Any, Any]:
     """All epochs' images of a rank in order: shuffled anew, each step's images shared out by rank."""
     import numpy as np
 

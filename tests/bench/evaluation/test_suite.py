@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.cluster.spec import ClusterError, ClusterSpec, HostSpec, read_spec
+from bench.cluster.spec import ClusterSpec, HostSpec, read_spec
+from bench.errors import ClusterError
 from bench.evaluation.estimates import round_s, suite_s
 from bench.evaluation.suite import (
     SuiteError,

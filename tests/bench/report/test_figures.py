@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.cluster.links import LinkFacts
 from bench.evaluation.outcome import ClusterFacts
+from bench.hosts.links import LinkFacts
 from bench.report.figures import (
     NATIVE,
     CaseFigures,

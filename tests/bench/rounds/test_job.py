@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from bench.rounds import job
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.rounds.record import Task
 
 
-def of_rank(rank: int, directory: Path) -> Job:
-    return Job(Task("digits", 8), rank, 2, {}, directory)
+def of_rank(rank: int, directory: Path) -> RankJob:
+    return RankJob(Task("digits", 8), rank, 2, {}, directory)
 
 
 def test_ranks_wait_for_each_other(tmp_path: Path) -> None:

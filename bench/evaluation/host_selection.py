@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench.cluster.network import require_privileges
-from bench.cluster.spec import ClusterError, ClusterSpec, HostSpec
-from bench.cluster.virtual_cluster import Cluster
+from bench.cluster.spec import ClusterSpec, HostSpec
+from bench.cluster.virtual_cluster import VirtualCluster
+from bench.errors import ClusterError
 from bench.evaluation.outcome import ClusterFacts
 from bench.evaluation.suite import (
     ANYWHERE,
@@ -20,14 +21,14 @@ from bench.evaluation.suite import (
     cluster_spec,
     named_cluster,
 )
-from bench.launch.hosts import Place, RealHosts
+from bench.hosts.real_hosts import Hosts, RealHosts
 
 _LOOPBACK, _LOOPBACK_RANKS = "loopback", 2
 _LIMITED = HostSpec("h0", rate_bits_per_s=1e9)
 
 
 @dataclass(frozen=True)
-class Sites:
+class HostSelection:
     """Where groups run: on `hosts` that exist, all on one virtual `cluster`, on this host (`loopback`), or
     each on the virtual cluster that it names.
 
@@ -42,7 +43,7 @@ class Sites:
     no_cpus: str = ""
     counts: tuple[int, ...] = ()
 
-    def on_counts(self, text: str) -> Sites:
+    def on_counts(self, text: str) -> HostSelection:
         """The same with counts of hosts out of "1,2,4", and all of them; SuiteError where there are fewer."""
         if self.hosts is None:
             raise SuiteError(f"--host-counts goes with --hosts. Received: --host-counts {text!r} alone")
@@ -122,14 +123,14 @@ class Sites:
         return ClusterFacts(cluster, spec.describe(), len(spec.hosts), spec.slowest_rate_bits_per_s)
 
     @contextmanager
-    def place(self, where: Group | PipelineRun) -> Iterator[Place | None]:
+    def bring_up(self, where: Group | PipelineRun) -> Iterator[Hosts | None]:
         """The place, up inside the block, and taken down however it is left."""
         if (hosts := self._hosts_of(where.cluster)) is not None:
             yield hosts
         elif self.loopback:
             yield None
         else:
-            with Cluster(cluster_spec(where.cluster) if where.spec is None else where.spec) as virtual:
+            with VirtualCluster(cluster_spec(where.cluster) if where.spec is None else where.spec) as virtual:
                 yield virtual
 
 
@@ -138,38 +139,38 @@ def _of_count(count: int) -> str:
     return f"{count}xhosts"
 
 
-def find_sites(hosts: str | None) -> Sites:
+def select_hosts(hosts: str | None) -> HostSelection:
     """Hosts that answer, else virtual clusters, else plain loopback with the reason in a note."""
     if hosts is not None:
         real = RealHosts(hosts)
         real.require_answers()
         note = f"on {real.spec.describe()}; links and CPUs as they are"
         real.ask_machines()
-        return Sites(hosts=real, note=note)
+        return HostSelection(hosts=real, note=note)
     try:
-        return Sites(no_cpus=_probe())
+        return HostSelection(no_cpus=_probe())
     except ClusterError as error:
-        return Sites(
+        return HostSelection(
             loopback=True,
             note=f"on plain loopback, without limits; clusters and pipelines are left out: {error}",
         )
 
 
-def one_cluster(text: str) -> Sites:
+def one_cluster(text: str) -> HostSelection:
     """A virtual cluster for all of a suite: a TOML file, or a name; ClusterError where it cannot be built."""
     named = named_cluster(text, Path())
     limits_cpus = any(host.cpus is not None for host in named[1].hosts)
     if (why := _probe()) and limits_cpus:
         raise ClusterError(why)
-    return Sites(cluster=named)
+    return HostSelection(cluster=named)
 
 
 def _probe() -> str:
     """Why hosts cannot have a part of a CPU; ClusterError where none can be, or no links with a rate."""
     require_privileges()
     try:
-        with Cluster(ClusterSpec((replace(_LIMITED, cpus=1.0),))):
+        with VirtualCluster(ClusterSpec((replace(_LIMITED, cpus=1.0),))):
             return ""
     except ClusterError as error:
-        with Cluster(ClusterSpec((_LIMITED,))):  # root of a container may not be allowed to
+        with VirtualCluster(ClusterSpec((_LIMITED,))):  # root of a container may not be allowed to
             return str(error)

@@ -1,6 +1,6 @@
-"""What the links of a place do: latency and bandwidth of a message, and the rate with both ways busy.
+"""What the links of a hosts do: latency and bandwidth of a message, and the rate with both ways busy.
 
-`measure` runs in the evaluation; each rank runs ``python -m bench.cluster.links --result FILE``.
+`measure` runs in the evaluation; each rank runs ``python -m bench.hosts.links --result FILE``.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.cluster.link_rate import TwoWayRate, measure_own_stream, measure_two_way
-from bench.cluster.spec import ClusterError
-from bench.cluster.virtual_cluster import Cluster
-from bench.launch.hosts import Place, RealHosts
+from bench.cluster.virtual_cluster import VirtualCluster
+from bench.errors import ClusterError
+from bench.hosts.real_hosts import Hosts, RealHosts
 
 _START_S = 120.0  # the longest that ranks may take to meet
 _UNKNOWN_BITS_PER_S = 100e6  # a link is taken to carry this at least, where nobody limited it
@@ -44,25 +44,25 @@ class LinkFacts:
     why: str = ""
 
 
-def measure(place: Place, cluster: str, seconds: float = 2.0) -> list[LinkFacts]:
+def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]:
     """The links from the first host to every other one. ClusterError where ranks cannot meet.
 
     A host that takes no other connections has no two-way rate.
     """
-    hosts = place.spec.hosts
-    ranks = [host for host in hosts for _ in range(host.slots)]
-    firsts = [ranks.index(host) for host in hosts[1:]]
-    fits = _ping_pongs(place, firsts)
+    named = hosts.spec.hosts
+    ranks = [host for host in named for _ in range(host.slots)]
+    firsts = [ranks.index(host) for host in named[1:]]
+    fits = _ping_pongs(hosts, firsts)
     found = []
-    for host, first in zip(hosts[1:], firsts, strict=True):
+    for host, first in zip(named[1:], firsts, strict=True):
         latency_s, bits_per_s = fits[first]
-        two_way = _two_way(place, hosts[0].name, host.name, seconds)
+        two_way = _two_way(hosts, named[0].name, host.name, seconds)
         found.append(
             LinkFacts(
                 cluster,
-                hosts[0].name,
+                named[0].name,
                 host.name,
-                _slower(place, host.name),
+                _slower(hosts, host.name),
                 latency_s,
                 bits_per_s,
                 None if two_way is None else two_way.bits_per_s,
@@ -72,49 +72,49 @@ def measure(place: Place, cluster: str, seconds: float = 2.0) -> list[LinkFacts]
     return found
 
 
-def _two_way(place: Place, first: str, second: str, seconds: float) -> TwoWayRate | None:
+def _two_way(hosts: Hosts, first: str, second: str, seconds: float) -> TwoWayRate | None:
     try:
-        if isinstance(place, Cluster):
-            return measure_two_way(place, first, second, seconds=seconds)
-        return measure_own_stream(place, first, second, seconds)
+        if isinstance(hosts, VirtualCluster):
+            return measure_two_way(hosts, first, second, seconds=seconds)
+        return measure_own_stream(hosts, first, second, seconds)
     except (ClusterError, OSError, ValueError, subprocess.SubprocessError) as error:
         print(f"{first} to {second}: both ways at once not measured, {error}", file=sys.stderr)
         return None
 
 
-def not_measured(place: Place, cluster: str, why: str) -> list[LinkFacts]:
+def not_measured(hosts: Hosts, cluster: str, why: str) -> list[LinkFacts]:
     """The same links where measuring them failed, so that it is known and not tried for every group."""
-    first, *others = place.spec.hosts
-    return [LinkFacts(cluster, first.name, host.name, _slower(place, host.name), why=why) for host in others]
+    first, *others = hosts.spec.hosts
+    return [LinkFacts(cluster, first.name, host.name, _slower(hosts, host.name), why=why) for host in others]
 
 
-def _slower(place: Place, second: str) -> float | None:
+def _slower(hosts: Hosts, second: str) -> float | None:
     """The rate that the two ends of the link to that host are limited to."""
-    if not isinstance(place, Cluster):
+    if not isinstance(hosts, VirtualCluster):
         return None
-    ends = [host for host in place.spec.hosts if host.name in (place.spec.hosts[0].name, second)]
+    ends = [host for host in hosts.spec.hosts if host.name in (hosts.spec.hosts[0].name, second)]
     return min((host.rate_bits_per_s for host in ends if host.rate_bits_per_s is not None), default=None)
 
 
-def _ping_pongs(place: Place, peers: Sequence[int]) -> dict[int, tuple[float, float | None]]:
+def _ping_pongs(hosts: Hosts, peers: Sequence[int]) -> dict[int, tuple[float, float | None]]:
     """Latency and bits per second between rank 0 and each of some other ranks, one after the other."""
-    rate = place.spec.slowest_rate_bits_per_s or _UNKNOWN_BITS_PER_S
+    rate = hosts.spec.slowest_rate_bits_per_s or _UNKNOWN_BITS_PER_S
     timeout_s = _START_S + 2 * len(peers) * _MESSAGES * sum(_SIZES_BYTES) * 8 / rate
     # Rank 0 may be on another host, which shares the current folder.
-    shared = Path.cwd() if isinstance(place, RealHosts) else None
+    shared = Path.cwd() if isinstance(hosts, RealHosts) else None
     with tempfile.TemporaryDirectory(prefix="hvpipe-links-", dir=shared) as directory:
         result = Path(directory) / "links.json"
         command = [
             sys.executable,
             "-m",
-            "bench.cluster.links",
+            "bench.hosts.links",
             "--peers",
             *map(str, peers),
             "--result",
             str(result),
         ]
         env = {"PYTHONPATH": str(Path(__file__).parents[2])}
-        done = place.run(place.spec.slots, command, timeout_s=timeout_s, env=env)
+        done = hosts.run(hosts.spec.slots, command, timeout_s=timeout_s, env=env)
         if done.returncode != 0 or not result.exists():
             raise ClusterError(f"Links could not be measured: {(done.stderr or done.stdout)[-500:]}")
         return {int(rank): (fit[0], fit[1]) for rank, fit in json.loads(result.read_text()).items()}

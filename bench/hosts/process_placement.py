@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cluster import network as cluster_network
-from bench.cluster.spec import ClusterError
+from bench.cluster import network
+from bench.errors import ClusterError
+from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch import mpirun
-from bench.launch.hosts import Place, RealHosts
 from bench.launch.processes import Command
 from bench.systems.system import System
 from hvpipe.commands.launch import exported_names
@@ -33,7 +33,7 @@ class Placement:
     stands on the command line, so that all systems find the same libraries and GPUs.
     """
 
-    cluster: Place | None
+    cluster: Hosts | None
     ranks: int
 
     def __post_init__(self) -> None:
@@ -73,7 +73,7 @@ class Placement:
         return slots[: self.ranks]
 
     @property
-    def places(self) -> list[tuple[int, int]]:
+    def local_ranks_and_sizes(self) -> list[tuple[int, int]]:
         """Of each rank, its number on its host and how many are there."""
         hosts = self.hosts
         return [(hosts[:rank].count(host), hosts.count(host)) for rank, host in enumerate(hosts)]
@@ -114,7 +114,7 @@ class Placement:
         if isinstance(self.cluster, RealHosts):
             names = [host.name for host in self.cluster.spec.hosts]
         else:
-            names = [cluster_network.address(number) for number in range(len(self.cluster.spec.hosts))]
+            names = [network.address(number) for number in range(len(self.cluster.spec.hosts))]
         return [f"{names[host]}:{_PORT + number}" for number, host in enumerate(hosts)]
 
 

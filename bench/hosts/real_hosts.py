@@ -11,9 +11,9 @@ from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.cluster.spec import ClusterError
-from bench.cluster.virtual_cluster import Cluster
-from bench.evaluation.hardware import same_and_others
+from bench.cluster.virtual_cluster import VirtualCluster
+from bench.errors import ClusterError
+from bench.hosts.hardware import same_and_others
 from bench.launch import mpirun
 from hvpipe.commands.launch import (
     HostSlots,
@@ -57,7 +57,7 @@ class HostList:
 
 
 class RealHosts:
-    """Starts ranks and commands on hosts that exist, as a Cluster does inside its own."""
+    """Starts ranks and commands on hosts that exist, as a VirtualCluster does inside its own."""
 
     def __init__(self, hosts: str) -> None:
         """Hosts as in "a:2,b:2"."""
@@ -124,7 +124,7 @@ class RealHosts:
     def ask_machines(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
         """Have each host say what it is; one that does not has no part in the description."""
         told = {}
-        command = ["env", f"PYTHONPATH={_ROOT}", sys.executable, "-m", "bench.evaluation.hardware"]
+        command = ["env", f"PYTHONPATH={_ROOT}", sys.executable, "-m", "bench.hosts.hardware"]
         for host in self.spec.hosts:
             said, why = self._ask(host, command, timeout_s)
             if not why and (machine := _end(said, lines=1)):
@@ -174,7 +174,7 @@ class RealHosts:
         return mpirun_command(spec)
 
 
-Place = Cluster | RealHosts
+Hosts = VirtualCluster | RealHosts
 
 
 def _program(command: Sequence[str]) -> str:

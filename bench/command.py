@@ -16,21 +16,21 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
+from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
 from bench.evaluation.journal import Journal, JournalError
-from bench.evaluation.outcome import Outcome, OutcomeError
+from bench.evaluation.outcome import EvaluationOutcome, OutcomeError
 from bench.evaluation.progress import format_left, shown
 from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
 from bench.evaluation.suite import Group, SuiteError, cluster_spec, cores_of_rank, read_suite, suite_names
-from bench.launch.host_selection import Sites, find_sites, one_cluster
 from bench.launch.termination import ended_by_exception
 from bench.report.compare import compare
 from bench.report.files import show_figures, write_outputs
 from bench.report.readme import ReadmeError, rewrite
 from hvpipe.errors import HvpipeError
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[1]
 
 
 class UsageError(ValueError):
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line; tests/test_bench_command.py freezes its flags."""
+    """The command line; tests/bench/test_command.py freezes its flags."""
     parser = argparse.ArgumentParser(
         prog="hvpipe bench",
         description="Measure native TensorFlow, Horovod and hvpipe side by side.",
@@ -93,9 +93,11 @@ def make_parser() -> argparse.ArgumentParser:
     versus.add_argument("after", type=Path, metavar="AFTER", help="results.json, or its folder")
     versus.add_argument("--json", action="store_true", help="as JSON")
     versus.set_defaults(act=_compare)
-    readme = commands.add_parser("readme", help="put the comparison table into README.md")
+    readme = commands.add_parser("readme", help="put the comparison into bench/README.md")
     readme.add_argument("results", type=Path, metavar="DIR", help="results.json, or its folder")
-    readme.add_argument("--file", type=Path, default=_ROOT / "README.md", metavar="FILE", help="another file")
+    readme.add_argument(
+        "--file", type=Path, default=_ROOT / "bench" / "README.md", metavar="FILE", help="another file"
+    )
     readme.set_defaults(act=_readme)
     return parser
 
@@ -116,11 +118,11 @@ def _run(options: argparse.Namespace) -> int:
         name: f"{each.title}: {why}" for name, each in SYSTEMS.items() if (why := each.missing(python))
     }
     run: RunRound = partial(run_round, python=python)
-    sites = find_sites(options.hosts) if options.cluster is None else one_cluster(options.cluster)
+    selection = select_hosts(options.hosts) if options.cluster is None else one_cluster(options.cluster)
     if options.host_counts is not None:
-        sites = sites.on_counts(options.host_counts)
-    suite = sites.fit(suite).with_threads(options.threads, partial(_cores, sites))
-    evaluation = Evaluation(suite, sites, run, missing, describe_software(python))
+        selection = selection.on_counts(options.host_counts)
+    suite = selection.fit(suite).with_threads(options.threads, partial(_cores, selection))
+    evaluation = Evaluation(suite, selection, run, missing, describe_software(python))
     print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
     if options.plan:
         print(json.dumps(evaluation.plan(), indent=1) if options.json else evaluation.describe())
@@ -141,14 +143,14 @@ def _run(options: argparse.Namespace) -> int:
     return status
 
 
-def _cores(sites: Sites, group: Group) -> float:
+def _cores(selection: HostSelection, group: Group) -> float:
     """Cores that each rank of a group has."""
-    if sites.hosts is not None:
-        return sites.hosts.cores_of_rank()
+    if selection.hosts is not None:
+        return selection.hosts.cores_of_rank()
     cores = os.cpu_count() or 1
     return (
         cores / group.ranks
-        if sites.loopback
+        if selection.loopback
         else cores_of_rank(group.spec or cluster_spec(group.cluster), cores)
     )
 
@@ -176,13 +178,13 @@ def _report(options: argparse.Namespace) -> int:
     return _finish(_read(options.folder), options.folder, options.json)
 
 
-def _read(path: Path) -> Outcome:
+def _read(path: Path) -> EvaluationOutcome:
     """What a folder's journal has, which may be newer than its results.json; else the file of results."""
     kept = Journal.kept_in(path) if path.is_dir() else None
-    return Outcome.read(path) if kept is None else kept
+    return EvaluationOutcome.read(path) if kept is None else kept
 
 
-def _finish(outcome: Outcome, folder: Path, as_json: bool) -> int:
+def _finish(outcome: EvaluationOutcome, folder: Path, as_json: bool) -> int:
     written = write_outputs(outcome, folder)
     print(show_figures(outcome, as_json=as_json))
     print(f"written: {', '.join(str(path) for path in written)}", file=sys.stderr)

@@ -14,13 +14,17 @@ ALONE = "single"  # the system that computes without sharing
 
 
 def parts_of_trace(trace: Trace, rank: int, skip: int) -> dict[str, float]:
-    """Seconds of a step by part, the first `skip` steps left out, each moment counted once: for computing,
-    else packing, else communication.
+    """Return the seconds of a step by part, without the first `skip` steps.
 
-    forward  |#####               What a forward or an update only waits counts as communication, as far as
-    reduce   |   ######           the trace tells (hvpipe.trace.computing_time); against_alone finds out the rest.
-    backward |         ####
-    parts    |fffffrrrrbbbb       and hidden: rr
+    Each moment counts once: as computing, else as packing, else as communication.
+
+        forward  |#####
+        reduce   |   ######
+        backward |         ####
+        parts    |fffffrrrrbbbb       and hidden: rr
+
+    Where a forward or an update only waits, it counts as communication, as far as the trace tells
+    (hvpipe.trace.computing_time). against_alone finds the rest.
     """
     steps = trace.of("step", rank)[skip:]
     if not steps:

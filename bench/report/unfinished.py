@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.suite import Group, PipelineRun
 from bench.report.figures import not_measured
 from bench.rounds.record import Task
 
 
-def unfinished(outcome: Outcome) -> dict[str, list[str]]:
+def unfinished(outcome: EvaluationOutcome) -> dict[str, list[str]]:
     """By group the systems that lack a round of theirs, and pipelines by name, without any.
 
     What failed or was skipped lacks nothing: it is in not_measured.

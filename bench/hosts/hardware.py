@@ -14,7 +14,7 @@ from hvpipe import __version__
 
 
 @dataclass(frozen=True)
-class Machine:
+class HostHardware:
     """One line each for people."""
 
     cpu: str
@@ -30,9 +30,9 @@ class Machine:
         return f"{self.cores} cores ({self.cpu}), {memory}, {self.system}, Python {self.python}"
 
 
-def describe_machine() -> Machine:
+def describe_hardware() -> HostHardware:
     """This machine."""
-    return Machine(
+    return HostHardware(
         _cpu(),
         os.cpu_count() or 1,
         psutil.virtual_memory().total,
@@ -60,4 +60,4 @@ def _cpu() -> str:
 
 
 if __name__ == "__main__":
-    print(describe_machine().describe())
+    print(describe_hardware().describe())
