@@ -1,4 +1,4 @@
-"""A virtual cluster on one machine: its hosts are network namespaces whose links and CPU time are limited."""
+"""A virtual cluster on one machine: its hosts are network namespaces with limited links and CPU time."""
 
 from bench.cluster.spec import ClusterSpec, equal_hosts, read_spec
 from bench.cluster.virtual_cluster import VirtualCluster, clean_up

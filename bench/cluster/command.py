@@ -19,7 +19,7 @@ DEFAULT_NAME = "hv"
 
 
 def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that describe a cluster, for every command that can bring one up."""
+    """Add the options that describe a cluster, for every command that can bring one up."""
     parser.add_argument("--hosts", type=int, help="number of equal hosts, h0, h1, ...")
     parser.add_argument(
         "--rate", default="unlimited", help="rate of each link, e.g. 300mbit (default: unlimited)"
@@ -28,11 +28,13 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
         "--cpus", type=float, help="CPU time of each host in cores, e.g. 0.5 (default: no limit)"
     )
     parser.add_argument("--slots", type=int, default=1, help="ranks for each host (default: 1)")
-    parser.add_argument("--spec", type=Path, help="TOML file with a [[host]] table for each host, instead")
+    parser.add_argument(
+        "--spec", type=Path, help="instead of --hosts: a TOML file with a [[host]] table for each host"
+    )
 
 
 def spec_from_arguments(arguments: argparse.Namespace) -> ClusterSpec:
-    """The cluster that --spec or --hosts describes."""
+    """Return the cluster that --spec or --hosts describes."""
     if arguments.spec is not None:
         if arguments.hosts is not None:
             raise ClusterError(
@@ -61,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.cluster", description="A cluster on one machine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cluster", description="Build and use a virtual cluster on one machine."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, act: object, summary: str) -> argparse.ArgumentParser:
@@ -72,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(act=act)
         return command
 
-    add_spec_arguments(add("up", _up, "build the cluster, in place of an idle one of that name"))
+    add_spec_arguments(add("up", _up, "build the cluster; replaces an idle one of that name"))
     execute = add("exec", _execute, "run a command inside a host: exec h0 -- COMMAND")
     execute.add_argument("host")
     execute.add_argument("command", nargs=argparse.REMAINDER)
@@ -85,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     measure.add_argument("--seconds", type=float, default=4.0)
     add("status", _status, "list the clusters of this machine")
-    down = add("down", _down, "take the cluster down, and every one whose owner is gone")
+    down = add("down", _down, "take the cluster down, and all clusters whose owner process is gone")
     down.add_argument(
         "--all", action="store_true", help="every cluster of this machine that no process holds"
     )
@@ -102,7 +106,7 @@ def _up(arguments: argparse.Namespace) -> int:
 def _words(command: list[str]) -> list[str]:
     words = command[1:] if command[:1] == ["--"] else command
     if not words:
-        raise ClusterError("Say what to run after `--`. Received: nothing")
+        raise ClusterError("Give the command to run after `--`. Received: nothing")
     return words
 
 
@@ -151,7 +155,7 @@ def _down(arguments: argparse.Namespace) -> int:
         known = any(state.name == name for state in all_states())
         if known and read_state(name).owner_alive:
             raise ClusterError(
-                f"A cluster that a process holds ends with it: end process {read_state(name).owner_pid}. "
+                f"Process {read_state(name).owner_pid} holds the cluster: end the process first. "
                 f"Received: name={name!r}"
             )
         if known or network.existing_namespaces(name):

@@ -1,12 +1,9 @@
-"""A cluster on one machine: hosts are network namespaces, links have a rate, CPUs have a share.
-
-As a context manager::
+"""A cluster on one machine, as a context manager.
 
     with VirtualCluster(equal_hosts(4, "300mbit")) as cluster:
         cluster.run(4, ["python", "train.py"])
 
-and as a command: ``python -m bench.cluster up --hosts 4 --rate 300mbit``, ``exec h0 -- hostname``,
-``mpirun -np 4 -- python train.py``, ``measure``, ``status``, ``down``. Linux and root only.
+``python -m bench.cluster`` offers the same as a command. Linux and root only.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ class VirtualCluster:
 
     @staticmethod
     def attach(name: str) -> VirtualCluster:
-        """The cluster with that name that is up already, to run in; it stays when we go."""
+        """Return the cluster of that name, which is up already and stays up."""
         return VirtualCluster(read_state(name).spec, name)
 
     def __enter__(self) -> VirtualCluster:
@@ -69,13 +66,15 @@ class VirtualCluster:
             self.down()
 
     def up(self, owner_pid: int = 0) -> None:
-        """Build it, in place of an idle one of the same name; with owner_pid 0 it stays up until `down`."""
+        """Build the cluster, in place of an idle one of the same name. With owner_pid 0 it stays up until
+        `down`.
+        """
         network.require_privileges()
         clean_up()
         if network.existing_namespaces(self.name):
             self._require_idle()
             self.down()
-        # Until complete it belongs to this process: killed half-way it is stale, and the next one removes it.
+        # Until it is complete it belongs to this process: if this one is killed, the next one removes it.
         building = ClusterState(self.name, self.spec, os.getpid(), process_started(os.getpid()))
         building.write(cpu.group(self.name))
         try:
@@ -90,7 +89,7 @@ class VirtualCluster:
             )
 
     def down(self) -> None:
-        """End the processes inside and remove every trace; a second Ctrl-C waits until that is done."""
+        """End the processes inside and remove everything. A second Ctrl-C waits until that is done."""
         with undisturbed():
             network.remove(self.name)
             cpu.remove(self.name)
@@ -112,25 +111,25 @@ class VirtualCluster:
 
     @property
     def directory(self) -> Path:
-        """Where the enter script and mpirun's agent are while the cluster is up."""
+        """The folder of the enter script and mpirun's agent while the cluster is up."""
         return ClusterState(self.name, self.spec, 0, 0).directory
 
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` inside a host."""
+        """Return the command line that runs `command` inside a host."""
         names = [each.name for each in self.spec.hosts]
         if host not in names:
             raise ClusterError(f"The host must be one of {', '.join(names)}. Received: host={host!r}")
         return [str(self.directory / "enter"), host, *command]
 
     def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
-        """The command line that starts `command` on `ranks` ranks by an mpirun inside the first host."""
+        """Return the line by which mpirun starts `command` on `ranks` ranks, from inside the first host."""
         line = rank_command(self.spec, self.directory / "agent", ranks, command)
         return self.host_command(self.spec.hosts[0].name, line)
 
     def execute(
         self, host: str, command: Sequence[str], *, timeout_s: float | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command inside a host to its end; its output comes back as text."""
+        """Run a command inside a host to its end and return its output as text."""
         return mpirun.run(self.host_command(host, command), timeout_s=timeout_s)
 
     def run(
@@ -142,12 +141,12 @@ class VirtualCluster:
         env: Mapping[str, str] | None = None,
         capture: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on `ranks` ranks to its end; `env` reaches every rank."""
+        """Run a command on `ranks` ranks to its end. Every rank gets `env`."""
         return mpirun.run(self.mpirun_command(ranks, command), timeout_s=timeout_s, env=env, capture=capture)
 
 
 def clean_up() -> list[str]:
-    """Take down every cluster whose owner is gone; their names."""
+    """Take down every cluster whose owner is gone. Return their names."""
     stale = [state for state in all_states() if state.stale]
     for state in stale:
         VirtualCluster(state.spec, state.name).down()

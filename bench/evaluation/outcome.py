@@ -1,4 +1,4 @@
-"""The outcome of an evaluation: every round, the links, the pipelines, and on what; results.json."""
+"""The outcome of an evaluation: every round, link and pipeline, and the setting; results.json."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bench.rounds.record import FORMAT, Round, means_not_up
 
 
 class OutcomeError(ValueError):
-    """A file that is no outcome of an evaluation."""
+    """Raised for a file that does not hold the outcome of an evaluation."""
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """A cluster by its name: in words, how many hosts, and the rate that bounds a ring through them."""
+    """A cluster by name: its description, number of hosts, and the rate that limits a ring through them."""
 
     name: str
     description: str
@@ -29,9 +29,9 @@ class ClusterFacts:
 
 @dataclass(frozen=True)
 class Setting:
-    """Which suite ran, on what, since when; `plan` is the suite as data, which a resumed run must share.
+    """Which suite ran, on what, and since when. A resumed run must have the same `plan`, the suite as data.
 
-    `software` has versions by name (bench.evaluation.software); empty in results of before it was kept.
+    `software` has versions by name (bench.evaluation.software); it is empty in older results.
     """
 
     suite: str
@@ -44,13 +44,13 @@ class Setting:
     software: dict[str, str] = field(default_factory=dict)
 
     def cluster(self, name: str) -> ClusterFacts:
-        """The cluster of that name."""
+        """Return the cluster of that name."""
         return next(each for each in self.clusters if each.name == name)
 
 
 @dataclass(frozen=True)
 class PipelineOutcome:
-    """A pipeline run of the suite: its report, or why there is none."""
+    """A pipeline run of the suite: its report, or the error."""
 
     name: str
     report: PipelineReport | None = None
@@ -58,13 +58,13 @@ class PipelineOutcome:
 
     @property
     def not_up(self) -> bool:
-        """Whether only the place was missing; it may be there the next time."""
+        """Whether only the hosts were missing. They may be up the next time."""
         return means_not_up(self.error)
 
 
 @dataclass(frozen=True)
 class EvaluationOutcome:
-    """All that an evaluation kept, in the order in which it came."""
+    """Everything that an evaluation kept, in the order in which it came."""
 
     setting: Setting
     rounds: tuple[Round, ...] = ()
@@ -72,7 +72,7 @@ class EvaluationOutcome:
     pipelines: tuple[PipelineOutcome, ...] = ()
 
     def to_json(self) -> str:
-        """Everything; from_json reads it."""
+        """Return everything as text for from_json."""
         data = {
             "format": FORMAT,
             "setting": asdict(self.setting),
@@ -84,7 +84,7 @@ class EvaluationOutcome:
 
     @staticmethod
     def from_json(text: str) -> EvaluationOutcome:
-        """What to_json wrote; OutcomeError where it did not."""
+        """Read what to_json returned. OutcomeError for other texts."""
         try:
             data = json.loads(text)
             if data["format"] != FORMAT:
@@ -104,7 +104,7 @@ class EvaluationOutcome:
 
     @staticmethod
     def read(path: Path) -> EvaluationOutcome:
-        """From results.json, or from a folder that has one."""
+        """Read results.json, or a folder that has one."""
         file = path / "results.json" if path.is_dir() else path
         try:
             return EvaluationOutcome.from_json(file.read_text(encoding="utf-8"))
@@ -115,7 +115,7 @@ class EvaluationOutcome:
 
 
 def setting_from_dict(data: dict[str, Any]) -> Setting:
-    """What asdict made of a Setting, perhaps through JSON."""
+    """Read what asdict returned for a Setting, perhaps through JSON."""
     rest = {k: v for k, v in data.items() if k not in ("machine", "clusters", "notes")}
     clusters = tuple(ClusterFacts(**each) for each in data["clusters"])
     return Setting(
@@ -124,6 +124,6 @@ def setting_from_dict(data: dict[str, Any]) -> Setting:
 
 
 def pipeline_from_dict(data: dict[str, Any]) -> PipelineOutcome:
-    """What asdict made of a PipelineOutcome, perhaps through JSON."""
+    """Read what asdict returned for a PipelineOutcome, perhaps through JSON."""
     report = None if data["report"] is None else PipelineReport.from_dict(data["report"])
     return PipelineOutcome(data["name"], report, data["error"])

@@ -1,4 +1,4 @@
-"""Runs a suite: group after group on its cluster, systems in turn, every round kept as it ends."""
+"""Runs a suite: group after group on its hosts, with the systems in turn. Every round is kept as it ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OUTPUT_END = 4000
 
 
 def setting_of(suite: Suite, selection: HostSelection, software: Mapping[str, str] | None = None) -> Setting:
-    """What is kept about a run before it begins. `suite` is fitted to the selection."""
+    """Return what is kept about a run before it begins. `suite` fits the selection."""
     clusters = {each.cluster: each.spec for each in suite.groups}
     clusters |= {each.cluster: each.spec for each in suite.pipelines}
     return Setting(
@@ -53,7 +53,7 @@ def setting_of(suite: Suite, selection: HostSelection, software: Mapping[str, st
 
 
 class Evaluation:
-    """One run of a suite into a folder; on a folder that has some of it already, what is missing."""
+    """One run of a suite into a folder. If the folder has some rounds already, it runs the missing ones."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Evaluation:
         missing: Mapping[str, str],
         software: Mapping[str, str] | None = None,
     ) -> None:
-        """`missing` says why a system cannot run here, by name; `software` is from describe_software."""
+        """`missing` says why a system cannot run here, by name. `software` is from describe_software."""
         self._suite = selection.fit(suite)
         self._selection = selection
         self._run_round = run_round
@@ -71,11 +71,11 @@ class Evaluation:
         self._software = software
 
     def estimate_s(self) -> float:
-        """Seconds of all of it, roughly."""
+        """Return the rough duration of all of it, in seconds."""
         return suite_s(self._suite)
 
     def plan(self) -> dict[str, Any]:
-        """JSON values: each group and pipeline with its seconds by estimate; why systems are skipped."""
+        """Return JSON values: each group and pipeline with its estimate, and why systems are skipped."""
         asked = {system for group in self._suite.groups for system in group.systems}
         groups = [
             {
@@ -97,7 +97,7 @@ class Evaluation:
         }
 
     def describe(self) -> str:
-        """The plan for people, a line for each group and pipeline."""
+        """Return the plan for people, a line for each group and pipeline."""
         plan = self.plan()
         lines = [*([plan["note"]] if plan["note"] else []), *plan["notes"]]
         lines += [
@@ -111,7 +111,7 @@ class Evaluation:
     def run(
         self, folder: Path, progress: EvaluationProgress, *, retry_failed: bool = False
     ) -> EvaluationOutcome:
-        """Run what is missing in the folder; KeyboardInterrupt leaves with all finished rounds kept.
+        """Run what is missing in the folder. KeyboardInterrupt leaves it with all finished rounds kept.
 
         Cases whose hosts were not up count as missing, and with `retry_failed` failed cases do too.
         """
@@ -161,7 +161,7 @@ class Evaluation:
             progress.say(f"{group.name}: not run, {NOT_UP}{error}")
 
     def _round(self, case: Case, number: int, hosts: Hosts | None, timeout_s: float) -> Round:
-        """A round; whatever a system does to fail ends up in it."""
+        """Run a round. Every failure of a system ends up in the round."""
         try:
             return self._run_round(case, number, hosts, timeout_s)
         except subprocess.TimeoutExpired as error:
@@ -180,7 +180,7 @@ class Evaluation:
         progress.working_on(f"{cluster}: links")
         try:
             journal.add_links(links.measure(hosts, cluster))
-        except Exception as error:  # the systems can be measured all the same
+        except Exception as error:  # the systems can be measured without it
             progress.say(f"{cluster}: links not measured, {error!r}")
             journal.add_links(links.not_measured(hosts, cluster, last_words(str(error))))
 
@@ -195,7 +195,7 @@ class Evaluation:
                 where = NOT_UP
                 with self._selection.bring_up(run) as hosts:
                     where = ""
-                    assert hosts is not None  # plain loopback leaves pipelines out
+                    assert hosts is not None  # on plain loopback pipelines are left out
                     report = _pipeline_report(run, hosts, output)
                 finished = PipelineOutcome(run.name, report)
             except Exception as error:
@@ -206,10 +206,10 @@ class Evaluation:
 
 
 def _pipeline_report(run: PipelineRun, hosts: Hosts, output: Path) -> PipelineReport:
-    """Run a pipeline's ranks; what they print goes to `output`. ClusterError where they fail or hang."""
+    """Run a pipeline's ranks with their output in `output`. ClusterError if they fail or hang."""
 
     def start(command: list[str]) -> list[str]:
-        # Other hosts get no environment but what stands on the command line.
+        # Other hosts get only the environment on the command line.
         line = hosts.mpirun_command(hosts.spec.slots, ["env", f"PYTHONPATH={ROOT}", *command])
         return ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(output), *line]
 
@@ -221,19 +221,19 @@ def _pipeline_report(run: PipelineRun, hosts: Hosts, output: Path) -> PipelineRe
 
 
 def _done(outcome: EvaluationOutcome, number: int, case: Case) -> bool:
-    """Whether this round was run; one that was skipped is tried again."""
+    """Return whether this round ran. Skipped rounds are tried again."""
     return any(
         each.case.key == case.key and each.number == number and not each.skipped for each in outcome.rounds
     )
 
 
 def _gave_up(outcome: EvaluationOutcome, case: Case) -> bool:
-    """Whether the case failed: what crashes or hangs would do so again in every round."""
+    """Return whether the case failed: a crash or a hang would repeat in every round."""
     return any(each.case.key == case.key and each.error for each in outcome.rounds)
 
 
 def _line(finished: Round) -> str:
-    """A round in a line for people."""
+    """Describe a round in one line."""
     if not finished.ok:
         return f"{finished.case.key}: {'skipped' if finished.skipped else 'failed'}, {finished.why}"
     step_s = max(median(counted(finished.case.task, rank.step_s)) for rank in finished.ranks)

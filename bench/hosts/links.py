@@ -1,6 +1,6 @@
-"""What the links of a hosts do: latency and bandwidth of a message, and the rate with both ways busy.
+"""The links between hosts: latency and bandwidth of a message, and the rate with both directions busy.
 
-`measure` runs in the evaluation; each rank runs ``python -m bench.hosts.links --result FILE``.
+`measure` runs in the evaluation. Each rank runs ``python -m bench.hosts.links --result FILE``.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from bench.cluster.virtual_cluster import VirtualCluster
 from bench.errors import ClusterError
 from bench.hosts.real_hosts import Hosts, RealHosts
 
-_START_S = 120.0  # the longest that ranks may take to meet
-_UNKNOWN_BITS_PER_S = 100e6  # a link is taken to carry this at least, where nobody limited it
-# Small ones tell the latency; large ones the bandwidth: a token bucket lets 256 KB pass at once, so that one
-# of a few KB, which takes time on a real link, takes none, and would have the link look faster than it is.
+_START_S = 120.0  # timeout for the ranks to meet
+_UNKNOWN_BITS_PER_S = 100e6  # the least that a link without a limit is assumed to carry
+# Small messages show the latency, large ones the bandwidth. A token bucket lets 256 KB pass at once: a
+# message of a few KB takes time on a real link but none here, and would make the link look too fast.
 _SIZES_BYTES = (1, 1 << 8, 2 << 20, 8 << 20)
 _REPEATS = 3
-_MESSAGES = 2 * (2 + _REPEATS)  # of each size, there and back, those that warm up included
+_MESSAGES = 2 * (2 + _REPEATS)  # of each size, there and back, including warm-up
 
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """One link; None: not measured, see `why`. A message of n bytes takes latency_s + 8 n / bits_per_s."""
+    """One link. None means not measured, see `why`. n bytes take latency_s + 8 n / bits_per_s."""
 
     cluster: str
     first: str
     second: str
-    set_bits_per_s: float | None  # what it was limited to
+    set_bits_per_s: float | None  # its limit
     latency_s: float | None = None
     bits_per_s: float | None = None
-    two_way_bits_per_s: float | None = None  # each way, both ways busy
+    two_way_bits_per_s: float | None = None  # each way, with both directions busy
     tool: str = ""
     why: str = ""
 
 
 def measure(hosts: Hosts, cluster: str, seconds: float = 2.0) -> list[LinkFacts]:
-    """The links from the first host to every other one. ClusterError where ranks cannot meet.
+    """Measure the links from the first host to every other one. ClusterError if ranks cannot meet.
 
-    A host that takes no other connections has no two-way rate.
+    A host that accepts no other connections has no two-way rate.
     """
     named = hosts.spec.hosts
     ranks = [host for host in named for _ in range(host.slots)]
@@ -83,13 +83,13 @@ def _two_way(hosts: Hosts, first: str, second: str, seconds: float) -> TwoWayRat
 
 
 def not_measured(hosts: Hosts, cluster: str, why: str) -> list[LinkFacts]:
-    """The same links where measuring them failed, so that it is known and not tried for every group."""
+    """Return the same links as not measured, so that they are not tried again for every group."""
     first, *others = hosts.spec.hosts
     return [LinkFacts(cluster, first.name, host.name, _slower(hosts, host.name), why=why) for host in others]
 
 
 def _slower(hosts: Hosts, second: str) -> float | None:
-    """The rate that the two ends of the link to that host are limited to."""
+    """Return the lower of the set rates at the two ends of the link to a host."""
     if not isinstance(hosts, VirtualCluster):
         return None
     ends = [host for host in hosts.spec.hosts if host.name in (hosts.spec.hosts[0].name, second)]
@@ -97,7 +97,7 @@ def _slower(hosts: Hosts, second: str) -> float | None:
 
 
 def _ping_pongs(hosts: Hosts, peers: Sequence[int]) -> dict[int, tuple[float, float | None]]:
-    """Latency and bits per second between rank 0 and each of some other ranks, one after the other."""
+    """Return latency and bits per second between rank 0 and each peer, one after the other."""
     rate = hosts.spec.slowest_rate_bits_per_s or _UNKNOWN_BITS_PER_S
     timeout_s = _START_S + 2 * len(peers) * _MESSAGES * sum(_SIZES_BYTES) * 8 / rate
     # Rank 0 may be on another host, which shares the current folder.
@@ -125,7 +125,7 @@ def _bits_per_s(bytes_per_s: float) -> float | None:
 
 
 def main() -> None:
-    """A rank's part: rank 0 and each peer send each other messages of several sizes; it writes the fits."""
+    """Do a rank's part: rank 0 and each peer exchange messages of several sizes; rank 0 writes the fits."""
     import hvpipe
     from hvpipe.comm.link_probe import measure_links
     from hvpipe.session import current

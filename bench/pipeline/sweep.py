@@ -1,7 +1,7 @@
-"""Pipelines of several models on several virtual clusters, measured: against other placements and forecasts.
+"""Pipelines of several models on several virtual clusters, compared with other placements and forecasts.
 
 ``python -m bench.pipelines --out bench/results/pipelines`` runs `bench.pipeline` on each, writes a JSON file
-of each, and ends with a table; cases that have a file are not run again.
+for each, and ends with a table. Cases that have a file do not run again.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bench.cluster.named_clusters import FOLDER
 from bench.metrics import format_time, geometric_mean, table
 from bench.pipeline import command as pipeline
 from bench.pipeline.report import MeasuredPlan, PipelineReport
 
-_CLUSTERS = Path(__file__).parents[1] / "clusters"
 _MODELS = {"resnet50": 64, "vgg16": 64, "transformer": 128}
-"""By name, and pixels or tokens."""
+"""Pixels or tokens by model."""
 _WHERE = ("gigabit-2", "homogeneous-2", "slow-cpu", "slow-link", "gigabit-4", "unequal-4")
-_CLOSE = 0.10  # of the simulated step
+_CLOSE = 0.10  # relative to the simulated step
 _INTERRUPTED = 130
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.pipelines", description="Pipelines, measured.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.pipelines",
+        description="Measure pipelines of several models on several clusters.",
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder of the cases' JSON files")
     parser.add_argument(
         "--clusters", default=",".join(_WHERE), help=f"of bench/clusters (default: {','.join(_WHERE)})"
@@ -45,18 +48,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what is not there yet; 0, 1 if a case failed, 2 on a wrong argument, 130 at Ctrl-C."""
+    """Run the missing cases. Return 0, 1 if a case failed, 2 on a wrong argument, 130 at Ctrl-C."""
     parser = _parser()
     options = parser.parse_args(argv)
     models, clusters = options.models.split(","), options.clusters.split(",")
     if unknown := sorted({*models} - {*_MODELS}):
         parser.error(f"--models should be some of {', '.join(_MODELS)}. Received: {unknown[0]!r}")
     for cluster in clusters:
-        if not (_CLUSTERS / f"{cluster}.toml").exists():
-            parser.error(f"--clusters should name files in {_CLUSTERS}. Received: {cluster!r}")
+        if not (FOLDER / f"{cluster}.toml").exists():
+            parser.error(f"--clusters should name files in {FOLDER}. Received: {cluster!r}")
     if options.methods.split(",")[0] != "greedy":
         parser.error(
-            "--methods should begin with greedy, which the others are compared with. "
+            "--methods should begin with greedy: the others are compared with it. "
             f"Received: {options.methods!r}"
         )
     options.out.mkdir(parents=True, exist_ok=True)
@@ -78,17 +81,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _words(options: argparse.Namespace, cluster: str, model: str, file: Path) -> list[str]:
-    """The arguments of bench.pipeline for a case."""
-    words = ["--spec", str(_CLUSTERS / f"{cluster}.toml"), "--methods", options.methods]
+    """Return the arguments of bench.pipeline for a case."""
+    words = ["--spec", str(FOLDER / f"{cluster}.toml"), "--methods", options.methods]
     words += ["--model", model, "--pixels", str(_MODELS[model])]
     words += ["--rounds", str(options.rounds), "--steps", str(options.steps), "--seeds", str(options.seeds)]
     return [*words, "--timeout", str(options.timeout), "--json", str(file)]
 
 
 def _measure(words: list[str]) -> int:
-    """The status of bench.pipeline; whatever goes wrong with a case, the others are measured.
+    """Run bench.pipeline on a case and return its status. An error does not stop the other cases.
 
-    It runs in this process: at Ctrl-C a child would be killed before it has taken its cluster down.
+    It runs in this process: at Ctrl-C a child would be killed before it took its cluster down.
     """
     try:
         return pipeline.main(words)
@@ -98,7 +101,7 @@ def _measure(words: list[str]) -> int:
 
 
 def read(folder: Path) -> dict[str, PipelineReport]:
-    """The cases of a folder, by name."""
+    """Read the cases of a folder, by name."""
     return {
         file.stem: PipelineReport.from_dict(json.loads(file.read_text()))
         for file in sorted(folder.glob("*.json"))
@@ -106,9 +109,9 @@ def read(folder: Path) -> dict[str, PipelineReport]:
 
 
 def summary(reports: Mapping[str, PipelineReport]) -> str:
-    """A table of all cases, and the figures that targets are set for."""
+    """Return a table of all cases, and the main figures."""
     every = [case for report in reports.values() for case in report.cases]
-    # A draw of random has its number: "random 0".
+    # A draw of random has its number in its name: "random 0".
     others = [m for m in dict.fromkeys(c.method for c in every) if m.split()[0] not in ("greedy", "random")]
     titles = ["case", "micro-batches", "greedy", "over simulated", "over bound"]
     titles += ["random", "over simulated", "saved", *others]
@@ -141,5 +144,5 @@ def summary(reports: Mapping[str, PipelineReport]) -> str:
 
 
 def _over(case: MeasuredPlan) -> float:
-    """The measured step as a multiple of the simulated one."""
+    """Return the measured step over the simulated one."""
     return case.seconds() / case.forecast_s

@@ -17,11 +17,11 @@ _WIDTH = 120  # of a Markdown line
 
 
 class ReadmeError(ValueError):
-    """A file that the table cannot be put into."""
+    """Raised for a file that the table cannot be put into."""
 
 
 def rewrite(path: Path, outcome: EvaluationOutcome) -> str:
-    """Put the table between the comments; what was done, in words."""
+    """Put the comparison between the comments. Return in words what was done."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -37,7 +37,7 @@ def rewrite(path: Path, outcome: EvaluationOutcome) -> str:
 
 
 def comparison(outcome: EvaluationOutcome) -> str:
-    """The headlines as a list, then a Markdown table: a row for each group, a column for each system."""
+    """Return the headlines as a list, and a Markdown table: rows for groups, columns for systems."""
     rows = all_figures(outcome)
     groups = [members for members in by_group(rows).values() if not members[0].case.task.epochs]
     if not groups:
@@ -88,7 +88,7 @@ def _what(row: CaseFigures) -> str:
 
 
 def _cells(members: list[CaseFigures], systems: list[str], without: Mapping[str, str]) -> list[str]:
-    """A step for each system, or `failed` or `skipped` as in `without`, by case; never of one that failed."""
+    """Return a step for each system, or the word in `without` for a case that failed or was skipped."""
     measured = [row for row in members if row.case.key not in without]
     steps = {row.case.system: row.step_s for row in measured}
     best = fastest(measured)

@@ -1,4 +1,4 @@
-"""What of an evaluation's plan has not run yet, where it was interrupted."""
+"""What an interrupted evaluation has not run yet of its plan."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bench.rounds.record import Task
 
 
 def unfinished(outcome: EvaluationOutcome) -> dict[str, list[str]]:
-    """By group the systems that lack a round of theirs, and pipelines by name, without any.
+    """Return by group the systems that lack a round, and the names of pipelines that have not run.
 
-    What failed or was skipped lacks nothing: it is in not_measured.
+    Failed and skipped cases lack nothing: they are in not_measured.
     """
     plan = outcome.setting.plan
     gave_up = not_measured(outcome)
@@ -31,9 +31,9 @@ def unfinished(outcome: EvaluationOutcome) -> dict[str, list[str]]:
 
 
 def _group(data: Mapping[str, Any]) -> Group:
-    """What asdict made of a group, perhaps through JSON, without what its cluster looks like."""
+    """Read what asdict returned for a group, perhaps through JSON, without its cluster's spec."""
     task = Task(**{**data["task"], "shares": tuple(data["task"]["shares"])})
-    systems, once = tuple(data["systems"]), tuple(data.get("once", ()))  # plans of before it was there
+    systems, once = tuple(data["systems"]), tuple(data.get("once", ()))  # missing in older plans
     return Group(task, data["cluster"], data["ranks"], systems, data["rounds"], data["scaling"], once=once)
 
 

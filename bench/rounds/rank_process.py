@@ -1,6 +1,6 @@
-"""One process of a round: ``python -m bench.rounds.rank_process DIRECTORY [RANK]``; started by bench.rounds.
+"""One process of a round, started by bench.rounds: ``python -m bench.rounds.rank_process DIRECTORY [RANK]``.
 
-DIRECTORY/job.json says what to do; DIRECTORY/rank-N.json holds what rank N measured.
+DIRECTORY/job.json says what to do; DIRECTORY/rank-N.json gets what rank N measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bench.rounds.record import RankRound, Task
 
 
 def main(words: list[str]) -> None:
-    """Train as one rank. An error ends the process at once, which is how its launcher learns of it."""
+    """Train as one rank. An error ends the process at once, so that its launcher notices."""
     try:
         _run(Path(words[0]), int(words[1]) if len(words) > 1 else None)
     except Exception:
@@ -49,7 +49,7 @@ def _run(directory: Path, rank: int | None) -> None:
 
 
 def _write(job: RankJob, rank: int, found: RankRound) -> None:
-    """Leave what a rank measured, whole or not at all."""
+    """Write what a rank measured, atomically."""
     import keras
     import tensorflow as tf
 
@@ -60,7 +60,9 @@ def _write(job: RankJob, rank: int, found: RankRound) -> None:
 
 
 def _input_s(job: RankJob, count: int = 8) -> float:
-    """What handing over a batch takes by itself: the same for every system, compiled steps hide it."""
+    """Return the seconds to fetch a batch by itself. Compiled steps hide them, and they are alike for all
+    systems.
+    """
     from bench.training.workloads import batches_of
 
     data = iter(batches_of(job))

@@ -31,14 +31,14 @@ class OverheadReport:
     workload: str
     probes: dict[str, list[list[dict[str, float]]]]
     import_s: list[float]
-    imported: list[str]  # of what importing hvpipe should leave alone
+    imported: list[str]  # heavy modules that importing hvpipe should not import
 
     def figure(self, system: str, name: str) -> float:
-        """The median over all repeats and ranks."""
+        """Return the median over all repeats and ranks."""
         return median([rank[name] for repeat in self.probes[system] for rank in repeat])
 
     def summary(self) -> dict[str, float]:
-        """The figures that targets are set for."""
+        """Return the main figures."""
         figures = {"import_ms": median(self.import_s) * 1e3}
         gradient_bytes = self.figure("plain", "gradient_bytes")
         figures["gradient_MB"] = gradient_bytes / 1e6
@@ -54,11 +54,11 @@ class OverheadReport:
         return figures
 
     def to_json(self) -> str:
-        """Every probe, and what is derived."""
+        """Return every probe, and derived figures."""
         return json.dumps({**asdict(self), "summary": self.summary()}, indent=1)
 
     def to_text(self) -> str:
-        """One line for each figure."""
+        """Return one line for each figure."""
         lines = [f"{self.workload}; {self.ranks} ranks on one host, fresh processes"]
         for system in self.probes:
             lines.append(
@@ -74,7 +74,7 @@ class OverheadReport:
 
 
 def measure_import(times: int = 9) -> tuple[list[float], list[str]]:
-    """Seconds of `import hvpipe` in fresh processes, and which heavy modules it brought in."""
+    """Return seconds of `import hvpipe` in fresh processes, and the heavy modules that it imported."""
     seconds: list[float] = []
     heavy: list[str] = []
     for _ in range(times):
@@ -113,7 +113,9 @@ def _probe(workload: ImageWorkload, system: str, ranks: int, timeout_s: float) -
                 mpirun.one_host(ranks, program), timeout_s=timeout_s, env={"PYTHONPATH": str(_ROOT)}
             )
         except subprocess.TimeoutExpired as error:
-            raise ClusterError(f"A probe of {system} must end within --timeout {timeout_s:g} s") from error
+            raise ClusterError(
+                f"A probe of {system} must end within --timeout {timeout_s:g} s. Received: still running"
+            ) from error
         results = [Path(directory) / f"{rank}.json" for rank in range(ranks)]
         if done.returncode != 0 or not all(path.exists() for path in results):
             raise ClusterError(f"A probe of {system} failed with status {done.returncode}:\n{done.stderr}")

@@ -25,9 +25,10 @@ from bench.training.image_model import (
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Which modes of hvpipe, and how long: `rounds` of `steps` each, after `warm_up` steps.
+    """Which modes of hvpipe, and for how long: `rounds` of `steps` each, after `warm_up` steps.
 
-    `beside_tcp` adds computing alone while plain TCP moves as much between the hosts as gradients would.
+    `beside_tcp` adds computing alone while plain TCP moves as many bytes between the hosts as gradients
+    would.
     """
 
     modes: tuple[str, ...] = ("none", "backward", "step", "stale")
@@ -42,7 +43,7 @@ class StepOptions:
 
 
 def _meet() -> None:
-    """Wait for all ranks without spinning: a rank that waits takes no time from those that still compute."""
+    """Wait for all ranks without spinning, so that no time is taken from those that still compute."""
     request = MPI.COMM_WORLD.Ibarrier()
     while not request.Test():
         time.sleep(0.001)
@@ -51,7 +52,7 @@ def _meet() -> None:
 def _models(
     keras: Any, workload: ImageWorkload, modes: tuple[str, ...], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """One model for computing alone and one for each mode."""
+    """Return one model for computing alone and one for each mode."""
     models = {}
     for mode in (ALONE, *modes):
         say(f"building {mode} ...")
@@ -59,7 +60,7 @@ def _models(
         if mode != ALONE:
             import hvpipe.keras as hk
 
-            # `stale` begins with exact steps: here they end within the warm-up.
+            # `stale` begins with exact steps, which here end within the warm-up.
             model = hk.data_parallel(model, overlap=mode, warmup_steps=1)
         models[mode] = model
     return models
@@ -78,7 +79,7 @@ def _counters(mode: str) -> dict[str, float]:
 
 
 def _moves_bytes(keras: Any, stream: RingStream) -> Any:
-    """A callback that lets a step's bytes go as it begins, and has it end no sooner than they arrived."""
+    """Return a callback that starts a step's bytes at its begin, and ends the step only when they arrived."""
 
     class MovesBytes(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -93,14 +94,14 @@ def _moves_bytes(keras: Any, stream: RingStream) -> Any:
 def one_round(
     keras: Any, mode: str, model: Any, data: Any, steps: int, within: Sequence[Any] = ()
 ) -> ModeRound:
-    """Train one mode on all ranks at once; every rank gets every rank's times."""
+    """Train one mode on all ranks at once. Every rank gets all ranks' times."""
     _meet()
     before = _counters(mode)
     step_s, rest_s = timed_fit(keras, model, data, steps, within)
     wall_s = (sum(step_s) + rest_s) / steps
     grown = _grown(before, _counters(mode))
     _meet()
-    # The first step of a round has nothing to collect in `step` mode, and an iterator to start in every mode.
+    # In mode `step` the first step of a round collects nothing, and in every mode it starts an iterator.
     everyone = MPI.COMM_WORLD.allgather((step_s[1:], wall_s))
     return ModeRound(mode, [steps_s for steps_s, _ in everyone], [wall for _, wall in everyone], grown)
 
@@ -108,7 +109,7 @@ def one_round(
 def measure(
     workload: ImageWorkload, options: StepOptions, where: str, say: Callable[[str], None]
 ) -> StepReport:
-    """All rounds; every rank calls it and gets the report. `say` is called on rank 0."""
+    """Train all rounds. Every rank calls this and gets the report. `say` is called on rank 0."""
     world = MPI.COMM_WORLD
     tell = say if world.rank == 0 else lambda text: None
     keras = prepare_tensorflow(workload.threads)
@@ -118,7 +119,9 @@ def measure(
         hvpipe.init()
     hosts = len(set(world.allgather(MPI.Get_processor_name())))
     if options.beside_tcp and hosts == 1:
-        raise ValueError("Plain TCP beside computing needs ranks on several hosts. Received: ranks on one")
+        raise ValueError(
+            "Plain TCP beside computing needs ranks on several hosts. Received: ranks on one host"
+        )
     models = _models(keras, workload, options.modes, tell)
     data = images(workload, world.rank)
     for mode, model in models.items():

@@ -1,4 +1,4 @@
-"""hvpipe by its mode of overlap: Keras `fit` of a model made data parallel."""
+"""hvpipe by overlap mode: Keras `fit` of a data-parallel model."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ TRACE = "trace.json"
 
 
 def train(job: RankJob) -> None:
-    """A rank's part of a round."""
+    """Do a rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
     import hvpipe
     import hvpipe.keras as hk
 
     hvpipe.init(trace=str(job.directory / TRACE))
-    # `stale` begins with exact steps: in a timed round they end within the warm-up.
+    # `stale` begins with exact steps, which in a timed round end within the warm-up.
     exact = {} if job.task.epochs else {"warmup_steps": 1}
     model = hk.data_parallel(compiled_model(keras, job.task), overlap=job.options["overlap"], **exact)
     job.versions["hvpipe"] = hvpipe.__version__

@@ -1,4 +1,4 @@
-"""Training by Keras `fit`, as its users do."""
+"""Training by Keras `fit`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bench.training.workloads import batches_of, evaluator, runs_of
 
 
 def fit(keras: Any, model: Any, job: RankJob) -> None:
-    """Train all of a job's steps: a `fit` for each run, which ends with whatever there is to drain."""
+    """Train all of a job's steps: one `fit` for each run, which ends with draining."""
     evaluate = evaluator(keras, model, job)
     for epochs, steps, timed in runs_of(job):
         model.fit(

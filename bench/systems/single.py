@@ -1,4 +1,4 @@
-"""Plain Keras on one process; several are as many that compute at once and share nothing."""
+"""Plain Keras in one process. Several ranks are as many processes that compute at once and share nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from bench.training.workloads import batches_of, compiled_model, loss_of, train_
 
 
 def train(job: RankJob) -> None:
-    """A rank's part of a round."""
+    """Do a rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
     claim_gpu(*job.local_rank_and_size)
     train_whole_steps(job)
     model = compiled_model(keras, job.task)
     job.gradient_bytes = gradient_bytes(model, tables=False)
-    # They are to compute all at once: nothing else keeps them in step.
+    # All should compute at once, and nothing else keeps them in step.
     job.watch.at_window = lambda: job.meet("window")
     job.meet("built")
     fit(keras, model, job)
@@ -31,7 +31,9 @@ def train(job: RankJob) -> None:
 
 
 def _parts(keras: Any, model: Any, job: RankJob) -> dict[str, float]:
-    """Forward and update, each compiled and timed by itself; backward is the rest of a step."""
+    """Return the times of forward and update, each compiled and timed by itself; backward is the rest of a
+    step.
+    """
     import tensorflow as tf
 
     batch = next(iter(batches_of(job)))

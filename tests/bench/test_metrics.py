@@ -207,7 +207,7 @@ def test_a_ring_of_one_host_streams_to_itself() -> None:
 def test_a_stream_that_ends_early_is_noticed() -> None:
     stream = RingStream(OneRank(), 0)
     stream._process.kill()
-    with pytest.raises(RuntimeError, match="ended with status -9"):
+    with pytest.raises(RuntimeError, match="Received: status -9"):
         stream.wait()
     stream._process.communicate(timeout=10)
 

@@ -108,4 +108,6 @@ def test_settings_are_searched_for_on_hosts_that_exist(
     assert tune.main(words) == 0
     assert found == {("hosts a:2, b:1", 3, 4, 3, str(tmp_path / "bin" / "python"))}  # 9 cores of two ranks
     assert tune.main([*words, "--hosts", "2"]) == 1
-    assert "--on goes without --hosts and --spec. Received: also --on a:2,b" in capsys.readouterr().err
+    assert (
+        "Give --on, or --hosts or --spec, but not both. Received: also --on a:2,b" in capsys.readouterr().err
+    )

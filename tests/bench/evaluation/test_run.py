@@ -287,7 +287,7 @@ def test_a_folder_in_which_another_one_runs_is_refused(tmp_path: Path) -> None:
 def test_a_suite_of_which_nothing_can_run_here(tmp_path: Path) -> None:
     shared = Group(Task("digits", 8, shares=(12, 4, 8)), "slow-cpu", 3, ("a",))
     with pytest.raises(
-        SuiteError, match=r"Received: none, not root; .* is left out: shares are one for each of 2"
+        SuiteError, match=r"Received: none, not root; .* is left out: shares should have one for each of 2"
     ):
         Evaluation(Suite("mine", "Mine", (shared,)), HERE, Systems(), {})
 
@@ -475,7 +475,7 @@ def test_scaling_is_measured_on_the_first_hosts_as_well(
     evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
     assert slots == [2, 2, 3, 3, 4, 4, 4]
     for text in ("0", "4", "two", ""):
-        with pytest.raises(SuiteError, match=f"of 1 to 3 of --hosts.*Received: --host-counts '{text}'"):
+        with pytest.raises(SuiteError, match=f"from 1 to 3, the number of --hosts.*Received: --host-counts '{text}'"):
             where.on_counts(text)
 
 

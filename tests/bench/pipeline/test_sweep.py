@@ -108,7 +108,7 @@ def test_an_interrupted_case_ends_them_all(tmp_path: Path, monkeypatch: Any) -> 
     [
         (["--models", "resnet50,foo"], "some of resnet50, vgg16, transformer. Received: 'foo'"),
         (["--clusters", "foo"], "should name files in .*Received: 'foo'"),
-        (["--methods", "even,random"], "should begin with greedy, .*Received: 'even,random'"),
+        (["--methods", "even,random"], "should begin with greedy: .*Received: 'even,random'"),
     ],
 )
 def test_wrong_arguments(

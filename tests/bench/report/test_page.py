@@ -119,7 +119,7 @@ def test_the_page_has_every_part_and_is_whole() -> None:
     assert "cores kept busy, resnet50-64/8/2x1gbit-2/weak" in found.text
     assert found.tags.count("svg") == 8
     assert "hvpipe-step have the losses of hvpipe-none, digit for digit" in found.text
-    assert "Farthest from those in any epoch, relatively: tf-mwms 2e-05." in found.text
+    assert "Largest relative distance from these losses in any epoch: tf-mwms 2e-05." in found.text
 
 
 def test_every_figure_of_every_case_is_there() -> None:
@@ -136,10 +136,10 @@ def test_one_process_is_a_reference_for_accuracy_where_it_trained_on_all_images(
     whole = finished(case("single", task=digits), 0.2, loss=[2.0, 1.00001], accuracy=[0.5, 0.75], batch=64)
     text = " ".join(Page(page(outcome(linear, whole))).text.split())
     assert "single 1.00001 0.7500" in text
-    assert "Farthest from those in any epoch, relatively: single 1e-05." in text
+    assert "Largest relative distance from these losses in any epoch: single 1e-05." in text
     apart = replace(whole, ranks=tuple(replace(each, batch=0) for each in whole.ranks))  # older results
     text = " ".join(Page(page(outcome(linear, apart))).text.split())
-    assert "single is left out: its processes trained on a share of the images each." in text
+    assert "single is left out, because each of its processes trained on a share of the images." in text
     assert "0.7500" not in text
     assert ",0.75" not in to_csv(outcome(linear, apart))
 
@@ -285,7 +285,7 @@ def test_the_best_native_is_not_what_is_left_where_the_better_one_failed(number:
     head = headlines(found, all_figures(found))[0]
     assert head.figure == "2.00x, 50% less time"
     assert "1 case on" in head.detail
-    assert head.detail.endswith("not counted, since it failed: resnet50-64/16/2x1gbit-2/weak/tf-mwms")
+    assert head.detail.endswith("not counted, because it failed: resnet50-64/16/2x1gbit-2/weak/tf-mwms")
 
 
 def test_headlines_where_ours_failed_everywhere() -> None:
@@ -390,7 +390,7 @@ def test_advice_on_links_names_them_and_the_gain() -> None:
     found = outcome(finished(case("hvpipe-step"), 2.0, parts_s=PARTS), links=(LINK,))
     assert advice(found, all_figures(found)) == [
         "resnet50, 8 a rank, on 2x1gbit: 50% of the step waits for the link between h0 and h1 (940 Mb/s each "
-        'way); bf16 halves what travels: predicted 1.60x. Try compression="bf16".'
+        'way); bf16 halves the bytes: predicted 1.60x. Try compression="bf16".'
     ]
 
 

@@ -42,5 +42,5 @@ def test_names_that_were_missing_are_not_looked_up_one_by_one(
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_MEET_S", 0.05)
-    with pytest.raises(TimeoutError, match=r"come to 'built' in 0.05 s. Received: no \{1\}"):
+    with pytest.raises(TimeoutError, match=r"reach 'built' within 0.05 s. Received: not ranks \{1\}"):
         of_rank(0, tmp_path).meet("built")

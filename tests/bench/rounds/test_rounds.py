@@ -385,7 +385,7 @@ def test_a_round_whose_steps_are_no_seconds_is_an_error_and_leaves_a_journal_tha
     monkeypatch.setattr("bench.rounds.round.run_together", end)
     monkeypatch.setattr("bench.systems.System.missing", lambda self, python: "")
     round_ = run_round(Case("single", "c", 1, Task("digits", 8)), 0, None, 10)
-    assert "A rank's steps should be seconds. Received: step_s=[1.0, nan], 1.0" in round_.error
+    assert "A rank's steps should be finite seconds. Received: step_s=[1.0, nan], 1.0" in round_.error
     journal = Journal(tmp_path, outcome().setting)
     journal.add_round(round_)
     assert Journal.kept_in(tmp_path) == journal.outcome
