@@ -475,7 +475,8 @@ def test_scaling_is_measured_on_the_first_hosts_as_well(
     evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
     assert slots == [2, 2, 3, 3, 4, 4, 4]
     for text in ("0", "4", "two", ""):
-        with pytest.raises(SuiteError, match=f"from 1 to 3, the number of --hosts.*Received: --host-counts '{text}'"):
+        says = f"from 1 to 3, the number of --hosts.*Received: --host-counts '{text}'"
+        with pytest.raises(SuiteError, match=says):
             where.on_counts(text)
 
 
