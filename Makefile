@@ -110,7 +110,7 @@ peers:
 
 peers-test: peers
 	@echo "==> two steps of every system of bench/systems, in .venv-peers"
-	@.venv-peers/bin/pytest tests/test_bench_systems.py
+	@.venv-peers/bin/pytest tests/bench/systems/test_systems.py
 
 format: setup
 	@$(BIN)/ruff check --fix .

@@ -12,46 +12,46 @@ _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def ring_factor(ranks: int) -> float:
-    """How many times the buffer each rank must send (and receive) in an all-reduce: 2 (n - 1) / n."""
+    """Return how often each rank sends (and receives) the buffer in an all-reduce: 2 (n - 1) / n."""
     return 2 * (ranks - 1) / ranks
 
 
 def algorithm_bandwidth(size_bytes: int, seconds: float) -> float:
-    """Bytes per second of one operation: size / time, as nccl-tests' "algbw"."""
+    """Return bytes per second of one operation: size / time, the "algbw" of nccl-tests."""
     return size_bytes / seconds
 
 
 def bus_bandwidth(size_bytes: int, seconds: float, ranks: int) -> float:
-    """What each link carries each way, comparable for any number of ranks: algbw x 2 (n - 1) / n, "busbw"."""
+    """Return algbw x 2 (n - 1) / n, the "busbw": what each link carries each way, for any number of ranks."""
     return algorithm_bandwidth(size_bytes, seconds) * ring_factor(ranks)
 
 
 def communication_bound_s(gradient_bytes: int, ranks: int, bits_per_s: float | None) -> float:
-    """The least time to all-reduce the gradients over links of that rate; 0 where links have no limit."""
+    """Return the least seconds to all-reduce the gradients over links of a rate; 0 without a limit."""
     if bits_per_s is None:
         return 0.0
     return gradient_bytes * ring_factor(ranks) * 8 / bits_per_s
 
 
 def step_bound_s(computing_s: float, gradient_bytes: int, ranks: int, bits_per_s: float | None) -> float:
-    """The least time of a step that hides the shorter of computing and communication in the longer."""
+    """Return the least seconds of a step: the longer of computing and communication hides the other."""
     return max(computing_s, communication_bound_s(gradient_bytes, ranks, bits_per_s))
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """The mean to take of ratios; NaN of nothing."""
+    """Return the geometric mean, which suits ratios; NaN of nothing."""
     if not values:
         return math.nan
     return math.exp(math.fsum(math.log(value) for value in values) / len(values))
 
 
 def median(values: Sequence[float]) -> float:
-    """The middle value; NaN of nothing."""
+    """Return the median; NaN of nothing."""
     return statistics.median(values) if values else math.nan
 
 
 def relative_spread(values: Sequence[float]) -> float:
-    """Half the distance between the quartiles, over the median: 0.05 reads "within 5 % half of the time"."""
+    """Return half the distance between the quartiles over the median: 0.05 is "within 5 % half the time"."""
     if len(values) < 2:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -59,7 +59,7 @@ def relative_spread(values: Sequence[float]) -> float:
 
 
 def sizes(smallest_bytes: int, largest_bytes: int, factor: int = 4) -> list[int]:
-    """The sizes of a sweep, the largest included even when the factor jumps over it."""
+    """Return the sizes of a sweep. The largest is included even if the factor jumps over it."""
     if smallest_bytes < 4 or largest_bytes < smallest_bytes or factor < 2:
         raise ValueError(
             "A sweep needs 4 <= smallest <= largest bytes and a factor of at least 2. "
@@ -74,7 +74,7 @@ def sizes(smallest_bytes: int, largest_bytes: int, factor: int = 4) -> list[int]
 
 
 def parse_size(text: str) -> int:
-    """Bytes for "4096", "4K", "256MB" (K, M, G are powers of 1024)."""
+    """Return bytes for "4096", "4K", "256MB" (K, M, G are powers of 1024)."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"A size must be a whole number with K, M, G or nothing. Received: size={text!r}")
@@ -82,7 +82,7 @@ def parse_size(text: str) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """The shortest exact text: 4 KB, 256 MB, 1000 B."""
+    """Return the shortest exact text: 4 KB, 256 MB, 1000 B."""
     for unit, scale in (("GB", 1 << 30), ("MB", 1 << 20), ("KB", 1 << 10)):
         if size_bytes >= scale and size_bytes % scale == 0:
             return f"{size_bytes // scale} {unit}"
@@ -90,20 +90,20 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Three figures in the unit that fits."""
+    """Format seconds with three digits in a fitting unit."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= 0.9995 * scale:  # no 1e+03 of the next smaller unit
+        if seconds >= 0.9995 * scale:  # avoids 1e+03 of the next smaller unit
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
 
 
 def repetitions(sample_s: float, one_s: float, most: int = 1000) -> int:
-    """How many back-to-back operations of one_s make a sample of sample_s; 1 to `most`."""
+    """Return how many back-to-back operations of one_s fill a sample of sample_s, from 1 to `most`."""
     return min(most, max(1, round(sample_s / max(one_s, 1e-9))))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns aligned to the right, two spaces between, the header on top."""
+    """Format columns aligned to the right, two spaces apart, below the header."""
     lines = [list(header), *(list(row) for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
     return "\n".join(

@@ -1,7 +1,7 @@
-"""A search for the best settings of a system that has some: every value with every other, in turn, in rounds.
+"""Finds the best settings of a tunable system: tries all combinations of values, in turn, in rounds.
 
 ``python -m bench.tune --system horovod-tuned --hosts 2 --rate 1gbit --python .venv-peers/bin/python --keep``;
-on hosts that exist with ``--on a:2,b:2`` instead.
+on real hosts with ``--on a:2,b:2`` instead.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
 from bench.launch.ranks import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.metrics import format_time, median, table
-from bench.report.figures import steps_noise
-from bench.rounds.command import add_round_arguments, case_of, place_of
+from bench.rounds.command import add_round_arguments, case_of, hosts_of
 from bench.rounds.record import Case, Round, last_words
 from bench.rounds.round import run_round
-from bench.rounds.timed_steps import counted
+from bench.rounds.timed_steps import counted, steps_noise
 from bench.systems import SYSTEMS, System
 from bench.systems.tuned import Tuned, keep_tuned
 from hvpipe.errors import HvpipeError
 
-# Around defaults and the documentation's examples: 1 ms and 128 MiB, 3.5 ms and 32 MiB; one pack, 50 MiB.
+# Values around the defaults (1 ms and 128 MiB; one pack) and the examples of the documentation (3.5 ms and
+# 32 MiB; 50 MiB).
 VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     "horovod-tuned": {
         "HOROVOD_CYCLE_TIME": ("1", "3.5", "10", "30"),
@@ -53,17 +53,17 @@ class Tried:
 
     @property
     def noise(self) -> float:
-        """One standard error of that, relative to it."""
+        """The relative standard error of step_s."""
         return steps_noise(self.rounds)
 
 
 def search(system: System, values: Mapping[str, Sequence[str]], rounds: int, run: RunVariant) -> list[Tried]:
-    """Try all combinations, fastest first; a ClusterError where a round has no figures."""
+    """Try all combinations and return them, fastest first. ClusterError if a round has no figures."""
     every = [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
     steps: list[list[tuple[float, ...]]] = [[] for _ in every]
     for number in range(rounds):
         for turn in range(len(every)):
-            which = (turn + number) % len(every)  # none is always first
+            which = (turn + number) % len(every)  # so that no combination is always first
             found = run(system.tuned(every[which]), number)
             if not found.ok:
                 raise ClusterError(f"A round should end with figures. Received: {every[which]}, {found.why}")
@@ -74,7 +74,7 @@ def search(system: System, values: Mapping[str, Sequence[str]], rounds: int, run
 
 
 def source_of(tried: Sequence[Tried], case: Case, rounds: int) -> str:
-    """Where values are from that were the fastest, in words for a report."""
+    """Describe in words for a report where the fastest values come from."""
     return (
         f"the fastest of {len(tried)} by `python -m bench.tune`: {case.task.workload}, {case.cluster}, "
         f"{case.task.describe([rounds])}"
@@ -82,15 +82,17 @@ def source_of(tried: Sequence[Tried], case: Case, rounds: int) -> str:
 
 
 def describe(tried: Sequence[Tried]) -> str:
-    """A table for people."""
+    """Return a table for people."""
     rows = [[*each.values.values(), format_time(each.step_s), f"{each.noise:.0%}"] for each in tried]
     return table([*tried[0].values, "step", "noise"], rows)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Search, print, and keep where asked; 0 when all rounds had figures, 1 with the reason when not."""
+    """Search, print, and keep if asked. Return 0 if all rounds had figures; print the reason and return 1 if
+    not.
+    """
     parser = argparse.ArgumentParser(
-        prog="python -m bench.tune", description="The best settings of a system."
+        prog="python -m bench.tune", description="Find the best settings of a system."
     )
     parser.add_argument("--system", default="horovod-tuned", choices=list(VALUES))
     parser.add_argument("--rounds", type=int, default=2, help="of each combination (default: 2)")
@@ -107,14 +109,14 @@ def _run(arguments: argparse.Namespace) -> int:
         if arguments.rounds < 1:
             raise ValueError(f"--rounds should be at least 1. Received: --rounds {arguments.rounds}")
         warn_if_busy()
-        with place_of(arguments) as place:
-            case = case_of(arguments, place)
+        with hosts_of(arguments) as hosts:
+            case = case_of(arguments, hosts)
 
             def run(system: System, number: int) -> Round:
                 settings = {**system.options, **system.environment}
                 print(f"round {number + 1}: {settings}", file=sys.stderr, flush=True)
                 return run_round(
-                    case, number, place, arguments.timeout, python=arguments.python, system=system
+                    case, number, hosts, arguments.timeout, python=arguments.python, system=system
                 )
 
             tried = search(SYSTEMS[case.system], VALUES[case.system], arguments.rounds, run)

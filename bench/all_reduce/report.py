@@ -18,7 +18,7 @@ from bench.metrics import (
     table,
 )
 
-LARGE_BYTES = 1 << 20  # from here on bandwidth counts, below it latency
+LARGE_BYTES = 1 << 20  # from this size on bandwidth counts, below it latency
 LINK_LARGE_BYTES = 4 << 20
 
 
@@ -31,20 +31,20 @@ class Row:
     copy_samples_s: list[float]
 
     def seconds(self, contender: str) -> float:
-        """The median time of one operation; NaN for a contender that did not run."""
+        """Return the median time of one operation; NaN for a contender that did not run."""
         return median(self.samples_s.get(contender, []))
 
     def speedup(self) -> float:
-        """How many times faster than MPI_Allreduce hvpipe is."""
+        """Return how many times faster than MPI_Allreduce hvpipe is."""
         return self.seconds("mpi") / self.seconds("hvpipe")
 
 
 @dataclass(frozen=True)
 class AllReduceReport:
-    """Every size, and where it ran; link_bits_per_s is the measured two-way rate, None on one host.
+    """Every size, and where it ran. link_bits_per_s is the measured two-way rate, None on one host.
 
-    Bus bandwidth counts ranks, as nccl-tests does. A host's link carries what its hosts' ring needs, which is
-    less where several ranks share a host.
+    Bus bandwidth counts ranks, as in nccl-tests. A host's link carries what the ring of hosts needs, which is
+    less if several ranks share a host.
     """
 
     ranks: int
@@ -57,22 +57,24 @@ class AllReduceReport:
 
     @property
     def contenders(self) -> list[str]:
-        """Who took part."""
+        """The names of the contenders."""
         return list(self.rows[0].samples_s) if self.rows else []
 
     def bus(self, row: Row, contender: str) -> float:
-        """Bus bandwidth in bytes per second."""
+        """Return the bus bandwidth in bytes per second."""
         return bus_bandwidth(row.size_bytes, row.seconds(contender), self.ranks)
 
     def fraction(self, row: Row, contender: str) -> float:
-        """What the medium carries over what it can: the link's two-way rate, or one rank's copy on a host."""
+        """Return what the medium carries over what it can: the link's two-way rate, or one rank's copy on a
+        host.
+        """
         if self.link_bits_per_s is not None:
             carried = bus_bandwidth(row.size_bytes, row.seconds(contender), self.hosts)
             return carried * 8 / self.link_bits_per_s
         return self.bus(row, contender) / algorithm_bandwidth(row.size_bytes, median(row.copy_samples_s))
 
     def summary(self) -> dict[str, float]:
-        """The figures that targets are set for."""
+        """Return the main figures."""
         figures: dict[str, float] = {}
         large = [row for row in self.rows if row.size_bytes >= LARGE_BYTES]
         if {"mpi", "hvpipe"} <= set(self.contenders):
@@ -89,7 +91,7 @@ class AllReduceReport:
         return figures
 
     def to_json(self) -> str:
-        """Samples and what is derived from them."""
+        """Return samples and derived figures."""
         data = asdict(self)
         for row, out in zip(self.rows, data["rows"], strict=True):
             out["median_s"] = {who: row.seconds(who) for who in self.contenders}
@@ -114,7 +116,7 @@ class AllReduceReport:
         )
 
     def to_text(self) -> str:
-        """The table, then the summary."""
+        """Return the table, then the summary."""
         medium = "copy" if self.link_bits_per_s is None else "link"
         header = ["size"]
         for who in self.contenders:
@@ -143,7 +145,7 @@ class AllReduceReport:
         return f"{head}\n{table(header, lines)}\n{figures}"
 
     def plot(self, path: Path) -> None:
-        """Bus bandwidth over size, one line for each contender, and what the medium gives."""
+        """Plot bus bandwidth over size: a line for each contender, and the limit of the medium."""
         import matplotlib
 
         matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""What every rank of the all-reduce benchmark does: verify, then time the contenders interleaved."""
+"""What every rank of the all-reduce benchmark does: verify, then time the contenders in turn."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _PATTERN = 251  # values stay below 2^24 when summed, so float32 is exact in any
 
 
 @dataclass(frozen=True)
-class Effort:
-    """Which sizes, who takes part, and for how long: samples of each until `seconds` are spent on a size.
+class AllReduceOptions:
+    """Which sizes, which contenders, and for how long: samples of each until `seconds` are spent on a size.
 
     Operations shorter than sample_s are timed several at once. Buffers begin offset_bytes after a page.
     """
@@ -41,7 +41,7 @@ class Effort:
 
 
 def contenders(names: tuple[str, ...]) -> dict[str, InPlaceSum]:
-    """The operations by name; MPI's is in place as well, which is its faster form here."""
+    """Return the operations by name. MPI's is in place as well, which is its faster form here."""
     made: dict[str, InPlaceSum] = {}
     for name in names:
         if name == "mpi":
@@ -55,10 +55,10 @@ def contenders(names: tuple[str, ...]) -> dict[str, InPlaceSum]:
 
 
 def aligned(elements: int, value: float, offset_bytes: int) -> Buffer:
-    """An array that starts offset_bytes after a page.
+    """Return an array that starts offset_bytes after a page.
 
     On some CPUs a copy between arrays aligned differently modulo 64 is ten times slower. Frameworks align
-    their tensors to 64; NumPy aligns to 16, and which 16 is left to chance.
+    their tensors to 64. NumPy aligns to 16, and where in 64 is left to chance.
     """
     raw = np.empty(elements * 4 + 2 * _PAGE_BYTES, np.uint8)
     start = -raw.ctypes.data % _PAGE_BYTES + offset_bytes
@@ -67,22 +67,24 @@ def aligned(elements: int, value: float, offset_bytes: int) -> Buffer:
     return array
 
 
-def pool(size_bytes: int, value: float, effort: Effort) -> Iterator[Buffer]:
-    """Buffers to use in turn: always the same one, or as many as fill pool_bytes, so that each is cold."""
-    count = max(1, min(_MOST_BUFFERS, effort.pool_bytes // size_bytes))
-    return cycle([aligned(size_bytes // 4, value, effort.offset_bytes) for _ in range(count)])
+def pool(size_bytes: int, value: float, options: AllReduceOptions) -> Iterator[Buffer]:
+    """Return buffers to use in turn: always the same one, or as many as fill pool_bytes, so that each is
+    cold.
+    """
+    count = max(1, min(_MOST_BUFFERS, options.pool_bytes // size_bytes))
+    return cycle([aligned(size_bytes // 4, value, options.offset_bytes) for _ in range(count)])
 
 
 def expected_and_mine(elements: int, rank: int, ranks: int) -> tuple[Buffer, Buffer]:
-    """The exact sum, and this rank's part: whole numbers that differ by rank and by place."""
-    place = np.arange(elements, dtype=np.int32) % _PATTERN
-    mine = (place * (rank + 1) + rank).astype(np.float32)
-    expected = (place * (ranks * (ranks + 1) // 2) + ranks * (ranks - 1) // 2).astype(np.float32)
+    """Return the exact sum and this rank's part: whole numbers that differ by rank and by index."""
+    at = np.arange(elements, dtype=np.int32) % _PATTERN
+    mine = (at * (rank + 1) + rank).astype(np.float32)
+    expected = (at * (ranks * (ranks + 1) // 2) + ranks * (ranks - 1) // 2).astype(np.float32)
     return expected, mine
 
 
 def verify(operation: InPlaceSum, name: str, size_bytes: int) -> None:
-    """Raise ArithmeticError on every rank where any element of one all-reduce is wrong on any rank."""
+    """Raise ArithmeticError on every rank if any element of an all-reduce is wrong on any rank."""
     world = MPI.COMM_WORLD
     expected, buffer = expected_and_mine(size_bytes // 4, world.rank, world.size)
     operation(buffer)
@@ -97,7 +99,7 @@ def verify(operation: InPlaceSum, name: str, size_bytes: int) -> None:
 
 
 def _sample(operation: InPlaceSum, buffers: Iterator[Buffer], times: int) -> float:
-    """Seconds of one operation, on the slowest rank, averaged over `times` back to back."""
+    """Return the seconds of one operation on the slowest rank, averaged over `times` back to back."""
     world = MPI.COMM_WORLD
     world.Barrier()
     start = time.perf_counter()
@@ -107,20 +109,20 @@ def _sample(operation: InPlaceSum, buffers: Iterator[Buffer], times: int) -> flo
     return float(world.allreduce(mine, op=MPI.MAX))
 
 
-def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], effort: Effort) -> Row:
+def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], options: AllReduceOptions) -> Row:
     """Verify each contender, then take samples of them and of a plain copy in turn."""
     for name, operation in operations.items():
         verify(operation, name, size_bytes)
-    # Zeros stay zeros however often they are summed; memory is touched before it is timed.
-    buffers, targets = pool(size_bytes, 0, effort), pool(size_bytes, 1, effort)
+    # Sums of zeros stay zeros. Memory is touched before it is timed.
+    buffers, targets = pool(size_bytes, 0, options), pool(size_bytes, 1, options)
     turns: dict[str, InPlaceSum] = {**operations, "copy": lambda source: np.copyto(next(targets), source)}
-    times = {name: repetitions(effort.sample_s, _sample(each, buffers, 1)) for name, each in turns.items()}
+    times = {name: repetitions(options.sample_s, _sample(each, buffers, 1)) for name, each in turns.items()}
     samples: dict[str, list[float]] = {name: [] for name in turns}
     world = MPI.COMM_WORLD
-    deadline = time.perf_counter() + effort.seconds * len(operations)
-    for count in range(effort.most_samples):
+    deadline = time.perf_counter() + options.seconds * len(operations)
+    for count in range(options.most_samples):
         late = world.bcast(time.perf_counter() > deadline)  # rank 0 decides for all
-        if count >= effort.least_samples and late:
+        if count >= options.least_samples and late:
             break
         for name, operation in turns.items():
             samples[name].append(_sample(operation, buffers, times[name]))
@@ -130,15 +132,15 @@ def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], effort: Eff
     return Row(size_bytes, samples, copies)
 
 
-def measure(effort: Effort, where: str, say: Callable[[str], None]) -> AllReduceReport:
-    """Every size in turn; all ranks call it, and all get the report. `say` is called on rank 0."""
+def measure(options: AllReduceOptions, where: str, say: Callable[[str], None]) -> AllReduceReport:
+    """Measure every size in turn. All ranks call this and get the report. `say` is called on rank 0."""
     world = MPI.COMM_WORLD
-    operations = contenders(effort.contenders)
+    operations = contenders(options.contenders)
     rows = []
-    for size_bytes in effort.sizes_bytes:
+    for size_bytes in options.sizes_bytes:
         if world.rank == 0:
             say(f"{format_size(size_bytes)} ...")
-        rows.append(measure_size(size_bytes, operations, effort))
+        rows.append(measure_size(size_bytes, operations, options))
     version = MPI.Get_library_version().split(",")[0].strip()
     hosts = len(set(world.allgather(MPI.Get_processor_name())))
     return AllReduceReport(world.size, where, hosts, version, tuple(rows))

@@ -1,1 +1,7 @@
-"""A virtual cluster on one machine."""
+"""A virtual cluster on one machine: its hosts are network namespaces with limited links and CPU time."""
+
+from bench.cluster.spec import ClusterSpec, equal_hosts, read_spec
+from bench.cluster.virtual_cluster import VirtualCluster, clean_up
+from bench.errors import ClusterError
+
+__all__ = ["ClusterError", "ClusterSpec", "VirtualCluster", "clean_up", "equal_hosts", "read_spec"]

@@ -8,17 +8,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.cluster import network as cluster_network
+from bench.cluster import network
 from bench.cluster.link_rate import measure_two_way
 from bench.cluster.spec import format_rate
 from bench.cluster.state import all_states, read_state
-from bench.cluster.virtual_cluster import Cluster, ClusterError, ClusterSpec, clean_up, equal_hosts, read_spec
+from bench.cluster.virtual_cluster import ClusterSpec, VirtualCluster, clean_up, equal_hosts, read_spec
+from bench.errors import ClusterError
 
 DEFAULT_NAME = "hv"
 
 
 def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that describe a cluster, for every command that can bring one up."""
+    """Add the options that describe a cluster, for every command that can bring one up."""
     parser.add_argument("--hosts", type=int, help="number of equal hosts, h0, h1, ...")
     parser.add_argument(
         "--rate", default="unlimited", help="rate of each link, e.g. 300mbit (default: unlimited)"
@@ -27,11 +28,13 @@ def add_spec_arguments(parser: argparse.ArgumentParser) -> None:
         "--cpus", type=float, help="CPU time of each host in cores, e.g. 0.5 (default: no limit)"
     )
     parser.add_argument("--slots", type=int, default=1, help="ranks for each host (default: 1)")
-    parser.add_argument("--spec", type=Path, help="TOML file with a [[host]] table for each host, instead")
+    parser.add_argument(
+        "--spec", type=Path, help="instead of --hosts: a TOML file with a [[host]] table for each host"
+    )
 
 
 def spec_from_arguments(arguments: argparse.Namespace) -> ClusterSpec:
-    """The cluster that --spec or --hosts describes."""
+    """Return the cluster that --spec or --hosts describes."""
     if arguments.spec is not None:
         if arguments.hosts is not None:
             raise ClusterError(
@@ -60,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.cluster", description="A cluster on one machine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cluster", description="Build and use a virtual cluster on one machine."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def add(name: str, act: object, summary: str) -> argparse.ArgumentParser:
@@ -71,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(act=act)
         return command
 
-    add_spec_arguments(add("up", _up, "build the cluster, in place of an idle one of that name"))
+    add_spec_arguments(add("up", _up, "build the cluster; replaces an idle one of that name"))
     execute = add("exec", _execute, "run a command inside a host: exec h0 -- COMMAND")
     execute.add_argument("host")
     execute.add_argument("command", nargs=argparse.REMAINDER)
@@ -84,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     measure.add_argument("--seconds", type=float, default=4.0)
     add("status", _status, "list the clusters of this machine")
-    down = add("down", _down, "take the cluster down, and every one whose owner is gone")
+    down = add("down", _down, "take the cluster down, and all clusters whose owner process is gone")
     down.add_argument(
         "--all", action="store_true", help="every cluster of this machine that no process holds"
     )
@@ -92,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    cluster = Cluster(spec_from_arguments(arguments), arguments.name)
+    cluster = VirtualCluster(spec_from_arguments(arguments), arguments.name)
     cluster.up()
     print(f"{cluster.name} is up: {cluster.spec.describe()}")
     return 0
@@ -101,23 +106,23 @@ def _up(arguments: argparse.Namespace) -> int:
 def _words(command: list[str]) -> list[str]:
     words = command[1:] if command[:1] == ["--"] else command
     if not words:
-        raise ClusterError("Say what to run after `--`. Received: nothing")
+        raise ClusterError("Give the command to run after `--`. Received: nothing")
     return words
 
 
 def _execute(arguments: argparse.Namespace) -> int:
-    line = Cluster.attach(arguments.name).host_command(arguments.host, _words(arguments.command))
+    line = VirtualCluster.attach(arguments.name).host_command(arguments.host, _words(arguments.command))
     return subprocess.run(line, check=False).returncode
 
 
 def _mpirun(arguments: argparse.Namespace) -> int:
-    cluster = Cluster.attach(arguments.name)
+    cluster = VirtualCluster.attach(arguments.name)
     ranks = cluster.spec.slots if arguments.ranks is None else arguments.ranks
     return cluster.run(ranks, _words(arguments.command), capture=False).returncode
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    cluster = Cluster.attach(arguments.name)
+    cluster = VirtualCluster.attach(arguments.name)
     hosts = arguments.between or [host.name for host in cluster.spec.hosts[:2]]
     if len(hosts) != 2:
         raise ClusterError(f"A link is measured between two hosts. Received: {' '.join(hosts)}")
@@ -132,16 +137,16 @@ def _status(arguments: argparse.Namespace) -> int:
     for state in states:
         held = f"held by process {state.owner_pid}" if state.owner_alive else "stays until down"
         held = "stale, its owner is gone" if state.stale else held
-        print(f"{state.name}: {held}, {len(cluster_network.processes(state.name))} processes inside")
+        print(f"{state.name}: {held}, {len(network.processes(state.name))} processes inside")
         for index, host in enumerate(state.spec.hosts):
             cpus = "no limit" if host.cpus is None else f"{host.cpus:g} cores"
-            address, rate = cluster_network.address(index), format_rate(host.rate_bits_per_s)
+            address, rate = network.address(index), format_rate(host.rate_bits_per_s)
             print(f"  {host.name:<8} {address:<12} link {rate:<10} cpu {cpus:<10} slots {host.slots}")
     return 0
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    cluster_network.require_privileges()
+    network.require_privileges()
     gone = clean_up()
     names = (
         [state.name for state in all_states() if not state.owner_alive] if arguments.all else [arguments.name]
@@ -150,11 +155,11 @@ def _down(arguments: argparse.Namespace) -> int:
         known = any(state.name == name for state in all_states())
         if known and read_state(name).owner_alive:
             raise ClusterError(
-                f"A cluster that a process holds ends with it: end process {read_state(name).owner_pid}. "
+                f"Process {read_state(name).owner_pid} holds the cluster: end the process first. "
                 f"Received: name={name!r}"
             )
-        if known or cluster_network.existing_namespaces(name):
-            Cluster(equal_hosts(1), name).down()
+        if known or network.existing_namespaces(name):
+            VirtualCluster(equal_hosts(1), name).down()
             gone.append(name)
     print(f"taken down: {', '.join(gone)}" if gone else "nothing was up")
     return 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from bench.cluster.spec import ClusterError, ClusterSpec
+from bench.cluster.spec import ClusterSpec
+from bench.errors import ClusterError
 
-_PERIOD_US = 20_000  # short, so that a slow host is slow all the time and not stopped for long
+_PERIOD_US = 20_000  # short, so that a slow host is slow all the time instead of stopping for long
 
 
 def group(cluster: str) -> Path | None:
-    """The directory of a cluster's cgroups, whether or not it exists; None without a cpu controller."""
+    """Return the folder of a cluster's cgroups, which may not exist; None without a cpu controller."""
     for line in Path("/proc/mounts").read_text().splitlines():
         _, mount, kind, options, *_ = line.split()
         if kind == "cgroup" and "cpu" in options.split(","):
@@ -49,7 +50,7 @@ def build(cluster: str, spec: ClusterSpec) -> None:
 
 
 def _delegate(top: Path) -> None:
-    """Version 2 wants the controller switched on from the root down; version 1 has no such file."""
+    """Switch the controller on from the root down, which version 2 needs. Version 1 has no such file."""
     for directory in (top.parent, top):
         switch = directory / "cgroup.subtree_control"
         if switch.exists() and "cpu" not in switch.read_text().split():
@@ -66,7 +67,7 @@ def _set_quota(directory: Path, cpus: float) -> None:
 
 
 def remove(cluster: str, patience_s: float = 2.0) -> None:
-    """Delete the cluster's cgroups; their processes have been ended, and the kernel may still be at it."""
+    """Delete the cluster's cgroups. The kernel may still be removing their ended processes."""
     top = group(cluster)
     if top is None or not top.is_dir():
         return

@@ -1,4 +1,4 @@
-"""What a link carries with both directions busy: iperf3 --bidir, or an own TCP stream where it is missing."""
+"""The rate of a link with both directions busy, by iperf3 --bidir or, without it, a TCP stream of our own."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
 
 if TYPE_CHECKING:
-    from bench.cluster.virtual_cluster import Cluster
-    from bench.launch.hosts import Place
+    from bench.cluster.virtual_cluster import VirtualCluster
+    from bench.hosts.real_hosts import Hosts
 
 _PORT = 5201
 
 
 @dataclass(frozen=True)
 class TwoWayRate:
-    """Bits per second received at each end while both send; `tool` says what measured."""
+    """Bits per second received at each end while both send. `tool` names what measured them."""
 
     tool: str
     forward_bits_per_s: float
@@ -30,11 +30,11 @@ class TwoWayRate:
 
     @property
     def bits_per_s(self) -> float:
-        """The mean of the two directions: what a ring, which uses both alike, can reach."""
+        """The mean of the two directions: the most that a ring can reach, as it uses both alike."""
         return (self.forward_bits_per_s + self.backward_bits_per_s) / 2
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the rate in one line."""
         return (
             f"{self.tool}: {self.bits_per_s / 1e6:.1f} Mb/s each way with both ways busy "
             f"({self.forward_bits_per_s / 1e6:.1f} there, {self.backward_bits_per_s / 1e6:.1f} back)"
@@ -42,7 +42,7 @@ class TwoWayRate:
 
 
 def iperf_rate(report: dict[str, Any]) -> TwoWayRate:
-    """Read what `iperf3 --bidir --json` printed on the client's side."""
+    """Read what `iperf3 --bidir --json` printed on the client."""
     if "error" in report:
         raise ClusterError(f"iperf3 failed: {report['error']}")
     end = report["end"]
@@ -53,18 +53,18 @@ def iperf_rate(report: dict[str, Any]) -> TwoWayRate:
     )
 
 
-def measure_two_way(cluster: Cluster, first: str, second: str, *, seconds: float = 4.0) -> TwoWayRate:
-    """Stream both ways between two hosts for `seconds`, after a second that does not count."""
+def measure_two_way(cluster: VirtualCluster, first: str, second: str, *, seconds: float = 4.0) -> TwoWayRate:
+    """Stream both ways between two hosts for `seconds`, after one second that does not count."""
     if shutil.which("iperf3") is not None:
         return _with_iperf(cluster, first, second, seconds)
     print(
-        "iperf3 is not installed (Debian, Ubuntu: apt-get install iperf3): measuring with an own TCP stream",
+        "iperf3 is not installed (Debian, Ubuntu: apt-get install iperf3): measuring with our own TCP stream",
         file=sys.stderr,
     )
     return measure_own_stream(cluster, first, second, seconds)
 
 
-def _with_iperf(cluster: Cluster, first: str, second: str, seconds: float) -> TwoWayRate:
+def _with_iperf(cluster: VirtualCluster, first: str, second: str, seconds: float) -> TwoWayRate:
     client = [
         "iperf3", "--client", second, "--port", str(_PORT), "--bidir", "--omit", "1",
         "--time", str(max(1, round(seconds))), "--json",
@@ -74,8 +74,8 @@ def _with_iperf(cluster: Cluster, first: str, second: str, seconds: float) -> Tw
     return iperf_rate(json.loads(output))
 
 
-def measure_own_stream(cluster: Place, first: str, second: str, seconds: float) -> TwoWayRate:
-    """The same by an own TCP stream, on hosts that exist too: these need not have iperf3."""
+def measure_own_stream(cluster: Hosts, first: str, second: str, seconds: float) -> TwoWayRate:
+    """Measure with a TCP stream of our own. This works on real hosts too, which need not have iperf3."""
     program = [sys.executable, str(Path(__file__).with_name("two_way_stream.py"))]
     address = [second, str(_PORT), str(seconds)]
     with _serving(cluster, second, [*program, "server", *address]):
@@ -85,13 +85,13 @@ def measure_own_stream(cluster: Place, first: str, second: str, seconds: float) 
 
 
 class _serving:
-    """A server process inside a host, ended with the block."""
+    """Runs a server process inside a host and ends it with the block."""
 
-    def __init__(self, cluster: Place, host: str, command: list[str]) -> None:
+    def __init__(self, cluster: Hosts, host: str, command: list[str]) -> None:
         self._line = cluster.host_command(host, command)
 
     def __enter__(self) -> None:
-        nothing = subprocess.DEVNULL  # ssh would change the settings of a terminal that it reads from
+        nothing = subprocess.DEVNULL  # ssh would change the settings of a terminal on its stdin
         self._process = subprocess.Popen(self._line, stdin=nothing, stdout=nothing, stderr=nothing)
 
     def __exit__(self, *_: object) -> None:
@@ -99,9 +99,9 @@ class _serving:
         self._process.wait(timeout=10)
 
 
-def _retry(cluster: Place, host: str, command: list[str], timeout_s: float) -> str:
-    """Run the client; the server may need a moment before it listens."""
-    deadline = time.monotonic() + 15.0  # over ssh a Python starts in seconds
+def _retry(cluster: Hosts, host: str, command: list[str], timeout_s: float) -> str:
+    """Run the client again until the server listens."""
+    deadline = time.monotonic() + 15.0  # over ssh, Python takes seconds to start
     while True:
         try:
             result = cluster.execute(host, command, timeout_s=timeout_s)

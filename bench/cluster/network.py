@@ -9,7 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from bench.cluster.spec import ClusterError, ClusterSpec
+from bench.cluster.spec import ClusterSpec
+from bench.errors import ClusterError
 
 SUBNET = "10.77.0.0/24"
 _NAMES = Path("/etc/netns")
@@ -23,7 +24,7 @@ _TOOLS = {
 
 
 def require_privileges() -> None:
-    """Raise ClusterError, naming what to do, where namespaces cannot be made."""
+    """Raise ClusterError, which says what to do, if namespaces cannot be made."""
     if os.geteuid() != 0:
         raise ClusterError(
             "A virtual cluster needs root: it makes network namespaces and limits their links. "
@@ -40,17 +41,17 @@ def require_privileges() -> None:
 
 
 def namespace(cluster: str, host: str) -> str:
-    """The network namespace of a host; the bridge lives in the one of the host "switch"."""
+    """Return the network namespace of a host. The bridge is in the namespace of the host "switch"."""
     return f"{cluster}-{host}"
 
 
 def address(index: int) -> str:
-    """The address of the host with that index."""
+    """Return the address of the host with that index."""
     return f"10.77.0.{index + 1}"
 
 
 def hosts_file(cluster: str, host: str) -> Path:
-    """The file that gives names inside a host; `ip netns exec` puts it over /etc/hosts by itself."""
+    """Return the file that maps names inside a host. `ip netns exec` mounts it over /etc/hosts."""
     return _NAMES / namespace(cluster, host) / "hosts"
 
 
@@ -102,14 +103,14 @@ def _limit(inside: str, device: str, bits_per_s: float) -> None:
 
 
 def existing_namespaces(cluster: str) -> list[str]:
-    """The cluster's namespaces that exist now, whoever made them."""
+    """Return the cluster's namespaces that exist now, whoever made them."""
     listing = _call("ip", "netns", "list")
     names = [line.split()[0] for line in listing.splitlines() if line.strip()]
     return [name for name in names if name.startswith(f"{cluster}-")]
 
 
 def processes(cluster: str) -> list[int]:
-    """The processes that run inside the cluster's hosts."""
+    """Return the processes that run inside the cluster's hosts."""
     found: list[int] = []
     for name in existing_namespaces(cluster):
         result = subprocess.run(

@@ -1,4 +1,6 @@
-"""What a virtual cluster looks like: hosts, the rate of their links, their CPU time; read from TOML."""
+"""The description of a virtual cluster: its hosts, the rates of their links and their CPU time; read from
+TOML.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+from bench.errors import ClusterError
+
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(bit|kbit|mbit|gbit)")
 _UNIT_BITS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _HOST_NAME = re.compile(r"[a-z][a-z0-9]{0,14}")
 _HOST_KEYS = {"name", "rate", "cpus", "slots"}
-
-
-class ClusterError(RuntimeError):
-    """A virtual cluster cannot be described, built, entered or taken down."""
 
 
 def parse_rate(text: str) -> float | None:
@@ -48,7 +48,7 @@ def format_rate(bits_per_s: float | None) -> str:
 
 @dataclass(frozen=True)
 class HostSpec:
-    """One host: its link's rate each way and its CPU time in cores (None: no limit), its number of ranks."""
+    """One host: its link's rate each way, its CPU time in cores and its ranks. None: no limit."""
 
     name: str
     rate_bits_per_s: float | None = None
@@ -69,7 +69,7 @@ class HostSpec:
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """The hosts of a virtual cluster; mpirun starts on the first."""
+    """The hosts of a virtual cluster. mpirun starts on the first one."""
 
     hosts: tuple[HostSpec, ...]
 
@@ -87,12 +87,12 @@ class ClusterSpec:
 
     @property
     def slowest_rate_bits_per_s(self) -> float | None:
-        """The rate that a ring through all hosts is bound by; None where no link is limited."""
+        """The rate that limits a ring through all hosts; None if no link is limited."""
         rates = [host.rate_bits_per_s for host in self.hosts if host.rate_bits_per_s is not None]
         return min(rates, default=None)
 
     def describe(self) -> str:
-        """One line for people: 2 hosts, h0 300mbit, h1 300mbit 0.5 cpus."""
+        """Describe the cluster in one line: 2 hosts: h0 300mbit, h1 300mbit 0.5 cpus."""
         parts = []
         for host in self.hosts:
             cpus = "" if host.cpus is None else f" {host.cpus:g} cpus"
@@ -101,25 +101,25 @@ class ClusterSpec:
         return f"{len(self.hosts)} host{'s' if len(self.hosts) > 1 else ''}: {', '.join(parts)}"
 
     def to_json(self) -> dict[str, Any]:
-        """The spec as plain JSON types."""
+        """Return the spec as plain JSON types."""
         return asdict(self)
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> ClusterSpec:
-        """The spec that to_json wrote."""
+        """Return the spec that to_json wrote."""
         return ClusterSpec(tuple(HostSpec(**host) for host in data["hosts"]))
 
 
 def equal_hosts(
     count: int, rate: str = "unlimited", *, cpus: float | None = None, slots: int = 1
 ) -> ClusterSpec:
-    """A cluster of `count` equal hosts named h0, h1, ..."""
+    """Return a cluster of `count` equal hosts named h0, h1, ..."""
     bits_per_s = parse_rate(rate)
     return ClusterSpec(tuple(HostSpec(f"h{i}", bits_per_s, cpus, slots) for i in range(count)))
 
 
 def read_spec(path: Path) -> ClusterSpec:
-    """Read a cluster from TOML: an optional table [defaults] and one table [[host]] for each host."""
+    """Read a cluster from TOML: an optional table [defaults], and one table [[host]] for each host."""
     try:
         data = tomllib.loads(path.read_text())
     except OSError as error:

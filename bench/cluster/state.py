@@ -1,4 +1,4 @@
-"""What is written down about a virtual cluster, so that another process can enter it or clean it away."""
+"""The state of a virtual cluster on disk, so that another process can enter it or clean it up."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.spec import ClusterError, ClusterSpec
+from bench.cluster.spec import ClusterSpec
+from bench.errors import ClusterError
 
 STATE = Path("/run/hvpipe-cluster")
 _FILE = "state.json"
 
-# Entering is one script, so that mpirun's agent, `exec` and a person's shell get the same host: its CPU time,
-# its network, its name, its /etc/hosts, and a /sys of this network that still has the cgroups, which entering
-# another host from here needs.
+# One script enters a host, so that mpirun's agent, `exec` and a person's shell get the same host: its CPU
+# time, network, name, /etc/hosts, and a /sys of its network. That /sys keeps the cgroups, because entering
+# another host from inside this one needs them.
 _ENTER = """#!/bin/sh
 # Run a command inside a host of the virtual cluster {name}: enter HOST COMMAND [ARGUMENT...]
 host=$1
@@ -47,7 +48,7 @@ exec {directory}/enter "$host" sh -c "$*"
 
 @dataclass(frozen=True)
 class ClusterState:
-    """A cluster's name and spec, and the process whose end is its end; 0 when it stays until `down`."""
+    """A cluster's name and spec, and the process that it ends with; owner_pid 0 if it stays until `down`."""
 
     name: str
     spec: ClusterSpec
@@ -56,21 +57,21 @@ class ClusterState:
 
     @property
     def directory(self) -> Path:
-        """Where this state, the enter script and mpirun's agent are."""
+        """The folder of this state, the enter script and mpirun's agent."""
         return STATE / self.name
 
     @property
     def owner_alive(self) -> bool:
-        """Whether the owner still runs (and is not another process with a used-again pid)."""
+        """Whether the owner still runs. Another process that reuses its pid does not count."""
         return self.owner_pid != 0 and process_started(self.owner_pid) == self.owner_started
 
     @property
     def stale(self) -> bool:
-        """Whether its owner is gone without having taken it down."""
+        """Whether its owner ended without taking it down."""
         return self.owner_pid != 0 and not self.owner_alive
 
     def write(self, cpu_group: Path | None) -> None:
-        """Write state and scripts; `cpu_group` holds the hosts' cgroups, if there is a cpu controller."""
+        """Write state and scripts. `cpu_group` holds the hosts' cgroups, if there is a cpu controller."""
         (self.directory / "cgroup").mkdir(parents=True, exist_ok=True)
         data = {
             "name": self.name,
@@ -78,7 +79,7 @@ class ClusterState:
             "owner_started": self.owner_started,
             "spec": self.spec.to_json(),
         }
-        # Whole or not at all: another process may read it, or this one be killed.
+        # Replace the file atomically: another process may read it, or this one may be killed.
         partial = self.directory / f".{_FILE}"
         partial.write_text(json.dumps(data, indent=1))
         os.replace(partial, self.directory / _FILE)
@@ -89,14 +90,14 @@ class ClusterState:
             path.chmod(0o755)
 
     def delete(self) -> None:
-        """Forget the cluster."""
+        """Delete the state."""
         shutil.rmtree(self.directory, ignore_errors=True)
         if STATE.is_dir() and not any(STATE.iterdir()):
             STATE.rmdir()
 
 
 def process_started(pid: int) -> int:
-    """The start time of a process in clock ticks since boot; 0 where there is none."""
+    """Return the start time of a process in clock ticks since boot; 0 if it does not run."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -105,7 +106,7 @@ def process_started(pid: int) -> int:
 
 
 def read_state(name: str) -> ClusterState:
-    """The state of the cluster with that name."""
+    """Return the state of the cluster with that name."""
     path = STATE / name / _FILE
     try:
         data: dict[str, Any] = json.loads(path.read_text())
@@ -122,7 +123,7 @@ def read_state(name: str) -> ClusterState:
 
 
 def all_states() -> list[ClusterState]:
-    """Every cluster written down on this machine, stale ones included."""
+    """Return every cluster on this machine, including stale ones."""
     return [read_state(path.parent.name) for path in _files()]
 
 

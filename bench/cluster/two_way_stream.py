@@ -1,4 +1,4 @@
-"""A TCP stream both ways between two processes: what link_rate runs in two hosts where iperf3 is missing."""
+"""A TCP stream both ways between two processes, which link_rate runs in two hosts without iperf3."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _send(connection: socket.socket, until: float) -> None:
 
 
 def _receive_bits_per_s(connection: socket.socket, seconds: float) -> float:
-    """The rate of what arrives between the end of the warm-up and the end of the measurement."""
+    """Return the rate of the data that arrives after the warm-up and before the end."""
     begin = time.monotonic() + _WARM_UP_S
     end, arrived, buffer = begin + seconds, 0, bytearray(_CHUNK_BYTES)
     while size := connection.recv_into(buffer):
@@ -30,7 +30,7 @@ def _receive_bits_per_s(connection: socket.socket, seconds: float) -> float:
 
 
 def stream(connection: socket.socket, seconds: float) -> float:
-    """Send and receive at once; the bits per second that arrived here."""
+    """Send and receive at once. Return the bits per second that arrived here."""
     sender = threading.Thread(target=_send, args=(connection, time.monotonic() + _WARM_UP_S + seconds + 0.5))
     sender.start()
     rate = _receive_bits_per_s(connection, seconds)
@@ -48,7 +48,7 @@ def serve(port: int, seconds: float) -> None:
 
 
 def measure(host: str, port: int, seconds: float) -> dict[str, float]:
-    """Stream with the server at host; what arrived there and here."""
+    """Stream with the server at `host`. Return the rates that arrived there and here."""
     with socket.create_connection((host, port), timeout=30) as connection:
         connection.settimeout(None)
         here = stream(connection, seconds)

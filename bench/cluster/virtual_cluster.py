@@ -1,12 +1,9 @@
-"""A cluster on one machine: hosts are network namespaces, links have a rate, CPUs have a share.
+"""A cluster on one machine, as a context manager.
 
-As a context manager::
-
-    with Cluster(equal_hosts(4, "300mbit")) as cluster:
+    with VirtualCluster(equal_hosts(4, "300mbit")) as cluster:
         cluster.run(4, ["python", "train.py"])
 
-and as a command: ``python -m bench.cluster up --hosts 4 --rate 300mbit``, ``exec h0 -- hostname``,
-``mpirun -np 4 -- python train.py``, ``measure``, ``status``, ``down``. Linux and root only.
+``python -m bench.cluster`` offers the same as a command. Linux and root only.
 """
 
 from __future__ import annotations
@@ -20,19 +17,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
-from bench.cluster import cpu as cluster_cpu
-from bench.cluster import network as cluster_network
-from bench.cluster.spec import ClusterError, ClusterSpec, equal_hosts, read_spec
+from bench.cluster import cpu, network
+from bench.cluster.rank_command import rank_command
+from bench.cluster.spec import ClusterSpec, equal_hosts, read_spec
 from bench.cluster.state import ClusterState, all_states, process_started, read_state
+from bench.errors import ClusterError
 from bench.launch import mpirun
 from bench.launch.termination import ended_by_exception, undisturbed
 
-__all__ = ["Cluster", "ClusterError", "ClusterSpec", "clean_up", "equal_hosts", "read_spec"]
+__all__ = ["ClusterError", "ClusterSpec", "VirtualCluster", "clean_up", "equal_hosts", "read_spec"]
 
 _NAME = re.compile(r"[a-z][a-z0-9]{0,19}")
 
 
-class Cluster:
+class VirtualCluster:
     """A virtual cluster that is up inside its `with` block.
 
     Leaving the block by return, exception, Ctrl-C or SIGTERM takes everything down. After SIGKILL, the next
@@ -50,11 +48,11 @@ class Cluster:
             )
 
     @staticmethod
-    def attach(name: str) -> Cluster:
-        """The cluster with that name that is up already, to run in; it stays when we go."""
-        return Cluster(read_state(name).spec, name)
+    def attach(name: str) -> VirtualCluster:
+        """Return the cluster of that name, which is up already and stays up."""
+        return VirtualCluster(read_state(name).spec, name)
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> VirtualCluster:
         with ExitStack() as signals:
             signals.enter_context(ended_by_exception())
             self.up(owner_pid=os.getpid())
@@ -68,36 +66,38 @@ class Cluster:
             self.down()
 
     def up(self, owner_pid: int = 0) -> None:
-        """Build it, in place of an idle one of the same name; with owner_pid 0 it stays up until `down`."""
-        cluster_network.require_privileges()
+        """Build the cluster, in place of an idle one of the same name. With owner_pid 0 it stays up until
+        `down`.
+        """
+        network.require_privileges()
         clean_up()
-        if cluster_network.existing_namespaces(self.name):
+        if network.existing_namespaces(self.name):
             self._require_idle()
             self.down()
-        # Until complete it belongs to this process: killed half-way it is stale, and the next one removes it.
+        # Until it is complete it belongs to this process: if this one is killed, the next one removes it.
         building = ClusterState(self.name, self.spec, os.getpid(), process_started(os.getpid()))
-        building.write(cluster_cpu.group(self.name))
+        building.write(cpu.group(self.name))
         try:
-            cluster_cpu.build(self.name, self.spec)
-            cluster_network.build(self.name, self.spec)
+            cpu.build(self.name, self.spec)
+            network.build(self.name, self.spec)
         except BaseException:
             self.down()
             raise
         if owner_pid != os.getpid():
             ClusterState(self.name, self.spec, owner_pid, process_started(owner_pid)).write(
-                cluster_cpu.group(self.name)
+                cpu.group(self.name)
             )
 
     def down(self) -> None:
-        """End the processes inside and remove every trace; a second Ctrl-C waits until that is done."""
+        """End the processes inside and remove everything. A second Ctrl-C waits until that is done."""
         with undisturbed():
-            cluster_network.remove(self.name)
-            cluster_cpu.remove(self.name)
+            network.remove(self.name)
+            cpu.remove(self.name)
             ClusterState(self.name, self.spec, 0, 0).delete()
 
     def _require_idle(self) -> None:
         state = next((state for state in all_states() if state.name == self.name), None)
-        running = cluster_network.processes(self.name)
+        running = network.processes(self.name)
         if (state is not None and state.owner_alive) or running:
             owner = (
                 f"process {state.owner_pid} holds it"
@@ -111,25 +111,25 @@ class Cluster:
 
     @property
     def directory(self) -> Path:
-        """Where the enter script and mpirun's agent are while the cluster is up."""
+        """The folder of the enter script and mpirun's agent while the cluster is up."""
         return ClusterState(self.name, self.spec, 0, 0).directory
 
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` inside a host."""
+        """Return the command line that runs `command` inside a host."""
         names = [each.name for each in self.spec.hosts]
         if host not in names:
             raise ClusterError(f"The host must be one of {', '.join(names)}. Received: host={host!r}")
         return [str(self.directory / "enter"), host, *command]
 
     def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
-        """The command line that starts `command` on `ranks` ranks by an mpirun inside the first host."""
-        line = mpirun.across_hosts(self.spec, self.directory / "agent", ranks, command)
+        """Return the line by which mpirun starts `command` on `ranks` ranks, from inside the first host."""
+        line = rank_command(self.spec, self.directory / "agent", ranks, command)
         return self.host_command(self.spec.hosts[0].name, line)
 
     def execute(
         self, host: str, command: Sequence[str], *, timeout_s: float | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command inside a host to its end; its output comes back as text."""
+        """Run a command inside a host to its end and return its output as text."""
         return mpirun.run(self.host_command(host, command), timeout_s=timeout_s)
 
     def run(
@@ -141,15 +141,15 @@ class Cluster:
         env: Mapping[str, str] | None = None,
         capture: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on `ranks` ranks to its end; `env` reaches every rank."""
+        """Run a command on `ranks` ranks to its end. Every rank gets `env`."""
         return mpirun.run(self.mpirun_command(ranks, command), timeout_s=timeout_s, env=env, capture=capture)
 
 
 def clean_up() -> list[str]:
-    """Take down every cluster whose owner is gone; their names."""
+    """Take down every cluster whose owner is gone. Return their names."""
     stale = [state for state in all_states() if state.stale]
     for state in stale:
-        Cluster(state.spec, state.name).down()
+        VirtualCluster(state.spec, state.name).down()
     return [state.name for state in stale]
 
 

@@ -1,1 +1,1 @@
-"""An evaluation: many rounds of many systems, budgeted and resumable."""
+"""An evaluation: many rounds of many systems on many hosts, planned by a suite, and resumable."""

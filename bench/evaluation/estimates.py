@@ -1,28 +1,29 @@
-"""How long rounds will take, roughly, so that a suite can be budgeted before anything has been measured."""
+"""Rough durations of rounds, so that a suite can be planned before anything has been measured."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-from bench.cluster.spec import ClusterError
-from bench.evaluation.suite import Group, PipelineRun, Suite, cluster_spec
+from bench.cluster.named_clusters import cluster_spec
+from bench.errors import ClusterError
+from bench.evaluation.suite import Group, PipelineRun, Suite
 from bench.metrics import communication_bound_s
 from bench.training.workloads import TRAINED_DIGITS
 
-GROUP_S = 15.0  # cluster up and down, links measured
-_PROCESS_S = 9.0  # TensorFlow's import, of each process
+GROUP_S = 15.0  # to build a cluster, measure its links and take it down
+_PROCESS_S = 9.0  # of each process, to import TensorFlow
 
 
 @dataclass(frozen=True)
 class _Cost:
-    """Seconds of one core: to build and trace, and for a sample at `pixels`; what one all-reduce carries."""
+    """Seconds of one core to build and trace, and for a sample at `pixels`; bytes of one all-reduce."""
 
     trace_s: float
     sample_s: float
     gradient_bytes: float
     pixels: int = 64
-    power: int = 2  # how the time of a sample grows with pixels, or tokens
+    power: int = 2  # the time of a sample grows with this power of pixels or tokens
 
 
 _COSTS = {
@@ -38,7 +39,7 @@ _UNKNOWN = _Cost(25, 0.2, 100e6)
 
 
 def round_s(group: Group) -> float:
-    """Seconds of one round of one system: processes start, trace, warm up, take steps that hide nothing."""
+    """Return the seconds of a round of one system: start, trace, warm up, steps without any overlap."""
     task, cost = group.task, _COSTS.get(group.task.workload, _UNKNOWN)
     hosts, rate, slowest = _cluster_facts(group)
     # Ranks share the cores of this machine; a host with half a core takes twice as long.
@@ -53,7 +54,7 @@ def round_s(group: Group) -> float:
 
 
 def pipeline_s(run: PipelineRun) -> float:
-    """Seconds of a run of bench.pipeline: profile, then every plan traced and trained."""
+    """Return the seconds of a run of bench.pipeline: profile, then trace and train every plan."""
     cost = _COSTS.get(run.model, _UNKNOWN)
     plans = len(run.methods.split(",")) + run.seeds - 1
     step_s = cost.sample_s * run.batch * (run.pixels / cost.pixels) ** cost.power
@@ -61,13 +62,13 @@ def pipeline_s(run: PipelineRun) -> float:
 
 
 def suite_s(suite: Suite) -> float:
-    """Seconds of the whole suite."""
+    """Return the seconds of the whole suite."""
     groups = sum(GROUP_S + len(group.turns()) * round_s(group) for group in suite.groups)
     return groups + sum(GROUP_S + pipeline_s(run) for run in suite.pipelines)
 
 
 def _cluster_facts(group: Group) -> tuple[int, float | None, float]:
-    """Hosts, the slowest link's bits per second, the cores of the slowest host (1 at most)."""
+    """Return the hosts, the slowest link's bits per second and the slowest host's cores (at most 1)."""
     try:
         spec = cluster_spec(group.cluster) if group.spec is None else group.spec
     except ClusterError:

@@ -1,4 +1,6 @@
-"""The journal of an evaluation: a line of JSON for each thing that ended; nothing is lost or done twice."""
+"""The journal of an evaluation: a line of JSON for each finished thing, so that nothing is lost or done
+twice.
+"""
 
 from __future__ import annotations
 
@@ -11,77 +13,85 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.links import LinkFacts
-from bench.evaluation.outcome import Outcome, PipelineOutcome, Setting, pipeline_from_dict, setting_from_dict
+from bench.evaluation.outcome import (
+    EvaluationOutcome,
+    PipelineOutcome,
+    Setting,
+    pipeline_from_dict,
+    setting_from_dict,
+)
 from bench.evaluation.software import differences
+from bench.hosts.links import LinkFacts
 from bench.rounds.record import Round
 
 FILE = "journal.jsonl"
 
 
 class JournalError(RuntimeError):
-    """A journal that belongs to another evaluation, or cannot be read."""
+    """Raised for a journal that belongs to another evaluation, or cannot be read."""
 
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Make the folder and hold it; JournalError while another process does. It ends with the process."""
+    """Make the folder and lock it until the block or the process ends. JournalError if another process has
+    it.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    place = os.open(folder, os.O_RDONLY)
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        with suppress(OSError):  # a file system without locks
+        with suppress(OSError):  # the file system may have no locks
             try:
-                fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise JournalError(
                     f"One evaluation at a time may run in a folder. Received: {folder}, in use by another"
                 ) from error
         yield
     finally:
-        os.close(place)
+        os.close(handle)
 
 
 class Journal:
-    """Appends to a folder's journal; opened on one that is there, it goes on after the last whole line."""
+    """Appends to a folder's journal. On an existing one it continues after the last complete line."""
 
     def __init__(self, folder: Path, setting: Setting) -> None:
-        """Begin, or go on where the plan is the same; JournalError where it is another."""
+        """Begin, or continue a journal of the same plan. JournalError if the plan is another."""
         self._path = folder / FILE
         folder.mkdir(parents=True, exist_ok=True)
         whole = _whole_lines(self._path)
         if whole:
             self.outcome = _outcome(self._path, whole)
             _require_same(folder, self.outcome.setting, setting)
-            # A line that was being written when the machine stopped is not there.
+            # Cut off a line that was not complete when the machine stopped.
             os.truncate(self._path, sum(len(line) for line in whole))
         else:
-            self.outcome = Outcome(setting)
+            self.outcome = EvaluationOutcome(setting)
             self._path.write_bytes(_line("setting", asdict(setting)))
 
     @staticmethod
-    def kept_in(folder: Path) -> Outcome | None:
-        """What a folder's journal has, perhaps of a run that was interrupted; None without a journal."""
+    def kept_in(folder: Path) -> EvaluationOutcome | None:
+        """Return the content of a folder's journal, perhaps of an interrupted run; None without a journal."""
         whole = _whole_lines(folder / FILE)
         return _outcome(folder / FILE, whole) if whole else None
 
     def add_round(self, finished: Round) -> None:
-        """Keep a round."""
+        """Append a round."""
         self._append("round", finished.to_dict())
         self.outcome = replace(self.outcome, rounds=(*self.outcome.rounds, finished))
 
     def add_links(self, found: list[LinkFacts]) -> None:
-        """Keep what a cluster's links do."""
+        """Append the measured links of a cluster."""
         for each in found:
             self._append("link", asdict(each))
         self.outcome = replace(self.outcome, links=(*self.outcome.links, *found))
 
     def add_pipeline(self, finished: PipelineOutcome) -> None:
-        """Keep a pipeline run."""
+        """Append a pipeline run."""
         self._append("pipeline", asdict(finished))
         self.outcome = replace(self.outcome, pipelines=(*self.outcome.pipelines, finished))
 
     def forget_not_up(self) -> None:
-        """Take out what was not run since its place was not up: it is run again."""
+        """Remove cases that did not run because their hosts were not up, so that they run again."""
         self._rewrite(
             replace(
                 self.outcome,
@@ -91,7 +101,7 @@ class Journal:
         )
 
     def forget_failed(self) -> None:
-        """Take out what failed, links that could not be measured too: it is run again."""
+        """Remove what failed, including links that could not be measured, so that it runs again."""
         self._rewrite(
             replace(
                 self.outcome,
@@ -101,8 +111,8 @@ class Journal:
             )
         )
 
-    def _rewrite(self, kept: Outcome) -> None:
-        """Keep that alone; whenever this process ends, there is the whole of the one or of the other."""
+    def _rewrite(self, kept: EvaluationOutcome) -> None:
+        """Replace the journal atomically: whenever this process ends, either journal is complete."""
         if kept == self.outcome:
             return
         lines = [_line("setting", asdict(kept.setting))]
@@ -134,12 +144,12 @@ def _whole_lines(path: Path) -> list[bytes]:
     return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def _outcome(path: Path, lines: list[bytes]) -> Outcome:
+def _outcome(path: Path, lines: list[bytes]) -> EvaluationOutcome:
     try:
         entries = [json.loads(line) for line in lines]
         kinds = [entry.pop("kind") for entry in entries]
         of = {kind: [e for k, e in zip(kinds, entries, strict=True) if k == kind] for kind in set(kinds)}
-        return Outcome(
+        return EvaluationOutcome(
             setting_from_dict(of["setting"][0]),
             tuple(Round.from_dict(each) for each in of.get("round", [])),
             tuple(LinkFacts(**each) for each in of.get("link", [])),
@@ -153,7 +163,7 @@ def _require_same(folder: Path, there: Setting, wanted: Setting) -> None:
     if there.plan != wanted.plan:
         raise JournalError(
             f"{folder} holds the results of another plan (suite {there.suite!r}, of {there.started}): "
-            f"go on with that one, or give another --out. Received: suite {wanted.suite!r}"
+            f"continue with that one, or give another --out. Received: suite {wanted.suite!r}"
         )
     if there.clusters != wanted.clusters:
         began, now = ("; ".join(each.description for each in of.clusters) for of in (there, wanted))
@@ -169,5 +179,5 @@ def _require_same(folder: Path, there: Setting, wanted: Setting) -> None:
     if changed := differences(before, now):
         raise JournalError(
             f"{folder} was begun with other software, whose figures should not be mixed with new ones: "
-            f"give another --out, or go on with what it was begun with. Received: {', '.join(changed)}"
+            f"give another --out, or use the software that it was begun with. Received: {', '.join(changed)}"
         )

@@ -1,4 +1,4 @@
-"""The outcome of an evaluation: every round, the links, the pipelines, and on what; results.json."""
+"""The outcome of an evaluation: every round, link and pipeline, and the setting; results.json."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.links import LinkFacts
-from bench.evaluation.hardware import Machine
+from bench.hosts.hardware import HostHardware
+from bench.hosts.links import LinkFacts
 from bench.pipeline.report import PipelineReport
-from bench.rounds.record import FORMAT, NOT_UP, Round
+from bench.rounds.record import FORMAT, Round, means_not_up
 
 
 class OutcomeError(ValueError):
-    """A file that is no outcome of an evaluation."""
+    """Raised for a file that does not hold the outcome of an evaluation."""
 
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """A cluster by its name: in words, how many hosts, and the rate that bounds a ring through them."""
+    """A cluster by name: its description, number of hosts, and the rate that limits a ring through them."""
 
     name: str
     description: str
@@ -29,28 +29,28 @@ class ClusterFacts:
 
 @dataclass(frozen=True)
 class Setting:
-    """Which suite ran, on what, since when; `plan` is the suite as data, which a resumed run must share.
+    """Which suite ran, on what, and since when. A resumed run must have the same `plan`, the suite as data.
 
-    `software` has versions by name (bench.evaluation.software); empty in results of before it was kept.
+    `software` has versions by name (bench.evaluation.software); it is empty in older results.
     """
 
     suite: str
     title: str
     started: str  # ISO date and time, UTC
-    machine: Machine
+    machine: HostHardware
     clusters: tuple[ClusterFacts, ...]
     plan: dict[str, Any]
     notes: tuple[str, ...] = ()
     software: dict[str, str] = field(default_factory=dict)
 
     def cluster(self, name: str) -> ClusterFacts:
-        """The cluster of that name."""
+        """Return the cluster of that name."""
         return next(each for each in self.clusters if each.name == name)
 
 
 @dataclass(frozen=True)
 class PipelineOutcome:
-    """A pipeline run of the suite: its report, or why there is none."""
+    """A pipeline run of the suite: its report, or the error."""
 
     name: str
     report: PipelineReport | None = None
@@ -58,13 +58,13 @@ class PipelineOutcome:
 
     @property
     def not_up(self) -> bool:
-        """Whether only the place was missing; it may be there the next time."""
-        return self.error.startswith(NOT_UP)
+        """Whether only the hosts were missing. They may be up the next time."""
+        return means_not_up(self.error)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """All that an evaluation kept, in the order in which it came."""
+class EvaluationOutcome:
+    """Everything that an evaluation kept, in the order in which it came."""
 
     setting: Setting
     rounds: tuple[Round, ...] = ()
@@ -72,7 +72,7 @@ class Outcome:
     pipelines: tuple[PipelineOutcome, ...] = ()
 
     def to_json(self) -> str:
-        """Everything; from_json reads it."""
+        """Return everything as text for from_json."""
         data = {
             "format": FORMAT,
             "setting": asdict(self.setting),
@@ -83,13 +83,13 @@ class Outcome:
         return json.dumps(data, indent=1)
 
     @staticmethod
-    def from_json(text: str) -> Outcome:
-        """What to_json wrote; OutcomeError where it did not."""
+    def from_json(text: str) -> EvaluationOutcome:
+        """Read what to_json returned. OutcomeError for other texts."""
         try:
             data = json.loads(text)
             if data["format"] != FORMAT:
                 raise OutcomeError(f"Results should be of format {FORMAT}. Received: {data['format']!r}")
-            return Outcome(
+            return EvaluationOutcome(
                 setting_from_dict(data["setting"]),
                 tuple(Round.from_dict(each) for each in data["rounds"]),
                 tuple(LinkFacts(**each) for each in data["links"]),
@@ -103,11 +103,11 @@ class Outcome:
             ) from error
 
     @staticmethod
-    def read(path: Path) -> Outcome:
-        """From results.json, or from a folder that has one."""
+    def read(path: Path) -> EvaluationOutcome:
+        """Read results.json, or a folder that has one."""
         file = path / "results.json" if path.is_dir() else path
         try:
-            return Outcome.from_json(file.read_text(encoding="utf-8"))
+            return EvaluationOutcome.from_json(file.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise OutcomeError(f"Results should be a file that can be read. Received: {file}") from error
         except OutcomeError as error:
@@ -115,13 +115,15 @@ class Outcome:
 
 
 def setting_from_dict(data: dict[str, Any]) -> Setting:
-    """What asdict made of a Setting, perhaps through JSON."""
+    """Read what asdict returned for a Setting, perhaps through JSON."""
     rest = {k: v for k, v in data.items() if k not in ("machine", "clusters", "notes")}
     clusters = tuple(ClusterFacts(**each) for each in data["clusters"])
-    return Setting(machine=Machine(**data["machine"]), clusters=clusters, notes=tuple(data["notes"]), **rest)
+    return Setting(
+        machine=HostHardware(**data["machine"]), clusters=clusters, notes=tuple(data["notes"]), **rest
+    )
 
 
 def pipeline_from_dict(data: dict[str, Any]) -> PipelineOutcome:
-    """What asdict made of a PipelineOutcome, perhaps through JSON."""
+    """Read what asdict returned for a PipelineOutcome, perhaps through JSON."""
     report = None if data["report"] is None else PipelineReport.from_dict(data["report"])
     return PipelineOutcome(data["name"], report, data["error"])

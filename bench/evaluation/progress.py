@@ -1,4 +1,4 @@
-"""How far an evaluation is and how long it will take: a bar on a terminal, plain lines elsewhere."""
+"""The progress of an evaluation and the time left: a bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from contextlib import contextmanager
 from typing import TextIO
 
 
-class Progress:
-    """Counts estimated seconds; the time left follows from how good they were so far. Prints lines."""
+class EvaluationProgress:
+    """Prints lines of progress. It counts estimated seconds and corrects the time left by their errors."""
 
     def __init__(self, total_s: float, out: TextIO | None = None) -> None:
         self._total_s = total_s
-        self._done_s = 0.0  # by estimate
+        self._done_s = 0.0  # by the estimates
         self._taken_s = 0.0  # by the clock
         self._out = out if out is not None else sys.stderr
 
     @property
     def share(self) -> float:
-        """0 to 1."""
+        """The share that is done, 0 to 1."""
         left_s = self._total_s - self._done_s
         return self._done_s / self._total_s if left_s > 1e-6 else 1.0
 
     @property
     def left_s(self) -> float:
-        """By the estimates, corrected once a twentieth is done."""
+        """The time left by the estimates, corrected once a twentieth is done."""
         begun = self._done_s > max(0.0, 0.05 * self._total_s)
         factor = self._taken_s / self._done_s if begun else 1.0
         return max(0.0, self._total_s - self._done_s) * factor
 
     @contextmanager
     def part(self, what: str, estimated_s: float) -> Iterator[None]:
-        """Something that is about to be done; one that is broken off does not count."""
+        """Count the block as done when it ends. A block that raises does not count."""
         begin = time.monotonic()
         self.working_on(what)
         yield
@@ -42,7 +42,7 @@ class Progress:
         self.moved()
 
     def leave_out(self, estimated_s: float) -> None:
-        """Something that need not be done."""
+        """Take a part out that need not run."""
         self._total_s -= estimated_s
         self.moved()
 
@@ -54,12 +54,12 @@ class Progress:
         """Show that a part is done."""
 
     def say(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         print(text, file=self._out, flush=True)
 
 
-class BarProgress(Progress):
-    """The same as a bar at the bottom of the terminal."""
+class BarProgress(EvaluationProgress):
+    """Shows the same as a bar at the bottom of the terminal."""
 
     def __init__(self, total_s: float) -> None:
         super().__init__(total_s)
@@ -93,8 +93,8 @@ class BarProgress(Progress):
 
 
 @contextmanager
-def shown(total_s: float) -> Iterator[Progress]:
-    """A bar where standard error is a terminal and rich is installed, else lines."""
+def shown(total_s: float) -> Iterator[EvaluationProgress]:
+    """Yield a bar if standard error is a terminal and rich is installed, else plain lines."""
     try:
         import rich  # noqa: F401
     except ImportError:
@@ -102,14 +102,14 @@ def shown(total_s: float) -> Iterator[Progress]:
     else:
         drawable = sys.stderr.isatty()
     if not drawable:
-        yield Progress(total_s)
+        yield EvaluationProgress(total_s)
         return
     with BarProgress(total_s) as progress:
         yield progress
 
 
 def format_left(seconds: float) -> str:
-    """1 h 5 min, 12 min, 40 s."""
+    """Format a duration as 1 h 5 min, 12 min or 40 s."""
     if seconds >= 3600:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
     return f"{round(seconds / 60)} min" if seconds >= 90 else f"{round(seconds)} s"

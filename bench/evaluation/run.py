@@ -1,4 +1,4 @@
-"""Runs a suite: group after group on its cluster, systems in turn, every round kept as it ends."""
+"""Runs a suite: group after group on its hosts, with the systems in turn. Every round is kept as it ends."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from bench.cluster import links
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
 from bench.evaluation.estimates import GROUP_S, pipeline_s, round_s, suite_s
-from bench.evaluation.hardware import describe_machine
+from bench.evaluation.host_selection import HostSelection
 from bench.evaluation.journal import Journal, alone_in
-from bench.evaluation.outcome import Outcome, PipelineOutcome, Setting
-from bench.evaluation.progress import Progress
+from bench.evaluation.outcome import EvaluationOutcome, PipelineOutcome, Setting
+from bench.evaluation.progress import EvaluationProgress
 from bench.evaluation.suite import Group, PipelineRun, Suite
-from bench.launch.host_selection import Sites
-from bench.launch.hosts import Place, RealHosts
-from bench.launch.process_placement import ROOT
+from bench.hosts import links
+from bench.hosts.hardware import describe_hardware
+from bench.hosts.process_placement import ROOT
+from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch.processes import plain
 from bench.launch.ranks import run_ranks
 from bench.metrics import format_time, median
@@ -30,52 +30,52 @@ from bench.pipeline.report import PipelineReport
 from bench.rounds.record import NOT_UP, Case, Round, last_words
 from bench.rounds.timed_steps import counted
 
-RunRound = Callable[[Case, int, "Place | None", float], Round]
-"""Runs one round of a case: case, number, place, seconds until it is ended."""
+RunRound = Callable[[Case, int, "Hosts | None", float], Round]
+"""Runs one round of a case: case, number, hosts, seconds until it is ended."""
 
 _OUTPUT_END = 4000
 
 
-def setting_of(suite: Suite, sites: Sites, software: Mapping[str, str] | None = None) -> Setting:
-    """What is kept about a run before it begins. `suite` is fitted to the sites."""
+def setting_of(suite: Suite, selection: HostSelection, software: Mapping[str, str] | None = None) -> Setting:
+    """Return what is kept about a run before it begins. `suite` fits the selection."""
     clusters = {each.cluster: each.spec for each in suite.groups}
     clusters |= {each.cluster: each.spec for each in suite.pipelines}
     return Setting(
         suite.name,
         suite.title,
         datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        describe_machine(),
-        tuple(sites.facts(name, spec) for name, spec in clusters.items()),
+        describe_hardware(),
+        tuple(selection.facts(name, spec) for name, spec in clusters.items()),
         json.loads(json.dumps(asdict(suite))),
-        (*((sites.note,) if sites.note else ()), *suite.notes),
+        (*((selection.note,) if selection.note else ()), *suite.notes),
         dict(software or {}),
     )
 
 
 class Evaluation:
-    """One run of a suite into a folder; on a folder that has some of it already, what is missing."""
+    """One run of a suite into a folder. If the folder has some rounds already, it runs the missing ones."""
 
     def __init__(
         self,
         suite: Suite,
-        sites: Sites,
+        selection: HostSelection,
         run_round: RunRound,
         missing: Mapping[str, str],
         software: Mapping[str, str] | None = None,
     ) -> None:
-        """`missing` says of each system that cannot run here why; `software` is what bench.evaluation.software tells."""
-        self._suite = sites.fit(suite)
-        self._sites = sites
+        """`missing` says why a system cannot run here, by name. `software` is from describe_software."""
+        self._suite = selection.fit(suite)
+        self._selection = selection
         self._run_round = run_round
         self._missing = missing
         self._software = software
 
     def estimate_s(self) -> float:
-        """Seconds of all of it, roughly."""
+        """Return the rough duration of all of it, in seconds."""
         return suite_s(self._suite)
 
     def plan(self) -> dict[str, Any]:
-        """JSON values: each group and pipeline with its seconds by estimate; why systems are skipped."""
+        """Return JSON values: each group and pipeline with its estimate, and why systems are skipped."""
         asked = {system for group in self._suite.groups for system in group.systems}
         groups = [
             {
@@ -88,7 +88,7 @@ class Evaluation:
             for group in self._suite.groups
         ]
         return {
-            "note": self._sites.note,
+            "note": self._selection.note,
             "notes": list(self._suite.notes),
             "groups": groups,
             "pipelines": [{"name": run.name, "estimate_s": pipeline_s(run)} for run in self._suite.pipelines],
@@ -97,7 +97,7 @@ class Evaluation:
         }
 
     def describe(self) -> str:
-        """The plan for people, a line for each group and pipeline."""
+        """Return the plan for people, a line for each group and pipeline."""
         plan = self.plan()
         lines = [*([plan["note"]] if plan["note"] else []), *plan["notes"]]
         lines += [
@@ -108,13 +108,15 @@ class Evaluation:
         lines += [f"{run['name']}: {run['estimate_s'] / 60:.1f} min" for run in plan["pipelines"]]
         return "\n".join([*lines, *(f"skipped: {why}" for why in plan["skipped"].values())])
 
-    def run(self, folder: Path, progress: Progress, *, retry_failed: bool = False) -> Outcome:
-        """Run what is missing in the folder; KeyboardInterrupt leaves with all finished rounds kept.
+    def run(
+        self, folder: Path, progress: EvaluationProgress, *, retry_failed: bool = False
+    ) -> EvaluationOutcome:
+        """Run what is missing in the folder. KeyboardInterrupt leaves it with all finished rounds kept.
 
-        What had no place to run is missing; with `retry_failed` what failed is as well.
+        Cases whose hosts were not up count as missing, and with `retry_failed` failed cases do too.
         """
         with alone_in(folder):
-            journal = Journal(folder, setting_of(self._suite, self._sites, self._software))
+            journal = Journal(folder, setting_of(self._suite, self._selection, self._software))
             journal.forget_not_up()
             if retry_failed:
                 journal.forget_failed()
@@ -129,7 +131,7 @@ class Evaluation:
                 progress.say(f"nothing left to run: {folder} has all rounds, begun {kept.setting.started}")
             return journal.outcome
 
-    def _run_group(self, group: Group, journal: Journal, progress: Progress) -> None:
+    def _run_group(self, group: Group, journal: Journal, progress: EvaluationProgress) -> None:
         kept = journal.outcome
         left = [turn for turn in group.turns() if not _done(kept, *turn) and not _gave_up(kept, turn[1])]
         for case in dict.fromkeys(case for _, case in left if case.system in self._missing):
@@ -141,14 +143,14 @@ class Evaluation:
         if not left:
             return
         try:
-            with self._sites.place(group) as place:
-                self._measure_links(group.cluster, place, journal, progress)
+            with self._selection.bring_up(group) as hosts:
+                self._measure_links(group.cluster, hosts, journal, progress)
                 for number, case in left:
                     if _gave_up(journal.outcome, case):
                         progress.leave_out(round_s(group))
                         continue
                     with progress.part(f"{case.key}, round {number + 1} of {group.rounds}", round_s(group)):
-                        finished = self._round(case, number, place, 300 + 6 * round_s(group))
+                        finished = self._round(case, number, hosts, 300 + 6 * round_s(group))
                         journal.add_round(finished)
                         progress.say(_line(finished))
         except ClusterError as error:
@@ -158,10 +160,10 @@ class Evaluation:
                     progress.leave_out(round_s(group))
             progress.say(f"{group.name}: not run, {NOT_UP}{error}")
 
-    def _round(self, case: Case, number: int, place: Place | None, timeout_s: float) -> Round:
-        """A round; whatever a system does to fail ends up in it."""
+    def _round(self, case: Case, number: int, hosts: Hosts | None, timeout_s: float) -> Round:
+        """Run a round. Every failure of a system ends up in the round."""
         try:
-            return self._run_round(case, number, place, timeout_s)
+            return self._run_round(case, number, hosts, timeout_s)
         except subprocess.TimeoutExpired as error:
             output = error.stderr or error.output or ""
             text = output if isinstance(output, str) else output.decode(errors="replace")
@@ -169,18 +171,20 @@ class Evaluation:
         except Exception:
             return Round(case, number, error=traceback.format_exc()[-_OUTPUT_END:])
 
-    def _measure_links(self, cluster: str, place: Place | None, journal: Journal, progress: Progress) -> None:
+    def _measure_links(
+        self, cluster: str, hosts: Hosts | None, journal: Journal, progress: EvaluationProgress
+    ) -> None:
         known = any(each.cluster == cluster for each in journal.outcome.links)
-        if known or place is None or len(place.spec.hosts) < 2:
+        if known or hosts is None or len(hosts.spec.hosts) < 2:
             return
         progress.working_on(f"{cluster}: links")
         try:
-            journal.add_links(links.measure(place, cluster))
-        except Exception as error:  # the systems can be measured all the same
+            journal.add_links(links.measure(hosts, cluster))
+        except Exception as error:  # the systems can be measured without it
             progress.say(f"{cluster}: links not measured, {error!r}")
-            journal.add_links(links.not_measured(place, cluster, last_words(str(error))))
+            journal.add_links(links.not_measured(hosts, cluster, last_words(str(error))))
 
-    def _run_pipeline(self, run: PipelineRun, journal: Journal, progress: Progress) -> None:
+    def _run_pipeline(self, run: PipelineRun, journal: Journal, progress: EvaluationProgress) -> None:
         if any(each.name == run.name for each in journal.outcome.pipelines):
             progress.leave_out(pipeline_s(run))
             return
@@ -189,10 +193,10 @@ class Evaluation:
             output.touch()
             try:
                 where = NOT_UP
-                with self._sites.place(run) as place:
+                with self._selection.bring_up(run) as hosts:
                     where = ""
-                    assert place is not None  # plain loopback leaves pipelines out
-                    report = _pipeline_report(run, place, output)
+                    assert hosts is not None  # on plain loopback pipelines are left out
+                    report = _pipeline_report(run, hosts, output)
                 finished = PipelineOutcome(run.name, report)
             except Exception as error:
                 said = plain(output.read_text(errors="replace"))[-_OUTPUT_END:]
@@ -201,35 +205,35 @@ class Evaluation:
             journal.add_pipeline(finished)
 
 
-def _pipeline_report(run: PipelineRun, place: Place, output: Path) -> PipelineReport:
-    """Run a pipeline's ranks; what they print goes to `output`. ClusterError where they fail or hang."""
+def _pipeline_report(run: PipelineRun, hosts: Hosts, output: Path) -> PipelineReport:
+    """Run a pipeline's ranks with their output in `output`. ClusterError if they fail or hang."""
 
     def start(command: list[str]) -> list[str]:
-        # Other hosts get no environment but what stands on the command line.
-        line = place.mpirun_command(place.spec.slots, ["env", f"PYTHONPATH={ROOT}", *command])
+        # Other hosts get only the environment on the command line.
+        line = hosts.mpirun_command(hosts.spec.slots, ["env", f"PYTHONPATH={ROOT}", *command])
         return ["sh", "-c", 'exec "$@" > "$0" 2>&1', str(output), *line]
 
-    where, timeout_s = place.spec.describe(), 300 + 6 * pipeline_s(run)
+    where, timeout_s = hosts.spec.describe(), 300 + 6 * pipeline_s(run)
     # Rank 0 may be on another host, which shares the current folder.
-    shared = Path.cwd() if isinstance(place, RealHosts) else None
+    shared = Path.cwd() if isinstance(hosts, RealHosts) else None
     text = run_ranks("bench.pipeline", start, run.words(), where=where, timeout_s=timeout_s, folder=shared)
     return PipelineReport.from_json(text)
 
 
-def _done(outcome: Outcome, number: int, case: Case) -> bool:
-    """Whether this round was run; one that was skipped is tried again."""
+def _done(outcome: EvaluationOutcome, number: int, case: Case) -> bool:
+    """Return whether this round ran. Skipped rounds are tried again."""
     return any(
         each.case.key == case.key and each.number == number and not each.skipped for each in outcome.rounds
     )
 
 
-def _gave_up(outcome: Outcome, case: Case) -> bool:
-    """Whether the case failed: what crashes or hangs would do so again in every round."""
+def _gave_up(outcome: EvaluationOutcome, case: Case) -> bool:
+    """Return whether the case failed: a crash or a hang would repeat in every round."""
     return any(each.case.key == case.key and each.error for each in outcome.rounds)
 
 
 def _line(finished: Round) -> str:
-    """A round in a line for people."""
+    """Describe a round in one line."""
     if not finished.ok:
         return f"{finished.case.key}: {'skipped' if finished.skipped else 'failed'}, {finished.why}"
     step_s = max(median(counted(finished.case.task, rank.step_s)) for rank in finished.ranks)

@@ -1,4 +1,4 @@
-"""Which software an evaluation measures: this checkout as it is, the Python that trains and its packages."""
+"""The software that an evaluation measures: this checkout, the Python that trains and its packages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[2]
-# Documentation, tests and results change no figures.
+# The files that affect figures: no documentation, tests or results.
 _MEASURED = ("hvpipe", "csrc", "bench", ":(exclude)bench/results", ":(exclude)*.md")
 _PACKAGES = ("tensorflow", "tensorflow-cpu", "keras", "horovod", "hvpipe", "mpi4py")
 _PROBE = """
@@ -26,13 +26,13 @@ print(json.dumps(found))
 
 
 def describe_software(python: str) -> dict[str, str]:
-    """Versions by name, with the `python` itself and the `commit`; what cannot be found out is left out."""
+    """Return versions by name, with the `python` and the `commit`, without those that cannot be found out."""
     commit = _commit(_ROOT)
     return {"python": python, **({"commit": commit} if commit else {}), **_versions(python)}
 
 
 def differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """What both name and is not the same, as "keras 3.14 (now 3.15)"; what only one has is no difference."""
+    """Return what both have in different versions, as "keras 3.14 (now 3.15)"."""
     return [
         f"{name} {before[name]} (now {now[name]})"
         for name in before
@@ -52,7 +52,7 @@ def _versions(python: str) -> dict[str, str]:
 
 
 def _commit(checkout: Path) -> str:
-    """The last commit of what is measured, with a digest of what differs from it; "" without git."""
+    """Return the last commit of the measured files, with a digest of changes since; "" without git."""
     try:
         last = _git(checkout, "log", "-1", "--format=%h")
         changes = _git(checkout, "diff", "HEAD")

@@ -1,1 +1,1 @@
-"""What only a machine with a GPU can tell."""
+"""The check of hvpipe to run on a machine with a GPU."""

@@ -1,12 +1,12 @@
 """Verify and measure hvpipe on this machine's GPU: `python -m bench.gpu.check`.
 
-Builds hvpipe where it lacks its GPU library, then runs bench.gpu.check_worker with one rank, with two through
-the host and with two by NCCL: every result against a float64 reference, on fresh random data, with outputs
-poisoned before. Needs PyTorch, MPI and nvcc; bench/README.md says how to bring what a machine lacks. Where
-there is one GPU only, two ranks share it, which takes NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY).
+It builds hvpipe if its GPU library is missing. Then it runs bench.gpu.check_worker with one rank, with two
+through the host and with two by NCCL. Every result is compared with a float64 reference, on fresh random
+data, with poisoned outputs. It needs PyTorch, MPI and nvcc; bench/README.md says how to install what is
+missing. On a machine with one GPU two ranks share it, which needs NCCL 2.30 or later (HVPIPE_NCCL_LIBRARY).
 
-Exits 0 where all is right, 1 where a result is wrong, a rank failed or a figure falls short of what is wanted
-of it (printed beside it; not with --small), 77 where there is no GPU to check.
+Exit codes: 0 all is right; 1 a result is wrong, a rank failed or a figure falls short (not with --small); 77
+no GPU.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hvpipe.comm.rank_gpu import find_nccl
 NO_GPU = 77
 REPOSITORY = Path(__file__).parents[2]
 WORKER = "bench.gpu.check_worker"
-RUN_TIMEOUT_S = 150.0  # of each run; --timeout for tools that slow it down
-SHARES_A_GPU = 23000  # NCCL's version from which two ranks may have one GPU
+RUN_TIMEOUT_S = 150.0  # of each run; tools that slow it down need --timeout
+SHARES_A_GPU = 23000  # from this version of NCCL on, two ranks may share a GPU
 
 Row = dict[str, Any]
 
 
 def gpus() -> int | str:
-    """How many GPUs PyTorch can use, or why none."""
+    """Return the number of GPUs that PyTorch can use, or the reason why none."""
     try:
         from bench.gpu.torch_gpu import count_gpus
     except ImportError as error:
@@ -43,9 +43,10 @@ def gpus() -> int | str:
 
 
 def build() -> None:
-    """Install hvpipe from this folder, unless its GPU library is there."""
+    """Install hvpipe from this folder, unless its GPU library exists."""
     look = (
-        "import hvpipe.comm.native as e, sys; sys.exit(not (e.native_directory() / 'libhvpipe_cuda.so').exists())"
+        "import sys; from hvpipe.comm.native import native_directory as native; "
+        "sys.exit(not (native() / 'libhvpipe_cuda.so').exists())"
     )
     there = subprocess.run([sys.executable, "-c", look], cwd=REPOSITORY, capture_output=True, check=False)
     if there.returncode == 0:
@@ -56,7 +57,7 @@ def build() -> None:
 
 
 def nccl_version(named: str) -> int:
-    """As NCCL writes it, 23005 for 2.30.5; 0 where it does not load."""
+    """Return the version as NCCL writes it, 23005 for 2.30.5; 0 if it does not load."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL(find_nccl(named)).ncclGetVersion(ctypes.byref(version))
@@ -66,12 +67,12 @@ def nccl_version(named: str) -> int:
 
 
 def run(ranks: int, settings: dict[str, str], small: bool, timeout_s: float = RUN_TIMEOUT_S) -> list[Row]:
-    """The rows that rank 0 of the worker wrote, and one more where a rank failed or took too long."""
+    """Return the rows that rank 0 of the worker wrote, and one more if a rank failed or took too long."""
     with tempfile.TemporaryDirectory() as folder:
         rows = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "hvpipe", "run", "--no-summary", "-np", str(ranks), "-m", WORKER]
         command += [str(rows), *(["small"] if small else [])]
-        # Ranks wait for each other as long as one may take.
+        # Ranks wait for each other as long as one of them may take.
         waits = {"HVPIPE_TIMEOUT": str(max(60.0, timeout_s / 2)), **os.environ, **settings}
         with subprocess.Popen(command, env=waits, cwd=REPOSITORY) as launcher:
             try:
@@ -87,7 +88,7 @@ def run(ranks: int, settings: dict[str, str], small: bool, timeout_s: float = RU
 
 
 def runs(devices: int, version: int) -> list[tuple[int, dict[str, str]]]:
-    """Ranks and settings of each run, with NCCL of this version."""
+    """Return ranks and settings of each run with this version of NCCL."""
     shared = {}
     if devices == 1:
         first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -99,7 +100,7 @@ def runs(devices: int, version: int) -> list[tuple[int, dict[str, str]]]:
 
 
 def table(rows: list[Row]) -> str:
-    """The rows in words and aligned, what is wrong being marked."""
+    """Format the rows; "!!" marks wrong ones."""
     width = max((len(row["what"]) for row in rows), default=0)
     return "\n".join(
         f"{'!!' if row['ok'] is False else '  '} {row['what']:{width}}  {row['result']}" for row in rows
@@ -123,14 +124,14 @@ def main() -> int:
     planned = runs(devices, version)
     rows: list[Row] = []
     if len(planned) < 3:
-        result = f"left out: NCCL is {version or 'missing'}, wanted for two ranks on one GPU: {SHARES_A_GPU}"
+        result = f"left out: two ranks on one GPU need NCCL {SHARES_A_GPU}, found {version or 'none'}"
         rows.append({"what": "2 ranks, NCCL", "result": result, "ok": None})
         print(table(rows))
     for ranks, settings in planned:
         new = run(ranks, settings, arguments.small, arguments.timeout)
         rows += new
         print(table(new), flush=True)
-        if arguments.json:  # after each run, since the next one may not end
+        if arguments.json:  # after each run, because the next one may hang
             date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             arguments.json.write_text(json.dumps({"date": date, "rows": rows}, indent=1) + "\n")
     wrong = [row for row in rows if row["ok"] is False]

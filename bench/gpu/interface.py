@@ -1,4 +1,4 @@
-"""What bench.gpu.check_worker wants of an array library and its device."""
+"""What bench.gpu.check_worker needs from an array library and its device."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from numpy.typing import NDArray
 Numbers = NDArray[np.float64]
 
 
-class Gpu(Protocol):
-    """Arrays on this rank's device, work for it, and its clock; all is enqueued on the default stream."""
+class GpuUnderTest(Protocol):
+    """Arrays on this rank's device, work for it, and its clock. All work goes to the default stream."""
 
     name: str
 
     def put(self, values: Numbers, dtype: str) -> Any:
-        """A new device array of these numbers."""
+        """Return a new device array of these numbers."""
 
     def get(self, array: Any) -> Numbers:
-        """The numbers of a device array, once all that was enqueued is done."""
+        """Return the numbers of a device array, once all enqueued work is done."""
 
     def faces(self, array: Any) -> dict[str, Any]:
-        """The same memory as other libraries and protocols show it."""
+        """Return the same memory as other libraries and protocols present it."""
 
     def copy(self, target: Any, source: Any) -> None: ...
 
     def multiply(self) -> None:
-        """A matrix product, much shorter than an all-reduce of 64 MB."""
+        """Enqueue a matrix product, much shorter than an all-reduce of 64 MB."""
 
     def hold(self) -> None:
         """Keep the device waiting while the host enqueues what is measured."""
 
     def side_stream(self) -> AbstractContextManager[object]:
-        """Another stream inside the block, which does not wait for the default one nor that for it."""
+        """Use another stream inside the block. It and the default stream do not wait for each other."""
 
     def synchronize(self) -> None: ...
 
     def mark(self) -> Any:
-        """A point in what is enqueued."""
+        """Return a point in the enqueued work."""
 
     def elapsed_s(self, begin: Any, end: Any) -> float:
-        """From one mark to another; waits for both."""
+        """Return the seconds between two marks; waits for both."""

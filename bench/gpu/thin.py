@@ -1,7 +1,7 @@
-"""Make a CUDA library small on its way: `python -m bench.gpu.thin libnccl.so.2 90 | xz -3 > thin.so.xz`.
+"""Shrinks a CUDA library for transfer: `python -m bench.gpu.thin libnccl.so.2 90 | xz -3 > thin.so.xz`.
 
-The code for all GPUs but one generation (90: Hopper) becomes zeros, which compress to nothing. Such a library
-serves that generation alone.
+The code for all GPU generations but one (90: Hopper) becomes zeros, which compress to nothing. The library
+then works only on that generation.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import sys
 from pathlib import Path
 
 # A fat binary: magic, version, bytes of this header, bytes of the entries. An entry: kind, version, bytes of
-# its header, bytes of its code, 12 bytes of something else, generation. NVIDIA documents neither.
+# its header, bytes of its code, 12 unknown bytes, generation. NVIDIA documents neither.
 _FAT = struct.Struct("<IHHQ")
 _ENTRY = struct.Struct("<HHIQ12xI")
 _MAGIC = 0xBA55ED50
 
 
 def thin(library: bytes, generation: int) -> bytes:
-    """The library with the code for all other generations zeroed; of the same length."""
+    """Return the library, of the same length, with the code for all other generations zeroed."""
     thinned = bytearray(library)
     at = library.find(_MAGIC.to_bytes(4, "little"))
     while at >= 0:
@@ -31,7 +31,7 @@ def thin(library: bytes, generation: int) -> bytes:
                 entry = code + code_bytes
                 if of != generation:
                     thinned[code:entry] = bytes(code_bytes)
-        else:  # the number by chance
+        else:  # the magic number by chance
             end = at + 4
         at = library.find(_MAGIC.to_bytes(4, "little"), end)
     return bytes(thinned)

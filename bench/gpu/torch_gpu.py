@@ -1,4 +1,4 @@
-"""PyTorch's arrays, matrix products and clock on this rank's GPU; the only file that imports PyTorch."""
+"""PyTorch's arrays, matrix products and clock on this rank's GPU. The only file that imports PyTorch."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ MATRIX = 4096  # a product of two takes some 0.2 ms on an H100 or H200
 
 
 def count_gpus() -> int:
-    """How many this process may use."""
+    """Return how many GPUs this process may use."""
     return torch.cuda.device_count()
 
 
 class DlpackOnly:
-    """A tensor that shows itself by DLPack alone."""
+    """A tensor that offers only DLPack."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -34,7 +34,7 @@ class DlpackOnly:
 
 
 class TorchGpu:
-    """The GPU of this local rank, or the only one there is; see bench.gpu.interface."""
+    """The GPU of this local rank, or the only one; see bench.gpu.interface."""
 
     def __init__(self, local_rank: int) -> None:
         torch.cuda.set_device(local_rank % count_gpus())
@@ -81,7 +81,7 @@ class TorchGpu:
 
 
 def _driver() -> str:
-    """The GPU's name and the driver's version."""
+    """Return the GPU's name and the driver's version."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)

@@ -1,1 +1,1 @@
-"""How benchmarks start processes on hosts and end them."""
+"""Starts processes and ranks, and ends everything that was started."""

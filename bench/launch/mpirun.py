@@ -1,4 +1,4 @@
-"""Command lines of mpirun: ranks of one host, and ranks on the hosts of a virtual cluster."""
+"""mpirun: where it is, which flags its version takes, and running a command line to its end."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.network import SUBNET
-from bench.cluster.spec import ClusterError, ClusterSpec
+from bench.errors import ClusterError
 from bench.launch.termination import ended_by_exception, undisturbed
 from hvpipe.commands.supervise import own_job_folder
 
-Start = Callable[[list[str]], list[str]]  # a command to the command line that starts it on ranks
+Start = Callable[[list[str]], list[str]]  # takes a command and returns the line that starts it on ranks
 
 
 def find_mpirun(program: str = sys.executable) -> str:
-    """The mpirun beside the Python that is to run, else beside this one, else the one on PATH."""
+    """Return the mpirun beside `program`, else beside this Python, else the one on PATH."""
     besides = [Path(python).with_name("mpirun") for python in (program, sys.executable) if "/" in python]
     found = next((str(beside) for beside in besides if beside.exists()), shutil.which("mpirun"))
     if found is None:
@@ -33,13 +32,13 @@ def find_mpirun(program: str = sys.executable) -> str:
 
 
 def version_line(mpirun: str) -> str:
-    """The first line of what it says of its version; "" where it says nothing."""
+    """Return the first line of `mpirun --version`, or ""."""
     said = subprocess.run([mpirun, "--version"], check=False, capture_output=True, text=True, timeout=60)
     return said.stdout.splitlines()[0] if said.stdout else ""
 
 
 def open_mpi_major(mpirun: str) -> int:
-    """The major version of an Open MPI; the flags differ between 4 and 5."""
+    """Return the major version of an Open MPI. The flags of 4 and 5 differ."""
     first = version_line(mpirun)
     if "Open MPI" not in first:
         raise ClusterError(
@@ -48,43 +47,28 @@ def open_mpi_major(mpirun: str) -> int:
     return int(first.split()[-1].split(".")[0])
 
 
-def _shared_flags(major: int) -> list[str]:
+def shared_flags(major: int) -> list[str]:
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     crowded = ["--oversubscribe"] if major < 5 else ["--map-by", ":OVERSUBSCRIBE"]
     return [*root, *crowded, "--bind-to", "none"]
 
 
-def _yielding(ranks: int, *, limited: bool = False) -> list[str]:
-    """With more ranks than cores, one that waits must leave its core; else MPI is up to 14 times slower.
+def yielding(ranks: int, *, limited: bool = False) -> list[str]:
+    """Return the flags that make a waiting rank give up its core, if ranks outnumber cores.
 
-    So it must where a host's CPU time is `limited`: what it spends on waiting, nobody has for computing.
+    Without them MPI is up to 14 times slower then. They are also needed where a host's CPU time is `limited`:
+    time spent waiting would be lost for computing.
     """
     crowded = limited or ranks > (os.cpu_count() or 1)
     return ["--mca", "mpi_yield_when_idle", "1"] if crowded else []
 
 
 def one_host(ranks: int, command: Sequence[str]) -> list[str]:
-    """Start `command` on `ranks` ranks of this host, unbound, as many as asked for."""
+    """Return the line that starts `command` on `ranks` ranks of this host, unbound, however many cores it
+    has.
+    """
     mpirun = find_mpirun(command[0])
-    return [mpirun, *_shared_flags(open_mpi_major(mpirun)), *_yielding(ranks), "-np", str(ranks), *command]
-
-
-def across_hosts(spec: ClusterSpec, agent: Path, ranks: int, command: Sequence[str]) -> list[str]:
-    """Start `command` from inside the first host; `agent` enters the others, and data stays on the links."""
-    if not 1 <= ranks <= spec.slots:
-        raise ClusterError(f"Ranks must be 1 to the cluster's {spec.slots} slots. Received: ranks={ranks}")
-    mpirun = find_mpirun(command[0])
-    major = open_mpi_major(mpirun)
-    launcher = ["--prtemca", "plm_ssh_agent"] if major >= 5 else ["--mca", "plm_rsh_agent"]
-    limited = any(host.cpus is not None for host in spec.hosts)
-    # Several ranks of one host meet in its memory; ranks of different hosts only on the links.
-    shared = "" if all(host.slots == 1 for host in spec.hosts) else (",sm" if major >= 5 else ",vader")
-    return [
-        mpirun, *_shared_flags(major), *_yielding(ranks, limited=limited), *launcher, str(agent),
-        "--host", ",".join(f"{host.name}:{host.slots}" for host in spec.hosts), "-np", str(ranks),
-        "--mca", "pml", "ob1", "--mca", "btl", f"tcp,self{shared}", "--mca", "btl_tcp_if_include", SUBNET,
-        *command,
-    ]  # fmt: skip
+    return [mpirun, *shared_flags(open_mpi_major(mpirun)), *yielding(ranks), "-np", str(ranks), *command]
 
 
 def run(
@@ -94,10 +78,10 @@ def run(
     env: Mapping[str, str] | None = None,
     capture: bool = True,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end in a process group of its own, which ends with us, by SIGTERM and SIGHUP too.
+    """Run a command to its end in its own process group, which ends with us, also by SIGTERM and SIGHUP.
 
-    `env` is added to this process's environment. After `timeout_s` the group is ended and
-    subprocess.TimeoutExpired raised with what it had printed.
+    `env` is added to this process's environment. After `timeout_s` the group is ended, and
+    subprocess.TimeoutExpired has what it had printed.
     """
     pipe = subprocess.PIPE if capture else None
     with (
@@ -119,7 +103,9 @@ def run(
 
 
 def end(process: subprocess.Popen[Any], patience_s: float = 5.0) -> tuple[Any, Any]:
-    """Ask a process group (mpirun: its ranks too) to end, then insist; what its pipes still held."""
+    """Ask a process group (for mpirun, with its ranks) to end, then kill it. Return what was left in its
+    pipes.
+    """
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,4 +1,4 @@
-"""Processes that run together and end together: by themselves, at the first failure, or at the deadline."""
+"""Processes that run together and end together: at their end, at the first failure, or at a deadline."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from bench.launch import mpirun
 from bench.launch.termination import undisturbed
 from hvpipe.commands.supervise import own_job_folder
 
-_LEAVE_S = 5.0  # the longest wait for what was killed
+_LEAVE_S = 5.0  # the longest wait for killed processes
 _POLL_S = 0.05
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command line, and what is added to this process's environment for it."""
+    """A command line, and what it adds to this process's environment."""
 
     name: str
     line: Sequence[str]
@@ -33,7 +33,9 @@ class Command:
 
 @dataclass(frozen=True)
 class Ended:
-    """How they ended: `why` is "" where those that decide ended well; `output` tells of it."""
+    """How the processes ended. `why` is "" if the deciding ones ended well; `output` has the end of their
+    output.
+    """
 
     why: str
     output: str
@@ -44,8 +46,8 @@ def run_together(
 ) -> Ended:
     """Run commands at once until all have ended, or the one with index `decides` has; then end the rest.
 
-    What they print goes to files in `directory`, a name that their command lines should contain: whatever
-    still runs with it at the end is ended as well.
+    Their output goes to files in `directory`. Their command lines should contain its name: whatever still
+    runs with that name at the end is ended as well.
     """
     outputs = [directory / f"{command.name}.output" for command in commands]
     deadline_s = time.monotonic() + timeout_s
@@ -83,7 +85,7 @@ def run_together(
             with undisturbed():
                 for process in running:
                     mpirun.end(process)
-                    with suppress(ProcessLookupError):  # what has outlived the first of its group
+                    with suppress(ProcessLookupError):  # processes that outlive the first of their group
                         os.killpg(process.pid, signal.SIGKILL)
                 _end_left_behind(str(directory))
 
@@ -93,13 +95,13 @@ def _end_of(output: Path, most: int = 6000) -> str:
 
 
 def plain(output: str) -> str:
-    """What a program printed, without what colours a terminal or moves on it."""
+    """Return a program's output without terminal colours and cursor moves."""
     uncoloured = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f]", "", uncoloured)
 
 
 def _end_left_behind(words: str) -> None:
-    """End what is not in our groups any more (ranks of a launcher that was killed itself); wait for that."""
+    """Kill processes that left our groups, such as ranks of a killed launcher, and wait for their end."""
     killed = []
     for process in psutil.process_iter(["cmdline"]):
         if process.pid != os.getpid() and any(words in word for word in process.info["cmdline"] or ()):
@@ -112,7 +114,7 @@ def _end_left_behind(words: str) -> None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether it is there, and not only because nobody has asked yet how it ended."""
+    """Return whether a process runs. A zombie does not."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""A benchmark starts itself as ranks, which hand rank 0's result back in a file."""
+"""Benchmarks that start themselves as ranks and read rank 0's result from a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
 from bench.launch import mpirun
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def started_as_rank(result: Path | None) -> bool:
-    """Whether this process is to measure: started by run_ranks, or by a launcher."""
+    """Return whether this process should measure, because run_ranks or a launcher started it."""
     from hvpipe.comm.discover import discover
 
     return result is not None or discover().launcher != "none"
@@ -37,9 +37,9 @@ def run_ranks(
     timeout_s: float,
     folder: Path | None = None,
 ) -> str:
-    """Start `python -m module words` by the command line that `start` makes; the text of its result.
+    """Start `python -m module words` with the command line from `start`. Return the text of rank 0's result.
 
-    It is handed back in `folder`, which rank 0's host must share where that is another one.
+    The result comes back in `folder`. If rank 0 runs on another host, that host must share it.
     """
     warn_if_busy()
     with tempfile.TemporaryDirectory(prefix="hvpipe-ranks-", dir=folder) as directory:
@@ -59,11 +59,11 @@ def run_ranks(
 
 
 def warn_if_busy(seconds: float = 0.5) -> None:
-    """Say so where other processes use the cores: figures measured beside them are worth little."""
+    """Warn if other processes use the cores, because figures measured beside them are worth little."""
 
     def used_and_all() -> tuple[int, int]:
         ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle and waiting for disks
+        return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # without idle time and waiting for disks
 
     if not Path("/proc/stat").exists():
         return
@@ -77,7 +77,7 @@ def warn_if_busy(seconds: float = 0.5) -> None:
 
 @contextmanager
 def ends_all_ranks() -> Iterator[MPI.Intracomm]:
-    """MPI's world; an exception in the block is printed and ends every rank."""
+    """Yield MPI's world. An exception in the block is printed and ends every rank."""
     from mpi4py import MPI
 
     try:

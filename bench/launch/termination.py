@@ -1,4 +1,4 @@
-"""Signals that end a benchmark leave its blocks as exceptions do, so that what it started ends too."""
+"""Signals that end a benchmark leave its blocks as exceptions do, so that everything it started ends too."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def ended_by_exception() -> Iterator[None]:
-    """In the block SIGTERM and SIGHUP raise SystemExit(128 + n), as Ctrl-C raises KeyboardInterrupt.
+    """Inside the block, make SIGTERM and SIGHUP raise SystemExit(128 + n), as Ctrl-C raises
+    KeyboardInterrupt.
 
-    One that is ignored (a hangup under nohup) stays ignored. Only the main thread can ask for this; in
-    another one it does nothing.
+    An ignored signal (a hangup under nohup) stays ignored. This works only in the main thread; in other
+    threads it does nothing.
     """
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -28,10 +29,10 @@ def ended_by_exception() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Hold back the signals that would stop us, until the block is done; then the first that came is raised.
+    """Hold back signals that would stop us until the block is done, then raise the first one that came.
 
-    What is started in the block holds them back as well. Only the main thread can hold back those that
-    another thread is handed: Python would run their handlers in the main one.
+    Processes started in the block hold them back as well. This works only in the main thread: for a signal
+    that another thread receives, Python runs the handler in the main one.
     """
     numbers = (signal.SIGINT, *_ENDING)
     came: list[int] = []
@@ -45,7 +46,9 @@ def undisturbed() -> Iterator[None]:
             try:
                 yield
             finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)  # what waited for this is noted, too
+                signal.pthread_sigmask(
+                    signal.SIG_SETMASK, before
+                )  # signals that waited for this are noted, too
     finally:
         if came:
             signal.raise_signal(came[0])
@@ -55,7 +58,7 @@ def undisturbed() -> Iterator[None]:
 def _handled_by(
     handler: Callable[[int, FrameType | None], None], numbers: Sequence[signal.Signals]
 ) -> Iterator[None]:
-    """In the block these signals have that handler, but for those that are ignored."""
+    """Inside the block, give these signals that handler, except for ignored ones."""
     before = {}
     if threading.current_thread() is threading.main_thread():
         before = {number: signal.getsignal(number) for number in numbers}

@@ -7,24 +7,20 @@ this host, or under a launcher. Every rank first profiles the model and the link
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from bench.cluster.command import add_spec_arguments, spec_from_arguments
-from bench.cluster.virtual_cluster import Cluster, ClusterError
-from bench.launch import mpirun
-from bench.launch.ranks import ends_all_ranks, run_ranks, started_as_rank
+from bench.cluster.command import spec_from_arguments
+from bench.cluster.virtual_cluster import VirtualCluster
+from bench.hosts import rank_benchmark
 from bench.pipeline.report import PipelineReport
-from bench.training.image_model import MODELS, Workload
+from bench.training.image_model import MODELS, ImageWorkload
 
+_NAME = "bench.pipeline"
 _METHODS = ("greedy", "even", "round_robin", "random", "random_cuts", "m_topo", "m_etf")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.pipeline", description="The step of a pipeline.")
-    parser.add_argument("--ranks", type=int, help="ranks on this host (default: 2), or on the cluster")
-    add_spec_arguments(parser)
+    parser = rank_benchmark.make_parser(_NAME, "Measure the step of a pipeline.")
     parser.add_argument("--model", default="resnet50", choices=sorted([*MODELS, "transformer"]))
     parser.add_argument("--pixels", type=int, default=64, help="side of an image, or length of a sequence")
     parser.add_argument("--classes", type=int, default=100)
@@ -35,31 +31,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--methods", default="greedy,random", help=f"some of {','.join(_METHODS)}")
     parser.add_argument("--seeds", type=int, default=2, help="how many random placements (default: 2)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=3, help="of a plan in a round (default: 3)")
+    parser.add_argument("--steps", type=int, default=3, help="steps of a plan in a round (default: 3)")
     parser.add_argument("--threads", type=int, default=1, help="of a TensorFlow operation (default: 1)")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds until the run is ended")
-    parser.add_argument("--json", type=Path, help="write every step there")
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--where", default="as launched", help=argparse.SUPPRESS)
+    rank_benchmark.add_output_arguments(parser, "step", plot=False)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; 0 when measured, 1 with a line of explanation when not."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(words)
-    try:
-        _methods(arguments), _microbatches(arguments)
-        if started_as_rank(arguments.result):
-            return _measure(arguments)
-        report = _drive(arguments, words)
-    except (ClusterError, ValueError) as error:
-        print(f"bench.pipeline: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    _show(report, arguments)
-    return 0
+    """Run the benchmark; see run_command for the exit codes."""
+    return rank_benchmark.run_command(_NAME, _parser(), argv, check=_check, measure=_measure, drive=_drive)
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    _methods(arguments), _microbatches(arguments)
 
 
 def _methods(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -72,59 +56,31 @@ def _methods(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _microbatches(arguments: argparse.Namespace) -> int | None:
-    """How many; None where the planner chooses."""
+    """Return how many micro-batches, or None if the planner chooses."""
     return None if arguments.microbatches == "auto" else int(arguments.microbatches)
 
 
-def _measure(arguments: argparse.Namespace) -> int:
-    """A rank's part; an error on any rank ends them all."""
-    from bench.pipeline.worker import Effort, measure
+def _measure(arguments: argparse.Namespace, ranks: int) -> PipelineReport:
+    from bench.pipeline.worker import PipelineOptions, measure
 
-    with ends_all_ranks() as world:
-        effort = Effort(
-            methods=_methods(arguments),
-            seeds=arguments.seeds,
-            schedule=arguments.schedule,
-            microbatches=_microbatches(arguments),
-            chunks=arguments.chunks,
-            rounds=arguments.rounds,
-            steps=arguments.steps,
-        )
-        workload = Workload(
-            arguments.model, arguments.pixels, arguments.classes, arguments.batch, arguments.threads
-        )
-        report = measure(
-            workload, effort, arguments.where, lambda text: print(text, file=sys.stderr, flush=True)
-        )
-        if world.rank == 0 and arguments.result is not None:
-            arguments.result.write_text(report.to_json())
-        elif world.rank == 0:
-            _show(report, arguments)
-    return 0
+    options = PipelineOptions(
+        methods=_methods(arguments),
+        seeds=arguments.seeds,
+        schedule=arguments.schedule,
+        microbatches=_microbatches(arguments),
+        chunks=arguments.chunks,
+        rounds=arguments.rounds,
+        steps=arguments.steps,
+    )
+    workload = ImageWorkload(
+        arguments.model, arguments.pixels, arguments.classes, arguments.batch, arguments.threads
+    )
+    return measure(workload, options, arguments.where, rank_benchmark.say)
 
 
 def _drive(arguments: argparse.Namespace, words: list[str]) -> PipelineReport:
     """Start the ranks here or on a virtual cluster."""
-
-    def run(start: mpirun.Start, where: str) -> PipelineReport:
-        text = run_ranks("bench.pipeline", start, words, where=where, timeout_s=arguments.timeout)
-        return PipelineReport.from_json(text)
-
-    if arguments.hosts is None and arguments.spec is None:
-        ranks = 2 if arguments.ranks is None else arguments.ranks
-        return run(lambda command: mpirun.one_host(ranks, command), "one host")
-    spec = spec_from_arguments(arguments)
-    ranks = spec.slots if arguments.ranks is None else arguments.ranks
-    with Cluster(spec) as cluster:
-        return run(lambda command: cluster.mpirun_command(ranks, command), spec.describe())
-
-
-def _show(report: PipelineReport, arguments: argparse.Namespace) -> None:
-    print(report.to_text())
-    if arguments.json is not None:
-        arguments.json.write_text(report.to_json())
-        print(f"steps: {arguments.json}")
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    if rank_benchmark.on_this_host(arguments):
+        return PipelineReport.from_json(rank_benchmark.run_on_this_host(_NAME, arguments, words))
+    with VirtualCluster(spec_from_arguments(arguments)) as cluster:
+        return PipelineReport.from_json(rank_benchmark.run_on_cluster(_NAME, arguments, words, cluster))

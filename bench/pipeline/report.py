@@ -1,4 +1,4 @@
-"""The result of the pipeline benchmark: step times by placement, beside what was foreseen."""
+"""The result of the pipeline benchmark: step times by placement, with the simulated ones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from bench.metrics import format_time, median, relative_spread, table
 
 
 @dataclass(frozen=True)
-class Case:
+class MeasuredPlan:
     """One plan: seconds of its steps by rank, the simulated step, and the schedule's lower bound.
 
-    `busy` has for each rank the seconds of a step in each kind of computing, measured and simulated.
+    `busy` has for each rank the seconds per step of each kind of computing, measured and simulated.
     """
 
     method: str
@@ -25,7 +25,7 @@ class Case:
     busy: list[dict[str, tuple[float, float]]] = field(default_factory=list)
 
     def seconds(self) -> float:
-        """The median step of the slowest rank."""
+        """Return the median step of the slowest rank."""
         return max(median(steps) for steps in self.step_s)
 
 
@@ -35,7 +35,7 @@ def _beside(measured_s: float, simulated_s: float) -> str:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """All plans of one workload on one cluster; the first is compared with the others."""
+    """All plans of one workload on one cluster. The first is compared with the others."""
 
     workload: str
     where: str
@@ -43,10 +43,10 @@ class PipelineReport:
     microbatches: int
     ranks: int
     batch: int
-    cases: tuple[Case, ...]
+    cases: tuple[MeasuredPlan, ...]
 
     def to_text(self) -> str:
-        """A table for people."""
+        """Return a table for people."""
         head = (
             f"{self.workload}\n{self.ranks} ranks, {self.where}; {self.schedule}, "
             f"{self.microbatches} micro-batches; a random placement runs the batch as one\n"
@@ -69,7 +69,9 @@ class PipelineReport:
         return "\n\n".join([head + whole, *self._computing()])
 
     def _computing(self) -> Iterator[str]:
-        """Where a step differs from the simulated one: a table of the ranks' computing for each pipeline."""
+        """Yield a table of the ranks' computing for each pipeline, which shows where simulation and step
+        differ.
+        """
         for case in self.cases:
             if case.busy:
                 kinds = list(case.busy[0])
@@ -88,5 +90,5 @@ class PipelineReport:
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PipelineReport:
-        """What asdict made of a report, perhaps through JSON."""
-        return PipelineReport(**{**data, "cases": tuple(Case(**case) for case in data["cases"])})
+        """Read what asdict returned, perhaps through JSON."""
+        return PipelineReport(**{**data, "cases": tuple(MeasuredPlan(**case) for case in data["cases"])})

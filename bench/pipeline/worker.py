@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from bench.metrics import median
-from bench.pipeline.report import Case, PipelineReport
-from bench.training.image_model import MODELS, Workload, images, prepare_tensorflow, timed_fit
-from bench.training.workloads import transformer_trunk
+from bench.pipeline.models import describe, endless_batch, model_function
+from bench.pipeline.report import MeasuredPlan, PipelineReport
+from bench.training.image_model import ImageWorkload, prepare_tensorflow, timed_fit
 
 # Kinds of computing, and the counters of their seconds.
 _COMPUTING = {kind: f"{kind}_s" for kind in ("forward", "backward", "update")}
 
 
 @dataclass(frozen=True)
-class Effort:
-    """Which plans, in how many micro-batches (None: what greedy finds best), and how long each is trained."""
+class PipelineOptions:
+    """Which plans are trained, in how many micro-batches (None: what greedy finds best), and for how long."""
 
     methods: tuple[str, ...] = ("greedy", "random")
     seeds: int = 2
@@ -30,47 +30,133 @@ class Effort:
     steps: int = 3
 
 
-def model_function(keras: Any, workload: Workload) -> Callable[[], Any]:
-    """Builds the workload's model; not compiled."""
-    shape = (workload.pixels, workload.pixels, 3)
+@dataclass(frozen=True)
+class _Trained:
+    """Seconds of each step and of each kind of computing, by plan, on this rank."""
 
-    def build() -> Any:
-        if workload.model == "transformer":
-            return _transformer(keras, workload.pixels, workload.classes)
-        application = getattr(keras.applications, MODELS[workload.model])
-        return application(weights=None, input_shape=shape, classes=workload.classes)
-
-    return build
+    step_s: dict[str, list[float]]
+    computing_s: dict[str, Counter[str]]
 
 
-def _transformer(keras: Any, length: int, tokens: int) -> Any:
-    """A class for each sequence of `length` tokens."""
-    inputs, x = transformer_trunk(keras, length, tokens, width=256, blocks=6)
-    x = keras.layers.GlobalAveragePooling1D()(x)
-    return keras.Model(inputs, keras.layers.Dense(tokens, activation="softmax")(x))
+def measure(
+    workload: ImageWorkload, options: PipelineOptions, where: str, say: Callable[[str], None]
+) -> PipelineReport:
+    """Profile once, then train every plan in rounds. Every rank calls this and gets the report."""
+    keras = prepare_tensorflow(workload.threads)
+    import hvpipe
+
+    hvpipe.init()
+    tell = say if hvpipe.rank() == 0 else lambda text: None
+    build = model_function(keras, workload)
+    question = _question(build, workload, options, tell)
+    plans = _plans(question, options)
+    pipelines = {}
+    for name, plan in plans.items():
+        pipelines[name] = _compiled(keras, build, plan)
+        tell(f"tracing and warming up {name} ...")
+        timed_fit(keras, pipelines[name], endless_batch(workload), 2)
+    trained = _train_in_turn(keras, pipelines, workload, options, tell)
+    return PipelineReport(
+        describe(workload),
+        where,
+        options.schedule,
+        question.pipelining.microbatches,
+        hvpipe.size(),
+        workload.batch,
+        tuple(_measured_plans(question, plans, trained, options)),
+    )
 
 
-def _batches(workload: Workload) -> Any:
-    """The same endless batch on every rank."""
-    if workload.model != "transformer":
-        return images(workload, 0)
-    import numpy as np
-    import tensorflow as tf
+def _question(
+    build: Callable[[], Any], workload: ImageWorkload, options: PipelineOptions, tell: Callable[[str], None]
+) -> Any:
+    """Profile model and cluster, settle the number of micro-batches, and return the planner's question."""
+    import hvpipe
+    import hvpipe.keras as hk
+    from hvpipe.commands.plan_request import PlanRequest, with_best_microbatches
+    from hvpipe.keras.profiling.cluster import measure_cluster
+    from hvpipe.plan.pipelining import Pipelining
 
-    random = np.random.default_rng(100)
-    x = random.integers(0, workload.classes, (workload.batch, workload.pixels))
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    data = (x.astype(np.int32), random.integers(0, workload.classes, workload.batch))
-    return tf.data.Dataset.from_tensors(data).repeat().prefetch(2).with_options(options)
+    x, y = next(iter(endless_batch(workload)))
+
+    def profile_of(samples: int) -> Any:
+        return hk.measure(build, (x[:samples], y[:samples]), progress=False, optimizer="sgd")
+
+    tell("profiling ...")
+    samples = math.ceil(workload.batch / (options.microbatches or 8))
+    measured = profile_of(samples)
+    cluster = hvpipe.broadcast_object(measure_cluster(measured))
+    measured = hvpipe.broadcast_object(measured)
+
+    def ask(microbatches: int) -> PlanRequest:
+        how = Pipelining(options.schedule, microbatches, chunks=options.chunks)
+        profile = measured.at_batch(math.ceil(workload.batch / microbatches))
+        return PlanRequest(profile, cluster, how, hvpipe.size() * options.chunks)
+
+    count = options.microbatches
+    if count is None:
+        count = with_best_microbatches(ask, workload.batch).pipelining.microbatches
+        if (chosen := math.ceil(workload.batch / count)) != samples:
+            tell(f"profiling micro-batches of {chosen} samples ...")
+            measured = hvpipe.broadcast_object(profile_of(chosen))
+    return ask(count)
 
 
-def _describe(workload: Workload) -> str:
-    return workload.describe().replace("a rank", "in all").replace("SGD momentum", "SGD")
+def _plans(question: Any, options: PipelineOptions) -> dict[str, Any]:
+    """Return a plan by each method; random methods have one for each seed, numbered in its name."""
+    import hvpipe
+    from hvpipe.plan.baselines import baseline
+    from hvpipe.plan.greedy import partition
+
+    profile, cluster, how = question.profile, question.cluster, question.pipelining
+    ranks = hvpipe.size()
+    plans = {}
+    for method in options.methods:
+        for seed in range(options.seeds if method.startswith("random") else 1):
+            name = f"{method} {seed}" if method.startswith("random") else method
+            if method == "greedy":
+                plans[name] = partition(profile, cluster, ranks * options.chunks, how)
+            else:
+                plans[name] = baseline(method, profile, cluster, ranks, how, seed=seed)
+    return plans
+
+
+def _compiled(keras: Any, build: Callable[[], Any], plan: Any) -> Any:
+    import hvpipe.keras as hk
+
+    keras.utils.set_random_seed(20)
+    pipeline = hk.pipeline_parallel(build, plan)
+    pipeline.compile(keras.optimizers.SGD(0.01), loss="sparse_categorical_crossentropy")
+    return pipeline
+
+
+def _train_in_turn(
+    keras: Any,
+    pipelines: dict[str, Any],
+    workload: ImageWorkload,
+    options: PipelineOptions,
+    tell: Callable[[str], None],
+) -> _Trained:
+    """Train every pipeline in each round. Its first step does not count, unless it is the only one."""
+    import hvpipe
+
+    trained = _Trained({name: [] for name in pipelines}, {name: Counter() for name in pipelines})
+    for number in range(options.rounds):
+        for name, pipeline in pipelines.items():
+            hvpipe.barrier()
+            counted = _counted(keras, hvpipe.counters)
+            step_s, _ = timed_fit(keras, pipeline, endless_batch(workload), options.steps, [counted])
+            after = hvpipe.counters()
+            trained.computing_s[name].update(
+                {counter: after[counter] - counted.before[counter] for counter in _COMPUTING.values()}
+            )
+            trained.step_s[name].extend(step_s[1:] or step_s)
+            tell(f"round {number + 1} of {options.rounds}: {name} {median(step_s):.3f} s")
+    return trained
 
 
 def _counted(keras: Any, counters: Callable[[], dict[str, float]]) -> Any:
-    """A callback that knows the counters `before` the second step of a `fit`: the first counts in no step."""
+    """Return a callback that keeps the counters `before` the second step of a `fit`."""
 
     class Counted(keras.callbacks.Callback):  # type: ignore[misc]
         before = counters()
@@ -82,112 +168,39 @@ def _counted(keras: Any, counters: Callable[[], dict[str, float]]) -> Any:
     return Counted()
 
 
-def _foreseen_s(foreseen: Any, kind: str, device: str) -> float:
-    """What the device computes of that kind in the simulated step."""
-    ranks = foreseen.plan.ranks
-    events = foreseen.trace.of(kind, ranks.index(device)) if device in ranks else []
-    return sum(event.end_s - event.start_s for event in events)
-
-
-def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str], None]) -> PipelineReport:
-    """Profile once, then train every plan in rounds; every rank calls it, and gets the report."""
-    keras = prepare_tensorflow(workload.threads)
+def _measured_plans(
+    question: Any, plans: dict[str, Any], trained: _Trained, options: PipelineOptions
+) -> list[MeasuredPlan]:
+    """Gather what all ranks measured, and put the simulation and the bound beside it."""
     import hvpipe
-    import hvpipe.keras as hk
-    from hvpipe.commands.plan_request import PlanRequest, with_best_microbatches
     from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of
     from hvpipe.forecast.lower_bound import lower_bound_s
-    from hvpipe.keras.profiling.cluster import measure_cluster
-    from hvpipe.plan.baselines import baseline
-    from hvpipe.plan.greedy import partition
-    from hvpipe.plan.pipelining import Pipelining
 
-    hvpipe.init()
-    tell = say if hvpipe.rank() == 0 else lambda text: None
-    build = model_function(keras, workload)
-    tell("profiling ...")
-    x, y = next(iter(_batches(workload)))
-    ranks = hvpipe.size()
-
-    def profile_of(samples: int) -> Any:
-        return hk.measure(build, (x[:samples], y[:samples]), progress=False, optimizer="sgd")
-
-    size = math.ceil(workload.batch / (effort.microbatches or 8))
-    measured = profile_of(size)
-    cluster = hvpipe.broadcast_object(measure_cluster(measured))
-    measured = hvpipe.broadcast_object(measured)
-
-    def ask(microbatches: int) -> PlanRequest:
-        how = Pipelining(effort.schedule, microbatches, chunks=effort.chunks)
-        profile = measured.at_batch(math.ceil(workload.batch / microbatches))
-        return PlanRequest(profile, cluster, how, ranks * effort.chunks)
-
-    count = effort.microbatches
-    if count is None:
-        count = with_best_microbatches(ask, workload.batch).pipelining.microbatches
-        if (chosen := math.ceil(workload.batch / count)) != size:
-            tell(f"profiling micro-batches of {chosen} samples ...")
-            measured = hvpipe.broadcast_object(profile_of(chosen))
-    question = ask(count)
-    profile, how = question.profile, question.pipelining
-    pipes = {}
-    plans = {}
-    for method in effort.methods:
-        for seed in range(effort.seeds if method.startswith("random") else 1):
-            name = f"{method} {seed}" if method.startswith("random") else method
-            if method == "greedy":
-                plans[name] = partition(profile, cluster, ranks * effort.chunks, how)
-            else:
-                plans[name] = baseline(method, profile, cluster, ranks, how, seed=seed)
-            keras.utils.set_random_seed(20)
-            pipes[name] = hk.pipeline_parallel(build, plans[name])
-            pipes[name].compile(keras.optimizers.SGD(0.01), loss="sparse_categorical_crossentropy")
-            tell(f"tracing and warming up {name} ...")
-            timed_fit(keras, pipes[name], _batches(workload), 2)
-    steps: dict[str, list[float]] = {name: [] for name in pipes}
-    computing: dict[str, Counter[str]] = {name: Counter() for name in pipes}
-    for number in range(effort.rounds):
-        for name, pipe in pipes.items():
-            hvpipe.barrier()
-            counted = _counted(keras, hvpipe.counters)
-            found, _ = timed_fit(keras, pipe, _batches(workload), effort.steps, [counted])
-            after = hvpipe.counters()
-            computing[name].update({kind: after[kind] - counted.before[kind] for kind in _COMPUTING.values()})
-            steps[name].extend(found[1:] or found)
-            tell(f"round {number + 1} of {effort.rounds}: {name} {median(found):.3f} s")
-    everyone = hvpipe.allgather_object(steps)
-    trained = effort.rounds * max(1, effort.steps - 1)
-    computed = hvpipe.allgather_object(computing)
-    cases = []
+    profile, cluster = question.profile, question.cluster
+    step_s = hvpipe.allgather_object(trained.step_s)
+    computing_s = hvpipe.allgather_object(trained.computing_s)
+    steps = options.rounds * max(1, options.steps - 1)
+    measured = []
     for name, plan in plans.items():
-        bound_s = None
+        foreseen = forecast(plan, profile, cluster)
+        bound_s, busy = None, []
         if plan.contiguous:
             costs = costs_of(plan, profile, cluster)
             bound_s = lower_bound_s(schedule_of(plan), costs, dataflow_of(plan, profile))
-        foreseen = forecast(plan, profile, cluster)
-        cases.append(
-            Case(
-                method=name,
-                stages=len(plan.stages),
-                step_s=[of_rank[name] for of_rank in everyone],
-                forecast_s=foreseen.step_s,
-                bound_s=bound_s,
-                busy=[
-                    {
-                        kind: (of_rank[name][counter] / trained, _foreseen_s(foreseen, kind, device.name))
-                        for kind, counter in _COMPUTING.items()
-                    }
-                    for device, of_rank in zip(cluster.devices, computed, strict=True)
-                    if plan.contiguous
-                ],
-            )
-        )
-    return PipelineReport(
-        _describe(workload),
-        where,
-        effort.schedule,
-        how.microbatches,
-        ranks,
-        workload.batch,
-        tuple(cases),
-    )
+            busy = [
+                {
+                    kind: (of_rank[name][counter] / steps, _foreseen_s(foreseen, kind, device.name))
+                    for kind, counter in _COMPUTING.items()
+                }
+                for device, of_rank in zip(cluster.devices, computing_s, strict=True)
+            ]
+        of_ranks = [of_rank[name] for of_rank in step_s]
+        measured.append(MeasuredPlan(name, len(plan.stages), of_ranks, foreseen.step_s, bound_s, busy))
+    return measured
+
+
+def _foreseen_s(foreseen: Any, kind: str, device: str) -> float:
+    """Return the seconds of that kind of computing on the device in the simulated step."""
+    ranks = foreseen.plan.ranks
+    events = foreseen.trace.of(kind, ranks.index(device)) if device in ranks else []
+    return sum(event.end_s - event.start_s for event in events)

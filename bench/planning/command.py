@@ -1,6 +1,6 @@
-"""How good the greedy partitioner's plans are, against the optimum and random placements; how long they take.
+"""How good greedy plans are, against the optimum and random placements, and how long planning takes.
 
-``python -m bench.planning --json FILE --png FILE``; ``--only quality`` leaves the planning times out, which
+``python -m bench.planning --json FILE --png FILE``. ``--only quality`` leaves out the planning times, which
 other work on the machine would spoil.
 """
 
@@ -15,7 +15,7 @@ from itertools import combinations, product
 from pathlib import Path
 
 from bench.metrics import median
-from bench.planning.report import Case, PlanningReport, Result
+from bench.planning.report import PlanningCase, PlanningReport, Result
 from hvpipe.errors import PlanError
 from hvpipe.forecast.pipeline import forecast
 from hvpipe.plan.baselines import baseline
@@ -36,14 +36,17 @@ _LIMITS = {
     "equal, short of memory": ((1.0,), True),
     "unequal, short of memory": (_UNEQUAL, True),
 }
-"""Kinds of clusters: speeds, and whether every device has only the least memory in which a plan is found."""
+"""Kinds of clusters: speeds, and whether every device has only the least memory that allows a plan."""
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.planning", description="How good plans are.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.planning",
+        description="Measure how good plans are, and how long planning takes.",
+    )
     parser.add_argument("--models", default=",".join(_MODELS), help=f"(default: {','.join(_MODELS)})")
     parser.add_argument("--devices", default="4,8", help="numbers of devices (default: 4,8)")
-    parser.add_argument("--microbatches", type=int, default=8, help="of a step (default: 8)")
+    parser.add_argument("--microbatches", type=int, default=8, help="micro-batches of a step (default: 8)")
     parser.add_argument("--draws", type=int, default=100, help="random placements of a case (default: 100)")
     parser.add_argument("--only", choices=("quality", "time"), help="one half (default: both)")
     parser.add_argument("--json", type=Path, help="write every case there")
@@ -52,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
+    """Run the benchmark and return 0."""
     options = _parser().parse_args(argv)
     devices = [int(count) for count in options.devices.split(",")]
     cases = list(all_cases(options.models.split(","), devices)) if options.only != "time" else []
@@ -69,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def all_cases(models: Sequence[str], devices: Sequence[int]) -> Iterator[Case]:
-    """Every model on every kind of cluster, of so many devices each, at 1 and 10 Gb/s."""
+def all_cases(models: Sequence[str], devices: Sequence[int]) -> Iterator[PlanningCase]:
+    """Yield every model on every kind of cluster, at 1 and 10 Gb/s."""
     for model, count, limits, rate in product(models, devices, _LIMITS, (1e9, 10e9)):
-        yield Case(model, count, limits, rate)
+        yield PlanningCase(model, count, limits, rate)
 
 
-def measure(case: Case, how: Pipelining, draws: int) -> Result:
+def measure(case: PlanningCase, how: Pipelining, draws: int) -> Result:
     """Plan the case by each method, with a stage on every device."""
     profile = Profile.read(_PROFILES / f"{case.model}.txt")
     cluster = _cluster(case, profile, how)
@@ -90,7 +93,7 @@ def measure(case: Case, how: Pipelining, draws: int) -> Result:
 
 
 def _timed() -> dict[str, tuple[int, Cluster]]:
-    """How many layers on which devices."""
+    """Return the number of layers and the devices of each timed case."""
     return {
         "700 layers, 8 devices": (700, equal_links(8)),
         "700 layers, 8 devices, measured links": (700, measured_links(8)),
@@ -99,16 +102,16 @@ def _timed() -> dict[str, tuple[int, Cluster]]:
 
 
 def equal_links(devices: int) -> Cluster:
-    """Devices of three speeds, on links that are all the same."""
+    """Return devices of three speeds with equal links."""
     return equal_cluster(devices, Link(0.01, 1.0), speeds=_UNEQUAL)
 
 
 def measured_links(devices: int) -> Cluster:
-    """As `hvpipe profile` finds them: no two devices are equally fast, no two links the same."""
+    """Return a cluster as `hvpipe profile` finds it: no two devices or links are equal."""
     equal = equal_links(devices)
     hosts = tuple(
-        replace(host, devices=tuple(replace(d, speed=d.speed * (1 + place / 100)) for d in host.devices))
-        for place, host in enumerate(equal.hosts)
+        replace(host, devices=tuple(replace(d, speed=d.speed * (1 + index / 100)) for d in host.devices))
+        for index, host in enumerate(equal.hosts)
     )
     pairs = combinations([device.name for device in equal.devices], 2)
     links = [(a, b, Link(0.01, 1 + number / 1000)) for number, (a, b) in enumerate(pairs)]
@@ -116,7 +119,7 @@ def measured_links(devices: int) -> Cluster:
 
 
 def planning_time_s(layers: int, cluster: Cluster) -> float:
-    """Seconds to plan a synthetic model of so many uneven layers, a stage on every device, in any order."""
+    """Return the seconds to plan a synthetic model of uneven layers, with a stage on every device."""
     costs = (LayerCost(f"l{i}", 1 + i % 7, 2 + i % 5, output_bytes=i % 3) for i in range(layers))
     profile = Profile(tuple(costs), tuple((i, i + 1) for i in range(layers - 1)))
     start_s = time.perf_counter()
@@ -124,7 +127,7 @@ def planning_time_s(layers: int, cluster: Cluster) -> float:
     return time.perf_counter() - start_s
 
 
-def _cluster(case: Case, profile: Profile, how: Pipelining) -> Cluster:
+def _cluster(case: PlanningCase, profile: Profile, how: Pipelining) -> Cluster:
     speeds, short = _LIMITS[case.limits]
     cluster = equal_cluster(case.devices, Link(_LATENCY_S, case.bits_per_s / 8), speeds=speeds)
     if not short:
@@ -142,14 +145,14 @@ def _random_step_s(profile: Profile, cluster: Cluster, how: Pipelining, draws: i
     for seed in range(draws):
         try:
             plan = baseline("random", profile, cluster, len(cluster.devices), how, seed=seed)
-        except PlanError:  # none of a thousand fits
+        except PlanError:  # none of a thousand draws fits
             return None
         steps.append(forecast(plan, profile, cluster).step_s)
     return median(steps)
 
 
-def _shown(cases: Sequence[Case], run: Callable[[Case], Result]) -> Iterator[Result]:
-    """Run the cases behind a progress bar on the terminal."""
+def _shown(cases: Sequence[PlanningCase], run: Callable[[PlanningCase], Result]) -> Iterator[Result]:
+    """Run the cases with a progress bar on the terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

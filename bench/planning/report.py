@@ -11,8 +11,8 @@ from bench.metrics import geometric_mean, table
 
 
 @dataclass(frozen=True)
-class Case:
-    """A model on a cluster; `limits` says which of its devices are unequal and whether memory is scarce."""
+class PlanningCase:
+    """A model on a cluster. `limits` says whether devices are unequal and whether memory is scarce."""
 
     model: str
     devices: int
@@ -22,12 +22,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """A case's bottlenecks by greedy and exact, and the steps of greedy and of the median random placement.
+    """The bottlenecks of greedy and exact, and the steps of greedy and of the median random placement.
 
-    `random_step_s` is None where no random placement was found that fits the devices' memory.
+    `random_step_s` is None if no random placement fits the memory of the devices.
     """
 
-    case: Case
+    case: PlanningCase
     greedy_bottleneck_s: float
     exact_bottleneck_s: float
     greedy_step_s: float
@@ -35,18 +35,18 @@ class Result:
 
     @property
     def of_exact(self) -> float:
-        """How many times the optimum's bottleneck greedy's is: 1 is as good."""
+        """Greedy's bottleneck over the optimum's; 1 is as good."""
         return self.greedy_bottleneck_s / self.exact_bottleneck_s
 
     @property
     def speedup(self) -> float:
-        """How many times shorter than random's greedy's step is; NaN where there is no random one."""
+        """Random's step over greedy's; NaN if no random placement fits."""
         return math.nan if self.random_step_s is None else self.random_step_s / self.greedy_step_s
 
 
 @dataclass(frozen=True)
 class PlanningReport:
-    """All cases, and seconds to plan by what was planned."""
+    """All cases, and the seconds of planning by case."""
 
     microbatches: int
     draws: int
@@ -54,7 +54,7 @@ class PlanningReport:
     planning_s: dict[str, float]
 
     def summary(self) -> dict[str, float]:
-        """The figures that targets are set for."""
+        """Return the main figures."""
         figures: dict[str, float] = {}
         if self.results:
             speedups = [result.speedup for result in self.results if result.random_step_s is not None]
@@ -69,18 +69,18 @@ class PlanningReport:
         return figures
 
     def to_json(self) -> str:
-        """Every case, and what is derived."""
+        """Return every case, and derived figures."""
         return json.dumps({**asdict(self), "summary": self.summary()}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> PlanningReport:
         """Read what to_json wrote; derived figures are computed again."""
         data = json.loads(text)
-        results = tuple(Result(**{**row, "case": Case(**row["case"])}) for row in data["results"])
+        results = tuple(Result(**{**row, "case": PlanningCase(**row["case"])}) for row in data["results"])
         return PlanningReport(data["microbatches"], data["draws"], results, data["planning_s"])
 
     def to_text(self) -> str:
-        """A line for each model and kind of cluster, over all links and numbers of devices; the summary."""
+        """Return a line for each model and kind of cluster, and the summary."""
         header = ["model", "devices are", "cases", "of exact: worst", "mean", "over random: least", "mean"]
         lines = []
         groups = dict.fromkeys((result.case.model, result.case.limits) for result in self.results)
@@ -98,7 +98,7 @@ class PlanningReport:
         return "\n".join([head, *([table(header, lines)] if lines else []), figures])
 
     def plot(self, path: Path) -> None:
-        """Two panels, a column for each model and a dot for each case: of exact, and over random."""
+        """Plot two panels, with a column for each model and a dot for each case: of exact, over random."""
         import matplotlib
 
         matplotlib.use("Agg")

@@ -1,1 +1,1 @@
-"""From rounds to figures, tables and pages."""
+"""From recorded rounds to figures, tables, plots and pages."""

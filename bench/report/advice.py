@@ -1,17 +1,17 @@
-"""What to change, in words with numbers: links, unequal ranks, input, overhead."""
+"""What to change, in sentences with numbers: links, unequal ranks, input, overhead."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.suite import proportional_shares
 from bench.metrics import format_time, median
 from bench.report.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples
 from bench.report.headlines import OURS
 from bench.rounds.timed_steps import counted_steps
 
-_WORTH = 1.05  # a predicted speedup below this is not worth a word
+_WORTH = 1.05  # smaller predicted speedups are not mentioned
 _WAITS = 0.10  # of a step
 _MOST = 8
 _OF_A_KIND = 2
@@ -19,15 +19,15 @@ _OF_A_KIND = 2
 
 @dataclass(frozen=True)
 class Advice:
-    """A sentence of a kind, and the speedup that it is predicted to bring."""
+    """A sentence of one kind, and the speedup that it predicts."""
 
     kind: str
     text: str
     speedup: float
 
 
-def advice(outcome: Outcome, rows: list[CaseFigures]) -> list[str]:
-    """Sentences, the most rewarding first; at most eight, of each kind the best two and how many more."""
+def advice(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[str]:
+    """Return at most eight sentences, the most rewarding first: the best two of a kind, and how many more."""
     found: list[Advice] = []
     for members in by_group(rows).values():
         ours = next((row for row in members if row.case.system == OURS), None)
@@ -40,7 +40,7 @@ def advice(outcome: Outcome, rows: list[CaseFigures]) -> list[str]:
 
 
 def _merged(found: list[Advice]) -> list[Advice]:
-    """Of each kind the best sentences; the last of them says in how many more cases the same would help."""
+    """Keep the best sentences of each kind. The last one says how many more cases would gain likewise."""
     kept = []
     for kind in dict.fromkeys(each.kind for each in found):
         alike = sorted((each for each in found if each.kind == kind), key=lambda each: -each.speedup)
@@ -53,15 +53,15 @@ def _merged(found: list[Advice]) -> list[Advice]:
 
 
 def with_half_the_bytes(step_s: float, exposed_s: float, hidden_s: float) -> float:
-    """The step if communication took half as long: what is hidden now has room to be hidden then.
+    """Return the step if communication took half as long: what is hidden now stays hidden.
 
-    No more can be hidden than there is beside what is exposed, so that it is half the step at least.
+    Communication can hide only beside the rest of the step, so the result is at least half the step.
     """
     hidden_s = min(hidden_s, step_s - exposed_s)
     return step_s - exposed_s + max(0.0, (exposed_s + hidden_s) / 2 - hidden_s)
 
 
-def _links(outcome: Outcome, row: CaseFigures) -> Advice | None:
+def _links(outcome: EvaluationOutcome, row: CaseFigures) -> Advice | None:
     exposed_s = row.parts_s.get("communication_exposed", 0.0)
     whole_s = _mean_step_s(row)
     if exposed_s < _WAITS * whole_s:
@@ -73,17 +73,17 @@ def _links(outcome: Outcome, row: CaseFigures) -> Advice | None:
     return Advice(
         "links",
         f"{_name(row)}: {exposed_s / whole_s:.0%} of the step waits for {_slowest_link(outcome, row)}; "
-        f'bf16 halves what travels: predicted {speedup:.2f}x. Try compression="bf16".',
+        f'bf16 halves the bytes: predicted {speedup:.2f}x. Try compression="bf16".',
         speedup,
     )
 
 
 def _mean_step_s(row: CaseFigures) -> float:
-    """What parts are shares of: they are means, and add up to more than the median if some are long."""
+    """Return the whole that parts are shares of: parts are means, and may add up to more than the median."""
     return max(row.step_s, sum(s for part, s in row.parts_s.items() if part != "communication_hidden"))
 
 
-def _slowest_link(outcome: Outcome, row: CaseFigures) -> str:
+def _slowest_link(outcome: EvaluationOutcome, row: CaseFigures) -> str:
     rates = {
         each: rate
         for each in outcome.links
@@ -93,15 +93,15 @@ def _slowest_link(outcome: Outcome, row: CaseFigures) -> str:
         return "the links"
     slowest, rate = min(rates.items(), key=lambda item: item[1])
     alike = max(rates.values()) < 1.2 * rate
-    # All were measured from one host: if they are alike, it may be all of them or that host's own.
+    # All were measured from one host: if they are alike, the slow link may be that host's own.
     name = f"the links of host {slowest.first}" if alike else f"the link of host {slowest.second}"
-    if len(rates) == 1:  # which of its ends is the slow one, nobody can tell
+    if len(rates) == 1:  # either of its ends may be the slow one
         name = f"the link between {slowest.first} and {slowest.second}"
     return f"{name} ({rate / 1e6:.0f} Mb/s each way)"
 
 
-def _shares(outcome: Outcome, row: CaseFigures, alone: CaseFigures | None) -> Advice | None:
-    """Ranks' speeds are those of computing alone."""
+def _shares(outcome: EvaluationOutcome, row: CaseFigures, alone: CaseFigures | None) -> Advice | None:
+    """Advise on shares by the ranks' speeds when computing alone."""
     if alone is None:
         return None
     rounds = [each for each in rounds_by_case(outcome)[alone.case.key] if each.ok]
@@ -117,7 +117,7 @@ def _shares(outcome: Outcome, row: CaseFigures, alone: CaseFigures | None) -> Ad
     saved_s = max(alone_s) - balanced_s
     if saved_s < _WAITS * row.step_s or sum(shares) != samples(row.case):
         return None
-    # The links take what they take, however the computing is shared out.
+    # Shares do not change the time of the links.
     speedup = row.step_s / max(row.step_s - saved_s, balanced_s, row.links_s or 0.0)
     if speedup < _WORTH:
         return None

@@ -1,7 +1,7 @@
-"""Two evaluations beside each other: what became slower, worse or faster by more than the noise of both.
+"""Compares two evaluations: what became slower, worse or faster by more than the noise of both.
 
-What is left to chance in a step differs more between rounds, which are fresh processes, than within one. So a
-case's noise is at least that of the cases with several rounds, together, over the root of its own rounds.
+Steps differ more between rounds, which are fresh processes, than within a round. So a case's noise is at
+least that of all cases with several rounds together, divided by the root of its own number of rounds.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.software import differences
 from bench.metrics import format_time, geometric_mean, table
-from bench.pipeline.report import Case as PipelineCase
+from bench.pipeline.report import MeasuredPlan
 from bench.report.compare_learning import Learning, compare_learning, learning_table
-from bench.report.figures import all_figures, failed_cases, not_measured, steps_noise
+from bench.report.figures import all_figures, failed_cases, not_measured
 from bench.rounds.record import last_words
+from bench.rounds.timed_steps import steps_noise
 
-LEAST_CHANGE = 0.05  # smaller ones are not reported, however quiet the machine
-BETWEEN_ROUNDS = 0.05  # a round's standard deviation where too few cases tell; 10 of results/full: 0.055
-_LEAST_CASES = 3  # of a system, to be judged by their mean
-_LEAST_REPEATED = 4  # cases with several rounds, below which their scatter tells nothing
+LEAST_CHANGE = 0.05  # smaller changes are never reported
+BETWEEN_ROUNDS = (
+    0.05  # a round's standard deviation, if too few cases show it; 10 cases of results/full: 0.055
+)
+_LEAST_CASES = 3  # of a system, for a verdict on their mean
+_LEAST_REPEATED = 4  # cases with several rounds that show the deviation
 _FALSE_ALARMS = 0.05  # the chance that any case of two equal evaluations is called slower or faster
 
 Verdict = Literal["slower", "faster", "the same", "failed", "not run", "new", "another task"]
@@ -32,12 +35,11 @@ _ORDER: tuple[Verdict, ...] = ("slower", "failed", "not run", "another task", "f
 
 @dataclass(frozen=True)
 class Change:
-    """A case, or a placement of a pipeline, before and after; `allowed` is how far from 1 the ratio may be
-    without meaning anything.
+    """A case, or a placement of a pipeline, before and after. Ratios within `allowed` of 1 mean nothing.
 
-    Of "another task" (other threads, steps, seed) there is no ratio: the two say nothing of each other. What
-    "failed" has not failed before; what is "not run" was not asked for, was skipped or is still to be run:
-    `why` says it.
+    "another task" (other threads, steps or seed) has no ratio, because the two cannot be compared. "failed"
+    means that it did not fail before. "not run" means that it was not asked for, was skipped or has not run
+    yet; `why` has the reason.
     """
 
     key: str
@@ -51,13 +53,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Differences:
-    """All cases of both, and what trainings by epochs learned.
+    """All changes, and what trainings by epochs learned.
 
-    `systems` are the geometric means of each system over its cases, which tell less than any case could.
-
-    `same_machine` is False where figures should not be held together: the machine is another, or a cluster
-    of the same name. `software` names what is not the same, as "keras 3.14 (now 3.15)". `between_rounds` is
-    the standard deviation of a round's step, and `single_rounds` how many changes rest on a single round.
+    `systems` has the geometric mean of each system over its cases. It shows smaller changes than a single
+    case can. `same_machine` is False if figures should not be compared, because the machine or a cluster of
+    the same name is another. `software` names differences, as "keras 3.14 (now 3.15)". `between_rounds` is
+    the standard deviation of a round's step. `single_rounds` is the number of changes that rest on a single
+    round.
     """
 
     changes: tuple[Change, ...]
@@ -70,16 +72,16 @@ class Differences:
 
     @property
     def regressed(self) -> bool:
-        """Whether a case, or a system over all, is slower beyond noise; anything fails or learns less."""
+        """Whether a case or a system is slower beyond noise, a case fails, or a training learned less."""
         worse = any(each.verdict in ("slower", "failed") for each in (*self.changes, *self.systems))
         return worse or any(each.verdict == "worse" for each in self.learning)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {**asdict(self), "regressed": self.regressed}
 
     def to_text(self) -> str:
-        """A table for people, what changed first."""
+        """Return a table for people, changes first."""
         rows = [
             [
                 each.key,
@@ -123,7 +125,7 @@ class Differences:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What is compared of a case: a step and one standard error of it, relative; `task` must be the same."""
+    """What is compared of a case: its step and relative standard error. The `task` must be the same."""
 
     key: str
     task: object
@@ -133,8 +135,8 @@ class _Measured:
     system: str = ""  # of a case of systems
 
 
-def compare(before: Outcome, after: Outcome) -> Differences:
-    """Every case of either, and every placement of their pipelines."""
+def compare(before: EvaluationOutcome, after: EvaluationOutcome) -> Differences:
+    """Compare every case of either, and every placement of their pipelines."""
     old, new = ({each.key: each for each in _measured(of)} for of in (before, after))
     between = _between_rounds((before, after))
     pairs = [(old[key], new[key]) for key in old.keys() & new.keys()]
@@ -164,7 +166,7 @@ def compare(before: Outcome, after: Outcome) -> Differences:
 
 
 def _system_changes(pairs: Sequence[tuple[_Measured, _Measured]], between: float) -> tuple[Change, ...]:
-    """A system that is slower by less than a single case's noise is told by all of its cases together."""
+    """Return the mean change of each system, which shows less than a single case's noise."""
     by_system: dict[str, list[tuple[_Measured, _Measured]]] = {}
     for old, new in pairs:
         if old.task == new.task and old.system:
@@ -185,30 +187,30 @@ def _noise_of(measured: _Measured, between: float) -> float:
 
 
 def _verdict(ratio: float, allowed: float) -> Verdict:
-    """On a scale of factors: as far above 1 as below."""
+    """Judge a ratio on a logarithmic scale, so that faster and slower count alike."""
     if abs(math.log(ratio)) <= math.log1p(allowed):
         return "the same"
     return "slower" if ratio > 1 else "faster"
 
 
-def _measured(outcome: Outcome) -> Iterator[_Measured]:
-    """Cases first, then pipelines; placements of one name (random ones) have their number in it."""
+def _measured(outcome: EvaluationOutcome) -> Iterator[_Measured]:
+    """Yield cases, then pipelines. Several placements of one method have their number in the name."""
     for row in all_figures(outcome):
         yield _Measured(row.case.key, row.case.task, row.step_s, row.noise, row.rounds, row.case.system)
     for run in outcome.pipelines:
         if run.report is not None:
             task = (run.report.workload, run.report.schedule, run.report.ranks, run.report.batch)
             for case in run.report.cases:
-                # How many rounds its steps are of is not kept.
+                # The report does not keep the number of rounds.
                 yield _Measured(f"{run.name}/{case.method}", task, case.seconds(), _noise(case), 1)
 
 
-def _noise(case: PipelineCase) -> float:
+def _noise(case: MeasuredPlan) -> float:
     return steps_noise([max(case.step_s, key=statistics.median)])
 
 
-def _between_rounds(outcomes: Sequence[Outcome]) -> float:
-    """The standard deviation of a round's step, relative, from all cases with several rounds together."""
+def _between_rounds(outcomes: Sequence[EvaluationOutcome]) -> float:
+    """Return the relative standard deviation of a round's step, from all cases with several rounds."""
     squares, freedom, cases = 0.0, 0, 0
     for outcome in outcomes:
         by_round: dict[str, list[float]] = {}
@@ -224,20 +226,20 @@ def _between_rounds(outcomes: Sequence[Outcome]) -> float:
 
 
 def _errors(cases: int) -> float:
-    """Standard errors that a ratio may be off by: the more cases, the farther is the farthest by chance."""
+    """Return the standard errors that a ratio may be off by. With more cases the largest is farther off."""
     return statistics.NormalDist().inv_cdf(1 - _FALSE_ALARMS / 2 / max(1, cases))
 
 
-def _failed(outcome: Outcome) -> dict[str, str]:
-    """Why, by the key of a case or the name of a pipeline."""
+def _failed(outcome: EvaluationOutcome) -> dict[str, str]:
+    """Return the reason by the key of a case or the name of a pipeline."""
     why = not_measured(outcome)
     runs = [each for each in outcome.pipelines if each.error and not each.not_up]
     pipelines = {each.name: last_words(each.error) for each in runs}
     return {**{key: why[key] for key in failed_cases(outcome)}, **pipelines}
 
 
-def _not_there(key: str, old: _Measured, after: Outcome) -> Change:
-    """A case that has no figures any more, or failed in one of its rounds."""
+def _not_there(key: str, old: _Measured, after: EvaluationOutcome) -> Change:
+    """Return the change of a case that has no figures any more, or failed in one of its rounds."""
     failed = _failed(after)
     # A pipeline fails as a whole.
     if why := failed.get(key) or failed.get(key.rsplit("/", 1)[0]):
@@ -255,8 +257,8 @@ def _change(key: str, old: _Measured | None, new: _Measured | None, between: flo
     return Change(key, _verdict(ratio, allowed), old.step_s, new.step_s, ratio, allowed)
 
 
-def _other_software(before: Outcome, after: Outcome) -> tuple[str, ...]:
-    """By what the settings keep; where one keeps nothing, by what the rounds of each system said."""
+def _other_software(before: EvaluationOutcome, after: EvaluationOutcome) -> tuple[str, ...]:
+    """Compare what the settings keep; if one keeps nothing, what the rounds of each system recorded."""
     settings = [of.setting for of in (before, after)]
     named = [{"hvpipe bench": each.machine.hvpipe, **each.software} for each in settings]
     if not all(each.software for each in settings):

@@ -7,19 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import table
 from bench.rounds.record import Round
 
 _ERRORS = 2.0  # standard errors of the difference of two accuracies
-_WORSE_LOSS = 2.0  # times; equal trainings differ by rounding, asynchronous ones by some tenths
-_HELD_OUT = 360  # images that accuracy is counted on: a fifth of 1,797
+_WORSE_LOSS = 2.0  # factor; equal trainings differ by rounding, asynchronous ones by some tenths
+_HELD_OUT = 360  # held-out images: a fifth of 1,797
 
 
 @dataclass(frozen=True)
 class Learning:
-    """One training before and after; it is worse where its loss is twice what it was or no number any more,
-    or its accuracy is lower by more than chance on the images held out."""
+    """One training before and after.
+
+    It is worse if its loss doubled or is NaN, or if its accuracy on the held-out images fell by more than
+    chance.
+    """
 
     key: str
     verdict: Literal["worse", "better", "the same"]
@@ -29,15 +32,15 @@ class Learning:
     after_accuracy: float
 
 
-def compare_learning(before: Outcome, after: Outcome) -> tuple[Learning, ...]:
-    """Every training that both have, of the same task."""
+def compare_learning(before: EvaluationOutcome, after: EvaluationOutcome) -> tuple[Learning, ...]:
+    """Compare every training that both have, of the same task."""
     old, new = _trained(before), _trained(after)
     same = [key for key in old if key in new and old[key].case.task == new[key].case.task]
     return tuple(_learning(old[key], new[key]) for key in same)
 
 
 def learning_table(learning: Sequence[Learning]) -> str:
-    """For people, what is worse first."""
+    """Return a table for people, worse trainings first."""
     rows = [
         [
             each.key,
@@ -50,8 +53,8 @@ def learning_table(learning: Sequence[Learning]) -> str:
     return table(["training", "loss before", "after", "accuracy before", "after", "verdict"], rows)
 
 
-def _trained(outcome: Outcome) -> dict[str, Round]:
-    """By key, the first good round that kept losses."""
+def _trained(outcome: EvaluationOutcome) -> dict[str, Round]:
+    """Return by key the first good round that has losses."""
     found: dict[str, Round] = {}
     for each in outcome.rounds:
         if each.ok and each.ranks[0].loss and each.ranks[0].accuracy:
@@ -73,5 +76,5 @@ def _learning(old: Round, new: Round) -> Learning:
 
 
 def _within(loss: float, reference: float) -> bool:
-    """Whether a loss is a number and not much above another; anything is not above one that is no number."""
+    """Return whether a loss is a number and not much above the reference. NaN is above everything."""
     return not math.isnan(loss) and (math.isnan(reference) or loss <= _WORSE_LOSS * reference)

@@ -7,19 +7,19 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time, table
 from bench.report.advice import advice
-from bench.report.figures import all_figures, by_group, not_measured
+from bench.report.figures import CaseFigures, all_figures, by_group, not_measured
 from bench.report.headlines import cautions, comparisons, headlines
 from bench.report.page import page
 from bench.report.spreadsheet import to_csv
 
 
-def write_outputs(outcome: Outcome, folder: Path) -> list[Path]:
-    """Write the three into the folder, each whole or not at all; their paths."""
-    outputs: dict[str, Callable[[Outcome], str]] = {
-        "results.json": Outcome.to_json,
+def write_outputs(outcome: EvaluationOutcome, folder: Path) -> list[Path]:
+    """Write the three files into the folder, each atomically. Return their paths."""
+    outputs: dict[str, Callable[[EvaluationOutcome], str]] = {
+        "results.json": EvaluationOutcome.to_json,
         "results.csv": to_csv,
         "report.html": page,
     }
@@ -30,43 +30,11 @@ def write_outputs(outcome: Outcome, folder: Path) -> list[Path]:
     return [folder / name for name in outputs]
 
 
-def show_figures(outcome: Outcome, *, as_json: bool) -> str:
-    """Headlines, advice and a table of every group, for people or for programs."""
+def show_figures(outcome: EvaluationOutcome, *, as_json: bool) -> str:
+    """Return headlines, advice and a table of every group, for people or as JSON."""
     rows = all_figures(outcome)
     if as_json:
-        cases = [
-            {
-                "key": row.case.key,
-                "step_s": row.step_s,
-                "noise": row.noise,
-                "samples_per_s": row.samples_per_s,
-                "efficiency": row.efficiency,
-                "over_bound": row.over_bound,
-            }
-            for row in rows
-        ]
-        heads = [{"title": h.title, "figure": h.figure, "detail": h.detail} for h in headlines(outcome, rows)]
-        compared = [
-            {
-                "against": title,
-                "group": each.group,
-                "baseline": each.baseline,
-                "speedup": each.speedup,
-                "reduction": each.reduction,
-                "noise": each.noise,
-            }
-            for title, found in comparisons(outcome, rows).items()
-            for each in found
-        ]
-        figures = {
-            "headlines": heads,
-            "comparisons": compared,
-            "advice": advice(outcome, rows),
-            "cautions": cautions(outcome),
-            "cases": cases,
-            "not_measured": not_measured(outcome),
-        }
-        return json.dumps(figures, indent=1)
+        return _as_json(outcome, rows)
     parts = cautions(outcome)
     parts += [f"{head.title}: {head.figure} ({head.detail})" for head in headlines(outcome, rows)]
     parts += [f"advice: {text}" for text in advice(outcome, rows)]
@@ -86,3 +54,39 @@ def show_figures(outcome: Outcome, *, as_json: bool) -> str:
         parts.append(f"\n{name}\n{table(header, lines)}")
     parts += [f"{key}: {why}" for key, why in not_measured(outcome).items()]
     return "\n".join(parts)
+
+
+def _as_json(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
+    cases = [
+        {
+            "key": row.case.key,
+            "step_s": row.step_s,
+            "noise": row.noise,
+            "samples_per_s": row.samples_per_s,
+            "efficiency": row.efficiency,
+            "over_bound": row.over_bound,
+        }
+        for row in rows
+    ]
+    heads = [{"title": h.title, "figure": h.figure, "detail": h.detail} for h in headlines(outcome, rows)]
+    compared = [
+        {
+            "against": title,
+            "group": each.group,
+            "baseline": each.baseline,
+            "speedup": each.speedup,
+            "reduction": each.reduction,
+            "noise": each.noise,
+        }
+        for title, found in comparisons(outcome, rows).items()
+        for each in found
+    ]
+    figures = {
+        "headlines": heads,
+        "comparisons": compared,
+        "advice": advice(outcome, rows),
+        "cautions": cautions(outcome),
+        "cases": cases,
+        "not_measured": not_measured(outcome),
+    }
+    return json.dumps(figures, indent=1)

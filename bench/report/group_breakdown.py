@@ -1,4 +1,4 @@
-"""The parts of a step of all systems of a group, of one and the same rank, held against computing alone."""
+"""The parts of a step of all systems of a group, on the same rank, compared with computing alone."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from bench.report.step_breakdown import ALONE, against_alone, tells_computing
 from bench.rounds.record import RankRound, Round
+from bench.rounds.step_breakdown import ALONE, against_alone, tells_computing
 from bench.rounds.timed_steps import slowest_rank
 from hvpipe.trace.computing_time import COMPUTE
 
@@ -16,9 +16,10 @@ _INSIDE = ("input", "communication_hidden")  # neither computing nor beyond it
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of a step by part, of a `rank`; of these, what is beyond that rank's computing alone.
+    """Seconds of a step by part on a `rank`, and how many of them are beyond that rank's computing alone.
 
-    `longest_wait_s`: for the slowest rank, of whichever waits longest; None where a system does not tell.
+    `longest_wait_s` is the wait for the slowest rank, of the rank that waits longest; None if the system does
+    not tell.
     """
 
     rank: int = 0
@@ -28,7 +29,7 @@ class Parts:
 
 
 def computing_alone(rounds: Iterable[Round]) -> dict[str, Round]:
-    """By group, a round in which every rank computed alone, with the mean of each part over all of these."""
+    """Return by group a round of all ranks computing alone, with the mean of each part over such rounds."""
     found: dict[str, list[Round]] = {}
     for each in rounds:
         if each.ok and each.case.system == ALONE and tells_computing(each):
@@ -37,10 +38,10 @@ def computing_alone(rounds: Iterable[Round]) -> dict[str, Round]:
 
 
 def ranks_of_parts(cases: Iterable[list[Round]]) -> dict[str, int]:
-    """By group, the rank that the parts of all its systems are of.
+    """Return by group the rank whose parts are shown for all its systems.
 
-    It is the slowest one computing alone, else of the first system: synchronous ranks have the same step, so
-    a system's own slowest one would be chosen by chance.
+    It is the slowest when computing alone, else the slowest of the first system. Synchronous ranks have the
+    same step, so each system's own slowest rank would be chosen by chance.
     """
     found: dict[str, int] = {}
     for rounds in sorted(cases, key=lambda rounds: rounds[0].case.system != ALONE):
@@ -49,7 +50,7 @@ def ranks_of_parts(cases: Iterable[list[Round]]) -> dict[str, int]:
 
 
 def parts_of(rounds: Sequence[Round], rank: int, alone: Round | None) -> Parts:
-    """Means over the rounds of a case; what a system cannot tell follows from computing alone."""
+    """Return means over the rounds of a case. What a system cannot tell follows from computing alone."""
     told = [against_alone(each, alone) for each in rounds] if alone else rounds
     seconds = _mean_parts([each.ranks[rank] for each in told])
     wait_s = _longest_wait_s(rounds)
@@ -61,7 +62,7 @@ def parts_of(rounds: Sequence[Round], rank: int, alone: Round | None) -> Parts:
 
 
 def _longest_wait_s(rounds: Sequence[Round]) -> float | None:
-    """The mean wait for the slowest rank of the rank that waits longest: the slowest one waits for nobody."""
+    """Return the mean wait for the slowest rank, of the rank that waits longest."""
     if not all("straggler" in rank.parts_s for each in rounds for rank in each.ranks):
         return None
     by_rank = zip(*([rank.parts_s["straggler"] for rank in each.ranks] for each in rounds), strict=True)
@@ -77,6 +78,6 @@ def _mean_round(rounds: Sequence[Round]) -> Round:
 
 
 def _mean_parts(ranks: Sequence[RankRound]) -> dict[str, float]:
-    """Of each part that every round knows."""
+    """Return the mean of each part that every round has."""
     known = set.intersection(*(set(rank.parts_s) for rank in ranks))
     return {part: statistics.fmean(rank.parts_s[part] for rank in ranks) for part in known}

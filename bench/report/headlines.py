@@ -1,30 +1,32 @@
-"""What an evaluation shows, in a few figures: hvpipe against the others, efficiency, the bound."""
+"""The main results of an evaluation: hvpipe against the others, efficiency, the bound."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.evaluation.outcome import Outcome
-from bench.evaluation.unfinished import unfinished
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import geometric_mean
 from bench.report.figures import (
     ALONE,
-    BEST_NATIVE,
-    NATIVE,
-    SYNCHRONOUS_NATIVE,
     CaseFigures,
-    Comparison,
-    Means,
     by_group,
-    compare_in_groups,
     failed_cases,
     is_limited,
     limited_by_links,
-    means,
-    shares_gain,
     tensorflow_versions,
 )
+from bench.report.speedups import (
+    BEST_NATIVE,
+    NATIVE,
+    SYNCHRONOUS_NATIVE,
+    Comparison,
+    Means,
+    compare_in_groups,
+    means,
+    shares_gain,
+)
+from bench.report.unfinished import unfinished
 from bench.rounds.record import Case
 
 OURS = "hvpipe-step"
@@ -39,15 +41,15 @@ _AGAINST = (
 
 @dataclass(frozen=True)
 class Headline:
-    """One result: its title, the figure, and what it is the figure of."""
+    """One result: its title, the figure, and what the figure refers to."""
 
     title: str
     figure: str
     detail: str
 
 
-def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
-    """The results that there are figures for."""
+def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headline]:
+    """Return the results that have figures."""
     failed = failed_cases(outcome)
     limited = limited_by_links(outcome, rows)
     where = "on links up to 1 Gb/s" if limited else "on links that are faster or have no set rate"
@@ -82,7 +84,7 @@ def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
         Headline(
             f"{gain.system}, shares by speed",
             f"{gain.speedup:.2f}x",
-            f"samples per second of equal shares, {gain.group}",
+            f"samples per second of equal shares, {gain.group}{_one_round(gain.rounds)}",
         )
         for gain in shares_gain(rows)
         if gain.system != ALONE
@@ -90,23 +92,23 @@ def headlines(outcome: Outcome, rows: list[CaseFigures]) -> list[Headline]:
     return found + _scaling(rows)
 
 
-def comparisons(outcome: Outcome, rows: Sequence[CaseFigures]) -> dict[str, list[Comparison]]:
-    """Ours against each of what it is held against, case by case, whatever the links."""
+def comparisons(outcome: EvaluationOutcome, rows: Sequence[CaseFigures]) -> dict[str, list[Comparison]]:
+    """Compare hvpipe with each baseline, case by case, on all links."""
     failed = failed_cases(outcome)
     found = {title: compare_in_groups(rows, OURS, baselines, failed) for title, baselines in _AGAINST}
     return {title: compared for title, compared in found.items() if compared}
 
 
-def cautions(outcome: Outcome) -> list[str]:
-    """What a reader must know before the figures."""
+def cautions(outcome: EvaluationOutcome) -> list[str]:
+    """Return what a reader must know before the figures."""
     versions = tensorflow_versions(outcome)
     said = ", ".join(f"{version} ({', '.join(systems)})" for version, systems in versions.items())
     mixed = [f"Not all was measured on the same TensorFlow: {said}."] if len(versions) > 1 else []
     return [*outcome.setting.notes, *mixed, *_not_run_yet(outcome)]
 
 
-def _not_run_yet(outcome: Outcome) -> list[str]:
-    """What is missing of an evaluation that was interrupted, in a sentence; none where it is whole."""
+def _not_run_yet(outcome: EvaluationOutcome) -> list[str]:
+    """Say what an interrupted evaluation lacks; nothing if it is complete."""
     left = unfinished(outcome)
     if not left:
         return []
@@ -119,22 +121,22 @@ def _not_run_yet(outcome: Outcome) -> list[str]:
 
 
 def _compared(tried: Sequence[Case], baselines: Sequence[str]) -> list[Case]:
-    """Ours and the baselines in each group that has both."""
+    """Return hvpipe's case and the baselines in each group that has both."""
     ours = {case.group for case in tried if case.system == OURS}
     both = {case.group for case in tried if case.system in baselines and case.group in ours}
     return [case for case in tried if case.group in both and case.system in (OURS, *baselines)]
 
 
 def _failures(left_out: Sequence[Case]) -> str:
-    """Where ours failed, and which groups are not counted since a baseline did; empty without failures."""
+    """Say where hvpipe failed, and which groups do not count because a baseline did; "" without failures."""
     ours = [case.group for case in left_out if case.system == OURS]
     others = [case.key for case in left_out if case.system != OURS]
     said = [f"failed in {', '.join(ours)}"] if ours else []
-    return "; ".join([*said, *([f"not counted, since it failed: {', '.join(others)}"] if others else [])])
+    return "; ".join([*said, *([f"not counted, because it failed: {', '.join(others)}"] if others else [])])
 
 
 def _ran_in(compared: Sequence[Comparison], rows: Sequence[CaseFigures], baselines: Sequence[str]) -> str:
-    """Where the best of several is meant: how many of the cases each was there to be the best of."""
+    """Say in how many of the cases each baseline ran, if the best of several counts."""
     if len(baselines) < 2:
         return ""
     groups = {each.group for each in compared}
@@ -143,23 +145,24 @@ def _ran_in(compared: Sequence[Comparison], rows: Sequence[CaseFigures], baselin
 
 
 def _beyond(others: Sequence[Comparison]) -> str:
-    """Cases that are no part of the mean, as their links are faster or have no set rate."""
+    """Say what the mean leaves out: cases whose links are faster or have no set rate."""
     said = ", ".join(f"{each.speedup:.2f}x in {each.group}" for each in others)
     return f"on other links {said}" if said else ""
 
 
 def _against(title: str, mean: Means, where: str, also: Sequence[str]) -> Headline:
-    slower = f"slower in {', '.join(mean.slower_in)}" if mean.slower_in else "slower in none"
+    slower = f"slower in {', '.join(mean.slower_in)}" if mean.slower_in else "no case below 1x"
+    if mean.single_rounds:
+        also = (f"{mean.single_rounds} of {_cases(mean.groups)} from one round", *also)
     return Headline(
         f"{OURS} against {title}",
         f"{mean.speedup:.2f}x, {abs(mean.reduction):.0%} {'less' if mean.reduction >= 0 else 'more'} time",
-        f"geometric mean of the speedups, arithmetic mean of the reductions, {_cases(mean.groups)} {where}; "
-        + "; ".join([f"worst {mean.worst_speedup:.2f}x", slower, *also]),
+        f"{_cases(mean.groups)} {where}; " + "; ".join([f"worst {mean.worst_speedup:.2f}x", slower, *also]),
     )
 
 
 def _scaling(rows: list[CaseFigures]) -> list[Headline]:
-    """Efficiency on the largest number of ranks that was measured, every system in order."""
+    """Return the efficiency of every system on the largest measured number of ranks."""
     groups = [members for members in by_group(rows).values() if _measures_scaling(members)]
     if not groups:
         return []
@@ -170,7 +173,8 @@ def _scaling(rows: list[CaseFigures]) -> list[Headline]:
         Headline(
             f"scaling efficiency, {ranked[0].case.ranks} ranks",
             f"{ranked[0].efficiency:.0%} ({ranked[0].case.system})",
-            f"throughput over that of all ranks computing alone, {ranked[0].case.group}: {efficiencies}",
+            f"throughput over that of all ranks computing alone, {ranked[0].case.group}: {efficiencies}"
+            f"{_one_round(ranked[0].rounds)}",
         )
     ]
 
@@ -178,6 +182,10 @@ def _scaling(rows: list[CaseFigures]) -> list[Headline]:
 def _measures_scaling(members: list[CaseFigures]) -> bool:
     others = [row for row in members if row.case.system != ALONE]
     return bool(others) and others[0].efficiency is not None and not others[0].case.task.epochs
+
+
+def _one_round(rounds: int) -> str:
+    return "; one round" if rounds == 1 else ""
 
 
 def _cases(count: int) -> str:

@@ -7,19 +7,19 @@ from html import escape
 
 
 def element(tag: str, text: str, kind: str = "") -> str:
-    """A tag around a text."""
+    """Return a tag around a text."""
     attribute = f' class="{escape(kind)}"' if kind else ""
     return f"<{tag}{attribute}>{escape(text)}</{tag}>"
 
 
 def around(tag: str, pieces: Iterable[str], kind: str = "") -> str:
-    """A tag around pieces of HTML."""
+    """Return a tag around pieces of HTML."""
     attribute = f' class="{escape(kind)}"' if kind else ""
     return f"<{tag}{attribute}>{''.join(pieces)}</{tag}>"
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], fastest: int | None = None) -> str:
-    """A table that scrolls sideways where it is too wide; long texts wrap; one row can stand out."""
+    """Return a table that scrolls sideways if it is too wide. Long texts wrap; one row can stand out."""
     head = around("tr", (element("th", each) for each in header))
     body = (
         around("tr", (_cell(each) for each in row), "fastest" if number == fastest else "")
@@ -29,12 +29,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]], fastest: int | N
 
 
 def figure(caption: str, svg: str) -> str:
-    """A plot under its caption."""
+    """Return a plot under its caption."""
     return around("figure", [element("figcaption", caption), svg])
 
 
 def folded(summary: str, output: str) -> str:
-    """An output that opens when it is asked for."""
+    """Return an output that opens on a click."""
     return around("details", [element("summary", summary), element("pre", output)])
 
 

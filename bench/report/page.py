@@ -1,4 +1,4 @@
-"""report.html: one page without any other file, for a desktop, a phone, the dark and paper."""
+"""report.html: one self-contained page for desktops, phones, dark mode and paper."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.report.advice import advice
 from bench.report.figures import all_figures
 from bench.report.headlines import cautions, headlines
@@ -15,22 +15,26 @@ from bench.report.page_measured import breakdown, case_by_case, steps
 from bench.report.page_more import accuracy, gpus, links, not_measured, pipelines, scaling, utilization
 
 _HOW = (
-    "Systems of a group train the same model on the same data with the same seed and threads, in turn, "
-    "round after round, each round in fresh processes that warm up before steps are timed. A step is the "
-    "median of the slowest rank over the timed steps but the first of each round, which is left out for "
-    "every system alike: where gradients are collected in the next step, it has nothing to collect and is "
-    "short; spread is half the distance between the quartiles; noise is the standard error of the median. "
-    "Of the asynchronous tf-ps, whose steps end in bursts, it is the mean of all with draining, as it is "
-    "then of what it is compared with; spread is the standard deviation. Computing alone is every rank "
-    "training at once without sharing; efficiency is that step over this one; the bound is the larger of "
-    "computing alone and what the gradients take on the slowest link at its set rate, which no protocol "
-    "quite reaches, or as measured where no rate is set; without either there is no bound. Bytes "
-    "sent are those of TCP/IP by the host's counters: what goes by InfiniBand is not among them."
+    "The systems of a group train the same model on the same data, with the same seed and threads. They "
+    "take turns, round after round. A round is a set of fresh processes that warm up before timed steps.",
+    "A step is the median of the slowest rank over the timed steps, without the first of each round. That "
+    "one counts for no system: one that collects gradients in the next step has nothing to collect in it.",
+    "Spread is half the distance between the quartiles of the steps. Noise is the standard error of the "
+    "median.",
+    "Steps of the asynchronous tf-ps end in bursts. So its step is the mean of all with draining, and it is "
+    "compared with the same mean of the other system. Its spread is the standard deviation.",
+    "Computing alone means that every rank trains at once without sharing. Efficiency is its step over this "
+    "step.",
+    "The bound is the larger of computing alone and the time of the gradients on the slowest link at its set "
+    "rate, which no protocol quite reaches. Without a set rate it uses the measured one, and without either "
+    "there is no bound.",
+    "Bytes sent are those of TCP/IP by the host's counters, which do not see InfiniBand.",
+    "Over cases, speedups are averaged geometrically and reductions of time arithmetically.",
 )
 
 
-def page(outcome: Outcome) -> str:
-    """The whole page."""
+def page(outcome: EvaluationOutcome) -> str:
+    """Return the whole page."""
     setting = outcome.setting
     rows = all_figures(outcome)
     sections: tuple[tuple[str, Callable[[], str]], ...] = (
@@ -72,8 +76,8 @@ def page(outcome: Outcome) -> str:
     )
 
 
-def _how(outcome: Outcome) -> str:
-    """In words, then what each system said of itself."""
+def _how(outcome: EvaluationOutcome) -> str:
+    """Describe how it was measured, and what each system says about itself."""
     notes: dict[str, list[str]] = {}
     for each in outcome.rounds:
         said = notes.setdefault(each.case.system, [])
@@ -81,7 +85,7 @@ def _how(outcome: Outcome) -> str:
     clusters = [f"{each.name}: {each.description}" for each in outcome.setting.clusters]
     return "".join(
         [
-            element("p", _HOW),
+            around("ul", (element("li", each) for each in _HOW)),
             element("h3", "Clusters"),
             around("ul", (element("li", each) for each in clusters)),
             element("h3", "Systems"),

@@ -1,13 +1,14 @@
-"""The parts of the report about steps: how long, by system, and where the time goes."""
+"""The sections of the report about steps: how long, by system, and where the time goes."""
 
 from __future__ import annotations
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time
-from bench.report.figures import ALONE, BEST_NATIVE, CaseFigures, Comparison, by_group, fastest
+from bench.report.figures import ALONE, CaseFigures, by_group, fastest
 from bench.report.headlines import OURS, comparisons
 from bench.report.markup import around, element, figure, table
 from bench.report.plots import bars, stacked
+from bench.report.speedups import BEST_NATIVE, Comparison
 from bench.rounds.record import PARTS
 
 _NAMES = (
@@ -18,12 +19,14 @@ _HIDDEN = "communication_hidden"
 
 
 def system_colour(name: str) -> int:
-    """The same in every plot: grey alone, TensorFlow orange, Horovod purple, hvpipe blue and green."""
+    """Return the colour of a system, the same in every plot: TensorFlow orange, Horovod purple, hvpipe blue,
+    green.
+    """
     return _NAMES.index(name) if name in _NAMES else len(_NAMES)
 
 
-def steps(outcome: Outcome, rows: list[CaseFigures]) -> str:
-    """A plot and a table for each group."""
+def steps(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
+    """Return a plot and a table for each group."""
     made = []
     for name, members in by_group(rows).items():
         marks = {}
@@ -71,8 +74,8 @@ def _table(members: list[CaseFigures]) -> str:
     return table(header, lines, None if best is None else members.index(best))
 
 
-def case_by_case(outcome: Outcome, rows: list[CaseFigures]) -> str:
-    """What ours saves in each case, a row for each group, a column for each baseline."""
+def case_by_case(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
+    """Return what hvpipe saves in each case: a row for each group, a column for each baseline."""
     against = comparisons(outcome, rows)
     if not against:
         return ""
@@ -83,8 +86,8 @@ def case_by_case(outcome: Outcome, rows: list[CaseFigures]) -> str:
         for group in groups
     ]
     words = (
-        f"{OURS}'s speedup with one standard error, and how much less time that is. Of one round it is the "
-        "error of its steps alone; fresh processes differ by some 5 % more. "
+        f"The speedup of {OURS} with one standard error, and the time that it saves. With one round the "
+        "error is that of its steps alone; fresh processes differ by some 5 % more. "
         "Groups in which one of the two failed are left out."
     )
     return element("p", words) + table(["case", *(f"against {title}" for title in against)], lines)
@@ -101,7 +104,7 @@ _WHOLE = ("all beyond alone", "longest wait for the slowest rank", "step")
 
 
 def breakdown(rows: list[CaseFigures]) -> str:
-    """A stacked bar for each system of each group, and the same as a table with what was hidden."""
+    """Return a stacked bar for each system of each group, and a table that also has what was hidden."""
     plots, tables = [], []
     for name, members in by_group(rows).items():
         known = [row for row in members if set(row.parts_s) - {"input"}]
@@ -130,14 +133,13 @@ def breakdown(rows: list[CaseFigures]) -> str:
     if not plots:
         return ""
     words = (
-        "Means over the timed steps of one rank, and of what is drained behind them; of the same rank for "
-        "all systems of a group, the slowest when each computes alone. Forward, backward and update count "
-        f"up to what they take in {ALONE}; all beyond that is measured alike for every system, in a column "
-        "of its own. hvpipe tells what it is made of: communication that shows, packing, the slowest "
-        "rank, overhead, and its own computing slowed by what runs beside it. The others do not tell, so "
-        "for them all of these are one part, beyond computing alone. Communication that is hidden runs "
-        "beside computing and is no part of a bar. The slowest rank waits for nobody: how long the one "
-        "waits that waits longest is in a column of its own."
+        "Means over the timed steps of one rank, with draining. All systems of a group show the same rank, "
+        "the slowest when each computes alone. Forward, backward and update count up to their time in "
+        f"{ALONE}. The time beyond that has a column of its own, measured alike for every system. hvpipe "
+        "tells its parts: exposed communication, packing, waits for the slowest rank, overhead, and "
+        "computing slowed by what runs beside it. The other systems do not, so for them it is one part, "
+        "beyond computing alone. Hidden communication runs beside computing and is not in a bar. The "
+        "slowest rank waits for nobody, so the longest wait of any rank has a column of its own."
     )
     return element("p", words) + around("div", plots, "plots") + "".join(tables)
 

@@ -1,11 +1,11 @@
-"""The other parts of the report: scaling, utilization, accuracy, pipelines, links, what is missing."""
+"""The other sections of the report: scaling, utilization, accuracy, pipelines, links, what is missing."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time, median
 from bench.report.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples, trained_on_shares
 from bench.report.markup import around, element, figure, folded, table
@@ -28,7 +28,7 @@ _Series = dict[str, tuple[list[float], list[float]]]
 
 
 def scaling(rows: list[CaseFigures]) -> str:
-    """Efficiency over the number of ranks: with as many samples a rank (weak), and a step (strong)."""
+    """Plot efficiency over the number of ranks, with constant samples a rank (weak) and a step (strong)."""
     families: dict[str, list[CaseFigures]] = {}
     for row in rows:
         match = _EQUAL_HOSTS.fullmatch(row.case.cluster)
@@ -51,7 +51,7 @@ def scaling(rows: list[CaseFigures]) -> str:
 
 
 def gpus(rows: Sequence[CaseFigures]) -> str:
-    """Means of what every rank's GPU did, a table for each group in which one was sampled."""
+    """Return the means of what each rank's GPU did, a table for each group that sampled one."""
     made = []
     for name, members in by_group(rows).items():
         sampled = [row for row in members if row.usage.gpu]
@@ -66,19 +66,15 @@ def gpus(rows: Sequence[CaseFigures]) -> str:
             element("h3", name),
             table(["system", *(_quantity(each)[0] for each in quantities)], lines),
         ]
-    return (
-        element("p", "Means over the timed steps of all rounds, rank by rank.") + "".join(made)
-        if made
-        else ""
-    )
+    return element("p", "Means over the timed steps of all rounds, by rank.") + "".join(made) if made else ""
 
 
 def _of_ranks(values: Sequence[float | None], scale: float) -> str:
     return " / ".join("?" if value is None else f"{value * scale:.3g}" for value in values)
 
 
-def utilization(outcome: Outcome) -> str:
-    """What rank 0 sampled in the first good round, a plot for each group and quantity; of few systems."""
+def utilization(outcome: EvaluationOutcome) -> str:
+    """Plot what rank 0 sampled in the first good round, for each group and quantity, of a few systems."""
     plots = []
     for group, rounds in _first_good(outcome).items():
         sampled = {each.case.system: each.ranks[0].utilization for each in rounds}
@@ -96,11 +92,11 @@ def utilization(outcome: Outcome) -> str:
                 )
     if not plots:
         return ""
-    return element("p", "Rank 0 in the first round, while steps are timed.") + around("div", plots, "plots")
+    return element("p", "Rank 0 in the first round, during the timed steps.") + around("div", plots, "plots")
 
 
 def _quantity(name: str) -> tuple[str, float]:
-    """What a sampled quantity is called, and its factor to the unit in that name."""
+    """Return the name of a sampled quantity, and the factor to the unit in that name."""
     if name in _QUANTITIES:
         return _QUANTITIES[name]
     if name.endswith(("_bytes", "_bytes_per_s")):
@@ -109,8 +105,8 @@ def _quantity(name: str) -> tuple[str, float]:
     return name.replace("_", " "), 1.0
 
 
-def accuracy(outcome: Outcome) -> str:
-    """Loss and accuracy by epoch, and the last of each."""
+def accuracy(outcome: EvaluationOutcome) -> str:
+    """Return loss and accuracy by epoch, and the last of each."""
     made = []
     for group, rounds in _first_good(outcome).items():
         apart = any(trained_on_shares(each) for each in rounds)
@@ -142,7 +138,8 @@ def accuracy(outcome: Outcome) -> str:
                 [
                     element(
                         "p",
-                        f"{ALONE} is left out: its processes trained on a share of the images each.",
+                        f"{ALONE} is left out, because each of its processes trained on a share of the "
+                        "images.",
                         "quiet",
                     )
                 ]
@@ -163,7 +160,7 @@ def _by_epoch(title: str, what: str, trained: Mapping[str, RankRound]) -> str:
 
 
 def _equal_words(trained: Mapping[str, RankRound]) -> str:
-    """Which of hvpipe's exact modes have exactly the losses of its linear mode, and how near others come."""
+    """Say which of hvpipe's exact modes have the losses of its linear mode, and how near others come."""
     linear = trained.get("hvpipe-none")
     if linear is None:
         return ""
@@ -181,12 +178,12 @@ def _equal_words(trained: Mapping[str, RankRound]) -> str:
         if name in trained
     ]
     if apart:
-        words.append(f"Farthest from those in any epoch, relatively: {', '.join(apart)}.")
+        words.append(f"Largest relative distance from these losses in any epoch: {', '.join(apart)}.")
     return " ".join(words)
 
 
-def pipelines(outcome: Outcome) -> str:
-    """A table for each pipeline run: measured beside predicted."""
+def pipelines(outcome: EvaluationOutcome) -> str:
+    """Return a table for each pipeline run: measured and predicted."""
     made = []
     for each in outcome.pipelines:
         made.append(element("h3", each.name))
@@ -199,7 +196,7 @@ def pipelines(outcome: Outcome) -> str:
             element(
                 "p",
                 f"{report.workload}; {report.ranks} ranks, {report.where}; {report.schedule}, "
-                f"{report.microbatches} micro-batches. Saved is what {first.method} takes less.",
+                f"{report.microbatches} micro-batches. Saved is the time that {first.method} saves.",
                 "quiet",
             )
         )
@@ -219,8 +216,8 @@ def pipelines(outcome: Outcome) -> str:
     return "".join(made)
 
 
-def links(outcome: Outcome) -> str:
-    """What was set and what was measured."""
+def links(outcome: EvaluationOutcome) -> str:
+    """Return the set and the measured rates of links."""
     if not outcome.links:
         return ""
     rows = [
@@ -236,15 +233,15 @@ def links(outcome: Outcome) -> str:
     ]
     tools = ", ".join(dict.fromkeys(each.tool for each in outcome.links if each.tool))
     words = (
-        f"Two-way is what each direction carries with both busy{f' ({tools})' if tools else ''}. Latency "
+        f"Two-way is the rate of each direction with both busy{f' ({tools})' if tools else ''}. Latency "
         "and bandwidth are fitted to a ping-pong of MPI messages from 1 B to 8 MB."
     )
     header = ["cluster", "between", "set", "two-way", "latency", "bandwidth"]
     return element("p", words) + table(header, rows)
 
 
-def not_measured(outcome: Outcome) -> str:
-    """Every case that was skipped or failed, with its output."""
+def not_measured(outcome: EvaluationOutcome) -> str:
+    """Return every case that was skipped or failed, with its output."""
     made = []
     for key, rounds in rounds_by_case(outcome).items():
         failed = next((each for each in rounds if each.error), None)
@@ -255,8 +252,8 @@ def not_measured(outcome: Outcome) -> str:
     return "".join(made)
 
 
-def _first_good(outcome: Outcome) -> dict[str, list[Round]]:
-    """By group, the first round of each case that has figures."""
+def _first_good(outcome: EvaluationOutcome) -> dict[str, list[Round]]:
+    """Return by group the first round of each case that has figures."""
     groups: dict[str, list[Round]] = {}
     for rounds in rounds_by_case(outcome).values():
         good = next((each for each in rounds if each.ok), None)

@@ -1,6 +1,6 @@
-"""Plots of an evaluation as SVG text for an HTML page, in the page's own colours: light, dark and print.
+"""Plots of an evaluation as SVG for an HTML page, in the page's own colours: light, dark and print.
 
-matplotlib draws with colours that stand for others; afterwards each becomes a CSS variable or `currentColor`.
+matplotlib draws with placeholder colours. Afterwards each becomes a CSS variable or `currentColor`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _GRID = "#010204"
 _PAPER = "#010205"  # behind the page
 _SERIES = [f"#0102{number:02x}" for number in range(16, 40)]
 _WIDTH_IN = 4.6
-_FEW = 12  # points that are drawn as such
-PART_COLOURS = 12  # the first of the colours for parts of a step; those before are for systems
+_FEW = 12  # series of few points get markers
+PART_COLOURS = 12  # index of the first colour for parts of a step; earlier ones are for systems
 
 
 def colour(number: int) -> str:
-    """The colour of a series, which the page defines as --c0, --c1, ..."""
+    """Return the colour of a series, which the page defines as --c0, --c1, ..."""
     return _SERIES[number % len(_SERIES)]
 
 
 def bars(title: str, values: Mapping[str, float], colours: Sequence[int], marks: Mapping[str, float]) -> str:
-    """A horizontal bar for each name with its seconds; `marks` are vertical lines that a legend explains."""
+    """Return a horizontal bar of seconds for each name. `marks` are vertical lines with a legend."""
     with _axes(0.36 * len(values) + 0.9 + 0.22 * len(marks), title) as (axes, finish):
         places = range(len(values))[::-1]
         drawn = axes.barh(places, list(values.values()), color=[colour(c) for c in colours], height=0.68)
@@ -56,7 +56,7 @@ def bars(title: str, values: Mapping[str, float], colours: Sequence[int], marks:
 
 
 def stacked(title: str, rows: Mapping[str, Mapping[str, float]], parts: Sequence[str]) -> str:
-    """A horizontal bar for each row, made of its parts in the given order, those that some row has."""
+    """Return a horizontal bar for each row, made of its parts in the given order."""
     shown = [part for part in parts if any(part in row for row in rows.values())]
     with _axes(0.36 * len(rows) + 1.1 + 0.22 * -(-len(shown) // 2), title) as (axes, finish):
         places = list(range(len(rows)))[::-1]
@@ -80,7 +80,7 @@ def lines(
     labels: tuple[str, str],
     top: float | None = None,
 ) -> str:
-    """A line for each series over its x; `labels` are of the axes, `top` is the least upper end of y."""
+    """Return a line for each series over x. `labels` are of the axes; y ends at `top` or above."""
     with _axes(3.0 + 0.22 * -(-len(series) // 2), title) as (axes, finish):
         for number, (name, (x, y)) in enumerate(series.items()):
             style = ("-", "--", "-.", ":")[number % 4]
@@ -100,7 +100,7 @@ def lines(
 
 @contextmanager
 def _axes(height_in: float, title: str) -> Iterator[tuple[Any, Any]]:
-    """Axes in the page's ink, and a function that makes the SVG."""
+    """Yield axes in the page's ink, and a function that makes the SVG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -129,12 +129,14 @@ def _axes(height_in: float, title: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _legend(axes: Any, columns: int) -> None:
-    """Below the axes, where it covers nothing."""
+    """Put the legend below the axes, where it covers nothing."""
     axes.figure.legend(loc="outside lower left", ncols=columns, frameon=False, fontsize=9)
 
 
 def _svg(figure: Any, title: str) -> str:
-    """The figure as an element for a page: no header, named for readers, scaled to its column."""
+    """Return the figure as an element of a page: without header, named for screen readers, scaled to its
+    column.
+    """
     out = io.StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     text = out.getvalue()

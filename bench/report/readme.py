@@ -1,25 +1,27 @@
-"""README's comparison table, rewritten from an evaluation between two comments."""
+"""The comparison of bench/README.md, rewritten from an evaluation between two comments."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time
 from bench.report.figures import ALONE, STALE, CaseFigures, all_figures, by_group, fastest, not_measured
 from bench.report.headlines import cautions, headlines
 
 BEGIN, END = "<!-- comparison: hvpipe bench readme -->", "<!-- comparison: end -->"
+_WIDTH = 120  # of a Markdown line
 
 
 class ReadmeError(ValueError):
-    """A file that the table cannot be put into."""
+    """Raised for a file that the table cannot be put into."""
 
 
-def rewrite(path: Path, outcome: Outcome) -> str:
-    """Put the table between the comments; what was done, in words."""
+def rewrite(path: Path, outcome: EvaluationOutcome) -> str:
+    """Put the comparison between the comments. Return in words what was done."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -34,8 +36,8 @@ def rewrite(path: Path, outcome: Outcome) -> str:
     return "rewritten"
 
 
-def comparison(outcome: Outcome) -> str:
-    """The headlines as a list, then a Markdown table: a row for each group, a column for each system."""
+def comparison(outcome: EvaluationOutcome) -> str:
+    """Return the headlines as a list, and a Markdown table: rows for groups, columns for systems."""
     rows = all_figures(outcome)
     groups = [members for members in by_group(rows).values() if not members[0].case.task.epochs]
     if not groups:
@@ -43,15 +45,25 @@ def comparison(outcome: Outcome) -> str:
     systems = list(dict.fromkeys(each.case.system for each in outcome.rounds if not each.case.task.epochs))
     systems.sort(key=lambda system: system != ALONE)
     without = {key: why.partition(",")[0] for key, why in not_measured(outcome).items()}
-    lines = [f"- {head.title}: **{head.figure}** ({head.detail})" for head in headlines(outcome, rows)]
+    lines = [
+        _wrapped(f"- {head.title}: **{head.figure}** ({head.detail})", indent="  ")
+        for head in headlines(outcome, rows)
+    ]
     machine, date = outcome.setting.machine.describe(), outcome.setting.started[:10]
     lines += [
         "",
-        f"Median step (mean where asynchronous: `tf-ps`), {machine}, {date}; the fastest in bold of those "
-        f"that train exactly (not `tf-ps` and `{STALE}`, another algorithm); `{ALONE}` is computing without "
-        "sharing.",
+        _wrapped(
+            "Speedups are geometric means over the cases, reductions of time are arithmetic means: "
+            "26.5 % less time is 1.36x. The first timed step of a round counts for no system."
+        ),
         "",
-        *cautions(outcome),
+        _wrapped(
+            f"Median step (mean where asynchronous: `tf-ps`), {machine}, {date}. In bold: the fastest system "
+            f"that trains exactly (`tf-ps` and `{STALE}` are other algorithms). `{ALONE}` is computing "
+            "without sharing."
+        ),
+        "",
+        *(_wrapped(each) for each in cautions(outcome)),
         "",
     ]
     lines.append(f"| what is trained | {' | '.join(f'`{system}`' for system in systems)} |")
@@ -62,6 +74,13 @@ def comparison(outcome: Outcome) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
 
 
+def _wrapped(text: str, indent: str = "") -> str:
+    """Break a paragraph into lines of at most 120 characters."""
+    return textwrap.fill(
+        text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def _what(row: CaseFigures) -> str:
     task = row.case.task
     size = "+".join(map(str, task.shares)) if task.shares else f"{task.batch} a rank"
@@ -69,7 +88,7 @@ def _what(row: CaseFigures) -> str:
 
 
 def _cells(members: list[CaseFigures], systems: list[str], without: Mapping[str, str]) -> list[str]:
-    """A step for each system, or `failed` or `skipped` as in `without`, by case; never of one that failed."""
+    """Return a step for each system, or the word in `without` for a case that failed or was skipped."""
     measured = [row for row in members if row.case.key not in without]
     steps = {row.case.system: row.step_s for row in measured}
     best = fastest(measured)

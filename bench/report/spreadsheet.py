@@ -1,4 +1,4 @@
-"""results.csv: a row for each case of an evaluation, those without figures too."""
+"""results.csv: a row for each case of an evaluation, including those without figures."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import csv
 import io
 from collections.abc import Iterable, Mapping, Sequence
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.report.figures import (
     ALONE,
     CaseFigures,
     all_figures,
-    compare_in_groups,
     failed_cases,
     rounds_by_case,
     samples,
     trained_on_shares,
 )
 from bench.report.headlines import OURS
+from bench.report.speedups import compare_in_groups
 from bench.rounds.record import PARTS, Case, Round
 
 _CASE = (
@@ -28,15 +28,15 @@ _FIGURES = (
     *("step_s", "spread", "noise", "wall_s", "samples_per_s", "first_step_s", "cpu_share", "peak_bytes"),
     *("sent_bytes", "rounds", "alone_s", "bound_s", "links_s", "links_rate", "efficiency", "over_bound"),
 )
-# Of ours against the row's system, in the same group.
+# Of hvpipe against the row's system, in the same group.
 _SPEEDUP, _REDUCTION = (f"{OURS.replace('-', '_')}_{what}" for what in ("speedup", "reduction"))
 _PARTS = tuple(f"{part}_s" for part in PARTS)
 
 _Cells = Mapping[str, object]
 
 
-def to_csv(outcome: Outcome) -> str:
-    """The table as text. A row has a cell for each column; what is not known is empty."""
+def to_csv(outcome: EvaluationOutcome) -> str:
+    """Return the table as text. Every row has a cell for each column; unknown values are empty."""
     rows = {row.case.key: row for row in all_figures(outcome)}
     saved = _saved(outcome, list(rows.values()))
     lines: list[_Cells] = []
@@ -57,7 +57,7 @@ def to_csv(outcome: Outcome) -> str:
 
 
 def _written(lines: Sequence[_Cells]) -> str:
-    """Columns of the GPU are those that something was sampled for."""
+    """Write the lines, with columns for the GPU quantities that were sampled."""
     gpu = sorted({name for line in lines for name in line if name.startswith("gpu_")})
     columns = [*_CASE, *_FIGURES, _SPEEDUP, _REDUCTION, *_PARTS, "parts_rank", "accuracy", "cores_by_rank"]
     out = io.StringIO()
@@ -95,7 +95,7 @@ def _case(case: Case) -> _Cells:
 
 
 def _state(rounds: Sequence[Round]) -> str:
-    """What became of the rounds: ok, skipped, failed, or "failed in n of m" where others have figures."""
+    """Return ok, skipped, failed, or "failed in n of m" if other rounds have figures."""
     failed, good = sum(bool(each.error) for each in rounds), sum(each.ok for each in rounds)
     if failed:
         return f"failed in {failed} of {failed + good}" if good else "failed"
@@ -113,12 +113,12 @@ def _figures(row: CaseFigures) -> _Cells:
 
 
 def _by_rank(values: Iterable[float | None]) -> str:
-    """As in 11+5: a value for each rank; nothing between two signs is not known."""
+    """Return a value for each rank, as in 11+5. Unknown values are empty."""
     return "+".join("" if value is None else f"{value:.6g}" for value in values)
 
 
-def _saved(outcome: Outcome, rows: list[CaseFigures]) -> dict[str, _Cells]:
-    """By case, what ours saves against it."""
+def _saved(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> dict[str, _Cells]:
+    """Return by case what hvpipe saves against it."""
     found: dict[str, _Cells] = {}
     for system in {row.case.system for row in rows} - {OURS, ALONE}:
         for each in compare_in_groups(rows, OURS, [system], failed_cases(outcome)):

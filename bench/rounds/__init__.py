@@ -1,1 +1,1 @@
-"""One round: one system trains one case in fresh processes."""
+"""One round: one system trains one case in fresh processes; what it records, and how its steps are timed."""

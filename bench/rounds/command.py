@@ -1,4 +1,4 @@
-"""The command `python -m bench.rounds`: one round of one system, printed."""
+"""The command `python -m bench.rounds`: run one round of one system and print it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from bench.cluster.command import add_spec_arguments, spec_from_arguments
-from bench.cluster.virtual_cluster import Cluster, ClusterError
-from bench.launch.hosts import Place, RealHosts
+from bench.cluster.virtual_cluster import VirtualCluster
+from bench.errors import ClusterError
+from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch.ranks import warn_if_busy
 from bench.launch.termination import ended_by_exception
 from bench.metrics import format_time, median, table
@@ -24,7 +25,7 @@ from hvpipe.errors import HvpipeError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one round and print it; 0 when it has figures, 1 with the reason when not."""
+    """Run one round and print it. Return 0 if it has figures; print the reason and return 1 if not."""
     arguments = _parser().parse_args(argv)
     with ended_by_exception():
         return _run(arguments)
@@ -33,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     try:
         warn_if_busy()
-        with place_of(arguments) as place:
-            case = case_of(arguments, place)
-            round_ = run_round(case, 0, place, arguments.timeout, python=arguments.python)
+        with hosts_of(arguments) as hosts:
+            case = case_of(arguments, hosts)
+            round_ = run_round(case, 0, hosts, arguments.timeout, python=arguments.python)
     except (ClusterError, HvpipeError, ValueError) as error:
         print(f"bench.rounds: {error}", file=sys.stderr)
         return 1
@@ -46,25 +47,29 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.rounds", description="One round of one system.")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.rounds", description="Run one round of one system."
+    )
     parser.add_argument("--system", default="hvpipe-step", choices=list(SYSTEMS))
     add_round_arguments(parser)
-    parser.add_argument("--epochs", type=int, default=0, help="train digits for so many epochs instead")
-    parser.add_argument("--json", action="store_true", help="print all that was measured, as JSON")
+    parser.add_argument("--epochs", type=int, default=0, help="train the digits for this many epochs instead")
+    parser.add_argument("--json", action="store_true", help="print everything that was measured, as JSON")
     return parser
 
 
 def add_round_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is trained, where and for how long, for case_of; no epochs, unless another argument says so."""
+    """Add what is trained, where and for how long, for case_of. Epochs stay 0 without an option of theirs."""
     parser.set_defaults(epochs=0)
     parser.add_argument("--workload", default="resnet50", choices=list(WORKLOADS))
     parser.add_argument("--ranks", type=int, help="ranks on this host (default: 2), or on the cluster")
     add_spec_arguments(parser)
-    parser.add_argument("--on", metavar="LIST", help="hosts that exist, as in a:2,b:2, not a virtual cluster")
+    parser.add_argument(
+        "--on", metavar="LIST", help="real hosts, as in a:2,b:2, instead of a virtual cluster"
+    )
     parser.add_argument("--pixels", type=int, default=64, help="side of an image, or length of a sequence")
-    parser.add_argument("--batch", type=int, default=8, help="samples a rank and step (default: 8)")
+    parser.add_argument("--batch", type=int, default=8, help="samples per rank and step (default: 8)")
     parser.add_argument("--shares", help="samples of each rank instead, e.g. 11,5")
-    parser.add_argument("--threads", type=int, help="of an operation (default: cores / ranks)")
+    parser.add_argument("--threads", type=int, help="threads of an operation (default: cores / ranks)")
     parser.add_argument("--warm-up", type=int, default=3, help="untimed steps (default: 3)")
     parser.add_argument("--steps", type=int, default=8, help="timed steps (default: 8)")
     parser.add_argument("--seed", type=int, default=20)
@@ -78,33 +83,35 @@ def add_round_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _python(text: str) -> str:
-    """A path that is one from any folder, as hosts need it that are reached over ssh; a name as it is."""
+    """Return a path that holds in any folder, as hosts reached over ssh need it. Names stay as they are."""
     return os.path.abspath(text) if "/" in text else text
 
 
 @contextmanager
-def place_of(arguments: argparse.Namespace) -> Iterator[Place | None]:
-    """The cluster or the hosts that the arguments name, up inside the block; None is this host alone."""
+def hosts_of(arguments: argparse.Namespace) -> Iterator[Hosts | None]:
+    """Yield the cluster or real hosts that the arguments name, up inside the block; None: this host."""
     virtual = arguments.hosts is not None or arguments.spec is not None
     if arguments.on is not None:
         if virtual:
-            raise ClusterError(f"--on goes without --hosts and --spec. Received: also --on {arguments.on}")
+            raise ClusterError(
+                f"Give --on, or --hosts or --spec, but not both. Received: also --on {arguments.on}"
+            )
         hosts = RealHosts(arguments.on)
         hosts.require_answers()
         yield hosts
     elif virtual:
-        with Cluster(spec_from_arguments(arguments)) as cluster:
+        with VirtualCluster(spec_from_arguments(arguments)) as cluster:
             yield cluster
     else:
         yield None
 
 
-def case_of(arguments: argparse.Namespace, place: Place | None) -> Case:
-    """The case that the arguments describe, on a cluster, on hosts that exist or on this host."""
-    most = 2 if place is None else place.spec.slots
+def case_of(arguments: argparse.Namespace, hosts: Hosts | None) -> Case:
+    """Return the case that the arguments describe, on a cluster, on real hosts or on this host."""
+    most = 2 if hosts is None else hosts.spec.slots
     ranks = most if arguments.ranks is None else arguments.ranks
     shares = tuple(int(word) for word in arguments.shares.split(",")) if arguments.shares else ()
-    threads = _threads(place, ranks) if arguments.threads is None else arguments.threads
+    threads = _threads(hosts, ranks) if arguments.threads is None else arguments.threads
     task = Task(
         workload=arguments.workload,
         batch=arguments.batch,
@@ -116,18 +123,18 @@ def case_of(arguments: argparse.Namespace, place: Place | None) -> Case:
         shares=shares,
         epochs=arguments.epochs,
     )
-    return Case(arguments.system, "one host" if place is None else place.spec.describe(), ranks, task)
+    return Case(arguments.system, "one host" if hosts is None else hosts.spec.describe(), ranks, task)
 
 
-def _threads(place: Place | None, ranks: int) -> int:
-    """As many as each rank has cores of its host."""
-    if isinstance(place, RealHosts):
-        return max(1, int(place.cores_of_rank()))
+def _threads(hosts: Hosts | None, ranks: int) -> int:
+    """Return as many threads as each rank has cores of its host."""
+    if isinstance(hosts, RealHosts):
+        return max(1, int(hosts.cores_of_rank()))
     return max(1, (os.cpu_count() or 1) // ranks)
 
 
 def describe(round_: Round) -> str:
-    """A table by rank for people, or why there is none."""
+    """Return a table by rank for people, or the reason why there are no figures."""
     case = round_.case
     head = f"{SYSTEMS[case.system].title}: {case.task.workload}, {case.ranks} ranks, {case.cluster}\n"
     head += case.task.describe([1])

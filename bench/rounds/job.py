@@ -1,4 +1,4 @@
-"""One rank's part of a round: what to train, and as which rank of how many."""
+"""One rank's part of a round: what it trains, as which rank, and what it measured."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from bench.rounds.record import RankRound, Task
 from bench.rounds.watch import StepWatch
 
-_MEET_S = 600.0  # the longest wait for a rank that still builds its model
+_MEET_S = 600.0  # timeout for ranks that still build their model
 
 
 @dataclass
-class Job:
-    """What an adapter is handed, and gives back: times in `watch`, what it knows of a step's `parts_s`,
-    `versions` of what it used.
+class RankJob:
+    """What an adapter receives and fills in: times in `watch`, the parts of a step that it knows in
+    `parts_s`, and `versions` of what it used.
 
-    The ranks of a round share `directory`, by which they also meet. Where one process measures for all
-    ranks, it leaves what they measured in `by_rank`. `gradient_bytes`
-    is of the model that all systems train; told by `single`, against which all are held.
+    The ranks of a round share `directory` and meet through it. A process that measures for all ranks puts
+    their figures into `by_rank`. `gradient_bytes` is the size of the model's gradients; only `single`, the
+    reference for all systems, sets it.
     """
 
     task: Task
@@ -29,7 +29,10 @@ class Job:
     size: int
     options: Mapping[str, str]
     directory: Path
-    place: tuple[int, int] = (0, 1)  # this rank's number on its host, of how many
+    local_rank_and_size: tuple[int, int] = (
+        0,
+        1,
+    )  # this rank's number on its host, and the number of ranks there
     watch: StepWatch = field(init=False)
     parts_s: dict[str, float] = field(default_factory=dict)
     by_rank: dict[int, RankRound] = field(default_factory=dict)
@@ -41,7 +44,7 @@ class Job:
             raise ValueError(
                 f"Shares must be one for each of {self.size} ranks. Received: shares={self.task.shares}"
             )
-        self.watch = StepWatch(self.task.warm_up if self.task.epochs else None, self.place[0])
+        self.watch = StepWatch(self.task.warm_up if self.task.epochs else None, self.local_rank_and_size[0])
 
     @property
     def batches(self) -> tuple[int, ...]:
@@ -54,17 +57,17 @@ class Job:
         return self.batches[self.rank]
 
     def meet(self, what: str) -> None:
-        """Wait for all ranks without MPI or TensorFlow, which differ between systems; it costs no CPU."""
+        """Wait for all ranks without MPI or TensorFlow, which differ between systems. It costs no CPU."""
         (self.directory / f"{what}-{self.rank}").touch()
         deadline_s = time.monotonic() + _MEET_S
         missing = set(range(self.size))
         while missing:
-            # Over NFS a name that was looked up too early may stay missing for 30 s; to open a folder asks
-            # the server whether it changed.
+            # Over NFS, a file that was looked up too early may stay missing for 30 s. Listing the folder
+            # asks the server whether it changed.
             there = set(os.listdir(self.directory))
             missing = {rank for rank in missing if f"{what}-{rank}" not in there}
             if missing and time.monotonic() > deadline_s:
                 raise TimeoutError(
-                    f"All ranks should come to {what!r} in {_MEET_S:g} s. Received: no {missing}"
+                    f"All ranks should reach {what!r} within {_MEET_S:g} s. Received: not ranks {missing}"
                 )
             time.sleep(0.01)

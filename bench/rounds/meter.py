@@ -1,4 +1,4 @@
-"""What a process has used so far, read the same way for every system: CPU time, memory, bytes of its host."""
+"""What a process has used so far: CPU time, memory, bytes that its host sent. Read alike for every system."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _FACTS = Path("/sys/class/net")
 
 @dataclass(frozen=True)
 class Reading:
-    """Totals of this process since it began; `sent_bytes` are those that left its host over TCP/IP."""
+    """Totals of this process since it began. `sent_bytes` left its host over TCP/IP."""
 
-    at_s: float  # time.time(), for comparing with other processes
+    at_s: float  # time.time(), to compare with other processes
     cpu_s: float
     peak_bytes: int
     sent_bytes: int
 
 
 def read() -> Reading:
-    """Look now. The high-water mark is the kernel's; bytes are those of the network namespace we are in."""
+    """Read the totals now. The peak is the kernel's; bytes are those of our network namespace."""
     return Reading(time.time(), time.process_time(), peak_bytes(), sent_bytes())
 
 
 def peak_bytes() -> int:
-    """Resident memory, the most since this program began; 0 where /proc does not say."""
+    """Return the peak of resident memory since this program began; 0 without /proc."""
     status = Path("/proc/self/status")
     for line in status.read_text().splitlines() if status.exists() else ():
         if line.startswith("VmHWM:"):
@@ -37,9 +37,9 @@ def peak_bytes() -> int:
 
 
 def sent_bytes(devices: Path = _DEVICES, facts: Path = _FACTS) -> int:
-    """Bytes that left this host since it is up, protocol headers included; 0 where /proc does not say.
+    """Return the bytes that left this host since it started, with protocol headers; 0 without /proc.
 
-    Those of TCP/IP and the like: what InfiniBand or shared memory carries passes by the kernel's counters.
+    These are bytes over TCP/IP. The kernel does not count InfiniBand or shared memory.
     """
     lines = devices.read_text().splitlines()[2:] if devices.exists() else []
     sent = {name.strip(): int(numbers.split()[8]) for name, _, numbers in (li.partition(":") for li in lines)}
@@ -47,10 +47,11 @@ def sent_bytes(devices: Path = _DEVICES, facts: Path = _FACTS) -> int:
 
 
 def leaving(names: Sequence[str], facts: Path = _FACTS) -> list[str]:
-    """The interfaces by which bytes leave this host, each counted once.
+    """Return the interfaces through which bytes leave this host, each counted once.
 
-    Where there are adapters, these: a bond, a bridge, a tunnel or a VLAN sends through one of them. A network
-    namespace has none; there, all that send through no other, and no ports of a bridge.
+    On hosts with network adapters these are the adapters, because bonds, bridges, tunnels and VLANs send
+    through them. A network namespace has no adapters: there, they are all interfaces that send through no
+    other and are no ports of a bridge.
     """
     others = [name for name in names if name != "lo"]
     known = {name: facts / name for name in others if _is_ours(name, facts / name)}
@@ -59,7 +60,7 @@ def leaving(names: Sequence[str], facts: Path = _FACTS) -> list[str]:
 
 
 def _is_ours(name: str, about: Path) -> bool:
-    """Whether that is the interface of this name in our namespace: /sys may be of another one."""
+    """Return whether /sys describes the interface of our namespace. /sys may belong to another one."""
     try:
         return int((about / "ifindex").read_text()) == socket.if_nametoindex(name)
     except (OSError, ValueError):
@@ -67,12 +68,12 @@ def _is_ours(name: str, about: Path) -> bool:
 
 
 def _stacked(about: Path) -> bool:
-    """A bridge, a port of one or of a bond, or an interface that sends through another one of this host."""
+    """Return whether it is a bridge, a port of a bridge or bond, or sends through another interface."""
     return any((about / what).exists() for what in ("bridge", "master")) or any(about.glob("lower_*"))
 
 
 def at(readings: Sequence[Reading], at_s: float) -> Reading:
-    """The totals at a moment, on the line between the readings around it."""
+    """Return the totals at a moment, interpolated between the readings around it."""
     if not readings:
         raise ValueError("Totals at a moment need readings. Received: none")
     before = max((r for r in readings if r.at_s <= at_s), key=lambda r: r.at_s, default=readings[0])

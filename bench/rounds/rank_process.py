@@ -1,6 +1,6 @@
-"""One process of a round: ``python -m bench.rounds.rank_process DIRECTORY [RANK]``; started by bench.rounds.
+"""One process of a round, started by bench.rounds: ``python -m bench.rounds.rank_process DIRECTORY [RANK]``.
 
-DIRECTORY/job.json says what to do; DIRECTORY/rank-N.json holds what rank N measured.
+DIRECTORY/job.json says what to do; DIRECTORY/rank-N.json gets what rank N measured.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.rounds.record import RankRound, Task
 
 
 def main(words: list[str]) -> None:
-    """Train as one rank. An error ends the process at once, which is how its launcher learns of it."""
+    """Train as one rank. An error ends the process at once, so that its launcher notices."""
     try:
         _run(Path(words[0]), int(words[1]) if len(words) > 1 else None)
     except Exception:
@@ -36,11 +36,11 @@ def _run(directory: Path, rank: int | None) -> None:
         from hvpipe.comm.discover import discover
 
         launch = discover()
-        rank, place = launch.rank or 0, (launch.local_rank or 0, launch.local_size or 1)
+        rank, local_rank_and_size = launch.rank or 0, (launch.local_rank or 0, launch.local_size or 1)
     else:
-        place = tuple(what["places"][rank])
+        local_rank_and_size = tuple(what["local_ranks_and_sizes"][rank])
     task = Task(**{**what["task"], "shares": tuple(what["task"]["shares"])})
-    job = Job(task, rank, what["size"], what["options"], directory, place)
+    job = RankJob(task, rank, what["size"], what["options"], directory, local_rank_and_size)
     importlib.import_module(f"bench.systems.{what['adapter']}").train(job)
     parts_s = {"input": _input_s(job), **job.parts_s}
     for number, found in (job.by_rank or {rank: job.watch.rank_round()}).items():
@@ -48,8 +48,8 @@ def _run(directory: Path, rank: int | None) -> None:
         _write(job, number, replace(found, **more))
 
 
-def _write(job: Job, rank: int, found: RankRound) -> None:
-    """Leave what a rank measured, whole or not at all."""
+def _write(job: RankJob, rank: int, found: RankRound) -> None:
+    """Write what a rank measured, atomically."""
     import keras
     import tensorflow as tf
 
@@ -59,8 +59,10 @@ def _write(job: Job, rank: int, found: RankRound) -> None:
     partial.rename(job.directory / f"rank-{rank}.json")
 
 
-def _input_s(job: Job, count: int = 8) -> float:
-    """What handing over a batch takes by itself: the same for every system, compiled steps hide it."""
+def _input_s(job: RankJob, count: int = 8) -> float:
+    """Return the seconds to fetch a batch by itself. Compiled steps hide them, and they are alike for all
+    systems.
+    """
     from bench.training.workloads import batches_of
 
     data = iter(batches_of(job))

@@ -1,7 +1,7 @@
-"""What an evaluation keeps: cases, rounds of each, and a file of them that grows as rounds end.
+"""What an evaluation records: cases, and the rounds of each.
 
 A case is one system on one workload on one cluster. The systems of a workload and cluster take turns, round
-after round; a round is a fresh set of processes that warms up and then takes timed steps.
+after round. A round is a fresh set of processes that warms up and then takes timed steps.
 """
 
 from __future__ import annotations
@@ -13,44 +13,45 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORMAT = 1
-NOT_UP = "the place was not up: "  # how the reason begins where a cluster or hosts failed, and no system did
-AUTO_THREADS = 0  # as many as a rank has cores, which is settled before anything runs
+NOT_UP = "the hosts were not up: "  # a reason that begins so blames a cluster or its hosts, not a system
+_NOT_UP_BEFORE = "the place was not up: "  # the same in older results
+AUTO_THREADS = 0  # replaced by the cores of a rank before anything runs
 
-# Where the time of a step goes, in the order in which it is drawn. What a system cannot tell is left out.
+# Where the time of a step goes, in drawing order. A system leaves out what it cannot measure.
 PARTS = (
     "input",
     "forward",
     "backward",
     "pack",  # and unpack
-    "communication_hidden",  # beside computing; no part of the sum
+    "communication_hidden",  # runs beside computing and is not part of the sum
     "communication_exposed",
     "update",
     "straggler",  # waiting for the slowest rank
-    "overhead",  # of the framework: what remains
-    "computing_slowed",  # backward and update beyond what they take alone: communication shares the cores
-    "beyond_computing_alone",  # all four and communication that shows, of a system that has them in one
+    "overhead",  # the rest: the framework
+    "computing_slowed",  # of backward and update, as communication shares the cores
+    "beyond_computing_alone",  # exposed communication and the four above, not told apart
 )
 
 
 @dataclass(frozen=True)
 class Task:
-    """What every system trains, alike: same model code, data, batch, threads and seed.
+    """What every system trains: the same model code, data, batch, threads and seed.
 
-    `batch` counts samples a rank and step; `shares` replaces it on unequal machines, one number a rank.
+    `batch` counts samples per rank and step. On unequal hosts `shares` replaces it, with one number per rank.
     """
 
-    workload: str  # a name of bench.training.workloads
+    workload: str  # a name in bench.training.workloads
     batch: int
-    pixels: int = 64  # or tokens of a sequence, where it reads those
+    pixels: int = 64  # or tokens of a sequence
     threads: int = 1
     warm_up: int = 3  # steps, traced and untimed
     steps: int = 8  # timed
     seed: int = 20
     shares: tuple[int, ...] = ()
-    epochs: int = 0  # > 0: train that many epochs on real data, and keep loss and accuracy of each
+    epochs: int = 0  # > 0: train that many epochs on real data and keep the loss and accuracy of each
 
     def describe(self, rounds: Collection[int]) -> str:
-        """How much is trained, in a line for people; `rounds` are those that systems take part in."""
+        """Describe in one line how much is trained. `rounds` has the number of rounds of each system."""
         least, most = min(rounds), max(rounds)
         turns = f"{most} round{'s' if most > 1 else ''}"
         samples = "+".join(map(str, self.shares)) if self.shares else f"{self.batch} a rank"
@@ -63,10 +64,10 @@ class Task:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the evaluation. `cluster` is a name of the suite; `scaling` is weak or strong.
+    """One row of an evaluation. `cluster` is a name of the suite; `scaling` is weak or strong.
 
-    `single` trains on every one of the ranks at once, each as if alone: the computing of a step, also where
-    ranks share cores or one of them is slow. The bound and the scaling efficiency are held against it.
+    `single` trains on all ranks at once, each as if alone. So it measures the computing of a step, also where
+    ranks share cores or one of them is slow. It is the reference for the bound and the scaling efficiency.
     """
 
     system: str  # a name of bench.systems
@@ -77,7 +78,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Unique in a suite, the same in every run of it."""
+        """Unique in a suite, and the same in every run of it."""
         task = self.task
         size = "+".join(map(str, task.shares)) if task.shares else str(task.batch)
         kind = f"{task.epochs}-epochs" if task.epochs else self.scaling
@@ -85,23 +86,23 @@ class Case:
 
     @property
     def group(self) -> str:
-        """What the cases have in common that are compared with each other."""
+        """The key of all cases that are compared with each other."""
         return self.key.rsplit("/", 1)[0]
 
 
 @dataclass(frozen=True)
 class RankRound:
-    """What one rank measured in one round. Seconds, bytes; lists have an entry for each timed step."""
+    """What one rank measured in one round, in seconds and bytes. Lists have an entry for each timed step."""
 
     step_s: list[float]
-    wall_s: float  # from the first timed step's begin until all is drained, per step
+    wall_s: float  # from the begin of the first timed step until drained, per step
     cpu_share: float  # cores kept busy by this process while timed
     peak_bytes: int  # resident memory, the most since the process began
-    sent_bytes: int = 0  # on the wire, of its host, per step; 0 where nobody counts
+    sent_bytes: int = 0  # by its host, on the wire, per step; 0 if not counted
     first_step_s: float = 0.0  # tracing and first step
-    batch: int = 0  # samples that it trained on in a step; 0 in results of before that was kept
-    gradient_bytes: int = 0  # what must travel: all but Embeddings, in float32; for the links' bound
-    parts_s: dict[str, float] = field(default_factory=dict)  # of PARTS, a step
+    batch: int = 0  # samples of its step; 0 in older results
+    gradient_bytes: int = 0  # float32, without Embeddings; for the bound of the links
+    parts_s: dict[str, float] = field(default_factory=dict)  # by name of PARTS, per step
     utilization: list[dict[str, float]] = field(default_factory=list)  # samples: "at_s", "cpu", "gpu", ...
     loss: list[float] = field(default_factory=list)  # a value for each epoch
     accuracy: list[float] = field(default_factory=list)
@@ -109,9 +110,10 @@ class RankRound:
 
 @dataclass(frozen=True)
 class Round:
-    """One round of a case: what each rank measured, or why there is nothing (`error`, with its output's end).
+    """One round of a case: what each rank measured, or why there are no figures.
 
-    `skipped` says why a case was not run: a system that is not installed, a place that was NOT_UP.
+    `error` is the end of the output after a failure. `skipped` is the reason why a case did not run: its
+    system is not installed, or its hosts were NOT_UP.
     """
 
     case: Case
@@ -119,9 +121,9 @@ class Round:
     ranks: tuple[RankRound, ...] = ()
     error: str = ""
     skipped: str = ""
-    taken_s: float = 0.0  # of the whole round, start of processes included
+    taken_s: float = 0.0  # of the whole round, including process start
     versions: str = ""  # TensorFlow, Keras, the system's own, MPI
-    notes: tuple[str, ...] = ()  # how it had to be driven, what could not be measured
+    notes: tuple[str, ...] = ()  # how the system is driven, and what could not be measured
 
     @property
     def ok(self) -> bool:
@@ -130,21 +132,21 @@ class Round:
 
     @property
     def not_up(self) -> bool:
-        """Whether only the place was missing; it may be there the next time."""
-        return self.skipped.startswith(NOT_UP)
+        """Whether only the hosts were missing. They may be up the next time."""
+        return means_not_up(self.skipped)
 
     @property
     def why(self) -> str:
-        """Why there are no figures, in a line: the last exception in the output, else its last words."""
+        """Why there are no figures, in one line: the last exception in the output, else its last words."""
         return self.skipped or last_words(self.error)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
+        """Return plain data for JSON."""
         return asdict(self)
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Round:
-        """What to_dict made, perhaps through JSON."""
+        """Read what to_dict returned, perhaps through JSON."""
         case = dict(data["case"])
         task = dict(case.pop("task"))
         task["shares"] = tuple(task["shares"])
@@ -153,17 +155,24 @@ class Round:
         return Round(Case(task=Task(**task), **case), ranks=ranks, notes=tuple(data["notes"]), **rest)
 
 
+def means_not_up(reason: str) -> bool:
+    """Return whether a reason says that only the hosts were missing. They may be up the next time."""
+    return reason.startswith((NOT_UP, _NOT_UP_BEFORE))
+
+
 def last_words(output: str) -> str:
-    """The last exception in an output, else its last line with a word."""
+    """Return the last exception in an output, else its last line with a word."""
     lines = [line.strip() for line in output.splitlines() if re.search(r"\w", line)]
     raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt)\b", line)]
     return (raised or lines or [""])[-1]
 
 
 def rank_round(data: dict[str, Any]) -> RankRound:
-    """What asdict made of one; ValueError where steps are no seconds: a NaN would compare as none."""
+    """Read what asdict returned. ValueError if a step is not finite: NaN would pass as no change."""
     rank = RankRound(**data)
     times_s = (*rank.step_s, rank.wall_s)
     if not rank.step_s or not all(math.isfinite(each) and each >= 0 for each in times_s):
-        raise ValueError(f"A rank's steps should be seconds. Received: step_s={rank.step_s}, {rank.wall_s}")
+        raise ValueError(
+            f"A rank's steps should be finite seconds. Received: step_s={rank.step_s}, {rank.wall_s}"
+        )
     return rank

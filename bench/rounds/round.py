@@ -1,7 +1,4 @@
-"""One round of a case: fresh processes on a cluster or on this machine, and what each rank measured.
-
-``python -m bench.rounds --system hvpipe-step --workload resnet50 --hosts 2 --rate 1gbit`` prints one.
-"""
+"""Runs one round of a case in fresh processes, on a cluster or on this machine."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
+from bench.hosts.process_placement import ROOT, Placement
+from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch import mpirun
-from bench.launch.hosts import Place, RealHosts
-from bench.launch.process_placement import ROOT, Placement
 from bench.launch.processes import run_together
-from bench.report.step_breakdown import parts_of_trace
 from bench.rounds.record import Case, RankRound, Round, rank_round
+from bench.rounds.step_breakdown import parts_of_trace
 from bench.systems import SYSTEMS, System
 from bench.systems.hvpipe_modes import TRACE
 from bench.training.workloads import check
@@ -30,17 +27,17 @@ from hvpipe.trace.events import Trace
 def run_round(
     case: Case,
     number: int,
-    cluster: Place | None,
+    cluster: Hosts | None,
     timeout_s: float,
     *,
     python: str = sys.executable,
     system: System | None = None,
 ) -> Round:
-    """Run one round of a case in fresh processes under `python`, and end whatever it started.
+    """Run one round of a case in fresh processes under `python`, and end everything it started.
 
-    `cluster` is up; None is this machine alone. Hosts that exist must share the current folder. What goes
-    wrong is told in the round, not raised: a system that is not installed (`skipped`), a failure or a hang
-    (`error`, with the output's end). `system` is a variant of the case's, in a search.
+    `cluster` is up; None is this machine alone. Real hosts must share the current folder. The round records
+    failures instead of raising them: a system that is not installed (`skipped`), or a crash or a hang
+    (`error`, with the end of the output). In a search, `system` is a variant of the case's system.
     """
     began_s = time.monotonic()
     round_ = Round(case, number)
@@ -57,7 +54,7 @@ def run_round(
         with tempfile.TemporaryDirectory(
             prefix="hvpipe-round-",
             dir=shared,
-            ignore_cleanup_errors=True,  # NFS keeps a file that another host has open
+            ignore_cleanup_errors=True,  # NFS keeps files that another host has open
         ) as name:
             round_ = _run(round_, system, cluster, Path(name), timeout_s, python)
     except (ClusterError, ValueError) as error:
@@ -66,14 +63,14 @@ def run_round(
 
 
 def _run(
-    round_: Round, system: System, cluster: Place | None, directory: Path, timeout_s: float, python: str
+    round_: Round, system: System, cluster: Hosts | None, directory: Path, timeout_s: float, python: str
 ) -> Round:
     case = round_.case
     placement = Placement(cluster, case.ranks)
     job = {
         "task": asdict(case.task),
         "size": case.ranks,
-        "places": placement.places,
+        "local_ranks_and_sizes": placement.local_ranks_and_sizes,
         "adapter": system.adapter,
         "options": dict(system.options),
         "environment": {**_environment(case), **system.environment},
@@ -96,8 +93,8 @@ def _run(
         versions.append(_mpi_version(python))
     ranks = tuple(rank_round(each["rank"]) for each in found)
     if (directory / TRACE).exists() and not case.task.epochs:
-        # All timed steps, to the end of the drain: the first, in which nothing is collected, and what is
-        # drained behind the last make one whole step.
+        # Count all timed steps and the drain: the first step collects nothing, and the drain after the last
+        # step completes it.
         ranks = _with_parts(ranks, Trace.read(directory / TRACE), case.task.warm_up)
     return replace(round_, ranks=ranks, versions=", ".join(versions))
 
@@ -110,7 +107,7 @@ def _with_parts(ranks: tuple[RankRound, ...], trace: Trace, skip: int) -> tuple[
 
 
 def _environment(case: Case) -> dict[str, str]:
-    """The same for every system: threads, and quiet logs."""
+    """Return the variables that every system gets: threads, and quiet logs."""
     return {"OMP_NUM_THREADS": str(case.task.threads), "TF_CPP_MIN_LOG_LEVEL": "2"}
 
 

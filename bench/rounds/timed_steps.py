@@ -1,4 +1,4 @@
-"""Which of the timed steps count, and what is left to chance in their median and mean."""
+"""Which timed steps count, and the standard errors of their median and mean."""
 
 from __future__ import annotations
 
@@ -9,57 +9,58 @@ from collections.abc import Sequence
 from bench.metrics import median, relative_spread
 from bench.rounds.record import Round, Task
 
-_FEWEST = 2  # with no more than these, all count
+_FEWEST = 2  # with no more steps than these, all count
 
 
 def left_out(task: Task, timed: int) -> int:
-    """How many of a round's first timed steps do not count: one, of every system alike.
+    """Return how many of a round's first timed steps do not count: one, for every system alike.
 
-    Timed steps are a run of their own, begun with nothing left over. What collects a step's gradients in the
-    next one has nothing to collect in the first, which is shorter than any other. Epochs are timed from
-    within a run, so there all steps are whole.
+    Timed steps are a run of their own, which begins with nothing left over. A system that collects gradients
+    in the next step has nothing to collect in the first, so that one is too short. Epochs are timed from
+    within a run, so all their steps are complete.
     """
     return 0 if task.epochs or timed <= _FEWEST else 1
 
 
 def counted(task: Task, step_s: Sequence[float]) -> list[float]:
-    """The timed steps of a rank that count."""
+    """Return the timed steps of a rank that count."""
     return list(step_s[left_out(task, len(step_s)) :])
 
 
 def counted_steps(rounds: Sequence[Round], rank: int) -> list[float]:
-    """Those of a rank in all rounds of a case that count."""
+    """Return the counted steps of a rank in all rounds of a case."""
     return [step for each in rounds for step in counted(each.case.task, each.ranks[rank].step_s)]
 
 
 def slowest_rank(rounds: Sequence[Round]) -> int:
-    """The one with the longest median step in the rounds of a case."""
+    """Return the rank with the longest median step in the rounds of a case."""
     return max(range(len(rounds[0].ranks)), key=lambda rank: median(counted_steps(rounds, rank)))
 
 
 def steps_noise(rounds: Sequence[Sequence[float]]) -> float:
-    """One standard error of the median of all steps, relative to it.
+    """Return the relative standard error of the median of all steps.
 
-    The larger of that by the steps' quartiles and half the distance between the medians of the rounds.
+    It is the larger of two estimates: from the quartiles of the steps, and half the distance between the
+    medians of the rounds.
     """
     steps = [step for each in rounds for step in each]
-    # Half the distance between the quartiles is 0.6745 sigma; a median of n is off by 1.2533 sigma / sqrt(n).
+    # Half the distance between quartiles is 0.6745 sigma; the error of a median is 1.2533 sigma / sqrt(n).
     by_steps = relative_spread(steps) / 0.6745 * 1.2533 / math.sqrt(len(steps))
     return max(by_steps, _between([median(each) for each in rounds]))
 
 
 def mean_noise(rounds: Sequence[Sequence[float]]) -> float:
-    """One standard error of the mean of all steps, relative to it."""
+    """Return the relative standard error of the mean of all steps."""
     steps = [step for each in rounds for step in each]
     by_steps = deviation(steps) / math.sqrt(len(steps))
     return max(by_steps, _between([statistics.fmean(each) for each in rounds]))
 
 
 def deviation(steps: Sequence[float]) -> float:
-    """The standard deviation, relative to the mean."""
+    """Return the standard deviation, relative to the mean."""
     return statistics.pstdev(steps) / statistics.fmean(steps)
 
 
 def _between(rounds: Sequence[float]) -> float:
-    """Half the distance between the rounds' figures, relative to their middle."""
+    """Return half the distance between the rounds' figures, relative to their median."""
     return (max(rounds) - min(rounds)) / 2 / median(rounds)

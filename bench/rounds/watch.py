@@ -1,4 +1,4 @@
-"""Times the steps of a rank, the same way for every system."""
+"""Times the steps of a rank, alike for every system."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ _SAMPLE_S = 0.2
 
 
 class StepWatch:
-    """Called before the first step of a run, after each, and when all is drained.
+    """Is told of the begin of a run, the end of each step, and the end of draining.
 
         begin  step ... step   begin(timed)  step ... step  drained
                                |<----------- timed -------------->|
 
-    The timed part begins with a run of its own, where nothing is left over from the steps before; or
-    within one, after `open_after` steps. `at_window` is called when it is about to begin. What an
-    evaluation takes does not count.
+    The timed part begins with a run of its own, with nothing left over from earlier steps, or after
+    `open_after` steps of a run. `at_window` is called just before it begins. Evaluations do not count.
     """
 
     at_window: Callable[[], None] | None = None
 
     def __init__(self, open_after: int | None = None, local_rank: int = 0) -> None:
-        """`local_rank` says which of the host's GPUs is looked at."""
+        """`local_rank` selects the host's GPU to sample."""
         from hvpipe.monitor.utilization import Sampler, SamplerOptions
 
         self._open_after = open_after
@@ -45,13 +44,13 @@ class StepWatch:
         self.accuracy: list[float] = []
 
     def begin(self, timed: bool = False) -> None:
-        """Before the first step of a run."""
+        """Note the begin of a run, before its first step."""
         if timed:
             self._open()
         self._last_s = time.monotonic()
 
     def step(self) -> None:
-        """After each step."""
+        """Note the end of a step."""
         now_s = time.monotonic()
         took_s, self._last_s = now_s - self._last_s, now_s
         self._done += 1
@@ -63,7 +62,7 @@ class StepWatch:
             self._open()
 
     def epoch(self, evaluate: Callable[[], tuple[float, float]]) -> None:
-        """After an epoch's last step: keep the loss and accuracy that `evaluate` returns."""
+        """After an epoch's last step, keep the loss and accuracy that `evaluate` returns."""
         began_s = time.monotonic()
         loss, accuracy = evaluate()
         self.loss.append(loss)
@@ -73,7 +72,7 @@ class StepWatch:
         self._last_s += taken_s
 
     def drained(self) -> None:
-        """After the last step, when nothing is left to do."""
+        """Note that nothing is left to do after the last step."""
         self._ended_s = time.monotonic()
         self._last = meter.read()
         self._sampler.stop()
@@ -83,7 +82,7 @@ class StepWatch:
             self.at_window()
         self._sampler.start()
         self._first = meter.read()
-        self._paused_s = 0.0  # what an evaluation took before is not in the timed part
+        self._paused_s = 0.0  # evaluations before the timed part do not count
         self._began_s = self._last_s = time.monotonic()
 
     @property
@@ -94,7 +93,7 @@ class StepWatch:
         return self._first.at_s, self._last.at_s
 
     def rank_round(self) -> RankRound:
-        """What was measured."""
+        """Return what was measured."""
         assert self._first is not None
         assert self._last is not None
         wall_s = self._ended_s - self._began_s - self._paused_s
@@ -111,7 +110,7 @@ class StepWatch:
         )
 
     def _utilization(self) -> list[dict[str, float]]:
-        """The samples that were taken, from the begin of the timed part on."""
+        """Return the samples of the timed part."""
         kept = []
         for sample in self._sampler.samples():
             row = sample.to_row()
@@ -129,10 +128,10 @@ class StepWatch:
 def fit_callback(
     keras: Any, watch: StepWatch, evaluate: Callable[[], tuple[float, float]] | None, *, timed: bool
 ) -> Any:
-    """A Keras callback that tells a watch of a `fit`'s steps, and of epochs where there is an evaluation."""
+    """Return a Keras callback that reports the steps of a `fit` to a watch, and epochs with `evaluate`."""
 
     class Watching(keras.callbacks.Callback):  # type: ignore[misc]
-        # For hvpipe: no need to finish a step for it, nor to ask all ranks after each whether it stops.
+        # For hvpipe: it need not finish a step first, nor ask all ranks after each step whether to stop.
         reads_weights = False
         stops_training = False
 

@@ -1,1 +1,1 @@
-"""The time of one training step."""
+"""The time of one training step by overlap mode, and what hvpipe adds to plain Keras."""

@@ -9,10 +9,10 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
 from bench.launch import mpirun
 from bench.metrics import median
-from bench.training.image_model import Workload
+from bench.training.image_model import ImageWorkload
 
 _ROOT = Path(__file__).parents[2]
 _SYSTEMS = ("plain", "none", "step")
@@ -31,14 +31,14 @@ class OverheadReport:
     workload: str
     probes: dict[str, list[list[dict[str, float]]]]
     import_s: list[float]
-    imported: list[str]  # of what importing hvpipe should leave alone
+    imported: list[str]  # heavy modules that importing hvpipe should not import
 
     def figure(self, system: str, name: str) -> float:
-        """The median over all repeats and ranks."""
+        """Return the median over all repeats and ranks."""
         return median([rank[name] for repeat in self.probes[system] for rank in repeat])
 
     def summary(self) -> dict[str, float]:
-        """The figures that targets are set for."""
+        """Return the main figures."""
         figures = {"import_ms": median(self.import_s) * 1e3}
         gradient_bytes = self.figure("plain", "gradient_bytes")
         figures["gradient_MB"] = gradient_bytes / 1e6
@@ -54,11 +54,11 @@ class OverheadReport:
         return figures
 
     def to_json(self) -> str:
-        """Every probe, and what is derived."""
+        """Return every probe, and derived figures."""
         return json.dumps({**asdict(self), "summary": self.summary()}, indent=1)
 
     def to_text(self) -> str:
-        """One line for each figure."""
+        """Return one line for each figure."""
         lines = [f"{self.workload}; {self.ranks} ranks on one host, fresh processes"]
         for system in self.probes:
             lines.append(
@@ -74,7 +74,7 @@ class OverheadReport:
 
 
 def measure_import(times: int = 9) -> tuple[list[float], list[str]]:
-    """Seconds of `import hvpipe` in fresh processes, and which heavy modules it brought in."""
+    """Return seconds of `import hvpipe` in fresh processes, and the heavy modules that it imported."""
     seconds: list[float] = []
     heavy: list[str] = []
     for _ in range(times):
@@ -86,7 +86,9 @@ def measure_import(times: int = 9) -> tuple[list[float], list[str]]:
     return seconds, heavy
 
 
-def measure_overhead(workload: Workload, ranks: int, timeout_s: float, repeats: int = 3) -> OverheadReport:
+def measure_overhead(
+    workload: ImageWorkload, ranks: int, timeout_s: float, repeats: int = 3
+) -> OverheadReport:
     """Probe each system `repeats` times in turn, each time in fresh processes on all ranks at once."""
     probes: dict[str, list[list[dict[str, float]]]] = {system: [] for system in _SYSTEMS}
     for index in range(repeats):
@@ -96,7 +98,7 @@ def measure_overhead(workload: Workload, ranks: int, timeout_s: float, repeats: 
     return OverheadReport(ranks, workload.describe(), probes, *measure_import())
 
 
-def _probe(workload: Workload, system: str, ranks: int, timeout_s: float) -> list[dict[str, float]]:
+def _probe(workload: ImageWorkload, system: str, ranks: int, timeout_s: float) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as directory:
         program = [
             sys.executable,
@@ -111,7 +113,9 @@ def _probe(workload: Workload, system: str, ranks: int, timeout_s: float) -> lis
                 mpirun.one_host(ranks, program), timeout_s=timeout_s, env={"PYTHONPATH": str(_ROOT)}
             )
         except subprocess.TimeoutExpired as error:
-            raise ClusterError(f"A probe of {system} must end within --timeout {timeout_s:g} s") from error
+            raise ClusterError(
+                f"A probe of {system} must end within --timeout {timeout_s:g} s. Received: still running"
+            ) from error
         results = [Path(directory) / f"{rank}.json" for rank in range(ranks)]
         if done.returncode != 0 or not all(path.exists() for path in results):
             raise ClusterError(f"A probe of {system} failed with status {done.returncode}:\n{done.stderr}")

@@ -1,4 +1,4 @@
-"""One fresh process that trains a few steps and says what tracing and memory cost; see overhead.py."""
+"""One fresh process that trains a few steps and measures tracing and memory; see overhead.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bench.metrics import median
 from bench.training.image_model import (
-    Workload,
+    ImageWorkload,
     compiled_model,
     gradient_bytes,
     images,
@@ -28,13 +28,13 @@ def _memory_bytes(name: str, source: str) -> int:
 
 
 def _own_bytes() -> int:
-    """Memory now, without mapped files (libraries), with this process's part of pages that ranks share."""
+    """Return the memory now, without mapped files (libraries) and with a part of shared pages."""
     source = "/proc/self/smaps_rollup"
     return _memory_bytes("Pss_Anon", source) + _memory_bytes("Pss_Shmem", source)
 
 
-def probe(workload: Workload, system: str, rank: int) -> dict[str, float]:
-    """Train under plain Keras or in an overlap mode of hvpipe; seconds and bytes of this process."""
+def probe(workload: ImageWorkload, system: str, rank: int) -> dict[str, float]:
+    """Train under plain Keras or in an overlap mode of hvpipe. Return seconds and bytes of this process."""
     keras = prepare_tensorflow(workload.threads)
     if system != "plain":
         import hvpipe
@@ -50,7 +50,7 @@ def probe(workload: Workload, system: str, rank: int) -> dict[str, float]:
     first_fit_s = time.perf_counter() - start_s
     later_s = timed_fit(keras, model, data, _STEPS)[0]
     if system != "plain":
-        hvpipe.barrier()  # pages shared with a rank that has ended already would count as this one's alone
+        hvpipe.barrier()  # pages shared with a rank that has already ended would count as this one's alone
     return {
         "trace_s": step_s[0] - median(later_s),
         "first_fit_s": first_fit_s,
@@ -64,6 +64,6 @@ def probe(workload: Workload, system: str, rank: int) -> dict[str, float]:
 if __name__ == "__main__":
     from hvpipe.comm.discover import discover
 
-    place = discover().rank or 0
-    found = probe(Workload(**json.loads(sys.argv[1])), sys.argv[2], place)
-    Path(sys.argv[3], f"{place}.json").write_text(json.dumps(found))
+    rank = discover().rank or 0
+    found = probe(ImageWorkload(**json.loads(sys.argv[1])), sys.argv[2], rank)
+    Path(sys.argv[3], f"{rank}.json").write_text(json.dumps(found))

@@ -1,4 +1,4 @@
-"""The result of a step benchmark: every step of every rank by mode, against computing alone and the bound."""
+"""The result of a step benchmark: every step of every rank by mode, with computing alone and the bound."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from typing import Any
 from bench.metrics import communication_bound_s, format_time, median, relative_spread, step_bound_s, table
 
 ALONE = "alone"
-ALONE_AND_TCP = "alone+tcp"  # computing alone while plain TCP moves the bytes that gradients would
+ALONE_AND_TCP = "alone+tcp"  # computing alone while plain TCP moves as many bytes as gradients would
 
 
 @dataclass(frozen=True)
-class Round:
-    """Some steps of one mode in one round: seconds of each but the first, and of the whole round a step."""
+class ModeRound:
+    """Some steps of one mode in one round: seconds of each step but the first, and per step of the whole
+    round.
+    """
 
     mode: str
     step_s: list[list[float]]  # [rank][step]
-    wall_s: list[float]  # [rank], first step and draining included, over the number of steps
-    counters: dict[str, float] = field(default_factory=dict)  # rank 0's, what they grew by
+    wall_s: list[float]  # [rank], with first step and draining, per step
+    counters: dict[str, float] = field(default_factory=dict)  # the growth of rank 0's
 
     def seconds(self) -> float:
-        """The median step of the slowest rank."""
+        """Return the median step of the slowest rank."""
         return max(median(steps) for steps in self.step_s)
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """All rounds, and what bounds a step: link_bits_per_s is the rate that was set, None without a limit.
+    """All rounds, and what bounds a step. link_bits_per_s is the set rate, None without a limit.
 
-    The gradients cross a host's link once for all its ranks: the bound counts hosts.
+    Gradients cross a host's link once for all its ranks, so the bound counts hosts.
     """
 
     workload: str
@@ -41,47 +43,47 @@ class StepReport:
     hosts: int
     batch: int
     gradient_bytes: int
-    rounds: tuple[Round, ...]
+    rounds: tuple[ModeRound, ...]
     link_bits_per_s: float | None = None
     measured_bits_per_s: float | None = None
-    link_tool: str | None = None  # what measured them
+    link_tool: str | None = None  # the tool that measured them
 
     @property
     def modes(self) -> list[str]:
-        """In the order in which they ran."""
+        """The modes in the order in which they ran."""
         return list(dict.fromkeys(each.mode for each in self.rounds))
 
-    def _of(self, mode: str) -> list[Round]:
+    def _of(self, mode: str) -> list[ModeRound]:
         return [each for each in self.rounds if each.mode == mode]
 
     def seconds(self, mode: str) -> float:
-        """The median step over all rounds, of the slowest rank."""
+        """Return the median step of the slowest rank over all rounds."""
         ranks = range(self.ranks)
         return max(median([s for each in self._of(mode) for s in each.step_s[rank]]) for rank in ranks)
 
     def spread(self, mode: str) -> float:
-        """Relative spread of the steps of all ranks and rounds."""
+        """Return the relative spread of the steps of all ranks and rounds."""
         return relative_spread([s for each in self._of(mode) for steps in each.step_s for s in steps])
 
     def seconds_drained(self, mode: str) -> float:
-        """A whole round's time over its steps: with the first step and what remains to do after the last."""
+        """Return a whole round's time per step, with the first step and the draining after the last."""
         return median([max(each.wall_s) for each in self._of(mode)])
 
     def against_alone(self, mode: str) -> float:
-        """The median over the rounds of this mode's step over the same round's computing alone."""
+        """Return this mode's step over computing alone of the same round, as a median over the rounds."""
         pairs = zip(self._of(mode), self._of(ALONE), strict=True)
         return median([mine.seconds() / alone.seconds() for mine, alone in pairs])
 
     def communication_s(self) -> float:
-        """What the gradients need on the links at their set rate."""
+        """Return the time of the gradients on the links at their set rate."""
         return communication_bound_s(self.gradient_bytes, self.hosts, self.link_bits_per_s)
 
     def bound_s(self) -> float:
-        """The larger of computing alone and the links."""
+        """Return the larger of computing alone and the links."""
         return step_bound_s(self.seconds(ALONE), self.gradient_bytes, self.hosts, self.link_bits_per_s)
 
     def summary(self) -> dict[str, float]:
-        """The figures that targets are set for."""
+        """Return the main figures."""
         figures = {"computing_alone_s": self.seconds(ALONE), "links_s": self.communication_s()}
         figures["bound_s"] = self.bound_s()
         for mode in self.modes:
@@ -93,7 +95,7 @@ class StepReport:
         return figures
 
     def to_json(self) -> str:
-        """Every step, and what is derived."""
+        """Return every step, and derived figures."""
         return json.dumps({**asdict(self), "summary": self.summary()}, indent=1)
 
     @staticmethod
@@ -101,11 +103,11 @@ class StepReport:
         """Read what to_json wrote; derived figures are computed again."""
         data: dict[str, Any] = json.loads(text)
         data.pop("summary")
-        rounds = tuple(Round(**each) for each in data.pop("rounds"))
+        rounds = tuple(ModeRound(**each) for each in data.pop("rounds"))
         return StepReport(rounds=rounds, **data)
 
     def to_text(self) -> str:
-        """A table by mode, and the bound it is held against."""
+        """Return a table by mode, and the bound that it is compared with."""
         header = ["mode", "step", "+-", "with drain", "images/s", "over alone", "over bound"]
         lines = []
         for mode in self.modes:
@@ -135,7 +137,7 @@ class StepReport:
         )
 
     def plot(self, path: Path) -> None:
-        """A bar for each mode, and the two parts of the bound as lines."""
+        """Plot a bar for each mode, and the two parts of the bound as lines."""
         import matplotlib
 
         matplotlib.use("Agg")

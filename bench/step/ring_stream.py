@@ -1,8 +1,10 @@
-"""Plain TCP around a ring of hosts, in processes of their own: what a step's bytes cost the hosts' cores,
-whoever sends them.
+"""Plain TCP around a ring of hosts, in processes of its own.
 
-``python -m bench.step.ring_stream BYTES`` prints its port, reads "host port" of the next host, and then, for each
-line that it reads, sends BYTES there, takes as many from the host before, and prints "done".
+It shows what a step's bytes cost the hosts' cores, whoever sends them.
+
+``python -m bench.step.ring_stream BYTES`` prints its port and reads "host port" of the next host. For each
+further line that it reads, it sends BYTES to that host, receives as many from the previous one, and prints
+"done".
 """
 
 from __future__ import annotations
@@ -22,9 +24,9 @@ _CONNECT_S = 30.0
 
 
 class RingStream:
-    """The stream of this rank's host: the first rank of each host has one, the others do nothing.
+    """The TCP stream of this rank's host. The first rank of each host has one; the others do nothing.
 
-    All ranks make it and close it together. A process that ends early raises RuntimeError in `wait`.
+    All ranks create and close it together. `wait` raises RuntimeError if its process ended early.
     """
 
     def __init__(self, world: MPI.Intracomm, bytes_each_way: int) -> None:
@@ -41,12 +43,12 @@ class RingStream:
             self._tell(f"{hosts[after]} {ports[after]}")
 
     def begin(self) -> None:
-        """Let one step's bytes go both ways."""
+        """Send one step's bytes both ways."""
         if self._process is not None:
             self._tell("go")
 
     def wait(self) -> None:
-        """Until what the last `begin` let go has been sent and as much has come."""
+        """Wait until the bytes of the last `begin` are sent and as many have arrived."""
         if self._process is not None:
             self._line()
 
@@ -62,7 +64,9 @@ class RingStream:
     def _line(self) -> str:
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"The stream ended with status {self._process.wait()}; its output is above")
+            raise RuntimeError(
+                f"The stream should run until closed. Received: status {self._process.wait()}, output above"
+            )
         return line
 
 
@@ -82,7 +86,7 @@ def _receive(connection: socket.socket, size: int) -> None:
     while size > 0:
         arrived = connection.recv_into(block, min(size, _BLOCK_BYTES))
         if not arrived:
-            raise ConnectionError(f"The host before sent {size} bytes too few")
+            raise ConnectionError(f"The previous host should send all bytes. Received: {size} too few")
         size -= arrived
 
 

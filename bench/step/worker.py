@@ -11,10 +11,10 @@ from typing import Any
 from mpi4py import MPI
 
 from bench.metrics import median, ring_factor
-from bench.step.report import ALONE, ALONE_AND_TCP, Round, StepReport
+from bench.step.report import ALONE, ALONE_AND_TCP, ModeRound, StepReport
 from bench.step.ring_stream import RingStream
 from bench.training.image_model import (
-    Workload,
+    ImageWorkload,
     compiled_model,
     gradient_bytes,
     images,
@@ -24,10 +24,11 @@ from bench.training.image_model import (
 
 
 @dataclass(frozen=True)
-class Effort:
-    """Which modes of hvpipe, and how long: `rounds` of `steps` each, after `warm_up` steps.
+class StepOptions:
+    """Which modes of hvpipe, and for how long: `rounds` of `steps` each, after `warm_up` steps.
 
-    `beside_tcp` adds computing alone while plain TCP moves as much between the hosts as gradients would.
+    `beside_tcp` adds computing alone while plain TCP moves as many bytes between the hosts as gradients
+    would.
     """
 
     modes: tuple[str, ...] = ("none", "backward", "step", "stale")
@@ -38,20 +39,20 @@ class Effort:
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.steps < 2 or self.warm_up < 1:
-            raise ValueError(f"Effort needs rounds >= 1, steps >= 2, warm_up >= 1. Received: {self}")
+            raise ValueError(f"StepOptions needs rounds >= 1, steps >= 2, warm_up >= 1. Received: {self}")
 
 
 def _meet() -> None:
-    """Wait for all ranks without spinning: a rank that waits takes no time from those that still compute."""
+    """Wait for all ranks without spinning, so that no time is taken from those that still compute."""
     request = MPI.COMM_WORLD.Ibarrier()
     while not request.Test():
         time.sleep(0.001)
 
 
 def _models(
-    keras: Any, workload: Workload, modes: tuple[str, ...], say: Callable[[str], None]
+    keras: Any, workload: ImageWorkload, modes: tuple[str, ...], say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """One model for computing alone and one for each mode."""
+    """Return one model for computing alone and one for each mode."""
     models = {}
     for mode in (ALONE, *modes):
         say(f"building {mode} ...")
@@ -59,7 +60,7 @@ def _models(
         if mode != ALONE:
             import hvpipe.keras as hk
 
-            # `stale` begins with exact steps: here they end within the warm-up.
+            # `stale` begins with exact steps, which here end within the warm-up.
             model = hk.data_parallel(model, overlap=mode, warmup_steps=1)
         models[mode] = model
     return models
@@ -78,7 +79,7 @@ def _counters(mode: str) -> dict[str, float]:
 
 
 def _moves_bytes(keras: Any, stream: RingStream) -> Any:
-    """A callback that lets a step's bytes go as it begins, and has it end no sooner than they arrived."""
+    """Return a callback that starts a step's bytes at its begin, and ends the step only when they arrived."""
 
     class MovesBytes(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -90,47 +91,53 @@ def _moves_bytes(keras: Any, stream: RingStream) -> Any:
     return MovesBytes()
 
 
-def one_round(keras: Any, mode: str, model: Any, data: Any, steps: int, within: Sequence[Any] = ()) -> Round:
-    """Train one mode on all ranks at once; every rank gets every rank's times."""
+def one_round(
+    keras: Any, mode: str, model: Any, data: Any, steps: int, within: Sequence[Any] = ()
+) -> ModeRound:
+    """Train one mode on all ranks at once. Every rank gets all ranks' times."""
     _meet()
     before = _counters(mode)
     step_s, rest_s = timed_fit(keras, model, data, steps, within)
     wall_s = (sum(step_s) + rest_s) / steps
     grown = _grown(before, _counters(mode))
     _meet()
-    # The first step of a round has nothing to collect in `step` mode, and an iterator to start in every mode.
+    # In mode `step` the first step of a round collects nothing, and in every mode it starts an iterator.
     everyone = MPI.COMM_WORLD.allgather((step_s[1:], wall_s))
-    return Round(mode, [steps_s for steps_s, _ in everyone], [wall for _, wall in everyone], grown)
+    return ModeRound(mode, [steps_s for steps_s, _ in everyone], [wall for _, wall in everyone], grown)
 
 
-def measure(workload: Workload, effort: Effort, where: str, say: Callable[[str], None]) -> StepReport:
-    """All rounds; every rank calls it and gets the report. `say` is called on rank 0."""
+def measure(
+    workload: ImageWorkload, options: StepOptions, where: str, say: Callable[[str], None]
+) -> StepReport:
+    """Train all rounds. Every rank calls this and gets the report. `say` is called on rank 0."""
     world = MPI.COMM_WORLD
     tell = say if world.rank == 0 else lambda text: None
     keras = prepare_tensorflow(workload.threads)
-    if effort.modes:
+    if options.modes:
         import hvpipe
 
         hvpipe.init()
     hosts = len(set(world.allgather(MPI.Get_processor_name())))
-    if effort.beside_tcp and hosts == 1:
-        raise ValueError("Plain TCP beside computing needs ranks on several hosts. Received: ranks on one")
-    models = _models(keras, workload, effort.modes, tell)
+    if options.beside_tcp and hosts == 1:
+        raise ValueError(
+            "Plain TCP beside computing needs ranks on several hosts. Received: ranks on one host"
+        )
+    models = _models(keras, workload, options.modes, tell)
     data = images(workload, world.rank)
     for mode, model in models.items():
         tell(f"tracing and warming up {mode} ...")
-        one_round(keras, mode, model, data, effort.warm_up + 1)
+        one_round(keras, mode, model, data, options.warm_up + 1)
     within: dict[str, list[Any]] = {}
-    if effort.beside_tcp:
+    if options.beside_tcp:
         stream = RingStream(world, round(ring_factor(hosts) * gradient_bytes(models[ALONE])))
         models[ALONE_AND_TCP] = models[ALONE]
         within[ALONE_AND_TCP] = [_moves_bytes(keras, stream)]
     rounds = []
-    for index in range(effort.rounds):
+    for index in range(options.rounds):
         for mode, model in models.items():
-            rounds.append(one_round(keras, mode, model, data, effort.steps, within.get(mode, ())))
-            tell(f"round {index + 1} of {effort.rounds}: {mode} {median(rounds[-1].step_s[0]):.3f} s")
-    if effort.beside_tcp:
+            rounds.append(one_round(keras, mode, model, data, options.steps, within.get(mode, ())))
+            tell(f"round {index + 1} of {options.rounds}: {mode} {median(rounds[-1].step_s[0]):.3f} s")
+    if options.beside_tcp:
         stream.close()
     return StepReport(
         workload.describe(),

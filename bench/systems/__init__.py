@@ -1,4 +1,4 @@
-"""The systems under test, by name; each trains the same model on the same data in its own way."""
+"""The systems under test, by name. Each trains the same model on the same data in its own way."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LOOP = "driven by a loop around a compiled step (tf.function)"
 
 _HOROVOD_NOTES = (
     f"{_LOOP} with DistributedGradientTape: under Keras 3 `fit` its DistributedOptimizer reduces nothing",
-    "on hosts without GPUs by MPI_Allreduce, its algorithm as Open MPI chooses; built without Gloo",
+    "on hosts without GPUs by MPI_Allreduce with Open MPI's default algorithm; built without Gloo",
 )
 
 
-# What hvpipe sets for itself over TCP; and a thread that waits in MPI leaves its core: Horovod has one beside
-# each rank that computes.
+# What hvpipe sets for itself over TCP. Also, a thread that waits in MPI gives up its core: Horovod has such a
+# thread beside each computing rank.
 _OPEN_MPI = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "OMPI_MCA_btl_tcp_eager_limit": str(256 << 10),
@@ -36,8 +36,8 @@ def _hvpipe(overlap: str) -> System:
         needs=("tensorflow", "keras", "hvpipe", "mpi4py"),
         options={"overlap": overlap},
         notes=(
-            f"{_FIT}, with hvpipe's trace on; the callback that takes the time says that it reads no weights "
-            "and stops nothing, which a callback of one's own has to say as well to keep the overlap",
+            f"{_FIT}, with hvpipe's trace on; the timing callback declares that it reads no weights and "
+            "stops nothing, which custom callbacks must declare as well to keep the overlap",
         ),
     )
 
@@ -70,7 +70,7 @@ def _mirrored(name: str, title: str, packs: str) -> System:
 
 
 def _tuned(system: System) -> System:
-    """With the values that are kept for it, which its notes tell."""
+    """Return the system with its stored values, and a note that names them."""
     tuned = read_tuned()[system.name]
     values = ", ".join(f"{name}={value}" for name, value in tuned.values.items())
     return replace(system.tuned(tuned.values), notes=(*system.notes, f"{values}: {tuned.source}"))
@@ -93,18 +93,18 @@ _ALL = (
             f"{_LOOP}, dispatched by ClusterCoordinator: Keras 3 `fit` does not support parameter servers",
             "a worker and a parameter server on every host, the coordinator on the first; variables in turn "
             "on the servers, whole: a step of Keras 3 fails under a variable_partitioner",
-            "asynchronous, as TensorFlow 2 has it: each worker pulls, computes and pushes by itself, and its "
+            "asynchronous, as in TensorFlow 2: each worker pulls, computes and pushes by itself, and its "
             "gradient counts for its share of the global batch",
             "Keras 3's LSTM reads its recurrent weights anew at each time step: here over the link",
-            "a step has ended when as many batches are done as there are workers; CPU and memory are those "
-            "of the host's worker and server; steps end in bursts, so the step here is their mean, drained",
+            "a step ends when as many batches are done as there are workers; CPU and memory are those of the "
+            "host's worker and server; steps end in bursts, so the step here is their mean with draining",
         ),
         asynchronous=True,
     ),
     _mirrored(
         "tf-mwms",
         "TensorFlow MultiWorkerMirrored",
-        "default settings: gradients travel in one pack, once the last of them is there",
+        "default settings: gradients travel in one pack, once the last one is computed",
     ),
     _tuned(
         _mirrored(

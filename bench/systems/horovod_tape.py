@@ -1,20 +1,20 @@
-"""Horovod: a compiled step with its DistributedGradientTape, as its documentation has it for loops."""
+"""Horovod: a compiled step with DistributedGradientTape, as its documentation recommends for loops."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.systems import loop
 from bench.training.image_model import claim_gpu, prepare_tensorflow
 from bench.training.workloads import batches_of, loss_of, make_model, make_optimizer
 
 
-def train(job: Job) -> None:
-    """A rank's part of a round."""
+def train(job: RankJob) -> None:
+    """Do a rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
-    claim_gpu(*job.place)
+    claim_gpu(*job.local_rank_and_size)
     import horovod
     import horovod.tensorflow as hvd
     import tensorflow as tf
@@ -34,7 +34,7 @@ def train(job: Job) -> None:
     variables = [v.value for v in model.trainable_variables]
     optimizer.build(model.trainable_variables)
     hvd.broadcast_variables([v.value for v in model.variables], root_rank=0)
-    # Horovod averages over ranks: a rank's part in the mean is that of its samples.
+    # Horovod averages over ranks, so scale by the rank's share of the samples.
     part = job.batch * job.size / sum(job.batches)
 
     @tf.function(jit_compile=False)

@@ -1,16 +1,16 @@
-"""Training by Keras `fit`, as its users do."""
+"""Training by Keras `fit`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.rounds.watch import fit_callback
 from bench.training.workloads import batches_of, evaluator, runs_of
 
 
-def fit(keras: Any, model: Any, job: Job) -> None:
-    """Train all of a job's steps: a `fit` for each run, which ends with whatever there is to drain."""
+def fit(keras: Any, model: Any, job: RankJob) -> None:
+    """Train all of a job's steps: one `fit` for each run, which ends with draining."""
     evaluate = evaluator(keras, model, job)
     for epochs, steps, timed in runs_of(job):
         model.fit(

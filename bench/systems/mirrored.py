@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.systems import loop
 from bench.training.image_model import claim_gpu, prepare_tensorflow
 from bench.training.workloads import batches_of, make_model, make_optimizer
 
 
-def train(job: Job) -> None:
-    """A rank's part of a round; TF_CONFIG tells of the others."""
+def train(job: RankJob) -> None:
+    """Do a rank's part of a round. TF_CONFIG names the others."""
     keras = prepare_tensorflow(job.task.threads)
-    claim_gpu(*job.place)
+    claim_gpu(*job.local_rank_and_size)
     import tensorflow as tf
 
     reduced_by = _reduced_by(tf)
     job.versions["reduced by"] = reduced_by
-    # As long as XLA does not compile the step, TensorFlow joins the strategy's options to those of each
-    # reduction (MirroredExtended._batch_reduce_to), so that packs hold for what Keras' optimizer reduces.
+    # Without XLA, TensorFlow joins the strategy's options to those of each reduction
+    # (MirroredExtended._batch_reduce_to), so packs also apply to what Keras' optimizer reduces.
     options = tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=int(job.options["bytes_per_pack"]),
         implementation=tf.distribute.experimental.CommunicationImplementation[reduced_by],
@@ -28,7 +28,7 @@ def train(job: Job) -> None:
     with strategy.scope():
         model, optimizer = make_model(keras, job.task), make_optimizer(keras, job.task)
         optimizer.build(model.trainable_variables)
-    # Its optimizer adds up the gradients of all ranks: a rank's part in the mean is that of its samples.
+    # The optimizer adds up the gradients of all ranks, so scale by the rank's share of the samples.
     of_replica = loop.replica_step(keras, model, optimizer, job.batch / sum(job.batches))
 
     @tf.function(jit_compile=False)
@@ -43,11 +43,11 @@ def train(job: Job) -> None:
 
 
 def _reduced_by(tf: Any) -> str:
-    """NCCL between GPUs, where TensorFlow's documentation has it faster; else its ring."""
+    """Return NCCL between GPUs, which TensorFlow's documentation calls faster, else its ring."""
     return "NCCL" if tf.config.get_visible_devices("GPU") else "RING"
 
 
 def _all_reduces(step: Any, batch: Any) -> int:
-    """How many a compiled step has: one for each pack, and those of what else the model averages."""
+    """Return how many all-reduces a compiled step has: one a pack, and those of other averages."""
     operations = step.get_concrete_function(batch).graph.get_operations()
     return sum(each.type.startswith("CollectiveReduce") for each in operations)

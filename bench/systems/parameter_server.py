@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from bench.rounds import meter
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.rounds.record import RankRound
 from bench.systems.loop import replica_step
 from bench.systems.server_process import PERIOD_S, read_file, readings_file
@@ -19,14 +19,14 @@ from bench.training.image_model import prepare_tensorflow
 from bench.training.workloads import batches_of, evaluator, make_model, make_optimizer, runs_of
 
 
-def train(job: Job) -> None:
-    """The coordinator's part of a round: it hands steps to the workers and measures for all of them."""
+def train(job: RankJob) -> None:
+    """Do the coordinator's part of a round: hand steps to the workers, and measure for all of them."""
     if len(set(job.batches)) > 1:
         raise ValueError(
-            "Workers of parameter servers share out the work as they go: shares should be equal. "
+            "Workers of parameter servers share out the work as they go, so shares should be equal. "
             f"Received: shares={job.task.shares}"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # it computes nothing itself
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the coordinator computes nothing
     keras = prepare_tensorflow(job.task.threads)
     import tensorflow as tf
 
@@ -49,19 +49,19 @@ def train(job: Job) -> None:
         return strategy.run(of_replica, (next(iterator),))
 
     if job.task.epochs:
-        # The coordinator hands out the digits, so that each is seen once in an epoch.
+        # The coordinator hands out the digits, so that each is used once in an epoch.
         shards = itertools.cycle([iter(batches_of(job, rank)) for rank in range(job.size)])
         schedule = lambda: coordinator.schedule(step_on, args=(next(next(shards)),))  # noqa: E731
     else:
         iterator = iter(coordinator.create_per_worker_dataset(lambda: batches_of(job)))
         schedule = lambda: coordinator.schedule(step_from, args=(iterator,))  # noqa: E731
     _run(job, schedule, coordinator, evaluator(keras, model, job))
-    time.sleep(2 * PERIOD_S)  # until the servers have written what they used up to the end
+    time.sleep(2 * PERIOD_S)  # until the servers have written their last readings
     job.by_rank = {rank: _with_servers(job, rank) for rank in range(job.size)}
 
 
 def _run(
-    job: Job,
+    job: RankJob,
     schedule: Callable[[], Any],
     coordinator: Any,
     evaluate: Callable[[], tuple[float, float]] | None,
@@ -79,8 +79,8 @@ def _run(
     job.watch.drained()
 
 
-def _with_servers(job: Job, rank: int) -> RankRound:
-    """A rank's figures: those of its worker, and its part of the parameter server on its host."""
+def _with_servers(job: RankJob, rank: int) -> RankRound:
+    """Return a rank's figures: those of its worker, and its part of the host's parameter server."""
     jobs = json.loads(os.environ["TF_CONFIG"])["cluster"]
     hosts = [address.rpartition(":")[0] for address in jobs["worker"]]
     servers = [address.rpartition(":")[0] for address in jobs["ps"]]
@@ -97,14 +97,14 @@ def _with_servers(job: Job, rank: int) -> RankRound:
     )
 
 
-def _used(job: Job, what: str, index: int) -> meter.Reading:
-    """What a process used in the timed part; its peak is that of its life."""
+def _used(job: RankJob, what: str, index: int) -> meter.Reading:
+    """Return what a process used in the timed part. Its peak memory is of its whole life."""
     readings = read_file(readings_file(job.directory, what, index))
     first, last = (meter.at(readings, at_s) for at_s in job.watch.window_s)
     return replace(last, cpu_s=last.cpu_s - first.cpu_s, sent_bytes=last.sent_bytes - first.sent_bytes)
 
 
-def _curve(job: Job, what: str, index: int) -> Iterator[dict[str, float]]:
+def _curve(job: RankJob, what: str, index: int) -> Iterator[dict[str, float]]:
     begin_s, end_s = job.watch.window_s
     readings = read_file(readings_file(job.directory, what, index))
     for before, after in itertools.pairwise(readings):

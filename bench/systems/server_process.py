@@ -1,6 +1,6 @@
-"""A worker or parameter server of TensorFlow: ``python -m bench.systems.server_process DIRECTORY JOB INDEX``.
+"""A TensorFlow worker or parameter server: ``python -m bench.systems.server_process DIRECTORY JOB INDEX``.
 
-It serves until it is ended, and leaves readings of what it uses in DIRECTORY/JOB-INDEX.readings.
+It serves until it is ended, and writes readings of what it uses to DIRECTORY/JOB-INDEX.readings.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ PERIOD_S = 0.2
 
 
 def readings_file(directory: Path, job: str, index: int) -> Path:
-    """Where a process leaves what it used."""
+    """Return the file with the readings of a process."""
     return directory / f"{job}-{index}.readings"
 
 
 def read_file(path: Path) -> list[meter.Reading]:
-    """What it used until now."""
-    lines = path.read_text().split("\n")[:-1]  # the last may be half written
+    """Read the readings so far."""
+    lines = path.read_text().split("\n")[:-1]  # the last line may be incomplete
     return [meter.Reading(**json.loads(line)) for line in lines]
 
 
 def serve(directory: Path, job: str, index: int) -> None:
-    """Start the server that TF_CONFIG describes, and read the meter until the end."""
+    """Start the server that TF_CONFIG describes, and write readings until the end."""
     what = json.loads((directory / "job.json").read_text())
     os.environ.update(what["environment"])
     if job == "ps":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # variables are in memory, and GPUs are the workers'
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # variables stay in memory; GPUs are for the workers
     import tensorflow as tf
 
     from bench.training.image_model import own_gpu
@@ -42,7 +42,7 @@ def serve(directory: Path, job: str, index: int) -> None:
     # TensorFlow's tutorial on parameter servers: with fewer cores than this, workers wait for ever.
     if (os.cpu_count() or 1) < what["size"] + 1:
         config.inter_op_parallelism_threads = what["size"] + 1
-    gpu = own_gpu(*what["places"][index]) if job == "worker" else None
+    gpu = own_gpu(*what["local_ranks_and_sizes"][index]) if job == "worker" else None
     if gpu is not None:
         config.gpu_options.visible_device_list = str(gpu)
         config.gpu_options.allow_growth = True

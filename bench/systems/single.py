@@ -1,4 +1,4 @@
-"""Plain Keras on one process; several are as many that compute at once and share nothing."""
+"""Plain Keras in one process. Several ranks are as many processes that compute at once and share nothing."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable
 from typing import Any
 
 from bench.metrics import median
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.rounds.timed_steps import counted
 from bench.systems.keras_fit import fit
 from bench.training.image_model import claim_gpu, gradient_bytes, prepare_tensorflow
 from bench.training.workloads import batches_of, compiled_model, loss_of, train_whole_steps
 
 
-def train(job: Job) -> None:
-    """A rank's part of a round."""
+def train(job: RankJob) -> None:
+    """Do a rank's part of a round."""
     keras = prepare_tensorflow(job.task.threads)
-    claim_gpu(*job.place)
+    claim_gpu(*job.local_rank_and_size)
     train_whole_steps(job)
     model = compiled_model(keras, job.task)
     job.gradient_bytes = gradient_bytes(model, tables=False)
-    # They are to compute all at once: nothing else keeps them in step.
+    # All should compute at once, and nothing else keeps them in step.
     job.watch.at_window = lambda: job.meet("window")
     job.meet("built")
     fit(keras, model, job)
@@ -30,8 +30,10 @@ def train(job: Job) -> None:
         job.parts_s = _parts(keras, model, job)
 
 
-def _parts(keras: Any, model: Any, job: Job) -> dict[str, float]:
-    """Forward and update, each compiled and timed by itself; backward is the rest of a step."""
+def _parts(keras: Any, model: Any, job: RankJob) -> dict[str, float]:
+    """Return the times of forward and update, each compiled and timed by itself; backward is the rest of a
+    step.
+    """
     import tensorflow as tf
 
     batch = next(iter(batches_of(job)))
@@ -50,7 +52,7 @@ def _parts(keras: Any, model: Any, job: Job) -> dict[str, float]:
     return {"forward": forward_s, "backward": max(0.0, rest_s), "update": update_s}
 
 
-def _median_s(run: Callable[[], Any], job: Job) -> float:
+def _median_s(run: Callable[[], Any], job: RankJob) -> float:
     taken_s = []
     for _ in range(1 + job.task.steps):
         began_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""What the evaluation must know of a system under test: how it starts, who trains with it, what it needs."""
+"""What the evaluation must know about a system: how it starts, what trains with it, what it needs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Start = Literal["mpirun", "processes", "servers"]
 class System:
     """One system under test.
 
-    `adapter` is a module of bench.systems with a function `train(job)`, which every rank calls. `start`:
-    by "mpirun"; as one process a rank ("processes"), told of each other by TF_CONFIG; or the same with a
-    parameter server on each host and a coordinator ("servers"). `environment` is set in every process
-    before anything is imported; `options` are the adapter's own. Where workers are `asynchronous`, several
-    steps may end at once and the next much later: only their mean tells how long one takes.
+    `adapter` is a module of bench.systems with a function `train(job)`, which every rank calls. `start` is
+    "mpirun"; or "processes", one per rank, with a TF_CONFIG that names the others; or "servers", the same
+    with a parameter server on each host and a coordinator. `environment` is set in every process before
+    imports; `options` are the adapter's own. If workers are `asynchronous`, several steps may end at once and
+    the next much later, so only their mean is meaningful.
     """
 
     name: str
@@ -35,13 +35,13 @@ class System:
     asynchronous: bool = False
 
     def tuned(self, values: Mapping[str, str]) -> System:
-        """The same with other values of options that it has, and of variables in its environment."""
+        """Return the same with other values of its options, and of variables in its environment."""
         options = {name: value for name, value in values.items() if name in self.options}
         others = {name: value for name, value in values.items() if name not in options}
         return replace(self, options={**self.options, **options}, environment={**self.environment, **others})
 
     def missing(self, python: str = sys.executable) -> str:
-        """Why it cannot run under that Python; "" where it can."""
+        """Return why it cannot run under that Python, or ""."""
         absent = [package for package in self.needs if not _has(python, package)]
         if not absent:
             return ""

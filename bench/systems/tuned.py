@@ -1,4 +1,4 @@
-"""The values with which tuned systems run, of tuned.json; `python -m bench.tune` puts there what it finds."""
+"""The values of tuned systems in tuned.json, which `python -m bench.tune` writes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ FILE = Path(__file__).with_name("tuned.json")
 
 @dataclass(frozen=True)
 class Tuned:
-    """Settings by name, as texts, and where they are from."""
+    """Settings by name, as texts, and their source."""
 
     values: Mapping[str, str]
     source: str
 
 
 def read_tuned(file: Path = FILE) -> dict[str, Tuned]:
-    """By system."""
+    """Read the settings by system."""
     found = json.loads(file.read_text(encoding="utf-8"))
     return {system: Tuned(**tuned) for system, tuned in found.items()}
 
 
 def keep_tuned(system: str, tuned: Tuned, file: Path = FILE) -> None:
-    """From now on that system runs with these."""
+    """Store the settings that a system uses from now on."""
     every = {**read_tuned(file), system: tuned}
     text = json.dumps({name: asdict(each) for name, each in sorted(every.items())}, indent=1)
     file.write_text(text + "\n", encoding="utf-8")

@@ -1,1 +1,1 @@
-"""The models and data that benchmarks train."""
+"""The models, data and optimizers that benchmarks train."""

@@ -1,4 +1,4 @@
-"""What is trained in the step benchmarks: a keras.applications model on synthetic images."""
+"""The models of the step benchmarks: keras.applications on synthetic images; and setting up TensorFlow."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Workload:
+class ImageWorkload:
     """A model by name, its images, the batch of each rank, and the threads of a TensorFlow operation."""
 
     model: str = "resnet50"
@@ -36,7 +36,7 @@ class Workload:
             raise ValueError(f"Pixels, classes, batch and threads must be at least 1. Received: {self}")
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the workload in one line."""
         return (
             f"{self.model}, {self.pixels} px, {self.classes} classes, batch {self.batch} a rank, "
             f"SGD momentum, {self.threads} thread{'s' if self.threads > 1 else ''} an operation"
@@ -44,7 +44,7 @@ class Workload:
 
 
 def prepare_tensorflow(threads: int) -> Any:
-    """Import Keras with TensorFlow, quiet and with so many threads an operation; call it once, first."""
+    """Import Keras on TensorFlow with quiet logs and `threads` threads per operation. Call it once, first."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ["KERAS_BACKEND"] = "tensorflow"
     import tensorflow as tf
@@ -56,7 +56,9 @@ def prepare_tensorflow(threads: int) -> Any:
 
 
 def own_gpu(local_rank: int, local_size: int) -> int | None:
-    """Which GPU of its host is a rank's, by hvpipe's rule; None without any, HvpipeError with too few."""
+    """Return which GPU of its host a rank uses, by hvpipe's rule. None without GPUs, HvpipeError with too
+    few.
+    """
     import tensorflow as tf
 
     gpus = tf.config.list_physical_devices("GPU")
@@ -64,7 +66,7 @@ def own_gpu(local_rank: int, local_size: int) -> int | None:
 
 
 def claim_gpu(local_rank: int, local_size: int) -> None:
-    """Let TensorFlow see that GPU alone, with memory taken as it is needed; before its first operation."""
+    """Let TensorFlow see only that GPU and allocate memory as needed. Call it before the first operation."""
     import tensorflow as tf
 
     mine = own_gpu(local_rank, local_size)
@@ -74,8 +76,8 @@ def claim_gpu(local_rank: int, local_size: int) -> None:
         tf.config.experimental.set_memory_growth(gpu, True)
 
 
-def compiled_model(keras: Any, workload: Workload) -> Any:
-    """The model, built and compiled, with the same weights each time."""
+def compiled_model(keras: Any, workload: ImageWorkload) -> Any:
+    """Return the model, built and compiled, with the same weights each time."""
     keras.utils.set_random_seed(20)
     shape = (workload.pixels, workload.pixels, 3)
     model = getattr(keras.applications, MODELS[workload.model])(
@@ -90,9 +92,9 @@ def compiled_model(keras: Any, workload: Workload) -> Any:
 
 
 def gradient_bytes(model: Any, *, tables: bool = True) -> int:
-    """What one all-reduce of all gradients carries: the trainable variables' bytes in float32.
+    """Return the bytes of all gradients in float32, which one all-reduce carries.
 
-    Without `tables` those of Embeddings are not counted, of which only the rows of a batch need travel.
+    Without `tables`, Embeddings do not count, because only the rows of a batch need travel.
     """
     import keras
 
@@ -109,8 +111,8 @@ def gradient_bytes(model: Any, *, tables: bool = True) -> int:
     return count
 
 
-def images(workload: Workload, rank: int) -> Any:
-    """An endless dataset of one batch, another on each rank; it costs no time to read."""
+def images(workload: ImageWorkload, rank: int) -> Any:
+    """Return an endless dataset of one batch, a different one on each rank. Reading it takes no time."""
     import numpy as np
     import tensorflow as tf
 
@@ -118,15 +120,15 @@ def images(workload: Workload, rank: int) -> Any:
     x = random.standard_normal((workload.batch, workload.pixels, workload.pixels, 3), dtype=np.float32)
     y = random.integers(0, workload.classes, workload.batch)
     options = tf.data.Options()
-    options.autotune.enabled = False  # its thread makes the end of `fit` wait for up to 10 s
+    options.autotune.enabled = False  # its thread delays the end of `fit` by up to 10 s
     return tf.data.Dataset.from_tensors((x, y)).repeat().prefetch(2).with_options(options)
 
 
 def step_timer(keras: Any) -> Any:
-    """A callback with the clock at the first step's begin and each step's end; it reads no weights."""
+    """Return a callback that keeps the clock at the first begin and at the end of each step."""
 
     class StepTimer(keras.callbacks.Callback):  # type: ignore[misc]
-        # For hvpipe: no need to finish a step for it, nor to ask all ranks after each whether it stops.
+        # For hvpipe: it need not finish a step first, nor ask all ranks after each step whether to stop.
         reads_weights = False
         stops_training = False
 
@@ -147,9 +149,9 @@ def step_timer(keras: Any) -> Any:
 def timed_fit(
     keras: Any, model: Any, data: Any, steps: int, within: Sequence[Any] = ()
 ) -> tuple[list[float], float]:
-    """Train some steps: the seconds of each, and of what follows the last until `fit` returns (draining).
+    """Train some steps. Return the seconds of each, and of draining: from the last step until `fit` returns.
 
-    What callbacks `within` do at the end of a batch is part of the step.
+    What the callbacks `within` do at the end of a batch is part of the step.
     """
     timer = step_timer(keras)
     callbacks = [*within, timer]

@@ -1,4 +1,4 @@
-"""What the evaluation trains: models, their data, their optimizer; the same code for every system."""
+"""What the evaluation trains: models, their data, their optimizer. The code is the same for every system."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.rounds.record import Task
 from bench.training.image_model import MODELS
 
 _CLASSES = 100
-_TOKENS = 2000  # the vocabulary of the language models
+_TOKENS = 2000  # vocabulary of the language models
 _HELD_OUT = 0.2
-TRAINED_DIGITS = 1437  # images of an epoch: what is not held out of 1,797
+TRAINED_DIGITS = 1437  # images of an epoch: those of 1,797 that are not held out
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its data. `build(keras, pixels)` makes the model; `least_pixels` is what it can take."""
+    """A model and its data. `build(keras, pixels)` makes the model; `least_pixels` is its smallest input."""
 
     title: str
     build: Callable[[Any, int], Any]
@@ -36,7 +36,7 @@ def _application(name: str) -> Callable[[Any, int], Any]:
 
 
 def transformer_trunk(keras: Any, length: int, tokens: int, width: int, blocks: int) -> tuple[Any, Any]:
-    """Pre-norm blocks of causal attention over `length` tokens: the input and the last block's output."""
+    """Return the input and the last block's output of pre-norm causal attention over `length` tokens."""
     layers = keras.layers
     inputs = keras.Input((length,), dtype="int32")
     x = layers.Embedding(tokens, width)(inputs)
@@ -63,7 +63,7 @@ def _lstm(keras: Any, length: int) -> Any:
 
 
 def _digits(keras: Any, pixels: int) -> Any:
-    """Without batch normalisation and dropout: nothing whose state systems treat in ways of their own."""
+    """Build a model without batch normalisation and dropout, whose state systems treat differently."""
     layers = keras.layers
     inputs = keras.Input((8, 8, 1))
     x = layers.Conv2D(32, 3, padding="same", activation="relu")(inputs)
@@ -86,7 +86,7 @@ WORKLOADS: dict[str, Workload] = {
 
 
 def check(task: Task) -> None:
-    """ValueError, naming what is wanted, for a task that cannot be trained."""
+    """Raise ValueError, which says what is wanted, if a task cannot be trained."""
     workload = WORKLOADS.get(task.workload)
     if workload is None:
         names = ", ".join(WORKLOADS)
@@ -104,7 +104,7 @@ def check(task: Task) -> None:
 
 
 def make_model(keras: Any, task: Task) -> Any:
-    """The model, with the same weights each time."""
+    """Return the model, with the same weights each time."""
     keras.utils.set_random_seed(task.seed)
     return WORKLOADS[task.workload].build(keras, task.pixels)
 
@@ -114,7 +114,7 @@ def make_optimizer(keras: Any, task: Task) -> Any:
 
 
 def compiled_model(keras: Any, task: Task) -> Any:
-    """The model ready for `fit`."""
+    """Return the model ready for `fit`."""
     model = make_model(keras, task)
     loss = keras.losses.SparseCategoricalCrossentropy()
     model.compile(optimizer=make_optimizer(keras, task), loss=loss, jit_compile=False)
@@ -122,25 +122,25 @@ def compiled_model(keras: Any, task: Task) -> Any:
 
 
 def loss_of(keras: Any, model: Any, batch: tuple[Any, Any], training: bool = True) -> Any:
-    """The mean loss of a batch, for loops of one's own; what `fit` minimises."""
+    """Return the mean loss of a batch, as `fit` minimises it, for hand-written loops."""
     x, y = batch
     return keras.losses.SparseCategoricalCrossentropy()(y, model(x, training=training))
 
 
-def train_whole_steps(job: Job) -> None:
-    """In epochs, have this process train on all samples of each step: what ranks together should learn.
+def train_whole_steps(job: RankJob) -> None:
+    """In epochs, let this process train on all samples of each step, as the ranks would together.
 
-    Each of several processes that share nothing then does all of it; their steps are no reference for time.
+    Each of several independent processes then does all the work, so their steps are no reference for time.
     """
     if job.task.epochs:
         job.task = replace(job.task, batch=sum(job.batches), shares=())
         job.rank, job.size = 0, 1
 
 
-def runs_of(job: Job) -> list[tuple[int, int, bool]]:
-    """What is trained, one run after the other: epochs, steps of each, and whether they are timed.
+def runs_of(job: RankJob) -> list[tuple[int, int, bool]]:
+    """Return what is trained, one run after the other: epochs, steps of each, and whether they are timed.
 
-    In a run of epochs all counts but the first steps; see StepWatch.
+    In a run of epochs the first steps do not count; see StepWatch.
     """
     if job.task.epochs == 0:
         return [(1, job.task.warm_up, False), (1, job.task.steps, True)]
@@ -153,27 +153,27 @@ def runs_of(job: Job) -> list[tuple[int, int, bool]]:
     return [(job.task.epochs, steps, False)]
 
 
-def _steps_of_epoch(job: Job) -> int:
+def _steps_of_epoch(job: RankJob) -> int:
     return len(_digits_split(job.task)[0]) // sum(job.batches)
 
 
-def batches_of(job: Job, rank: int | None = None) -> Any:
-    """An endless dataset of a rank's (this rank's) batches; reading costs next to nothing."""
+def batches_of(job: RankJob, rank: int | None = None) -> Any:
+    """Return an endless dataset of the batches of a rank (default: this one). Reading costs nothing."""
     import tensorflow as tf
 
-    place = job.rank if rank is None else rank
+    rank = job.rank if rank is None else rank
     if job.task.epochs:
-        data = tf.data.Dataset.from_tensor_slices(_epochs_of_rank(job, place)).batch(job.batches[place])
+        data = tf.data.Dataset.from_tensor_slices(_epochs_of_rank(job, rank)).batch(job.batches[rank])
     else:
-        data = tf.data.Dataset.from_tensors(_synthetic(job.task, job.batches[place], place))
+        data = tf.data.Dataset.from_tensors(_synthetic(job.task, job.batches[rank], rank))
     options = tf.data.Options()
-    options.autotune.enabled = False  # its thread makes the end of `fit` wait for up to 10 s
+    options.autotune.enabled = False  # its thread delays the end of `fit` by up to 10 s
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return data.repeat().prefetch(2).with_options(options)
 
 
-def evaluator(keras: Any, model: Any, job: Job) -> Callable[[], tuple[float, float]] | None:
-    """Loss and accuracy on the images held out, in a function; None without epochs."""
+def evaluator(keras: Any, model: Any, job: RankJob) -> Callable[[], tuple[float, float]] | None:
+    """Return a function that computes loss and accuracy on the held-out images; None without epochs."""
     if not job.task.epochs:
         return None
     import tensorflow as tf
@@ -197,7 +197,7 @@ def evaluator(keras: Any, model: Any, job: Job) -> Callable[[], tuple[float, flo
 
 
 def _synthetic(task: Task, batch: int, rank: int) -> tuple[Any, Any]:
-    """One batch, another on each rank."""
+    """Return one batch, a different one on each rank."""
     import numpy as np
 
     random = np.random.default_rng(100 * task.seed + rank)
@@ -211,7 +211,7 @@ def _synthetic(task: Task, batch: int, rank: int) -> tuple[Any, Any]:
 
 
 def _digits_split(task: Task) -> tuple[Any, Any, Any, Any]:
-    """Scikit-learn's 1,797 digits, pixels 0 to 1: images and labels to train on, the same held out."""
+    """Return scikit-learn's 1,797 digits, pixels 0 to 1: images and labels to train on, then held-out."""
     import numpy as np
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -224,8 +224,8 @@ def _digits_split(task: Task) -> tuple[Any, Any, Any, Any]:
     return train_x, train_y, test_x, test_y
 
 
-def _epochs_of_rank(job: Job, rank: int) -> tuple[Any, Any]:
-    """All epochs' images of a rank in order: shuffled anew, each step's images shared out by rank."""
+def _epochs_of_rank(job: RankJob, rank: int) -> tuple[Any, Any]:
+    """Return a rank's images of all epochs in order: shuffled anew, each step's images shared out by rank."""
     import numpy as np
 
     x, y, _, _ = _digits_split(job.task)

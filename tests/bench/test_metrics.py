@@ -16,9 +16,9 @@ from bench.all_reduce.report import AllReduceReport, Row
 from bench.cluster.two_way_stream import measure, serve
 from bench.step import command as step
 from bench.step.overhead import OverheadReport
-from bench.step.report import ALONE_AND_TCP, Round, StepReport
+from bench.step.report import ALONE_AND_TCP, ModeRound, StepReport
 from bench.step.ring_stream import RingStream
-from bench.training.image_model import Workload
+from bench.training.image_model import ImageWorkload
 
 MB = 1 << 20
 
@@ -155,10 +155,10 @@ def test_all_reduce_report_survives_json_and_is_readable() -> None:
 def step_report() -> StepReport:
     """2 ranks at 300 Mb/s, 37.5 MB of gradients: the links need 1 s, the slower rank computes 0.5 s."""
     rounds = (
-        Round("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
-        Round("step", [[1.1, 1.1, 9.0], [1.0, 1.1, 1.2]], [1.2, 1.3], {"bytes_sent": 5.0}),
-        Round("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
-        Round("step", [[1.1, 1.1, 1.1], [1.1, 1.1, 1.1]], [1.4, 1.5]),
+        ModeRound("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
+        ModeRound("step", [[1.1, 1.1, 9.0], [1.0, 1.1, 1.2]], [1.2, 1.3], {"bytes_sent": 5.0}),
+        ModeRound("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
+        ModeRound("step", [[1.1, 1.1, 1.1], [1.1, 1.1, 1.1]], [1.4, 1.5]),
     )
     return StepReport(
         "model", "2 hosts", "Keras", 2, 2, 8, 37_500_000, rounds, 300e6, 290e6, "iperf3 --bidir"
@@ -179,7 +179,7 @@ def test_step_summary() -> None:
 
 
 def test_step_summary_tells_what_plain_tcp_costs_beside_computing() -> None:
-    loaded = Round(ALONE_AND_TCP, [[0.6, 0.7, 0.8], [0.9, 1.0, 1.1]], [0.7, 1.0])
+    loaded = ModeRound(ALONE_AND_TCP, [[0.6, 0.7, 0.8], [0.9, 1.0, 1.1]], [0.7, 1.0])
     report = step_report()
     report = replace(report, rounds=(*report.rounds[:2], loaded, *report.rounds[2:], loaded))
     assert report.summary()["alone_and_tcp_s"] == pytest.approx(1.0)
@@ -207,7 +207,7 @@ def test_a_ring_of_one_host_streams_to_itself() -> None:
 def test_a_stream_that_ends_early_is_noticed() -> None:
     stream = RingStream(OneRank(), 0)
     stream._process.kill()
-    with pytest.raises(RuntimeError, match="ended with status -9"):
+    with pytest.raises(RuntimeError, match="Received: status -9"):
         stream.wait()
     stream._process.communicate(timeout=10)
 
@@ -274,7 +274,7 @@ def test_step_refuses_bad_options(words: list[str], match: str, capsys: pytest.C
 
 def test_unknown_model_is_named() -> None:
     with pytest.raises(ValueError, match="Received: model='alexnet'"):
-        Workload(model="alexnet")
+        ImageWorkload(model="alexnet")
 
 
 def test_own_stream_measures_on_loopback() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from bench import tune
-from bench.cluster.spec import ClusterError
-from bench.launch.hosts import RealHosts
+from bench.errors import ClusterError
+from bench.hosts.real_hosts import RealHosts
 from bench.rounds.record import Case, Round
 from bench.systems import SYSTEMS, System
 from bench.systems.tuned import Tuned, keep_tuned, read_tuned
@@ -96,8 +96,8 @@ def test_settings_are_searched_for_on_hosts_that_exist(
 ) -> None:
     found = set()
 
-    def run_round(of: Case, number: int, place: RealHosts, *_: object, python: str, **__: object) -> Round:
-        found.add((of.cluster, of.ranks, of.task.threads, place.spec.slots, python))
+    def run_round(of: Case, number: int, hosts: RealHosts, *_: object, python: str, **__: object) -> Round:
+        found.add((of.cluster, of.ranks, of.task.threads, hosts.spec.slots, python))
         return finished(case("tf-mwms-tuned"), 1.0, number=number)
 
     monkeypatch.setattr(tune, "run_round", run_round)
@@ -108,4 +108,6 @@ def test_settings_are_searched_for_on_hosts_that_exist(
     assert tune.main(words) == 0
     assert found == {("hosts a:2, b:1", 3, 4, 3, str(tmp_path / "bin" / "python"))}  # 9 cores of two ranks
     assert tune.main([*words, "--hosts", "2"]) == 1
-    assert "--on goes without --hosts and --spec. Received: also --on a:2,b" in capsys.readouterr().err
+    assert (
+        "Give --on, or --hosts or --spec, but not both. Received: also --on a:2,b" in capsys.readouterr().err
+    )

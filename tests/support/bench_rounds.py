@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bench.evaluation.hardware import Machine
-from bench.evaluation.outcome import ClusterFacts, Outcome, Setting
+from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome, Setting
+from bench.hosts.hardware import HostHardware
 from bench.rounds.record import Case, RankRound, Round, Task
 
-MACHINE = Machine("A CPU", 2, 4 << 30, "Linux 6.1", "3.11.2", "0.1.0")
+MACHINE = HostHardware("A CPU", 2, 4 << 30, "Linux 6.1", "3.11.2", "0.1.0")
 TASK = Task("resnet50", 8)
 CLUSTER = ClusterFacts("2x1gbit", "2 hosts: h0 1gbit, h1 1gbit", 2, 1e9)
 
@@ -28,6 +28,8 @@ def finished(of: Case, *step_s: float, number: int = 0, **more: object) -> Round
     return Round(of, number, ranks, taken_s=30.0, versions="TensorFlow 2.18.1")
 
 
-def outcome(*rounds: Round, clusters: tuple[ClusterFacts, ...] = (CLUSTER,), **more: object) -> Outcome:
+def outcome(
+    *rounds: Round, clusters: tuple[ClusterFacts, ...] = (CLUSTER,), **more: object
+) -> EvaluationOutcome:
     setting = Setting("quick", "Quick", "2026-11-21T22:00:00+00:00", MACHINE, clusters, {})
-    return Outcome(setting, rounds, **more)  # type: ignore[arg-type]
+    return EvaluationOutcome(setting, rounds, **more)  # type: ignore[arg-type]

@@ -14,23 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import cpu as cluster_cpu
-from bench.cluster import network as cluster_network
-from bench.cluster import state as cluster_state
+from bench.cluster import cpu, network, state
 from bench.cluster.command import main
 from bench.cluster.link_rate import iperf_rate, measure_two_way
-from bench.cluster.spec import (
-    ClusterError,
-    ClusterSpec,
-    HostSpec,
-    equal_hosts,
-    format_rate,
-    parse_rate,
-    read_spec,
-)
+from bench.cluster.rank_command import rank_command
+from bench.cluster.spec import ClusterSpec, HostSpec, equal_hosts, format_rate, parse_rate, read_spec
 from bench.cluster.state import ClusterState, all_states, read_state
-from bench.cluster.virtual_cluster import Cluster, clean_up
-from bench.launch.mpirun import across_hosts, one_host
+from bench.cluster.virtual_cluster import VirtualCluster, clean_up
+from bench.errors import ClusterError
+from bench.launch.mpirun import one_host
 
 ROOT = Path(__file__).parents[3]
 NAME = f"hvtest{os.getpid()}"
@@ -38,7 +30,7 @@ NAME = f"hvtest{os.getpid()}"
 
 def _why_not() -> str | None:
     try:
-        cluster_network.require_privileges()
+        network.require_privileges()
     except ClusterError as error:
         return str(error)
     probe = f"{NAME}-probe"
@@ -54,8 +46,8 @@ real = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(equal_hosts(2, "100mbit"), NAME) as cluster:
+def cluster() -> Iterator[VirtualCluster]:
+    with VirtualCluster(equal_hosts(2, "100mbit"), NAME) as cluster:
         yield cluster
 
 
@@ -128,7 +120,7 @@ def test_slowest_link_bounds_a_ring() -> None:
 
 def test_more_ranks_than_slots_is_an_error() -> None:
     with pytest.raises(ClusterError, match="Received: ranks=3"):
-        across_hosts(equal_hosts(2), Path("agent"), 3, ["true"])
+        rank_command(equal_hosts(2), Path("agent"), 3, ["true"])
 
 
 def test_ranks_beyond_the_cores_yield(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +129,7 @@ def test_ranks_beyond_the_cores_yield(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
     yielding = ["--mca", "mpi_yield_when_idle", "1"]
     for ranks, expected in ((2, False), (3, True)):
-        lines = (one_host(ranks, ["true"]), across_hosts(equal_hosts(3), Path("agent"), ranks, ["true"]))
+        lines = (one_host(ranks, ["true"]), rank_command(equal_hosts(3), Path("agent"), ranks, ["true"]))
         for line in lines:
             assert any(line[i : i + 3] == yielding for i in range(len(line))) is expected
 
@@ -147,29 +139,29 @@ def test_ranks_of_hosts_with_a_share_of_the_cpu_yield(monkeypatch: pytest.Monkey
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
     monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
     spec = ClusterSpec((HostSpec("fast"), HostSpec("slow", cpus=0.5)))
-    assert "--mca mpi_yield_when_idle 1" in " ".join(across_hosts(spec, Path("agent"), 2, ["true"]))
-    assert "mpi_yield_when_idle" not in across_hosts(equal_hosts(2), Path("agent"), 2, ["true"])
+    assert "--mca mpi_yield_when_idle 1" in " ".join(rank_command(spec, Path("agent"), 2, ["true"]))
+    assert "mpi_yield_when_idle" not in rank_command(equal_hosts(2), Path("agent"), 2, ["true"])
 
 
 def test_host_flags_follow_the_mpi_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
     monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
-    line = " ".join(across_hosts(equal_hosts(2, slots=2), Path("agent"), 4, ["true"]))
+    line = " ".join(rank_command(equal_hosts(2, slots=2), Path("agent"), 4, ["true"]))
     assert "--prtemca plm_ssh_agent agent --host h0:2,h1:2 -np 4" in line
     assert "--mca btl tcp,self,sm --mca btl_tcp_if_include 10.77.0.0/24 true" in line
     monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 4)
-    line = " ".join(across_hosts(equal_hosts(2), Path("agent"), 2, ["true"]))
+    line = " ".join(rank_command(equal_hosts(2), Path("agent"), 2, ["true"]))
     assert "--oversubscribe --bind-to none --mca plm_rsh_agent agent" in line
     assert "--mca btl tcp,self --mca" in line
 
 
 def test_cluster_name_is_checked() -> None:
     with pytest.raises(ClusterError, match="Received: name='a b'"):
-        Cluster(equal_hosts(1), "a b")
+        VirtualCluster(equal_hosts(1), "a b")
 
 
 def test_a_state_that_is_no_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_state, "STATE", tmp_path)
+    monkeypatch.setattr(state, "STATE", tmp_path)
     for name in ("empty", "whole"):
         ClusterState(name, equal_hosts(2), 0, 0).write(None)
     (tmp_path / "empty" / "state.json").write_text("")
@@ -185,7 +177,7 @@ def test_a_state_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
             file.write(text[: len(text) // 2])
         raise OSError("no space left")
 
-    monkeypatch.setattr(cluster_state, "STATE", tmp_path)
+    monkeypatch.setattr(state, "STATE", tmp_path)
     former = ClusterState("some", equal_hosts(2), 0, 0)
     former.write(None)
     with monkeypatch.context() as full:
@@ -207,7 +199,7 @@ def test_without_tc_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool == "tc" else f"/bin/{tool}")
     with pytest.raises(ClusterError, match=r"no tc\. .*apt-get install iproute2"):
-        cluster_network.require_privileges()
+        network.require_privileges()
 
 
 def test_iperf_report_gives_what_arrived() -> None:
@@ -219,7 +211,7 @@ def test_iperf_report_gives_what_arrived() -> None:
 
 
 @real
-def test_host_has_its_own_name_network_and_names(cluster: Cluster) -> None:
+def test_host_has_its_own_name_network_and_names(cluster: VirtualCluster) -> None:
     said = cluster.execute(
         "h1", ["sh", "-c", "cat /proc/sys/kernel/hostname; ls /sys/class/net"], timeout_s=20
     )
@@ -229,7 +221,7 @@ def test_host_has_its_own_name_network_and_names(cluster: Cluster) -> None:
 
 
 @real
-def test_unknown_host_is_an_error(cluster: Cluster) -> None:
+def test_unknown_host_is_an_error(cluster: VirtualCluster) -> None:
     with pytest.raises(ClusterError, match=r"one of h0, h1\. Received: host='h7'"):
         cluster.execute("h7", ["true"])
 
@@ -239,7 +231,7 @@ TRIES = 20
 
 
 @real
-def test_link_carries_its_rate_both_ways(cluster: Cluster) -> None:
+def test_link_carries_its_rate_both_ways(cluster: VirtualCluster) -> None:
     for _ in range(TRIES):
         rate = measure_two_way(cluster, "h0", "h1", seconds=1)
         slower, faster = sorted([rate.forward_bits_per_s, rate.backward_bits_per_s])
@@ -250,7 +242,7 @@ def test_link_carries_its_rate_both_ways(cluster: Cluster) -> None:
 
 
 @real
-def test_own_stream_measures_like_iperf(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_stream_measures_like_iperf(cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda tool: None)
     for _ in range(TRIES):
         rate = measure_two_way(cluster, "h0", "h1", seconds=1)
@@ -262,19 +254,19 @@ def test_own_stream_measures_like_iperf(cluster: Cluster, monkeypatch: pytest.Mo
 
 
 @real
-def test_run_that_hangs_is_ended(cluster: Cluster) -> None:
+def test_run_that_hangs_is_ended(cluster: VirtualCluster) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         cluster.run(2, ["sleep", "60"], timeout_s=3)
     deadline = time.monotonic() + 10
-    while cluster_network.processes(NAME) and time.monotonic() < deadline:
+    while network.processes(NAME) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert cluster_network.processes(NAME) == []
+    assert network.processes(NAME) == []
 
 
 @real
 def test_cpu_share_slows_a_host() -> None:
     name = f"{NAME}cpu"
-    if cluster_cpu.group(name) is None:
+    if cpu.group(name) is None:
         pytest.skip("no cgroup cpu controller is mounted")
     spec = ClusterSpec((HostSpec("fast"), HostSpec("slow", cpus=0.25)))
     burn = (
@@ -282,25 +274,25 @@ def test_cpu_share_slows_a_host() -> None:
         "while time.process_time() - c < 0.3: pass\n"
         "print(time.perf_counter() - w)"
     )
-    with Cluster(spec, name) as cluster:
+    with VirtualCluster(spec, name) as cluster:
         slow = float(cluster.execute("slow", [sys.executable, "-c", burn], timeout_s=30).stdout)
     assert slow > 0.3 / 0.25 * 0.75
     assert_nothing_left(name)
 
 
 def assert_nothing_left(name: str) -> None:
-    assert cluster_network.existing_namespaces(name) == []
+    assert network.existing_namespaces(name) == []
     assert [state for state in all_states() if state.name == name] == []
     assert list(Path("/etc").glob(f"netns/{name}-*")) == []
-    top = cluster_cpu.group(name)
+    top = cpu.group(name)
     assert top is None or not top.exists()
 
 
 def start_holder(name: str) -> subprocess.Popen[str]:
     """A process that holds a cluster with a program running inside, and says when it is up."""
     program = (
-        "from bench.cluster import Cluster, equal_hosts\n"
-        f"with Cluster(equal_hosts(2, '1gbit', cpus=1.0), {name!r}) as cluster:\n"
+        "from bench.cluster import VirtualCluster, equal_hosts\n"
+        f"with VirtualCluster(equal_hosts(2, '1gbit', cpus=1.0), {name!r}) as cluster:\n"
         "    print('up', flush=True)\n"
         "    cluster.execute('h1', ['sleep', '300'])\n"
     )
@@ -314,7 +306,7 @@ def start_holder(name: str) -> subprocess.Popen[str]:
     assert process.stdout is not None
     assert process.stdout.readline() == "up\n"
     deadline = time.monotonic() + 10
-    while not cluster_network.processes(name) and time.monotonic() < deadline:
+    while not network.processes(name) and time.monotonic() < deadline:
         time.sleep(0.02)
     return process
 
@@ -338,7 +330,7 @@ def test_killed_run_is_cleaned_away_by_the_next() -> None:
     with start_holder(name) as process:
         process.kill()
         process.wait(timeout=20)
-    assert cluster_network.existing_namespaces(name) != []
+    assert network.existing_namespaces(name) != []
     clean_up()
     assert_nothing_left(name)
 
@@ -348,7 +340,7 @@ def test_cluster_in_use_is_not_replaced() -> None:
     name = f"{NAME}held"
     with start_holder(name) as process:
         with pytest.raises(ClusterError, match="must not be in use"):
-            Cluster(equal_hosts(2), name).up()
+            VirtualCluster(equal_hosts(2), name).up()
         process.terminate()
         process.wait(timeout=20)
     assert_nothing_left(name)
@@ -357,7 +349,7 @@ def test_cluster_in_use_is_not_replaced() -> None:
 @real
 def test_exception_in_the_block_takes_everything_down() -> None:
     name = f"{NAME}exc"
-    with pytest.raises(ZeroDivisionError), Cluster(equal_hosts(3), name):
+    with pytest.raises(ZeroDivisionError), VirtualCluster(equal_hosts(3), name):
         raise ZeroDivisionError
     assert_nothing_left(name)
 
@@ -368,9 +360,9 @@ def test_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ClusterError("no token bucket")
 
     name = f"{NAME}bad"
-    monkeypatch.setattr(cluster_network, "_limit", fail)
+    monkeypatch.setattr(network, "_limit", fail)
     with pytest.raises(ClusterError, match="no token bucket"):
-        Cluster(equal_hosts(2, "1gbit"), name).up()
+        VirtualCluster(equal_hosts(2, "1gbit"), name).up()
     assert_nothing_left(name)
 
 

@@ -12,25 +12,27 @@ from pathlib import Path
 
 import pytest
 
-from bench.cluster import link_rate, links
-from bench.cluster.spec import ClusterError, ClusterSpec, HostSpec, equal_hosts
-from bench.cluster.virtual_cluster import Cluster
+from bench.cluster import link_rate
+from bench.cluster.spec import ClusterSpec, HostSpec, equal_hosts
+from bench.cluster.virtual_cluster import VirtualCluster
+from bench.errors import ClusterError
+from bench.evaluation import host_selection
 from bench.evaluation import run as evaluation
+from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
 from bench.evaluation.journal import FILE, Journal, JournalError, alone_in
-from bench.evaluation.outcome import Outcome, OutcomeError, PipelineOutcome
-from bench.evaluation.progress import Progress, format_left
+from bench.evaluation.outcome import EvaluationOutcome, OutcomeError, PipelineOutcome
+from bench.evaluation.progress import EvaluationProgress, format_left
 from bench.evaluation.run import Evaluation, setting_of
 from bench.evaluation.suite import Group, PipelineRun, Suite, SuiteError
-from bench.launch import host_selection as sites
+from bench.hosts import links
+from bench.hosts.real_hosts import RealHosts
 from bench.launch import mpirun
-from bench.launch.host_selection import Sites, find_sites, one_cluster
-from bench.launch.hosts import RealHosts
 from bench.pipeline.report import PipelineReport
 from bench.report.figures import not_measured
 from bench.rounds.record import Case, Round, Task
 from bench_rounds import finished
 
-HERE = Sites(loopback=True, note="not root")
+HERE = HostSelection(loopback=True, note="not root")
 SUITE = Suite("mine", "Mine", (Group(Task("digits", 8), "loopback", 2, ("a", "b"), rounds=2),))
 
 
@@ -41,7 +43,7 @@ class Systems:
         self.asked: list[tuple[str, int]] = []
         self.stop_at, self.fails = stop_at, fails
 
-    def __call__(self, case: Case, number: int, place: object, timeout_s: float) -> Round:
+    def __call__(self, case: Case, number: int, hosts: object, timeout_s: float) -> Round:
         if len(self.asked) == self.stop_at:
             raise KeyboardInterrupt
         self.asked.append((case.system, number))
@@ -50,10 +52,12 @@ class Systems:
         return finished(case, 1.0, 2.0, 3.0, number=number)
 
 
-def run(folder: Path, systems: Systems, suite: Suite = SUITE, **missing: str) -> tuple[Outcome, str]:
+def run(
+    folder: Path, systems: Systems, suite: Suite = SUITE, **missing: str
+) -> tuple[EvaluationOutcome, str]:
     out = io.StringIO()
     evaluated = Evaluation(suite, HERE, systems, missing)
-    return evaluated.run(folder, Progress(evaluated.estimate_s(), out)), out.getvalue()
+    return evaluated.run(folder, EvaluationProgress(evaluated.estimate_s(), out)), out.getvalue()
 
 
 ALL = [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
@@ -67,7 +71,7 @@ def test_every_round_is_run_and_kept(tmp_path: Path) -> None:
     assert outcome.setting.notes == ("not root",)
     assert "[  0%," in said
     assert "digits-64/8/loopback-2/weak/a: step 2.5 s" in said
-    assert Outcome.from_json(outcome.to_json()) == outcome
+    assert EvaluationOutcome.from_json(outcome.to_json()) == outcome
 
 
 @pytest.mark.parametrize("stop_at", [0, 1, 2, 3])
@@ -85,14 +89,14 @@ def test_at_the_end_nothing_is_left_to_do(tmp_path: Path) -> None:
     suite = replace(SUITE, groups=(*SUITE.groups, part))
     for systems in (Systems(fails=("b",)), Systems()):
         evaluated = Evaluation(suite, HERE, systems, {"c": "absent"})
-        progress = Progress(evaluated.estimate_s(), io.StringIO())
+        progress = EvaluationProgress(evaluated.estimate_s(), io.StringIO())
         evaluated.run(tmp_path, progress)
         assert progress.share == pytest.approx(1.0)
         assert progress.left_s == pytest.approx(0.0, abs=1e-6)
-    journal = Journal(tmp_path / "p", setting_of(Suite("p", "P", (), (run_,)), Sites()))
+    journal = Journal(tmp_path / "p", setting_of(Suite("p", "P", (), (run_,)), HostSelection()))
     journal.add_pipeline(PipelineOutcome(run_.name, error="failed"))
-    evaluated = Evaluation(Suite("p", "P", (), (run_,)), Sites(), Systems(), {})
-    progress = Progress(evaluated.estimate_s(), io.StringIO())
+    evaluated = Evaluation(Suite("p", "P", (), (run_,)), HostSelection(), Systems(), {})
+    progress = EvaluationProgress(evaluated.estimate_s(), io.StringIO())
     evaluated.run(tmp_path / "p", progress)
     assert progress.left_s == pytest.approx(0.0, abs=1e-6)
 
@@ -101,7 +105,7 @@ def test_a_cluster_is_not_brought_up_for_what_has_failed_already(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, Systems(stop_at=2, fails=("a", "b")))
-    monkeypatch.setattr(Sites, "place", lambda self, cluster: pytest.fail("it was"))
+    monkeypatch.setattr(HostSelection, "bring_up", lambda self, cluster: pytest.fail("it was"))
     run(tmp_path, Systems())
 
 
@@ -132,10 +136,10 @@ def test_a_crash_is_recorded_with_its_output_and_not_tried_again(tmp_path: Path)
 
 
 def test_a_hang_is_recorded_with_what_it_printed(tmp_path: Path) -> None:
-    def hang(case: Case, number: int, place: object, timeout_s: float) -> Round:
+    def hang(case: Case, number: int, hosts: object, timeout_s: float) -> Round:
         raise subprocess.TimeoutExpired(["mpirun"], timeout_s, "", "waiting for rank 1")
 
-    outcome = Evaluation(SUITE, HERE, hang, {}).run(tmp_path, Progress(1.0, io.StringIO()))
+    outcome = Evaluation(SUITE, HERE, hang, {}).run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
     assert [each.case.system for each in outcome.rounds] == ["a", "b"]
     for each in outcome.rounds:
         assert each.error.startswith("no end within ")
@@ -155,7 +159,7 @@ def test_a_missing_system_is_skipped_by_name_and_tried_when_it_is_there(tmp_path
 
 
 @contextmanager
-def broken(self: Sites, cluster: str) -> Iterator[None]:
+def broken(self: HostSelection, cluster: str) -> Iterator[None]:
     raise ClusterError("no such rate")
     yield
 
@@ -165,12 +169,12 @@ def test_a_cluster_that_does_not_come_up_is_no_failure_of_systems_and_tried_agai
 ) -> None:
     for _ in range(2):
         with monkeypatch.context() as patched:
-            patched.setattr(Sites, "place", broken)
+            patched.setattr(HostSelection, "bring_up", broken)
             outcome, said = run(tmp_path, Systems())
         assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
-        assert {each.skipped for each in outcome.rounds} == {"the place was not up: no such rate"}
+        assert {each.skipped for each in outcome.rounds} == {"the hosts were not up: no such rate"}
         assert all(each.not_up and not each.error for each in outcome.rounds)
-        assert "not run, the place was not up: no such rate" in said
+        assert "not run, the hosts were not up: no such rate" in said
     systems = Systems()
     outcome, _ = run(tmp_path, systems)
     assert systems.asked == ALL
@@ -182,7 +186,7 @@ def test_what_failed_is_run_again_where_that_is_asked_for(tmp_path: Path) -> Non
     run(tmp_path, Systems(fails=("b",)))
     systems = Systems()
     evaluated = Evaluation(SUITE, HERE, systems, {})
-    outcome = evaluated.run(tmp_path, Progress(1.0, io.StringIO()), retry_failed=True)
+    outcome = evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()), retry_failed=True)
     assert systems.asked == [("b", 0), ("b", 1)]
     assert [(each.case.system, each.number) for each in outcome.rounds if each.ok] == [
         *(("a", 0), ("a", 1), ("b", 0), ("b", 1)),
@@ -197,7 +201,7 @@ def test_links_and_pipelines_that_failed_are_tried_again_where_that_is_asked_for
     measured = links.LinkFacts("b", "h0", "h1", 1e9)
     journal.add_links([links.LinkFacts("a", "h0", "h1", None, why="no time"), measured])
     journal.add_pipeline(PipelineOutcome("one", error="ValueError: too large"))
-    journal.add_pipeline(PipelineOutcome("two", error="the place was not up: no such rate"))
+    journal.add_pipeline(PipelineOutcome("two", error="the hosts were not up: no such rate"))
     journal.forget_not_up()
     assert [each.name for each in journal.outcome.pipelines] == ["one"]
     journal.forget_failed()
@@ -227,16 +231,18 @@ def test_a_folder_of_other_software_is_refused(now: dict[str, str], received: st
     def of(software: dict[str, str]) -> Evaluation:
         return Evaluation(SUITE, HERE, Systems(), {"a": "absent", "b": "absent"}, software)
 
-    of(SOFTWARE).run(tmp_path, Progress(1.0, io.StringIO()))
-    of({**SOFTWARE, "horovod": "0.28.1"}).run(tmp_path, Progress(1.0, io.StringIO()))  # installed since
+    of(SOFTWARE).run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+    of({**SOFTWARE, "horovod": "0.28.1"}).run(
+        tmp_path, EvaluationProgress(1.0, io.StringIO())
+    )  # installed since
     with pytest.raises(JournalError, match=f"begun with other software.*Received: {received}"):
-        of({**SOFTWARE, **now}).run(tmp_path, Progress(1.0, io.StringIO()))
+        of({**SOFTWARE, **now}).run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
 
 
 def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, Systems())
-    machine = replace(evaluation.describe_machine(), hvpipe="9.9.9")
-    monkeypatch.setattr(evaluation, "describe_machine", lambda: machine)
+    machine = replace(evaluation.describe_hardware(), hvpipe="9.9.9")
+    monkeypatch.setattr(evaluation, "describe_hardware", lambda: machine)
     with pytest.raises(JournalError, match=r"Received: hvpipe bench \S+ \(now 9\.9\.9\)"):
         run(tmp_path, Systems())
 
@@ -250,7 +256,7 @@ def test_a_journal_of_before_software_was_kept_goes_on(tmp_path: Path) -> None:
     journal.write_text("".join([json.dumps(older) + "\n", *rounds[:2]]))
     systems = Systems()
     evaluated = Evaluation(SUITE, HERE, systems, {}, SOFTWARE)
-    evaluated.run(tmp_path, Progress(1.0, io.StringIO()))
+    evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
     assert systems.asked == ALL[2:]
 
 
@@ -262,12 +268,14 @@ def test_a_folder_that_has_everything_is_said_to(tmp_path: Path) -> None:
 
 def test_a_folder_of_other_hosts_is_refused(tmp_path: Path) -> None:
     def on(hosts: str) -> Evaluation:
-        return Evaluation(SUITE, Sites(hosts=RealHosts(hosts)), Systems(), {"a": "absent", "b": "absent"})
+        return Evaluation(
+            SUITE, HostSelection(hosts=RealHosts(hosts)), Systems(), {"a": "absent", "b": "absent"}
+        )
 
-    on("a:1,b:1").run(tmp_path, Progress(1.0, io.StringIO()))
-    on("a:1,b:1").run(tmp_path, Progress(1.0, io.StringIO()))
+    on("a:1,b:1").run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
+    on("a:1,b:1").run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
     with pytest.raises(JournalError, match=r"begun on other hosts \(hosts a:1, b:1\).*Received: hosts c:2"):
-        on("c:2").run(tmp_path, Progress(1.0, io.StringIO()))
+        on("c:2").run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
 
 
 def test_a_folder_in_which_another_one_runs_is_refused(tmp_path: Path) -> None:
@@ -279,7 +287,7 @@ def test_a_folder_in_which_another_one_runs_is_refused(tmp_path: Path) -> None:
 def test_a_suite_of_which_nothing_can_run_here(tmp_path: Path) -> None:
     shared = Group(Task("digits", 8, shares=(12, 4, 8)), "slow-cpu", 3, ("a",))
     with pytest.raises(
-        SuiteError, match=r"Received: none, not root; .* is left out: shares are one for each of 2"
+        SuiteError, match=r"Received: none, not root; .* is left out: shares should have one for each of 2"
     ):
         Evaluation(Suite("mine", "Mine", (shared,)), HERE, Systems(), {})
 
@@ -302,39 +310,39 @@ def test_a_journal_that_is_none(text: bytes, tmp_path: Path) -> None:
 
 def test_results_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(OutcomeError, match=r"can be read. Received: "):
-        Outcome.read(tmp_path)
+        EvaluationOutcome.read(tmp_path)
     found = json.loads(run(tmp_path, Systems())[0].to_json())
     found["rounds"][0]["ranks"][0]["step_s"] = [float("nan")]
     steps = json.dumps(found)
     for text in ("", "[]", "{}", "5", json.dumps({"format": 99}), '{"format": 1, "setting": []}', steps):
         (tmp_path / "results.json").write_text(text)
         with pytest.raises(OutcomeError, match=r"results\.json: Results should be .*Received: "):
-            Outcome.read(tmp_path)
+            EvaluationOutcome.read(tmp_path)
 
 
 def test_without_root_it_is_plain_loopback_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise ClusterError("root is wanted")
 
-    monkeypatch.setattr(sites, "require_privileges", refuse)
-    found = find_sites(None)
+    monkeypatch.setattr(host_selection, "require_privileges", refuse)
+    found = select_hosts(None)
     assert found.loopback
     assert "plain loopback" in found.note
     assert "root is wanted" in found.note
-    with found.place(SUITE.groups[0]) as place:
-        assert place is None
+    with found.bring_up(SUITE.groups[0]) as hosts:
+        assert hosts is None
     assert found.facts("loopback").slowest_bits_per_s is None
     with pytest.raises(ClusterError, match="root is wanted"):
         one_cluster("2x1gbit")  # who asks for a cluster gets no loopback
 
 
 def test_root_that_may_not_make_namespaces_is_plain_loopback_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Cluster, owner_pid: int = 0) -> None:
+    def refuse(self: VirtualCluster, owner_pid: int = 0) -> None:
         raise ClusterError("`ip netns add` failed: Operation not permitted.")
 
-    monkeypatch.setattr(sites, "require_privileges", lambda: None)
-    monkeypatch.setattr(Cluster, "up", refuse)
-    found = find_sites(None)
+    monkeypatch.setattr(host_selection, "require_privileges", lambda: None)
+    monkeypatch.setattr(VirtualCluster, "up", refuse)
+    found = select_hosts(None)
     assert found.loopback
     assert "not permitted" in found.note
 
@@ -343,17 +351,17 @@ def test_root_that_may_not_make_namespaces_is_plain_loopback_too(monkeypatch: py
 def test_what_cannot_be_limited_here_is_said_once(
     lacking: str, loopback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def up(self: Cluster, owner_pid: int = 0) -> None:
+    def up(self: VirtualCluster, owner_pid: int = 0) -> None:
         (host,) = self.spec.hosts
         if lacking == "rate" and host.rate_bits_per_s is not None:
             raise ClusterError("no token bucket")
         if lacking == "cpus" and host.cpus is not None:
             raise ClusterError("no cpu controller")
 
-    monkeypatch.setattr(sites, "require_privileges", lambda: None)
-    monkeypatch.setattr(Cluster, "up", up)
-    monkeypatch.setattr(Cluster, "down", lambda self: None)
-    found = find_sites(None)
+    monkeypatch.setattr(host_selection, "require_privileges", lambda: None)
+    monkeypatch.setattr(VirtualCluster, "up", up)
+    monkeypatch.setattr(VirtualCluster, "down", lambda self: None)
+    found = select_hosts(None)
     assert found.loopback == loopback
     if loopback:
         assert "no token bucket" in found.note
@@ -371,12 +379,12 @@ def test_what_cannot_be_limited_here_is_said_once(
 def test_a_suite_without_clusters_needs_a_place() -> None:
     suite = Suite("mine", "Mine", (Group(Task("digits", 8), "hosts", 1, ("a",)),))
     with pytest.raises(SuiteError, match=r"need --hosts or --cluster\. Received: neither"):
-        Sites().fit(suite)
+        HostSelection().fit(suite)
     spec = equal_hosts(3, "1gbit")
-    (group,) = Sites(cluster=("mine.toml", spec)).fit(suite).groups
+    (group,) = HostSelection(cluster=("mine.toml", spec)).fit(suite).groups
     assert (group.name, group.spec) == ("digits-64/8/mine.toml-3/weak", spec)
-    assert [each.ranks for each in Sites(hosts=RealHosts("a:2,b")).fit(suite).groups] == [3]
-    assert Sites().facts("mine.toml", spec).slowest_bits_per_s == 1e9
+    assert [each.ranks for each in HostSelection(hosts=RealHosts("a:2,b")).fit(suite).groups] == [3]
+    assert HostSelection().facts("mine.toml", spec).slowest_bits_per_s == 1e9
 
 
 def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,9 +397,9 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda program: f"/{Path(program).name}/mpirun")
     monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
     with pytest.raises(ClusterError, match=r"Received: host='b', ssh: no route to host"):
-        find_sites("a:2,b:2")
+        select_hosts("a:2,b:2")
     with pytest.raises(ClusterError, match="Received: --hosts 'a:x'"):
-        find_sites("a:x")
+        select_hosts("a:x")
     hosts = RealHosts("a:2,c")
     hosts.require_answers()
     assert hosts.spec.slots == 3
@@ -427,7 +435,7 @@ def test_a_host_that_does_not_share_the_current_folder_is_named(
     monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ClusterError, match=r"the current folder.*Received: host='b'.*ls: cannot access it"):
-        find_sites("a:2,b:2")
+        select_hosts("a:2,b:2")
     assert list(tmp_path.iterdir()) == []
     RealHosts("a:2,c").require_answers()
 
@@ -443,7 +451,7 @@ def test_scaling_is_measured_on_the_first_hosts_as_well(
     )
     hosts = RealHosts("a:2,b,c")
     hosts.spec = replace(hosts.spec, machines=(("a", "8 cores"), ("c", "16 cores")))
-    where = Sites(hosts=hosts).on_counts("1, 2")
+    where = HostSelection(hosts=hosts).on_counts("1, 2")
     fitted = where.fit(Suite("mine", "Mine", groups, (PipelineRun("2x1gbit", "vgg16"),)))
     assert [group.name for group in fitted.groups] == [
         *("digits-64/8/1xhosts-2/weak", "digits-64/6/1xhosts-2/strong"),
@@ -457,23 +465,24 @@ def test_scaling_is_measured_on_the_first_hosts_as_well(
     assert [where.facts(f"{count}xhosts").hosts for count in (1, 2, 3)] == [1, 2, 3]
     slots: list[int] = []
 
-    def run_round(case: Case, number: int, place: object, timeout_s: float) -> Round:
-        assert isinstance(place, RealHosts)
-        slots.append(place.spec.slots)
+    def run_round(case: Case, number: int, hosts: object, timeout_s: float) -> Round:
+        assert isinstance(hosts, RealHosts)
+        slots.append(hosts.spec.slots)
         return finished(case, 1.0, number=number)
 
-    monkeypatch.setattr(links, "measure", lambda place, cluster: [])
+    monkeypatch.setattr(links, "measure", lambda hosts, cluster: [])
     evaluated = Evaluation(replace(fitted, pipelines=()), where, run_round, {})
-    evaluated.run(tmp_path, Progress(1.0, io.StringIO()))
+    evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
     assert slots == [2, 2, 3, 3, 4, 4, 4]
     for text in ("0", "4", "two", ""):
-        with pytest.raises(SuiteError, match=f"of 1 to 3 of --hosts.*Received: --host-counts '{text}'"):
+        says = f"from 1 to 3, the number of --hosts.*Received: --host-counts '{text}'"
+        with pytest.raises(SuiteError, match=says):
             where.on_counts(text)
 
 
 def test_the_machines_of_hosts_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        if "bench.evaluation.hardware" not in command:
+        if "bench.hosts.hardware" not in command:
             return subprocess.CompletedProcess(command, 0, "8\n", "")
         if "d:1" in command:
             raise subprocess.TimeoutExpired(command, 60)
@@ -482,7 +491,7 @@ def test_the_machines_of_hosts_are_described(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr("bench.launch.mpirun.run", answer)
     monkeypatch.setattr("hvpipe.commands.mpirun.ask_version", lambda _: "mpirun (Open MPI) 5.0.11")
-    found = find_sites("a:2,b:2,c,d")
+    found = select_hosts("a:2,b:2,c,d")
     assert found.note == "on hosts a:2, b:2, c:1, d:1; links and CPUs as they are"
     described = found.facts("hosts").description
     assert described == "hosts a:2, b:2, c:1, d:1; a, b: 8 cores (A CPU); c: 64 cores (Another CPU)"
@@ -522,14 +531,16 @@ def test_links_of_hosts_that_exist_are_handed_back_in_the_folder_they_share(
 def test_links_have_time_for_one_pair_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
-    def measure(self: Cluster, ranks: int, command: list[str], *, timeout_s: float, **_: object) -> object:
+    def measure(
+        self: VirtualCluster, ranks: int, command: list[str], *, timeout_s: float, **_: object
+    ) -> object:
         given.append(timeout_s)
         return subprocess.CompletedProcess(command, 1, "", "no")
 
-    monkeypatch.setattr(Cluster, "run", measure)
+    monkeypatch.setattr(VirtualCluster, "run", measure)
     for hosts, rate in ((2, "100mbit"), (8, "100mbit"), (8, "10mbit")):
         with pytest.raises(ClusterError, match="Links could not be measured: no"):
-            links.measure(Cluster(equal_hosts(hosts, rate)), "theirs")
+            links.measure(VirtualCluster(equal_hosts(hosts, rate)), "theirs")
     # A pair at 100 Mb/s: 10 messages of 10 MB and a bit each, 8.4 s; twice that, and 120 s to meet.
     assert given == pytest.approx([137, 237, 1295], abs=1)
 
@@ -538,21 +549,21 @@ def test_links_that_cannot_be_measured_are_not_tried_for_every_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def up(self: Sites, where: object) -> Iterator[Cluster]:
-        yield Cluster(equal_hosts(2, "1gbit"))
+    def up(self: HostSelection, where: object) -> Iterator[VirtualCluster]:
+        yield VirtualCluster(equal_hosts(2, "1gbit"))
 
     tried: list[str] = []
 
-    def fail(place: object, cluster: str) -> list[links.LinkFacts]:
+    def fail(hosts: object, cluster: str) -> list[links.LinkFacts]:
         tried.append(cluster)
         raise subprocess.TimeoutExpired(["mpirun"], 180.0)
 
-    monkeypatch.setattr(Sites, "place", up)
+    monkeypatch.setattr(HostSelection, "bring_up", up)
     monkeypatch.setattr(links, "measure", fail)
     groups = tuple(Group(Task("digits", batch), "2x1gbit", 2, ("a",)) for batch in (8, 16))
     for _ in range(2):
-        evaluated = Evaluation(Suite("mine", "Mine", groups), Sites(), Systems(), {})
-        outcome = evaluated.run(tmp_path, Progress(1.0, io.StringIO()))
+        evaluated = Evaluation(Suite("mine", "Mine", groups), HostSelection(), Systems(), {})
+        outcome = evaluated.run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
     assert tried == ["2x1gbit"]
     (link,) = outcome.links
     assert (link.second, link.set_bits_per_s, link.bits_per_s) == ("h1", 1e9, None)
@@ -564,14 +575,16 @@ def test_a_pipeline_that_fails_is_recorded_with_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def up(self: Sites, cluster: str) -> Iterator[Cluster]:
-        yield Cluster(equal_hosts(2))
+    def up(self: HostSelection, cluster: str) -> Iterator[VirtualCluster]:
+        yield VirtualCluster(equal_hosts(2))
 
     says = ["sh", "-c", "printf '\\033[31mValueError: too large\\033[0m\\n' >&2; exit 3"]
-    monkeypatch.setattr(Sites, "place", up)
-    monkeypatch.setattr(Cluster, "mpirun_command", lambda self, ranks, command: says)
+    monkeypatch.setattr(HostSelection, "bring_up", up)
+    monkeypatch.setattr(VirtualCluster, "mpirun_command", lambda self, ranks, command: says)
     suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16"),))
-    found = Evaluation(suite, Sites(), Systems(), {}).run(tmp_path, Progress(1.0, io.StringIO()))
+    found = Evaluation(suite, HostSelection(), Systems(), {}).run(
+        tmp_path, EvaluationProgress(1.0, io.StringIO())
+    )
     (failed,) = found.pipelines
     assert failed.error == "The ranks failed with status 3: see their output\nValueError: too large"
     assert not_measured(found) == {"pipeline/vgg16-64/32/2x1gbit": "failed, ValueError: too large"}
@@ -591,27 +604,29 @@ def test_a_pipeline_runs_on_hosts_that_exist(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(RealHosts, "mpirun_command", start)
     monkeypatch.chdir(tmp_path)
     suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16", spec=equal_hosts(2, "1gbit")),))
-    evaluated = Evaluation(suite, Sites(hosts=RealHosts("a,b")), Systems(), {})
-    (found,) = evaluated.run(tmp_path / "out", Progress(1.0, io.StringIO())).pipelines
+    evaluated = Evaluation(suite, HostSelection(hosts=RealHosts("a,b")), Systems(), {})
+    (found,) = evaluated.run(tmp_path / "out", EvaluationProgress(1.0, io.StringIO())).pipelines
     assert (found.name, found.error) == ("pipeline/vgg16-64/32/hosts", "")
     assert found.report == PipelineReport.from_json(report.to_json())
     assert shared == [tmp_path]
 
 
 def test_a_pipeline_without_a_place_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Sites, "place", broken)
+    monkeypatch.setattr(HostSelection, "bring_up", broken)
     suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16"),))
     for _ in range(2):
-        found = Evaluation(suite, Sites(), Systems(), {}).run(tmp_path, Progress(1.0, io.StringIO()))
+        found = Evaluation(suite, HostSelection(), Systems(), {}).run(
+            tmp_path, EvaluationProgress(1.0, io.StringIO())
+        )
         (failed,) = found.pipelines
-        assert failed.error == "the place was not up: no such rate"
+        assert failed.error == "the hosts were not up: no such rate"
         assert failed.not_up
 
 
 def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("bench.evaluation.progress.time.monotonic", lambda: now[0])
-    progress = Progress(100.0, io.StringIO())
+    progress = EvaluationProgress(100.0, io.StringIO())
     assert progress.left_s == 100.0
     with progress.part("half", 50.0):
         now[0] += 100.0

@@ -8,17 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.cluster.spec import ClusterError, ClusterSpec, HostSpec, read_spec
+from bench.cluster.named_clusters import cluster_spec, cores_of_rank, named_cluster
+from bench.cluster.spec import ClusterSpec, HostSpec, read_spec
+from bench.errors import ClusterError
 from bench.evaluation.estimates import round_s, suite_s
-from bench.evaluation.suite import (
-    SuiteError,
-    cluster_spec,
-    cores_of_rank,
-    named_cluster,
-    proportional_shares,
-    read_suite,
-    suite_names,
-)
+from bench.evaluation.read_suite import read_suite, suite_names
+from bench.evaluation.suite import SuiteError, proportional_shares
 
 SYSTEMS = (
     *("single", "tf-ps", "tf-mwms", "tf-mwms-tuned", "horovod", "horovod-tuned"),

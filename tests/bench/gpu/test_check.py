@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.gpu import check, check_worker
+from bench.gpu import check, check_worker, measure, verify
+from bench.gpu import rows as gpu_rows
+from bench.gpu.sizes import RESNET50, Sizes
 from bench.gpu.thin import thin
 from gpu_stand_in import StandIn
 from native_build import build
@@ -43,7 +45,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(check, "build", lambda: None)
     monkeypatch.setattr(check, "WORKER", "gpu_stand_in")
     monkeypatch.setattr(sys, "argv", ["check", "--small", "--json", str(tmp_path / "rows.json")])
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tests"))
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{REPOSITORY / 'tests' / 'support'}")
     monkeypatch.setenv("HVPIPE_DEVICE_LIBRARY", str(build("fake_device.cc")))
     monkeypatch.setenv("HVPIPE_NCCL_LIBRARY", str(build("fake_nccl.cc")))
     monkeypatch.setenv("FAKE_DEVICES", "1")
@@ -127,9 +129,9 @@ def test_the_version_of_nccl_is_its_own_word() -> None:
 
 def test_an_error_is_relative_to_what_was_added() -> None:
     terms = np.array([[1.5, 2.0], [-1.25, 2.0]])
-    assert check_worker.worst(np.array([0.25, 4.0]), terms) == 0
-    assert check_worker.worst(np.array([0.25 + 1e-3, 4.0]), terms) == pytest.approx(1e-3 / 4)
-    assert check_worker.worst(np.array([0.25, np.nan]), terms) == float("inf")
+    assert verify.worst(np.array([0.25, 4.0]), terms) == 0
+    assert verify.worst(np.array([0.25 + 1e-3, 4.0]), terms) == pytest.approx(1e-3 / 4)
+    assert verify.worst(np.array([0.25, np.nan]), terms) == float("inf")
 
 
 class Timed(StandIn):
@@ -181,12 +183,13 @@ def test_the_figures_are_worked_out_from_the_clock(
 ) -> None:
     world = {"size": lambda: ranks, "rank": lambda: 0, "barrier": lambda: None}
     told = {"broadcast_object": lambda one: one, "allgather_object": lambda one: [one] * ranks}
-    monkeypatch.setattr(check_worker, "hvpipe", SimpleNamespace(**world, **told))
+    for module in (check_worker, gpu_rows, measure, verify):
+        monkeypatch.setattr(module, "hvpipe", SimpleNamespace(**world, **told))
     settings = SimpleNamespace(settings=SimpleNamespace(visible_gpus="", gpus_may_be_shared=False))
-    monkeypatch.setattr(check_worker, "current", lambda: settings)
+    monkeypatch.setattr(measure, "current", lambda: settings)
     gpu: Any = Timed()
-    sizes = check_worker.Sizes((5,), 10, (2,), (100,) * 10_000, 1, 4, 0.05)
-    check_worker.Check(gpu, gpu, sizes, tmp_path / "rows.json").run()
+    sizes = Sizes((5,), 10, (2,), (100,) * 10_000, 1, 4, 0.05)
+    check_worker.check(gpu, gpu, sizes, tmp_path / "rows.json")
     rows = {row["what"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     if ranks == 1:
         # 2 MB read and written in 2 ms; the copy takes 1 ms, unpacking waits 4 ms and takes 1 ms.
@@ -218,7 +221,7 @@ def test_the_figures_are_worked_out_from_the_clock(
 
 
 def test_the_gradients_that_are_packed_are_resnet_50s() -> None:
-    assert (len(check_worker.RESNET50), sum(check_worker.RESNET50)) == (214, 25_583_592)
+    assert (len(RESNET50), sum(RESNET50)) == (214, 25_583_592)
 
 
 def test_a_thin_library_keeps_the_code_of_one_generation() -> None:

@@ -8,9 +8,9 @@ import sys
 import mpi4py
 import pytest
 
-from bench.cluster import network as cluster_network
-from bench.cluster.spec import ClusterError
-from bench.cluster.virtual_cluster import Cluster, equal_hosts
+from bench.cluster import network
+from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts
+from bench.errors import ClusterError
 
 WHERE_AM_I = (
     "from mpi4py import MPI; import socket, os; world = MPI.COMM_WORLD;"
@@ -22,10 +22,10 @@ WHERE_AM_I = (
 
 def test_ranks_live_on_different_hosts() -> None:
     try:
-        cluster_network.require_privileges()
+        network.require_privileges()
     except ClusterError as error:
         pytest.skip(str(error))
-    with Cluster(equal_hosts(2, "100mbit"), f"hvmpi{os.getpid()}") as cluster:
+    with VirtualCluster(equal_hosts(2, "100mbit"), f"hvmpi{os.getpid()}") as cluster:
         result = cluster.run(2, [sys.executable, "-c", WHERE_AM_I], timeout_s=60, env={"HV_SEEN": "yes"})
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == str([(0, "h0", 1, "yes"), (1, "h1", 1, "yes")])

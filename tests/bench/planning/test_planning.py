@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 from bench.planning.command import all_cases, equal_links, main, measured_links, planning_time_s
-from bench.planning.report import Case, PlanningReport, Result
+from bench.planning.report import PlanningCase, PlanningReport, Result
 from hvpipe.specs.cluster import Cluster
 
 
 def result(of_exact: float, speedup: float | None, limits: str = "equal") -> Result:
-    return Result(Case("m", 4, limits, 1e9), of_exact, 1.0, 1.0, speedup)
+    return Result(PlanningCase("m", 4, limits, 1e9), of_exact, 1.0, 1.0, speedup)
 
 
 def test_the_cases_of_the_target() -> None:
     cases = list(all_cases(["a", "b"], [4, 8]))
     assert len(cases) == len(set(cases)) == 2 * 2 * 4 * 2
-    assert cases[0] == Case("a", 4, "equal", 1e9)
+    assert cases[0] == PlanningCase("a", 4, "equal", 1e9)
 
 
 def test_figures_by_hand() -> None:

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.evaluation.outcome import ClusterFacts, Outcome, PipelineOutcome
-from bench.pipeline.report import Case as Placed
-from bench.pipeline.report import PipelineReport
+from bench.evaluation.outcome import ClusterFacts, EvaluationOutcome, PipelineOutcome
+from bench.pipeline.report import MeasuredPlan, PipelineReport
 from bench.report.compare import compare
 from bench.rounds.record import Round
 from bench_rounds import MACHINE, TASK, case, finished, outcome
@@ -67,7 +66,7 @@ def test_one_round_of_each_differs_by_more_than_the_steps_in_it_do() -> None:
 
 
 def test_of_many_cases_the_farthest_is_no_regression_by_that_alone() -> None:
-    def evaluated(first_s: float, cases: int) -> Outcome:
+    def evaluated(first_s: float, cases: int) -> EvaluationOutcome:
         tasks = [replace(TASK, batch=8 + index) for index in range(cases)]
         steps_s = [first_s] + [1.0] * (cases - 1)
         pairs = zip(tasks, steps_s, strict=True)
@@ -99,7 +98,7 @@ def test_what_failed_is_a_regression_and_what_was_not_run_or_is_new_is_none() ->
 
 
 def pipeline(*methods: tuple[str, float], error: str = "") -> PipelineOutcome:
-    cases = tuple(Placed(name, 2, [[step_s] * 3, [step_s] * 3], step_s) for name, step_s in methods)
+    cases = tuple(MeasuredPlan(name, 2, [[step_s] * 3, [step_s] * 3], step_s) for name, step_s in methods)
     report = PipelineReport("a model", "2x1gbit", "1f1b", 8, 2, 32, cases)
     return PipelineOutcome("pipeline/vgg16-64/32/2x1gbit", None if error else report, error)
 
@@ -127,7 +126,7 @@ def test_a_pipeline_that_became_slower_or_fails_is_a_regression() -> None:
     ],
 )
 def test_what_is_learned_counts(loss: float, accuracy: float, verdict: str) -> None:
-    def trained(loss: float, accuracy: float) -> Outcome:
+    def trained(loss: float, accuracy: float) -> EvaluationOutcome:
         of = case("hvpipe-step", task=replace(TASK, workload="digits", epochs=2))
         return outcome(finished(of, *QUIET, loss=[1.0, loss], accuracy=[0.1, accuracy]))
 
@@ -183,7 +182,7 @@ def test_different_machines_are_said_to_be() -> None:
 
 
 def test_a_system_that_is_slower_in_all_its_cases_is_found_where_no_case_is() -> None:
-    def evaluated(factor: float) -> Outcome:
+    def evaluated(factor: float) -> EvaluationOutcome:
         tasks = [replace(TASK, batch=8 + index) for index in range(14)]
         ours = [finished(case("hvpipe-step", task=task), factor) for task in tasks]
         return outcome(*ours, *(finished(case("horovod", task=task), 1.0) for task in tasks))

@@ -11,20 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.cluster.links import LinkFacts
 from bench.evaluation.outcome import ClusterFacts
-from bench.report.figures import (
-    NATIVE,
-    CaseFigures,
-    Comparison,
-    all_figures,
-    by_group,
-    compare_in_groups,
-    fastest,
-    limited_by_links,
-    means,
-    shares_gain,
-)
+from bench.hosts.links import LinkFacts
+from bench.report.figures import CaseFigures, all_figures, by_group, fastest, limited_by_links
+from bench.report.speedups import NATIVE, Comparison, compare_in_groups, means, shares_gain
 from bench.report.spreadsheet import to_csv
 from bench.rounds.record import PARTS, RankRound, Round, Task
 from bench.rounds.timed_steps import counted, steps_noise

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from bench.rounds import job
-from bench.rounds.job import Job
+from bench.rounds.job import RankJob
 from bench.rounds.record import Task
 
 
-def of_rank(rank: int, directory: Path) -> Job:
-    return Job(Task("digits", 8), rank, 2, {}, directory)
+def of_rank(rank: int, directory: Path) -> RankJob:
+    return RankJob(Task("digits", 8), rank, 2, {}, directory)
 
 
 def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
@@ -42,5 +42,5 @@ def test_names_that_were_missing_are_not_looked_up_one_by_one(
 
 def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_MEET_S", 0.05)
-    with pytest.raises(TimeoutError, match=r"come to 'built' in 0.05 s. Received: no \{1\}"):
+    with pytest.raises(TimeoutError, match=r"reach 'built' within 0.05 s. Received: not ranks \{1\}"):
         of_rank(0, tmp_path).meet("built")

@@ -15,13 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.cluster.spec import ClusterError
+from bench.errors import ClusterError
 from bench.evaluation.journal import Journal
-from bench.launch.hosts import RealHosts
-from bench.launch.process_placement import ROOT, Placement
+from bench.hosts.process_placement import ROOT, Placement
+from bench.hosts.real_hosts import RealHosts
 from bench.launch.processes import Command, Ended, run_together
-from bench.report import step_breakdown as parts
-from bench.rounds import meter
+from bench.rounds import meter, step_breakdown
 from bench.rounds.command import describe
 from bench.rounds.record import Case, RankRound, Round, Task
 from bench.rounds.round import run_round
@@ -87,7 +86,7 @@ def test_a_hang_ends_at_the_deadline_with_all_its_children(tmp_path: Path) -> No
 
 ENDED = """
 import sys
-from bench import mpirun
+from bench.launch import mpirun
 
 code = "import time; print('here', flush=True); time.sleep(300)"
 mpirun.run([sys.executable, "-c", code, sys.argv[1]], capture=False)
@@ -239,7 +238,7 @@ def test_parts_count_each_moment_once() -> None:
             _span("reduce", 107, 109, rank=1),  # a straggler: two seconds later
         )
     )
-    found = parts.parts_of_trace(trace, rank=0, skip=1)
+    found = step_breakdown.parts_of_trace(trace, rank=0, skip=1)
     assert found == pytest.approx(
         {
             "forward": 3,
@@ -261,7 +260,7 @@ def test_where_gradients_stay_on_a_gpu_a_trace_tells_no_parts() -> None:
         ("reduce", "a", 0.2, 0.9),
         ("mark", "update a", 1.0, 1.0),
     ]
-    assert parts.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, skip=0) == {}
+    assert step_breakdown.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, skip=0) == {}
 
 
 def test_an_update_that_waits_for_all_buckets_hides_nothing() -> None:
@@ -276,7 +275,7 @@ def test_an_update_that_waits_for_all_buckets_hides_nothing() -> None:
         ("mark", "update a", 5.3, 5.3),
         ("mark", "update b", 5.4, 5.4),
     ]
-    found = parts.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, skip=0)
+    found = step_breakdown.parts_of_trace(Trace(tuple(events_of_rank(raw, 0))), rank=0, skip=0)
     assert found == pytest.approx(
         {
             "forward": 0.5,
@@ -299,7 +298,7 @@ def _measured(system: str, step_s: float, parts_s: dict[str, float]) -> Round:
 
 def test_parts_of_a_system_that_tells_nothing_come_from_computing_alone() -> None:
     alone = _measured("single", 6.0, {"input": 0.5, "forward": 2.0, "backward": 3.0, "update": 1.0})
-    found = parts.against_alone(_measured("horovod", 10.0, {"input": 0.5}), alone).ranks[0].parts_s
+    found = step_breakdown.against_alone(_measured("horovod", 10.0, {"input": 0.5}), alone).ranks[0].parts_s
     assert found == {
         "input": 0.5,
         "forward": 2.0,
@@ -313,7 +312,7 @@ def test_one_that_does_not_tell_all_of_computing_is_nothing_to_hold_against() ->
     # Trainings by epochs: `single` times its input alone.
     alone = _measured("single", 6.0, {"input": 0.5})
     mine = _measured("hvpipe-step", 10.0, {"input": 0.5})
-    assert parts.against_alone(mine, alone) == mine
+    assert step_breakdown.against_alone(mine, alone) == mine
 
 
 def test_a_forward_that_waits_for_weights_is_found_out() -> None:
@@ -321,7 +320,7 @@ def test_a_forward_that_waits_for_weights_is_found_out() -> None:
     mine = {"forward": 4.5, "backward": 3.0, "update": 0.5, "communication_exposed": 1.0}
     # 4 s of reducing beside forward and backward: in 2.5 of them forward did nothing but wait.
     mine["communication_hidden"] = 4.0
-    found = parts.against_alone(_measured("hvpipe-step", 9.0, mine), alone).ranks[0].parts_s
+    found = step_breakdown.against_alone(_measured("hvpipe-step", 9.0, mine), alone).ranks[0].parts_s
     assert found == {
         "forward": 2.0,
         "backward": 3.0,
@@ -335,8 +334,8 @@ def test_a_forward_that_waits_for_weights_is_found_out() -> None:
 def test_computing_that_is_slowed_is_no_computing_of_any_system() -> None:
     alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
     told = {"forward": 2.0, "backward": 5.0, "update": 1.25, "communication_exposed": 1.75}
-    ours = parts.against_alone(_measured("hvpipe-step", 10.0, told), alone).ranks[0].parts_s
-    peer = parts.against_alone(_measured("horovod", 10.0, {}), alone).ranks[0].parts_s
+    ours = step_breakdown.against_alone(_measured("hvpipe-step", 10.0, told), alone).ranks[0].parts_s
+    peer = step_breakdown.against_alone(_measured("horovod", 10.0, {}), alone).ranks[0].parts_s
     assert ours == {
         "forward": 2.0,
         "backward": 3.0,
@@ -383,10 +382,10 @@ def test_a_round_whose_steps_are_no_seconds_is_an_error_and_leaves_a_journal_tha
         (directory / "rank-0.json").write_text(json.dumps({"rank": rank, "versions": {}}))
         return Ended("", "")
 
-    monkeypatch.setattr("bench.rounds.run_together", end)
+    monkeypatch.setattr("bench.rounds.round.run_together", end)
     monkeypatch.setattr("bench.systems.System.missing", lambda self, python: "")
     round_ = run_round(Case("single", "c", 1, Task("digits", 8)), 0, None, 10)
-    assert "A rank's steps should be seconds. Received: step_s=[1.0, nan], 1.0" in round_.error
+    assert "A rank's steps should be finite seconds. Received: step_s=[1.0, nan], 1.0" in round_.error
     journal = Journal(tmp_path, outcome().setting)
     journal.add_round(round_)
     assert Journal.kept_in(tmp_path) == journal.outcome
@@ -412,12 +411,12 @@ def test_parts_are_those_of_a_step_with_its_part_of_the_drain() -> None:
     alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
     rank = RankRound(step_s=[1.0, 10.0, 10.0], wall_s=9.0, cpu_share=1, peak_bytes=1)
     peer = replace(_measured("horovod", 10.0, {}), ranks=(rank,))
-    assert sum(parts.against_alone(peer, alone).ranks[0].parts_s.values()) == 9.0
+    assert sum(step_breakdown.against_alone(peer, alone).ranks[0].parts_s.values()) == 9.0
     # A step of warm-up, and three that are timed, the last of which is drained to 4.5 s.
     raw: list[Raw] = [("mark", "begin", float(n), float(n)) for n in range(4)]
     raw += [("mark", "forward", n + 0.5, n + 0.5) for n in range(4)]
     raw += [("pack", "b", n + 0.8, n + 0.9) for n in range(4)]
     raw += [("reduce", "b", n + 0.9, n + 1.5) for n in range(4)]
-    found = parts.parts_of_trace(Trace(events_of_rank(raw, 0)), 0, skip=1)
+    found = step_breakdown.parts_of_trace(Trace(events_of_rank(raw, 0)), 0, skip=1)
     whole_s = sum(seconds for part, seconds in found.items() if part != "communication_hidden")
     assert whole_s == pytest.approx(3.5 / 3)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from bench.cluster.spec import ClusterSpec, HostSpec
-from bench.launch.process_placement import Placement
-from bench.rounds.job import Job
+from bench.hosts.process_placement import Placement
+from bench.rounds.job import RankJob
 from bench.rounds.record import Task
 from bench.rounds.watch import StepWatch
 from bench.systems import horovod_tape, loop, mirrored, server_process
@@ -57,8 +57,8 @@ def tensorflow(monkeypatch: pytest.MonkeyPatch) -> FakeTensorFlow:
 def test_places_are_counted_on_each_host() -> None:
     spec = ClusterSpec((HostSpec("a", slots=2), HostSpec("b"), HostSpec("c", slots=2)))
     placement = Placement(SimpleNamespace(spec=spec), 4)  # type: ignore[arg-type]
-    assert placement.places == [(0, 2), (1, 2), (0, 1), (0, 1)]
-    assert Placement(None, 2).places == [(0, 2), (1, 2)]
+    assert placement.local_ranks_and_sizes == [(0, 2), (1, 2), (0, 1), (0, 1)]
+    assert Placement(None, 2).local_ranks_and_sizes == [(0, 2), (1, 2)]
 
 
 def test_a_rank_takes_the_gpu_of_its_number_and_grows_in_it(tensorflow: FakeTensorFlow) -> None:
@@ -81,7 +81,7 @@ def test_without_gpus_nothing_is_claimed(tensorflow: FakeTensorFlow) -> None:
 def test_a_worker_takes_one_gpu_and_a_parameter_server_none(
     job: str, shown: str, gpu: object, tensorflow: FakeTensorFlow, tmp_path: Path
 ) -> None:
-    what = {"environment": {}, "task": {"threads": 1}, "size": 2, "places": [(0, 2), (1, 2)]}
+    what = {"environment": {}, "task": {"threads": 1}, "size": 2, "local_ranks_and_sizes": [(0, 2), (1, 2)]}
     (tmp_path / "job.json").write_text(json.dumps(what))
     server_process.serve(tmp_path, job, 1)
     options = vars(tensorflow.server_config.gpu_options)
@@ -127,11 +127,11 @@ def test_horovod_has_nccl_on_gpus(
     if not gpus:
         tensorflow.config.list_physical_devices = lambda kind: []
     with pytest.raises(RuntimeError, match=says):
-        horovod_tape.train(Job(Task("digits", 4), 0, 1, {}, tmp_path))
+        horovod_tape.train(RankJob(Task("digits", 4), 0, 1, {}, tmp_path))
 
 
 def test_a_loop_waits_for_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(Task("resnet50", 4, warm_up=1, steps=2), 0, 1, {}, tmp_path)
+    job = RankJob(Task("resnet50", 4, warm_up=1, steps=2), 0, 1, {}, tmp_path)
     order: list[str] = []
     monkeypatch.setattr(job.watch, "step", lambda: order.append("timed"))
     step = SimpleNamespace(numpy=lambda: order.append("ended"))

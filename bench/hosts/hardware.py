@@ -1,4 +1,4 @@
-"""What the machine is that an evaluation ran on; without its name."""
+"""The hardware of a host that an evaluation ran on, without its name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hvpipe import __version__
 
 
 @dataclass(frozen=True)
-class Machine:
-    """One line each for people."""
+class HostHardware:
+    """Hardware and software of a host, one line each for people."""
 
     cpu: str
     cores: int
@@ -25,14 +25,14 @@ class Machine:
     hvpipe: str
 
     def describe(self) -> str:
-        """One line."""
+        """Describe them in one line."""
         memory = f"{self.memory_bytes / (1 << 30):.0f} GB"
         return f"{self.cores} cores ({self.cpu}), {memory}, {self.system}, Python {self.python}"
 
 
-def describe_machine() -> Machine:
-    """This machine."""
-    return Machine(
+def describe_hardware() -> HostHardware:
+    """Describe this host."""
+    return HostHardware(
         _cpu(),
         os.cpu_count() or 1,
         psutil.virtual_memory().total,
@@ -43,7 +43,7 @@ def describe_machine() -> Machine:
 
 
 def same_and_others(machines: Mapping[str, str]) -> str:
-    """Machines by host in a line, those that are alike together."""
+    """Describe hosts in a line, with equal ones together."""
     hosts: dict[str, list[str]] = {}
     for host, machine in machines.items():
         hosts.setdefault(machine, []).append(host)
@@ -60,4 +60,4 @@ def _cpu() -> str:
 
 
 if __name__ == "__main__":
-    print(describe_machine().describe())
+    print(describe_hardware().describe())

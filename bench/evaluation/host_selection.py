@@ -1,4 +1,4 @@
-"""Where an evaluation's groups run: hosts that exist, virtual clusters, or plain loopback."""
+"""Which hosts an evaluation's groups run on: real hosts, virtual clusters, or plain loopback."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bench.cluster.named_clusters import cluster_spec, named_cluster
 from bench.cluster.network import require_privileges
-from bench.cluster.spec import ClusterError, ClusterSpec, HostSpec
-from bench.cluster.virtual_cluster import Cluster
+from bench.cluster.spec import ClusterSpec, HostSpec
+from bench.cluster.virtual_cluster import VirtualCluster
+from bench.errors import ClusterError
 from bench.evaluation.outcome import ClusterFacts
 from bench.evaluation.suite import (
     ANYWHERE,
@@ -17,22 +19,20 @@ from bench.evaluation.suite import (
     PipelineRun,
     Suite,
     SuiteError,
-    cluster_spec,
-    named_cluster,
 )
-from bench.launch.hosts import Place, RealHosts
+from bench.hosts.real_hosts import Hosts, RealHosts
 
 _LOOPBACK, _LOOPBACK_RANKS = "loopback", 2
 _LIMITED = HostSpec("h0", rate_bits_per_s=1e9)
 
 
 @dataclass(frozen=True)
-class Sites:
-    """Where groups run: on `hosts` that exist, all on one virtual `cluster`, on this host (`loopback`), or
-    each on the virtual cluster that it names.
+class HostSelection:
+    """The hosts of all groups: real `hosts`, one virtual `cluster` for all, this host (`loopback`), or for
+    each group the virtual cluster that it names.
 
-    `counts` are of hosts that exist: what can be held against itself on fewer runs on the first so many, too.
-    `no_cpus` says why no host of a virtual cluster can have less than a whole CPU here.
+    `counts` are numbers of real hosts: groups that show scaling also run on only that many. `no_cpus` is the
+    reason why no host of a virtual cluster can have less than a whole CPU here.
     """
 
     hosts: RealHosts | None = None
@@ -42,20 +42,24 @@ class Sites:
     no_cpus: str = ""
     counts: tuple[int, ...] = ()
 
-    def on_counts(self, text: str) -> Sites:
-        """The same with counts of hosts out of "1,2,4", and all of them; SuiteError where there are fewer."""
+    def on_counts(self, text: str) -> HostSelection:
+        """Return the same with the host counts of a text such as "1,2,4", and with all hosts.
+
+        SuiteError if there are fewer hosts than a count.
+        """
         if self.hosts is None:
             raise SuiteError(f"--host-counts goes with --hosts. Received: --host-counts {text!r} alone")
         there = len(self.hosts.spec.hosts)
         words = [word.strip() for word in text.split(",")]
         if not all(word.isdecimal() and 1 <= int(word) <= there for word in words):
             raise SuiteError(
-                f"Counts should be of 1 to {there} of --hosts, as in 1,2. Received: --host-counts {text!r}"
+                f"Counts should be numbers from 1 to {there}, the number of --hosts, as in 1,2. "
+                f"Received: --host-counts {text!r}"
             )
         return replace(self, counts=tuple(sorted({*map(int, words), there})))
 
     def fit(self, suite: Suite) -> Suite:
-        """The suite as far as it can run here; SuiteError where nothing of it can."""
+        """Return the part of the suite that can run here. SuiteError if nothing can."""
         if self.hosts is not None:
             fitted = self._on_hosts(suite, self.hosts)
         elif self.loopback:
@@ -71,16 +75,16 @@ class Sites:
                 )
         if not fitted.groups and not fitted.pipelines:
             why = "; ".join((*([self.note] if self.note else []), *fitted.notes))
-            raise SuiteError(f"A group at least should be able to run here. Received: none, {why}")
+            raise SuiteError(f"At least one group should be able to run here. Received: none, {why}")
         return fitted
 
     def _on_hosts(self, suite: Suite, hosts: RealHosts) -> Suite:
-        """On all hosts; what has a step of any number of ranks on fewer of them as well."""
+        """Run all groups on all hosts, and those that show scaling on fewer hosts as well."""
         names = [_of_count(count) for count in self.counts]
         if not names:
             return suite.on_one_cluster(ANYWHERE, hosts.spec.slots)
         if all(each.cluster in names for each in (*suite.groups, *suite.pipelines)):
-            return suite  # fitted before
+            return suite  # already fitted
         scaling = tuple(each for each in suite.groups if not (each.task.shares or each.task.epochs))
         part = replace(suite, groups=scaling, pipelines=())
         fewer = [
@@ -97,7 +101,7 @@ class Sites:
         return self.hosts if self.hosts is None or count is None else self.hosts.first(count)
 
     def _without_cpus(self, suite: Suite) -> Suite:
-        """Without what needs hosts whose CPU time is limited, where it cannot be."""
+        """Leave out groups that need hosts with limited CPU time, if it cannot be limited."""
         if not self.no_cpus:
             return suite
 
@@ -113,7 +117,7 @@ class Sites:
         )
 
     def facts(self, cluster: str, spec: ClusterSpec | None = None) -> ClusterFacts:
-        """What is known of a cluster before anything is measured."""
+        """Return what is known of a cluster before anything is measured."""
         if self.loopback:
             return ClusterFacts(cluster, "plain loopback, links without limit", 1)
         if (hosts := self._hosts_of(cluster)) is not None:
@@ -122,54 +126,58 @@ class Sites:
         return ClusterFacts(cluster, spec.describe(), len(spec.hosts), spec.slowest_rate_bits_per_s)
 
     @contextmanager
-    def place(self, where: Group | PipelineRun) -> Iterator[Place | None]:
-        """The place, up inside the block, and taken down however it is left."""
+    def bring_up(self, where: Group | PipelineRun) -> Iterator[Hosts | None]:
+        """Yield the hosts, up inside the block. They are taken down in any case."""
         if (hosts := self._hosts_of(where.cluster)) is not None:
             yield hosts
         elif self.loopback:
             yield None
         else:
-            with Cluster(cluster_spec(where.cluster) if where.spec is None else where.spec) as virtual:
+            with VirtualCluster(cluster_spec(where.cluster) if where.spec is None else where.spec) as virtual:
                 yield virtual
 
 
 def _of_count(count: int) -> str:
-    """What results call the first so many hosts: a name as 2x1gbit is, for the plots of scaling."""
+    """Return the name of the first `count` hosts in results, of the form of 2x1gbit for the scaling plots."""
     return f"{count}xhosts"
 
 
-def find_sites(hosts: str | None) -> Sites:
-    """Hosts that answer, else virtual clusters, else plain loopback with the reason in a note."""
+def select_hosts(hosts: str | None) -> HostSelection:
+    """Return real hosts that answer, else virtual clusters, else plain loopback with the reason in a note."""
     if hosts is not None:
         real = RealHosts(hosts)
         real.require_answers()
         note = f"on {real.spec.describe()}; links and CPUs as they are"
         real.ask_machines()
-        return Sites(hosts=real, note=note)
+        return HostSelection(hosts=real, note=note)
     try:
-        return Sites(no_cpus=_probe())
+        return HostSelection(no_cpus=_probe())
     except ClusterError as error:
-        return Sites(
+        return HostSelection(
             loopback=True,
             note=f"on plain loopback, without limits; clusters and pipelines are left out: {error}",
         )
 
 
-def one_cluster(text: str) -> Sites:
-    """A virtual cluster for all of a suite: a TOML file, or a name; ClusterError where it cannot be built."""
+def one_cluster(text: str) -> HostSelection:
+    """Return one virtual cluster for all of a suite, from a TOML file or a name. ClusterError if it cannot be
+    built.
+    """
     named = named_cluster(text, Path())
     limits_cpus = any(host.cpus is not None for host in named[1].hosts)
     if (why := _probe()) and limits_cpus:
         raise ClusterError(why)
-    return Sites(cluster=named)
+    return HostSelection(cluster=named)
 
 
 def _probe() -> str:
-    """Why hosts cannot have a part of a CPU; ClusterError where none can be, or no links with a rate."""
+    """Return why hosts cannot have a part of a CPU, or "". ClusterError if no cluster with rates can be
+    built.
+    """
     require_privileges()
     try:
-        with Cluster(ClusterSpec((replace(_LIMITED, cpus=1.0),))):
+        with VirtualCluster(ClusterSpec((replace(_LIMITED, cpus=1.0),))):
             return ""
     except ClusterError as error:
-        with Cluster(ClusterSpec((_LIMITED,))):  # root of a container may not be allowed to
+        with VirtualCluster(ClusterSpec((_LIMITED,))):  # root in a container may lack the rights
             return str(error)

@@ -1,4 +1,4 @@
-"""Where the ranks of an evaluation run: a virtual cluster, or hosts that exist; None is this host alone."""
+"""Real hosts, reached over ssh and mpirun, with the interface of a virtual cluster."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench.cluster.spec import ClusterError
-from bench.cluster.virtual_cluster import Cluster
-from bench.evaluation.hardware import same_and_others
+from bench.cluster.virtual_cluster import VirtualCluster
+from bench.errors import ClusterError
+from bench.hosts.hardware import same_and_others
 from bench.launch import mpirun
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.launch import LaunchSpec, exported_names, mpirun_command
@@ -22,16 +22,16 @@ from hvpipe.errors import LaunchError
 
 _ROOT = Path(__file__).parents[2]
 _ANSWER_TIMEOUT_S = 60.0
-# With a terminal of its own (-tt), what runs there ends when we do: a server would serve for ever.
+# With a terminal (-tt), a remote process ends when we do. Otherwise a server would run for ever.
 _SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")
-_SSH_PLAIN = ("ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")  # its output and errors apart
+_SSH_PLAIN = ("ssh", "-n", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20")  # keeps output and errors apart
 
 
 @dataclass(frozen=True)
 class HostList:
-    """Hosts that exist, in the form of a ClusterSpec; nobody limits their links.
+    """Real hosts in the form of a ClusterSpec. Their links have no set limit.
 
-    `machines` says by name what they are, where they told.
+    `machines` describes them by name, as far as they answered.
     """
 
     hosts: tuple[HostSlots, ...]
@@ -44,7 +44,7 @@ class HostList:
         return sum(host.slots for host in self.hosts)
 
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the hosts in one line."""
         names = f"hosts {', '.join(f'{host.name}:{host.slots}' for host in self.hosts)}"
         mine = {host.name for host in self.hosts}
         machines = same_and_others({name: said for name, said in self.machines if name in mine})
@@ -52,34 +52,34 @@ class HostList:
 
 
 class RealHosts:
-    """Starts ranks and commands on hosts that exist, as a Cluster does inside its own."""
+    """Starts ranks and commands on real hosts, as a VirtualCluster does on its own."""
 
     def __init__(self, hosts: str) -> None:
-        """Hosts as in "a:2,b:2"."""
+        """Take hosts as in "a:2,b:2"."""
         try:
             self.spec = HostList(parse_hosts(hosts))
         except LaunchError as error:
             raise ClusterError(str(error)) from error
-        self._cores: dict[str, str] = {}  # what each host said
+        self._cores: dict[str, str] = {}  # the answer of each host
 
     def first(self, count: int) -> RealHosts:
-        """The first so many of them."""
+        """Return the first `count` hosts."""
         part = copy(self)
         part.spec = replace(self.spec, hosts=self.spec.hosts[:count])
         return part
 
     def host_command(self, host: str, command: Sequence[str]) -> list[str]:
-        """The command line that runs `command` on a host, over ssh."""
+        """Return the command line that runs `command` on a host over ssh."""
         return [*_SSH, host, *command]
 
     def execute(
         self, host: str, command: Sequence[str], *, timeout_s: float | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host to its end; its output comes back as text."""
+        """Run a command on a host to its end and return its output as text."""
         return mpirun.run([*_SSH_PLAIN, host, *command], timeout_s=timeout_s)
 
     def mpirun_command(self, ranks: int, command: Sequence[str]) -> list[str]:
-        """The command line that starts `command` on `ranks` ranks, hosts filled in turn."""
+        """Return the command line that starts `command` on `ranks` ranks, filling the hosts in turn."""
         return self._mpirun(self.spec.hosts, ranks, command, os.environ)
 
     def run(
@@ -91,14 +91,14 @@ class RealHosts:
         env: Mapping[str, str] | None = None,
         capture: bool = True,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on `ranks` ranks to its end; `env` reaches every rank."""
+        """Run a command on `ranks` ranks to its end. Every rank gets `env`."""
         line = self._mpirun(self.spec.hosts, ranks, command, {**os.environ, **(env or {})}, tuple(env or ()))
         return mpirun.run(line, timeout_s=timeout_s, env=env, capture=capture)
 
     def require_answers(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
-        """Ask each host in turn for its cores and for a file of the current folder, which all should share.
+        """Ask each host for its number of cores and for a file of the current folder, which all should share.
 
-        ClusterError names the one that does not answer, or does not see it.
+        ClusterError names the host that does not answer, or does not see the file.
         """
         with tempfile.NamedTemporaryFile(prefix="hvpipe-shared-", dir=Path.cwd()) as file:
             for host in self.spec.hosts:
@@ -112,14 +112,14 @@ class RealHosts:
                 _, why = self._ask(host, ["ls", file.name], timeout_s)
                 if why:
                     raise ClusterError(
-                        "Every host should share the current folder, where ranks leave what they measured. "
+                        "Every host should share the current folder, into which ranks write their results. "
                         f"Received: host={host.name!r}, which does not see {file.name}: {why}"
                     )
 
     def ask_machines(self, timeout_s: float = _ANSWER_TIMEOUT_S) -> None:
-        """Have each host say what it is; one that does not has no part in the description."""
+        """Ask each host for its hardware. The description leaves out hosts that do not answer."""
         told = {}
-        command = ["env", f"PYTHONPATH={_ROOT}", sys.executable, "-m", "bench.evaluation.hardware"]
+        command = ["env", f"PYTHONPATH={_ROOT}", sys.executable, "-m", "bench.hosts.hardware"]
         for host in self.spec.hosts:
             said, why = self._ask(host, command, timeout_s)
             if not why and (machine := _end(said, lines=1)):
@@ -127,7 +127,7 @@ class RealHosts:
         self.spec = replace(self.spec, machines=tuple(told.items()))
 
     def _ask(self, host: HostSlots, command: Sequence[str], timeout_s: float) -> tuple[str, str]:
-        """What a command prints on a host; and why it failed there, "" where it did not."""
+        """Return what a command prints on a host, and why it failed there ("" if it did not)."""
         line = self._mpirun((HostSlots(host.name, 1),), 1, command, os.environ)
         try:
             done = mpirun.run(line, timeout_s=timeout_s)
@@ -138,7 +138,7 @@ class RealHosts:
         return done.stdout, ""
 
     def cores_of_rank(self) -> float:
-        """Cores that each rank has where it has fewest, as the hosts said when they answered."""
+        """Return the cores of each rank on the host that has fewest, by what the hosts answered."""
         found = []
         for host in self.spec.hosts:
             said = self._cores.get(host.name, "")
@@ -169,15 +169,17 @@ class RealHosts:
         return mpirun_command(spec)
 
 
-Place = Cluster | RealHosts
+Hosts = VirtualCluster | RealHosts
 
 
 def _program(command: Sequence[str]) -> str:
-    """What a command line starts, after `env` and what it sets: its MPI may be another than ours."""
+    """Return the program that a command line starts after `env` and its settings. Its MPI may differ from
+    ours.
+    """
     return next(word for word in command if word != "env" and "=" not in word)
 
 
 def _end(output: str, lines: int = 3) -> str:
-    """The last lines that say something."""
+    """Return the last lines that are not blank."""
     said = [line.strip() for line in output.splitlines() if line.strip(" -")]
     return " | ".join(said[-lines:])

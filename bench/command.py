@@ -1,6 +1,6 @@
-"""The command `python -m bench`, or `hvpipe bench`: run, report, compare, readme.
+"""The command `hvpipe bench`, or `python -m bench`: run, report, compare, readme.
 
-Exit codes: 0 done; 1 some rounds failed or had no place, or `compare` found a regression; 2 wrong usage, or
+Exit codes: 0 done; 1 some rounds failed or had no hosts, or `compare` found a regression; 2 wrong usage, or
 nothing could be run or read; 130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
 """
 
@@ -16,32 +16,34 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from bench.cluster.spec import ClusterError
+from bench.cluster.named_clusters import cluster_spec, cores_of_rank
+from bench.errors import ClusterError
+from bench.evaluation.host_selection import HostSelection, one_cluster, select_hosts
 from bench.evaluation.journal import Journal, JournalError
-from bench.evaluation.outcome import Outcome, OutcomeError
+from bench.evaluation.outcome import EvaluationOutcome, OutcomeError
 from bench.evaluation.progress import format_left, shown
+from bench.evaluation.read_suite import read_suite, suite_names
 from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
-from bench.evaluation.suite import Group, SuiteError, cluster_spec, cores_of_rank, read_suite, suite_names
-from bench.launch.host_selection import Sites, find_sites, one_cluster
+from bench.evaluation.suite import Group, SuiteError
 from bench.launch.termination import ended_by_exception
 from bench.report.compare import compare
 from bench.report.files import show_figures, write_outputs
 from bench.report.readme import ReadmeError, rewrite
 from hvpipe.errors import HvpipeError
 
-_ROOT = Path(__file__).parents[2]
+_ROOT = Path(__file__).parents[1]
 
 
 class UsageError(ValueError):
-    """Words on the command line that cannot be followed."""
+    """Raised for a command line that cannot be followed."""
 
 
 _TOLD = (ClusterError, HvpipeError, JournalError, OSError, OutcomeError, ReadmeError, SuiteError, UsageError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line and return the exit code."""
     options = make_parser().parse_args(arguments)
     try:
         with ended_by_exception():
@@ -55,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line; tests/test_bench_command.py freezes its flags."""
+    """Return the parser; tests/bench/test_command.py freezes its flags."""
     parser = argparse.ArgumentParser(
         prog="hvpipe bench",
         description="Measure native TensorFlow, Horovod and hvpipe side by side.",
@@ -63,11 +65,13 @@ def make_parser() -> argparse.ArgumentParser:
         "2 wrong usage, or nothing could be run or read; 128 + n ended by signal n (130: Ctrl-C)",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="run a suite, or go on with one that was interrupted")
+    run = commands.add_parser("run", help="run a suite, or continue an interrupted one")
     run.add_argument("suite", metavar="SUITE", help=f"{', '.join(suite_names())}, or a TOML file")
     run.add_argument("--out", type=Path, metavar="DIR", help="where results go (default: runs/bench-SUITE)")
-    run.add_argument("--hosts", metavar="LIST", help="hosts that exist, as in a:2,b:2, not a virtual cluster")
-    run.add_argument("--host-counts", metavar="LIST", help="the first so many of --hosts as well, as in 1,2")
+    run.add_argument("--hosts", metavar="LIST", help="real hosts, as in a:2,b:2, instead of virtual clusters")
+    run.add_argument(
+        "--host-counts", metavar="LIST", help="also run on only the first hosts of --hosts, as in 1,2"
+    )
     run.add_argument(
         "--cluster",
         metavar="NAME",
@@ -75,27 +79,32 @@ def make_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("--systems", metavar="NAMES", help="only these systems, as in single,hvpipe-step")
     run.add_argument(
-        "--threads", type=int, metavar="N", help="of an operation (default: the suite's, or cores / ranks)"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="threads of an operation (default: the suite's, or cores / ranks)",
     )
     run.add_argument(
         "--python", metavar="FILE", help="the Python that trains (default: .venv-peers' if there is one)"
     )
-    run.add_argument("--retry-failed", action="store_true", help="run again what failed in DIR before")
-    run.add_argument("--plan", action="store_true", help="say what would run and how long, and run nothing")
+    run.add_argument("--retry-failed", action="store_true", help="run again the cases that failed in DIR")
+    run.add_argument("--plan", action="store_true", help="print what would run and how long, and run nothing")
     run.add_argument("--json", action="store_true", help="print the figures, or the plan, as JSON")
     run.set_defaults(act=_run)
     report = commands.add_parser("report", help="write the report, CSV and JSON of a folder again")
-    report.add_argument("folder", type=Path, metavar="DIR", help="what `run` wrote")
+    report.add_argument("folder", type=Path, metavar="DIR", help="a folder that `run` wrote")
     report.add_argument("--json", action="store_true", help="print the figures as JSON")
     report.set_defaults(act=_report)
-    versus = commands.add_parser("compare", help="find what became slower, beyond the noise")
+    versus = commands.add_parser("compare", help="find what became slower beyond noise")
     versus.add_argument("before", type=Path, metavar="BEFORE", help="results.json, or its folder")
     versus.add_argument("after", type=Path, metavar="AFTER", help="results.json, or its folder")
     versus.add_argument("--json", action="store_true", help="as JSON")
     versus.set_defaults(act=_compare)
-    readme = commands.add_parser("readme", help="put the comparison table into README.md")
+    readme = commands.add_parser("readme", help="put the comparison into bench/README.md")
     readme.add_argument("results", type=Path, metavar="DIR", help="results.json, or its folder")
-    readme.add_argument("--file", type=Path, default=_ROOT / "README.md", metavar="FILE", help="another file")
+    readme.add_argument(
+        "--file", type=Path, default=_ROOT / "bench" / "README.md", metavar="FILE", help="another file"
+    )
     readme.set_defaults(act=_readme)
     return parser
 
@@ -116,11 +125,11 @@ def _run(options: argparse.Namespace) -> int:
         name: f"{each.title}: {why}" for name, each in SYSTEMS.items() if (why := each.missing(python))
     }
     run: RunRound = partial(run_round, python=python)
-    sites = find_sites(options.hosts) if options.cluster is None else one_cluster(options.cluster)
+    selection = select_hosts(options.hosts) if options.cluster is None else one_cluster(options.cluster)
     if options.host_counts is not None:
-        sites = sites.on_counts(options.host_counts)
-    suite = sites.fit(suite).with_threads(options.threads, partial(_cores, sites))
-    evaluation = Evaluation(suite, sites, run, missing, describe_software(python))
+        selection = selection.on_counts(options.host_counts)
+    suite = selection.fit(suite).with_threads(options.threads, partial(_cores, selection))
+    evaluation = Evaluation(suite, selection, run, missing, describe_software(python))
     print(f"{suite.title}\nabout {format_left(evaluation.estimate_s())}", file=sys.stderr)
     if options.plan:
         print(json.dumps(evaluation.plan(), indent=1) if options.json else evaluation.describe())
@@ -131,37 +140,43 @@ def _run(options: argparse.Namespace) -> int:
         with shown(evaluation.estimate_s()) as progress:
             outcome = evaluation.run(folder, progress, retry_failed=options.retry_failed)
     except (KeyboardInterrupt, SystemExit):
-        print("interrupted; finished rounds are kept: the same command goes on from there", file=sys.stderr)
+        print("interrupted; finished rounds are kept: the same command continues from there", file=sys.stderr)
         raise
     status = _finish(outcome, folder, options.json)
     if any(each.error for each in (*outcome.rounds, *outcome.pipelines)):
-        print("what failed is not run again by the same command, but with --retry-failed", file=sys.stderr)
+        print(
+            "the same command does not run failed cases again, but with --retry-failed it does",
+            file=sys.stderr,
+        )
     if not outcome.pipelines and all(each.skipped and not each.not_up for each in outcome.rounds):
         raise UsageError("One of the suite's systems at least should be installed. Received: none")
     return status
 
 
-def _cores(sites: Sites, group: Group) -> float:
-    """Cores that each rank of a group has."""
-    if sites.hosts is not None:
-        return sites.hosts.cores_of_rank()
+def _cores(selection: HostSelection, group: Group) -> float:
+    """Return the cores of each rank of a group."""
+    if selection.hosts is not None:
+        return selection.hosts.cores_of_rank()
     cores = os.cpu_count() or 1
     return (
         cores / group.ranks
-        if sites.loopback
+        if selection.loopback
         else cores_of_rank(group.spec or cluster_spec(group.cluster), cores)
     )
 
 
 def _python(given: str | None) -> str:
-    """The Python that trains, where every host finds it: --python, else that of `make peers`, in which every
-    system runs on the same TensorFlow, else this one."""
+    """Return the absolute path of the Python that trains.
+
+    It is --python, else the one of `make peers`, in which every system runs on the same TensorFlow, else this
+    one.
+    """
     peers = _ROOT / ".venv-peers" / "bin" / "python"
     python = given or (str(peers) if peers.exists() else sys.executable)
     found = shutil.which(python)
     if found is None:
         raise UsageError(f"--python should be a Python that runs. Received: {python!r}")
-    return os.path.abspath(found)  # no links followed: a virtual environment is where its link is
+    return os.path.abspath(found)  # links are not followed: a virtual environment is where its link is
 
 
 def _require_plots() -> None:
@@ -176,13 +191,13 @@ def _report(options: argparse.Namespace) -> int:
     return _finish(_read(options.folder), options.folder, options.json)
 
 
-def _read(path: Path) -> Outcome:
-    """What a folder's journal has, which may be newer than its results.json; else the file of results."""
+def _read(path: Path) -> EvaluationOutcome:
+    """Read a folder's journal, which may be newer than its results.json; else a file of results."""
     kept = Journal.kept_in(path) if path.is_dir() else None
-    return Outcome.read(path) if kept is None else kept
+    return EvaluationOutcome.read(path) if kept is None else kept
 
 
-def _finish(outcome: Outcome, folder: Path, as_json: bool) -> int:
+def _finish(outcome: EvaluationOutcome, folder: Path, as_json: bool) -> int:
     written = write_outputs(outcome, folder)
     print(show_figures(outcome, as_json=as_json))
     print(f"written: {', '.join(str(path) for path in written)}", file=sys.stderr)

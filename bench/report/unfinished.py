@@ -1,20 +1,20 @@
-"""What of an evaluation's plan has not run yet, where it was interrupted."""
+"""What an interrupted evaluation has not run yet of its plan."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from bench.evaluation.outcome import Outcome
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.evaluation.suite import Group, PipelineRun
 from bench.report.figures import not_measured
 from bench.rounds.record import Task
 
 
-def unfinished(outcome: Outcome) -> dict[str, list[str]]:
-    """By group the systems that lack a round of theirs, and pipelines by name, without any.
+def unfinished(outcome: EvaluationOutcome) -> dict[str, list[str]]:
+    """Return by group the systems that lack a round, and the names of pipelines that have not run.
 
-    What failed or was skipped lacks nothing: it is in not_measured.
+    Failed and skipped cases lack nothing: they are in not_measured.
     """
     plan = outcome.setting.plan
     gave_up = not_measured(outcome)
@@ -31,9 +31,9 @@ def unfinished(outcome: Outcome) -> dict[str, list[str]]:
 
 
 def _group(data: Mapping[str, Any]) -> Group:
-    """What asdict made of a group, perhaps through JSON, without what its cluster looks like."""
+    """Read what asdict returned for a group, perhaps through JSON, without its cluster's spec."""
     task = Task(**{**data["task"], "shares": tuple(data["task"]["shares"])})
-    systems, once = tuple(data["systems"]), tuple(data.get("once", ()))  # plans of before it was there
+    systems, once = tuple(data["systems"]), tuple(data.get("once", ()))  # missing in older plans
     return Group(task, data["cluster"], data["ranks"], systems, data["rounds"], data["scaling"], once=once)
 
 

@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 
-from bench import pipelines
-from bench.pipeline.report import Case, PipelineReport
+from bench.pipeline import sweep as pipelines
+from bench.pipeline.report import MeasuredPlan, PipelineReport
 
 
 def report(
     greedy: tuple[float, float], *random: tuple[float, float], bound_s: float | None = None
 ) -> PipelineReport:
     """Of measured and simulated steps."""
-    cases = [Case("greedy", 2, [[step], [step / 2]], simulated, bound_s) for step, simulated in (greedy,)]
+    cases = [
+        MeasuredPlan("greedy", 2, [[step], [step / 2]], simulated, bound_s) for step, simulated in (greedy,)
+    ]
     cases += [
-        Case(f"random {seed}", 2, [[step], [step]], simulated)
+        MeasuredPlan(f"random {seed}", 2, [[step], [step]], simulated)
         for seed, (step, simulated) in enumerate(random)
     ]
     return PipelineReport("m", "somewhere", "1f1b", 8, 2, 32, tuple(cases))
@@ -43,7 +45,7 @@ def test_figures_by_hand() -> None:
 def test_other_placements_have_columns_of_their_own() -> None:
     """What is compared with random is greedy alone."""
     whole = report((2.0, 2.0), (8.0, 4.0))
-    even = Case("even", 2, [[3.0]], 4.0)
+    even = MeasuredPlan("even", 2, [[3.0]], 4.0)
     greedy, random = whole.cases
     text = pipelines.summary({"a": replace(whole, cases=(greedy, even, random)), "b": report((1.0, 1.0))})
     rows = [line.split() for line in text.splitlines()]
@@ -80,7 +82,6 @@ def test_cases_with_a_file_are_not_run_again(
 def test_words_are_those_of_bench_pipeline(tmp_path: Path, monkeypatch: Any) -> None:
     given = []
     monkeypatch.setattr(pipelines.pipeline, "_drive", lambda arguments, words: given.append(arguments))
-    monkeypatch.setattr(pipelines.pipeline, "_show", lambda report, arguments: None)
     words = ["--out", str(tmp_path), "--clusters", "slow-cpu", "--models", "transformer", "--steps", "5"]
     words += ["--methods", "greedy,even"]
     assert pipelines.main(words) == 0
@@ -107,7 +108,7 @@ def test_an_interrupted_case_ends_them_all(tmp_path: Path, monkeypatch: Any) -> 
     [
         (["--models", "resnet50,foo"], "some of resnet50, vgg16, transformer. Received: 'foo'"),
         (["--clusters", "foo"], "should name files in .*Received: 'foo'"),
-        (["--methods", "even,random"], "should begin with greedy, .*Received: 'even,random'"),
+        (["--methods", "even,random"], "should begin with greedy: .*Received: 'even,random'"),
     ],
 )
 def test_wrong_arguments(

@@ -14,13 +14,17 @@ ALONE = "single"  # the system that computes without sharing
 
 
 def parts_of_trace(trace: Trace, rank: int, skip: int) -> dict[str, float]:
-    """Seconds of a step by part, the first `skip` steps left out, each moment counted once: for computing,
-    else packing, else communication.
+    """Return the seconds of a step by part, without the first `skip` steps.
 
-    forward  |#####               What a forward or an update only waits counts as communication, as far as
-    reduce   |   ######           the trace tells (hvpipe.trace.computing_time); against_alone finds out the rest.
-    backward |         ####
-    parts    |fffffrrrrbbbb       and hidden: rr
+    Each moment counts once: as computing, else as packing, else as communication.
+
+        forward  |#####
+        reduce   |   ######
+        backward |         ####
+        parts    |fffffrrrrbbbb       and hidden: rr
+
+    Where a forward or an update only waits, it counts as communication, as far as the trace tells
+    (hvpipe.trace.computing_time). against_alone finds the rest.
     """
     steps = trace.of("step", rank)[skip:]
     if not steps:
@@ -31,7 +35,7 @@ def parts_of_trace(trace: Trace, rank: int, skip: int) -> dict[str, float]:
         return within(union(event for each in categories for event in trace.of(each, rank)), windows)
 
     computed = {part: within(found, windows) for part, found in computing(trace, rank).items()}
-    if not any(computed.values()):  # on GPUs a trace does not tell it
+    if not any(computed.values()):  # on GPUs a trace does not have it
         return {}
     reduce = spans("reduce")
     late = within(within(merged(_waits_for_peers(trace, rank)), reduce), windows)
@@ -52,7 +56,7 @@ def parts_of_trace(trace: Trace, rank: int, skip: int) -> dict[str, float]:
 
 
 def _waits_for_peers(trace: Trace, rank: int) -> list[Interval]:
-    """From the begin of each of this rank's reduces until the last rank has begun it too."""
+    """Return the intervals from the begin of each reduce of this rank until the last rank begins it too."""
     starts: dict[str, list[list[float]]] = defaultdict(list)
     for each in trace.ranks():
         of_rank = defaultdict(list)
@@ -73,11 +77,11 @@ def _waits_for_peers(trace: Trace, rank: int) -> list[Interval]:
 
 
 def against_alone(round_: Round, alone: Round) -> Round:
-    """A round with its parts held against those of the same task computing alone (system `single`).
+    """Return a round with its parts compared with those of the same task computing alone (system `single`).
 
-    For every system computing is what it takes alone, and all else is beyond that. hvpipe tells what: its
-    communication, waits and overhead, and that its own computing was slowed. Of one that does not tell it is
-    one part. Unchanged where `alone` does not tell all of its computing, as in trainings by epochs.
+    Computing counts as what it takes alone. hvpipe tells what the rest is: communication, waits, overhead,
+    and computing slowed down. For a system that does not tell, the rest is one part. The round is unchanged
+    if `alone` does not time all of its computing, as in trainings by epochs.
     """
     if not (round_.ok and alone.ok) or not round_.ranks or round_.case.system == ALONE:
         return round_
@@ -91,7 +95,7 @@ def against_alone(round_: Round, alone: Round) -> Round:
 
 
 def tells_computing(alone: Round) -> bool:
-    """Whether every rank has a time for each part of computing."""
+    """Return whether every rank has a time for each part of computing."""
     return all(part in rank.parts_s for rank in alone.ranks for part in COMPUTE)
 
 
@@ -106,16 +110,16 @@ def _rank_against(mean_step_s: float, mine: RankRound, alone: RankRound) -> Rank
     excess_s = {part: max(0.0, parts[part] - computing_s[part]) for part in COMPUTE}
     parts.update({part: parts[part] - excess_s[part] for part in COMPUTE})
     parts["computing_slowed"] = excess_s["backward"] + excess_s["update"]
-    # In "step" forward waits for weights on their way: beyond computing alone, that is exposed.
+    # In mode "step" forward waits for weights that still travel: exposed communication.
     waited_s = excess_s["forward"]
     parts["communication_exposed"] = parts.get("communication_exposed", 0.0) + waited_s
-    # What it waited for ran beside it, and had been counted as hidden.
+    # That communication ran beside the waiting forward, and so was counted as hidden.
     parts["communication_hidden"] = max(0.0, parts.get("communication_hidden", 0.0) - waited_s)
     return replace(mine, parts_s=parts)
 
 
 def without(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
-    """What the first cover and the second do not; each disjoint and in order."""
+    """Return what the first intervals cover and the second do not. All are disjoint and in order."""
     left = list(intervals)
     for c, d in taken:
         left = [piece for a, b in left for piece in ((a, min(b, c)), (max(a, d), b)) if piece[0] < piece[1]]

@@ -1,4 +1,4 @@
-"""Where the processes of a round run, and the command lines that start them there."""
+"""Which host each process of a round runs on, and the command lines that start it there."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.cluster import network as cluster_network
-from bench.cluster.spec import ClusterError
+from bench.cluster import network
+from bench.errors import ClusterError
+from bench.hosts.real_hosts import Hosts, RealHosts
 from bench.launch import mpirun
-from bench.launch.hosts import Place, RealHosts
 from bench.launch.processes import Command
 from bench.systems.system import System
 from hvpipe.commands.launch import exported_names
 
 ROOT = Path(__file__).parents[2]
 
-_PORT = 20100  # the first that is used on a virtual host, which has them all to itself, and on a real one
+_PORT = 20100  # the first port that is used on a host, virtual or real
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Ranks on the hosts of a cluster, slot by slot; without one, all on this machine.
+    """Ranks on the hosts of a cluster, slot by slot; without a cluster, all on this machine.
 
-    Hosts that exist are reached over ssh, which hands on no environment: what mpirun hands on
-    stands on the command line, so that all systems find the same libraries and GPUs.
+    ssh, which reaches real hosts, hands on no environment. So the command line sets what mpirun would hand
+    on, and all systems find the same libraries and GPUs.
     """
 
-    cluster: Place | None
+    cluster: Hosts | None
     ranks: int
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Placement:
             )
 
     def commands(self, system: System, python: Sequence[str], directory: Path) -> list[Command]:
-        """What to start for a system; in case of "servers" the first is the one that ends."""
+        """Return the commands that start a system. With "servers", the first one ends the round."""
         if isinstance(self.cluster, RealHosts):
             handed = {} if system.start == "mpirun" else _handed_on(python[0])
             words = [f"{name}={value}" for name, value in {**handed, "PYTHONPATH": str(ROOT)}.items()]
@@ -66,20 +66,20 @@ class Placement:
 
     @property
     def hosts(self) -> list[int]:
-        """The host of each rank, by its number."""
+        """The index of the host of each rank."""
         if self.cluster is None:
             return [0] * self.ranks
         slots = [number for number, host in enumerate(self.cluster.spec.hosts) for _ in range(host.slots)]
         return slots[: self.ranks]
 
     @property
-    def places(self) -> list[tuple[int, int]]:
-        """Of each rank, its number on its host and how many are there."""
+    def local_ranks_and_sizes(self) -> list[tuple[int, int]]:
+        """Each rank's number on its host, and the number of ranks there."""
         hosts = self.hosts
         return [(hosts[:rank].count(host), hosts.count(host)) for rank, host in enumerate(hosts)]
 
     def _with_servers(self, coordinator: list[str], server: list[str]) -> list[Command]:
-        """The coordinator on the first host, a worker for each rank, a parameter server on each host."""
+        """Return a coordinator on the first host, a worker per rank and a parameter server per host."""
         servers = sorted(set(self.hosts))
         addresses = self._addresses([self.hosts[0], *self.hosts, *servers])
         jobs = {
@@ -98,7 +98,7 @@ class Placement:
     def _told(
         self, jobs: dict[str, list[str]], job: str, index: int, host: int, command: list[str]
     ) -> Command:
-        """A command in its host, told by TF_CONFIG of the others."""
+        """Return a command on its host, with a TF_CONFIG that names the others."""
         told = json.dumps({"cluster": jobs, "task": {"type": job, "index": index}})
         line = command
         if isinstance(self.cluster, RealHosts):
@@ -108,18 +108,18 @@ class Placement:
         return Command(f"{job}-{index}", line, {"TF_CONFIG": told})
 
     def _addresses(self, hosts: Sequence[int]) -> list[str]:
-        """An address for each process on those hosts."""
+        """Return an address for each process on those hosts."""
         if self.cluster is None:
             return [f"127.0.0.1:{port}" for port in _free_ports(len(hosts))]
         if isinstance(self.cluster, RealHosts):
             names = [host.name for host in self.cluster.spec.hosts]
         else:
-            names = [cluster_network.address(number) for number in range(len(self.cluster.spec.hosts))]
+            names = [network.address(number) for number in range(len(self.cluster.spec.hosts))]
         return [f"{names[host]}:{_PORT + number}" for number, host in enumerate(hosts)]
 
 
 def _handed_on(program: str) -> dict[str, str]:
-    """What mpirun hands on to other hosts, which finds what `program` needs first."""
+    """Return what mpirun hands on to other hosts, with the folder of `program` first in PATH."""
     names = set(exported_names(os.environ)) - {"TF_CONFIG"}
     environment = {name: os.environ[name] for name in sorted(names)}
     path = environment.get("PATH", os.defpath)
@@ -127,7 +127,7 @@ def _handed_on(program: str) -> dict[str, str]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports below those that the kernel hands out by itself, so that they are free until they are used."""
+    """Return free ports below the range that the kernel assigns, so that they stay free until used."""
     found: list[int] = []
     for port in random.sample(range(20_000, 32_000), 1000):
         with socket.socket() as probe, suppress(OSError):

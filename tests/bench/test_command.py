@@ -15,11 +15,11 @@ from typing import NoReturn
 import psutil
 import pytest
 
-from bench.cluster.spec import ClusterError
-from bench.evaluation import command
+from bench import command
+from bench.errors import ClusterError
+from bench.evaluation.host_selection import HostSelection
 from bench.evaluation.journal import Journal
-from bench.evaluation.outcome import Outcome
-from bench.launch.host_selection import Sites
+from bench.evaluation.outcome import EvaluationOutcome
 from bench.launch.termination import ended_by_exception
 from bench.report.files import write_outputs
 from bench.report.readme import BEGIN, END
@@ -65,14 +65,16 @@ rounds = 1
 def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A suite for this host alone; rounds take no time, and Horovod is not there."""
 
-    def run_round(case: Case, number: int, place: object, timeout_s: float, *, python: str) -> Round:
+    def run_round(case: Case, number: int, hosts: object, timeout_s: float, *, python: str) -> Round:
         return finished(case, 2.0 if case.system == "hvpipe-step" else 1.0, number=number)
 
-    monkeypatch.setattr("bench.rounds.run_round", run_round)
+    monkeypatch.setattr("bench.rounds.round.run_round", run_round)
     monkeypatch.setattr(
         "bench.systems.System.missing", lambda self, python: "absent" if self.name == "horovod" else ""
     )
-    monkeypatch.setattr(command, "find_sites", lambda hosts: Sites(loopback=True, note="on plain loopback"))
+    monkeypatch.setattr(
+        command, "select_hosts", lambda hosts: HostSelection(loopback=True, note="on plain loopback")
+    )
     (tmp_path / "mine.toml").write_text(SUITE)
     return str(tmp_path / "mine.toml")
 
@@ -108,7 +110,7 @@ def test_run_measures_what_is_there_and_writes_the_files(
     cases = json.loads(capsys.readouterr().out)["cases"]
     assert [each["step_s"] for each in cases] == [1.0, 2.0]
     assert "absent" in (tmp_path / "out" / "report.html").read_text()
-    found = Outcome.read(tmp_path / "out")
+    found = EvaluationOutcome.read(tmp_path / "out")
     assert [each.case.system for each in found.rounds if each.skipped] == ["horovod"]
     assert found.setting.notes == ("on plain loopback",)
 
@@ -170,21 +172,22 @@ def test_without_matplotlib_it_says_so_before_anything_is_measured(
 SLEEPER = """
 import sys
 from pathlib import Path
-from bench import command, rounds
-from bench.sites import Sites
-from bench.processes import Command, run_together
+from bench import command
+from bench.evaluation.host_selection import HostSelection
+from bench.launch.processes import Command, run_together
+from bench.rounds import round
 from bench_rounds import finished
 
 folder = Path(sys.argv[1])
 
-def run_round(case, number, place, timeout_s, *, python):
+def run_round(case, number, hosts, timeout_s, *, python):
     if case.system == "single":
         return finished(case, 1.0)
     line = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(300)", str(folder)]
     run_together([Command("sleeper", line)], folder, timeout_s=300)
 
-rounds.run_round = run_round
-command.find_sites = lambda hosts: Sites(loopback=True)
+round.run_round = run_round
+command.select_hosts = lambda hosts: HostSelection(loopback=True)
 systems = ["--systems", "single,hvpipe-step"]
 sys.exit(command.main(["run", str(folder / "mine.toml"), "--out", str(folder / "out"), *systems]))
 """
@@ -195,7 +198,7 @@ def test_a_signal_ends_what_runs_on_plain_loopback_and_keeps_the_rest(
     number: signal.Signals, suite: str, tmp_path: Path
 ) -> None:
     line = [sys.executable, "-c", SLEEPER, str(tmp_path)]
-    folders = f"{Path(command.__file__).parents[2]}:{Path(__file__).parents[2] / 'support'}"
+    folders = f"{Path(command.__file__).parents[1]}:{Path(__file__).parents[1] / 'support'}"
     environment = {**os.environ, "PYTHONPATH": folders}
     said = tmp_path / "sleeper.output"
     with subprocess.Popen(line, env=environment, stderr=subprocess.PIPE, text=True) as process:
@@ -238,7 +241,7 @@ def test_a_plan_says_what_would_run_and_runs_nothing(
 def test_one_cluster_for_all_of_a_suite(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("bench.launch.host_selection._probe", lambda: "")
+    monkeypatch.setattr("bench.evaluation.host_selection._probe", lambda: "")
     (tmp_path / "theirs.toml").write_text('[[host]]\nrate = "1.5gbit"\n[[host]]\nslots = 2\n')
     monkeypatch.chdir(tmp_path)
     assert command.main(["run", suite, "--plan", "--cluster", "theirs.toml"]) == 0
@@ -263,7 +266,7 @@ def test_report_writes_the_files_again(tmp_path: Path, capsys: pytest.CaptureFix
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == [
         *("report.html", "results.csv", "results.json"),
     ]
-    assert Outcome.read(tmp_path / "a") == outcome(*rounds)
+    assert EvaluationOutcome.read(tmp_path / "a") == outcome(*rounds)
     shown = capsys.readouterr().out
     assert "hvpipe-step   2 s" in shown
     assert command.main(["report", folder, "--json"]) == 0
@@ -286,26 +289,26 @@ def test_failed_rounds_are_exit_code_1_and_shown(tmp_path: Path, capsys: pytest.
 def test_a_round_without_a_place_is_exit_code_1_too(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def broken(self: Sites, cluster: str) -> None:
+    def broken(self: HostSelection, cluster: str) -> None:
         raise ClusterError("no such rate")
 
     words = ["run", suite, "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patched:
-        patched.setattr(Sites, "place", broken)
+        patched.setattr(HostSelection, "bring_up", broken)
         assert command.main(words) == 1
-    assert "skipped, the place was not up: no such rate" in capsys.readouterr().out
+    assert "skipped, the hosts were not up: no such rate" in capsys.readouterr().out
     assert command.main(words) == 0
 
 
 def test_what_failed_is_run_again_with_retry_failed(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(case: Case, number: int, place: object, timeout_s: float, *, python: str) -> Round:
+    def fail(case: Case, number: int, hosts: object, timeout_s: float, *, python: str) -> Round:
         return Round(case, number, error="ssh: connection refused")
 
     words = ["run", suite, "--out", str(tmp_path / "out")]
     with monkeypatch.context() as patched:
-        patched.setattr("bench.rounds.run_round", fail)
+        patched.setattr("bench.rounds.round.run_round", fail)
         assert command.main(words) == 1
     assert "but with --retry-failed" in capsys.readouterr().err
     assert command.main(words) == 1
@@ -319,7 +322,7 @@ def test_a_report_of_a_run_that_was_interrupted(tmp_path: Path) -> None:
     assert "hvpipe-step" in (tmp_path / "results.csv").read_text()
     journal.add_round(finished(case("tf-mwms"), 3.0))
     assert command.main(["report", str(tmp_path)]) == 0
-    assert len(Outcome.read(tmp_path).rounds) == 2
+    assert len(EvaluationOutcome.read(tmp_path).rounds) == 2
 
 
 def test_a_run_that_was_interrupted_is_compared_and_shown_as_far_as_it_went(tmp_path: Path) -> None:
@@ -335,6 +338,13 @@ def test_a_run_that_was_interrupted_is_compared_and_shown_as_far_as_it_went(tmp_
     readme.write_text(f"{BEGIN}\n{END}\n")
     assert command.main(["readme", str(tmp_path / "after"), "--file", str(readme)]) == 0
     assert "3 s" in readme.read_text()
+
+
+def test_the_comparison_goes_into_the_benchmarks_readme() -> None:
+    options = command.make_parser().parse_args(["readme", "results"])
+    assert options.file == Path(command.__file__).parent / "README.md"
+    text = options.file.read_text(encoding="utf-8")
+    assert (text.count(BEGIN), text.count(END)) == (1, 1)
 
 
 def test_compare_is_exit_code_1_where_something_is_slower(
@@ -371,7 +381,7 @@ def test_hvpipe_bench_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("os.execve", record)
     with pytest.raises(SystemExit, match="7"):
         cli.main(["bench", "compare", "a.json", "b.json", "--json"])
-    checkout = str(Path(command.__file__).parents[2])
+    checkout = str(Path(command.__file__).parents[1])
     assert started == [[sys.executable, "-m", "bench", "compare", "a.json", "b.json", "--json", checkout]]
 
 
@@ -379,7 +389,7 @@ def test_hvpipe_bench_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_bench_of_ones_own_in_the_current_folder_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "bench.py").write_text("raise SystemExit('mine')")
     start = "import os; from hvpipe.commands import bench; bench.bench(['--help'], os.environ)"
-    environment = {**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[1])}
     line = [sys.executable, "-c", start]
     said = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     assert (said.returncode, said.stderr) == (0, "")
@@ -388,7 +398,7 @@ def test_a_bench_of_ones_own_in_the_current_folder_is_not_run(tmp_path: Path) ->
 
 CLEANS_UP = """
 import pathlib, threading, time
-from bench.termination import ended_by_exception, undisturbed
+from bench.launch.termination import ended_by_exception, undisturbed
 
 # Such as the one that draws progress: a signal may be handed to it instead of the one that cleans up.
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
@@ -407,11 +417,12 @@ finally:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_second_signal_waits_for_the_benchmark_to_clean_up(number: signal.Signals, tmp_path: Path) -> None:
-    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "launch").mkdir(parents=True)
     (tmp_path / "bench" / "__init__.py").touch()
     (tmp_path / "bench" / "__main__.py").write_text(CLEANS_UP)
-    real = Path(command.__file__).parents[2]
-    (tmp_path / "bench" / "termination.py").write_text((real / "bench" / "termination.py").read_text())
+    real = Path(command.__file__).parents[1]
+    termination = Path("bench", "launch", "termination.py")
+    (tmp_path / termination).write_text((real / termination).read_text())
     start = "import os; from pathlib import Path; from hvpipe.commands import bench as b; "
     start += "b.find_checkout = lambda *_: Path.cwd(); b.bench(['run'], os.environ)"
     environment = {**os.environ, "PYTHONPATH": str(real)}
