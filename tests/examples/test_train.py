@@ -87,7 +87,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_ranks_print_once_and_save_a_model_that_plain_keras_loads(tmp_path: Path) -> None:
+def test_a_few_epochs_on_two_ranks_print_once_and_save_what_plain_keras_loads(tmp_path: Path) -> None:
     saved = tmp_path / "models" / "digits.keras"
     result = train(2, "--epochs", "3", "--overlap", "none", "--save", saved)
     assert result.output.count("Epoch 3/3") == 1, result.describe()
@@ -107,7 +107,7 @@ def test_two_ranks_reach_97_percent_on_digits() -> None:
 
 
 @pytest.mark.slow
-def test_one_rank_without_a_launcher_and_three_ranks_learn_too() -> None:
+def test_one_rank_without_a_launcher_and_three_ranks_learn_as_well() -> None:
     assert accuracy(train(ALONE)) >= 0.97
     assert accuracy(train(3, "--batch", "16")) >= 0.97
 
@@ -118,7 +118,7 @@ def test_folders_of_images_are_learnt(photos: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_large_model_trains_on_folders_of_images(photos: Path) -> None:
+def test_a_large_model_takes_own_folders(photos: Path) -> None:
     arguments = (
         "--model",
         "mobilenetv2",
@@ -142,9 +142,9 @@ def test_every_model_can_be_built() -> None:
 
 
 @pytest.mark.slow
-# 8 epochs: TensorFlow reorders kernels once it knows what they cost.
+# Long enough for TensorFlow to know what its kernels take: it then runs them in another order.
 @pytest.mark.parametrize(("overlap", "epochs"), [("step", 8), ("none", 2)])
-def test_the_last_line_names_a_trace_with_every_part_of_a_step(
+def test_the_trace_is_named_last_and_has_every_part_of_a_step(
     overlap: str, epochs: int, tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace.json"

@@ -35,7 +35,7 @@ def train(size: int, *arguments: str | Path, limit_s: float = 300.0) -> Run:
     return result
 
 
-def test_a_gpt_on_two_ranks_learns_and_saves_the_whole_model(tmp_path: Path) -> None:
+def test_a_gpt_on_two_ranks_learns_and_is_saved_whole(tmp_path: Path) -> None:
     saved = tmp_path / "models" / "gpt.keras"
     result = train(2, *SMALL, "--tied", "--save", saved)
     held = re.findall(
@@ -56,13 +56,13 @@ def test_a_gpt_on_two_ranks_learns_and_saves_the_whole_model(tmp_path: Path) -> 
         (2, ("--schedule", "interleaved", "--chunks", "2")),
     ],
 )
-def test_the_gpt_learns_in_every_layout(size: int, arguments: tuple[str, ...]) -> None:
+def test_layouts_of_the_gpt(size: int, arguments: tuple[str, ...]) -> None:
     train(size, *SMALL, *arguments)
 
 
 @pytest.mark.slow
 def test_resnet50_on_two_ranks() -> None:
-    # Large micro-batches, since BatchNormalization normalises each one by itself.
+    # Large micro-batches: BatchNormalization sees one at a time.
     options = ("--batch", "32", "--microbatches", "2", "--steps", "5", "--epochs", "3")
     result = train(2, "--model", "resnet50", *options, limit_s=500)
     assert "resnet50 on 2 ranks, 2 stages" in result.output, result.describe()
