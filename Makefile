@@ -5,7 +5,6 @@
 #   make test TF=2.18.1   all tests on that TensorFlow, in a venv of its own
 #   make peers            .venv-peers, where Horovod runs beside hvpipe and TensorFlow, for comparisons (10 minutes once)
 #   make peers-test       two steps of each of them there
-#   make docs             the pages and the API reference, in build/site
 #   make setup | lint | plan | rest | fast | keras | cuda | wheel | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. What is set up already is not set up again.
@@ -42,7 +41,7 @@ ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
-.PHONY: help setup train test lint docs plan rest fast keras cuda wheel other other-setup peers peers-test format clean
+.PHONY: help setup train test lint plan rest fast keras cuda wheel other other-setup peers peers-test format clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -59,7 +58,7 @@ train: setup
 
 # First what keeps one core busy, two at a time, so that a failure shows early; then what keeps all of them busy.
 # The first failure ends the run.
-FIRST_STEPS := plan $(if $(filter $(DEFAULT_TF),$(TF)),lint docs cuda wheel other-setup)
+FIRST_STEPS := plan $(if $(filter $(DEFAULT_TF),$(TF)),lint cuda wheel other-setup)
 LAST_STEPS := rest $(if $(filter $(DEFAULT_TF),$(TF)),other)
 
 test: setup
@@ -72,12 +71,6 @@ lint: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy --strict hvpipe
 	@$(CPP_FILES) | xargs -r $(BIN)/clang-format --dry-run -Werror
-
-# Fails on broken links and names. Needs no network.
-docs: setup
-	@echo "==> the site: build/site/index.html"
-	@if [ -x $(BIN)/mkdocs ]; then NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build; \
-	else echo "SKIPPED: the site needs Python 3.11 or newer"; fi
 
 plan: setup
 	@echo "==> tests of the planning half, with MPI and TensorFlow out of reach"
@@ -126,3 +119,11 @@ format: setup
 
 clean:
 	rm -rf .venv .venv-tf* .venv-peers build runs .pytest_cache .mypy_cache .ruff_cache
+
+# The pages and the API reference, in build/site. Fails on broken links and names. Needs no network.
+.PHONY: docs
+FIRST_STEPS += $(if $(filter $(DEFAULT_TF),$(TF)),docs)
+docs: setup
+	@echo "==> docs: build/site/index.html"
+	@if [ -x $(BIN)/mkdocs ]; then NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build; \
+	else echo "SKIPPED: the site needs Python 3.11 or newer"; fi
