@@ -125,5 +125,5 @@ clean:
 FIRST_STEPS += $(if $(filter $(DEFAULT_TF),$(TF)),docs)
 docs: setup
 	@echo "==> docs: build/site/index.html"
-	@if [ -x $(BIN)/mkdocs ]; then NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs --quiet build; \
+	@if [ -x $(BIN)/mkdocs ]; then NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build; \
 	else echo "SKIPPED: the site needs Python 3.11 or newer"; fi
