@@ -119,3 +119,11 @@ format: setup
 
 clean:
 	rm -rf .venv .venv-tf* .venv-peers build runs .pytest_cache .mypy_cache .ruff_cache
+
+# The pages and the API reference, in build/site. Fails on broken links and names. Needs no network.
+.PHONY: docs
+FIRST_STEPS += $(if $(filter $(DEFAULT_TF),$(TF)),docs)
+docs: setup
+	@echo "==> docs: build/site/index.html"
+	@if [ -x $(BIN)/mkdocs ]; then NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build; \
+	else echo "SKIPPED: the site needs Python 3.11 or newer"; fi

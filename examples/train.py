@@ -3,8 +3,8 @@
     hvpipe run -np 2 examples/train.py
     hvpipe run -np 2 examples/train.py --model resnet50 --data photos --pixels 128 --save photos.keras
 
-Without `--data` it learns scikit-learn's 1,797 digits of 8x8 pixels. With it, every folder in DIR is a class.
-A fifth of the images is held out for testing. Without a launcher it runs on one rank.
+Without `--data` it learns scikit-learn's 1,797 digits of 8x8 pixels. With `--data DIR`, each folder in DIR is
+a class. A fifth of the images is held out for testing. Without a launcher the script runs on one rank.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import hvpipe
 import hvpipe.keras as hk
 
 HELD_OUT = 0.2
-BATCH_OF_RATE = 64  # the learning rate is for this many images a step, and grows with their number
+BATCH_OF_RATE = 64  # `--rate` is for this many images a step; the learning rate grows with their number
 
 
 @dataclass(frozen=True)
 class Images:
-    """Batches of (image, label), the same on every rank; pixels are 0 to 255."""
+    """Batches of (image, label), the same on every rank. Pixels are 0 to 255."""
 
     name: str
     train: tf.data.Dataset
@@ -39,7 +39,7 @@ class Images:
 
 
 def digits(batch: int, seed: int) -> Images:
-    """Scikit-learn's handwritten digits, a stratified fifth of them held out."""
+    """Load scikit-learn's handwritten digits, and hold out a stratified fifth."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -55,7 +55,7 @@ def digits(batch: int, seed: int) -> Images:
 
 
 def folders(directory: Path, pixels: int, batch: int, seed: int) -> Images:
-    """One class for each folder in `directory`."""
+    """Load images from folders, one class for each folder in `directory`."""
     train, test = keras.utils.image_dataset_from_directory(
         directory,
         validation_split=HELD_OUT,
@@ -70,7 +70,7 @@ def folders(directory: Path, pixels: int, batch: int, seed: int) -> Images:
 
 
 def residual_block(x: keras.KerasTensor, filters: int, strides: int) -> keras.KerasTensor:
-    """Two 3x3 convolutions beside a shortcut."""
+    """Add two 3x3 convolutions beside a shortcut."""
     shortcut = x
     if strides != 1 or x.shape[-1] != filters:
         shortcut = layers.Conv2D(filters, 1, strides=strides, use_bias=False)(x)
@@ -83,7 +83,7 @@ def residual_block(x: keras.KerasTensor, filters: int, strides: int) -> keras.Ke
 
 
 def small_resnet(x: keras.KerasTensor, width: int = 16) -> keras.KerasTensor:
-    """Seven convolutions deep, 80,000 weights: enough for digits, quick on a laptop."""
+    """Add seven convolutions with 80,000 weights: enough for digits, quick on a laptop."""
     x = layers.Conv2D(width, 3, padding="same", use_bias=False)(x)
     x = layers.ReLU()(layers.BatchNormalization(momentum=0.9)(x))
     for filters, strides in ((width, 1), (2 * width, 2), (4 * width, 2)):
@@ -100,7 +100,7 @@ MODELS = {
 
 
 def build_model(name: str, shape: tuple[int, int, int], classes: int) -> keras.Model:
-    """A classifier of images of this shape; it scales and shifts them itself."""
+    """Build a classifier for images of this shape. The model scales and shifts them itself."""
     inputs = keras.Input(shape)
     x = layers.Rescaling(1 / 255)(inputs)
     x = layers.RandomTranslation(0.1, 0.1, fill_mode="constant")(x)
@@ -113,27 +113,27 @@ def build_model(name: str, shape: tuple[int, int, int], classes: int) -> keras.M
 
 
 def my_images(dataset: tf.data.Dataset, images: int, batch: int) -> tf.data.Dataset:
-    """This rank's part of a dataset, image by image, so that none is left out."""
+    """Shard a dataset image by image, so that no image is left out."""
     mine = len(range(hvpipe.rank(), images, hvpipe.size()))
     part = dataset.unbatch().shard(hvpipe.size(), hvpipe.rank()).batch(batch)
-    return part.apply(tf.data.experimental.assert_cardinality(-(-mine // batch)))  # unbatch forgets it
+    return part.apply(tf.data.experimental.assert_cardinality(-(-mine // batch)))  # unbatch loses it
 
 
 def learning_rate(options: argparse.Namespace, steps: int) -> keras.optimizers.schedules.CosineDecay:
-    """From a rate in proportion to the images of one step on all ranks, down to nothing."""
+    """Decay to zero from a rate in proportion to the images that all ranks take in one step."""
     rate = options.rate * options.batch * hvpipe.size() / BATCH_OF_RATE
     return keras.optimizers.schedules.CosineDecay(rate, steps)
 
 
 def verbosity(progress: str) -> int:
-    """What fit prints: a bar on a terminal, otherwise a line for each epoch; nothing on ranks above 0."""
+    """Return fit's `verbose`: on rank 0 a bar on a terminal, else a line for each epoch; 0 on other ranks."""
     if hvpipe.rank() != 0 or progress == "none":
         return 0
     return 1 if progress == "bar" and sys.stdout.isatty() else 2
 
 
 def train(options: argparse.Namespace) -> tuple[keras.Model, str]:
-    """Train on all ranks; the model, and one line about how it went."""
+    """Train on all ranks. Return the model and one line with its accuracy and speed."""
     keras.utils.set_random_seed(options.seed)
     if options.data is None:
         images = digits(options.batch, options.seed)
@@ -161,7 +161,7 @@ def train(options: argparse.Namespace) -> tuple[keras.Model, str]:
         verbose=verbosity(options.progress),
     )
     elapsed_s = time.perf_counter() - started
-    tested = model.evaluate(images.test, return_dict=True, verbose=0)  # all of it, on every rank
+    tested = model.evaluate(images.test, return_dict=True, verbose=0)  # every rank tests all images
 
     ranks = "1 rank" if hvpipe.size() == 1 else f"{hvpipe.size()} ranks"
     rate = steps * options.batch * hvpipe.size() / elapsed_s
@@ -173,7 +173,7 @@ def train(options: argparse.Namespace) -> tuple[keras.Model, str]:
 
 
 def main() -> None:
-    """Train, save, and end with what came of it and where it lies, on rank 0."""
+    """Train and save the model. Rank 0 prints the result and the files."""
     options = parse()
     hvpipe.init()
     model, summary = train(options)
@@ -191,17 +191,21 @@ def main() -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line, checked."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="resnet", help="default: a small ResNet")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="folders of images, one for each class")
     parser.add_argument(
-        "--pixels", type=int, default=64, help="width and height that --data is scaled to (64)"
+        "--data", type=Path, metavar="DIR", help="a folder with one folder of images for each class"
+    )
+    parser.add_argument(
+        "--pixels", type=int, default=64, help="scale the images of --data to this width and height (64)"
     )
     parser.add_argument("--overlap", choices=("none", "backward", "step", "stale"), default="step")
-    parser.add_argument("--compression", choices=("bf16", "fp16"), help="of gradients on their way")
+    parser.add_argument(
+        "--compression", choices=("bf16", "fp16"), help="data type in which gradients are sent"
+    )
     parser.add_argument("--epochs", type=int, default=15)
-    parser.add_argument("--batch", type=int, default=32, help="images a rank takes in one step (32)")
+    parser.add_argument("--batch", type=int, default=32, help="images of one rank in one step (32)")
     parser.add_argument(
         "--rate", type=float, default=0.1, help=f"learning rate for {BATCH_OF_RATE} images a step (0.1)"
     )
@@ -215,7 +219,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.data is None and options.model != "resnet":
         parser.error(
-            f"wanted: --data DIR, digits are too small for this model. Received: --model {options.model}"
+            f"wanted: --data DIR, as digits are too small for this model. Received: --model {options.model}"
         )
     if options.data is not None and not options.data.is_dir():
         parser.error(f"wanted: a folder of folders of images. Received: --data {options.data}")

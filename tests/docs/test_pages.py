@@ -1,13 +1,24 @@
-"""What in the pages must keep up: the tables of layers and settings, what an image leaves out, links."""
+"""What the pages say about the repository stays true: folders, files, settings and links."""
 
 from __future__ import annotations
 
 import re
-import runpy
-from itertools import chain
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+    ROOT / "bench" / "README.md",
+    ROOT / "tests" / "data" / "profiles" / "README.md",
+]
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+LINE = 120
+# Files that a build leaves in the package, and a marker for type checkers.
+NOT_IN_THE_PAGES = {"_build_info.py", "py.typed"}
 
 
 def rows(page: str) -> list[list[str]]:
@@ -16,16 +27,36 @@ def rows(page: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
 
 
-def test_every_module_stands_in_its_layer_in_contributing() -> None:
-    layers = runpy.run_path(str(ROOT / "tests" / "test_layers.py"))["LAYERS"]
-    told = [re.findall(r"`(\w+)/?`", row[1]) for row in rows("CONTRIBUTING.md") if row[0].isdecimal()]
-    unnamed = {"_build_info", "_engine", "__init__"}
-    real = [[name for name in names if name not in unnamed] for names in layers]
-    # One row may stand for two layers, which then follow each other.
-    assert sorted(chain(*told)) == sorted(chain(*real))
-    row_of = {name: number for number, names in enumerate(told) for name in names}
-    assert all(len({row_of[name] for name in names}) == 1 for names in real)
-    assert [row_of[names[0]] for names in real] == sorted(row_of[names[0]] for names in real)
+def folders_and_top_files() -> Iterator[str]:
+    """Every folder of hvpipe, csrc and bench with files of ours in it, and every file at hvpipe's top."""
+    for top in ("hvpipe", "csrc", "bench"):
+        for folder in sorted(path for path in (ROOT / top).rglob("*") if path.is_dir()):
+            ours = [path for path in folder.iterdir() if path.suffix in (".py", ".cc", ".cu", ".toml")]
+            if ours and "__pycache__" not in folder.parts:
+                yield f"{folder.relative_to(ROOT).as_posix()}/"
+    for path in sorted((ROOT / "hvpipe").iterdir()):
+        if path.is_file() and path.suffix != ".so" and path.name not in NOT_IN_THE_PAGES:
+            yield f"hvpipe/{path.name}"
+
+
+def test_every_folder_and_top_file_stands_in_architecture() -> None:
+    told = [
+        row[0].strip("`") for row in rows("docs/architecture.md") if len(row) == 2 and row[0].startswith("`")
+    ]
+    assert sorted(set(told)) == sorted(told), "a folder stands there twice"
+    missing = sorted(set(folders_and_top_files()) - set(told))
+    gone = [name for name in told if not (ROOT / name).exists()]
+    assert not missing, f"wanted: a line for each in the table Folders. Received: none for {missing}"
+    assert not gone, f"the table Folders names what is not there: {gone}"
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_every_path_in_backticks_exists(page: str) -> None:
+    paths = re.findall(
+        r"`((?:hvpipe|csrc|bench|tests|docs|examples|faces)/[\w./-]*)`", (ROOT / page).read_text()
+    )
+    gone = [path for path in paths if not (ROOT / path).exists() and not (ROOT / "csrc" / path).exists()]
+    assert not gone, f"{page} names what is not there: {gone}"
 
 
 def test_every_setting_has_its_row_and_its_meaning() -> None:
@@ -41,15 +72,38 @@ def test_what_git_leaves_out_images_leave_out() -> None:
     assert set(ignored) <= left_out
 
 
-def test_links_lead_somewhere() -> None:
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "bench" / "README.md"]
-    dead = [
-        f"{page.relative_to(ROOT)}: {target}"
-        for page in pages
-        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-        if not target.startswith("http") and not is_there(page, *target.partition("#")[::2])
+def links(page: Path) -> Iterator[str]:
+    """The targets of a page's links and pictures that lead into the repository, outside of code."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`\n]*`", "", text)
+    targets = re.findall(r"\]\(([^)\s]+)[^)]*\)", text)
+    targets += re.findall(r"^\[[^\]]+\]: (\S+)", text, re.MULTILINE)
+    targets += re.findall(r"<(?:img|source)[^>]* src(?:set)?=\"([^\"]+)\"", text)
+    yield from (target for target in targets if "://" not in target and not target.startswith("mailto:"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_links_lead_somewhere(page: Path) -> None:
+    dead = [target for target in links(page) if not is_there(page, *target.partition("#")[::2])]
+    assert not dead, f"{page.relative_to(ROOT)} has broken links: {dead}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_lines_are_short(page: Path) -> None:
+    """Tables, verbatim blocks between fences, and lines that one link makes long may be longer."""
+    text = re.sub(
+        r"^```.*?^```$", lambda block: "\n" * block[0].count("\n"), page.read_text(), flags=re.M | re.S
+    )
+    long = [
+        f"{page.relative_to(ROOT)}:{number}: {len(line)} characters"
+        for number, line in enumerate(text.splitlines(), 1)
+        if len(re.sub(r"\]\([^)]*\)", "]", line)) > LINE and not line.startswith("|")
     ]
-    assert dead == []
+    assert not long, f"wanted: {LINE} characters at most. Received:\n" + "\n".join(long)
+
+
+def test_readme_fits_one_screen_and_a_half() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
 def is_there(page: Path, file: str, heading: str) -> bool:

@@ -1,4 +1,4 @@
-"""examples/train.py as a user runs it: digits to 97 %, folders of images, a model that plain Keras loads."""
+"""examples/train.py as a user runs it: it learns digits and own images, and plain Keras loads its model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ for arguments in sys.argv[2:]:
 
 
 def train(size: int, *arguments: str | Path, limit_s: float = 240.0) -> Run:
-    """Run the example on `size` ranks; it must succeed."""
+    """Run the example on `size` ranks, and check that it succeeds."""
     result = launch(size, [TRAIN, "--progress", "epoch", *arguments], limit_s=limit_s)
     assert result.returncode == 0, result.describe()
     assert "ran out of data" not in result.output, result.describe()
@@ -59,14 +59,14 @@ def train(size: int, *arguments: str | Path, limit_s: float = 240.0) -> Run:
 
 
 def accuracy(result: Run) -> float:
-    """The test accuracy of the one summary line, as a fraction."""
+    """Return the test accuracy in the one summary line, as a fraction."""
     found = SUMMARY.findall(result.output)
     assert len(found) == 1, result.describe()
     return float(found[0][4]) / 100
 
 
 def write_bmp(path: Path, pixels: int, colour: tuple[int, int, int]) -> None:
-    """A square 24-bit image of one colour (blue, green, red); `pixels` a multiple of 4."""
+    """Write a square 24-bit image of one colour (blue, green, red). `pixels` is a multiple of 4."""
     data = bytes(colour) * pixels * pixels
     header = struct.pack("<2sIHHI", b"BM", 54 + len(data), 0, 0, 54)
     path.write_bytes(
@@ -76,7 +76,7 @@ def write_bmp(path: Path, pixels: int, colour: tuple[int, int, int]) -> None:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three folders of 40 images, each folder a colour."""
+    """Make three folders of 40 images, one colour each."""
     folder = tmp_path_factory.mktemp("photos")
     for channel, name in enumerate(("blue", "green", "red")):
         (folder / name).mkdir()
@@ -112,7 +112,7 @@ def test_one_rank_without_a_launcher_and_three_ranks_learn_as_well() -> None:
     assert accuracy(train(3, "--batch", "16")) >= 0.97
 
 
-def test_own_folders_of_images(photos: Path) -> None:
+def test_folders_of_images_are_learnt(photos: Path) -> None:
     result = train(2, "--data", photos, "--pixels", "16", "--epochs", "6", "--batch", "8", "--rate", "0.2")
     assert accuracy(result) >= 0.9, result.describe()
 
@@ -159,11 +159,11 @@ def test_the_trace_is_named_last_and_has_every_part_of_a_step(
     for rank in (0, 1):
         found = Counter(event.category for event in read.events if event.rank == rank)
         assert parts <= set(found), f"rank {rank}: {found}"
-        # In each step; the first and the last may be cut off.
+        # Once a step. The first and the last step may be cut off.
         assert min(found["forward"], found["backward"], found["update"]) >= found["step"] - 2, found
 
 
-def test_wrong_arguments_are_told(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     cases = {
         "--data /nowhere": "wanted: a folder of folders of images. Received: --data /nowhere",
         "--model vgg16": "wanted: --data DIR",
@@ -171,7 +171,7 @@ def test_wrong_arguments_are_told(tmp_path: Path) -> None:
         "--epochs 0": "wanted: 1 or more. Received: --epochs 0",
         "--overlap foo": "invalid choice: 'foo'",
     }
-    # One process for all of them: importing TensorFlow takes seconds.
+    # One process for all cases, since importing TensorFlow takes seconds.
     script = tmp_path / "parse.py"
     script.write_text(PARSE)
     result = launch(ALONE, [script, TRAIN, *cases], limit_s=60)

@@ -1,4 +1,4 @@
-"""examples/train_pipeline.py as a user runs it: it learns, says who has what, and plain Keras loads it."""
+"""examples/train_pipeline.py as a user runs it: it learns, ranks say their layers, plain Keras loads it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ print(json.dumps({"shape": found.shape, "hvpipe": "hvpipe" in sys.modules}))
 
 
 def train(size: int, *arguments: str | Path, limit_s: float = 300.0) -> Run:
-    """Run the example on `size` ranks; it must succeed, and the loss must go down."""
+    """Run the example on `size` ranks, and check that it succeeds and the loss goes down."""
     result = launch(size, [TRAIN, "--progress", "none", *arguments], limit_s=limit_s)
     assert result.returncode == 0, result.describe()
     found = SUMMARY.findall(result.output)

@@ -1,4 +1,4 @@
-"""The pictures in docs/model-parallel.md are those that its script makes."""
+"""The pictures in the docs are the ones that their scripts draw."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
+TIMELINE = runpy.run_path(str(DOCS / "readme" / "timeline.py"))
 SCRIPT = runpy.run_path(str(DOCS / "model-parallel" / "schedules.py"))
 
 
 @pytest.mark.parametrize("name", SCRIPT["SCHEDULES"])
 def test_a_picture_is_up_to_date(name: str) -> None:
     assert SCRIPT["text"](name) in (DOCS / "model-parallel.md").read_text()
+
+
+def test_the_timeline_is_up_to_date() -> None:
+    assert TIMELINE["svg"]() == (DOCS / "readme" / "timeline.svg").read_text()
