@@ -1,7 +1,7 @@
 """What goes wrong on one rank ends all ranks, soon, with that rank's error: each case in a job of its own.
 
-Beside these: mpi/comm/test_engine_errors.py and mpi/keras/data_parallel/test_bad_input.py have the errors that a program can
-catch, test_comm_mpi.py the MPI worlds that do not open, test_run.py more ranks than slots.
+See also: mpi/comm/test_engine_errors.py and mpi/keras/data_parallel/test_bad_input.py for errors that a
+program can catch, comm/test_mpi.py for MPI worlds that do not open, commands/test_run.py for more ranks than slots.
 """
 
 from __future__ import annotations
@@ -249,6 +249,7 @@ hk.data_parallel(model).fit(data, epochs=2, verbose=0)
     assert "end of epoch 1" in result.output, result.describe()
 
 
+@pytest.mark.older_tensorflow
 def test_a_model_that_raises_inside_a_step_on_one_rank(tmp_path: Path) -> None:
     script = """
 def loss(wanted, found):
@@ -354,7 +355,7 @@ def test_the_source_folder_before_an_hvpipe_that_is_installed(tmp_path: Path) ->
         tmp_path,
         "import sys\n"
         "sys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
-        "from hvpipe.engine import import_native\n"
+        "from hvpipe.comm.engine import import_native\n"
         "import_native()\n",
     )
     result = launch(ALONE, [script], limit_s=LIMIT_S)
@@ -370,6 +371,7 @@ def test_another_mpi_than_hvpipe_was_built_with(tmp_path: Path) -> None:
     fails(tmp_path, script, says)
 
 
+@pytest.mark.older_tensorflow
 def test_keras_on_another_backend(tmp_path: Path) -> None:
     """Which may not even be installed."""
     script = "import warnings\nwarnings.simplefilter('ignore')\nimport hvpipe.keras"
@@ -377,6 +379,7 @@ def test_keras_on_another_backend(tmp_path: Path) -> None:
     fails(tmp_path, script, says, size=ALONE, KERAS_BACKEND="jax")
 
 
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize(
     ("built", "says"),
     [

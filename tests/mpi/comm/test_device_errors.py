@@ -56,7 +56,7 @@ def test_two_ranks_on_one_device_may_be_without_nccl(
     needs_others()
     caplog.set_level(logging.INFO, "hvpipe")
     monkeypatch.setenv("FAKE_DEVICES", "1")
-    monkeypatch.setattr("hvpipe.engine.find_nccl", lambda _: "libnccl-that-is-nowhere.so.2")
+    monkeypatch.setattr("hvpipe.comm.engine.find_nccl", lambda _: "libnccl-that-is-nowhere.so.2")
     engine = open_engine(libraries, "NCCL", nccl_library="", gpus_may_be_shared=False)
     assert "through the host: NCCL should load" in engine.use_device()
     engine.agree("end of a case")
@@ -85,7 +85,7 @@ def test_parts_of_one_device_go_through_the_host(libraries: Libraries, monkeypat
     if current().settings.ranks_per_host:
         pytest.skip("hosts that are made up have devices of one name")
     monkeypatch.setenv("FAKE_DEVICE_PARTS", "1")
-    monkeypatch.setattr("hvpipe.engine.find_nccl", lambda named: named or libraries.nccl)
+    monkeypatch.setattr("hvpipe.comm.engine.find_nccl", lambda named: named or libraries.nccl)
     engine = open_engine(libraries, "NCCL", nccl_library="", gpus_may_be_shared=False)
     assert engine.use_device().startswith("through the host: NCCL does not join parts of one GPU")
     engine.stop()
@@ -313,7 +313,7 @@ def test_hvpipes_own_library_says_that_there_is_no_driver(libraries: Libraries) 
 def test_a_build_without_nvcc_goes_through_host_memory_and_says_so_once(
     libraries: Libraries, monkeypatch: Any, caplog: Any, tmp_path: Any
 ) -> None:
-    monkeypatch.setattr("hvpipe.engine._cuda_library", lambda: tmp_path / "libhvpipe_cuda.so")
+    monkeypatch.setattr("hvpipe.comm.engine._cuda_library", lambda: tmp_path / "libhvpipe_cuda.so")
     engine = open_engine(libraries, "host", device_library="")
     assert not engine.use_device_if_built(0)
     assert not engine.use_device_if_built(0)
