@@ -1,7 +1,8 @@
 """What goes wrong on one rank ends all ranks, soon, with that rank's error: each case in a job of its own.
 
 See also: mpi/comm/test_engine_errors.py and mpi/keras/data_parallel/test_bad_input.py for errors that a
-program can catch, comm/test_mpi.py for MPI worlds that do not open, commands/test_run.py for more ranks than slots.
+program can catch, comm/test_mpi.py for MPI worlds that do not open, commands/test_run.py for more ranks than
+slots.
 """
 
 from __future__ import annotations

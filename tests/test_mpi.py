@@ -15,8 +15,8 @@ from distributed import ALONE, run_cases
 class Suite:
     """Folders or files of cases. Each world size runs them once, in one job, with this environment.
 
-    `only` selects cases by mark, as pytest's -m does. A suite with `part_of` repeats cases of other suites, so
-    it runs only where -m asks for that mark.
+    `only` selects cases by mark, as pytest's -m does. A suite with `part_of` repeats cases of other suites,
+    and runs only if -m selects that mark.
     """
 
     name: str

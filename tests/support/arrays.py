@@ -1,4 +1,4 @@
-"""Arrays that the ranks put into collectives. Any rank can compute the arrays of the others and the result."""
+"""Arrays that the ranks put into collectives. Any rank can compute every rank's arrays and the result."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def assert_equal_on_all_ranks(*arrays: Array) -> None:
 
 
 def assert_sum(found: Array, terms: list[Array], scale: float, rounding: float) -> None:
-    """Check a sum of `terms`, which repeat to fill the array, within the error of one rounding after each term."""
+    """Check a sum of `terms`, repeated to fill the array, within the error of one rounding per term."""
     wide = [term.ravel().astype(np.float64) for term in terms]
     wanted = sum(wide) * scale
     allowed = (len(terms) + 2) * rounding * sum(np.abs(w) for w in wide) * scale + 1e-7 * rounding

@@ -70,7 +70,7 @@ class Run:
 
 
 def mpirun_command(size: int) -> list[str]:
-    """Return the command that starts `size` ranks on this host, with the venv's mpirun or the one on PATH."""
+    """Return the command that starts `size` ranks here, with the mpirun of the venv or of PATH."""
     if size == ALONE:
         return []
     beside = Path(sys.executable).with_name("mpirun")
@@ -86,7 +86,7 @@ def mpirun_command(size: int) -> list[str]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a new job: no launcher's or hvpipe's variables, one thread each, quiet logs."""
+    """Return the environment of a job: no launcher's or hvpipe's variables, one thread, quiet logs."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
     quiet = {
@@ -155,7 +155,7 @@ def expect_fatal(
     within_s: float,
     env: Mapping[str, str] | None = None,
 ) -> Run:
-    """Run a script that must fail: all ranks end in time, the exit code is not 0, the output matches `says`."""
+    """Run a script that must fail: all ranks end in time, not with 0, and the output matches `says`."""
     result = launch(size, [script], limit_s=within_s, env=env)
     assert not result.timed_out, f"wanted: all ranks end within {within_s} s. {result.describe()}"
     assert result.returncode != 0, f"wanted: a failure. {result.describe()}"

@@ -29,7 +29,7 @@ def samples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the dataset without its autotuning thread. `fit` would wait up to 10 s for that thread to end."""
+    """Return the dataset without its autotuning thread, for whose end `fit` waits up to 10 s."""
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
@@ -59,7 +59,7 @@ def mlp() -> keras.Model:
 
 
 def table() -> keras.Model:
-    """Build an embedding table of more than 1 MiB. Each sample uses some rows, and hvpipe sends only those."""
+    """Build an embedding table of more than 1 MiB. hvpipe sends only the rows that a batch uses."""
     inputs = keras.Input((FEATURES,))
     words = keras.ops.cast(keras.ops.abs(inputs) * 20.0, "int32")  # the first hundred rows, often the same
     embedded = keras.layers.Embedding(4100, 64)(words)
