@@ -1,13 +1,15 @@
-# hvpipe on a fresh machine, from Python 3.10+ and a C++17 compiler alone: `make train`, then `make test`.
+# hvpipe on a new machine needs Python 3.10+ and a C++17 compiler: `make train`, then `make test`.
 #
-#   make train            train examples/train.py on 2 ranks                 (RANKS=4 ARGS="--epochs 3" to vary it)
-#   make test             everything that CI runs
-#   make test TF=2.18.1   all tests on that TensorFlow, in a venv of its own
-#   make peers            .venv-peers, where Horovod runs beside hvpipe and TensorFlow, for comparisons (10 minutes once)
-#   make peers-test       two steps of each of them there
-#   make setup | lint | plan | rest | fast | keras | cuda | wheel | format | clean
+#   make train            train examples/train.py on 2 ranks          (for example with RANKS=4 ARGS="--epochs 3")
+#   make test             run everything that CI runs
+#   make test TF=2.18.1   run all tests on that TensorFlow, in a venv of its own
+#   make fast             run the planning half, and each way to train once on 2 ranks
+#   make mutations        break one line at a time and check that a test notices
+#   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
+#   make peers-test       train two steps with each of those systems
+#   make setup | lint | plan | rest | keras | cuda | wheel | format | clean
 #
-# PYTHON names the interpreter to start from, TF the TensorFlow. What is set up already is not set up again.
+# PYTHON names the interpreter to start from, TF the TensorFlow. Finished setup steps are not repeated.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -21,7 +23,7 @@ PYTHON ?=
 RANKS ?= 2
 ARGS ?=
 RUN_DIR ?= runs/digits
-# Tests that run at a time: those that compute keep two ranks busy, and beside them there is always one that waits.
+# Tests that run at a time: computing ones keep two cores busy, and one more mostly waits.
 WORKERS ?= $(shell n=$$(( $$(nproc) / 2 )); echo $$(( n > 2 ? n + 1 : 3 )))
 
 VENV := .venv$(if $(filter-out $(DEFAULT_TF),$(TF)),-tf$(TF))
@@ -29,24 +31,26 @@ CONSTRAINTS := constraints$(if $(filter-out $(DEFAULT_TF),$(TF)),-tf$(TF)).txt
 BIN := $(VENV)/bin
 SETUP := .ci/setup.sh
 PYTEST := $(BIN)/pytest
+TIMED := .ci/timed.sh
 SIDE_BY_SIDE := -n $(WORKERS) --maxschedchunk 1
 CPP_FILES := find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu'
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-# What a cluster's modules have set: their packages and their MPI would come before the venv's own.
+# Modules of a cluster set these. Their packages and their MPI would come before those of the venv.
 unexport PYTHONPATH PYTHONHOME
 ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
-.PHONY: help setup train test lint plan rest fast keras cuda wheel other other-setup peers peers-test format clean
+.PHONY: help setup train test lint lint-steps plan quick rest fast keras cuda wheel other other-setup mutations peers peers-test \
+    format clean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
 
-# READY says that a make above this one has set up.
+# READY is set if the make that calls this one has set up.
 setup:
 	@[ -n "$(READY)" ] || $(SETUP) $(VENV) $(CONSTRAINTS) "$(PYTHON)"
 
@@ -56,45 +60,50 @@ train: setup
 	@$(BIN)/hvpipe run -np $(RANKS) --trace $(RUN_DIR)/trace.json \
 	    examples/train.py --save $(RUN_DIR)/model.keras --progress $$([ -t 1 ] && echo bar || echo epoch) $(ARGS)
 
-# First what keeps one core busy, two at a time, so that a failure shows early; then what keeps all of them busy.
-# The first failure ends the run.
+# The first steps keep one core busy each, so they run two at a time and show failures early. The last steps keep
+# all cores busy. The first failure ends the run. Each step prints how long it took.
 FIRST_STEPS := plan $(if $(filter $(DEFAULT_TF),$(TF)),lint cuda wheel other-setup)
 LAST_STEPS := rest $(if $(filter $(DEFAULT_TF),$(TF)),other)
 
 test: setup
-	@$(MAKE) -j2 --output-sync=target $(FIRST_STEPS) READY=1
+	@$(TIMED) "first steps" $(MAKE) -j2 --output-sync=target $(FIRST_STEPS) READY=1
 	@for step in $(LAST_STEPS); do $(MAKE) $$step READY=1; done
 
 lint: setup
-	@echo "==> lint: ruff, mypy --strict, clang-format"
+	@$(TIMED) "lint: ruff, mypy --strict, clang-format, vulture" $(MAKE) lint-steps
+
+lint-steps:
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy --strict hvpipe
 	@$(CPP_FILES) | xargs -r $(BIN)/clang-format --dry-run -Werror
+	@$(BIN)/vulture
 
 plan: setup
-	@echo "==> tests of the planning half, with MPI and TensorFlow out of reach"
-	@$(PYTEST) -q --planning
+	@$(TIMED) "tests of the planning half, which can import neither MPI nor TensorFlow" $(PYTEST) -q --planning
 
-rest: setup
-	@echo "==> all other tests on TensorFlow $(TF), the distributed ones under mpirun with 1, 2, 3 and 4 ranks"
-	@$(PYTEST) --rest --durations=20 --durations-min=10 $(SIDE_BY_SIDE)
+quick: setup
+	@$(TIMED) "quick tests with MPI and TensorFlow $(TF), on 2 ranks" $(PYTEST) -q -n 2 -m quick tests/test_mpi.py
 
 fast: setup
-	@echo "==> fast half of the tests on TensorFlow $(TF)"
-	@$(PYTEST) -m "not slow" $(SIDE_BY_SIDE)
+	@$(TIMED) "fast tests" $(MAKE) -j2 --output-sync=target plan quick READY=1
+
+rest: setup
+	@$(TIMED) "all other tests on TensorFlow $(TF), the distributed ones under mpirun with 1, 2, 3 and 4 ranks" \
+	    $(PYTEST) --rest --durations=20 --durations-min=10 $(SIDE_BY_SIDE)
 
 cuda:
-	@.ci/cuda.sh
+	@$(TIMED) "CUDA compile" .ci/cuda.sh
 
 wheel: setup
-	@.ci/wheel.sh $(VENV) $(CONSTRAINTS)
+	@$(TIMED) "wheel" .ci/wheel.sh $(VENV) $(CONSTRAINTS)
 
+# The tests marked older_tensorflow.
 keras: setup
-	@echo "==> what meets TensorFlow of the fast half of the tests, on TensorFlow $(TF)"
-	@$(PYTEST) -m "not slow" $(SIDE_BY_SIDE) -k "keras or kernels or examples or tensorflow or bad_input or docs_python"
+	@$(TIMED) "tests that depend on the versions of Keras and TensorFlow, on TensorFlow $(TF)" \
+	    $(PYTEST) -m older_tensorflow $(SIDE_BY_SIDE)
 
-# On the other TensorFlow, unless setup left word that no Python here can install it.
+# Setup leaves this file if no Python here can install the other TensorFlow.
 NO_PYTHON := .venv-tf$(OTHER_TF)/.stamps/no-python
 
 other-setup:
@@ -104,7 +113,11 @@ other: other-setup
 	@if [ -e $(NO_PYTHON) ]; then echo "==> SKIPPED: tests on TensorFlow $(OTHER_TF): no Python here can install it"; \
 	else $(MAKE) keras TF=$(OTHER_TF) READY=1; fi
 
-# Not a part of `test`: it compiles Horovod once.
+# Not part of `test`: it builds copies of hvpipe and runs for an hour.
+mutations: setup
+	@$(BIN)/python tests/mutations.py
+
+# Not part of `test`: it compiles Horovod once.
 peers:
 	@.ci/peers.sh .venv-peers constraints-tf$(OTHER_TF).txt "$(PYTHON)"
 

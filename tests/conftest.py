@@ -1,4 +1,4 @@
-"""Which tests are collected where: the planning half, and the cases that are for the ranks of an MPI job."""
+"""Select what pytest collects: the planning half, the rest, and the cases for ranks of an MPI job."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The same examples everywhere, and no clock that decides: the machine may be busy.
+# The same examples everywhere, without deadlines, because the machine may be busy.
 settings.register_profile(
     "hvpipe", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("hvpipe")
 
-# Cases in terms of hvpipe.size(): test_mpi.py runs them under mpirun.
+# Cases for any hvpipe.size(). test_mpi.py runs them under mpirun.
 RANKS = Path(__file__).parent / "mpi"
-# Out of reach of the planning half, and the modules that bring them in.
+# Packages that the planning half must not import, and the modules that import them.
 BLOCKED = ("horovod", "keras", "mpi4py", "tensorflow")
-BRINGING_IN = (
+IMPORTERS = (
     "distributed",
     "hvpipe.comm.engine",
     "hvpipe.keras",
@@ -38,14 +38,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--planning",
         action="store_true",
-        help="only the tests that need neither MPI nor TensorFlow, with both out of reach",
+        help="only the tests that need neither MPI nor TensorFlow; importing either one fails",
     )
     parser.addoption("--rest", action="store_true", help="only the tests that --planning leaves out")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What a shell starts in the background ignores Ctrl-C and Ctrl-\, and what nohup starts a hangup; so
-    # would all that the tests start.
+    # A shell's background jobs ignore Ctrl-C and Ctrl-\, and nohup ignores a hangup. Processes that the tests
+    # start would inherit that.
     usual_handlers = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGQUIT: signal.SIG_DFL,
@@ -71,8 +71,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Where several run at a time, what takes minutes should not be what begins last.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.option.markexpr:
+        parts = [item for item in items if item.get_closest_marker("part")]
+        config.hook.pytest_deselected(items=parts)
+        items[:] = [item for item in items if item not in parts]
+    # With several workers, the tests that take minutes start first.
     items.sort(key=lambda item: item.path.name != "test_mpi.py")
 
 
@@ -86,24 +90,24 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 class _Blocker(importlib.abc.MetaPathFinder):
-    """Makes MPI and TensorFlow look uninstalled."""
+    """Import hook that makes MPI and TensorFlow look uninstalled."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname.partition(".")[0] in BLOCKED:
-            raise ModuleNotFoundError(f"{fullname} is out of reach of the planning half", name=fullname)
+            raise ModuleNotFoundError(f"{fullname} must not be imported by the planning half", name=fullname)
         return None
 
 
 def _needs_more(test_file: Path) -> bool:
-    """True where the file imports, anywhere in it, MPI, TensorFlow or what brings them in."""
+    """Return whether the file imports MPI, TensorFlow or one of their importers, at any level."""
     for node in ast.walk(ast.parse(test_file.read_text())):
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        if any(name == b or name.startswith(b + ".") for name in names for b in BRINGING_IN):
+        if any(name == b or name.startswith(b + ".") for name in names for b in IMPORTERS):
             return True
     return False

@@ -249,6 +249,7 @@ hk.data_parallel(model).fit(data, epochs=2, verbose=0)
     assert "end of epoch 1" in result.output, result.describe()
 
 
+@pytest.mark.older_tensorflow
 def test_a_model_that_raises_inside_a_step_on_one_rank(tmp_path: Path) -> None:
     script = """
 def loss(wanted, found):
@@ -370,6 +371,7 @@ def test_another_mpi_than_hvpipe_was_built_with(tmp_path: Path) -> None:
     fails(tmp_path, script, says)
 
 
+@pytest.mark.older_tensorflow
 def test_keras_on_another_backend(tmp_path: Path) -> None:
     """Which may not even be installed."""
     script = "import warnings\nwarnings.simplefilter('ignore')\nimport hvpipe.keras"
@@ -377,6 +379,7 @@ def test_keras_on_another_backend(tmp_path: Path) -> None:
     fails(tmp_path, script, says, size=ALONE, KERAS_BACKEND="jax")
 
 
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize(
     ("built", "says"),
     [

@@ -1,4 +1,4 @@
-"""The cases of tests/mpi under mpirun, on the numbers of ranks that SUITES names."""
+"""Run the cases of tests/mpi under mpirun, on the numbers of ranks that SUITES names."""
 
 from __future__ import annotations
 
@@ -13,78 +13,91 @@ from distributed import ALONE, run_cases
 
 @dataclass(frozen=True)
 class Suite:
-    """Folders or files of cases, run once for each world size with this environment."""
+    """Folders or files of cases. Each world size runs them once, in one job, with this environment.
+
+    `only` selects cases by mark, as pytest's -m does. A suite with `part_of` repeats cases of other suites,
+    and runs only if -m selects that mark.
+    """
 
     name: str
     cases: tuple[str, ...]
-    sizes: tuple[int, ...] = (ALONE, 1, 2, 3, 4)
-    limit_s: float = 600.0  # some ten times what it takes: the machine may be busy
+    sizes: tuple[int, ...]
+    limit_s: float = 600.0  # some ten times the usual time, because the machine may be busy
     env: Mapping[str, str] = field(default_factory=dict)
-    only: str = ""  # marks, as pytest's -m takes them
+    only: str = ""
+    part_of: str = ""
 
 
 HERE = Path(__file__).parent
-DATA_PARALLEL = "mpi/keras/data_parallel"
-ENGINE = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
-# Nothing in these waits for another rank.
-OF_ONE_RANK = tuple(
-    f"mpi/keras/{name}.py"
+KERAS = "mpi/keras"
+DATA_PARALLEL = f"{KERAS}/data_parallel"
+# In this order: the device cases leave the session's engine on the tests' device.
+PIPELINES = tuple(
+    f"{KERAS}/pipeline/test_{name}.py"
+    for name in ("training", "checkpoint", "keras", "losses", "update", "device")
+)
+# Cases that one process can prove: they exchange nothing.
+ONE_PROCESS = tuple(
+    f"{KERAS}/{name}.py"
     for name in ("profiling/test_measure", "graph/test_split_gradient", "graph/test_layer_graph")
 )
-PIPELINES = tuple(f"mpi/keras/pipeline/test_{name}.py" for name in ("training", "checkpoint", "keras"))
-KERAS = tuple(
+OTHER_KERAS = tuple(
     name
-    for path in sorted((HERE / "mpi" / "keras").rglob("test_*.py"))
-    if (name := path.relative_to(HERE).as_posix()) not in (*PIPELINES, *OF_ONE_RANK)
+    for path in sorted((HERE / KERAS).rglob("test_*.py"))
+    if (name := path.relative_to(HERE).as_posix()) not in (*PIPELINES, *ONE_PROCESS)
 )
-NUMBERS = tuple(
-    f"{DATA_PARALLEL}/test_{name}.py"
-    for name in ("exact", "whole_batch", "ranks_equal", "logs", "finished_weights")
+EVERY_KERAS = (*OTHER_KERAS, *PIPELINES)
+COLLECTIVES = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
+# These mostly wait for deadlines, so they do not run in every suite.
+ERRORS = ("mpi/comm/test_device_errors.py", "mpi/comm/test_engine_errors.py")
+WITHOUT_ERRORS = tuple(
+    name
+    for path in sorted((HERE / "mpi" / "comm").glob("test_*.py"))
+    if (name := path.relative_to(HERE).as_posix()) not in ERRORS
 )
-DEVICES = "mpi/keras/pipeline/test_device.py"
+OLDER = "older_tensorflow"
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
+RING = {"HVPIPE_SHARED_MEMORY": "0"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 
-# Everything about Keras once, on two ranks or, where it needs no other, on one; what depends on their number
-# on 1, 3 and 4 as well. Several run at a time (`make rest`): the longest first, and beside them those of the
-# engine, which mostly wait. xdist gives its workers the first two, the next two, and so on.
+# Two ranks run every Keras case (one process, where a case needs no peer). Cases whose result depends on the
+# number of ranks carry the mark `every_size` and run on 1, 3 and 4 ranks too. tests/BEHAVIOURS.md says which
+# case proves what.
+#
+# `make rest` runs several suites at a time. Suites that compute come first, and beside them suites of the
+# engine, which mostly wait. xdist gives its workers the first two suites, then the next two, and so on.
 SUITES = (
-    Suite("keras", KERAS, sizes=(2,), limit_s=1800.0),
+    Suite("keras", OTHER_KERAS, (2,), 1800.0),
+    Suite("keras", EVERY_KERAS, (4,), 1800.0, only="every_size"),
+    Suite("pipelines", PIPELINES, (2,), 1800.0),
+    # 2 + 1 ranks: shared memory on the first host, a ring between the first rank of each.
+    Suite("keras hosts", EVERY_KERAS, (3,), 1800.0, TWO_TO_A_HOST, only="every_size"),
+    Suite("comm", ("mpi/comm",), (3,)),
+    Suite("comm hosts", ("mpi/comm",), (3,), env=TWO_TO_A_HOST),
+    Suite("comm ring", ("mpi/comm",), (2,), env=RING),
+    Suite("comm", ("mpi/comm",), (ALONE, 1)),
+    Suite("comm", WITHOUT_ERRORS, (2, 4)),
+    Suite("comm hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),
+    Suite("comm ring", WITHOUT_ERRORS, (3, 4), env=RING),
+    # Every message travels in many pieces.
+    Suite("comm tiny pieces", COLLECTIVES, (2, 3), env={**TWO_TO_A_HOST, **TINY}),
     Suite(
-        "keras hosts",
-        (*NUMBERS, f"{DATA_PARALLEL}/test_stopping.py"),
-        (3,),
-        1200.0,
-        TWO_TO_A_HOST,
-        "not slow",
+        "keras", (f"{DATA_PARALLEL}/test_life.py", f"{DATA_PARALLEL}/test_logs.py", *ONE_PROCESS), (ALONE,)
     ),
-    Suite("keras", (*NUMBERS, PIPELINES[0], DEVICES), sizes=(4,), limit_s=1800.0, only="not slow"),
-    Suite("keras pipelines", PIPELINES, sizes=(2,), limit_s=1800.0),
-    Suite("mpi", ("mpi/comm",)),
-    Suite("ring", ("mpi/comm",), sizes=(2, 3, 4), env={"HVPIPE_SHARED_MEMORY": "0"}),
-    # 2 + 1 and 2 + 2 ranks to a host: shared memory inside, a ring between the first of each.
-    Suite("hosts", ("mpi/comm",), sizes=(3, 4), env=TWO_TO_A_HOST),
-    # Everything travels in many pieces.
-    Suite("tiny pieces", ENGINE, sizes=(2, 3), env={**TWO_TO_A_HOST, **TINY}),
-    Suite("keras pipelines", PIPELINES[:2], sizes=(3,), limit_s=1200.0, only="not slow"),
-    Suite("keras", (*NUMBERS, *PIPELINES[:2]), sizes=(1,), limit_s=1200.0, only="not slow"),
-    Suite(
-        "keras",
-        (f"{DATA_PARALLEL}/test_life.py", f"{DATA_PARALLEL}/test_logs.py", *OF_ONE_RANK),
-        (ALONE,),
-        1200.0,
-    ),
+    Suite("keras", EVERY_KERAS, (1,), only="every_size"),
+    Suite("quick", EVERY_KERAS, (2,), only="quick", part_of="quick"),
+    Suite("quick comm", COLLECTIVES, (2,), part_of="quick"),
+    Suite("older", EVERY_KERAS, (2,), 1800.0, only=OLDER, part_of=OLDER),
+    Suite("older", ONE_PROCESS, (ALONE,), only=OLDER, part_of=OLDER),
 )
 
 
 def _runs() -> Iterator[object]:
     for suite in SUITES:
+        marks = [getattr(pytest.mark, suite.part_of), pytest.mark.part] if suite.part_of else []
         for size in suite.sizes:
-            # The fast half needs no more than two ranks, and has Keras's cases there.
-            marks = [pytest.mark.slow] if size > 2 or (size == 1 and "keras" in suite.name) else []
-            yield pytest.param(
-                suite, size, id=f"{suite.name.replace(' ', '-')}-{size or 'alone'}", marks=marks
-            )
+            name = f"{suite.name.replace(' ', '-')}-{size or 'alone'}"
+            yield pytest.param(suite, size, id=name, marks=marks)
 
 
 @pytest.mark.timeout(max(suite.limit_s for suite in SUITES) + 60)
@@ -93,7 +106,6 @@ def test_every_case_passes_on_every_rank(
     suite: Suite,
     size: int,
     tmp_path: Path,
-    pytestconfig: pytest.Config,
     record_property: Callable[[str, object], None],
 ) -> None:
     closing = run_cases(
@@ -102,7 +114,7 @@ def test_every_case_passes_on_every_rank(
         tmp_path / "ranks",
         limit_s=suite.limit_s,
         env=suite.env,
-        options=["-m", marks] if (marks := suite.only or pytestconfig.option.markexpr) else [],
+        options=["-m", suite.only] if suite.only else [],
     )
-    ranks = f"{size} ranks" if size else "one rank without a launcher"
+    ranks = f"{size} ranks" if size else "one process without a launcher"
     record_property("ranks", f"{suite.name}, {ranks}: {closing}")

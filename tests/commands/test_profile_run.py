@@ -6,8 +6,6 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-
 from distributed import Run, run
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster
@@ -42,7 +40,6 @@ def hvpipe(folder: Path, *arguments: str) -> Run:
     return run([sys.executable, "-m", "hvpipe", *arguments], limit_s=240, cwd=folder)
 
 
-@pytest.mark.slow
 def test_two_ranks_are_measured_and_planned_for_and_train(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NETS)
     result = hvpipe(tmp_path, "profile", "nets.py:small", "-np", "2", "--microbatch", "4")

@@ -37,9 +37,7 @@ def hvpipe_run(tmp_path: Path, script: str, *options: str, limit_s: float = LIMI
     return result
 
 
-@pytest.mark.parametrize(
-    "size", [1, 2, pytest.param(3, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_ranks_and_their_arguments(size: int, tmp_path: Path) -> None:
     script = "print('rank', world.rank, 'of', world.size, sys.argv[1:])"
     result = hvpipe_run(tmp_path, WORLD + script, "-np", str(size))

@@ -58,6 +58,7 @@ def test_the_first_script_trains_and_saves(tmp_path: Path) -> None:
     assert (tmp_path / "model.keras").is_file()
 
 
+@pytest.mark.older_tensorflow
 def test_what_goes_on_from_a_model_and_data(tmp_path: Path) -> None:
     """The README's pipeline, a custom loop, a script for Horovod: in one job, as TensorFlow starts slowly."""
     pipe, loop = "pipe = hk.pipeline_parallel(", "tape = hk.DistributedGradientTape("
@@ -91,7 +92,6 @@ def test_the_page_on_pipelines_trains_and_is_profiled_without_training(tmp_path:
     assert (tmp_path / "profile.json").is_file()
 
 
-@pytest.mark.slow
 def test_the_example_can_be_profiled_without_training(tmp_path: Path) -> None:
     target = f"{ROOT}/examples/train_pipeline.py:default_gpt"
     options = ["--microbatch", "2", "--repeats", "1"]

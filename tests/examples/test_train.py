@@ -87,6 +87,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.older_tensorflow
 def test_a_few_epochs_on_two_ranks_print_once_and_save_what_plain_keras_loads(tmp_path: Path) -> None:
     saved = tmp_path / "models" / "digits.keras"
     result = train(2, "--epochs", "3", "--overlap", "none", "--save", saved)
@@ -101,12 +102,10 @@ def test_a_few_epochs_on_two_ranks_print_once_and_save_what_plain_keras_loads(tm
     assert told["accuracy"] == pytest.approx(accuracy(result), abs=1e-4)
 
 
-@pytest.mark.slow
 def test_two_ranks_reach_97_percent_on_digits() -> None:
     assert accuracy(train(2)) >= 0.97
 
 
-@pytest.mark.slow
 def test_one_rank_without_a_launcher_and_three_ranks_learn_as_well() -> None:
     assert accuracy(train(ALONE)) >= 0.97
     assert accuracy(train(3, "--batch", "16")) >= 0.97
@@ -117,7 +116,6 @@ def test_folders_of_images_are_learnt(photos: Path) -> None:
     assert accuracy(result) >= 0.9, result.describe()
 
 
-@pytest.mark.slow
 def test_a_large_model_takes_own_folders(photos: Path) -> None:
     arguments = (
         "--model",
@@ -135,13 +133,11 @@ def test_a_large_model_takes_own_folders(photos: Path) -> None:
     assert f"mobilenetv2 on {photos.name}, 2 ranks" in result.output, result.describe()
 
 
-@pytest.mark.slow
 def test_every_model_can_be_built() -> None:
     result = launch(ALONE, ["-c", BUILD, TRAIN], limit_s=120)
     assert result.output.splitlines()[-1] == "resnet50 vgg16 mobilenetv2", result.describe()
 
 
-@pytest.mark.slow
 # Long enough for TensorFlow to know what its kernels take: it then runs them in another order.
 @pytest.mark.parametrize(("overlap", "epochs"), [("step", 8), ("none", 2)])
 def test_the_trace_is_named_last_and_has_every_part_of_a_step(

@@ -35,6 +35,7 @@ def train(size: int, *arguments: str | Path, limit_s: float = 300.0) -> Run:
     return result
 
 
+@pytest.mark.older_tensorflow
 def test_a_gpt_on_two_ranks_learns_and_is_saved_whole(tmp_path: Path) -> None:
     saved = tmp_path / "models" / "gpt.keras"
     result = train(2, *SMALL, "--tied", "--save", saved)
@@ -46,7 +47,6 @@ def test_a_gpt_on_two_ranks_learns_and_is_saved_whole(tmp_path: Path) -> None:
     assert json.loads(loaded.output.splitlines()[-1]) == {"shape": [1, 32, 128], "hvpipe": False}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "arguments"),
     [
@@ -60,7 +60,6 @@ def test_layouts_of_the_gpt(size: int, arguments: tuple[str, ...]) -> None:
     train(size, *SMALL, *arguments)
 
 
-@pytest.mark.slow
 def test_resnet50_on_two_ranks() -> None:
     # Large micro-batches: BatchNormalization sees one at a time.
     options = ("--batch", "32", "--microbatches", "2", "--steps", "5", "--epochs", "3")

@@ -222,6 +222,7 @@ def test_tensors_of_pipelines_stay_on_gpus_where_all_ranks_have_one(
     assert engine.opened == (device is not None)
 
 
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize("overlap", ["backward", "step", "stale"])
 def test_numbers_of_hvpipes_own_stay_on_the_host(monkeypatch: Any, overlap: str) -> None:
     """A look at one on a GPU waits for all that was enqueued there. Nothing of this graph is run."""

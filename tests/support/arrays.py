@@ -1,4 +1,4 @@
-"""Arrays that the ranks put into collectives: any rank can tell what another has, and what is to come out."""
+"""Arrays that the ranks put into collectives. Any rank can compute every rank's arrays and the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-# Half the distance from 1 to the next number: what one rounding may cost.
+# Half the distance from 1 to the next number: the error of one rounding.
 ROUNDING = {"float32": 2.0**-24, "float64": 2.0**-53, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 COUNTS = (0, 1, 7, 1000, 100_003)
 LARGE = 3_000_001
@@ -34,7 +34,7 @@ def pattern(rank: int, dtype: str) -> Array:
 
 
 def part(rank: int, count: int, dtype: str) -> Array:
-    """What a rank contributes: its pattern, over and over; any rank can tell what another's is."""
+    """Return the contribution of a rank: its pattern, repeated."""
     return np.resize(pattern(rank, dtype), count)
 
 
@@ -51,7 +51,7 @@ def assert_equal_on_all_ranks(*arrays: Array) -> None:
 
 
 def assert_sum(found: Array, terms: list[Array], scale: float, rounding: float) -> None:
-    """`terms`, repeated as often as it takes: right within the error of adding with a rounding after each."""
+    """Check a sum of `terms`, repeated to fill the array, within the error of one rounding per term."""
     wide = [term.ravel().astype(np.float64) for term in terms]
     wanted = sum(wide) * scale
     allowed = (len(terms) + 2) * rounding * sum(np.abs(w) for w in wide) * scale + 1e-7 * rounding

@@ -1,4 +1,4 @@
-"""Arrays in the memory of a test device, and engines that are opened on it (tests/native)."""
+"""Arrays in the memory of a test device, and engines opened on it (tests/native)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V
 
 
 class OnDevice:
-    """An array that says it lies on a device, as CuPy's and PyTorch's do."""
+    """An array with the interface of device arrays, as CuPy's and PyTorch's have."""
 
     def __init__(self, values: Array) -> None:
         self.values = values
@@ -34,7 +34,7 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Libraries:
-    """Where the libraries of tests/native lie."""
+    """Paths of the built libraries of tests/native."""
 
     device: str
     nccl: str
@@ -43,7 +43,7 @@ class Libraries:
 
 
 def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
-    """An engine whose data goes this way, with these changes of its settings."""
+    """Open an engine that sends data this way, with these changes of its settings."""
     session = current()
     if session.engine.core is None:
         pytest.skip("one rank without MPI has no C++ engine")
@@ -53,14 +53,14 @@ def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
         changes.setdefault("nccl_span", "host")
     changes.setdefault("nccl_library", "none" if way == "host" else libraries.nccl)
     changes.setdefault("device_library", libraries.device)
-    # Hosts that are made up have the same GPUs.
+    # The simulated hosts share the GPUs of this machine.
     changes.setdefault("gpus_may_be_shared", session.settings.ranks_per_host > 0)
     settings = replace(session.settings, **changes)
     return Engine(session.world, settings, settings.ranks_per_host)
 
 
 def values_of(rank: int, count: int, dtype: str) -> Array:
-    # Whole numbers, so that any order of adding gives the same sum.
+    # Integers, so that any order of adding gives the same sum.
     return np.random.default_rng([rank, count]).integers(-8, 8, count).astype(DTYPES[dtype])
 
 

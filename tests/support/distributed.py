@@ -1,16 +1,16 @@
-"""Run something under a real mpirun with a time limit, and say readably what its ranks did.
+"""Run commands under a real mpirun with a time limit, and report what the ranks did.
 
-Distributed tests are written once, in terms of `hvpipe.size()`, under tests/mpi/comm/ (no TensorFlow) and
-tests/mpi/keras/. test_mpi.py runs them once for each world size that it names, every rank running pytest:
+Distributed tests under tests/mpi/comm/ (no TensorFlow) and tests/mpi/keras/ are written once, for any
+`hvpipe.size()`. test_mpi.py runs them once for each world size of its suites. Every rank runs pytest:
 
-    test_mpi.py  ->  mpirun -np 3  ->  python tests/support/distributed.py LOGS tests/mpi/comm ...   (rank 0, 1, 2)
+    test_mpi.py -> mpirun -np 3 -> python tests/support/distributed.py LOGS tests/mpi/comm ... (rank 0, 1, 2)
 
-After each phase of a case the ranks exchange outcomes (in_step.py), so a case that fails on one
-rank fails on all, with that rank's message, and the ranks stay in step. By hand, one case at a time:
+After each phase of a case the ranks exchange outcomes (in_step.py). A case that fails on one rank therefore
+fails on all ranks, with that rank's message, and the ranks stay in step. By hand:
 
-    pytest tests/mpi/comm/test_x.py                    # no launcher, one rank
-    pytest tests/test_mpi.py -k mpi-3               # tests/mpi/comm with 3 ranks
-    mpirun -np 3 --map-by :OVERSUBSCRIBE --bind-to none pytest -x tests/mpi/comm/test_x.py   # by hand, all print
+    pytest tests/mpi/comm/test_x.py                    # one rank, no launcher
+    pytest tests/test_mpi.py -k comm-3                 # tests/mpi/comm with 3 ranks
+    mpirun -np 3 --map-by :OVERSUBSCRIBE --bind-to none pytest -x tests/mpi/comm/test_x.py   # all ranks print
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from hvpipe.commands.supervise import own_job_folder
 
 ALONE = 0  # a world of one rank without any launcher
 
-# What says that this process is a rank of an MPI job.
+# Launchers set one of these in each rank of an MPI job.
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 _LAUNCHER_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HOROVOD_", "HVPIPE_", "SLURM_")
 
-# As pytest tells of cases that took long.
+# A line of pytest's report of slow cases.
 _DURATION = re.compile(r"^[\d.]+s (?:setup|call|teardown) .*$", re.MULTILINE)
 
 
 def rank_in_environment() -> int | None:
-    """The rank that the launcher gave this process, None where there is no launcher."""
+    """Return the rank that the launcher gave this process, or None without a launcher."""
     for name in _RANK_VARIABLES:
         if name in os.environ:
             return int(os.environ[name])
@@ -53,7 +53,7 @@ def rank_in_environment() -> int | None:
 
 @dataclass(frozen=True)
 class Run:
-    """How a launched command ended. `output` is its stdout and stderr in the order written."""
+    """Outcome of a launched command. `output` is its stdout and stderr in the order written."""
 
     command: str
     returncode: int
@@ -62,7 +62,7 @@ class Run:
     output: str
 
     def describe(self) -> str:
-        """One paragraph for an assertion message: the command, how it ended, and what it printed."""
+        """Return a paragraph for an assertion message: the command, how it ended, and what it printed."""
         how = "was killed at its time limit" if self.timed_out else f"exited {self.returncode}"
         return (
             f"{self.command}\n{how} after {self.elapsed_s:.1f} s; its output:\n{_last(self.output, 12_000)}"
@@ -70,7 +70,7 @@ class Run:
 
 
 def mpirun_command(size: int) -> list[str]:
-    """What starts `size` ranks on this host, any number per core: the venv's mpirun first, then PATH's."""
+    """Return the command that starts `size` ranks here, with the mpirun of the venv or of PATH."""
     if size == ALONE:
         return []
     beside = Path(sys.executable).with_name("mpirun")
@@ -86,7 +86,7 @@ def mpirun_command(size: int) -> list[str]:
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a new job: no launcher's or hvpipe's variables, one thread each, quiet logs."""
+    """Return the environment of a job: no launcher's or hvpipe's variables, one thread, quiet logs."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
     threads = dict.fromkeys(("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS"), "1")
     quiet = {
@@ -118,7 +118,7 @@ def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> Run:
-    """Run a command to its end or for `limit_s`; then it and everything that it started is killed."""
+    """Run a command to its end. After `limit_s`, kill it and all processes that it started."""
     started = time.monotonic()
     with (
         own_job_folder(environment(env)) as environ,
@@ -155,7 +155,7 @@ def expect_fatal(
     within_s: float,
     env: Mapping[str, str] | None = None,
 ) -> Run:
-    """Run a script that must fail: all ranks end in time, the exit code is not 0, the output says `says`."""
+    """Run a script that must fail: all ranks end in time, not with 0, and the output matches `says`."""
     result = launch(size, [script], limit_s=within_s, env=env)
     assert not result.timed_out, f"wanted: all ranks end within {within_s} s. {result.describe()}"
     assert result.returncode != 0, f"wanted: a failure. {result.describe()}"
@@ -174,36 +174,36 @@ def run_cases(
 ) -> str:
     """Run folders or files of cases as `size` ranks.
 
-    Returns pytest's closing line on rank 0 and, below it, the cases that took longest there. Raises
-    AssertionError with the reports of the ranks.
+    Returns pytest's closing line on rank 0 and, below it, the cases that took longest there. If a case fails,
+    raises AssertionError with the reports of the ranks.
     """
     logs.mkdir(parents=True, exist_ok=True)
     paths = [cases] if isinstance(cases, Path) else cases
-    # Longer than usual: all wait for what rank 0 alone trains to compare with.
+    # Longer than usual, because the others wait while rank 0 trains references.
     patient = {"HVPIPE_TIMEOUT": "120", **(env or {})}
     result = launch(size, [__file__, logs, *paths, *options], limit_s=limit_s, env=patient)
     reports = {path.stem: _readable(path) for path in sorted(logs.glob("rank-*.txt"))}
     closing = (reports.get("rank-0", "").rstrip().splitlines() or ["nothing from rank 0"])[-1].strip("= ")
     if result.returncode == 0 and not result.timed_out:
         return "\n  ".join([closing, *_DURATION.findall(reports["rank-0"])])
-    # One report tells all while the ranks are in step; where they are not, each rank's last lines matter.
+    # One report tells all if the ranks stayed in step. If they did not, each rank's last lines matter.
     told = re.match(r"\d+ (failed|errors?)\b.* in [\d.]+s", closing)
     parts = [reports["rank-0"]] if told else [f"--- {n}\n{_last(text, 6_000)}" for n, text in reports.items()]
     raise AssertionError("\n".join([*parts, result.describe()]))
 
 
 def run_rank(logs: Path, arguments: Sequence[str]) -> int:
-    """What each rank of run_cases executes: pytest, everything it prints going to a file of this rank."""
+    """Run pytest as one rank of run_cases. Everything that it prints goes to a file of this rank."""
     rank = rank_in_environment() or 0
     log = os.open(logs / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    # SIGUSR1 comes at the driver's limit, SIGTERM from mpirun when another rank died: both leave stacks.
+    # The driver sends SIGUSR1 at its limit, and mpirun SIGTERM when another rank died. Both write stacks.
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     faulthandler.register(signal.SIGTERM, file=log, all_threads=True, chain=True)
     timeout = ["--timeout=240", "--timeout-method=thread"]
     slowest = ["--durations=10", "--durations-min=5"]
-    # Not --capture=fd: what MPI or C++ say as they end a process would go with pytest's file.
+    # With --capture=fd, the last words of MPI or C++ would be lost with pytest's own file.
     quiet = ["-q", "-p", "no:cacheprovider", "--color=no", "--capture=sys"]
     defaults = ["--maxfail=3", *quiet, *timeout, *slowest]
     return int(pytest.main([*defaults, f"--basetemp={logs}/tmp-{rank}", *arguments]))
@@ -217,7 +217,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 def _ask_for_stacks(pid: int) -> None:
-    """Have every Python below `pid` that runs run_rank write its stacks, and give it a moment to do so."""
+    """Ask every rank below `pid` to write its stacks, and wait a moment."""
     for child in _descendants(pid):
         with contextlib.suppress(psutil.NoSuchProcess):
             if __file__ in child.cmdline():
@@ -226,7 +226,7 @@ def _ask_for_stacks(pid: int) -> None:
 
 
 def _kill_tree(pid: int) -> None:
-    """Kill a process and all below it; ranks have process groups of their own, which killpg would miss."""
+    """Kill a process and its descendants. Ranks have process groups of their own, which killpg would miss."""
     processes = _descendants(pid)
     with contextlib.suppress(psutil.NoSuchProcess):
         processes.append(psutil.Process(pid))
@@ -238,7 +238,7 @@ def _kill_tree(pid: int) -> None:
 
 @contextlib.contextmanager
 def _killing_tree(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Leave nothing running when the test itself is interrupted."""
+    """Kill the process tree if the test itself is interrupted."""
     try:
         yield
     except BaseException:
@@ -247,7 +247,7 @@ def _killing_tree(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _readable(log: Path) -> str:
-    """A rank's report without pytest's own frames in its stacks."""
+    """Return a rank's report without pytest's own frames in its stacks."""
     return re.sub(
         r'\n  File "[^"]*/(?:_pytest|pluggy|threading)[^"]*", line .*', "", log.read_text(errors="replace")
     )

@@ -1,4 +1,4 @@
-"""A pytest plugin that keeps the ranks of an MPI job in step while each of them runs the same cases."""
+"""Pytest plugin that keeps the ranks of an MPI job in step while all run the same cases."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Longer than HVPIPE_TIMEOUT of the tests: a peer that waits in vain in hvpipe gets that error first.
+# Longer than HVPIPE_TIMEOUT of the tests, so that a peer that waits in hvpipe gets that error first.
 DEADLINE_S = 180.0
 
 
 class InStep:
-    """Exchanges the outcome of every phase, so that a case that fails on one rank fails on all of them."""
+    """Exchange of the outcome of every phase, so that a case that fails on one rank fails on all ranks."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -28,14 +28,14 @@ class InStep:
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Iterator[pytest.TestReport]:
-        """Replace a phase's outcome by what all the ranks together say of it."""
+        """Replace the outcome of a phase by the outcome over all ranks."""
         report: pytest.TestReport = yield
         self._wait_for_all(f"{item.nodeid} ({report.when})")
         told = self._comm.allgather((item.nodeid, report.when, report.outcome, report.longreprtext))
         mine = told[self._comm.rank]
         if all(other[:3] == mine[:3] and other[2] != "failed" for other in told):
             return report
-        # At once: pytest prints reports at its end, which a failure of hvpipe's may not let it reach.
+        # Print now: pytest prints reports at its end, which it may not reach after a failure of hvpipe.
         print(f"\n{mine[0]} {mine[2]} ({mine[1]})\n{mine[3]}", file=sys.__stderr__, flush=True)
         report.outcome = "failed"
         report.longrepr = "\n\n".join(
@@ -45,7 +45,7 @@ class InStep:
         return report
 
     def _wait_for_all(self, where: str) -> None:
-        """A barrier with a deadline; a rank that waits in vain ends the whole job."""
+        """Wait for all ranks. A rank that reaches the deadline aborts the job."""
         request = self._comm.Ibarrier()
         deadline = time.monotonic() + DEADLINE_S
         pause_s = 1e-4

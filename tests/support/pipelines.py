@@ -1,4 +1,4 @@
-"""What the cases about pipelines share: models of several kinds, their data, and runs to compare with."""
+"""Models of several kinds, their data, and reference runs for the cases about pipelines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS, BATCH = 10, 8
 
 
 def mlp() -> keras.Model:
-    """Dense layers, one regularized."""
+    """Build dense layers, one of them regularized."""
     model = keras.Sequential([keras.Input((12,))])
     for _ in range(4):
         model.add(layers.Dense(10, activation="tanh", kernel_regularizer="l2"))
@@ -30,7 +30,7 @@ def mlp() -> keras.Model:
 
 
 def resnet() -> keras.Model:
-    """Residual blocks with BatchNormalization that is frozen."""
+    """Build residual blocks with frozen BatchNormalization."""
     inputs = keras.Input((6, 6, 3))
     x = layers.Conv2D(6, 3, padding="same")(inputs)
     for _ in range(3):
@@ -40,7 +40,7 @@ def resnet() -> keras.Model:
 
 
 def transformer() -> keras.Model:
-    """Two blocks of causal attention over embedded tokens."""
+    """Build two blocks of causal attention over embedded tokens."""
     inputs = keras.Input((7,), dtype="int32")
     x = layers.Embedding(11, 8)(inputs)
     for _ in range(2):
@@ -52,7 +52,7 @@ def transformer() -> keras.Model:
 
 
 def unet() -> keras.Model:
-    """Skip connections over all stages."""
+    """Build a network with skip connections over all stages."""
     inputs = keras.Input((8, 8, 1))
     a = layers.Conv2D(3, 3, padding="same", activation="relu")(inputs)
     b = layers.Conv2D(5, 3, padding="same", activation="relu")(layers.MaxPool2D()(a))
@@ -68,7 +68,7 @@ MODELS: dict[str, Build] = {"mlp": mlp, "resnet": resnet, "transformer": transfo
 
 
 def batches(build: Build, count: int = STEPS * BATCH) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs that the model takes, and labels."""
+    """Return inputs for the model, and labels."""
     rng = np.random.default_rng(3)
     shape = (count, *build().input_shape[1:])
     whole_numbers = build is transformer
@@ -88,7 +88,7 @@ def compile_as_all(model: keras.Model, optimizer: Any = None) -> keras.Model:
 
 @dataclass(frozen=True)
 class Run:
-    """What a training left: history, evaluation, prediction, and weights by layer call order."""
+    """Results of a training: history, evaluation, prediction, and weights by layer call order."""
 
     history: dict[str, list[float]]
     evaluation: list[float]
@@ -105,7 +105,7 @@ def train(model: keras.Model, graph: LayerGraph, data: tuple[np.ndarray, np.ndar
 
 
 def weights_here(model: keras.Model, graph: LayerGraph) -> dict[int, np.ndarray]:
-    """The weights that this rank holds, by their number in the whole model."""
+    """Return the weights that this rank holds, by their number in the whole model."""
     every = [v for layer in graph.layers(range(len(graph.calls))) for v in layer.variables]
     mine = {id(v) for v in model.variables}
     return {number: np.asarray(v.numpy()) for number, v in enumerate(every) if id(v) in mine}
@@ -113,7 +113,7 @@ def weights_here(model: keras.Model, graph: LayerGraph) -> dict[int, np.ndarray]
 
 @cache
 def plain(name: str) -> Run:
-    """The undivided model, trained by Keras on one rank."""
+    """Train the undivided model with Keras, on rank 0 for all ranks."""
     build = MODELS[name]
 
     def trained() -> Run:
@@ -126,7 +126,7 @@ def plain(name: str) -> Run:
 
 
 def pipelined(name: str, optimizer: Any = None, **options: Any) -> Run:
-    """The same, spread over the ranks."""
+    """Train the same model as a pipeline over the ranks."""
     build = MODELS[name]
     data = batches(build)
     keras.utils.set_random_seed(5)
@@ -135,14 +135,18 @@ def pipelined(name: str, optimizer: Any = None, **options: Any) -> Run:
     return train(pipe, pipe.stages.graph, data)
 
 
+def spread(name: str, schedule: str = "1f1b") -> Run:
+    """Train the model as a pipeline with this schedule, once for all cases of a job."""
+    return _spread(name, schedule)
+
+
 @cache
-def spread(name: str) -> Run:
-    """As `pipelined` does where nothing else is asked for."""
-    return pipelined(name)
+def _spread(name: str, schedule: str) -> Run:
+    return pipelined(name) if schedule == "1f1b" else pipelined(name, schedule=schedule, chunks=2)
 
 
 def both(build: Build, told: Callable[[Any], Any], **options: Any) -> tuple[Any, Any]:
-    """What `told` says of the undivided model, which rank 0 has, and of its pipeline, from the same seed."""
+    """Apply `told` to the undivided model on rank 0 and to its pipeline, both from the same seed."""
 
     def from_seed(make: Build) -> Any:
         keras.utils.set_random_seed(5)
@@ -153,7 +157,7 @@ def both(build: Build, told: Callable[[Any], Any], **options: Any) -> tuple[Any,
 
 
 def distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Relative to the larger of the two, by norm.
+    """Return the norm of the difference, relative to the larger norm of the two.
 
     A tenth of a step of 0.1 counts as the least norm: the bias of attention's keys has no effect and so no
     gradient but rounding.
@@ -163,7 +167,7 @@ def distance(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def check_same(run: Run, reference: Run, within: float) -> None:
-    """The run has the reference's losses, metrics, outputs and (those held here) weights."""
+    """Check losses, metrics, outputs and the weights held here against a reference run."""
     assert run.history.keys() == reference.history.keys()
     for name, values in reference.history.items():
         np.testing.assert_allclose(run.history[name], values, rtol=within, err_msg=name)

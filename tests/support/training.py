@@ -1,4 +1,4 @@
-"""What the cases share: small data, small models, training runs, and comparisons of weights bit for bit."""
+"""Small data, small models, training runs, and bitwise comparisons of weights for the Keras cases."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import hvpipe.keras as hk
 
 FEATURES = 12
 CLASSES = 5
-# Small enough to cut the small models into several buckets.
+# Cuts the small models into several buckets.
 BUCKET_BYTES = 200
 
 State = dict[str, np.ndarray]
 
 
 def samples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and labels that depend on them."""
+    """Return inputs, and labels that depend on them."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(count, FEATURES)).astype(np.float32)
     y = np.argmax(x[:, :CLASSES] + 0.5 * x[:, CLASSES : 2 * CLASSES], axis=1)
@@ -29,26 +29,26 @@ def samples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """The dataset without the thread that tunes its speed: for the end of that, `fit` waits up to 10 s."""
+    """Return the dataset without its autotuning thread, for whose end `fit` waits up to 10 s."""
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
 
 
 def my_batches(steps: int, batch: int = 8, seed: int = 0) -> tf.data.Dataset:
-    """This rank's batches of `batch` samples; those of all ranks together are `all_batches`."""
+    """Return this rank's batches of `batch` samples. All ranks together have `all_batches`."""
     data = samples(steps * batch * hvpipe.size(), seed)
     return untuned(hk.shard(tf.data.Dataset.from_tensor_slices(data).batch(batch)))
 
 
 def all_batches(steps: int, batch: int = 8, seed: int = 0) -> tf.data.Dataset:
-    """What one rank with the whole batch would train on."""
+    """Return the batches that one rank with the whole batch would train on."""
     whole = batch * hvpipe.size()
     return untuned(tf.data.Dataset.from_tensor_slices(samples(steps * whole, seed)).batch(whole))
 
 
 def mlp() -> keras.Model:
-    """Two dense layers: three buckets."""
+    """Build two dense layers, which make three buckets."""
     return keras.Sequential(
         [
             keras.Input((FEATURES,)),
@@ -59,7 +59,7 @@ def mlp() -> keras.Model:
 
 
 def table() -> keras.Model:
-    """A table of more than 1 MiB, of which each sample uses some rows: these alone travel."""
+    """Build an embedding table of more than 1 MiB. hvpipe sends only the rows that a batch uses."""
     inputs = keras.Input((FEATURES,))
     words = keras.ops.cast(keras.ops.abs(inputs) * 20.0, "int32")  # the first hundred rows, often the same
     embedded = keras.layers.Embedding(4100, 64)(words)
@@ -71,7 +71,7 @@ def loss() -> keras.losses.Loss:
 
 
 def compiled(build: Callable[[], keras.Model] = mlp, optimizer: Any = None, **options: Any) -> keras.Model:
-    """A new model from seed 5, the same on all ranks and at every call."""
+    """Return a new compiled model from seed 5, the same on all ranks and at every call."""
     keras.utils.set_random_seed(5)
     model = build()
     options.setdefault("loss", loss())
@@ -80,20 +80,20 @@ def compiled(build: Callable[[], keras.Model] = mlp, optimizer: Any = None, **op
 
 
 def parallel(model: keras.Model, overlap: str = "step", **options: Any) -> keras.Model:
-    """`data_parallel` with several buckets."""
+    """Call `data_parallel` with several buckets."""
     options.setdefault("bucket_bytes", BUCKET_BYTES)
     return hk.data_parallel(model, overlap, **options)
 
 
 def fit(model: keras.Model, data: Any, **options: Any) -> dict[str, list[float]]:
-    """`fit` in silence; its history."""
+    """Run `fit` silently and return its history."""
     data = untuned(data) if isinstance(data, tf.data.Dataset) else data
     history: dict[str, list[float]] = model.fit(data, verbose=0, **options).history
     return history
 
 
 def state_of(model: keras.Model) -> State:
-    """Copies of all weights, seeds and optimizer slots, read past the model's own methods."""
+    """Copy all weights, seeds and optimizer slots without calling the model's own methods."""
     found: State = {}
     for variable in [*model.variables, *model.optimizer.variables]:
         name = f"{len(found)} {variable.path}"
@@ -102,7 +102,7 @@ def state_of(model: keras.Model) -> State:
 
 
 def assert_same_bits(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], what: str = "") -> None:
-    """Two states are equal bit for bit (names may differ: Keras numbers layers)."""
+    """Check that two states are equal bit for bit. Names may differ, because Keras numbers layers."""
     assert len(one) == len(other), what
     different = [
         f"{name}: by up to {np.max(np.abs(mine.astype(np.float64) - theirs.astype(np.float64)))}"
@@ -113,7 +113,7 @@ def assert_same_bits(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarr
 
 
 def assert_close(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray], relative: float) -> None:
-    """Every array within `relative` of the largest number in the other."""
+    """Check that every array is within `relative` of the largest number in the other."""
     assert len(one) == len(other)
     for (name, mine), theirs in zip(one.items(), other.values(), strict=True):
         if mine.dtype.kind == "f":
@@ -124,7 +124,7 @@ def assert_close(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray],
 
 
 def assert_same_on_all_ranks(value: Any) -> None:
-    """A state (or numbers) has the same bits on every rank, but for sums that are still to be reduced."""
+    """Check that a state (or numbers) has the same bits on every rank, except sums not yet reduced."""
     if isinstance(value, dict):
         value = {name: array for name, array in value.items() if "gradient_accumulator" not in name}
         mine = {name: np.asarray(part).tobytes() for name, part in value.items()}
@@ -136,12 +136,12 @@ def assert_same_on_all_ranks(value: Any) -> None:
 
 
 def by_rank_0(make: Callable[[], Any]) -> Any:
-    """What rank 0 makes, for all ranks: plain Keras would give the same on each of them."""
+    """Return to all ranks what `make` returns on rank 0. Plain Keras would give the same on each."""
     return hvpipe.broadcast_object(make() if hvpipe.rank() == 0 else None)
 
 
 class Remember(keras.callbacks.Callback):
-    """Copies what `look` sees at the end of every batch and of every epoch."""
+    """Callback that keeps what `look` returns at the end of every batch and every epoch."""
 
     def __init__(self, look: Callable[[keras.Model], Any] = state_of) -> None:
         super().__init__()

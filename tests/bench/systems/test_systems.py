@@ -33,7 +33,6 @@ def _run(system: str, task: Task, timeout_s: float = 300, ranks: int = 2) -> Rou
 
 
 # hvpipe-none trains on in the next one.
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if name != "hvpipe-none"])
 def test_two_steps(name: str) -> None:
     round_ = _run(name, TASK)
@@ -53,7 +52,6 @@ def test_two_steps(name: str) -> None:
     assert Round.from_dict(round_.to_dict()) == round_
 
 
-@pytest.mark.slow
 def test_exact_modes_learn_digits_alike() -> None:
     task = Task("digits", batch=16, warm_up=1, steps=1, epochs=3)
     alone = _run("single", task)
@@ -70,7 +68,6 @@ def test_exact_modes_learn_digits_alike() -> None:
     assert alone.ranks[0].loss[0] == pytest.approx(linear.ranks[0].loss[0], rel=0.02)
 
 
-@pytest.mark.slow
 def test_mirrored_workers_of_unequal_shares_learn_digits_as_the_linear_mode_does() -> None:
     task = Task("digits", batch=16, warm_up=1, steps=1, epochs=2, shares=(20, 12))
     linear, mirrored = _run("hvpipe-none", task), _run("tf-mwms-tuned", task)
@@ -78,7 +75,6 @@ def test_mirrored_workers_of_unequal_shares_learn_digits_as_the_linear_mode_does
     assert mirrored.ranks[0].loss == pytest.approx(linear.ranks[0].loss, rel=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "values", "packs"), [("tf-mwms", {}, 1), ("tf-mwms-tuned", FOUR_MIB, 3)])
 def test_packs_of_mirrored_workers_are_in_the_compiled_step(
     name: str, values: dict[str, str], packs: int

@@ -62,9 +62,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [name if n == 0 else pytest.param(name, marks=pytest.mark.slow) for n, name in enumerate(CASES)]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_all_ranks_end(case: str, tmp_path: Path) -> None:
     does, says = CASES[case]
     script = tmp_path / "case.py"

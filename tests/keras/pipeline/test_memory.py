@@ -48,7 +48,6 @@ hvpipe.shutdown()
 SHORT_OF_MEMORY = ("OOM", "ResourceExhausted", "bad_alloc", "MemoryError", "Cannot allocate memory")
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_a_model_too_large_for_one_rank_trains_on_four(tmp_path: Path) -> None:
     script = tmp_path / "large.py"

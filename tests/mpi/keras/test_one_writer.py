@@ -89,6 +89,7 @@ class Crash(keras.callbacks.Callback):
             raise RuntimeError("power failure")
 
 
+@pytest.mark.older_tensorflow
 def test_training_goes_on_from_the_backup_of_one_rank(folder: Path) -> None:
     def run(*callbacks: Any) -> tuple[Any, list[int]]:
         model = parallel(compiled())

@@ -69,6 +69,7 @@ def reference(clipnorm: float | None = None) -> dict[str, np.ndarray]:
     return found
 
 
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize("compile_step", [False, True], ids=["eager", "compiled"])
 def test_distributed_optimizer(compile_step: bool) -> None:
     model = compiled(mlp, sgd(clipnorm=0.5))
@@ -79,6 +80,7 @@ def test_distributed_optimizer(compile_step: bool) -> None:
     assert_close(found, reference(clipnorm=0.5), 1e-5)
 
 
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize("compile_step", [False, True], ids=["eager", "compiled"])
 def test_distributed_tape(compile_step: bool) -> None:
     def averaging(tape: Any) -> Any:
@@ -206,6 +208,7 @@ def test_two_optimizers_in_one_compiled_step() -> None:
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.older_tensorflow
 def test_loop_inside_a_function() -> None:
     weight = tf.Variable(np.ones(3, np.float32))
     optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(0.5))
@@ -338,6 +341,7 @@ def test_fit_of_data_of_unknown_length(build: Callable[[], keras.Model]) -> None
     assert_same_on_all_ranks(state_of(model))
 
 
+@pytest.mark.older_tensorflow
 def test_compiled_by_xla() -> None:
     """As Keras does by itself where there is a GPU."""
     if hvpipe.size() == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,18 +128,47 @@ ALL_CASES = {
 }
 
 
-def fast_first(names: Iterable[str], fast: Iterable[str]) -> list[Any]:
-    """The names; those that are not among the fast ones are marked slow."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+# On every number of ranks: a dense gradient, one of rows, and sums over several steps.
+EVERY_SIZE = ("momentum", "table", "accumulation")
+OLDER_TENSORFLOW = (
+    *EVERY_SIZE,
+    *("adamw_global_clipnorm", "loss_scale", "steps_per_execution", "embedding", "decaying_sgd", "eager"),
+)
+QUICK = ("momentum", "table")
 
 
-@pytest.mark.parametrize("name", fast_first(ALL_CASES, CASES))
+def marked(names: Iterable[str]) -> list[Any]:
+    """Return the names with the marks that say where else each of them runs."""
+
+    def marks(name: str) -> Iterator[pytest.MarkDecorator]:
+        if name in EVERY_SIZE:
+            yield pytest.mark.every_size
+        if name in OLDER_TENSORFLOW:
+            yield pytest.mark.older_tensorflow
+        if name in QUICK:
+            yield pytest.mark.quick
+
+    return [pytest.param(name, marks=list(marks(name))) for name in names]
+
+
+@pytest.mark.parametrize("name", marked(ALL_CASES))
 def test_step_has_the_bits_of_the_linear_mode(name: str) -> None:
     assert_same_bits(trained(name, "step"), trained_linearly(name))
 
 
-# Where updates are made is the same as in "step", so not every optimizer again.
-@pytest.mark.parametrize("name", fast_first([*CASES, "decaying_adamw", "eager"], CASES))
+# "backward" updates as "none" does, after all gradients: one case of each kind of gradient and step suffices.
+WITH_BACKWARD = (
+    "momentum",
+    "table",
+    "accumulation",
+    "loss_scale",
+    "steps_per_execution",
+    "embedding",
+    "eager",
+)
+
+
+@pytest.mark.parametrize("name", marked(WITH_BACKWARD))
 def test_backward_has_the_bits_of_the_linear_mode(name: str) -> None:
     assert_same_bits(trained(name, "backward"), trained_linearly(name))
 

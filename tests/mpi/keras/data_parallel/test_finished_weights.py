@@ -77,6 +77,7 @@ def configuration(model: keras.Model) -> dict[str, np.ndarray]:
     return state_of(model)
 
 
+@pytest.mark.older_tensorflow
 def test_reading_through_the_model() -> None:
     """One way after each batch, when an update is still to come."""
     ways = [weights, outputs, results, configuration]
@@ -130,7 +131,6 @@ def test_a_lambda_callback_is_the_users_own() -> None:
         assert_same_bits(mine, theirs)
 
 
-@pytest.mark.slow
 def test_a_callback_list_of_ones_own() -> None:
     def look(overlap: str) -> Remember:
         model = parallel(compiled(), overlap)
@@ -172,6 +172,7 @@ def test_checkpoints_of_every_batch(tmp_path: Path) -> None:
         assert_same_bits(state_of(keras.models.load_model(file)), expected)
 
 
+@pytest.mark.older_tensorflow
 def test_saved_between_two_steps(tmp_path: Path) -> None:
     """One way after each batch, when an update is still to come."""
     ways: list[Callable[[keras.Model, Path], None]] = [
@@ -195,7 +196,6 @@ def test_saved_between_two_steps(tmp_path: Path) -> None:
         assert_same_bits(mine, theirs)
 
 
-@pytest.mark.slow
 def test_a_saved_model_loads_where_there_is_no_hvpipe(tmp_path: Path) -> None:
     model = parallel(compiled())
     fit(model, my_batches(3))
@@ -219,7 +219,7 @@ def test_a_saved_model_loads_where_there_is_no_hvpipe(tmp_path: Path) -> None:
     np.testing.assert_allclose(found, model.predict(x, verbose=0).ravel(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("rate", ["learning_rate", pytest.param("read_layer", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rate", ["learning_rate", "read_layer"])
 def test_between_two_calls_of_train_on_batch(rate: str) -> None:
     """The caller reads a layer, or sets the learning rate of the next step: neither may meet an old one."""
 
@@ -237,7 +237,6 @@ def test_between_two_calls_of_train_on_batch(rate: str) -> None:
         assert_same_bits(mine, theirs)
 
 
-@pytest.mark.slow
 def test_setting_weights_between_two_steps() -> None:
     """What is set stays: the update under way comes before it."""
     start = [array.copy() for array in compiled().get_weights()]

@@ -40,7 +40,6 @@ def test_compiled_again() -> None:
     assert_same_bits(found, run("none"))
 
 
-@pytest.mark.slow
 def test_compiled_after_data_parallel() -> None:
     keras.utils.set_random_seed(5)
     model = parallel(mlp())
@@ -51,7 +50,6 @@ def test_compiled_after_data_parallel() -> None:
     assert_same_bits(state_of(model), state_of(reference))
 
 
-@pytest.mark.slow
 def test_fit_twice() -> None:
     def run(overlap: str) -> dict[str, np.ndarray]:
         model = parallel(compiled(), overlap)
@@ -63,6 +61,7 @@ def test_fit_twice() -> None:
     assert_same_bits(run("step"), run("none"))
 
 
+@pytest.mark.older_tensorflow
 def test_another_overlap_on_the_way() -> None:
     model = parallel(compiled(), "step")
     fit(model, my_batches(3))
@@ -89,7 +88,6 @@ def test_wrapped_twice_reduces_once() -> None:
     assert operations >= (2 * 3 if hvpipe.size() > 1 else 0)
 
 
-@pytest.mark.slow
 def test_learning_rate_scheduler() -> None:
     def run(overlap: str) -> dict[str, np.ndarray]:
         schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
@@ -101,6 +99,7 @@ def test_learning_rate_scheduler() -> None:
     assert_same_bits(run("step"), run("none"))
 
 
+@pytest.mark.older_tensorflow
 def test_methods_come_back() -> None:
     """A model given to `data_parallel` again has lost nothing of the first time but its hooks."""
     model = compiled()

@@ -48,6 +48,9 @@ def expected() -> dict[str, float]:
     return found
 
 
+@pytest.mark.every_size
+@pytest.mark.older_tensorflow
+@pytest.mark.quick
 def test_history_of_unequal_ranks() -> None:
     """Validation data too; arrays of different lengths, the same number of batches."""
     x, y = own_samples()
@@ -59,6 +62,7 @@ def test_history_of_unequal_ranks() -> None:
         np.testing.assert_allclose(history[f"val_{name}"], [value] * 2, rtol=1e-5)
 
 
+@pytest.mark.every_size
 def test_evaluate_of_unequal_ranks() -> None:
     x, y = own_samples()
     model = parallel(still())
@@ -80,6 +84,7 @@ def test_evaluate_before_a_step_is_of_rank_0s_weights() -> None:
     assert found == pytest.approx(expected(), rel=1e-5)
 
 
+@pytest.mark.every_size
 def test_xla_is_for_one_rank_alone(caplog: Any) -> None:
     """Which compiles what counts the samples; several switch it off for `evaluate`, too, and say so once."""
     alone = hvpipe.size() == 1
@@ -156,7 +161,6 @@ def test_a_metric_that_runs_eagerly_alone() -> None:
     assert_same_on_all_ranks(fit(model, my_batches(2)))
 
 
-@pytest.mark.slow
 def test_history_is_that_of_one_rank_with_the_whole_batch() -> None:
     model = parallel(compiled(metrics=["accuracy"]))
     validation = samples(30, seed=9)

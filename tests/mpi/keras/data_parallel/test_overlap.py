@@ -71,6 +71,7 @@ def operations_of(graph: Any) -> list[str]:
     return [node.op for among in nodes for node in among]
 
 
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize("overlap", OVERLAPS)
 def test_gradients_travel_while_backward_goes_on(overlap: str) -> None:
     """Those of the last layer, while the first one's are not there; and the step calls no Python for it."""

@@ -86,6 +86,7 @@ class ForgetsVariables(OwnStep):
         self.optimizer.apply([None, *gradients[1:]])
 
 
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize("kind", [OwnStep, ForgetsVariables, Clipping, CompiledClipping, Teaching])
 def test_what_follows_the_update_sees_its_weights(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     def trained(overlap: str) -> dict[str, np.ndarray]:
@@ -208,6 +209,7 @@ def test_gradients_that_need_no_weights() -> None:
     assert_same_bits(trained("step"), trained("none"))
 
 
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_weights_after_fit_is_left_by_an_exception(error: type[BaseException]) -> None:
     class Raise(keras.callbacks.Callback):

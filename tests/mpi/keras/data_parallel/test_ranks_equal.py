@@ -43,7 +43,7 @@ def unlike(seed: int) -> keras.Model:
     return hk.data_parallel(model, bucket_bytes=200)
 
 
-@pytest.mark.parametrize("overlap", ["step", pytest.param("stale", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("overlap", [pytest.param("step", marks=pytest.mark.every_size), "stale"])
 def test_equal_after_every_epoch_and_the_same_when_run_again(overlap: str) -> None:
     def run() -> tuple[list[Any], dict[str, Any]]:
         model = hk.data_parallel(unlike(40), overlap, bucket_bytes=200, warmup_steps=3)
@@ -62,6 +62,9 @@ def test_equal_after_every_epoch_and_the_same_when_run_again(overlap: str) -> No
         assert_same_bits(mine, before)
 
 
+@pytest.mark.every_size
+@pytest.mark.older_tensorflow
+@pytest.mark.quick
 def test_start_is_that_of_rank_0() -> None:
     """Weights, seeds, the learning rate: seen at the first batch, after which nothing has moved."""
     model = unlike(50)
@@ -102,7 +105,9 @@ def set_on_the_last(model: keras.Model) -> Any:
     return before
 
 
-@pytest.mark.parametrize("change", [set_on_rank_0, set_on_the_last])
+@pytest.mark.parametrize(
+    "change", [set_on_rank_0, pytest.param(set_on_the_last, marks=pytest.mark.every_size)]
+)
 def test_weights_set_on_one_rank_before_another_fit(change: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = unlike(60)
     fit(model, my_batches(2))
@@ -195,6 +200,7 @@ def test_normalization_that_rank_0_alone_has_adapted() -> None:
     assert_same_on_all_ranks(model.predict(x, verbose=0))
 
 
+@pytest.mark.every_size
 def test_statistics_are_means_over_all_samples() -> None:
     """Moving averages of BatchNormalization come from each rank's own data; all ranks end with the mean."""
     size, rank = hvpipe.size(), hvpipe.rank()

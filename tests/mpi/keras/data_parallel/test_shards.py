@@ -105,7 +105,6 @@ def test_epochs_of_unknown_length() -> None:
     assert_same_bits(run("step"), run("none"))
 
 
-@pytest.mark.slow
 @ENDS_BY_ITSELF
 @SEVERAL_RANKS
 @pytest.mark.parametrize(("execution", "accumulation"), [(1, 2), (3, None)])

@@ -29,6 +29,7 @@ def test_the_warm_up_is_exact() -> None:
     assert_same_bits(state_of(warming), state_of(exact))
 
 
+@pytest.mark.older_tensorflow
 def test_after_the_warm_up_a_gradient_is_one_step_late() -> None:
     """SGD on a line: the gradient is the weight itself, so that the late sequence can be worked out."""
     if hvpipe.size() == 1:
@@ -71,7 +72,6 @@ def test_a_scaled_loss_is_refused() -> None:
         fit(parallel(compiled(optimizer=scaled), "stale"), my_batches(2))
 
 
-@pytest.mark.slow
 def test_digits_within_a_point_of_exact() -> None:
     from sklearn.datasets import load_digits
 

@@ -62,7 +62,13 @@ def stopped(
 
 
 @pytest.mark.parametrize(
-    ("overlap", "same_as"), [("none", "none"), ("backward", "none"), ("step", "none"), ("stale", "stale")]
+    ("overlap", "same_as"),
+    [
+        ("none", "none"),
+        ("backward", "none"),
+        pytest.param("step", "none", marks=[pytest.mark.every_size, pytest.mark.older_tensorflow]),
+        ("stale", "stale"),
+    ],
 )
 def test_one_rank_stops_within_an_epoch(overlap: str, same_as: str) -> None:
     state, history = stopped(overlap, Stop("on_train_batch_end", BATCHES + 2))
@@ -91,7 +97,6 @@ def test_all_ranks_stop_at_one_batch_as_in_plain_keras() -> None:
     assert state["updates"] == len(stop.seen) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "number", "epochs", "updates"),
     [
@@ -108,14 +113,12 @@ def test_where_one_rank_stops(hook: str, number: int, epochs: int, updates: int)
     assert state["updates"] == updates
 
 
-@pytest.mark.slow
 def test_several_steps_per_execution() -> None:
     state, history = stopped("step", Stop("on_train_batch_end", 1), steps_per_execution=2)
     assert len(history["loss"]) == 1
     assert state["updates"] == 2
 
 
-@pytest.mark.slow
 def test_between_two_updates_of_an_accumulation() -> None:
     # In every sense but for what each rank has accumulated, which is its own.
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
@@ -138,6 +141,7 @@ def test_nan_in_the_data_of_one_rank(overlap: str) -> None:
     assert_same_on_all_ranks(state_of(model))
 
 
+@pytest.mark.every_size
 def test_a_callback_of_one_rank_alone() -> None:
     model = parallel(compiled())
     mine = [Stop("on_train_batch_end", 2)] if on_the_last(hvpipe.rank()) else []

@@ -82,14 +82,20 @@ def as_dataset(batches: list[Any]) -> tf.data.Dataset:
     return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+MOMENTUM_EVERYWHERE = pytest.param("momentum", marks=pytest.mark.every_size)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("momentum", marks=[pytest.mark.every_size, pytest.mark.quick]), "adam", "accumulation"],
+)
 def test_equal_batches(name: str) -> None:
     model = parallel(compiled(regularised, OPTIMIZERS[name]()))
     fit(model, my_batches(STEPS))
     compare(model, plain(regularised, name, all_batches(STEPS))[0])
 
 
-@pytest.mark.parametrize("name", ["momentum", pytest.param("accumulation", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [MOMENTUM_EVERYWHERE, "accumulation"])
 def test_tables(name: str) -> None:
     """And what travels is much less than the table."""
     model = parallel(compiled(table, OPTIMIZERS[name]()))
@@ -115,7 +121,7 @@ def plain(
     return found
 
 
-@pytest.mark.parametrize("name", ["momentum", "accumulation", pytest.param("adam", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["momentum", pytest.param("accumulation", marks=pytest.mark.every_size)])
 @ENDS_BY_ITSELF
 def test_unequal_batches(name: str) -> None:
     """The datasets have no known length either."""
@@ -128,7 +134,6 @@ def test_unequal_batches(name: str) -> None:
     np.testing.assert_allclose(history["accuracy"], expected["accuracy"], rtol=RELATIVE)
 
 
-@pytest.mark.slow
 def test_compression_is_close() -> None:
     model = parallel(compiled(), compression="bf16")
     fit(model, my_batches(STEPS))

@@ -20,6 +20,7 @@ from hvpipe.plan.pipelining import DEFAULT_PIPELINING
 from hvpipe.session import current
 from hvpipe.specs.profile import LayerCost, Profile
 
+pytestmark = pytest.mark.older_tensorflow
 layers = keras.layers
 
 

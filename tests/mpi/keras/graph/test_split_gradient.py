@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from hvpipe.keras.graph.split_gradient import SplitGradient, split_gradient
 
+pytestmark = pytest.mark.older_tensorflow
 layers = keras.layers
 
 

@@ -120,6 +120,7 @@ def trained(world: None, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 # Files of plain Keras ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.older_tensorflow
 def test_plain_keras_loads_the_file_and_goes_on_training(trained: Trained) -> None:
     model = keras.models.load_model(trained.file)
     np.testing.assert_allclose(
@@ -131,6 +132,7 @@ def test_plain_keras_loads_the_file_and_goes_on_training(trained: Trained) -> No
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
 
 
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize("kind", ["file", "weights"])
 def test_a_pipeline_takes_a_file_with_the_optimizer(trained: Trained, kind: str) -> None:
     pipe = pipeline(schedule="gpipe")
@@ -233,7 +235,6 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(OPTIMIZERS))
 def test_the_state_of_every_optimizer_is_saved(folder: Path, kind: str) -> None:
     pipe = pipeline(optimizer=OPTIMIZERS[kind])
@@ -257,7 +258,6 @@ def test_the_state_of_every_optimizer_is_saved(folder: Path, kind: str) -> None:
     np.testing.assert_allclose(sums, sorted(float(v.sum()) for v in slots), rtol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
 def test_half_types_are_saved(folder: Path, policy: str) -> None:
     keras.config.set_dtype_policy(policy)
@@ -385,6 +385,9 @@ def test_statistics_that_are_equal_keep_their_bits() -> None:
 # Checkpoints ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every_size
+@pytest.mark.older_tensorflow
+@pytest.mark.quick
 def test_training_goes_on_with_the_same_bits(trained: Trained) -> None:
     pipe = pipeline()
     pipe.load_checkpoint(trained.checkpoint)
@@ -393,6 +396,7 @@ def test_training_goes_on_with_the_same_bits(trained: Trained) -> None:
     assert_same(trained.after, state(pipe))
 
 
+@pytest.mark.every_size
 def test_seeds_and_statistics_go_on_too(folder: Path) -> None:
     # Two replicas of a stage, each with seeds of its own, where there are three ranks.
     layout = {"stages": 2, "replicas": (2, 1)} if hvpipe.size() == 3 else {}
@@ -427,6 +431,7 @@ def other_layouts() -> list[dict[str, Any]]:
     return [bubbles, {"schedule": "gpipe", **replicated.get(hvpipe.size(), {})}]
 
 
+@pytest.mark.every_size
 @pytest.mark.parametrize("which", [0, 1])
 def test_another_layout_goes_on(trained: Trained, which: int) -> None:
     pipe = pipeline(**other_layouts()[which])

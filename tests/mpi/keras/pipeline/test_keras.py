@@ -29,6 +29,7 @@ def small() -> keras.Model:
     )
 
 
+@pytest.mark.older_tensorflow
 def test_on_batch_methods_are_those_of_keras() -> None:
     x, y = batches(mlp, 16)
 
@@ -64,6 +65,7 @@ def in_float16(build: Any = small) -> keras.Model:
         keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.older_tensorflow
 def test_half_precision_scales_the_loss_and_clips_over_all_stages() -> None:
     x, y = batches(mlp, 48)
 
@@ -156,7 +158,7 @@ def accumulating() -> Any:
         (without_weights_at_the_end, accumulating),
         (with_idle_weights, averaging),
         (with_idle_weights_alone_at_the_end, accumulating),
-        pytest.param(with_idle_weights_alone_at_the_end, averaging, marks=pytest.mark.slow),
+        (with_idle_weights_alone_at_the_end, averaging),
     ],
 )
 def test_weights_that_no_gradient_reaches_are_averaged_as_in_keras(build: Any, optimizer: Any) -> None:
@@ -220,6 +222,7 @@ class StopsOnTheLastRank(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
+@pytest.mark.older_tensorflow
 def test_a_callback_that_stops_one_rank_within_an_epoch_stops_all() -> None:
     x, y = batches(mlp, 32)
     pipe = compile_as_all(hk.pipeline_parallel(small))

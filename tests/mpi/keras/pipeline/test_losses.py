@@ -133,6 +133,7 @@ def with_penalties() -> keras.Model:
     return keras.Sequential([keras.Input((12,)), dense[0], Penalties(), *dense[1:], layers.Dense(1)])
 
 
+@pytest.mark.older_tensorflow
 def test_losses_that_layers_add_are_summed_as_in_keras() -> None:
     """Batches of 7 in 4 parts; the losses of samples are added up, the others averaged."""
     x, _ = batches(mlp, 21)
@@ -313,6 +314,7 @@ def trained(x: Any, y: Any, **options: Any) -> Any:
     return fit
 
 
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_masked_loss_is_that_of_the_batch(weighted: bool) -> None:
     x, y = tokens()
@@ -351,6 +353,7 @@ def test_a_mask_that_follows_from_weights_is_counted_in_each_part() -> None:
     np.testing.assert_allclose(parts["loss"], plain["loss"], rtol=0.1)
 
 
+@pytest.mark.older_tensorflow
 def test_metrics_do_not_count_what_is_masked() -> None:
     rng = np.random.default_rng(1)
     x, y = rng.integers(0, 9, (16, 6)), rng.integers(0, 4, (16, 6))

@@ -29,7 +29,6 @@ from hvpipe.specs.profile import LayerCost, Profile
 from pipelines import (
     BATCH,
     MODELS,
-    Run,
     batches,
     both,
     check_same,
@@ -45,42 +44,27 @@ from training import by_rank_0
 
 WITHIN = 1e-5
 SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")
-slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["mlp", "resnet", pytest.param("unet", marks=slow), "transformer"])
-def test_trains_as_the_undivided_model(name: str) -> None:
-    check_same(spread(name), plain(name), WITHIN)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "name"),
-    [
-        ("interleaved", "unet"),
-        pytest.param("gpipe", "resnet", marks=slow),
-        pytest.param("zb-h1", "transformer", marks=slow),
-    ],
-)
-def test_every_schedule_trains_alike(schedule: str, name: str) -> None:
-    """1F1B is what the other cases use."""
-    check_same(scheduled(schedule, name), plain(name), WITHIN)
+@pytest.mark.every_size
+@pytest.mark.quick
+def test_trains_as_the_undivided_model() -> None:
+    """With 1F1B. The next case has the other models and schedules."""
+    check_same(spread("mlp"), plain("mlp"), WITHIN)
 
 
 # In this order the transformer is interleaved on 2 ranks. In 6 or 8 stages float32 rounds one bias of it, of
 # norm 0.04, 1.2e-5 apart from the plain model's; in double precision they are 2e-14 apart.
+@pytest.mark.every_size
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize(("number", "name"), list(enumerate(["mlp", "resnet", "unet", "transformer"])))
 def test_models_and_schedules_in_turn(number: int, name: str) -> None:
-    """On 1 to 4 ranks every two of a model, a schedule and a number of ranks meet."""
+    """Cover all pairs of model, schedule and number of ranks: 1 to 4 ranks run four of the triples each."""
     schedule = SCHEDULES[(number + hvpipe.size()) % len(SCHEDULES)]
-    check_same(scheduled(schedule, name), plain(name), WITHIN)
+    check_same(spread(name, schedule), plain(name), WITHIN)
 
 
-@functools.cache
-def scheduled(schedule: str, name: str) -> Run:
-    """A run of each model and schedule serves all cases on so many ranks."""
-    return spread(name) if schedule == "1f1b" else pipelined(name, schedule=schedule, chunks=2)
-
-
+@pytest.mark.quick
 def test_schedules_and_recompute_give_the_same_bits() -> None:
     """Order and memory are all that schedules differ in."""
     first = spread("mlp")
@@ -156,17 +140,12 @@ def loops_and_branches() -> keras.Model:
     return keras.Model(inputs, layers.Dense(4)(Switched()(layers.GRU(4)(x))))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"recompute": True}, marks=slow),
-        pytest.param({"schedule": "zb-h1"}, marks=slow),
-        {"schedule": "zb-h1", "recompute": True},
-    ],
-)
-def test_loops_and_branches_train_alike(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.older_tensorflow
+def test_loops_and_branches_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """graph/test_split_gradient.py has recomputation and a split backward one by one."""
     monkeypatch.setitem(MODELS, "loops_and_branches", loops_and_branches)
-    check_same(pipelined("loops_and_branches", **options), plain("loops_and_branches"), WITHIN)
+    found = pipelined("loops_and_branches", schedule="zb-h1", recompute=True)
+    check_same(found, plain("loops_and_branches"), WITHIN)
 
 
 def steps_as_samples() -> keras.Model:
@@ -195,6 +174,7 @@ def two_inputs() -> keras.Model:
     return keras.Model({"word": word, "numbers": numbers}, layers.Dense(4)(x))
 
 
+@pytest.mark.older_tensorflow
 def test_inputs_by_name_come_to_the_stages_that_read_them() -> None:
     x, y = batches(mlp)
     words = np.random.default_rng(4).integers(0, 11, (len(x), 1))
@@ -210,6 +190,7 @@ def test_inputs_by_name_come_to_the_stages_that_read_them() -> None:
     assert [len(cut.inputs) for cut in cuts if cut.inputs] == ([1, 1] if hvpipe.size() > 1 else [2])
 
 
+@pytest.mark.every_size
 def test_replicas_of_stages_train_alike() -> None:
     """As many stages as half the ranks, and one stage on all ranks but one."""
     size = hvpipe.size()
@@ -315,6 +296,7 @@ def test_replicas_have_one_answer_after_training() -> None:
     np.testing.assert_allclose(found, np.repeat(found[:1], 8, axis=0), rtol=1e-6)
 
 
+@pytest.mark.every_size
 def test_batches_smaller_than_the_replicas_are_evaluated() -> None:
     """The last one has a single sample."""
     x, y = batches(mlp, 9)
@@ -330,7 +312,7 @@ def test_batches_smaller_than_the_replicas_are_evaluated() -> None:
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("shares", [(), (0.7, 0.1)])
+@pytest.mark.parametrize("shares", [pytest.param((), marks=pytest.mark.every_size), (0.7, 0.1)])
 def test_batches_smaller_than_the_replicas_are_trained_on(shares: tuple[float, ...]) -> None:
     """Of the last ones all samples may go to one replica; the others add nothing, and have its weights."""
     size = hvpipe.size()
@@ -374,7 +356,6 @@ def of_replicas(shares: Sequence[float]) -> Any:
     return hk.pipeline_parallel(mlp, dataclasses.replace(plan, stages=stages))
 
 
-@slow
 def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
     def plain_weights() -> list[np.ndarray]:
         keras.utils.set_random_seed(5)
@@ -400,12 +381,13 @@ def tied() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(4)(shared(x)))
 
 
+@pytest.mark.every_size
+@pytest.mark.older_tensorflow
 def test_a_layer_that_stages_share_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "tied", tied)
     check_same(pipelined("tied"), plain("tied"), WITHIN)
 
 
-@slow
 def test_dropout_draws_the_same_however_the_model_is_cut() -> None:
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input((12,))])
@@ -502,6 +484,7 @@ def test_complex_numbers_do_not_travel() -> None:
         hk.pipeline_parallel(with_complex_numbers, profile=profile)
 
 
+@pytest.mark.every_size
 def test_a_plan_says_who_runs_what(tmp_path: Path) -> None:
     """Made for this run's ranks, in the order that the plan gives them; read from its file."""
     size = hvpipe.size()
@@ -521,6 +504,7 @@ def test_a_plan_says_who_runs_what(tmp_path: Path) -> None:
     np.testing.assert_allclose(history["loss"], plain("mlp").history["loss"], rtol=WITHIN)
 
 
+@pytest.mark.every_size
 def test_a_placement_that_is_no_pipeline_runs_too() -> None:
     """Layers in turn on all ranks, as the native mode has it."""
     size = hvpipe.size()

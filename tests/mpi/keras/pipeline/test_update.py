@@ -44,6 +44,7 @@ def _bucket_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(current(), "settings", settings)
 
 
+@pytest.mark.every_size
 @pytest.mark.usefixtures("_bucket_sizes")
 @pytest.mark.parametrize(
     ("build", "options", "cuts_of_two"),

@@ -61,6 +61,7 @@ def too_short(stopwatch: Stopwatch, several: list[TimedCall]) -> list[float]:
     return [0.0] * len(several)
 
 
+@pytest.mark.older_tensorflow
 def test_names_edges_and_sizes() -> None:
     """Floats of 4 bytes, 3 samples; Adam has two slots. What is saved beyond outputs is nothing here."""
     profile = hk.measure(perceptron(), batch_of((3, 6)), repeats=1)
@@ -81,6 +82,7 @@ def test_names_edges_and_sizes() -> None:
         assert layer.output_bytes <= layer.saved_bytes <= layer.output_bytes + 64
 
 
+@pytest.mark.older_tensorflow
 def test_what_a_layer_keeps_is_counted_once_and_without_its_input() -> None:
     """softmax keeps its output, gelu an intermediate result as large; a reshaped input is the input."""
     x = keras.Input((32,))
@@ -95,6 +97,7 @@ def test_what_a_layer_keeps_is_counted_once_and_without_its_input() -> None:
     assert wide <= softmax.saved_bytes < wide + 100
 
 
+@pytest.mark.older_tensorflow
 def test_a_loop_keeps_what_its_steps_made() -> None:
     """Of each of the 50 steps at least the new state, 8 samples of 16 floats."""
     x = keras.Input((50, 4))
@@ -240,6 +243,7 @@ def normalised_weights() -> keras.Model:
     return keras.Model(x, Halving()(dense(x)))
 
 
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize("build", [noisy, normalised_weights])
 def test_the_model_is_left_as_it_was(build: Callable[[], keras.Model]) -> None:
     model = build()
@@ -285,6 +289,7 @@ def test_alike_layers_are_timed_once_and_others_by_themselves(monkeypatch: pytes
     assert len(set(times)) == 3
 
 
+@pytest.mark.older_tensorflow
 @pytest.mark.parametrize(
     ("optimizer", "slots"),
     [(lambda: "sgd", 0), (lambda: keras.optimizers.SGD(momentum=0.9), 1), (lambda: None, 2)],
