@@ -74,27 +74,11 @@ def forecast_data_parallel(
         forecast_data_parallel(profile, cluster, Pipelining(microbatches=16)).step_s
         ```
     """
-    if pipelining.recompute:
-        raise PlanError(
-            "hvpipe.keras.data_parallel keeps what its backward needs: plan data parallel without recompute. "
-            f"Received: recompute={pipelining.recompute}"
-        )
-    devices = cluster.devices
-    if samples is None:
-        samples = profile.batch_size * pipelining.microbatches
-    shares = whole_shares(samples, [device.speed for device in devices])
-    if min(shares) < 1:
-        raise PlanError(
-            "Each device should have a sample of the batch. "
-            f"Received: samples={samples}, in shares of {', '.join(map(str, shares))}"
-        )
-    names = tuple(device.name for device in devices)
-    how = pipelining if pipelining.chunks == 1 else Pipelining("1f1b", pipelining.microbatches)
-    plan = Plan.of(profile, cluster, [(names, range(len(profile.layers)))], how, DATA_PARALLEL)
-    plan = replace(plan, stages=(replace(plan.stages[0], shares=tuple(map(float, shares))),))
+    plan = _plan(profile, cluster, pipelining, samples)
+    devices, names = cluster.devices, plan.ranks
     events, memory_bytes = [], []
-    for rank, (device, share) in enumerate(zip(devices, shares, strict=True)):
-        local = profile.at_batch(share)
+    for rank, (device, share) in enumerate(zip(devices, plan.stages[0].shares, strict=True)):
+        local = profile.at_batch(int(share))
         turn_s = sum(layer.forward_s for layer in local.layers) / device.speed
         end_s = turn_s + sum(layer.backward_s for layer in local.layers) / device.speed
         events.append(Event("forward", "forward", rank, "compute", 0.0, turn_s, {"stage": 0}))
@@ -114,3 +98,25 @@ def forecast_data_parallel(
     step_s = max(event.end_s for event in events)
     trace = Trace.merge([Trace(tuple(events), {"makespan_s": step_s, "devices": list(names)})])
     return Forecast(plan, step_s, busy_s, tuple(memory_bytes), trace)
+
+
+def _plan(profile: Profile, cluster: Cluster, pipelining: Pipelining, samples: int | None) -> Plan:
+    """Return the plan of one stage with all devices; its shares are in samples."""
+    if pipelining.recompute:
+        raise PlanError(
+            "hvpipe.keras.data_parallel keeps what its backward needs: plan data parallel without recompute. "
+            f"Received: recompute={pipelining.recompute}"
+        )
+    devices = cluster.devices
+    if samples is None:
+        samples = profile.batch_size * pipelining.microbatches
+    shares = whole_shares(samples, [device.speed for device in devices])
+    if min(shares) < 1:
+        raise PlanError(
+            "Each device should have a sample of the batch. "
+            f"Received: samples={samples}, in shares of {', '.join(map(str, shares))}"
+        )
+    names = tuple(device.name for device in devices)
+    how = pipelining if pipelining.chunks == 1 else Pipelining("1f1b", pipelining.microbatches)
+    plan = Plan.of(profile, cluster, [(names, range(len(profile.layers)))], how, DATA_PARALLEL)
+    return replace(plan, stages=(replace(plan.stages[0], shares=tuple(map(float, shares))),))

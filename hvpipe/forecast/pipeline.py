@@ -101,22 +101,22 @@ def forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
         return _without_pipelining(plan, profile, cluster)
     schedule = schedule_of(plan)
     costs = costs_of(plan, profile, cluster)
-    foreseen = simulate(schedule, costs, dataflow_of(plan, profile), contention_of(plan, profile, cluster))
-    reduces = tuple(_reduces(plan, profile, cluster, foreseen, schedule))
-    updates = tuple(_updates(plan, profile, cluster, (*foreseen.trace.events, *reduces), schedule))
-    step_s = max([foreseen.makespan_s, *(event.end_s for event in (*reduces, *updates))])
-    metadata = {**foreseen.trace.metadata, "devices": list(plan.ranks)}
-    trace = replace(foreseen.trace, events=(*foreseen.trace.events, *reduces, *updates), metadata=metadata)
+    simulated = simulate(schedule, costs, dataflow_of(plan, profile), contention_of(plan, profile, cluster))
+    reduces = tuple(_reduces(plan, profile, cluster, simulated, schedule))
+    updates = tuple(_updates(plan, profile, cluster, (*simulated.trace.events, *reduces), schedule))
+    step_s = max([simulated.makespan_s, *(event.end_s for event in (*reduces, *updates))])
+    metadata = {**simulated.trace.metadata, "devices": list(plan.ranks)}
+    trace = replace(simulated.trace, events=(*simulated.trace.events, *reduces, *updates), metadata=metadata)
     updating_s = {event.rank: event.duration_s for event in updates}
-    busy_s = tuple(busy + updating_s.get(rank, 0.0) for rank, busy in enumerate(foreseen.busy_s))
+    busy_s = tuple(busy + updating_s.get(rank, 0.0) for rank, busy in enumerate(simulated.busy_s))
     return Forecast(plan, step_s, busy_s, _memory_bytes(plan, profile, cluster, schedule), trace)
 
 
 def _reduces(
-    plan: Plan, profile: Profile, cluster: Cluster, foreseen: Simulation, schedule: Schedule
+    plan: Plan, profile: Profile, cluster: Cluster, simulated: Simulation, schedule: Schedule
 ) -> Iterator[Event]:
     """Yield the all-reduces of the stages with replicas, each on the first rank of its stage."""
-    last = {event.rank: event for event in foreseen.trace.of("backward") if event.args["kind"] != "I"}
+    last = {event.rank: event for event in simulated.trace.of("backward") if event.args["kind"] != "I"}
     gradients = {}
     for number, (devices, places) in enumerate(plan.placement(profile)):
         if len(devices) > 1:
@@ -125,7 +125,7 @@ def _reduces(
             backwards = [BackwardSpan(end_s, end_s) for end_s in ends_s]
             layers = [profile.layers[place] for place in places]
             gradients[number] = RingGradients(layers, backwards, Ring.of(cluster, devices))
-    for number, start_s, end_s, size_bytes in reduce_beside(gradients, foreseen.taken):
+    for number, start_s, end_s, size_bytes in reduce_beside(gradients, simulated.taken):
         name, rank = f"reduce stage {number}", schedule.ranks_of(number)[0]
         args = {"stage": number, "bytes": size_bytes}
         yield Event(name, "reduce", rank, "transfer", start_s, end_s, args)

@@ -56,16 +56,7 @@ def exact(
         ```
     """
     check_stages(profile, cluster, stages, pipelining)
-    if pipelining.chunks > 1:
-        raise HvpipeError(
-            "exact needs a schedule with one stage on each device. "
-            f"Received: schedule={pipelining.schedule!r}"
-        )
-    if len(profile.layers) > MOST_LAYERS:
-        raise HvpipeError(
-            f"exact handles at most {MOST_LAYERS} layers; use partition for more. "
-            f"Received: layers={len(profile.layers)}"
-        )
+    _check_size(profile, pipelining)
     spans = Spans(profile)
     orders = DeviceOrders(cluster, stages, pipelining)
     best_s, best = math.inf, None
@@ -85,6 +76,20 @@ def exact(
     if order is not None:
         placement = [((name,), layers) for name, (_, layers) in zip(order, placement, strict=True)]
     return Plan.of(profile, cluster, placement, pipelining, "exact")
+
+
+def _check_size(profile: Profile, pipelining: Pipelining) -> None:
+    """Refuse chunks, and more layers than the dynamic program can handle."""
+    if pipelining.chunks > 1:
+        raise HvpipeError(
+            "exact needs a schedule with one stage on each device. "
+            f"Received: schedule={pipelining.schedule!r}"
+        )
+    if len(profile.layers) > MOST_LAYERS:
+        raise HvpipeError(
+            f"exact handles at most {MOST_LAYERS} layers; use partition for more. "
+            f"Received: layers={len(profile.layers)}"
+        )
 
 
 def _device_choices(orders: DeviceOrders, order: Sequence[str] | None) -> list[DeviceChoices]:

@@ -26,7 +26,7 @@ Cut = tuple[StageDevice, int]
 # Ends kept of one stage on each of the two fronts of `_worth_keeping`.
 _FRONT = 3
 # Each kept set of used devices is extended by every kind of device. At most this many extensions are tried
-# per stage, but of at least so many sets.
+# per stage, but at least for this many sets.
 _MOST_EXTENSIONS, _FEWEST_SETS = 192, 4
 
 

@@ -283,7 +283,7 @@ def test_costs_that_do_not_fit() -> None:
     ],
 )
 def test_no_cost(arguments: tuple[float, float]) -> None:
-    with pytest.raises(HvpipeError, match=r"finite, from 0|a part of backward_s"):
+    with pytest.raises(HvpipeError, match=r"finite, from 0|from 0 to backward_s"):
         StageTimes(*arguments)
 
 
