@@ -160,3 +160,50 @@ def test_importing_hvpipe_is_light() -> None:
         loaded.stdout.split()
     )
     assert not heavy, f"import hvpipe imports {sorted(heavy)}"
+
+
+# --- What Keras keeps to itself -------------------------------------------------------------------------
+
+COMPAT = "keras/compat.py"
+# Of a namedtuple, and of a ConcreteFunction of TensorFlow.
+ALLOWED_PRIVATE = {"_call_flat", "_replace"}
+
+
+@pytest.mark.parametrize("file", [file for file in files() if file.startswith("keras/") and file != COMPAT])
+def test_only_compat_touches_what_is_private_in_keras(file: str) -> None:
+    imported = set(imports_below(tree(file), file, with_types=True))
+    private = sorted(name for name in imported if name.startswith("keras.src"))
+    assert not private, f"hvpipe/{file} imports {private}; {COMPAT} is the place for it"
+
+
+@pytest.mark.parametrize("file", [file for file in files() if file.startswith("keras/") and file != COMPAT])
+def test_no_object_touches_private_attributes_of_another(file: str) -> None:
+    """Of Keras' objects only compat.py may; our own objects have public names for what others need."""
+    touched = [
+        f"{node.lineno}: {ast.unparse(node)}"
+        for node in ast.walk(tree(file))
+        if _is_private(_attribute_of(node)) and not _is_own(node)
+    ]
+    assert not touched, f"hvpipe/{file}: {touched}"
+
+
+def _attribute_of(node: ast.AST) -> str:
+    """Return the attribute that a node reads or sets: x.name, or getattr(x, "name")."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+        name = node.args[1]
+        if node.func.id in ("delattr", "getattr", "hasattr", "setattr") and isinstance(name, ast.Constant):
+            return str(name.value)
+    return ""
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name not in ALLOWED_PRIVATE
+
+
+def _is_own(node: ast.AST) -> bool:
+    owner = node.value if isinstance(node, ast.Attribute) else None
+    if isinstance(node, ast.Call):
+        owner = node.args[0]
+    return isinstance(owner, ast.Name) and owner.id in ("self", "cls")

@@ -1,4 +1,4 @@
-"""A call's arguments by name, so that some can be replaced before the method gets them."""
+"""The arguments of a call by name, so that some can be replaced before the method gets them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 def by_name(
     method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], handed_to: Callable[..., Any]
 ) -> dict[str, Any]:
-    """The arguments of a call of `method`, with the names by which it can be called instead.
+    """Return the arguments of a call of `method` by name, so that it can be called with them as keywords.
 
-    What it takes as *args has the names that `handed_to` has at those places. Raises TypeError as the call
-    would.
+    Arguments that it takes as *args get the names they have in `handed_to`, the function it passes them to.
+    Raises TypeError if the call would.
     """
     signature = inspect.signature(method)
     found: dict[str, Any] = dict(signature.bind(*args, **kwargs).arguments)
@@ -28,6 +28,6 @@ def by_name(
 
 
 def takes(method: Callable[..., Any], name: str) -> bool:
-    """Whether a method can be given an argument by this name."""
+    """Return whether a method takes an argument of this name."""
     parameters = inspect.signature(method).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

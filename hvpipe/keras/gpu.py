@@ -1,4 +1,4 @@
-"""The GPU that TensorFlow uses on this rank: one of its own, with memory taken as it is needed."""
+"""The GPU that TensorFlow uses on this rank: a GPU of its own, whose memory grows as needed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ logger = logging.getLogger("hvpipe")
 
 
 def on_the_host() -> Any:
-    """A scope for numbers of hvpipe's own: whether and when something is to be done, not what is trained.
+    """Return a device scope for hvpipe's own numbers: counters and flags, not what is trained.
 
-    TensorFlow would keep them on a GPU where there is one, and every look at them would wait for all that the
-    GPU was given before.
+    TensorFlow would put them on the GPU, if there is one. Reading them would then wait for everything that
+    was enqueued there before.
     """
     return tf.device("CPU:0")
 
 
 def claim_gpu(session: Session) -> None:
-    """Let TensorFlow see this rank's GPU alone; before it has used any. Where it sees none nothing is set.
+    """Let TensorFlow see only this rank's GPU. Call it before TensorFlow uses one.
 
-    Raises HvpipeError where a host has more ranks than GPUs, or where TensorFlow holds them all already.
+    Raises HvpipeError if a host has more ranks than GPUs, or if TensorFlow already holds them all.
     """
     gpus = tf.config.list_physical_devices("GPU")
     if not gpus:
@@ -38,11 +38,11 @@ def claim_gpu(session: Session) -> None:
     mine = gpus[assign_gpu(session.world.local_rank, session.world.local_size, len(gpus))]
     try:
         tf.config.set_visible_devices([mine], "GPU")
-        with contextlib.suppress(ValueError):  # the user has set a limit, which is to stay
+        with contextlib.suppress(ValueError):  # the user has set a limit, which stays
             tf.config.experimental.set_memory_growth(mine, True)
     except RuntimeError as error:
         if session.world.local_size == 1:
-            return  # nobody else is there to have room for
+            return  # no other rank needs memory
         raise HvpipeError(
             "hvpipe.init() should come before TensorFlow's first operation on a GPU, so that each rank takes "
             f"its own. Received: {error}"
@@ -50,19 +50,19 @@ def claim_gpu(session: Session) -> None:
 
 
 def _warn_of_unseen_gpus(session: Session) -> None:
-    """Rank 0 says where CUDA would show it a GPU, and TensorFlow lacks the libraries for it, say."""
+    """Warn, on rank 0, if CUDA shows a GPU that TensorFlow does not see: it may lack libraries."""
     world = session.world
     if world.rank == 0 and uuid_of_rank(session.settings.visible_gpus, world.local_rank, list_gpus()):
         logger.warning(
             "hvpipe: there are GPUs here and TensorFlow sees none: it trains on the processor. Its own lines "
-            "above say why. CUDA_VISIBLE_DEVICES='' says that this is meant."
+            "above say why. Set CUDA_VISIBLE_DEVICES='' if this is intended."
         )
 
 
 def device_of_messages(session: Session) -> str | None:
-    """Where tensors between ranks of a pipeline stay, None where they go by host memory; collective.
+    """Return the device for tensors that a pipeline sends between ranks; collective.
 
-    A GPU, where all ranks have one and hvpipe was built for it.
+    It is a GPU if all ranks have one and hvpipe was built for GPUs; None: tensors go through host memory.
     """
     able = bool(tf.config.get_visible_devices("GPU")) and session.engine.serves_gpus
     if not all(session.engine.agree("whether all ranks have GPUs", float(able))):
@@ -71,13 +71,13 @@ def device_of_messages(session: Session) -> str | None:
 
 
 def reduces_on_gpu(session: Session) -> bool:
-    """Whether gradients are to go to the engine in a GPU's memory; all ranks together.
+    """Return whether gradients go to the engine in a GPU's memory; all ranks call it together.
 
-    No where TensorFlow sees no GPU, and where hvpipe was built without its GPU library, which is said once:
-    TensorFlow then copies gradients to the host.
+    They do not if TensorFlow sees no GPU. They do not either if hvpipe was built without its GPU library,
+    which is logged once: TensorFlow then copies gradients to the host.
     """
     visible = tf.config.get_visible_devices("GPU")
     if session.engine.core is None or not visible:
         return False
-    # TensorFlow's first: the only one, unless the user chose before hvpipe could. Both count as CUDA does.
+    # TensorFlow's first GPU is its only one, unless the user chose before hvpipe. Both count as CUDA does.
     return session.engine.use_device_if_built(tf.config.list_physical_devices("GPU").index(visible[0]))

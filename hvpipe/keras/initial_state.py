@@ -1,7 +1,8 @@
-"""What comes before the first step, and before every `fit`: the same state on all ranks."""
+"""The initial state: before the first step, and before every `fit`, all ranks get the same."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import zlib
 from collections.abc import Sequence
@@ -10,23 +11,31 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend import compute_output_spec
 
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.compat import (
+    build_from_batch,
+    compiled_loss,
+    compiled_metrics,
+    compute_loss,
+    compute_output_spec,
+    layers_in,
+    outputs_structure,
+)
 from hvpipe.keras.graph.layer_graph import functional_of
 from hvpipe.keras.variables import broadcast_variables, check_same_variables
 from hvpipe.session import Session
 
 logger = logging.getLogger("hvpipe")
 
-# Methods in which a model may compare something else than its outputs with its targets.
+# A model with one of these methods may compare something else than its outputs with its targets.
 _COMPARING = ("train_step", "compute_loss", "compute_metrics")
 
 
 def without_xla(session: Session, model: Any) -> None:
-    """Switch off what XLA cannot compile; before the model's train function is made.
+    """Switch `jit_compile` off, before the model's train function is made: XLA cannot compile communication.
 
-    Keras switches it on by itself where TensorFlow sees a GPU.
+    Keras switches it on by itself if TensorFlow sees a GPU.
     """
     if session.world.size == 1 or not model.jit_compile:
         return
@@ -40,10 +49,10 @@ def without_xla(session: Session, model: Any) -> None:
 
 
 def start_equal(session: Session, model: Any, batch: Any) -> None:
-    """Build what is not built for `batch` (or its spec), and give all ranks rank 0's state; collective."""
+    """Build the model for `batch` (or its spec) if needed, and give all ranks rank 0's state; collective."""
     if model.optimizer is None or not hasattr(model.optimizer, "apply"):
         raise HvpipeError(
-            "data_parallel wants a model that is compiled with one optimizer; where train_step uses several, "
+            "data_parallel needs a model that is compiled with one optimizer; if train_step uses several, "
             "wrap each in hvpipe.keras.DistributedOptimizer instead. "
             f"Received: model {model.name} with optimizer={model.optimizer!r}"
         )
@@ -57,43 +66,43 @@ def start_equal(session: Session, model: Any, batch: Any) -> None:
 
 
 def is_built(model: Any) -> bool:
-    """Whether all of its variables are there."""
-    return all(layer.built for layer in model._flatten_layers())
+    """Return whether all of a model's variables exist."""
+    return all(layer.built for layer in layers_in(model))
 
 
 def broadcast_model(model: Any, more: Sequence[Any] = (), root_rank: int = 0) -> None:
-    """Give every rank the root's values of the model's variables and of these; collective."""
+    """Set the model's variables, and these, to the root's values on every rank; collective."""
     broadcast_variables([*model.variables, *more], root_rank)
     settle(model)
 
 
 def settle(model: Any) -> None:
-    """After variables were assigned, let layers make the constants anew that they make of them."""
-    normalizing = [la for la in model._flatten_layers() if isinstance(la, keras.layers.Normalization)]
+    """After variables were assigned, let layers recompute the constants that they derive from them."""
+    normalizing = [la for la in layers_in(model) if isinstance(la, keras.layers.Normalization)]
     for layer in normalizing:
         layer.finalize_state()
     if normalizing:
-        # Graphs have the constants of before.
+        # Their graphs hold the old constants.
         model.test_function = model.predict_function = None
 
 
 def _warn_of_own_batches(session: Session, model: Any) -> None:
     asking = [
         layer.name
-        for layer in model._flatten_layers()
+        for layer in layers_in(model)
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
     ]
     if asking and session.world.rank == 0 and session.world.size > 1:
         logger.warning(
             "hvpipe: BatchNormalization(synchronized=True) is not synchronized: each rank normalises by its "
             "own batch, and the moving statistics become the mean over ranks at the end of an epoch. Give "
-            "each rank larger batches where that matters, or use another normalization. Received: layer %s",
+            "each rank larger batches if that matters, or use another normalization. Received: layer %s",
             ", ".join(asking[:3]) + (" ..." if len(asking) > 3 else ""),
         )
 
 
 def checksums(model: Any, statistics: Sequence[Any]) -> tuple[float, float]:
-    """Of what steps keep equal on all ranks (weights, the optimizer's state), and of these statistics."""
+    """Return checksums of what is equal on all ranks (weights, optimizer state), and of `statistics`."""
     kept = {id(v) for v in statistics}
     weights = [v for v in model.weights if id(v) not in kept]
     floating = [v for v in statistics if keras.backend.is_float_dtype(v.dtype)]
@@ -101,7 +110,7 @@ def checksums(model: Any, statistics: Sequence[Any]) -> tuple[float, float]:
 
 
 def take_rank_0s(session: Session, model: Any, sums: Sequence[float], when: str) -> bool:
-    """Where the ranks' checksums differ, let all go on with rank 0's state, and say so once; collective."""
+    """If the ranks' checksums differ, give all ranks rank 0's state, and warn on rank 0; collective."""
     others = [str(rank) for rank, found in enumerate(sums) if found != sums[0]]
     if not others:
         return False
@@ -118,7 +127,7 @@ def take_rank_0s(session: Session, model: Any, sums: Sequence[float], when: str)
 
 
 def _shared(optimizer: Any) -> list[Any]:
-    """Without what accumulation adds up on each rank alone."""
+    """Return the optimizer's variables that are equal on all ranks: without accumulated gradients."""
     return [v for v in optimizer.variables if not v.name.endswith("gradient_accumulator")]
 
 
@@ -134,20 +143,20 @@ def _build(model: Any, batch: Any) -> None:
     if is_built(model):
         return
     try:
-        model._symbolic_build(data_batch=batch)
+        build_from_batch(model, batch)
     except (NotImplementedError, RuntimeError, ValueError):
         # A model with a train_step but no call(): its layers have been built one by one.
-        if not all(layer.built for layer in model._flatten_layers(include_self=False)):
+        if not all(layer.built for layer in layers_in(model, include_self=False)):
             raise
 
 
 def _build_loss_and_metrics(model: Any, batch: Any) -> None:
-    """Let them make their variables where the model's graph tells its outputs.
+    """Let loss and metrics create their variables, if the model's graph says what its outputs are.
 
-    Else they make them inside the step, which TensorFlow then traces twice.
+    Otherwise they create them inside the step, and TensorFlow traces it twice.
     """
     functional = None if model.run_eagerly else functional_of(model)
-    parts = (model._compile_loss, model._compile_metrics)
+    parts = (compiled_loss(model), compiled_metrics(model))
     if functional is None or all(part is None or part.built for part in parts):
         return
     if any(getattr(type(model), name) is not getattr(keras.Model, name) for name in _COMPARING):
@@ -156,9 +165,10 @@ def _build_loss_and_metrics(model: Any, batch: Any) -> None:
     if not all(isinstance(s, (tf.Tensor, tf.TensorSpec)) and s.shape.rank is not None for s in specs):
         return
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(keras.tree.map_structure(_symbol_of, batch))
-    y_pred = functional._outputs_struct
+    y_pred = outputs_structure(functional)
     compute_output_spec(model.compute_metrics, x, y, y_pred, sample_weight=sample_weight)
-    compute_output_spec(model._compute_loss, x, y, y_pred, sample_weight=sample_weight, training=False)
+    compute = functools.partial(compute_loss, model)
+    compute_output_spec(compute, x, y, y_pred, sample_weight=sample_weight, training=False)
 
 
 def _symbol_of(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Methods replaced on one instance; its class, and what is saved of it, stay as they are."""
+"""Methods replaced on one instance. Its class and its saved form stay as they are."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 
 class InstanceMethods:
-    """The methods of an object that others stand in for; `own` calls the object's, `restore` ends it."""
+    """The replaced methods of an object: `own` returns the object's own, `restore` puts them back."""
 
     def __init__(self, instance: Any) -> None:
         self._instance = instance
         self._own: dict[str, Callable[..., Any]] = {}
 
     def own(self, name: str) -> Callable[..., Any]:
-        """The object's own method."""
+        """Return the object's own method."""
         return self._own[name]
 
     def replace(self, name: str, stand_in: Callable[..., Any]) -> None:
-        """From now on `instance.name(...)` calls `stand_in(...)`, with the signature of the object's own."""
+        """Let `instance.name(...)` call `stand_in(...)`. The signature stays the one of the object's own."""
         own = getattr(self._instance, name)
         self._own[name] = own
 

@@ -1,4 +1,4 @@
-"""Callbacks of Keras that write files: of those that all ranks were told to write, one rank's does."""
+"""Keras callbacks that write files: if several ranks pass the same path, only the lowest of them writes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import keras
 from hvpipe.session import Session
 
 Place = tuple[str, str]
-"""A class of callbacks, and what it writes to."""
+"""A class of callbacks, and the absolute path it writes to."""
 
-# The attribute of each that says where it writes.
+# The attribute with the path, for each class.
 _PLACES = {
     "BackupAndRestore": "backup_dir",
     "CSVLogger": "filename",
@@ -26,10 +26,10 @@ _PLACES = {
 def with_one_writer(
     session: Session, callbacks: Sequence[Any], writers: Sequence[str] = tuple(_PLACES)
 ) -> list[Any]:
-    """The callbacks without those that write where one of a lower rank does; collective.
+    """Return the callbacks without those whose path a lower rank writes to; collective.
 
-    All see the same logs: a file would be torn, or get every row from each. `writers` are the classes in
-    question.
+    All ranks see the same logs. If all wrote, a file would be torn or get every row several times. `writers`
+    names the classes to look at.
     """
     places = [place_of(callback, writers) for callback in callbacks]
     written = written_before(session, places)
@@ -37,15 +37,15 @@ def with_one_writer(
 
 
 def written_before(session: Session, places: Sequence[Place | None]) -> set[Place]:
-    """The places at which ranks lower than this one write; collective, with this rank's own `places`."""
+    """Return the paths that lower ranks write to; collective. `places` are this rank's own."""
     everyone = session.engine.allgather_object(list(places))
     return {place for of_rank in everyone[: session.world.rank] for place in of_rank if place is not None}
 
 
 def place_of(callback: Any, writers: Sequence[str]) -> Place | None:
-    """Where a callback of one of these classes writes."""
+    """Return where a callback writes, or None if it is of none of these classes."""
     for name in writers:
-        kind = getattr(keras.callbacks, name, None)  # one of them came with a later Keras
+        kind = getattr(keras.callbacks, name, None)  # OrbaxCheckpoint is not in Keras 3.12
         if kind is not None and isinstance(callback, kind):
             return name, os.path.abspath(getattr(callback, _PLACES[name]))
     return None

@@ -1,4 +1,4 @@
-"""Seeds of layers that draw random numbers: which there are, and one for each rank that holds a copy."""
+"""Seeds of layers that draw random numbers, and a seed of its own for each rank with a copy of a layer."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from hvpipe.keras.compat import layers_in, seed_generators
+
 
 def seeds_of(layers: Iterable[Any]) -> list[Any]:
-    """The states of the seed generators of these layers, each once: int64[2], a seed and a count of draws."""
+    """Return the states of all seed generators in these layers, each once: int64[2], a seed and its draws."""
     found = {
         id(generator.state): generator.state
         for layer in layers
-        for inner in layer._flatten_layers()
-        for generator in inner._seed_generators
+        for inner in layers_in(layer)
+        for generator in seed_generators(inner)
     }
     return list(found.values())
 
 
 def own_seed(state: Any, place: int) -> Any:
-    """The state (int64[2]) that the holder at `place` makes of one that several hold: the first keeps it."""
+    """Return the seed state (int64[2]) for holder `place` of a shared layer. The first keeps `state`."""
     if place == 0:
         return state
     seed, draws = (int(number) for number in state)

@@ -1,4 +1,4 @@
-"""The Keras that hvpipe works with: Keras 3, from a version on, and on TensorFlow."""
+"""Which Keras hvpipe works with: Keras 3 on TensorFlow, from a certain version on."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from hvpipe.errors import InitError
 
 OLDEST = (3, 12)
-_WANTED = f"hvpipe.keras wants Keras {OLDEST[0]}.{OLDEST[1]} or later on TensorFlow"
+_WANTED = f"hvpipe.keras needs Keras {OLDEST[0]}.{OLDEST[1]} or later on TensorFlow"
 
 
 def check_installed() -> None:
-    """Raise InitError, with what to do, unless the Keras that is imported here is one that hvpipe knows."""
+    """Raise InitError, with what to do, unless hvpipe works with the Keras that is installed."""
     try:
         import keras
     except ImportError as error:
@@ -36,12 +36,12 @@ def check_keras(version: str, backend: str) -> None:
 
 
 def of_keras_2(thing: Any) -> bool:
-    """Whether an object comes from the Keras before Keras 3, as `tf.keras` is under TF_USE_LEGACY_KERAS."""
+    """Return whether an object is of Keras 2, as `tf.keras` is under TF_USE_LEGACY_KERAS."""
     return type(thing).__module__.partition(".")[0] == "tf_keras"
 
 
 def told(thing: Any) -> str:
-    """The kind of an object, for an error; with what to do where it is of Keras 2."""
+    """Return the type of an object for an error message; for one of Keras 2, also what to do."""
     kind = type(thing).__name__
     if not of_keras_2(thing):
         return kind

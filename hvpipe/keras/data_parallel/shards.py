@@ -1,4 +1,4 @@
-"""Which samples a rank trains on: shards of a tf.data dataset, and epochs of one length on all ranks."""
+"""Which samples a rank trains on: shards of a tf.data dataset, and epochs of equal length on all ranks."""
 
 from __future__ import annotations
 
@@ -14,57 +14,74 @@ from hvpipe.session import Session, current
 
 
 class SampleCounter:
-    """Samples of this rank, counted inside the graph and read outside."""
+    """Counts this rank's samples inside a graph, to be read outside."""
 
     def __init__(self) -> None:
         self._count = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_samples")
         self._restarted_at = 0.0
 
     def is_new(self) -> Any:
-        """Whether nothing was counted yet (in a graph; bool scalar)."""
+        """Return whether nothing was counted yet (bool scalar). For use in a graph."""
         with on_the_host():
             return tf.equal(self._count, 0.0)
 
     def add(self, batch: Any) -> Any:
-        """Count a batch (in a graph); its number of samples (float64 scalar)."""
-        # A size that is known beforehand must wait for it too.
+        """Count a batch; return its number of samples (float64 scalar). For use in a graph."""
+        # A static size must wait for the batch, too.
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            found = _samples_in(batch)  # wherever the batch is: on the host it would have to be copied there
+            found = _samples_in(batch)  # on the batch's device: on the host it would have to be copied
             with on_the_host():
                 samples = tf.identity(tf.cast(found, tf.float64))
         self._count.assign_add(samples)
         return samples
 
     def total(self) -> float:
-        """Samples since the counter was made."""
+        """Return the samples since the counter was made."""
         return float(self._count.numpy())
 
     def since_restart(self) -> float:
-        """Samples since `restart`."""
+        """Return the samples since the last `restart`."""
         return self.total() - self._restarted_at
 
     def restart(self) -> float:
-        """Begin anew; samples until now."""
+        """Return the samples since the last `restart`, and start again at 0."""
         samples = self.since_restart()
         self._restarted_at += samples
         return samples
 
 
 def shard(dataset: Any) -> Any:
-    """This rank's part of a batched tf.data dataset: of every `size` batches in a row, the rank-th.
+    """Return this rank's part of a batched tf.data dataset: batches rank, rank + size, rank + 2 * size, ...
 
-    All ranks get the same number of batches; up to size - 1 batches at the end are left out. One step of
-    all ranks then sees what one rank would see in one step with batches `size` times as large. Where the
-    dataset is shuffled before, all ranks must shuffle alike: pass `seed` to `shuffle`, or call
+    All ranks get the same number of batches; up to size - 1 batches at the end are left out. A step of all
+    ranks sees what one rank would see with batches `size` times as large. A dataset that is shuffled before
+    must be shuffled in the same way on all ranks: pass `seed` to `shuffle`, or call
     `keras.utils.set_random_seed` first.
 
-    Every rank prepares all batches, and drops those of the others. Where preparing costs (decoding images,
-    say), shard what is cheap instead, before `map`, say `files.shard(hvpipe.size(), hvpipe.rank())`; then
-    `repeat()`, and give `fit` the same `steps_per_epoch` on all ranks.
+    Every rank prepares all batches and drops those of the others. If that is expensive (decoding images, for
+    example), shard something cheap before `map` instead, such as
+    `files.shard(hvpipe.size(), hvpipe.rank())`. Then call `repeat()`, and give `fit` the same
+    `steps_per_epoch` on all ranks.
+
+    Args:
+        dataset: A `tf.data.Dataset` of batches, the same on all ranks.
+
+    Returns:
+        A `tf.data.Dataset` of this rank's batches; with one rank, `dataset` itself.
+
+    Raises:
+        HvpipeError: For something else than a dataset, for fewer batches than ranks, or before
+            `hvpipe.init()`.
+
+    Example:
+        ```python
+        dataset = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(10_000, seed=1).batch(64)
+        model.fit(hk.shard(dataset), epochs=3)
+        ```
     """
     if not isinstance(dataset, tf.data.Dataset):
         raise HvpipeError(
-            f"shard wants a tf.data.Dataset. Received: dataset of type {type(dataset).__name__}"
+            f"shard needs a tf.data.Dataset. Received: dataset of type {type(dataset).__name__}"
         )
     world = current().world
     if world.size == 1:
@@ -73,7 +90,7 @@ def shard(dataset: Any) -> Any:
     if batches == tf.data.INFINITE_CARDINALITY:
         return dataset.shard(world.size, world.rank)
     if batches == tf.data.UNKNOWN_CARDINALITY:
-        # Whole rounds only, whatever the length turns out to be.
+        # Only full rounds of one batch per rank, whatever the length turns out to be.
         rounds = dataset.window(world.size, drop_remainder=True)
 
         def mine(*parts: Any) -> Any:
@@ -85,17 +102,16 @@ def shard(dataset: Any) -> Any:
     rounds_in_epoch = batches // world.size
     if rounds_in_epoch == 0:
         raise HvpipeError(
-            f"shard wants at least one batch for each of {world.size} ranks. Received: {batches} batches"
+            f"shard needs at least one batch for each of {world.size} ranks. Received: {batches} batches"
         )
     return dataset.take(rounds_in_epoch * world.size).shard(world.size, world.rank)
 
 
 def same_length(session: Session, x: Any, batch_size: int | None, steps_per_epoch: int | None) -> Any:
-    """`x`, cut so that all ranks' epochs have the same number of steps; collective.
+    """Return `x`, cut so that an epoch has the same number of steps on all ranks; collective.
 
-    A tf.data dataset of known length is cut to the shortest rank's, with a warning; arrays of different
-    lengths raise a MismatchError. Where the length is unknown, ranks that differ are found at the end of
-    the shorter epoch.
+    tf.data datasets of known lengths are cut to the shortest, with a warning. Arrays of different lengths
+    raise a MismatchError. Unknown lengths that differ are noticed at the end of the shorter epoch.
     """
     steps = -1 if steps_per_epoch is not None else _steps(x, batch_size)
     everyone = session.engine.allgather_object(steps)
@@ -116,7 +132,7 @@ def same_length(session: Session, x: Any, batch_size: int | None, steps_per_epoc
 
 
 def _steps(x: Any, batch_size: int | None) -> int:
-    """Steps of an epoch; -1 where nobody can tell."""
+    """Return the steps of an epoch, -1 if unknown."""
     if isinstance(x, tf.data.Dataset):
         return max(int(x.cardinality()), -1)
     leaves = tf.nest.flatten(x)
@@ -126,7 +142,7 @@ def _steps(x: Any, batch_size: int | None) -> int:
 
 
 def first_leaf(data: Any) -> Any:
-    """The first tensor of a batch, whose first axis counts the samples."""
+    """Return the first tensor of a batch; its first axis counts the samples."""
     return next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
 
 
@@ -139,12 +155,12 @@ def _samples_in(batch: Any) -> Any:
 
 
 def batch_of(iterator: Any) -> Any:
-    """A batch, or what one looks like."""
+    """Return a batch, or the spec of one."""
     return iterator[0] if isinstance(iterator, list) else iterator.element_spec
 
 
 def fingerprint_of(batch: Any) -> Any:
-    """A number that two different batches are very unlikely to share."""
+    """Return a number (float64 scalar) that two different batches are very unlikely to share."""
     batch = tf.nest.flatten(batch, expand_composites=True)[-2 if isinstance(batch, tf.SparseTensor) else 0]
     if batch.dtype == tf.string:
         values = tf.cast(tf.strings.to_hash_bucket_fast(tf.reshape(batch, [-1]), 1 << 30), tf.float64)

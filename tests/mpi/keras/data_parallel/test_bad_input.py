@@ -74,7 +74,7 @@ def test_what_is_of_keras_2() -> None:
     members = {"__module__": "tf_keras.src.engine.functional", "__call__": lambda self: None}
     functional = type("Functional", (), members)()
     says = "Received: Functional of tf_keras, which is Keras 2: leave TF_USE_LEGACY_KERAS unset"
-    with pytest.raises(HvpipeError, match=f"wants a keras.Model, of Keras 3. {says}"):
+    with pytest.raises(HvpipeError, match=f"needs a keras.Model of Keras 3. {says}"):
         hk.data_parallel(functional)
     with pytest.raises(HvpipeError, match=says):
         hk.DistributedOptimizer(functional)

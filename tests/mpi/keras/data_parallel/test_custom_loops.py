@@ -395,7 +395,7 @@ def test_broadcast_callback_wants_a_built_model() -> None:
 
 
 def test_wrong_arguments() -> None:
-    with pytest.raises(HvpipeError, match=r"wants a keras.optimizers.Optimizer. Received: str"):
+    with pytest.raises(HvpipeError, match=r"needs a keras.optimizers.Optimizer. Received: str"):
         hk.DistributedOptimizer("sgd")
     with pytest.raises(HvpipeError, match="compression"):
         hk.DistributedGradientTape(tf.GradientTape(), compression="int8")

@@ -119,7 +119,7 @@ def test_clear_errors() -> None:
         hk.data_parallel(mlp(), compression="int8")
     with pytest.raises(HvpipeError, match="Received: bucket_bytes=0"):
         hk.data_parallel(mlp(), bucket_bytes=0)
-    with pytest.raises(HvpipeError, match=r"wants a keras\.Model, of Keras 3\. Received: str"):
+    with pytest.raises(HvpipeError, match=r"needs a keras\.Model of Keras 3\. Received: str"):
         hk.data_parallel("model")
     with pytest.raises(ValueError, match="compile"):
         fit(parallel(mlp()), my_batches(1))
