@@ -95,7 +95,7 @@ def test_a_job_by_its_name(root: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_no_job_is_exit_code_1(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top"]) == 1
     message = capsys.readouterr().err
-    assert message.startswith("hvpipe top: a job that runs under `hvpipe run`")
+    assert message.startswith("hvpipe top: a job (of `hvpipe run`, or with HVPIPE_LIVE=1) should be running")
     assert f"Received: none in {root}" in message
 
 
