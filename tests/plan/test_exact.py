@@ -85,7 +85,9 @@ def test_better_machines_are_never_worse(profile: Profile) -> None:
 
 def test_limits_are_told() -> None:
     many = Profile(tuple(replace(chain(1).layers[0], name=f"l{i}") for i in range(1001)), ())
-    with pytest.raises(HvpipeError, match=r"at most 1000 layers; use partition for more\. Received: layers=1001"):
+    with pytest.raises(
+        HvpipeError, match=r"at most 1000 layers; use partition for more\. Received: layers=1001"
+    ):
         exact(many, equal_cluster(2), 2)
     speeds = tuple(1 / i for i in range(1, 14))
     with pytest.raises(HvpipeError, match="at most 5000 sets of devices"):
