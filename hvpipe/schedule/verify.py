@@ -226,7 +226,9 @@ def peak_stash(schedule: Schedule, stage_sizes: Sequence[float] | None = None) -
     """
     sizes = [1.0] * schedule.stages if stage_sizes is None else stage_sizes
     if len(sizes) != schedule.stages:
-        raise HvpipeError(f"stage_sizes should have {schedule.stages} sizes. Received: {len(sizes)} sizes")
+        raise HvpipeError(
+            f"stage_sizes should have one for each of {schedule.stages} stages. Received: {len(sizes)} sizes"
+        )
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     peaks = []
     for actions in schedule.actions:

@@ -50,7 +50,7 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
     positive = sizes.shape == times.shape and bool(np.all(np.isfinite(times) & (times > 0)))
     if not positive or len(set(sizes.tolist())) < 2 or sizes.min() < 0:
         raise HvpipeError(
-            "Times should be above 0, for messages of at least two sizes, to fit a link. "
+            "A link fit needs times above 0 for messages of at least two sizes. "
             f"Received: sizes_bytes={list(sizes_bytes)}, times_s={list(times_s)}"
         )
     per_time = 1.0 / times

@@ -386,7 +386,7 @@ def test_the_document_shows_the_cluster_and_python_that_runs(
     assert [layer.name for layer in Profile.from_json(profile).layers] == ["dense", "relu"]
     Profile.read(GNMT).write("profile.json")
     codes = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    (code,) = [code for code in codes if "choose(" in code]
+    (code,) = [code for code in codes if "from hvpipe.plan import" in code]
     found: dict[str, Any] = {}
     exec(code, found)
     assert found["best"].step_s <= found["step"].step_s
