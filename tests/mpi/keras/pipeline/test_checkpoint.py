@@ -66,8 +66,8 @@ def data() -> tuple[Any, Any]:
 
 def state(pipe: Any) -> dict[str, Any]:
     """All weights and slots of the pipeline by name, from all ranks."""
-    holdings = pipe._holdings()
-    mine = {name: holdings.named[name].numpy() for name in holdings.owned}
+    own = pipe._rank_state()
+    mine = {name: own.named[name].numpy() for name in own.owned}
     return {name: value for part in hvpipe.allgather_object(mine) for name, value in part.items()}
 
 
@@ -83,7 +83,7 @@ def without_memory(pipe: Any) -> list[str]:
 
 def fill(pipe: Any) -> None:
     """Give the pipeline weights and slots that its first step would not, the same on all that share them."""
-    for name, variable in pipe._holdings().named.items():
+    for name, variable in pipe._rank_state().named.items():
         random = np.random.default_rng(list(name.encode()))
         variable.assign(random.uniform(1, 9, variable.shape).astype(variable.dtype))
 
@@ -186,7 +186,7 @@ def test_what_normalization_has_learned_is_loaded(folder: Path) -> None:
 def test_a_save_leaves_no_memory_behind(folder: Path) -> None:
     pipe = pipeline()
     before, attributes = without_memory(pipe), set(vars(pipe._context.model))
-    pipe._holdings()  # builds the optimizer
+    pipe._rank_state()  # builds the optimizer
     held = held_bytes()
     pipe.save(folder / "model.keras")
     assert held_bytes() == held
