@@ -32,7 +32,7 @@ LAYERS = (
     ("commands", "cli", "__main__", "__init__"),
 )
 
-# The only place that may import each; a folder's name ends in "/".
+# The one place that may import each package. The name of a folder ends in "/".
 PLACES = {
     "keras": "keras/",
     "matplotlib": "trace/chart.py",
@@ -41,12 +41,13 @@ PLACES = {
     "pynvml": "monitor/nvml.py",
     "tensorflow": "keras/",
 }
-# Everywhere welcome.
+# Any module may import these.
 ANYWHERE = {"numpy"}
 
 READ_THE_ENVIRONMENT = {"comm/discover.py", "cli.py"}
 
 
+@cache
 def files() -> list[str]:
     return sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
@@ -61,6 +62,7 @@ def module_of(file: str) -> str:
     return ".".join(["hvpipe", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
 
 
+@cache
 def known_modules() -> set[str]:
     return {module_of(file) for file in files()} | {"hvpipe._build_info", "hvpipe._engine"}
 
