@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Compile the CUDA sources for each GPU generation that nvcc knows, warnings being errors; say what is skipped.
+# Compile the CUDA sources for each GPU generation that nvcc knows, with warnings as errors. Print what is skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 mapfile -t kernels < <(find csrc -name '*.cu' | LC_ALL=C sort)
-# Where CMake looks as well.
+# CMake looks there too.
 PATH="$PATH:${CUDA_HOME:-/usr/local/cuda}/bin"
 if ! command -v nvcc >/dev/null; then
     echo "==> SKIPPED: CUDA compile of ${kernels[*]}: no nvcc on PATH"
@@ -18,7 +18,7 @@ for generation in 70 75 80 90 100; do
     if grep -qx "sm_$generation" <<<"$known"; then
         targets+=(-gencode "arch=compute_$generation,code=sm_$generation")
     else
-        echo "==> SKIPPED: sm_$generation, which this nvcc does not know"
+        echo "==> SKIPPED: sm_$generation, unknown to this nvcc"
     fi
 done
 strict=(-std=c++17 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wconversion,-Wshadow,-Werror -I csrc)

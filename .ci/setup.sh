@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Set up a venv with hvpipe installed editable: setup.sh VENV CONSTRAINTS [PYTHON]. Exits 3 where no Python fits.
+# Set up a venv with hvpipe installed editable: setup.sh VENV CONSTRAINTS [PYTHON]. Exit with 3 if no Python fits.
 #
-# EXTRAS names those of hvpipe's extras that are installed with it.
-# What is done is remembered in VENV/.stamps by the contents it was made from, so a second run does nothing.
+# EXTRAS names the extras of hvpipe to install.
+# VENV/.stamps records finished steps under a checksum of their inputs, so a second run does nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,7 +13,7 @@ stamps=$venv/.stamps
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-unset PYTHONPATH PYTHONHOME # what a cluster's modules put there would come before the venv's own
+unset PYTHONPATH PYTHONHOME # packages that a cluster's modules put there would come before those of the venv
 case $PWD in
 *[[:space:]]*) fail "wanted: a folder without spaces in its path, which mpicxx does not quote. Received: $PWD" ;;
 esac
@@ -22,7 +22,7 @@ esac
 tensorflow=$(sed -n 's/^tensorflow==//p' "$constraints")
 newest_minor=$(sed -n 's/^# Python: 3\.10 to 3\.\([0-9]*\).*/\1/p' "$constraints")
 
-# True where the interpreter runs, is new enough, and not newer than this TensorFlow has wheels for.
+# Succeed if the interpreter runs, is new enough, and this TensorFlow has wheels for it.
 fits() {
     "$1" -c "import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, $newest_minor))" >/dev/null 2>&1
 }
@@ -47,8 +47,8 @@ choose_python() {
     return 3
 }
 
-# True for a whole venv of this folder. One that was cut short while it was made would install into the Python it came
-# from; the scripts of one that was moved or copied start the Python of its old place.
+# Succeed for a complete venv of this folder. An incomplete one would install into the Python that made it. Scripts
+# of a moved or copied one start the Python of its old place.
 is_venv() {
     [ -f "$venv/pyvenv.cfg" ] && "$venv/bin/python" -m pip --version >/dev/null 2>&1 &&
         head -n 3 "$venv/bin/pip" | grep -qF "$(pwd -P)/$venv/bin/python" &&
@@ -73,12 +73,12 @@ int main() { return std::optional<int>(0).value(); }' | "$compiler" -std=c++17 -
     [ -f "$header" ] || fail "hvpipe needs Python's headers ($header is missing); on Debian and Ubuntu: apt-get install python3-dev, on Fedora and RHEL: dnf install python3-devel"
 }
 
-# One number for the names and contents of the files given.
+# Print a checksum of the names and contents of the given files.
 key_of() { { printf '%s\n' "$@"; cat "$@"; } | cksum | tr ' ' '-'; }
 
 sources() { find csrc cmake CMakeLists.txt pyproject.toml -type f 2>/dev/null | LC_ALL=C sort; }
 
-# Says and times one pip install; its output shows only when it fails.
+# Print what pip installs and how long it took. Show its output only if it fails.
 install() {
     local what=$1 log=$stamps/pip.log started=$SECONDS
     shift
@@ -89,7 +89,7 @@ install() {
 }
 
 [ -z "$wanted" ] || "$wanted" -c '' 2>/dev/null || fail "wanted: a Python that runs. Received: PYTHON=$wanted"
-# An existing venv stays, unless it does not fit or another Python that fits is asked for.
+# Keep an existing venv, unless it does not fit or PYTHON names another Python that fits.
 if ! is_venv || ! fits "$venv/bin/python"; then
     make_venv
 elif [ -n "$wanted" ] && fits "$wanted" && [ "$(version_of "$wanted")" != "$(version_of "$venv/bin/python")" ]; then
@@ -115,8 +115,8 @@ if [ ! -f "$packages_stamp" ]; then
     rm -f "$stamps"/packages-*
     touch "$packages_stamp"
 fi
-# The build must see the TensorFlow and the MPI of this venv: no isolation. Each venv has a build folder of its own,
-# said in the environment: the pip of Debian 12 and Ubuntu 22.04, which a new venv gets, knows no -C.
+# The build must see the TensorFlow and the MPI of this venv, so it is not isolated. Each venv has its own build folder.
+# The environment names it, because the pip of Debian 12 and Ubuntu 22.04 knows no -C.
 export SKBUILD_BUILD_DIR=build/${venv#.}
 install "hvpipe from this folder, editable" --no-build-isolation -e "$extras"
 rm -f "$stamps"/build-*

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Build the wheel, install it in a clean venv, and use it as a user would: wheel.sh VENV CONSTRAINTS.
+# Build the wheel, install it in a clean venv, and train with it as a user would: wheel.sh VENV CONSTRAINTS.
 #
-# The venv that builds lends its Python and its build tools; the clean one sees neither this folder nor that venv.
+# VENV provides Python and the build tools. The clean venv sees neither this folder nor VENV.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,7 +11,7 @@ trap 'rm -rf "$scratch"' EXIT
 
 say() { printf '==> %s\n' "$*"; }
 
-# Says and times one command; its output shows only when it fails.
+# Print what a command does and how long it took. Show its output only if it fails.
 quietly() {
     local what=$1 started=$SECONDS
     shift

@@ -32,7 +32,7 @@ LAYERS = (
     ("commands", "cli", "__main__", "__init__"),
 )
 
-# The only place that may import each; a folder's name ends in "/".
+# The one place that may import each package. The name of a folder ends in "/".
 PLACES = {
     "keras": "keras/",
     "matplotlib": "trace/chart.py",
@@ -41,12 +41,13 @@ PLACES = {
     "pynvml": "monitor/nvml.py",
     "tensorflow": "keras/",
 }
-# Everywhere welcome.
+# Any module may import these.
 ANYWHERE = {"numpy"}
 
 READ_THE_ENVIRONMENT = {"comm/discover.py", "cli.py"}
 
 
+@cache
 def files() -> list[str]:
     return sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
