@@ -1,4 +1,4 @@
-"""Parts of the engine that need neither MPI nor a GPU: posted messages, memory pool, send budget, segments."""
+"""Engine parts that need neither MPI nor a GPU: posted messages, memory pool, send budget, segments."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def build(source: str, *flags: str) -> Path:
-    """Compile `source` once per set of flags, linked with the engine. Return a library, or a program for *_driver.cc."""
+    """Compile `source` once per set of flags. Return a library, or a program for *_driver.cc."""
     return _build(source, flags)
 
 

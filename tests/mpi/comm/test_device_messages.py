@@ -242,7 +242,8 @@ def test_without_room_for_a_message_it_is_said_how_much(libraries: Libraries, mo
     engine.use_device()
     monkeypatch.setenv("FAKE_DEVICE_FULL", "1")
     with pytest.raises(
-        HvpipeError, match=r"too little free memory for a message between ranks: wanted 42 MB, .* more micro-batches"
+        HvpipeError,
+        match=r"too little free memory for a message between ranks: wanted 42 MB, .* more micro-batches",
     ):
         engine.post_receive(39_900_000, (hvpipe.rank() + 1) % hvpipe.size(), 0, "a message")
     engine.agree("end of a case")
