@@ -18,7 +18,7 @@ class Request {
   }
   Request(Request&&) = default;
   Request& operator=(Request&&) = delete;
-  Done Done() const {
+  Done Callback() const {
     return [waiter = waiter_](const Error* error) { waiter->Set(error); };
   }
   bool done() const { return waiter_->set(); }
@@ -46,13 +46,13 @@ Request Send(Engine& engine, const InArray& array, int peer, int tag, const std:
   const void* const data = array.data();
   const std::size_t bytes = array.nbytes();
   const nb::gil_scoped_release release;
-  engine.messenger().Send(peer, tag, data, bytes, what, request.Done());
+  engine.messenger().Send(peer, tag, data, bytes, what, request.Callback());
   return request;
 }
 
 Request Receive(Engine& engine, std::size_t bytes, int peer, int tag, const std::string& what) {
   Request request(engine);
-  request.arrived = engine.messenger().Receive(peer, tag, bytes, what, request.Done());
+  request.arrived = engine.messenger().Receive(peer, tag, bytes, what, request.Callback());
   return request;
 }
 
@@ -75,7 +75,7 @@ Request GroupAllReduce(Engine& engine, int group, const OutArray& array, const s
   Request request(engine);
   request.source = nb::cast(array);
   engine.messenger().GroupAllReduce(group, array.data(), array.nbytes() / SizeOf(dtype), dtype, what,
-                                    request.Done());
+                                    request.Callback());
   return request;
 }
 
@@ -85,7 +85,7 @@ Request SendDevice(Engine& engine, const nb::object& array, Address data, std::s
   request.source = array;
   const nb::gil_scoped_release release;
   engine.device_messages().Send(peer, tag, reinterpret_cast<const void*>(data), bytes, what,
-                                reinterpret_cast<void*>(stream), request.Done());
+                                reinterpret_cast<void*>(stream), request.Callback());
   return request;
 }
 
@@ -95,20 +95,20 @@ Request ReceiveDevice(Engine& engine, const nb::object& array, Address out, std:
   request.source = array;
   const nb::gil_scoped_release release;
   engine.device_messages().Receive(peer, tag, reinterpret_cast<void*>(out), bytes, what,
-                                   reinterpret_cast<void*>(stream), request.Done());
+                                   reinterpret_cast<void*>(stream), request.Callback());
   return request;
 }
 
 Request PostSend(Engine& engine, int peer, int tag, const std::string& what) {
   Request request(engine);
-  request.number = engine.device_messages().PostSend(peer, tag, what, request.Done());
+  request.number = engine.device_messages().PostSend(peer, tag, what, request.Callback());
   return request;
 }
 
 Request PostReceive(Engine& engine, std::size_t bytes, int peer, int tag, const std::string& what) {
   Request request(engine);
   const nb::gil_scoped_release release;
-  request.number = engine.device_messages().PostReceive(peer, tag, bytes, what, request.Done());
+  request.number = engine.device_messages().PostReceive(peer, tag, bytes, what, request.Callback());
   return request;
 }
 
