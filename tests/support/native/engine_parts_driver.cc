@@ -25,7 +25,8 @@ void Posted() {
   const auto first = posted.Add({1, 0, "first", tell("first"), nullptr, 0});
   const auto second = posted.Add({1, 0, "second", tell("second"), nullptr, 0});
   const auto receive = posted.Add({1, 0, "receive", nullptr, std::make_shared<int>(), 8});
-  std::printf("first taken: %d, again: %d\n", posted.Take(first).has_value(), posted.Take(first).has_value());
+  const bool taken = posted.Take(first).has_value(), again = posted.Take(first).has_value();
+  std::printf("first taken: %d, again: %d\n", taken, again);
   posted.EndSends(Error("the end"));
   std::printf("second taken: %d, receive taken: %d\n", posted.Take(second).has_value(),
               posted.Take(receive)->receives());
