@@ -1,4 +1,4 @@
-// The exchange of control records and the message when ranks disagree.
+// Exchanges control records and reports ranks that disagree.
 #include "collectives/control.h"
 
 #include <algorithm>
@@ -20,7 +20,8 @@ ControlExchange::ControlExchange(Transport& transport, const Record& mine, int t
   records_[0] = mine;
 }
 
-// In a round the rank gives what it holds to the rank `held_` below and takes as many from `held_` above.
+// In each round a rank sends the records that it holds to rank - held_ and receives as many from rank +
+// held_.
 bool ControlExchange::Step() {
   bool moved = false;
   while (held_ < ranks_) {

@@ -1,4 +1,5 @@
-// A record from every rank to every rank: what each is about to do, so that they find out when they differ.
+// The exchange of control records: each rank tells all others what it will do next, so that differences are
+// found.
 #pragma once
 
 #include <array>
@@ -7,22 +8,22 @@
 #include <string>
 #include <vector>
 
-#include "core/check.h"
 #include "collectives/collective.h"
 #include "collectives/transport.h"
+#include "core/error.h"
 
 namespace hvpipe {
 
 struct Record {
-  std::uint64_t signature = 0;   // of what the rank is about to do; must be the same on all
-  double samples = 0;            // of this rank's batch
-  std::array<char, 112> what{};  // the same in words
+  std::uint64_t signature = 0;   // of the next operation; must be equal on all ranks
+  double samples = 0;            // in this rank's batch
+  std::array<char, 112> what{};  // description of the next operation
 };
 static_assert(sizeof(Record) == 128);
 
 Record MakeRecord(std::uint64_t signature, double samples, const std::string& what);
 
-// All-gather of one record per rank in ceil(log2(size)) rounds (Bruck et al., 1997).
+// Gathers one record of each rank on all ranks, in ceil(log2(size)) rounds (Bruck et al., 1997).
 class ControlExchange : public Collective {
  public:
   ControlExchange(Transport& transport, const Record& mine, int tag);
@@ -31,9 +32,9 @@ class ControlExchange : public Collective {
   bool done() const override { return held_ == ranks_; }
   std::string Waiting() const override;
 
-  // The record of `rank`, once done.
+  // The record of `rank`. Call only when done.
   const Record& of(int rank) const;
-  // Throws MismatchError with what each rank is at, unless all signatures are equal.
+  // Throw MismatchError with the descriptions of both ranks, unless all signatures are equal.
   void CheckAgreement() const;
 
  private:
@@ -44,18 +45,18 @@ class ControlExchange : public Collective {
   int held_ = 1;  // records gathered: those of rank, rank + 1, ...
   Ticket send_ = kNoTicket;
   Ticket receive_ = kNoTicket;
-  std::vector<Record> records_;  // records_[i] is of rank (rank_ + i) % ranks_
+  std::vector<Record> records_;  // records_[i] comes from rank (rank_ + i) % ranks_
 };
 
-// The first record of an exchange that `rank` has begun and this rank has not, if it has come; it is then
-// taken, so the exchange can no longer succeed.
+// Receive the first record of an exchange that `rank` has begun and this rank has not. Empty if none has
+// arrived. The exchange can no longer succeed after that, so use this only to explain an error.
 std::optional<Record> TakeRecord(Transport& transport, int rank, int tag);
 
-// What to throw where `rank` is at `what` and `other` at something else; `kind` is "Rank" or "Local rank".
+// The error that `rank` and `other` are at different operations. `kind` is "Rank" or "Local rank".
 Error Disagreement(const std::string& kind, int rank, const std::string& what, int other,
                    const std::string& others_what);
 
-// FNV-1a, stable across machines and compilers.
+// FNV-1a: the same on all machines and compilers.
 std::uint64_t Hash(const std::string& text);
 
 }  // namespace hvpipe

@@ -1,16 +1,7 @@
-// All-gather and broadcast for what is not on the path of a training step: initial weights, metrics, objects.
+// All-gather around a ring and broadcast along a chain: initial weights, metrics, objects.
 #include "collectives/gather.h"
 
-#include <algorithm>
-
 namespace hvpipe {
-namespace {
-
-std::size_t SegmentsOf(std::size_t bytes, std::size_t segment_bytes) {
-  return std::max<std::size_t>(1, (bytes + segment_bytes - 1) / segment_bytes);
-}
-
-}  // namespace
 
 RingAllGather::RingAllGather(Transport& transport, Counters& counters, void* out, std::size_t bytes,
                              std::size_t segment_bytes, int tag)
@@ -26,8 +17,8 @@ Range RingAllGather::Segment(std::size_t index, int shift) const {
   const auto ranks = static_cast<std::size_t>(transport_.size());
   const std::size_t step = index / segments_ + static_cast<std::size_t>(shift);
   const std::size_t owner = (static_cast<std::size_t>(transport_.rank()) + 2 * ranks - step) % ranks;
-  const Range part = PartOf(bytes_, segments_, index % segments_);
-  return {owner * bytes_ + part.first, part.count};
+  const Range segment = SplitEvenly(bytes_, segments_, index % segments_);
+  return {owner * bytes_ + segment.first, segment.count};
 }
 
 bool RingAllGather::Step() {

@@ -1,15 +1,10 @@
-// Both ends keep a number of segments under way; receives are posted ahead of the data.
+// Both ends keep several segments in flight. Receives are posted before the data come.
 #include "collectives/message.h"
 
 namespace hvpipe {
 namespace {
 
-// An empty message is still one segment: the receiver waits for it.
-std::size_t SegmentsOf(std::size_t bytes, std::size_t segment_bytes) {
-  return bytes == 0 ? 1 : (bytes + segment_bytes - 1) / segment_bytes;
-}
-
-std::string Place(std::size_t segment, std::size_t segments) {
+std::string Position(std::size_t segment, std::size_t segments) {
   return "segment " + std::to_string(segment + 1) + " of " + std::to_string(segments);
 }
 
@@ -32,7 +27,7 @@ bool MessageSend::Step() {
     moved = true;
   }
   while (posted_ < segments_ && tickets_.size() < static_cast<std::size_t>(options_.segments_in_flight)) {
-    const Range segment = PartOf(bytes_, segments_, posted_);
+    const Range segment = SplitEvenly(bytes_, segments_, posted_);
     tickets_.push_back(transport_.Isend(data_ + segment.first, segment.count, options_.peer, options_.tag));
     counters_.network_bytes_sent += segment.count;
     ++counters_.messages_sent;
@@ -43,7 +38,7 @@ bool MessageSend::Step() {
 }
 
 std::string MessageSend::Waiting() const {
-  return "rank " + std::to_string(options_.peer) + " to take " + Place(sent_, segments_);
+  return "rank " + std::to_string(options_.peer) + " to take " + Position(sent_, segments_);
 }
 
 MessageReceive::MessageReceive(Transport& transport, Counters& counters, void* data, std::size_t bytes,
@@ -59,12 +54,12 @@ bool MessageReceive::Step() {
   bool moved = false;
   while (!tickets_.empty() && transport_.Test(tickets_.front())) {
     tickets_.pop_front();
-    counters_.network_bytes_received += PartOf(bytes_, segments_, received_).count;
+    counters_.network_bytes_received += SplitEvenly(bytes_, segments_, received_).count;
     ++received_;
     moved = true;
   }
   while (posted_ < segments_ && tickets_.size() < static_cast<std::size_t>(options_.segments_in_flight)) {
-    const Range segment = PartOf(bytes_, segments_, posted_);
+    const Range segment = SplitEvenly(bytes_, segments_, posted_);
     tickets_.push_back(transport_.Irecv(data_ + segment.first, segment.count, options_.peer, options_.tag));
     ++posted_;
     moved = true;
@@ -73,7 +68,7 @@ bool MessageReceive::Step() {
 }
 
 std::string MessageReceive::Waiting() const {
-  return Place(received_, segments_) + " from rank " + std::to_string(options_.peer);
+  return Position(received_, segments_) + " from rank " + std::to_string(options_.peer);
 }
 
 }  // namespace hvpipe

@@ -1,4 +1,4 @@
-// One array from one rank to another, in segments below MPI's eager limit.
+// Sends one array from one rank to another, in segments below MPI's eager limit.
 #pragma once
 
 #include <deque>
@@ -6,11 +6,13 @@
 #include <string>
 
 #include "collectives/collective.h"
+#include "collectives/segments.h"
 #include "collectives/transport.h"
+#include "core/telemetry.h"
 
 namespace hvpipe {
 
-// Both ends cut the message alike; its segments share a tag, and so arrive in order.
+// Both ends cut the message in the same way. Its segments share a tag, so they arrive in order.
 struct MessageOptions {
   int peer = 0;
   int tag = 0;
@@ -20,8 +22,8 @@ struct MessageOptions {
 
 class MessageSend : public Collective {
  public:
-  // With segments in flight of its own, not from the engine's budget: a message that its receiver does not
-  // expect yet must not keep others from going.
+  // Does not use the engine's send budget: a message that its receiver does not expect yet must not block
+  // others.
   MessageSend(Transport& transport, Counters& counters, const void* data, std::size_t bytes,
               MessageOptions options);
   bool Step() override;

@@ -43,8 +43,8 @@ Ticket MpiTransport::NewTicket() {
   return ticket;
 }
 
-// Synchronous mode: with a message below the eager limit the data still travels at once, and the
-// acknowledgement that completes the send is what limits how far ahead of its receiver a sender gets.
+// Synchronous mode. Below the eager limit MPI still sends the data at once. The acknowledgement that
+// completes the send limits how far a sender gets ahead of its receiver.
 Ticket MpiTransport::Isend(const void* data, std::size_t bytes, int peer, int tag) {
   const Ticket ticket = NewTicket();
   HVPIPE_MPI(MPI_Issend(data, static_cast<int>(bytes), MPI_BYTE, peer, tag, communicator_,

@@ -9,9 +9,10 @@
 
 namespace hvpipe {
 
+// Threads: one thread at a time, which is the driving thread (see Progress). No lock.
 class MpiTransport : public Transport {
  public:
-  // Takes over `communicator`, a duplicate that nobody else uses.
+  // Takes ownership of `communicator`, which nobody else may use.
   explicit MpiTransport(MPI_Comm communicator);
   MpiTransport(const MpiTransport&) = delete;
   MpiTransport& operator=(const MpiTransport&) = delete;
@@ -20,7 +21,7 @@ class MpiTransport : public Transport {
   int size() const override { return size_; }
   int RankInJob(int peer) const override { return ranks_in_job_[static_cast<std::size_t>(peer)]; }
   MPI_Comm communicator() const { return communicator_; }
-  // Collective, with nothing under way; the end of this transport's use.
+  // Collective, with nothing under way. The transport cannot be used afterwards.
   void Free();
   Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) override;
   Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) override;
@@ -37,7 +38,7 @@ class MpiTransport : public Transport {
   std::vector<int> ranks_in_job_;      // by peer
   std::vector<MPI_Request> requests_;  // by ticket
   std::vector<char> done_;             // by ticket
-  std::vector<int> completed_;         // scratch of Poll
+  std::vector<int> completed_;         // scratch memory of Poll
   std::vector<Ticket> free_;
 };
 

@@ -1,18 +1,20 @@
-// The ring all-reduce: which segment goes where, and when it may.
+// The ring all-reduce: which segment goes where, and when.
 #include "collectives/ring.h"
 
 #include <algorithm>
 
+#include "core/vector_loops.h"
+
 namespace hvpipe {
 namespace {
 
-// Below this the work for a message outweighs its bytes.
-constexpr std::size_t kWorthAMessage = 60'000;
+// Below this size, the cost of a message itself outweighs that of its bytes.
+constexpr std::size_t kLeastMessageBytes = 60'000;
 
-// A chunk is cut into several segments, so that a rank hands on the first while the next still come.
+// A chunk has several segments, so that a rank can send the first ones on while it receives the others.
 std::size_t SegmentBytes(std::size_t chunk_bytes, std::size_t most) {
   constexpr std::size_t kSeveral = 4;
-  return std::clamp(chunk_bytes / kSeveral, std::min(kWorthAMessage, most), most);
+  return std::clamp(chunk_bytes / kSeveral, std::min(kLeastMessageBytes, most), most);
 }
 
 }  // namespace
@@ -22,8 +24,8 @@ std::size_t SegmentBytes(std::size_t chunk_bytes, std::size_t most) {
 //   step 0            step 1            ...   step size - 1 (all-gather begins)
 //   s0 s1 s2 ... sS   s0 s1 s2 ... sS         s0 s1 s2 ... sS
 //
-// In step k rank r sends chunk r - k and receives chunk r - k - 1, so what it sends in step k is what it
-// received (and summed) in step k - 1: segment `index` may go once segment `index - S` has come.
+// In step k rank r sends chunk r - k and receives chunk r - k - 1. So it sends in step k what it received
+// (and summed) in step k - 1: segment `index` may be sent once segment `index - S` was received.
 RingAllReduce::RingAllReduce(Transport& transport, SendBudget& budget, Counters& counters, void* buffer,
                              std::size_t count, DType dtype, Options options)
     : transport_(transport),
@@ -36,26 +38,26 @@ RingAllReduce::RingAllReduce(Transport& transport, SendBudget& budget, Counters&
       ranks_(static_cast<std::size_t>(transport.size())),
       steps_(2 * (ranks_ - 1)) {
   const std::size_t element = SizeOf(dtype);
-  const std::size_t largest = PartOf(count, ranks_, 0).count;
+  const std::size_t largest = SplitEvenly(count, ranks_, 0).count;
   const std::size_t per_segment =
       std::max<std::size_t>(1, SegmentBytes(largest * element, options.segment_bytes) / element);
   segments_ = std::max<std::size_t>(1, (largest + per_segment - 1) / per_segment);
   total_ = steps_ * segments_;
-  small_ = segments_ == 1 && count * element <= 4 * kWorthAMessage;
-  scratch_bytes_ = PartOf(largest, segments_, 0).count * element;
+  small_ = segments_ == 1 && count * element <= 4 * kLeastMessageBytes;
+  scratch_bytes_ = SplitEvenly(largest, segments_, 0).count * element;
 }
 
 Range RingAllReduce::Segment(std::size_t index, bool incoming) const {
   const std::size_t step = index / segments_ + (incoming ? 1 : 0);
   const std::size_t rank = static_cast<std::size_t>(transport_.rank());
   const std::size_t chunk = (rank + 2 * ranks_ - step) % ranks_;
-  const Range whole = PartOf(count_, ranks_, chunk);
-  const Range part = PartOf(whole.count, segments_, index % segments_);
+  const Range whole = SplitEvenly(count_, ranks_, chunk);
+  const Range part = SplitEvenly(whole.count, segments_, index % segments_);
   return {whole.first + part.first, part.count};
 }
 
 bool RingAllReduce::Step() {
-  bool moved = Greet();
+  bool moved = ExchangeSignals();
   moved |= PostReceives();
   moved |= FinishReceives();
   moved |= FinishSends();
@@ -63,17 +65,17 @@ bool RingAllReduce::Step() {
   return moved;
 }
 
-// In front of all data: between two ranks these are messages of one peer and one tag, which keep their order.
-bool RingAllReduce::Greet() {
-  if (!greeted_) {
-    greeted_ = true;
+// Signals share peer and tag with the data, so MPI keeps them before all data.
+bool RingAllReduce::ExchangeSignals() {
+  if (!signalled_) {
+    signalled_ = true;
     if (small_) return false;
-    awaited_ = transport_.Irecv(nullptr, 0, right(), options_.tag);
-    greeting_ = transport_.Isend(nullptr, 0, left(), options_.tag);
+    their_signal_ = transport_.Irecv(nullptr, 0, right(), options_.tag);
+    own_signal_ = transport_.Isend(nullptr, 0, left(), options_.tag);
     return true;
   }
   bool moved = false;
-  for (Ticket* ticket : {&awaited_, &greeting_}) {
+  for (Ticket* ticket : {&their_signal_, &own_signal_}) {
     if (*ticket == kNoTicket || !transport_.Test(*ticket)) continue;
     *ticket = kNoTicket;
     moved = true;
@@ -91,16 +93,17 @@ void* RingAllReduce::TakeScratch() {
   return scratch;
 }
 
-// Few until something has come: many operations wait for their turn, and each would keep memory for all.
+// Posts only a few receives until the first segment comes: many operations wait at the same time, and each
+// posted receive holds memory.
 bool RingAllReduce::PostReceives() {
-  constexpr std::size_t kWaiting = 2;
+  constexpr std::size_t kAtFirst = 2;
   const std::size_t window =
-      std::min(static_cast<std::size_t>(options_.receives_in_flight), kWaiting + received_);
+      std::min(static_cast<std::size_t>(options_.receives_in_flight), kAtFirst + received_);
   const std::size_t element = SizeOf(dtype_);
   bool moved = false;
   while (posted_receives_ < total_ && receives_.size() < window) {
     const std::size_t index = posted_receives_;
-    // What arrives in place overwrites what this rank sent size - 1 steps before: that send must be over.
+    // A receive in place overwrites what this rank sent size - 1 steps earlier. That send must have ended.
     if (!Reducing(index) && sent_ + (ranks_ - 1) * segments_ <= index) break;
     const Range segment = Segment(index, true);
     void* scratch = Reducing(index) ? TakeScratch() : nullptr;
@@ -135,7 +138,7 @@ bool RingAllReduce::FinishReceives() {
 }
 
 bool RingAllReduce::PostSends() {
-  if (awaited_ != kNoTicket) return false;
+  if (their_signal_ != kNoTicket) return false;
   const std::size_t element = SizeOf(dtype_);
   bool moved = false;
   while (posted_sends_ < total_ && (small_ || !budget_.empty()) &&
@@ -169,8 +172,8 @@ bool RingAllReduce::FinishSends() {
 }
 
 std::string RingAllReduce::Waiting() const {
-  // A segment that is missing may be any rank's fault; that this neighbour is not here is known.
-  if (awaited_ != kNoTicket)
+  // Any rank may have caused a missing segment, but a missing signal names the rank that is late.
+  if (their_signal_ != kNoTicket)
     return "rank " + std::to_string(transport_.RankInJob(right())) + " to come to it";
   if (received_ < total_) {
     return "ring segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) + " from rank " +

@@ -5,23 +5,28 @@
 #include <vector>
 
 #include "collectives/collective.h"
+#include "collectives/segments.h"
+#include "collectives/send_budget.h"
 #include "collectives/transport.h"
+#include "core/aligned_buffer.h"
+#include "core/dtype.h"
+#include "core/telemetry.h"
 
 namespace hvpipe {
 
 // Reduce-scatter, then all-gather, each in size - 1 steps around the ring, in place (Patarasuk and Yuan,
-// "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). Every chunk is summed in
-// one fixed order by the ranks it passes, so all ranks end with the same bits. A half type is added in
-// float32 and rounded to the wire type at each hop.
+// "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). The ranks that a chunk
+// passes sum it in one fixed order, so all ranks end with the same bits. A half type is added in float32 and
+// rounded to the wire type at each hop.
 //
-// Ranks reach a bucket at different times. A rank says to the one before it that it has come, and data wait
-// for that word: or else the sends in flight of a rank that is ahead would all be of buckets that its
-// neighbour has not got to, and the link would rest while both have others to exchange. Not where all of it
-// is little: that goes at once, and counts for nothing among the sends in flight.
+// Ranks reach a bucket at different times. Each rank signals its left neighbour when it is ready, and a rank
+// sends data only after this signal. Otherwise a rank that is ahead would spend its sends in flight on
+// buckets that its neighbour has not reached, and the link would idle although both have other buckets to
+// exchange. Small all-reduces need no signal: they send at once and do not count against the send budget.
 class RingAllReduce : public Collective {
  public:
   struct Options {
-    std::size_t segment_bytes = 60'000;  // the most that a message has
+    std::size_t segment_bytes = 60'000;  // the largest message
     int receives_in_flight = 8;
     int tag = 0;
   };
@@ -30,20 +35,20 @@ class RingAllReduce : public Collective {
                 DType dtype, Options options);
 
   bool Step() override;
-  bool done() const override { return received_ == total_ && sent_ == total_ && greeting_ == kNoTicket; }
+  bool done() const override { return received_ == total_ && sent_ == total_ && own_signal_ == kNoTicket; }
   std::string Waiting() const override;
 
  private:
   struct Receive {
     Ticket ticket;
     std::size_t index;
-    void* scratch;  // null in the all-gather, which receives in place
+    void* scratch;  // null in the all-gather phase, which receives in place
   };
   Range Segment(std::size_t index, bool incoming) const;
   bool Reducing(std::size_t index) const { return index < steps_ / 2 * segments_; }
   int left() const { return (transport_.rank() + transport_.size() - 1) % transport_.size(); }
   int right() const { return (transport_.rank() + 1) % transport_.size(); }
-  bool Greet();
+  bool ExchangeSignals();
   bool PostReceives();
   void* TakeScratch();
   bool FinishReceives();
@@ -64,9 +69,10 @@ class RingAllReduce : public Collective {
   std::size_t posted_receives_ = 0, received_ = 0, posted_sends_ = 0, sent_ = 0;
   std::deque<Receive> receives_;
   std::deque<Ticket> sends_;
-  bool greeted_ = false;
-  Ticket greeting_ = kNoTicket, awaited_ = kNoTicket;  // to the rank before, of the rank behind
-  bool small_;                                         // each step is one message, and all of them are little
+  bool signalled_ = false;
+  Ticket own_signal_ = kNoTicket;    // to the left neighbour
+  Ticket their_signal_ = kNoTicket;  // from the right neighbour
+  bool small_;                       // each step is one small message
   std::size_t scratch_bytes_;
   std::vector<AlignedBuffer> scratch_;
   std::vector<void*> free_scratch_;

@@ -1,9 +1,11 @@
-// Which rows of a table travel, and where they lie meanwhile.
+// Finds the non-zero rows of a table and lays out those of all ranks.
 #include "collectives/table_rows.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+
+#include "core/vector_loops.h"
 
 namespace hvpipe {
 namespace {
@@ -11,7 +13,7 @@ namespace {
 bool IsZero(const char* row, std::size_t bytes) {
   std::uint64_t found = 0;
   std::size_t at = 0;
-  // A block at a time, so that the compiler may vectorise; of a row that is not zero the first tells.
+  // Block by block, so that the compiler vectorises. A non-zero row usually ends the loop in its first block.
   constexpr std::size_t kBlock = 256;
   for (; at + kBlock <= bytes && found == 0; at += kBlock) {
     std::uint64_t words[kBlock / sizeof(std::uint64_t)];
@@ -43,15 +45,15 @@ void TableRows::Pack(const void* table, DType type, double scale) {
   if (buffer_.use_count() > 1 || buffer_->bytes() < own_.size() * RowBytes()) {
     buffer_ = Grown(own_.size());
   } else {
-    // The fence pairs with the release of whoever gave the buffer back.
+    // Pairs with the release by the thread that gave the buffer back.
     std::atomic_thread_fence(std::memory_order_acquire);
   }
   for (std::size_t place = 0; place < own_.size(); ++place) {
-    PackScaled(first + own_[place] * row_bytes, type, Row(place), wire_, elements_, scale);
+    ScaleAndCast(first + own_[place] * row_bytes, type, Row(place), wire_, elements_, scale);
   }
 }
 
-void TableRows::MakeRoom() {
+void TableRows::LayOutRows() {
   present_.clear();
   for (std::size_t row = 0; row < rows(); ++row) {
     if (flags_[row] != 0) present_.push_back(row);
@@ -60,7 +62,7 @@ void TableRows::MakeRoom() {
   const std::shared_ptr<AlignedBuffer> packed_in = buffer_;
   if (buffer_->bytes() < present_.size() * RowBytes()) buffer_ = Grown(present_.size());
   const char* const packed = static_cast<const char*>(packed_in->data());
-  // From the back: no row moves to the front, so none is written over before it has moved.
+  // From the back. Rows only move towards the back, so no row is overwritten before it was moved.
   std::size_t left = own_.size();
   for (std::size_t place = present_.size(); place-- > 0;) {
     if (left > 0 && own_[left - 1] == present_[place]) {
@@ -73,7 +75,8 @@ void TableRows::MakeRoom() {
   }
 }
 
-// Batches touch about as many rows each: some more than now, so that it seldom grows.
+// A quarter larger than needed, because batches touch about the same number of rows: the buffer then rarely
+// grows again.
 std::shared_ptr<AlignedBuffer> TableRows::Grown(std::size_t rows) const {
   return std::make_shared<AlignedBuffer>(std::min(this->rows(), rows + rows / 4) * RowBytes());
 }
@@ -85,7 +88,7 @@ void TableRows::Unpack(void* table, DType type) const {
   for (std::size_t place = 0; place < present_.size(); ++place) {
     const std::size_t row = present_[place];
     std::memset(first + next * row_bytes, 0, (row - next) * row_bytes);
-    hvpipe::Unpack(Row(place), wire_, first + row * row_bytes, type, elements_);
+    Cast(Row(place), wire_, first + row * row_bytes, type, elements_);
     next = row + 1;
   }
   std::memset(first + next * row_bytes, 0, (rows() - next) * row_bytes);

@@ -1,11 +1,11 @@
-// What a collective needs of a network: non-blocking sends and receives between numbered peers.
+// The network as collectives use it: non-blocking sends and receives between numbered peers.
 #pragma once
 
 #include <cstddef>
 
 namespace hvpipe {
 
-// Names a send or receive in flight; valid until Test says that it is done.
+// Identifies a send or receive in flight. Valid until Test returns true.
 using Ticket = int;
 constexpr Ticket kNoTicket = -1;
 
@@ -14,22 +14,22 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // The rank in the whole job of one of these peers, as messages for people name it.
+  // The rank of a peer in MPI_COMM_WORLD, for error messages.
   virtual int RankInJob(int peer) const = 0;
 
-  // The send is done only when the peer has taken the message, so a sender cannot run ahead of its
-  // receiver by more than what it has in flight. Messages with one tag between two ranks keep their order.
+  // A send is done only when the peer has received it, so a sender is never further ahead than its messages
+  // in flight. Messages with one tag between two ranks keep their order.
   virtual Ticket Isend(const void* data, std::size_t bytes, int peer, int tag) = 0;
   virtual Ticket Irecv(void* data, std::size_t bytes, int peer, int tag) = 0;
 
-  // Looks once at everything in flight. Asking for each operation by itself would let MPI poll its sockets
-  // as many times, which costs more than all the rest.
+  // Ask once what has completed, for everything in flight. With one call per request MPI would poll its
+  // sockets each time, which costs more than all other work.
   virtual void Poll() = 0;
 
-  // True if the operation was done at the last Poll; its ticket is then spent.
+  // True if the request was done at the last Poll. Its ticket is then invalid.
   virtual bool Test(Ticket ticket) = 0;
 
-  // True if a message of this peer and tag has come that no receive has taken.
+  // True if a message of this peer and tag has arrived and no receive matches it yet.
   virtual bool Probe(int peer, int tag) = 0;
 };
 

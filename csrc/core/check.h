@@ -1,4 +1,4 @@
-// What turns MPI's error codes into exceptions.
+// Turns MPI error codes into exceptions.
 #pragma once
 
 #include <mpi.h>
@@ -7,10 +7,10 @@
 
 namespace hvpipe {
 
-// Throws with the text of `code` and of the call, unless it is MPI_SUCCESS.
+// Throw an error with the text of `code` and of the call, unless `code` is MPI_SUCCESS.
 void CheckMpi(int code, const char* call);
 
 }  // namespace hvpipe
 
-// One gate for every MPI call; the message names the call.
+// Every MPI call goes through this macro. The error message names the call.
 #define HVPIPE_MPI(call) ::hvpipe::CheckMpi((call), #call)

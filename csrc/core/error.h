@@ -1,4 +1,4 @@
-// Error type of the core.
+// The exception of the C++ code.
 #pragma once
 
 #include <stdexcept>
@@ -6,7 +6,7 @@
 
 namespace hvpipe {
 
-// What went wrong, so that the Python face can raise the matching exception.
+// The kind decides which Python exception is raised.
 enum class ErrorKind { kInternal, kMismatch, kDeadline, kPeer, kUsage };
 
 class Error : public std::runtime_error {

@@ -1,4 +1,4 @@
-// What happened when, on this rank: the raw material of the trace.
+// The timed events of this rank, from which the trace is made.
 #pragma once
 
 #include <chrono>
@@ -9,21 +9,23 @@
 
 namespace hvpipe {
 
-// Seconds on the monotonic clock (the one of Python's time.monotonic()).
+// Seconds on the monotonic clock, the same as Python's time.monotonic().
 inline double Now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 struct TimedEvent {
-  std::string category;  // "pack", "wait", "reduce", "transfer", "unpack", "mark", or what Python calls it
+  std::string category;  // "pack", "wait", "reduce", "transfer", "unpack", "mark", or a category from Python
   std::string name;
   double start_s;
   double end_s;
 };
 
+// Threads: any thread may call; a lock guards the events.
 class EventLog {
  public:
-  static constexpr std::size_t kMost = 2'000'000;  // some 200 MB: a forgotten trace must not eat the machine
+  static constexpr std::size_t kMost =
+      2'000'000;  // some 200 MB, so that a forgotten trace does not fill the memory
 
   explicit EventLog(bool enabled, std::size_t most = kMost) : enabled_(enabled), most_(most) {}
   bool enabled() const { return enabled_; }
@@ -43,7 +45,7 @@ class EventLog {
     return std::exchange(events_, {});
   }
 
-  // How many came when there was no more room.
+  // Events that came after the log was full.
   std::size_t dropped() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return dropped_;

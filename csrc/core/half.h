@@ -1,4 +1,4 @@
-// Between float32 and the half types, one number at a time.
+// Conversions between float32 and the half types, one number at a time.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ inline std::uint32_t FloatToBits(float value) {
   return bits;
 }
 
-// Round to nearest even, as hardware does; a NaN keeps its sign and becomes quiet.
+// Rounds to nearest even, like hardware. A NaN keeps its sign and becomes quiet.
 inline std::uint16_t FloatToBFloat16(float value) {
   const std::uint32_t bits = FloatToBits(value);
   const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;

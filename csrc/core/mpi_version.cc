@@ -1,4 +1,5 @@
-// Prints the version of the MPI library that programs built here run with (asked once, at configure time).
+// Prints the version of the MPI library that programs use at run time. CMake runs this once, at configure
+// time.
 #include <mpi.h>
 
 #include <cstdio>

@@ -1,4 +1,5 @@
-// The progress loop: step what can move, sleep when nothing does, give up when a deadline passes.
+// The progress loop: steps operations, sleeps when none makes progress, fails the engine when a deadline
+// passes.
 #include "core/progress.h"
 
 #include <sched.h>
@@ -15,20 +16,9 @@ namespace hvpipe {
 namespace {
 
 constexpr double kDeadlineCheckS = 0.1;
-constexpr double kInterruptCheckS = 0.05;
-constexpr int kSpins = 4000;       // each a pass over what is under way: some 50 ns
-constexpr int kBriefSpins = 1000;  // each a look at the peers: some 30 ns
 
-void Relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
-
-// Asks Linux (6.12 and later) for short turns, in exchange for which this thread need not wait for the end of
-// a computing thread's long one each time it wakes. Where that is refused nothing is lost but time.
+// Ask Linux (6.12 and later) for short time slices. In exchange the thread need not wait for the end of a
+// computing thread's long slice each time it wakes. If Linux refuses, the thread only wakes later.
 void AskForShortTurns() {
   struct {  // struct sched_attr, version 0
     std::uint32_t size = 48, policy = SCHED_OTHER;
@@ -41,32 +31,13 @@ void AskForShortTurns() {
   (void)syscall(SYS_sched_setattr, 0, &attributes, 0);
 }
 
-// Waits a little between two passes of a caller that has nothing else to do: first busy, then letting
-// others run, in the end asleep.
-class Backoff {
- public:
-  // With more ranks than cores a peer that is waited for may need this very core.
-  explicit Backoff(bool crowded) : spins_(crowded ? 0 : kSpins) {}
-  void Reset() { idle_ = 0; }
-  // Whether the next wait is no longer a busy one.
-  bool Sleeps() const { return idle_ >= spins_ + kYields; }
-  void Wait(const std::function<double(int)>& nap_s) {
-    ++idle_;
-    if (idle_ < spins_) return Relax();
-    if (idle_ < spins_ + kYields) return std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::duration<double>(nap_s(idle_ - spins_ - kYields)));
-  }
-
- private:
-  static constexpr int kYields = 2000;
-  const int spins_;
-  int idle_ = 0;
-};
-
 }  // namespace
 
-Progress::Progress(Options options, Counters& counters, EventLog& log)
-    : options_(options), counters_(counters), log_(log), thread_([this] { Loop(); }) {}
+Progress::Progress(Options options, Telemetry& telemetry)
+    : options_(std::move(options)),
+      counters_(telemetry.counters),
+      log_(telemetry.log),
+      thread_([this] { Loop(); }) {}
 
 Progress::~Progress() { Stop(); }
 
@@ -98,148 +69,10 @@ void Progress::MakeReady(const std::shared_ptr<Operation>& operation) {
   wake_.notify_all();
 }
 
-std::shared_ptr<Progress::Outcome> Progress::Watch(Operation& operation) {
-  const auto outcome = std::make_shared<Outcome>();
-  operation.finished = [outcome](const Error* error) {
-    if (error != nullptr) outcome->error = *error;
-    outcome->ended = true;
-  };
-  return outcome;
-}
-
-// With the inbox locked.
+// Requires inbox_mutex_.
 void Progress::CheckOpen() const {
   if (error_) throw *error_;
   if (stop_) throw ShutDown();
-}
-
-void Progress::Run(const std::shared_ptr<Operation>& operation, const std::function<void()>& interrupt) {
-  const auto outcome = Watch(*operation);
-  {
-    const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    CheckOpen();
-    operation->sequence_ = operation->of_all_ranks ? next_sequence_++ : next_sequence_;
-    inbox_.push_back(operation);
-    newly_ready_.push_back(operation);
-    ++inline_drivers_;
-  }
-  Drive(*operation, *outcome, std::unique_lock<std::mutex>(drive_mutex_), interrupt);
-}
-
-void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uint64_t sequence)>& make,
-                        const std::function<std::shared_ptr<Operation>()>& operation,
-                        const std::function<void()>& interrupt) {
-  if (log_.enabled()) return Run(operation(), interrupt);
-  std::unique_lock<std::mutex> drive(drive_mutex_, std::try_to_lock);
-  std::uint64_t sequence = 0;
-  {
-    const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    CheckOpen();
-    if (!drive || !active_.empty() || !inbox_.empty()) {
-      drive = {};
-    } else {
-      sequence = next_sequence_++;
-      ++inline_drivers_;
-    }
-  }
-  if (!drive) return Run(operation(), interrupt);
-  std::unique_ptr<Collective> collective;
-  std::shared_ptr<Operation> queued;
-  std::shared_ptr<Outcome> outcome;
-  std::optional<Error> error;
-  try {
-    collective = make(sequence);
-    collective->Step();
-    for (int left = options_.crowded ? 0 : kBriefSpins; left > 0 && !collective->done(); --left) {
-      Relax();
-      collective->Step();
-    }
-    if (!collective->done()) {
-      // Some peer is late: as any operation from here on. None has come before it, as nobody else drove.
-      queued = operation();
-      outcome = Watch(*queued);
-      {
-        const std::lock_guard<std::mutex> lock(inbox_mutex_);
-        CheckOpen();  // the progress thread may have ended since
-      }
-      active_.push_back(queued);
-      Operation::Stage& stage = queued->stages.front();
-      stage.collective = std::move(collective);
-      if (stage.order != nullptr) stage.order->push_back(queued.get());
-      queued->sequence_ = sequence;
-      queued->seen_ready_ = true;
-      queued->ready_s_ = queued->moved_s_ = Now();
-    }
-  } catch (const Error& failure) {
-    error = failure;
-  } catch (const std::exception& failure) {
-    error = Error(failure.what());
-  }
-  if (!error && queued) return Drive(*queued, *outcome, std::move(drive), interrupt);
-  if (error) {
-    FailAll(*error);
-  } else {
-    ++counters_.operations;
-  }
-  drive.unlock();
-  if (error) RunFinished();
-  LeaveInline(false);
-  if (error) throw *error;
-}
-
-// Drives the operations of all until that one has ended.
-void Progress::Drive(const Operation& operation, const Outcome& outcome, std::unique_lock<std::mutex> drive,
-                     const std::function<void()>& interrupt) {
-  std::exception_ptr interrupted;
-  // Callers that are here at once take turns.
-  Backoff backoff(options_.crowded);
-  double next_interrupt_s = Now() + kInterruptCheckS;
-  while (!outcome.ended && !interrupted) {
-    const PassResult result = Pass();
-    if (!finished_.empty() || failing_) {
-      drive.unlock();
-      RunFinished();
-      drive.lock();
-    }
-    if (outcome.ended) break;
-    if (result.moved) {
-      backoff.Reset();
-      continue;
-    }
-    if (backoff.Sleeps()) drive.unlock();  // so that another thread may fail what is under way
-    backoff.Wait(options_.nap_s);
-    if (!drive.owns_lock()) drive.lock();
-    if (Now() < next_interrupt_s) continue;
-    next_interrupt_s = Now() + kInterruptCheckS;
-    drive.unlock();
-    try {
-      interrupt();
-    } catch (...) {
-      interrupted = std::current_exception();
-    }
-    drive.lock();
-  }
-  const bool work_remains = !active_.empty();
-  drive.unlock();
-  LeaveInline(work_remains);
-  if (interrupted) {
-    // The peers cannot be told that this operation will not come: nothing after it could be right.
-    if (!outcome.ended) Fail(Error("Interrupted during: " + operation.what, ErrorKind::kUsage));
-    std::rethrow_exception(interrupted);
-  }
-  if (outcome.error) throw *outcome.error;
-}
-
-// A caller that drove goes; the progress thread takes over where there is anything left.
-void Progress::LeaveInline(bool work_remains) {
-  bool wake = false;
-  {
-    const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    --inline_drivers_;
-    woken_ = woken_ || work_remains;
-    wake = woken_;
-  }
-  if (wake) wake_.notify_all();
 }
 
 void Progress::StepOnce() {
@@ -251,7 +84,7 @@ void Progress::StepOnce() {
   RunFinished();
 }
 
-void Progress::Alone(const std::function<void()>& what) {
+void Progress::WhileNobodyDrives(const std::function<void()>& what) {
   const std::lock_guard<std::mutex> drive(drive_mutex_);
   what();
 }
@@ -267,6 +100,10 @@ void Progress::Fail(const Error& error) {
 std::optional<Error> Progress::error() const {
   const std::lock_guard<std::mutex> lock(inbox_mutex_);
   return error_;
+}
+
+std::optional<Error> Progress::refusal() const {
+  return closed_ ? std::optional<Error>(ShutDown()) : error();
 }
 
 void Progress::Drain(double patience_s) {
@@ -293,7 +130,7 @@ void Progress::Stop() {
 }
 
 void Progress::Loop() {
-  // Linux lets timers fire 50 us late unless told otherwise, which would double every sleep below.
+  // By default Linux may fire timers 50 us late, which would double every sleep below.
   prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);
   AskForShortTurns();
   PassResult result;
@@ -301,7 +138,8 @@ void Progress::Loop() {
     {
       std::unique_lock<std::mutex> lock(inbox_mutex_);
       const auto has_work = [&] { return stop_ || (woken_ && inline_drivers_ == 0); };
-      // After a move look again before sleeping: it may have made way for an operation passed over before.
+      // After progress make another pass before sleeping: an operation that was blocked may now be able to
+      // run.
       if (inline_drivers_ > 0 || (!result.waiting && !result.moved)) {
         wake_.wait(lock, has_work);
       } else if (!result.moved) {
@@ -327,7 +165,7 @@ void Progress::Loop() {
   RunFinished();
 }
 
-// Takes over what callers have enqueued, in their order.
+// Take over what callers have enqueued, in order of arrival.
 void Progress::TakeInbox() {
   const std::lock_guard<std::mutex> lock(inbox_mutex_);
   for (auto& operation : inbox_) {
@@ -367,7 +205,7 @@ Progress::PassResult Progress::Pass() {
       if (Blocked(*operation)) {
         if (!operation->seen_ready_) continue;
         result.waiting = true;
-        // Waiting for its turn: that is too long only where nothing else has moved either.
+        // It waits for its turn. Only time without progress of any operation counts.
         if (check_deadlines) CheckDeadline(*operation, now - std::max(moved_s_, operation->moved_s_));
         continue;
       }
@@ -395,7 +233,7 @@ Progress::PassResult Progress::Pass() {
   return result;
 }
 
-// Steps the present stage and, as long as stages end at once, the next ones.
+// Step the current stage and, while stages end at once, the next ones. Returns true on progress.
 bool Progress::StepOne(Operation& operation, double now) {
   bool moved = false;
   while (operation.current_ < operation.stages.size()) {
@@ -403,7 +241,7 @@ bool Progress::StepOne(Operation& operation, double now) {
     if (stage.order != nullptr && stage.order->front() != &operation) return moved;
     if (!stage.collective) {
       stage.collective = stage.make(operation);
-      operation.moved_s_ = now;  // its deadline begins with its turn
+      operation.moved_s_ = now;  // the deadline counts from the start of the stage
     }
     const bool stepped = stage.collective->Step();
     if (stepped) {
@@ -447,7 +285,7 @@ void Progress::CheckDeadline(const Operation& operation, double waited_s) const 
 
 void Progress::FailAll(const Error& error) {
   {
-    // Nothing comes to the inbox after this, and what is there ends with the rest.
+    // From now on Enqueue throws. Operations still in the inbox fail with the others.
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
     if (!error_) error_ = error;
     active_.insert(active_.end(), inbox_.begin(), inbox_.end());
@@ -476,7 +314,7 @@ void Progress::RunFinished() {
   for (Finished& one : ended) {
     if (one.operation->finished) one.operation->finished(one.error ? &*one.error : nullptr);
   }
-  if (failing) options_.failed();  // by now everybody has been told
+  if (failing) options_.failed();  // after all `finished` callbacks
 }
 
 }  // namespace hvpipe

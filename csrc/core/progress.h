@@ -1,10 +1,9 @@
-// The one thread that moves communication forward, and the queue of operations that it serves by priority.
+// The progress thread and the queue of operations that it runs by priority.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -14,103 +13,75 @@
 #include <vector>
 
 #include "core/check.h"
-#include "collectives/collective.h"
-#include "core/event_log.h"
+#include "core/operation.h"
+#include "core/telemetry.h"
 
 namespace hvpipe {
 
-class Operation;
-
-// Of a call that comes after the end.
+// The error of a call that comes after Stop.
 Error ShutDown();
 
-// Operations that share a resource take it in the order in which they were enqueued, the same on all ranks.
-using OrderQueue = std::deque<Operation*>;
-
-// A piece of communication: one or more collectives, one after the other.
-class Operation {
- public:
-  struct Stage {
-    // Made when the stage begins, since its buffers may not exist before.
-    std::function<std::unique_ptr<Collective>(const Operation&)> make;
-    OrderQueue* order = nullptr;
-    std::unique_ptr<Collective> collective;
-  };
-
-  std::string what;              // in words, for messages and the trace
-  int priority = 0;              // lower goes first
-  const char* traced = nullptr;  // the category of its time under way in the trace, if it is to be there
-  bool of_all_ranks = true;      // each rank enqueues it; then its sequence number is the same on all
-  bool patient = false;          // waited for however long: a rank may still be at work of its own
-  std::vector<Stage> stages;
-  // Runs on the driving thread when the last stage is done; what it throws fails the engine.
-  std::function<void(Operation&)> check;
-  // Runs once, without any lock held: null, or what went wrong.
-  std::function<void(const Error*)> finished;
-
-  std::uint64_t sequence() const { return sequence_; }
-
- private:
-  friend class Progress;
-  std::uint64_t sequence_ = 0;
-  std::size_t current_ = 0;
-  bool seen_ready_ = false;
-  bool ended_ = false;
-  double ready_s_ = 0, started_s_ = 0, moved_s_ = 0;
-};
-
+// Runs operations: most urgent first, on one thread of its own or on a caller's thread inside Run.
+//
+// Threads: every public function may be called from any thread. One thread at a time drives, i.e. steps
+// operations; it holds drive_mutex_. inbox_mutex_ guards the hand-over from callers to the driver. A thread
+// that takes both takes drive_mutex_ first. `finished` callbacks run without either lock.
 class Progress {
  public:
   struct Options {
     double timeout_s = 300;
-    // How long to sleep after so many passes in a row in which nothing moved.
+    // Sleep time in seconds after this many consecutive passes without progress.
     std::function<double(int)> nap_s = [](int) { return 50e-6; };
     bool crowded = false;  // more ranks on this host than cores
     std::function<void(double now_s)> begin_pass = [](double) {};
-    // Called with every error that ends all, without any lock held, behind `finished` of what it ended.
+    // Called after the engine has failed, without any lock held, after `finished` of every operation that
+    // failed.
     std::function<void()> failed = [] {};
   };
 
-  Progress(Options options, Counters& counters, EventLog& log);
+  Progress(Options options, Telemetry& telemetry);
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  // Enqueues operations in this order; those that are not `ready` wait for MakeReady. Throws the first
-  // error if the engine has failed; what fails later, each operation's `finished` is told.
+  // Enqueue operations in this order. If not `ready`, they wait for MakeReady. Throws the first error if the
+  // engine has failed. Later errors go to each operation's `finished`.
   void Enqueue(const std::vector<std::shared_ptr<Operation>>& operations, bool ready);
   void MakeReady(const std::shared_ptr<Operation>& operation);
 
-  // Enqueues `operation` and drives all communication on the calling thread until it is done, which saves
-  // the hand-over to the progress thread. `interrupt` is called some times a second and may throw.
-  void Run(const std::shared_ptr<Operation>& operation, const std::function<void()>& interrupt);
+  // Enqueue `operation` and drive all communication on the calling thread until it is done. This saves the
+  // hand-over to the progress thread. `interrupt` is called some 20 times a second and may throw.
+  void Run(const std::shared_ptr<Operation>& operation, const Interrupt& interrupt);
 
-  // The same of an operation of one stage, `make` being that stage's. Where nothing else is under way and the
-  // peers are there, it is over within microseconds, and `operation` is not called: half of these
-  // microseconds would go into making, queueing and ending it.
+  // Run an operation of one stage. If nothing else is under way and all peers are present, only `make` is
+  // called and the collective ends within microseconds; creating, queueing and ending an operation would take
+  // as long again. Otherwise `operation` is called and enqueued as in Run.
   void RunBrief(const std::function<std::unique_ptr<Collective>(std::uint64_t sequence)>& make,
-                const std::function<std::shared_ptr<Operation>()>& operation,
-                const std::function<void()>& interrupt);
+                const std::function<std::shared_ptr<Operation>()>& operation, const Interrupt& interrupt);
 
-  // Moves on what can be, on this thread, unless another is about to: so a message is with the network before
-  // its maker goes on to compute, and has not to wait for the progress thread's turn on a core.
+  // Make one pass on the calling thread, unless another thread drives. A sender's message then reaches the
+  // network before the sender computes on, instead of waiting until the progress thread gets a core.
   void StepOnce();
-  // Calls `what` while nobody drives.
-  void Alone(const std::function<void()>& what);
+  // Call `what` while no thread drives.
+  void WhileNobodyDrives(const std::function<void()>& what);
 
-  // Ends every operation with `error`, now and from now on.
+  // End every operation with `error`, present and future ones.
   void Fail(const Error& error);
   std::optional<Error> error() const;
+  // The error that a new request gets: shut down, or the first error. Empty while the engine works.
+  std::optional<Error> refusal() const;
 
-  // Waits until nothing that is ready is under way, all has failed, or `patience_s` is over.
+  // Begin to shut down: `refusal` says so from now on. Returns false if it was called before.
+  bool Close() { return !closed_.exchange(true); }
+  // Wait until no ready operation is under way, the engine has failed, or `patience_s` seconds have passed.
   void Drain(double patience_s);
-  // Ends the thread. What is still under way is failed.
+  // End the thread. Operations still under way fail.
   void Stop();
 
  private:
   struct PassResult {
     bool moved = false;
-    bool waiting = false;  // something could be stepped and did not end
+    bool waiting = false;  // at least one ready operation has not ended
     double nap_s = 0;
   };
   struct Finished {
@@ -118,8 +89,8 @@ class Progress {
     std::optional<Error> error;
   };
 
-  // How an operation that a caller drives ended. Shared: an interrupted caller may leave while another thread
-  // is about to tell.
+  // How an operation that a caller drives has ended. Shared, because an interrupted caller may leave before
+  // another thread reports the outcome.
   struct Outcome {
     std::optional<Error> error;
     std::atomic<bool> ended{false};
@@ -129,7 +100,9 @@ class Progress {
   static std::shared_ptr<Outcome> Watch(Operation& operation);
   void CheckOpen() const;
   void Drive(const Operation& operation, const Outcome& outcome, std::unique_lock<std::mutex> drive,
-             const std::function<void()>& interrupt);
+             const Interrupt& interrupt);
+  void Adopt(const std::shared_ptr<Operation>& operation, std::unique_ptr<Collective> collective,
+             std::uint64_t sequence);
   void LeaveInline(bool work_remains);
   void TakeInbox();
   PassResult Pass();
@@ -144,7 +117,9 @@ class Progress {
   Counters& counters_;
   EventLog& log_;
 
-  // Guards what callers and the driver share.
+  std::atomic<bool> closed_{false};
+
+  // Guards the state that callers and the driver share.
   mutable std::mutex inbox_mutex_;
   std::condition_variable wake_;
   std::vector<std::shared_ptr<Operation>> inbox_;
@@ -155,12 +130,12 @@ class Progress {
   std::uint64_t next_sequence_ = 0;
   std::optional<Error> error_;
 
-  // Guards what the driver alone touches, which may be the thread or a caller in Run.
+  // Held by the driver, which is the thread or a caller in Run. Guards the state of the driver.
   std::mutex drive_mutex_;
   std::vector<std::shared_ptr<Operation>> active_;  // by priority, then by sequence
-  std::vector<std::shared_ptr<Operation>> failed_;  // kept: requests in flight still name their buffers
+  std::vector<std::shared_ptr<Operation>> failed_;  // kept: MPI requests in flight still use their buffers
   std::vector<Finished> finished_;
-  bool failing_ = false;  // options_.failed is to be called
+  bool failing_ = false;  // options_.failed must be called
   double next_deadline_check_s_ = 0;
   int idle_passes_ = 0;
   double moved_s_ = 0;

@@ -1,4 +1,4 @@
-// Finds the driver's functions, which hvpipe is not linked with: whoever builds it may have no driver.
+// Loads the driver's functions. hvpipe is not linked with the driver, because build machines may have none.
 #include "device/cuda_context.h"
 
 #include <dlfcn.h>
@@ -12,9 +12,9 @@ template <typename Function>
 void Find(void* driver, const char* name, Function& function) {
   function = driver == nullptr ? nullptr : reinterpret_cast<Function>(dlsym(driver, name));
   if (function == nullptr) {
-    throw Error(
-        "CUDA's driver should be of CUDA 11.4 or later. Received: libcuda.so.1 without " + std::string(name),
-        ErrorKind::kUsage);
+    throw Error("The CUDA driver should support CUDA 11.4 or later. Received: libcuda.so.1 without " +
+                    std::string(name),
+                ErrorKind::kUsage);
   }
 }
 

@@ -1,4 +1,4 @@
-// A GPU's context, made current on a thread by CUDA's driver.
+// The context of a GPU, which CUDA's driver makes current on a thread.
 #pragma once
 
 #include <cuda.h>
@@ -7,12 +7,12 @@
 
 namespace hvpipe {
 
-// The primary context of a device, the one that CUDA's runtime and all frameworks use; it lives as long as
-// this, at least.
+// The primary context of a device, which CUDA's runtime and all frameworks use. It exists at least as long as
+// this object.
 //
-// The runtime's own cudaSetDevice will not do: it makes a context (some 0.5 GB) on whichever device it is
-// given. A thread that never chose one is said to have device 0 before, and to put that back would make a
-// context there. The driver knows a thread without any, and leaves it so.
+// cudaSetDevice is not enough: it makes a context (some 0.5 GB) on the device it is given. For a thread that
+// never chose a device the runtime reports device 0, so restoring that would make a context there. The driver
+// can restore "no context".
 class CudaContext {
  public:
   explicit CudaContext(int ordinal);
@@ -20,12 +20,12 @@ class CudaContext {
   CudaContext(const CudaContext&) = delete;
   CudaContext& operator=(const CudaContext&) = delete;
 
-  // Makes it current on this thread until Leave puts back what was. Nests.
+  // Make it current on this thread until Leave restores the previous context. Calls nest.
   void Enter() const;
   bool TryEnter() const noexcept;
   void Leave() const noexcept;
 
-  // 32 hexadecimal digits, of this GPU, or of this part of one, and of no other anywhere.
+  // 32 hexadecimal digits, unique to this GPU or this part of a GPU.
   std::string Uuid() const;
 
  private:

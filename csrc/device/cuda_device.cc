@@ -1,11 +1,11 @@
-// A CUDA device behind the engine's interface; on CUDA's runtime.
+// Device on CUDA's runtime.
 #include <cuda_runtime_api.h>
 
 #include <string>
 
+#include "core/error.h"
 #include "device/cuda_context.h"
 #include "device/device.h"
-#include "core/error.h"
 #include "device/kernels.h"
 
 namespace hvpipe {
@@ -13,7 +13,7 @@ namespace {
 
 void CheckCuda(cudaError_t code, const char* call) {
   if (code == cudaSuccess) return;
-  (void)cudaGetLastError();  // or the next call would be told of it again
+  (void)cudaGetLastError();  // otherwise the next call would report it again
   throw Error("CUDA call failed: " + std::string(call) + ": " + cudaGetErrorString(code) + " (" +
                   cudaGetErrorName(code) + ")",
               ErrorKind::kPeer);
@@ -47,9 +47,9 @@ class CudaDevice : public Device {
     CheckKernels(properties);
   }
 
-  // As it was at the start: a GPU that is lost can no longer be asked.
+  // Read at the start, because a lost GPU no longer answers.
   std::string Name() const override { return name_ + " " + identity_.board; }
-  Identity Which() const override { return identity_; }
+  Identity Identify() const override { return identity_; }
 
   void Enter() override { context_.Enter(); }
   void Leave() noexcept override { context_.Leave(); }
@@ -62,17 +62,18 @@ class CudaDevice : public Device {
     const bool on_a_gpu = found.type == cudaMemoryTypeDevice;
     if (on_a_gpu && found.device == ordinal_) return;
     throw Error("The array should lie on GPU " + std::to_string(ordinal_) +
-                    ", this rank's, of those that the process sees. Choose it before you make arrays, for "
+                    ", the device of this rank among those that the process sees. Choose it before you make "
+                    "arrays, for "
                     "example by torch.cuda.set_device(hvpipe.local_rank()). Received: an array " +
                     (on_a_gpu ? "on GPU " + std::to_string(found.device) : "in host memory"),
                 ErrorKind::kUsage);
   }
 
-  Room FreeRoom() override {
+  MemorySize FreeMemory() override {
     const CurrentDevice current(*this);
-    Room room{};
-    HVPIPE_CUDA(cudaMemGetInfo(&room.free, &room.total));
-    return room;
+    MemorySize memory{};
+    HVPIPE_CUDA(cudaMemGetInfo(&memory.free, &memory.total));
+    return memory;
   }
   void* Allocate(std::size_t bytes) override {
     const CurrentDevice current(*this);
@@ -94,7 +95,8 @@ class CudaDevice : public Device {
   void Free(void* memory) noexcept override {
     GiveBack([=] { return cudaFree(memory); });
   }
-  // Streams that do not wait for the default one could fill it before it is cleared.
+  // Waits, because streams that are not ordered with the default one could write before the memory is
+  // cleared.
   void Clear(void* memory, std::size_t bytes) override {
     const CurrentDevice current(*this);
     HVPIPE_CUDA(cudaMemsetAsync(memory, 0, bytes, cudaStreamLegacy));
@@ -107,11 +109,11 @@ class CudaDevice : public Device {
     const cudaError_t code = cudaHostAlloc(&memory, bytes, cudaHostAllocPortable);
     if (code == cudaSuccess) return memory;
     (void)cudaGetLastError();
-    throw Error(
-        "The host should have memory to lock for what travels between the GPU and MPI: wanted " +
-            std::to_string(bytes) +
-            " bytes more (ulimit -l; docker run --ulimit memlock=-1). Received: " + cudaGetErrorString(code),
-        ErrorKind::kUsage);
+    throw Error("The host should have page-locked memory for data between the GPU and MPI: wanted " +
+                    std::to_string(bytes) +
+                    " more bytes (raise the limit: ulimit -l, docker run --ulimit memlock=-1). Received: " +
+                    cudaGetErrorString(code),
+                ErrorKind::kUsage);
   }
   void FreeHost(void* memory) noexcept override {
     GiveBack([=] { return cudaFreeHost(memory); });
@@ -166,17 +168,18 @@ class CudaDevice : public Device {
     const CurrentDevice current(*this);
     HVPIPE_CUDA(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, Of(stream)));
   }
-  void Move(const std::vector<Piece>& pieces, DType from, DType to, double scale, unsigned* not_finite,
-            Stream stream) override {
+  void ScaleAndCast(const std::vector<Piece>& pieces, DType from, DType to, double scale,
+                    unsigned* not_finite, Stream stream) override {
     const CurrentDevice current(*this);
-    CheckCuda(LaunchMove(pieces, from, to, scale, not_finite, Of(stream)), "the launch of a pack or unpack");
+    CheckCuda(LaunchScaleAndCast(pieces, from, to, scale, not_finite, Of(stream)),
+              "the launch of a pack or unpack");
   }
 
  private:
   static cudaStream_t Of(Stream stream) { return static_cast<cudaStream_t>(stream); }
 
-  // Without a context the runtime would make one on device 0. Nobody is told of an error here, nor may the
-  // next call be.
+  // Enters the context, because without one the runtime would make one on device 0. Clears the error, because
+  // the next call must not report it.
   template <typename Call>
   void GiveBack(const Call& call) noexcept {
     if (!context_.TryEnter()) return;
@@ -185,7 +188,7 @@ class CudaDevice : public Device {
     context_.Leave();
   }
 
-  // The launch of the first pack would say so as well, when the other ranks wait for it.
+  // Checked here, because at the first pack the other ranks would already wait for this one.
   void CheckKernels(const cudaDeviceProp& properties) {
     const CurrentDevice current(*this);
     const cudaError_t code = FindKernels();
@@ -195,8 +198,8 @@ class CudaDevice : public Device {
     throw Error(
         "hvpipe should be built for the GPU that it runs on: install it again with "
         "CMAKE_ARGS=-DCMAKE_CUDA_ARCHITECTURES=" +
-            major + minor + ", by a CUDA that knows it. Received: " + Name() + " of compute capability " +
-            major + "." + minor + ": " + cudaGetErrorString(code),
+            major + minor + ", using a CUDA version that supports it. Received: " + Name() +
+            " of compute capability " + major + "." + minor + ": " + cudaGetErrorString(code),
         ErrorKind::kUsage);
   }
 
@@ -215,7 +218,7 @@ int hvpipe_count_devices() { return hvpipe::Count(); }
 
 hvpipe::Device* hvpipe_open_device(int ordinal, int version) {
   if (version != hvpipe::kDeviceInterface) {
-    throw hvpipe::Error("hvpipe's CUDA library is of another build; install hvpipe again",
+    throw hvpipe::Error("hvpipe's CUDA library is from another build; install hvpipe again",
                         hvpipe::ErrorKind::kUsage);
   }
   const int devices = hvpipe::Count();

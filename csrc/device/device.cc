@@ -1,4 +1,4 @@
-// Loads the library that serves a kind of device.
+// Loads a device library.
 #include "device/device.h"
 
 #include <dlfcn.h>
@@ -14,7 +14,7 @@ void* Find(const std::string& library, const char* name) {
   void* const found = handle == nullptr ? nullptr : dlsym(handle, name);
   if (found != nullptr) return found;
   throw Error(
-      "Device arrays need hvpipe built where CUDA's compiler is (nvcc on PATH); build it again there. "
+      "Device arrays need a build of hvpipe with CUDA's compiler. Install hvpipe again with nvcc on PATH. "
       "Received: " +
           (why != nullptr ? std::string(why) : library + " without " + name),
       ErrorKind::kUsage);

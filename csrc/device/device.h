@@ -1,5 +1,5 @@
-// What the engine needs of an accelerator. CUDA's is a library of its own, loaded when the first device array
-// comes.
+// The interface of an accelerator. CUDA's implementation is a separate library, loaded when the first device
+// array comes.
 #pragma once
 
 #include <cstddef>
@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "core/bucket.h"
+#include "core/dtype.h"
 
 namespace hvpipe {
 
-// One device. Nothing here but making memory waits for it, and any thread may call; what goes wrong throws.
+// One device. Any thread may call. Only Allocate, AllocateHost and Clear wait for the device. Errors throw.
 class Device {
  public:
   using Stream = void*;
@@ -23,35 +23,36 @@ class Device {
   };
 
   virtual ~Device() = default;
-  // In words, for messages.
+  // For error messages.
   virtual std::string Name() const = 0;
-  // What no other device anywhere has, and what the parts of one board have in common on a host.
+  // `device` is unique everywhere. The parts of one board share `board`, which is unique on a host.
   struct Identity {
     std::string device, board;
   };
-  virtual Identity Which() const = 0;
-  // Makes it the device of the calling thread, until Leave puts back what was: another one or none. Nests.
-  // See CurrentDevice.
+  virtual Identity Identify() const = 0;
+  // Make this the current device of the calling thread. Leave restores the previous one, or none. Calls nest;
+  // use CurrentDevice.
   virtual void Enter() = 0;
   virtual void Leave() noexcept = 0;
 
-  // Throws where this memory is not the device's: to use it there would end all work of this process on it.
+  // Throw if this memory is not on the device. Using such memory would end all work of this process on the
+  // device.
   virtual void CheckIsHere(const void* memory) = 0;
-  // Bytes of its memory.
-  struct Room {
+  // Bytes of device memory.
+  struct MemorySize {
     std::size_t free, total;
   };
-  virtual Room FreeRoom() = 0;
-  // Filled with zeros; null where there is no room.
+  virtual MemorySize FreeMemory() = 0;
+  // Memory filled with zeros; null if there is too little.
   virtual void* Allocate(std::size_t bytes) = 0;
   virtual void Free(void* memory) noexcept = 0;
-  // Fills memory with zeros that any stream sees from now on; waits for that.
+  // Fill memory with zeros, and wait until all streams see them.
   virtual void Clear(void* memory, std::size_t bytes) = 0;
-  // Host memory that copies to and from the device run beside computing with.
+  // Page-locked host memory: copies to and from it run concurrently with computation.
   virtual void* AllocateHost(std::size_t bytes) = 0;
   virtual void FreeHost(void* memory) noexcept = 0;
 
-  // Of the highest priority, and not ordered with the default stream.
+  // A stream of the highest priority, not ordered with the default stream.
   virtual Stream MakeStream() = 0;
   virtual void DestroyStream(Stream stream) noexcept = 0;
   virtual Event MakeEvent() = 0;
@@ -62,13 +63,14 @@ class Device {
 
   virtual void CopyToHost(void* host, const void* device, std::size_t bytes, Stream stream) = 0;
   virtual void CopyFromHost(void* device, const void* host, std::size_t bytes, Stream stream) = 0;
-  // to[i] = cast(from[i] * scale) for all pieces in one launch, as PackScaled does it on the host. Where a
-  // result is not finite, *not_finite (device memory; may be null) becomes 1.
-  virtual void Move(const std::vector<Piece>& pieces, DType from, DType to, double scale,
-                    unsigned* not_finite, Stream stream) = 0;
+  // to[i] = cast(from[i] * scale) for all pieces, in as few launches as possible. Same results as
+  // ScaleAndCast on the host. If any result is not finite, *not_finite (device memory; may be null)
+  // becomes 1.
+  virtual void ScaleAndCast(const std::vector<Piece>& pieces, DType from, DType to, double scale,
+                            unsigned* not_finite, Stream stream) = 0;
 };
 
-// Has a device current on this thread for a scope, as NCCL wants it of whoever calls.
+// Makes a device current on this thread for a scope. NCCL requires this of its callers.
 class CurrentDevice {
  public:
   explicit CurrentDevice(Device& device) : device_(device) { device_.Enter(); }
@@ -80,8 +82,8 @@ class CurrentDevice {
   Device& device_;
 };
 
-// A library that serves devices has two functions: how many this process sees, and one of them. `version`
-// guards against a library of another build.
+// A device library exports two functions: the number of devices that this process sees, and one to open a
+// device. `version` detects a library of another build.
 constexpr int kDeviceInterface = 3;
 constexpr const char* kCountDevices = "hvpipe_count_devices";
 constexpr const char* kOpenDevice = "hvpipe_open_device";

@@ -1,4 +1,4 @@
-// Packs and unpacks any number of tensors in one launch: scale, cast, check.
+// Packs and unpacks many tensors in one launch: scale, cast, check for values that are not finite.
 #include "device/kernels.h"
 
 #include "device/tiles.h"
@@ -8,8 +8,8 @@ namespace {
 
 template <typename From, typename To, int kCapacity>
 __global__ void __launch_bounds__(kTileThreads)
-    MoveKernel(const __grid_constant__ TileTable<kCapacity> table) {
-  MoveTile<From, To>(table, blockIdx.x, threadIdx.x, kTileThreads);
+    ScaleAndCastKernel(const __grid_constant__ TileTable<kCapacity> table) {
+  CastTile<From, To>(table, blockIdx.x, threadIdx.x, kTileThreads);
 }
 
 template <int kCapacity>
@@ -21,9 +21,9 @@ cudaError_t LaunchTables(const std::vector<Device::Piece>& pieces, DType from, D
     using To = decltype(target);
     ForEachTable<kCapacity>(pieces, scale, not_finite, [&](const auto& table, unsigned tiles) {
       if (outcome != cudaSuccess) return;
-      // Its own code, and not that of whatever failed on this thread before, which cudaGetLastError has.
+      // cudaLaunchKernel returns the error of this launch; cudaGetLastError might return an earlier one.
       const void* arguments[] = {&table};
-      outcome = cudaLaunchKernel(MoveKernel<From, To, kCapacity>, dim3(tiles), dim3(kTileThreads),
+      outcome = cudaLaunchKernel(ScaleAndCastKernel<From, To, kCapacity>, dim3(tiles), dim3(kTileThreads),
                                  const_cast<void**>(arguments), 0, stream);
     });
   });
@@ -34,13 +34,13 @@ cudaError_t LaunchTables(const std::vector<Device::Piece>& pieces, DType from, D
 
 cudaError_t FindKernels() {
   cudaFuncAttributes attributes;
-  return cudaFuncGetAttributes(&attributes, MoveKernel<float, float, kFewPieces>);
+  return cudaFuncGetAttributes(&attributes, ScaleAndCastKernel<float, float, kFewPieces>);
 }
 
-cudaError_t LaunchMove(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
-                       unsigned* not_finite, cudaStream_t stream) {
+cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
+                               unsigned* not_finite, cudaStream_t stream) {
 #if CUDART_VERSION >= 12010
-  // A driver of an earlier 12 runs this as well, but takes shorter tables alone.
+  // Drivers of CUDA 12.0 run this code too, but accept only short tables.
   static const bool takes_many = [] {
     int driver = 0;
     return cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12010;

@@ -1,4 +1,4 @@
-// The launch of the one kernel that packs and unpacks.
+// Launches the kernel that packs and unpacks.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,11 +9,11 @@
 
 namespace hvpipe {
 
-// Whether the kernels are there for the current device: an error where they were not compiled for it.
+// Success if the kernels were compiled for the current device, else an error.
 cudaError_t FindKernels();
 
-// The first launch that fails ends it; launches that went well stay.
-cudaError_t LaunchMove(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
-                       unsigned* not_finite, cudaStream_t stream);
+// Stops at the first launch that fails; earlier launches still run.
+cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
+                               unsigned* not_finite, cudaStream_t stream);
 
 }  // namespace hvpipe

@@ -1,4 +1,4 @@
-// Loads NCCL, checks that it is one that hvpipe knows, and turns its codes into errors that name the call.
+// Loads NCCL, checks its version, and turns its result codes into errors that name the call.
 #include "device/nccl.h"
 
 #include <dlfcn.h>
@@ -47,24 +47,25 @@ void Find(void* library, const std::string& path, const char* name, Function& fu
               ErrorKind::kUsage);
 }
 
-// RTLD_LOCAL: TensorFlow's GPU wheel exports functions of the same names, and NCCL, which calls some of its
-// own by name, is to find those: with RTLD_DEEPBIND it does. That also hides a preloaded malloc, whose
-// memory NCCL is handed all the same and frees: so only where there is such a namesake.
-int HowToOpen() {
-  const bool has_namesake = dlsym(RTLD_DEFAULT, "ncclGetVersion") != nullptr;
-  return RTLD_NOW | RTLD_LOCAL | (has_namesake ? RTLD_DEEPBIND : 0);
+// TensorFlow's GPU wheel exports functions with the names of NCCL's. NCCL calls some of its own functions by
+// name and must find its own ones: RTLD_LOCAL and RTLD_DEEPBIND ensure that. RTLD_DEEPBIND also hides a
+// preloaded malloc, although NCCL receives and frees memory from it. So it is used only if such functions
+// exist.
+int OpenFlags() {
+  const bool has_same_names = dlsym(RTLD_DEFAULT, "ncclGetVersion") != nullptr;
+  return RTLD_NOW | RTLD_LOCAL | (has_same_names ? RTLD_DEEPBIND : 0);
 }
 
 }  // namespace
 
 NcclLibrary::NcclLibrary(const std::string& path) : path_(path) {
-  void* const library = dlopen(path.c_str(), HowToOpen());
+  void* const library = dlopen(path.c_str(), OpenFlags());
   if (library == nullptr) {
     const char* const why = dlerror();
     throw Error(std::string("NCCL should load. ") + kHow + ". Received: " + (why != nullptr ? why : path),
                 ErrorKind::kUsage);
   }
-  // The version first: what an old library lacks is a matter of its age.
+  // Check the version first, because an old library lacks functions.
   Find(library, path, "ncclGetVersion", GetVersion);
   Find(library, path, "ncclGetErrorString", error_text_);
   Check(GetVersion(&version_), "ncclGetVersion");
@@ -112,7 +113,7 @@ NcclCommunicator::NcclCommunicator(const NcclLibrary& library, int rank, int siz
     library_.Check(library_.CommInitRankConfig(&communicator_, size, id, rank, &config),
                    "ncclCommInitRankConfig");
   } catch (const Error&) {
-    Abort();  // it may be there all the same, and no destructor will run
+    Abort();  // the communicator may exist all the same, and no destructor will run
     throw;
   }
 }
@@ -121,7 +122,7 @@ NcclCommunicator::~NcclCommunicator() { Abort(); }
 
 nccl::Communicator NcclCommunicator::Usable() const {
   if (communicator_ != nullptr) return communicator_;
-  throw Error("The NCCL communicator was ended by an error before.", ErrorKind::kPeer);
+  throw Error("The NCCL communicator was ended by an earlier error.", ErrorKind::kPeer);
 }
 
 bool NcclCommunicator::Ready() {
@@ -159,24 +160,24 @@ void NcclCommunicator::AllReduce(const void* in, void* out, std::size_t count, D
                  "ncclAllReduce", communicator_);
 }
 
-char* NcclCommunicator::PartOfRank(void* buffer, std::size_t count, DType dtype) const {
+char* NcclCommunicator::ShareOfRank(void* buffer, std::size_t count, DType dtype) const {
   const auto ranks = static_cast<std::size_t>(size_);
   if (count % ranks != 0) throw Error("internal: a scattered buffer is not a multiple of the ranks");
   return static_cast<char*>(buffer) + count / ranks * static_cast<std::size_t>(rank_) * SizeOf(dtype);
 }
 
 void NcclCommunicator::ReduceScatter(void* buffer, std::size_t count, DType dtype, nccl::Stream stream) {
-  void* const mine = PartOfRank(buffer, count, dtype);
-  const std::size_t part = count / static_cast<std::size_t>(size_);
+  void* const mine = ShareOfRank(buffer, count, dtype);
+  const std::size_t share = count / static_cast<std::size_t>(size_);
   library_.Check(
-      library_.ReduceScatter(buffer, mine, part, nccl::TypeOf(dtype), nccl::kSum, Usable(), stream),
+      library_.ReduceScatter(buffer, mine, share, nccl::TypeOf(dtype), nccl::kSum, Usable(), stream),
       "ncclReduceScatter", communicator_);
 }
 
 void NcclCommunicator::AllGather(void* buffer, std::size_t count, DType dtype, nccl::Stream stream) {
-  const void* const mine = PartOfRank(buffer, count, dtype);
-  const std::size_t part = count / static_cast<std::size_t>(size_);
-  library_.Check(library_.AllGather(mine, buffer, part, nccl::TypeOf(dtype), Usable(), stream),
+  const void* const mine = ShareOfRank(buffer, count, dtype);
+  const std::size_t share = count / static_cast<std::size_t>(size_);
+  library_.Check(library_.AllGather(mine, buffer, share, nccl::TypeOf(dtype), Usable(), stream),
                  "ncclAllGather", communicator_);
 }
 
@@ -209,7 +210,7 @@ void NcclCommunicator::Grouped(const std::function<void()>& calls) {
   try {
     calls();
   } catch (...) {
-    (void)library_.GroupEnd();  // or every later call would wait for the end of this group
+    (void)library_.GroupEnd();  // otherwise every later call would wait for the end of this group
     throw;
   }
   library_.Check(library_.GroupEnd(), "ncclGroupEnd", communicator_);
@@ -225,7 +226,7 @@ void NcclCommunicator::Abort() noexcept {
       (void)abort(ended);
       over.set_value();
     }).detach();
-  } catch (const std::exception&) {  // no thread to be had: it ends with the process
+  } catch (const std::exception&) {  // no thread: the communicator ends with the process
   }
 }
 

@@ -1,11 +1,11 @@
-// Which thread of a device moves which elements of a bucket; plain C++, so that tests run it on the CPU.
+// Which thread of a device casts which elements of a bucket. Plain C++, so that tests run it on the CPU.
 //
-// The tensors of a bucket are cut into tiles of kTileElements; a block of threads moves one tile, and one
-// launch moves all tiles of all tensors:
+// The tensors of a bucket are cut into tiles of kTileElements. A block of threads casts one tile, and one
+// launch casts all tiles of all tensors:
 //
 //   tensor    0           1     2
 //   tile      0  1  2  3  4  5  6
-//   block     one each: it finds its tensor by bisection of the tensors' first tiles
+//   block     one per tile; it finds its tensor by bisection of the tensors' first tiles
 #pragma once
 
 #include <algorithm>
@@ -16,10 +16,10 @@
 #include <type_traits>
 #include <vector>
 
-#include "core/bucket.h"
-#include "device/device.h"
+#include "core/dtype.h"
 #include "core/error.h"
 #include "core/half.h"
+#include "device/device.h"
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -39,7 +39,7 @@ namespace hvpipe {
 constexpr unsigned kTileElements = 4096;
 constexpr unsigned kTileThreads = 256;
 
-// A launch's parameters hold 4 KB; 32,764 bytes since CUDA 12.1.
+// The parameters of a launch hold 4 KB, and 32,764 bytes since CUDA 12.1.
 constexpr int kFewPieces = 126;
 constexpr int kManyPieces = 1000;
 
@@ -84,14 +84,14 @@ HVPIPE_BOTH void Narrow(float value, BFloat16& to) {
 HVPIPE_BOTH void Narrow(float value, float& to) { to = value; }
 HVPIPE_BOTH void Narrow(double value, double& to) { to = value; }
 
-// Not by x - x == 0: where x is a product, a compiler may fuse the two, and find its rounding error.
+// Not x - x == 0: if x is a product, a compiler may fuse both operations and get the rounding error of x.
 HVPIPE_BOTH bool IsFinite(float value) { return value >= -FLT_MAX && value <= FLT_MAX; }
 HVPIPE_BOTH bool IsFinite(double value) { return value >= -DBL_MAX && value <= DBL_MAX; }
 
 template <int kCapacity>
 struct TileTable {
   double scale;
-  unsigned* not_finite;  // set to 1 where a result is not finite; may be null
+  unsigned* not_finite;  // becomes 1 if a result is not finite; may be null
   int pieces;
   struct Entry {
     const void* from;
@@ -114,23 +114,23 @@ HVPIPE_BOTH int PieceOfTile(const TileTable<kCapacity>& table, unsigned tile) {
 }
 
 template <typename From, typename To>
-class Mover {
+class TileCaster {
  public:
   static constexpr int kWide = static_cast<int>(16 / (sizeof(From) < sizeof(To) ? sizeof(From) : sizeof(To)));
-  static constexpr unsigned kBatch = 2;  // vectors that a thread has under way
+  static constexpr unsigned kBatch = 2;  // vectors that a thread loads at a time
   template <typename Type>
   struct alignas(16) Vector {
     Type values[kWide];
   };
   using WideType = std::conditional_t<std::is_same_v<From, double>, double, float>;
 
-  HVPIPE_BOTH Mover(double scale, unsigned* not_finite)
+  HVPIPE_BOTH TileCaster(double scale, unsigned* not_finite)
       : scale_(static_cast<WideType>(scale)),
         plain_(std::is_same_v<From, To> && scale == 1.0),
         not_finite_(not_finite) {}
 
-  // What thread `thread` of `threads` does of `count` elements.
-  HVPIPE_BOTH void Move(const From* from, To* to, std::size_t count, unsigned thread,
+  // Cast the elements of `thread`, out of `threads` threads that share `count` elements.
+  HVPIPE_BOTH void Cast(const From* from, To* to, std::size_t count, unsigned thread,
                         unsigned threads) const {
     std::size_t begin = 0;
     if (Aligned(from) && Aligned(to)) {
@@ -148,7 +148,7 @@ class Mover {
           if (first + i * threads >= vectors) break;
           Vector<To> result;
           HVPIPE_UNROLL
-          for (int k = 0; k < kWide; ++k) MoveOne(loaded[i].values[k], result.values[k]);
+          for (int k = 0; k < kWide; ++k) CastOne(loaded[i].values[k], result.values[k]);
           targets[first + i * threads] = result;
         }
       }
@@ -156,7 +156,7 @@ class Mover {
     }
     for (std::size_t i = begin + thread; i < count; i += threads) {
       To result;
-      MoveOne(from[i], result);
+      CastOne(from[i], result);
       to[i] = result;
     }
   }
@@ -167,7 +167,7 @@ class Mover {
   }
 
   // A plain copy keeps every bit.
-  HVPIPE_BOTH void MoveOne(From from, To& to) const {
+  HVPIPE_BOTH void CastOne(From from, To& to) const {
     WideType value = Widen(from);
     if constexpr (std::is_same_v<From, To>) {
       if (plain_) {
@@ -190,19 +190,19 @@ class Mover {
   unsigned* const not_finite_;
 };
 
-// What thread `thread` of block `tile` does.
+// The work of thread `thread` in block `tile`.
 template <typename From, typename To, int kCapacity>
-HVPIPE_BOTH void MoveTile(const TileTable<kCapacity>& table, unsigned tile, unsigned thread,
+HVPIPE_BOTH void CastTile(const TileTable<kCapacity>& table, unsigned tile, unsigned thread,
                           unsigned threads) {
   const auto& entry = table.entries[PieceOfTile(table, tile)];
   const unsigned long long first = static_cast<unsigned long long>(tile - entry.first_tile) * kTileElements;
   const unsigned long long left = entry.count - first;
-  const Mover<From, To> mover(table.scale, table.not_finite);
-  mover.Move(static_cast<const From*>(entry.from) + first, static_cast<To*>(entry.to) + first,
-             static_cast<std::size_t>(left < kTileElements ? left : kTileElements), thread, threads);
+  const TileCaster<From, To> caster(table.scale, table.not_finite);
+  caster.Cast(static_cast<const From*>(entry.from) + first, static_cast<To*>(entry.to) + first,
+              static_cast<std::size_t>(left < kTileElements ? left : kTileElements), thread, threads);
 }
 
-// Calls launch(table, tiles) for as many pieces at a time as a table holds.
+// Call launch(table, tiles) for all pieces, with as many pieces per call as a table holds.
 template <int kCapacity, typename Launch>
 void ForEachTable(const std::vector<Device::Piece>& pieces, double scale, unsigned* not_finite,
                   const Launch& launch) {
@@ -226,7 +226,7 @@ void ForEachTable(const std::vector<Device::Piece>& pieces, double scale, unsign
   flush();
 }
 
-// Calls visit(From{}, To{}) with the types' C++ types.
+// Call visit(From{}, To{}) with the C++ types of two dtypes.
 template <typename Visit>
 void WithTypes(DType from, DType to, const Visit& visit) {
   if (from == DType::kFloat64 && to == DType::kFloat64) return visit(double{}, double{});
@@ -234,12 +234,12 @@ void WithTypes(DType from, DType to, const Visit& visit) {
     if (to == DType::kFloat32) return visit(source, float{});
     if (to == DType::kFloat16) return visit(source, Half{});
     if (to == DType::kBFloat16) return visit(source, BFloat16{});
-    throw Error("internal: float64 is cast to nothing else");
+    throw Error("internal: float64 is cast to float64 only");
   };
   if (from == DType::kFloat32) return with_from(float{});
   if (from == DType::kFloat16) return with_from(Half{});
   if (from == DType::kBFloat16) return with_from(BFloat16{});
-  throw Error("internal: float64 is cast to nothing else");
+  throw Error("internal: float64 is cast to float64 only");
 }
 
 }  // namespace hvpipe

@@ -1,14 +1,13 @@
-// TensorFlow kernels: announce a step, submit a bucket, collect a bucket; send and take a message of a
-// pipeline. The only file that includes TensorFlow.
+// TensorFlow kernels: announce a step, submit a bucket, collect a bucket; send and take a pipeline message.
+// The only file that includes TensorFlow.
 //
-// None of the ops of a step is stateful: automatic control dependencies would serialise them. Data ties them
-// together instead: scale -> submit -> token -> (a variable, into the next step) -> collect.
+// No op of a step is stateful, because automatic control dependencies would serialise stateful ops. Data
+// dependencies order them instead: scale -> submit -> token -> (a variable, into the next step) -> collect.
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "core/check.h"
 #include "core/engine.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -48,8 +47,8 @@ std::shared_ptr<Engine> EngineOrThrow() {
   return engine;
 }
 
-// The CUDA stream that TensorFlow computes on: gradients are ready behind what is on it, and what is enqueued
-// on it comes before whoever uses the result.
+// The CUDA stream that TensorFlow computes on. Work enqueued there runs after the gradients are computed and
+// before any use of the results.
 Device::Stream ComputeStream(tf::OpKernelContext* context) {
   const auto* const device = context->op_device_context();
   if (device == nullptr || device->stream() == nullptr) {
@@ -58,7 +57,7 @@ Device::Stream ComputeStream(tf::OpKernelContext* context) {
   return device->stream()->platform_specific_handle().stream;
 }
 
-// Runs `work` on TensorFlow's threads, so that the progress thread goes on.
+// Run `work` on TensorFlow's threads, so that the progress thread can continue.
 void RunOnTensorFlow(tf::OpKernelContext* context, std::function<void()> work) {
   if (context->runner() != nullptr) {
     (*context->runner())(std::move(work));
@@ -88,7 +87,7 @@ class BeginStepOp : public tf::AsyncOpKernel {
       const std::int64_t step = context->input(1).scalar<std::int64_t>()();
       const bool reduces = context->input(2).scalar<bool>()();
       if (engine->log().enabled()) engine->log().Add("mark", "step", Now(), Now());
-      engine->BeginStep(
+      engine->buckets().BeginStep(
           plan_, step, samples, reduces, [context, done](const Error* error, double scale, double /*total*/) {
             if (error != nullptr) {
               context->SetStatus(ToStatus(*error));
@@ -131,10 +130,10 @@ class SubmitOp : public tf::OpKernel {
   void Compute(tf::OpKernelContext* context) override {
     try {
       const auto engine = EngineOrThrow();
-      const BucketLayout& layout = engine->layout(plan_, bucket_);
+      const BucketLayout& layout = engine->buckets().layout(plan_, bucket_);
       tf::OpInputList tensors;
       OP_REQUIRES_OK(context, context->input_list("tensors", &tensors));
-      // After another hvpipe.init() the number may be that of another model's plan.
+      // After another hvpipe.init(), the number may belong to another model's plan.
       OP_REQUIRES(
           context, static_cast<std::size_t>(tensors.size()) == layout.counts.size(),
           absl::InvalidArgumentError("The step was traced before hvpipe.init(): its bucket should be " +
@@ -148,7 +147,7 @@ class SubmitOp : public tf::OpKernel {
             SizeChanged(layout.name, tensors[i].shape()));
         pointers.push_back(tensors[i].tensor_data().data());
       }
-      Hand(*engine, context, pointers, context->input(0).scalar<double>()());
+      SubmitTensors(*engine, context, pointers, context->input(0).scalar<double>()());
       tf::Tensor* token = nullptr;
       OP_REQUIRES_OK(context, context->allocate_output(0, tf::TensorShape(), &token));
       token->scalar<std::int64_t>()() = 1;
@@ -158,9 +157,9 @@ class SubmitOp : public tf::OpKernel {
   }
 
  protected:
-  virtual void Hand(Engine& engine, tf::OpKernelContext* /*context*/, const std::vector<const void*>& tensors,
-                    double scale) const {
-    engine.Submit(plan_, bucket_, tensors, scale);
+  virtual void SubmitTensors(Engine& engine, tf::OpKernelContext* /*context*/,
+                             const std::vector<const void*>& tensors, double scale) const {
+    engine.buckets().Submit(plan_, bucket_, tensors, scale);
   }
 
   int plan_ = 0;
@@ -173,9 +172,9 @@ class GpuSubmitOp : public SubmitOp {
   using SubmitOp::SubmitOp;
 
  protected:
-  void Hand(Engine& engine, tf::OpKernelContext* context, const std::vector<const void*>& tensors,
-            double scale) const override {
-    engine.SubmitDevice(plan_, bucket_, tensors, scale, ComputeStream(context));
+  void SubmitTensors(Engine& engine, tf::OpKernelContext* context, const std::vector<const void*>& tensors,
+                     double scale) const override {
+    engine.buckets().SubmitDevice(plan_, bucket_, tensors, scale, ComputeStream(context));
   }
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeSubmit").Device(tf::DEVICE_GPU).HostMemory("scale").HostMemory("token"),
@@ -201,10 +200,10 @@ REGISTER_OP("HvpipeCollect")
       return absl::Status();
     });
 
-// One tensor's part of a fused buffer, which lives as long as any of its tensors.
-class BufferPart : public tf::TensorBuffer {
+// One tensor inside a fused buffer. The buffer lives as long as any of its tensors.
+class TensorInBuffer : public tf::TensorBuffer {
  public:
-  BufferPart(std::shared_ptr<AlignedBuffer> buffer, const BucketLayout& layout, std::size_t index)
+  TensorInBuffer(std::shared_ptr<AlignedBuffer> buffer, const BucketLayout& layout, std::size_t index)
       : tf::TensorBuffer(static_cast<char*>(buffer->data()) +
                          layout.offsets[index] * SizeOf(layout.wire_type)),
         buffer_(std::move(buffer)),
@@ -230,7 +229,7 @@ class CollectOp : public tf::AsyncOpKernel {
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
     try {
       const auto engine = EngineOrThrow();
-      engine->Collect(plan_, bucket_, [this, engine, context, done](const Error* error) {
+      engine->buckets().Collect(plan_, bucket_, [this, engine, context, done](const Error* error) {
         if (error != nullptr) {
           context->SetStatus(ToStatus(*error));
           done();
@@ -253,11 +252,11 @@ class CollectOp : public tf::AsyncOpKernel {
 
  protected:
   virtual absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const {
-    const BucketLayout& layout = engine.layout(plan_, bucket_);
-    if (const std::shared_ptr<AlignedBuffer> buffer = engine.Take(plan_, bucket_)) {
+    const BucketLayout& layout = engine.buckets().layout(plan_, bucket_);
+    if (const std::shared_ptr<AlignedBuffer> buffer = engine.buckets().Take(plan_, bucket_)) {
       for (std::size_t i = 0; i < shapes_.size(); ++i) {
         const int output = static_cast<int>(i);
-        tf::core::RefCountPtr<tf::TensorBuffer> part(new BufferPart(buffer, layout, i));
+        tf::core::RefCountPtr<tf::TensorBuffer> part(new TensorInBuffer(buffer, layout, i));
         context->set_output(output,
                             tf::Tensor(context->expected_output_dtype(output), shapes_[i], std::move(part)));
       }
@@ -265,7 +264,7 @@ class CollectOp : public tf::AsyncOpKernel {
     }
     std::vector<void*> pointers;
     TF_RETURN_IF_ERROR(Allocate(context, pointers));
-    engine.Unpack(plan_, bucket_, pointers);
+    engine.buckets().Unpack(plan_, bucket_, pointers);
     return absl::Status();
   }
 
@@ -286,8 +285,8 @@ class CollectOp : public tf::AsyncOpKernel {
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_CPU), CollectOp);
 
-// Done when the sum is there, not when it was asked for: TensorFlow computes on one stream, and what waited
-// on it for the network would hold up all that comes behind.
+// Ends only when the sum is complete. TensorFlow computes on one stream, so a wait for the network on that
+// stream would delay all later work.
 class GpuCollectOp : public CollectOp {
  public:
   using CollectOp::CollectOp;
@@ -296,13 +295,13 @@ class GpuCollectOp : public CollectOp {
   absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const override {
     std::vector<void*> pointers;
     TF_RETURN_IF_ERROR(Allocate(context, pointers));
-    engine.UnpackDevice(plan_, bucket_, pointers, ComputeStream(context));
+    engine.buckets().UnpackDevice(plan_, bucket_, pointers, ComputeStream(context));
     return absl::Status();
   }
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeCollect").Device(tf::DEVICE_GPU).HostMemory("token"), GpuCollectOp);
 
-// The array of a message that the engine was told of before (PostSend), without waiting for anything.
+// Hands the array to a message that was announced by PostSend. Does not wait.
 REGISTER_OP("HvpipeSendMessage")
     .Input("number: int64")
     .Input("tensor: T")
@@ -310,7 +309,7 @@ REGISTER_OP("HvpipeSendMessage")
     .SetIsStateful()
     .SetShapeFn(tf::shape_inference::NoOutputs);
 
-// What came with a message that is there (PostReceive).
+// Takes the array of a message that has arrived (PostReceive).
 REGISTER_OP("HvpipeTakeMessage")
     .Input("number: int64")
     .Input("shape: int64")
@@ -332,7 +331,7 @@ DType EngineType(tf::DataType type) {
   }
 }
 
-// On the CPU they serve a device whose memory is the host's, as the tests' is: a GPU refuses its arrays.
+// The CPU kernels serve devices whose memory is host memory, as in the tests. A real GPU refuses such arrays.
 template <bool kOnGpu>
 Device::Stream StreamOf(tf::OpKernelContext* context) {
   return kOnGpu ? ComputeStream(context) : nullptr;
@@ -347,8 +346,8 @@ class SendMessageOp : public tf::OpKernel {
     try {
       const auto held = std::make_shared<tf::Tensor>(context->input(1));
       const tf::StringPiece bytes = held->tensor_data();
-      EngineOrThrow()->SendPosted(context->input(0).scalar<std::int64_t>()(), bytes.data(), bytes.size(),
-                                  StreamOf<kOnGpu>(context), held);
+      EngineOrThrow()->device_messages().SendPosted(context->input(0).scalar<std::int64_t>()(), bytes.data(),
+                                                    bytes.size(), StreamOf<kOnGpu>(context), held);
     } catch (const Error& error) {
       context->SetStatus(ToStatus(error));
     }
@@ -372,9 +371,10 @@ class TakeMessageOp : public tf::OpKernel {
                          absl::MakeConstSpan(axes.data(), static_cast<std::size_t>(axes.size())), &shape));
       tf::Tensor* tensor = nullptr;
       OP_REQUIRES_OK(context, context->allocate_output(0, shape, &tensor));
-      EngineOrThrow()->TakePosted(context->input(0).scalar<std::int64_t>()(), tensor->data(),
-                                  static_cast<std::size_t>(tensor->NumElements()),
-                                  EngineType(tensor->dtype()), StreamOf<kOnGpu>(context));
+      EngineOrThrow()->device_messages().TakePosted(context->input(0).scalar<std::int64_t>()(),
+                                                    tensor->data(),
+                                                    static_cast<std::size_t>(tensor->NumElements()),
+                                                    EngineType(tensor->dtype()), StreamOf<kOnGpu>(context));
     } catch (const Error& error) {
       context->SetStatus(ToStatus(error));
     }
@@ -385,7 +385,7 @@ REGISTER_KERNEL_BUILDER(
     Name("HvpipeTakeMessage").Device(tf::DEVICE_GPU).HostMemory("number").HostMemory("shape"),
     TakeMessageOp<true>);
 
-// Passes a value on and notes the time, for the trace.
+// Passes a value on and records the time for the trace.
 REGISTER_OP("HvpipeMark")
     .Input("value: T")
     .Attr("label: string")
@@ -408,7 +408,7 @@ class MarkOp : public tf::OpKernel {
   std::string label_;
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeMark").Device(tf::DEVICE_CPU), MarkOp);
-// On a GPU the time is that of enqueueing: the value itself comes later.
+// On a GPU this is the time of enqueueing; the value is computed later.
 REGISTER_KERNEL_BUILDER(Name("HvpipeMark").Device(tf::DEVICE_GPU), MarkOp);
 
 }  // namespace

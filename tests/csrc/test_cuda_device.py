@@ -73,7 +73,7 @@ def test_memory_of_another_device_is_refused(run: Run) -> None:
 def test_what_has_no_room_is_said(run: Run) -> None:
     room, device, left_over, host = run("full")
     assert (room, device, left_over) == ("300000000 of 1000000000", "null: 1", "last error: 0")
-    assert "wanted 2147483648 bytes more (ulimit -l" in host
+    assert "wanted 2147483648 more bytes (raise the limit: ulimit -l" in host
 
 
 def test_a_device_is_told_from_all_others_and_from_other_parts_of_its_board(run: Run) -> None:
@@ -99,4 +99,4 @@ def test_a_driver_older_than_the_build_is_named_with_it(run: Run, case: str, dri
 
 def test_a_driver_that_lacks_a_function_is_too_old(run: Run) -> None:
     (error,) = run("kept", "-DOLD_DRIVER")
-    assert "should be of CUDA 11.4 or later. Received: libcuda.so.1 without cuDeviceGetUuid_v2" in error
+    assert "should support CUDA 11.4 or later. Received: libcuda.so.1 without cuDeviceGetUuid_v2" in error

@@ -1,4 +1,4 @@
-"""Compile what tests/native/ holds, once for each set of flags, with the compiler that built hvpipe."""
+"""Compile the C++ sources of tests/support/native with the compiler that built hvpipe."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CSRC = Path(__file__).parents[2] / "csrc"
 
 
 def compiler() -> str:
-    """The MPI compiler beside this Python, or on PATH; the test is skipped where there is none."""
+    """Return the MPI compiler beside this Python or on PATH. Skip the test if there is none."""
     beside = Path(sys.executable).with_name("mpicxx")
     found = str(beside) if beside.exists() else shutil.which("mpicxx")
     if found is None:
@@ -32,7 +32,7 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def build(source: str, *flags: str) -> Path:
-    """The library (for a *_driver.cc the program) made from tests/native/`source`, linked with the engine."""
+    """Compile `source` once per set of flags. Return a library, or a program for *_driver.cc."""
     return _build(source, flags)
 
 

@@ -201,7 +201,7 @@ def test_rows_that_are_zero_everywhere_do_not_travel(engine: Engine, core: Any) 
 
 def test_rows_of_several_tensors_are_refused(core: Any) -> None:
     for counts in ([32, 32], [40]):
-        with pytest.raises(HvpipeError, match=r"Rows are of one table.*bucket=t"):
+        with pytest.raises(HvpipeError, match=r"should hold one table of equal rows.*bucket=t"):
             core.add_plan("tables", 1, [("t", "float32", "float32", counts, 0, 16)], False)
 
 
@@ -297,7 +297,7 @@ def test_steps_out_of_order_are_refused_and_harm_nothing(engine: Engine, core: A
     with pytest.raises(HvpipeError, match=r"Received: plan=9999"):
         core.submit(9999, 0, [two], 1.0)
     core.submit(plan_id, 0, [three], 1.0)
-    with pytest.raises(HvpipeError, match=r"still holds the step before|no step announced"):
+    with pytest.raises(HvpipeError, match=r"still holds the previous step|no step announced"):
         core.submit(plan_id, 0, [three], 1.0)
     core.submit(plan_id, 1, [two], 1.0)
     core.collect(plan_id, 0, [three])

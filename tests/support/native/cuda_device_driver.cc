@@ -1,4 +1,4 @@
-// Runs csrc/cuda_device.cc on the CUDA of fake_cuda.cc: each case prints what it found.
+// Runs csrc/device/cuda_device.cc on the CUDA of fake_cuda.cc: each case prints its findings.
 //
 //   cuda_device_driver CASE
 #include <cuda_runtime_api.h>
@@ -7,8 +7,8 @@
 #include <string>
 #include <thread>
 
-#include "device/device.h"
 #include "core/error.h"
+#include "device/device.h"
 #include "device/kernels.h"
 
 extern "C" {
@@ -23,7 +23,7 @@ hvpipe::Device* hvpipe_open_device(int ordinal, int version);
 namespace hvpipe {
 bool kernels_missing = false;
 cudaError_t FindKernels() { return kernels_missing ? cudaErrorNoKernelImageForDevice : cudaSuccess; }
-cudaError_t LaunchMove(const std::vector<Device::Piece>&, DType, DType, double, unsigned*, cudaStream_t) {
+cudaError_t LaunchScaleAndCast(const std::vector<Device::Piece>&, DType, DType, double, unsigned*, cudaStream_t) {
   return cudaSuccess;
 }
 }  // namespace hvpipe
@@ -36,7 +36,7 @@ std::unique_ptr<Device> Open(int ordinal) {
   return std::unique_ptr<Device>(hvpipe_open_device(ordinal, hvpipe::kDeviceInterface));
 }
 
-// Every kind of call, each on a thread that never chose a device, as the progress thread's and TensorFlow's are.
+// Makes each kind of call on a thread that never chose a device, as the progress thread and TensorFlow's threads do.
 void Contexts() {
   const auto on_fresh_thread = [](const auto& call) {
     std::thread([&] {
@@ -58,7 +58,7 @@ void Contexts() {
   on_fresh_thread([&] { device->Reached(event); });
   on_fresh_thread([&] { device->CopyToHost(host, memory, 16, stream); });
   on_fresh_thread([&] { device->CopyFromHost(memory, host, 16, stream); });
-  on_fresh_thread([&] { device->Move({}, hvpipe::DType::kFloat32, hvpipe::DType::kFloat32, 1, nullptr, stream); });
+  on_fresh_thread([&] { device->ScaleAndCast({}, hvpipe::DType::kFloat32, hvpipe::DType::kFloat32, 1, nullptr, stream); });
   on_fresh_thread([&] { const hvpipe::CurrentDevice current(*device); });
   on_fresh_thread([&] { device->Free(memory); });
   on_fresh_thread([&] { device->FreeHost(host); });
@@ -70,7 +70,7 @@ void Contexts() {
   }
 }
 
-// A thread that has another device keeps it.
+// A thread whose current device is another one keeps it.
 void Kept() {
   const auto device = Open(1);
   cudaSetDevice(2);
@@ -82,7 +82,7 @@ void Kept() {
   std::printf("afterwards: %d\n", fake_current());
 }
 
-// What fails while something is given back is not told to the next call.
+// A failure to give something back does not become the error of the next call.
 void Stale() {
   const auto device = Open(1);
   const Device::Event event = device->MakeEvent();
@@ -91,7 +91,7 @@ void Stale() {
   std::printf("last error: %d\n", fake_last_error());
 }
 
-// Whose memory is taken.
+// Accepts memory of this device only.
 void Here() {
   const auto first = Open(0), second = Open(1);
   char plain = 0;
@@ -109,11 +109,11 @@ void Here() {
   look("page-locked", second->AllocateHost(16));
 }
 
-// What is said where there is too little memory: fake_cuda has 1 GB.
+// Too little memory: fake_cuda has 1 GB.
 void Full() {
   const auto device = Open(1);
-  const Device::Room room = device->FreeRoom();
-  std::printf("%zu of %zu\n", room.free, room.total);
+  const Device::MemorySize memory = device->FreeMemory();
+  std::printf("%zu of %zu\n", memory.free, memory.total);
   std::printf("null: %d\n", device->Allocate(2u << 30) == nullptr);
   std::printf("last error: %d\n", fake_last_error());
   device->AllocateHost(2u << 30);
@@ -122,14 +122,14 @@ void Full() {
 void Names() {
   for (int ordinal = 0; ordinal < 3; ++ordinal) {
     const auto device = Open(ordinal);
-    const Device::Identity identity = device->Which();
+    const Device::Identity identity = device->Identify();
     std::printf("%s | %s | %s\n", device->Name().c_str(), identity.device.c_str(), identity.board.c_str());
   }
   hvpipe::kernels_missing = true;
   Open(0);
 }
 
-// A driver that serves CUDA up to this version.
+// Opens a device with a driver that supports CUDA up to this version.
 void With(int driver) {
   std::printf("built with CUDA %d.%d\n", CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
   fake_driver(driver);

@@ -1,4 +1,4 @@
-// Logs three events where there is room for two, and prints what is kept and how many are not.
+// Logs three events into a log that keeps two, then prints the kept events and the number dropped.
 #include <cstdio>
 
 #include "core/event_log.h"

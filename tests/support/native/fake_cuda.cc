@@ -1,9 +1,9 @@
-// CUDA's driver and runtime for tests without a GPU: it knows which contexts were made, and for whom.
+// CUDA's driver and runtime for tests without a GPU. Records which contexts were made, and on which device.
 //
-// It stands for what CUDA documents: a runtime call on a thread without a context makes one on the device that
-// the thread chose, device 0 if none, and choosing a device makes one there; the driver's calls make none but
-// those that are retained. Memory is the host's. Whether a real driver keeps to that a GPU has to tell.
-// Compiled with -DOLD_DRIVER it lacks a function that CUDA 11.4 brought.
+// It behaves as CUDA documents: a runtime call on a thread without a context makes one on the device that the thread
+// chose, or on device 0. Choosing a device makes a context there. Driver calls make contexts only when they retain them.
+// Memory is host memory. Only a test on a GPU can show that a real driver behaves the same.
+// With -DOLD_DRIVER it lacks a function that CUDA 11.4 added.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -21,8 +21,8 @@ constexpr int kDevices = 3;
 std::mutex guard;
 std::array<bool, kDevices> made{};
 std::map<const void*, int> memory;  // by address: the device it lies on
-std::string failing;                // a call that fails with an error of its own
-int driver = CUDART_VERSION;        // the newest CUDA that it serves; 0: there is none
+std::string failing;                // name of the call that fails
+int driver = CUDART_VERSION;        // the newest CUDA version that the driver supports; 0: no driver
 
 thread_local int chosen = 0;
 thread_local std::vector<int> contexts;  // by device, the last one current
@@ -40,7 +40,7 @@ cudaError_t Outcome(cudaError_t code) {
   return code;
 }
 
-// What every call of the runtime begins with.
+// Every runtime call begins with this.
 cudaError_t Begin(const char* call) {
   if (Current() < 0) {
     Make(chosen);

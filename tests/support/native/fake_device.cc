@@ -1,13 +1,13 @@
-// A device for tests without a GPU: its memory is the host's, its threads run one after the other, and an
-// event is reached only at the second look. What it is asked for in the wrong order it refuses.
+// A device for tests without a GPU. Its memory is host memory, its threads run one after the other, and an event is
+// reached only at the second look. It refuses calls in the wrong order.
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <string>
 #include <vector>
 
-#include "device/device.h"
 #include "core/error.h"
+#include "device/device.h"
 #include "device/tiles.h"
 
 namespace {
@@ -17,13 +17,13 @@ using hvpipe::DType;
 using hvpipe::Error;
 
 template <int kCapacity>
-void MoveOnHost(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
+void ScaleAndCastOnHost(const std::vector<Device::Piece>& pieces, DType from, DType to, double scale,
                 unsigned* not_finite, unsigned* launches) {
   hvpipe::WithTypes(from, to, [&](auto source, auto target) {
     hvpipe::ForEachTable<kCapacity>(pieces, scale, not_finite, [&](const auto& table, unsigned tiles) {
       for (unsigned tile = 0; tile < tiles; ++tile) {
         for (unsigned thread = 0; thread < hvpipe::kTileThreads; ++thread) {
-          hvpipe::MoveTile<decltype(source), decltype(target)>(table, tile, thread, hvpipe::kTileThreads);
+          hvpipe::CastTile<decltype(source), decltype(target)>(table, tile, thread, hvpipe::kTileThreads);
         }
       }
       if (launches != nullptr) ++*launches;
@@ -31,11 +31,11 @@ void MoveOnHost(const std::vector<Device::Piece>& pieces, DType from, DType to, 
   });
 }
 
-// Of all devices of this process: memory, streams and events that were not given back, and how often host
-// memory was wanted.
+// Over all devices of this process: memory, streams and events that were not given back, and the number of host
+// allocations.
 std::atomic<int> held{0}, host_allocations{0};
 
-// Of the calling thread, the last one current; empty: none that a rank of this process serves.
+// The devices that the calling thread has entered; the last one is current.
 thread_local std::vector<int> entered;
 
 struct FakeEvent {
@@ -47,8 +47,8 @@ class FakeDevice : public Device {
  public:
   explicit FakeDevice(int ordinal) : ordinal_(ordinal) {}
   std::string Name() const override { return "test device " + std::to_string(ordinal_); }
-  // FAKE_DEVICE_PARTS: all of them are parts of one board.
-  Identity Which() const override {
+  // FAKE_DEVICE_PARTS: all devices are parts of one board.
+  Identity Identify() const override {
     return {Name(), std::getenv("FAKE_DEVICE_PARTS") != nullptr ? "the board" : Name()};
   }
   void Enter() override { entered.push_back(ordinal_); }
@@ -58,8 +58,8 @@ class FakeDevice : public Device {
     if (std::getenv("FAKE_DEVICE_ELSEWHERE") == nullptr) return;
     throw Error("The array should lie on this test device", hvpipe::ErrorKind::kUsage);
   }
-  // FAKE_DEVICE_FREE: its free bytes. FAKE_DEVICE_FULL: there is none for whoever asks without looking first.
-  Room FreeRoom() override {
+  // FAKE_DEVICE_FREE: its free bytes. FAKE_DEVICE_FULL: allocations fail, whatever FreeMemory says.
+  MemorySize FreeMemory() override {
     const char* const free = std::getenv("FAKE_DEVICE_FREE");
     return {free != nullptr ? std::strtoull(free, nullptr, 10) : 1'000'000'000, 2'000'000'000};
   }
@@ -94,10 +94,10 @@ class FakeDevice : public Device {
   void CopyFromHost(void* device, const void* host, std::size_t bytes, Stream) override {
     std::memcpy(device, host, bytes);
   }
-  void Move(const std::vector<Piece>& pieces, DType from, DType to, double scale, unsigned* not_finite,
+  void ScaleAndCast(const std::vector<Piece>& pieces, DType from, DType to, double scale, unsigned* not_finite,
             Stream) override {
     if (std::getenv("FAKE_DEVICE_FAILS") != nullptr) throw Error("a launch failed", hvpipe::ErrorKind::kPeer);
-    MoveOnHost<hvpipe::kFewPieces>(pieces, from, to, scale, not_finite, nullptr);
+    ScaleAndCastOnHost<hvpipe::kFewPieces>(pieces, from, to, scale, not_finite, nullptr);
   }
 
  private:
@@ -131,13 +131,13 @@ int current_device() { return entered.empty() ? -1 : entered.back(); }
 int things_held() { return held; }
 int host_memory_allocations() { return host_allocations; }
 
-// The kernel's own code on the CPU; the number of launches.
+// Runs the code of the kernel on the CPU. Returns the number of launches.
 unsigned move_pieces(int count, const void* const* from, void* const* to, const std::size_t* counts,
                      int from_type, int to_type, double scale, unsigned* not_finite, int many) {
   std::vector<Device::Piece> pieces;
   for (int i = 0; i < count; ++i) pieces.push_back({from[i], to[i], counts[i]});
   unsigned launches = 0;
-  const auto move = many != 0 ? MoveOnHost<hvpipe::kManyPieces> : MoveOnHost<hvpipe::kFewPieces>;
+  const auto move = many != 0 ? ScaleAndCastOnHost<hvpipe::kManyPieces> : ScaleAndCastOnHost<hvpipe::kFewPieces>;
   move(pieces, static_cast<DType>(from_type), static_cast<DType>(to_type), scale, not_finite, &launches);
   return launches;
 }

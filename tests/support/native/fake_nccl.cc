@@ -1,13 +1,18 @@
-// An NCCL for tests without a GPU: sums host memory over MPI, in the background, and fails when told to.
-// Every rank of MPI's world makes a communicator at once; those with one id are joined.
+// An NCCL for tests without a GPU: sums host memory over MPI in the background, and fails on request. All ranks of MPI's
+// world make communicators at the same time; ranks with the same id share one.
 //
-// Compiled with -DVERSION=code and, for a library that lacks functions, -DWITHOUT_BROADCAST or
-// -DWITHOUT_MEMORY. FAKE_NCCL names what goes wrong: "id" or "init" (an error at once), "init-hang" (never
-// ready), "async" (an error after the first collective), "hang" (the first collective never ends), "memory"
-// (there is none), "memory-full" (and the test device has just run out of it), "memory-large" (in pieces
-// of 512 MiB), "finalize" (an error). With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may where
-// other ranks of the host do not abort. Leaving waits for all ranks, as NCCL's does. FAKE_NCCL_DEVICE names
-// the test device's library: collectives are then refused on a thread where no device is current.
+// Compile with -DVERSION=code. -DWITHOUT_BROADCAST and -DWITHOUT_MEMORY leave functions out. FAKE_NCCL chooses a failure:
+//   "id", "init"      an error at once
+//   "init-hang"       never ready
+//   "async"           an error after the first collective
+//   "hang"            the first collective never ends
+//   "memory"          no memory
+//   "memory-full"     no memory, and the test device has just run out of it as well
+//   "memory-large"    memory in units of 512 MiB
+//   "finalize"        an error
+// With FAKE_NCCL_ABORT=hang an abort takes a minute, as NCCL's may if other ranks of the host do not abort. Leaving waits
+// for all ranks, as in NCCL. FAKE_NCCL_DEVICE names the library of the test device: collectives are then refused on a
+// thread that has no current device.
 #include <dlfcn.h>
 #include <mpi.h>
 
@@ -20,7 +25,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/bucket.h"
+#include "core/vector_loops.h"
 
 #ifndef VERSION
 #define VERSION 23005
@@ -45,22 +50,22 @@ bool Fails(const char* how) {
   return wanted != nullptr && std::string(wanted) == how;
 }
 
-// One collective at a time is under way; its result is there when CommGetAsyncError says success. Two ranks
-// meet by messages and may make communicators in any order, as NCCL's ranks may; more make one all at once.
+// One collective at a time. Its result is there when CommGetAsyncError returns success. Two ranks connect by messages and
+// may make communicators in any order, as in NCCL. More ranks make a communicator all at the same time.
 struct Communicator {
   int rank = 0, size = 1;
   MPI_Comm ranks = MPI_COMM_NULL;
-  int serial = 0;  // of its id, among those of the rank that made it
-  int other = -1;  // of two ranks, in MPI's world; not known yet where it is negative
-  int told = -1;   // what a rank says of itself
+  int serial = 0;  // number of its id, among the ids of the rank that created it
+  int other = -1;  // the other one of two ranks, in MPI's world; negative: unknown so far
+  int told = -1;   // what a rank tells about itself
   MPI_Request request = MPI_REQUEST_NULL;
   std::vector<char> sent, gathered;  // gathered: what every rank sent
   void* out = nullptr;
   bool sums = true;
-  std::size_t first = 0, count = 0;  // of each rank's elements those that are summed
+  std::size_t first = 0, count = 0;  // the elements of each rank that are summed
   hvpipe::DType dtype = hvpipe::DType::kFloat32;
   bool busy = false;
-  bool carries = false;  // a message, or words of the two
+  bool carries = false;  // a message or a handshake of two ranks
   bool sends_or_receives = false;
   bool leaving = false;
   int state = kSuccess;
@@ -99,7 +104,7 @@ struct Message {
   std::size_t bytes;
 };
 
-// Of the group that this thread has begun.
+// State of the group that this thread has begun.
 thread_local int groups = 0;
 thread_local std::vector<Message> sends, receives;
 
@@ -112,11 +117,11 @@ bool DeviceIsCurrent() {
   return current != nullptr && current() >= 0;
 }
 
-// Tags of MPI's world: a message of two ranks, then the words of their meeting and leaving.
+// Tags in MPI's world: a message of two ranks, then their handshakes when they connect and leave.
 constexpr int kTags = 20'000;
 int TagOf(const Communicator& of, int kind) { return kTags + 3 * (of.serial % 1000) + kind; }
 
-// Of two ranks it is made with their first collective.
+// Two ranks make it with their first collective.
 MPI_Comm Ranks(Communicator& of) {
   if (of.ranks != MPI_COMM_NULL) return of.ranks;
   int self = 0;
@@ -131,7 +136,7 @@ MPI_Comm Ranks(Communicator& of) {
   return of.ranks;
 }
 
-// Begins to gather `count` elements of each rank.
+// Begin to gather `count` elements of each rank.
 int Begin(Communicator& of, const void* in, std::size_t count) {
   if (!DeviceIsCurrent()) return kInvalidUsage;
   const std::size_t bytes = count * hvpipe::SizeOf(of.dtype);
@@ -180,11 +185,11 @@ int ncclGroupEnd();
 
 int ncclCommInitRankConfig(void** out, int size, UniqueId id, int rank, Config* config) {
   if (config->magic != 0xcafebeef || config->blocking != 0 || config->size != 24) return kInvalidUsage;
-  if (id.internal[0] != 7 || id.internal[127] != 7) return kInvalidUsage;  // was not handed on whole
-  // By name, as NCCL calls some of its own.
+  if (id.internal[0] != 7 || id.internal[127] != 7) return kInvalidUsage;  // the id was not passed on completely
+  // By name, as NCCL calls some of its own functions.
   if (ncclGroupStart() != kSuccess || ncclGroupEnd() != kSuccess) return kInvalidUsage;
   if (Fails("init")) return kUnhandledCudaError;
-  std::free(realpath("/", nullptr));  // as NCCL does: memory that the C library took
+  std::free(realpath("/", nullptr));  // as NCCL does: memory that the C library allocated
   auto* const made = new Communicator;
   made->rank = rank;
   made->size = size;
@@ -219,7 +224,7 @@ int ncclCommGetAsyncError(void* communicator, int* state) {
 int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int /*sum*/, void* communicator,
                   void* /*stream*/) {
   Communicator& of = Of(communicator);
-  if (of.busy) return kInvalidUsage;  // the caller did not wait until it was ready
+  if (of.busy) return kInvalidUsage;  // the caller did not wait until the communicator was ready
   of.dtype = TypeOf(type);
   of.sums = true;
   of.first = 0;
@@ -263,7 +268,7 @@ int ncclBroadcast(const void* in, void* out, std::size_t bytes, int /*type*/, in
 
 #ifndef WITHOUT_MEMORY
 int ncclMemAlloc(void** memory, std::size_t bytes) {
-  if (Fails("memory-full")) setenv("FAKE_DEVICE_FREE", "3000000", 1);  // others were quicker
+  if (Fails("memory-full")) setenv("FAKE_DEVICE_FREE", "3000000", 1);  // others took the memory
   if (Fails("memory-full") || Fails("memory") || !DeviceIsCurrent()) return kUnhandledCudaError;
   if (Fails("memory-large")) setenv("FAKE_DEVICE_FREE", "463000000", 1);  // 537 MB less
   *memory = std::malloc(bytes);
@@ -296,8 +301,8 @@ int ncclCommDeregister(void* communicator, void* registration) {
 int nccl_memory_held() { return memory_held; }
 int nccl_registrations() { return registrations; }
 
-// To oneself inside a group, in their order; to the other one of two ranks outside of any, and then one at a
-// time on this rank: NCCL could wait for ever where streams do not make progress side by side.
+// Messages to this rank itself, inside a group and in order; or to the other one of two ranks, outside of groups. The
+// second kind is one at a time on this rank: NCCL could wait for ever if streams do not make progress concurrently.
 int Carry(Communicator& of, void* data, std::size_t bytes, int peer, bool sends) {
   if (of.busy || of.size != 2 || peer != 1 - of.rank || !DeviceIsCurrent()) return kInvalidUsage;
   if (carrying.exchange(true)) return kInvalidUsage;
@@ -352,7 +357,7 @@ int ncclCommFinalize(void* communicator) {
   of.busy = of.leaving = true;
   if (of.size > 2) {
     MPI_Ibarrier(of.ranks, &of.request);
-  } else {  // the word of each to the other, of which only the coming is waited for
+  } else {  // a handshake: only its arrival matters
     MPI_Request word = MPI_REQUEST_NULL;
     MPI_Isend(nullptr, 0, MPI_BYTE, of.other, TagOf(of, 1), MPI_COMM_WORLD, &word);
     MPI_Request_free(&word);
@@ -366,7 +371,7 @@ int ncclCommDestroy(void* communicator) {
   return kSuccess;
 }
 
-// What is still under way is left, as its memory is.
+// Leaves requests under way, and their memory.
 int ncclCommAbort(void* communicator) {
   if (Of(communicator).sends_or_receives) carrying = false;
   if (std::getenv("FAKE_NCCL_ABORT") != nullptr) std::this_thread::sleep_for(std::chrono::minutes(1));

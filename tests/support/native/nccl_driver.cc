@@ -1,10 +1,10 @@
-// Makes a communicator of one rank with the NCCL named, adds up numbers and sends them to itself; prints what
-// came of that, or the error.
+// Makes a communicator of one rank with the given NCCL, sums numbers and sends them to itself. Prints the results, or the
+// error.
 //
 //   nccl_driver LIBRARY [TIMEOUT_S] [fail-in-group | send-elsewhere]
 //
-// Compiled with -DNAMESAKE -rdynamic it has functions of NCCL's names, as TensorFlow's GPU wheel does; with
-// -DOWN_MALLOC -rdynamic a malloc of its own, as a process with tcmalloc preloaded has.
+// With -DNAMESAKE -rdynamic it exports functions with NCCL's names, as TensorFlow's GPU wheel does. With
+// -DOWN_MALLOC -rdynamic it has a malloc of its own, like a process with tcmalloc preloaded.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -25,7 +25,7 @@ std::atomic<std::size_t> used{0};
 }  // namespace
 
 extern "C" {
-// Each piece lies behind 16 bytes with its size, and is never used again.
+// Each allocation follows 16 bytes that hold its size, and is never reused.
 void* malloc(std::size_t bytes) noexcept {
   const std::size_t taken = (bytes + 31) / 16 * 16;
   char* const piece = arena + used.fetch_add(taken);

@@ -1,4 +1,4 @@
-// Compiles only where what csrc/nccl.h says of NCCL is what NCCL's own header says.
+// Compiles only if csrc/device/nccl.h agrees with NCCL's own header.
 #include <nccl.h>
 
 #include <cstddef>
@@ -19,7 +19,7 @@ static_assert(offsetof(ours::Config, version) == offsetof(ncclConfig_t, version)
 static_assert(offsetof(ours::Config, blocking) == offsetof(ncclConfig_t, blocking));
 static_assert(sizeof(ncclResult_t) == sizeof(int) && sizeof(ncclDataType_t) == sizeof(int));
 
-// Pointers and enumerations go by value alike; the rest must be the same type.
+// Pointers and enumerations are interchangeable; all other types must be the same.
 template <typename Type>
 using Passed =
     std::conditional_t<std::is_pointer_v<Type>, void*, std::conditional_t<std::is_enum_v<Type>, int, Type>>;

@@ -1,31 +1,30 @@
-// Vectorised pack, cast, scale, reduce and unpack of fused gradient buffers.
-#include "core/bucket.h"
+// The loops that pack, cast, scale and sum gradients, vectorised for AVX-512, AVX2 and plain x86.
+#include "core/vector_loops.h"
 
-#include <cstdlib>
+#include <cstdint>
 #include <cstring>
-#include <new>
-#include <utility>
 
+#include "core/aligned_buffer.h"
 #include "core/error.h"
 #include "core/half.h"
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
-// The compiler makes one version of a loop for each of these and picks one when the library loads.
+// The compiler emits one version of each loop per target. The loader picks one when the library loads.
 #define HVPIPE_VECTORISED __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define HVPIPE_VECTORISED
 #endif
 
-// Element i of the result depends on elements i alone, so arrays that are the same are as good as arrays that
-// do not overlap; without this the compiler checks for overlap and then takes the scalar loop.
+// Element i of the result depends on elements i only, so source and destination may be the same array.
+// Without this pragma the compiler checks for overlap at run time and then takes the scalar loop.
 #define HVPIPE_ELEMENTWISE _Pragma("GCC ivdep")
 
 namespace hvpipe {
 namespace {
 
-constexpr std::size_t kBlock = 1024;  // elements of the float32 scratch that half types pass through
+constexpr std::size_t kBlock = 1024;  // elements of the float32 scratch array for half types
 
 #if defined(__x86_64__)
 __attribute__((target("avx,f16c"))) void HalfToFloatF16c(const std::uint16_t* src, float* dst,
@@ -125,7 +124,7 @@ HVPIPE_VECTORISED void Sum4Float(float* dst, const float* a, const float* b, con
   for (std::size_t i = 0; i < count; ++i) dst[i] = ((a[i] + b[i]) + c[i]) + d[i];
 }
 
-// Reads `count` elements of a float32 or half array as float32.
+// Read `count` elements of a float32 or half array as float32.
 void LoadFloat(const void* src, DType dtype, float* dst, std::size_t count) {
   switch (dtype) {
     case DType::kFloat32:
@@ -205,35 +204,8 @@ void SumHalf(void* dst, const void* const* srcs, std::size_t sources, DType dtyp
 
 }  // namespace
 
-std::size_t SizeOf(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return 4;
-    case DType::kFloat64:
-      return 8;
-    case DType::kFloat16:
-    case DType::kBFloat16:
-      return 2;
-  }
-  throw Error("internal: unknown dtype");
-}
-
-const char* NameOf(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return "float32";
-    case DType::kFloat64:
-      return "float64";
-    case DType::kFloat16:
-      return "float16";
-    case DType::kBFloat16:
-      return "bfloat16";
-  }
-  return "unknown";
-}
-
 void Copy(void* dst, const void* src, std::size_t bytes) {
-  constexpr std::size_t kLarge = 8u << 20;  // beyond the caches the C library's streaming stores are better
+  constexpr std::size_t kLarge = 8u << 20;  // larger than the caches: glibc's streaming stores are faster
   if (bytes >= kLarge) {
     std::memcpy(dst, src, bytes);
     return;
@@ -269,7 +241,8 @@ void CopyToPeers(void* dst, const void* src, std::size_t bytes) {
 void CopyToPeers(void* dst, const void* src, std::size_t bytes) { Copy(dst, src, bytes); }
 #endif
 
-void PackScaled(const void* src, DType src_type, void* dst, DType dst_type, std::size_t count, double scale) {
+void ScaleAndCast(const void* src, DType src_type, void* dst, DType dst_type, std::size_t count,
+                  double scale) {
   if (count == 0) return;
   if (src_type == dst_type && scale == 1.0) {
     Copy(dst, src, count * SizeOf(src_type));
@@ -313,32 +286,7 @@ void SumInto(void* dst, const void* const* srcs, std::size_t sources, DType dtyp
 }
 
 void Scale(void* buffer, DType dtype, std::size_t count, double scale) {
-  if (scale != 1.0) PackScaled(buffer, dtype, buffer, dtype, count, scale);
-}
-
-AlignedBuffer::AlignedBuffer(std::size_t bytes) : bytes_(bytes) {
-  void* pointer = std::aligned_alloc(kAlignment, (bytes + kAlignment) / kAlignment * kAlignment);
-  if (pointer == nullptr)
-    throw Error("Out of memory. Received: a request for " + std::to_string(bytes) + " bytes");
-  data_.reset(pointer);
-}
-
-void AlignedBuffer::Free::operator()(void* pointer) const { std::free(pointer); }
-
-BucketLayout::BucketLayout(std::string bucket_name, DType tensor, DType wire,
-                           std::vector<std::size_t> tensor_counts, int bucket_priority)
-    : name(std::move(bucket_name)),
-      tensor_type(tensor),
-      wire_type(wire),
-      counts(std::move(tensor_counts)),
-      priority(bucket_priority) {
-  const std::size_t line = kAlignment / SizeOf(wire);
-  offsets.reserve(counts.size());
-  for (const std::size_t elements : counts) {
-    count = (count + line - 1) / line * line;
-    offsets.push_back(count);
-    count += elements;
-  }
+  if (scale != 1.0) ScaleAndCast(buffer, dtype, buffer, dtype, count, scale);
 }
 
 }  // namespace hvpipe

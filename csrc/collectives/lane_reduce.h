@@ -1,0 +1,59 @@
+// All-reduce, or reduce to the first rank, among the ranks of one host.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "collectives/collective.h"
+#include "collectives/lane.h"
+#include "collectives/segments.h"
+#include "core/dtype.h"
+#include "core/telemetry.h"
+
+namespace hvpipe {
+
+// Sums in rank order. A small array is summed whole by every rank, with one synchronisation per chunk. Of a
+// larger one each rank sums a slice and reads the others' (reduce-scatter, all-gather): two synchronisations,
+// but less to copy.
+class LaneReduce : public Collective {
+ public:
+  enum class Result { kAll, kLeader };
+
+  LaneReduce(Lane& lane, Counters& counters, LaneTag tag, const void* in, void* out, std::size_t count,
+             DType dtype, double scale, Result result);
+
+  bool Step() override;
+  bool done() const override;
+  std::string Waiting() const override;
+
+ private:
+  Range Chunk(std::uint64_t chunk) const;
+  void Begin();
+  bool Write();
+  bool Reduce();
+  bool Read();
+  void CheckSameOperation(std::uint64_t chunk) const;
+  void SumChunk(void* target, std::uint64_t chunk, Range range, const char* own) const;
+  Range Slice(std::size_t count, int owner) const;
+  void WriteHeader(std::uint64_t slot, std::size_t bytes);
+  bool WantsResult() const { return result_ == Result::kAll || lane_.rank() == 0; }
+  bool SumsWhole() const;
+
+  Lane& lane_;
+  Counters& counters_;
+  LaneTag tag_;
+  const char* in_;
+  char* out_;
+  std::size_t count_;
+  DType dtype_;
+  double scale_;
+  Result result_;
+  bool begun_ = false;
+  std::size_t per_chunk_ = 0;
+  std::uint64_t chunks_ = 0;
+  std::uint64_t base_ = 0;
+  std::uint64_t written_ = 0, reduced_ = 0, read_ = 0;
+};
+
+}  // namespace hvpipe

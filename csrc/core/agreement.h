@@ -1,0 +1,34 @@
+// The check that all ranks are about to do the same.
+#pragma once
+
+#include <cstdint>
+
+#include "collectives/control.h"
+#include "core/operation.h"
+
+namespace hvpipe {
+
+// Adds the exchange of control records (collectives/control.h) to operations. Records are exchanged in the
+// order in which their operations were enqueued.
+//
+// Threads: any thread may add a stage. Only the driving thread touches the order queue. No lock.
+class Agreement {
+ public:
+  explicit Agreement(Transport& world) : world_(world) {}
+  Agreement(const Agreement&) = delete;
+  Agreement& operator=(const Agreement&) = delete;
+
+  // Make a control exchange the first stage of `operation`. `signature` must be equal on all ranks.
+  void AddStage(Operation& operation, double samples, std::uint64_t signature);
+  // The exchange of a finished operation that began with AddStage. Throws MismatchError if the signatures
+  // differ.
+  static const ControlExchange& Checked(const Operation& operation);
+
+  Transport& world() const { return world_; }
+
+ private:
+  Transport& world_;
+  OrderQueue order_;
+};
+
+}  // namespace hvpipe

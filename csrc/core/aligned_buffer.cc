@@ -1,0 +1,20 @@
+// Allocates and frees aligned host memory.
+#include "core/aligned_buffer.h"
+
+#include <cstdlib>
+#include <string>
+
+#include "core/error.h"
+
+namespace hvpipe {
+
+AlignedBuffer::AlignedBuffer(std::size_t bytes) : bytes_(bytes) {
+  void* pointer = std::aligned_alloc(kAlignment, (bytes + kAlignment) / kAlignment * kAlignment);
+  if (pointer == nullptr)
+    throw Error("Out of memory. Received: a request for " + std::to_string(bytes) + " bytes");
+  data_.reset(pointer);
+}
+
+void AlignedBuffer::Free::operator()(void* pointer) const { std::free(pointer); }
+
+}  // namespace hvpipe

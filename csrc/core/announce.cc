@@ -1,0 +1,146 @@
+// Announce: a step begins, and the all-reduce of each of its buckets is enqueued in the same order on all
+// ranks.
+#include <cstdio>
+#include <utility>
+
+#include "collectives/control.h"
+#include "collectives/tags.h"
+#include "core/gradient_buckets.h"
+#include "device/device_reduce.h"
+
+namespace hvpipe {
+namespace {
+
+std::string ShortHex(std::uint64_t value) {
+  char text[9];
+  std::snprintf(text, sizeof text, "%08x", static_cast<unsigned>(value & 0xffffffffu));
+  return text;
+}
+
+}  // namespace
+
+void GradientBuckets::BeginStep(int plan_number, std::int64_t step, double samples, bool reduces,
+                                StepBegun begun) {
+  std::vector<std::shared_ptr<Operation>> operations;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    Plan& plan = PlanAt(plan_number);
+    operations.push_back(MakeControl(plan, step, samples, reduces, std::move(begun)));
+    if (reduces) {
+      const auto announced = AnnounceBuckets(plan);
+      operations.insert(operations.end(), announced.begin(), announced.end());
+    }
+    ++telemetry_.counters.steps;
+  }
+  // All in one call, so that the order is the same on every rank. The buckets become ready when they are
+  // submitted.
+  const std::shared_ptr<Operation> control = operations.front();
+  progress_.Enqueue(operations, false);
+  progress_.MakeReady(control);
+}
+
+// The operation that checks that all ranks begin the same step and that adds up their samples.
+std::shared_ptr<Operation> GradientBuckets::MakeControl(const Plan& plan, std::int64_t step, double samples,
+                                                        bool reduces, StepBegun begun) {
+  auto control = std::make_shared<Operation>();
+  control->what = "training step " + std::to_string(step) + " of " + plan.name + " (" +
+                  std::to_string(plan.buckets.size()) + " buckets, plan " + ShortHex(plan.signature) + ")";
+  control->priority = kControlPriority;
+  // The step number is only in the description, not in the signature: a rank may repeat a step after an
+  // error.
+  agreement_.AddStage(*control, samples, plan.signature ^ Hash(reduces ? "reduces" : "accumulates"));
+  auto total = std::make_shared<double>(0);
+  control->check = [size = route_.topology().size, total](Operation& operation) {
+    const ControlExchange& exchange = Agreement::Checked(operation);
+    for (int rank = 0; rank < size; ++rank) *total += exchange.of(rank).samples;
+  };
+  control->finished = [total, samples, begun = std::move(begun)](const Error* error) {
+    begun(error, *total > 0 ? samples / *total : 0.0, *total);
+  };
+  return control;
+}
+
+// Requires mutex_. Returns the operations of a step, in the order in which to enqueue them.
+std::vector<std::shared_ptr<Operation>> GradientBuckets::AnnounceBuckets(Plan& plan) {
+  for (const auto& bucket : plan.buckets) {
+    if (!bucket->announced) continue;
+    throw Error("A step began before all buckets of the previous step were submitted. Received: bucket=" +
+                    bucket->layout.name,
+                ErrorKind::kUsage);
+  }
+  std::vector<std::shared_ptr<Operation>> operations;
+  for (auto& bucket : plan.buckets) {
+    bucket->announced = MakeReduction(*bucket);
+    operations.push_back(bucket->announced);
+  }
+  // NCCL scatters every bucket before it gathers the first one. A gather waits for messages between hosts,
+  // and NCCL runs collectives in one order, so a scatter behind it would wait as well.
+  for (auto& bucket : plan.buckets) {
+    if (bucket->gather) operations.push_back(std::exchange(bucket->gather, nullptr));
+  }
+  return operations;
+}
+
+std::shared_ptr<Operation> GradientBuckets::MakeOperation(const BucketLayout& layout) {
+  auto operation = std::make_shared<Operation>();
+  operation->what = layout.name;
+  operation->priority = layout.priority;
+  operation->traced = "reduce";
+  return operation;
+}
+
+// The stages depend only on the plan and the topology, never on the rank: all ranks must choose alike.
+std::shared_ptr<Operation> GradientBuckets::MakeReduction(Bucket& bucket) {
+  const auto operation = MakeOperation(bucket.layout);
+  operation->finished = [this, &bucket](const Error* error) { EndReducing(bucket, error); };
+  bucket.buffers = std::make_shared<ReduceBuffers>();
+  if (bucket.device) {
+    AddDeviceStages(*operation, bucket);
+  } else if (bucket.table) {
+    AddTableStages(*operation, bucket);
+  } else if (route_.topology().size > 1) {
+    route_.AddStages(*operation, bucket.buffers, bucket.layout.wire_type, 1.0, bucket.tag);
+  }
+  return operation;
+}
+
+void GradientBuckets::AddDeviceStages(Operation& operation, Bucket& bucket) {
+  DeviceReducer reducer(bucket.device->rank_device(), route_);
+  const DeviceReduce reduce = ReduceOf(*bucket.device, bucket.layout.wire_type, bucket.tag);
+  if (!reducer.scatters()) return reducer.AddAllReduce(operation, reduce);
+  reducer.AddScatter(operation, reduce);
+  bucket.gather = MakeOperation(bucket.layout);
+  reducer.AddGather(*bucket.gather, reduce);
+  bucket.gather->finished = std::exchange(operation.finished, nullptr);
+  operation.check = [this, gather = bucket.gather](Operation&) { progress_.MakeReady(gather); };
+}
+
+// First all ranks find out which rows any of them has. Then they sum these rows.
+void GradientBuckets::AddTableStages(Operation& operation, const Bucket& bucket) {
+  TableRows& table = *bucket.table;
+  const bool alone = route_.topology().size == 1;
+  if (!alone) {
+    const ReduceBuffers flags{table.flags(), table.flags(), table.rows()};
+    route_.AddStages(operation, std::make_shared<const ReduceBuffers>(flags), TableRows::kFlagType, 1.0,
+                     bucket.tag);
+  }
+  operation.AddStage([&table, buffers = bucket.buffers](const Operation&) {
+    table.LayOutRows();
+    *buffers = {table.data(), table.data(), table.count()};
+    return std::make_unique<ConcurrentCollectives>(std::vector<std::unique_ptr<Collective>>());
+  });
+  if (!alone) route_.AddStages(operation, bucket.buffers, bucket.layout.wire_type, 1.0, bucket.tag);
+}
+
+bool GradientBuckets::Announced() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (const auto& plan : plans_) {
+    if (!plan) continue;
+    for (const auto& bucket : plan->buckets) {
+      if (bucket->announced) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace hvpipe

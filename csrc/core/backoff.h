@@ -1,0 +1,41 @@
+// How a thread waits between two looks at something that other ranks do.
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <thread>
+
+namespace hvpipe {
+
+// Let the core rest for a moment without giving it up.
+inline void Relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+// The wait between two passes of a caller that has nothing else to do: spins first, then yields, then sleeps.
+class Backoff {
+ public:
+  // With more ranks than cores, the peer that this rank waits for may need this core: do not spin.
+  explicit Backoff(bool crowded) : spins_(crowded ? 0 : kSpins) {}
+  void Reset() { idle_ = 0; }
+  // True if the next wait sleeps.
+  bool Sleeps() const { return idle_ >= spins_ + kYields; }
+  void Wait(const std::function<double(int)>& nap_s) {
+    ++idle_;
+    if (idle_ < spins_) return Relax();
+    if (idle_ < spins_ + kYields) return std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::duration<double>(nap_s(idle_ - spins_ - kYields)));
+  }
+
+ private:
+  static constexpr int kSpins = 4000;  // passes over the active operations, some 50 ns each
+  static constexpr int kYields = 2000;
+  const int spins_;
+  int idle_ = 0;
+};
+
+}  // namespace hvpipe

@@ -1,0 +1,137 @@
+// Runs blocking collectives, which the calling thread drives.
+#include "core/blocking_calls.h"
+
+#include <cstring>
+#include <utility>
+
+#include "collectives/gather.h"
+#include "collectives/tags.h"
+#include "core/vector_loops.h"
+
+namespace hvpipe {
+
+std::shared_ptr<Operation> BlockingCalls::MakeOperation(const std::string& what) {
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kBlockingPriority;
+  return operation;
+}
+
+int BlockingCalls::NextTag() { return kFirstCallTag + calls_++ % kCallTags; }
+
+// On one host an all-reduce needs no check of its own: the slots of the lane hold the same information.
+void BlockingCalls::CheckSameCall(const std::string& what, const Interrupt& interrupt) {
+  auto operation = MakeOperation(what);
+  agreement_.AddStage(*operation, 0, Hash(what));
+  operation->check = [](Operation& done) { (void)Agreement::Checked(done); };
+  progress_.Run(operation, interrupt);
+}
+
+void BlockingCalls::RunChecked(const std::string& what, Operation::MakeCollective make,
+                               const Interrupt& interrupt) {
+  CheckSameCall(what, interrupt);
+  auto operation = MakeOperation(what);
+  operation->AddStage(std::move(make));
+  progress_.Run(operation, interrupt);
+}
+
+void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale,
+                              const std::string& what, const Interrupt& interrupt) {
+  if (communicators_.topology().size == 1) {
+    ScaleAndCast(in, dtype, out, dtype, count, scale);
+    return;
+  }
+  Lane* const lane = route_.only_lane();
+  if (lane == nullptr) CheckSameCall(what, interrupt);
+  if (dtype == DType::kFloat16 && scale != 1.0) {  // scale first: the sum may exceed the range of float16
+    ScaleAndCast(in, dtype, out, dtype, count, scale);
+    in = out;
+    scale = 1.0;
+  }
+  const ReduceBuffers buffers{in, out, count};
+  const int tag = NextTag();
+  const auto queued = [&] {
+    auto operation = MakeOperation(what);
+    operation->traced = "reduce";
+    route_.AddStages(*operation, std::make_shared<const ReduceBuffers>(buffers), dtype, scale, tag);
+    return operation;
+  };
+  if (lane == nullptr) return progress_.Run(queued(), interrupt);
+  // Within a host, only shared memory says where the peers are. Without this check a rank would wait until
+  // the deadline for a peer that makes another call.
+  constexpr double kPatienceS = 1.0;
+  double first_look_s = 0;
+  const auto watched = [&] {
+    interrupt();
+    if (first_look_s == 0) first_look_s = Now();
+    if (Now() - first_look_s > kPatienceS) CheckPeersAreHere(*lane, what);
+  };
+  if (count * SizeOf(dtype) > lane->slot_bytes()) return progress_.Run(queued(), std::ref(watched));
+  const auto make = [&](std::uint64_t sequence) {
+    return route_.MakeLaneReduce(LaneTagOf(what, sequence), buffers, dtype, scale, LaneReduce::Result::kAll);
+  };
+  progress_.RunBrief(std::ref(make), std::ref(queued), std::ref(watched));
+}
+
+// Throw if the next rank is at another call: it has sent a control record instead of writing to the lane. A
+// rank sends its first record to the rank below it, so each rank looks at the rank above.
+void BlockingCalls::CheckPeersAreHere(Lane& lane, const std::string& what) {
+  const Topology& topology = communicators_.topology();
+  const int above = (topology.rank + 1) % topology.size;
+  const auto& theirs = lane.written(above);
+  const auto& mine = lane.written(topology.rank);
+  if (theirs.load(std::memory_order_acquire) >= mine.load(std::memory_order_relaxed)) return;
+  std::optional<Record> record;
+  progress_.WhileNobodyDrives([&] { record = TakeRecord(communicators_.world(), above, kControlTag); });
+  if (!record) return;
+  throw Disagreement("Rank", topology.rank, what, above, record->what.data());
+}
+
+void BlockingCalls::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,
+                              const Interrupt& interrupt) {
+  if (communicators_.topology().size == 1) return;
+  const int tag = NextTag();
+  RunChecked(
+      what,
+      [=](const Operation&) {
+        return std::make_unique<ChainBroadcast>(communicators_.world(), counters_, data, bytes, root,
+                                                communicators_.options().segment_bytes, tag);
+      },
+      interrupt);
+}
+
+void BlockingCalls::AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
+                              const Interrupt& interrupt) {
+  const Topology& topology = communicators_.topology();
+  char* mine = static_cast<char*>(out) + static_cast<std::size_t>(topology.rank) * bytes;
+  if (in != mine) std::memcpy(mine, in, bytes);
+  if (topology.size == 1) return;
+  const int tag = NextTag();
+  RunChecked(
+      what,
+      [=](const Operation&) {
+        return std::make_unique<RingAllGather>(communicators_.world(), counters_, out, bytes,
+                                               communicators_.options().segment_bytes, tag);
+      },
+      interrupt);
+}
+
+std::vector<double> BlockingCalls::Agree(const std::string& what, double samples, const Interrupt& interrupt,
+                                         bool patient) {
+  const int size = communicators_.topology().size;
+  if (size == 1) return {samples};
+  auto operation = std::make_shared<Operation>();
+  operation->what = what;
+  operation->priority = kControlPriority;
+  operation->patient = patient;
+  agreement_.AddStage(*operation, samples, Hash(what));
+  std::vector<double> all;
+  operation->check = [size, &all](Operation& done) {
+    const ControlExchange& exchange = Agreement::Checked(done);
+    for (int rank = 0; rank < size; ++rank) all.push_back(exchange.of(rank).samples);
+  };
+  progress_.Run(operation, interrupt);
+  return all;
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,64 @@
+// Blocking collectives of host memory. All ranks call them in the same order.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/agreement.h"
+#include "core/communicators.h"
+#include "core/messenger.h"
+#include "core/progress.h"
+#include "core/reduce.h"
+
+namespace hvpipe {
+
+// Each call first checks that all ranks make the same call, and runs on the calling thread.
+//
+// Threads: any thread may call, but the order of calls must be the same on all ranks. No lock.
+class BlockingCalls {
+ public:
+  BlockingCalls(Progress& progress, Communicators& communicators, Agreement& agreement, AllReduceRoute& route,
+                Counters& counters)
+      : progress_(progress),
+        communicators_(communicators),
+        agreement_(agreement),
+        route_(route),
+        counters_(counters) {}
+  BlockingCalls(const BlockingCalls&) = delete;
+  BlockingCalls& operator=(const BlockingCalls&) = delete;
+
+  // out = scale * (sum of in over ranks). in may be out.
+  void AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale,
+                 const std::string& what, const Interrupt& interrupt);
+  void Broadcast(void* data, std::size_t bytes, int root, const std::string& what,
+                 const Interrupt& interrupt);
+  // Gather `bytes` from each rank, in rank order.
+  void AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
+                 const Interrupt& interrupt);
+  // Wait for all ranks. Throws unless all came with the same `what`. Returns the samples of each rank, in
+  // rank order. `patient`: without a deadline.
+  std::vector<double> Agree(const std::string& what, double samples, const Interrupt& interrupt,
+                            bool patient = false);
+
+  // For the calls of device memory: wait until all ranks are at the call `what`.
+  void CheckSameCall(const std::string& what, const Interrupt& interrupt);
+  static std::shared_ptr<Operation> MakeOperation(const std::string& what);
+  // The message tag of the next call.
+  int NextTag();
+
+ private:
+  void RunChecked(const std::string& what, Operation::MakeCollective make, const Interrupt& interrupt);
+  void CheckPeersAreHere(Lane& lane, const std::string& what);
+
+  Progress& progress_;
+  Communicators& communicators_;
+  Agreement& agreement_;
+  AllReduceRoute& route_;
+  Counters& counters_;
+  std::atomic<int> calls_{0};
+};
+
+}  // namespace hvpipe

@@ -1,0 +1,100 @@
+// Collect: a bucket's sum is complete, and its gradients are copied or handed out.
+#include <optional>
+#include <utility>
+
+#include "core/gradient_buckets.h"
+#include "core/vector_loops.h"
+
+namespace hvpipe {
+
+// Runs on the driving thread when the all-reduce of a bucket has ended.
+void GradientBuckets::EndReducing(Bucket& bucket, const Error* error) {
+  Done waiting;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (error == nullptr) bucket.state = BucketState::kReduced;
+    waiting = std::exchange(bucket.waiting, nullptr);
+    if (waiting) telemetry_.counters.exposed_wait_s += Now() - bucket.collect_s;
+  }
+  if (waiting) waiting(error);
+}
+
+void GradientBuckets::Collect(int plan, int bucket_number, Done done) {
+  Bucket& bucket = BucketAt(plan, bucket_number);
+  std::optional<Error> error;
+  {
+    // A failing engine sets its error before it calls EndReducing. So either this call sees the error, or
+    // EndReducing finds the callback that this call leaves.
+    const std::lock_guard<std::mutex> lock(mutex_);
+    error = progress_.error();
+    if (!error && (bucket.state == BucketState::kIdle || bucket.waiting)) {
+      throw Error("A bucket was collected that was not submitted. Received: bucket=" + bucket.layout.name,
+                  ErrorKind::kUsage);
+    }
+    if (!error && bucket.state == BucketState::kReducing) {
+      bucket.collect_s = Now();
+      bucket.waiting = std::move(done);
+      return;
+    }
+  }
+  done(error ? &*error : nullptr);
+}
+
+void GradientBuckets::Unpack(int plan, int bucket_number, const std::vector<void*>& tensors) {
+  Bucket& bucket = BucketAt(plan, bucket_number);
+  EventLog& log = telemetry_.log;
+  const double start = log.enabled() ? Now() : 0;
+  bucket.Unpack(tensors);
+  if (log.enabled()) log.Add("unpack", bucket.layout.name, start, Now());
+  const std::lock_guard<std::mutex> lock(mutex_);
+  bucket.state = BucketState::kIdle;
+}
+
+void GradientBuckets::Bucket::Unpack(const std::vector<void*>& tensors) const {
+  if (table) return table->Unpack(tensors.front(), layout.tensor_type);
+  const char* fused = static_cast<const char*>(host->data());
+  const std::size_t element = SizeOf(layout.wire_type);
+  for (std::size_t i = 0; i < layout.counts.size(); ++i) {
+    Cast(fused + layout.offsets[i] * element, layout.wire_type, tensors[i], layout.tensor_type,
+         layout.counts[i]);
+  }
+}
+
+DeviceBuffer& GradientBuckets::DeviceBufferOf(const Bucket& bucket) {
+  if (bucket.device) return *bucket.device;
+  throw Error(
+      "This plan uses host memory. Received: arrays in device memory for bucket=" + bucket.layout.name,
+      ErrorKind::kUsage);
+}
+
+void GradientBuckets::UnpackDevice(int plan, int bucket_number, const std::vector<void*>& tensors,
+                                   Device::Stream stream) {
+  Bucket& bucket = BucketAt(plan, bucket_number);
+  DeviceBuffer& buffer = DeviceBufferOf(bucket);
+  RankDevice& device = buffer.rank_device();
+  const BucketLayout& layout = bucket.layout;
+  if (!std::exchange(bucket.outputs_checked, true)) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) device.CheckIsHere(tensors[i], layout.counts[i]);
+  }
+  std::vector<Device::Piece> pieces;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    pieces.push_back({buffer.PlaceOf(layout, i), tensors[i], layout.counts[i]});
+  }
+  device.device->Wait(stream, buffer.filled());  // with one rank, nothing else waits for the pack
+  device.device->ScaleAndCast(pieces, layout.wire_type, layout.tensor_type, 1.0, nullptr, stream);
+  device.device->Record(buffer.read(), stream);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  bucket.unpacked_before = true;
+  bucket.state = BucketState::kIdle;
+}
+
+std::shared_ptr<AlignedBuffer> GradientBuckets::Take(int plan, int bucket_number) {
+  Bucket& bucket = BucketAt(plan, bucket_number);
+  if (bucket.layout.compressed()) return nullptr;
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto taken = bucket.table ? bucket.table->WholeTable() : bucket.host;
+  if (taken) bucket.state = BucketState::kIdle;
+  return taken;
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,127 @@
+// Adds plans, finds their buckets, and removes plans.
+#include "core/gradient_buckets.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "collectives/control.h"
+#include "collectives/tags.h"
+#include "device/device_stages.h"
+
+namespace hvpipe {
+
+int GradientBuckets::AddPlan(const std::string& name, std::uint64_t signature,
+                             std::vector<BucketLayout> layouts, Memory memory) {
+  auto plan = std::make_unique<Plan>();
+  plan->name = name;
+  plan->signature = signature;
+  if (memory == Memory::kDevice) {
+    const RankDevice& device = device_.get();
+    plan->signature ^= device.Signature();
+    std::size_t bytes = 0;  // of all buckets: a plan allocates them all now
+    for (const BucketLayout& layout : layouts) bytes += layout.bytes();
+    device.CheckFreeMemory(bytes, "the gradients' " + std::to_string(layouts.size()) + " buckets");
+  }
+  for (BucketLayout& layout : layouts) plan->buckets.push_back(MakeBucket(std::move(layout), memory));
+  const std::lock_guard<std::mutex> lock(mutex_);
+  plan->signature ^=
+      Hash("from bucket " + std::to_string(buckets_));  // the tags of the buckets follow from it
+  for (auto& bucket : plan->buckets) bucket->tag = kFirstBucketTag + buckets_++ % kBucketTags;
+  plans_.push_back(std::move(plan));
+  return static_cast<int>(plans_.size() - 1);
+}
+
+std::unique_ptr<GradientBuckets::Bucket> GradientBuckets::MakeBucket(BucketLayout layout, Memory memory) {
+  auto bucket = std::make_unique<Bucket>(std::move(layout));
+  const std::size_t row = bucket->layout.row, count = bucket->layout.count;
+  if (memory == Memory::kDevice) {
+    bucket->layout.row = 0;  // device memory sends whole tables
+    bucket->device = std::make_unique<DeviceBuffer>(device_.get(), count, bucket->layout.wire_type);
+  } else if (row > 0) {
+    if (bucket->layout.counts.size() != 1 || count % row != 0) {
+      throw Error(
+          "A bucket with rows should hold one table of equal rows. Received: bucket=" + bucket->layout.name,
+          ErrorKind::kUsage);
+    }
+    bucket->table = std::make_unique<TableRows>(count / row, row, bucket->layout.wire_type);
+  } else {
+    bucket->MakeHostBuffer();
+  }
+  return bucket;
+}
+
+// Cleared, because the gaps between tensors are sent as well.
+void GradientBuckets::Bucket::MakeHostBuffer() {
+  host = std::make_shared<AlignedBuffer>(layout.bytes());
+  std::memset(host->data(), 0, layout.bytes());
+}
+
+// Requires mutex_.
+GradientBuckets::Plan& GradientBuckets::PlanAt(int plan) const {
+  if (plan < 0 || static_cast<std::size_t>(plan) >= plans_.size()) {
+    throw Error("Unknown plan. Received: plan=" + std::to_string(plan), ErrorKind::kUsage);
+  }
+  if (!plans_[static_cast<std::size_t>(plan)]) {
+    throw Error("The plan was removed. Received: plan=" + std::to_string(plan), ErrorKind::kUsage);
+  }
+  return *plans_[static_cast<std::size_t>(plan)];
+}
+
+GradientBuckets::Bucket& GradientBuckets::BucketAt(int plan, int bucket) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Plan& found = PlanAt(plan);
+  if (bucket < 0 || static_cast<std::size_t>(bucket) >= found.buckets.size()) {
+    throw Error("Unknown bucket. Received: bucket=" + std::to_string(bucket), ErrorKind::kUsage);
+  }
+  return *found.buckets[static_cast<std::size_t>(bucket)];
+}
+
+const BucketLayout& GradientBuckets::layout(int plan, int bucket) const {
+  return BucketAt(plan, bucket).layout;
+}
+
+void GradientBuckets::RemovePlan(int plan) {
+  std::shared_ptr<Plan> removed;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const Plan& found = PlanAt(plan);
+    const bool idle = std::all_of(found.buckets.begin(), found.buckets.end(), [](const auto& bucket) {
+      return bucket->state == BucketState::kIdle && !bucket->announced;
+    });
+    if (!idle || progress_.refusal()) return;
+    removed = std::move(plans_[static_cast<std::size_t>(plan)]);
+  }
+  if (removed->buckets.empty() || !removed->buckets.front()->device) return;
+  try {
+    progress_.Enqueue({MakeRemoval(removed)}, true);
+  } catch (const Error&) {  // the engine failed in another thread just now: leak the plan, as Leak does
+    new std::shared_ptr<Plan>(removed);
+  }
+}
+
+// An operation of this rank alone, in turn with NCCL's collectives: only the driving thread may call NCCL. It
+// owns the plan, which ends with it.
+std::shared_ptr<Operation> GradientBuckets::MakeRemoval(std::shared_ptr<Plan> plan) {
+  RankDevice* const device = &device_.get();
+  auto operation = std::make_shared<Operation>();
+  operation->what = "end of " + plan->name;
+  operation->of_all_ranks = false;
+  const auto remove = [device, plan = std::move(plan)] {
+    if (device->ranks && !device->ranks->Ready()) return false;
+    for (const auto& bucket : plan->buckets) {
+      if (bucket->unpacked_before && !device->device->Reached(bucket->device->read())) return false;
+    }
+    for (const auto& bucket : plan->buckets) bucket->device->Deregister();
+    return true;
+  };
+  operation->AddStage([remove](const Operation&) { return std::make_unique<DeviceLaunch>(remove); },
+                      device->ranks ? &device->order : nullptr);
+  return operation;
+}
+
+void GradientBuckets::Leak() {
+  for (auto& plan : plans_) (void)plan.release();
+}
+
+}  // namespace hvpipe

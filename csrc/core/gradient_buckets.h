@@ -1,0 +1,143 @@
+// Gradient buckets: the fused buffers whose all-reduce overlaps with training.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "collectives/table_rows.h"
+#include "core/agreement.h"
+#include "core/aligned_buffer.h"
+#include "core/bucket_layout.h"
+#include "core/progress.h"
+#include "core/reduce.h"
+#include "core/telemetry.h"
+#include "device/device_buffer.h"
+#include "device/rank_device.h"
+
+namespace hvpipe {
+
+// Where the gradients of a plan lie.
+enum class Memory { kHost, kDevice };
+
+// A plan is a list of buckets that are reduced together in each step. The life of a bucket in a step:
+//
+//            BeginStep          Submit            (sum done)         Unpack or Take
+//   idle  ---------------> announced -----> reducing -----> reduced ---------------> idle
+//          announce.cc         submit.cc        reduce.cc          collect.cc
+//
+// A bucket may be announced for the next step while it is still reducing or reduced, but not submitted.
+//
+// Threads: any thread may call. mutex_ guards the plans, and the state, the announced operation and the
+// waiting callback of each bucket. The contents of a bucket belong to the thread in Submit or Unpack, and to
+// the driving thread in between; the state enforces this.
+class GradientBuckets {
+ public:
+  // Null error: success. `scale` = this rank's share of all samples, `total` = samples of all ranks.
+  using StepBegun = std::function<void(const Error* error, double scale, double total)>;
+
+  GradientBuckets(Progress& progress, Agreement& agreement, AllReduceRoute& route, DeviceSlot& device,
+                  Telemetry& telemetry)
+      : progress_(progress), agreement_(agreement), route_(route), device_(device), telemetry_(telemetry) {}
+  GradientBuckets(const GradientBuckets&) = delete;
+  GradientBuckets& operator=(const GradientBuckets&) = delete;
+
+  // Make the fused buffers of a plan and return its number. `signature` must be equal on all ranks; every
+  // step checks it. Not collective.
+  int AddPlan(const std::string& name, std::uint64_t signature, std::vector<BucketLayout> layouts,
+              Memory memory = Memory::kHost);
+  // Free the plan's buffers as soon as the device no longer uses them. Does nothing while any of its buckets
+  // is announced, reducing or reduced, or after an error. Not collective.
+  void RemovePlan(int plan);
+  const BucketLayout& layout(int plan, int bucket) const;
+
+  // Announce a step of `samples` samples. With `reduces`, this rank will submit every bucket of the plan
+  // once. `begun` is called when all ranks have announced the same step.
+  void BeginStep(int plan, std::int64_t step, double samples, bool reduces, StepBegun begun);
+  // Whether any bucket is announced but not submitted yet. Peers wait for such buckets.
+  bool Announced() const;
+
+  // Pack tensors * `scale` into the fused buffer of a bucket and let its all-reduce start.
+  void Submit(int plan, int bucket, const std::vector<const void*>& tensors, double scale);
+  // The same for device memory. `stream` is the stream that the tensors are made on. The pack is enqueued
+  // there; the host does not wait.
+  void SubmitDevice(int plan, int bucket, const std::vector<const void*>& tensors, double scale,
+                    Device::Stream stream);
+
+  // Call `done` when the sum of the bucket is complete, or at once if it is. Then call Unpack or Take once.
+  // If NCCL is used inside hosts only, no sum completes before all buckets of the step were submitted.
+  void Collect(int plan, int bucket, Done done);
+  // Copy the sums out, cast to the type of the gradients.
+  void Unpack(int plan, int bucket, const std::vector<void*>& tensors);
+  // The same for device memory, enqueued on the stream that the tensors will be used on.
+  void UnpackDevice(int plan, int bucket, const std::vector<void*>& tensors, Device::Stream stream);
+  // Return the fused buffer itself if it holds the tensors unchanged, else null. A holder that still has it
+  // when the bucket is submitted again keeps it; the bucket then gets a new buffer.
+  std::shared_ptr<AlignedBuffer> Take(int plan, int bucket);
+
+  // After an error, leave all buffers allocated: MPI or NCCL may still use them.
+  void Leak();
+
+ private:
+  enum class BucketState { kIdle, kReducing, kReduced };
+  struct Bucket {
+    explicit Bucket(BucketLayout bucket_layout) : layout(std::move(bucket_layout)) {}
+    void MakeHostBuffer();
+    void Pack(const std::vector<const void*>& tensors, double scale);
+    void Unpack(const std::vector<void*>& tensors) const;
+    BucketLayout layout;
+    // One of these three holds the gradients.
+    std::shared_ptr<AlignedBuffer> host;
+    std::unique_ptr<DeviceBuffer> device;
+    std::unique_ptr<TableRows> table;
+    bool unpacked_before = false;  // from device memory, at least once
+    // Whether the tensors of the first step were found to be on this device. Those of later steps then are as
+    // well.
+    bool inputs_checked = false, outputs_checked = false;
+    BucketState state = BucketState::kIdle;
+    std::shared_ptr<Operation> announced;    // until Submit
+    std::shared_ptr<Operation> gather;       // announced after it, if NCCL is used inside hosts only
+    std::shared_ptr<ReduceBuffers> buffers;  // of the announced operation
+    Done waiting;                            // of a Collect that came before the sum
+    double collect_s = 0;                    // when that Collect came
+    int tag = 0;
+  };
+  struct Plan {
+    std::string name;
+    std::uint64_t signature;
+    std::vector<std::unique_ptr<Bucket>> buckets;
+  };
+
+  // gradient_buckets.cc
+  std::unique_ptr<Bucket> MakeBucket(BucketLayout layout, Memory memory);
+  Plan& PlanAt(int plan) const;
+  Bucket& BucketAt(int plan, int bucket) const;
+  std::shared_ptr<Operation> MakeRemoval(std::shared_ptr<Plan> plan);
+  // announce.cc
+  std::vector<std::shared_ptr<Operation>> AnnounceBuckets(Plan& plan);
+  std::shared_ptr<Operation> MakeControl(const Plan& plan, std::int64_t step, double samples, bool reduces,
+                                         StepBegun begun);
+  std::shared_ptr<Operation> MakeReduction(Bucket& bucket);
+  void AddDeviceStages(Operation& operation, Bucket& bucket);
+  void AddTableStages(Operation& operation, const Bucket& bucket);
+  static std::shared_ptr<Operation> MakeOperation(const BucketLayout& layout);
+  // submit.cc
+  std::shared_ptr<Operation> BeginReducing(Bucket& bucket);
+  // collect.cc
+  void EndReducing(Bucket& bucket, const Error* error);
+  static DeviceBuffer& DeviceBufferOf(const Bucket& bucket);
+
+  Progress& progress_;
+  Agreement& agreement_;
+  AllReduceRoute& route_;
+  DeviceSlot& device_;
+  Telemetry& telemetry_;
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Plan>> plans_;  // by number; null: removed
+  int buckets_ = 0;                           // made so far
+};
+
+}  // namespace hvpipe

@@ -1,0 +1,83 @@
+// Messages between two ranks and all-reduces among some ranks. No call waits, except AddGroup.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "collectives/message.h"
+#include "core/aligned_buffer.h"
+#include "core/communicators.h"
+#include "core/progress.h"
+#include "core/reduce.h"
+
+namespace hvpipe {
+
+// Host-memory messages and groups of ranks.
+//
+// Threads: any thread may call. mutex_ guards the groups and the map of order queues; the driving thread uses
+// the queues themselves and the transports of groups.
+class Messenger {
+ public:
+  Messenger(Progress& progress, Communicators& communicators, AllReduceRoute& route, Counters& counters)
+      : progress_(progress), communicators_(communicators), route_(route), counters_(counters) {}
+  Messenger(const Messenger&) = delete;
+  Messenger& operator=(const Messenger&) = delete;
+
+  // Send `bytes` to `peer`. The data must not change until `done`. Messages of one tag between two ranks keep
+  // their order; tags are 0 to 32766.
+  void Send(int peer, int tag, const void* data, std::size_t bytes, const std::string& what, Done done);
+  // Receive `bytes` from `peer`. The buffer is filled when `done` is called.
+  std::shared_ptr<AlignedBuffer> Receive(int peer, int tag, std::size_t bytes, const std::string& what,
+                                         Done done);
+
+  // Make a group of ranks and return its number. Only these ranks call, in the same order. Waits for all of
+  // them.
+  int AddGroup(const std::vector<int>& ranks, const Interrupt& interrupt);
+  // In place: data = sum over the ranks of the group, which all call this in the same order.
+  void GroupAllReduce(int group, void* data, std::size_t count, DType dtype, const std::string& what,
+                      Done done);
+  Transport& TransportOf(int group) const;
+
+  // For messages of device memory, which share the tags and the order of these messages.
+  static std::shared_ptr<Operation> MakeOperation(const char* category, const std::string& what, Done done);
+  // Check the peer and the tag.
+  MessageOptions OptionsFor(int peer, int tag) const;
+  // The queue of messages with this peer, tag and direction.
+  OrderQueue* OrderOf(bool sent, const MessageOptions& options);
+  // Callers that wait for a message, plus messages of device memory under way. The waiting callers count
+  // themselves.
+  const std::shared_ptr<std::atomic<int>>& awaited() const { return awaited_; }
+
+  // For the driving thread: ask MPI what has completed in groups.
+  void PollGroups();
+  // Collective, with nothing under way.
+  void FreeGroups();
+
+ private:
+  struct Group {
+    std::unique_ptr<MpiTransport> transport;
+    int calls = 0;
+  };
+
+  void Start(const char* category, const std::string& what, Operation::MakeCollective make, OrderQueue* order,
+             Done done);
+  void WaitForRanks(const std::vector<int>& ranks, const Interrupt& interrupt);
+  Group& GroupAt(int group) const;
+
+  Progress& progress_;
+  Communicators& communicators_;
+  AllReduceRoute& route_;
+  Counters& counters_;
+  const std::shared_ptr<std::atomic<int>> awaited_ = std::make_shared<std::atomic<int>>(0);
+  mutable std::mutex mutex_;
+  std::vector<std::unique_ptr<Group>> groups_;
+  std::map<std::tuple<bool, int, int>, OrderQueue> orders_;  // by direction (sent), peer and tag
+};
+
+}  // namespace hvpipe

@@ -1,0 +1,92 @@
+// Submit: the gradients of a bucket are packed into its fused buffer, and its all-reduce may start.
+#include <atomic>
+#include <utility>
+
+#include "core/gradient_buckets.h"
+#include "core/vector_loops.h"
+
+namespace hvpipe {
+
+// Take the announced operation of an idle bucket.
+std::shared_ptr<Operation> GradientBuckets::BeginReducing(Bucket& bucket) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (bucket.state != BucketState::kIdle || !bucket.announced) {
+    throw Error("A bucket was submitted that " +
+                    std::string(bucket.announced ? "still holds the previous step" : "no step announced") +
+                    ". Received: bucket=" + bucket.layout.name,
+                ErrorKind::kUsage);
+  }
+  bucket.state = BucketState::kReducing;
+  return std::exchange(bucket.announced, nullptr);
+}
+
+void GradientBuckets::Submit(int plan, int bucket_number, const std::vector<const void*>& tensors,
+                             double scale) {
+  Bucket& bucket = BucketAt(plan, bucket_number);
+  if (bucket.device) {
+    throw Error(
+        "This plan uses device memory. Received: arrays in host memory for bucket=" + bucket.layout.name,
+        ErrorKind::kUsage);
+  }
+  const std::shared_ptr<Operation> operation = BeginReducing(bucket);
+  EventLog& log = telemetry_.log;
+  const double start = log.enabled() ? Now() : 0;
+  try {
+    bucket.Pack(tensors, scale);
+  } catch (const std::exception& failure) {
+    const auto* const known = dynamic_cast<const Error*>(&failure);
+    const Error error = known != nullptr ? *known : Error(failure.what());
+    progress_.Fail(error);  // the other ranks wait for a bucket that will not come
+    throw error;
+  }
+  if (log.enabled()) log.Add("pack", bucket.layout.name, start, Now());
+  progress_.MakeReady(operation);
+  if (const auto error = progress_.error()) throw *error;
+}
+
+void GradientBuckets::Bucket::Pack(const std::vector<const void*>& tensors, double scale) {
+  if (table) return table->Pack(tensors.front(), layout.tensor_type, scale);
+  if (host.use_count() > 1) {
+    MakeHostBuffer();
+  } else {
+    // Pairs with the release by the thread that gave the buffer back.
+    std::atomic_thread_fence(std::memory_order_acquire);
+  }
+  char* fused = static_cast<char*>(host->data());
+  *buffers = {fused, fused, layout.count};
+  const std::size_t element = SizeOf(layout.wire_type);
+  for (std::size_t i = 0; i < layout.counts.size(); ++i) {
+    ScaleAndCast(tensors[i], layout.tensor_type, fused + layout.offsets[i] * element, layout.wire_type,
+                 layout.counts[i], scale);
+  }
+}
+
+void GradientBuckets::SubmitDevice(int plan, int bucket_number, const std::vector<const void*>& tensors,
+                                   double scale, Device::Stream stream) {
+  Bucket& bucket = BucketAt(plan, bucket_number);
+  DeviceBuffer& buffer = DeviceBufferOf(bucket);
+  RankDevice& device = buffer.rank_device();
+  const BucketLayout& layout = bucket.layout;
+  const std::shared_ptr<Operation> operation = BeginReducing(bucket);
+  try {
+    if (!std::exchange(bucket.inputs_checked, true)) {
+      for (std::size_t i = 0; i < tensors.size(); ++i) device.CheckIsHere(tensors[i], layout.counts[i]);
+    }
+    // On the stream that made the gradients: the caller may free or overwrite them in stream order after
+    // this.
+    if (bucket.unpacked_before) device.device->Wait(stream, buffer.read());
+    std::vector<Device::Piece> pieces;
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      pieces.push_back({tensors[i], buffer.PlaceOf(layout, i), layout.counts[i]});
+    }
+    device.device->ScaleAndCast(pieces, layout.tensor_type, layout.wire_type, scale, nullptr, stream);
+    device.device->Record(buffer.filled(), stream);
+  } catch (const Error& error) {
+    progress_.Fail(error);  // the other ranks wait for a bucket that will not come
+    throw;
+  }
+  progress_.MakeReady(operation);
+  if (const auto error = progress_.error()) throw *error;
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,176 @@
+// Starts messages of device memory, and hands out posted ones.
+#include "device/device_messenger.h"
+
+#include <optional>
+#include <utility>
+
+#include "device/device_stages.h"
+#include "device/nccl_messages.h"
+
+namespace hvpipe {
+namespace {
+
+// Add the copy between the device and host memory. Uploads and downloads have a stream each, and collectives
+// another.
+void AddCopy(Operation& operation, RankDevice& device, const std::shared_ptr<DeviceMessage>& message,
+             Device::Stream stream, std::function<void(Device& device)> copy) {
+  Device* const on = device.device.get();
+  if (message->begun) AddArrival(operation, *on, nullptr, message->begun.get());
+  const auto launch = [=] {
+    copy(*on);
+    on->Record(message->ended.get(), stream);
+    return true;
+  };
+  operation.AddStage([=](const Operation&) { return std::make_unique<DeviceLaunch>(launch); });
+  AddArrival(operation, *on, nullptr, message->ended.get());
+}
+
+}  // namespace
+
+// The operation counts as awaited while it is under way, so that the progress thread looks often for what
+// comes.
+void DeviceMessenger::Enqueue(const std::string& what, Done done, const AddStages& add_stages) {
+  const auto operation = Messenger::MakeOperation(
+      "transfer", what, [count = messenger_.awaited(), done = std::move(done)](const Error* error) {
+        --*count;
+        done(error);
+      });
+  add_stages(*operation);
+  ++*messenger_.awaited();
+  try {
+    progress_.Enqueue({operation}, true);
+  } catch (const Error&) {
+    --*messenger_.awaited();
+    throw;
+  }
+  progress_.StepOnce();
+}
+
+void DeviceMessenger::Send(int peer, int tag, const void* data, std::size_t bytes, const std::string& what,
+                           Device::Stream stream, Done done) {
+  RankDevice& device = device_.get();
+  device.CheckIsHere(data, bytes);
+  const auto message = std::make_shared<DeviceMessage>(device, messenger_.OptionsFor(peer, tag), bytes);
+  message->BeginBehind(device, stream);
+  message->sends = true;
+  Enqueue(what, std::move(done), [&](Operation& operation) {
+    if (device.nccl_connects_all()) {
+      message->call = [=](NcclCommunicator& ranks, int other, Device::Stream on) {
+        ranks.Send(data, bytes, other, on);
+      };
+      return NcclMessages(device, communicators_, messenger_, counters_).AddStages(operation, message);
+    }
+    message->host_memory = device.host_pool.Take(bytes);
+    const Device::Stream down = device.download_stream.get();
+    AddCopy(operation, device, message, down,
+            [=](Device& on) { on.CopyToHost(message->host_memory.get(), data, bytes, down); });
+    operation.AddStage(
+        [=](const Operation&) {
+          return std::make_unique<MessageSend>(communicators_.messages(), counters_,
+                                               message->host_memory.get(), bytes, message->options);
+        },
+        messenger_.OrderOf(true, message->options));
+  });
+}
+
+void DeviceMessenger::ReceiveInto(RankDevice& device, const std::shared_ptr<DeviceMessage>& message,
+                                  void* out, const std::string& what, Done done) {
+  const std::size_t bytes = message->bytes;
+  Enqueue(what, std::move(done), [&](Operation& operation) {
+    if (device.nccl_connects_all()) {
+      message->call = [=](NcclCommunicator& ranks, int other, Device::Stream on) {
+        ranks.Receive(out, bytes, other, on);
+      };
+      return NcclMessages(device, communicators_, messenger_, counters_).AddStages(operation, message);
+    }
+    message->host_memory = device.host_pool.Take(bytes);
+    operation.AddStage(
+        [=](const Operation&) {
+          return std::make_unique<MessageReceive>(communicators_.messages(), counters_,
+                                                  message->host_memory.get(), bytes, message->options);
+        },
+        messenger_.OrderOf(false, message->options));
+    const Device::Stream up = device.upload_stream.get();
+    AddCopy(operation, device, message, up,
+            [=](Device& on) { on.CopyFromHost(out, message->host_memory.get(), bytes, up); });
+  });
+}
+
+void DeviceMessenger::Receive(int peer, int tag, void* out, std::size_t bytes, const std::string& what,
+                              Device::Stream stream, Done done) {
+  RankDevice& device = device_.get();
+  device.CheckIsHere(out, bytes);
+  const auto message = std::make_shared<DeviceMessage>(device, messenger_.OptionsFor(peer, tag), bytes);
+  message->BeginBehind(device, stream);
+  ReceiveInto(device, message, out, what, std::move(done));
+}
+
+std::int64_t DeviceMessenger::PostSend(int peer, int tag, const std::string& what, Done done) {
+  (void)messenger_.OptionsFor(peer, tag);
+  const std::int64_t number = posted_.Add({peer, tag, what, std::move(done), nullptr, 0});
+  // Check only now: an error from here on reaches the message by EndPosted, one from before does not.
+  if (const std::optional<Error> error = progress_.refusal()) {
+    (void)posted_.Take(number);
+    throw *error;
+  }
+  return number;
+}
+
+std::int64_t DeviceMessenger::PostReceive(int peer, int tag, std::size_t bytes, const std::string& what,
+                                          Done done) {
+  RankDevice& device = device_.get();
+  const auto message = std::make_shared<DeviceMessage>(device, messenger_.OptionsFor(peer, tag), bytes);
+  message->device_memory = device.device_pool.Take(bytes);
+  const std::int64_t number = posted_.Add({peer, tag, what, nullptr, message->device_memory, bytes});
+  try {
+    ReceiveInto(device, message, message->device_memory.get(), what, std::move(done));
+  } catch (const Error&) {
+    (void)posted_.Take(number);
+    throw;
+  }
+  return number;
+}
+
+PostedMessage DeviceMessenger::TakeNumber(std::int64_t number, bool receives) {
+  std::optional<PostedMessage> posted = posted_.Take(number);
+  if (posted && posted->receives() == receives) return std::move(*posted);
+  if (const auto error = progress_.error()) throw *error;
+  throw Error("Unknown message. Received: number=" + std::to_string(number), ErrorKind::kUsage);
+}
+
+void DeviceMessenger::SendPosted(std::int64_t number, const void* data, std::size_t bytes,
+                                 Device::Stream stream, std::shared_ptr<const void> held) {
+  const PostedMessage posted = TakeNumber(number, false);
+  try {
+    Send(posted.peer, posted.tag, data, bytes, posted.what, stream,
+         [done = posted.done, held = std::move(held)](const Error* error) { done(error); });
+  } catch (const Error& error) {
+    posted.done(&error);
+    throw;
+  }
+}
+
+void DeviceMessenger::TakePosted(std::int64_t number, void* out, std::size_t count, DType dtype,
+                                 Device::Stream stream) {
+  RankDevice& device = device_.get();
+  const PostedMessage posted = TakeNumber(number, true);
+  device.CheckIsHere(out, count);
+  if (posted.bytes != count * SizeOf(dtype)) {
+    throw Error("A message should be taken with its full size. Received: " + posted.what + " of " +
+                    std::to_string(posted.bytes) + " bytes, taken as " +
+                    std::to_string(count * SizeOf(dtype)),
+                ErrorKind::kUsage);
+  }
+  device.device->ScaleAndCast({{posted.memory.get(), out, count}}, dtype, dtype, 1.0, nullptr, stream);
+  // When the device has read the memory, it goes back to the pool.
+  const std::shared_ptr<void> read = OwnedEvent(*device.device);
+  device.device->Record(read.get(), stream);
+  auto operation = std::make_shared<Operation>();
+  operation->what = "reading " + posted.what;
+  operation->of_all_ranks = false;
+  AddArrival(*operation, *device.device, nullptr, read.get());
+  operation->finished = [memory = posted.memory, read](const Error*) {};
+  progress_.Enqueue({operation}, true);
+}
+
+}  // namespace hvpipe

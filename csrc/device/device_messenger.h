@@ -1,0 +1,70 @@
+// Messages of device memory between two ranks: by NCCL if it connects all ranks, else through host memory and
+// MPI.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "core/communicators.h"
+#include "core/messenger.h"
+#include "core/progress.h"
+#include "device/device_message.h"
+#include "device/posted_messages.h"
+#include "device/rank_device.h"
+
+namespace hvpipe {
+
+// No call waits. Memory is read and written after the work that is on `stream` at the time of the call.
+// Received data are visible to all streams when `done` is called. If NCCL connects all ranks, both ends must
+// use device memory.
+//
+// Threads: any thread may call. The posted messages have a lock of their own.
+class DeviceMessenger {
+ public:
+  DeviceMessenger(Progress& progress, Communicators& communicators, Messenger& messenger, DeviceSlot& device,
+                  Counters& counters)
+      : progress_(progress),
+        communicators_(communicators),
+        messenger_(messenger),
+        device_(device),
+        counters_(counters) {}
+  DeviceMessenger(const DeviceMessenger&) = delete;
+  DeviceMessenger& operator=(const DeviceMessenger&) = delete;
+
+  void Send(int peer, int tag, const void* data, std::size_t bytes, const std::string& what,
+            Device::Stream stream, Done done);
+  void Receive(int peer, int tag, void* out, std::size_t bytes, const std::string& what,
+               Device::Stream stream, Done done);
+
+  // The same in two calls, for arrays that exist only later. The first call returns a number for the second
+  // one. PostSend, then SendPosted; `held` keeps the data alive.
+  std::int64_t PostSend(int peer, int tag, const std::string& what, Done done);
+  void SendPosted(std::int64_t number, const void* data, std::size_t bytes, Device::Stream stream,
+                  std::shared_ptr<const void> held);
+  // PostReceive, into memory of the engine, then, after `done`, TakePosted.
+  std::int64_t PostReceive(int peer, int tag, std::size_t bytes, const std::string& what, Done done);
+  void TakePosted(std::int64_t number, void* out, std::size_t count, DType dtype, Device::Stream stream);
+
+  // End all posted sends with an error.
+  void EndPosted(const Error& error) { posted_.EndSends(error); }
+
+ private:
+  using AddStages = std::function<void(Operation& operation)>;
+
+  void Enqueue(const std::string& what, Done done, const AddStages& add_stages);
+  void ReceiveInto(RankDevice& device, const std::shared_ptr<DeviceMessage>& message, void* out,
+                   const std::string& what, Done done);
+  PostedMessage TakeNumber(std::int64_t number, bool receives);
+
+  Progress& progress_;
+  Communicators& communicators_;
+  Messenger& messenger_;
+  DeviceSlot& device_;
+  Counters& counters_;
+  PostedMessages posted_;
+};
+
+}  // namespace hvpipe

@@ -1,0 +1,106 @@
+// Adds the stages of an all-reduce of device memory to an operation.
+#include "device/device_reduce.h"
+
+#include <memory>
+#include <utility>
+
+#include "device/device_stages.h"
+
+namespace hvpipe {
+
+DeviceReduce ReduceOf(DeviceBuffer& buffer, DType dtype, int tag) {
+  return {buffer.data(),   buffer.data(),  buffer.host(), buffer.count(), dtype,
+          buffer.filled(), buffer.moved(), tag,           &buffer};
+}
+
+void DeviceReducer::AddNccl(Operation& operation, Device::Event begun, Device::Event ended, Enqueue call,
+                            Enqueue after) {
+  RankDevice* const device = &device_;
+  auto called = std::make_shared<bool>(false);
+  const auto launch = [=] {
+    const Device::Stream stream = device->stream.get();
+    if (!*called) {
+      const CurrentDevice current(*device->device);
+      device->device->Wait(stream, begun);
+      call(stream);
+      *called = true;
+    }
+    if (!device->ranks->Ready()) return false;  // NCCL may still be launching in a thread of its own
+    if (after) after(stream);
+    device->device->Record(ended, stream);
+    return true;
+  };
+  operation.AddStage([=](const Operation&) { return std::make_unique<DeviceLaunch>(launch); },
+                     &device_.order);
+  AddArrival(operation, *device_.device, device_.ranks.get(), ended);
+}
+
+void DeviceReducer::AddCopy(Operation& operation, Device::Event begun, Device::Event ended, Enqueue copy) {
+  RankDevice* const device = &device_;
+  const auto launch = [=] {
+    device->device->Wait(device->stream.get(), begun);
+    copy(device->stream.get());
+    device->device->Record(ended, device->stream.get());
+    return true;
+  };
+  operation.AddStage([=](const Operation&) { return std::make_unique<DeviceLaunch>(launch); });
+  AddArrival(operation, *device_.device, device_.ranks.get(), ended);
+}
+
+void DeviceReducer::AddAllReduce(Operation& operation, const DeviceReduce& reduce) {
+  if (route_.topology().size == 1) return;
+  RankDevice* const device = &device_;
+  if (device->nccl_connects_all()) {
+    AddNccl(operation, reduce.begun, reduce.ended, [=](Device::Stream stream) {
+      if (reduce.buffer != nullptr) reduce.buffer->Register();
+      device->ranks->AllReduce(reduce.in, reduce.out, reduce.count, reduce.dtype, stream);
+    });
+    return;
+  }
+  const std::size_t bytes = reduce.count * SizeOf(reduce.dtype);
+  AddCopy(operation, reduce.begun, reduce.ended,
+          [=](Device::Stream stream) { device->device->CopyToHost(reduce.host, reduce.in, bytes, stream); });
+  const ReduceBuffers buffers{reduce.host, reduce.host, reduce.count};
+  route_.AddStages(operation, std::make_shared<const ReduceBuffers>(buffers), reduce.dtype, 1.0, reduce.tag);
+  AddCopy(operation, reduce.begun, reduce.ended, [=](Device::Stream stream) {
+    device->device->CopyFromHost(reduce.out, reduce.host, bytes, stream);
+  });
+}
+
+Range DeviceReducer::Share(const DeviceReduce& reduce) const {
+  const Topology& topology = route_.topology();
+  const std::size_t count = reduce.count / static_cast<std::size_t>(topology.local_size);
+  return {count * static_cast<std::size_t>(topology.local_rank), count};
+}
+
+void DeviceReducer::AddScatter(Operation& operation, const DeviceReduce& reduce) {
+  const Range share = Share(reduce);
+  const std::size_t element = SizeOf(reduce.dtype);
+  char* const mine = static_cast<char*>(reduce.out) + share.first * element;
+  RankDevice* const device = &device_;
+  AddNccl(
+      operation, reduce.begun, reduce.ended,
+      [=](Device::Stream stream) {
+        reduce.buffer->Register();
+        device->ranks->ReduceScatter(reduce.out, reduce.count, reduce.dtype, stream);
+      },
+      [=](Device::Stream stream) {
+        device->device->CopyToHost(reduce.host, mine, share.count * element, stream);
+      });
+  operation.AddStage([=, &route = route_](const Operation&) {
+    return route.MakeRing(*device->rail, reduce.host, share.count, reduce.dtype, reduce.tag);
+  });
+}
+
+void DeviceReducer::AddGather(Operation& operation, const DeviceReduce& reduce) {
+  const Range share = Share(reduce);
+  const std::size_t element = SizeOf(reduce.dtype);
+  char* const mine = static_cast<char*>(reduce.out) + share.first * element;
+  RankDevice* const device = &device_;
+  AddNccl(operation, reduce.begun, reduce.ended, [=](Device::Stream stream) {
+    device->device->CopyFromHost(mine, reduce.host, share.count * element, stream);
+    device->ranks->AllGather(reduce.out, reduce.count, reduce.dtype, stream);
+  });
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,67 @@
+// The stages of collectives of device memory: by NCCL, through host memory, or both.
+#pragma once
+
+#include <cstddef>
+#include <functional>
+
+#include "core/operation.h"
+#include "core/reduce.h"
+#include "device/device_buffer.h"
+#include "device/rank_device.h"
+
+namespace hvpipe {
+
+// An all-reduce of device memory. It may begin after event `begun`, and is over at event `ended`.
+struct DeviceReduce {
+  const void* in;
+  void* out;
+  void* host;  // memory for it on the host; unused if NCCL connects all ranks
+  std::size_t count;
+  DType dtype;
+  Device::Event begun, ended;
+  int tag;
+  DeviceBuffer* buffer = nullptr;  // of the bucket; null for a blocking call
+};
+
+// The all-reduce of a bucket, in place.
+DeviceReduce ReduceOf(DeviceBuffer& buffer, DType dtype, int tag);
+
+// Adds stages to operations. Has no state of its own, so make one wherever it is needed; any thread may. The
+// stages run on the driving thread.
+//
+//   NCCL connects     operation    stages
+//   all ranks         all-reduce   NCCL's all-reduce | arrival
+//   nothing           all-reduce   copy to the host | arrival | the stages of AllReduceRoute | copy back |
+//   arrival ranks of a host   scatter      NCCL's reduce-scatter, copy this rank's share to the host |
+//   arrival | ring of the
+//                                  ranks with this share
+//                     gather       copy the share back, NCCL's all-gather | arrival
+class DeviceReducer {
+ public:
+  // Enqueues work on the stream of all collectives.
+  using Enqueue = std::function<void(Device::Stream stream)>;
+
+  DeviceReducer(RankDevice& device, AllReduceRoute& route) : device_(device), route_(route) {}
+
+  // Whether an all-reduce consists of a scatter and a gather.
+  bool scatters() const { return device_.rail != nullptr; }
+  void AddAllReduce(Operation& operation, const DeviceReduce& reduce);
+  void AddScatter(Operation& operation, const DeviceReduce& reduce);
+  void AddGather(Operation& operation, const DeviceReduce& reduce);
+
+  // Add stages that call NCCL in `call`, then run `after`. NCCL's calls are handed to the device in one order
+  // on all ranks.
+  void AddNccl(Operation& operation, Device::Event begun, Device::Event ended, Enqueue call,
+               Enqueue after = nullptr);
+  // Add stages that run `copy`.
+  void AddCopy(Operation& operation, Device::Event begun, Device::Event ended, Enqueue copy);
+
+ private:
+  // Of this rank, in elements. All shares are equal.
+  Range Share(const DeviceReduce& reduce) const;
+
+  RankDevice& device_;
+  AllReduceRoute& route_;
+};
+
+}  // namespace hvpipe

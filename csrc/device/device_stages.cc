@@ -1,0 +1,24 @@
+// Waits for a device without blocking.
+#include "device/device_stages.h"
+
+#include <memory>
+
+namespace hvpipe {
+
+bool DeviceArrival::Step() {
+  if (ranks_ != nullptr) (void)ranks_->Ready();
+  return done_ = device_.Reached(event_);
+}
+
+std::string DeviceArrival::Waiting() const {
+  return device_.Name() + " to finish what was handed to it" +
+         (ranks_ != nullptr ? " (NCCL waits for all " + std::to_string(ranks_->size()) + " ranks)" : "");
+}
+
+void AddArrival(Operation& operation, Device& device, NcclCommunicator* ranks, Device::Event event) {
+  operation.AddStage([&device, ranks, event](const Operation&) {
+    return std::make_unique<DeviceArrival>(device, ranks, event);
+  });
+}
+
+}  // namespace hvpipe

@@ -1,0 +1,51 @@
+// The two stages of work on a device: it is launched, then the device has finished it.
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "collectives/collective.h"
+#include "core/operation.h"
+#include "device/device.h"
+#include "device/nccl.h"
+
+namespace hvpipe {
+
+// Done once `launch` returns true: everything was handed to the device. Does not wait until the device has
+// run it.
+class DeviceLaunch : public Collective {
+ public:
+  explicit DeviceLaunch(std::function<bool()> launch, const char* waiting = "NCCL to start it")
+      : launch_(std::move(launch)), waiting_(waiting) {}
+  bool Step() override { return done_ = launch_(); }
+  bool done() const override { return done_; }
+  std::string Waiting() const override { return waiting_; }
+
+ private:
+  std::function<bool()> launch_;
+  const char* const waiting_;
+  bool done_ = false;
+};
+
+// Done when the device has reached `event`. Throws an error that NCCL finds meanwhile in `ranks` (may be
+// null).
+class DeviceArrival : public Collective {
+ public:
+  DeviceArrival(Device& device, NcclCommunicator* ranks, Device::Event event)
+      : device_(device), ranks_(ranks), event_(event) {}
+  bool Step() override;
+  bool done() const override { return done_; }
+  std::string Waiting() const override;
+
+ private:
+  Device& device_;
+  NcclCommunicator* const ranks_;
+  Device::Event event_;
+  bool done_ = false;
+};
+
+// Append a stage that waits until the device has reached `event`. `ranks`: the communicator that the event
+// may have to wait for; null if none.
+void AddArrival(Operation& operation, Device& device, NcclCommunicator* ranks, Device::Event event);
+
+}  // namespace hvpipe

@@ -1,0 +1,101 @@
+// Opens a rank's device, and ends its NCCL communicators.
+#include "device/rank_device.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "collectives/control.h"
+
+namespace hvpipe {
+
+RankDevice::RankDevice(const DeviceOptions& options)
+    : device(OpenDevice(options.library, options.ordinal)),
+      stream(OwnedStream(*device)),
+      begun(OwnedEvent(*device)),
+      ended(OwnedEvent(*device)),
+      staging(*device),
+      message_stream(OwnedStream(*device)),
+      download_stream(OwnedStream(*device)),
+      upload_stream(OwnedStream(*device)),
+      device_pool([this](std::size_t bytes) {
+        return OwnedDeviceMemory(*device, bytes, [&] { return OutOfMessageMemory(*device, bytes); });
+      }),
+      host_pool([this](std::size_t bytes) { return OwnedHostMemory(*device, bytes); }) {}
+
+std::uint64_t RankDevice::Signature() const {
+  if (!ranks) return Hash("device memory through the host");
+  return Hash(nccl_connects_all() ? "device memory by NCCL" : "device memory by NCCL inside hosts");
+}
+
+void RankDevice::CheckFreeMemory(std::size_t bytes, const std::string& purpose) const {
+  if (device->FreeMemory().free < bytes) throw OutOfGradientMemory(*device, bytes, purpose);
+}
+
+void RankDevice::CheckIsHere(const void* array, std::size_t count) const {
+  if (count > 0) device->CheckIsHere(array);
+}
+
+PeerChannel& RankDevice::ChannelTo(int peer) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return channels_[peer];
+}
+
+void RankDevice::Connect(PeerChannel& channel, std::unique_ptr<NcclCommunicator> communicator) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  channel.ranks = std::move(communicator);
+}
+
+std::vector<NcclCommunicator*> RankDevice::Communicators() const {
+  std::vector<NcclCommunicator*> all;
+  if (ranks) all.push_back(ranks.get());
+  for (const auto& [peer, channel] : channels_) {
+    if (channel.ranks) all.push_back(channel.ranks.get());
+  }
+  return all;
+}
+
+void RankDevice::Abort() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  for (NcclCommunicator* const communicator : Communicators()) communicator->Abort();
+}
+
+bool RankDevice::Aborted(double patience_s) const {
+  const auto all = Communicators();
+  return std::all_of(all.begin(), all.end(), [&](const auto* each) { return each->Aborted(patience_s); });
+}
+
+bool RankDevice::Close(double patience_s) {
+  const auto all = Communicators();
+  try {
+    for (NcclCommunicator* const communicator : all) communicator->BeginClose();
+    for (NcclCommunicator* const communicator : all) communicator->Close(patience_s);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kDeadline) throw;
+    return false;
+  }
+  return true;
+}
+
+RankDevice& DeviceSlot::get() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (device_) return *device_;
+  throw Error("Call use_device before using device arrays. Received: a device array", ErrorKind::kUsage);
+}
+
+bool DeviceSlot::empty() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return device_ == nullptr;
+}
+
+RankDevice& DeviceSlot::Set(std::unique_ptr<RankDevice> device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  device_ = std::move(device);
+  return *device_;
+}
+
+void DeviceSlot::Abort() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (device_) device_->Abort();
+}
+
+}  // namespace hvpipe

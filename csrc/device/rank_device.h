@@ -1,0 +1,117 @@
+// A rank's device: its streams, its NCCL communicators, and the order of collectives on it.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "collectives/transport.h"
+#include "core/operation.h"
+#include "device/device.h"
+#include "device/device_memory.h"
+#include "device/nccl.h"
+
+namespace hvpipe {
+
+// Which ranks NCCL connects: all of them, or those of each host. In the second case MPI connects the hosts.
+enum class NcclSpan { kWorld, kHost };
+
+struct DeviceOptions {
+  std::string library;         // the library that implements the device
+  int ordinal = 0;             // among the devices that this process sees
+  std::string nccl;            // path of the NCCL library; empty: data goes through host memory
+  bool nccl_required = false;  // throw if NCCL cannot be used, instead of going through host memory
+  bool may_share = false;      // NCCL is set up to let several ranks use one device
+  NcclSpan span = NcclSpan::kWorld;
+};
+
+// The NCCL communicator of this rank and one peer, for messages. The lower rank creates its address, and
+// numbers the messages of both directions. Driving thread only.
+struct PeerChannel {
+  nccl::UniqueId id{};
+  std::unique_ptr<NcclCommunicator> ranks;   // made with the first message
+  std::uint64_t numbered = 0, launched = 0;  // messages
+};
+
+// What a rank owns on its device.
+//
+// Threads: after UseDevice nothing public changes, except for the objects that the driving thread uses:
+// `ranks`, `order`, and the peer channels. mutex_ guards the map of channels and the creation of their
+// communicators, because Abort may come from any thread.
+class RankDevice {
+ public:
+  explicit RankDevice(const DeviceOptions& options);
+  RankDevice(const RankDevice&) = delete;
+  RankDevice& operator=(const RankDevice&) = delete;
+
+  std::unique_ptr<Device> device;
+  OwnedHandle stream;                    // of all collectives
+  OwnedHandle begun, ended;              // events of blocking calls, one of which runs at a time
+  StagingMemory staging;                 // of blocking calls
+  std::unique_ptr<NcclLibrary> library;  // null: not used
+  std::unique_ptr<NcclCommunicator>
+      ranks;                 // of all ranks, or of this host's; null: data goes through host memory
+  bool nccl_memory = false;  // all ranks register large buffers with NCCL
+  // If `ranks` are those of a host: connects the ranks with this local rank on all hosts.
+  Transport* rail = nullptr;
+  std::string route;  // description: by NCCL, or why not
+  OrderQueue order;   // all ranks hand collectives to the device in this order
+
+  // Messages have streams of their own, so that collectives do not delay them, nor downloads delay uploads.
+  OwnedHandle message_stream, download_stream, upload_stream;
+  bool message_under_way = false;  // by NCCL: at most one. Driving thread only.
+  MemoryPool device_pool, host_pool;
+  Transport* ready_signals = nullptr;  // from receivers to senders; null unless NCCL connects all ranks
+
+  bool nccl_connects_all() const { return ranks != nullptr && rail == nullptr; }
+  // Differs between ranks that reduce device memory in different ways.
+  std::uint64_t Signature() const;
+  // Throw unless this many bytes of device memory are free.
+  void CheckFreeMemory(std::size_t bytes, const std::string& purpose) const;
+  // Throw unless an array of `count` > 0 elements or bytes lies on this device.
+  void CheckIsHere(const void* array, std::size_t count) const;
+
+  PeerChannel& ChannelTo(int peer);
+  void Connect(PeerChannel& channel, std::unique_ptr<NcclCommunicator> ranks);
+
+  // Abort all communicators: after an error their kernels would occupy the device for ever.
+  void Abort();
+  // Whether NCCL has finished all aborts within `patience_s` seconds. Not while any thread drives.
+  bool Aborted(double patience_s) const;
+  // Close all communicators. Returns false if another rank did not within `patience_s` seconds. Call it only
+  // when all ranks have come, because NCCL waits for them. Not while any thread drives.
+  bool Close(double patience_s);
+
+ private:
+  std::vector<NcclCommunicator*> Communicators() const;
+
+  std::mutex mutex_;
+  std::map<int, PeerChannel> channels_;  // by peer
+};
+
+// Holds the rank's device from UseDevice on.
+//
+// Threads: any thread may call. mutex_ guards the pointer, which is set once.
+class DeviceSlot {
+ public:
+  // Throws if UseDevice has not set the device.
+  RankDevice& get() const;
+  bool empty() const;
+  RankDevice& Set(std::unique_ptr<RankDevice> device);
+
+  // See RankDevice. Without a device there is nothing to do.
+  void Abort();
+  bool Aborted(double patience_s) const { return !device_ || device_->Aborted(patience_s); }
+  bool Close(double patience_s) { return !device_ || device_->Close(patience_s); }
+  // After an error, leave the device as it is: NCCL may still use it.
+  void Leak() { (void)device_.release(); }
+
+ private:
+  mutable std::mutex mutex_;
+  std::unique_ptr<RankDevice> device_;
+};
+
+}  // namespace hvpipe

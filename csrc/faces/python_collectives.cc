@@ -1,0 +1,129 @@
+// Blocking collectives, as Python calls them.
+#include <cstddef>
+#include <string>
+
+#include "faces/python.h"
+
+namespace hvpipe::python {
+namespace {
+
+void AllReduce(Engine& engine, const void* from, void* to, std::size_t bytes, const std::string& dtype_name,
+               double scale, const std::string& what) {
+  const DType dtype = ParseDType(dtype_name);
+  const std::size_t count = bytes / SizeOf(dtype);
+  std::string call;
+  call.reserve(64);
+  call.append(what).append(" of ").append(dtype_name).append("[").append(std::to_string(count)).append("]");
+  engine.calls().AllReduce(from, to, count, dtype, scale, call, CheckSignals);
+}
+
+void AllReduceInto(Engine& engine, const InArray& in, const OutArray& out, const std::string& dtype_name,
+                   double scale, const std::string& what) {
+  if (in.nbytes() != out.nbytes()) {
+    throw Error("Input and output should have one size. Received: " + std::to_string(in.nbytes()) + " and " +
+                    std::to_string(out.nbytes()) + " bytes",
+                ErrorKind::kUsage);
+  }
+  const void* from = in.data();
+  void* to = out.data();
+  const std::size_t bytes = in.nbytes();
+  CallWithoutGil([&] { AllReduce(engine, from, to, bytes, dtype_name, scale, what); }, in, out);
+}
+
+// The memory of a NumPy array by the buffer protocol, which is 0.2 us faster than DLPack.
+class WritableBuffer {
+ public:
+  explicit WritableBuffer(const nb::object& array) {
+    if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE) == 0) return;
+    PyErr_Clear();
+    throw Error(
+        "out should be a writable C-contiguous array. Received: an array that is read-only or not "
+        "C-contiguous",
+        ErrorKind::kUsage);
+  }
+  ~WritableBuffer() { PyBuffer_Release(&view_); }
+  WritableBuffer(const WritableBuffer&) = delete;
+  WritableBuffer& operator=(const WritableBuffer&) = delete;
+  void* data() const { return view_.buf; }
+  std::size_t bytes() const { return static_cast<std::size_t>(view_.len); }
+
+ private:
+  Py_buffer view_{};
+};
+
+void AllReduceInPlace(Engine& engine, const nb::object& array, const std::string& dtype_name, double scale,
+                      const std::string& what) {
+  const WritableBuffer buffer(array);
+  CallWithoutGil(
+      [&] { AllReduce(engine, buffer.data(), buffer.data(), buffer.bytes(), dtype_name, scale, what); },
+      array);
+}
+
+std::string UseDevice(Engine& engine, const std::string& library, int ordinal, const std::string& nccl,
+                      bool nccl_required, bool may_share, const std::string& nccl_span) {
+  if (nccl_span != "world" && nccl_span != "host") {
+    throw Error("nccl_span should be world or host. Received: nccl_span=" + nccl_span, ErrorKind::kUsage);
+  }
+  const auto span = nccl_span == "host" ? NcclSpan::kHost : NcclSpan::kWorld;
+  const nb::gil_scoped_release release;
+  return engine.UseDevice({library, ordinal, nccl, nccl_required, may_share, span}, CheckSignals);
+}
+
+void AllReduceDevice(Engine& engine, Address in, Address out, std::size_t bytes,
+                     const std::string& dtype_name, double scale, const std::string& what, Address stream) {
+  const DType dtype = ParseDType(dtype_name);
+  const std::size_t count = bytes / SizeOf(dtype);
+  const nb::gil_scoped_release release;
+  const std::string call = what + " of " + dtype_name + "[" + std::to_string(count) + "] on a device";
+  engine.device_calls().AllReduce(reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), count,
+                                  dtype, scale, call, reinterpret_cast<void*>(stream), CheckSignals);
+}
+
+void BroadcastDevice(Engine& engine, Address data, std::size_t bytes, int root, const std::string& what,
+                     Address stream) {
+  const nb::gil_scoped_release release;
+  engine.device_calls().Broadcast(reinterpret_cast<void*>(data), bytes, root, what + " on a device",
+                                  reinterpret_cast<void*>(stream), CheckSignals);
+}
+
+void Broadcast(Engine& engine, const OutArray& array, int root, const std::string& what) {
+  void* data = array.data();
+  const std::size_t bytes = array.nbytes();
+  CallWithoutGil([&] { engine.calls().Broadcast(data, bytes, root, what, CheckSignals); }, array);
+}
+
+void AllGather(Engine& engine, const InArray& array, const OutArray& out, const std::string& what) {
+  const std::size_t bytes = array.nbytes();
+  if (out.nbytes() != bytes * static_cast<std::size_t>(engine.topology().size)) {
+    throw Error("The output should be size() times as large as the input", ErrorKind::kUsage);
+  }
+  const void* from = array.data();
+  void* to = out.data();
+  CallWithoutGil([&] { engine.calls().AllGather(from, to, bytes, what, CheckSignals); }, array, out);
+}
+
+std::vector<double> Agree(Engine& engine, const std::string& what, double samples, bool patient) {
+  const nb::gil_scoped_release release;
+  return engine.calls().Agree(what, samples, CheckSignals, patient);
+}
+
+}  // namespace
+
+void BindCollectives(EngineClass& engine) {
+  engine
+      .def("all_reduce", &AllReduceInto, nb::arg("array"), nb::arg("out"), nb::arg("dtype"), nb::arg("scale"),
+           nb::arg("what"))
+      .def("all_reduce_in_place", &AllReduceInPlace, nb::arg("array"), nb::arg("dtype"), nb::arg("scale"),
+           nb::arg("what"))
+      .def("broadcast", &Broadcast, nb::arg("array"), nb::arg("root"), nb::arg("what"))
+      .def("all_gather", &AllGather, nb::arg("array"), nb::arg("out"), nb::arg("what"))
+      .def("agree", &Agree, nb::arg("what"), nb::arg("samples") = 0.0, nb::arg("patient") = false)
+      .def("use_device", &UseDevice, nb::arg("library"), nb::arg("ordinal"), nb::arg("nccl"),
+           nb::arg("nccl_required"), nb::arg("may_share"), nb::arg("nccl_span"))
+      .def("all_reduce_device", &AllReduceDevice, nb::arg("address"), nb::arg("out"), nb::arg("bytes"),
+           nb::arg("dtype"), nb::arg("scale"), nb::arg("what"), nb::arg("stream"))
+      .def("broadcast_device", &BroadcastDevice, nb::arg("address"), nb::arg("bytes"), nb::arg("root"),
+           nb::arg("what"), nb::arg("stream"));
+}
+
+}  // namespace hvpipe::python
