@@ -30,6 +30,15 @@ def applied_outside(optimizer: Any) -> HvpipeError:
     )
 
 
+def _misfit(findings: StepFindings) -> HvpipeError:
+    return HvpipeError(
+        "hvpipe plans a step by its graph before it runs. This graph was traced while it ran (by a "
+        "make_train_function of your own, or in another device scope than before), and does not fit. "
+        'Use overlap="backward", which needs no plan beforehand. '
+        f"Received: {findings}"
+    )
+
+
 class OptimizerHook:
     """Puts the engine between an optimizer's gradients and its update.
 
@@ -127,10 +136,16 @@ class OptimizerHook:
             return
         # `begin` has started this graph with a plan. If the plan does not fit, the graph is only looked at.
         is_last = self._overlap.updates_in_next_step
-        hidden = is_last and tf.compat.v1.get_default_graph() is not self._graph
-        self._update = UpdateInGraph(self._graph, trained, hidden)
-        if self.fits(self._update.findings(self.optimizer)):
+        nested = tf.compat.v1.get_default_graph() is not self._graph
+        self._update = UpdateInGraph(self._graph, trained, hidden=is_last and nested)
+        findings = self._update.findings(self.optimizer)
+        if self.fits(findings):
             self._reduce_and_update(grads, variables, trained)
+        elif nested:
+            # A tf.function of the user's would keep this graph without an update: end its trace.
+            if self._look is not None:
+                self._look.append(findings)
+            raise _misfit(findings)
         if is_last:
             self._update.ends()
 
@@ -143,12 +158,7 @@ class OptimizerHook:
         if self._look is not None:
             self._look.append(findings)
         elif not self.fits(findings):
-            raise HvpipeError(
-                "hvpipe plans a step by its graph before it runs. This graph was traced while it ran (by a "
-                "make_train_function of your own, or in another device scope than before), and does not fit "
-                'the plan. Use overlap="backward", which needs no plan beforehand. '
-                f"Received: {findings}"
-            )
+            raise _misfit(findings)
 
     def flush(self) -> None:
         """Do the updates that wait for the next step. Weights are then as after the last step."""
@@ -169,6 +179,10 @@ class OptimizerHook:
         self._look = found
         try:
             trace()
+        except Exception:
+            if all(map(self.fits, found)):
+                raise
+            # `apply` has ended the trace of a nested graph that must not be kept; what it found is here.
         finally:
             self._look = None
         return found

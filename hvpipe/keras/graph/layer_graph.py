@@ -310,7 +310,7 @@ def _can_be_opened(node: Any, inner: Any) -> bool:
 
     With a mask, each inner layer would have to be given it.
     """
-    given = [x for x in node.input_tensors if getattr(x, "_keras_mask", None) is not None]
+    given = [x for x in node.input_tensors if compat.get_keras_mask(x) is not None]
     flat = keras.tree.flatten(node.arguments.args[0]) if len(node.arguments.args) == 1 else []
     more = {name for name, value in node.arguments.kwargs.items() if value is not None}
     only_tensors = len(flat) == len(node.input_tensors) and more <= {"training"}

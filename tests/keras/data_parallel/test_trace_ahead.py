@@ -1,0 +1,98 @@
+"""A train function is traced before it runs, once, and its call uses that trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvpipe.keras.data_parallel.step_findings import UpdateInGraph
+from hvpipe.keras.data_parallel.trace_ahead import TraceAhead
+
+
+class Counted(keras.Sequential):
+    """Counts how often Python runs its train_step, which is once for each trace."""
+
+    def __init__(self) -> None:
+        super().__init__([keras.Input((4,)), keras.layers.Dense(3)])
+        self.traces = 0
+
+    def train_step(self, data: Any) -> Any:
+        self.traces += 1
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            value = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(value, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": value}
+
+
+def compiled(**options: Any) -> Counted:
+    model = Counted()
+    model.compile("sgd", keras.losses.MeanSquaredError(), **options)
+    model.optimizer.build(model.trainable_variables)
+    model.make_train_function()
+    return model
+
+
+def batch(samples: int) -> Any:
+    return np.ones((samples, 4), np.float32), np.ones((samples, 3), np.float32), None
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+def test_a_call_uses_the_trace_of_an_iterator(steps_per_execution: int) -> None:
+    model = compiled(steps_per_execution=steps_per_execution)
+    before = model.get_weights()
+    iterator = iter(tf.data.Dataset.from_tensors(batch(8)[:2]).repeat())
+    ahead = TraceAhead(model.train_function)
+    ahead.trace(iterator)
+    traces = model.traces
+    assert traces > 0
+    np.testing.assert_array_equal(model.get_weights()[0], before[0])  # nothing has run
+    for _ in range(2):
+        ahead.trace(iterator)
+        model.train_function(iterator)
+    assert model.traces == traces
+    assert not np.array_equal(model.get_weights()[0], before[0])
+
+
+def test_a_call_uses_the_trace_of_a_batch() -> None:
+    model = compiled()
+    ahead = TraceAhead(model.train_function)
+    for samples in (8, 4, 8):
+        ahead.trace([batch(samples)])
+        traces = model.traces
+        model.train_function(iter([batch(samples)]))
+        assert model.traces == traces
+
+
+def test_nothing_is_traced_where_nothing_will_be() -> None:
+    model = compiled(run_eagerly=True)
+    TraceAhead(model.train_function).trace([batch(8)])
+    assert model.traces == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_graph_uses_after_the_update(late: bool) -> None:
+    weight = keras.Variable(np.ones(2, np.float32), name="kernel")
+    optimizer = keras.optimizers.SGD(0.1)
+    optimizer.build([weight])
+    found: list[Any] = []
+
+    def step() -> Any:
+        update = UpdateInGraph(tf.compat.v1.get_default_graph(), [weight], hidden=False)
+        weight.value.assign_add(tf.ones(2))
+        update.ends()
+        result = tf.convert_to_tensor(optimizer.learning_rate)  # no update changes it
+        if late:
+            result += weight.value.read_value()[0]
+        found.append(update.findings(optimizer))
+        return result
+
+    tf.function(step, autograph=False).get_concrete_function()
+    assert found[0].trains([weight])
+    assert found[0].used_after_update == (("kernel",) if late else ())
+    assert found[0].must_update_at_once is late
