@@ -125,7 +125,7 @@ def moved_names(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        _warn(f"{package}.{name}", f"{homes[name]}.{name}", stacklevel=3)
+        _warn(f"{package}.{name}", f"from {homes[name]} import {name}", stacklevel=3)
         return getattr(importlib.import_module(homes[name]), name)
 
     return find
@@ -155,11 +155,11 @@ class _MovedModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 f"Received: an import of {old}",
                 name=old,
             )
-        _warn(old, new, stacklevel=3)
+        _warn(old, f"from {new} import ...", stacklevel=3)
         # `import` returns what is in sys.modules in the end.
         sys.modules[old] = importlib.import_module(new)
 
 
-def _warn(old: str, new: str, stacklevel: int) -> None:
+def _warn(old: str, instead: str, stacklevel: int) -> None:
     # The frames of importlib do not count.
-    warnings.warn(f"{old} has moved: import {new} instead", DeprecationWarning, stacklevel=stacklevel)
+    warnings.warn(f"{old} has moved. Write `{instead}`", DeprecationWarning, stacklevel=stacklevel)
