@@ -276,11 +276,11 @@ def test_arguments_of_horovod() -> None:
     )
     with pytest.raises(
         HvpipeError,
-        match=r"DistributedOptimizer has no backward_passes_per_step.*gradient_accumulation_steps= of the "
+        match=r"DistributedOptimizer does not take .* backward_passes_per_step.*gradient_accumulation_steps= of the "
         r"Keras optimizer\. Received: backward_passes_per_step=4",
     ):
         hk.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=4)
-    with pytest.raises(HvpipeError, match=r"op='sum' where it is False\. Received: average=False"):
+    with pytest.raises(HvpipeError, match=r"op='sum' instead of average=False\. Received: average=False"):
         hk.allreduce(tf.constant(1.0), average=False)
     with pytest.raises(HvpipeError, match="Instead: all ranks take part"):
         hk.DistributedGradientTape(tf.GradientTape(), process_set=object())
