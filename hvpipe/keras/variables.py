@@ -81,7 +81,8 @@ def check_same_variables(session: Session, variables: Sequence[Any]) -> None:
 def average_variables(session: Session, variables: Sequence[Any], weight: float) -> None:
     """Set each floating-point variable to its mean over ranks, weighted by `weight`; collective.
 
-    For statistics that every rank computes from its own data, such as BatchNormalization's moving averages.
+    For statistics that every rank computes from its own data, such as BatchNormalization's moving averages:
+    `fit` averages them at the end of each epoch, and `evaluate` before it runs (data_parallel/model.py).
     The sum is in float64, so a value that is equal on all ranks keeps its bits. `weight` is this rank's, for
     example its number of samples.
     """
