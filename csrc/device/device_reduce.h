@@ -29,13 +29,14 @@ DeviceReduce ReduceOf(DeviceBuffer& buffer, DType dtype, int tag);
 // Adds stages to operations. Has no state of its own, so make one wherever it is needed; any thread may. The
 // stages run on the driving thread.
 //
-//   NCCL connects     operation    stages
-//   all ranks         all-reduce   NCCL's all-reduce | arrival
-//   nothing           all-reduce   copy to the host | arrival | the stages of AllReduceRoute | copy back |
-//   arrival ranks of a host   scatter      NCCL's reduce-scatter, copy this rank's share to the host |
-//   arrival | ring of the
-//                                  ranks with this share
-//                     gather       copy the share back, NCCL's all-gather | arrival
+// clang-format off
+//   NCCL connects    operation    stages
+//   all ranks        all-reduce   NCCL's all-reduce | arrival
+//   nothing          all-reduce   copy to the host | arrival | the stages of AllReduceRoute | copy back | arrival
+//   ranks of a host  scatter      NCCL's reduce-scatter, copy this rank's share to the host | arrival |
+//                                 ring of the ranks with this share
+//                    gather       copy the share back, NCCL's all-gather | arrival
+// clang-format on
 class DeviceReducer {
  public:
   // Enqueues work on the stream of all collectives.

@@ -46,6 +46,11 @@ void RankDevice::Connect(PeerChannel& channel, std::unique_ptr<NcclCommunicator>
 }
 
 std::vector<NcclCommunicator*> RankDevice::Communicators() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return CommunicatorsLocked();
+}
+
+std::vector<NcclCommunicator*> RankDevice::CommunicatorsLocked() const {
   std::vector<NcclCommunicator*> all;
   if (ranks) all.push_back(ranks.get());
   for (const auto& [peer, channel] : channels_) {
@@ -56,7 +61,7 @@ std::vector<NcclCommunicator*> RankDevice::Communicators() const {
 
 void RankDevice::Abort() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  for (NcclCommunicator* const communicator : Communicators()) communicator->Abort();
+  for (NcclCommunicator* const communicator : CommunicatorsLocked()) communicator->Abort();
 }
 
 bool RankDevice::Aborted(double patience_s) const {

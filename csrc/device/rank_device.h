@@ -87,8 +87,9 @@ class RankDevice {
 
  private:
   std::vector<NcclCommunicator*> Communicators() const;
+  std::vector<NcclCommunicator*> CommunicatorsLocked() const;  // with mutex_ held
 
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::map<int, PeerChannel> channels_;  // by peer
 };
 

@@ -31,7 +31,7 @@ def run(cuda: Path, tmp_path: Path) -> Run:
     """Runs a case of cuda_device_driver, on a CUDA compiled with these flags; the lines that it prints."""
     headers = ("-isystem", str(cuda))
     named = (*headers, "-Wl,-soname,libcuda.so.1")
-    sources = (str(CSRC / "cuda_device.cc"), str(CSRC / "cuda_context.cc"))
+    sources = (str(CSRC / "device" / "cuda_device.cc"), str(CSRC / "device" / "cuda_context.cc"))
     driver = build("cuda_device_driver.cc", *headers, *sources, str(build("fake_cuda.cc", *named)))
 
     def lines(case: str, *flags: str) -> list[str]:

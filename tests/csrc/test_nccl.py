@@ -145,8 +145,8 @@ def test_what_is_declared_here_is_what_nccls_header_says() -> None:
     if not cuda.is_dir():
         pytest.skip("no CUDA headers, which NCCL's own includes")
     command = [
-        *(compiler(), "-std=c++17", "-fsyntax-only", "-I", str(include), "-I", str(cuda)),
-        *(f'-DHVPIPE_NCCL_H="{CSRC / "nccl.h"}"', str(NATIVE / "nccl_header.cc")),
+        *(compiler(), "-std=c++17", "-fsyntax-only", "-I", str(CSRC), "-I", str(include), "-I", str(cuda)),
+        *(f'-DHVPIPE_NCCL_H="{CSRC / "device" / "nccl.h"}"', str(NATIVE / "nccl_header.cc")),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
