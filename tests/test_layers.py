@@ -98,9 +98,7 @@ def own_imports(file: str, *, with_types: bool = True) -> set[str]:
 def layer_of(module: str) -> int:
     parts = module.split(".")[1:] or ["__init__"]
     layers = {name: number for number, names in enumerate(LAYERS) for name in names}
-    if (
-        ".".join([*parts, "__init__"]) in layers
-    ):  # the package itself, which may re-export names of higher layers
+    if ".".join([*parts, "__init__"]) in layers:  # the package itself: re-exports higher layers
         parts.append("__init__")
     for length in range(len(parts), 0, -1):
         if (name := ".".join(parts[:length])) in layers:

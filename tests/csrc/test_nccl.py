@@ -56,7 +56,7 @@ def test_it_calls_its_own_functions_despite_equal_names_in_the_program() -> None
 
 
 def test_it_frees_memory_of_a_preloaded_malloc() -> None:
-    """Regression: with tcmalloc preloaded, NCCL passed tcmalloc's memory to the C library's free and crashed."""
+    """Regression: with tcmalloc preloaded, NCCL passed its memory to the C library's free and crashed."""
     code, output = drive(build("fake_nccl.cc"), "10", flags=("-DOWN_MALLOC", "-rdynamic"))
     assert code == 0, output
     assert "sum 1 2 3" in output
