@@ -184,7 +184,7 @@ KERAS = (
             "if any(self._session.engine.agree(what, float(self.model.stop_training))):",
             "if self._session.engine.agree(what, float(self.model.stop_training))[self._session.world.rank]:",
         ),
-        (f"{DATA_PARALLEL}/test_stopping.py::test_a_callback_of_one_rank_alone",),
+        (f"{DATA_PARALLEL}/test_stopping.py::test_a_callback_that_only_one_rank_has",),
         ranks=2,
     ),
     Mutation(
