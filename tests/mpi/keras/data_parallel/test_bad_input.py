@@ -292,7 +292,7 @@ def test_nan_gradients_spread_as_in_plain_keras(overlap: str) -> None:
 
 @several_ranks
 @pytest.mark.parametrize("synchronized", [False, True])
-def test_synchronized_batch_normalization_is_refused(
+def test_synchronized_batch_normalization_causes_a_warning(
     synchronized: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     normalization = layers.BatchNormalization(synchronized=synchronized, name="between")
