@@ -59,7 +59,7 @@ def test_a_thread_keeps_the_device_that_it_has(run: Run) -> None:
     assert run("kept") == ["inside: 1", "afterwards: 2"]
 
 
-def test_an_error_while_freeing_is_not_reported_by_the_next_call(run: Run) -> None:
+def test_a_failed_cleanup_is_not_reported_by_the_next_call(run: Run) -> None:
     assert run("stale") == ["last error: 0"]
 
 

@@ -152,7 +152,7 @@ def marked(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", marked(ALL_CASES))
-def test_step_has_the_bits_of_the_linear_mode(name: str) -> None:
+def test_step_gives_the_bits_of_none(name: str) -> None:
     assert_same_bits(trained(name, "step"), trained_linearly(name))
 
 
@@ -170,7 +170,7 @@ WITH_BACKWARD = (
 
 
 @pytest.mark.parametrize("name", marked(WITH_BACKWARD))
-def test_backward_has_the_bits_of_the_linear_mode(name: str) -> None:
+def test_backward_gives_the_bits_of_none(name: str) -> None:
     assert_same_bits(trained(name, "backward"), trained_linearly(name))
 
 

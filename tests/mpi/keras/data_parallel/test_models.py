@@ -206,12 +206,12 @@ WITH_BACKWARD = ("embedding_inputs_outputs", "unused_variables", "own_train_step
     "name",
     [pytest.param(name, marks=[pytest.mark.older_tensorflow] * (name in OLDER_TENSORFLOW)) for name in CASES],
 )
-def test_step_has_the_bits_of_the_linear_mode(name: str) -> None:
+def test_step_gives_the_bits_of_none(name: str) -> None:
     assert_same_bits(trained(name, "step"), trained_linearly(name))
 
 
 @pytest.mark.parametrize("name", WITH_BACKWARD)
-def test_backward_has_the_bits_of_the_linear_mode(name: str) -> None:
+def test_backward_gives_the_bits_of_none(name: str) -> None:
     assert_same_bits(trained(name, "backward"), trained_linearly(name))
 
 

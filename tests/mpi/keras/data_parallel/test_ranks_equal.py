@@ -65,7 +65,7 @@ def test_equal_after_every_epoch_and_repeatable(overlap: str) -> None:
 @pytest.mark.every_size
 @pytest.mark.older_tensorflow
 @pytest.mark.quick
-def test_start_is_that_of_rank_0() -> None:
+def test_all_ranks_start_from_rank_0s_state() -> None:
     """Weights, seeds and the learning rate come from rank 0.
 
     At a learning rate of 0, the first batch moves no weights.

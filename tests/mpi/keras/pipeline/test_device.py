@@ -54,7 +54,7 @@ def sent(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "schedule"), [("unet", "1f1b"), ("transformer", "interleaved"), ("resnet", "zb-h1")]
 )
-def test_the_weights_are_those_of_tensors_that_go_by_the_host(
+def test_tensors_on_devices_and_through_the_host_train_alike(
     name: str, schedule: str, monkeypatch: pytest.MonkeyPatch, sent: list[Any]
 ) -> None:
     options = {} if schedule == "1f1b" else {"schedule": schedule, "chunks": 2}

@@ -49,7 +49,7 @@ def check_equal(found: tuple[History, History]) -> None:
         np.testing.assert_allclose(found[1][name], values, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_a_loss_that_is_a_sum_is_that_of_the_batch() -> None:
+def test_a_sum_loss_covers_the_whole_batch() -> None:
     x, _ = batches(mlp, 21)
     y = x[:, :1]
 
@@ -319,7 +319,7 @@ def trained(x: Any, y: Any, **options: Any) -> Any:
 
 @pytest.mark.older_tensorflow
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_masked_loss_is_that_of_the_batch(weighted: bool) -> None:
+def test_a_masked_loss_covers_the_whole_batch(weighted: bool) -> None:
     x, y = tokens()
     options = {"sample_weight": np.linspace(0, 1, 120).reshape(20, 6)} if weighted else {}
     fit = trained(x, y, validation_data=(x[:10], y[:10]), **options)
