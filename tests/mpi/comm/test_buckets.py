@@ -220,7 +220,7 @@ def test_steps_of_two_plans_overlap(engine: Engine, core: Any) -> None:
 
 
 def test_a_rank_that_is_ahead_does_not_block_the_others(engine: Engine, core: Any) -> None:
-    """Regression: its sends in flight could all be of urgent buckets that no other rank had submitted."""
+    """Its sends in flight could all be of urgent buckets that no other rank has submitted."""
     length = 50_000 * hvpipe.size()  # several messages on every link
     model = [Gradient(f"layer {place}", (length,), "float32") for place in range(13)]
     plan = plan_buckets(model, 4 * length)

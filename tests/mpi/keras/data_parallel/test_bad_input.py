@@ -97,7 +97,7 @@ def test_models_of_keras_2() -> None:
         ("3.12.0", "jax", r"KERAS_BACKEND=tensorflow.*Received: the backend 'jax'"),
     ],
 )
-def test_a_keras_that_is_too_old_or_elsewhere(version: str, backend: str, says: str) -> None:
+def test_a_keras_too_old_or_on_another_backend_is_refused(version: str, backend: str, says: str) -> None:
     with pytest.raises(InitError, match=says):
         check_keras(version, backend)
 
