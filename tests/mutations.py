@@ -120,13 +120,13 @@ KERAS = (
     Mutation(
         "data parallel: a step counts twice",
         *("hvpipe/keras", "step_count(optimizer).assign_add(1)", "step_count(optimizer).assign_add(2)"),
-        (f"{DATA_PARALLEL}/test_exact.py::test_step_has_the_bits_of_the_linear_mode[momentum]",),
+        (f"{DATA_PARALLEL}/test_exact.py::test_step_gives_the_bits_of_none[momentum]",),
         ranks=2,
     ),
     Mutation(
         "data parallel: gradients of a scaled loss are not unscaled",
         *("hvpipe/keras/data_parallel", "[gradient / scale for gradient in gradients]", "list(gradients)"),
-        (f"{DATA_PARALLEL}/test_exact.py::test_step_has_the_bits_of_the_linear_mode[fixed_loss_scale]",),
+        (f"{DATA_PARALLEL}/test_exact.py::test_step_gives_the_bits_of_none[fixed_loss_scale]",),
         ranks=2,
     ),
     Mutation(
@@ -158,7 +158,7 @@ KERAS = (
     Mutation(
         "data parallel: the optimizer is not broadcast at the start",
         *("hvpipe/keras", "broadcast_model(model, model.optimizer.variables)", "broadcast_model(model)"),
-        (f"{DATA_PARALLEL}/test_ranks_equal.py::test_start_is_that_of_rank_0",),
+        (f"{DATA_PARALLEL}/test_ranks_equal.py::test_all_ranks_start_from_rank_0s_state",),
         ranks=2,
     ),
     Mutation(
@@ -188,7 +188,7 @@ KERAS = (
             "if any(self._session.engine.agree(what, float(self.model.stop_training))):",
             "if self._session.engine.agree(what, float(self.model.stop_training))[self._session.world.rank]:",
         ),
-        (f"{DATA_PARALLEL}/test_stopping.py::test_a_callback_of_one_rank_alone",),
+        (f"{DATA_PARALLEL}/test_stopping.py::test_a_callback_that_only_one_rank_has",),
         ranks=2,
     ),
     Mutation(
@@ -214,13 +214,13 @@ KERAS = (
     Mutation(
         "pipeline: a summed loss is not that of the batch",
         *("hvpipe/keras/pipeline", "return value / tf.cast(self.share, value.dtype)", "return value"),
-        (f"{PIPELINE}/test_losses.py::test_a_loss_that_is_a_sum_is_that_of_the_batch",),
+        (f"{PIPELINE}/test_losses.py::test_a_sum_loss_covers_the_whole_batch",),
         ranks=2,
     ),
     Mutation(
         "pipeline: masked entries count",
         *("hvpipe/keras/pipeline", "return value * tf.cast(part / self.share, value.dtype)", "return value"),
-        (f"{PIPELINE}/test_losses.py::test_a_masked_loss_is_that_of_the_batch",),
+        (f"{PIPELINE}/test_losses.py::test_a_masked_loss_covers_the_whole_batch",),
         ranks=2,
     ),
 )

@@ -1,7 +1,9 @@
 """A failure on one rank ends all ranks soon, with that rank's error. Each case is a job of its own.
 
-See also mpi/comm/test_engine_errors.py and mpi/keras/data_parallel/test_bad_input.py (errors that a program
-can catch), comm/test_mpi.py (MPI worlds that do not open) and commands/test_run.py (more ranks than slots).
+Errors that a program can catch are in mpi/comm/test_engine_errors.py and
+mpi/keras/data_parallel/test_bad_input.py.
+
+MPI worlds that do not open are in comm/test_mpi.py; more ranks than slots are in commands/test_run.py.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from hvpipe.trace.events import Trace
 from native_build import build
 
 LIMIT_S = 180.0
-# From the error to the end of all ranks; mpirun itself takes a second or two.
+# The limit from the error to the end of all ranks. mpirun itself takes a second or two.
 SOON_S = 15.0
 
-# Before MPI is there.
+# The launcher's variables give the rank before MPI starts.
 RANK = "os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK'))"
 INIT = """
 import os, signal, sys, time
@@ -57,7 +59,7 @@ def write(tmp_path: Path, text: str) -> Path:
 
 
 def assert_soon(result: Run) -> None:
-    """All ranks ended soon after the one that said it would fail."""
+    """Check that all ranks ended soon after the rank that announced its failure."""
     failed_s = float(result.output.split("failing at ")[1].split()[0])
     assert time.time() - failed_s < SOON_S, result.describe()
 
@@ -108,8 +110,8 @@ hvpipe.session.when_joined(prepare)
     assert_soon(result)
 
 
-def test_what_is_recorded_is_rank_0s_word(tmp_path: Path) -> None:
-    """mpirun passes no HVPIPE_* to other hosts."""
+def test_rank_0_decides_what_is_recorded(tmp_path: Path) -> None:
+    """mpirun does not pass HVPIPE_* to other hosts, so rank 0's settings count."""
     script = """
 import os
 if os.environ["OMPI_COMM_WORLD_RANK"] != "0": del os.environ["HVPIPE_TRACE"]
@@ -158,7 +160,7 @@ hvpipe.allreduce(np.ones(9))
 
 
 def test_a_gpu_that_is_lost_on_one_rank(tmp_path: Path) -> None:
-    """NCCL tells only that rank. The other rank waits for it, and ends with it."""
+    """NCCL reports the loss only to that rank. The other rank waits for it, and ends when it ends."""
     script = """
 from devices import OnDevice
 array = OnDevice(np.ones(1000, np.float32))
@@ -222,7 +224,7 @@ def test_different_dtypes_on_the_ranks(shared_memory: str, tmp_path: Path) -> No
     fails(tmp_path, INIT + script, says, HVPIPE_SHARED_MEMORY=shared_memory)
 
 
-# --- Keras: two jobs, as TensorFlow takes its time to start ------------------------------------------------
+# --- Keras: two jobs only, because TensorFlow starts slowly ------------------------------------------------
 
 KERAS = """
 import warnings
@@ -288,7 +290,7 @@ hk.data_parallel(other).fit(x, y, batch_size=4, verbose=0)
     fails(tmp_path, INIT + KERAS + script, says)
 
 
-# --- What hvpipe needs is not there -----------------------------------------------------------------------
+# --- Missing or unsuitable software -----------------------------------------------------------------------
 
 
 def test_mpi_initialised_without_thread_support(tmp_path: Path) -> None:
@@ -297,14 +299,14 @@ def test_mpi_initialised_without_thread_support(tmp_path: Path) -> None:
 
 
 def test_mpi_initialised_without_thread_support_on_one_rank(tmp_path: Path) -> None:
-    """When it exits, MPI waits for the other rank, which waits for it in `init`."""
+    """When the failing rank exits, MPI waits for the other rank, which waits for it in `init`."""
     level = f"'single' if {RANK} == '1' else 'multiple'"
     before = f"import os, mpi4py; mpi4py.rc.thread_level = {level}; from mpi4py import MPI\n"
     fails(tmp_path, before + INIT, r"rank 1 of 2 on .* failed:\n(.*\n)*.*InitError: hvpipe needs an MPI")
 
 
 def test_a_rank_that_does_not_join(tmp_path: Path) -> None:
-    """It has started MPI. For a rank that has not, MPI itself would wait without a deadline."""
+    """The late rank has started MPI. If it had not, MPI itself would wait without a deadline."""
     script = f"import time\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank == 1: time.sleep(600)\n{INIT}"
     says = r"Rank 0 of 2 on .* waited for the other ranks in hvpipe.init\(\)"
     fails(tmp_path, script, says, HVPIPE_TIMEOUT="2")
@@ -345,7 +347,7 @@ def test_an_engine_that_does_not_load(tmp_path: Path) -> None:
 
 
 def test_the_source_folder_before_an_hvpipe_that_is_installed(tmp_path: Path) -> None:
-    """As in a clone after `pip install .`: rebuilding, which the error advised, would change nothing."""
+    """Regression: in a clone after `pip install .`, the error advised a rebuild, which does not help."""
     source = Path(hvpipe.__file__).parent
     shutil.copytree(
         source, tmp_path / "hvpipe", ignore=shutil.ignore_patterns("*.so*", "_build_info.py", "__py*")
@@ -373,7 +375,7 @@ def test_another_mpi_than_hvpipe_was_built_with(tmp_path: Path) -> None:
 
 @pytest.mark.older_tensorflow
 def test_keras_on_another_backend(tmp_path: Path) -> None:
-    """Which may not even be installed."""
+    """The other backend need not be installed."""
     script = "import warnings\nwarnings.simplefilter('ignore')\nimport hvpipe.keras"
     says = r"InitError: hvpipe.keras needs Keras 3\.12 or later on TensorFlow.*KERAS_BACKEND.*Received: .*jax"
     fails(tmp_path, script, says, size=ALONE, KERAS_BACKEND="jax")
@@ -395,7 +397,7 @@ def test_keras_on_another_backend(tmp_path: Path) -> None:
     ],
 )
 def test_a_tensorflow_newer_than_hvpipe_was_built_for(built: str, says: str, tmp_path: Path) -> None:
-    # The check comes before anything of TensorFlow but its version is used.
+    # The check uses only TensorFlow's version, so an empty module suffices.
     script = f"""
 import sys, types
 sys.modules["tensorflow"] = types.ModuleType("tensorflow")

@@ -54,7 +54,7 @@ FLAGS = {
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A script, on a host with 8 cores, Open MPI 5, without root and settings."""
+    """Return a script. The host has 8 cores, Open MPI 5, no root user and no hvpipe settings."""
     found = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
     monkeypatch.setattr(mpirun, "find_mpirun", lambda *_: found)
     monkeypatch.setattr(core_binding, "affordable_cores", lambda: 8)
@@ -125,7 +125,7 @@ def test_python_may_stand_before_the_script(
     ]
 
 
-def test_pythons_own_options_are_handed_on(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pythons_own_options_are_passed_on(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = dry_run(capsys, "-np", "2", "python", "-W", "error", "-m", "package.train", "-np", "7")
     assert command[-8:] == [sys.executable, "-u", "-W", "error", "-m", "package.train", "-np", "7"]
 
@@ -218,7 +218,7 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "exit codes" in capsys.readouterr().out
 
 
-def test_another_mpirun_than_built_with_is_warned_about(
+def test_an_mpirun_of_another_mpi_than_the_build_causes_a_warning(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build = BuildInfo(None, "MPICH Version: 4.2.3", None, None)

@@ -1,4 +1,4 @@
-"""Documents are written whole or not at all, and stay written."""
+"""Config files are written completely or not at all, and survive a crash."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ import pytest
 from hvpipe.config_file import read_document, write_document
 
 
-def test_a_document_is_on_the_disk_before_its_name_and_the_name_before_anything_else(
+def test_the_file_is_synced_before_its_rename_and_the_folder_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint's old shards are removed next: an index that a crash took back would have none."""
+    """The caller then deletes a checkpoint's old shards.
+
+    If a crash undid the new index, the old one would have no shards.
+    """
     happened = []
     replace = os.replace
 

@@ -1,4 +1,4 @@
-"""The runner of distributed tests: what goes wrong on one rank is told, and nothing outlives its limit."""
+"""The runner of distributed tests: it reports failures of single ranks and kills jobs at their time limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pytest_configure(config):
 
 
 def run_as_case(folder: Path, body: str, *, limit_s: float = 60.0) -> str:
-    """Run one case on 2 ranks, where `rank` and `comm` are known to it; return what run_cases raised."""
+    """Run one case on 2 ranks, with `rank` and `comm` defined. Return the error that run_cases raised."""
     cases = folder / "cases"
     cases.mkdir()
     (cases / "conftest.py").write_text(CONFTEST)
@@ -37,7 +37,7 @@ def run_as_case(folder: Path, body: str, *, limit_s: float = 60.0) -> str:
     return str(failure.value)
 
 
-def test_an_assertion_on_one_rank_is_told_with_its_message(tmp_path: Path) -> None:
+def test_an_assertion_on_one_rank_is_reported_with_its_message(tmp_path: Path) -> None:
     told = run_as_case(tmp_path, "def test_x():\n    assert rank == 0, 'only zero'")
     assert "rank 1: call of test_case.py::test_x failed" in told
     assert "only zero" in told

@@ -1,4 +1,4 @@
-"""Which errors are kinds of which."""
+"""The hierarchy of hvpipe's error classes."""
 
 from __future__ import annotations
 

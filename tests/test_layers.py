@@ -1,4 +1,4 @@
-"""The shape of the package: imports go downward; each dependency and the environment have one place."""
+"""Structure of the package: imports go downward, and one place each reads a dependency or the environment."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAYERS = (
     ("commands", "cli", "__main__", "__init__"),
 )
 
-# The one place that may import each package. The name of a folder ends in "/".
+# The one place that may import each package. A name that ends in "/" is a folder.
 PLACES = {
     "keras": "keras/",
     "matplotlib": "trace/chart.py",
@@ -58,7 +58,7 @@ def tree(file: str) -> ast.Module:
 
 
 def module_of(file: str) -> str:
-    """comm/mpi.py is hvpipe.comm.mpi, comm/__init__.py is hvpipe.comm."""
+    """Return a file's module name: hvpipe.comm.mpi for comm/mpi.py, hvpipe.comm for comm/__init__.py."""
     return ".".join(["hvpipe", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
 
 
@@ -72,7 +72,10 @@ def is_for_types(node: ast.AST) -> bool:
 
 
 def imports_below(node: ast.AST, file: str, *, with_types: bool) -> Iterator[str]:
-    """Every module imported below `node`, in full: for `from a import b`, a.b where that is a module."""
+    """Yield the full name of every module imported below `node`.
+
+    `from a import b` yields a.b if that is a module.
+    """
     for child in ast.iter_child_nodes(node):
         if is_for_types(child) and not with_types:
             continue
@@ -95,7 +98,7 @@ def own_imports(file: str, *, with_types: bool = True) -> set[str]:
 def layer_of(module: str) -> int:
     parts = module.split(".")[1:] or ["__init__"]
     layers = {name: number for number, names in enumerate(LAYERS) for name in names}
-    if ".".join([*parts, "__init__"]) in layers:  # the package itself, which offers what is above its modules
+    if ".".join([*parts, "__init__"]) in layers:  # the package itself: re-exports higher layers
         parts.append("__init__")
     for length in range(len(parts), 0, -1):
         if (name := ".".join(parts[:length])) in layers:
@@ -112,7 +115,7 @@ def test_imports_go_downward(file: str) -> None:
 
 def test_no_import_runs_in_a_circle() -> None:
     graph = {module_of(f): own_imports(f, with_types=False) - {module_of(f)} for f in files()}
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the modules of the circle
 
 
 def test_each_dependency_is_imported_in_one_place() -> None:
@@ -163,10 +166,10 @@ def test_importing_hvpipe_is_light() -> None:
     assert not heavy, f"import hvpipe imports {sorted(heavy)}"
 
 
-# --- What Keras keeps to itself -------------------------------------------------------------------------
+# --- Private attributes of Keras -------------------------------------------------------------------------
 
 COMPAT = "keras/compat.py"
-# Of a namedtuple, and of a ConcreteFunction of TensorFlow.
+# Public attributes that begin with an underscore: of namedtuples, and of TensorFlow's ConcreteFunction.
 ALLOWED_PRIVATE = {"_call_flat", "_replace"}
 
 
@@ -179,7 +182,10 @@ def test_only_compat_touches_what_is_private_in_keras(file: str) -> None:
 
 @pytest.mark.parametrize("file", [file for file in files() if file.startswith("keras/") and file != COMPAT])
 def test_no_object_touches_private_attributes_of_another(file: str) -> None:
-    """Of Keras' objects only compat.py may; our own objects have public names for what others need."""
+    """Only compat.py may touch private attributes of Keras objects.
+
+    Our own objects have public names instead.
+    """
     touched = [
         f"{node.lineno}: {ast.unparse(node)}"
         for node in ast.walk(tree(file))

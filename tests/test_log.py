@@ -1,4 +1,4 @@
-"""HVPIPE_LOG_LEVEL: which messages are shown, and by which handler."""
+"""HVPIPE_LOG_LEVEL: which messages appear, and which handler prints them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hvpipe import log
 
 @pytest.fixture
 def logger(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
-    """hvpipe's logger in a program without logging of its own, and without pytest's handlers."""
+    """Return hvpipe's logger as in a program without logging of its own, and without pytest's handlers."""
     found = logging.Logger("hvpipe")
     monkeypatch.setattr(log, "logger", found)
     return found
 
 
-def test_a_level_shows_itself_and_what_is_above(
+def test_a_level_shows_its_messages_and_more_severe_ones(
     logger: logging.Logger, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log.set_log_level("info", rank=3)

@@ -1,4 +1,4 @@
-"""Old module names: every one leads to its new module, or says what to write."""
+"""Old module names: each one imports its new module, or raises an error that names the replacement."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hvpipe.moved import MOVED, moved_names
 
 ROOT = Path(__file__).parents[1]
-# The modules that import without MPI and TensorFlow.
+# Modules that import without MPI and TensorFlow.
 LIGHT = sorted(old for old in MOVED if not MOVED[old].startswith("hvpipe.keras."))
 
 

@@ -1,4 +1,4 @@
-"""Run the cases of tests/mpi under mpirun, on the numbers of ranks that SUITES names."""
+"""Run the cases of tests/mpi under mpirun, on the numbers of ranks that SUITES lists."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PIPELINES = tuple(
     f"{KERAS}/pipeline/test_{name}.py"
     for name in ("training", "checkpoint", "keras", "losses", "update", "device")
 )
-# Cases that one process can prove: they exchange nothing.
+# One process can prove these cases, because they exchange nothing.
 ONE_PROCESS = tuple(
     f"{KERAS}/{name}.py"
     for name in ("profiling/test_measure", "graph/test_split_gradient", "graph/test_layer_graph")
@@ -48,7 +48,7 @@ OTHER_KERAS = tuple(
 )
 EVERY_KERAS = (*OTHER_KERAS, *PIPELINES)
 COLLECTIVES = tuple(f"mpi/comm/test_{name}.py" for name in ("all_reduce", "gather_broadcast", "buckets"))
-# These mostly wait for deadlines, so they do not run in every suite.
+# These cases mostly wait for deadlines, so not every suite runs them.
 ERRORS = ("mpi/comm/test_device_errors.py", "mpi/comm/test_engine_errors.py")
 WITHOUT_ERRORS = tuple(
     name

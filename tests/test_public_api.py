@@ -36,7 +36,7 @@ class Public:
 
 
 def file_of(module: str) -> Path:
-    """The file of a module or package."""
+    """Return the file of a module or package."""
     path = ROOT.joinpath(*module.split("."))
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
@@ -47,7 +47,10 @@ def tree(module: str) -> ast.Module:
 
 
 def exported(package: str) -> list[str]:
-    """The names in a package's `__all__`. `hvpipe.keras` is parsed, since importing it needs TensorFlow."""
+    """Return the names in a package's `__all__`.
+
+    Parses `hvpipe.keras`, because importing it needs TensorFlow.
+    """
     if package != "hvpipe.keras":
         return sorted(importlib.import_module(package).__all__)
     for node in tree(package).body:
@@ -57,7 +60,7 @@ def exported(package: str) -> list[str]:
 
 
 def find(module: str, name: str) -> tuple[str, Definition]:
-    """Where a name is defined: follow imports, also those under TYPE_CHECKING, to the definition."""
+    """Follow imports, including those under TYPE_CHECKING, to where a name is defined."""
     for node in tree(module).body:
         if isinstance(node, Function | ast.ClassDef) and node.name == name:
             return module, node
@@ -81,7 +84,7 @@ def _own_names(module: str) -> set[str]:
 
 @cache
 def public() -> tuple[Public, ...]:
-    """Every public name of the three packages."""
+    """Return every public name of the three packages."""
     return tuple(
         Public(f"{package}.{name}", *find(package, name))
         for package in PACKAGES
@@ -94,7 +97,7 @@ def public() -> tuple[Public, ...]:
 
 
 def signature(function: Function, *, method: bool = False) -> str:
-    """`(a: int, *, b: str = "x") -> None`, without self and cls."""
+    """Return the signature without self and cls, such as `(a: int, *, b: str = "x") -> None`."""
     arguments = ast.parse(ast.unparse(function)).body[0].args  # type: ignore[attr-defined]
     if method and not any(_name(d) == "staticmethod" for d in function.decorator_list):
         first = arguments.posonlyargs or arguments.args
@@ -104,21 +107,24 @@ def signature(function: Function, *, method: bool = False) -> str:
 
 
 def _name(node: ast.expr) -> str:
-    """The last part of a decorator's or an exception's name: `dataclass` of `@dataclasses.dataclass(...)`."""
+    """Return the last part of a decorator's or exception's name:
+
+    `dataclass` of `@dataclasses.dataclass(...)`.
+    """
     if isinstance(node, ast.Call):
         node = node.func
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def methods(node: ast.ClassDef) -> Iterator[Function]:
-    """A class's public methods and properties."""
+    """Return a class's public methods and properties."""
     for child in node.body:
         if isinstance(child, Function) and not child.name.startswith("_"):
             yield child
 
 
 def fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
-    """The fields of a dataclass; none of another class."""
+    """Return the fields of a dataclass, and nothing for other classes."""
     if not any(_name(decorator) == "dataclass" for decorator in node.decorator_list):
         return []
     return [
@@ -131,13 +137,13 @@ def fields(node: ast.ClassDef) -> list[ast.AnnAssign]:
 
 
 def constructor(node: ast.ClassDef) -> Function | None:
-    """The class's own `__init__`, if it has one."""
+    """Return the class's own `__init__`, if it has one."""
     found = [c for c in node.body if isinstance(c, Function) and c.name == "__init__"]
     return found[0] if found else None
 
 
 def lines_of(entry: Public) -> Iterator[str]:
-    """The frozen lines of one public name: itself, and of a class its fields and public methods."""
+    """Return the frozen lines of one public name, with the fields and public methods of a class."""
     node = entry.node
     if isinstance(node, Function):
         yield f"{entry.name}{signature(node)}"
@@ -157,7 +163,7 @@ def lines_of(entry: Public) -> Iterator[str]:
 
 
 def text() -> str:
-    """All names and signatures, as frozen in public_api.txt."""
+    """Return all names and signatures, as frozen in public_api.txt."""
     return "".join(f"{line}\n" for entry in public() for line in lines_of(entry))
 
 
@@ -182,7 +188,7 @@ def test_names_and_signatures_are_frozen() -> None:
 
 
 def sections(docstring: str) -> dict[str, str]:
-    """The Google-style sections of a docstring by name: what is indented below `Args:` and the like."""
+    """Return the text of each Google-style section of a docstring by the section's name."""
     found = re.findall(
         r"^(Args|Attributes|Returns|Raises|Example): *\n((?:    .*\n|\n)+)", docstring + "\n", re.M
     )
@@ -190,12 +196,12 @@ def sections(docstring: str) -> dict[str, str]:
 
 
 def entries(section: str) -> set[str]:
-    """The names that a section describes: `name: text` or `name (type): text`."""
+    """Return the names that a section describes, as `name: text` or `name (type): text`."""
     return {name.lstrip("*") for name in re.findall(r"^    (\*{0,2}[\w.]+)(?: \(.*?\))?:", section, re.M)}
 
 
 def parameters(function: Function, *, method: bool) -> set[str]:
-    """The names of a function's parameters, without self and `**others`."""
+    """Return the names of a function's parameters, without self and `**others`."""
     arguments = function.args
     named = [*arguments.posonlyargs, *arguments.args]
     if method:
@@ -205,12 +211,12 @@ def parameters(function: Function, *, method: bool) -> set[str]:
 
 @cache
 def errors() -> frozenset[str]:
-    """The names of hvpipe's kinds of error."""
+    """Return the names of hvpipe's error classes."""
     return frozenset(_own_names("hvpipe.errors"))
 
 
 def raised(function: Function) -> set[str]:
-    """The kinds of hvpipe's error that a function raises by itself."""
+    """Return the hvpipe errors that a function's own body raises."""
     kinds = {
         _name(child.exc)
         for child in ast.walk(function)
@@ -222,7 +228,7 @@ def raised(function: Function) -> set[str]:
 def gaps_of_sections(
     node: Function | ast.ClassDef, function: Function | None, wanted: set[str]
 ) -> Iterator[str]:
-    """What the sections of a docstring leave out."""
+    """Return what the sections of a docstring omit."""
     told = sections(ast.get_docstring(node) or "")
     described = entries(told.get("Args", "")) | entries(told.get("Attributes", ""))
     if missing := sorted(wanted - described):
@@ -243,7 +249,7 @@ def _variadic(function: Function | None) -> str:
 
 
 def gaps(entry: Public) -> list[str]:
-    """What the docstring of a public name leaves out."""
+    """Return what the docstring of a public name omits."""
     node = entry.node
     if not isinstance(node, Function | ast.ClassDef):
         return []
@@ -256,7 +262,7 @@ def gaps(entry: Public) -> list[str]:
     wanted |= {field.target.id for field in fields(node) if isinstance(field.target, ast.Name)}
     found = list(gaps_of_sections(node, init, {name for name in wanted if not name.startswith("_")}))
     if any(ast.unparse(base).startswith("keras.") for base in node.bases):
-        return found  # its methods are those of the Keras class
+        return found  # inherited methods are documented on the Keras class
     return found + [
         f"method {method.name} has no docstring" for method in methods(node) if not ast.get_docstring(method)
     ]
@@ -269,9 +275,12 @@ def test_every_public_name_is_documented_in_full() -> None:
 
 
 def test_every_public_name_is_in_the_api_pages() -> None:
-    """Once as an entry; a second name of the same object, such as `hvpipe.keras.init`, in words."""
+    """Names are entries of the pages.
+
+    A second name of an object, such as `hvpipe.keras.init`, is in their text.
+    """
     page = (ROOT / "docs" / "api.md").read_text()
-    # An entry has another heading where a module has the name as well.
+    # The heading differs if a module has the same name.
     entries_of_page = re.findall(r"^::: ([\w.]+)\n(?:    options:\n      heading: ([\w.]+)\n)?", page, re.M)
     listed = [heading or path for path, heading in entries_of_page]
     first: dict[Definition, str] = {}

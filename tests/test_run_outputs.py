@@ -1,4 +1,4 @@
-"""What a run leaves behind, from a session made up for the tests."""
+"""The files and messages that a run leaves behind, from a made-up session."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hvpipe.trace.sample import Sample, sample_events, summarise_samples
 
 
 class FakeEngine:
-    """An engine whose only rank is this one."""
+    """An engine of a single rank."""
 
     def __init__(self, events_dropped: int) -> None:
         self.events_dropped = events_dropped
@@ -41,7 +41,10 @@ def session(
     ahead_s: tuple[float, float] = (0.0, 0.0),
     events_dropped: int = 0,
 ) -> Any:
-    """One whose rank 0 was so many seconds ahead at its begin, 10, and at its end, 11."""
+    """Return a session that runs from 10 s to 11 s.
+
+    Rank 0's clock is `ahead_s` ahead at its begin and its end.
+    """
     samples = (Sample(10.0, 1.0, 0.5, 1), Sample(10.5, 1.0, 0.5, 1))
     sampler = SimpleNamespace(
         events=lambda: [event for sample in samples for event in sample_events(sample, 0)],
@@ -86,8 +89,8 @@ def test_a_trace_is_at_rank_0s_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("listed", [False, True])
-def test_without_a_trace_no_events_travel(listed: bool, tmp_path: Path) -> None:
-    """Those of a long run on many GPUs are gigabytes."""
+def test_without_a_trace_no_events_are_sent(listed: bool, tmp_path: Path) -> None:
+    """On many GPUs, the events of a long run take gigabytes."""
     made = session(utilization=tmp_path / "util.csv" if listed else None)
     summary = report_run(made)
     assert made.engine.gathered.trace == Trace()
@@ -107,9 +110,7 @@ def test_a_trace_that_lacks_events_says_so(
     assert Trace.read(tmp_path / "t.json").metadata["counters"][0]["events_dropped"] == dropped
 
 
-def test_what_several_ranks_could_not_measure_is_said_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_note_of_several_ranks_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = session(utilization=tmp_path / "util.csv")
     made.sampler.notes = lambda: ["no GPU figures: no driver", "no GPU figures: no driver"]
     made.engine.gather_object = lambda mine: [

@@ -1,4 +1,4 @@
-"""The settings that rank 0 decides for all ranks."""
+"""Settings that rank 0 decides for all ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ print(f"rank {hvpipe.rank()} took them", flush=True)
 
 
 def test_ranks_whose_environments_differ_take_rank_0s_settings(tmp_path: Path) -> None:
-    """Regression: mpirun passes HVPIPE_* to its own host only, and ranks expected different messages."""
+    """Regression: mpirun passes HVPIPE_* only to its own host, so ranks expected different messages."""
     script = tmp_path / "unequal.py"
     script.write_text(UNEQUAL)
     result = launch(2, [script], limit_s=120.0, env={"HVPIPE_TIMEOUT": "30"})

@@ -1,4 +1,4 @@
-"""The device on CUDA, run on a CUDA made up for the tests (tests/native/fake_cuda.cc): no GPU is needed."""
+"""The CUDA device, run on a fake CUDA (tests/support/native/fake_cuda.cc) that needs no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Run = Callable[..., list[str]]
 
 @pytest.fixture(scope="module")
 def cuda() -> Path:
-    """The folder of CUDA's headers."""
+    """Return the folder of CUDA's headers."""
     nvcc = shutil.which("nvcc")
     beside = [Path(nvcc).resolve().parents[1] / "include"] if nvcc else []
     for folder in (*beside, Path("/usr/local/cuda/include")):
@@ -28,7 +28,10 @@ def cuda() -> Path:
 
 @pytest.fixture
 def run(cuda: Path, tmp_path: Path) -> Run:
-    """Runs a case of cuda_device_driver, on a CUDA compiled with these flags; the lines that it prints."""
+    """Return a function that runs a case of cuda_device_driver and returns the lines that it prints.
+
+    The function compiles the fake CUDA with its `flags`.
+    """
     headers = ("-isystem", str(cuda))
     named = (*headers, "-Wl,-soname,libcuda.so.1")
     sources = (str(CSRC / "device" / "cuda_device.cc"), str(CSRC / "device" / "cuda_context.cc"))
@@ -56,7 +59,7 @@ def test_a_thread_keeps_the_device_that_it_has(run: Run) -> None:
     assert run("kept") == ["inside: 1", "afterwards: 2"]
 
 
-def test_an_error_while_giving_back_is_not_told_to_the_next_call(run: Run) -> None:
+def test_a_failed_cleanup_is_not_reported_by_the_next_call(run: Run) -> None:
     assert run("stale") == ["last error: 0"]
 
 
@@ -70,19 +73,19 @@ def test_memory_of_another_device_is_refused(run: Run) -> None:
     assert locked.endswith("Received: an array in host memory")
 
 
-def test_what_has_no_room_is_said(run: Run) -> None:
+def test_a_failed_allocation_reports_its_size(run: Run) -> None:
     room, device, left_over, host = run("full")
     assert (room, device, left_over) == ("300000000 of 1000000000", "null: 1", "last error: 0")
     assert "wanted 2147483648 more bytes (raise the limit: ulimit -l" in host
 
 
-def test_a_device_is_told_from_all_others_and_from_other_parts_of_its_board(run: Run) -> None:
+def test_each_device_has_a_unique_id_even_on_a_shared_board(run: Run) -> None:
     *names, error = run("names")
     parts = [name.split(" | ") for name in names]
     assert [name for name, _, _ in parts] == [f"Test GPU 0000:0{n}:00.0" for n in (1, 2, 2)]
     assert [uuid for _, uuid, _ in parts] == ["1a" * 15 + last for last in ("f0", "f1", "f2")]
     assert [board for _, _, board in parts] == [f"0000:0{n}:00.0" for n in (1, 2, 2)]
-    # One that the kernels were not compiled for is refused at the start.
+    # GPU 0000:01 has a compute capability that the kernels were not compiled for, so opening it fails.
     assert "CMAKE_CUDA_ARCHITECTURES=61" in error
     assert "Received: Test GPU 0000:01:00.0 of compute capability 6.1" in error
 

@@ -1,4 +1,4 @@
-"""The engine's loops that cast, scale and sum, bit by bit against NumPy and ml_dtypes."""
+"""The engine's cast, scale and sum loops, compared bit by bit with NumPy and ml_dtypes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hvpipe.errors import HvpipeError
 
 @pytest.fixture(autouse=True)
 def quiet_numpy() -> Any:
-    """Overflow to infinity is among what is tested here."""
+    """Silence NumPy's warnings: these tests overflow to infinity on purpose."""
     with np.errstate(all="ignore"):
         yield
 
@@ -63,14 +63,15 @@ def test_a_plain_copy_keeps_every_bit_of_a_nan(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_every_half_there_is_widens_exactly(dtype: str) -> None:
+def test_every_half_value_widens_exactly(dtype: str) -> None:
     every = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[dtype])
     assert_same(cast(every, "float32"), every.astype(np.float32))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_between_any_two_halves_rounding_is_to_nearest_even(dtype: str) -> None:
-    # The middle between neighbours, which goes to the even one, and the float32 on either side of it.
+    # Test the midpoint between two neighbours, which rounds to the even one, and the float32 on either side
+    # of it.
     infinity = int(bits(np.array([np.inf]).astype(DTYPES[dtype]))[0])
     low = np.arange(infinity, dtype=np.uint16)
     values = low.view(DTYPES[dtype]).astype(np.float64)
@@ -86,7 +87,7 @@ def test_between_any_two_halves_rounding_is_to_nearest_even(dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_nan_stays_a_nan_of_its_sign(dtype: str) -> None:
-    # Also those whose payload lies in the bits that a half type has no room for.
+    # This includes NaNs whose payload lies only in the bits that a half type drops.
     patterns = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0x7F801000, 0x7FBFFFFF]
     values = np.array([*patterns, *(p | 0x80000000 for p in patterns)] * 7, np.uint32).view(np.float32)
     found = cast(values, dtype)
@@ -96,8 +97,8 @@ def test_a_nan_stays_a_nan_of_its_sign(dtype: str) -> None:
 
 @quickly
 @given(st.integers(0, (1 << 32) - 1), st.sampled_from(THROUGH_FLOAT32), st.integers(1, 40))
-def test_where_a_value_stands_does_not_change_what_becomes_of_it(pattern: int, to: str, count: int) -> None:
-    # Vectors and the scalar rest of a loop must agree, or ranks with other offsets would differ.
+def test_the_position_of_a_value_does_not_change_its_cast(pattern: int, to: str, count: int) -> None:
+    # The vector loop and its scalar remainder must agree. Otherwise ranks with other offsets would differ.
     values = np.full(count, pattern, np.uint32).view(np.float32)
     assert len(set(bits(cast(values, to)).tolist())) == 1
     assert_same(cast(values, to, 0.3), expected_cast(values, to, 0.3))
@@ -128,7 +129,8 @@ def test_specials_add_as_in_numpy(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sources", [3, 4, 6])
 def test_the_order_of_a_sum_is_fixed(dtype: str, sources: int) -> None:
-    # (big + -big) + 1 is 1, (big + 1) + -big is 0; half types add in float32, so big must be big for that.
+    # (big + -big) + 1 is 1, and (big + 1) + -big is 0. Half types add in float32, so `big` must be big in
+    # float32.
     big = {"float32": 1e9, "float64": 1e17, "float16": 60000.0, "bfloat16": 1e9}[dtype]
     one = {"float16": 2**-10}.get(dtype, 1.0)
     rest = [0.0] * (sources - 3)
@@ -138,7 +140,7 @@ def test_the_order_of_a_sum_is_fixed(dtype: str, sources: int) -> None:
 
 
 def test_half_types_round_once_after_the_last_term() -> None:
-    # One at a time, 2048 + 1 would round back to 2048 in float16.
+    # Rounding after each term would turn 2048 + 1 back into 2048 in float16.
     terms = [np.full(10, value, np.float16) for value in (2048, 1, 1, 1, 1)]
     assert sum_arrays(terms).tolist() == [2052.0] * 10
     terms = [np.full(10, value).astype(ml_dtypes.bfloat16) for value in (256, 1, 1)]

@@ -1,4 +1,4 @@
-"""The NCCL that is found at run time: what is refused, what fails later, and what the error then says."""
+"""Loading NCCL at run time: versions that are refused, later failures, and their error messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refused(library: str | Path, *arguments: str, kind: int, fails: str | None =
     return found[2]
 
 
-def test_a_library_that_is_there_is_used() -> None:
+def test_a_library_that_exists_is_used() -> None:
     code, output = drive(build("fake_nccl.cc"), "10")
     assert code == 0, output
     assert "version 2.30.5" in output
@@ -50,19 +50,19 @@ def test_a_library_that_is_there_is_used() -> None:
     assert "received 1 2 3" in output
 
 
-def test_it_calls_its_own_functions_beside_others_of_their_names() -> None:
+def test_it_calls_its_own_functions_despite_equal_names_in_the_program() -> None:
     code, output = drive(build("fake_nccl.cc"), "10", flags=("-DNAMESAKE", "-rdynamic"))
     assert code == 0, output
 
 
-def test_it_frees_what_a_preloaded_malloc_gave() -> None:
-    """With tcmalloc preloaded NCCL handed memory of it to the C library's free, which ended the process."""
+def test_it_frees_memory_of_a_preloaded_malloc() -> None:
+    """Regression: with tcmalloc preloaded, NCCL passed its memory to the C library's free and crashed."""
     code, output = drive(build("fake_nccl.cc"), "10", flags=("-DOWN_MALLOC", "-rdynamic"))
     assert code == 0, output
     assert "sum 1 2 3" in output
 
 
-def test_one_that_is_missing_is_named_with_how_to_get_it() -> None:
+def test_a_missing_library_is_named_with_how_to_install_it() -> None:
     text = refused("libnccl-that-is-nowhere.so.2", kind=USAGE)
     assert "pip install nvidia-nccl-cu12" in text
     assert "HVPIPE_NCCL_LIBRARY" in text
@@ -79,17 +79,17 @@ def test_an_old_or_unknown_version_is_refused(version: int, said: str) -> None:
     assert f"Received: {library} of version {said}" in text
 
 
-def test_a_function_that_is_missing_is_named() -> None:
+def test_a_missing_function_is_named() -> None:
     library = build("fake_nccl.cc", "-DWITHOUT_BROADCAST")
     assert "should have a function ncclBroadcast" in refused(library, kind=USAGE)
 
 
-def test_a_library_that_is_no_nccl_is_refused() -> None:
+def test_a_library_other_than_nccl_is_refused() -> None:
     library = build("fake_nccl.cc", "-DncclGetVersion=somethingElse")
     assert "should have a function ncclGetVersion" in refused(library, kind=USAGE)
 
 
-def test_an_error_at_the_start_carries_nccls_words() -> None:
+def test_an_error_at_the_start_quotes_nccls_message() -> None:
     text = refused(build("fake_nccl.cc"), "10", kind=PEER, fails="init")
     assert "ncclCommInitRankConfig: unhandled cuda error (the last error of the test library)" in text
 
@@ -107,11 +107,11 @@ def test_a_wait_ends_at_its_deadline(fails: str, what: str) -> None:
     assert f"s for NCCL: {what}, rank 0 of 1" in text
 
 
-def test_an_abort_that_hangs_keeps_nobody_from_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abort_that_hangs_does_not_delay_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_NCCL_ABORT", "hang")
     start = time.monotonic()
     text = refused(build("fake_nccl.cc"), "0.5", kind=DEADLINE, fails="hang")
-    assert time.monotonic() - start < 20  # the abort takes 60
+    assert time.monotonic() - start < 20  # the abort takes 60 s
     assert "an all-reduce" in text
 
 
@@ -126,7 +126,7 @@ def test_a_message_that_cannot_be_sent_ends_the_group() -> None:
 
 
 def headers() -> Path | None:
-    """A folder with NCCL's header: that of the wheel, or one named for the test."""
+    """Return a folder with NCCL's header: from HVPIPE_TEST_NCCL_INCLUDE, or else from NVIDIA's wheel."""
     named = os.environ.get("HVPIPE_TEST_NCCL_INCLUDE")
     if named:
         return Path(named)
@@ -137,7 +137,7 @@ def headers() -> Path | None:
     return Path(next(iter(spec.submodule_search_locations))) / "include" if spec is not None else None
 
 
-def test_what_is_declared_here_is_what_nccls_header_says() -> None:
+def test_our_declarations_match_nccls_header() -> None:
     include = headers()
     if include is None:
         pytest.skip("no NCCL header: pip install nvidia-nccl-cu13")
@@ -152,6 +152,6 @@ def test_what_is_declared_here_is_what_nccls_header_says() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_doctor_names_the_one_that_would_be_used() -> None:
+def test_the_doctor_names_the_library_that_would_be_used() -> None:
     library = build("fake_nccl.cc", "-DVERSION=22809")
     assert doctor_checks._nccl(str(library)) == doctor_checks.Finding("NCCL", "ok", f"2.28.9 ({library})")

@@ -1,4 +1,4 @@
-"""What the CUDA kernel does, run thread by thread on the CPU from the same source, against NumPy."""
+"""The CUDA kernel, compiled from the same source, run thread by thread on the CPU and compared with NumPy."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from native_build import build
 Array = NDArray[Any]
 NUMBER = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
 TILE = 4096
-# Around a vector's width, around what all threads of a block move at once, around a tile.
+# Lengths around a vector's width, around what all threads of a block move at once, and around a tile.
 COUNTS = (0, 1, 3, 4, 7, 8, 9, 255, 256, 1023, 1025, 2049, TILE - 1, TILE, TILE + 1, 3 * TILE + 5)
 
 
 @pytest.fixture(autouse=True)
 def quiet_numpy() -> Any:
-    """Overflow to infinity is among what is tested here."""
+    """Silence NumPy's warnings: these tests overflow to infinity on purpose."""
     with np.errstate(all="ignore"):
         yield
 
@@ -41,7 +41,7 @@ def move(
     flag: Array | None = None,
     many: bool = False,
 ) -> int:
-    """Run the kernel on these arrays; the number of launches it took."""
+    """Run the kernel on these arrays and return the number of launches."""
     pointers = ctypes.c_void_p * len(sources)
     return int(
         library().move_pieces(
@@ -59,7 +59,7 @@ def move(
 
 
 def placed(values: Array, byte_offset: int) -> Array:
-    """A copy that begins so many bytes after a 64-byte boundary."""
+    """Return a copy that begins `byte_offset` bytes after a 64-byte boundary."""
     room = np.empty(values.nbytes + 128, np.uint8)
     start = -room.ctypes.data % 64 + byte_offset
     place = room[start : start + values.nbytes].view(values.dtype)
@@ -68,7 +68,7 @@ def placed(values: Array, byte_offset: int) -> Array:
 
 
 def poisoned(count: int, dtype: str, byte_offset: int = 0) -> Array:
-    """A NaN everywhere, so that what is not written shows."""
+    """Return an array of NaN, which reveals elements that the kernel did not write."""
     return placed(np.full(count, np.nan).astype(DTYPES[dtype]), byte_offset)
 
 
@@ -83,9 +83,7 @@ def test_the_kernel_casts_as_the_cpu_does(source: str, target: str, scale: float
 
 @pytest.mark.parametrize("misplaced", ["neither", "source", "target", "both"])
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_any_length_and_alignment_is_moved_whole_and_no_more(
-    source: str, target: str, misplaced: str
-) -> None:
+def test_any_length_and_alignment_is_copied_without_overrun(source: str, target: str, misplaced: str) -> None:
     values = [random(source, n, seed=n) for n in COUNTS]
     from_offset = DTYPES[source].itemsize if misplaced in ("source", "both") else 0
     to_offset = DTYPES[target].itemsize if misplaced in ("target", "both") else 0
@@ -119,7 +117,7 @@ def test_one_launch_moves_as_many_tensors_as_its_parameters_hold(
     counts[-1] = 2 * TILE + 1
     values = [random("float32", int(n), seed=i) for i, n in enumerate(counts)]
     found = [poisoned(v.size, "bfloat16") for v in values]
-    # An empty tensor takes no room in a launch.
+    # An empty tensor needs no slot in a launch.
     present = sum(v.size > 0 for v in values)
     taken = move(values, found, 0.25, many=many)
     assert taken == -(-present // (1000 if many else 126))
@@ -138,7 +136,7 @@ def test_in_place_is_allowed() -> None:
 @pytest.mark.parametrize(("source", "target"), PAIRS)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("place", [0, TILE - 1, TILE + 2, -1])
-def test_what_is_not_finite_is_noticed_wherever_it_stands(
+def test_a_non_finite_value_is_noticed_at_any_position(
     source: str, target: str, bad: float, place: int
 ) -> None:
     values = np.ones(2 * TILE + 3).astype(DTYPES[source])

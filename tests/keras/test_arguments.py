@@ -1,4 +1,4 @@
-"""Arguments by name, whatever a method takes them as."""
+"""Arguments by name, whether a method takes them by name, by position, or in *args and **kwargs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvpipe.keras.arguments import by_name, takes
 
 
 def base(x: Any = None, y: Any = None, batch_size: Any = None, callbacks: Any = None) -> None:
-    """As keras.Model.fit."""
+    """Has the parameters of keras.Model.fit."""
 
 
 def some(data: Any, epochs: int = 1, **more: Any) -> None: ...
@@ -46,7 +46,7 @@ def test_too_few_and_too_many(method: Callable[..., Any], args: tuple[Any, ...])
         by_name(method, args, {}, base)
 
 
-def test_what_a_method_takes() -> None:
+def test_which_arguments_a_method_takes() -> None:
     assert takes(base, "callbacks")
     assert takes(some, "callbacks")
     assert not takes(base, "epochs")

@@ -1,4 +1,4 @@
-"""The GPU that TensorFlow is left with; its own list of GPUs stands in for a machine that has some."""
+"""GPU placement with TensorFlow. Fakes replace TensorFlow's list of GPUs, so no GPU is needed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hvpipe.monitor.visible_gpus import GpuInfo
 
 
 class Gpus:
-    """What TensorFlow would see and remember."""
+    """The GPUs that TensorFlow would find, and the settings that it would receive."""
 
     def __init__(self, count: int, in_use: bool = False) -> None:
         self.names = [f"GPU:{i}" for i in range(count)]
@@ -63,14 +63,14 @@ def session(local_rank: int, local_size: int, visible_gpus: str | None = None) -
     return SimpleNamespace(world=world, settings=SimpleNamespace(visible_gpus=visible_gpus))
 
 
-def test_a_rank_is_left_with_its_own_gpu_whose_memory_grows(machine: Any) -> None:
+def test_a_rank_sees_only_its_own_gpu_with_memory_growth(machine: Any) -> None:
     gpus = machine(Gpus(4))
     claim_gpu(session(2, 4))
     assert gpus.visible == ["GPU:2"]
     assert gpus.growing == ["GPU:2"]
 
 
-def test_a_limit_of_memory_that_the_user_has_set_stays(machine: Any, monkeypatch: Any) -> None:
+def test_a_memory_limit_set_by_the_user_stays(machine: Any, monkeypatch: Any) -> None:
     gpus = machine(Gpus(4))
 
     def refuse(device: str, enable: bool) -> None:
@@ -91,10 +91,10 @@ def test_without_a_gpu_nothing_is_set(machine: Any) -> None:
     ("rank", "visible", "listed", "said"),
     [(0, None, 2, 1), (0, "1", 2, 1), (0, "", 2, 0), (0, None, 0, 0), (1, None, 2, 0)],
 )
-def test_gpus_that_tensorflow_does_not_see_are_said_once(
+def test_gpus_that_tensorflow_does_not_see_are_reported_once(
     machine: Any, monkeypatch: Any, caplog: Any, rank: int, visible: str | None, listed: int, said: int
 ) -> None:
-    """By rank 0; not where CUDA_VISIBLE_DEVICES hides them."""
+    """Only rank 0 warns, and not if CUDA_VISIBLE_DEVICES hides the GPUs."""
     machine(Gpus(0))
     gpus = [GpuInfo(f"GPU-{i}", "Test GPU") for i in range(listed)]
     monkeypatch.setattr("hvpipe.keras.gpu.list_gpus", lambda: gpus)
@@ -118,12 +118,12 @@ def test_gpus_that_are_in_use_already_are_an_error_among_several_ranks(machine: 
 
 
 class Engine:
-    """An engine built with or without the GPU library; it counts how often the GPU is opened."""
+    """An engine built with or without the GPU library. It records whether the GPU was opened."""
 
     def __init__(self, built: bool) -> None:
         self.core = object()
         self.built, self.opened = built, 0
-        self.others = True  # could open theirs
+        self.others = True  # whether the other ranks could open their GPUs
         self.on_device: bool | None = None
 
     @property
@@ -165,7 +165,7 @@ def test_gradients_are_reduced_where_they_can_be(
 
 
 def test_the_gpu_is_the_one_that_tensorflow_uses(monkeypatch: Any) -> None:
-    """Also where the user chose it before hvpipe.init()."""
+    """This includes a GPU that the user chose before hvpipe.init()."""
     sees(monkeypatch, ["GPU:2"])
     engine = Engine(built=True)
     reduces_on_gpu(SimpleNamespace(engine=engine))
@@ -173,10 +173,10 @@ def test_the_gpu_is_the_one_that_tensorflow_uses(monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize(("built", "place"), [(True, "GPU"), (False, "CPU")])
-def test_the_ops_of_a_plan_are_asked_for_where_its_memory_is(
+def test_ops_are_placed_on_the_device_of_their_plans_memory(
     monkeypatch: Any, built: bool, place: str
 ) -> None:
-    """On a machine with a GPU, whatever hvpipe was built with; nothing of this graph is run."""
+    """TensorFlow sees a GPU, and hvpipe was built with or without the GPU library. The graph never runs."""
     sees(monkeypatch, ["GPU:0"])
     engine = Engine(built)
     session = SimpleNamespace(engine=engine, settings=Settings(bucket_bytes=1000), announcements=0)
@@ -194,7 +194,7 @@ def test_the_ops_of_a_plan_are_asked_for_where_its_memory_is(
 
 
 @pytest.mark.parametrize(("built", "row"), [(True, 0), (False, 64)])
-def test_tables_on_a_gpu_travel_whole(monkeypatch: Any, built: bool, row: int) -> None:
+def test_tables_on_a_gpu_are_sent_whole(monkeypatch: Any, built: bool, row: int) -> None:
     sees(monkeypatch, ["GPU:0"])
     session = SimpleNamespace(engine=Engine(built), settings=Settings(), announcements=0)
     table = keras.Variable(np.zeros((5000, 64), np.float32))
@@ -211,10 +211,13 @@ def test_tables_on_a_gpu_travel_whole(monkeypatch: Any, built: bool, row: int) -
         ([], True, True, None),
     ],
 )
-def test_tensors_of_pipelines_stay_on_gpus_where_all_ranks_have_one(
+def test_pipeline_tensors_stay_on_gpus_if_all_ranks_have_one(
     monkeypatch: Any, gpus: list[str], built: bool, others: bool, device: str | None
 ) -> None:
-    """Also where only some could open theirs: whoever did would wait for the others in vain."""
+    """If only some ranks could open their GPU, none does.
+
+    Otherwise those would wait for the others forever.
+    """
     sees(monkeypatch, gpus)
     engine = Engine(built)
     engine.others = others
@@ -224,8 +227,8 @@ def test_tensors_of_pipelines_stay_on_gpus_where_all_ranks_have_one(
 
 @pytest.mark.older_tensorflow
 @pytest.mark.parametrize("overlap", ["backward", "step", "stale"])
-def test_numbers_of_hvpipes_own_stay_on_the_host(monkeypatch: Any, overlap: str) -> None:
-    """A look at one on a GPU waits for all that was enqueued there. Nothing of this graph is run."""
+def test_hvpipes_own_numbers_stay_on_the_host(monkeypatch: Any, overlap: str) -> None:
+    """Reading a number from a GPU waits for all work enqueued there. The graph never runs."""
     sees(monkeypatch, ["GPU:0"])
     made: dict[str, str] = {}
     make = tf.Variable
@@ -264,8 +267,13 @@ def test_numbers_of_hvpipes_own_stay_on_the_host(monkeypatch: Any, overlap: str)
 
 
 @pytest.mark.parametrize(("size", "place"), [(1, ""), (2, "CPU:0")])
-def test_a_rank_alone_counts_where_its_model_is(monkeypatch: Any, size: int, place: str) -> None:
-    """Keras lets XLA compile its steps on a GPU, and XLA reaches no variable on another device."""
+def test_a_single_rank_keeps_its_counters_on_the_models_device(
+    monkeypatch: Any, size: int, place: str
+) -> None:
+    """Keras may compile a single rank's steps with XLA on a GPU.
+
+    XLA cannot reach variables on other devices.
+    """
     made: list[str] = []
     make = tf.Variable
 

@@ -1,4 +1,4 @@
-"""Arrays that the ranks put into collectives. Any rank can compute every rank's arrays and the result."""
+"""Input arrays for collectives. Any rank can compute every rank's arrays and the expected result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-# Half the distance from 1 to the next number: the error of one rounding.
+# The relative error of one rounding: half the distance from 1 to the next number.
 ROUNDING = {"float32": 2.0**-24, "float64": 2.0**-53, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 COUNTS = (0, 1, 7, 1000, 100_003)
 LARGE = 3_000_001
@@ -56,5 +56,5 @@ def assert_sum(found: Array, terms: list[Array], scale: float, rounding: float) 
     wanted = sum(wide) * scale
     allowed = (len(terms) + 2) * rounding * sum(np.abs(w) for w in wide) * scale + 1e-7 * rounding
     difference = np.abs(found.ravel() - np.resize(wanted, found.size))
-    wrong = ~(difference <= np.resize(allowed, found.size))  # so that NaN is wrong
+    wrong = ~(difference <= np.resize(allowed, found.size))  # so that NaN counts as wrong
     assert not wrong.any(), f"{wrong.sum()} of {wrong.size} wrong, first at {wrong.argmax()}"

@@ -1,4 +1,4 @@
-"""Rounds with known figures, as an evaluation's systems would hand them in; for tests of what comes after."""
+"""Measured rounds with known figures, as systems return them, for tests of what reads them later."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def rank(step_s: Sequence[float], **more: object) -> RankRound:
 
 
 def finished(of: Case, *step_s: float, number: int = 0, **more: object) -> Round:
-    """A round in which every rank took these steps."""
+    """Return a round in which every rank took these steps."""
     ranks = tuple(rank(step_s, **more) for _ in range(of.ranks))
     return Round(of, number, ranks, taken_s=30.0, versions="TensorFlow 2.18.1")
 

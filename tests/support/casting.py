@@ -1,4 +1,4 @@
-"""Arrays of every dtype that travels, and what a cast or a sum of them should give, in NumPy."""
+"""Arrays of every dtype that hvpipe sends, and the expected result of a cast or a sum in NumPy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = {
 HALVES = ("float16", "bfloat16")
 THROUGH_FLOAT32 = ("float32", *HALVES)
 WORD = {2: np.uint16, 4: np.uint32, 8: np.uint64}
-# Around a vector's width and around the block of 1024 that half types pass through.
+# Lengths around a vector's width, and around the block of 1024 elements in which half types are processed.
 COUNTS = (0, 1, 3, 7, 8, 9, 15, 16, 17, 31, 33, 1023, 1024, 1025, 2047, 2048, 2049, 5000)
 quickly = settings(max_examples=60)
 native = import_native()
@@ -33,7 +33,7 @@ def bits(array: Array) -> Array:
 
 
 def special(dtype: str) -> Array:
-    """Zeros, infinities, NaNs of both signs, subnormals, largest, smallest, and ties between neighbours."""
+    """Return zeros, infinities, NaNs, subnormals, limits and ties between neighbours, of both signs."""
     kind = DTYPES[dtype]
     info = ml_dtypes.finfo(kind)
     one = [0.0, np.inf, np.nan, info.max, info.tiny, info.smallest_subnormal, 1.0, 1 + 2**-11, 1 + 3 * 2**-11]
@@ -43,7 +43,7 @@ def special(dtype: str) -> Array:
 
 
 def random(dtype: str, count: int, seed: int = 0) -> Array:
-    """Any bit patterns at all."""
+    """Return random bit patterns, which may be any value of the dtype."""
     kind = DTYPES[dtype]
     words = np.random.default_rng(seed).integers(0, 256, count * kind.itemsize, dtype=np.uint8)
     return words.view(kind)
@@ -79,7 +79,7 @@ def expected_sum(arrays: list[Array]) -> Array:
 
 
 def assert_same(found: Array, wanted: Array) -> None:
-    """The same bits, except that any NaN is as good as another."""
+    """Check that two arrays have the same bits. Any NaN equals any other NaN."""
     assert found.dtype == wanted.dtype
     nan = np.isnan(wanted.astype(np.float64))
     np.testing.assert_array_equal(np.isnan(found.astype(np.float64)), nan)

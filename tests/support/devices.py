@@ -1,4 +1,4 @@
-"""Arrays in the memory of a test device, and engines opened on it (tests/native)."""
+"""Arrays in the memory of a fake device, and engines opened on that device (tests/support/native)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V
 
 
 class OnDevice:
-    """An array with the interface of device arrays, as CuPy's and PyTorch's have."""
+    """An array with the `__cuda_array_interface__` that CuPy's and PyTorch's device arrays have."""
 
     def __init__(self, values: Array) -> None:
         self.values = values
@@ -34,7 +34,7 @@ class OnDevice:
 
 @dataclass(frozen=True)
 class Libraries:
-    """Paths of the built libraries of tests/native."""
+    """Paths of the libraries built from tests/support/native."""
 
     device: str
     nccl: str
@@ -43,7 +43,7 @@ class Libraries:
 
 
 def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
-    """Open an engine that sends data this way, with these changes of its settings."""
+    """Open an engine that sends data through `way`, with `changes` to its settings."""
     session = current()
     if session.engine.core is None:
         pytest.skip("one rank without MPI has no C++ engine")
@@ -60,7 +60,7 @@ def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
 
 
 def values_of(rank: int, count: int, dtype: str) -> Array:
-    # Integers, so that any order of adding gives the same sum.
+    # Integers, so that the order of addition does not change the sum.
     return np.random.default_rng([rank, count]).integers(-8, 8, count).astype(DTYPES[dtype])
 
 

@@ -1,4 +1,4 @@
-"""A stand-in for pynvml with the calls that hvpipe makes: GPUs and failures that a test defines."""
+"""A stand-in for pynvml with the calls that hvpipe makes. Tests define its GPUs and its failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NOT_SUPPORTED, NO_PERMISSION, NOT_FOUND, LOST = 3, 4, 6, 15
 
 
 class NVMLError(Exception):
-    """Like pynvml's error: `value` is NVML's code."""
+    """Stands in for pynvml's error. `value` is NVML's error code."""
 
     def __init__(self, value: int) -> None:
         super().__init__(value)
@@ -24,7 +24,7 @@ class NVMLError(Exception):
 
 @dataclass
 class FakeGpu:
-    """A GPU. `fields` holds NVML's field values by id, `fails` error codes by call or field id."""
+    """A GPU. `fields` maps field ids to values, and `fails` maps calls or field ids to error codes."""
 
     index: int
     instances: list[FakeInstance] = field(default_factory=list)
@@ -43,7 +43,7 @@ class FakeGpu:
 
 @dataclass
 class FakeInstance(FakeGpu):
-    """A MIG device, the `place`-th of its GPU."""
+    """A MIG device, number `place` of its GPU."""
 
     place: int = 0
     memory_used = 100
@@ -54,7 +54,10 @@ class FakeInstance(FakeGpu):
 
 
 class FakeNvml:
-    """The module pynvml. nvmlInit fails with the code `starts`, if not 0; `opened` counts open sessions."""
+    """Stands in for the pynvml module.
+
+    `starts` is the error code of nvmlInit; `opened` counts open sessions.
+    """
 
     NVMLError = NVMLError
     NVML_CLOCK_SM = 1
@@ -91,7 +94,7 @@ class FakeNvml:
     def nvmlDeviceGetHandleByUUID(self, uuid: str) -> FakeGpu:
         return next(
             one for gpu in self.gpus for one in (gpu, *gpu.instances) if one.uuid == uuid
-        )  # as NVML, which wants it whole
+        )  # as NVML does: it accepts only the whole UUID
 
     def nvmlDeviceGetUUID(self, gpu: FakeGpu) -> str:
         return gpu.uuid

@@ -1,4 +1,4 @@
-"""A rank of bench.gpu.check without a GPU: NumPy arrays that say they lie on the device of tests/native."""
+"""A rank of bench.gpu.check without a GPU: NumPy arrays that claim to lie on the fake device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TYPESTR = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "bfloat16": "<V
 
 
 class OnDevice(np.ndarray[Any, Any]):
-    """An array that says it lies on a device, as CuPy's and PyTorch's do."""
+    """An array that claims to lie on a device, as CuPy's and PyTorch's arrays do."""
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -32,7 +32,7 @@ class OnDevice(np.ndarray[Any, Any]):
 
 
 class StandIn:
-    """See bench.gpu.interface; STAND_IN_BREAKS lets one of its functions fail."""
+    """Implements bench.gpu.interface in NumPy. If STAND_IN_BREAKS is set, `faces` fails."""
 
     name = "stand-in"
 
@@ -72,7 +72,7 @@ class StandIn:
 
 
 def spoil_all_reduce() -> None:
-    """Let the last number of every sum be wrong."""
+    """Make the last number of every sum wrong."""
     whole = Engine.allreduce
 
     def spoilt(self: Engine, array: Any, op: Any = "average", *, out: Any) -> Any:

@@ -12,12 +12,12 @@ import pytest
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Longer than HVPIPE_TIMEOUT of the tests, so that a peer that waits in hvpipe gets that error first.
+# Longer than HVPIPE_TIMEOUT in the tests, so that a peer waiting in hvpipe gets hvpipe's own error first.
 DEADLINE_S = 180.0
 
 
 class InStep:
-    """Exchange of the outcome of every phase, so that a case that fails on one rank fails on all ranks."""
+    """Exchanges the outcome of every phase. A case that fails on one rank then fails on all ranks."""
 
     def __init__(self) -> None:
         from mpi4py import MPI
@@ -35,7 +35,7 @@ class InStep:
         mine = told[self._comm.rank]
         if all(other[:3] == mine[:3] and other[2] != "failed" for other in told):
             return report
-        # Print now: pytest prints reports at its end, which it may not reach after a failure of hvpipe.
+        # Print now: pytest prints reports at its end, which it may never reach after hvpipe has failed.
         print(f"\n{mine[0]} {mine[2]} ({mine[1]})\n{mine[3]}", file=sys.__stderr__, flush=True)
         report.outcome = "failed"
         report.longrepr = "\n\n".join(

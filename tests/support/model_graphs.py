@@ -1,4 +1,4 @@
-"""Profiles and clusters that the tests of planning share."""
+"""Profiles and clusters that the planning tests share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MODELS = ("alexnet", "gnmt", "inception_v3", "resnet50", "vgg16")
 
 @cache
 def model(name: str) -> Profile:
-    """A real model of PipeDream's."""
+    """Return the profile of a real model from PipeDream."""
     return Profile.read(Path(__file__).parents[1] / "data" / "profiles" / f"{name}.txt")
 
 
 def chain(*seconds: float, output_bytes: int = 0, saved_bytes: int = 0, weight_bytes: int = 0) -> Profile:
-    """Layers a, b, ... one after the other: a third of the time is forward."""
+    """Return a chain of layers a, b, ... A third of each layer's time is forward."""
     layers = tuple(
         LayerCost("abcdefghijkl"[i], s / 3, 2 * s / 3, weight_bytes, 0, output_bytes, saved_bytes)
         for i, s in enumerate(seconds)
@@ -30,7 +30,7 @@ def chain(*seconds: float, output_bytes: int = 0, saved_bytes: int = 0, weight_b
 
 @st.composite
 def profiles(draw: st.DrawFn) -> Profile:
-    """Small graphs with skips."""
+    """Generate small graphs with skip connections."""
     count = draw(st.integers(4, 14))
     sizes = st.integers(0, 50)
     layers = tuple(
@@ -44,7 +44,7 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
-    """2 to 4 devices of up to two speeds, some with little memory."""
+    """Generate clusters of 2 to 4 devices with up to two speeds, some with little memory."""
     speeds = tuple(draw(st.lists(st.sampled_from((1.0, 0.5, 0.25)), min_size=1, max_size=2)))
     memory_bytes = draw(st.none() | st.integers(300, 3000))
     link = Link(draw(st.sampled_from((0.0, 0.01))), draw(st.sampled_from((30.0, 1000.0))))

@@ -1,4 +1,4 @@
-"""Models of several kinds, their data, and reference runs for the cases about pipelines."""
+"""Models of several kinds, their data, and reference runs for the pipeline cases."""
 
 from __future__ import annotations
 

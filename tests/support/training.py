@@ -14,7 +14,7 @@ import hvpipe.keras as hk
 
 FEATURES = 12
 CLASSES = 5
-# Cuts the small models into several buckets.
+# Small enough to cut the small models into several buckets.
 BUCKET_BYTES = 200
 
 State = dict[str, np.ndarray]
@@ -29,7 +29,7 @@ def samples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the dataset without its autotuning thread, for whose end `fit` waits up to 10 s."""
+    """Return the dataset without autotuning. `fit` would wait up to 10 s for the autotuning thread to end."""
     options = tf.data.Options()
     options.autotune.enabled = False
     return dataset.with_options(options)
@@ -61,7 +61,7 @@ def mlp() -> keras.Model:
 def table() -> keras.Model:
     """Build an embedding table of more than 1 MiB. hvpipe sends only the rows that a batch uses."""
     inputs = keras.Input((FEATURES,))
-    words = keras.ops.cast(keras.ops.abs(inputs) * 20.0, "int32")  # the first hundred rows, often the same
+    words = keras.ops.cast(keras.ops.abs(inputs) * 20.0, "int32")  # the first hundred rows, with many repeats
     embedded = keras.layers.Embedding(4100, 64)(words)
     return keras.Model(inputs, keras.layers.Dense(CLASSES)(keras.layers.Flatten()(embedded)))
 

@@ -1,4 +1,4 @@
-"""A train function is traced before it runs, once, and its call uses that trace."""
+"""TraceAhead traces a train function before it runs, once, and the call uses that trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvpipe.keras.data_parallel.trace_ahead import TraceAhead
 
 
 class Counted(keras.Sequential):
-    """Counts how often Python runs its train_step, which is once for each trace."""
+    """Counts the calls of its train_step from Python, which is one for each trace."""
 
     def __init__(self) -> None:
         super().__init__([keras.Input((4,)), keras.layers.Dense(3)])
@@ -69,7 +69,7 @@ def test_a_call_uses_the_trace_of_a_batch() -> None:
         assert model.traces == traces
 
 
-def test_nothing_is_traced_where_nothing_will_be() -> None:
+def test_a_function_that_will_not_be_traced_is_not_traced_ahead() -> None:
     model = compiled(run_eagerly=True)
     TraceAhead(model.train_function).trace([batch(8)])
     assert model.traces == 0
@@ -86,7 +86,7 @@ def test_what_a_graph_uses_after_the_update(late: bool) -> None:
         update = UpdateInGraph(tf.compat.v1.get_default_graph(), [weight], hidden=False)
         weight.value.assign_add(tf.ones(2))
         update.ends()
-        result = tf.convert_to_tensor(optimizer.learning_rate)  # no update changes it
+        result = tf.convert_to_tensor(optimizer.learning_rate)  # no update changes the learning rate
         if late:
             result += weight.value.read_value()[0]
         found.append(update.findings(optimizer))

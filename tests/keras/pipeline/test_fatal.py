@@ -1,4 +1,4 @@
-"""An error on one rank of a pipeline ends all ranks soon, with a message that tells the reason."""
+"""An error on one rank of a pipeline ends all ranks soon, and the message gives the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model that is too large for one rank's memory limit fails on one rank and trains on four."""
+"""A model too large for one rank's memory limit fails on one rank and trains on four."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs these cases on every rank in step; without a launcher there is one rank."""
+"""Run these cases on every rank in step. Without a launcher there is one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def world() -> Iterator[None]:
-    """One hvpipe session for all cases."""
+    """Open one hvpipe session for all cases."""
     hvpipe.init()
     yield
     hvpipe.shutdown()
@@ -32,7 +32,7 @@ def world() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def libraries(world: None) -> Libraries:
-    """Built by one rank for all."""
+    """Build the test libraries on one rank for all ranks."""
     made = None
     if hvpipe.rank() == 0:
         paths = (
@@ -52,7 +52,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def core(engine: Engine) -> Any:
-    """The C++ engine, where there is one."""
+    """Return the C++ engine. Skip the case if there is none."""
     if engine.core is None:
         pytest.skip("one rank without MPI has no C++ engine")
     return engine.core

@@ -1,4 +1,4 @@
-"""All-reduce on any number of ranks, whichever way the data takes."""
+"""All-reduce on any number of ranks and any data path: shared memory, a ring, or both."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_all_reduce(dtype: str, op: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_all_reduce_of_what_is_larger_than_any_buffer(dtype: str) -> None:
-    # With tiny messages this would be nothing but messages.
+def test_all_reduce_larger_than_any_buffer(dtype: str) -> None:
+    # With tiny messages this case would send far too many of them.
     count = LARGE // 20 if settings().segment_bytes else LARGE
     found = hvpipe.allreduce(part(hvpipe.rank(), count, dtype), op="sum")
     assert_sum(found, patterns(dtype), 1.0, ROUNDING[dtype])
@@ -66,7 +66,7 @@ def test_all_reduce_keeps_the_shape(shape: tuple[int, ...]) -> None:
     assert (found == 1.5 * hvpipe.size()).all()
 
 
-def test_an_average_of_halves_whose_sum_is_more_than_they_hold() -> None:
+def test_an_average_of_float16_whose_sum_overflows() -> None:
     assert (hvpipe.allreduce(np.full(1000, 40_000, np.float16)) == 40_000).all()
 
 
@@ -87,7 +87,7 @@ def test_compression(compression: Any, wire: str, out: str | None) -> None:
         target = mine.copy() if out else None
         found = hvpipe.allreduce(mine if target is None else target, compression=compression, out=target)
         assert found.dtype == np.float32
-        # Twice the roundings: on the way in, and in the sum.
+        # Values are rounded twice: before they are sent, and in the sum.
         assert_sum(found, patterns("float32"), 1.0 / hvpipe.size(), 2 * ROUNDING[wire])
         assert_equal_on_all_ranks(found)
         if hvpipe.size() > 1:
@@ -112,7 +112,7 @@ def test_a_nan_or_infinity_on_one_rank_reaches_all() -> None:
 
 
 class Tensor:
-    """An array of another library: nothing but DLPack."""
+    """An array of another library that supports only DLPack."""
 
     def __init__(self, array: Array) -> None:
         self._array = array
@@ -159,7 +159,7 @@ def test_wrong_arguments_are_named_and_harm_nothing(arguments: dict[str, Any], r
     assert hvpipe.allreduce(np.float32(1), op="sum") == hvpipe.size()
 
 
-def test_an_output_that_may_not_be_written_is_refused() -> None:
+def test_a_read_only_output_is_refused() -> None:
     out = np.zeros(4, np.float32)
     out.flags.writeable = False
     with pytest.raises(HvpipeError, match="Received: an array that is read-only"):
@@ -171,8 +171,8 @@ def test_an_output_that_may_not_be_written_is_refused() -> None:
             hvpipe.allreduce(out, out=out, compression=compression)
 
 
-def test_ranks_that_come_at_once_and_ranks_that_come_late() -> None:
-    """A small all-reduce is over at once where all ranks are there, and is queued where one is late."""
+def test_punctual_and_late_ranks() -> None:
+    """A small all-reduce returns at once if all ranks are ready, and is queued if a rank is late."""
     size, rank = hvpipe.size(), hvpipe.rank()
     late = np.random.default_rng(rank)
     wanted = size * (size + 1) / 2
@@ -206,11 +206,12 @@ def test_counters(engine: Engine) -> None:
         assert sent["shared_memory_bytes"] == 400_000
         assert sent["network_bytes_sent"] == 0
     elif not settings().shared_memory:
-        # A ring sends two rounds of all but one share.
+        # Each of a ring's two rounds sends all shares but one.
         assert sent["network_bytes_sent"] == pytest.approx(2 * (hvpipe.size() - 1) * share, rel=0.01)
         assert sent["network_bytes_received"] == pytest.approx(sent["network_bytes_sent"], rel=0.01)
     else:
-        # Every rank puts its array into the lane, the first of a host the result as well if others read it.
+        # Every rank writes its array to the lane. If others read the result, the host's first rank writes
+        # that too.
         assert sent["shared_memory_bytes"] in (400_000, 800_000)
         leads = engine.core.local_rank == 0
         assert sent["network_bytes_sent"] == pytest.approx(

@@ -1,4 +1,4 @@
-"""Plans: the buckets of a training step, announced, packed, reduced and unpacked."""
+"""Bucket plans: the buckets of a training step are announced, packed, reduced and unpacked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.plan.buckets import BucketPlan, Gradient, plan_buckets
 from hvpipe.session import current
 
-# Several buckets of each kind, from a few bytes to several chunks of the shared-memory lane.
+# Each kind has several buckets, from a few bytes to several chunks of the shared-memory lane.
 MODEL = [
     Gradient("a", (3,), "float32"),
     Gradient("b", (50_000,), "float32"),
@@ -53,11 +53,11 @@ def model_plan(compression: str | None = None) -> BucketPlan:
 
 
 def gradient(place: int, step: int, rank: int) -> Array:
-    """What a rank's backward finds; the numbers differ in size so much that the order of adding shows."""
+    """Return a rank's gradient. Its magnitudes vary so much that the order of addition changes the bits."""
     wanted = MODEL[place]
     noise = np.random.default_rng([place, step, rank])
     values = noise.standard_normal(wanted.shape) * 10.0 ** noise.integers(-3, 4, wanted.shape)
-    if wanted.table:  # rows that other ranks have as well, and others; more and fewer with the steps
+    if wanted.table:  # some rows shared with other ranks and some not; their number varies by step
         values *= (noise.random(len(values)) < 0.02 + 0.1 * (step % 3))[:, None]
     return np.asarray(values).astype(DTYPES[wanted.dtype])
 
@@ -65,7 +65,7 @@ def gradient(place: int, step: int, rank: int) -> Array:
 def run_step(
     core: Any, plan_id: int, plan: BucketPlan, step: int, *, order: random.Random | None = None
 ) -> list[Array]:
-    """One step's reduced gradients; with `order`, in this rank's own order and time."""
+    """Return one step's reduced gradients. With `order`, this rank uses its own order and timing."""
     rank = hvpipe.rank()
     scale, total = core.begin_step(plan_id, step, float(rank + 1), True)
     assert total == hvpipe.size() * (hvpipe.size() + 1) / 2
@@ -76,7 +76,7 @@ def run_step(
     if order is not None:
         order.shuffle(numbers)
         order.shuffle(collects)
-    # Somebody who waits for each bucket before it is submitted, as TensorFlow's threads may.
+    # Collect on another thread, which waits for each bucket, as TensorFlow's threads may.
     submitted = [threading.Event() for _ in numbers]
 
     def collect() -> None:
@@ -132,16 +132,16 @@ def table_plan(rows: int, row: int) -> BucketPlan:
 
 
 def reduced_table(core: Any, plan_id: int, table: Array) -> Array:
-    """The average of the ranks' tables."""
+    """Return the average of the ranks' tables."""
     scale, _ = core.begin_step(plan_id, 1, 1.0, True)
     core.submit(plan_id, 0, [table], scale)
-    reduced = np.full_like(table, 7.0)  # to be written over, zeros included
+    reduced = np.full_like(table, 7.0)  # the result must overwrite every element, zeros included
     core.collect(plan_id, 0, [reduced])
     return reduced
 
 
 def test_tables_of_any_rows(engine: Engine, core: Any) -> None:
-    """None, all, one rank's alone, the same on all; one after the other, so that room grows and stays."""
+    """Rows are used by no rank, all ranks, one rank, or the same on all. Repeated uses make buffers grow."""
     rank, size = hvpipe.rank(), hvpipe.size()
     plan_id = engine.add_plan("tables", table_plan(500, 16))
     noise = np.random.default_rng(1)
@@ -161,7 +161,7 @@ def test_tables_of_any_rows(engine: Engine, core: Any) -> None:
         assert_equal_on_all_ranks(found)
 
 
-def test_what_is_not_a_number_travels_in_tables(engine: Engine, core: Any) -> None:
+def test_nan_and_infinity_are_sent_in_tables(engine: Engine, core: Any) -> None:
     table = np.zeros((100, 16), np.float32)
     last = hvpipe.size() - 1
     if hvpipe.rank() == last:
@@ -174,7 +174,7 @@ def test_what_is_not_a_number_travels_in_tables(engine: Engine, core: Any) -> No
 
 @pytest.mark.parametrize("row", [16, 17, 33, 64, 75, 100])
 def test_rows_of_any_length(engine: Engine, core: Any, row: int) -> None:
-    """What is not zero may be any element of a row."""
+    """The nonzero element of a row may be at any index."""
     rank, size = hvpipe.rank(), hvpipe.size()
     tables = np.zeros((size, 3 * row, row), np.float32)
     for other in range(size):
@@ -183,7 +183,7 @@ def test_rows_of_any_length(engine: Engine, core: Any, row: int) -> None:
     np.testing.assert_allclose(found, tables.mean(0), rtol=1e-6)
 
 
-def test_rows_that_are_zero_everywhere_do_not_travel(engine: Engine, core: Any) -> None:
+def test_rows_that_are_zero_on_all_ranks_are_not_sent(engine: Engine, core: Any) -> None:
     rows, row, used = 2000, 64, 20
     table = np.zeros((rows, row), np.float32)
     table[hvpipe.rank() : rows : rows // used] = 1.0
@@ -194,7 +194,7 @@ def test_rows_that_are_zero_everywhere_do_not_travel(engine: Engine, core: Any) 
     size = hvpipe.size()
     assert np.count_nonzero(found) == used * row * size
     if size > 1:
-        # Which rows (two bytes each), and the rows of all ranks; twice around a ring, and to and from its
+        # Row indexes (two bytes each), then the rows of all ranks: twice around a ring, and to and from the
         # host's first rank.
         assert 0 < sent < 4 * (2 * rows + 4 * row * used * size) < 0.4 * table.nbytes
 
@@ -205,11 +205,11 @@ def test_rows_of_several_tensors_are_refused(core: Any) -> None:
             core.add_plan("tables", 1, [("t", "float32", "float32", counts, 0, 16)], False)
 
 
-def test_a_step_overlaps_with_another_plans(engine: Engine, core: Any) -> None:
+def test_steps_of_two_plans_overlap(engine: Engine, core: Any) -> None:
     plan = plan_buckets([Gradient("w", (30_000,), "float32")], 1 << 20)
     first, second = engine.add_plan("first", plan), engine.add_plan("second", plan)
     ones = np.ones(30_000, np.float32)
-    # Both are announced and submitted before either is collected, in another order on every other rank.
+    # Both steps are announced and submitted before either is collected. Odd ranks submit in another order.
     scales = {plan_id: core.begin_step(plan_id, 1, 1.0, True)[0] for plan_id in (first, second)}
     for plan_id in (first, second) if hvpipe.rank() % 2 else (second, first):
         core.submit(plan_id, 0, [ones * (plan_id + 1)], scales[plan_id])
@@ -219,11 +219,9 @@ def test_a_step_overlaps_with_another_plans(engine: Engine, core: Any) -> None:
         np.testing.assert_allclose(out, plan_id + 1, rtol=1e-6)
 
 
-def test_a_rank_that_is_ahead_does_not_hold_up_what_the_others_have_reached(
-    engine: Engine, core: Any
-) -> None:
-    """Its sends in flight would be all of urgent buckets that no other has submitted."""
-    length = 50_000 * hvpipe.size()  # several messages on every way
+def test_a_rank_that_is_ahead_does_not_block_the_others(engine: Engine, core: Any) -> None:
+    """Its sends in flight could all be of urgent buckets that no other rank has submitted."""
+    length = 50_000 * hvpipe.size()  # several messages on every link
     model = [Gradient(f"layer {place}", (length,), "float32") for place in range(13)]
     plan = plan_buckets(model, 4 * length)
     plan_id = engine.add_plan("ahead", plan)
@@ -273,7 +271,7 @@ def test_a_rank_without_samples_adds_nothing(engine: Engine, core: Any) -> None:
     out = np.empty(4, np.float32)
     core.collect(plan_id, 0, [out])
     assert out.tolist() == [1.0] * 4
-    # And where nobody has any, no share is a number but 0.
+    # If no rank has samples, the scale is 0, not NaN.
     assert core.begin_step(plan_id, 2, 0.0, False) == (0.0, 0.0)
 
 
@@ -339,7 +337,7 @@ def test_nothing_is_recorded_without_a_trace(engine: Engine) -> None:
 
 @contextlib.contextmanager
 def traced_engine() -> Iterator[Engine]:
-    """An engine beside the session's that records."""
+    """Open a second engine that records a trace."""
     session = current()
     settings = dataclasses.replace(session.settings, trace_path="recorded")
     made = Engine(session.world, settings, settings.ranks_per_host)
@@ -350,7 +348,10 @@ def traced_engine() -> Iterator[Engine]:
 
 
 def test_an_urgent_bucket_overtakes_a_large_one(core: Any) -> None:
-    """The large one is under way when the urgent one comes, with more messages than there may be at once."""
+    """The large bucket is under way when the urgent one arrives.
+
+    It has more messages than may be in flight at once.
+    """
     session = current()
     if hvpipe.size() == 1 or (core.hosts == 1 and session.settings.shared_memory):
         pytest.skip("nothing travels, and in shared memory buckets take turns")
@@ -372,12 +373,12 @@ def test_an_urgent_bucket_overtakes_a_large_one(core: Any) -> None:
                 engine.core.collect(plan_id, number, [np.empty_like(array)])
             ends = {name: end for category, name, _, end in engine.take_events() if category == "reduce"}
             overtook.append(ends["urgent"] < ends["large"])
-    # Not each time where a rank was put off between its two submissions until the large one was through.
+    # One step suffices: a rank may be descheduled between its submissions until the large bucket is done.
     assert any(overtook)
 
 
-def test_an_engine_that_waits_takes_no_core(engine: Engine, core: Any) -> None:
-    """For work, and for a bucket that another rank has yet to submit."""
+def test_a_waiting_engine_uses_no_core(engine: Engine, core: Any) -> None:
+    """It waits for work, and for a bucket that another rank has yet to submit."""
     first = hvpipe.rank() == 0
     plan_id = engine.add_plan("late", plan_buckets([Gradient("w", (4,), "float32")], 100))
     ones = np.ones(4, np.float32)
@@ -394,7 +395,7 @@ def test_an_engine_that_waits_takes_no_core(engine: Engine, core: Any) -> None:
 
 
 def cores_while_asleep() -> float:
-    """How many processor cores all threads of this process keep busy while this one sleeps."""
+    """Return how many cores all threads of this process keep busy while this thread sleeps."""
     used_s, begun_s = time.process_time(), time.monotonic()
     time.sleep(0.5)
     return (time.process_time() - used_s) / (time.monotonic() - begun_s)

@@ -1,4 +1,4 @@
-"""The world underneath the session: objects, clocks, handles."""
+"""The MPI world below the session: objects, clocks, communicators."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvpipe.errors import HvpipeError
 
 @pytest.fixture(scope="module")
 def comm() -> Iterator[World]:
-    """A world beside the session's own."""
+    """Open a second world beside the session's."""
     world = open_world(discover(), Settings(timeout_s=30.0))
     yield world
     world.close()
 
 
-def test_what_the_launcher_says_is_what_mpi_says(comm: World) -> None:
+def test_the_launcher_and_mpi_agree(comm: World) -> None:
     launch = discover()
     assert (launch.rank, launch.size) == (comm.rank, comm.size)
     assert launch.local_size in (None, comm.local_size)
@@ -51,9 +51,7 @@ def test_every_root_can_broadcast(comm: World) -> None:
         assert comm.broadcast_object(("from", comm.rank), root) == ("from", root)
 
 
-def test_objects_of_more_bytes_than_one_call_of_mpi_takes(
-    comm: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_objects_larger_than_one_mpi_call(comm: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hvpipe.comm.mpi._MOST_BYTES", 1000)
     mine = [comm.rank] * (2000 + comm.rank)
     everyone = [[rank] * (2000 + rank) for rank in range(comm.size)]

@@ -1,4 +1,4 @@
-"""Arrays in device memory through the whole engine, on a device and an NCCL made for tests (tests/native)."""
+"""Device arrays through the whole engine, on a fake device and a fake NCCL (tests/support/native)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.session import current
 
 
-# One engine for all cases: under a crowd of ranks its start takes longer than a case.
+# One engine for all cases: with many ranks its start takes longer than a case.
 @pytest.fixture(params=WAYS, scope="session")
 def device_engine(request: Any, libraries: Libraries) -> Iterator[Engine]:
     engine = open_engine(libraries, request.param)
@@ -38,7 +38,7 @@ def test_a_device_array_is_summed_into_another(device_engine: Engine, dtype: str
     np.testing.assert_array_equal(out.values.astype(np.float64), wanted)
 
 
-def test_it_is_averaged_in_place(device_engine: Engine) -> None:
+def test_a_device_array_is_averaged_in_place(device_engine: Engine) -> None:
     array = OnDevice(values_of(hvpipe.rank(), 1000, "float64"))
     assert device_engine.allreduce(array, out=array) is array
     wanted = sum(values_of(r, 1000, "float64") for r in range(hvpipe.size())) / hvpipe.size()
@@ -68,7 +68,7 @@ def test_steps_of_buckets_are_packed_reduced_and_unpacked(
     for step in range(3):
         scale, total = core.begin_step(plan_id, step, 1.0, True)
         assert (scale, total) == (1 / size, size)
-        # Each rank in its own order: the engine must bring them into one.
+        # Each rank submits in its own order. The engine must agree on one.
         order = np.random.default_rng([step, hvpipe.rank()]).permutation(len(plan.buckets))
         for index in order:
             bucket = plan.buckets[index]
@@ -86,7 +86,7 @@ MEMORY = {
     "there is some": "nccl",
     "of an older NCCL": "nccl_without_memory",
     "not on one rank": "nccl",
-    "in pieces of 512 MiB": "nccl",  # as on H100 with NVSwitches: a few buckets would fill the GPU
+    "in pieces of 512 MiB": "nccl",  # as on an H100 with NVSwitches, where a few buckets would fill the GPU
 }
 
 
@@ -141,7 +141,7 @@ def test_a_device_array_is_filled_with_the_roots_numbers(device_engine: Engine, 
     np.testing.assert_array_equal(array.values, values_of(root, 30_000, "float32"))
 
 
-def test_which_way_data_goes_is_said(libraries: Libraries) -> None:
+def test_use_device_returns_the_path_of_the_data(libraries: Libraries) -> None:
     engine = open_engine(libraries, "NCCL")
     one = hvpipe.size() == 1
     assert engine.use_device() == ("one rank" if one else "by NCCL 2.30.5")
@@ -171,11 +171,11 @@ def way_of_a_span_of_hosts() -> str:
     return "by NCCL 2.30.5 inside hosts, through the host and MPI between them"
 
 
-def test_between_hosts_each_rank_carries_its_part_alone(libraries: Libraries) -> None:
+def test_each_rank_sends_only_its_own_share_between_hosts(libraries: Libraries) -> None:
     engine = open_engine(libraries, "NCCL inside hosts")
     if "inside hosts, through" not in engine.use_device():
         pytest.skip("hosts with different numbers of ranks")
-    # 8 bytes beyond what two ranks share equally: padded.
+    # The size is 8 bytes more than two ranks can share equally, so the engine pads it.
     layers = [Gradient("a", (4_001,), "float64"), Gradient("b", (30_000,), "float64")]
     plan_id = engine.add_plan("a", plan_buckets(layers, 250_000, None), on_device=True)
     sent = engine.counters()["network_bytes_sent"]
@@ -189,7 +189,7 @@ def test_between_hosts_each_rank_carries_its_part_alone(libraries: Libraries) ->
     wanted = sum(values_of(r, 30_000, "float64") for r in range(hvpipe.size()))
     np.testing.assert_array_equal(arrays[0].values, wanted)
     np.testing.assert_array_equal(arrays[1].values, np.full(4_001, hvpipe.size()))
-    # A ring of H hosts sends 2 (H - 1) / H of a rank's part.
+    # A ring of H hosts sends 2 (H - 1) / H of each rank's share.
     hosts, local = engine.core.hosts, engine.core.local_size
     share = 2 * (hosts - 1) / hosts * 8 * (30_000 + 4_002) / local
     assert announced == 0
@@ -198,13 +198,13 @@ def test_between_hosts_each_rank_carries_its_part_alone(libraries: Libraries) ->
     engine.stop()
 
 
-def test_host_memory_is_made_once_and_given_back(libraries: Libraries) -> None:
+def test_host_memory_is_allocated_once_and_freed(libraries: Libraries) -> None:
     device = ctypes.CDLL(libraries.device)
     held = device.things_held()
     engine = open_engine(libraries, "host")
     engine.use_device()
     before = device.host_memory_allocations()
-    # Two sizes of room: up to 64 KiB, and up to 512 KiB.
+    # The arrays need two buffer sizes: up to 64 KiB, and up to 512 KiB.
     for count in (10, 1_000, 16_000, 7, 100_000, 50_000, 130_000, 1_000):
         array = OnDevice(np.ones(count, np.float32))
         engine.allreduce(array, op="sum", out=array)
@@ -226,7 +226,7 @@ def test_host_memory_is_made_once_and_given_back(libraries: Libraries) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_buffers_of_a_plan_that_is_removed_are_given_back(libraries: Libraries, way: str) -> None:
+def test_the_buffers_of_a_removed_plan_are_freed(libraries: Libraries, way: str) -> None:
     device, nccl = ctypes.CDLL(libraries.device), ctypes.CDLL(libraries.nccl)
     engine = open_engine(libraries, way)
     engine.use_device()
@@ -236,7 +236,7 @@ def test_the_buffers_of_a_plan_that_is_removed_are_given_back(libraries: Librari
     for trial in range(3):
         plan_id = engine.add_plan(f"trial {trial}", plan, on_device=True)
         engine.core.begin_step(plan_id, 0, 1.0, True)
-        engine.remove_plan(plan_id)  # not while a step is under way
+        engine.remove_plan(plan_id)  # no effect while a step is under way
         arrays = [OnDevice(values_of(hvpipe.rank(), count, "float32")) for count in (300_001, 1_000)]
         for bucket, array in enumerate(arrays):
             engine.submit_on_device(plan_id, bucket, [array], 1.0)
@@ -260,7 +260,7 @@ def things(device: Any, nccl: Any) -> tuple[int, int, int]:
 
 
 class ByDlpack:
-    """An array of NumPy as DLPack would show it on a device of this type."""
+    """A NumPy array whose DLPack interface claims a device of this type."""
 
     def __init__(self, values: Any, device: int) -> None:
         self.values, self.device = values, device
@@ -272,7 +272,7 @@ class ByDlpack:
         capsule = self.values.__dlpack__()
         new = ctypes.pythonapi.PyCapsule_GetPointer
         new.restype, new.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-        # DLTensor: the data's address, then the device's type.
+        # The layout of DLTensor: the data's address, then the device's type.
         ctypes.c_int32.from_address(new(capsule, b"dltensor") + 8).value = self.device
         return capsule
 

@@ -1,4 +1,7 @@
-"""What goes wrong between ranks with device arrays: who is told, how soon, what is left (tests/native)."""
+"""Failures between ranks with device arrays: which ranks get the error, how soon, and what remains allocated.
+
+The device and NCCL are fakes (tests/support/native).
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ def test_nccl_that_does_not_start_on_one_rank_is_an_error_on_all(
     engine.stop()
 
 
-def test_two_ranks_on_one_device_are_told_so(libraries: Libraries, monkeypatch: Any) -> None:
+def test_two_ranks_on_one_device_are_an_error(libraries: Libraries, monkeypatch: Any) -> None:
     needs_others()
     monkeypatch.setenv("FAKE_DEVICES", "1")
     engine = open_engine(libraries, "NCCL", gpus_may_be_shared=False)
@@ -52,7 +55,7 @@ def test_two_ranks_on_one_device_are_told_so(libraries: Libraries, monkeypatch: 
 def test_two_ranks_on_one_device_may_be_without_nccl(
     libraries: Libraries, monkeypatch: Any, caplog: Any
 ) -> None:
-    """Only NCCL wants a device for each rank; it is not asked for here, and not found, which is said."""
+    """Only NCCL needs a device for each rank. Here NCCL is optional and missing, and the engine logs that."""
     needs_others()
     caplog.set_level(logging.INFO, "hvpipe")
     monkeypatch.setenv("FAKE_DEVICES", "1")
@@ -64,7 +67,7 @@ def test_two_ranks_on_one_device_may_be_without_nccl(
     assert levels_of_the_way(caplog) == ["WARNING" if engine.core.local_rank == 0 else "INFO"]
 
 
-def test_whoever_asked_for_the_host_is_not_warned_of_it(libraries: Libraries, caplog: Any) -> None:
+def test_a_user_who_asked_for_the_host_gets_no_warning(libraries: Libraries, caplog: Any) -> None:
     needs_others()
     caplog.set_level(logging.INFO, "hvpipe")
     for way in ("host", "NCCL"):
@@ -76,7 +79,7 @@ def test_whoever_asked_for_the_host_is_not_warned_of_it(libraries: Libraries, ca
 
 
 def levels_of_the_way(caplog: Any) -> list[str]:
-    """At which levels it was logged how data on GPUs goes."""
+    """Return the levels at which the engine logged the path of GPU data."""
     return [record.levelname for record in caplog.records if "data on GPUs goes" in record.getMessage()]
 
 
@@ -114,7 +117,7 @@ def test_host_memory_on_one_rank_is_a_mismatch(libraries: Libraries) -> None:
         with pytest.raises(MismatchError, match="on a device"):
             engine.allreduce(array, out=array)
     else:
-        # Where the ranks of a host meet in shared memory, the first to notice takes the others' record.
+        # Ranks of one host meet in shared memory, where the first to notice takes the record of the others.
         on_device = OnDevice(array)
         with pytest.raises((MismatchError, DeadlineError)):
             engine.allreduce(on_device, out=on_device)
@@ -129,7 +132,7 @@ def test_host_memory_on_one_rank_is_a_mismatch(libraries: Libraries) -> None:
         ("FAKE_DEVICE_HANGS", "1", DeadlineError, "test device . to finish.*NCCL waits for all . ranks"),
     ],
 )
-def test_what_fails_in_the_background_ends_the_engine(
+def test_a_background_failure_ends_the_engine(
     libraries: Libraries, monkeypatch: Any, variable: str, how: str, kind: type[Exception], says: str
 ) -> None:
     needs_others()
@@ -140,12 +143,12 @@ def test_what_fails_in_the_background_ends_the_engine(
     with pytest.raises(kind, match=says):
         engine.allreduce(array, out=array)
     monkeypatch.delenv(variable)
-    with pytest.raises(kind, match=says):  # and nothing goes on after that
+    with pytest.raises(kind, match=says):  # later calls fail too
         engine.allreduce(array, out=array)
     engine.stop()
 
 
-def test_an_abort_that_hangs_keeps_nobody_from_the_error(libraries: Libraries, monkeypatch: Any) -> None:
+def test_an_abort_that_hangs_does_not_delay_the_error(libraries: Libraries, monkeypatch: Any) -> None:
     needs_others()
     engine = open_engine(libraries, "NCCL", timeout_s=4.0)
     engine.use_device()
@@ -157,12 +160,12 @@ def test_an_abort_that_hangs_keeps_nobody_from_the_error(libraries: Libraries, m
         engine.allreduce(array, out=array)
     engine.stop()
     engine.core = None
-    assert time.monotonic() - start < 30  # the abort takes 60
+    assert time.monotonic() - start < 30  # the abort takes 60 s
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_others_do_not_fail_where_one_rank_leaves_late(libraries: Libraries, way: str) -> None:
-    """As rank 0 does that writes a long trace: NCCL and MPI wait for it, but not for ever."""
+def test_a_rank_that_leaves_late_is_no_error_on_the_others(libraries: Libraries, way: str) -> None:
+    """Rank 0 leaves late when it writes a long trace. NCCL and MPI wait for it, but not forever."""
     needs_others()
     engine = open_engine(libraries, way, timeout_s=2.0)
     engine.use_device()
@@ -172,7 +175,7 @@ def test_the_others_do_not_fail_where_one_rank_leaves_late(libraries: Libraries,
 
 
 @pytest.mark.parametrize("way", WAYS[:2])
-def test_a_bucket_that_nccl_does_not_end_ends_the_engine(
+def test_a_bucket_that_hangs_in_nccl_ends_the_engine(
     libraries: Libraries, monkeypatch: Any, way: str
 ) -> None:
     needs_others()
@@ -189,7 +192,9 @@ def test_a_bucket_that_nccl_does_not_end_ends_the_engine(
     engine.stop()
 
 
-def test_gradients_that_do_not_fit_are_said_with_their_bytes(libraries: Libraries, monkeypatch: Any) -> None:
+def test_gradients_that_do_not_fit_are_an_error_with_their_bytes(
+    libraries: Libraries, monkeypatch: Any
+) -> None:
     engine = open_engine(libraries, "host")
     engine.use_device()
     layers = [Gradient("a", (1_000_000,), "float32"), Gradient("b", (500_000,), "float32")]
@@ -201,7 +206,7 @@ def test_gradients_that_do_not_fit_are_said_with_their_bytes(libraries: Librarie
     ):
         engine.add_plan("a", plan, on_device=True)
     monkeypatch.setenv("FAKE_DEVICE_FREE", "6000000")
-    monkeypatch.setenv("FAKE_DEVICE_FULL", "1")  # of pieces that are too small
+    monkeypatch.setenv("FAKE_DEVICE_FULL", "1")  # pieces of device memory that are too small
     with pytest.raises(
         HvpipeError,
         match=r"a bucket of gradients: wanted 2 MB, free 6 MB of 2000 MB, but not in one piece: "
@@ -211,14 +216,14 @@ def test_gradients_that_do_not_fit_are_said_with_their_bytes(libraries: Librarie
     engine.stop()
 
 
-def test_memory_that_nccl_does_not_have_is_said_with_its_bytes(
+def test_memory_that_nccl_cannot_allocate_is_an_error_with_its_bytes(
     libraries: Libraries, monkeypatch: Any
 ) -> None:
     needs_others()
     engine = open_engine(libraries, "NCCL")
     engine.use_device()
     plan = plan_buckets([Gradient("a", (1_000_000,), "float32")], 1_000_000)
-    monkeypatch.setenv("FAKE_DEVICE_FREE", "1000000000")  # the library lowers it
+    monkeypatch.setenv("FAKE_DEVICE_FREE", "1000000000")  # the fake NCCL lowers it
     monkeypatch.setenv("FAKE_NCCL", "memory-full")
     with pytest.raises(HvpipeError, match=r"a bucket of gradients: wanted 4 MB, free 3 MB of 2000 MB"):
         engine.add_plan("a", plan, on_device=True)
@@ -232,13 +237,16 @@ def test_memory_that_nccl_does_not_have_is_said_with_its_bytes(
 
 
 def test_arrays_of_another_device_are_refused(libraries: Libraries, monkeypatch: Any) -> None:
-    """Before anything is enqueued there: on a GPU that would end all work of the process."""
+    """The check comes before any launch.
+
+    On a GPU, a launch on a wrong address ends all work of the process.
+    """
     engine = open_engine(libraries, "host")
     engine.use_device()
     array = OnDevice(np.ones(3, np.float32))
     plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
     engine.core.begin_step(plan_id, 0, 1.0, True)
-    monkeypatch.setenv("FAKE_DEVICE_FAILS", "1")  # whatever is launched
+    monkeypatch.setenv("FAKE_DEVICE_FAILS", "1")  # any launch fails
     monkeypatch.setenv("FAKE_DEVICE_ELSEWHERE", "1")
     for call in (
         lambda: engine.allreduce(array, out=array),
@@ -267,20 +275,20 @@ def test_a_bucket_that_cannot_be_packed_ends_the_engine(libraries: Libraries, mo
             call()
     engine.stop()
     engine.core = None
-    assert device.things_held() > held  # what messages may still name is not given back
+    assert device.things_held() > held  # the engine keeps what messages may still use
 
 
-def test_nccl_that_does_not_leave_is_an_error_of_stop(libraries: Libraries, monkeypatch: Any) -> None:
+def test_a_failed_nccl_finalize_is_an_error_of_stop(libraries: Libraries, monkeypatch: Any) -> None:
     needs_others()
     engine = open_engine(libraries, "NCCL")
     engine.use_device()
     monkeypatch.setenv("FAKE_NCCL", "finalize")
     with pytest.raises(PeerError, match="ncclCommFinalize: remote process exited"):
         engine.stop()
-    engine.core = None  # its end raises nothing
+    engine.core = None  # deleting it raises nothing
 
 
-def test_ranks_that_differ_on_where_nccl_goes_are_told_so(libraries: Libraries) -> None:
+def test_ranks_with_different_nccl_spans_are_an_error(libraries: Libraries) -> None:
     needs_others()
     engine = open_engine(libraries, "NCCL", nccl_span="host" if hvpipe.rank() == 1 else "world")
     with pytest.raises(HvpipeError, match=r"NCCL should serve all ranks.*another HVPIPE_NCCL_SPAN"):
@@ -288,7 +296,7 @@ def test_ranks_that_differ_on_where_nccl_goes_are_told_so(libraries: Libraries) 
     engine.stop()
 
 
-def test_without_the_library_it_is_said_how_to_get_it(libraries: Libraries) -> None:
+def test_a_missing_device_library_names_the_build_that_has_it(libraries: Libraries) -> None:
     engine = open_engine(libraries, "host", device_library="libnowhere.so")
     array = OnDevice(np.ones(3, np.float32))
     with pytest.raises(HvpipeError, match="build of hvpipe with CUDA's compiler"):
@@ -296,7 +304,7 @@ def test_without_the_library_it_is_said_how_to_get_it(libraries: Libraries) -> N
     engine.stop()
 
 
-def test_hvpipes_own_library_says_that_there_is_no_driver(libraries: Libraries) -> None:
+def test_hvpipes_own_library_reports_a_missing_driver(libraries: Libraries) -> None:
     from hvpipe.comm.native import native_directory
 
     own = native_directory() / "libhvpipe_cuda.so"

@@ -1,4 +1,4 @@
-"""Device arrays from one rank to another, on a device and an NCCL made for tests (tests/native)."""
+"""Device arrays sent from one rank to another, on a fake device and a fake NCCL (tests/support/native)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def empty(count: int, dtype: str = "float32") -> OnDevice:
 
 
 def sent_by(rank: int, tag: int) -> Any:
-    """What `rank` sends with a tag: a count and numbers of their own."""
+    """Return the array that `rank` sends with a tag. Each pair has its own length and numbers."""
     return values_of(100 * rank + tag, COUNTS[(rank + tag) % len(COUNTS)], "float32")
 
 
@@ -52,8 +52,8 @@ def test_arrays_go_around_the_ring(engine: Engine, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("first", ["sends", "receives"])
-def test_all_write_to_all_in_whatever_order(engine: Engine, first: str) -> None:
-    """Every rank sends to all others with many tags, and asks for them in an order of its own."""
+def test_all_send_to_all_in_any_order(engine: Engine, first: str) -> None:
+    """Every rank sends to all others with many tags, and receives in an order of its own."""
     rank, size, tags = hvpipe.rank(), hvpipe.size(), 12
     pairs = [(other, tag) for other in range(size) if other != rank for tag in range(tags)]
     order = np.random.default_rng(rank)
@@ -88,8 +88,8 @@ def test_messages_of_one_tag_keep_their_order(engine: Engine) -> None:
     assert [out.values[0] for out in outs] == [0, 1, 2, 3, 4]
 
 
-def test_what_is_asked_for_later_keeps_nothing_else_from_coming(engine: Engine) -> None:
-    """A message that nobody waits for yet lets the later ones of other tags pass it."""
+def test_a_message_received_later_does_not_block_others(engine: Engine) -> None:
+    """A message that no rank waits for yet lets later messages of other tags pass."""
     rank, size = hvpipe.rank(), hvpipe.size()
     after, before = (rank + 1) % size, (rank - 1) % size
     sent = [engine.send(OnDevice(np.full(7, tag, np.float32)), after, tag, "a message") for tag in (0, 1)]
@@ -101,7 +101,7 @@ def test_what_is_asked_for_later_keeps_nothing_else_from_coming(engine: Engine) 
     assert [out.values[0] for out in outs] == [0, 1]
 
 
-def test_they_go_between_reduces(engine: Engine) -> None:
+def test_messages_between_all_reduces(engine: Engine) -> None:
     rank, size = hvpipe.rank(), hvpipe.size()
     out = empty(5000)
     received = engine.receive_on_device(out, (rank - 1) % size, 0, "a message")
@@ -122,7 +122,7 @@ def test_nothing_is_left_behind(libraries: Libraries, way: str) -> None:
     held = device.things_held()
     engine = open_engine(libraries, way)
     engine.use_device()
-    test_all_write_to_all_in_whatever_order(engine, "sends")
+    test_all_send_to_all_in_any_order(engine, "sends")
     engine.agree("end of a case")
     engine.stop()
     engine.core = None
@@ -146,7 +146,7 @@ def test_a_message_of_another_size_is_a_mismatch(libraries: Libraries) -> None:
     engine.stop()
 
 
-def test_one_that_nobody_receives_on_a_device_says_so(libraries: Libraries) -> None:
+def test_a_message_that_no_rank_receives_is_an_error(libraries: Libraries) -> None:
     needs_others()
     engine = open_engine(libraries, "NCCL", timeout_s=2.0)
     engine.use_device()
@@ -158,7 +158,7 @@ def test_one_that_nobody_receives_on_a_device_says_so(libraries: Libraries) -> N
 
 
 @pytest.mark.parametrize(("how", "says"), [("async", "remote process exited"), ("hang", "NCCL to start it")])
-def test_what_fails_on_its_way_ends_the_engine(
+def test_a_failure_in_transit_ends_the_engine(
     libraries: Libraries, monkeypatch: Any, how: str, says: str
 ) -> None:
     needs_others()
@@ -174,13 +174,13 @@ def test_what_fails_on_its_way_ends_the_engine(
             request.wait()
         told.append(str(caught.value))
     assert told[0] == told[1]
-    # Some ranks wait for one whose NCCL it was.
+    # On some ranks the error is about the rank whose NCCL failed.
     assert any(says in text for text in hvpipe.allgather_object(told[0]))
     engine.stop()
 
 
-def test_a_late_rank_is_left_in_any_order(libraries: Libraries) -> None:
-    """Ranks that wrote to each other in a circle leave their communicators in different orders."""
+def test_ranks_leave_in_any_order(libraries: Libraries) -> None:
+    """Ranks that sent to each other in a ring close their communicators in different orders."""
     needs_others()
     engine = open_engine(libraries, "NCCL", timeout_s=5.0)
     engine.use_device()
@@ -190,7 +190,7 @@ def test_a_late_rank_is_left_in_any_order(libraries: Libraries) -> None:
     assert time.monotonic() - start < 5
 
 
-def test_they_want_the_engine_to_know_its_device(libraries: Libraries) -> None:
+def test_messages_need_use_device_first(libraries: Libraries) -> None:
     needs_others()
     engine = open_engine(libraries, "NCCL")
     for call in (
@@ -202,8 +202,8 @@ def test_they_want_the_engine_to_know_its_device(libraries: Libraries) -> None:
     engine.stop()
 
 
-def test_one_that_was_posted_ends_with_the_engine(libraries: Libraries) -> None:
-    """Its array will not come: whoever waits for it is told, as is whoever posts one later."""
+def test_a_posted_message_ends_with_the_engine(libraries: Libraries) -> None:
+    """A waiting request and one posted later both end with an error. Their arrays will not arrive."""
     needs_others()
     other = 1 - min(hvpipe.rank(), 1)
     for end, says in ((lambda engine: engine.core.fail("a reason"), "a reason"), (Engine.stop, "shut down")):
@@ -219,7 +219,7 @@ def test_one_that_was_posted_ends_with_the_engine(libraries: Libraries) -> None:
         engine.stop()
 
 
-def test_memory_of_messages_serves_others_of_about_their_size(libraries: Libraries) -> None:
+def test_messages_of_similar_size_reuse_memory(libraries: Libraries) -> None:
     needs_others()
     device = ctypes.CDLL(libraries.device)
     engine = open_engine(libraries, "host")
@@ -236,7 +236,9 @@ def test_memory_of_messages_serves_others_of_about_their_size(libraries: Librari
     engine.stop()
 
 
-def test_without_room_for_a_message_it_is_said_how_much(libraries: Libraries, monkeypatch: Any) -> None:
+def test_a_message_that_does_not_fit_is_an_error_with_its_bytes(
+    libraries: Libraries, monkeypatch: Any
+) -> None:
     needs_others()
     engine = open_engine(libraries, "host")
     engine.use_device()

@@ -1,4 +1,4 @@
-"""Ranks that disagree, come late or not at all: an error on every rank, on an engine made for the purpose."""
+"""Ranks that disagree, come late, or never come: an error on every rank. Each case breaks its own engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONES = np.ones(5000, np.float32)
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """An engine beside the session's, for all the ranks to break."""
+    """Open a second engine, which all ranks may break."""
     if hvpipe.size() not in (2, 3):
         pytest.skip("one rank disagrees with nobody, and four are no other than three")
     wanted = dataclasses.replace(settings(), timeout_s=TIMEOUT_S, trace_path="recorded")
@@ -33,7 +33,7 @@ def engine() -> Iterator[Engine]:
     hvpipe.barrier()
     yield made
     hvpipe.barrier()
-    # A broken engine leaves its shared memory to the end of the process, as freeing it takes all ranks.
+    # A broken engine keeps its shared memory until the process ends, because freeing it takes all ranks.
     made.core.fail("the end of the case")
     made.stop()
     made.core = None
@@ -51,7 +51,8 @@ def begin(engine: Engine, gradients: list[Gradient], reduces: bool = True) -> No
 
 Call = Callable[[Engine], Any]
 WEIGHTS = [Gradient("w", (3,), "float32")]
-# What all but the last rank do, what the last does, and how either is told.
+# For each disagreement: the call of all ranks but the last, the last rank's call, and how errors describe
+# each.
 DISAGREEMENTS: dict[str, tuple[Call, Call, tuple[str, str]]] = {
     "dtypes": (
         lambda e: e.allreduce(ONES),
@@ -120,13 +121,13 @@ DISAGREEMENTS: dict[str, tuple[Call, Call, tuple[str, str]]] = {
     ),
 }
 
-# A rank in shared memory and one in an exchange of messages do not meet: the rank below the one that is
-# elsewhere finds its message after a second, and ends all where nobody catches the error.
+# A rank in shared memory and a rank that exchanges messages do not meet. The rank just below the one that
+# differs finds its message after a second. That would end all ranks, unless someone catches the error.
 FOUND_BY_THE_RANK_BELOW = ("an all-reduce and a barrier", "an all-reduce and a step")
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_disagree_all_hear_of_it(engine: Engine, what: str) -> None:
+def test_all_ranks_get_an_error_if_they_disagree(engine: Engine, what: str) -> None:
     usual, other, says = DISAGREEMENTS[what]
     with pytest.raises((MismatchError, DeadlineError)) as caught:
         (other if is_last() else usual)(engine)
@@ -135,20 +136,20 @@ def test_ranks_that_disagree_all_hear_of_it(engine: Engine, what: str) -> None:
         assert caught.type is (MismatchError if below else DeadlineError)
         return
     assert caught.type is MismatchError
-    # Told from either side: what this rank is at, then another.
+    # Each error names this rank's operation first, then another rank's.
     here, there = reversed(says) if is_last() else says
     assert re.search(rf"is at: {here}.* is at: ({there}|{here})", str(caught.value)), caught.value
     with pytest.raises(MismatchError, match="disagree"):
         engine.agree("anything later")
 
 
-def test_whoever_waits_in_vain_hears_for_what(engine: Engine) -> None:
+def test_a_wait_that_times_out_names_what_it_waited_for(engine: Engine) -> None:
     if not is_last():
         with pytest.raises(DeadlineError, match=r"Waited 1.5 s in barrier for .*HVPIPE_TIMEOUT"):
             engine.agree("barrier")
 
 
-def test_an_all_reduce_that_a_rank_does_not_come_to(engine: Engine) -> None:
+def test_an_all_reduce_that_a_rank_does_not_join(engine: Engine) -> None:
     if not is_last():
         with pytest.raises(
             DeadlineError, match=r"Waited 1.5 s in allreduce \(average\) of float32\[5000\] for .*rank"
@@ -170,12 +171,12 @@ def test_a_bucket_that_a_rank_does_not_submit(engine: Engine) -> None:
             engine.core.collect(plan_id, 1, [np.empty(300, np.float32)])
 
 
-def test_the_rank_that_does_not_come_to_a_bucket_is_named(engine: Engine) -> None:
-    """Both of its neighbours in a ring know it: one has not been told that it is there, one gets no data."""
+def test_a_rank_that_does_not_join_a_bucket_is_named(engine: Engine) -> None:
+    """Both neighbours in the ring know it: one hears that the rank has not come, and one gets no data."""
     if settings().shared_memory and engine.core.hosts < hvpipe.size():
         pytest.skip("ranks of one host meet in shared memory")
     last = hvpipe.size() - 1
-    length = 100_000 * hvpipe.size()  # several messages on every way
+    length = 100_000 * hvpipe.size()  # several messages on every link
     plan_id = engine.add_plan("model", plan_buckets([Gradient("kernel", (length,), "float32")], 4 * length))
     engine.core.begin_step(plan_id, 1, 1.0, True)
     if is_last():
@@ -186,7 +187,7 @@ def test_the_rank_that_does_not_come_to_a_bucket_is_named(engine: Engine) -> Non
         engine.core.collect(plan_id, 0, [np.empty(length, np.float32)])
 
 
-def test_after_a_failure_nothing_begins(engine: Engine) -> None:
+def test_no_operation_starts_after_a_failure(engine: Engine) -> None:
     plan_id = engine.add_plan("model", plan_buckets(WEIGHTS, 1000))
     engine.core.begin_step(plan_id, 1, 1.0, True)
     hvpipe.barrier()
@@ -205,13 +206,13 @@ def test_after_a_failure_nothing_begins(engine: Engine) -> None:
             call()
 
 
-def test_the_others_wait_where_one_rank_may_be_at_work_of_its_own(engine: Engine) -> None:
+def test_a_patient_wait_outlasts_the_timeout(engine: Engine) -> None:
     if is_last():
         time.sleep(2 * TIMEOUT_S)
     engine.agree("shutdown", patient=True)
 
 
-def test_after_the_end_nothing_begins(engine: Engine) -> None:
+def test_no_operation_starts_after_stop(engine: Engine) -> None:
     engine.agree("shutdown")
     engine.stop()
     engine.stop()

@@ -1,4 +1,4 @@
-"""Broadcast, all-gather, objects and barriers on any number of ranks, whichever way the data takes."""
+"""Broadcast, all-gather, objects and barriers on any number of ranks and any data path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_rank_can_broadcast(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("root", [-1, 99])
-def test_a_root_that_is_no_rank(root: int) -> None:
+def test_a_root_outside_the_world_is_refused(root: int) -> None:
     with pytest.raises(HvpipeError, match=f"0 to {hvpipe.size() - 1}. Received: root={root}"):
         hvpipe.broadcast(np.ones(3), root=root)
 
@@ -68,10 +68,10 @@ def test_a_barrier_waits_for_the_last() -> None:
     reached_s = time.monotonic()
     hvpipe.barrier()
     left_s = time.monotonic()
-    if hvpipe.local_size() == hvpipe.size():  # one clock
+    if hvpipe.local_size() == hvpipe.size():  # one host, so one clock
         assert left_s >= max(hvpipe.allgather_object(reached_s))
 
 
-def test_everyone_hears_everyones_samples(engine: Engine) -> None:
+def test_every_rank_gets_every_ranks_samples(engine: Engine) -> None:
     found = engine.agree("test", samples=10.0 + hvpipe.rank())
     assert found == [10.0 + rank for rank in range(hvpipe.size())]

@@ -1,4 +1,4 @@
-"""Links between ranks of one machine: one for each pair, the same on all ranks, with sensible figures."""
+"""Measured links between ranks of one host: one for each pair, equal on all ranks, and plausible."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def test_every_pair_has_a_link_that_all_ranks_know() -> None:
     assert all(found == links for found in engine.allgather_object(links))
 
 
-def test_some_pairs_alone() -> None:
+def test_selected_pairs() -> None:
     pairs = [(0, rank) for rank in range(1, hvpipe.size()) if rank != 2]
     assert sorted(measure_links(current().engine, sizes_bytes=(1, 1000), repeats=1, pairs=pairs)) == pairs
     with pytest.raises(HvpipeError, match=r"0 <= a < b < .*Received: \[\(1, 0\)\]"):
         measure_links(current().engine, pairs=[(1, 0)])
 
 
-def test_beside_computing_on_one_rank_of_a_pair_and_then_on_the_other() -> None:
+def test_links_are_measured_while_ranks_compute() -> None:
     calls = [0]
 
     def compute() -> None:
@@ -42,14 +42,14 @@ def test_beside_computing_on_one_rank_of_a_pair_and_then_on_the_other() -> None:
     assert calls[0] == ended_at
 
 
-def test_an_error_of_the_computing_is_raised() -> None:
-    """Regression: its thread ended, and the link was measured as if nothing were computed."""
+def test_an_error_of_the_computation_is_raised() -> None:
+    """Regression: the computing thread ended, and the link was measured as if nothing computed beside it."""
     with pytest.raises(ZeroDivisionError), _repeated(lambda: 1 / 0):
         time.sleep(0.01)
 
 
 def test_a_link_within_a_machine_moves_a_megabyte_in_less_than_a_second() -> None:
-    """Generous bounds: other work may take most of the machine. No message is there before it is sent."""
+    """The upper bounds are generous, because other work may take most of the host."""
     for link in measure_links(current().engine).values():
         assert 1e-7 < link.time_s(1) < 1.0
         assert 1e-5 < link.time_s(1 << 20) < 1.0

@@ -1,4 +1,4 @@
-"""Messages between two ranks and all-reduces of some ranks, on any number of ranks."""
+"""Messages between two ranks, and all-reduces over groups of ranks, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvpipe.session import current
 
 @pytest.fixture
 def engine() -> Engine:
-    """An engine with somebody to talk to."""
+    """Return the engine. Skip the case if there is no other rank."""
     if hvpipe.size() == 1:
         pytest.skip("one rank has nobody to send to")
     return current().engine
@@ -32,8 +32,8 @@ def test_a_message_arrives_as_it_was_sent(engine: Engine, count: int) -> None:
     assert request.done
 
 
-def test_many_messages_at_once_keep_apart(engine: Engine) -> None:
-    """Ten on the way from everyone to everyone else, sent before any is expected, in another order by tag."""
+def test_many_messages_at_once_are_not_mixed_up(engine: Engine) -> None:
+    """Every rank sends ten messages to every other before any is expected. Receives reverse the tags."""
     rank, size = hvpipe.rank(), hvpipe.size()
     peers = [peer for peer in range(size) if peer != rank]
     sends = [
@@ -54,7 +54,7 @@ def test_many_messages_at_once_keep_apart(engine: Engine) -> None:
 
 
 def test_messages_of_one_tag_keep_their_order(engine: Engine) -> None:
-    """Also where each is more segments than are under way at once."""
+    """Each message has more segments than may be in flight at once."""
     rank, size = hvpipe.rank(), hvpipe.size()
     count = 5_000_000
     receives = [engine.receive(count, (rank - 1) % size, 0, f"message {i}") for i in range(6)]
@@ -65,7 +65,7 @@ def test_messages_of_one_tag_keep_their_order(engine: Engine) -> None:
         np.testing.assert_array_equal(request.arrived(), np.full(count, i, np.uint8))
 
 
-def test_what_arrived_outlives_its_request(engine: Engine) -> None:
+def test_received_data_outlives_its_request(engine: Engine) -> None:
     rank, size = hvpipe.rank(), hvpipe.size()
     request = engine.receive(100, (rank - 1) % size, 1, "message")
     engine.send(np.arange(100, dtype=np.uint8), (rank + 1) % size, 1, "message").wait()
@@ -76,8 +76,8 @@ def test_what_arrived_outlives_its_request(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_group_sums_among_itself(engine: Engine, dtype: str) -> None:
-    """All but the last rank in one group, while all ranks together are at a collective of their own."""
+def test_a_group_sums_among_its_members(engine: Engine, dtype: str) -> None:
+    """All but the last rank are in one group. All ranks together then run a collective of their own."""
     rank, size = hvpipe.rank(), hvpipe.size()
     members = list(range(size - 1)) if size > 2 else [0, 1]
     mine = np.full(150_001, rank + 1, dtype)
@@ -94,7 +94,7 @@ def test_a_group_sums_among_itself(engine: Engine, dtype: str) -> None:
 
 
 @pytest.mark.parametrize(("peer", "tag", "says"), [(-1, 0, "peer"), (99, 0, "peer"), (None, -1, "tag")])
-def test_bad_ends_are_told(engine: Engine, peer: int | None, tag: int, says: str) -> None:
+def test_wrong_peers_and_tags_are_refused(engine: Engine, peer: int | None, tag: int, says: str) -> None:
     to = (hvpipe.rank() + 1) % hvpipe.size() if peer is None else peer
     with pytest.raises(HvpipeError, match=says):
         engine.send(np.zeros(3), to, tag, "message")
@@ -105,7 +105,7 @@ def test_a_group_without_this_rank_is_refused(engine: Engine) -> None:
         engine.add_group([(hvpipe.rank() + 1) % hvpipe.size(), 99])
 
 
-def test_messages_that_nobody_expects_yet_hold_up_no_other(engine: Engine) -> None:
+def test_messages_that_are_not_expected_yet_block_no_others(engine: Engine) -> None:
     rank, size = hvpipe.rank(), hvpipe.size()
     right, left = (rank + 1) % size, (rank - 1) % size
     early = [engine.send(np.full(300_000, i, np.uint8), right, 100 + i, "early") for i in range(20)]

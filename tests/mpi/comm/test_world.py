@@ -1,4 +1,4 @@
-"""The world that every rank sees."""
+"""The world as every rank sees it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from in_step import InStep
 def pytest_configure(config: pytest.Config) -> None:
     # Keras calls TensorFlow in a way that NumPy 2 warns about.
     config.addinivalue_line("filterwarnings", "ignore:__array__ implementation:DeprecationWarning")
-    # Plain Keras, which one rank runs, warns about unused variables.
+    # Plain Keras, which runs on one rank, warns about unused variables.
     config.addinivalue_line("filterwarnings", "ignore:Gradients do not exist for variables:UserWarning")
     if rank_in_environment() is not None:
         config.pluginmanager.register(InStep(), "in-step")
@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def world() -> Iterator[None]:
-    """One hvpipe session for all cases, and few threads: the ranks share the cores of one machine."""
+    """Open one hvpipe session for all cases, with few threads, as the ranks share one machine's cores."""
     with warnings.catch_warnings():
         # The tests do not test TensorFlow's own imports.
         warnings.simplefilter("ignore")
@@ -33,7 +33,8 @@ def world() -> Iterator[None]:
     # Two, because one thread would fix the order of independent operations.
     tf.config.threading.set_inter_op_parallelism_threads(2)
     hvpipe.init()
-    # Collections then pass over what TensorFlow and Keras made on import: a fifth of the time of tracing.
+    # Freeze what TensorFlow and Keras made on import. Otherwise garbage collection takes a fifth of tracing
+    # time.
     gc.collect()
     gc.freeze()
     yield

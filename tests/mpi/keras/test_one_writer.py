@@ -1,4 +1,4 @@
-"""Keras's callbacks that write files, given to all ranks with one path: one rank's does."""
+"""Keras callbacks that write files, given to all ranks with the same path: only one rank writes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from training import (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """The same on all ranks."""
+    """Return a folder that is the same on all ranks."""
     return Path(hvpipe.broadcast_object(str(tmp_path)))
 
 
 class Counting:
-    """Counts what `model.save` and the like write on this rank."""
+    """Counts the calls of `model.save` and similar methods on this rank."""
 
     def __init__(self, model: keras.Model) -> None:
         self.count = 0
@@ -45,7 +45,7 @@ class Counting:
 
 
 def tensorboard(folder: Path) -> keras.callbacks.TensorBoard:
-    """One that opens its file, but writes no scalar, for which the package tensorboard would be needed."""
+    """Return a callback that opens its file but writes no scalars. Those need the tensorboard package."""
     made = keras.callbacks.TensorBoard(folder, write_graph=False)
     made._summary_module = SimpleNamespace(
         create_file_writer=tf.summary.create_file_writer, scalar=lambda *args, **kwargs: None
@@ -53,7 +53,7 @@ def tensorboard(folder: Path) -> keras.callbacks.TensorBoard:
     return made
 
 
-def test_one_rank_writes_what_all_were_told_to(folder: Path, tmp_path: Path) -> None:
+def test_one_rank_writes_if_all_have_the_callback(folder: Path, tmp_path: Path) -> None:
     model = parallel(compiled())
     saved = Counting(model)
     callbacks = [
@@ -82,7 +82,7 @@ def test_one_rank_writes_what_all_were_told_to(folder: Path, tmp_path: Path) -> 
 
 
 class Crash(keras.callbacks.Callback):
-    """Ends a fit with the second of its epochs."""
+    """Ends `fit` when its second epoch begins."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if epoch == 2:
@@ -90,7 +90,7 @@ class Crash(keras.callbacks.Callback):
 
 
 @pytest.mark.older_tensorflow
-def test_training_goes_on_from_the_backup_of_one_rank(folder: Path) -> None:
+def test_training_resumes_from_the_backup_of_one_rank(folder: Path) -> None:
     def run(*callbacks: Any) -> tuple[Any, list[int]]:
         model = parallel(compiled())
         model.set_weights([v + hvpipe.rank() for v in model.get_weights()])
@@ -112,8 +112,8 @@ def test_training_goes_on_from_the_backup_of_one_rank(folder: Path) -> None:
     assert not (folder / "backup").exists()
 
 
-def test_going_on_by_hand_from_what_rank_0_has_loaded(folder: Path) -> None:
-    """As docs/checkpoints.md has it."""
+def test_resuming_by_hand_from_weights_that_rank_0_loaded(folder: Path) -> None:
+    """Follows the example in docs/checkpoints.md."""
     model = parallel(compiled())
     fit(model, my_batches(3), epochs=2)
     if hvpipe.rank() == 0:

@@ -1,4 +1,7 @@
-"""Wrong arguments and ranks that differ, as far as a program can catch it; the rest: ../test_bad_input.py."""
+"""Wrong arguments and ranks that differ, where a program can catch the error.
+
+Errors that end all ranks are in tests/test_bad_input.py.
+"""
 
 from __future__ import annotations
 
@@ -62,15 +65,15 @@ def test_wrong_options(options: dict[str, Any], says: str) -> None:
         hk.data_parallel(model, **options)
 
 
-def test_what_is_no_model_and_no_dataset() -> None:
+def test_arguments_that_are_no_model_or_dataset() -> None:
     with pytest.raises(HvpipeError, match="Received: SGD"):
         hk.data_parallel(keras.optimizers.SGD())
     with pytest.raises(HvpipeError, match="Received: dataset of type list"):
         hk.shard([1, 2, 3])
 
 
-def test_what_is_of_keras_2() -> None:
-    """As `tf.keras` is under TF_USE_LEGACY_KERAS=1."""
+def test_models_of_keras_2() -> None:
+    """With TF_USE_LEGACY_KERAS=1, `tf.keras` is Keras 2."""
     members = {"__module__": "tf_keras.src.engine.functional", "__call__": lambda self: None}
     functional = type("Functional", (), members)()
     says = "Received: Functional of tf_keras, which is Keras 2: leave TF_USE_LEGACY_KERAS unset"
@@ -94,7 +97,7 @@ def test_what_is_of_keras_2() -> None:
         ("3.12.0", "jax", r"KERAS_BACKEND=tensorflow.*Received: the backend 'jax'"),
     ],
 )
-def test_a_keras_that_is_too_old_or_elsewhere(version: str, backend: str, says: str) -> None:
+def test_a_keras_too_old_or_on_another_backend_is_refused(version: str, backend: str, says: str) -> None:
     with pytest.raises(InitError, match=says):
         check_keras(version, backend)
 
@@ -153,13 +156,13 @@ def test_different_models_on_the_ranks(other: Callable[[], keras.Model], says: s
     model = parallel(compiled(other if is_last() else mlp))
     with pytest.raises(MismatchError, match=f"All ranks should train the same model. Received: .*{says}"):
         fit(model, my_batches(2))
-    # On every rank, so that all are still together.
+    # Every rank got the error, so all are still in step.
     assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
 
 
 @several_ranks
-def test_ranks_that_named_their_layers_apart_train_together() -> None:
-    # Keras counts the layers that a process has made, and one rank makes a model for itself alone.
+def test_ranks_with_different_layer_names_train_together() -> None:
+    # Keras numbers the layers that a process has made. One rank makes a model that the others do not make.
     if is_last():
         one_layer_more()
     model = parallel(compiled())
@@ -185,7 +188,7 @@ class Records(logging.Handler):
 
 @pytest.fixture
 def tensorflow_log() -> Iterator[list[str]]:
-    """What goes to TensorFlow's log."""
+    """Return the messages that reach TensorFlow's log."""
     handler = Records()
     tf.get_logger().addHandler(handler)
     yield handler.messages
@@ -217,7 +220,7 @@ def test_arrays_that_are_shorter_on_one_rank() -> None:
 
 
 @several_ranks
-def test_validation_data_that_are_shorter_on_one_rank_count_by_samples() -> None:
+def test_shorter_validation_data_on_one_rank_are_weighted_by_samples() -> None:
     x, y = samples(40 * hvpipe.size(), seed=3)
     start = 40 * hvpipe.rank()
     mine = slice(start, start + (10 if is_last() else 40))
@@ -233,7 +236,10 @@ def test_validation_data_that_are_shorter_on_one_rank_count_by_samples() -> None
 
 
 def nan_batches(rank: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Two batches of 4 for a regression with three outputs; the last rank wants one NaN of the second."""
+    """Return two batches of 4 samples with three targets each.
+
+    On the last rank one target of the second output is NaN.
+    """
     rng = np.random.default_rng(rank)
     x, y = rng.normal(size=(8, 6)).astype(np.float32), rng.normal(size=(8, 3)).astype(np.float32)
     if rank == size - 1:
@@ -250,7 +256,7 @@ def regression() -> keras.Model:
 
 @functools.cache
 def plain_with_nan() -> tuple[list[float], list[np.ndarray]]:
-    """Losses and weights of one rank with the batches of all."""
+    """Return losses and weights of one rank that trains on the batches of all."""
     size = hvpipe.size()
     parts = [nan_batches(rank, size) for rank in range(size)]
     order = np.concatenate([np.arange(8 * size).reshape(size, 2, 4)[:, step].ravel() for step in range(2)])
@@ -266,7 +272,7 @@ def plain_with_nan() -> tuple[list[float], list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("overlap", ["none", "backward", "step"])
-def test_nan_gradients_pass_through_as_in_plain_keras(overlap: str) -> None:
+def test_nan_gradients_spread_as_in_plain_keras(overlap: str) -> None:
     x, y = nan_batches(hvpipe.rank(), hvpipe.size())
     model = parallel(regression(), overlap)
     history = model.fit(x, y, batch_size=4, shuffle=False, verbose=0).history
@@ -274,7 +280,7 @@ def test_nan_gradients_pass_through_as_in_plain_keras(overlap: str) -> None:
     assert np.isnan(history["loss"]).all()
     assert np.isnan(losses).all()
     for found, wanted in zip(model.get_weights(), weights, strict=True):
-        # Of the second output alone.
+        # The NaN is in the second output only.
         assert np.isnan(wanted).any()
         assert not np.isnan(wanted).all()
         np.testing.assert_allclose(found, wanted, atol=1e-5)
@@ -286,7 +292,7 @@ def test_nan_gradients_pass_through_as_in_plain_keras(overlap: str) -> None:
 
 @several_ranks
 @pytest.mark.parametrize("synchronized", [False, True])
-def test_batch_normalization_that_should_be_synchronized(
+def test_synchronized_batch_normalization_causes_a_warning(
     synchronized: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     normalization = layers.BatchNormalization(synchronized=synchronized, name="between")

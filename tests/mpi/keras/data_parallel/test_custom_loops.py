@@ -1,4 +1,4 @@
-"""DistributedOptimizer and DistributedGradientTape in loops of one's own, eager and compiled."""
+"""DistributedOptimizer and DistributedGradientTape in custom training loops, eager and compiled."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train(
     compile_step: bool,
     tape: Callable[[Any], Any] = lambda tape: tape,
 ) -> dict[str, np.ndarray]:
-    """A training loop as one writes it; `tape` wraps the gradient tape."""
+    """Run a typical custom training loop. `tape` wraps the gradient tape."""
     criterion = loss()
 
     def step(x: Any, y: Any) -> None:
@@ -62,7 +62,7 @@ def sgd(clipnorm: float | None = None) -> Any:
 
 @functools.cache
 def reference(clipnorm: float | None = None) -> dict[str, np.ndarray]:
-    """What one rank with the batches of all has."""
+    """Return the state of one rank that trains on the batches of all."""
     found: dict[str, np.ndarray] = by_rank_0(
         lambda: train(compiled(mlp, sgd(clipnorm)), all_batches(STEPS), compile_step=True)
     )
@@ -102,8 +102,8 @@ def test_tape_as_context_keeps_structure_and_none() -> None:
     np.testing.assert_allclose(gradients["used"].numpy(), np.full(2, (size - 1) / 2), rtol=1e-6)
 
 
-def test_gradients_stay_what_they_are_when_the_next_are_reduced() -> None:
-    """They are parts of the fused buffer, which the next step must then leave alone."""
+def test_gradients_survive_the_reduction_of_the_next_ones() -> None:
+    """The gradients are views of the fused buffer, so the next step must not reuse that buffer."""
     variables = [tf.Variable(np.zeros(count, np.float32)) for count in (1, 17, 3)]
     kept = []
     for step in range(4):
@@ -118,7 +118,7 @@ def test_gradients_stay_what_they_are_when_the_next_are_reduced() -> None:
 
 @pytest.mark.parametrize("overlap", ["backward", "step"])
 def test_an_optimizer_may_keep_the_gradients(overlap: str) -> None:
-    """`assign` makes a variable share the gradient's memory; it must hold this step's all the same."""
+    """With `assign`, a variable shares the gradient's memory. It must still keep this step's gradient."""
 
     class Keeping(keras.optimizers.SGD):
         def build(self, variables: Any) -> None:
@@ -158,7 +158,7 @@ def test_embedding_gradients_become_dense(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", [(50, 4), (5000, 64)], ids=["small", "sent by rows"])
 def test_gradients_of_a_table_that_some_batches_do_not_use(shape: tuple[int, int]) -> None:
-    """They are dense zeros there, on some ranks and in some steps only."""
+    """On some ranks and in some steps, the gradient is a dense tensor of zeros."""
     rank, size = hvpipe.rank(), hvpipe.size()
     table = tf.Variable(np.ones(shape, np.float32))
     for step in range(4):
@@ -182,7 +182,10 @@ def test_an_optimizer_of_a_table_that_some_batches_do_not_use() -> None:
 
 
 def test_two_optimizers_in_one_compiled_step() -> None:
-    """Both announce at once unless something orders them; ranks that differ in the order would disagree."""
+    """hvpipe orders the announcements of both optimizers.
+
+    Otherwise ranks could announce in different orders.
+    """
 
     def run(wrap: Callable[[Any], Any], batches: tf.data.Dataset) -> list[np.ndarray]:
         keras.utils.set_random_seed(3)
@@ -226,8 +229,8 @@ def test_loop_inside_a_function() -> None:
     np.testing.assert_allclose(weight.numpy(), 1 - 4 * 0.5 * (hvpipe.size() - 1) / 2, rtol=1e-6)
 
 
-def test_some_gradients_now_and_others_then() -> None:
-    """A plan for each set of variables, made once."""
+def test_different_sets_of_variables_in_turn() -> None:
+    """hvpipe makes a plan for each set of variables, and reuses it."""
     model = compiled()
     optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0))
     first, last = model.layers[0].kernel, model.layers[-1].kernel
@@ -242,7 +245,7 @@ def test_some_gradients_now_and_others_then() -> None:
 
 @pytest.mark.parametrize("known", [0, 1])
 def test_a_variable_that_the_optimizer_does_not_know(known: int) -> None:
-    """Refused as in plain Keras, also where the update happens bucket by bucket."""
+    """The error is that of plain Keras, also if the update runs bucket by bucket."""
     kernels = [layer.kernel for layer in compiled().layers]
     optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0))
     optimizer.apply([tf.zeros(kernels[known].shape)], [kernels[known]])
@@ -254,7 +257,7 @@ def test_eager_allreduce() -> None:
     total = hk.allreduce(tf.constant([1.0, float(hvpipe.rank())]), op="sum")
     size = hvpipe.size()
     np.testing.assert_allclose(total.numpy(), [size, size * (size - 1) / 2])
-    # AutoGraph makes errors of other kinds its own, and keeps what they say.
+    # AutoGraph changes the type of the error and keeps its message.
     with pytest.raises(Exception, match="works on eager tensors"):
         tf.function(hk.allreduce)(tf.constant(1.0))
 
@@ -267,7 +270,7 @@ def test_eager_allgather_and_broadcast() -> None:
 
 
 def test_arguments_of_horovod() -> None:
-    """Those that change nothing are taken; for others the error says what to write."""
+    """Arguments that change nothing are accepted. For the others the error says what to write."""
     options = {"name": "sgd", "device_dense": "", "sparse_as_dense": True, "backward_passes_per_step": 1}
     optimizer = keras.optimizers.SGD(0.1)
     assert (
@@ -302,7 +305,7 @@ def test_broadcast_variables_from_every_root() -> None:
 
 
 def test_callbacks_of_horovod_users() -> None:
-    """compile with a wrapped optimizer, broadcast and average by callbacks: as scripts for Horovod do."""
+    """Scripts for Horovod wrap the optimizer before `compile`, and broadcast and average in callbacks."""
     keras.utils.set_random_seed(100 + hvpipe.rank())
     model = mlp()
     model.compile(hk.DistributedOptimizer(keras.optimizers.Adam(0.01)), loss=loss(), jit_compile=False)
@@ -313,7 +316,7 @@ def test_callbacks_of_horovod_users() -> None:
 
 
 def with_a_tape() -> keras.Model:
-    """A model whose train_step takes its gradients from a DistributedGradientTape."""
+    """Return a model whose train_step takes its gradients from a DistributedGradientTape."""
 
     class Taping(keras.Sequential):
         def train_step(self, data: Any) -> dict[str, Any]:
@@ -330,20 +333,20 @@ def with_a_tape() -> keras.Model:
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("build", [mlp, with_a_tape])
 def test_fit_of_data_of_unknown_length(build: Callable[[], keras.Model]) -> None:
-    """The call that finds the data at its end announces no step, whose gradients would never come."""
+    """The call that finds the end of the data must not announce a step, because no gradients would follow."""
     optimizer = keras.optimizers.SGD(0.1)
     model = compiled(build, hk.DistributedOptimizer(optimizer) if build is mlp else optimizer)
     for _ in range(2):
         model.fit(my_batches(4).filter(lambda *row: True), epochs=2, verbose=0)
         assert_same_on_all_ranks(hvpipe.allreduce(model.get_weights()[0]))
-    if build is mlp:  # plain Keras counts such a call too
+    if build is mlp:  # plain Keras also counts the call that finds the end
         assert int(model.optimizer.iterations) == 2 * 2 * 4
     assert_same_on_all_ranks(state_of(model))
 
 
 @pytest.mark.older_tensorflow
 def test_compiled_by_xla() -> None:
-    """As Keras does by itself where there is a GPU."""
+    """Keras compiles with XLA by itself if there is a GPU."""
     if hvpipe.size() == 1:
         pytest.skip("one rank reduces nothing")
     model = compiled(mlp, hk.DistributedOptimizer(keras.optimizers.SGD(0.1)), jit_compile=True)
@@ -357,7 +360,7 @@ def test_compiled_by_xla() -> None:
 
 
 def test_a_loop_with_the_optimizer_of_a_data_parallel_model() -> None:
-    """It would train the ranks apart before the first step, and end in errors of other kinds after it."""
+    """Otherwise ranks would diverge before the first step, and fail with unrelated errors after it."""
     model = parallel(compiled())
 
     def loop() -> None:
@@ -379,7 +382,7 @@ def test_a_loop_with_the_optimizer_of_a_data_parallel_model() -> None:
     assert_same_on_all_ranks(state_of(model))
 
 
-def test_optimizers_are_their_own_again_after_data_parallel() -> None:
+def test_optimizers_are_restored_after_data_parallel() -> None:
     model = parallel(compiled())
     first = model.optimizer
     model.compile(keras.optimizers.SGD(0.1), loss=loss())
@@ -387,7 +390,7 @@ def test_optimizers_are_their_own_again_after_data_parallel() -> None:
     assert not [o for o in (first, model.optimizer) if "apply" in vars(o)]
 
 
-def test_broadcast_callback_wants_a_built_model() -> None:
+def test_the_broadcast_callback_needs_a_built_model() -> None:
     callback = hk.BroadcastGlobalVariablesCallback(0)
     callback.set_model(keras.Sequential([keras.layers.Dense(FEATURES)]))
     with pytest.raises(HvpipeError, match="not built"):
@@ -402,7 +405,7 @@ def test_wrong_arguments() -> None:
 
 
 def test_loss_scaling_around_a_distributed_optimizer_is_refused() -> None:
-    """Each rank would skip the updates, and so the reductions, of its own overflows."""
+    """Each rank would skip its own overflowing updates, and with them their reductions."""
     if hvpipe.size() == 1:
         pytest.skip("one rank reduces nothing")
     policy = keras.config.dtype_policy()

@@ -1,4 +1,4 @@
-"""`backward` and `step` give the bits of `none`: weights, optimizer slots, moving averages, seeds."""
+"""`backward` and `step` give the same bits as `none`: weights, optimizer slots, moving averages, seeds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ optimizers = keras.optimizers
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer, on the same model unless it says another; `options` go to compile."""
+    """An optimizer, and the model if it is not the common one. `options` are passed to compile."""
 
     optimizer: Callable[[], Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -39,14 +39,14 @@ class Case:
 
 
 def embedded() -> keras.Model:
-    """Gradients of rows alone: of a table that the signs of the inputs look up."""
+    """Build an embedding that the signs of the inputs index. Its gradients are IndexedSlices."""
     inputs = keras.Input((FEATURES,))
     rows = keras.layers.Embedding(2, 3)(keras.ops.cast(inputs > 0, "int32"))
     return keras.Model(inputs, keras.layers.Dense(CLASSES)(keras.layers.Flatten()(rows)))
 
 
 class TiedEmbedding(keras.layers.Embedding):
-    """A table that is also a kernel, so that all of its rows have gradients, and one number beside it."""
+    """A table that is also a kernel, so that all of its rows have gradients, and a scalar weight."""
 
     def build(self, input_shape: Any = None) -> None:
         super().build(input_shape)
@@ -85,7 +85,7 @@ MORE_CASES = {
     "nadam": Case(lambda: optimizers.Nadam(0.01)),
     "clipnorm": Case(lambda: optimizers.SGD(0.1, clipnorm=0.1)),
     "clipvalue": Case(lambda: optimizers.SGD(0.1, clipvalue=0.01)),
-    # Long products and sums with constants, which TensorFlow's graph optimizer would reorder.
+    # These have long products and sums with constants, which TensorFlow's graph optimizer would reorder.
     "decaying_sgd": Case(lambda: optimizers.SGD(decaying(), momentum=0.9, nesterov=True, weight_decay=0.01)),
     "decaying_adamw": Case(lambda: optimizers.AdamW(decaying(), weight_decay=0.1)),
     "centered_rmsprop": Case(lambda: optimizers.RMSprop(0.1, centered=True)),
@@ -128,7 +128,7 @@ ALL_CASES = {
 }
 
 
-# On every number of ranks: a dense gradient, one of rows, and sums over several steps.
+# These run on every number of ranks: a dense gradient, one of table rows, and sums over several steps.
 EVERY_SIZE = ("momentum", "table", "accumulation")
 OLDER_TENSORFLOW = (
     *EVERY_SIZE,
@@ -138,7 +138,7 @@ QUICK = ("momentum", "table")
 
 
 def marked(names: Iterable[str]) -> list[Any]:
-    """Return the names with the marks that say where else each of them runs."""
+    """Return the names with the marks that select their other runs."""
 
     def marks(name: str) -> Iterator[pytest.MarkDecorator]:
         if name in EVERY_SIZE:
@@ -152,11 +152,12 @@ def marked(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", marked(ALL_CASES))
-def test_step_has_the_bits_of_the_linear_mode(name: str) -> None:
+def test_step_gives_the_bits_of_none(name: str) -> None:
     assert_same_bits(trained(name, "step"), trained_linearly(name))
 
 
-# "backward" updates as "none" does, after all gradients: one case of each kind of gradient and step suffices.
+# "backward" updates all variables after all gradients, like "none". One case per kind of gradient and step
+# suffices.
 WITH_BACKWARD = (
     "momentum",
     "table",
@@ -169,7 +170,7 @@ WITH_BACKWARD = (
 
 
 @pytest.mark.parametrize("name", marked(WITH_BACKWARD))
-def test_backward_has_the_bits_of_the_linear_mode(name: str) -> None:
+def test_backward_gives_the_bits_of_none(name: str) -> None:
     assert_same_bits(trained(name, "backward"), trained_linearly(name))
 
 

@@ -1,4 +1,4 @@
-"""Weights read from outside a step are those after the last step, in the middle of `step` training too."""
+"""Weights read outside a step are those after the last step, even in the middle of `step` training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ STEPS = 4
 
 
 class Act(keras.callbacks.Callback):
-    """Does something at the end of each batch that goes through the model; so no flush before it runs."""
+    """Calls `act` at the end of each batch.
+
+    It claims not to read weights, so hvpipe does not flush before it.
+    """
 
     reads_weights = False
 
@@ -55,7 +58,7 @@ def run(overlap: str, callback: Any, **options: Any) -> Any:
 
 @functools.cache
 def linear_states() -> list[State]:
-    """After every step where nothing overlaps."""
+    """Return the states after every step of a run without overlap."""
     found: list[State] = run("none", Act(state_of)).found
     return found
 
@@ -79,7 +82,7 @@ def configuration(model: keras.Model) -> dict[str, np.ndarray]:
 
 @pytest.mark.older_tensorflow
 def test_reading_through_the_model() -> None:
-    """One way after each batch, when an update is still to come."""
+    """Each batch ends with a different way of reading, while an update is still pending."""
     ways = [weights, outputs, results, configuration]
 
     def act(overlap: str) -> list[dict[str, np.ndarray]]:
@@ -91,8 +94,8 @@ def test_reading_through_the_model() -> None:
         assert_same_bits(mine, theirs, way.__name__)
 
 
-def test_without_any_of_that_the_update_is_still_to_come() -> None:
-    """The other tests here would see nothing if it were not."""
+def test_an_update_is_pending_if_nothing_reads_the_weights() -> None:
+    """The other tests here prove something only if an update is pending after a batch."""
     if hvpipe.size() == 1:
         pytest.skip("there is nothing to reduce")
     pipelined = run("step", Act(state_of)).found
@@ -111,12 +114,12 @@ def test_a_callback_that_reads_a_layer() -> None:
 
     pipelined = run("step", Remember(kernel))
     for mine, theirs in zip(pipelined.at_batches, linear_states(), strict=True):
-        arrays = list(theirs.values())  # four weights come first
+        arrays = list(theirs.values())  # the first four are weights
         assert_same_bits(mine, {"kernel": arrays[0], "slot": arrays[4 + 2]})
 
 
-def test_a_lambda_callback_is_the_users_own() -> None:
-    """Its class is Keras's, what it runs is not."""
+def test_a_lambda_callback_counts_as_the_users() -> None:
+    """The class belongs to Keras, but the function that it calls belongs to the user."""
 
     def look(overlap: str) -> list[Any]:
         model = parallel(compiled(), overlap)
@@ -131,7 +134,7 @@ def test_a_lambda_callback_is_the_users_own() -> None:
         assert_same_bits(mine, theirs)
 
 
-def test_a_callback_list_of_ones_own() -> None:
+def test_a_callback_list_of_the_user() -> None:
     def look(overlap: str) -> Remember:
         model = parallel(compiled(), overlap)
         remember = Remember()
@@ -164,7 +167,7 @@ def test_end_of_every_epoch_and_of_fit() -> None:
 
 
 def test_checkpoints_of_every_batch(tmp_path: Path) -> None:
-    """Each loads in plain Keras with the weights after its step."""
+    """Each checkpoint loads in plain Keras, with the weights after its step."""
     run("step", keras.callbacks.ModelCheckpoint(str(tmp_path / "{batch}.keras"), save_freq=1))
     files = sorted(tmp_path.iterdir())
     assert len(files) == STEPS
@@ -174,7 +177,7 @@ def test_checkpoints_of_every_batch(tmp_path: Path) -> None:
 
 @pytest.mark.older_tensorflow
 def test_saved_between_two_steps(tmp_path: Path) -> None:
-    """One way after each batch, when an update is still to come."""
+    """Each batch ends with a different way of saving, while an update is still pending."""
     ways: list[Callable[[keras.Model, Path], None]] = [
         lambda model, path: model.save(path / "model.keras"),
         lambda model, path: keras.saving.save_model(model, path / "saving.keras"),
@@ -196,7 +199,7 @@ def test_saved_between_two_steps(tmp_path: Path) -> None:
         assert_same_bits(mine, theirs)
 
 
-def test_a_saved_model_loads_where_there_is_no_hvpipe(tmp_path: Path) -> None:
+def test_a_saved_model_loads_without_hvpipe(tmp_path: Path) -> None:
     model = parallel(compiled())
     fit(model, my_batches(3))
     path = tmp_path / f"model-{hvpipe.rank()}.keras"
@@ -221,7 +224,10 @@ def test_a_saved_model_loads_where_there_is_no_hvpipe(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rate", ["learning_rate", "read_layer"])
 def test_between_two_calls_of_train_on_batch(rate: str) -> None:
-    """The caller reads a layer, or sets the learning rate of the next step: neither may meet an old one."""
+    """The caller may read a layer or set the learning rate.
+
+    train_on_batch must therefore finish its update.
+    """
 
     def seen(overlap: str) -> list[Any]:
         model = parallel(compiled(), overlap)
@@ -238,7 +244,7 @@ def test_between_two_calls_of_train_on_batch(rate: str) -> None:
 
 
 def test_setting_weights_between_two_steps() -> None:
-    """What is set stays: the update under way comes before it."""
+    """The pending update runs before the weights are set, so it does not change them."""
     start = [array.copy() for array in compiled().get_weights()]
     linear = run("none", Act(lambda model: (model.set_weights(start), state_of(model))[1])).found
     pipelined = run("step", Act(lambda model: (model.set_weights(start), state_of(model))[1])).found

@@ -1,4 +1,4 @@
-"""A model's life after `data_parallel`: compiled again, wrapped again, trained again, scheduled."""
+"""A model after `data_parallel`: compiled, wrapped and trained again, with a learning rate schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from training import (
 
 
 def test_compiled_again() -> None:
-    """With an update still under way, and another optimizer."""
+    """An update is still pending, and the new optimizer is another one."""
 
     def run(overlap: str) -> dict[str, np.ndarray]:
         model = parallel(compiled(), overlap)
@@ -62,7 +62,7 @@ def test_fit_twice() -> None:
 
 
 @pytest.mark.older_tensorflow
-def test_another_overlap_on_the_way() -> None:
+def test_changing_the_overlap_between_fits() -> None:
     model = parallel(compiled(), "step")
     fit(model, my_batches(3))
     for overlap in ("backward", "step", "none"):
@@ -84,7 +84,7 @@ def test_wrapped_twice_reduces_once() -> None:
     twice, operations_of_twice = run(parallel(parallel(compiled())))
     assert_same_bits(twice, once)
     assert operations_of_twice == operations
-    # Three buckets a step, at the least.
+    # Each step has at least three buckets.
     assert operations >= (2 * 3 if hvpipe.size() > 1 else 0)
 
 
@@ -100,8 +100,8 @@ def test_learning_rate_scheduler() -> None:
 
 
 @pytest.mark.older_tensorflow
-def test_methods_come_back() -> None:
-    """A model given to `data_parallel` again has lost nothing of the first time but its hooks."""
+def test_detach_restores_the_methods() -> None:
+    """After `detach`, the model has its own methods again and lacks none of its attributes."""
     model = compiled()
     before = vars(model).keys() - {"_hvpipe"}
     parallel(model)
@@ -109,7 +109,7 @@ def test_methods_come_back() -> None:
     model._hvpipe.detach()
     assert vars(model).keys() == before
     fit(model, my_batches(1))
-    assert len(hvpipe.allgather_object(0)) == hvpipe.size()  # nobody waits in a collective
+    assert len(hvpipe.allgather_object(0)) == hvpipe.size()  # no rank waits in a collective
 
 
 def test_clear_errors() -> None:

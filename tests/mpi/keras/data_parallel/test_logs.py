@@ -1,4 +1,4 @@
-"""Losses and metrics are those of all ranks' samples."""
+"""Losses and metrics cover the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from training import (
 
 
 def still() -> keras.Model:
-    """A model that does not move, so that the loss of any samples is known beforehand."""
+    """Return a model with a learning rate of 0, so that the loss of any samples is known in advance."""
     return compiled(mlp, keras.optimizers.SGD(0.0), metrics=["accuracy"])
 
 
 def own_samples() -> tuple[np.ndarray, np.ndarray]:
-    """5 samples on rank 0, 8 on rank 1, ..."""
+    """Return 5 samples on rank 0, 8 on rank 1, and so on."""
     counts = [5 + 3 * rank for rank in range(hvpipe.size())]
     start = sum(counts[: hvpipe.rank()])
     x, y = samples(sum(counts))
@@ -52,7 +52,7 @@ def expected() -> dict[str, float]:
 @pytest.mark.older_tensorflow
 @pytest.mark.quick
 def test_history_of_unequal_ranks() -> None:
-    """Validation data too; arrays of different lengths, the same number of batches."""
+    """This includes validation data. The arrays differ in length, but give the same number of batches."""
     x, y = own_samples()
     model = parallel(still())
     history = fit(model, x, y=y, batch_size=len(x), epochs=2, validation_data=(x, y), shuffle=False)
@@ -74,8 +74,8 @@ def test_evaluate_of_unequal_ranks() -> None:
     )
 
 
-def test_evaluate_before_a_step_is_of_rank_0s_weights() -> None:
-    """As where rank 0 alone has loaded them."""
+def test_evaluate_before_a_step_uses_rank_0s_weights() -> None:
+    """For example, only rank 0 has loaded the weights."""
     x, y = own_samples()
     model = still()
     if hvpipe.rank() > 0:
@@ -85,8 +85,11 @@ def test_evaluate_before_a_step_is_of_rank_0s_weights() -> None:
 
 
 @pytest.mark.every_size
-def test_xla_is_for_one_rank_alone(caplog: Any) -> None:
-    """Which compiles what counts the samples; several switch it off for `evaluate`, too, and say so once."""
+def test_only_a_single_rank_uses_xla(caplog: Any) -> None:
+    """On one rank, XLA compiles the sample counter too.
+
+    Several ranks switch XLA off, also in `evaluate`, and warn once.
+    """
     alone = hvpipe.size() == 1
     model = parallel(compiled(jit_compile=True))
     model.evaluate(*samples(8), verbose=0)
@@ -108,7 +111,7 @@ def test_logs_at_the_end_of_fit_are_those_of_the_last_epoch() -> None:
 
 
 def test_train_on_batch_of_ranks_that_change_their_size() -> None:
-    """Each call counts the samples of that call, not of those before."""
+    """Each call counts only its own samples."""
     model = parallel(still())
     x, y = own_samples()
     skewed = 9 if hvpipe.rank() == 0 else 1
@@ -118,7 +121,7 @@ def test_train_on_batch_of_ranks_that_change_their_size() -> None:
     assert model.train_on_batch(x, y) == pytest.approx([expected()["loss"], expected()["accuracy"]], rel=1e-5)
 
 
-def test_how_logs_are_returned_may_be_told_by_position() -> None:
+def test_return_dict_may_be_a_positional_argument() -> None:
     x, y = own_samples()
     model = parallel(still())
     listed = pytest.approx([expected()["loss"], expected()["accuracy"]], rel=1e-5)
@@ -128,7 +131,7 @@ def test_how_logs_are_returned_may_be_told_by_position() -> None:
 
 
 def test_metrics_with_a_value_for_each_class() -> None:
-    """Each is a mean over ranks by samples."""
+    """Each value is the mean over ranks, weighted by samples."""
     rank, size = hvpipe.rank(), hvpipe.size()
     model = compiled(mlp, loss="categorical_crossentropy", metrics=[keras.metrics.F1Score()])
     x, y = own_samples()
@@ -143,8 +146,11 @@ def test_metrics_with_a_value_for_each_class() -> None:
     assert_same_on_all_ranks(history["f1_score"])
 
 
-def test_layers_that_are_numbered_otherwise_on_another_rank() -> None:
-    """As where one rank has made more layers before; 9 comes before 10 on all."""
+def test_layers_numbered_differently_on_another_rank() -> None:
+    """For example, one rank has made more layers before.
+
+    Metrics pair up although 10 sorts before 9 as text.
+    """
     first = 9 + hvpipe.rank()
     inputs = keras.Input((FEATURES,))
     outputs = [keras.layers.Dense(CLASSES, name=f"dense_{first + i}")(inputs) for i in range(2)]
@@ -156,12 +162,12 @@ def test_layers_that_are_numbered_otherwise_on_another_rank() -> None:
     assert_same_on_all_ranks(np.array(numbers))
 
 
-def test_a_metric_that_runs_eagerly_alone() -> None:
+def test_a_metric_that_only_runs_eagerly() -> None:
     model = parallel(compiled(metrics=[lambda y, _: float(y.numpy().max())], run_eagerly=True))
     assert_same_on_all_ranks(fit(model, my_batches(2)))
 
 
-def test_history_is_that_of_one_rank_with_the_whole_batch() -> None:
+def test_history_equals_one_rank_with_the_whole_batch() -> None:
     model = parallel(compiled(metrics=["accuracy"]))
     validation = samples(30, seed=9)
     mine = fit(model, my_batches(4), epochs=2, validation_data=validation)
@@ -174,7 +180,7 @@ def test_history_is_that_of_one_rank_with_the_whole_batch() -> None:
 
 
 def test_early_stopping_and_plateau_see_the_averages() -> None:
-    """Ranks whose own losses differ stop at the same epoch."""
+    """The local losses of the ranks differ, but all ranks stop at the same epoch."""
     model = parallel(compiled(mlp, keras.optimizers.SGD(5.0)))
     stop = keras.callbacks.EarlyStopping(monitor="loss", patience=0, restore_best_weights=True)
     plateau = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=1)

@@ -1,4 +1,4 @@
-"""Kinds of models: `step` gives the bits of `none` on each, however it is built."""
+"""Kinds of models: on each, `step` gives the same bits as `none`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS = 10
 
 
 class Subclassed(keras.Model):
-    """Not built before fit."""
+    """A model that is not built before fit."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -48,7 +48,7 @@ class Subclassed(keras.Model):
 
 
 class WithUnused(Subclassed):
-    """Has trainable variables in the middle that no gradient reaches."""
+    """A model with trainable variables in the middle that receive no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class WithUnused(Subclassed):
 
 
 class OwnStep(Subclassed):
-    """Trains with its own train_step, and clips in it."""
+    """A model with its own train_step, which clips gradients."""
 
     def train_step(self, data: Any) -> dict[str, Any]:
         x, y = data
@@ -72,7 +72,7 @@ class OwnStep(Subclassed):
 
 
 class CompiledStep(WithUnused):
-    """AutoGraph converts its train_step, and replaces what is raised inside."""
+    """A model whose train_step AutoGraph converts, which changes the types of errors raised inside."""
 
     @tf.function
     def train_step(self, data: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class CompiledStep(WithUnused):
 
 
 class NoCall(keras.Model):
-    """As the autoencoders of Keras's examples: a train_step, parts that are built, and no call()."""
+    """A model with a train_step and built parts but no call(), like the autoencoders of Keras's examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def frozen_and_normalised() -> keras.Model:
 
 
 def towers_with_equal_names() -> keras.Model:
-    """Two submodels whose layers have the same names, so variables have the same paths."""
+    """Build two submodels with equal layer names, so that variables have equal paths."""
 
     def tower() -> keras.Model:
         inputs = keras.Input((FEATURES,))
@@ -121,7 +121,7 @@ def towers_with_equal_names() -> keras.Model:
 
 
 def several_ends() -> keras.Model:
-    """Two inputs, one of them of indices into an embedding, and two outputs."""
+    """Build a model with two inputs and two outputs. One input indexes an embedding."""
     x = keras.Input((FEATURES,), name="x")
     word = keras.Input((3,), dtype="int32", name="word")
     embedded = layers.Flatten()(layers.Embedding(20, 4)(word))
@@ -169,7 +169,7 @@ class Case:
 
 
 def overflowing() -> keras.optimizers.Optimizer:
-    """Scales losses beyond float16, until it has halved the scale often enough, and now and then later."""
+    """Return an optimizer whose loss scale overflows float16 in the first steps, and sometimes later."""
     adam = keras.optimizers.Adam(0.01)
     return keras.optimizers.LossScaleOptimizer(adam, initial_scale=2.0**26, dynamic_growth_steps=3)
 
@@ -197,7 +197,8 @@ OLDER_TENSORFLOW = (
     *("embedding_inputs_outputs", "frozen_and_normalised", "unused_variables", "own_train_step", "no_call"),
     *("unused_in_compiled_step", "half_precision_overflow"),
 )
-# What an overlap has to find out of a model: who has a gradient, in which step, by whose code.
+# Each of these differs in what an overlap must find out: which variables have gradients, when, and by whose
+# code.
 WITH_BACKWARD = ("embedding_inputs_outputs", "unused_variables", "own_train_step", "half_precision_overflow")
 
 
@@ -205,12 +206,12 @@ WITH_BACKWARD = ("embedding_inputs_outputs", "unused_variables", "own_train_step
     "name",
     [pytest.param(name, marks=[pytest.mark.older_tensorflow] * (name in OLDER_TENSORFLOW)) for name in CASES],
 )
-def test_step_has_the_bits_of_the_linear_mode(name: str) -> None:
+def test_step_gives_the_bits_of_none(name: str) -> None:
     assert_same_bits(trained(name, "step"), trained_linearly(name))
 
 
 @pytest.mark.parametrize("name", WITH_BACKWARD)
-def test_backward_has_the_bits_of_the_linear_mode(name: str) -> None:
+def test_backward_gives_the_bits_of_none(name: str) -> None:
     assert_same_bits(trained(name, "backward"), trained_linearly(name))
 
 
@@ -229,7 +230,7 @@ def trained(name: str, overlap: str) -> dict[str, Any]:
 
 
 def test_a_loss_scale_that_is_too_large_is_halved() -> None:
-    """Steps that overflow change nothing else; not all of them do."""
+    """Steps that overflow change nothing but the scale. Some steps do not overflow."""
     state = trained_linearly("half_precision_overflow")
     (scale,) = (value for name, value in state.items() if name.endswith("dynamic_scale"))
     assert 2.0 ** (26 - 2 * STEPS) < scale < 2.0**26
@@ -238,7 +239,7 @@ def test_a_loss_scale_that_is_too_large_is_halved() -> None:
 
 @pytest.mark.parametrize("overlap", ["backward", "step"])
 def test_unused_variables_in_train_on_batch(overlap: str) -> None:
-    """Finding variables without a gradient must not lose the batch that was being traced."""
+    """Finding the variables without a gradient must not lose the batch during which the step is traced."""
 
     def run(overlap: str) -> dict[str, Any]:
         model = parallel(compiled(WithUnused), overlap)
@@ -250,8 +251,8 @@ def test_unused_variables_in_train_on_batch(overlap: str) -> None:
     assert_same_bits(run(overlap), run("none"))
 
 
-def test_unused_variables_are_told_of() -> None:
-    """By rank 0, in the words of plain Keras."""
+def test_unused_variables_cause_a_warning() -> None:
+    """Rank 0 warns, with the message of plain Keras."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(parallel(compiled(WithUnused)), my_batches(2))
@@ -261,7 +262,7 @@ def test_unused_variables_are_told_of() -> None:
 
 
 def test_unused_variables_of_a_multi_optimizer() -> None:
-    """It wants to be given all of its variables."""
+    """MultiOptimizer must receive all of its variables."""
 
     def run(overlap: str) -> dict[str, Any]:
         kernels, biases = keras.optimizers.SGD(0.1, momentum=0.9), keras.optimizers.Adam(0.01)
@@ -315,7 +316,7 @@ def test_two_updates_in_one_step_are_refused_in_step() -> None:
 
 
 class Traced(layers.Layer):
-    """Counts how often it is called to train."""
+    """Counts its calls in training mode."""
 
     calls = 0
 
@@ -326,7 +327,7 @@ class Traced(layers.Layer):
 
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_a_step_with_metrics_is_traced_once(outputs: int) -> None:
-    """Keras would build them in its first step, which is traced again then."""
+    """Keras would build metrics in its first step, and would then trace the step again."""
     traced = Traced()
     inputs = keras.Input((FEATURES,))
     hidden = traced(inputs)

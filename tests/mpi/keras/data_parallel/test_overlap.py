@@ -1,4 +1,4 @@
-"""When gradients travel: beside the backward that makes the rest of them, or after all of it."""
+"""When hvpipe sends gradients: while backward still computes others, or after all of backward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from training import CLASSES, FEATURES, compiled, fit, my_batches, parallel
 
 
 class Watch:
-    """Looks, in the backward of a step, whether its gradients travel; waits `patience_s` for them."""
+    """Records whether gradients were sent before backward ended. Waits up to `patience_s` for them."""
 
     def __init__(self, patience_s: float) -> None:
         self.patience_s = patience_s
         self.seen: list[bool] = []
-        self.graph: Any = None  # of the step
+        self.graph: Any = None  # the graph of the step
         self._sent = 0.0
 
     def forward(self) -> None:
@@ -35,7 +35,7 @@ class Watch:
 
 
 def beside(call: Callable[[], None], tensor: Any) -> Any:
-    """The tensor, once `call` has returned. Nothing but data orders this op, as it is with hvpipe's."""
+    """Return the tensor after calling `call`. Only data dependencies order this op, as with hvpipe's ops."""
 
     def hand_on(value: Any) -> Any:
         call()
@@ -46,7 +46,7 @@ def beside(call: Callable[[], None], tensor: Any) -> Any:
 
 
 class Watched(keras.layers.Layer):
-    """Hands its inputs on, and their gradient back when the watch has seen enough."""
+    """Passes its inputs through. In backward, it passes the gradient on once the watch has finished."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Watched(keras.layers.Layer):
 
 
 def operations_of(graph: Any) -> list[str]:
-    """The types of all operations of a step, given any of its graphs; also of those in functions."""
+    """Return the types of all operations of a step, including those in functions, given any of its graphs."""
     while getattr(graph, "outer_graph", None) is not None and hasattr(graph.outer_graph, "outer_graph"):
         graph = graph.outer_graph
     whole = graph.as_graph_def()
@@ -73,8 +73,11 @@ def operations_of(graph: Any) -> list[str]:
 
 @pytest.mark.older_tensorflow
 @pytest.mark.parametrize("overlap", OVERLAPS)
-def test_gradients_travel_while_backward_goes_on(overlap: str) -> None:
-    """Those of the last layer, while the first one's are not there; and the step calls no Python for it."""
+def test_gradients_are_sent_during_backward(overlap: str) -> None:
+    """The last layer's gradients are sent before the first layer's exist.
+
+    The step calls no Python for this.
+    """
     if hvpipe.size() == 1:
         pytest.skip("nothing travels")
     overlapped = overlap != "none"
@@ -84,10 +87,10 @@ def test_gradients_travel_while_backward_goes_on(overlap: str) -> None:
         layers = [keras.layers.Dense(8), Watched(watch), keras.layers.Dense(CLASSES)]
         return keras.Sequential([keras.Input((FEATURES,)), *layers])
 
-    model = parallel(compiled(build), overlap)  # kept: its graphs name each other weakly
+    model = parallel(compiled(build), overlap)  # kept alive: its graphs hold weak references to each other
     fit(model, my_batches(1))
     assert watch.seen == [overlapped]
     operations = operations_of(watch.graph)
     assert {"HvpipeBeginStep", "HvpipeSubmit", "HvpipeCollect"} <= set(operations)
-    # The test's own two.
+    # Both come from this test.
     assert [kind for kind in operations if "PyFunc" in kind] == ["PyFuncStateless"] * 2

@@ -1,4 +1,4 @@
-"""Models with a train_step or fit of their own, callbacks that stop or raise, inputs that are no batch."""
+"""Models with their own train_step or fit, callbacks that raise, and unusual inputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS = 6
 
 
 class OwnStep(keras.Sequential):
-    """Trains as Keras does, written out; `after_update` is what a subclass does next."""
+    """Trains as Keras does, in a train_step of its own. Subclasses add to it in `after_update`."""
 
     def __init__(self) -> None:
         hidden = keras.layers.Dense(8, activation="tanh")
@@ -56,7 +56,7 @@ class OwnStep(keras.Sequential):
 
 
 class Clipping(OwnStep):
-    """Keeps weights small, as a Wasserstein GAN does."""
+    """Clips its weights after the update, as a Wasserstein GAN does."""
 
     def after_update(self) -> None:
         for variable in self.trainable_variables:
@@ -64,7 +64,7 @@ class Clipping(OwnStep):
 
 
 class Teaching(OwnStep):
-    """A teacher follows the weights, as in mean teacher and BYOL."""
+    """Has a teacher that follows the weights, as in mean teacher and BYOL."""
 
     def after_update(self) -> None:
         for mean, variable in zip(self.teacher, self.trainable_variables, strict=True):
@@ -72,7 +72,7 @@ class Teaching(OwnStep):
 
 
 class CompiledClipping(Clipping):
-    """As many write it: Keras would compile it anyway."""
+    """Compiles its train_step, which many users do, although Keras would do it."""
 
     @tf.function
     def train_step(self, data: Any) -> Any:
@@ -80,7 +80,7 @@ class CompiledClipping(Clipping):
 
 
 class ForgetsVariables(OwnStep):
-    """Relies on the optimizer to know them; one has no gradient."""
+    """Passes no variables to the optimizer, which knows them. One gradient is None."""
 
     def update(self, gradients: Any) -> None:
         self.optimizer.apply([None, *gradients[1:]])
@@ -88,7 +88,7 @@ class ForgetsVariables(OwnStep):
 
 @pytest.mark.older_tensorflow
 @pytest.mark.parametrize("kind", [OwnStep, ForgetsVariables, Clipping, CompiledClipping, Teaching])
-def test_what_follows_the_update_sees_its_weights(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_code_after_the_update_sees_the_new_weights(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
     def trained(overlap: str) -> dict[str, np.ndarray]:
         model = parallel(compiled(kind), overlap)
         fit(model, my_batches(STEPS), epochs=2)
@@ -103,7 +103,7 @@ def test_what_follows_the_update_sees_its_weights(kind: Any, caplog: pytest.LogC
     assert warned == (kind not in (OwnStep, ForgetsVariables) and hvpipe.rank() == 0)
 
 
-def test_steps_are_timed_where_a_variable_has_no_gradient() -> None:
+def test_steps_are_timed_if_a_variable_has_no_gradient() -> None:
     model = parallel(compiled(ForgetsVariables))
     timed = current().step_durations_s
     before = len(timed)
@@ -111,7 +111,7 @@ def test_steps_are_timed_where_a_variable_has_no_gradient() -> None:
     assert len(timed) == before + 2 * STEPS
 
 
-def test_an_optimizer_that_is_not_the_compiled_one() -> None:
+def test_an_optimizer_other_than_the_compiled_one_is_refused() -> None:
     class Other(OwnStep):
         def update(self, gradients: Any) -> None:
             self.other.apply(gradients, self.trainable_variables)
@@ -122,7 +122,7 @@ def test_an_optimizer_that_is_not_the_compiled_one() -> None:
         fit(parallel(model), my_batches(STEPS))
 
 
-def test_others_that_are_wrapped() -> None:
+def test_another_optimizer_may_be_a_distributed_one() -> None:
     class Other(OwnStep):
         def update(self, gradients: Any) -> None:
             self.other.apply(gradients, self.trainable_variables)
@@ -134,13 +134,13 @@ def test_others_that_are_wrapped() -> None:
 
 
 class TellsRate(OwnStep):
-    """Returns the learning rate among the logs, as examples of Keras do."""
+    """Returns the learning rate in the logs, as some Keras examples do."""
 
     def train_step(self, data: Any) -> Any:
         return {**super().train_step(data), "rate": tf.convert_to_tensor(self.optimizer.learning_rate)}
 
 
-def test_the_rate_of_a_scaled_optimizer_is_no_weight(caplog: pytest.LogCaptureFixture) -> None:
+def test_reading_the_rate_of_a_scaled_optimizer_causes_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
     history = fit(parallel(compiled(TellsRate, scaled)), my_batches(2))
     assert history["rate"] == pytest.approx([0.1])
@@ -148,7 +148,7 @@ def test_the_rate_of_a_scaled_optimizer_is_no_weight(caplog: pytest.LogCaptureFi
 
 
 class HandsOn(keras.Sequential):
-    """Prepares data, as KerasHub's tasks do."""
+    """Overrides fit to prepare data, as KerasHub's tasks do."""
 
     def fit(self, x: Any = None, **kwargs: Any) -> Any:
         return super().fit(x, **kwargs)
@@ -160,8 +160,8 @@ class HandsAllOn(keras.Sequential):
 
 
 @pytest.mark.parametrize("kind", [HandsOn, HandsAllOn])
-def test_a_fit_that_hands_its_arguments_on(kind: Any) -> None:
-    """Logs are those of all ranks, the last update is finished, and the user's callbacks run."""
+def test_a_fit_that_passes_its_arguments_on(kind: Any) -> None:
+    """Logs cover all ranks, the last update is finished, and the user's callbacks run."""
 
     def trained(overlap: str) -> dict[str, np.ndarray]:
         model = parallel(compiled(lambda: kind(mlp().layers)), overlap)
@@ -194,7 +194,7 @@ def test_a_fit_that_takes_no_callbacks() -> None:
 
 
 def test_gradients_that_need_no_weights() -> None:
-    """Those of a linear loss are there before the update of the step before is."""
+    """The gradients of a linear loss need no weights. They are ready before the previous step's update."""
     x = np.random.default_rng(hvpipe.rank()).normal(size=(40, 100)).astype(np.float32)
     data = tf.data.Dataset.from_tensor_slices((x, np.ones((40, 4000), np.float32)))
     data = data.batch(4, drop_remainder=True)
@@ -211,7 +211,7 @@ def test_gradients_that_need_no_weights() -> None:
 
 @pytest.mark.older_tensorflow
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_weights_after_fit_is_left_by_an_exception(error: type[BaseException]) -> None:
+def test_weights_after_an_exception_in_fit(error: type[BaseException]) -> None:
     class Raise(keras.callbacks.Callback):
         reads_weights = False
 
@@ -244,7 +244,7 @@ def test_sparse_input() -> None:
     assert_same_on_all_ranks(look.at_epochs[-1])
 
 
-def test_elements_that_are_no_batch() -> None:
+def test_dataset_elements_that_are_not_batches() -> None:
     class Counting(OwnStep):
         def train_step(self, data: Any) -> Any:
             x = tf.fill((1, FEATURES), tf.cast(data, tf.float32))

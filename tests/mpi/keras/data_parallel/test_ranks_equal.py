@@ -1,4 +1,4 @@
-"""All ranks start and stay equal, bit for bit, and a run gives the same bits when it is run again."""
+"""All ranks start equal and stay equal, bit for bit, and a repeated run gives the same bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ layers = keras.layers
 
 
 def unlike(seed: int) -> keras.Model:
-    """With seeds, statistics and slots, and all of it different on every rank, the learning rate too."""
+    """Build a model with seeds, statistics and slots. All of them, and the learning rate, differ by rank."""
     keras.utils.set_random_seed(seed + hvpipe.rank())
     model = keras.Sequential(
         [
@@ -44,7 +44,7 @@ def unlike(seed: int) -> keras.Model:
 
 
 @pytest.mark.parametrize("overlap", [pytest.param("step", marks=pytest.mark.every_size), "stale"])
-def test_equal_after_every_epoch_and_the_same_when_run_again(overlap: str) -> None:
+def test_equal_after_every_epoch_and_repeatable(overlap: str) -> None:
     def run() -> tuple[list[Any], dict[str, Any]]:
         model = hk.data_parallel(unlike(40), overlap, bucket_bytes=200, warmup_steps=3)
         remember = Remember(lambda model: None)
@@ -65,8 +65,11 @@ def test_equal_after_every_epoch_and_the_same_when_run_again(overlap: str) -> No
 @pytest.mark.every_size
 @pytest.mark.older_tensorflow
 @pytest.mark.quick
-def test_start_is_that_of_rank_0() -> None:
-    """Weights, seeds, the learning rate: seen at the first batch, after which nothing has moved."""
+def test_all_ranks_start_from_rank_0s_state() -> None:
+    """Weights, seeds and the learning rate come from rank 0.
+
+    At a learning rate of 0, the first batch moves no weights.
+    """
     model = unlike(50)
     start = hvpipe.broadcast_object([v.numpy() for v in model.variables if "seed" in v.path])
     rate = hvpipe.broadcast_object(float(model.optimizer.learning_rate.numpy()))
@@ -75,7 +78,7 @@ def test_start_is_that_of_rank_0() -> None:
     fit(model, my_batches(1))
     assert float(model.optimizer.learning_rate.numpy()) == 0.0
     assert rate == pytest.approx(0.01)
-    assert_same_on_all_ranks(state_of(model))  # with the seeds, which have moved alike
+    assert_same_on_all_ranks(state_of(model))  # including the seeds, which advance equally on all ranks
     after = [v.numpy() for v in model.variables if "seed" in v.path]
     assert start
     assert all((a != b).any() for a, b in zip(start, after, strict=True))
@@ -89,7 +92,7 @@ def is_last() -> bool:
 
 
 def set_on_rank_0(model: keras.Model) -> Any:
-    """New weights and statistics on rank 0 alone; all ranks know them then."""
+    """Set new weights and statistics on rank 0 only. Return them on all ranks."""
     new = [np.full(v.shape, 0.5, v.dtype) for v in model.get_weights()]
     if hvpipe.rank() == 0:
         model.set_weights(new)
@@ -97,7 +100,10 @@ def set_on_rank_0(model: keras.Model) -> Any:
 
 
 def set_on_the_last(model: keras.Model) -> Any:
-    """Past the model's methods, and of the optimizer too; undone."""
+    """Change weights and the learning rate on the last rank, bypassing the model's methods.
+
+    Return the weights from before, because `fit` undoes the change.
+    """
     before = model.get_weights()
     if is_last() and hvpipe.size() > 1:
         for variable in [*model.trainable_variables, model.optimizer.learning_rate]:
@@ -125,11 +131,11 @@ def test_weights_set_on_one_rank_before_another_fit(change: Any, caplog: pytest.
         assert f"{hvpipe.size() - 1} were not those of rank 0 at the start of fit" in told[0]
 
 
-def test_nothing_is_said_where_nothing_differs(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither of statistics, which each rank takes by itself, nor of sums that are still to be reduced."""
+def test_expected_differences_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """BatchNorm statistics and sums not yet reduced may differ between ranks without a warning."""
     model = unlike(70)
     model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=2), loss=loss())
-    fit(model, my_batches(3))  # the third is still to be reduced
+    fit(model, my_batches(3))  # the third gradient is not reduced yet
     for x, y in my_batches(2, seed=1):
         model.train_on_batch(x, y)
     model.set_weights([2 * v for v in model.get_weights()])
@@ -175,7 +181,7 @@ def test_weights_that_a_callback_sets_on_one_rank() -> None:
 
 
 def test_frozen_weights_are_no_statistics() -> None:
-    """They may be large, and are equal on all ranks anyway."""
+    """They may be large, and they are equal on all ranks anyway."""
     model = keras.Sequential(
         [keras.Input((4,)), layers.Dense(3), layers.BatchNormalization(), layers.Dense(1)]
     )
@@ -185,14 +191,14 @@ def test_frozen_weights_are_no_statistics() -> None:
     assert [v.name for v in data_parallel._statistics()] == ["moving_mean", "moving_variance"]
 
 
-def test_normalization_that_rank_0_alone_has_adapted() -> None:
-    """It computes with constants that it has made of its variables."""
+def test_a_normalization_adapted_on_rank_0_only() -> None:
+    """The layer computes with constants made from its variables when it was built or adapted."""
     keras.utils.set_random_seed(1)
     normalization = layers.Normalization()
     model = keras.Sequential([keras.Input((FEATURES,)), normalization, layers.Dense(CLASSES)])
     model.compile("sgd", loss=loss())
     x = np.random.default_rng(0).normal(2.0, 3.0, (20, FEATURES)).astype(np.float32)
-    model.predict(x, verbose=0)  # a graph with the constants of before
+    model.predict(x, verbose=0)  # builds a graph with the old constants
     if hvpipe.rank() == 0:
         normalization.adapt(x)
     fit(hk.data_parallel(model), my_batches(1))
@@ -202,7 +208,10 @@ def test_normalization_that_rank_0_alone_has_adapted() -> None:
 
 @pytest.mark.every_size
 def test_statistics_are_means_over_all_samples() -> None:
-    """Moving averages of BatchNormalization come from each rank's own data; all ranks end with the mean."""
+    """Each rank updates BatchNormalization's moving averages with its own data.
+
+    All ranks end with the mean.
+    """
     size, rank = hvpipe.size(), hvpipe.rank()
     model = keras.Sequential([keras.Input((1,)), layers.BatchNormalization(momentum=0.0), layers.Dense(1)])
     model.compile(keras.optimizers.SGD(0.0), loss="mse")

@@ -1,4 +1,4 @@
-"""Shards: every sample once, as many batches on every rank; and what is said where it is not so."""
+"""Shards: each sample on one rank, equally many batches on all ranks, and warnings about other data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from training import (
     state_of,
 )
 
-# What plain Keras says as well of a dataset whose length it cannot know.
+# Plain Keras also warns about a dataset of unknown length.
 ENDS_BY_ITSELF = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 SEVERAL_RANKS = pytest.mark.skipif(
     "hvpipe.size() == 1", reason="plain Keras counts the call that finds no data as a step"
@@ -57,7 +57,7 @@ def test_every_batch_goes_to_one_rank(known: bool, spare: int) -> None:
 
 
 def test_structures_of_unknown_length() -> None:
-    """A dict, and inputs beside labels: the parts stay together."""
+    """For dicts, and for inputs with labels: the parts of an element stay together."""
     count = 2 * hvpipe.size()
     rows = tf.data.Dataset.range(count)
     for structure in (lambda n: {"a": n, "b": -n}, lambda n: ({"a": n}, -n), lambda n: ((n, n), -n)):
@@ -79,7 +79,7 @@ def test_not_a_dataset() -> None:
         hk.shard(np.zeros(3))
 
 
-def test_warning_when_all_ranks_read_the_same(recwarn: pytest.WarningsRecorder) -> None:
+def test_a_warning_if_all_ranks_read_the_same_data(recwarn: pytest.WarningsRecorder) -> None:
     data = tf.data.Dataset.from_tensor_slices(samples(16)).batch(8)
     fit(parallel(compiled()), data)
     told = [w for w in recwarn if "read the same first batch" in str(w.message)]
@@ -94,7 +94,7 @@ def test_no_warning_for_shards(recwarn: pytest.WarningsRecorder) -> None:
 @ENDS_BY_ITSELF
 @SEVERAL_RANKS
 def test_epochs_of_unknown_length() -> None:
-    """The call that finds the data at its end must not half-finish a step."""
+    """The call that finds the end of the data must not leave a step half finished."""
 
     def run(overlap: str, **options: Any) -> dict[str, np.ndarray]:
         model = parallel(compiled(**options), overlap)
@@ -108,8 +108,10 @@ def test_epochs_of_unknown_length() -> None:
 @ENDS_BY_ITSELF
 @SEVERAL_RANKS
 @pytest.mark.parametrize(("execution", "accumulation"), [(1, 2), (3, None)])
-def test_epochs_of_unknown_length_in_other_ways(execution: int, accumulation: int | None) -> None:
-    """Weight decay, counters and sums need no data: the call without data must leave them alone."""
+def test_epochs_of_unknown_length_with_accumulation_or_several_steps(
+    execution: int, accumulation: int | None
+) -> None:
+    """Weight decay, counters and sums need no data, so the call without data must not run them."""
 
     def run(overlap: str) -> dict[str, np.ndarray]:
         optimizer = keras.optimizers.AdamW(0.01, weight_decay=0.1, gradient_accumulation_steps=accumulation)

@@ -1,4 +1,4 @@
-"""`stale`: exact while it warms up, one step late after that, and still learning."""
+"""`stale` is exact during its warm-up and one step late afterwards, and it still learns."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_warm_up_is_exact() -> None:
 
 @pytest.mark.older_tensorflow
 def test_after_the_warm_up_a_gradient_is_one_step_late() -> None:
-    """SGD on a line: the gradient is the weight itself, so that the late sequence can be worked out."""
+    """The loss makes the gradient equal to the weight, so the delayed sequence can be worked out by hand."""
     if hvpipe.size() == 1:
         pytest.skip("one rank has nothing to wait for")
     model = keras.Sequential(
@@ -42,15 +42,16 @@ def test_after_the_warm_up_a_gradient_is_one_step_late() -> None:
     ones = np.ones((2, 1), np.float32)
     data = tf.data.Dataset.from_tensors((ones * (1 if hvpipe.rank() == 0 else -1), ones)).repeat(4)
     fit(model, data)
-    # Step 1 is exact: 1 -> 0.75. Step 2 computes 0.75 and has nothing to apply; 3 applies that; and so on.
+    # Step 1 is exact: 1 -> 0.75. Step 2 computes the gradient 0.75 and applies nothing. Step 3 applies it,
+    # and so on.
     weight, late = 0.75, None
     for _ in range(3):
-        # The update of the step before comes after backward: the gradient is that of the older weight.
+        # The previous step's update comes after backward, so the gradient uses the older weight.
         gradient = weight
         if late is not None:
             weight -= 0.25 * late
         late = gradient
-    weight -= 0.25 * late  # end of fit
+    weight -= 0.25 * late  # the end of fit applies the last gradient
     np.testing.assert_allclose(model.get_weights()[0], [[weight]], rtol=1e-6)
     assert int(model.optimizer.iterations) == 4
 
@@ -64,7 +65,7 @@ def test_accumulation_is_refused() -> None:
 
 
 def test_a_scaled_loss_is_refused() -> None:
-    """A step's gradients would be unscaled by the scale of the next."""
+    """The gradients of one step would be unscaled with the next step's scale."""
     if hvpipe.size() == 1:
         pytest.skip("one rank has nothing to wait for")
     scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))

@@ -1,4 +1,4 @@
-"""A callback that stops training on one rank stops all ranks, after the same batch."""
+"""If a callback stops training on one rank, all ranks stop after the same batch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def on_the_last(rank: int) -> bool:
 
 
 class Stop(keras.callbacks.Callback):
-    """Stops training at a hook's `number`-th call on the ranks that `where` names."""
+    """Stops training at the `number`-th call of a hook, on the ranks for which `where` is true."""
 
     def __init__(self, hook: str, number: int, where: Any = on_the_last) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Stop(keras.callbacks.Callback):
 def stopped(
     overlap: str, callback: Any, epochs: int = 3, optimizer: Any = None, **options: Any
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """State and history of a run of several epochs that this callback cuts short; the same on all ranks."""
+    """Return state and history of a run that this callback cuts short. Both are the same on all ranks."""
     model = parallel(compiled(optimizer=optimizer, metrics=["accuracy"], **options), overlap, warmup_steps=1)
     history = fit(model, my_batches(BATCHES), epochs=epochs, callbacks=[callback])
     assert model.stop_training
@@ -81,7 +81,7 @@ def test_one_rank_stops_within_an_epoch(overlap: str, same_as: str) -> None:
 
 @functools.cache
 def all_stopped(overlap: str) -> tuple[dict[str, Any], dict[str, list[float]]]:
-    """Where every rank's callback stops there by itself."""
+    """Return the same for a run in which every rank's callback stops training at that batch."""
     return stopped(overlap, Stop("on_train_batch_end", BATCHES + 2, everywhere))
 
 
@@ -103,7 +103,7 @@ def test_all_ranks_stop_at_one_batch_as_in_plain_keras() -> None:
         ("on_train_batch_begin", 2, 1, 2),
         ("on_train_batch_end", BATCHES, 1, BATCHES),  # the last batch of an epoch
         ("on_epoch_end", 2, 2, 2 * BATCHES),
-        # Keras looks after the first batch of the epoch.
+        # Keras checks the flag only after the epoch's first batch.
         ("on_epoch_begin", 2, 2, BATCHES + 1),
     ],
 )
@@ -120,7 +120,7 @@ def test_several_steps_per_execution() -> None:
 
 
 def test_between_two_updates_of_an_accumulation() -> None:
-    # In every sense but for what each rank has accumulated, which is its own.
+    # State is compared except for accumulated gradients, which each rank has its own.
     optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
     state, history = stopped("step", Stop("on_train_batch_end", 3), optimizer=optimizer)
     assert len(history["loss"]) == 1
@@ -131,7 +131,7 @@ def test_between_two_updates_of_an_accumulation() -> None:
 def test_nan_in_the_data_of_one_rank(overlap: str) -> None:
     x, y = samples(8 * BATCHES, seed=hvpipe.rank())
     if on_the_last(hvpipe.rank()):
-        x[8] = np.nan  # of the second batch
+        x[8] = np.nan  # in the second batch
     model = parallel(compiled(), overlap)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
     history = fit(model, data, epochs=3, callbacks=[keras.callbacks.TerminateOnNaN()])
@@ -142,18 +142,18 @@ def test_nan_in_the_data_of_one_rank(overlap: str) -> None:
 
 
 @pytest.mark.every_size
-def test_a_callback_of_one_rank_alone() -> None:
+def test_a_callback_that_only_one_rank_has() -> None:
     model = parallel(compiled())
     mine = [Stop("on_train_batch_end", 2)] if on_the_last(hvpipe.rank()) else []
     history = fit(model, my_batches(BATCHES), epochs=3, callbacks=mine, validation_data=my_batches(1))
     assert len(history["val_loss"]) == 1
     assert int(model.optimizer.iterations) == 2
     assert_same_on_all_ranks(state_of(model))
-    # And not for good.
+    # A later fit is not stopped.
     assert len(fit(model, my_batches(BATCHES), epochs=2)["loss"]) == 2
 
 
-def test_a_callback_list_of_callbacks_that_may_run_beside_training() -> None:
+def test_a_callback_list_of_async_safe_callbacks() -> None:
     stop = Stop("on_train_batch_end", 2)
     stop.async_safe = True
     model = parallel(compiled())

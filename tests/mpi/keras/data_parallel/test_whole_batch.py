@@ -1,4 +1,4 @@
-"""n ranks with a batch of b each train as one rank with a batch of n * b."""
+"""n ranks with batches of b samples train as one rank with batches of n * b samples."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from training import (
 )
 
 STEPS = 12
-# What plain Keras says as well of a dataset whose length it cannot know.
+# Plain Keras also warns about a dataset of unknown length.
 ENDS_BY_ITSELF = pytest.mark.filterwarnings("ignore:Your input ran out of data")
 RELATIVE = 1e-5
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "momentum": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    # Adam divides by the root of the second moment: an epsilon keeps rounding from growing.
+    # Adam divides by the root of the second moment. A large epsilon keeps rounding errors from growing.
     "adam": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3),
     "accumulation": lambda: keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3),
 }
 
 
 def regularised() -> keras.Model:
-    """The loss of its weights counts once, however many ranks there are."""
+    """Build a model with a weight regularizer. Its loss counts once, for any number of ranks."""
     model = mlp()
     model.layers[0].kernel_regularizer = keras.regularizers.L2(0.01)
     return model
 
 
 def own_size(step: int, rank: int) -> int:
-    """Samples of a rank at a step: all different, and none alike from step to step."""
+    """Return a rank's number of samples at a step. It differs between ranks and between steps."""
     return 3 + (5 * rank + 3 * step) % 7
 
 
 def unequal(steps: int) -> tuple[tf.data.Dataset, tf.data.Dataset]:
-    """Batches of this rank, whose size differs by rank and step, and those of all ranks together."""
+    """Return this rank's batches, whose size differs by rank and step, and those of all ranks together."""
     total = sum(own_size(step, rank) for step in range(steps) for rank in range(hvpipe.size()))
     x, y = samples(total)
     mine: list[Any] = []
@@ -68,7 +68,7 @@ def unequal(steps: int) -> tuple[tf.data.Dataset, tf.data.Dataset]:
                 mine.append((x[start:end], y[start:end]))
             start = end
         whole.append((x[begun:start], y[begun:start]))
-    # Plain Keras counts one more step where the length is unknown: its counter needs no data to run.
+    # With unknown length, plain Keras counts one step too many: its counter needs no data to run.
     known = as_dataset(whole).apply(tf.data.experimental.assert_cardinality(steps))
     return (known if hvpipe.size() == 1 else as_dataset(mine)), known
 
@@ -97,7 +97,7 @@ def test_equal_batches(name: str) -> None:
 
 @pytest.mark.parametrize("name", [MOMENTUM_EVERYWHERE, "accumulation"])
 def test_tables(name: str) -> None:
-    """And what travels is much less than the table."""
+    """hvpipe also sends much less than the whole table."""
     model = parallel(compiled(table, OPTIMIZERS[name]()))
     before = current().engine.counters()["bytes_sent"]
     fit(model, my_batches(STEPS))
@@ -110,7 +110,7 @@ def test_tables(name: str) -> None:
 def plain(
     build: Callable[[], keras.Model], name: str, data: tf.data.Dataset, **options: Any
 ) -> tuple[State, dict[str, list[float]]]:
-    """Weights and history of one rank that trains on the data of all."""
+    """Return weights and history of one rank that trains on the data of all."""
 
     def trained() -> tuple[State, dict[str, list[float]]]:
         model = compiled(build, OPTIMIZERS[name](), **options)
@@ -124,7 +124,7 @@ def plain(
 @pytest.mark.parametrize("name", ["momentum", pytest.param("accumulation", marks=pytest.mark.every_size)])
 @ENDS_BY_ITSELF
 def test_unequal_batches(name: str) -> None:
-    """The datasets have no known length either."""
+    """The datasets also have no known length."""
     mine, whole = unequal(STEPS)
     model = parallel(compiled(mlp, OPTIMIZERS[name](), metrics=["accuracy"]))
     history = fit(model, mine)

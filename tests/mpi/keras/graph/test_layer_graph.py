@@ -1,4 +1,4 @@
-"""A model's graph of layer calls: nested models opened, shared layers once for each call."""
+"""A model's graph of layer calls: nested models are opened, and each call of a shared layer counts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ layers = keras.layers
 
 
 def nested() -> keras.Model:
-    """An inner model that is called twice, a shared layer, an operator, a Sequential."""
+    """Build an inner model that is called twice, a shared layer, an operator, and a Sequential."""
     inner_inputs = keras.Input((8,))
     inner = keras.Model(inner_inputs, layers.Dense(8)(layers.Dropout(0.5)(inner_inputs)), name="inner")
     inputs = keras.Input((8,))
@@ -35,7 +35,7 @@ def nested() -> keras.Model:
 
 
 def run(graph: LayerGraph, x: Any) -> Any:
-    """The first output, call by call."""
+    """Run the graph call by call and return its first output."""
     known: dict[int, Any] = {graph.inputs[0]: keras.ops.convert_to_tensor(x)}
     for call in graph.calls:
         for (number, _), value in zip(call.writes, call(known, training=False), strict=True):
@@ -57,23 +57,23 @@ def test_nested_models_are_opened_and_calls_counted() -> None:
         "head/dense",
     ]
     assert graph.edges() == [(i, i + 1) for i in range(7)]
-    assert len(graph.layers(range(8))) == 4  # shared, dropout, dense, and the head's
+    assert len(graph.layers(range(8))) == 4  # shared, dropout, dense, and the dense layer of the head
 
 
-def test_names_do_not_depend_on_what_was_made_before() -> None:
+def test_names_do_not_depend_on_earlier_models() -> None:
     first = [call.name for call in layer_graph(nested()).calls]
     layers.Dense(3), layers.Dropout(0.1)
     assert [call.name for call in layer_graph(nested()).calls] == first
 
 
-def test_running_the_calls_one_by_one_is_running_the_model() -> None:
+def test_running_the_calls_one_by_one_equals_the_model() -> None:
     model = nested()
     x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
     np.testing.assert_allclose(run(layer_graph(model), x), model(x, training=False), atol=1e-6)
 
 
 def of_bytes() -> keras.Model:
-    """What goes in is whole numbers, what a nested model wants is not."""
+    """Build a model whose inputs are integers, with a nested model that takes floats."""
     image = keras.Input((6, 6, 1))
     base = keras.Model(image, layers.Conv2D(2, 3)(layers.ZeroPadding2D()(image)), name="base")
     inputs = keras.Input((6, 6, 1), dtype="uint8")
@@ -81,7 +81,7 @@ def of_bytes() -> keras.Model:
 
 
 def in_half() -> keras.Model:
-    """Layers compute in float16; what enters the nested model is added to in float32."""
+    """Build layers that compute in float16, with a nested model that adds to its input in float32."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
         middle = keras.Input((4,))
@@ -93,7 +93,7 @@ def in_half() -> keras.Model:
 
 
 @pytest.mark.parametrize("build", [of_bytes, in_half])
-def test_what_enters_a_nested_model_is_cast_as_in_keras(build: Any) -> None:
+def test_inputs_of_a_nested_model_are_cast_as_in_keras(build: Any) -> None:
     model = build()
     graph = layer_graph(model)
     assert "base/cast" in [call.name for call in graph.calls]
@@ -104,14 +104,14 @@ def test_what_enters_a_nested_model_is_cast_as_in_keras(build: Any) -> None:
 
 
 def on_any_image() -> keras.Model:
-    """The nested model leaves the size of images open, as those of keras.applications do."""
+    """Build a nested model that leaves image sizes open, like those of keras.applications."""
     image = keras.Input((None, None, 3))
     base = keras.Model(image, layers.Conv2D(2, 3, name="conv")(layers.ZeroPadding2D()(image)), name="base")
     inputs = keras.Input((8, 6, 3))
     return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling2D()(base(inputs))))
 
 
-def test_a_nested_model_that_leaves_sizes_open_is_opened() -> None:
+def test_a_nested_model_with_open_sizes_is_opened() -> None:
     model = on_any_image()
     graph = layer_graph(model)
     assert [call.name for call in graph.calls][:2] == ["base/zero_padding2d", "base/conv"]
@@ -121,7 +121,7 @@ def test_a_nested_model_that_leaves_sizes_open_is_opened() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Layer 'inner'.* does not support masking:UserWarning")
-def test_a_nested_model_that_stays_whole_is_told() -> None:
+def test_an_error_names_a_nested_model_that_cannot_be_opened() -> None:
     tokens = keras.Input((4,), dtype="int32")
     inputs = keras.Input((4, 3))
     inner = keras.Model(inputs, layers.Dense(3)(layers.Dense(3)(inputs)), name="inner")
@@ -132,8 +132,8 @@ def test_a_nested_model_that_stays_whole_is_told() -> None:
         plan_for(current(), graph, options)
 
 
-def test_a_tensor_of_another_dtype_than_keras_tells_does_not_leave_its_stage() -> None:
-    """Those who receive it would read its bytes as the dtype that was told."""
+def test_a_tensor_whose_dtype_differs_from_keras_spec_is_refused() -> None:
+    """Otherwise receivers would read its bytes as the dtype that Keras declares."""
     inputs = keras.Input((), dtype="int32")
     x = layers.RepeatVector(3, name="repeat")(layers.Reshape((1,), dtype="int32")(inputs))
     stages = cut_stages(layer_graph(keras.Model(inputs, layers.Embedding(5, 2)(x))), [[0, 1], [2]])
@@ -143,13 +143,16 @@ def test_a_tensor_of_another_dtype_than_keras_tells_does_not_leave_its_stage() -
         StageFunctions(stages, 0, targets=(), loss=None).prediction(tf.zeros(2, tf.int32))
 
 
-def test_a_message_of_another_dtype_is_not_sent() -> None:
+def test_a_message_of_another_dtype_is_refused() -> None:
     with pytest.raises(HvpipeError, match=r"says, float32. Received: the wire: dtype=float16"):
         TensorChannel(current()).send(0, tf.zeros(2, tf.float16), "float32", (2,), "the wire")
 
 
 class Block(layers.Layer):
-    """As blocks are written in Keras 3: `call` leaves the mode to the layers inside."""
+    """As usual in Keras 3, its `call` does not pass the training mode on.
+
+    The layers inside find it themselves.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +163,7 @@ class Block(layers.Layer):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_the_mode_reaches_layers_inside_a_layer_that_does_not_take_it(training: bool) -> None:
+def test_the_training_mode_reaches_inner_layers(training: bool) -> None:
     x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
     found = []
     for by_calls in (False, True):
@@ -177,13 +180,13 @@ def test_the_mode_reaches_layers_inside_a_layer_that_does_not_take_it(training: 
 
 
 def folding() -> keras.Model:
-    """Steps of a sequence go through a layer as samples of their own."""
+    """Build a model that folds the steps of a sequence into samples for one layer."""
     inputs = keras.Input((6, 3))
     steps = layers.Dense(4)(keras.ops.reshape(inputs, (-1, 3)))
     return keras.Model(inputs, keras.ops.reshape(steps, (-1, 6, 4)) + 1)
 
 
-def test_what_has_no_axis_of_samples_is_known() -> None:
+def test_tensors_without_a_sample_axis_are_marked() -> None:
     graph = layer_graph(folding())
     found = [(spec.shape, spec.of_samples) for spec in graph.tensors]
     sequence = (None, 6, 4)
@@ -192,7 +195,7 @@ def test_what_has_no_axis_of_samples_is_known() -> None:
 
 
 def skipping() -> keras.Model:
-    """The first layer's output is used by the last."""
+    """Build a model whose last layer uses the first layer's output."""
     inputs = keras.Input((4,))
     a = layers.Dense(4, name="a")(inputs)
     b = layers.Dense(4, name="b")(a)
@@ -231,7 +234,7 @@ class Doubling(keras.Sequential):
         return 2 * super().call(inputs, **options)
 
 
-def test_a_sequential_with_a_call_of_its_own_is_not_taken_for_its_layers() -> None:
+def test_a_sequential_with_its_own_call_is_not_opened() -> None:
     inner = Doubling([keras.Input((4,)), layers.Dense(3)], name="doubling")
     with pytest.raises(HvpipeError, match=r"Turn a subclassed model into a function.*Received: Doubling"):
         layer_graph(inner)

@@ -1,4 +1,4 @@
-"""Forward and backward as separate graphs give what a tape gives, whole, in two parts, or recomputed."""
+"""Separate forward and backward graphs give a tape's results: whole, in two parts, or recomputed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ layers = keras.layers
 
 
 def convolutions() -> keras.Model:
-    """State that the forward writes (moving averages, seeds), a loop, sizes that the backward wants."""
+    """Build a model with state that the forward writes, a loop, and sizes that the backward needs."""
     inputs = keras.Input((6, 6, 3))
     x = layers.ReLU()(layers.BatchNormalization()(layers.Conv2D(4, 3, padding="same")(inputs)))
     x = layers.Reshape((6, 24))(layers.Dropout(0.3)(x))
@@ -25,7 +25,7 @@ def convolutions() -> keras.Model:
 
 
 def tokens() -> keras.Model:
-    """Inputs without a gradient, sparse gradients, masks, attention."""
+    """Build a model with integer inputs, sparse gradients, masks and attention."""
     inputs = keras.Input((5,), dtype="int32")
     x = layers.Embedding(9, 8, mask_zero=True)(inputs)
     x = layers.LayerNormalization()(layers.MultiHeadAttention(2, 4)(x, x))
@@ -33,7 +33,7 @@ def tokens() -> keras.Model:
 
 
 class Branches(layers.Layer):
-    """Takes one of two ways, each with a weight, as its input says."""
+    """Takes one of two branches, each with a weight, depending on the input."""
 
     def build(self, shape: Any) -> None:
         self.left, self.right = (self.add_weight(shape=(shape[-1], shape[-1])) for _ in range(2))
@@ -45,7 +45,7 @@ class Branches(layers.Layer):
 
 
 class Counted(layers.Layer):
-    """Multiplies by a count of its calls, which it raises in a branch, a loop or a function of its own."""
+    """Multiplies by the number of its calls, and increments that in a branch, a loop or a function."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def values(model: keras.Model) -> Any:
 
 
 def run(functions: SplitGradient, x: Any, gradient: Any, split: bool) -> tuple[list[Any], list[Any]]:
-    """Two micro-batches, both forward before the first backward; outputs and gradients of the inputs."""
+    """Run the forwards of two micro-batches, then their backwards. Return outputs and input gradients."""
     parts = [tf.constant(x[:4]), tf.constant(x[4:])]
     forwards = [functions.forward([part]) for part in parts]
     found = []
@@ -194,14 +194,17 @@ def test_the_same_as_a_tape(build: Callable[[], keras.Model], recompute: bool) -
                 np.testing.assert_allclose(one, other, atol=1e-5)
         for a, b in zip(functions.accumulators, sums, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
-        # Moving averages and seeds have moved once for each forward, and not in the backward.
+        # The forward updates moving averages and seeds once for each micro-batch; the backward does not.
         for v, value in zip(model.variables, end, strict=True):
             np.testing.assert_allclose(v.numpy(), value, atol=1e-6)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_a_loop_draws_is_not_drawn_again(recompute: bool) -> None:
-    """By an operation without a variable for its state; y = r x, so the gradient is y / x."""
+def test_the_backward_of_a_loop_reuses_its_random_numbers(recompute: bool) -> None:
+    """The random operation has no state variable.
+
+    As y = r x with x = 1, the gradient must equal the output.
+    """
 
     def times_random(x: Any) -> list[Any]:
         loop = tf.while_loop(lambda i, _: i < 1, lambda i, y: (i + 1, y * tf.random.uniform([])), (0, x))
@@ -218,7 +221,7 @@ def kept_bytes(kept: list[Any]) -> int:
     return sum(int(np.prod(t.shape)) * t.dtype.size for t in kept if t.dtype != tf.variant)
 
 
-def test_recompute_keeps_inputs_and_seeds_alone() -> None:
+def test_recompute_keeps_only_inputs_and_seeds() -> None:
     model = keras.Sequential([keras.Input((64,))])
     for _ in range(4):
         model.add(layers.Dense(64, activation="tanh"))

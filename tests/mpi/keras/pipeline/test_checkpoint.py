@@ -1,4 +1,4 @@
-"""Pipelines saved and loaded: files of plain Keras, and checkpoints that other layouts go on from."""
+"""Saving and loading pipelines: files of plain Keras, and checkpoints that other layouts can load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EPOCH = {"batch_size": BATCH, "epochs": 1, "shuffle": False, "verbose": 0}
 
 
 def build() -> Any:
-    """Of dense layers, one of which is used at both ends."""
+    """Build a model of dense layers. The first and the last stage share one of them."""
     twice = keras.layers.Dense(6, activation="tanh", name="twice")
     inputs = keras.Input((6,))
     x = twice(inputs)
@@ -38,7 +38,7 @@ def build() -> Any:
 
 
 def build_with_more_state() -> Any:
-    """With seeds and statistics, and weights that no gradient reaches."""
+    """Build a model with seeds, statistics, and weights that receive no gradient."""
     inputs = keras.Input((6,))
     x = keras.ops.stop_gradient(keras.layers.Dense(8)(inputs))
     x = keras.layers.BatchNormalization()(keras.layers.Dropout(0.3)(x))
@@ -65,7 +65,7 @@ def data() -> tuple[Any, Any]:
 
 
 def state(pipe: Any) -> dict[str, Any]:
-    """All weights and slots of the pipeline by name, from all ranks."""
+    """Return all weights and slots of the pipeline by name, gathered from all ranks."""
     own = pipe._rank_state()
     mine = {name: own.named[name].numpy() for name in own.owned}
     return {name: value for part in hvpipe.allgather_object(mine) for name, value in part.items()}
@@ -82,7 +82,7 @@ def without_memory(pipe: Any) -> list[str]:
 
 
 def fill(pipe: Any) -> None:
-    """Give the pipeline weights and slots that its first step would not, the same on all that share them."""
+    """Set weights and slots to values drawn from their names. Ranks that share them get the same."""
     for name, variable in pipe._rank_state().named.items():
         random = np.random.default_rng(list(name.encode()))
         variable.assign(random.uniform(1, 9, variable.shape).astype(variable.dtype))
@@ -90,12 +90,12 @@ def fill(pipe: Any) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """One for all ranks."""
+    """Return one folder for all ranks."""
     return Path(hvpipe.broadcast_object(str(tmp_path)))
 
 
 class Trained:
-    """A pipeline after one epoch, saved in both ways; what it was then, and after another epoch."""
+    """A pipeline saved in both ways after one epoch, with its state then and after another epoch."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.weights, self.checkpoint = (
@@ -121,7 +121,7 @@ def trained(world: None, tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 @pytest.mark.older_tensorflow
-def test_plain_keras_loads_the_file_and_goes_on_training(trained: Trained) -> None:
+def test_plain_keras_loads_the_file_and_continues_training(trained: Trained) -> None:
     model = keras.models.load_model(trained.file)
     np.testing.assert_allclose(
         model.predict(data()[0], batch_size=BATCH, verbose=0), trained.predicted, rtol=1e-5, atol=1e-6
@@ -155,12 +155,12 @@ def test_a_pipeline_takes_the_file_of_a_plain_model(folder: Path) -> None:
     found = pipe.predict(data()[0], batch_size=BATCH)
     expected = hvpipe.broadcast_object(model.predict(data()[0], batch_size=BATCH, verbose=0))
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    # SGD's state is none of Adam's.
+    # SGD uses none of Adam's state.
     assert_same(optimizer, {name: v for name, v in state(pipe).items() if name.startswith("optimizer")})
 
 
-def test_what_normalization_has_learned_is_loaded(folder: Path) -> None:
-    """It computes with constants that it has made of its variables."""
+def test_adapted_normalization_layers_are_loaded(folder: Path) -> None:
+    """The layer computes with constants made from its variables."""
 
     def normalized() -> Any:
         inputs = keras.Input((6,))
@@ -183,7 +183,7 @@ def test_what_normalization_has_learned_is_loaded(folder: Path) -> None:
         np.testing.assert_allclose(pipe.predict(x, batch_size=BATCH), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_save_leaves_no_memory_behind(folder: Path) -> None:
+def test_saving_frees_its_memory(folder: Path) -> None:
     pipe = pipeline()
     before, attributes = without_memory(pipe), set(vars(pipe._context.model))
     pipe._rank_state()  # builds the optimizer
@@ -195,7 +195,7 @@ def test_a_save_leaves_no_memory_behind(folder: Path) -> None:
 
 
 def held_bytes() -> int:
-    """Of all TensorFlow variables of this process."""
+    """Return the bytes of all TensorFlow variables of this process."""
     gc.collect()
     found = [v for v in gc.get_objects() if isinstance(v, tf.Variable)]
     return sum(int(np.prod(v.shape)) * v.dtype.size for v in found)
@@ -219,7 +219,7 @@ def test_without_an_optimizer_the_weights_are_saved(folder: Path) -> None:
 
 
 def schedule_free() -> Any:
-    """Slots begin as copies of the weights."""
+    """Return an optimizer whose slots begin as copies of the weights."""
     return keras.optimizers.ScheduleFreeAdamW(0.01)
 
 
@@ -280,8 +280,8 @@ def test_half_types_are_saved(folder: Path, policy: str) -> None:
 
 @pytest.mark.skipif(not has_schedule_free, reason="this Keras has no optimizer of the kind")
 @pytest.mark.parametrize("load", ["load", "load_checkpoint"])
-def test_slots_that_begin_as_copies_of_weights_are_those_of_loaded_ones(folder: Path, load: str) -> None:
-    """Else the first step would go back to the weights before."""
+def test_slots_that_copy_weights_copy_the_loaded_ones(folder: Path, load: str) -> None:
+    """Otherwise the first step would return to the weights from before loading."""
     model = build()
     keras.utils.set_random_seed(9)
     model.set_weights([np.random.normal(size=v.shape) for v in model.weights])
@@ -295,13 +295,13 @@ def test_slots_that_begin_as_copies_of_weights_are_those_of_loaded_ones(folder: 
     getattr(pipe, load)(path)
     found = pipe.fit(*data(), **EPOCH).history
     model.compile(schedule_free(), loss="mse", metrics=["mae"])
-    model.optimizer.build(model.trainable_variables)  # in its traced step, Keras would not copy the weights
+    model.optimizer.build(model.trainable_variables)  # a traced build would not copy the weights
     expected = model.fit(*data(), **EPOCH).history
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-5)
 
 
-# Layers that are frozen -------------------------------------------------------------------------------------
+# Frozen layers ----------------------------------------------------------------------------------------------
 
 
 def in_a_row() -> Any:
@@ -310,13 +310,13 @@ def in_a_row() -> Any:
 
 
 def freeze(model: Any, name: str) -> None:
-    """Among the layers that there are here, which are those of one rank in a pipeline."""
+    """Freeze the layer of this name. In a pipeline, `model.layers` are this rank's layers only."""
     for layer in model.layers:
         layer.trainable = layer.name != name
     model.compile(adam(), loss="mse", metrics=["mae"])
 
 
-def test_what_one_rank_froze_is_frozen_in_every_file(folder: Path) -> None:
+def test_layers_frozen_on_one_rank_are_frozen_in_every_file(folder: Path) -> None:
     pipe = pipeline(in_a_row)
     freeze(pipe, "last")
     before = state(pipe)
@@ -342,7 +342,7 @@ def test_what_one_rank_froze_is_frozen_in_every_file(folder: Path) -> None:
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
 
 
-def test_a_shared_layer_that_one_rank_alone_froze_is_told(folder: Path) -> None:
+def test_a_shared_layer_frozen_on_only_one_rank_is_an_error(folder: Path) -> None:
     if hvpipe.size() == 1:
         pytest.skip("one rank agrees with itself")
     pipe = pipeline()
@@ -355,7 +355,7 @@ def test_a_shared_layer_that_one_rank_alone_froze_is_told(folder: Path) -> None:
 
 
 def test_frozen_weights_of_replicas_are_no_statistics(folder: Path) -> None:
-    """They may be large, are equal on all of them, and are written once."""
+    """They may be large, are equal on all replicas, and are written once."""
     pipe = pipeline(build_with_more_state, stages=1)
     for layer in pipe.layers:
         layer.trainable = False
@@ -388,7 +388,7 @@ def test_statistics_that_are_equal_keep_their_bits() -> None:
 @pytest.mark.every_size
 @pytest.mark.older_tensorflow
 @pytest.mark.quick
-def test_training_goes_on_with_the_same_bits(trained: Trained) -> None:
+def test_training_continues_with_the_same_bits(trained: Trained) -> None:
     pipe = pipeline()
     pipe.load_checkpoint(trained.checkpoint)
     assert_same(trained.then, state(pipe))
@@ -397,8 +397,8 @@ def test_training_goes_on_with_the_same_bits(trained: Trained) -> None:
 
 
 @pytest.mark.every_size
-def test_seeds_and_statistics_go_on_too(folder: Path) -> None:
-    # Two replicas of a stage, each with seeds of its own, where there are three ranks.
+def test_seeds_and_statistics_continue_too(folder: Path) -> None:
+    # With three ranks, a stage has two replicas, each with its own seeds.
     layout = {"stages": 2, "replicas": (2, 1)} if hvpipe.size() == 3 else {}
     pipe = pipeline(build_with_more_state, **layout)
     pipe.fit(*data(), **EPOCH)
@@ -412,7 +412,7 @@ def test_seeds_and_statistics_go_on_too(folder: Path) -> None:
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
-def test_replicas_that_a_checkpoint_did_not_have_draw_numbers_of_their_own(folder: Path) -> None:
+def test_new_replicas_draw_their_own_random_numbers(folder: Path) -> None:
     pipe = pipeline(build_with_more_state)
     pipe.fit(*data(), **EPOCH)
     pipe.save_checkpoint(folder)
@@ -421,7 +421,7 @@ def test_replicas_that_a_checkpoint_did_not_have_draw_numbers_of_their_own(folde
     states = hvpipe.allgather_object([state.numpy().tolist() for state in seeds_of(again.layers)])
     seeds = [seed for of_rank in states for seed, _ in of_rank]
     assert len(set(seeds)) == len(seeds) == 2 * hvpipe.size()
-    # As many micro-batches have been drawn for on all of them.
+    # All replicas continue after the same number of micro-batches.
     assert {draws for of_rank in states for _, draws in of_rank} == {12}
 
 
@@ -433,7 +433,7 @@ def other_layouts() -> list[dict[str, Any]]:
 
 @pytest.mark.every_size
 @pytest.mark.parametrize("which", [0, 1])
-def test_another_layout_goes_on(trained: Trained, which: int) -> None:
+def test_another_layout_continues(trained: Trained, which: int) -> None:
     pipe = pipeline(**other_layouts()[which])
     pipe.load_checkpoint(trained.checkpoint)
     assert_same(trained.then, state(pipe))
@@ -442,7 +442,7 @@ def test_another_layout_goes_on(trained: Trained, which: int) -> None:
 
 
 @pytest.mark.parametrize("at", ["_write_shard", "write_document"])
-def test_an_interrupted_save_leaves_the_checkpoint_before(
+def test_an_interrupted_save_keeps_the_previous_checkpoint(
     trained: Trained, folder: Path, at: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pipe = trained.pipe
@@ -465,7 +465,7 @@ def full_disk(*_: Any) -> None:
     raise OSError("disk full")
 
 
-# What cannot be saved or loaded -----------------------------------------------------------------------------
+# Models and files that cannot be saved or loaded ------------------------------------------------------------
 
 
 def test_a_checkpoint_of_another_model_is_refused(trained: Trained) -> None:
@@ -485,7 +485,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(trained: Trained) -> None:
         )
 
 
-def test_a_checkpoint_with_more_state_than_the_optimizer_takes_is_refused(folder: Path) -> None:
+def test_a_checkpoint_with_extra_optimizer_state_is_refused(folder: Path) -> None:
     saved = pipeline(optimizer=lambda: keras.optimizers.Adam(0.1, amsgrad=True))
     saved.save_checkpoint(folder / "amsgrad")
     with pytest.raises(HvpipeError, match=r"settings it was saved with.*_velocity_hats.*which .* has"):
@@ -561,7 +561,7 @@ def test_a_file_that_cannot_be_read_is_an_error_on_all_ranks(trained: Trained, f
 
 
 class Worse(keras.callbacks.Callback):
-    """First of the callbacks: says that every epoch was worse than the one before, and notes the weights."""
+    """Must be the first callback. Reports a worse score in each epoch, and records the weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -594,7 +594,7 @@ def test_keras_callbacks_save_and_restore(trained: Trained, folder: Path) -> Non
             np.testing.assert_array_equal(found, expected)
 
 
-def test_callbacks_that_every_rank_would_write_for_are_refused(trained: Trained, folder: Path) -> None:
+def test_callbacks_that_cannot_write_for_a_pipeline_are_refused(trained: Trained, folder: Path) -> None:
     with pytest.raises(HvpipeError, match=r"save_checkpoint.*Received: a BackupAndRestore"):
         trained.pipe.fit(*data(), **EPOCH, callbacks=[keras.callbacks.BackupAndRestore(folder)])
     with pytest.raises(

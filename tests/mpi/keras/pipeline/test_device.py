@@ -1,4 +1,4 @@
-"""Pipelines whose tensors stay on devices: the tests' own, whose memory is the processor's (tests/native)."""
+"""Pipelines whose tensors stay on a fake device, whose memory is host memory (tests/support/native)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipelines import MODELS, batches, compile_as_all, pipelined, spread
 
 @pytest.fixture(scope="module")
 def device() -> Any:
-    """The session's engine has opened the device, and NCCL with it; the device's library."""
+    """Open the fake device and the fake NCCL in the session's engine. Return the device's library."""
     engine = current().engine
     if hvpipe.size() == 1:
         pytest.skip("one rank has nobody to write to")
@@ -38,7 +38,7 @@ def device() -> Any:
 
 @pytest.fixture
 def sent(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Pipelines that are made from now on keep tensors there; what was sent from device to device."""
+    """Keep the tensors of new pipelines on the device. Return the list of tensors sent between devices."""
     tensors: list[Any] = []
 
     def send_message(number: int, tensor: Any) -> None:
@@ -54,12 +54,12 @@ def sent(device: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.mark.parametrize(
     ("name", "schedule"), [("unet", "1f1b"), ("transformer", "interleaved"), ("resnet", "zb-h1")]
 )
-def test_the_weights_are_those_of_tensors_that_go_by_the_host(
+def test_tensors_on_devices_and_through_the_host_train_alike(
     name: str, schedule: str, monkeypatch: pytest.MonkeyPatch, sent: list[Any]
 ) -> None:
     options = {} if schedule == "1f1b" else {"schedule": schedule, "chunks": 2}
     there = pipelined(name, **options)
-    # TensorFlow keeps whole numbers, as the transformer's tokens are, in host memory.
+    # TensorFlow keeps integers, such as the transformer's tokens, in host memory.
     assert {tensor.dtype.name for tensor in sent} == {"float32"}
     monkeypatch.setattr(pipeline_model, "device_of_messages", lambda _: None)
     before = len(sent)
@@ -73,8 +73,8 @@ def test_the_weights_are_those_of_tensors_that_go_by_the_host(
 
 
 @pytest.mark.every_size
-def test_halves_and_open_shapes(sent: list[Any]) -> None:
-    """bfloat16 between stages, and sequences whose length the model leaves open."""
+def test_half_types_and_open_shapes(sent: list[Any]) -> None:
+    """Stages exchange bfloat16, and sequences whose length the model leaves open."""
     keras.utils.set_random_seed(5)
     inputs = keras.Input((None, 4))
     x = inputs
@@ -90,7 +90,7 @@ def test_halves_and_open_shapes(sent: list[Any]) -> None:
     assert {3, 5} <= {length for tensor in sent for length in tensor.shape[1:2]}
 
 
-def test_memory_of_messages_serves_the_next_ones(device: Any, sent: list[Any]) -> None:
+def test_messages_reuse_memory(device: Any, sent: list[Any]) -> None:
     keras.utils.set_random_seed(5)
     x, y = batches(MODELS["mlp"], 8)
     pipe = compile_as_all(hk.pipeline_parallel(MODELS["mlp"], microbatches=4))

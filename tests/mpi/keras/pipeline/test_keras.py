@@ -1,4 +1,4 @@
-"""A pipeline is used as any Keras model: its methods, callbacks, precision, and what it refuses."""
+"""A pipeline behaves like any Keras model: methods, callbacks, precision, and errors."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_on_batch_methods_are_those_of_keras() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_arguments_may_be_given_by_place() -> None:
+def test_arguments_may_be_positional() -> None:
     x, y = batches(mlp, 16)
     seen: list[int] = []
     callback = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(epoch))
@@ -57,7 +57,7 @@ def test_arguments_may_be_given_by_place() -> None:
 
 
 def in_float16(build: Any = small) -> keras.Model:
-    """The policy holds while the model is built, and no longer."""
+    """Build the model under a float16 policy, and restore the policy afterwards."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
         return build()
@@ -85,7 +85,7 @@ def with_layers_without_weights_at_the_end() -> keras.Model:
     return keras.Sequential([keras.Input((12,)), keras.layers.Dense(4), *rest])
 
 
-def test_the_loss_scale_moves_on_a_rank_without_weights() -> None:
+def test_the_loss_scale_changes_on_a_rank_without_weights() -> None:
     x, y = batches(mlp, 64)
     held: list[int] = []
 
@@ -104,7 +104,7 @@ def test_the_loss_scale_moves_on_a_rank_without_weights() -> None:
 
 @pytest.mark.parametrize("build", [small, with_layers_without_weights_at_the_end])
 def test_a_loss_scale_that_is_too_large_is_halved_and_the_step_skipped(build: Any) -> None:
-    """By all ranks, of which one may have no weights; nothing else moves."""
+    """All ranks skip it, including one without weights. Nothing but the scale changes."""
     x, y = batches(mlp, 24)
 
     def told(model: Any) -> list[float]:
@@ -121,7 +121,7 @@ def test_a_loss_scale_that_is_too_large_is_halved_and_the_step_skipped(build: An
 
 
 class Idle(keras.layers.Layer):
-    """Has weights of the shape of Dense's after it, which no gradient reaches."""
+    """Has a weight of the same shape as the next Dense layer's, and no gradient reaches it."""
 
     def build(self, shape: Any) -> None:
         self.kernel = self.add_weight(shape=(shape[-1], shape[-1]), initializer="ones")
@@ -161,8 +161,8 @@ def accumulating() -> Any:
         (with_idle_weights_alone_at_the_end, averaging),
     ],
 )
-def test_weights_that_no_gradient_reaches_are_averaged_as_in_keras(build: Any, optimizer: Any) -> None:
-    """Averages replace weights at the end of fit, by their place; every rank counts its steps."""
+def test_weights_without_a_gradient_are_averaged_as_in_keras(build: Any, optimizer: Any) -> None:
+    """At the end of fit, averages replace weights by their position. Every rank must count its steps."""
     x, y = batches(mlp, 40)
 
     def told(model: Any) -> list[float]:
@@ -179,7 +179,7 @@ def test_weights_that_no_gradient_reaches_are_averaged_as_in_keras(build: Any, o
 
 
 def behind_a_stop() -> keras.Model:
-    """Layers that no gradient reaches, because of a later one or of an output without a loss."""
+    """Build layers that receive no gradient, because of a later layer or an output without a loss."""
     inputs = keras.Input((12,))
     x = inputs
     for _ in range(3):
@@ -195,8 +195,8 @@ def decaying_weights() -> Any:
 
 
 @pytest.mark.parametrize("options", [{}, {"stages": 1}, {"schedule": "zb-h1"}])
-def test_weights_that_no_gradient_reaches_stay_as_in_keras(options: dict[str, Any]) -> None:
-    """Wherever the model is cut: a gradient of 0 would let the optimizer let them decay."""
+def test_weights_without_a_gradient_do_not_change_as_in_keras(options: dict[str, Any]) -> None:
+    """This holds for any cut of the model. With a gradient of 0, the optimizer would decay the weights."""
     x, y = batches(mlp, 32)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
@@ -231,7 +231,7 @@ def test_a_callback_that_stops_one_rank_within_an_epoch_stops_all() -> None:
     assert int(pipe.optimizer.iterations) == 2
 
 
-def test_one_rank_writes_a_log_that_all_were_told_of(tmp_path: Path) -> None:
+def test_one_rank_writes_a_log_that_all_ranks_share(tmp_path: Path) -> None:
     x, y = batches(mlp, 16)
     shared = hvpipe.broadcast_object(str(tmp_path / "log.csv"))
     pipe = compile_as_all(hk.pipeline_parallel(small))
@@ -254,8 +254,8 @@ def with_a_table() -> keras.Model:
     return keras.Model(tokens, keras.layers.Dense(4)(keras.layers.Dense(4)(x)))
 
 
-def test_one_rank_writes_and_prints_what_all_have() -> None:
-    """A TensorBoard that shows weights is everyone's: each rank has some."""
+def test_one_rank_writes_and_prints_for_all() -> None:
+    """If a TensorBoard shows weights, every rank writes its own, because each rank holds some."""
     pipe = compile_as_all(hk.pipeline_parallel(with_a_table))
     rank, size = hvpipe.rank(), hvpipe.size()
     callbacks = [
@@ -275,7 +275,7 @@ def test_one_rank_writes_and_prints_what_all_have() -> None:
     assert len(set(hvpipe.allgather_object(tuple(c.log_dir for c in callbacks[1:3])))) == size
 
 
-def test_embeddings_of_other_ranks_are_no_mistake() -> None:
+def test_embeddings_of_other_ranks_are_no_error() -> None:
     pipe = compile_as_all(hk.pipeline_parallel(with_a_table))
     given = {"table": "names.tsv", "no_layer": "names.tsv"}
     board = keras.callbacks.TensorBoard("logs", embeddings_freq=1, embeddings_metadata=given)
@@ -285,7 +285,7 @@ def test_embeddings_of_other_ranks_are_no_mistake() -> None:
     assert board.log_dir == ("logs" if first else f"logs/rank{hvpipe.rank()}")
 
 
-def test_a_checkpoint_of_one_rank_alone_is_told(tmp_path: Path) -> None:
+def test_a_checkpoint_callback_on_only_one_rank_is_an_error(tmp_path: Path) -> None:
     if hvpipe.size() == 1:
         pytest.skip("one rank agrees with itself")
     x, y = batches(mlp, 8)
@@ -295,8 +295,8 @@ def test_a_checkpoint_of_one_rank_alone_is_told(tmp_path: Path) -> None:
         pipe.fit(x, y, batch_size=8, verbose=0, callbacks=saving)
 
 
-def test_graphs_are_made_once_for_each_structure_of_targets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training counts classes, validation does not; targets have lengths of all kinds."""
+def test_each_structure_of_targets_builds_graphs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training has class weights and validation has none. Targets come in several lengths."""
     made: list[Any] = []
     own = RankDriver.__init__
 
@@ -341,8 +341,8 @@ def of_length(build: Any, steps: int, seed: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("build", [of_any_length, masked_of_any_length])
-def test_targets_have_the_sizes_of_the_batches_that_count(build: Any) -> None:
-    """Rank 0's. Each rank pads its own, which are of the same lengths at times."""
+def test_targets_have_the_sizes_of_rank_0s_batches(build: Any) -> None:
+    """The sizes of rank 0's batches count. Each rank's own batches sometimes have the same lengths."""
     told = []
     for parallel in (False, True):
         keras.utils.set_random_seed(5)
@@ -374,8 +374,8 @@ def test_inputs_of_another_shape_are_refused_as_keras_does() -> None:
         ({"y": None}, "no targets"),
     ],
 )
-def test_targets_that_look_otherwise_on_one_rank_are_told(differs: dict[str, Any], says: str) -> None:
-    """It would read what the first stage's rank sends as what its own batch holds."""
+def test_targets_that_differ_on_one_rank_are_an_error(differs: dict[str, Any], says: str) -> None:
+    """Otherwise this rank would misread the targets that the first stage's rank sends."""
     if hvpipe.size() == 1:
         pytest.skip("one rank agrees with itself")
     x, y = batches(mlp, 16)
@@ -389,25 +389,25 @@ def test_targets_that_look_otherwise_on_one_rank_are_told(differs: dict[str, Any
     assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
 
 
-def test_targets_of_another_number_than_the_inputs_are_told() -> None:
-    """Else the first ones would be taken."""
+def test_fewer_inputs_than_targets_are_an_error() -> None:
+    """Otherwise the pipeline would use the first targets."""
     x, y = batches(mlp, 16)
     pipe = compile_as_all(hk.pipeline_parallel(small))
     with pytest.raises(HvpipeError, match=r"as many samples. Received: \[8\] of inputs, \[16\] of targets"):
         pipe.train_on_batch(x[:8], y)
 
 
-def test_export_says_what_to_do() -> None:
+def test_the_error_of_export_says_what_to_do() -> None:
     with pytest.raises(HvpipeError, match=r"load_model\(.*\)\.export"):
         hk.pipeline_parallel(small).export("folder")
 
 
-def test_saving_past_the_pipeline_says_what_to_do(tmp_path: Path) -> None:
+def test_the_error_of_keras_save_model_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(HvpipeError, match=r"pipe\.save\('model.keras'\) on all ranks"):
         keras.saving.save_model(hk.pipeline_parallel(small), tmp_path / "model.keras")
 
 
-def test_callbacks_may_come_in_a_list_of_keras() -> None:
+def test_callbacks_may_be_a_keras_callback_list() -> None:
     x, y = batches(mlp, 32)
     pipe = compile_as_all(hk.pipeline_parallel(small))
     given = keras.callbacks.CallbackList([StopsOnTheLastRank()], add_history=True)
@@ -415,7 +415,7 @@ def test_callbacks_may_come_in_a_list_of_keras() -> None:
     assert len(history.history["loss"]) == 1
 
 
-def test_targets_of_another_dtype_on_one_rank_are_told_in_evaluation() -> None:
+def test_targets_of_another_dtype_on_one_rank_are_an_error_in_evaluation() -> None:
     if hvpipe.size() == 1:
         pytest.skip("one rank agrees with itself")
     x, y = batches(mlp, 16)
@@ -435,12 +435,12 @@ def with_own_step() -> keras.Model:
     return OwnStep(inputs, keras.layers.Dense(4)(keras.layers.Dense(4)(inputs)))
 
 
-def test_a_train_step_of_ones_own_is_not_passed_over() -> None:
+def test_a_model_with_its_own_train_step_is_refused() -> None:
     with pytest.raises(HvpipeError, match=r"OwnStep .*, which defines train_step"):
         hk.pipeline_parallel(with_own_step)
 
 
-def test_weights_that_build_model_loads_are_not_lost_in_silence(tmp_path: Path) -> None:
+def test_a_build_model_that_loads_weights_is_refused(tmp_path: Path) -> None:
     file, whole = tmp_path / "model.weights.h5", small()
     whole.save_weights(file)
 
@@ -464,7 +464,10 @@ def test_weights_that_build_model_loads_are_not_lost_in_silence(tmp_path: Path) 
 
 
 def a_model_that_was_called() -> keras.Model:
-    """Nothing of that is lost, nor of a model that goes no further."""
+    """Return a model that was called.
+
+    It also builds a second model, which it drops after setting its weights.
+    """
     other = small()
     other.set_weights(other.get_weights())
     model = small()
@@ -477,7 +480,7 @@ def test_build_model_may_call_the_model() -> None:
 
 
 def tied_by_a_function() -> keras.Model:
-    """The last operation reads the table of the first layer."""
+    """Build a model whose last operation reads the first layer's table."""
     tokens = keras.Input((5,), dtype="int32")
     table = keras.layers.Embedding(7, 4, name="table")
     x = table(tokens)
@@ -488,20 +491,20 @@ def tied_by_a_function() -> keras.Model:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_weights_of_another_stage_are_not_read_past_their_layer(whole: bool) -> None:
-    """They would get no gradient of that, and keep the values that they have on this rank."""
+def test_reading_weights_of_another_stage_is_an_error(whole: bool) -> None:
+    """They would get no gradient from that use, and would keep this rank's initial values."""
     model = tied_by_a_function() if whole else tied_by_a_function
     pipe = compile_as_all(hk.pipeline_parallel(model))
     x, y = np.zeros((8, 5), np.int32), np.zeros((8, 5), np.int32)
     if hvpipe.size() == 1:
         assert len(pipe.fit(x, y, batch_size=8, verbose=0).history["loss"]) == 1
         return
-    last = f"(?s)rank {hvpipe.size() - 1}: .*A stage should read the weights of its own layers"
+    last = f"(?s)rank {hvpipe.size() - 1}: .*A stage should read only the weights of its own layers"
     with pytest.raises(HvpipeError, match=rf"{last}.* Received: table/embeddings, of another stage"):
         pipe.fit(x, y, batch_size=8, verbose=0)
 
 
-def test_a_loss_may_read_weights_of_the_last_stage_alone() -> None:
+def test_a_loss_may_only_read_weights_of_the_last_stage() -> None:
     model = small()
     first, last = model.layers[0], model.layers[-1]
     x, y = batches(mlp, 8)
@@ -543,12 +546,12 @@ def decaying(rate: float = 0.001) -> Any:
         (decaying, lambda: decaying(0.5), "'initial_learning_rate': 0.5"),
     ],
 )
-def test_optimizers_that_differ_by_rank_are_told(optimizer: Any, other: Any, says: str) -> None:
+def test_optimizers_that_differ_by_rank_are_an_error(optimizer: Any, other: Any, says: str) -> None:
     if hvpipe.size() == 1:
         pytest.skip("one rank agrees with itself")
     x, y = batches(mlp, 8)
     if is_last():
-        adam()  # Keras numbers the names of the next ones
+        adam()  # advances Keras's numbering of optimizer names
     pipe = compile_as_all(hk.pipeline_parallel(small), optimizer())
     pipe.fit(x, y, batch_size=8, verbose=0)
     pipe = compile_as_all(hk.pipeline_parallel(small), (other if is_last() else optimizer)())
@@ -557,7 +560,7 @@ def test_optimizers_that_differ_by_rank_are_told(optimizer: Any, other: Any, say
         pipe.fit(x, y, batch_size=8, verbose=0)
 
 
-def test_a_learning_rate_that_one_rank_changes_is_told() -> None:
+def test_a_learning_rate_changed_on_one_rank_is_an_error() -> None:
     if hvpipe.size() == 1:
         pytest.skip("one rank agrees with itself")
     x, y = batches(mlp, 8)
@@ -569,7 +572,7 @@ def test_a_learning_rate_that_one_rank_changes_is_told() -> None:
     assert hvpipe.allgather_object(hvpipe.rank()) == list(range(hvpipe.size()))
 
 
-def test_clipping_over_all_stages_goes_without_accumulation() -> None:
+def test_clipping_over_all_stages_with_accumulation_is_refused() -> None:
     x, y = batches(mlp, 16)
     optimizer = keras.optimizers.SGD(0.1, global_clipnorm=1.0, gradient_accumulation_steps=2)
     pipe = compile_as_all(hk.pipeline_parallel(small), optimizer)

@@ -1,4 +1,4 @@
-"""Losses and metrics of a pipeline are those of the undivided model."""
+"""Losses and metrics of a pipeline equal those of the undivided model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def one_output() -> keras.Model:
 
 
 def two_outputs() -> keras.Model:
-    """Their names are in another order than the outputs."""
+    """Build two outputs whose names do not sort in the order of the outputs."""
     inputs = keras.Input((12,))
     x = layers.Dense(4)(layers.Dense(4, activation="tanh")(inputs))
     return keras.Model(inputs, [layers.Dense(1, name="z")(x), layers.Dense(1, name="a")(x)])
@@ -34,7 +34,7 @@ def two_outputs() -> keras.Model:
 def told(
     build: Any, fit: Any, layout: dict[str, Any] | None = None, **compiled: Any
 ) -> tuple[History, History]:
-    """The histories of the undivided model and of its pipeline."""
+    """Return the histories of the undivided model and of its pipeline."""
 
     def history(model: Any) -> Any:
         model.compile(keras.optimizers.SGD(0.01), **compiled)
@@ -49,7 +49,7 @@ def check_equal(found: tuple[History, History]) -> None:
         np.testing.assert_allclose(found[1][name], values, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_a_loss_that_is_a_sum_is_that_of_the_batch() -> None:
+def test_a_sum_loss_covers_the_whole_batch() -> None:
     x, _ = batches(mlp, 21)
     y = x[:, :1]
 
@@ -61,7 +61,7 @@ def test_a_loss_that_is_a_sum_is_that_of_the_batch() -> None:
 
 
 @pytest.mark.parametrize("reduction", [None, "mean_with_sample_weight"])
-def test_a_reduction_that_parts_cannot_have_is_refused(reduction: str | None) -> None:
+def test_a_reduction_that_micro_batches_cannot_compute_is_refused(reduction: str | None) -> None:
     pipe = hk.pipeline_parallel(one_output)
     with pytest.raises(HvpipeError, match=f"mean_squared_error with reduction={reduction!r}"):
         pipe.compile(sgd(), keras.losses.MeanSquaredError(reduction=reduction))
@@ -77,7 +77,7 @@ def test_a_reduction_that_parts_cannot_have_is_refused(reduction: str | None) ->
         ([keras.losses.tversky], r"Received: tversky with axis=None"),
     ],
 )
-def test_a_loss_that_is_no_mean_over_samples_is_refused(loss: Any, says: str) -> None:
+def test_a_loss_other_than_a_mean_over_samples_is_refused(loss: Any, says: str) -> None:
     pipe = hk.pipeline_parallel(one_output)
     with pytest.raises(HvpipeError, match=f"should be a mean over samples. .*{says}"):
         pipe.compile(sgd(), loss)
@@ -101,7 +101,7 @@ def test_targets_are_needed_for_a_loss() -> None:
 
 
 class Penalty(layers.Layer):
-    """Passes its input on; adds a loss in training if `weight` is not 0."""
+    """Returns its input. In training, it adds a loss if `weight` is not 0."""
 
     def __init__(self, weight: float) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def with_penalty(weight: float, **options: Any) -> keras.Model:
 
 
 class Penalties(layers.Layer):
-    """Adds a loss for each sample, for each channel, and one of all."""
+    """Adds a loss for each sample, one for each channel, and one for all."""
 
     def call(self, x: Any) -> Any:
         self.add_loss(0.1 * keras.ops.mean(x**2, axis=-1))
@@ -134,8 +134,8 @@ def with_penalties() -> keras.Model:
 
 
 @pytest.mark.older_tensorflow
-def test_losses_that_layers_add_are_summed_as_in_keras() -> None:
-    """Batches of 7 in 4 parts; the losses of samples are added up, the others averaged."""
+def test_losses_added_by_layers_are_summed_as_in_keras() -> None:
+    """Batches of 7 samples in 4 micro-batches. Losses of samples are summed, the others averaged."""
     x, _ = batches(mlp, 21)
 
     def fit(model: Any) -> Any:
@@ -146,13 +146,13 @@ def test_losses_that_layers_add_are_summed_as_in_keras() -> None:
 
 
 class SumOverSamples(keras.regularizers.Regularizer):
-    """What Keras makes of an activity regularizer where it does not divide by the samples."""
+    """Mimics a Keras version that does not divide an activity regularizer by the number of samples."""
 
     def __call__(self, x: Any) -> Any:
         return 0.01 * keras.ops.sum(x**2) * keras.ops.cast(keras.ops.shape(x)[0], "float32")
 
 
-def test_activities_cost_as_much_where_keras_sums_over_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activity_losses_if_keras_sums_over_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     x, _ = batches(mlp, 21)
     monkeypatch.setattr(hvpipe.keras.graph.activity_losses, "_keras_divides_activities", lambda: False)
     build = functools.partial(with_penalty, 0.0, activity_regularizer=SumOverSamples())
@@ -165,7 +165,10 @@ def test_activities_cost_as_much_where_keras_sums_over_samples(monkeypatch: pyte
 
 
 def test_training_without_any_loss_is_refused() -> None:
-    """Nothing would move, and nobody would say so. A layer of one's own may have a loss, and has none."""
+    """Without the error, training would silently change nothing.
+
+    The second model's layer may add a loss, but does not.
+    """
     x, _ = batches(mlp, 8)
     for build in (one_output, functools.partial(with_penalty, 0.0)):
         pipe = hk.pipeline_parallel(build)
@@ -202,7 +205,7 @@ def test_a_metric_may_have_a_value_for_each_class() -> None:
     check_equal(told(mlp, evaluate, loss=loss, metrics=[keras.metrics.F1Score(), "accuracy"]))
 
 
-def test_targets_may_be_structured_otherwise_in_validation() -> None:
+def test_targets_may_have_another_structure_in_validation() -> None:
     x, _ = batches(mlp, 16)
     z, a = x[:, :1], 3 * x[:, 1:2]
 
@@ -214,7 +217,7 @@ def test_targets_may_be_structured_otherwise_in_validation() -> None:
 
 
 class Moments(keras.metrics.Metric):
-    """Gives two numbers, whose names come before and after those of other metrics."""
+    """Returns two numbers. Their names sort before and after those of other metrics."""
 
     def __init__(self) -> None:
         super().__init__(name="moments")
@@ -246,8 +249,8 @@ def test_a_metric_may_give_several_numbers() -> None:
     check_equal(told(one_output, fit, loss="mse", metrics=metrics))
 
 
-def test_metrics_of_replicas_count_by_the_samples_of_each() -> None:
-    """In the last batch the replicas have unequal numbers of them."""
+def test_metrics_of_replicas_are_weighted_by_samples() -> None:
+    """In the last batch, replicas have different numbers of samples."""
     x, y = batches(mlp, 19)
 
     def fit(model: Any) -> Any:
@@ -257,8 +260,8 @@ def test_metrics_of_replicas_count_by_the_samples_of_each() -> None:
     check_equal(told(mlp, fit, {"stages": 1}, loss=loss, metrics=["accuracy"]))
 
 
-def test_the_losses_of_several_outputs_are_told_as_keras_does() -> None:
-    """Batches of 10 in 4 parts."""
+def test_the_losses_of_several_outputs_are_reported_as_in_keras() -> None:
+    """Batches of 10 samples in 4 micro-batches."""
     x, _ = batches(mlp, 20)
 
     def fit(model: Any) -> Any:
@@ -279,7 +282,7 @@ def tagger() -> keras.Model:
 
 
 def masked_floats() -> keras.Model:
-    """Of two outputs one has a mask."""
+    """Build two outputs, only one of which has a mask."""
     inputs = keras.Input((6, 3))
     x = layers.LSTM(4, return_sequences=True)(layers.Masking()(inputs))
     pooled = layers.Dense(6, name="pooled")(layers.GlobalAveragePooling1D()(layers.Dense(4)(x)))
@@ -292,7 +295,7 @@ def unmasked() -> keras.Model:
 
 
 def tokens() -> tuple[Any, Any]:
-    """Sequences of unequal length, shorter ones first, and labels."""
+    """Return sequences of unequal length, shorter ones first, and labels."""
     rng = np.random.default_rng(1)
     x, y = rng.integers(1, 9, (20, 6)), rng.integers(0, 4, (20, 6))
     x[:8, 2:] = 0
@@ -304,7 +307,7 @@ CROSSENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def trained(x: Any, y: Any, **options: Any) -> Any:
-    """What fits a model on these, and tells of its losses and outputs."""
+    """Return a function that fits a model on this data and returns its losses and outputs."""
 
     def fit(model: Any) -> Any:
         history = model.fit(x, y, batch_size=10, epochs=2, shuffle=False, verbose=0, **options).history
@@ -316,7 +319,7 @@ def trained(x: Any, y: Any, **options: Any) -> Any:
 
 @pytest.mark.older_tensorflow
 @pytest.mark.parametrize("weighted", [False, True])
-def test_a_masked_loss_is_that_of_the_batch(weighted: bool) -> None:
+def test_a_masked_loss_covers_the_whole_batch(weighted: bool) -> None:
     x, y = tokens()
     options = {"sample_weight": np.linspace(0, 1, 120).reshape(20, 6)} if weighted else {}
     fit = trained(x, y, validation_data=(x[:10], y[:10]), **options)
@@ -331,8 +334,8 @@ def test_each_output_has_its_own_mask() -> None:
 
 
 @pytest.mark.parametrize("build", [tagger, unmasked])
-def test_a_class_that_is_ignored_counts_for_nothing(build: Any) -> None:
-    """Alone, and with a mask beside it; a whole micro-batch has no other."""
+def test_an_ignored_class_counts_for_nothing(build: Any) -> None:
+    """The class is ignored alone and together with a mask. One micro-batch has only ignored entries."""
     x, y = tokens()
     y[10:13] = -1
     inputs = x if build is tagger else x[..., None].astype("float32")
@@ -340,8 +343,8 @@ def test_a_class_that_is_ignored_counts_for_nothing(build: Any) -> None:
     check_equal(told(build, trained(inputs, y), loss=loss))
 
 
-def test_a_mask_that_follows_from_weights_is_counted_in_each_part() -> None:
-    """Which steps it leaves nobody knows before they have been computed."""
+def test_a_mask_computed_from_weights_is_counted_in_each_micro_batch() -> None:
+    """The mask is not known before the layers below it have run."""
 
     def build() -> keras.Model:
         inputs = keras.Input((6, 3))
@@ -354,7 +357,7 @@ def test_a_mask_that_follows_from_weights_is_counted_in_each_part() -> None:
 
 
 @pytest.mark.older_tensorflow
-def test_metrics_do_not_count_what_is_masked() -> None:
+def test_metrics_do_not_count_masked_entries() -> None:
     rng = np.random.default_rng(1)
     x, y = rng.integers(0, 9, (16, 6)), rng.integers(0, 4, (16, 6))
     x[:5, 2:] = 0

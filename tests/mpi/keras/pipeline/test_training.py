@@ -1,4 +1,4 @@
-"""A pipeline trains as the undivided model does: any kind of model, schedule, and number of ranks."""
+"""A pipeline trains like the undivided model, for any kind of model, schedule and number of ranks."""
 
 from __future__ import annotations
 
@@ -49,24 +49,27 @@ SCHEDULES = ("1f1b", "interleaved", "gpipe", "zb-h1")
 @pytest.mark.every_size
 @pytest.mark.quick
 def test_trains_as_the_undivided_model() -> None:
-    """With 1F1B. The next case has the other models and schedules."""
+    """The schedule is 1F1B. The next case covers the other models and schedules."""
     check_same(spread("mlp"), plain("mlp"), WITHIN)
 
 
-# In this order the transformer is interleaved on 2 ranks. In 6 or 8 stages float32 rounds one bias of it, of
-# norm 0.04, 1.2e-5 apart from the plain model's; in double precision they are 2e-14 apart.
+# This order runs the transformer interleaved on 2 ranks. In 6 or 8 stages, float32 rounding puts one of its
+# biases (norm 0.04) 1.2e-5 apart from the plain model's. In double precision they are 2e-14 apart.
 @pytest.mark.every_size
 @pytest.mark.older_tensorflow
 @pytest.mark.parametrize(("number", "name"), list(enumerate(["mlp", "resnet", "unet", "transformer"])))
 def test_models_and_schedules_in_turn(number: int, name: str) -> None:
-    """Cover all pairs of model, schedule and number of ranks: 1 to 4 ranks run four of the triples each."""
+    """Cover all pairs of model, schedule and number of ranks.
+
+    Each of 1 to 4 ranks runs four of the triples.
+    """
     schedule = SCHEDULES[(number + hvpipe.size()) % len(SCHEDULES)]
     check_same(spread(name, schedule), plain(name), WITHIN)
 
 
 @pytest.mark.quick
 def test_schedules_and_recompute_give_the_same_bits() -> None:
-    """Order and memory are all that schedules differ in."""
+    """Schedules differ only in order and memory."""
     first = spread("mlp")
     x, y = batches(mlp)
     for options in ({"schedule": "gpipe"}, {"schedule": "zb-h1"}, {"recompute": True}, {"recompute": [0]}):
@@ -90,16 +93,16 @@ def test_a_schedule_is_verified_before_it_runs(monkeypatch: pytest.MonkeyPatch) 
     assert int(pipe.optimizer.iterations) == 0
 
 
-def test_ranks_compare_who_has_which_stage() -> None:
-    """Regression: the same stages in another order of the ranks passed for the same."""
+def test_ranks_compare_which_rank_has_which_stage() -> None:
+    """Regression: the check did not notice the same stages on the ranks in another order."""
     graph = layer_graph(mlp())
     plan = partition(estimate(graph, samples=1), equal_cluster(2), 2)
     one, other = (layout_of(graph, plan, ranks).summary for ranks in ((0, 1), (1, 0)))
     assert one != other
 
 
-def test_only_stages_that_are_named_recompute() -> None:
-    """A stage that does not keeps more for its backward than its input."""
+def test_only_named_stages_recompute() -> None:
+    """A stage without recomputation keeps more than its input for the backward."""
     x = keras.Input((6,))
     h = x
     for _ in range(2 * hvpipe.size()):
@@ -120,7 +123,7 @@ def test_only_stages_that_are_named_recompute() -> None:
 
 
 class Switched(keras.layers.Layer):
-    """Takes one of two ways, by a weight."""
+    """Takes one of two branches, depending on a weight."""
 
     def build(self, shape: Any) -> None:
         self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
@@ -142,14 +145,14 @@ def loops_and_branches() -> keras.Model:
 
 @pytest.mark.older_tensorflow
 def test_loops_and_branches_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """graph/test_split_gradient.py has recomputation and a split backward one by one."""
+    """graph/test_split_gradient.py tests recomputation and split backward one by one."""
     monkeypatch.setitem(MODELS, "loops_and_branches", loops_and_branches)
     found = pipelined("loops_and_branches", schedule="zb-h1", recompute=True)
     check_same(found, plain("loops_and_branches"), WITHIN)
 
 
 def steps_as_samples() -> keras.Model:
-    """Whatever is cut, some tensors that travel have more rows than there are samples."""
+    """Build a model in which any cut sends a tensor with more rows than samples."""
     layers, ops = keras.layers, keras.ops
     inputs = keras.Input((6, 3))
     x = ops.reshape(inputs, (-1, 3))
@@ -158,13 +161,13 @@ def steps_as_samples() -> keras.Model:
     return keras.Model(inputs, layers.Dense(4)(layers.Flatten()(ops.reshape(x, (-1, 6, 6)))))
 
 
-def test_steps_that_are_folded_into_the_samples_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_folded_into_samples_train_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "steps_as_samples", steps_as_samples)
     check_same(pipelined("steps_as_samples"), plain("steps_as_samples"), WITHIN)
 
 
 def two_inputs() -> keras.Model:
-    """Numbers go into the first stage, a word into one of the last."""
+    """Build a model that reads numbers in the first stage and a word in one of the last."""
     layers = keras.layers
     numbers, word = keras.Input((12,), name="numbers"), keras.Input((1,), dtype="int32", name="word")
     x = numbers
@@ -175,13 +178,13 @@ def two_inputs() -> keras.Model:
 
 
 @pytest.mark.older_tensorflow
-def test_inputs_by_name_come_to_the_stages_that_read_them() -> None:
+def test_named_inputs_reach_the_stages_that_read_them() -> None:
     x, y = batches(mlp)
     words = np.random.default_rng(4).integers(0, 11, (len(x), 1))
 
     def losses(model: Any) -> list[float]:
         compile_as_all(model)
-        data = {"numbers": x, "word": words}  # the model names the word first
+        data = {"numbers": x, "word": words}  # the model lists the word first
         return list(model.fit(data, y, batch_size=16, epochs=2, shuffle=False, verbose=0).history["loss"])
 
     expected, found = both(two_inputs, losses)
@@ -192,7 +195,7 @@ def test_inputs_by_name_come_to_the_stages_that_read_them() -> None:
 
 @pytest.mark.every_size
 def test_replicas_of_stages_train_alike() -> None:
-    """As many stages as half the ranks, and one stage on all ranks but one."""
+    """Half as many stages as ranks, and one stage on all ranks but one."""
     size = hvpipe.size()
     if size == 1:
         pytest.skip("replicas are several ranks")
@@ -204,7 +207,7 @@ def test_replicas_of_stages_train_alike() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"stages": 1}])
 def test_double_precision_is_kept(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where ranks share weights, as a stage's replicas and a layer of several stages do."""
+    """This includes weights that ranks share: a stage's replicas, or one layer in several stages."""
     monkeypatch.setitem(MODELS, "tied_in_doubles", tied)
     try:
         for set_dtype in (keras.config.set_floatx, keras.config.set_dtype_policy):
@@ -217,7 +220,7 @@ def test_double_precision_is_kept(options: dict[str, Any], monkeypatch: pytest.M
 
 
 class Drops(keras.layers.Layer):
-    """Dropout that notes what it has left of its last micro-batch's first sample."""
+    """Dropout that records which entries of the last micro-batch's first sample remain."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +242,10 @@ def dropping() -> keras.Model:
 
 
 def left_by_replicas() -> list[list[float]]:
-    """What every rank's Drops has left after a step of one stage on all ranks, a micro-batch for each."""
+    """Return what every rank's Drops records after one step.
+
+    One stage runs on all ranks, with a micro-batch each.
+    """
     size = hvpipe.size()
     keras.utils.set_random_seed(5)
     pipe = compile_as_all(hk.pipeline_parallel(dropping, stages=1, microbatches=size))
@@ -248,8 +254,8 @@ def left_by_replicas() -> list[list[float]]:
     return hvpipe.allgather_object(mine)
 
 
-def test_replicas_draw_random_numbers_of_their_own() -> None:
-    """The same ones in every run, and the first replica those of the undivided model."""
+def test_replicas_draw_their_own_random_numbers() -> None:
+    """Every run draws the same numbers. The first replica draws those of the undivided model."""
     left = left_by_replicas()
     assert left == left_by_replicas()
     assert len({tuple(mask) for mask in left}) == hvpipe.size()
@@ -260,7 +266,7 @@ def test_replicas_draw_random_numbers_of_their_own() -> None:
 
 
 class Scaled(keras.layers.Layer):
-    """Has a weight, and a statistic, of a single number."""
+    """Has a scalar weight and a scalar statistic."""
 
     def build(self, shape: Any) -> None:
         self.scale = self.add_weight(shape=(), initializer="ones")
@@ -276,7 +282,7 @@ def scaled() -> keras.Model:
     return keras.Sequential([keras.Input((12,)), Scaled(), keras.layers.Dense(4)])
 
 
-def test_replicas_may_share_single_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_may_share_scalars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "scaled", scaled)
     found, expected = pipelined("scaled", stages=1), plain("scaled")
     np.testing.assert_allclose(found.history["loss"], expected.history["loss"], rtol=WITHIN)
@@ -287,8 +293,8 @@ def normalised() -> keras.Model:
     return keras.Sequential([keras.Input((12,)), keras.layers.BatchNormalization(), keras.layers.Dense(4)])
 
 
-def test_replicas_have_one_answer_after_training() -> None:
-    """Each has taken statistics from micro-batches of its own."""
+def test_replicas_predict_the_same_after_training() -> None:
+    """Each replica has taken statistics from its own micro-batches."""
     x, y = batches(mlp, 16)
     pipe = compile_as_all(hk.pipeline_parallel(normalised, stages=1, microbatches=4))
     pipe.train_on_batch(x * np.arange(16)[:, None], y)
@@ -298,7 +304,7 @@ def test_replicas_have_one_answer_after_training() -> None:
 
 @pytest.mark.every_size
 def test_batches_smaller_than_the_replicas_are_evaluated() -> None:
-    """The last one has a single sample."""
+    """The last batch has a single sample."""
     x, y = batches(mlp, 9)
 
     def told(model: Any) -> tuple[np.ndarray, list[list[float]]]:
@@ -314,7 +320,10 @@ def test_batches_smaller_than_the_replicas_are_evaluated() -> None:
 
 @pytest.mark.parametrize("shares", [pytest.param((), marks=pytest.mark.every_size), (0.7, 0.1)])
 def test_batches_smaller_than_the_replicas_are_trained_on(shares: tuple[float, ...]) -> None:
-    """Of the last ones all samples may go to one replica; the others add nothing, and have its weights."""
+    """In the last batches, one replica may get all samples.
+
+    The others add nothing and get the same weights.
+    """
     size = hvpipe.size()
     if size == 1:
         pytest.skip("replicas are several ranks")
@@ -323,7 +332,7 @@ def test_batches_smaller_than_the_replicas_are_trained_on(shares: tuple[float, .
 
 
 def trained_on_few_samples(model: Any) -> list[float]:
-    """Its losses, metrics and outputs; the last batches have 2 samples and 1."""
+    """Return losses, metrics and outputs. The last batches have 2 samples and 1."""
     compile_as_all(model, keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0))
     history = [
         model.fit(x, y, batch_size=24, epochs=2, shuffle=False, verbose=0).history
@@ -344,7 +353,10 @@ def plain_on_few_samples() -> list[float]:
 
 
 def of_replicas(shares: Sequence[float]) -> Any:
-    """One stage on all ranks, dealt 24 micro-batches in shares, of which the last rank has what is over."""
+    """Build one stage on all ranks.
+
+    It deals 24 micro-batches by `shares`; further ranks get the last share.
+    """
     size = hvpipe.size()
     keras.utils.set_random_seed(5)
     profile = estimate(layer_graph(mlp()), samples=1)
@@ -372,7 +384,7 @@ def test_gradients_are_clipped_by_the_norm_over_all_stages() -> None:
 
 
 def tied() -> keras.Model:
-    """One layer in the first and in the last stage."""
+    """Build a model with one layer in both the first and the last stage."""
     inputs = keras.Input((12,))
     shared = keras.layers.Dense(12, activation="tanh")
     x = shared(inputs)
@@ -383,12 +395,12 @@ def tied() -> keras.Model:
 
 @pytest.mark.every_size
 @pytest.mark.older_tensorflow
-def test_a_layer_that_stages_share_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_shared_by_stages_stays_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODELS, "tied", tied)
     check_same(pipelined("tied"), plain("tied"), WITHIN)
 
 
-def test_dropout_draws_the_same_however_the_model_is_cut() -> None:
+def test_dropout_does_not_depend_on_the_cut() -> None:
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input((12,))])
         for _ in range(4):
@@ -406,12 +418,12 @@ def test_dropout_draws_the_same_however_the_model_is_cut() -> None:
 
     spread = losses()
     assert spread == losses(schedule="gpipe")
-    # Cut elsewhere, so rounded in another way.
+    # Other cuts round differently.
     assert losses(schedule="interleaved", chunks=2) == pytest.approx(spread, rel=1e-5)
 
 
-def test_a_batch_that_the_micro_batches_do_not_divide_counts_every_sample_once() -> None:
-    """Batches of 10 in 4 parts, and a last one of 3."""
+def test_uneven_micro_batches_count_every_sample_once() -> None:
+    """Batches of 10 samples in 4 micro-batches, and a last batch of 3."""
     x, y = batches(mlp, 33)
 
     def fit(model: Any) -> Any:
@@ -422,9 +434,9 @@ def test_a_batch_that_the_micro_batches_do_not_divide_counts_every_sample_once()
     assert found["accuracy"] == pytest.approx(whole["accuracy"])
 
 
-def test_no_rank_gives_memory_to_the_stages_of_others() -> None:
-    """Peak memory while a model of 720 MB is built: this rank's share, and not the whole."""
-    side = 1730  # 12 MB a layer
+def test_no_rank_allocates_memory_for_other_stages() -> None:
+    """Building a model of 720 MB grows peak memory only by this rank's share."""
+    side = 1730  # 12 MB for each layer
 
     def build() -> keras.Model:
         model = keras.Sequential([keras.Input((side,))])
@@ -432,8 +444,8 @@ def test_no_rank_gives_memory_to_the_stages_of_others() -> None:
             model.add(keras.layers.Dense(side, use_bias=False))
         return model
 
-    hk.pipeline_parallel(mlp)  # what comes once
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    hk.pipeline_parallel(mlp)  # allocates what only the first pipeline needs
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before_mb = resident_mb("VmHWM")
     pipe = hk.pipeline_parallel(build)
     grown_mb = resident_mb("VmHWM") - before_mb
@@ -442,7 +454,7 @@ def test_no_rank_gives_memory_to_the_stages_of_others() -> None:
     for layer in every:
         here = [v._value is not None for v in variables_of([layer])]
         assert all(here) if id(layer) in layers else not any(here)
-    # What initializers take for a moment comes on top: up to 230 MB were seen.
+    # Initializers need more for a moment: up to 230 MB were seen.
     assert grown_mb > 0.9 * 12 * len(pipe.layers)
     if hvpipe.size() > 1:
         assert grown_mb < 0.9 * 720
@@ -454,7 +466,7 @@ def resident_mb(what: str) -> float:
 
 
 def unit_profile(graph: LayerGraph, cost_s: float = 1e-3) -> Profile:
-    """Layers that take equally long."""
+    """Return a profile whose layers take equally long."""
     profile = estimate(graph, samples=1)
     layers = (dataclasses.replace(la, forward_s=cost_s, backward_s=2 * cost_s) for la in profile.layers)
     return dataclasses.replace(profile, layers=tuple(layers))
@@ -466,7 +478,7 @@ class Real(keras.layers.Layer):
 
 
 def with_complex_numbers() -> keras.Model:
-    """Between all layers but the first and the last ones."""
+    """Build a model with complex numbers between all layers but the first and the last."""
     inputs = keras.Input((12,))
     x = keras.ops.cast(keras.layers.Dense(12)(inputs), "complex64")
     for _ in range(8):
@@ -474,8 +486,8 @@ def with_complex_numbers() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(4)(Real()(x)))
 
 
-def test_complex_numbers_do_not_travel() -> None:
-    """No gradient would come back, and the layers before would stay as they are without a word."""
+def test_complex_numbers_between_stages_are_refused() -> None:
+    """No gradient would come back, so the layers before would silently stay unchanged."""
     profile = unit_profile(layer_graph(with_complex_numbers()))
     if hvpipe.size() == 1:
         hk.pipeline_parallel(with_complex_numbers, profile=profile)
@@ -485,8 +497,8 @@ def test_complex_numbers_do_not_travel() -> None:
 
 
 @pytest.mark.every_size
-def test_a_plan_says_who_runs_what(tmp_path: Path) -> None:
-    """Made for this run's ranks, in the order that the plan gives them; read from its file."""
+def test_a_plan_decides_which_rank_runs_which_stage(tmp_path: Path) -> None:
+    """The plan is made for this run's ranks, in its own order, and read from a file."""
     size = hvpipe.size()
     keras.utils.set_random_seed(5)
     profile = unit_profile(hk.pipeline_parallel(mlp).stages.graph)
@@ -505,8 +517,8 @@ def test_a_plan_says_who_runs_what(tmp_path: Path) -> None:
 
 
 @pytest.mark.every_size
-def test_a_placement_that_is_no_pipeline_runs_too() -> None:
-    """Layers in turn on all ranks, as the native mode has it."""
+def test_a_placement_other_than_a_pipeline_runs_too() -> None:
+    """The layers are dealt to all ranks in turn, as the baseline "round_robin" does."""
     size = hvpipe.size()
     keras.utils.set_random_seed(5)
     profile = unit_profile(hk.pipeline_parallel(mlp).stages.graph)
@@ -555,7 +567,7 @@ def of_a_fixed_batch() -> keras.Model:
         (of_a_fixed_batch, {}, r"without batch_shape. Received: an input of shape \(8, 12\)"),
     ],
 )
-def test_bad_input_is_told(build: Any, options: dict[str, Any], says: str) -> None:
+def test_bad_input_is_refused(build: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
         hk.pipeline_parallel(build, **options)
 
@@ -589,7 +601,7 @@ def of_width(width: int, image: int = 6) -> keras.Model:
 
 
 def test_a_profile_or_plan_of_other_sizes_is_refused() -> None:
-    """Layers that have no names of their own are called alike in both."""
+    """Unnamed layers have the same names in both models."""
     own, other = (estimate(layer_graph(of_width(width)), samples=4) for width in (8, 16))
     size = hvpipe.size()
     pipe = hk.pipeline_parallel(functools.partial(of_width, 8), stages=1, profile=own)
@@ -615,7 +627,7 @@ def test_a_profile_or_plan_of_other_sizes_is_refused() -> None:
         ({"replicas": [9]}, r"replicas=\(9,\) and a plan with replicas=\("),
     ],
 )
-def test_what_a_plan_would_pass_over_is_refused(options: dict[str, Any], says: str) -> None:
+def test_options_that_contradict_a_plan_are_refused(options: dict[str, Any], says: str) -> None:
     size = hvpipe.size()
     profile = estimate(layer_graph(mlp()), samples=1)
     plan = partition(profile, equal_cluster(size), size, Pipelining("gpipe", 5))
@@ -635,8 +647,8 @@ def test_a_call_of_the_whole_model_is_refused() -> None:
         pipe(np.zeros((2, 12), np.float32))
 
 
-def test_an_own_optimizer_state_for_every_rank() -> None:
-    """Slots only for the weights that are here."""
+def test_every_rank_has_its_own_optimizer_state() -> None:
+    """Each rank has slots only for its own weights."""
     pipe = compile_as_all(hk.pipeline_parallel(mlp), sgd())
     x, y = batches(mlp)
     pipe.fit(x, y, batch_size=40, verbose=0)

@@ -1,4 +1,4 @@
-"""What pipeline ranks do with gradients: shared weights get the sum of their own, with any optimizer."""
+"""Gradients on pipeline ranks: shared weights get the sum of their gradients, with any optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WITHIN = 1e-5
 
 
 def crossed(count: int) -> keras.Model:
-    """Two layers of the same shapes: the first one is called around `count` - 2 calls of the second."""
+    """Build two layers of the same shape. Calls of the first surround `count` - 2 calls of the second."""
     inputs = x = keras.Input((12,))
     outer, inner = keras.layers.Dense(12, activation="tanh"), keras.layers.Dense(12, activation="relu")
     for layer in (outer, *[inner] * (count - 2), outer):
@@ -38,7 +38,7 @@ def crossed_in_two_calls_a_rank() -> keras.Model:
 
 @pytest.fixture(params=["whole", "each by itself"])
 def _bucket_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are summed in as few buckets as there may be, and in one for each."""
+    """Sum gradients in as few buckets as possible, or in one bucket for each."""
     if request.param == "each by itself":
         settings = dataclasses.replace(current().settings, bucket_bytes=1)
         monkeypatch.setattr(current(), "settings", settings)
@@ -53,10 +53,10 @@ def _bucket_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         (crossed_in_two_calls_a_rank, {"schedule": "interleaved"}, [(0,), (1,), (2,), (3,)]),
     ],
 )
-def test_layers_that_stages_share_in_another_order_get_their_own_gradients(
+def test_layers_shared_in_another_order_get_their_own_gradients(
     build: Any, options: dict[str, Any], cuts_of_two: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank meets them in an order of its own: in its stage, or by which of its stages ends first."""
+    """Each rank meets the layers in its own order: by its stage, or by which of its stages ends first."""
     name = build.__name__
     monkeypatch.setitem(MODELS, name, build)
     keras.utils.set_random_seed(5)
@@ -66,8 +66,8 @@ def test_layers_that_stages_share_in_another_order_get_their_own_gradients(
     check_same(train(pipe, pipe.stages.graph, batches(build)), plain(name), WITHIN)
 
 
-def test_what_the_stage_before_waits_for_goes_before_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those take this rank's time: it reads all gradients of the stage."""
+def test_gradients_for_the_previous_stage_are_sent_before_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum takes time on this rank, because it reads all gradients of the stage."""
     happened: list[str] = []
     for kind, method in ((TensorChannel, "send"), (PipelineUpdate, "stage_done")):
         own = getattr(kind, method)
@@ -85,7 +85,7 @@ def test_what_the_stage_before_waits_for_goes_before_the_sums(monkeypatch: pytes
 
 
 def test_sums_over_replicas_begin_before_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They travel while other stages still run."""
+    """The sums are sent while other stages still run."""
     if hvpipe.size() == 1:
         pytest.skip("replicas are several ranks")
     begun: list[bool] = []

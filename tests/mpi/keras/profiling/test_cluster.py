@@ -1,4 +1,4 @@
-"""What several ranks do with a profile, and what `hvpipe profile` runs on them: the model, values for it."""
+"""Profiles on several ranks, and how `hvpipe profile` loads a model and makes its inputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def broken():
 
 @pytest.fixture
 def nets(tmp_path: Path) -> str:
-    """A file of functions, which imports a module beside it."""
+    """Return a file of functions that imports a module beside it."""
     (tmp_path / "nets.py").write_text(NETS)
     (tmp_path / "neighbour.py").write_text("WIDTH = 5\n")
     return str(tmp_path / "nets.py")
@@ -56,7 +56,7 @@ def task(target: str, microbatch: int | None = 4, **more: Any) -> ProfileTask:
     return ProfileTask(target, "/profile.json", "/cluster.json", microbatch, **more)
 
 
-def test_a_cluster_of_all_ranks_for_which_a_plan_can_be_made() -> None:
+def test_a_measured_cluster_has_all_ranks_and_can_be_planned() -> None:
     x = keras.Input((64,))
     h = x
     for _ in range(4):
@@ -80,7 +80,7 @@ def test_a_cluster_of_all_ranks_for_which_a_plan_can_be_made() -> None:
 
 
 def own_profile() -> Profile:
-    """Of mlp, as measured here: the first layer is the slowest on rank 0, the last one elsewhere."""
+    """Return an mlp profile as if measured here. The slowest layer is the first on rank 0, else the last."""
     profile = estimate(layer_graph(mlp()), samples=4)
     layers = [dataclasses.replace(layer, forward_s=0.01, backward_s=0.02) for layer in profile.layers]
     place = 0 if hvpipe.rank() == 0 else -1
@@ -89,8 +89,8 @@ def own_profile() -> Profile:
 
 
 @pytest.mark.parametrize("in_files", [False, True])
-def test_ranks_that_measured_other_times_plan_alike(in_files: bool, tmp_path: Path) -> None:
-    """Regression: each cut the model by its own. The files are there on rank 0 alone."""
+def test_ranks_with_different_measurements_make_the_same_plan(in_files: bool, tmp_path: Path) -> None:
+    """Regression: each rank cut the model by its own profile. The files exist on rank 0 only."""
     profile: Any = own_profile()
     cluster: Any = hk.measure_cluster(profile)
     if in_files:
@@ -106,13 +106,13 @@ def test_ranks_that_measured_other_times_plan_alike(in_files: bool, tmp_path: Pa
     assert np.isfinite(pipe.train_on_batch(*batches(mlp, 8))).all()
 
 
-def test_no_rank_waits_where_rank_0_cannot_read_the_profile(tmp_path: Path) -> None:
+def test_no_rank_waits_if_rank_0_cannot_read_the_profile(tmp_path: Path) -> None:
     with pytest.raises(HvpipeError, match=r"reading a profile .* rank 0: .*profile.json should be a JSON"):
         hk.pipeline_parallel(mlp, profile=tmp_path / "profile.json")
 
 
-def test_layers_without_names_are_called_alike_each_time_they_are_built() -> None:
-    """In one script: measure a function's model, and train what the function builds next by that profile."""
+def test_unnamed_layers_have_the_same_names_in_every_build() -> None:
+    """One script measures a function's model, builds it again, and trains by that profile."""
 
     def build() -> keras.Model:
         x = keras.Input((6,))
@@ -154,12 +154,12 @@ def test_a_function_that_brings_its_batch(nets: str) -> None:
         ("small", None, "--microbatch should say how many samples"),
     ],
 )
-def test_functions_that_are_of_no_use(nets: str, function: str, microbatch: int | None, says: str) -> None:
+def test_unsuitable_functions(nets: str, function: str, microbatch: int | None, says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
         load_model_and_batch(task(f"{nets}:{function}", microbatch))
 
 
-def test_an_error_of_the_functions_own_is_not_covered_up(nets: str) -> None:
+def test_an_error_inside_the_function_is_not_hidden(nets: str) -> None:
     with pytest.raises(ModuleNotFoundError, match="not_there"):
         load_model_and_batch(task(f"{nets}:broken"))
 
@@ -172,13 +172,13 @@ def test_an_error_of_the_functions_own_is_not_covered_up(nets: str) -> None:
         ("/absent.py:f", "Received: '/absent.py', which is not one"),
     ],
 )
-def test_places_that_are_not_there(target: str, says: str) -> None:
+def test_missing_modules_and_files(target: str, says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
         load_model_and_batch(task(target))
 
 
 def test_random_values_suit_every_input() -> None:
-    """Whole numbers stay below an Embedding's rows; where nothing says how large they may be, 0 and 1."""
+    """Integers stay below an Embedding's rows. If nothing limits them, they are 0 and 1."""
     image = keras.Input((None, None, 3), name="image")
     word, flag = keras.Input((7,), dtype="int32", name="word"), keras.Input((1,), dtype="int64", name="flag")
     h = keras.layers.GlobalAveragePooling2D()(image)
@@ -205,14 +205,14 @@ def test_random_values_suit_every_input() -> None:
         ([InputShape("pixels", (5, 3))], "one of the inputs points. Received: pixels"),
     ],
 )
-def test_shapes_that_do_not_suit(shapes: list[InputShape], says: str) -> None:
+def test_unsuitable_shapes(shapes: list[InputShape], says: str) -> None:
     x = keras.Input((None, 3), name="points")
     model = keras.Model(x, keras.layers.Dense(2)(x))
     with pytest.raises(HvpipeError, match=says):
         random_batch(model, 2, shapes)
 
 
-def test_text_cannot_be_made_up() -> None:
+def test_text_inputs_cannot_be_generated() -> None:
     x = keras.Input((1,), dtype="string", name="title")
     model = keras.Model(x, keras.layers.Identity()(x))
     with pytest.raises(HvpipeError, match="Received: input 'title' of dtype string"):

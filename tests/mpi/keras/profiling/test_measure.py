@@ -1,4 +1,4 @@
-"""Profiles as they are measured: names, sizes worked out by hand, times, and what is left untouched."""
+"""Measured profiles: names, sizes worked out by hand, times, and what a measurement leaves unchanged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def sizes(layer: LayerCost) -> tuple[int, int, int, int]:
 
 
 def perceptron() -> keras.Model:
-    """6 numbers -> 8, relu -> 4, with a skip around the second Dense."""
+    """Build 6 numbers -> 8, relu -> 4, with a skip connection around the second Dense."""
     x = keras.Input((6,), name="numbers")
     h = keras.layers.Dense(8, name="up")(x)
     h = keras.layers.ReLU(name="relu")(h)
@@ -46,7 +46,7 @@ def heavy() -> keras.Model:
 
 
 def noisy() -> keras.Model:
-    """What forwards in training mode change: statistics and the state of a seed."""
+    """Build a model whose forward in training mode changes statistics and a seed's state."""
     x = keras.Input((5,))
     h = keras.layers.BatchNormalization(name="norm")(keras.layers.Dense(5, name="dense")(x))
     return keras.Model(x, keras.layers.Dropout(0.5, name="drop")(h))
@@ -57,13 +57,16 @@ def batch_of(shape: tuple[int, ...]) -> Any:
 
 
 def too_short(stopwatch: Stopwatch, several: list[TimedCall]) -> list[float]:
-    """Runs that say nothing of their layers."""
+    """Replace in_turn_s: timed spans take 0 s, so they do not correct the layers' own times."""
     return [0.0] * len(several)
 
 
 @pytest.mark.older_tensorflow
 def test_names_edges_and_sizes() -> None:
-    """Floats of 4 bytes, 3 samples; Adam has two slots. What is saved beyond outputs is nothing here."""
+    """Floats have 4 bytes, there are 3 samples, and Adam has two slots.
+
+    Layers save little beyond their outputs.
+    """
     profile = hk.measure(perceptron(), batch_of((3, 6)), repeats=1)
     assert (profile.model, profile.batch_size) == ("perceptron", 3)
     assert [layer.name for layer in profile.layers] == ["up", "relu", "across", "add", "down"]
@@ -78,13 +81,16 @@ def test_names_edges_and_sizes() -> None:
         (down, 2 * down, narrow),
     ]
     for layer in profile.layers:
-        # Besides its output a layer keeps but a few integers that say how it is shaped.
+        # Besides its output, a layer keeps only a few integers for its shape.
         assert layer.output_bytes <= layer.saved_bytes <= layer.output_bytes + 64
 
 
 @pytest.mark.older_tensorflow
-def test_what_a_layer_keeps_is_counted_once_and_without_its_input() -> None:
-    """softmax keeps its output, gelu an intermediate result as large; a reshaped input is the input."""
+def test_saved_bytes_are_counted_once_and_without_the_input() -> None:
+    """softmax keeps its output, and gelu an intermediate result of the same size.
+
+    A reshape keeps nothing new.
+    """
     x = keras.Input((32,))
     h = keras.layers.Dense(1000, activation="gelu", name="gelu")(x)
     h = keras.layers.Reshape((10, 100), name="reshape")(h)
@@ -98,8 +104,8 @@ def test_what_a_layer_keeps_is_counted_once_and_without_its_input() -> None:
 
 
 @pytest.mark.older_tensorflow
-def test_a_loop_keeps_what_its_steps_made() -> None:
-    """Of each of the 50 steps at least the new state, 8 samples of 16 floats."""
+def test_a_loop_keeps_the_states_of_its_steps() -> None:
+    """The loop keeps at least the new state of each of its 50 steps: 8 samples of 16 floats."""
     x = keras.Input((50, 4))
     model = keras.Model(x, keras.layers.LSTM(16, name="lstm")(x))
     (lstm,) = hk.measure(model, batch_of((8, 50, 4)), repeats=1).layers
@@ -107,16 +113,16 @@ def test_a_loop_keeps_what_its_steps_made() -> None:
     assert lstm.saved_bytes > 50 * lstm.output_bytes
 
 
-def test_times_of_layers_that_take_some() -> None:
+def test_times_of_large_layers() -> None:
     layers = hk.measure(heavy(), batch_of((8, 64, 64, 3)), repeats=3).layers
     for layer in layers:
         assert 1e-5 < layer.forward_s < 10
         assert 1e-5 < layer.backward_s < 10
-    # 10 times the multiplications forward, and twice those backward.
+    # The second layer, with its backward, has some 7 times the multiplications of the first layer's forward.
     assert layers[1].compute_s > layers[0].forward_s
 
 
-def test_what_a_quarter_of_the_samples_takes_tells_the_fixed_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fixed_time_follows_from_a_quarter_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     def times_s(self: Any, timed: TimedStage) -> tuple[float, float]:
         samples, *_, channels = timed.inputs[0].shape
         return (samples**2, 0.0) if channels == 3 else (1.0 + samples, 2.0 + 3.0 * samples)
@@ -126,7 +132,7 @@ def test_what_a_quarter_of_the_samples_takes_tells_the_fixed_part(monkeypatch: p
     first, second = hk.measure(heavy(), batch_of((8, 64, 64, 3))).layers
     assert (second.forward_s, second.backward_s) == (9, 26)
     assert (second.fixed_forward_s, second.fixed_backward_s) == pytest.approx((1, 2))
-    # The line through 2 and 8 samples would end below 0.
+    # The line through 2 and 8 samples would fall below 0 at 0 samples.
     assert (first.fixed_forward_s, first.fixed_backward_s) == (0, 0)
     (alone, _) = hk.measure(heavy(), batch_of((1, 64, 64, 3))).layers
     assert (alone.forward_s, alone.fixed_forward_s) == (1, 0)
@@ -143,9 +149,9 @@ def test_what_a_quarter_of_the_samples_takes_tells_the_fixed_part(monkeypatch: p
 def test_layers_add_up_to_their_runs(
     limit_bytes: int, runs: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer by itself takes 1 s and 2 s; the runs, timed forwards first, 10, 20, ... s in turn.
+    """Timed alone, each layer takes 1 s forward and 2 s backward.
 
-    Two updates are timed before them.
+    The timed spans, all forwards first, take 10, 20, ... s in turn. Two updates are timed before them.
     """
     counts = []
 
@@ -162,7 +168,7 @@ def test_layers_add_up_to_their_runs(
     forwards = [sum(profile.layers[profile.place(name)].forward_s for name in names) for names in runs]
     backwards = [sum(profile.layers[profile.place(name)].backward_s for name in names) for names in runs]
     if limit_bytes == 1:
-        # One after the other, each with its backward.
+        # The spans are timed one by one, each with its backward.
         assert counts[2:] == [2] * 5
         assert (forwards, backwards) == (pytest.approx([10] * 5), pytest.approx([20] * 5))
     else:
@@ -171,8 +177,11 @@ def test_layers_add_up_to_their_runs(
         assert backwards == pytest.approx([60, 50, 40])
 
 
-def test_which_part_of_a_backward_is_for_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first layer has no other part, one without weights none of it; in between it is what is left."""
+def test_the_share_of_a_backward_for_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer's backward is only for weights, and a layer without weights has no such part.
+
+    For other layers it is the rest.
+    """
     x = keras.Input((8,))
     h = keras.layers.ReLU(name="relu")(keras.layers.Dense(8, name="first")(x))
     model = keras.Model(x, keras.layers.Dense(8, name="second")(h))
@@ -183,8 +192,11 @@ def test_which_part_of_a_backward_is_for_the_weights(monkeypatch: pytest.MonkeyP
     assert [layer.weight_share for layer in layers] == [1, 0, 0.25]
 
 
-def test_updates_by_weights_on_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So long every variable, and so long every byte: 16 small ones take 32 s, one of 1 KiB takes 1026 s."""
+def test_update_times_are_linear_in_variables_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line is 2 s for each variable and 1 s for each byte.
+
+    16 small variables take 32 s, and one of 1 KiB takes 1026 s.
+    """
     times = iter([32.0, 1026.0])
 
     def in_turn_s(stopwatch: Stopwatch, several: list[TimedCall]) -> list[float]:
@@ -227,7 +239,7 @@ def test_masks_are_part_of_the_output() -> None:
 
 
 class Halving(keras.layers.Layer):
-    """Writes a weight that is trained when it is called."""
+    """Changes its trainable weight in every call."""
 
     def build(self, shape: Any) -> None:
         self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
@@ -255,7 +267,7 @@ def test_the_model_is_left_as_it_was(build: Callable[[], keras.Model]) -> None:
     model.fit(batch_of((6, 5)), batch_of((6, 5)), verbose=0)
 
 
-def test_of_a_function_weights_have_no_memory_before_and_after() -> None:
+def test_weights_of_a_functions_model_take_no_memory() -> None:
     made = []
 
     def build() -> keras.Model:
@@ -267,14 +279,14 @@ def test_of_a_function_weights_have_no_memory_before_and_after() -> None:
     assert model.variables
     assert all(variable._value is None for variable in model.variables)
     assert [layer.name for layer in profile.layers] == ["dense", "norm", "drop"]
-    # Measured again, and then given memory for good: the initial values can still be made.
+    # After a second measurement, the variables can still get their initial values.
     assert hk.measure(lambda: model, batch_of((6, 5)), repeats=1).fingerprint == profile.fingerprint
     for variable in model.variables:
         variable._deferred_initialize()
     assert np.ptp(np.asarray(model.layers[1].kernel)) > 0
 
 
-def test_alike_layers_are_timed_once_and_others_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_layers_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     count = itertools.count(1)
     monkeypatch.setattr(Stopwatch, "time_s", lambda *_: float(next(count)))
     monkeypatch.setattr(Stopwatch, "in_turn_s", too_short)
@@ -295,12 +307,12 @@ def test_alike_layers_are_timed_once_and_others_by_themselves(monkeypatch: pytes
     [(lambda: "sgd", 0), (lambda: keras.optimizers.SGD(momentum=0.9), 1), (lambda: None, 2)],
     ids=["sgd", "momentum", "none said"],
 )
-def test_slots_are_the_optimizers(optimizer: Callable[[], Any], slots: int) -> None:
+def test_slots_depend_on_the_optimizer(optimizer: Callable[[], Any], slots: int) -> None:
     for layer in hk.measure(perceptron(), batch_of((2, 6)), repeats=1, optimizer=optimizer()).layers:
         assert layer.slot_bytes == slots * layer.weight_bytes
 
 
-def test_slots_are_those_of_a_compiled_models_optimizer_which_stays_unbuilt() -> None:
+def test_slots_of_a_compiled_models_optimizer_which_stays_unbuilt() -> None:
     model = perceptron()
     model.compile(keras.optimizers.RMSprop(momentum=0.9, centered=True), "mse")
     profile = hk.measure(model, batch_of((2, 6)), repeats=1)
@@ -316,14 +328,14 @@ def test_frozen_weights_take_memory_without_gradients_and_slots() -> None:
     assert across.state_bytes == across.slot_bytes
 
 
-def test_a_profile_is_saved_read_and_planned(tmp_path: Path) -> None:
+def test_a_profile_can_be_saved_read_and_planned(tmp_path: Path) -> None:
     profile = hk.measure(perceptron, batch_of((3, 6)), repeats=1)
     profile.write(tmp_path / "profile.json")
     assert Profile.read(tmp_path / "profile.json") == profile
     plan = partition(profile, equal_cluster(2), stages=2)
     names = [name for stage in plan.stages for name in stage.layers]
     assert names == [call.name for call in layer_graph(perceptron()).calls]
-    # What is planned by an estimate and by a measurement is the same model.
+    # An estimate and a measurement describe the same model, so the plan fits both.
     plan.check(profile=estimate(layer_graph(perceptron()), samples=3))
 
 
@@ -361,7 +373,7 @@ def test_bad_input(model: Callable[[], Any], batch: Any, options: dict[str, Any]
         hk.measure(model, batch, **options)
 
 
-def test_a_progress_bar_on_a_terminal_alone(
+def test_a_progress_bar_only_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hk.measure(perceptron, batch_of((2, 6)), repeats=1)
