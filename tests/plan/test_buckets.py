@@ -56,10 +56,7 @@ def test_a_model_worked_out_by_hand() -> None:
 
 def test_buckets_of_sizes_alone() -> None:
     assert cut_buckets([3, 1, 2, 2], 4) == [[3, 2], [1, 0]]
-    assert cut_buckets([9, 0, 0, 1], 4) == [
-        [3, 2, 1],
-        [0],
-    ]  # above the limit: a bucket of its own
+    assert cut_buckets([9, 0, 0, 1], 4) == [[3, 2, 1], [0]]  # above the limit: a bucket of its own
     assert cut_buckets([1, 1, 1], 4, ["a", "b", "a"]) == [[1], [2, 0]]
     assert cut_buckets([], 4) == []
 
