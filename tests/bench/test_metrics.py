@@ -102,7 +102,10 @@ def test_table_is_aligned() -> None:
 
 
 def one_host_report() -> AllReduceReport:
-    """Report 2 ranks. 4 KB: MPI 4 us, hvpipe 2 us. 1 MiB: 4x. 4 MiB: 9x, at half the bandwidth of a copy."""
+    """Make a report of 2 ranks.
+
+    4 KB: MPI 4 us, hvpipe 2 us. 1 MiB: 4x. 4 MiB: 9x, at half the bandwidth of a copy.
+    """
     return AllReduceReport(
         2,
         "one host",
@@ -153,7 +156,10 @@ def test_all_reduce_report_round_trip_and_text() -> None:
 
 
 def step_report() -> StepReport:
-    """Report 2 ranks at 300 Mb/s, 37.5 MB of gradients: links need 1 s, the slower rank computes 0.5 s."""
+    """Make a report of 2 ranks at 300 Mb/s with 37.5 MB of gradients.
+
+    The links need 1 s. The slower rank computes for 0.5 s.
+    """
     rounds = (
         ModeRound("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
         ModeRound("step", [[1.1, 1.1, 9.0], [1.0, 1.1, 1.2]], [1.2, 1.3], {"bytes_sent": 5.0}),

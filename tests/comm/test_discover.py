@@ -149,7 +149,9 @@ def test_a_bad_setting_is_named(name: str, text: str, wanted: str) -> None:
         ({"HVPIPE_LIVE": "/shared/jobs"}, True, "/shared/jobs"),
     ],
 )
-def test_which_ranks_report_to_hvpipe_top(environ: dict[str, str], live: bool, folder: str | None) -> None:
+def test_settings_that_make_a_run_visible_to_hvpipe_top(
+    environ: dict[str, str], live: bool, folder: str | None
+) -> None:
     assert (settings(environ).live, settings(environ).live_folder) == (live, folder)
     assert live_folder(environ) == folder
 

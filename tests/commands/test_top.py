@@ -129,7 +129,7 @@ def test_without_a_terminal_lines_are_printed_until_the_job_ends(living: Path) -
     process.stdout.close()
 
 
-def test_ctrl_c_restores_the_terminal(living: Path) -> None:
+def test_ctrl_c_ends_cleanly_on_a_terminal(living: Path) -> None:
     master, slave = pty.openpty()
     process = subprocess.Popen(
         COMMAND,

@@ -79,7 +79,7 @@ def test_many_random_plans_share_their_draws(monkeypatch: pytest.MonkeyPatch) ->
     draw = BASELINES["random"]
     monkeypatch.setitem(BASELINES, "random", lambda *given: drawn.append(given) or draw(*given))
     profile, how = chain(*[1] * 12, weight_bytes=10), Pipelining()
-    # Two of 12 layers on each of six devices: 12! / 6! 6! / 2^12, one draw in four or five.
+    # Six of 12 layers on each of two devices: 12! / 6! 6! / 2^12, one draw in four or five.
     plans = random_plans("random", profile, equal_cluster(2, memory_bytes=120), 2, how, range(5))
     assert len(plans) == 5
     assert plans[3] == baseline("random", profile, equal_cluster(2, memory_bytes=120), 2, how, seed=3)

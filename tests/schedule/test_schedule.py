@@ -260,7 +260,7 @@ def test_shares_that_do_not_fit(shares: list[tuple[float, ...]]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "microbatch", "stage"), [("X", 0, 0), ("F", -1, 0), ("B", 0, -1)])
-def test_text_that_is_not_an_action(kind: str, microbatch: int, stage: int) -> None:
+def test_values_that_are_not_an_action(kind: str, microbatch: int, stage: int) -> None:
     with pytest.raises(HvpipeError, match=f"Received: {stage}{kind}{microbatch}"):
         Action(kind, microbatch, stage)
 

@@ -102,7 +102,7 @@ def test_every_generated_schedule_passes(data: st.DataObject, schedule: Schedule
 
 @st.composite
 def replicated(draw: st.DrawFn) -> Schedule:
-    """1 to 5 stages of 1 to 4 ranks, up to 24 micro-batches, in equal or unequal shares."""
+    """Draw a schedule: 1 to 5 stages of 1 to 4 ranks, up to 24 micro-batches, equal or unequal shares."""
     name = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
     ranks = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     if draw(st.booleans()):

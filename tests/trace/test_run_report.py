@@ -145,7 +145,7 @@ def test_the_texts() -> None:
     )
 
 
-def test_json_out_and_in() -> None:
+def test_json_round_trip() -> None:
     summary = summarise(Trace(OVERLAPPED), [{"bytes_sent": 1.0}], [[1.0, 2.0]], 3)
     assert Summary.from_json(summary.to_json()) == summary
 

@@ -78,8 +78,8 @@ def test_mirrored_workers_with_unequal_shares_learn_like_the_linear_mode() -> No
 @pytest.mark.parametrize(("name", "values", "packs"), [("tf-mwms", {}, 1), ("tf-mwms-tuned", FOUR_MIB, 3)])
 def test_bytes_per_pack_changes_the_compiled_step(name: str, values: dict[str, str], packs: int) -> None:
     # A pack ends above 4 MiB, counted from the last gradient. First pack: 2000 + 512 x 2000 floats of the
-    # last layer, 2048 and 512 x 2048 of the second LSTM. Second: its other 512 x 2048, 2048 of the first LSTM.
-    # Third: the other floats of the first LSTM.
+    # last layer, 2048 and 512 x 2048 of the second LSTM. Second: its other 512 x 2048, and 2048 of the first
+    # LSTM. Third: the other floats of the first LSTM.
     case = Case(name, "one host", 2, Task("lstm", batch=2, pixels=4, warm_up=1, steps=1))
     round_ = run_round(case, 0, None, 300, system=SYSTEMS[name].tuned(values))
     assert round_.error == ""
