@@ -1,4 +1,4 @@
-"""`hvpipe bench` and `python -m bench`: flags, exit codes, files; and where there is no checkout."""
+"""`hvpipe bench` and `python -m bench`: flags, exit codes, files; and the error without a checkout."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ rounds = 1
 
 @pytest.fixture
 def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A suite for this host alone; rounds take no time, and Horovod is not there."""
+    """Write a suite for this host alone. Rounds take no time, and Horovod is not installed."""
 
     def run_round(case: Case, number: int, hosts: object, timeout_s: float, *, python: str) -> Round:
         return finished(case, 2.0 if case.system == "hvpipe-step" else 1.0, number=number)
@@ -80,7 +80,7 @@ def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(("words", "threads"), [([], 4), (["--threads", "3"], 3)])
-def test_threads_are_the_cores_of_a_rank_unless_given(
+def test_threads_are_the_cores_of_a_rank_by_default(
     words: list[str],
     threads: int,
     suite: str,
@@ -98,12 +98,12 @@ def test_threads_are_the_cores_of_a_rank_unless_given(
     assert f"{threads} threads an operation" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_no_threads_are_an_error(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_zero_threads_are_refused(suite: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["run", suite, "--threads", "0"]) == 2
     assert "--threads should be at least 1. Received: --threads 0" in capsys.readouterr().err
 
 
-def test_run_measures_what_is_there_and_writes_the_files(
+def test_run_measures_the_installed_systems_and_writes_the_files(
     suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--json"]) == 0
@@ -115,7 +115,7 @@ def test_run_measures_what_is_there_and_writes_the_files(
     assert found.setting.notes == ("on plain loopback",)
 
 
-def test_where_no_system_is_there_nothing_could_be_run(
+def test_without_any_installed_system_the_exit_code_is_2(
     suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--systems", "horovod"]) == 2
@@ -138,7 +138,7 @@ def test_where_no_system_is_there_nothing_could_be_run(
         (["--cluster", "cloud"], "or a TOML file, as in mine.toml. Received: 'cloud'"),
     ],
 )
-def test_words_that_cannot_be_followed_are_exit_code_2(
+def test_bad_arguments_are_exit_code_2(
     words: list[str], says: str, suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
@@ -146,21 +146,19 @@ def test_words_that_cannot_be_followed_are_exit_code_2(
     assert says in capsys.readouterr().err
 
 
-def test_systems_may_have_blanks_between_them(suite: str, tmp_path: Path) -> None:
+def test_systems_may_be_separated_by_a_comma_and_a_blank(suite: str, tmp_path: Path) -> None:
     words = ["run", suite, "--out", str(tmp_path / "out"), "--systems", "single, hvpipe-step"]
     assert command.main(words) == 0
 
 
-def test_the_python_that_trains_is_found_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_python_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     monkeypatch.chdir(tmp_path)
     assert command._python("bin/python") == str(tmp_path / "bin" / "python")
 
 
-def test_without_matplotlib_it_says_so_before_anything_is_measured(
+def test_missing_matplotlib_is_an_error_before_any_measurement(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -194,7 +192,7 @@ sys.exit(command.main(["run", str(folder / "mine.toml"), "--out", str(folder / "
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
-def test_a_signal_ends_what_runs_on_plain_loopback_and_keeps_the_rest(
+def test_a_signal_ends_the_running_round_and_keeps_finished_ones(
     number: signal.Signals, suite: str, tmp_path: Path
 ) -> None:
     line = [sys.executable, "-c", SLEEPER, str(tmp_path)]
@@ -228,7 +226,7 @@ def test_a_hangup_that_is_ignored_stays_ignored(monkeypatch: pytest.MonkeyPatch)
         signal.signal(signal.SIGHUP, before)
 
 
-def test_a_plan_says_what_would_run_and_runs_nothing(
+def test_a_plan_shows_what_would_run_and_runs_nothing(
     suite: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["run", suite, "--out", str(tmp_path / "out"), "--plan", "--systems", "single"]) == 0
@@ -238,7 +236,7 @@ def test_a_plan_says_what_would_run_and_runs_nothing(
     assert not (tmp_path / "out").exists()
 
 
-def test_one_cluster_for_all_of_a_suite(
+def test_one_cluster_for_a_whole_suite(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("bench.evaluation.host_selection._probe", lambda: "")
@@ -286,7 +284,7 @@ def test_failed_rounds_are_exit_code_1_and_shown(tmp_path: Path, capsys: pytest.
     assert "tf-ps: skipped, not installed" in shown
 
 
-def test_a_round_without_a_place_is_exit_code_1_too(
+def test_hosts_that_do_not_come_up_are_exit_code_1(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(self: HostSelection, cluster: str) -> None:
@@ -300,7 +298,7 @@ def test_a_round_without_a_place_is_exit_code_1_too(
     assert command.main(words) == 0
 
 
-def test_what_failed_is_run_again_with_retry_failed(
+def test_retry_failed_runs_failed_rounds_again(
     suite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(case: Case, number: int, hosts: object, timeout_s: float, *, python: str) -> Round:
@@ -315,7 +313,7 @@ def test_what_failed_is_run_again_with_retry_failed(
     assert command.main([*words, "--retry-failed"]) == 0
 
 
-def test_a_report_of_a_run_that_was_interrupted(tmp_path: Path) -> None:
+def test_a_report_of_an_interrupted_run(tmp_path: Path) -> None:
     journal = Journal(tmp_path, outcome().setting)
     journal.add_round(finished(case("hvpipe-step"), 2.0))
     assert command.main(["report", str(tmp_path)]) == 0
@@ -325,12 +323,12 @@ def test_a_report_of_a_run_that_was_interrupted(tmp_path: Path) -> None:
     assert len(EvaluationOutcome.read(tmp_path).rounds) == 2
 
 
-def test_a_run_that_was_interrupted_is_compared_and_shown_as_far_as_it_went(tmp_path: Path) -> None:
+def test_an_interrupted_run_can_be_compared_and_shown(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "after", outcome().setting)
     journal.add_round(finished(case("hvpipe-step"), 1.0))
     before = written(tmp_path / "before", finished(case("hvpipe-step"), 1.0))
     assert command.main(["compare", before, str(tmp_path / "after")]) == 0
-    # What the journal has since then counts, not the results written before.
+    # The journal counts, with its newer round, not the results written before.
     write_outputs(journal.outcome, tmp_path / "after")
     journal.add_round(finished(case("hvpipe-step"), 5.0, number=1))
     assert command.main(["compare", before, str(tmp_path / "after")]) == 1
@@ -347,7 +345,7 @@ def test_the_comparison_goes_into_the_benchmarks_readme() -> None:
     assert (text.count(BEGIN), text.count(END)) == (1, 1)
 
 
-def test_compare_is_exit_code_1_where_something_is_slower(
+def test_compare_is_exit_code_1_if_something_is_slower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = written(tmp_path / "a", finished(case("hvpipe-step"), 1.0, 1.0))
@@ -359,7 +357,7 @@ def test_compare_is_exit_code_1_where_something_is_slower(
     assert (found["changes"][0]["verdict"], found["regressed"]) == ("faster", False)
 
 
-def test_what_cannot_be_read_is_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_results_are_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["report", str(tmp_path)]) == 2
     assert capsys.readouterr().err.startswith("hvpipe bench report: Results should be a file")
     (tmp_path / "results.json").write_bytes(b"\xff")
@@ -371,7 +369,7 @@ def test_what_cannot_be_read_is_exit_code_2(tmp_path: Path, capsys: pytest.Captu
     assert caught.value.code == 2
 
 
-def test_hvpipe_bench_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hvpipe_bench_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
 
     def record(program: str, line: list[str], environ: dict[str, str]) -> NoReturn:
@@ -386,7 +384,7 @@ def test_hvpipe_bench_hands_everything_on(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks into the current folder")
-def test_a_bench_of_ones_own_in_the_current_folder_is_not_run(tmp_path: Path) -> None:
+def test_a_bench_module_in_the_current_folder_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "bench.py").write_text("raise SystemExit('mine')")
     start = "import os; from hvpipe.commands import bench; bench.bench(['--help'], os.environ)"
     environment = {**os.environ, "PYTHONPATH": str(Path(command.__file__).parents[1])}
@@ -437,7 +435,7 @@ def test_a_second_signal_waits_for_the_benchmark_to_clean_up(number: signal.Sign
     assert (tmp_path / "clean").exists()
 
 
-def test_without_a_checkout_it_says_so(tmp_path: Path) -> None:
+def test_without_a_checkout_the_error_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match=r"clone the repository.*Received: no bench/ in "):
         bench_command.find_checkout(tmp_path, tmp_path)
     for part in ("bench/__main__.py", "hvpipe/__init__.py"):

@@ -1,4 +1,4 @@
-"""The benchmarks' formulas and reports, on figures worked out by hand."""
+"""Formulas and reports of the benchmarks, on figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def test_ring_factor(ranks: int, factor: float) -> None:
 
 
 def test_bandwidths_as_nccl_tests_define_them() -> None:
-    # 4,000,000 bytes in 2 ms are 2 GB/s; on 4 ranks each link carried 1.5 times the buffer.
+    # 4,000,000 bytes in 2 ms are 2 GB/s. On 4 ranks each link carries 1.5 times the buffer.
     assert metrics.algorithm_bandwidth(4_000_000, 0.002) == pytest.approx(2e9)
     assert metrics.bus_bandwidth(4_000_000, 0.002, 4) == pytest.approx(3e9)
 
 
 def test_communication_bound() -> None:
-    # 95.2 MB on 2 ranks go over each link once: 761.6 Mb at 300 Mb/s.
+    # 95.2 MB on 2 ranks cross each link once: 761.6 Mb at 300 Mb/s.
     assert metrics.communication_bound_s(95_200_000, 2, 300e6) == pytest.approx(2.5387, abs=1e-4)
     assert metrics.communication_bound_s(95_200_000, 4, 300e6) == pytest.approx(3.808)
     assert metrics.communication_bound_s(95_200_000, 1, 300e6) == 0.0
     assert metrics.communication_bound_s(95_200_000, 2, None) == 0.0
 
 
-def test_step_bound_is_the_larger() -> None:
+def test_the_step_bound_is_the_larger_of_links_and_computing() -> None:
     assert metrics.step_bound_s(1.37, 95_200_000, 2, 300e6) == pytest.approx(2.5387, abs=1e-4)
     assert metrics.step_bound_s(1.37, 95_200_000, 2, 1e9) == 1.37
 
@@ -52,7 +52,7 @@ def test_means() -> None:
     assert math.isnan(metrics.geometric_mean([]))
     assert metrics.median([3.0, 1.0, 2.0]) == 2.0
     assert math.isnan(metrics.median([]))
-    # Quartiles of 8 9 10 11 12 are 9 and 11: half of their distance is 1, a tenth of the median.
+    # The quartiles of 8 9 10 11 12 are 9 and 11: half their distance is 1, a tenth of the median.
     assert metrics.relative_spread([8.0, 9.0, 10.0, 11.0, 12.0]) == pytest.approx(0.1)
     assert metrics.relative_spread([8.0]) == 0.0
 
@@ -87,7 +87,7 @@ def test_figures_are_written_short() -> None:
     ]
 
 
-def test_what_rounds_up_to_the_next_unit_is_told_in_it() -> None:
+def test_a_time_that_rounds_up_to_the_next_unit_uses_that_unit() -> None:
     assert [metrics.format_time(s) for s in (0.9996, 0.9994, 0.9996e-3)] == ["1 s", "999 ms", "1 ms"]
 
 
@@ -102,7 +102,10 @@ def test_table_is_aligned() -> None:
 
 
 def one_host_report() -> AllReduceReport:
-    """2 ranks. 4 KB: MPI 4 us, hvpipe 2 us. 1 MiB: 4x. 4 MiB: 9x, at half the copy's bandwidth."""
+    """Make a report of 2 ranks.
+
+    4 KB: MPI 4 us, hvpipe 2 us. 1 MiB: 4x. 4 MiB: 9x, at half the bandwidth of a copy.
+    """
     return AllReduceReport(
         2,
         "one host",
@@ -125,7 +128,7 @@ def test_all_reduce_summary_on_one_host() -> None:
 
 
 def test_all_reduce_summary_on_links_counts_from_4_mb() -> None:
-    # 4 ranks: 12.5 MB in 1.6 s are 93.75 Mb/s of bus bandwidth, of 100 Mb/s.
+    # 4 ranks: 12.5 MB in 1.6 s are 93.75 Mb/s of bus bandwidth, on links of 100 Mb/s.
     rows = (Row(MB, {"hvpipe": [1e3]}, [1.0]), Row(12_500_000, {"hvpipe": [1.6]}, [1.0]))
     summary = AllReduceReport(4, "4 hosts", 4, "Open MPI", rows, 100e6, "iperf3").summary()
     assert summary == {
@@ -142,7 +145,7 @@ def test_ranks_of_a_host_share_its_link() -> None:
     assert report.fraction(rows[0], "hvpipe") == pytest.approx(0.5)
 
 
-def test_all_reduce_report_survives_json_and_is_readable() -> None:
+def test_all_reduce_report_round_trip_and_text() -> None:
     report = one_host_report()
     again = AllReduceReport.from_json(report.to_json())
     assert again == report
@@ -153,7 +156,10 @@ def test_all_reduce_report_survives_json_and_is_readable() -> None:
 
 
 def step_report() -> StepReport:
-    """2 ranks at 300 Mb/s, 37.5 MB of gradients: the links need 1 s, the slower rank computes 0.5 s."""
+    """Make a report of 2 ranks at 300 Mb/s with 37.5 MB of gradients.
+
+    The links need 1 s. The slower rank computes for 0.5 s.
+    """
     rounds = (
         ModeRound("alone", [[0.4, 0.4, 0.4], [0.5, 0.5, 0.5]], [0.4, 0.5]),
         ModeRound("step", [[1.1, 1.1, 9.0], [1.0, 1.1, 1.2]], [1.2, 1.3], {"bytes_sent": 5.0}),
@@ -178,7 +184,7 @@ def test_step_summary() -> None:
     }
 
 
-def test_step_summary_tells_what_plain_tcp_costs_beside_computing() -> None:
+def test_step_summary_says_what_plain_tcp_beside_computing_costs() -> None:
     loaded = ModeRound(ALONE_AND_TCP, [[0.6, 0.7, 0.8], [0.9, 1.0, 1.1]], [0.7, 1.0])
     report = step_report()
     report = replace(report, rounds=(*report.rounds[:2], loaded, *report.rounds[2:], loaded))
@@ -204,7 +210,7 @@ def test_a_ring_of_one_host_streams_to_itself() -> None:
     stream.close()
 
 
-def test_a_stream_that_ends_early_is_noticed() -> None:
+def test_a_stream_that_ends_early_is_an_error() -> None:
     stream = RingStream(OneRank(), 0)
     stream._process.kill()
     with pytest.raises(RuntimeError, match="Received: status -9"):
@@ -212,7 +218,7 @@ def test_a_stream_that_ends_early_is_noticed() -> None:
     stream._process.communicate(timeout=10)
 
 
-def test_step_report_survives_json_and_is_readable() -> None:
+def test_step_report_round_trip_and_text() -> None:
     report = StepReport.from_json(step_report().to_json())
     assert report == step_report()
     text = report.to_text()
@@ -277,7 +283,7 @@ def test_unknown_model_is_named() -> None:
         ImageWorkload(model="alexnet")
 
 
-def test_own_stream_measures_on_loopback() -> None:
+def test_the_built_in_stream_measures_loopback() -> None:
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
     server = threading.Thread(target=serve, args=(port, 0.2))

@@ -1,4 +1,4 @@
-"""The search for settings: what is tried, in which order, what is kept; no round is run."""
+"""The search for settings: what is tried, in which order, what is stored. No round runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench_rounds import case, finished, rank
 GRID = {"HOROVOD_CYCLE_TIME": ("1", "3.5"), "HOROVOD_FUSION_THRESHOLD": ("8",)}
 
 
-def test_what_is_kept_is_what_systems_run_with() -> None:
+def test_systems_run_with_the_stored_settings() -> None:
     kept = read_tuned()
     assert set(kept) == set(tune.VALUES)
     for name, tuned in kept.items():
@@ -29,7 +29,7 @@ def test_what_is_kept_is_what_systems_run_with() -> None:
         assert tuned.source in SYSTEMS[name].notes[-1]
 
 
-def test_values_go_where_a_system_has_them() -> None:
+def test_settings_become_options_or_environment_as_the_system_defines() -> None:
     packs = SYSTEMS["tf-mwms"].tuned({"bytes_per_pack": "7"})
     assert (packs.options["bytes_per_pack"], packs.environment) == ("7", {})
     horovod = SYSTEMS["horovod-tuned"].tuned({"HOROVOD_CYCLE_TIME": "9"})
@@ -37,7 +37,7 @@ def test_values_go_where_a_system_has_them() -> None:
     assert horovod.options == {}
 
 
-def test_every_combination_takes_its_turn_and_the_fastest_comes_first() -> None:
+def test_combinations_take_turns_and_the_fastest_is_first() -> None:
     order = []
 
     def run(system: System, number: int) -> Round:
@@ -54,14 +54,14 @@ def test_every_combination_takes_its_turn_and_the_fastest_comes_first() -> None:
     assert "3.5" in tune.describe(tried).splitlines()[1]
 
 
-def test_a_round_that_fails_ends_the_search() -> None:
+def test_a_failed_round_ends_the_search() -> None:
     with pytest.raises(ClusterError, match=r"Received: {'HOROVOD_CYCLE_TIME': '1'.*}, boom"):
         tune.search(
             SYSTEMS["horovod-tuned"], GRID, 1, lambda *_: Round(case("horovod-tuned"), 0, error="boom")
         )
 
 
-def test_the_command_keeps_the_fastest_with_its_source(
+def test_the_command_stores_the_fastest_with_its_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run_round(of: object, number: int, *_: object, system: System, **__: object) -> Round:
@@ -91,7 +91,7 @@ def test_the_command_keeps_the_fastest_with_its_source(
     assert "--rounds should be at least 1. Received: --rounds 0" in capsys.readouterr().err
 
 
-def test_settings_are_searched_for_on_hosts_that_exist(
+def test_settings_are_searched_for_on_real_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = set()
@@ -106,7 +106,7 @@ def test_settings_are_searched_for_on_hosts_that_exist(
     monkeypatch.chdir(tmp_path)
     words = ["--system", "tf-mwms-tuned", "--rounds", "1", "--on", "a:2,b", "--python", "bin/python"]
     assert tune.main(words) == 0
-    assert found == {("hosts a:2, b:1", 3, 4, 3, str(tmp_path / "bin" / "python"))}  # 9 cores of two ranks
+    assert found == {("hosts a:2, b:1", 3, 4, 3, str(tmp_path / "bin" / "python"))}  # 9 cores for two ranks
     assert tune.main([*words, "--hosts", "2"]) == 1
     assert (
         "Give --on, or --hosts or --spec, but not both. Received: also --on a:2,b" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Reading device arrays by their protocols."""
+"""Reading device arrays through their protocols."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvpipe.errors import HvpipeError
 
 
 class Described:
-    """An object with a `__cuda_array_interface__`."""
+    """An object with `__cuda_array_interface__`."""
 
     def __init__(self, **changes: Any) -> None:
         plain = {"shape": (2, 3), "typestr": "<f4", "data": (4096, False), "version": 3}
@@ -41,7 +41,7 @@ class Native:
         return 8192, 12, 4, 16, [2, 3]
 
 
-def test_device_memory_is_told_from_host_memory() -> None:
+def test_device_memory_is_distinguished_from_host_memory() -> None:
     assert is_device_array(Described())
     assert is_device_array(OnDlpackDevice(2))
     assert is_device_array(OnDlpackDevice(13))
@@ -62,7 +62,7 @@ def test_dlpack_is_read() -> None:
     assert (found.span, found.shape, found.dtype) == ((8192, 12), (2, 3), "bfloat16")
 
 
-def test_other_strides_and_types_are_refused() -> None:
+def test_strides_and_types_that_are_not_supported() -> None:
     with pytest.raises(HvpipeError, match=r"C-contiguous.*strides=\(4, 8\)"):
         device_array(Described(strides=(4, 8)), None)
     with pytest.raises(
@@ -79,12 +79,12 @@ class Differentiated:
         raise RuntimeError("Can't get __cuda_array_interface__ on Variable that requires grad.")
 
 
-def test_a_tensor_that_requires_grad_is_refused_with_what_to_do() -> None:
+def test_a_tensor_that_requires_grad_is_refused_with_a_remedy() -> None:
     with pytest.raises(HvpipeError, match=r"detach\(\).*Received: Can't get"):
         is_device_array(Differentiated())
 
 
-def test_what_dlpack_does_not_show_is_refused_by_name() -> None:
+def test_an_array_without_dlpack_access_is_refused_by_name() -> None:
     class Refuses:
         def device_memory(self, array: Any) -> None:
             raise TypeError("device_memory(): incompatible function arguments")
@@ -93,7 +93,7 @@ def test_what_dlpack_does_not_show_is_refused_by_name() -> None:
         device_array(OnDlpackDevice(2), Refuses())
 
 
-def test_what_is_read_only_is_not_written() -> None:
+def test_a_read_only_array_is_not_written() -> None:
     found = device_array(Described(data=(4096, True)), None)
     with pytest.raises(HvpipeError, match=r"writable device array.*Received: a read-only float32\[2, 3\]"):
         check_writable(found)
@@ -110,7 +110,7 @@ class Tensor(Described):
         super().__init__(version=2)
 
 
-def test_a_tensor_of_pytorch_is_on_pytorchs_current_stream(monkeypatch: Any) -> None:
+def test_a_pytorch_tensor_is_on_pytorchs_current_stream(monkeypatch: Any) -> None:
     streams = {"cuda:0": 5, "cuda:1": 9}
     cuda = SimpleNamespace(current_stream=lambda device: SimpleNamespace(cuda_stream=streams[device]))
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor, cuda=cuda))
@@ -123,9 +123,9 @@ def on_stream(stream: int) -> Any:
     return device_array(Described(stream=stream), None)
 
 
-def test_arrays_of_one_stream_are_taken() -> None:
+def test_arrays_of_one_stream_are_accepted() -> None:
     assert common_stream([on_stream(7), on_stream(7)]) == 7
-    # Numba may name none, CuPy 1: both mean the default stream.
+    # Numba may give no stream, CuPy 1: both mean the default stream.
     assert common_stream([on_stream(0), on_stream(1)]) == 1
 
 

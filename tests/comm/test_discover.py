@@ -77,7 +77,7 @@ def test_horovodrun_with_gloo_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "one", "-1"])
-def test_a_launcher_that_sets_nonsense_is_named(text: str) -> None:
+def test_bad_launcher_variables_are_named(text: str) -> None:
     with pytest.raises(InitError, match=f"OMPI_COMM_WORLD_SIZE.*Received: OMPI_COMM_WORLD_SIZE='{text}'"):
         discover({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": text})
 
@@ -149,7 +149,9 @@ def test_a_bad_setting_is_named(name: str, text: str, wanted: str) -> None:
         ({"HVPIPE_LIVE": "/shared/jobs"}, True, "/shared/jobs"),
     ],
 )
-def test_who_tells_hvpipe_top(environ: dict[str, str], live: bool, folder: str | None) -> None:
+def test_settings_that_make_a_run_visible_to_hvpipe_top(
+    environ: dict[str, str], live: bool, folder: str | None
+) -> None:
     assert (settings(environ).live, settings(environ).live_folder) == (live, folder)
     assert live_folder(environ) == folder
 
@@ -163,7 +165,7 @@ def test_who_tells_hvpipe_top(environ: dict[str, str], live: bool, folder: str |
         ("MPICH Version: 4.2.3", {"OMPI_MCA_btl_tcp_eager_limit": "262144"}, 65536),
     ],
 )
-def test_the_eager_limit_is_what_open_mpi_was_told(
+def test_the_eager_limit_matches_the_setting_of_open_mpi(
     library: str, environ: dict[str, str], wanted: int
 ) -> None:
     assert eager_bytes(library, environ) == wanted
@@ -177,12 +179,12 @@ def test_the_eager_limit_is_what_open_mpi_was_told(
         ({"OMPI_MCA_btl_tcp_max_send_size": "1000"}, None, "1000"),
     ],
 )
-def test_what_the_user_told_open_mpi_stays(
+def test_open_mpi_settings_of_the_user_are_kept(
     chosen: dict[str, str], limit: str | None, most: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"OMPI_MCA_{name}" for name in ("osc", "btl_tcp_eager_limit", "btl_tcp_max_send_size")]
     for name in names:
-        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
     for name, value in chosen.items():
         monkeypatch.setenv(name, value)

@@ -39,6 +39,6 @@ def test_arguments_that_would_change_something(given: dict[str, Any], says: str)
         check_other_arguments("allreduce", given)
 
 
-def test_a_name_that_is_nobodys() -> None:
+def test_an_unknown_argument() -> None:
     with pytest.raises(TypeError, match=r"allreduce\(\) got an unexpected keyword argument 'opp'"):
         check_other_arguments("allreduce", {"opp": "sum"})

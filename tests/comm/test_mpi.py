@@ -1,4 +1,4 @@
-"""MPI worlds that must not open, each with its reason; deadlines; a failing rank ends the others."""
+"""MPI worlds that must not open, with the reason; deadlines; a failing rank ends the others."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_mpi_initialised_by_the_program_without_thread_support(tmp_path: Path) -
         "import mpi4py; mpi4py.rc.threads = False",
     ],
 )
-def test_whoever_imports_mpi4py_first(before: str, tmp_path: Path) -> None:
+def test_either_may_import_mpi4py_first(before: str, tmp_path: Path) -> None:
     result = launch(2, [write(tmp_path, f"{before}\n{OPEN}world.close()")], limit_s=LIMIT_S)
     assert result.returncode == 0, result.describe()
     assert "rank 1 of 2" in result.output
@@ -71,7 +71,7 @@ def test_whoever_imports_mpi4py_first(before: str, tmp_path: Path) -> None:
         pytest.param({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"}, "srun --mpi=pmix", id="srun"),
     ],
 )
-def test_launched_by_another_mpi_than_mpi4py_uses(
+def test_a_launcher_of_another_mpi_than_mpi4pys(
     environ: Mapping[str, str], advice: str, tmp_path: Path
 ) -> None:
     says = (
@@ -82,7 +82,7 @@ def test_launched_by_another_mpi_than_mpi4py_uses(
 
 
 def test_a_shell_in_an_allocation_needs_no_mpi(tmp_path: Path) -> None:
-    """Such as a shell of salloc or `srun --pty`."""
+    """For example a shell from salloc or `srun --pty`."""
     text = "import sys; sys.modules['mpi4py'] = None" + OPEN
     environ = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     result = launch(ALONE, [write(tmp_path, text)], limit_s=LIMIT_S, env=environ)
@@ -124,7 +124,7 @@ except Exception as error:
     assert result.returncode == 7
 
 
-def test_nobody_launched_this_and_no_mpi_is_loaded(tmp_path: Path) -> None:
+def test_no_launcher_and_no_mpi_loaded(tmp_path: Path) -> None:
     text = OPEN + "import sys; assert 'mpi4py' not in sys.modules; assert 'numpy' not in sys.modules"
     result = launch(ALONE, [write(tmp_path, text)], limit_s=LIMIT_S)
     assert result.returncode == 0, result.describe()
@@ -144,7 +144,7 @@ def test_a_single_world() -> None:
     assert caught.value.code == 3
 
 
-def test_a_program_that_runs_mpi_already_gets_its_world(tmp_path: Path) -> None:
+def test_a_program_that_already_runs_mpi_gets_its_world(tmp_path: Path) -> None:
     result = launch(ALONE, [write(tmp_path, "from mpi4py import MPI" + OPEN)], limit_s=LIMIT_S)
     assert result.returncode == 0, result.describe()
     assert "none" not in result.output

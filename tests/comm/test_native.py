@@ -1,4 +1,4 @@
-"""What the build recorded, and which versions run with which build."""
+"""What the build recorded, and which library versions work with which build."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_without_a_build_there_is_no_information(monkeypatch: pytest.MonkeyPatch
         ("Open MPI v5.0.11", "MPICH Version: 5.0.0", False),
     ],
 )
-def test_an_mpi_fits_within_a_major_version(built: str, running: str, fits: bool) -> None:
+def test_an_mpi_of_the_same_major_version_fits(built: str, running: str, fits: bool) -> None:
     assert mpi_fits(built, running) is fits
 
 
@@ -38,5 +38,5 @@ def test_an_mpi_fits_within_a_major_version(built: str, running: str, fits: bool
     ("built", "running", "fits"),
     [("2.21.0", "2.21.1", True), ("2.21.0", "2.20.0", False), ("2.21.0", "3.21.0", False)],
 )
-def test_a_tensorflow_fits_within_a_minor_version(built: str, running: str, fits: bool) -> None:
+def test_a_tensorflow_of_the_same_minor_version_fits(built: str, running: str, fits: bool) -> None:
     assert tensorflow_fits(built, running) is fits

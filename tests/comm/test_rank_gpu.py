@@ -1,4 +1,4 @@
-"""Which GPU a rank has, and where NCCL is looked for."""
+"""Which GPU a rank gets, and where NCCL is searched."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from hvpipe.errors import HvpipeError
     ("local_rank", "local_size", "visible", "gpu"),
     [(0, 1, 1, 0), (0, 1, 8, 0), (3, 4, 4, 3), (3, 4, 8, 3), (2, 4, 1, 0)],
 )
-def test_a_rank_has_the_gpu_of_its_number(local_rank: int, local_size: int, visible: int, gpu: int) -> None:
+def test_a_rank_gets_the_gpu_of_its_local_rank(
+    local_rank: int, local_size: int, visible: int, gpu: int
+) -> None:
     assert assign_gpu(local_rank, local_size, visible) == gpu
 
 
@@ -24,7 +26,7 @@ def test_more_ranks_than_gpus_is_an_error(local_size: int, visible: int) -> None
         assign_gpu(0, local_size, visible)
 
 
-def test_nccl_is_the_one_that_is_named_or_the_wheels_or_the_systems(tmp_path: Any, monkeypatch: Any) -> None:
+def test_nccl_is_the_configured_library_or_the_wheels_or_the_systems(tmp_path: Any, monkeypatch: Any) -> None:
     assert find_nccl("/opt/libnccl.so.2") == "/opt/libnccl.so.2"
     assert find_nccl("none") == ""
     library = tmp_path / "nvidia" / "nccl" / "lib" / "libnccl.so.2"

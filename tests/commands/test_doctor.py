@@ -22,7 +22,7 @@ VERSIONS = {"tensorflow": "2.21.0", "keras": "3.15.1", "numpy": "2.4.6", "mpi4py
 
 @pytest.fixture
 def versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """A host without problems. A test removes packages to cause some."""
+    """Set up a host without problems. A test removes packages to cause some."""
     installed = dict(VERSIONS)
     for name in ("_engine.cpython-311.so", "libhvpipe_core.so", "libhvpipe_tf.so"):
         (tmp_path / name).write_text("")
@@ -40,7 +40,7 @@ def problems(environ: dict[str, str] | None = None) -> dict[str, Finding]:
     return {f.name: f for f in doctor_checks.examine(environ or {}) if f.state == "problem"}
 
 
-def test_all_is_well(versions: dict[str, str]) -> None:
+def test_a_host_without_problems(versions: dict[str, str]) -> None:
     findings = doctor_checks.examine({})
     assert problems() == {}
     assert doctor.is_healthy(findings)
@@ -52,7 +52,9 @@ def test_all_is_well(versions: dict[str, str]) -> None:
     ("package", "name"),
     [("tensorflow", "TensorFlow"), ("keras", "Keras"), ("numpy", "numpy"), ("mpi4py", "mpi4py")],
 )
-def test_a_missing_package_comes_with_its_command(package: str, name: str, versions: dict[str, str]) -> None:
+def test_a_missing_package_is_named_with_the_command_to_install_it(
+    package: str, name: str, versions: dict[str, str]
+) -> None:
     del versions[package]
     assert list(problems()) == [name]
     assert "pip install" in problems()[name].advice
@@ -65,7 +67,7 @@ def test_another_tensorflow_than_built_for(versions: dict[str, str]) -> None:
     assert "--force-reinstall" in finding.advice
 
 
-def test_versions_that_a_run_accepts_are_no_problem(
+def test_versions_that_a_run_accepts_are_fine(
     versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions["tensorflow"] = "2.21.1"
@@ -94,7 +96,7 @@ def test_no_mpi_library(versions: dict[str, str], monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_engine_that_does_not_load(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: `doctor` found no problem when the libmpi of the build was gone."""
+    """Regression: `doctor` found no problem when the libmpi of the build was missing."""
     missing = "libmpi.so.40: cannot open shared object file"
     monkeypatch.setattr(doctor_checks, "_mpi_library", lambda: ("Open MPI v5.0.11", missing))
     found = problems()
@@ -103,8 +105,8 @@ def test_an_engine_that_does_not_load(versions: dict[str, str], monkeypatch: pyt
     assert "--force-reinstall" in found["engine"].advice
 
 
-def test_the_engine_is_asked_to_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In a new process, in which MPI loads and the engine does not."""
+def test_the_engine_is_loaded_as_a_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The check runs in a new process, in which MPI loads but the engine does not."""
     (tmp_path / "sitecustomize.py").write_text(
         "import sys, types\n"
         "sys.modules['hvpipe.comm.mpi'] = types.SimpleNamespace(library_version=lambda: 'Open MPI v5.0.11')\n"
@@ -126,7 +128,7 @@ def test_a_build_without_its_libraries(versions: dict[str, str], tmp_path: Path)
     assert problems()["TensorFlow ops"].found == "no libhvpipe_tf*.so"
 
 
-def test_cores_under_a_containers_limit(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_limit_of_a_container(versions: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_binding, "usable_cores", lambda: 64)
     for allowed, found in ((None, "64"), (4.0, "4 (a control group's CPU limit; 64 are visible)")):
         monkeypatch.setattr(core_binding, "cores_allowed", lambda allowed=allowed: allowed)
@@ -137,7 +139,7 @@ def test_another_keras_backend(versions: dict[str, str]) -> None:
     assert problems({"KERAS_BACKEND": "jax"})["Keras"].advice == "export KERAS_BACKEND=tensorflow"
 
 
-def test_colours_only_where_asked(versions: dict[str, str]) -> None:
+def test_colours_only_on_request(versions: dict[str, str]) -> None:
     findings = doctor_checks.examine({})
     assert "\033" not in doctor.to_text(findings, colours=False)
     assert "\033[32mok \033[0m Python" in doctor.to_text(findings, colours=True)
@@ -157,12 +159,12 @@ def test_json_and_exit_code(
 
 
 def test_this_machine() -> None:
-    """Whatever is installed here, the checks raise nothing."""
+    """Whatever is installed here, no check raises."""
     names = [finding.name for finding in doctor_checks.examine({"PATH": "/usr/bin"})]
     assert {"Python", "TensorFlow", "MPI library", "mpirun", "cores", "shared memory"} <= set(names)
 
 
-def test_a_gpu_that_hvpipe_was_not_built_for_is_a_problem(
+def test_a_gpu_without_support_in_the_build_is_a_problem(
     versions: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_checks, "_gpus", lambda: Finding("GPU", "ok", "NVIDIA T4"))
@@ -176,7 +178,7 @@ def test_a_gpu_that_hvpipe_was_not_built_for_is_a_problem(
     ("library", "state", "found"),
     [("none", "absent", "=none"), ("/nowhere/libnccl.so.2", "absent", "not loaded: /nowhere/libnccl.so.2")],
 )
-def test_with_a_gpu_the_nccl_that_would_be_used_is_named(
+def test_with_a_gpu_the_nccl_that_a_run_would_use_is_named(
     versions: dict[str, str], monkeypatch: pytest.MonkeyPatch, library: str, state: str, found: str
 ) -> None:
     monkeypatch.setattr(doctor_checks, "_gpus", lambda: Finding("GPU", "ok", "NVIDIA T4"))

@@ -1,4 +1,4 @@
-"""The hosts of --hosts and of a hostfile."""
+"""Hosts from --hosts and from a hostfile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_hosts() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a:", "a:0", "a:-1", "a:two", ":2", "a:2,", "a:2:3"])
-def test_hosts_that_are_none(text: str) -> None:
+def test_bad_hosts_are_refused(text: str) -> None:
     with pytest.raises(LaunchError, match=f"host:slots.*Received: --hosts '{text}'"):
         parse_hosts(text)
 
@@ -26,12 +26,12 @@ def test_a_hostfile() -> None:
     )
 
 
-def test_a_batch_systems_hostfile_has_a_line_for_each_rank() -> None:
+def test_a_hostfile_of_a_batch_system_has_a_line_per_rank() -> None:
     assert parse_hostfile("a\na\nb\nb\n", "nodes") == (HostSlots("a", 2), HostSlots("b", 2))
 
 
 @pytest.mark.parametrize("line", ["a slots=0", "a slots=two", "a 2", "a:2:3", "a,b", "=2"])
-def test_a_line_of_a_hostfile_that_is_none(line: str) -> None:
+def test_a_bad_line_of_a_hostfile(line: str) -> None:
     with pytest.raises(LaunchError, match=f"host slots=N. Received: '{line}' on line 2 of hosts"):
         parse_hostfile(f"a\n{line}\n", "hosts")
 

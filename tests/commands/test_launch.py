@@ -117,19 +117,19 @@ def test_mpirun_command(spec: LaunchSpec, expected: str) -> None:
     assert words(spec) == expected
 
 
-def test_a_world_larger_than_its_slots() -> None:
+def test_more_ranks_than_slots() -> None:
     with pytest.raises(LaunchError, match=r"need 5 slots.*Received: -np 5 with 4 slots on a:2,b:2"):
         replace(SPEC, ranks=5, hosts=HOSTS)
 
 
 def test_a_lone_colon_is_refused() -> None:
-    """mpirun would take the words after it as another program, or drop them."""
+    """mpirun would run the words after the colon as another program, or drop them."""
     with pytest.raises(LaunchError, match=r"a lone colon, .* Received: python args.py a : b"):
         LaunchSpec(OPEN_MPI_5, 2, ("python", "args.py", "a", ":", "b"))
 
 
 @pytest.mark.parametrize("option", ["--host", "-H", "--hostfile", "-machinefile"])
-def test_hosts_named_to_mpirun_itself_are_other_machines(option: str) -> None:
+def test_hosts_in_mpirun_arguments_are_other_machines(option: str) -> None:
     spec = LaunchSpec(OPEN_MPI_5, 2, ("python",), export=("HVPIPE_TRACE",), launcher_args=(option, "a,b"))
     command = " ".join(mpirun_command(spec))
     assert "-x HVPIPE_TRACE" in command
@@ -141,7 +141,7 @@ def test_no_ranks() -> None:
         replace(SPEC, ranks=0)
 
 
-def test_a_binding_that_is_none() -> None:
+def test_an_unknown_binding() -> None:
     with pytest.raises(LaunchError, match=r"none, core, numa, socket. Received: bind='hwthread'"):
         replace(SPEC, bind="hwthread")
 
@@ -151,12 +151,12 @@ def test_more_bound_ranks_than_cores() -> None:
         replace(SPEC, ranks=9, bind="core")
 
 
-def test_mpich_wants_an_interface() -> None:
+def test_mpich_needs_an_interface_name() -> None:
     with pytest.raises(LaunchError, match=r"Received: --net '10.0.0.0/24'"):
         mpirun_command(replace(SPEC, mpirun=MPICH, network="10.0.0.0/24"))
 
 
-def test_the_cores_are_shared_out() -> None:
+def test_ranks_share_the_cores_of_a_host() -> None:
     both = {"OMP_NUM_THREADS": "4", "TF_NUM_INTRAOP_THREADS": "4"}
     assert thread_settings(SPEC, {}) == both
     assert thread_settings(SPEC, {"OMP_NUM_THREADS": "3"}) == {"TF_NUM_INTRAOP_THREADS": "4"}
@@ -172,11 +172,11 @@ def test_the_cores_are_shared_out() -> None:
         replace(SPEC, allocated=True),
     ],
 )
-def test_threads_are_left_alone(spec: LaunchSpec) -> None:
+def test_thread_settings_are_left_alone(spec: LaunchSpec) -> None:
     assert thread_settings(spec, {}) == {}
 
 
-def test_what_other_hosts_get() -> None:
+def test_variables_exported_to_other_hosts() -> None:
     environ = dict.fromkeys(
         ["PATH", "PYTHONPATH", "HVPIPE_TRACE", "TF_X", "HOME", "OMPI_COMM_WORLD_RANK", "SECRET", "PS1"], "x"
     )

@@ -1,4 +1,4 @@
-"""The choice of mpirun, and what its --version says."""
+"""Choosing an mpirun, and parsing the output of its --version."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def program(path: Path, says: str) -> Path:
     return path
 
 
-def test_the_mpirun_beside_python_comes_first(tmp_path: Path) -> None:
+def test_the_mpirun_beside_python_is_preferred(tmp_path: Path) -> None:
     program(tmp_path / "venv" / "mpirun", SAYS_5)
     program(tmp_path / "system" / "mpirun", SAYS_4)
     found = find_mpirun([tmp_path / "venv"], str(tmp_path / "system"))
     assert (found.path, found.name) == (str(tmp_path / "venv" / "mpirun"), "Open MPI 5.0.11")
 
 
-def test_the_mpirun_of_the_mpi_built_with_comes_before_it(tmp_path: Path) -> None:
+def test_an_mpirun_of_the_builds_mpi_comes_first(tmp_path: Path) -> None:
     program(tmp_path / "venv" / "mpirun", SAYS_5)
     program(tmp_path / "system" / "mpirun", SAYS_4)
     assert find_mpirun([tmp_path / "venv"], str(tmp_path / "system"), "Open MPI v4.1.2").version == (4, 1, 8)
@@ -82,7 +82,7 @@ def test_the_mpirun_of_the_mpi_built_with_comes_before_it(tmp_path: Path) -> Non
     )
 
 
-def test_an_unknown_mpirun_is_passed_over(tmp_path: Path) -> None:
+def test_an_unknown_mpirun_is_skipped(tmp_path: Path) -> None:
     program(tmp_path / "intel" / "mpirun", SAYS_INTEL)
     program(tmp_path / "system" / "mpiexec", SAYS_MPICH)
     assert find_mpirun([tmp_path / "intel"], str(tmp_path / "system")).name == "MPICH 4.2.3"
@@ -95,10 +95,10 @@ def test_no_mpirun(tmp_path: Path) -> None:
         find_mpirun([tmp_path], str(tmp_path))
 
 
-def test_outside_of_a_virtual_environment_mpirun_may_be_with_the_users_own_scripts(
+def test_without_a_virtual_environment_the_users_script_folder_is_searched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ubuntu adds that folder to PATH only at the next login, Fedora's su never."""
+    """Ubuntu adds this folder to PATH only at the next login, Fedora's su never does."""
     monkeypatch.setattr("site.getuserbase", lambda: "/home/me/.local")
     monkeypatch.setattr("site.ENABLE_USER_SITE", True)
     assert script_folders() == [Path(sys.executable).parent]

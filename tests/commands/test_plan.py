@@ -1,4 +1,4 @@
-"""`hvpipe plan`: its plans, output and files, and its errors for bad input."""
+"""`hvpipe plan`: plans, output, files, and errors for bad input."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def small(mode: str = "pipeline", method: str = "greedy", stages: int | None = N
     return make_plan(PlanRequest(profile, cluster, Pipelining("1f1b", 4), stages, mode, method))
 
 
-def test_stages_and_their_figures_by_hand() -> None:
-    """F 1 s and B 2 s on each of three devices, 1 s for 1 MB each way.
+def test_the_table_of_stages_by_hand() -> None:
+    """F takes 1 s and B 2 s on each of three devices; 1 MB takes 1 s each way.
 
-    h0 | F0 F1 F2 ... and so on: a micro-batch takes 3 + 2 + 6 + 2 = 13 s there and back.
+    A micro-batch takes 3 + 2 s forward and 6 + 2 s backward, 13 s in all.
     """
     lines = to_text(small(stages=3), lambda one: "the drawing\n").splitlines()
     assert lines[0] == "model, 3 layers, on 3 of 3 devices: greedy, 1f1b, 4 micro-batches of 1 sample"
@@ -92,23 +92,23 @@ def test_stages_and_their_figures_by_hand() -> None:
     assert lines[8] == "the drawing"
 
 
-def test_every_baseline_is_beside_it() -> None:
+def test_every_baseline_is_listed() -> None:
     text = to_text(small(), lambda one: "")
     for method in METHODS:
         assert ("\n" + method in text) == (method != "exact")
     assert re.search(r"\nrandom \(median of 100\) +\d ", text)
-    assert re.search(r"\nround_robin +3 .*x .*no pipeline\n", text) is None  # a, b and c in order are one
+    assert re.search(r"\nround_robin +3 .*x .*no pipeline\n", text) is None  # a, b, c in order: a pipeline
     assert re.search(r"\ngreedy +\d .* 1\.00x ", text)
 
 
-def test_a_step_that_takes_no_time_is_compared_with_nothing() -> None:
-    """Regression: the ratio to it divided by zero."""
+def test_a_step_of_zero_seconds_has_no_ratio() -> None:
+    """Regression: the ratio to such a step divided by zero."""
     given = make_plan(PlanRequest(chain(0, 0), equal_cluster(2), Pipelining("1f1b", 4)))
     assert re.search(r"\ngreedy +\d +0 ms +0 ms", to_text(given, lambda one: ""))
 
 
-def test_a_random_baseline_is_the_median_of_those_that_fit() -> None:
-    """Regression: one seed without a fitting plan discarded the other 99."""
+def test_a_random_baseline_is_the_median_of_the_plans_that_fit() -> None:
+    """Regression: one seed without a plan that fits discarded the other 99."""
     profile = chain(*[1] * 12, weight_bytes=10)
     given = make_plan(PlanRequest(profile, equal_cluster(6, memory_bytes=40), Pipelining("1f1b", 6), 6))
     count = given.fitting["random"]
@@ -116,7 +116,7 @@ def test_a_random_baseline_is_the_median_of_those_that_fit() -> None:
     assert f"\nrandom (median of {count}) " in to_text(given, lambda one: "")
 
 
-def test_a_random_plan_that_was_chosen_is_no_median() -> None:
+def test_a_random_plan_chosen_by_method_is_not_a_median() -> None:
     text = to_text(small(method="random_cuts", stages=2), lambda one: "")
     assert re.search(r"\nrandom_cuts +2 ", text)
 
@@ -128,10 +128,10 @@ def test_another_method_is_compared_with_greedy() -> None:
     assert "\nexact" in to_text(given, lambda one: "")
 
 
-def test_all_modes_are_shown_and_one_is_chosen() -> None:
+def test_auto_shows_all_modes_and_chooses_one() -> None:
     given = small(mode="auto")
     text = to_text(given, lambda one: "")
-    # 2, 1 and 1 of 4 samples, 9 s each.
+    # Shares of 2, 1 and 1 of 4 samples, 9 s each.
     assert re.search(r"\ndata +18 s +33\.3% +3 +chosen\n", text)
     assert re.search(r"\nhybrid +", text)
     assert given.chosen.plan.method == DATA_PARALLEL
@@ -139,8 +139,8 @@ def test_all_modes_are_shown_and_one_is_chosen() -> None:
     assert "\nTrain with hvpipe.keras.data_parallel, on batches of 2, 1, 1 samples.\n" in text
 
 
-def test_one_stage_by_micro_batches_is_a_pipeline() -> None:
-    """A whole share keeps 20 bytes for its backward, a micro-batch 10."""
+def test_data_parallel_by_micro_batches_is_a_pipeline_of_one_stage() -> None:
+    """A whole share saves 20 bytes for the backward, a micro-batch 10."""
     profile, cluster = chain(3, 3, saved_bytes=10), equal_cluster(2, memory_bytes=25)
     given = make_plan(PlanRequest(profile, cluster, Pipelining("1f1b", 4), mode="data"), with_baselines=False)
     text = to_text(given, lambda one: "")
@@ -149,8 +149,8 @@ def test_one_stage_by_micro_batches_is_a_pipeline() -> None:
     assert schedule_of(given.chosen.plan).stages == 1
 
 
-def test_a_baseline_without_memory_says_so() -> None:
-    """h0 has memory for the weights of one layer: even puts two there."""
+def test_a_baseline_that_lacks_memory_is_marked() -> None:
+    """h0 has memory for the weights of one layer, but `even` places two there."""
     hosts = (Host("h0", (Device("h0", 1.0, 25),)), Host("h1", (Device("h1"),)))
     question = PlanRequest(chain(1, 1, 1, 1, weight_bytes=10), Cluster(hosts), Pipelining("1f1b", 4), 2)
     given = make_plan(question)
@@ -159,8 +159,8 @@ def test_a_baseline_without_memory_says_so() -> None:
     assert not given.chosen.shortages(question.cluster)
 
 
-def test_a_baseline_that_was_asked_for_has_to_fit() -> None:
-    """Two layers with 20 bytes of weights and gradients each."""
+def test_a_method_that_does_not_fit_is_an_error() -> None:
+    """Each device gets two layers with 20 bytes of weights and gradients each."""
     cluster = equal_cluster(2, memory_bytes=25)
     question = PlanRequest(
         chain(1, 1, 1, 1, weight_bytes=10), cluster, Pipelining("1f1b", 4), 2, method="even"
@@ -170,7 +170,7 @@ def test_a_baseline_that_was_asked_for_has_to_fit() -> None:
         make_plan(question, with_baselines=False)
 
 
-def test_the_command_prints_draws_and_writes(
+def test_the_command_prints_and_writes_a_plan(
     cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plan_file = tmp_path / "plan.json"
@@ -185,7 +185,7 @@ def test_the_command_prints_draws_and_writes(
     assert (plan.method, plan.pipelining.microbatches, plan.model) == ("greedy", 4, "gnmt")
 
 
-def test_as_json(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(printed(capsys, GNMT, "--cluster", cluster, "--mode", "auto", "--json"))
     plan = Plan.from_json(document["plan"])
     assert document["forecast"]["step_s"] <= min(
@@ -200,14 +200,14 @@ def test_as_json(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_advised_batches_add_up_to_the_batch(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Regression: 100 samples in 8 micro-batches, 13 at most, were advised as 69 and 35."""
+    """Regression: 100 samples in 8 micro-batches of up to 13 were advised as 69 and 35."""
     asked = ("--cluster", cluster, "--graph-batch-size", "64", "--batch-size", "100", "--no-baselines")
     text = printed(capsys, GNMT, *asked, "--mode", "data")
     assert "\nTrain with hvpipe.keras.data_parallel, on batches of 67, 33 samples.\n" in text
 
 
 def test_no_more_devices_than_micro_batches() -> None:
-    """Regression: without --stages, exact and the baselines used all devices."""
+    """Regression: without --stages, `exact` and the baselines used all devices."""
     profile, how = chain(3, 3, 3, 3), Pipelining("1f1b", 2)
     given = make_plan(PlanRequest(profile, equal_cluster(4), how, method="exact"))
     assert len(given.chosen.plan.stages) == 2
@@ -215,7 +215,7 @@ def test_no_more_devices_than_micro_batches() -> None:
     assert len(given.baselines["even"].plan.stages) == 2
 
 
-def test_equal_questions_have_equal_answers(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_requests_have_equal_plans(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (GNMT, "--cluster", cluster, "--method", "random", "--no-baselines", "--seed")
     first, again, other = (printed(capsys, *arguments, seed) for seed in "112")
     assert first == again != other
@@ -237,10 +237,10 @@ def test_recompute_in_some_stages(cluster: str, capsys: pytest.CaptureFixture[st
     )
 
 
-def test_a_profile_of_a_step(tmp_path: Path) -> None:
+def test_a_profile_is_scaled_to_the_micro_batch(tmp_path: Path) -> None:
     assert read_profile(GNMT, 4).batch_size == 1
     assert read_profile(GNMT, 4, None, 64).batch_size == 64
-    # 30 samples in 4 micro-batches: 8, 8, 7 and 7; it is that of the largest.
+    # 30 samples in 4 micro-batches: 8, 8, 7 and 7. The profile is for the largest.
     profile = read_profile(GNMT, 4, 30, 64)
     assert profile.batch_size == 8
     assert profile.compute_s == pytest.approx(read_profile(GNMT, 4).compute_s / 8)
@@ -252,10 +252,10 @@ def test_a_profile_of_a_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("fixed", "microbatches"), [(0.0, 64), (0.02, 4), (1.0, 2)])
-def test_what_every_micro_batch_costs_decides_how_many(
+def test_the_fixed_cost_of_a_micro_batch_decides_their_number(
     fixed: float, microbatches: int, cluster: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a second of 64 samples on each of two layers, `fixed` is there for one sample too."""
+    """Each of two layers takes 1 s for 64 samples, of which `fixed` seconds do not depend on their number."""
     layers = [LayerCost(name, 1.0, 1.0, fixed_forward_s=fixed, fixed_backward_s=fixed) for name in "ab"]
     path = str(tmp_path / "p.json")
     Profile.of(layers, [("a", "b")], batch_size=64).write(path)
@@ -346,8 +346,8 @@ def test_a_model_that_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
-def test_why_a_model_does_not_fit_is_found_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: the warning came once per number of stages, and again for the printed plan."""
+def test_why_a_model_does_not_fit_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: the reason was printed for each number of stages, and again for the printed plan."""
     asked = []
     least_short = greedy.least_short
     monkeypatch.setattr(greedy, "least_short", lambda *given: asked.append(given[2]) or least_short(*given))
@@ -358,13 +358,13 @@ def test_why_a_model_does_not_fit_is_found_out_once(monkeypatch: pytest.MonkeyPa
 
 
 def documented() -> list[tuple[str, str]]:
-    """The commands in docs/planning.md, and what they print there."""
+    """Return the commands in docs/planning.md, each with the output shown there."""
     text = (ROOT / "docs" / "planning.md").read_text()
     return re.findall(r"```\n\$ hvpipe plan ([^\n]*)\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.mark.parametrize(("command", "output"), documented())
-def test_the_document_shows_what_is_printed(
+def test_the_page_shows_the_real_output(
     command: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -374,9 +374,7 @@ def test_the_document_shows_what_is_printed(
     assert printed.out + printed.err == output
 
 
-def test_the_document_shows_the_cluster_and_python_that_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cluster_and_python_on_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (ROOT / "docs" / "planning.md").read_text()
     described = (ROOT / "docs" / "planning" / "cluster.toml").read_text()
     assert f"```toml\n{described}```" in text
@@ -398,7 +396,7 @@ def colours_of(text: str) -> Sequence[str]:
     return re.findall(r"\033\[([\d;]+)m", text)
 
 
-def test_colours_on_a_terminal_only(
+def test_colours_only_on_a_terminal(
     cluster: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli.sys.stdout, "isatty", lambda: True)

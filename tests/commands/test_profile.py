@@ -19,7 +19,7 @@ from hvpipe.specs.profile_request import InputShape, ProfileTask, parse_input_sh
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model file, on a host with 8 cores, Open MPI 5, without root and settings."""
+    """Make a folder with a model file, on a host with 8 cores and Open MPI 5, without root or settings."""
     found = Mpirun("/mpi/mpirun", "Open MPI", (5, 0, 11))
     monkeypatch.setattr(mpirun, "find_mpirun", lambda *_: found)
     monkeypatch.setattr(core_binding, "affordable_cores", lambda: 8)
@@ -35,7 +35,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return shlex.split(capsys.readouterr().out)
 
 
-def test_ranks_here(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_on_this_host(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     *command, task = dry_run(
         capsys,
         *("-np", "2", "nets.py:small", "--microbatch", "8", "--optimizer", "sgd", "--repeats", "3"),
@@ -72,7 +72,7 @@ def test_one_rank_needs_no_mpirun(folder: Path, capsys: pytest.CaptureFixture[st
     assert (task.place, task.function, task.is_file) == ("package.nets", "small", False)
 
 
-def test_a_time_limit_in_the_environment_stays(
+def test_a_time_limit_in_the_environment_is_kept(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli.os, "environ", {"PATH": "/bin", "HVPIPE_TIMEOUT": "7"})
@@ -103,13 +103,13 @@ def test_refused_before_anything_starts(
     assert re.search(says, message)
 
 
-def test_shapes_of_inputs() -> None:
+def test_input_shapes() -> None:
     assert parse_input_shapes([]) == ()
     assert parse_input_shapes(["224,224,3"]) == (InputShape("", (224, 224, 3)),)
     assert parse_input_shapes(["a=b=5"]) == (InputShape("a=b", (5,)),)
 
 
 @pytest.mark.parametrize("texts", [["=5"], ["0,5"], ["a=-1"], ["a=5", "a=6"], ["5", "b=6"], ["a"]])
-def test_bad_shapes_of_inputs(texts: list[str]) -> None:
+def test_bad_input_shapes(texts: list[str]) -> None:
     with pytest.raises(HvpipeError, match=rf"Received: --input-shape .*{texts[0]}"):
         parse_input_shapes(texts)

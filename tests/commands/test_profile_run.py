@@ -1,4 +1,4 @@
-"""`hvpipe profile` on real ranks, then a plan from its files, then training by that plan."""
+"""`hvpipe profile` on real ranks, then `hvpipe plan` with its files, then training by that plan."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def hvpipe(folder: Path, *arguments: str) -> Run:
     return run([sys.executable, "-m", "hvpipe", *arguments], limit_s=240, cwd=folder)
 
 
-def test_two_ranks_are_measured_and_planned_for_and_train(tmp_path: Path) -> None:
+def test_two_ranks_profile_plan_and_train(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NETS)
     result = hvpipe(tmp_path, "profile", "nets.py:small", "-np", "2", "--microbatch", "4")
     assert result.returncode == 0, result.describe()
@@ -65,7 +65,7 @@ def test_two_ranks_are_measured_and_planned_for_and_train(tmp_path: Path) -> Non
     assert sorted(stages) == ["0", "1"], trained.describe()
 
 
-def test_one_message_and_exit_code_2_for_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_model_gives_one_message_and_exit_code_2(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NETS)
     result = hvpipe(tmp_path, "profile", "nets.py:large", "-np", "2", "--microbatch", "4")
     assert result.returncode == 2, result.describe()

@@ -38,7 +38,7 @@ def hvpipe_run(tmp_path: Path, script: str, *options: str, limit_s: float = LIMI
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_ranks_and_their_arguments(size: int, tmp_path: Path) -> None:
+def test_ranks_get_their_arguments(size: int, tmp_path: Path) -> None:
     script = "print('rank', world.rank, 'of', world.size, sys.argv[1:])"
     result = hvpipe_run(tmp_path, WORLD + script, "-np", str(size))
     assert result.returncode == 0, result.describe()
@@ -90,14 +90,14 @@ def test_a_signal_ends_all_ranks(number: signal.Signals, tmp_path: Path) -> None
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process exists and is no zombie."""
+    """Return whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
 
 
-def test_more_ranks_than_slots_start_nothing(tmp_path: Path) -> None:
+def test_more_ranks_than_slots_start_no_process(tmp_path: Path) -> None:
     started = tmp_path / "started"
     result = hvpipe_run(tmp_path, f"open({str(started)!r}, 'w')", "-np", "3", "--hosts", "localhost:2")
     assert result.returncode == 2, result.describe()
@@ -106,7 +106,7 @@ def test_more_ranks_than_slots_start_nothing(tmp_path: Path) -> None:
 
 
 def can_unshare() -> bool:
-    """Tell whether a process can be given another host name."""
+    """Return whether a process can get its own host name."""
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("hostname") is None:
         return False
     return (
@@ -116,7 +116,7 @@ def can_unshare() -> bool:
 
 
 @pytest.mark.skipif(not can_unshare(), reason="needs root, and unshare -u")
-def test_two_hosts_through_an_agent(tmp_path: Path) -> None:
+def test_two_hosts_through_a_launch_agent(tmp_path: Path) -> None:
     agent = tmp_path / "agent"
     agent.write_text('#!/bin/sh\nhost=$1; shift\nexec unshare -u sh -c "hostname $host; $*"\n')
     agent.chmod(0o755)

@@ -21,7 +21,7 @@ LIMIT_S = 60.0
 
 
 def supervised(program: str, tmp_path: Path, grace_s: float = 30.0, setup: str = "") -> subprocess.Popen[str]:
-    """Start `supervise` in a new process; return after its Python program has touched `ready`."""
+    """Start `supervise` in a new process. Return once its Python program has created the file `ready`."""
     script = f"{setup}\nimport os, sys\nfrom hvpipe.commands.supervise import supervise\n"
     script += f"sys.exit(supervise([sys.executable, '-c', {program!r}], os.environ, grace_s={grace_s}))"
     process = subprocess.Popen(
@@ -34,7 +34,7 @@ def supervised(program: str, tmp_path: Path, grace_s: float = 30.0, setup: str =
 
 
 def is_running(pid: int) -> bool:
-    """Tell whether a process exists and is no zombie."""
+    """Return whether a process exists and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -42,7 +42,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("code", [0, 1, 77])
-def test_the_exit_code_is_handed_back(code: int) -> None:
+def test_the_exit_code_is_returned(code: int) -> None:
     assert supervise([sys.executable, "-c", f"raise SystemExit({code})"], os.environ) == code
 
 
@@ -50,13 +50,13 @@ def test_ended_by_a_signal() -> None:
     assert supervise([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], os.environ) == 137
 
 
-def test_the_environment_is_handed_on() -> None:
+def test_the_environment_is_passed_on() -> None:
     program = "import os, sys; sys.exit(int(os.environ['CODE']))"
     assert supervise([sys.executable, "-c", program], {**os.environ, "CODE": "5"}) == 5
 
 
-def test_every_job_has_a_folder_of_its_own_for_mpirun() -> None:
-    """Regression: in the folder of a killed mpirun, another mpirun with its PID did not start."""
+def test_every_job_has_its_own_folder_for_mpirun() -> None:
+    """Regression: mpirun did not start if a killed mpirun with the same PID had left its folder."""
     program = """
 import os, sys
 folder = os.environ["PRTE_MCA_prte_local_tmpdir_base"]
@@ -72,8 +72,8 @@ open(sys.argv[1], "a").write(folder + " ")
     assert not Path(second).exists()
 
 
-def test_a_folder_that_the_user_names_is_used() -> None:
-    """mpirun refuses two."""
+def test_a_folder_named_by_the_user_is_used() -> None:
+    """mpirun refuses two folders."""
     program = "import os, sys; sys.exit('PRTE_MCA_prte_local_tmpdir_base' in os.environ)"
     named = {**os.environ, "PRTE_MCA_prte_tmpdir_base": "/scratch"}
     assert supervise([sys.executable, "-c", program], named) == 0
@@ -86,7 +86,7 @@ def test_handlers_are_restored() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_launcher_that_is_none() -> None:
+def test_a_missing_launcher() -> None:
     with pytest.raises(LaunchError, match=r"Received: .*/nowhere/mpirun"):
         supervise(["/nowhere/mpirun"], os.environ)
 
@@ -109,7 +109,7 @@ open("seen", "w").write(str(len(seen)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_a_warning_is_passed_on_and_ends_nothing(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_warning_signal_is_passed_on_without_ending_the_job(number: signal.Signals, tmp_path: Path) -> None:
     program = f"""
 import signal, sys, time
 signal.signal({int(number)}, lambda *_: sys.exit(7))
@@ -131,7 +131,7 @@ time.sleep(60)
 """
 
 
-def test_what_ignores_the_signal_is_killed_after_the_grace_with_its_children(tmp_path: Path) -> None:
+def test_processes_that_ignore_the_signal_are_killed_after_the_grace_period(tmp_path: Path) -> None:
     process = supervised(STUBBORN, tmp_path, grace_s=0.3)
     process.send_signal(signal.SIGTERM)
     assert process.wait(LIMIT_S) == 143
@@ -147,7 +147,7 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
-def test_what_a_launcher_leaves_that_was_killed_is_killed(tmp_path: Path) -> None:
+def test_processes_left_by_a_killed_launcher_are_killed(tmp_path: Path) -> None:
     process = supervised(STUBBORN, tmp_path, grace_s=600.0)
     child = int((tmp_path / "pid").read_text())
     launcher = psutil.Process(child).parent()
@@ -157,7 +157,7 @@ def test_what_a_launcher_leaves_that_was_killed_is_killed(tmp_path: Path) -> Non
     assert not is_running(child)
 
 
-def test_a_signal_ignored_before_stays_ignored(tmp_path: Path) -> None:
+def test_a_signal_that_was_ignored_before_stays_ignored(tmp_path: Path) -> None:
     program = "import time; open('ready', 'w').close(); time.sleep(0.5)"
     process = supervised(
         program, tmp_path, setup="import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
@@ -166,7 +166,7 @@ def test_a_signal_ignored_before_stays_ignored(tmp_path: Path) -> None:
     assert process.wait(LIMIT_S) == 0
 
 
-def test_the_launcher_does_not_outlive_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+def test_the_launcher_ends_with_a_killed_supervisor(tmp_path: Path) -> None:
     """Nothing else would end the job of a killed `hvpipe run`."""
     program = "import os, time; open('pid', 'w').write(str(os.getpid())); open('ready', 'w'); time.sleep(60)"
     process = supervised(program, tmp_path)
@@ -174,7 +174,7 @@ def test_the_launcher_does_not_outlive_a_supervisor_that_is_killed(tmp_path: Pat
     assert is_running(launcher)
     process.kill()
     process.wait(LIMIT_S)
-    deadline_s = time.monotonic() + 20  # well before its end
+    deadline_s = time.monotonic() + 20  # well before the program ends by itself
     while is_running(launcher) and time.monotonic() < deadline_s:
         time.sleep(0.01)
     assert not is_running(launcher)

@@ -59,7 +59,7 @@ def test_the_table() -> None:
     ]
 
 
-def test_columns_that_nobody_fills_are_left_out() -> None:
+def test_columns_without_values_are_left_out() -> None:
     lines = top.to_text(RunningJob("a-1", (IDLE, replace(IDLE, rank=1))), now_s=1001.0, colours=False)
     assert lines[1:] == ["rank  host  step", "   0     a     0", "   1     a     0"]
 
@@ -72,7 +72,7 @@ def test_a_silent_rank_is_marked() -> None:
     assert coloured[2] == "\033[31m   0     a     0  silent for 12 s\033[0m"
 
 
-def test_json_is_one_look(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_a_single_snapshot(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(root, IDLE, BUSY)
     assert cli.main(["top", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -81,7 +81,7 @@ def test_json_is_one_look(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert all(rank["heard_s_ago"] < 60 for rank in document["ranks"])
 
 
-def test_a_job_by_its_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_job_selected_by_name(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(root, IDLE, replace(IDLE, job="b-2", began_s=950.0))
     names = []
     for arguments in ([], ["a-"], ["b-2"]):
@@ -99,14 +99,14 @@ def test_no_job_is_exit_code_1(root: Path, capsys: pytest.CaptureFixture[str]) -
     assert f"Received: none in {root}" in message
 
 
-def test_a_wrong_interval(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_interval(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["top", "--interval", "0"]) == 1
     assert "Received: --interval 0" in capsys.readouterr().err
 
 
 @pytest.fixture
 def living(root: Path) -> Path:
-    """A job with a file from the future, so that only its removal ends the job."""
+    """Make a job whose file has a future time, so that only its removal ends the job."""
     StatusFolder(str(root), IDLE.job, 0).write(replace(IDLE, at_s=time.time() + 3600))
     return root
 
@@ -114,7 +114,7 @@ def living(root: Path) -> Path:
 COMMAND = [sys.executable, "-m", "hvpipe", "top", "--interval", "0.05"]
 
 
-def test_without_a_terminal_plain_lines_until_the_job_ends(living: Path) -> None:
+def test_without_a_terminal_lines_are_printed_until_the_job_ends(living: Path) -> None:
     process = subprocess.Popen(
         COMMAND, env=environment({"HVPIPE_LIVE": str(living)}), stdout=subprocess.PIPE, text=True
     )
@@ -129,7 +129,7 @@ def test_without_a_terminal_plain_lines_until_the_job_ends(living: Path) -> None
     process.stdout.close()
 
 
-def test_ctrl_c_leaves_cleanly_from_a_terminal(living: Path) -> None:
+def test_ctrl_c_ends_cleanly_on_a_terminal(living: Path) -> None:
     master, slave = pty.openpty()
     process = subprocess.Popen(
         COMMAND,
@@ -150,7 +150,7 @@ def test_ctrl_c_leaves_cleanly_from_a_terminal(living: Path) -> None:
     assert b"Traceback" not in shown
 
 
-def test_whoever_reads_the_lines_may_stop(living: Path) -> None:
+def test_a_reader_may_close_the_pipe(living: Path) -> None:
     process = subprocess.Popen(
         COMMAND,
         env=environment({"HVPIPE_LIVE": str(living)}),

@@ -1,4 +1,4 @@
-"""What the pages say about the repository stays true: folders, files, settings and links."""
+"""What the pages state about the repository is true: folders, files, settings and links."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ PAGES = [
 ]
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LINE = 120
-# Files that a build leaves in the package, and a marker for type checkers.
+# Files that a build adds to the package, and a marker for type checkers.
 NOT_IN_THE_PAGES = {"_build_info.py", "py.typed"}
 
 
 def rows(page: str) -> list[list[str]]:
-    """The cells of every row of every table of a page."""
+    """Return the cells of every row of every table on a page."""
     lines = (ROOT / page).read_text().splitlines()
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
 
 
 def folders_and_top_files() -> Iterator[str]:
-    """Every folder of hvpipe, csrc and bench with files of ours in it, and every file at hvpipe's top."""
+    """Yield each folder of hvpipe, csrc and bench with source files, and each file at the top of hvpipe."""
     for top in ("hvpipe", "csrc", "bench"):
         for folder in sorted(path for path in (ROOT / top).rglob("*") if path.is_dir()):
             ours = [path for path in folder.iterdir() if path.suffix in (".py", ".cc", ".cu", ".toml")]
@@ -39,7 +39,7 @@ def folders_and_top_files() -> Iterator[str]:
             yield f"hvpipe/{path.name}"
 
 
-def test_every_folder_and_top_file_stands_in_architecture() -> None:
+def test_architecture_lists_every_folder_and_top_file() -> None:
     told = [
         row[0].strip("`") for row in rows("docs/architecture.md") if len(row) == 2 and row[0].startswith("`")
     ]
@@ -59,21 +59,21 @@ def test_every_path_in_backticks_exists(page: str) -> None:
     assert not gone, f"{page} names what is not there: {gone}"
 
 
-def test_every_setting_has_its_row_and_its_meaning() -> None:
+def test_every_setting_has_a_row_with_its_meaning() -> None:
     read = set(re.findall(r'"(HVPIPE_\w+)"', (ROOT / "hvpipe" / "comm" / "discover.py").read_text()))
     told = {row[0]: row[2] for row in rows("docs/data-parallel.md") if row[0].startswith("HVPIPE_")}
     assert set(told) == read - {"HVPIPE_DEVICE_LIBRARY"}  # for tests alone
     assert all(told.values())
 
 
-def test_what_git_leaves_out_images_leave_out() -> None:
+def test_images_exclude_what_git_ignores() -> None:
     ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line]
     left_out = {line.removeprefix("**/") for line in (ROOT / ".dockerignore").read_text().splitlines()}
     assert set(ignored) <= left_out
 
 
 def links(page: Path) -> Iterator[str]:
-    """The targets of a page's links and pictures that lead into the repository, outside of code."""
+    """Return the targets of links and pictures into the repository, except in code."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     text = re.sub(r"`[^`\n]*`", "", text)
     targets = re.findall(r"\]\(([^)\s]+)[^)]*\)", text)
@@ -83,14 +83,14 @@ def links(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_a_target(page: Path) -> None:
     dead = [target for target in links(page) if not is_there(page, *target.partition("#")[::2])]
     assert not dead, f"{page.relative_to(ROOT)} has broken links: {dead}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_lines_are_short(page: Path) -> None:
-    """Tables, verbatim blocks between fences, and lines that one link makes long may be longer."""
+    """Tables, code blocks and lines that a single link makes long may be longer."""
     text = re.sub(
         r"^```.*?^```$", lambda block: "\n" * block[0].count("\n"), page.read_text(), flags=re.M | re.S
     )
@@ -107,7 +107,7 @@ def test_readme_fits_one_screen_and_a_half() -> None:
 
 
 def is_there(page: Path, file: str, heading: str) -> bool:
-    """Whether a link on a page leads to a file and, if it names one, to a heading in it."""
+    """Return whether a link on a page leads to an existing file and, if it names one, an existing heading."""
     target = page.parent / file if file else page
     if not heading:
         return target.exists()

@@ -1,4 +1,4 @@
-"""The pictures in the docs are the ones that their scripts draw."""
+"""The pictures in the docs are up to date with the scripts that draw them."""
 
 from __future__ import annotations
 

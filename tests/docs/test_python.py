@@ -1,4 +1,4 @@
-"""The Python in README and docs runs as it is written there, on two ranks, and needs no network."""
+"""The Python in README and docs runs as written, on two ranks, without a network."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distributed import ALONE, launch
 
 ROOT = Path(__file__).parents[2]
 
-# What a page takes as known.
+# Names that a page takes as given.
 MODEL_AND_DATA = """
 import keras
 import numpy as np
@@ -43,7 +43,7 @@ for path in sys.argv[1:]:
 
 
 def script(path: Path, page: str, begins: str, before: str = "", after: str = "") -> Path:
-    """A file with the one block of Python of a page that has a line that begins so."""
+    """Write a script with the one Python block of a page that contains a line starting with `begins`."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
     (block,) = (b for b in blocks if re.search(f"^ *{re.escape(begins)}", b, re.MULTILINE))
     path.write_text(before + block + after)
@@ -59,8 +59,8 @@ def test_the_first_script_trains_and_saves(tmp_path: Path) -> None:
 
 
 @pytest.mark.older_tensorflow
-def test_what_goes_on_from_a_model_and_data(tmp_path: Path) -> None:
-    """The README's pipeline, a custom loop, a script for Horovod: in one job, as TensorFlow starts slowly."""
+def test_examples_that_continue_from_a_model_and_data(tmp_path: Path) -> None:
+    """Run the README's pipeline, a custom loop and a Horovod script in one job: TensorFlow starts slowly."""
     pipe, loop = "pipe = hk.pipeline_parallel(", "tape = hk.DistributedGradientTape("
     moved = "model = hk.data_parallel(model)  # av"
     data = "data = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)\n"
@@ -76,7 +76,7 @@ def test_what_goes_on_from_a_model_and_data(tmp_path: Path) -> None:
     assert (tmp_path / "model.keras").is_file()
 
 
-def test_the_page_on_pipelines_trains_and_is_profiled_without_training(tmp_path: Path) -> None:
+def test_the_page_on_pipelines_trains_and_can_be_profiled(tmp_path: Path) -> None:
     path = script(tmp_path / "train.py", "docs/model-parallel.md", "pipe = hk.pipeline_parallel(")
     path.write_text(path.read_text().replace("2048", "64"))
     result = launch(2, [path], limit_s=200, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""examples/train.py as a user runs it: it learns digits and own images, and plain Keras loads its model."""
+"""examples/train.py as a user runs it: it learns digits and custom images; plain Keras loads its model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def train(size: int, *arguments: str | Path, limit_s: float = 240.0) -> Run:
 
 
 def accuracy(result: Run) -> float:
-    """Return the test accuracy in the one summary line, as a fraction."""
+    """Return the test accuracy from the one summary line, as a fraction."""
     found = SUMMARY.findall(result.output)
     assert len(found) == 1, result.describe()
     return float(found[0][4]) / 100
@@ -76,7 +76,7 @@ def write_bmp(path: Path, pixels: int, colour: tuple[int, int, int]) -> None:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make three folders of 40 images, one colour each."""
+    """Make three folders of 40 images, each folder in one colour."""
     folder = tmp_path_factory.mktemp("photos")
     for channel, name in enumerate(("blue", "green", "red")):
         (folder / name).mkdir()
@@ -88,7 +88,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.older_tensorflow
-def test_a_few_epochs_on_two_ranks_print_once_and_save_what_plain_keras_loads(tmp_path: Path) -> None:
+def test_two_ranks_print_once_and_save_a_model_for_plain_keras(tmp_path: Path) -> None:
     saved = tmp_path / "models" / "digits.keras"
     result = train(2, "--epochs", "3", "--overlap", "none", "--save", saved)
     assert result.output.count("Epoch 3/3") == 1, result.describe()
@@ -106,17 +106,17 @@ def test_two_ranks_reach_97_percent_on_digits() -> None:
     assert accuracy(train(2)) >= 0.97
 
 
-def test_one_rank_without_a_launcher_and_three_ranks_learn_as_well() -> None:
+def test_one_rank_without_a_launcher_and_three_ranks_learn_equally_well() -> None:
     assert accuracy(train(ALONE)) >= 0.97
     assert accuracy(train(3, "--batch", "16")) >= 0.97
 
 
-def test_folders_of_images_are_learnt(photos: Path) -> None:
+def test_a_model_learns_folders_of_images(photos: Path) -> None:
     result = train(2, "--data", photos, "--pixels", "16", "--epochs", "6", "--batch", "8", "--rate", "0.2")
     assert accuracy(result) >= 0.9, result.describe()
 
 
-def test_a_large_model_takes_own_folders(photos: Path) -> None:
+def test_a_large_model_accepts_custom_folders(photos: Path) -> None:
     arguments = (
         "--model",
         "mobilenetv2",
@@ -138,9 +138,9 @@ def test_every_model_can_be_built() -> None:
     assert result.output.splitlines()[-1] == "resnet50 vgg16 mobilenetv2", result.describe()
 
 
-# Long enough for TensorFlow to know what its kernels take: it then runs them in another order.
+# Long enough for TensorFlow to have measured its kernels, after which it runs them in another order.
 @pytest.mark.parametrize(("overlap", "epochs"), [("step", 8), ("none", 2)])
-def test_the_trace_is_named_last_and_has_every_part_of_a_step(
+def test_the_trace_file_is_printed_last_and_has_every_part_of_a_step(
     overlap: str, epochs: int, tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace.json"
@@ -155,7 +155,7 @@ def test_the_trace_is_named_last_and_has_every_part_of_a_step(
     for rank in (0, 1):
         found = Counter(event.category for event in read.events if event.rank == rank)
         assert parts <= set(found), f"rank {rank}: {found}"
-        # Once a step. The first and the last step may be cut off.
+        # Once per step. The first and the last step may be cut off.
         assert min(found["forward"], found["backward"], found["update"]) >= found["step"] - 2, found
 
 

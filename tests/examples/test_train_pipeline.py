@@ -1,4 +1,4 @@
-"""examples/train_pipeline.py as a user runs it: it learns, ranks say their layers, plain Keras loads it."""
+"""examples/train_pipeline.py as a user runs it: it learns, ranks print their layers, plain Keras loads it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def train(size: int, *arguments: str | Path, limit_s: float = 300.0) -> Run:
 
 
 @pytest.mark.older_tensorflow
-def test_a_gpt_on_two_ranks_learns_and_is_saved_whole(tmp_path: Path) -> None:
+def test_a_gpt_learns_on_two_ranks_and_is_saved_whole(tmp_path: Path) -> None:
     saved = tmp_path / "models" / "gpt.keras"
     result = train(2, *SMALL, "--tied", "--save", saved)
     held = re.findall(
@@ -61,7 +61,7 @@ def test_layouts_of_the_gpt(size: int, arguments: tuple[str, ...]) -> None:
 
 
 def test_resnet50_on_two_ranks() -> None:
-    # Large micro-batches: BatchNormalization sees one at a time.
+    # Micro-batches are large because BatchNormalization sees one at a time.
     options = ("--batch", "32", "--microbatches", "2", "--steps", "5", "--epochs", "3")
     result = train(2, "--model", "resnet50", *options, limit_s=500)
     assert "resnet50 on 2 ranks, 2 stages" in result.output, result.describe()

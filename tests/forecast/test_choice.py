@@ -1,4 +1,4 @@
-"""The choice between data parallel, pipeline and hybrid: by hand, by memory, on real models."""
+"""Choosing data parallel, pipeline or hybrid: cases by hand, memory limits, real models."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def of_mode(mode: str, profile: Profile, cluster: Cluster, microbatches: int = 4
     [
         (10, (1, 1, 0.5), [4, 4, 2]),
         (7, (1, 1, 1), [3, 2, 2]),
-        # 1.75, 3.5 and 1.75: two are left, for the largest remainders.
+        # 1.75, 3.5 and 1.75 round down to 1, 3 and 1. The two largest remainders get the other two samples.
         (7, (1, 2, 1), [2, 3, 2]),
         (1, (1, 3), [0, 1]),
     ],
@@ -50,7 +50,7 @@ def test_whole_shares(count: int, weights: tuple[float, ...], parts: list[int]) 
 
 
 @given(st.integers(0, 1000), st.lists(st.sampled_from([0.1, 0.25, 0.3, 1.0, 3.0]), min_size=1, max_size=9))
-def test_whole_shares_are_the_exact_ones_rounded(count: int, weights: list[float]) -> None:
+def test_whole_shares_round_the_exact_shares(count: int, weights: list[float]) -> None:
     parts = whole_shares(count, weights)
     assert sum(parts) == count
     for part, weight in zip(parts, weights, strict=True):
@@ -58,7 +58,10 @@ def test_whole_shares_are_the_exact_ones_rounded(count: int, weights: list[float
 
 
 def test_data_parallel_by_hand() -> None:
-    """2 of 4 samples each: forward 4 s, backward 8. Then 20 bytes travel in 2 (2 - 1) / 2 x 20 / 5 = 4 s."""
+    """Each rank trains 2 of 4 samples: forward 4 s, backward 8 s.
+
+    Then the all-reduce of 20 bytes takes 2 (2 - 1) / 2 x 20 / 5 = 4 s.
+    """
     one = forecast_data_parallel(
         chain(3, 3, weight_bytes=10, saved_bytes=3), equal_cluster(2, Link(0, 5.0)), FOUR
     )
@@ -67,8 +70,8 @@ def test_data_parallel_by_hand() -> None:
     assert one.memory_bytes == (2 * 20 + 2 * 6, 2 * 20 + 2 * 6)
 
 
-def test_reduces_hide_behind_the_backward() -> None:
-    """b's bucket is final at 8 and takes 1 s, a's is final at 12."""
+def test_reduces_overlap_the_backward() -> None:
+    """b's bucket is final at 8 s and takes 1 s. a's bucket is final at 12 s."""
     profile = chain(3, 3, weight_bytes=1 << 20)
     one = forecast_data_parallel(profile, equal_cluster(2, Link(0, float(1 << 20))), FOUR)
     assert [(e.start_s, e.end_s) for e in one.trace.of("reduce")] == [
@@ -77,8 +80,8 @@ def test_reduces_hide_behind_the_backward() -> None:
     ]
 
 
-def test_a_bucket_is_updated_when_it_is_reduced_and_the_backward_is_over() -> None:
-    """Reduced at 9 and 13, the backward over at 12: the first waits until then, and both take 3 s."""
+def test_an_update_waits_for_its_reduce_and_for_the_backward() -> None:
+    """The reduces end at 9 and 13 s, the backward at 12 s. Updates take 3 s; the first starts at 12 s."""
     profile = chain(3, 3, weight_bytes=1 << 20)
     profile = replace(profile, layers=tuple(replace(layer, update_s=3.0) for layer in profile.layers))
     one = forecast_data_parallel(profile, equal_cluster(2, Link(0, float(1 << 20))), FOUR)
@@ -98,8 +101,8 @@ def test_unequal_devices_get_unequal_shares_of_the_batch() -> None:
         forecast_data_parallel(chain(3), equal_cluster(2), Pipelining(microbatches=1))
 
 
-def test_shares_are_of_the_samples_that_there_are() -> None:
-    """Regression: 10 samples in 4 micro-batches of up to 3 were planned, and advised, as 12."""
+def test_shares_add_up_to_the_given_samples() -> None:
+    """Regression: 10 samples in 4 micro-batches of up to 3 were planned, and advised, as 12 samples."""
     profile = replace(chain(3), batch_size=3)
     for samples, shares in ((10, (5, 5)), (None, (6, 6))):
         found = candidate("data", profile, equal_cluster(2), FOUR, samples=samples).forecast
@@ -108,7 +111,7 @@ def test_shares_are_of_the_samples_that_there_are() -> None:
 
 
 def test_a_data_parallel_plan_has_no_schedule() -> None:
-    """Regression: with fewer micro-batches than devices it failed with an error about these."""
+    """Regression: with fewer micro-batches than devices, an error about micro-batches was raised."""
     profile = replace(chain(3), batch_size=8)
     one = forecast_data_parallel(profile, equal_cluster(4), Pipelining(microbatches=2))
     assert one.plan.stages[0].shares == (4, 4, 4, 4)
@@ -116,43 +119,43 @@ def test_a_data_parallel_plan_has_no_schedule() -> None:
         schedule_of(Plan.from_json(one.plan.to_json()))
 
 
-def test_data_parallel_knows_no_recompute() -> None:
+def test_data_parallel_refuses_recompute() -> None:
     found = candidate("data", chain(3, 3), equal_cluster(2), replace(FOUR, recompute=True))
     assert found.forecast is None
     assert "without recompute" in found.refused
 
 
-def test_data_parallel_where_weights_are_small() -> None:
+def test_data_parallel_wins_with_small_weights() -> None:
     found = candidates(chain(3, 3), equal_cluster(2), FOUR)
     assert [one.mode for one in found] == ["data", "pipeline", "hybrid"]
     assert [one.forecast and one.forecast.step_s for one in found] == [12, 15, None]
     assert found[2].refused == "no way found to give a stage several devices"
 
 
-def test_a_pipeline_where_weights_are_large() -> None:
+def test_a_pipeline_wins_with_large_weights() -> None:
     chosen = choose(chain(3, 3, weight_bytes=1000), equal_cluster(2, Link(0, 5.0)), FOUR)
     assert (devices(chosen), chosen.step_s) == ([1, 1], pytest.approx(15))
 
 
-def test_a_hybrid_where_one_stage_is_slow_and_the_other_heavy() -> None:
-    """Two devices share a's 6 s, the third alone has b's weights: 18 s, as in tests/test_forecast.py."""
+def test_a_hybrid_wins_with_one_slow_and_one_heavy_stage() -> None:
+    """Two devices share a's 6 s, the third holds b's weights: 18 s, as in test_pipeline.py."""
     profile = chain(6, 3)
     heavy = replace(profile.layers[1], weight_bytes=1000)
     profile = replace(profile, layers=(profile.layers[0], heavy))
     chosen = choose(profile, equal_cluster(3, Link(0, 5.0)), FOUR)
     assert (devices(chosen), chosen.step_s) == ([2, 1], pytest.approx(18))
-    # The first stage computes 4 x 6 s, and waits a second for the first gradient.
+    # The first stage computes for 4 x 6 s and waits 1 s for its first gradient.
     assert of_mode("pipeline", profile, equal_cluster(3, Link(0, 5.0))).step_s == pytest.approx(25)
 
 
 def test_whole_pipelines_side_by_side() -> None:
-    """Four devices, two stages of two: each pipeline runs 2 of 4 micro-batches, (2 + 1) 3 s."""
+    """Four devices form two stages of two. Each pipeline runs 2 of 4 micro-batches: (2 + 1) x 3 s."""
     one = of_mode("hybrid", chain(3, 3), equal_cluster(4))
     assert (devices(one), one.step_s) == ([2, 2], pytest.approx(9))
 
 
-def test_memory_rules_modes_out() -> None:
-    """40 bytes of weights and gradients are too many for one device, 20 are not."""
+def test_memory_excludes_modes() -> None:
+    """A device has room for 20 bytes of weights and gradients, but not for 40."""
     profile, cluster = chain(3, 3, weight_bytes=10), equal_cluster(2, memory_bytes=30)
     found = {one.mode: one for one in candidates(profile, cluster, FOUR)}
     assert found["data"].refused == "lacks memory on 2 devices; on h0 10 bytes"
@@ -161,15 +164,15 @@ def test_memory_rules_modes_out() -> None:
         choose(profile, equal_cluster(2, memory_bytes=19), FOUR)
 
 
-def test_data_parallel_by_micro_batches_where_a_whole_share_does_not_fit() -> None:
+def test_data_parallel_splits_a_share_that_does_not_fit_into_micro_batches() -> None:
     profile, cluster = chain(3, 3, saved_bytes=10), equal_cluster(2, memory_bytes=25)
     one = of_mode("data", profile, cluster)
     assert one.memory_bytes == (20, 20)
     assert one.step_s == pytest.approx(12)
 
 
-def test_the_best_of_many_numbers_of_stages() -> None:
-    """Regression: of twelve devices only 1, 2, 4, 8 and 12 were tried, and six are fast."""
+def test_every_number_of_stages_is_considered() -> None:
+    """Regression: with twelve devices only 1, 2, 4, 8 and 12 stages were tried. Here six devices are fast."""
     cluster = equal_cluster(12, Link(1e-4, 1e9), speeds=(1.0,) * 6 + (0.05,) * 6)
     assert devices(of_mode("pipeline", chain(*[3] * 12), cluster, 16)) == [1] * 6
     profile, slow_links = chain(*[3] * 12, output_bytes=1), equal_cluster(12, Link(0.9))
@@ -178,15 +181,15 @@ def test_the_best_of_many_numbers_of_stages() -> None:
     assert of_mode("pipeline", profile, slow_links, 16).step_s == min(one.step_s for one in every if one)
 
 
-def test_where_few_numbers_of_stages_fit_one_is_found() -> None:
-    """Nine devices have memory for ten layers, one of them for two; the others have none."""
+def test_the_one_number_of_stages_that_fits_is_found() -> None:
+    """Ten layers: the first device holds two, eight devices hold one each, the other three hold none."""
     sizes = [40] + [20] * 8 + [0] * 3
     cluster = Cluster(tuple(Host(f"h{i}", (Device(f"h{i}", 1.0, size),)) for i, size in enumerate(sizes)))
     assert devices(of_mode("pipeline", chain(*[3] * 10, weight_bytes=10), cluster, 16)) == [1] * 9
 
 
-def test_why_nothing_fits_is_found_out_once_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: each number of stages that did not fit was explained, for seconds, and that thrown away."""
+def test_a_shortage_is_explained_once_and_only_if_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: each stage count that did not fit was explained, for seconds, and the text discarded."""
     asked = []
     least_short = greedy.least_short
     monkeypatch.setattr(greedy, "least_short", lambda *given: asked.append(given[2]) or least_short(*given))
@@ -199,7 +202,7 @@ def test_why_nothing_fits_is_found_out_once_and_only_then(monkeypatch: pytest.Mo
     assert asked == [8]
 
 
-def test_stages_that_cannot_recompute_are_passed_over() -> None:
+def test_stage_counts_without_the_stage_to_recompute_are_skipped() -> None:
     how = replace(FOUR, recompute=(2,))
     found = candidate("pipeline", chain(3, 3, 3), equal_cluster(3), how)
     assert found.forecast is not None
@@ -209,7 +212,7 @@ def test_stages_that_cannot_recompute_are_passed_over() -> None:
 
 
 def of_hosts(hosts: int, each: int) -> Cluster:
-    """Hosts of so many devices, which are joined by slow links."""
+    """Build hosts of `each` devices, joined by slow links."""
     return Cluster(
         tuple(
             Host(f"h{host}", tuple(Device(f"h{host}:{i}") for i in range(each)), Link(0, 100.0))
@@ -219,14 +222,17 @@ def of_hosts(hosts: int, each: int) -> Cluster:
 
 
 @pytest.mark.parametrize(("hosts", "each"), [(3, 3), (3, 4), (6, 2)])
-def test_hybrids_of_many_devices_leave_none_idle(hosts: int, each: int) -> None:
-    """Regression: of more than eight, only powers of 2 were tried. Each host's devices share its stage."""
+def test_hybrids_of_many_devices_leave_no_device_idle(hosts: int, each: int) -> None:
+    """Each host's devices share one stage. Regression: above eight devices only powers of 2 were tried."""
     profile = chain(*[3] * 12, weight_bytes=10_000, output_bytes=1)
     assert devices(of_mode("hybrid", profile, of_hosts(hosts, each), 12)) == [each] * hosts
 
 
-def test_of_many_hybrids_the_best_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 2, 3, 4, 5, 8 and 12 stages on 16 devices two, and 12, of which there are no two pipelines."""
+def test_only_the_best_hybrids_are_refined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 16 devices hvpipe considers 2, 3, 4, 5, 8 and 12 stages.
+
+    It refines the best two, and 12 stages, of which no two whole pipelines fit side by side.
+    """
     grown = []
     grow = choice._grown
     monkeypatch.setattr(choice, "_grown", lambda *given: grown.append(given[3]) or grow(*given))
@@ -238,8 +244,8 @@ def test_of_many_hybrids_the_best_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert grown == [2, 3, 4, 5]
 
 
-def test_why_there_is_no_hybrid() -> None:
-    """Regression: whatever the reason, it said that there was no way to give a stage several devices."""
+def test_the_reason_for_no_hybrid_is_given() -> None:
+    """Regression: the message always said that no stage could get several devices, whatever the reason."""
     profile, cluster = chain(3, 3, weight_bytes=10), equal_cluster(4, memory_bytes=19)
     assert candidate("hybrid", profile, cluster, FOUR).refused == "lacks memory for stages on several devices"
     one = replace(FOUR, microbatches=1)
@@ -277,7 +283,7 @@ def test_an_unknown_mode() -> None:
 
 @settings(max_examples=20)
 @given(profiles(), clusters())
-def test_what_is_chosen_fits_and_is_the_fastest(profile: Profile, cluster: Cluster) -> None:
+def test_the_chosen_plan_fits_and_is_the_fastest(profile: Profile, cluster: Cluster) -> None:
     found = candidates(profile, cluster, FOUR)
     fitting = [one.forecast for one in found if one.forecast is not None]
     assert all(bool(one.refused) == (one.forecast is None) for one in found)
@@ -293,7 +299,7 @@ def test_what_is_chosen_fits_and_is_the_fastest(profile: Profile, cluster: Clust
 
 
 def test_real_models() -> None:
-    """GNMT's weights are a load for a slow network: then a pipeline; on a fast one data parallel."""
+    """GNMT has large weights: a slow network needs a pipeline, on a fast one data parallel wins."""
     gnmt = replace(model("gnmt"), batch_size=64)
     assert devices(choose(gnmt, equal_cluster(4, Link(1e-4, 125e9)), FOUR)) == [4]
     assert devices(choose(gnmt, equal_cluster(4, Link(1e-4, 125e6)), FOUR)) != [4]
@@ -312,14 +318,14 @@ def test_groupings_by_hand() -> None:
     assert list(groupings(Cluster(hosts), 3)) == []
 
 
-def test_a_group_is_as_fast_as_all_and_as_roomy_as_the_least() -> None:
+def test_a_group_adds_speeds_and_has_the_least_memory() -> None:
     hosts = (
         Host("x", (Device("x0", 1.0, 100), Device("x1", 0.5, 80)), Link(0.5, 10.0), Link(0, 100.0)),
         Host("y", (Device("y0"), Device("y1")), Link(1.0, 20.0), Link(0, 100.0)),
     )
     cluster = grouped(Cluster(hosts), [("x0", "x1"), ("y0", "y1")])
     assert cluster.devices == (Device("x0", 1.5, 80), Device("y0", 2.0))
-    # Two micro-batches at once, each over the slower link.
+    # Two micro-batches travel at once, each over the slower of the two links.
     assert cluster.link("x0", "y0") == Link(1.0, 20.0)
     mixed = grouped(Cluster(hosts), [("x0",), ("x1",), ("y0", "y1")])
     assert mixed.link("x0", "x1") == Link(0, 100.0)

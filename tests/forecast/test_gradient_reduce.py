@@ -1,4 +1,4 @@
-"""All-reduces beside the backward: the ring's formula, and buckets worked out by hand."""
+"""All-reduces during the backward: the ring formula, and buckets worked out by hand."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from hvpipe.specs.profile import LayerCost
 MB4 = 4 << 20
 
 
-def test_a_ring_takes_two_rounds_less_one_of_an_nth_each() -> None:
+def test_a_ring_takes_twice_n_minus_1_messages_of_an_nth_each() -> None:
     # 2 (4 - 1) messages of 25 bytes: 6 (0.5 + 25 / 50).
     assert Ring(4, Link(0.5, 50.0)).seconds(100) == pytest.approx(6)
     assert Ring(1, Link(0.5, 50.0)).seconds(100) == 0
 
 
-def test_the_slowest_link_of_the_ring_counts() -> None:
+def test_the_slowest_link_bounds_the_ring() -> None:
     bus, network = Link(0, 100.0), Link(0.5, 10.0)
     hosts = tuple(Host(h, (Device(f"{h}0"), Device(f"{h}1")), network, bus) for h in "xy")
     assert Ring.of(Cluster(hosts), ["x0", "x1"]) == Ring(2, bus)
     around = Ring.of(Cluster(hosts), ["x0", "y0", "x1"])
     assert (around.devices, around.link) == (3, network)
-    # The two devices of x are side by side, so each host is left and entered once.
+    # The two devices of x are neighbours in the ring, so it leaves and enters each host once.
     assert dict(around.ports) == {(way, host): network for way in ("out of", "into") for host in "xy"}
     assert len(around.ports) == 4
     assert Ring.of(equal_cluster(1), ["h0"]).seconds(100) == 0
 
 
-def test_a_bucket_goes_when_it_is_final_on_all_and_the_one_before_is_done() -> None:
-    """Layers c, b, a take 1, 2 and 1 of the backward's 4 s; the other device is two seconds behind.
+def test_a_bucket_waits_until_it_is_final_on_all_ranks_and_the_one_before_is_done() -> None:
+    """Layers c, b, a take 1, 2 and 1 s of the 4 s backward. The other device is 2 s behind.
 
-    c's bucket is final at 1 and 3; b's at 3 and 5; a's at 4 and 6. Each takes 2.5 s.
+    c's bucket is final at 1 and 3 s, b's at 3 and 5 s, a's at 4 and 6 s. Each reduce takes 2.5 s.
     """
     layers = [LayerCost(name, 0, seconds, MB4) for name, seconds in (("a", 1), ("b", 2), ("c", 1))]
     ring = Ring(2, Link(0, MB4 / 2.5))
@@ -46,8 +46,8 @@ def test_a_bucket_goes_when_it_is_final_on_all_and_the_one_before_is_done() -> N
     ]
 
 
-def test_small_gradients_travel_together_and_none_is_left_behind() -> None:
-    """The last layer has so many gradients that a bucket has up to 4 MiB, as in training."""
+def test_small_gradients_share_a_bucket_and_none_is_lost() -> None:
+    """The large last layer raises the bucket limit to 4 MiB, as in training."""
     sizes = [100, MB4 // 2, MB4 // 2, 0, 7, 8 * MB4]
     layers = [LayerCost(str(i), 0, 1, size) for i, size in enumerate(sizes)]
     found = list(reduce_beside({0: RingGradients(layers, [BackwardSpan(0, 6)], Ring(2, Link()))}))
@@ -56,13 +56,13 @@ def test_small_gradients_travel_together_and_none_is_left_behind() -> None:
 
 
 def test_a_bucket_does_not_wait_for_layers_without_weights() -> None:
-    """The gradients of `b` are final after 1 of 2 seconds; `a` has none."""
+    """The gradients of `b` are final after 1 of 2 s. `a` has no weights."""
     layers = [LayerCost("a", 0, 1), LayerCost("b", 0, 1, 10)]
     ((_, start, _, _),) = reduce_beside({0: RingGradients(layers, [BackwardSpan(4, 6)], Ring(2, Link()))})
     assert start == 5
 
 
-def test_a_forecast_has_the_buckets_of_training() -> None:
+def test_a_forecast_uses_the_buckets_of_training() -> None:
     sizes = [3 << 20, 5 << 20, 1 << 20, 1 << 20, 2 << 20, 7, 30 << 20, 1 << 20]
     layers = [LayerCost(str(i), 0, 1, size) for i, size in enumerate(sizes)]
     forecast = RingGradients(layers, [BackwardSpan(0, 8)], Ring(2, Link())).buckets()
@@ -70,7 +70,7 @@ def test_a_forecast_has_the_buckets_of_training() -> None:
     assert [size // 4 for _, size in forecast] == [sum(bucket.counts) for bucket in training.buckets]
 
 
-def test_no_gradients_no_reduce() -> None:
+def test_a_model_without_gradients_has_no_reduce() -> None:
     assert (
         list(reduce_beside({0: RingGradients([LayerCost("a", 1, 1)], [BackwardSpan(0, 1)], Ring(2, Link()))}))
         == []
@@ -78,14 +78,14 @@ def test_no_gradients_no_reduce() -> None:
 
 
 def across(inner: Link) -> Cluster:
-    """Two hosts of two devices each, between them 5 bytes/s each way."""
+    """Build two hosts of two devices each, with 5 bytes/s between the hosts in each direction."""
     return Cluster(
         tuple(Host(h, (Device(f"{h}0"), Device(f"{h}1")), Link(0, 5.0), inner) for h in "xy"),
     )
 
 
 def test_rings_between_the_same_hosts_take_turns() -> None:
-    """Each sends 2 (2 - 1) / 2 x 10 bytes over 5 bytes/s, 2 s; inside hosts they have wires of their own."""
+    """Each ring sends 2 (2 - 1) / 2 x 10 bytes at 5 bytes/s: 2 s. Inside a host each pair has a link."""
     cluster, layers = across(Link(0, 5.0)), [LayerCost("a", 0, 1, 10)]
     for pairs, ends in (
         ([("x0", "y0"), ("x1", "y1")], [3, 5]),
@@ -100,8 +100,8 @@ def test_rings_between_the_same_hosts_take_turns() -> None:
         assert found == [(1, ends[0]), (0, ends[1])]
 
 
-def test_a_ring_holds_a_link_no_longer_than_that_needs() -> None:
-    """The ring of three takes 10 s over x's inner link; that between the hosts could do it in 4 / 3 x 2 s."""
+def test_a_ring_occupies_a_link_only_as_long_as_the_link_needs() -> None:
+    """The ring of three takes 10 s on x's inner link. The link between the hosts needs only 4 / 3 x 2 s."""
     cluster, layers = across(Link(0, 4 / 3)), [LayerCost("a", 0, 1, 10)]
     rings = Ring.of(cluster, ["x0", "x1", "y0"]), Ring.of(cluster, ["x1", "y1"])
     found = list(
@@ -113,8 +113,8 @@ def test_a_ring_holds_a_link_no_longer_than_that_needs() -> None:
     ]
 
 
-def test_a_ring_rests_while_transfers_have_the_link() -> None:
-    """2 s of work from 1 on, beside transfers that have x's link until 1.5, and y's from 2 to 3."""
+def test_a_ring_pauses_while_transfers_use_its_link() -> None:
+    """The reduce needs 2 s from 1 s on. Transfers use x's link until 1.5 s and y's link from 2 to 3 s."""
     cluster = across(Link())
     one = RingGradients([LayerCost("a", 0, 1, 10)], [BackwardSpan(0, 1)], Ring.of(cluster, ["x0", "y0"]))
     taken = {("out of", "x"): [(0, 1.5)], ("into", "y"): [(2, 2.5), (2.25, 3)], ("out of", "z"): [(3, 9)]}

@@ -1,4 +1,4 @@
-"""Forecasts of plans: cases worked out by hand, memory against the plan's own, what is refused."""
+"""Forecasts of plans: cases worked out by hand, memory as planned, refused arguments."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ quickly = settings(max_examples=40)
         # F = 1 and B = 2 on both of two stages: (m + p - 1) (F + B).
         (Pipelining("1f1b", 4), 15),
         (Pipelining("gpipe", 4), 15),
-        # B = 3 with the forward again.
+        # With recomputation, B = 3 includes the forward.
         (Pipelining("1f1b", 4, recompute=True), 20),
-        # Half of B is for the weights: m (F + I + W) + (p - 1) max(F, I).
+        # Half of B computes weight gradients: m (F + I + W) + (p - 1) max(F, I).
         (Pipelining("zb-h1", 4), 13),
     ],
 )
@@ -47,8 +47,8 @@ def test_two_equal_stages(pipelining: Pipelining, step_s: float) -> None:
     assert one.trace.metadata["devices"] == ["h0", "h1"]
 
 
-def test_a_stage_alone_recomputes() -> None:
-    """gpipe, F = 1, B = 2, 3 micro-batches, 10 bytes saved and 1 received by b."""
+def test_one_stage_alone_can_recompute() -> None:
+    """gpipe with F = 1, B = 2 and 3 micro-batches; each layer saves 10 bytes, b also receives 1."""
     layers = [LayerCost(name, 1, 2, output_bytes=1, saved_bytes=10) for name in "ab"]
     profile = Profile.of(layers, [("a", "b")])
     found = {}
@@ -64,8 +64,8 @@ def test_a_stage_alone_recomputes() -> None:
     assert found["(0, 1)"] == found["True"] == ((12, 12), (10, 13))
 
 
-def test_layers_are_balanced_with_what_a_stage_recomputes() -> None:
-    """Ten layers, F = 1, B = 2: with the forward again in the first stage four layers take 16 s, six 18."""
+def test_balancing_counts_the_recomputed_forward() -> None:
+    """Ten layers, F = 1, B = 2. The first stage recomputes: its four layers take 16 s, the other six 18 s."""
     how = Pipelining("gpipe", 2, (0,))
     for plan_of in (partition, exact):
         plan = plan_of(chain(*[3] * 10), equal_cluster(2), 2, how)
@@ -73,13 +73,13 @@ def test_layers_are_balanced_with_what_a_stage_recomputes() -> None:
         assert [stage.cost.compute_s for stage in plan.stages] == pytest.approx([16, 18])
 
 
-def test_stages_that_there_are_not_cannot_recompute() -> None:
+def test_recompute_of_missing_stages_is_refused() -> None:
     profile, cluster = chain(3, 3, 3), equal_cluster(3)
     how = Pipelining("gpipe", 4, (2, 0))
     assert how.recompute == (0, 2)
     with pytest.raises(PlanError, match=r"stages from 0 to 1. Received: recompute=\(0, 2\)"):
         partition(profile, cluster, 2, how)
-    # Every number of stages that has them is tried.
+    # Without a given number of stages, hvpipe tries each one that includes stages 0 and 2.
     assert len(partition(profile, cluster, None, how).stages) == 3
     document = partition(profile, cluster, 3, how).to_json()
     document["stages"] = document["stages"][:2]
@@ -91,7 +91,10 @@ def test_stages_that_there_are_not_cannot_recompute() -> None:
 
 
 def test_each_device_updates_its_weights_when_it_is_done() -> None:
-    """F = B = 3, 2 micro-batches: h1 is done at 15, h0 at 18; the updates take 8 at half speed and 1."""
+    """F = B = 3, 2 micro-batches: h1 is done at 15 s, h0 at 18 s.
+
+    The updates take 8 s on h1, which runs at half speed, and 1 s on h0.
+    """
     layers = [LayerCost("a", 3, 3, update_s=1), LayerCost("b", 1.5, 1.5, update_s=4)]
     profile, cluster = Profile.of(layers, [("a", "b")]), equal_cluster(2, speeds=(1.0, 0.5))
     one = forecast(partition(profile, cluster, 2, Pipelining("1f1b", 2)), profile, cluster)
@@ -112,14 +115,14 @@ def test_each_device_updates_its_weights_when_it_is_done() -> None:
 
 
 def test_the_weights_part_is_what_the_profile_says() -> None:
-    """F = 1, B = 2, of which W = 0.5: m (F + I + W) + (p - 1) (F + I - W)."""
+    """F = 1, B = 2 with W = 0.5 of it: m (F + I + W) + (p - 1) (F + I - W)."""
     layers = [LayerCost(name, 1, 2, weight_share=0.25) for name in "ab"]
     profile, cluster = Profile.of(layers, [("a", "b")]), equal_cluster(2)
     plan = partition(profile, cluster, 2, Pipelining("zb-h1", 4))
     assert forecast(plan, profile, cluster).step_s == pytest.approx(4 * 3 + (1 + 1.5 - 0.5))
 
 
-def test_interleaved_goes_round_the_devices() -> None:
+def test_interleaved_places_chunks_round_the_devices() -> None:
     profile, cluster = chain(3, 3, 3, 3), equal_cluster(2)
     plan = partition(profile, cluster, 4, Pipelining("interleaved", 4, chunks=2))
     assert [stage.device for stage in plan.stages] == ["h0", "h1", "h0", "h1"]
@@ -135,8 +138,8 @@ def test_the_faster_device_takes_the_larger_chunks() -> None:
     assert [stage.device for stage in plan.stages] == ["h1", "h0", "h1", "h0"]
 
 
-def test_a_skip_connection_has_a_way_of_its_own_and_hosts_share_their_link() -> None:
-    """A tensor of 4 bytes takes 3 s, one of 2 bytes 2 s; nothing leaves or enters a host twice at once.
+def test_a_skip_connection_is_sent_directly_and_a_host_sends_one_message_at_a_time() -> None:
+    """A tensor of 4 bytes takes 3 s, one of 2 bytes 2 s. A host sends and receives one message at a time.
 
     a  | F 0-1, to b 1-4, to c 4-7                                            B 19-20
     b  |        F 4-5, to c 7-9 (c's link is taken)        B 13-14, to a 16-19
@@ -160,8 +163,8 @@ def test_a_skip_connection_has_a_way_of_its_own_and_hosts_share_their_link() -> 
     assert one.step_s == 20
 
 
-def test_inside_a_host_each_pair_of_devices_has_its_own_wire() -> None:
-    """As above, but on one host: b's output needs not wait for a's second way."""
+def test_inside_a_host_each_pair_of_devices_has_its_own_link() -> None:
+    """As above, but on one host: b's output does not wait for a's second transfer."""
     layers = [LayerCost("a", 1, 1, output_bytes=4), LayerCost("b", 1, 1, output_bytes=2)]
     profile = Profile.of([*layers, LayerCost("c", 1, 1)], [("a", "b"), ("a", "c"), ("b", "c")])
     devices = tuple(Device(name) for name in "xyz")
@@ -172,10 +175,10 @@ def test_inside_a_host_each_pair_of_devices_has_its_own_wire() -> None:
     assert forecast(plan, profile, cluster).step_s == 16
 
 
-def test_replicas_reduce_beside_and_behind_their_last_backward() -> None:
-    """The stage with two ranks takes 6, the other 3: it is as in tests/test_simulate.py, 18 s.
+def test_replicas_reduce_after_their_last_backward() -> None:
+    """The stage on two ranks takes 6 s per micro-batch, the other 3 s: 18 s in all.
 
-    Its 10 bytes of gradients are final with the last backward, and take 2 (2 - 1) / 2 x 10 / 5 = 2 s.
+    Its 10 bytes of gradients are final with the last backward. The reduce takes 2 (2 - 1) / 2 x 10 / 5 = 2 s.
     """
     profile, cluster = chain(6, 3, weight_bytes=10), equal_cluster(3, Link(0, 5.0))
     placement = [(("h0", "h1"), [0]), (("h2",), [1])]
@@ -188,10 +191,10 @@ def test_replicas_reduce_beside_and_behind_their_last_backward() -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-def test_gradients_of_a_stage_are_final_all_together() -> None:
-    """F 2 s, B 4 s of a micro-batch for each replica: both layers' buckets, 1 s each, come behind it.
+def test_all_gradients_of_a_stage_are_final_together() -> None:
+    """One micro-batch takes F = 2 s and B = 4 s on each replica. Both layers' buckets, 1 s each, follow.
 
-    Regression: the last layer's was foreseen beside the backward, which is one graph.
+    The backward of a stage is one graph. Regression: the forecast overlapped the last layer's reduce with it.
     """
     profile, cluster = chain(3, 3, weight_bytes=1 << 20), equal_cluster(2, Link(0, float(1 << 20)))
     plan = Plan.of(profile, cluster, [(("h0", "h1"), [0, 1])], Pipelining("1f1b", 2), "hybrid")
@@ -202,10 +205,10 @@ def test_gradients_of_a_stage_are_final_all_together() -> None:
     ]
 
 
-def test_two_stages_reduce_over_one_link_after_the_other() -> None:
-    """Each of two stages has a replica on either host, and 25 bytes of gradients: 5 s over 5 bytes/s.
+def test_reduces_of_two_stages_take_turns_on_one_link() -> None:
+    """Each of two stages has a replica on either host and 25 bytes of gradients: 5 s at 5 bytes/s.
 
-    Each replica has one micro-batch. B of stage 1 ends at 4, that of stage 0 at 6.
+    Each replica has one micro-batch. B ends at 4 s on stage 1 and at 6 s on stage 0.
     """
     hosts = tuple(Host(h, (Device(f"{h}0"), Device(f"{h}1")), Link(0, 5.0)) for h in "xy")
     profile, cluster = chain(3, 3, weight_bytes=25), Cluster(hosts)
@@ -220,7 +223,7 @@ def test_two_stages_reduce_over_one_link_after_the_other() -> None:
 
 
 def test_a_fast_host_serves_two_slow_ones_at_once() -> None:
-    """A tensor of 10 bytes enters a slow host in 1 s; to leave the fast one takes it 0.01 s."""
+    """A tensor of 10 bytes takes 0.01 s to leave the fast host and 1 s to enter a slow one."""
     layers = [LayerCost("a", 1, 1, output_bytes=10), LayerCost("b", 1, 1), LayerCost("c", 1, 1)]
     profile = Profile.of(layers, [("a", "b"), ("a", "c")])
     hosts = tuple(
@@ -249,11 +252,11 @@ def test_replicas_of_unequal_speed_get_unequal_shares() -> None:
     assert one.step_s == pytest.approx(12)
 
 
-def test_without_pipelining_the_whole_batch_passes_once() -> None:
+def test_without_pipelining_the_whole_batch_runs_layer_by_layer() -> None:
     profile, cluster = chain(3, 3, 3, output_bytes=2), equal_cluster(2, Link(1.0, 2.0))
     plan = baseline("round_robin", profile, cluster, 2, Pipelining("1f1b", 4))
     one = forecast(plan, profile, cluster)
-    # 4 x 9 s of computing; 4 ways of a message with 8 bytes.
+    # 4 x 9 s of computing, and 4 transfers of 8 bytes.
     assert one.step_s == pytest.approx(36 + 4 * 5)
     assert one.busy_s == pytest.approx((24, 12))
     assert one.trace.events == ()
@@ -265,7 +268,7 @@ def test_without_pipelining_recompute_takes_time_too() -> None:
     profile, cluster = chain(3, 3, 3), equal_cluster(2)
     plan = baseline("round_robin", profile, cluster, 2, Pipelining("1f1b", 4, recompute=True))
     one = forecast(plan, profile, cluster)
-    # 4 x 9 s of computing, and 4 x 3 forwards of 1 s again.
+    # 4 x 9 s of computing, and 4 x 3 recomputed forwards of 1 s.
     assert one.step_s == pytest.approx(36 + 12)
     assert one.busy_s == pytest.approx((32, 16))
 
@@ -279,8 +282,8 @@ def test_a_forecast_for_another_cluster_is_refused() -> None:
         forecast(plan, chain(3, 3, 3), cluster)
 
 
-def test_memory_is_that_of_the_micro_batches_that_are_foreseen() -> None:
-    """Regression: what a stage receives was taken from the plan, what it saves from the profile."""
+def test_memory_follows_the_batch_size_of_the_forecast() -> None:
+    """Regression: received bytes came from the plan but saved bytes from the profile."""
     profile, cluster = chain(3, 3, output_bytes=3, saved_bytes=5, weight_bytes=10), equal_cluster(2)
     plan = partition(profile, cluster, 2, Pipelining("gpipe", 4))
     assert forecast(plan, profile, cluster).memory_bytes == (20 + 4 * 5, 20 + 4 * (5 + 3))
@@ -289,7 +292,7 @@ def test_memory_is_that_of_the_micro_batches_that_are_foreseen() -> None:
 
 @quickly
 @given(profiles(), clusters(), st.sampled_from(["gpipe", "1f1b", "zb-h1"]), st.integers(1, 9), st.booleans())
-def test_memory_is_what_the_plan_foresaw(
+def test_memory_is_as_planned(
     profile: Profile, cluster: Cluster, schedule: str, microbatches: int, recompute: bool
 ) -> None:
     plan = baseline("even", profile, cluster, 3 if len(cluster.devices) > 2 else 2)
@@ -306,7 +309,7 @@ def test_memory_is_what_the_plan_foresaw(
     st.lists(st.integers(1, 4), min_size=1, max_size=5),
     st.integers(4, 24),
 )
-def test_what_is_in_flight_is_what_the_schedule_stashes(
+def test_micro_batches_in_flight_match_the_stash_of_the_schedule(
     name: str, replicas: list[int], microbatches: int
 ) -> None:
     how = Pipelining(name, microbatches)
@@ -317,13 +320,13 @@ def test_what_is_in_flight_is_what_the_schedule_stashes(
     schedule = schedule_of(Plan.of(profile, cluster, placement, how, "hybrid"))
     stash = verify(schedule).peak_stash
     for stage in range(len(replicas)):
-        # The first of a stage's ranks has the most micro-batches.
+        # The first rank of a stage has the most micro-batches.
         assert how.in_flight(stage, replicas) == stash[schedule.ranks_of(stage)[0]]
 
 
 @quickly
 @given(st.integers(1, 4), st.integers(2, 3), st.integers(0, 8))
-def test_what_is_in_flight_in_a_circle_is_enough(ranks: int, chunks: int, more: int) -> None:
+def test_micro_batches_in_flight_bound_the_stash_of_interleaved(ranks: int, chunks: int, more: int) -> None:
     how = Pipelining("interleaved", ranks + more, chunks=chunks)
     profile, cluster = chain(*[1.0] * ranks * chunks), equal_cluster(ranks)
     plan = partition(profile, cluster, ranks * chunks, how)
@@ -335,7 +338,7 @@ def test_what_is_in_flight_in_a_circle_is_enough(ranks: int, chunks: int, more: 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "interleaved"])
-def test_real_models_are_foreseen_above_their_lower_bound(name: str, schedule: str) -> None:
+def test_forecasts_of_real_models_respect_the_lower_bound(name: str, schedule: str) -> None:
     cluster = equal_cluster(4, Link(1e-4, 12.5e9), speeds=(1.0, 0.5))
     how = Pipelining(schedule, 16, chunks=2 if schedule == "interleaved" else 1)
     plan = partition(model(name), cluster, 4 * how.chunks, how)
@@ -344,14 +347,14 @@ def test_real_models_are_foreseen_above_their_lower_bound(name: str, schedule: s
         schedule_of(plan), costs_of(plan, model(name), cluster), dataflow_of(plan, model(name))
     )
     assert bound_s <= one.step_s * (1 + 1e-9)
-    # Every device computes its stages' share of all micro-batches.
+    # Every device computes all micro-batches on its stages.
     for device, busy_s in zip(plan.ranks, one.busy_s, strict=True):
         compute_s = sum(stage.cost.compute_s for stage in plan.stages if stage.device == device)
         assert busy_s == pytest.approx(16 * compute_s)
 
 
 @pytest.mark.parametrize("name", sorted(BASELINES))
-def test_every_baseline_can_be_foreseen(name: str) -> None:
+def test_every_baseline_has_a_forecast(name: str) -> None:
     cluster = equal_cluster(4, Link(1e-4, 1.25e9))
     for how in (Pipelining("1f1b", 8), Pipelining("interleaved", 8, chunks=2)):
         plan = baseline(name, model("gnmt"), cluster, 4 * how.chunks, how)

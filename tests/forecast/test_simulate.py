@@ -17,7 +17,7 @@ from hvpipe.trace.events import CATEGORIES, Trace
 
 quickly = settings(max_examples=25)
 
-# p in 2..8, m in p..64; whole seconds, so that sums are exact.
+# p in 2..8, m in p..64. Times are whole seconds, so that sums are exact.
 seconds = st.integers(1, 9)
 sizes = st.integers(2, 8).flatmap(lambda p: st.tuples(st.just(p), st.integers(p, 64)))
 
@@ -28,7 +28,7 @@ def makespan(name: str, p: int, m: int, cost: StageTimes, chunks: int = 1) -> fl
     foreseen = simulate(schedule, costs)
     bound_s = lower_bound_s(schedule, costs)
     assert foreseen.makespan_s >= bound_s
-    if name != "zb-h1":  # which could be shorter with a larger stash
+    if name != "zb-h1":  # zb-h1 could be shorter with a larger stash
         assert foreseen.makespan_s == bound_s
     return foreseen.makespan_s
 
@@ -43,7 +43,7 @@ def test_closed_form_of_gpipe_and_1f1b(name: str, size: tuple[int, int], f: int,
 @quickly
 @given(sizes, seconds, seconds, st.integers(2, 4))
 def test_closed_form_of_interleaved(size: tuple[int, int], f: int, b: int, v: int) -> None:
-    """f and b are those of a chunk; holds as well where p does not divide m."""
+    """f and b are the times of one chunk. The formula also holds if p does not divide m."""
     p, m = size
     assert makespan("interleaved", p, m, StageTimes(f, b), v) == m * v * (f + b) + (p - 1) * (f + b)
 
@@ -51,7 +51,7 @@ def test_closed_form_of_interleaved(size: tuple[int, int], f: int, b: int, v: in
 @quickly
 @given(sizes, seconds, seconds, seconds)
 def test_closed_form_of_zb_h1(size: tuple[int, int], f: int, i: int, w: int) -> None:
-    """DESIGN's (p - 1) (F + I - W) where W is at most F and at most I; else the larger of F and I."""
+    """The bubble is (p - 1) (F + I - W) if W <= min(F, I), and (p - 1) max(F, I) otherwise."""
     p, m = size
     expected = m * (f + i + w) + (p - 1) * max(f, i, f + i - w)
     assert makespan("zb-h1", p, m, StageTimes(f, i + w, w)) == expected
@@ -62,7 +62,7 @@ def test_closed_form_of_zb_h1(size: tuple[int, int], f: int, i: int, w: int) -> 
 @pytest.mark.parametrize("p", range(2, 9))
 @pytest.mark.parametrize("m", [8, 9, 15])
 def test_equal_parts(p: int, m: int) -> None:
-    """F = I = W = 1, B = 2: the bubbles of the papers."""
+    """F = I = W = 1, B = 2: the bubbles given in the papers."""
     whole = StageTimes(1, 2, 1)
     assert makespan("gpipe", p, m, whole) == makespan("1f1b", p, m, whole) == 3 * m + 3 * (p - 1)
     assert makespan("interleaved", p, m, whole, 2) == 6 * m + 3 * (p - 1)
@@ -71,7 +71,7 @@ def test_equal_parts(p: int, m: int) -> None:
 
 @quickly
 @given(sizes, seconds, seconds, st.integers(1, 3))
-def test_equal_replicas_of_every_stage_are_as_fast_as_that_many_pipelines(
+def test_equal_replicas_of_every_stage_match_that_many_pipelines(
     size: tuple[int, int], f: int, b: int, replicas: int
 ) -> None:
     p, m = size
@@ -80,7 +80,7 @@ def test_equal_replicas_of_every_stage_are_as_fast_as_that_many_pipelines(
 
 
 def test_two_replicas_of_a_stage_that_takes_twice_as_long() -> None:
-    """Ranks 0 and 1 take turns, rank 2 is never idle in between: in steady state it is as if all were equal.
+    """Ranks 0 and 1 take turns; in between, rank 2 is never idle. In steady state all ranks are equally busy.
 
     rank 0 | 0F0--- 0F2--- ......0B0--- 0F4--- ...
     rank 1 | 0F1--- 0F3--- .........0B1--- ...
@@ -89,13 +89,13 @@ def test_two_replicas_of_a_stage_that_takes_twice_as_long() -> None:
     schedule = make_schedule("1f1b", (2, 1), 8)
     foreseen = simulate(schedule, [StageTimes(2, 2), StageTimes(1, 1)])
     assert foreseen.busy_s == (16, 16, 16)
-    # Head 2, eight micro-batches of 2 each, tail 2.
+    # Head 2 s, eight micro-batches of 2 s each, tail 2 s.
     assert foreseen.makespan_s == lower_bound_s(schedule, [StageTimes(2, 2), StageTimes(1, 1)]) == 20
 
 
 @pytest.mark.parametrize("replicas", [(1, 4, 1), (1, 4), (4, 1), (2, 1, 4, 1), (3, 1, 2), (2, 3)])
 @pytest.mark.parametrize("name", NAMES[:3])
-def test_stages_balanced_by_replicas_do_not_wait_for_each_other(name: str, replicas: tuple[int, ...]) -> None:
+def test_stages_balanced_by_replicas_stay_busy(name: str, replicas: tuple[int, ...]) -> None:
     """Each stage takes as many seconds as it has ranks. Regression: (1, 4, 1) took 2.2 times as long."""
     schedule = make_schedule(name, replicas, 48)
     costs = [StageTimes(count, 2 * count, count) for count in replicas]
@@ -103,15 +103,15 @@ def test_stages_balanced_by_replicas_do_not_wait_for_each_other(name: str, repli
 
 
 def test_replicas_of_unequal_speed() -> None:
-    """Shares 2 : 1 for ranks that take 1 and 2: both compute as long."""
+    """The ranks take 1 s and 2 s and get shares 2 : 1, so both compute equally long."""
     schedule = make_schedule("gpipe", (2,), 6, shares=[(2, 1)])
     foreseen = simulate(schedule, [[StageTimes(1, 2), StageTimes(2, 4)]])
     assert foreseen.busy_s == (12, 12)
     assert foreseen.makespan_s == 12
 
 
-def test_each_pair_of_replicas_has_its_own_way() -> None:
-    """Micro-batch 0 goes from rank 0 to 2 in 3 s, micro-batch 1 from rank 1 to 3 in 5 s; gradients in 1 s."""
+def test_each_pair_of_replicas_has_its_own_transfer_time() -> None:
+    """Micro-batch 0 goes from rank 0 to 2 in 3 s, micro-batch 1 from rank 1 to 3 in 5 s, gradients in 1 s."""
     costs = [
         [StageTimes(1, 1, None, {1: (3, 9)}, {1: 1}), StageTimes(1, 1, None, {1: (9, 5)}, {1: (9, 1)})],
         StageTimes(1, 1),
@@ -125,7 +125,7 @@ def test_each_pair_of_replicas_has_its_own_way() -> None:
         ("1B1 to rank 1", 3, 8, 9),
     ]
     assert foreseen.makespan_s == 10
-    # The quickest way there, 3 s, and back, 1 s, around 2 s of computing, and 1 s at each end.
+    # The fastest transfers take 3 s forward and 1 s back. Between them are 2 s of computing, 1 s at each end.
     assert lower_bound_s(schedule, costs) == 1 + 3 + 2 + 1 + 1
 
 
@@ -180,7 +180,7 @@ def test_no_step_beats_the_lower_bound(data: st.DataObject, case: tuple[str, int
 
 
 def check_trace(trace: Trace, schedule: Schedule) -> None:
-    """Every action is there, in order; computing and waits fill each rank's time from 0 without overlap."""
+    """Check that each action is traced, and that computing and waits fill each rank without overlap."""
     assert {event.category for event in trace.events} <= set(CATEGORIES)
     for rank, actions in enumerate(schedule.actions):
         lane = [e for e in trace.events if e.rank == rank and e.lane == "compute"]
@@ -194,7 +194,7 @@ def check_trace(trace: Trace, schedule: Schedule) -> None:
 
 
 def test_figures_of_a_step_by_hand() -> None:
-    """Two stages, two micro-batches, F = 1, B = 2: 9 seconds, of which each rank computes 6."""
+    """Two stages, two micro-batches, F = 1, B = 2: 9 s in all, 6 s of computing on each rank."""
     foreseen = simulate(make_schedule("1f1b", 2, 2), [StageTimes(1, 2)] * 2)
     assert foreseen.makespan_s == 9
     assert foreseen.busy_s == (6, 6)
@@ -215,7 +215,7 @@ def test_figures_of_a_step_by_hand() -> None:
 
 
 def test_transfers_queue_on_their_link() -> None:
-    """F0 and F1 take 1 s each, their transfers 3: the second waits for the first, gradients take 1."""
+    """F0 and F1 take 1 s each and their transfers 3 s: the second waits for the first. Gradients take 1 s."""
     costs = [StageTimes(1, 1, transfer_s={1: 3}, gradient_s={1: 1}), StageTimes(1, 1)]
     foreseen = simulate(make_schedule("gpipe", 2, 2), costs)
     assert [(e.name, e.rank, e.start_s, e.end_s) for e in foreseen.trace.of("transfer")] == [
@@ -229,7 +229,7 @@ def test_transfers_queue_on_their_link() -> None:
 
 @pytest.mark.parametrize(("contention", "makespan_s"), [(links, 10), (ports, 13)])
 def test_a_port_sends_one_message_at_a_time(contention: Contention, makespan_s: float) -> None:
-    """Stages 1 and 2 both use stage 0; with one port, the second output leaves when the first is there.
+    """Stage 0 sends to stages 1 and 2. With one port, the second transfer starts when the first has ended.
 
     links: F 0-1, to both ranks 1-4, F 4-5, B 5-6, gradients back 6-9, B 9-10
     ports: F 0-1, to rank 1 at 1-4, to rank 2 at 4-7, F 7-8, B 8-9, its gradient back 9-12, B 12-13
@@ -240,13 +240,13 @@ def test_a_port_sends_one_message_at_a_time(contention: Contention, makespan_s: 
 
 
 def test_the_lower_bound_by_hand() -> None:
-    """Unequal stages: the middle one bounds, 1 + 4 * (2 + 4) + 2; transfers lengthen head and tail."""
+    """Stages are unequal and the middle one bounds: 1 + 4 * (2 + 4) + 2. Transfers lengthen head and tail."""
     costs = [StageTimes(1, 2), StageTimes(2, 4), StageTimes(1, 2)]
     schedule = make_schedule("1f1b", 3, 4)
     assert lower_bound_s(schedule, costs) == 1 + 4 * 6 + 2
     costs[0] = StageTimes(1, 2, transfer_s={1: 5})
     assert lower_bound_s(schedule, costs) == 1 + 5 + 4 * 6 + 5 + 2
-    # W's in the tail: after the last of 4 F and I, back over rank 0 (I 1, W 1).
+    # W's in the tail: after the last of 4 F and I on rank 1, rank 0 runs I (1 s) and W (1 s).
     split = [StageTimes(1, 2, 1), StageTimes(3, 4, 1)]
     assert lower_bound_s(make_schedule("zb-h1", 2, 4), split) == 1 + max(4 * 7, 4 * 6 + 2)
 
@@ -282,12 +282,12 @@ def test_costs_that_do_not_fit() -> None:
         (1.0, 1.0, 0.5, {1: -1}),
     ],
 )
-def test_no_cost(arguments: tuple[float, float]) -> None:
+def test_costs_that_are_no_times(arguments: tuple[float, float]) -> None:
     with pytest.raises(HvpipeError, match=r"finite, from 0|from 0 to backward_s"):
         StageTimes(*arguments)
 
 
-def test_a_schedule_that_stands_still() -> None:
+def test_a_schedule_that_deadlocks() -> None:
     text = "F0 F1 B0 B1\nF1 B1 F0 B0\nF0 B0 F1 B1"
     with pytest.raises(HvpipeError, match=r"rank 1 at 1B1 waits for 2B1 of rank 2"):
         simulate(Schedule.from_text(text), [StageTimes(1, 1)] * 3)

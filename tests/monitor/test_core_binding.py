@@ -34,7 +34,7 @@ class TwoRanks(SingleWorld):
         pytest.param(32, 4, 64, False, id="a socket each"),
     ],
 )
-def test_cores_that_a_binding_leaves_idle(cores: int, ranks: int, there: int, idle: bool) -> None:
+def test_when_a_binding_leaves_cores_idle(cores: int, ranks: int, there: int, idle: bool) -> None:
     assert mostly_idle(cores, ranks, there) is idle
 
 
@@ -42,7 +42,7 @@ def test_cores_that_a_binding_leaves_idle(cores: int, ranks: int, there: int, id
     ("launch", "bound", "warned"),
     [(MPIRUN, 1, True), (MPIRUN, 16, False), (SRUN, 1, False), (NOBODY, 1, False)],
 )
-def test_who_is_warned(
+def test_only_ranks_that_mpirun_binds_narrowly_are_warned(
     launch: Launch,
     bound: int,
     warned: bool,
@@ -57,7 +57,7 @@ def test_who_is_warned(
     assert ("--bind-to none" in caplog.text) is warned
 
 
-def test_a_system_without_affinities(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_cpu_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_getaffinity")
     assert core_binding.usable_cores() == os.cpu_count()
 
@@ -66,7 +66,7 @@ def test_a_system_without_affinities(monkeypatch: pytest.MonkeyPatch) -> None:
     ("allowed", "cores"), [(None, 64), (4.0, 4), (1.5, 1), (0.2, 1), (100.0, 64)], ids=str
 )
 def test_a_containers_cpu_limit(allowed: float | None, cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: under `docker run --cpus=4` the ranks started a thread per core of the host."""
+    """Regression: under `docker run --cpus=4` each rank started one thread per core of the host."""
     monkeypatch.setattr(core_binding, "usable_cores", lambda: 64)
     monkeypatch.setattr(core_binding, "cores_allowed", lambda: allowed)
     assert core_binding.affordable_cores() == cores

@@ -1,4 +1,4 @@
-"""The readings of a rank's GPU, from a fake driver: no GPU is needed."""
+"""Readings of a rank's GPU, from a fake driver: no GPU is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIELDS = {POWER: 300_000, ENERGY: 5_000, NVLINK_OUT: 10, NVLINK_IN: 20, PCIE_OUT
 
 @pytest.fixture(autouse=True)
 def host_pids(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver knows this process by the PID that it has here."""
+    """Pretend that the driver and this process use the same PIDs."""
     monkeypatch.setattr(gpu_meter, "_in_host_pid_namespace", lambda: True)
 
 
@@ -30,7 +30,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *gpus: FakeGpu, starts: int = 0) ->
     return fake
 
 
-def test_the_fake_is_like_the_real_one() -> None:
+def test_the_fake_matches_the_real_nvml() -> None:
     real = pytest.importorskip("pynvml")
     names = [name for name in vars(FakeNvml) if name.startswith(("nvml", "NVML_"))]
     assert len(names) > 25
@@ -56,7 +56,7 @@ def test_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     first = meter.look(100.0)
     assert first.power_w == 300.0
     assert first.energy_j == 0.0
-    assert first.pcie_sent_bytes_per_s is None  # a rate wants two looks
+    assert first.pcie_sent_bytes_per_s is None  # a rate needs two readings
     assert first.process_share == 0.35
     # Half a second later.
     gpu.fields.update({ENERGY: 155_000, NVLINK_OUT: 30, NVLINK_IN: 20, PCIE_OUT: 1_500, PCIE_IN: 2_100})
@@ -73,17 +73,17 @@ def test_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
         pcie_received_bytes_per_s=200.0,
         nvlink_sent_bytes_per_s=20 * 1024 / 0.5,
         nvlink_received_bytes_per_s=0.0,
-        process_share=0.0,  # others were sampled since, this process was not
+        process_share=0.0,  # other processes were sampled since then, this one was not
         process_memory_bytes=700,
     )
-    assert meter.look(101.0).process_share is None  # nobody was
+    assert meter.look(101.0).process_share is None  # no process was sampled
     assert meter.uuid == "GPU-0aaa"
     assert meter.notes() == []
     meter.close()
     assert fake.opened == 0
 
 
-def test_a_counter_that_began_anew_gives_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_counter_that_was_reset_gives_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(0, fields=dict(FIELDS))
     install(monkeypatch, gpu)
     meter = GpuMeter(None, 0)
@@ -95,7 +95,7 @@ def test_a_counter_that_began_anew_gives_no_rate(monkeypatch: pytest.MonkeyPatch
     meter.close()
 
 
-def test_what_the_device_does_not_support_is_left_out_and_not_asked_again(
+def test_unsupported_figures_are_skipped_and_not_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = FakeGpu(0, fields={POWER: 300_000, ENERGY: 1, PCIE_OUT: 1, PCIE_IN: 1})
@@ -116,7 +116,7 @@ def test_what_the_device_does_not_support_is_left_out_and_not_asked_again(
     meter.close()
 
 
-def test_an_older_driver_is_asked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_driver_is_read_one_field_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(0, fails={"nvmlDeviceGetFieldValues": NOT_SUPPORTED})
     fake = install(monkeypatch, gpu)
     meter = GpuMeter(None, 0)
@@ -139,7 +139,7 @@ def test_an_older_nvidia_ml_py(monkeypatch: pytest.MonkeyPatch) -> None:
     meter.close()
 
 
-def test_without_permission_what_is_allowed_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_permission_the_other_figures_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(0, fields=dict(FIELDS), processes={os.getpid(): 1})
     gpu.fails = {"nvmlDeviceGetComputeRunningProcesses": NO_PERMISSION, POWER: NO_PERMISSION}
     gpu.fails["nvmlDeviceGetPowerUsage"] = NO_PERMISSION
@@ -161,7 +161,7 @@ def test_no_permission_for_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     meter.close()
 
 
-def test_a_mig_device_has_its_memory_and_the_gpus_power(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mig_device_has_its_own_memory_and_the_power_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(0, fields=dict(FIELDS))
     gpu.instances = [FakeInstance(0, place=0), FakeInstance(0, place=1, processes={os.getpid(): 60})]
     gpu.instances[1].fails = {"nvmlDeviceGetUtilizationRates": NOT_SUPPORTED}
@@ -180,7 +180,7 @@ def test_a_mig_device_has_its_memory_and_the_gpus_power(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("by_field", [True, False])
-def test_a_gpu_lost_in_the_middle(by_field: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_lost_while_running(by_field: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(0, fields=dict(FIELDS))
     fake = install(monkeypatch, gpu)
     meter = GpuMeter(None, 0)
@@ -195,7 +195,7 @@ def test_a_gpu_lost_in_the_middle(by_field: bool, monkeypatch: pytest.MonkeyPatc
     assert fake.opened == 0
 
 
-def test_a_failure_that_passes_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_figure_that_failed_temporarily_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(0, fields=dict(FIELDS), fails={"nvmlDeviceGetTemperature": 10})  # a timeout
     install(monkeypatch, gpu)
     meter = GpuMeter(None, 0)
@@ -206,7 +206,7 @@ def test_a_failure_that_passes_is_asked_again(monkeypatch: pytest.MonkeyPatch) -
     meter.close()
 
 
-def test_ranks_have_the_gpu_of_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = install(monkeypatch, FakeGpu(0), FakeGpu(1), FakeGpu(2))
     for visible, local_rank, index in ((None, 1, 1), ("2,0", 0, 2), ("2,0", 1, 0), ("GPU-1", 0, 1)):
         meter = GpuMeter(visible, local_rank)
@@ -215,7 +215,7 @@ def test_ranks_have_the_gpu_of_their_place(monkeypatch: pytest.MonkeyPatch) -> N
     assert fake.opened == 0
 
 
-def test_a_rank_that_cuda_shows_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_visible_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeGpu(0))
     meter = GpuMeter("", 0)
     assert meter.look(1.0) == GpuReading()
@@ -226,9 +226,9 @@ def test_a_rank_that_cuda_shows_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     meter.close()
 
 
-def test_in_a_container_processes_are_not_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_a_container_there_are_no_figures_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_meter, "_in_host_pid_namespace", lambda: False)
-    gpu = FakeGpu(0, fields=dict(FIELDS), processes={os.getpid(): 1})  # somebody else, on the host
+    gpu = FakeGpu(0, fields=dict(FIELDS), processes={os.getpid(): 1})  # another process, on the host
     install(monkeypatch, gpu)
     meter = GpuMeter(None, 0)
     assert meter.look(1.0).process_memory_bytes is None

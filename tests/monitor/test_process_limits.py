@@ -1,4 +1,4 @@
-"""Memory and CPU limits: control groups of both versions, ulimit, each rank's share."""
+"""Memory and CPU limits: control groups v1 and v2, ulimit, each rank's share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hvpipe.monitor.process_limits import cgroup_cores, cgroup_limit_bytes, taken_bytes, usable_bytes
 
-UNLIMITED = "9223372036854771712"  # what version 1 says where nothing is set
+UNLIMITED = "9223372036854771712"  # the value of version 1 without a limit
 
 
 def write(path: Path, text: str) -> None:
@@ -17,7 +17,7 @@ def write(path: Path, text: str) -> None:
     path.write_text(text + "\n")
 
 
-def test_the_smallest_limit_on_the_way_up_counts_in_version_2(tmp_path: Path) -> None:
+def test_the_smallest_memory_limit_of_all_parents_counts_in_version_2(tmp_path: Path) -> None:
     write(tmp_path / "job/memory.max", "4000")
     write(tmp_path / "job/step/memory.max", "max")
     write(tmp_path / "job/step/task/memory.max", "5000")
@@ -35,13 +35,13 @@ def test_version_1_has_a_folder_for_each_controller(tmp_path: Path) -> None:
     assert cgroup_limit_bytes(groups, tmp_path) == 7000
 
 
-def test_inside_a_container_the_path_may_not_be_there(tmp_path: Path) -> None:
+def test_inside_a_container_the_path_may_be_missing(tmp_path: Path) -> None:
     write(tmp_path / "memory.max", "123")
     assert cgroup_limit_bytes("0::/docker/0f63\n", tmp_path) == 123
     assert cgroup_limit_bytes("", tmp_path) is None
 
 
-def test_the_smallest_cpu_limit_on_the_way_up_counts_in_version_2(tmp_path: Path) -> None:
+def test_the_smallest_cpu_limit_of_all_parents_counts_in_version_2(tmp_path: Path) -> None:
     write(tmp_path / "job/cpu.max", "400000 100000")
     write(tmp_path / "job/step/cpu.max", "max 100000")
     write(tmp_path / "job/step/task/cpu.max", "50000 20000")
@@ -59,7 +59,7 @@ def test_cpu_limits_of_version_1(tmp_path: Path) -> None:
     groups = "4:cpu,cpuacct:/docker/0f63\n3:memory:/docker/0f63\n0::/\n"
     assert cgroup_cores(groups, tmp_path) == 1.5
     assert cgroup_cores("4:cpu,cpuacct:/\n", tmp_path) is None
-    write(tmp_path / "cpu/cpu.cfs_quota_us", "400000")  # as a container sees its own
+    write(tmp_path / "cpu/cpu.cfs_quota_us", "400000")  # inside a container, its own limit is at the root
     assert cgroup_cores("4:cpu,cpuacct:/docker/beef\n", tmp_path) == 4.0
 
 
@@ -68,14 +68,14 @@ def test_figures_of_a_process() -> None:
     assert taken_bytes(status) == {"VmSize": 3892 * 1024, "VmRSS": 10240}
 
 
-def test_ranks_of_a_host_share_it() -> None:
-    """The memory already taken (about 100 MB here) is the same in both."""
+def test_ranks_of_a_host_share_its_memory() -> None:
+    """Both readings include the memory already in use (about 100 MB here)."""
     one, two = usable_bytes(1), usable_bytes(2)
     assert 0 < two < one
     assert abs(one - 2 * two - taken_bytes(Path("/proc/self/status").read_text())["VmRSS"]) < 1e7
 
 
-def test_ulimit_is_each_processs_own() -> None:
+def test_ulimit_applies_to_each_process() -> None:
     limit = 3 << 30
     code = (
         "from hvpipe.monitor.process_limits import usable_bytes; print(usable_bytes(1), usable_bytes(1000))"

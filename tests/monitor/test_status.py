@@ -1,4 +1,4 @@
-"""The status of running ranks: files, datagrams, and the reporter that writes and sends them."""
+"""Status of running ranks: files, datagrams, and the reporter that writes and sends them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_files_are_read_as_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_hosts_ranks_are_in_one_file_and_the_newest_word_counts(tmp_path: Path) -> None:
+def test_ranks_of_other_hosts_are_in_one_file_and_the_newest_status_counts(tmp_path: Path) -> None:
     folder = StatusFolder(str(tmp_path), "a-1", 0)
     folder.write(NOW)
     far = replace(NOW, rank=1, host="b", at_s=1002.0)
@@ -55,14 +55,14 @@ def test_the_newest_job_is_first(tmp_path: Path) -> None:
     "text",
     ["", "{", "[1]", "null", json.dumps({**NOW.to_json(), "rank": "0"}), json.dumps({"rank": 0}), '{"x": 1}'],
 )
-def test_what_no_rank_wrote_is_passed_over(text: str, tmp_path: Path) -> None:
+def test_files_that_no_rank_wrote_are_skipped(text: str, tmp_path: Path) -> None:
     StatusFolder(str(tmp_path), "a-1", 0).write(NOW)
     (tmp_path / f"{JOB_PREFIX}a-1" / "rank-1.json").write_text(text)
     (job,) = read_jobs(tmp_path, now_s=1000.0)
     assert job.ranks == (NOW,)
 
 
-def test_what_a_killed_job_left_is_taken_away_and_nothing_else(tmp_path: Path) -> None:
+def test_files_of_a_killed_job_are_removed_and_nothing_else(tmp_path: Path) -> None:
     StatusFolder(str(tmp_path), "killed", 0).write(NOW)
     old = [tmp_path / f"{JOB_PREFIX}killed" / "rank-0.json", tmp_path / "photos" / "rank-0.json"]
     old[1].parent.mkdir()
@@ -74,7 +74,7 @@ def test_what_a_killed_job_left_is_taken_away_and_nothing_else(tmp_path: Path) -
     assert old[1].read_text() == "mine"
 
 
-def test_somebody_elses_folder_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status_files, "status_root", lambda _: tmp_path)
     monkeypatch.setattr(status_files.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(PermissionError):
@@ -99,19 +99,19 @@ def test_datagrams_reach_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
         sender.send(replace(NOW, rank=rank, steps=steps))
     heard = {one.rank: one for one in collected(receiver, 2)}
     assert {rank: one.steps for rank, one in heard.items()} == {1: 9, 2: 8}
-    assert all(abs(one.at_s - time.time()) < 60 for one in heard.values())  # by this host's clock
+    assert all(abs(one.at_s - time.time()) < 60 for one in heard.values())  # in the clock of this host
     for end in (stranger, sender, receiver):
         end.close()
 
 
-def test_nobody_listens() -> None:
+def test_sending_without_a_receiver_is_no_error() -> None:
     sender = StatusSender(ReceiverAddress((("127.0.0.1", "255.0.0.0"),), 9, "token"))
     for _ in range(3):
         sender.send(NOW)
     sender.close()
 
 
-def test_the_way_goes_through_a_network_that_both_are_in() -> None:
+def test_addresses_in_a_common_network_are_preferred() -> None:
     theirs = [("192.168.1.5", "255.255.255.0"), ("10.1.2.3", "255.255.0.0")]
     assert near_addresses(theirs, [("10.1.9.9", "255.255.0.0")]) == ["10.1.2.3"]
     assert near_addresses(theirs, [("172.16.0.1", "255.255.0.0")]) == ["192.168.1.5", "10.1.2.3"]
@@ -137,17 +137,17 @@ def test_a_report_is_written_twice_a_second(tmp_path: Path) -> None:
     report.publish(sample(12.0))
     (second,) = read_jobs(tmp_path)[0].ranks
     assert (second.steps, second.images_per_s, second.sent_bytes_per_s) == (5, 32.0, 1_000.0)
-    assert second.process_cores == 0.45  # the mean since the last word
+    assert second.process_cores == 0.45  # the mean since the last report
     report.close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_does_not_ask_reports_nothing(tmp_path: Path) -> None:
+def test_reporting_is_off_if_not_requested(tmp_path: Path) -> None:
     settings = Settings(live=False, live_folder=str(tmp_path))
     assert open_status_reporter(SingleWorld(), settings, lambda: TrainingProgress(0, (), 0.0, 0.0)) is None
 
 
-def test_a_folder_that_cannot_be_written_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     settings = Settings(live=True, live_folder=str(file))

@@ -34,12 +34,12 @@ def test_shares_are_averaged_and_memory_peaks() -> None:
     assert summarise_samples([]) == Utilization(None, None, None, None, None, 0)
 
 
-def test_json_out_and_in() -> None:
+def test_json_round_trip() -> None:
     summary = summarise_samples([IDLE, BUSY])
     assert Utilization.from_json(summary.to_json()) == summary
 
 
-def test_it_samples_until_stopped() -> None:
+def test_the_sampler_runs_until_stopped() -> None:
     started_s = time.monotonic()
     with Sampler(3, SamplerOptions(period_s=0.02)) as sampler:
         until(lambda: sum(range(100_000)) > 0 and len(sampler.samples()) >= 2)  # keeps a core busy
@@ -62,7 +62,7 @@ def test_a_short_run_still_has_one_sample() -> None:
     assert len(sampler.samples()) == 1
 
 
-def test_events_are_curves_of_this_rank() -> None:
+def test_events_are_curves_of_the_rank() -> None:
     with Sampler(3, SamplerOptions(period_s=60.0)) as sampler:
         pass
     events = sampler.events()
@@ -70,7 +70,7 @@ def test_events_are_curves_of_this_rank() -> None:
     assert {(event.category, event.rank) for event in events} == {("utilization", 3)}
 
 
-def test_start_and_stop_twice() -> None:
+def test_starting_and_stopping_twice_is_harmless() -> None:
     sampler = Sampler(options=SamplerOptions(period_s=60.0))
     sampler.start()
     sampler.start()
@@ -90,7 +90,7 @@ def test_without_psutil_and_nvml_there_are_no_numbers_and_no_error(monkeypatch: 
     assert sampler.notes() == ["no GPU figures: nvidia-ml-py is not installed (pip install 'hvpipe[gpu]')"]
 
 
-def test_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sampler_reads_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     energy_mj = FakeNvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION
     gpus = [FakeGpu(0), FakeGpu(1, fields={FakeNvml.NVML_FI_DEV_POWER_INSTANT: 300_000, energy_mj: 5_000})]
     nvml = FakeNvml(gpus)
@@ -107,7 +107,7 @@ def test_the_gpu_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {event.name for event in sampler.events()} >= {"GPU busy", "GPU power", "GPU clock", "GPU memory"}
 
 
-def test_a_gpu_that_is_lost_does_not_end_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losing_a_gpu_does_not_end_the_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = FakeGpu(0)
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml([gpu]))  # type: ignore[arg-type]
     with Sampler(options=SamplerOptions(period_s=0.02)) as sampler:
@@ -130,8 +130,8 @@ def test_a_row_has_a_column_for_each_figure() -> None:
     assert "gpu" not in row
 
 
-def test_a_look_that_takes_long_is_taken_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 1 % of a core, whatever the host's counters cost."""
+def test_slow_readings_are_taken_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampling takes at most 1 % of a core, however slow the counters of the host are."""
 
     def slow(sample: Sample) -> None:
         until_s = time.thread_time() + 0.003
@@ -145,14 +145,14 @@ def test_a_look_that_takes_long_is_taken_seldom(monkeypatch: pytest.MonkeyPatch)
     assert times_s[2] - times_s[1] >= 0.3
 
 
-def test_every_look_is_handed_on() -> None:
+def test_every_sample_is_passed_to_the_callback() -> None:
     seen: list[Sample] = []
     with Sampler(options=SamplerOptions(period_s=0.02, on_sample=seen.append)) as sampler:
         until(lambda: len(seen) > 2)
     assert tuple(seen) == sampler.samples()
 
 
-def test_a_long_run_keeps_every_second_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_run_keeps_evenly_spaced_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utilization, "_MOST_SAMPLES", 8)
     monkeypatch.setattr(utilization, "_MOST_OF_A_CORE", 1e9)
     seen: list[Sample] = []
@@ -160,10 +160,10 @@ def test_a_long_run_keeps_every_second_sample(monkeypatch: pytest.MonkeyPatch) -
         until(lambda: len(seen) > 40)
     kept = [seen.index(sample) for sample in sampler.samples()]
     assert len(kept) <= 8
-    assert kept[:-1] == list(range(0, kept[-2] + 1, kept[1]))  # evenly, but for the last
+    assert kept[:-1] == list(range(0, kept[-2] + 1, kept[1]))  # evenly, except for the last
     assert kept[1] in (8, 16)
 
 
-def test_a_period_that_is_none() -> None:
+def test_a_period_of_zero_is_refused() -> None:
     with pytest.raises(HvpipeError, match="Received: period_s=0"):
         SamplerOptions(period_s=0)

@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES, read as CUDA's documentation says."""
+"""CUDA_VISIBLE_DEVICES, interpreted as in CUDA's documentation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MIG = GpuInfo("GPU-dd-1", "in parts", instances=(MigDevice("MIG-d7", 7, 0), MigD
         ("0,3,1", "a"),
         ("1, 0", "ba"),
         ("GPU-bb,GPU-aa-1", "ba"),
-        ("GPU-,0", ""),  # which one?
+        ("GPU-,0", ""),  # ambiguous prefix
         ("NoDevFiles", ""),
         ("GPU-zz,0", ""),
     ],
@@ -32,7 +32,7 @@ def test_whole_gpus(setting: str | None, letters: str) -> None:
 @pytest.mark.parametrize(
     ("setting", "uuids"),
     [
-        (None, ["GPU-aa-1", "MIG-d7"]),  # CUDA takes the first part
+        (None, ["GPU-aa-1", "MIG-d7"]),  # CUDA takes the first MIG device
         ("1", ["MIG-d7"]),
         ("MIG-d8", ["MIG-d8"]),
         ("MIG-GPU-dd-1/8/0,0", ["MIG-d8", "GPU-aa-1"]),
@@ -44,7 +44,7 @@ def test_mig(setting: str | None, uuids: list[str]) -> None:
     assert visible_uuids(setting, [GPUS[0], MIG]) == uuids
 
 
-def test_local_ranks_count_through_what_is_visible() -> None:
+def test_local_ranks_index_the_visible_gpus() -> None:
     assert [uuid_of_rank("2,0", rank, GPUS) for rank in range(3)] == ["GPU-cc-1", "GPU-aa-1", "GPU-cc-1"]
     # A launcher that shows each rank one GPU.
     assert uuid_of_rank("1", 3, GPUS) == "GPU-bb-1"

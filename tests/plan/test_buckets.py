@@ -1,4 +1,4 @@
-"""Buckets of gradients: who travels with whom, in which order, and when two plans are the same."""
+"""Gradient buckets: their members, their order, and when two bucket plans have the same signature."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_model_worked_out_by_hand() -> None:
         Gradient("head/w", (16, 7), "float32"),  # 5:  448 bytes
         Gradient("head/b", (7,), "float32"),  # 6:   28 bytes
     ]
-    # From the end: 28 + 448 + 64 = 540 bytes of float32; with 512 more it would be above 1000.
+    # In reverse order: 28 + 448 + 64 = 540 bytes of float32. The next 512 would exceed 1000.
     plan = plan_buckets(model, 1000)
     assert plan.buckets == (
         Bucket("dense/b .. head/b", (6, 5, 3), (7, 112, 16), "float32", "float32", 3),
@@ -56,16 +56,16 @@ def test_a_model_worked_out_by_hand() -> None:
 
 def test_buckets_of_sizes_alone() -> None:
     assert cut_buckets([3, 1, 2, 2], 4) == [[3, 2], [1, 0]]
-    assert cut_buckets([9, 0, 0, 1], 4) == [[3, 2, 1], [0]]  # a gradient above the limit travels alone
+    assert cut_buckets([9, 0, 0, 1], 4) == [[3, 2, 1], [0]]  # above the limit: a bucket of its own
     assert cut_buckets([1, 1, 1], 4, ["a", "b", "a"]) == [[1], [2, 0]]
     assert cut_buckets([], 4) == []
 
 
-def test_tables_travel_by_rows_where_that_is_worth_it() -> None:
+def test_large_tables_are_sent_by_rows() -> None:
     model = [
         Gradient("embed", (100, 16), "float32", table=True),  # 0: 6400 bytes
         Gradient("kernel", (16, 16), "float32"),  # 1: 1024 bytes
-        Gradient("small", (50, 16), "float32", table=True),  # 2: 3200 bytes, not enough of them
+        Gradient("small", (50, 16), "float32", table=True),  # 2: 3200 bytes, too small
         Gradient("narrow", (400, 8), "float32", table=True),  # 3: 12800 bytes, in rows of 32
         Gradient("wide", (100, 4, 8), "float16", table=True),  # 4: 6400 bytes, in rows of 32 elements
     ]
@@ -78,7 +78,7 @@ def test_tables_travel_by_rows_where_that_is_worth_it() -> None:
     dense = plan_buckets(model, 1 << 20)
     assert [(bucket.members, bucket.row) for bucket in dense.buckets] == [((4,), 0), ((3, 2, 1, 0), 0)]
     assert plan.signature != dense.signature
-    # What is left is cut as if the tables were not there.
+    # The other gradients are cut as if there were no tables.
     left, rest = plan_buckets(model, table_bytes=6400), plan_buckets(model[1:4])
     assert [bucket.counts for bucket in left.buckets if not bucket.row] == [b.counts for b in rest.buckets]
     same = plan_buckets(
@@ -88,7 +88,7 @@ def test_tables_travel_by_rows_where_that_is_worth_it() -> None:
 
 
 @pytest.mark.parametrize(("compression", "wire"), [("bf16", "bfloat16"), ("fp16", "float16")])
-def test_compression_casts_float32_alone(compression: str, wire: str) -> None:
+def test_compression_casts_only_float32(compression: str, wire: str) -> None:
     model = [Gradient(dtype, (10,), dtype) for dtype in ("float32", "float64", "float16", "bfloat16")]
     plan = plan_buckets(model, 1 << 20, compression)
     found = {bucket.dtype: bucket.wire_dtype for bucket in plan.buckets}
@@ -124,7 +124,7 @@ def test_a_bucket_has_one_dtype_and_is_no_larger_than_the_cap(
 
 @quickly
 @given(models, caps)
-def test_a_bucket_ends_where_the_next_gradient_would_not_fit(model: list[Gradient], cap: int) -> None:
+def test_a_bucket_ends_if_the_next_gradient_does_not_fit(model: list[Gradient], cap: int) -> None:
     for dtype in ITEM_BYTES:
         mine = [b for b in plan_buckets(model, cap).buckets if b.dtype == dtype]
         for bucket, following in pairwise(mine):
@@ -134,14 +134,12 @@ def test_a_bucket_ends_where_the_next_gradient_would_not_fit(model: list[Gradien
 
 @quickly
 @given(models, caps)
-def test_backward_completes_buckets_in_their_order_and_forward_needs_the_last_first(
-    model: list[Gradient], cap: int
-) -> None:
+def test_buckets_are_in_backward_order_and_needed_in_reverse(model: list[Gradient], cap: int) -> None:
     plan = plan_buckets(model, cap)
     for bucket in plan.buckets:
         assert list(bucket.members) == sorted(bucket.members, reverse=True)
         assert bucket.priority == bucket.members[-1]
-    # A bucket is complete with its lowest member, which backward reaches last.
+    # A bucket is complete once backward reaches its member with the lowest index.
     priorities = [bucket.priority for bucket in plan.buckets]
     assert priorities == sorted(priorities, reverse=True)
     assert [number for number, _ in plan.by_need()] == list(reversed(range(len(plan.buckets))))
@@ -150,11 +148,11 @@ def test_backward_completes_buckets_in_their_order_and_forward_needs_the_last_fi
 
 @quickly
 @given(models, caps)
-def test_in_turn_the_same_buckets_go_as_backward_completes_them(model: list[Gradient], cap: int) -> None:
+def test_in_turn_sends_the_same_buckets_in_backward_order(model: list[Gradient], cap: int) -> None:
     plan, urgent = plan_buckets(model, cap, in_turn=True), plan_buckets(model, cap)
     assert [number for number, _ in plan.by_need()] == list(range(len(plan.buckets)))
     assert [b.members for b in plan.buckets] == [b.members for b in urgent.buckets]
-    # Where there is a choice a rank that chooses otherwise is found out.
+    # Plans with another order have another signature, so that ranks that disagree are detected.
     assert (plan.signature == urgent.signature) == all(b.priority == 0 for b in urgent.buckets)
 
 
@@ -167,7 +165,7 @@ def test_equal_arguments_give_equal_plans(model: list[Gradient], cap: int, compr
     assert 0 <= first.signature < 1 << 64
 
 
-def test_another_process_with_another_hash_seed_gets_the_same_signature() -> None:
+def test_the_signature_does_not_depend_on_the_hash_seed() -> None:
     program = (
         "from hvpipe.plan.buckets import Gradient, plan_buckets\n"
         "model = [Gradient(str(i), (i, 3), 'float32' if i % 3 else 'float16') for i in range(40)]\n"
@@ -189,7 +187,7 @@ def test_another_process_with_another_hash_seed_gets_the_same_signature() -> Non
 
 @quickly
 @given(st.lists(gradients, min_size=1, max_size=10), caps, compressions, st.data())
-def test_a_model_that_differs_anywhere_has_another_signature(
+def test_any_difference_between_models_changes_the_signature(
     model: list[Gradient], cap: int, compression: str | None, data: st.DataObject
 ) -> None:
     place = data.draw(st.integers(0, len(model) - 1))
@@ -213,12 +211,12 @@ def test_a_model_that_differs_anywhere_has_another_signature(
     assert signature not in others
 
 
-def test_other_cuts_have_another_signature() -> None:
+def test_other_buckets_have_another_signature() -> None:
     model = [Gradient("a", (10,), "float32"), Gradient("b", (10,), "float32")]
     apart, together = plan_buckets(model, 40), plan_buckets(model, 80)
     assert (len(apart.buckets), len(together.buckets)) == (2, 1)
     assert apart.signature != together.signature
-    # 4096 cuts them as 80 does: the same buckets, the same plan.
+    # A limit of 4096 bytes cuts the same buckets as 80 bytes: the same plan.
     assert plan_buckets(model, 4096) == together
 
 
@@ -228,7 +226,7 @@ def test_a_model_without_gradients() -> None:
     assert plan.wire_bytes == 0
 
 
-def test_scalars_and_empty_variables_count_as_what_they_are() -> None:
+def test_scalars_and_empty_variables_have_their_own_counts() -> None:
     model = [Gradient("scalar", (), "float32"), Gradient("empty", (0, 5), "float32")]
     (bucket,) = plan_buckets(model, 4).buckets
     assert bucket.counts == (0, 1)
@@ -250,7 +248,7 @@ def test_bad_arguments_are_named() -> None:
     ],
     ids=["small", "middle", "large"],
 )
-def test_where_no_size_is_said_a_small_model_has_several_buckets(mebibytes: float, sizes: list[int]) -> None:
+def test_by_default_a_small_model_has_several_buckets(mebibytes: float, sizes: list[int]) -> None:
     count = int(mebibytes * 2**20) // 4 // 32
     gradients = [Gradient(str(i), (count,), "float32") for i in range(32)]
     assert [bucket.wire_bytes for bucket in plan_buckets(gradients).buckets] == sizes

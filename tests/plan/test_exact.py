@@ -1,4 +1,4 @@
-"""The optimum: by hand, against every plan there is, and never worse with better machines."""
+"""The optimum: by hand, against every possible plan, and never worse on better hardware."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ quickly = settings(max_examples=25)
 
 
 def every_plan(profile: Profile, cluster: Cluster, stages: int) -> list[float]:
-    """The bottlenecks of all contiguous plans that fit, by trying each."""
+    """Return the bottlenecks of all contiguous plans that fit, by trying each."""
     found = []
     count = len(profile.layers)
     for order in permutations([device.name for device in cluster.devices], stages):
@@ -33,13 +33,13 @@ def every_plan(profile: Profile, cluster: Cluster, stages: int) -> list[float]:
     return found
 
 
-def test_by_hand() -> None:
-    # 5 + 1 | 4 + 3 is the best of three; on devices of speed 1 and 1/2: 5 + 1 + 4 | 3 / 0.5.
+def test_the_optimum_by_hand() -> None:
+    # 5 + 1 | 4 + 3 is the best of three cuts. With speeds 1 and 1/2 it is 5 + 1 + 4 | 3 / 0.5.
     assert exact(chain(5, 1, 4, 3), equal_cluster(2), 2).bottleneck_s == pytest.approx(7)
     assert exact(chain(5, 1, 4, 3), equal_cluster(2, speeds=(1, 0.5)), 2).bottleneck_s == pytest.approx(10)
 
 
-def test_in_a_given_order() -> None:
+def test_a_given_order_of_devices() -> None:
     cluster = equal_cluster(2, speeds=(1.0, 2.0))
     plan = exact(chain(6, 3), cluster, 2, order=["h0", "h1"])
     assert [stage.device for stage in plan.stages] == ["h0", "h1"]
@@ -49,8 +49,11 @@ def test_in_a_given_order() -> None:
         exact(chain(6, 3), cluster, 2, order=["h0", "h9"])
 
 
-def test_what_fits_in_another_order_is_told() -> None:
-    """The first stage keeps two micro-batches, 20 bytes, as h1 has. Regression: the message named nothing."""
+def test_an_order_that_fits_is_mentioned() -> None:
+    """The first stage keeps two micro-batches, 20 bytes, which only h1 can hold.
+
+    Regression: the message mentioned no other order.
+    """
     cluster = Cluster((Host("h0", (Device("h0", 1.0, 10),)), Host("h1", (Device("h1", 1.0, 20),))))
     profile = chain(3, 3, saved_bytes=10)
     assert exact(profile, cluster, 2, order=["h1", "h0"])
@@ -75,7 +78,7 @@ def test_no_plan_is_better(profile: Profile, cluster: Cluster) -> None:
 
 @quickly
 @given(profiles())
-def test_better_machines_are_never_worse(profile: Profile) -> None:
+def test_better_hardware_is_never_worse(profile: Profile) -> None:
     times_s = [
         exact(profile, equal_cluster(3, Link(0.01, rate), speeds=(speed, 0.5)), 3).bottleneck_s
         for rate, speed in ((10.0, 0.5), (100.0, 0.5), (100.0, 1.0), (1000.0, 2.0))
@@ -83,7 +86,7 @@ def test_better_machines_are_never_worse(profile: Profile) -> None:
     assert times_s == sorted(times_s, reverse=True)
 
 
-def test_limits_are_told() -> None:
+def test_limits_are_named() -> None:
     many = Profile(tuple(replace(chain(1).layers[0], name=f"l{i}") for i in range(1001)), ())
     with pytest.raises(
         HvpipeError, match=r"at most 1000 layers; use partition for more\. Received: layers=1001"

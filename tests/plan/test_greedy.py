@@ -1,4 +1,4 @@
-"""The greedy partitioner: cuts worked out by hand, its promises, and what it says when it cannot."""
+"""The greedy partitioner: cuts worked out by hand, properties of every plan, error messages."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def test_equal_layers_are_shared_equally() -> None:
     assert plan.step_s == pytest.approx(12 + 7 * 6)  # 8 micro-batches
 
 
-def test_a_micro_batch_alone_takes_the_forward_again_with_recompute() -> None:
+def test_one_batch_includes_the_recomputed_forward() -> None:
     plan = partition(chain(3, 3, 3, 3), equal_cluster(2), 2, Pipelining("1f1b", 8, recompute=True))
     assert plan.one_batch_s == pytest.approx(12 + 4)
     assert plan.step_s == pytest.approx(16 + 7 * 8)
 
 
-def test_the_faster_device_gets_more_and_the_order_is_found() -> None:
-    # a takes 6 s: the fast device (h1) must come first for 3 | 3.
+def test_the_faster_device_gets_more_work_and_the_order_is_found() -> None:
+    # a takes 6 s, so the fast device h1 must come first: 3 s | 3 s.
     plan = partition(chain(6, 3), equal_cluster(2, speeds=(1.0, 2.0)), 2)
     assert [(stage.device, stage.layers) for stage in plan.stages] == [("h1", ("a",)), ("h0", ("b",))]
     assert plan.bottleneck_s == pytest.approx(3)
 
 
-def test_costs_are_not_monotone_so_every_end_is_looked_at() -> None:
-    # Behind b travels a tensor that takes 2 x 50 s; a cut there is out of the question, one behind c is free.
+def test_every_end_of_a_stage_is_tried_since_costs_are_not_monotone() -> None:
+    # b's output takes 2 x 50 s to send, so a cut after b is far too slow. A cut after c sends nothing.
     sizes = (0, 100, 0, 0)
     profile = chain(1, 1, 4, 6)
     layers = tuple(replace(layer, output_bytes=n) for layer, n in zip(profile.layers, sizes, strict=True))
@@ -66,8 +66,8 @@ def test_costs_are_not_monotone_so_every_end_is_looked_at() -> None:
     assert cut(plan) == ["abc", "d"]
 
 
-def test_layers_that_take_no_time_are_cut_where_least_travels() -> None:
-    """Regression: bisecting between 0 and the transfers' time went on for ever."""
+def test_layers_that_take_no_time_are_cut_at_the_smallest_transfer() -> None:
+    """Regression: bisection between 0 and the transfer time never ended."""
     sizes = {"a": 1000, "b": 10, "c": 500, "d": 0}
     layers = [LayerCost(name, 0, 0, output_bytes=size) for name, size in sizes.items()]
     profile = Profile.of(layers, [("a", "b"), ("b", "c"), ("c", "d")])
@@ -78,7 +78,7 @@ def test_layers_that_take_no_time_are_cut_where_least_travels() -> None:
     assert (cut(free), free.bottleneck_s) == (["a", "b", "c", "d"], 0)
 
 
-def test_a_skip_is_charged_once_where_made_and_once_for_each_stage_that_uses_it() -> None:
+def test_a_skip_is_charged_once_to_its_producer_and_once_to_each_stage_that_uses_it() -> None:
     profile = Profile.of(
         [LayerCost("a", 1, 1, output_bytes=4), LayerCost("b", 1, 1, output_bytes=2), LayerCost("c", 1, 1)],
         [("a", "b"), ("a", "c"), ("b", "c")],
@@ -89,7 +89,7 @@ def test_a_skip_is_charged_once_where_made_and_once_for_each_stage_that_uses_it(
         [(("h0",), [0]), (("h1",), [1]), (("h2",), [2])],
         Pipelining(),
     )
-    # A message takes 1 s + bytes / 2, and its gradient the same way back: a 6 s, b 4 s.
+    # A message takes 1 s + bytes / 2, and so does its gradient: 6 s for a, 4 s for b.
     assert [(cost.send_s, cost.receive_s) for cost in costs] == [(6, 0), (4, 6), (0, 10)]
     assert [(cost.send_bytes, cost.receive_bytes) for cost in costs] == [(4, 0), (2, 4), (0, 6)]
 
@@ -97,13 +97,13 @@ def test_a_skip_is_charged_once_where_made_and_once_for_each_stage_that_uses_it(
 @pytest.mark.parametrize(
     ("pipelining", "memory_bytes"),
     [
-        # Weights and gradients 2 x 10. a and b save 5 each for every micro-batch in flight, b has received 3.
+        # Weights and gradients take 2 x 10. Each micro-batch in flight saves 5 on a and b; b also received 3.
         (Pipelining("1f1b", 4), [20 + 2 * 5, 20 + 1 * (5 + 3)]),
         (Pipelining("gpipe", 4), [20 + 4 * 5, 20 + 4 * (5 + 3)]),
         (Pipelining("gpipe", 4, recompute=True), [20 + 5, 20 + 5 + 4 * 3]),
     ],
 )
-def test_memory_is_that_of_the_schedule(pipelining: Pipelining, memory_bytes: list[int]) -> None:
+def test_memory_depends_on_the_schedule(pipelining: Pipelining, memory_bytes: list[int]) -> None:
     profile = chain(3, 3, output_bytes=3, saved_bytes=5, weight_bytes=10)
     plan = partition(profile, equal_cluster(2), 2, pipelining)
     assert [stage.cost.memory_bytes for stage in plan.stages] == memory_bytes
@@ -111,21 +111,21 @@ def test_memory_is_that_of_the_schedule(pipelining: Pipelining, memory_bytes: li
 
 
 def test_memory_moves_the_cut() -> None:
-    # Two layers a stage would be even, but h0 holds the weights of one only.
+    # Two layers per stage would be even, but h0 has memory for the weights of only one.
     hosts = (Host("h0", (Device("h0", 1.0, 25),)), Host("h1", (Device("h1"),)))
     plan = partition(chain(1, 1, 1, 1, weight_bytes=10), Cluster(hosts), 2)
     assert {stage.device: len(stage.layers) for stage in plan.stages} == {"h0": 1, "h1": 3}
 
 
-def test_without_a_number_of_stages_useless_ones_are_left_out() -> None:
+def test_stages_that_do_not_help_are_left_out() -> None:
     slow = equal_cluster(3, Link(100.0))
     plan = partition(chain(1, 1, 1, output_bytes=1), slow)
     assert cut(plan) == ["abc"]
     assert len(partition(chain(1, 1, 1), equal_cluster(3)).stages) == 3
 
 
-def test_neighbours_on_one_host_take_the_larger_cut() -> None:
-    # Links between hosts are slow: devices of a host should be neighbours, however listed.
+def test_devices_of_one_host_are_neighbours_at_the_larger_cut() -> None:
+    # Links between hosts are slow, so devices of a host should be neighbours in any order of hosts.
     bus, network = Link(0, 1e3), Link(0, 1.0)
     hosts = tuple(Host(h, (Device(f"{h}0"), Device(f"{h}1")), network, bus) for h in ("x", "y"))
     plan = partition(chain(9, 9, 9, 9, output_bytes=2), Cluster(hosts), 4)
@@ -138,7 +138,7 @@ def test_neighbours_on_one_host_take_the_larger_cut() -> None:
 
 @quickly
 @given(profiles(), clusters())
-def test_every_layer_is_in_one_stage_and_memory_holds(profile: Profile, cluster: Cluster) -> None:
+def test_every_layer_is_in_one_stage_and_plans_fit_memory(profile: Profile, cluster: Cluster) -> None:
     stages = len(cluster.devices)
     try:
         best = exact(profile, cluster, stages)
@@ -179,8 +179,8 @@ def test_within_five_percent_of_the_optimum_on_real_models(name: str) -> None:
         ("vgg16", 4, 10714423523),
     ],
 )
-def test_within_five_percent_where_memory_is_just_enough(name: str, stages: int, memory_bytes: int) -> None:
-    """The least memory in which some plan fits, to 2 %; regression: on alexnet repairing went on for ever."""
+def test_within_five_percent_with_barely_enough_memory(name: str, stages: int, memory_bytes: int) -> None:
+    """The memory is within 2 % of the least that fits. Regression: on alexnet the repair never ended."""
     cluster = equal_cluster(stages, Link(1e-4, 125e6), speeds=(1.0, 0.5, 0.25), memory_bytes=memory_bytes)
     plan = partition(model(name), cluster, stages)
     assert not plan.shortages(cluster)
@@ -200,7 +200,7 @@ def test_hundreds_of_layers_on_unequal_devices_take_seconds() -> None:
 
 
 def measured_cluster(count: int, speeds: tuple[float, ...] = ()) -> Cluster:
-    """Devices that differ in speed, on links that were measured and all differ a little."""
+    """Build a cluster of devices with different speeds, on measured links that all differ slightly."""
     hosts = tuple(
         Host(f"h{i}", (Device(f"h{i}", speeds[i] if speeds else 1 + i / 99),)) for i in range(count)
     )
@@ -211,10 +211,10 @@ def measured_cluster(count: int, speeds: tuple[float, ...] = ()) -> Cluster:
 
 
 @pytest.mark.parametrize(("count", "most_ends", "most_stages"), [(8, 5_000, 1_500), (12, 6_000, 5_000)])
-def test_measured_links_are_planned_in_bounds(
+def test_planning_on_measured_links_is_bounded(
     count: int, most_ends: int, most_stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: every device is a kind of its own there, and planning took minutes."""
+    """Regression: no two devices were interchangeable, and planning took minutes."""
     work = {"ends": 0, "stages": 0}
 
     def counted(spans: Spans, start: int, among: StageDeviceTable, *rest: Any) -> Any:
@@ -236,11 +236,11 @@ def test_measured_links_are_planned_in_bounds(
     assert 0 < work["ends"] < most_ends
 
 
-def test_measured_links_that_are_nearly_equal_make_devices_of_a_kind() -> None:
+def test_devices_on_nearly_equal_links_are_interchangeable() -> None:
     cluster = measured_cluster(6, speeds=(1.0, 0.5) * 3)
     assert DeviceOrders(cluster, 6, Pipelining(), alike=0.05).counts == [3, 3]
     assert DeviceOrders(cluster, 6, Pipelining()).counts == [1] * 6
-    # h0 is far from h1, all else is near: neither of these two is like a third.
+    # Only the link from h0 to h1 is slow: h0 and h1 are alike, and so are h2 and h3.
     far = (
         ("h0", "h1", Link(1.0)),
         *((f"h{a}", f"h{b}", Link()) for a, b in ((0, 2), (0, 3), (1, 2), (1, 3))),
@@ -248,7 +248,7 @@ def test_measured_links_that_are_nearly_equal_make_devices_of_a_kind() -> None:
     assert DeviceOrders(replace(equal_cluster(4), measured=far), 4, Pipelining()).counts == [2, 2]
 
 
-def test_a_shortage_says_what_is_missing_and_what_would_help() -> None:
+def test_a_memory_shortage_names_the_missing_bytes_and_remedies() -> None:
     profile = replace(chain(3, 3, saved_bytes=100), batch_size=8)
     cluster = equal_cluster(2, memory_bytes=250)
     with pytest.raises(PlanError) as caught:
@@ -258,14 +258,17 @@ def test_a_shortage_says_what_is_missing_and_what_would_help() -> None:
     assert "h0: 150 bytes missing of 400 bytes; h1: 150 bytes missing of 400 bytes" in message
     assert 'with schedule="1f1b", or 8 smaller micro-batches of 4 with schedule="1f1b", or ' in message
     assert "recompute=True" in message
-    # What it says is true.
+    # Every remedy in the message works.
     assert partition(profile, cluster, 2, Pipelining("1f1b", 4))
     assert partition(profile.at_batch(4), cluster, 2, Pipelining("1f1b", 8))
     assert partition(profile, cluster, 2, Pipelining("gpipe", 4, recompute=True))
 
 
-def test_devices_without_a_limit_are_the_roomiest() -> None:
-    """Two stages put a or c, 100 bytes, on h1: one more device like h0 leaves it b. Regression: like h1."""
+def test_devices_without_a_limit_have_the_most_memory() -> None:
+    """Two stages put a or c, 100 bytes, on h1. With one more device like h0, h1 gets only b.
+
+    Regression: the message advised one more device like h1.
+    """
     layers = [LayerCost(name, 1, 1, weight_bytes=size) for name, size in (("a", 50), ("b", 1), ("c", 50))]
     profile = Profile.of(layers, [("a", "b"), ("b", "c")])
     cluster = Cluster((Host("h0", (Device("h0"),)), Host("h1", (Device("h1", 1.0, 10),))))
@@ -273,13 +276,13 @@ def test_devices_without_a_limit_are_the_roomiest() -> None:
         partition(profile, cluster, 2)
 
 
-def test_devices_without_memory_come_last_where_it_is_scarce() -> None:
+def test_devices_with_the_least_memory_come_last_if_memory_is_scarce() -> None:
     devices = (Device("h0", 2.0, 0), Device("h1", 1.0, 5), Device("h2", 0.5))
     orders = DeviceOrders(Cluster((Host("h", devices),)), 3, Pipelining())
     assert [orders._members[kind][0].name for kind in orders.by_memory()] == ["h2", "h1", "h0"]
 
 
-def test_a_shortage_that_more_stages_or_devices_would_help() -> None:
+def test_a_memory_shortage_advises_more_stages_or_devices() -> None:
     profile = chain(1, 1, 1, 1, weight_bytes=50)
     with pytest.raises(PlanError, match="fit with 4 stages"):
         partition(profile, equal_cluster(4, memory_bytes=100), 2)
@@ -291,7 +294,7 @@ def test_a_shortage_that_more_stages_or_devices_would_help() -> None:
 
 @pytest.mark.parametrize(("devices", "where"), [(4, ""), (2, " on 2 more devices like h0")])
 def test_a_remedy_with_more_devices_has_a_micro_batch_for_each(devices: int, where: str) -> None:
-    """Regression: 4 stages were advised, and are refused with 2 micro-batches."""
+    """Regression: the message advised 4 stages, which hvpipe refuses with 2 micro-batches."""
     profile = chain(1, 1, 1, 1, weight_bytes=50)
     says = rf"microbatches=2 .* It would fit with 4 stages and 4 micro-batches{where}\."
     with pytest.raises(PlanError, match=says):
@@ -303,7 +306,7 @@ def test_a_remedy_with_more_devices_has_a_micro_batch_for_each(devices: int, whe
     ("stages", "message"),
     [(0, "stages=0"), (4, "number of layers, 3.* stages=4"), (3, "devices, 2.*stages=3")],
 )
-def test_stages_must_be_there(stages: int, message: str) -> None:
+def test_a_bad_number_of_stages_is_refused(stages: int, message: str) -> None:
     with pytest.raises(HvpipeError, match=message):
         partition(chain(1, 1, 1), equal_cluster(2), stages)
 
@@ -320,7 +323,7 @@ def test_pipelining_is_checked() -> None:
             Pipelining(schedule, chunks=chunks)
 
 
-def test_stages_in_a_circle_must_be_there() -> None:
+def test_a_bad_number_of_interleaved_stages_is_refused() -> None:
     cluster, how = equal_cluster(2), Pipelining("interleaved", 2, chunks=2)
     profile = chain(*[1] * 9)
     with pytest.raises(HvpipeError, match=r"multiple of chunks.*stages=3, chunks=2"):
@@ -337,7 +340,7 @@ def test_stages_in_a_circle_must_be_there() -> None:
         exact(profile, cluster, 4, how)
 
 
-def test_memory_of_a_circle_is_shared_by_its_chunks() -> None:
+def test_chunks_of_a_device_share_its_memory() -> None:
     """Each device has two of four layers: 2 x 20 bytes of weights and gradients."""
     profile, how = chain(1, 1, 1, 1, weight_bytes=10), Pipelining("interleaved", 4, chunks=2)
     plan = partition(profile, equal_cluster(2, memory_bytes=40), 4, how)
@@ -346,10 +349,10 @@ def test_memory_of_a_circle_is_shared_by_its_chunks() -> None:
         partition(profile, equal_cluster(2, memory_bytes=30), 4, how)
 
 
-def test_a_circle_whose_chunks_need_unequal_memory() -> None:
-    """Regression: no chunk could have more than an even part; the message named no device that lacks any.
+def test_interleaved_chunks_may_need_unequal_memory() -> None:
+    """Regression: each chunk was limited to an equal part, and the message named no device without room.
 
-    Of 1000 bytes, a takes 600 for weights and gradients, all others 20 each.
+    Of 1000 bytes, a needs 600 for weights and gradients, each other layer 20.
     """
     how = Pipelining("interleaved", 4, chunks=2)
     profile = chain(1, 1, 1, 1)
@@ -364,7 +367,7 @@ def test_a_circle_whose_chunks_need_unequal_memory() -> None:
 
 @quickly
 @given(profiles(), st.integers(200, 2000))
-def test_memory_of_a_circle_holds_and_what_is_missing_is_said(profile: Profile, memory_bytes: int) -> None:
+def test_interleaved_plans_fit_memory_or_the_shortage_is_named(profile: Profile, memory_bytes: int) -> None:
     cluster, how = (
         equal_cluster(2, Link(0.01, 30.0), memory_bytes=memory_bytes),
         Pipelining("interleaved", 4, chunks=2),
@@ -378,7 +381,7 @@ def test_memory_of_a_circle_holds_and_what_is_missing_is_said(profile: Profile, 
         assert not plan.shortages(cluster)
 
 
-def test_a_plan_comes_back_from_its_file_and_knows_its_own(tmp_path: Path) -> None:
+def test_a_plan_is_read_back_and_refuses_another_model_or_cluster(tmp_path: Path) -> None:
     profile, cluster = chain(1, 2, 3), equal_cluster(2)
     partition(profile, cluster, 2).write(tmp_path / "plan.json")
     plan = Plan.read(tmp_path / "plan.json")
@@ -393,7 +396,7 @@ def test_a_plan_comes_back_from_its_file_and_knows_its_own(tmp_path: Path) -> No
         plan.check(profile, equal_cluster(2, speeds=(2.0,)))
 
 
-def test_bad_plans_are_told(tmp_path: Path) -> None:
+def test_bad_plans_are_refused(tmp_path: Path) -> None:
     document = partition(chain(1, 2), equal_cluster(2), 2).to_json()
     with pytest.raises(HvpipeError, match=r"stages\[0\]\.devices should be a list of texts"):
         Plan.from_json(document | {"stages": [{}]})
@@ -412,7 +415,7 @@ def test_bad_plans_are_told(tmp_path: Path) -> None:
         Plan.from_json(document | {"stages": [stage | {"shares": 1}]})
 
 
-def test_a_plan_that_was_edited_wrongly_is_told(tmp_path: Path) -> None:
+def test_a_wrong_edit_of_a_plan_is_named(tmp_path: Path) -> None:
     document = partition(chain(1, 2, 3), equal_cluster(2), 2).to_json()
     first, second = document["stages"]
     how = document["pipelining"]
@@ -437,7 +440,7 @@ def test_a_plan_that_was_edited_wrongly_is_told(tmp_path: Path) -> None:
             Plan.read(tmp_path / "plan.json")
 
 
-def test_a_plan_that_lacks_a_layer_or_mixes_them_is_told() -> None:
+def test_a_plan_that_lacks_or_mixes_layers_is_refused() -> None:
     profile, cluster = chain(1, 2, 3), equal_cluster(2)
     document = partition(profile, cluster, 2).to_json()
     first, second = document["stages"]
@@ -453,17 +456,17 @@ def test_a_plan_that_lacks_a_layer_or_mixes_them_is_told() -> None:
 def test_each_cut_is_explained() -> None:
     profile, cluster = chain(3, 3, 3, 3, output_bytes=10**6), equal_cluster(2, Link(0, 1e6))
     lines = explain(partition(profile, cluster, 2), profile, cluster)
-    # A stage takes 6 s, and 2 s for 1 MB there and back.
+    # A stage computes for 6 s and sends 1 MB there and back in 2 s.
     assert lines == [
         "cut 1 behind b (h0 | h1): 1 MB, 8e+03 | 8e+03 ms; behind a: 1 MB, 5e+03 | 1.1e+04 ms "
         "(slower by 3e+03 ms); behind c: 1 MB, 1.1e+04 | 5e+03 ms (slower by 3e+03 ms)"
     ]
 
 
-def test_a_cut_of_a_circle_is_explained_by_whole_devices() -> None:
-    """h0 has a, b and d, h1 has c, e and f; with a cut behind a, h1 has four layers and 80 bytes.
+def test_a_cut_of_interleaved_stages_is_explained_by_whole_devices() -> None:
+    """h0 has a, b and d; h1 has c, e and f. With the cut behind a, h1 would have four layers and 80 bytes.
 
-    Regression: stages of two layers each were compared with what a device has for all of its own.
+    Regression: single stages were compared with the limit for all stages of a device.
     """
     profile, how = chain(*[3] * 6, weight_bytes=10), Pipelining("interleaved", 4, chunks=2)
     for memory_bytes, verdict in ((None, "slower by 3e+03 ms"), (70, "memory of h1 exceeded by 1e-05 MB")):

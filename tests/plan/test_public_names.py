@@ -1,4 +1,4 @@
-"""`hvpipe.plan` offers the whole of planning, whatever was imported before."""
+"""`hvpipe.plan` offers all of planning, whatever was imported before it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_type_checkers_see_the_names_that_python_finds() -> None:
     assert seen == found
 
 
-def test_the_names_are_those_of_their_modules() -> None:
+def test_each_name_is_that_of_its_module() -> None:
     for module, names in hvpipe.plan._NAMES_BY_MODULE.items():
         for name in names:
             assert getattr(hvpipe.plan, name) is getattr(import_module(module), name)
@@ -58,7 +58,7 @@ def test_a_function_is_not_hidden_by_its_module(order: tuple[str, str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_package_is_light() -> None:
+def test_the_package_imports_no_large_library() -> None:
     code = "import sys, hvpipe.plan; print(*{name.partition('.')[0] for name in sys.modules})"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
@@ -67,7 +67,7 @@ def test_the_package_is_light() -> None:
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_says_what_it_takes_and_returns(name: str) -> None:
+def test_a_function_documents_its_arguments_and_result(name: str) -> None:
     text = inspect.getdoc(getattr(hvpipe.plan, name)) or ""
     signature = inspect.signature(getattr(hvpipe.plan, name))
     assert "\nArgs:\n" in text
@@ -77,7 +77,7 @@ def test_a_function_says_what_it_takes_and_returns(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CLASSES if name != "PlanError"])
-def test_a_class_says_what_its_fields_are(name: str) -> None:
+def test_a_class_documents_its_fields(name: str) -> None:
     text = inspect.getdoc(getattr(hvpipe.plan, name)) or ""
     parameters = inspect.signature(getattr(hvpipe.plan, name)).parameters
     assert [parameter for parameter in parameters if f"    {parameter}: " not in text] == []

@@ -1,4 +1,4 @@
-"""Schedules: golden texts worked out by hand, the pictures in the docstrings, text out and in, bad input."""
+"""Schedules: golden texts worked out by hand, docstring pictures, text and JSON round trips, bad input."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def schedules(draw: st.DrawFn, most_ranks: int = 6, most_microbatches: int = 14)
         ("1f1b", 4, 2, 1, "F0 F1 B0 B1\nF0 F1 B0 B1\nF0 F1 B0 B1\nF0 B0 F1 B1\n"),
         ("zb-h1", 1, 2, 1, "F0 I0 W0 F1 I1 W1\n"),
         ("zb-h1", 2, 3, 1, "F0 F1 I0 W0 F2 I1 W1 I2 W2\nF0 I0 F1 I1 W0 F2 I2 W1 W2\n"),
-        # More stages than micro-batches: the last stage has nothing to put between its W's.
+        # More stages than micro-batches: the last stage has nothing to run between I and W.
         ("zb-h1", 3, 1, 1, "F0 I0 W0\nF0 I0 W0\nF0 I0 W0\n"),
-        # As Megatron-LM has it: (chunks - 1) ranks + 2 (ranks - rank - 1) forwards to warm up.
+        # As in Megatron-LM: (chunks - 1) * ranks + 2 * (ranks - rank - 1) warm-up forwards.
         (
             "interleaved",
             2,
@@ -72,7 +72,7 @@ def test_golden_text(name: str, ranks: int, microbatches: int, chunks: int, gold
         ("interleaved", [make_schedule("interleaved", 2, 4, 2)]),
     ],
 )
-def test_the_pictures_in_the_docstring_are_true(function: str, made: list[Schedule]) -> None:
+def test_the_pictures_in_the_docstrings_are_right(function: str, made: list[Schedule]) -> None:
     pictures = [part for part in getattr(algorithms, function).__doc__.split("\n\n") if " | " in part]
     for picture, schedule in zip(pictures, made, strict=True):
         lines = re.findall(r"(?:stage \d|rank \d|       ) \| (.*)", picture)
@@ -111,7 +111,7 @@ def test_interleaved_groups_are_never_smaller_than_the_ranks(ranks: int, microba
             "0F0 0F2 0F4 0B0 0B2 0B4\n0F1 0F3 0F5 0B1 0B3 0B5\n"
             "1F0 1B0 1F3 1B3\n1F1 1B1 1F4 1B4\n1F2 1B2 1F5 1B5\n",
         ),
-        # One rank before: the second stage's W's are floor(1 / 2) = 0 behind its I's, the third's 3.
+        # One rank precedes stage 1: its W's run floor(1 / 2) = 0 micro-batches after its I's, stage 2's 3.
         (
             "zb-h1",
             (1, 2, 1),
@@ -126,7 +126,7 @@ def test_golden_text_with_replicas(name: str, ranks: tuple[int, ...], microbatch
     assert make_schedule(name, ranks, microbatches).to_text() == f"{name}:\n{golden}"
 
 
-def test_who_runs_what_is_looked_up_in_the_table() -> None:
+def test_ranks_and_stages_are_looked_up_in_the_schedule() -> None:
     schedule = make_schedule("1f1b", (2, 1, 1), 4)
     assert (schedule.ranks, schedule.stages, schedule.microbatches) == (4, 3, 4)
     assert [schedule.ranks_of(stage) for stage in range(3)] == [(0, 1), (2,), (3,)]
@@ -143,22 +143,22 @@ def test_who_runs_what_is_looked_up_in_the_table() -> None:
     [
         (5, (1, 1), [(0, 2, 4), (1, 3)]),
         (4, (0.1, 0.1, 0.1), [(0, 3), (1,), (2,)]),
-        # (0 + 1/2) / (1/4) = 2 is before the third 5/2 of the first.
+        # (0 + 1/2) / (1/4) = 2 comes before the third micro-batch of the first rank at 5/2.
         (10, (1, 0.25), [(0, 1, 3, 4, 5, 6, 8, 9), (2, 7)]),
         (1, (1, 3), [(), (0,)]),
     ],
 )
-def test_dealing_by_hand(count: int, shares: tuple[float, ...], hands: list[tuple[int, ...]]) -> None:
+def test_deal_by_hand(count: int, shares: tuple[float, ...], hands: list[tuple[int, ...]]) -> None:
     assert deal(count, shares) == hands
 
 
 @quickly
 @given(st.integers(0, 40), st.lists(st.sampled_from([0.25, 0.5, 1, 1.5, 3]), min_size=1, max_size=4))
-def test_every_beginning_is_dealt_in_proportion(count: int, shares: list[float]) -> None:
+def test_any_number_of_micro_batches_is_dealt_in_proportion(count: int, shares: list[float]) -> None:
     hands = deal(count, shares)
     assert sorted(i for hand in hands for i in hand) == list(range(count))
     for share, hand in zip(shares, hands, strict=True):
-        # Two hands never differ by more than Webster's rounding: nobody is a whole one ahead of another.
+        # No rank is ahead of another by a whole micro-batch (Webster's rounding).
         for other, others in zip(shares, hands, strict=True):
             assert not hand or (len(hand) - 0.5) / share <= (len(others) + 0.5) / other
 
@@ -171,12 +171,12 @@ def replicated(draw: st.DrawFn) -> Schedule:
 
 @quickly
 @given(schedules() | replicated())
-def test_text_and_json_out_and_in(schedule: Schedule) -> None:
+def test_text_and_json_round_trip(schedule: Schedule) -> None:
     assert Schedule.from_text(schedule.to_text()) == schedule
     assert Schedule.from_json(json.loads(json.dumps(schedule.to_json()))) == schedule
 
 
-def test_a_schedule_comes_back_from_its_file(tmp_path: Path) -> None:
+def test_a_schedule_is_read_back_from_its_file(tmp_path: Path) -> None:
     make_schedule("zb-h1", (2, 1), 4).write(tmp_path / "schedule.json")
     assert Schedule.read(tmp_path / "schedule.json") == make_schedule("zb-h1", (2, 1), 4)
 
@@ -191,7 +191,7 @@ def test_a_schedule_comes_back_from_its_file(tmp_path: Path) -> None:
         ({"actions": "0F0"}, "actions should be a list of texts"),
     ],
 )
-def test_json_that_is_no_schedule(change: dict[str, object], says: str) -> None:
+def test_json_that_is_not_a_schedule(change: dict[str, object], says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
         Schedule.from_json(make_schedule("1f1b", 2, 1).to_json() | change)
 
@@ -222,7 +222,7 @@ def test_a_name_of_several_words() -> None:
         ("1f1b:\n# nothing\n", "a line for each rank. Received: plan.txt: none"),
     ],
 )
-def test_text_that_is_no_schedule(text: str, says: str) -> None:
+def test_text_that_is_not_a_schedule(text: str, says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
         Schedule.from_text(text, "plan.txt")
 
@@ -260,7 +260,7 @@ def test_shares_that_do_not_fit(shares: list[tuple[float, ...]]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "microbatch", "stage"), [("X", 0, 0), ("F", -1, 0), ("B", 0, -1)])
-def test_no_action(kind: str, microbatch: int, stage: int) -> None:
+def test_values_that_are_not_an_action(kind: str, microbatch: int, stage: int) -> None:
     with pytest.raises(HvpipeError, match=f"Received: {stage}{kind}{microbatch}"):
         Action(kind, microbatch, stage)
 

@@ -16,7 +16,7 @@ NAMES = "abcd"
 PROFILE = Profile.of([LayerCost(name, 1, 2) for name in NAMES], list(pairwise(NAMES)))
 
 
-def test_one_micro_batch_after_the_other() -> None:
+def test_without_pipelining_micro_batches_run_one_at_a_time() -> None:
     schedule = one_at_a_time((0, 1, 0), 2)
     assert schedule.to_text().splitlines()[1:] == [
         "0F0 2F0 2B0 0B0 0F1 2F1 2B1 0B1",

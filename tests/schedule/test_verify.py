@@ -1,4 +1,4 @@
-"""Verify: what is made passes on links of any capacity, what is broken is refused with rank and action."""
+"""Verification: generated schedules pass on links of any capacity; errors name the rank and action."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
 
 
 def dataflows(stages: int) -> st.SearchStrategy[Dataflow]:
-    """Any edges forward, the chain among them or not."""
+    """Draw any set of edges to later stages, with or without the chain."""
     edges = [(a, b) for b in range(stages) for a in range(b)]
     some = st.lists(st.sampled_from(edges), unique=True) if edges else st.just([])
     return some.map(lambda chosen: Dataflow(stages, tuple(chosen)))
@@ -49,7 +49,7 @@ def read(*lines: str) -> Schedule:
 
 
 def shown(program: Program) -> str:
-    """`?0F1` a receive, `!0F1` a send."""
+    """Return a program as text: `?0F1` is a receive, `!0F1` a send."""
     marks = {Send: "!", Receive: "?"}
     return " ".join(
         str(s) if isinstance(s, Action) else f"{marks[type(s)]}{s.message.producer}" for s in program
@@ -63,7 +63,7 @@ def test_sends_and_receives_worked_out_by_hand() -> None:
     ]
 
 
-def test_a_skip_connection_goes_straight_to_its_user() -> None:
+def test_a_skip_connection_is_sent_directly_to_its_user() -> None:
     skip = Dataflow(3, ((0, 1), (0, 2), (1, 2)))
     assert [shown(program) for program in verify(make_schedule("gpipe", 3, 1), skip).programs] == [
         "0F0 !0F0 !0F0 ?2B0 ?1B0 0B0",
@@ -95,27 +95,27 @@ def test_all_processes_get_the_same_programs() -> None:
 
 @quickly
 @given(st.data(), schedules(), st.integers(0, 3))
-def test_every_schedule_made_passes(data: st.DataObject, schedule: Schedule, capacity: int) -> None:
+def test_every_generated_schedule_passes(data: st.DataObject, schedule: Schedule, capacity: int) -> None:
     verify(schedule, data.draw(dataflows(schedule.stages)), capacity)
     verify(schedule, capacity=1)
 
 
 @st.composite
 def replicated(draw: st.DrawFn) -> Schedule:
-    """1 to 5 stages of 1 to 4 ranks, up to 24 micro-batches, in equal or unequal shares."""
+    """Draw a schedule: 1 to 5 stages of 1 to 4 ranks, up to 24 micro-batches, equal or unequal shares."""
     name = draw(st.sampled_from(["gpipe", "1f1b", "zb-h1"]))
     ranks = draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
     if draw(st.booleans()):
         return make_schedule(name, ranks, draw(st.integers(max(ranks), 24)))
     share = st.sampled_from([1.0, 0.7, 0.5, 0.25])
     shares = [[draw(share) for _ in range(count)] for count in ranks]
-    # One of four with the least share has a micro-batch of 14: (0 + 1/2) / (1/4) = 2 is before 5 / 1.
+    # Of 14 micro-batches even a rank of share 1/4 beside three of 1 gets one: (0 + 1/2) / (1/4) = 2 < 5 / 1.
     return make_schedule(name, ranks, draw(st.integers(14, 24)), shares=shares)
 
 
 @settings(quickly, max_examples=150)
 @given(st.data(), replicated())
-def test_no_schedule_with_replicas_stands_still(data: st.DataObject, schedule: Schedule) -> None:
+def test_no_schedule_with_replicas_deadlocks(data: st.DataObject, schedule: Schedule) -> None:
     dataflow = data.draw(dataflows(schedule.stages))
     for capacity in (0, 1):
         verify(schedule, capacity=capacity)
@@ -130,7 +130,7 @@ def test_no_schedule_with_replicas_stands_still(data: st.DataObject, schedule: S
 )
 def test_peak_stash_of_replicas(name: str, replicas: list[int], m: int) -> None:
     expected: list[list[int]] = []
-    behind = 0  # what the stages behind have in flight
+    behind = 0  # micro-batches in flight on the later stages
     for stage, count in reversed(list(enumerate(replicas))):
         warmup = math.ceil(behind / count)
         put_off = sum(replicas[:stage]) // count if name == "zb-h1" else 0
@@ -168,7 +168,7 @@ def test_peak_stash_by_size() -> None:
 
 @quickly
 @given(st.data(), schedules())
-def test_an_action_that_is_missing_or_doubled(data: st.DataObject, schedule: Schedule) -> None:
+def test_a_missing_or_repeated_action_is_refused(data: st.DataObject, schedule: Schedule) -> None:
     rank = data.draw(st.integers(0, schedule.ranks - 1))
     actions = list(schedule.actions[rank])
     place = data.draw(st.integers(0, len(actions) - 1))
@@ -182,7 +182,7 @@ def test_an_action_that_is_missing_or_doubled(data: st.DataObject, schedule: Sch
 
 
 def can_run(schedule: Schedule) -> bool:
-    """Whether there is an order with each action after what it needs and after its rank's last one."""
+    """Return whether some order runs each action after its inputs and its rank's previous action."""
     before = {action: set(needed) for action, needed in needs_of(schedule).items()}
     for actions in schedule.actions:
         for first, then in pairwise(actions):
@@ -196,7 +196,7 @@ def can_run(schedule: Schedule) -> bool:
 
 @quickly
 @given(st.data(), schedules())
-def test_two_actions_swapped_are_refused_just_if_no_order_is_left(
+def test_swapped_actions_are_refused_only_if_no_order_is_left(
     data: st.DataObject, schedule: Schedule
 ) -> None:
     rank = data.draw(st.integers(0, schedule.ranks - 1))
@@ -242,12 +242,12 @@ def test_two_actions_swapped_are_refused_just_if_no_order_is_left(
         (read("1F0 0F0 1B0 0B0"), "rank 0 at 1F0 waits for 0F0 of rank 0"),
     ],
 )
-def test_schedules_broken_by_hand(schedule: Schedule, says: str) -> None:
+def test_schedules_broken_by_hand_are_refused(schedule: Schedule, says: str) -> None:
     with pytest.raises(HvpipeError, match=says):
         verify(schedule)
 
 
-def test_actions_beyond_what_the_schedule_says() -> None:
+def test_actions_beyond_the_number_of_micro_batches_are_refused() -> None:
     with pytest.raises(HvpipeError, match=r"Rank 0 should run micro-batches below 1 .* Received: 0F1"):
         verify(replace(read("F0 B0 F1 B1"), microbatches=1))
 
@@ -256,7 +256,7 @@ CIRCLE = [Message(Action("F", i, a), Action("F", i, a + 1), a % 2, 1 - a % 2) fo
 
 
 def test_full_links() -> None:
-    """Both ranks send two messages before they receive any: links that hold fewer stop them."""
+    """Both ranks send two messages before they receive any, so links that hold fewer deadlock."""
     forth0, forth1, back0, back1 = CIRCLE
     made = (
         (Send(forth0), Send(forth1), Receive(back0), Receive(back1)),
@@ -299,7 +299,7 @@ def test_programs_that_lack_a_send_or_a_receive() -> None:
 
 
 @pytest.mark.parametrize("edges", [((1, 1),), ((2, 1),), ((0, 3),), ((-1, 0),), ((0, 1), (0, 1))])
-def test_no_dataflow(edges: tuple[tuple[int, int], ...]) -> None:
+def test_edges_that_are_no_dataflow(edges: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(HvpipeError, match=r"one of 3 stages to a later one. Received: edges="):
         Dataflow(3, edges)
 
@@ -309,6 +309,6 @@ def test_a_dataflow_of_another_model() -> None:
         verify(make_schedule("1f1b", 3, 3), Dataflow.chain(4))
 
 
-def test_no_capacity() -> None:
+def test_a_negative_capacity_is_refused() -> None:
     with pytest.raises(HvpipeError, match=r"capacity=-1"):
         verify(make_schedule("1f1b", 2, 2), capacity=-1)

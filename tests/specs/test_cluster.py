@@ -1,4 +1,4 @@
-"""Clusters: link times, TOML and JSON, and what is said about bad ones."""
+"""Clusters: link times, TOML and JSON, errors for bad files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_link_takes_latency_for_each_message_and_time_for_each_byte() -> None:
     assert Link().time_s(10**12) == 0
 
 
-def test_the_way_between_hosts_is_the_slower_link() -> None:
+def test_the_slower_link_bounds_a_path_between_hosts() -> None:
     assert TWO_HOSTS.link("g0", "g1") == BUS
     assert TWO_HOSTS.link("g1", "g2") == SLOW
     assert TWO_HOSTS.link("g0", "g0") == Link()
@@ -33,7 +33,7 @@ def test_the_way_between_hosts_is_the_slower_link() -> None:
     assert equal_cluster(3, FAST).common_link == FAST
 
 
-def test_a_measured_link_goes_first() -> None:
+def test_a_measured_link_takes_precedence() -> None:
     cluster = Cluster(TWO_HOSTS.hosts, (("g2", "g0", BUS),))
     assert cluster.link("g0", "g2") == cluster.link("g2", "g0") == BUS
 
@@ -43,15 +43,15 @@ def test_a_message_between_hosts_shares_their_links() -> None:
     assert TWO_HOSTS.ports("g1", "g2") == ((("out of", "h0"), FAST), (("into", "h1"), SLOW))
 
 
-def test_a_measured_link_says_what_its_hosts_can_carry() -> None:
-    """The fastest that was measured to another host; a link inside a host says nothing about that."""
+def test_measured_links_bound_the_ports_of_their_hosts() -> None:
+    """A port is the fastest link measured to another host. Links inside a host do not count."""
     hosts = (*TWO_HOSTS.hosts, Host("h2", (Device("g3"),), SLOW))
     slower = Link(1e-3, 2e6)
     cluster = Cluster(hosts, (("g0", "g1", BUS), ("g2", "g0", slower), ("g3", "g2", Link(1e-3, 3e6))))
     assert cluster.ports("g1", "g2") == ((("out of", "h0"), slower), (("into", "h1"), Link(1e-3, 3e6)))
 
 
-def test_json_comes_back(tmp_path: Path) -> None:
+def test_json_round_trip(tmp_path: Path) -> None:
     cluster = Cluster(TWO_HOSTS.hosts, (("g2", "g0", BUS),))
     cluster.write(tmp_path / "c.json")
     assert Cluster.read(tmp_path / "c.json") == cluster
@@ -59,8 +59,8 @@ def test_json_comes_back(tmp_path: Path) -> None:
     assert cluster.fingerprint != TWO_HOSTS.fingerprint
 
 
-def test_whole_numbers_are_as_good_as_those_of_a_file(tmp_path: Path) -> None:
-    """Regression: a plan for such a cluster was refused with the cluster's own file."""
+def test_integers_and_floats_have_the_same_fingerprint(tmp_path: Path) -> None:
+    """Regression: a plan for a cluster with integers was refused with the file of that same cluster."""
     cluster = Cluster((Host("h", (Device("g", 1, 16e9),), Link(0, 10**9)),))  # type: ignore[arg-type]
     cluster.write(tmp_path / "c.json")
     assert Cluster.read(tmp_path / "c.json").fingerprint == cluster.fingerprint
@@ -116,7 +116,7 @@ def test_toml(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_bad_toml_is_told(tmp_path: Path, text: str, message: str) -> None:
+def test_bad_toml_is_named(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "c.toml"
     path.write_text(text)
     with pytest.raises(HvpipeError, match=message) as caught:

@@ -1,4 +1,4 @@
-"""Latency and bandwidth out of times, speeds out of profiles."""
+"""Link latency and bandwidth fitted to times, and device speeds from profiles."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def relative_error(link: Link, sizes: list[int], times: list[float]) -> float:
 
 
 @given(st.floats(1e-7, 1e-1), st.floats(1e4, 1e12))
-def test_exact_times_give_the_link_back(latency_s: float, bandwidth: float) -> None:
+def test_exact_times_recover_the_link(latency_s: float, bandwidth: float) -> None:
     times = [latency_s + size / bandwidth for size in SIZES]
     link = fit_link(SIZES, times)
     for size, time_s in zip(SIZES, times, strict=True):
@@ -32,7 +32,7 @@ def test_exact_times_give_the_link_back(latency_s: float, bandwidth: float) -> N
 
 
 @given(st.floats(1e-6, 1e-3), st.floats(1e7, 1e10), st.integers(0, 2**32 - 1))
-def test_noise_of_a_tenth_moves_the_fit_by_less_than_that(
+def test_noise_of_ten_percent_moves_the_fit_by_less_than_twelve_percent(
     latency_s: float, bandwidth: float, seed: int
 ) -> None:
     factors = np.random.default_rng(seed).uniform(0.9, 1.1, len(SIZES))
@@ -43,8 +43,8 @@ def test_noise_of_a_tenth_moves_the_fit_by_less_than_that(
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=len(SIZES), max_size=len(SIZES)))
-def test_whatever_the_times_no_neighbouring_link_fits_better(times: list[float]) -> None:
-    """Also where the best line has a negative latency or slope, which no link has."""
+def test_no_neighbouring_link_fits_better(times: list[float]) -> None:
+    """This also holds if the best line has a negative latency or slope, which no link has."""
     link = fit_link(SIZES, times)
     error = relative_error(link, SIZES, times)
     for latency_factor, bandwidth_factor in ((1.02, 1), (0.98, 1), (1, 1.02), (1, 0.98)):
@@ -52,24 +52,24 @@ def test_whatever_the_times_no_neighbouring_link_fits_better(times: list[float])
         assert error <= relative_error(other, SIZES, times) + 1e-9
 
 
-def test_small_messages_count_as_much_as_large_ones() -> None:
-    """One wrong second of ten must not cost the latency its sense, as absolute errors would."""
+def test_small_messages_weigh_as_much_as_large_ones() -> None:
+    """An error of 1 s in 11 s must not spoil the latency, as it would in a fit of absolute errors."""
     link = fit_link([1, 10, 10**9], [1e-4, 1e-4, 11.0])
     assert link.latency_s == pytest.approx(1e-4, rel=1e-3)
     assert link.bandwidth_bytes_per_s == pytest.approx(1e9 / 11, rel=1e-3)
 
 
-def test_times_that_fall_with_the_size_are_all_latency() -> None:
+def test_times_that_fall_with_size_are_all_latency() -> None:
     link = fit_link([1, 100], [2e-3, 1e-3])
-    # 1/t sums to 1500, 1/t^2 to 1.25e6.
+    # The sum of 1/t is 1500, that of 1/t^2 is 1.25e6.
     assert link.latency_s == pytest.approx(1500 / 1.25e6)
     assert link.bandwidth_bytes_per_s == math.inf
 
 
-def test_times_that_grow_faster_than_the_size_are_all_bandwidth() -> None:
+def test_times_that_grow_faster_than_size_are_all_bandwidth() -> None:
     link = fit_link([1, 10], [1e-6, 1e-4])
     assert link.latency_s == 0
-    # size/t is 1e6 and 1e5: their sum over that of their squares.
+    # size/t is 1e6 and 1e5: the sum of both over the sum of their squares.
     assert 1 / link.bandwidth_bytes_per_s == pytest.approx(1.1e6 / 1.01e12)
 
 
@@ -88,7 +88,7 @@ def slowed(profile: Profile, factor: float) -> Profile:
 
 
 def test_speeds_are_ratios_of_total_times() -> None:
-    """3 s, a third of it forward: with that taking four times as long, 6 s."""
+    """3 s in all, a third of it in the forward. With a forward four times as slow, 6 s."""
     first = chain(1.0, 2.0)
     assert relative_speeds([first, first, slowed(first, 4)]) == (1.0, 1.0, pytest.approx(0.5))
 
@@ -103,7 +103,7 @@ def test_speeds_of_different_models_are_refused() -> None:
 
 
 def test_a_cluster_of_ranks_that_alternate_between_hosts() -> None:
-    """Ranks 0 and 2 on a, rank 1 on b; rank 2 takes twice as long."""
+    """Ranks 0 and 2 run on a, rank 1 on b. Rank 2 is half as fast."""
     first = chain(1.0, 2.0)
     ranks = [
         RankFacts("a", 0, first, 100),

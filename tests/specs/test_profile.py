@@ -1,4 +1,4 @@
-"""Profiles: topological order, scaling, JSON, PipeDream's graphs, and what is said about bad ones."""
+"""Profiles: topological order, scaling, JSON, PipeDream's graphs, errors for bad files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROFILES = Path(__file__).parents[1] / "data" / "profiles"
 CHAIN = (LayerCost("a", 1.0, 2.0, 10, 5, 100, 120), LayerCost("b", 3.0, 4.0), LayerCost("c", 5.0, 6.0))
 
 
-def test_layers_are_sorted_and_the_first_listed_goes_first() -> None:
+def test_layers_are_in_topological_order_and_otherwise_as_listed() -> None:
     names = [layer.name for layer in Profile.of(CHAIN, [("c", "a"), ("c", "b")]).layers]
     assert names == ["c", "a", "b"]
 
@@ -37,13 +37,13 @@ def test_a_layer_that_uses_itself_is_a_cycle() -> None:
         Profile.of(CHAIN, [("a", "a")])
 
 
-def test_scaling_leaves_weights_alone() -> None:
+def test_scaling_keeps_weight_bytes() -> None:
     half = Profile(CHAIN, ((0, 1), (1, 2)), batch_size=8).at_batch(4)
     assert half.batch_size == 4
     assert half.layers[0] == LayerCost("a", 0.5, 1.0, 10, 5, 50, 60)
 
 
-def test_the_fixed_part_of_a_time_stays() -> None:
+def test_scaling_keeps_the_fixed_part_of_a_time() -> None:
     layer = LayerCost("a", 1.0, 2.0, fixed_forward_s=0.5, fixed_backward_s=2.0)
     profile = Profile((layer,), (), batch_size=8)
     assert [profile.at_batch(size).layers[0].forward_s for size in (2, 16)] == [0.625, 1.5]
@@ -51,12 +51,12 @@ def test_the_fixed_part_of_a_time_stays() -> None:
     assert profile.at_batch(2).at_batch(16) == profile.at_batch(16)
 
 
-def test_the_fixed_part_is_a_part() -> None:
+def test_the_fixed_part_is_at_most_the_whole() -> None:
     with pytest.raises(HvpipeError, match=r"fixed_forward_s of layer 'a' should be at most its forward_s"):
         LayerCost("a", 1.0, 2.0, fixed_forward_s=1.5)
 
 
-def test_the_weights_part_of_a_backward() -> None:
+def test_the_weight_gradient_part_of_a_backward() -> None:
     costs = [LayerCost("a", 1.0, 3.0, weight_share=share) for share in (None, 0.0, 1.0)]
     assert [cost.weights_part_s for cost in costs] == [1.5, 0, 3]
     for wrong in (-0.1, 1.1, math.nan):
@@ -64,7 +64,7 @@ def test_the_weights_part_of_a_backward() -> None:
             LayerCost("a", 1.0, 2.0, weight_share=wrong)
 
 
-def test_json_comes_back(tmp_path: Path) -> None:
+def test_json_round_trip(tmp_path: Path) -> None:
     parts = {"fixed_forward_s": 1.0, "fixed_backward_s": 2.0, "update_s": 0.5, "weight_share": 0.25}
     layers = (*CHAIN[:2], LayerCost("c", 5.0, 6.0, **parts))
     profile = Profile.of(layers, [("a", "b"), ("a", "c")], batch_size=32, model="abc")
@@ -72,7 +72,7 @@ def test_json_comes_back(tmp_path: Path) -> None:
     assert Profile.read(tmp_path / "profile.json") == profile
 
 
-def test_json_without_fixed_parts_has_none() -> None:
+def test_json_may_leave_out_the_optional_costs() -> None:
     document = Profile.of(CHAIN, []).to_json()
     for row in document["layers"]:
         for part in ("fixed_forward_s", "fixed_backward_s", "update_s", "weight_share"):
@@ -80,7 +80,7 @@ def test_json_without_fixed_parts_has_none() -> None:
     assert Profile.from_json(document) == Profile.of(CHAIN, [])
 
 
-def test_fingerprint_is_of_the_model_not_of_its_times() -> None:
+def test_the_fingerprint_ignores_times() -> None:
     edges = [("a", "b"), ("b", "c")]
     faster = [LayerCost("a", 0.1, 0.2, 10), *CHAIN[1:]]
     heavier = [LayerCost("a", 1.0, 2.0, 11), *CHAIN[1:]]
@@ -102,7 +102,7 @@ def test_fingerprint_is_of_the_model_not_of_its_times() -> None:
         ({"batch_size": 10**400}, r"batch_size should be a number .*Received: batch_size=10000"),
     ],
 )
-def test_bad_json_is_told_apart(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_bad_json_is_named(tmp_path: Path, change: dict[str, object], message: str) -> None:
     path = tmp_path / "p.json"
     path.write_text(json.dumps(Profile.of(CHAIN, [("a", "b")]).to_json() | change))
     with pytest.raises(HvpipeError, match=message) as caught:
@@ -110,7 +110,7 @@ def test_bad_json_is_told_apart(tmp_path: Path, change: dict[str, object], messa
     assert str(path) in str(caught.value)
 
 
-def test_unreadable_json_is_told_with_its_line(tmp_path: Path) -> None:
+def test_unreadable_json_is_named_with_its_line(tmp_path: Path) -> None:
     path = tmp_path / "p.json"
     path.write_text('{\n "format": oops\n}')
     with pytest.raises(HvpipeError, match=r"p\.json, line 2, column 12: should be JSON"):
@@ -150,7 +150,7 @@ def test_pipedream_graphs(model: str, layers: int, edges: int, weights_mb: int) 
     profile = Profile.read(PROFILES / f"{model}.txt")
     assert (len(profile.layers), len(profile.edges)) == (layers, edges)
     assert sum(layer.weight_bytes for layer in profile.layers) / 1e6 == pytest.approx(weights_mb, abs=0.6)
-    assert profile.layers[0] == LayerCost("node1", 0.0, 0.0)  # an Input
+    assert profile.layers[0] == LayerCost("node1", 0.0, 0.0)  # an Input layer
     assert profile.model == model
 
 
@@ -184,7 +184,7 @@ TIMES = "forward_compute_time=1, backward_compute_time=2"
         ("\ta -- b", r"g\.txt: An edge should join two layers"),
     ],
 )
-def test_bad_pipedream_lines_are_told(tmp_path: Path, line: str, message: str) -> None:
+def test_bad_pipedream_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "g.txt"
     path.write_text(line)
     with pytest.raises(HvpipeError, match=message):

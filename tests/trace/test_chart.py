@@ -1,4 +1,4 @@
-"""Pictures of steps: written where matplotlib is, refused with its extra where it is not."""
+"""Charts of steps: drawn if matplotlib is installed; otherwise the error names the extra to install."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def colours_in(path: Path) -> set[tuple[int, ...]]:
     return {tuple(pixel) for pixel in np.unique(pixels.reshape(-1, 3), axis=0).tolist()}
 
 
-def test_a_picture_has_every_kind_of_action(tmp_path: Path) -> None:
+def test_a_chart_has_every_kind_of_action(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     costs = [StageTimes(1, 2, 1, {1: 0.5}), StageTimes(1, 2, 1)]
     draw_timeline(simulate(make_schedule("zb-h1", 2, 4), costs).trace, tmp_path / "step.png", "two stages")
@@ -50,7 +50,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         draw_timeline(trace, tmp_path / "step.png", "")
 
 
-def test_nothing_to_draw_and_nowhere_to_write(tmp_path: Path) -> None:
+def test_a_trace_without_events_and_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(HvpipeError, match=r"a trace with events. Received: none"):
         draw_timeline(Trace(), tmp_path / "step.png", "")

@@ -1,4 +1,4 @@
-"""What computed and what only waited, on traces drawn by hand."""
+"""Computing time as opposed to waiting time, on traces written by hand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_union_of_nested_touching_and_separate_intervals() -> None:
     assert union([]) == []
 
 
-def test_what_two_lists_share() -> None:
+def test_the_intersection_of_two_lists() -> None:
     assert within([(0, 2), (3, 6)], [(1, 4), (5, 9)]) == [(1, 2), (3, 4), (5, 6)]
     assert within([(0, 1)], [(1, 2)]) == []
 
@@ -35,7 +35,7 @@ def test_what_two_lists_share() -> None:
 # pack         5      6
 # reduce a      5..5.5
 # reduce b             6..6.5
-# update a      5.5           7       it began with the next step, after b's reduce
+# update a      5.5           7       starts when the next step does, after b's reduce
 # update b                6.5    7.2
 PUT_OFF = (
     event("step", 0, 6),
@@ -51,12 +51,12 @@ PUT_OFF = (
 )
 
 
-def test_an_update_counts_from_the_last_thing_that_it_may_have_waited_for() -> None:
+def test_an_update_counts_from_the_last_event_it_may_have_waited_for() -> None:
     assert computing(Trace(PUT_OFF), 0)["update"] == [(6.5, 7.2)]
-    assert hidden_share(Trace(PUT_OFF)) == pytest.approx(0.5)  # a's reduce, beside backward
+    assert hidden_share(Trace(PUT_OFF)) == pytest.approx(0.5)  # a's reduce, during backward
 
 
-def test_an_update_beside_the_next_buckets_reduce_hides_it() -> None:
+def test_an_update_overlaps_the_next_buckets_reduce() -> None:
     # backward | 0####4                     hidden: 5..6 of 4..8
     # reduce   |      4 a 5  5  b   8
     # update   |           5 a 6     8 b 9
@@ -73,16 +73,16 @@ def test_an_update_beside_the_next_buckets_reduce_hides_it() -> None:
     assert hidden_share(trace) == pytest.approx(0.25)
 
 
-def test_the_first_update_of_a_trace_waited_for_nothing_that_is_known() -> None:
+def test_the_first_update_of_a_trace_has_no_known_wait() -> None:
     assert computing(Trace((event("update", 1, 2),)), 0)["update"] == [(1, 2)]
 
 
 def test_a_forward_counts_without_its_wait_for_weights() -> None:
-    # Alone it takes 2 s (20..22). The one at 10 takes 7, beside 3.5 + 2 s of reduces: it waited for the last
-    # 5 of these.
+    # A forward alone takes 2 s (20..22). The one at 10 takes 7 s and overlaps 3.5 + 2 s of reduces:
+    # it waited for the last 5 s of these.
     trace = Trace(
         (
-            event("forward", 0, 4),  # slow to begin
+            event("forward", 0, 4),  # slow start
             event("forward", 20, 22),
             event("forward", 10, 17),
             event("reduce", 9, 13.5),
@@ -93,14 +93,14 @@ def test_a_forward_counts_without_its_wait_for_weights() -> None:
     assert hidden_share(trace) == pytest.approx(0.5 / 6.5)
 
 
-def test_a_forward_never_waited_longer_than_there_was_a_reduce() -> None:
+def test_a_forward_waits_at_most_as_long_as_the_reduces() -> None:
     trace = Trace(
         (event("forward", 0, 1), event("forward", 2, 3), event("forward", 4, 9), event("reduce", 5, 6))
     )
     assert computing(trace, 0)["forward"] == [(0, 1), (2, 3), (4, 5), (6, 9)]
 
 
-def test_where_every_forward_has_a_reduce_beside_it_the_shortest_waited_least() -> None:
+def test_if_every_forward_overlaps_a_reduce_the_shortest_is_the_reference() -> None:
     trace = Trace((event("forward", 0, 2), event("forward", 4, 7), event("reduce", 1, 6)))
     assert computing(trace, 0)["forward"] == [(0, 2), (4, 5), (6, 7)]
 

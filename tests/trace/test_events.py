@@ -1,4 +1,4 @@
-"""Traces in and out of Chrome's JSON, merged and on another clock."""
+"""Traces: Chrome JSON, merging, conversion to another clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRACE = Trace((STEP, REDUCE, BUSY), {"images": 64, "counters": [{"bytes_sent": 4
 
 
 def same(left: Trace, right: Trace) -> bool:
-    """Equal, times to the nanosecond."""
+    """Return whether two traces are equal, with times to the nanosecond."""
     return left.metadata == right.metadata and [
         (e.name, e.category, e.rank, e.lane, round(e.start_s, 9), round(e.end_s, 9), e.args)
         for e in left.events
@@ -68,7 +68,7 @@ def test_chrome_json_by_hand() -> None:
 
 
 @pytest.mark.parametrize("trace", [TRACE, Trace()])
-def test_json_out_and_in(trace: Trace) -> None:
+def test_json_round_trip(trace: Trace) -> None:
     assert same(Trace.from_chrome_json(json.loads(json.dumps(trace.to_chrome_json()))), trace)
 
 
@@ -81,14 +81,14 @@ def test_times_keep_their_nanoseconds_after_a_month_of_uptime() -> None:
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
 @pytest.mark.parametrize("trace", [TRACE, Trace()])
-def test_file_out_and_in(trace: Trace, name: str, tmp_path: Path) -> None:
+def test_file_round_trip(trace: Trace, name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     trace.write(path)
     assert same(Trace.read(path), trace)
-    assert [file.name for file in tmp_path.iterdir()] == [name]  # nothing half-written stays
+    assert [file.name for file in tmp_path.iterdir()] == [name]  # no half-written file stays
 
 
-def test_the_file_is_what_to_chrome_json_says(tmp_path: Path) -> None:
+def test_the_file_holds_the_json_of_to_chrome_json(tmp_path: Path) -> None:
     TRACE.write(tmp_path / "t.json")
     assert json.loads((tmp_path / "t.json").read_text()) == TRACE.to_chrome_json()
     TRACE.write(tmp_path / "t.json.gz")
@@ -105,8 +105,8 @@ def test_retime_moves_both_ends() -> None:
     assert (moved.start_s, moved.end_s, moved.args) == (0.25, 0.5, {"bytes": 4096})
 
 
-def test_clocks_that_run_apart() -> None:
-    # At 100 rank 0 was 5 s ahead, at 200 6 s.
+def test_clocks_that_drift() -> None:
+    # At 100 s rank 0's clock was 5 s ahead, at 200 s 6 s.
     clock = Clock((100.0, 5.0), (200.0, 6.0))
     assert [clock.of_rank_0(time_s) for time_s in (100.0, 150.0, 200.0)] == [105.0, 155.5, 206.0]
     assert Clock((100.0, 5.0), (100.0, 5.0)).of_rank_0(150.0) == 155.0
@@ -124,7 +124,7 @@ def test_an_event_that_ends_before_it_starts(start_s: float, end_s: float) -> No
         Event("e", "pack", 0, "engine", start_s, end_s)
 
 
-def test_other_tools_events_are_left_out() -> None:
+def test_events_of_other_tools_are_skipped() -> None:
     rows = [{"ph": "B", "name": "begin", "pid": 0, "tid": 0, "ts": 1}, {"ph": "i", "name": "instant"}]
     assert Trace.from_chrome_json({"traceEvents": rows}) == Trace()
 
@@ -150,7 +150,7 @@ def test_other_tools_events_are_left_out() -> None:
         pytest.param("[" * 100_000, "Chrome JSON file", id="deep"),
     ],
 )
-def test_reading_something_else(text: str, says: str, tmp_path: Path) -> None:
+def test_reading_a_file_that_is_not_a_trace(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(HvpipeError, match=says):
         Trace.read(tmp_path / "t.json")
@@ -171,7 +171,7 @@ def test_reading_an_archive_with_a_damaged_middle(tmp_path: Path) -> None:
         Trace.read(tmp_path / "t.json.gz")
 
 
-def test_reading_no_file(tmp_path: Path) -> None:
+def test_reading_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(HvpipeError, match="Chrome JSON file"):
         Trace.read(tmp_path / "absent.json")
 
@@ -181,7 +181,7 @@ def test_writing_where_nothing_can_be_written(tmp_path: Path) -> None:
         TRACE.write(tmp_path / "absent" / "t.json")
 
 
-def test_what_json_cannot_hold_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text("old")
     with pytest.raises(TypeError):
         Trace((STEP,), {"bad": object()}).write(tmp_path / "t.json")

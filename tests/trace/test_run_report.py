@@ -1,4 +1,4 @@
-"""Summaries of runs drawn by hand."""
+"""Summaries of runs, from traces written by hand."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def event(category: str, start_s: float, end_s: float, rank: int = 0) -> Event:
     return Event(category, category, rank, category, start_s, end_s)
 
 
-# compute | 0####4  6######12       hidden: 2..4 and 9..12 of 2..6 and 9..12, 5 of 7
-# reduce  |   2####6   9###12
+# compute | 0####4  6######12       hidden: 2..4 and 9..12, that is 5 s
+# reduce  |   2####6   9###12       of 2..6 and 9..12, that is 7 s
 OVERLAPPED = (
     event("forward", 0, 3),
     event("backward", 2, 4),
@@ -30,7 +30,7 @@ def test_hidden_share_of_one_rank() -> None:
     assert hidden_share(Trace(OVERLAPPED)) == pytest.approx(5 / 7)
 
 
-def test_another_ranks_computing_hides_nothing() -> None:
+def test_computing_on_another_rank_hides_nothing() -> None:
     trace = Trace(
         (event("reduce", 0, 1, rank=0), event("backward", 0, 1, rank=1), event("reduce", 1, 2, rank=1))
     )
@@ -38,7 +38,7 @@ def test_another_ranks_computing_hides_nothing() -> None:
 
 
 @pytest.mark.parametrize("category", ["reduce", "forward"])
-def test_half_a_trace_does_not_tell(category: str) -> None:
+def test_without_reduces_or_computing_there_is_no_hidden_share(category: str) -> None:
     assert hidden_share(Trace((event(category, 0, 1),))) is None
     assert hidden_share(Trace()) is None
 
@@ -49,7 +49,7 @@ def test_summary_by_hand() -> None:
         {"process_cores": 0.5, "system_share": 1.0, "gpu_share": None},
     ]
     counters = [{"bytes_sent": 1000.0, "exposed_wait_s": 0.5}, {"bytes_sent": 500.0, "exposed_wait_s": 1.5}]
-    # The first steps, 9 and 8 s, compiled. 4 steps of 6 images at a median of 0.3 s.
+    # Each rank's first step, 9 and 8 s, includes compilation. 4 steps of 6 images, median 0.3 s.
     durations_s = [[9.0, 0.2, 0.3, 0.3], [8.0, 0.2, 0.4, 0.3]]
     summary = summarise(Trace(OVERLAPPED), counters, durations_s, 24, utilization)
     assert summary == Summary(
@@ -75,18 +75,18 @@ def test_ranks_that_share_a_gpu_share_its_power() -> None:
     assert summary.to_line().endswith("GPU memory 7 B, GPU power 300 W, GPU energy 3 Wh")
 
 
-def test_nothing_recorded_says_nothing() -> None:
+def test_an_empty_run_has_an_empty_summary() -> None:
     summary = summarise(None, [], [], 0)
     assert summary == Summary(0, 0, None, None, None, None, None, None, None, None)
     assert summary.to_line() == "hvpipe: 0 ranks, 0 steps"
 
 
-def test_the_only_step_counts() -> None:
+def test_a_single_step_is_not_skipped_as_the_first() -> None:
     assert summarise(None, [{}], [[2.0]], 8).step_s == 2.0
     assert summarise(None, [{}], [[2.0]], 8).images_per_s == 4.0
 
 
-def test_a_written_trace_is_enough() -> None:
+def test_a_summary_from_a_trace_file_alone() -> None:
     curve = Event("host busy", "utilization", 0, "utilization", 0.5, 0.5, {"share": 0.5})
     steps = (event("step", 0, 5), event("step", 5, 6), event("step", 6, 8))
     trace = Trace((*OVERLAPPED, *steps, curve), {"images": 30, "counters": [{"bytes_sent": 10.0}]})
@@ -96,13 +96,13 @@ def test_a_written_trace_is_enough() -> None:
     assert (summary.system_share, summary.bytes_sent) == (0.5, 10)
 
 
-def test_the_summary_written_by_the_run_is_the_one() -> None:
+def test_a_summary_in_the_trace_is_used() -> None:
     written = summarise(None, [{"bytes_sent": 1.0}], [[1.0, 2.0]], 4)
     trace = Trace(OVERLAPPED, {"summary": written.to_json(), "counters": [{"bytes_sent": 7.0}]})
     assert summarise_trace(trace) == written
 
 
-def test_a_summary_of_another_version_is_made_anew() -> None:
+def test_a_summary_of_another_version_is_computed_again() -> None:
     trace = Trace(OVERLAPPED, {"summary": {"speed": 1.0}, "counters": [{"bytes_sent": 7.0}]})
     assert summarise_trace(trace).bytes_sent == 7
 
@@ -112,7 +112,7 @@ def test_a_summary_of_another_version_is_made_anew() -> None:
     [{"counters": 5}, {"counters": [5]}, {"counters": [{"bytes_sent": "all"}]}, {"images": "many"}],
     ids=str,
 )
-def test_metadata_of_something_else(metadata: dict[str, object]) -> None:
+def test_metadata_that_is_not_hvpipes(metadata: dict[str, object]) -> None:
     with pytest.raises(HvpipeError, match=r"should have numbers as `counters`.*Received: "):
         summarise_trace(Trace(OVERLAPPED, metadata))
 
@@ -145,7 +145,7 @@ def test_the_texts() -> None:
     )
 
 
-def test_json_out_and_in() -> None:
+def test_json_round_trip() -> None:
     summary = summarise(Trace(OVERLAPPED), [{"bytes_sent": 1.0}], [[1.0, 2.0]], 3)
     assert Summary.from_json(summary.to_json()) == summary
 

@@ -1,4 +1,4 @@
-"""Drawings of steps as text."""
+"""Charts of steps as text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_drawing_with_chunks() -> None:
     ]
 
 
-def test_drawing_what_is_too_short_for_its_label() -> None:
+def test_drawing_an_action_too_short_for_its_label() -> None:
     trace = simulate(make_schedule("1f1b", 1, 1), [StageTimes(1, 9)]).trace
     assert draw(trace, columns=10) == "rank 0 | FB0------\n"
 
@@ -47,8 +47,8 @@ def test_drawing_replicas_names_the_stages() -> None:
     ]
 
 
-def test_drawing_updates_leaves_the_stages_out_all_the_same() -> None:
-    """Regression: with an update, as in the forecast of a measured profile, it was 0F0 and 1F0."""
+def test_drawing_updates_still_leaves_the_stages_out() -> None:
+    """Regression: with an update, as in a forecast from a measured profile, labels were 0F0 and 1F0."""
     foreseen = simulate(make_schedule("1f1b", 2, 1), [StageTimes(1, 2)] * 2)
     update = Event("update", "update", 1, "compute", 4.0, 5.0, {"kind": "U"})
     trace = Trace((*foreseen.trace.events, update))

@@ -1,4 +1,4 @@
-"""A rank's records told as a timeline, with the expected spans worked out by hand."""
+"""Turning a rank's records into a timeline, with the expected spans worked out by hand."""
 
 from __future__ import annotations
 
@@ -64,20 +64,20 @@ def test_an_update_runs_from_the_unpack_of_its_bucket() -> None:
     assert spans(events_of_rank(TWO_STEPS, 0), "update") == [("a", 7.1, 7.3), ("b", 7.5, 8.0)]
 
 
-def test_what_the_engine_measured_stays_as_it_is() -> None:
+def test_spans_that_the_engine_measured_are_kept() -> None:
     events = events_of_rank(TWO_STEPS, 0)
     for category in ("pack", "wait", "reduce", "unpack"):
         told = [(n, s, e) for c, n, s, e in TWO_STEPS if c == category]
         assert spans(events, category) == told
 
 
-def test_lanes_keep_apart_what_overlaps() -> None:
+def test_overlapping_spans_are_in_separate_lanes() -> None:
     lanes = {event.category: event.lane for event in events_of_rank(TWO_STEPS, 0)}
     assert lanes["forward"] == lanes["backward"] == "compute"
     assert len({lanes[c] for c in ("step", "forward", "wait", "reduce", "pack", "unpack", "update")}) == 7
 
 
-def test_events_come_in_the_order_of_their_starts() -> None:
+def test_events_are_ordered_by_start() -> None:
     events = events_of_rank(TWO_STEPS[::-1], 0)
     assert [e.start_s for e in events] == sorted(e.start_s for e in events)
     assert spans(events, "backward") == [("backward", 2.0, 5.5), ("backward", 9.0, 11.4)]
@@ -88,7 +88,7 @@ def test_a_pack_as_the_last_record_still_ends_backward() -> None:
     assert spans(events_of_rank(raw, 0), "backward") == [("backward", 1.0, 3.0)]
 
 
-def test_a_step_begins_with_its_batch_even_if_the_engine_is_told_behind_the_loss() -> None:
+def test_a_step_begins_with_its_batch_even_if_the_engine_is_notified_after_the_loss() -> None:
     raw = [
         *(mark("begin", 0.0), mark("forward", 1.0), mark("step", 1.1), ("pack", "a", 2.0, 3.0)),
         *(mark("begin", 4.0), mark("forward", 5.0), mark("step", 5.1), ("pack", "a", 6.0, 7.0)),
@@ -100,7 +100,7 @@ def test_a_step_begins_with_its_batch_even_if_the_engine_is_told_behind_the_loss
 
 
 def test_a_step_without_packs_has_no_backward() -> None:
-    # The second step of gradient accumulation, say, which sends nothing.
+    # For example the second step of gradient accumulation, which sends nothing.
     raw = [
         mark("step", 0.0),
         mark("forward", 1.0),
@@ -112,7 +112,7 @@ def test_a_step_without_packs_has_no_backward() -> None:
     assert spans(events_of_rank(raw, 0), "backward") == [("backward", 1.0, 3.0)]
 
 
-def test_the_updates_of_a_bucket_go_with_the_unpack_just_before() -> None:
+def test_updates_of_a_bucket_belong_to_the_last_unpack_before_them() -> None:
     raw = [
         ("unpack", "a", 1.0, 1.5),
         mark("update a", 2.0),
@@ -122,14 +122,14 @@ def test_the_updates_of_a_bucket_go_with_the_unpack_just_before() -> None:
     assert spans(events_of_rank(raw, 0), "update") == [("a", 1.5, 2.0), ("a", 3.5, 4.0)]
 
 
-def test_marks_that_belong_to_nothing_are_left_out() -> None:
-    # An update without its unpack, a loss before any step: the recording began in their middle.
+def test_marks_without_their_counterpart_are_skipped() -> None:
+    # An update without its unpack, a loss before any step: the recording began in between.
     raw = [mark("update a", 0.5), mark("forward", 1.0), mark("something else", 2.0), mark("step", 3.0)]
     assert [e.category for e in events_of_rank(raw, 0)] == ["step"]
 
 
-def test_where_gradients_stay_on_a_gpu_nothing_is_told_of_computing() -> None:
-    # Nothing is packed by the processor; marks are noted when the work behind them was enqueued.
+def test_gradients_that_stay_on_a_gpu_give_no_computing_spans() -> None:
+    # The CPU packs nothing. Marks give the time at which the preceding work was enqueued, not done.
     raw = [
         mark("step", 0.0),
         mark("forward", 0.1),
@@ -150,7 +150,7 @@ def test_nothing_recorded() -> None:
     assert events_of_rank([], 0) == []
 
 
-def test_a_pipelines_actions_and_transfers_are_spans_of_their_own() -> None:
+def test_actions_and_transfers_of_a_pipeline_have_their_own_spans() -> None:
     raw = [
         ("step", "training step", 0.0, 4.0),
         ("forward", "0F0", 0.5, 1.0),

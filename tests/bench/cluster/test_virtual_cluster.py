@@ -1,4 +1,4 @@
-"""The virtual cluster: its description, and, as root, real namespaces, links, CPU shares and crashes."""
+"""The virtual cluster: its description, and (as root) real namespaces, links, CPU shares and crashes."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_more_ranks_than_slots_is_an_error() -> None:
         rank_command(equal_hosts(2), Path("agent"), 3, ["true"])
 
 
-def test_ranks_beyond_the_cores_yield(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_cores_yield_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
     monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
@@ -134,7 +134,7 @@ def test_ranks_beyond_the_cores_yield(monkeypatch: pytest.MonkeyPatch) -> None:
             assert any(line[i : i + 3] == yielding for i in range(len(line))) is expected
 
 
-def test_ranks_of_hosts_with_a_share_of_the_cpu_yield(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_hosts_with_a_cpu_share_yield_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr("bench.launch.mpirun.find_mpirun", lambda *_: "mpirun")
     monkeypatch.setattr("bench.launch.mpirun.open_mpi_major", lambda mpirun: 5)
@@ -160,7 +160,7 @@ def test_cluster_name_is_checked() -> None:
         VirtualCluster(equal_hosts(1), "a b")
 
 
-def test_a_state_that_is_no_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_file_that_is_not_json_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "STATE", tmp_path)
     for name in ("empty", "whole"):
         ClusterState(name, equal_hosts(2), 0, 0).write(None)
@@ -187,7 +187,7 @@ def test_a_state_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert all_states() == [former]
 
 
-def test_without_root_says_what_to_do(
+def test_without_root_the_error_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -202,7 +202,7 @@ def test_without_tc_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
         network.require_privileges()
 
 
-def test_iperf_report_gives_what_arrived() -> None:
+def test_the_iperf_rate_is_the_received_rate() -> None:
     end = {"sum_received": {"bits_per_second": 95e6}, "sum_received_bidir_reverse": {"bits_per_second": 93e6}}
     rate = iperf_rate({"end": end})
     assert (rate.forward_bits_per_s, rate.backward_bits_per_s, rate.bits_per_s) == (95e6, 93e6, 94e6)
@@ -211,7 +211,7 @@ def test_iperf_report_gives_what_arrived() -> None:
 
 
 @real
-def test_host_has_its_own_name_network_and_names(cluster: VirtualCluster) -> None:
+def test_a_host_has_its_own_name_network_and_hosts_file(cluster: VirtualCluster) -> None:
     said = cluster.execute(
         "h1", ["sh", "-c", "cat /proc/sys/kernel/hostname; ls /sys/class/net"], timeout_s=20
     )
@@ -226,7 +226,7 @@ def test_unknown_host_is_an_error(cluster: VirtualCluster) -> None:
         cluster.execute("h7", ["true"])
 
 
-# On a busy machine a link may have nobody to fill it; one that cannot carry its rate never does.
+# On a busy machine nobody may fill a link for a while, so try often. A link that is too slow never passes.
 TRIES = 20
 
 
@@ -254,7 +254,7 @@ def test_own_stream_measures_like_iperf(cluster: VirtualCluster, monkeypatch: py
 
 
 @real
-def test_run_that_hangs_is_ended(cluster: VirtualCluster) -> None:
+def test_a_run_that_hangs_is_ended(cluster: VirtualCluster) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         cluster.run(2, ["sleep", "60"], timeout_s=3)
     deadline = time.monotonic() + 10
@@ -289,7 +289,7 @@ def assert_nothing_left(name: str) -> None:
 
 
 def start_holder(name: str) -> subprocess.Popen[str]:
-    """A process that holds a cluster with a program running inside, and says when it is up."""
+    """Start a process that holds a cluster with a program inside, and wait until it is up."""
     program = (
         "from bench.cluster import VirtualCluster, equal_hosts\n"
         f"with VirtualCluster(equal_hosts(2, '1gbit', cpus=1.0), {name!r}) as cluster:\n"
@@ -325,7 +325,7 @@ def test_signal_takes_everything_down(number: signal.Signals) -> None:
 
 
 @real
-def test_killed_run_is_cleaned_away_by_the_next() -> None:
+def test_a_killed_run_is_cleaned_up_by_the_next() -> None:
     name = f"{NAME}kill"
     with start_holder(name) as process:
         process.kill()
@@ -347,7 +347,7 @@ def test_cluster_in_use_is_not_replaced() -> None:
 
 
 @real
-def test_exception_in_the_block_takes_everything_down() -> None:
+def test_an_exception_in_the_block_takes_everything_down() -> None:
     name = f"{NAME}exc"
     with pytest.raises(ZeroDivisionError), VirtualCluster(equal_hosts(3), name):
         raise ZeroDivisionError
@@ -355,7 +355,7 @@ def test_exception_in_the_block_takes_everything_down() -> None:
 
 
 @real
-def test_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise ClusterError("no token bucket")
 

@@ -1,4 +1,4 @@
-"""Running a suite: every round once, in turns, kept as it ends; what is missing, fails or is broken off."""
+"""Running a suite: each round once, systems in turns, results kept; missing and failed rounds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SUITE = Suite("mine", "Mine", (Group(Task("digits", 8), "loopback", 2, ("a", "b"
 
 
 class Systems:
-    """Stands for bench.rounds.run_round: counts what it is asked for, and fails where it is told to."""
+    """Stands in for `run_round`: records the requested rounds, and fails where it is told to."""
 
     def __init__(self, stop_at: int = -1, fails: tuple[str, ...] = ()) -> None:
         self.asked: list[tuple[str, int]] = []
@@ -75,7 +75,7 @@ def test_every_round_is_run_and_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stop_at", [0, 1, 2, 3])
-def test_what_is_interrupted_goes_on_without_losing_or_repeating(stop_at: int, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_without_losing_or_repeating_a_round(stop_at: int, tmp_path: Path) -> None:
     first, second = Systems(stop_at), Systems()
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, first)
@@ -84,7 +84,7 @@ def test_what_is_interrupted_goes_on_without_losing_or_repeating(stop_at: int, t
     assert [(each.case.system, each.number) for each in outcome.rounds] == ALL
 
 
-def test_at_the_end_nothing_is_left_to_do(tmp_path: Path) -> None:
+def test_at_the_end_no_time_is_left(tmp_path: Path) -> None:
     run_, part = PipelineRun("2x1gbit", "vgg16"), Group(Task("digits", 8), "loopback", 2, ("c",))
     suite = replace(SUITE, groups=(*SUITE.groups, part))
     for systems in (Systems(fails=("b",)), Systems()):
@@ -101,7 +101,7 @@ def test_at_the_end_nothing_is_left_to_do(tmp_path: Path) -> None:
     assert progress.left_s == pytest.approx(0.0, abs=1e-6)
 
 
-def test_a_cluster_is_not_brought_up_for_what_has_failed_already(
+def test_a_cluster_is_not_brought_up_for_cases_that_failed_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, Systems(stop_at=2, fails=("a", "b")))
@@ -109,7 +109,7 @@ def test_a_cluster_is_not_brought_up_for_what_has_failed_already(
     run(tmp_path, Systems())
 
 
-def test_a_line_that_was_half_written_is_measured_again(tmp_path: Path) -> None:
+def test_a_half_written_line_is_measured_again(tmp_path: Path) -> None:
     run(tmp_path, Systems())
     journal = tmp_path / FILE
     whole = journal.read_bytes()
@@ -146,7 +146,7 @@ def test_a_hang_is_recorded_with_what_it_printed(tmp_path: Path) -> None:
         assert each.error.endswith("waiting for rank 1")
 
 
-def test_a_missing_system_is_skipped_by_name_and_tried_when_it_is_there(tmp_path: Path) -> None:
+def test_a_missing_system_is_skipped_by_name_and_run_once_installed(tmp_path: Path) -> None:
     systems = Systems()
     for _ in range(2):
         outcome, said = run(tmp_path, systems, b="Horovod is not installed")
@@ -164,7 +164,7 @@ def broken(self: HostSelection, cluster: str) -> Iterator[None]:
     yield  # noqa: V201
 
 
-def test_a_cluster_that_does_not_come_up_is_no_failure_of_systems_and_tried_again(
+def test_a_cluster_that_does_not_come_up_is_not_blamed_on_systems_and_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(2):
@@ -182,7 +182,7 @@ def test_a_cluster_that_does_not_come_up_is_no_failure_of_systems_and_tried_agai
     assert Journal.kept_in(tmp_path) == outcome
 
 
-def test_what_failed_is_run_again_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_failed_rounds_run_again_on_request(tmp_path: Path) -> None:
     run(tmp_path, Systems(fails=("b",)))
     systems = Systems()
     evaluated = Evaluation(SUITE, HERE, systems, {})
@@ -196,7 +196,7 @@ def test_what_failed_is_run_again_where_that_is_asked_for(tmp_path: Path) -> Non
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
-def test_links_and_pipelines_that_failed_are_tried_again_where_that_is_asked_for(tmp_path: Path) -> None:
+def test_failed_links_and_pipelines_run_again_on_request(tmp_path: Path) -> None:
     journal = Journal(tmp_path, setting_of(SUITE, HERE))
     measured = links.LinkFacts("b", "h0", "h1", 1e9)
     journal.add_links([links.LinkFacts("a", "h0", "h1", None, why="no time"), measured])
@@ -234,7 +234,7 @@ def test_a_folder_of_other_software_is_refused(now: dict[str, str], received: st
     of(SOFTWARE).run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
     of({**SOFTWARE, "horovod": "0.28.1"}).run(
         tmp_path, EvaluationProgress(1.0, io.StringIO())
-    )  # installed since
+    )  # installed since then
     with pytest.raises(JournalError, match=f"begun with other software.*Received: {received}"):
         of({**SOFTWARE, **now}).run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
 
@@ -247,7 +247,7 @@ def test_a_folder_of_another_hvpipe_is_refused(tmp_path: Path, monkeypatch: pyte
         run(tmp_path, Systems())
 
 
-def test_a_journal_of_before_software_was_kept_goes_on(tmp_path: Path) -> None:
+def test_a_journal_without_software_versions_is_continued(tmp_path: Path) -> None:
     run(tmp_path, Systems(stop_at=5))
     journal = tmp_path / FILE
     setting, *rounds = journal.read_text().splitlines(keepends=True)
@@ -260,7 +260,7 @@ def test_a_journal_of_before_software_was_kept_goes_on(tmp_path: Path) -> None:
     assert systems.asked == ALL[2:]
 
 
-def test_a_folder_that_has_everything_is_said_to(tmp_path: Path) -> None:
+def test_a_complete_folder_is_reported(tmp_path: Path) -> None:
     assert "nothing left" not in run(tmp_path, Systems())[1]
     _, said = run(tmp_path, Systems())
     assert f"nothing left to run: {tmp_path} has all rounds, begun 20" in said
@@ -278,13 +278,13 @@ def test_a_folder_of_other_hosts_is_refused(tmp_path: Path) -> None:
         on("c:2").run(tmp_path, EvaluationProgress(1.0, io.StringIO()))
 
 
-def test_a_folder_in_which_another_one_runs_is_refused(tmp_path: Path) -> None:
+def test_a_folder_in_use_by_another_evaluation_is_refused(tmp_path: Path) -> None:
     with alone_in(tmp_path), pytest.raises(JournalError, match="One evaluation at a time"):
         run(tmp_path, Systems())
     run(tmp_path, Systems())
 
 
-def test_a_suite_of_which_nothing_can_run_here(tmp_path: Path) -> None:
+def test_a_suite_that_cannot_run_here_at_all(tmp_path: Path) -> None:
     shared = Group(Task("digits", 8, shares=(12, 4, 8)), "slow-cpu", 3, ("a",))
     with pytest.raises(
         SuiteError, match=r"Received: none, not root; .* is left out: shares should have one for each of 2"
@@ -292,7 +292,7 @@ def test_a_suite_of_which_nothing_can_run_here(tmp_path: Path) -> None:
         Evaluation(Suite("mine", "Mine", (shared,)), HERE, Systems(), {})
 
 
-def test_what_is_left_out_is_in_the_plan_and_the_report() -> None:
+def test_groups_left_out_are_in_the_plan_and_the_report() -> None:
     strong = Group(Task("digits", 3), "3x1gbit", 3, ("a",), scaling="strong")
     evaluated = Evaluation(Suite("mine", "Mine", (*SUITE.groups, strong)), HERE, Systems(), {})
     (said,) = evaluated.plan()["notes"]
@@ -302,13 +302,13 @@ def test_what_is_left_out_is_in_the_plan_and_the_report() -> None:
 
 
 @pytest.mark.parametrize("text", [b'{"kind": "round"}', b"5", b"null", b"[]", b"\xff", b'{"kind": []}'])
-def test_a_journal_that_is_none(text: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_journal(text: bytes, tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(text + b"\n")
     with pytest.raises(JournalError, match="should be a journal"):
         run(tmp_path, Systems())
 
 
-def test_results_that_are_none(tmp_path: Path) -> None:
+def test_files_that_are_not_results(tmp_path: Path) -> None:
     with pytest.raises(OutcomeError, match=r"can be read. Received: "):
         EvaluationOutcome.read(tmp_path)
     found = json.loads(run(tmp_path, Systems())[0].to_json())
@@ -320,7 +320,7 @@ def test_results_that_are_none(tmp_path: Path) -> None:
             EvaluationOutcome.read(tmp_path)
 
 
-def test_without_root_it_is_plain_loopback_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_root_plain_loopback_is_used_and_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> None:
         raise ClusterError("root is wanted")
 
@@ -333,10 +333,12 @@ def test_without_root_it_is_plain_loopback_and_says_so(monkeypatch: pytest.Monke
         assert hosts is None
     assert found.facts("loopback").slowest_bits_per_s is None
     with pytest.raises(ClusterError, match="root is wanted"):
-        one_cluster("2x1gbit")  # who asks for a cluster gets no loopback
+        one_cluster("2x1gbit")  # a request for a cluster never falls back to loopback
 
 
-def test_root_that_may_not_make_namespaces_is_plain_loopback_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_root_without_the_right_to_make_namespaces_uses_plain_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def refuse(self: VirtualCluster, owner_pid: int = 0) -> None:
         raise ClusterError("`ip netns add` failed: Operation not permitted.")
 
@@ -348,7 +350,7 @@ def test_root_that_may_not_make_namespaces_is_plain_loopback_too(monkeypatch: py
 
 
 @pytest.mark.parametrize(("lacking", "loopback"), [("rate", True), ("cpus", False)])
-def test_what_cannot_be_limited_here_is_said_once(
+def test_limits_that_do_not_work_here_are_noted_once(
     lacking: str, loopback: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def up(self: VirtualCluster, owner_pid: int = 0) -> None:
@@ -376,7 +378,7 @@ def test_what_cannot_be_limited_here_is_said_once(
     assert one_cluster("2x1gbit").cluster == ("2x1gbit", equal_hosts(2, "1gbit"))
 
 
-def test_a_suite_without_clusters_needs_a_place() -> None:
+def test_a_suite_without_clusters_needs_hosts_or_a_cluster() -> None:
     suite = Suite("mine", "Mine", (Group(Task("digits", 8), "hosts", 1, ("a",)),))
     with pytest.raises(SuiteError, match=r"need --hosts or --cluster\. Received: neither"):
         HostSelection().fit(suite)
@@ -403,7 +405,7 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     hosts = RealHosts("a:2,c")
     hosts.require_answers()
     assert hosts.spec.slots == 3
-    assert hosts.cores_of_rank() == 6  # 12 cores of two ranks, 8 of one
+    assert hosts.cores_of_rank() == 6  # 12 cores for two ranks, 8 for one
     silent = RealHosts("a,d")
     silent.require_answers()
     with pytest.raises(ClusterError, match=r"or give --threads. Received: host='d', ''"):
@@ -412,10 +414,10 @@ def test_a_host_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert command[:3] == ["/python/mpirun", "-np", "3"]
     assert command[-2:] == ["python", "x.py"]
     assert "a:2,c:1" in command
-    # The peers' ranks are started by the MPI that is beside their Python.
+    # The MPI beside the peers' Python starts the peers' ranks.
     command = hosts.mpirun_command(3, ["env", "PYTHONPATH=/x", "/peers/bin/peers-python", "x.py"])
     assert command[0] == "/peers-python/mpirun"
-    # What is left on a host of its own accord ends with the terminal.
+    # With a terminal, processes left on a host end with the connection.
     assert "-tt" in hosts.host_command("a", ["serve"])
 
 
@@ -440,9 +442,7 @@ def test_a_host_that_does_not_share_the_current_folder_is_named(
     RealHosts("a:2,c").require_answers()
 
 
-def test_scaling_is_measured_on_the_first_hosts_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scaling_is_measured_on_fewer_hosts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = (
         Group(Task("digits", 8), "2x1gbit", 2, ("a",), rounds=1),
         Group(Task("digits", 32, epochs=4), "2x1gbit", 2, ("a",), rounds=1),
@@ -480,7 +480,7 @@ def test_scaling_is_measured_on_the_first_hosts_as_well(
             where.on_counts(text)
 
 
-def test_the_machines_of_hosts_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hardware_of_hosts_is_described(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         if "bench.hosts.hardware" not in command:
             return subprocess.CompletedProcess(command, 0, "8\n", "")
@@ -497,7 +497,7 @@ def test_the_machines_of_hosts_are_described(monkeypatch: pytest.MonkeyPatch) ->
     assert described == "hosts a:2, b:2, c:1, d:1; a, b: 8 cores (A CPU); c: 64 cores (Another CPU)"
 
 
-def test_links_of_hosts_that_exist_are_handed_back_in_the_folder_they_share(
+def test_links_of_real_hosts_are_returned_through_the_shared_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def measure(self: RealHosts, ranks: int, command: list[str], **_: object) -> object:
@@ -509,26 +509,26 @@ def test_links_of_hosts_that_exist_are_handed_back_in_the_folder_they_share(
 
     monkeypatch.setattr(RealHosts, "run", measure)
     monkeypatch.chdir(tmp_path)
-    # Hosts that exist: this one, which is reached without ssh.
+    # Real hosts: this one, reached without ssh.
     monkeypatch.setattr(RealHosts, "host_command", lambda self, host, command: command)
     monkeypatch.setattr(
         RealHosts, "execute", lambda self, host, command, timeout_s: mpirun.run(command, timeout_s=timeout_s)
     )
     monkeypatch.setattr(link_rate, "_PORT", 20201)
     hosts = RealHosts("a:2,localhost")
-    (found,) = links.measure(hosts, "hosts", seconds=0.2)  # rank 2 is the first of the second host
+    (found,) = links.measure(hosts, "hosts", seconds=0.2)  # rank 2 is the first one on the second host
     assert (found.second, found.latency_s, found.bits_per_s) == ("localhost", 2e-5, 1e8)
     assert found.tool == "own TCP stream"
     assert found.two_way_bits_per_s is not None
     assert found.two_way_bits_per_s > 1e6
     assert list(tmp_path.iterdir()) == []
-    # One that takes no other connections has its ping-pong all the same.
+    # If a host accepts no other connections, there is still the ping-pong.
     monkeypatch.setattr(links, "measure_own_stream", lambda *_: json.loads("refused"))
     (found,) = links.measure(hosts, "hosts")
     assert (found.bits_per_s, found.two_way_bits_per_s) == (1e8, None)
 
 
-def test_links_have_time_for_one_pair_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_time_limit_for_links_covers_one_pair_per_host(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float] = []
 
     def measure(
@@ -541,11 +541,12 @@ def test_links_have_time_for_one_pair_a_host(monkeypatch: pytest.MonkeyPatch) ->
     for hosts, rate in ((2, "100mbit"), (8, "100mbit"), (8, "10mbit")):
         with pytest.raises(ClusterError, match="Links could not be measured: no"):
             links.measure(VirtualCluster(equal_hosts(hosts, rate)), "theirs")
-    # A pair at 100 Mb/s: 10 messages of 10 MB and a bit each, 8.4 s; twice that, and 120 s to meet.
+    # A pair at 100 Mb/s takes 8.4 s for 10 messages of just above 10 MB. The limit is twice that, plus 120 s
+    # for the ranks to meet.
     assert given == pytest.approx([137, 237, 1295], abs=1)
 
 
-def test_links_that_cannot_be_measured_are_not_tried_for_every_group(
+def test_links_that_cannot_be_measured_are_tried_once_for_all_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
@@ -590,7 +591,7 @@ def test_a_pipeline_that_fails_is_recorded_with_its_output(
     assert not_measured(found) == {"pipeline/vgg16-64/32/2x1gbit": "failed, ValueError: too large"}
 
 
-def test_a_pipeline_runs_on_hosts_that_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_runs_on_real_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     report = PipelineReport("a model", "hosts a:1, b:1", "1f1b", 8, 2, 32, ())
     shared: list[Path] = []
 
@@ -611,7 +612,9 @@ def test_a_pipeline_runs_on_hosts_that_exist(tmp_path: Path, monkeypatch: pytest
     assert shared == [tmp_path]
 
 
-def test_a_pipeline_without_a_place_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_whose_hosts_were_not_up_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(HostSelection, "bring_up", broken)
     suite = Suite("p", "P", (), (PipelineRun("2x1gbit", "vgg16"),))
     for _ in range(2):
@@ -631,7 +634,7 @@ def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> Non
     with progress.part("half", 50.0):
         now[0] += 100.0
     assert progress.share == 0.5
-    assert progress.left_s == pytest.approx(100.0)  # 50 more, at half the speed
+    assert progress.left_s == pytest.approx(100.0)  # 50 more, at half the expected speed
     progress.leave_out(25.0)
     assert progress.left_s == pytest.approx(50.0)
     assert [format_left(s) for s in (40, 130, 3700)] == ["40 s", "2 min", "1 h 1 min"]
@@ -645,5 +648,5 @@ def test_the_time_left_follows_the_clock(monkeypatch: pytest.MonkeyPatch) -> Non
         ("no end within 300 s\n", "no end within 300 s"),
     ],
 )
-def test_a_failure_in_a_line(error: str, why: str) -> None:
+def test_a_failure_summarised_in_one_line(error: str, why: str) -> None:
     assert Round(Case("a", "b", 2, Task("digits", 8)), 0, error=error).why == why

@@ -1,4 +1,4 @@
-"""What tells one state of the software from another."""
+"""What distinguishes one state of the software from another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def git(checkout: Path, *words: str) -> None:
     subprocess.run(["git", "-C", str(checkout), *author, *words], check=True, capture_output=True)
 
 
-def test_versions_are_those_of_the_python_that_trains() -> None:
+def test_versions_are_those_of_the_training_python() -> None:
     found = describe_software(sys.executable)
     assert found["python"] == sys.executable
     assert found.get("keras") == (metadata.version("keras") if "keras" in found else None)
@@ -36,7 +36,7 @@ def test_versions_are_those_of_the_python_that_trains() -> None:
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="wants git")
-def test_the_commit_is_that_of_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_covers_the_measured_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software, "_ROOT", tmp_path)
 
     def commit() -> str | None:
@@ -66,7 +66,7 @@ def test_the_commit_is_that_of_what_is_measured(tmp_path: Path, monkeypatch: pyt
     assert commit() not in (None, first)
 
 
-def test_only_what_both_name_can_differ() -> None:
+def test_only_versions_known_on_both_sides_can_differ() -> None:
     assert differences({"keras": "3.14", "horovod": "1"}, {"keras": "3.15", "mpi4py": "4"}) == [
         "keras 3.14 (now 3.15)"
     ]
@@ -74,14 +74,14 @@ def test_only_what_both_name_can_differ() -> None:
 
 
 def _imported(file: Path) -> set[str]:
-    """The packages that a file imports, anywhere in it."""
+    """Return the packages that a file imports, at any depth."""
     nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
     plain = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     from_some = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     return {name.partition(".")[0] for name in (*plain, *from_some)}
 
 
-def test_what_the_benchmarks_import_comes_with_their_extra() -> None:
+def test_the_bench_extra_installs_what_the_benchmarks_import() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["bench"]]
     brought = {re.split(r"[^\w-]", each)[0] for each in wanted}

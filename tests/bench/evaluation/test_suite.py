@@ -1,4 +1,4 @@
-"""Suites: what comes with the benchmarks can be read and fits its budget; what is wrong is named."""
+"""Suites: those that come with the benchmarks are valid and fit their budgets; errors are named."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_suites_fit_their_budgets(name: str, minutes: int, monkeypatch: pyte
     assert suite_s(read_suite(name, SYSTEMS)) < 60 * minutes
 
 
-def test_full_has_what_was_asked_for() -> None:
+def test_full_covers_the_required_cases() -> None:
     suite = read_suite("full", SYSTEMS)
     clusters = {group.cluster for group in suite.groups}
     assert {
@@ -50,10 +50,10 @@ def test_full_has_what_was_asked_for() -> None:
     assert {group.scaling for group in suite.groups} == {"weak", "strong"}
     (accuracy,) = [group for group in suite.groups if group.task.epochs]
     assert accuracy.systems == SYSTEMS
-    # Half the CPU: of 16 samples, 10.67 and 5.33; where the link is most of a step, and where it is not.
+    # One rank has half the CPU: 10.67 and 5.33 of 16 samples. The link dominates only the first group's step.
     shared = [(group.task.pixels, group.task.shares) for group in suite.groups if group.task.shares]
     assert shared == [(64, (11, 5)), (128, (11, 5))]
-    # The best native mode is the better of both wherever both can run: not with unequal shares.
+    # The best native mode is the better of two, so both are in every group without unequal shares.
     timed = [group for group in suite.groups if not group.task.shares]
     for group in timed:
         assert "tf-ps" in group.systems
@@ -61,14 +61,14 @@ def test_full_has_what_was_asked_for() -> None:
     assert suite_names() == ["full", "newest", "quick"]
 
 
-def test_systems_take_turns_and_none_is_always_first(tmp_path: Path) -> None:
+def test_systems_take_turns_at_being_first(tmp_path: Path) -> None:
     (group,) = read_suite(written(tmp_path, GROUP + "rounds = 3"), ("a", "b", "c")).groups
     order = "".join(case.system for _, case in group.turns())
     assert order == "abcbcacab"
     assert [number for number, _ in group.turns()] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
 
 
-def test_some_systems_take_part_in_the_first_round_alone(tmp_path: Path) -> None:
+def test_systems_in_once_take_part_only_in_the_first_round(tmp_path: Path) -> None:
     text = GROUP + 'rounds = 3\nonce = ["b"]'
     suite = read_suite(written(tmp_path, text), ("a", "b", "c"))
     assert "".join(case.system for _, case in suite.groups[0].turns()) == "abc" + "ca" + "ca"
@@ -76,13 +76,13 @@ def test_some_systems_take_part_in_the_first_round_alone(tmp_path: Path) -> None
     described = group.task.describe([group.rounds_of(name) for name in group.systems])
     assert described == "batch 8 a rank, 0 threads an operation, 1 to 3 rounds of 3 + 8 steps, seed 20"
     assert suite.only_systems("ac").groups[0].once == ()
-    # Where groups become one, a system of several rounds in one of them keeps those.
+    # When groups merge, a system with several rounds in one of them keeps those rounds.
     both = read_suite(written(tmp_path, text + "\n" + GROUP.replace("2x1gbit", "4x1gbit")), ("a", "b", "c"))
     assert both.on_one_cluster("hosts", 2).groups[0].once == ()
     assert suite.on_one_cluster("hosts", 2).groups[0].once == ("b",)
 
 
-def test_groups_of_one_round_begin_with_different_systems(tmp_path: Path) -> None:
+def test_groups_of_one_round_start_with_different_systems(tmp_path: Path) -> None:
     text = GROUP.replace('["2x1gbit"]', '["2x1gbit", "4x1gbit", "slow-cpu", "slow-link"]') + "rounds = 1"
     suite = read_suite(written(tmp_path, text), ("a", "b", "c"))
     assert ["".join(case.system for _, case in group.turns()) for group in suite.groups] == [
@@ -91,18 +91,20 @@ def test_groups_of_one_round_begin_with_different_systems(tmp_path: Path) -> Non
     assert [case.system for _, case in suite.only_systems("ac").groups[1].turns()] == ["c", "a"]
 
 
-def test_slower_links_and_crowds_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_links_and_more_ranks_than_cores_take_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     text = GROUP.replace('["2x1gbit"]', '["2xunlimited", "2x1gbit", "2x100mbit"]')
     unlimited, fast, slow = map(round_s, read_suite(written(tmp_path, text), ("a",)).groups)
-    # 95 MB are 0.76 Gb: 0.76 s at 1 Gb/s, 7.6 s at 100 Mb/s, in each of 3 + 8 steps.
+    # 95 MB are 0.76 Gb: 0.76 s at 1 Gb/s and 7.6 s at 100 Mb/s, in each of 3 + 8 steps.
     assert fast - unlimited == pytest.approx(11 * 0.76)
     assert slow - unlimited == pytest.approx(11 * 7.6)
     crowded = read_suite(written(tmp_path, GROUP.replace("2x1gbit", "4xunlimited")), ("a",)).groups[0]
     assert round_s(crowded) == pytest.approx(2 * unlimited)
 
 
-def test_on_one_cluster_tasks_are_run_once_and_shares_of_other_cpus_left_out() -> None:
+def test_on_one_cluster_tasks_run_once_and_shares_for_other_cpus_are_left_out() -> None:
     suite = read_suite("full", SYSTEMS).on_one_cluster("hosts", 4)
     names = [group.name for group in suite.groups]
     assert len(set(names)) == len(names)
@@ -120,7 +122,7 @@ def test_on_one_cluster_tasks_are_run_once_and_shares_of_other_cpus_left_out() -
 STRONG = GROUP + 'scaling = "strong"\n'
 
 
-def test_strong_scaling_shares_one_batch_out_over_any_number_of_ranks(tmp_path: Path) -> None:
+def test_strong_scaling_divides_one_batch_among_any_number_of_ranks(tmp_path: Path) -> None:
     text = STRONG.replace('["2x1gbit"]', '["1x1gbit", "2x1gbit", "4x1gbit"]')
     suite = read_suite(written(tmp_path, text), SYSTEMS)
     assert [(group.ranks, group.task.batch) for group in suite.groups] == [(1, 8), (2, 4), (4, 2)]
@@ -133,7 +135,7 @@ def test_strong_scaling_shares_one_batch_out_over_any_number_of_ranks(tmp_path: 
         read_suite(written(tmp_path, STRONG.replace("2x1gbit", "3x1gbit")), SYSTEMS)
 
 
-def test_what_cannot_be_shared_out_on_a_cluster_is_left_out_by_name(tmp_path: Path) -> None:
+def test_groups_that_cannot_be_divided_on_a_cluster_are_left_out_by_name(tmp_path: Path) -> None:
     suite = read_suite(written(tmp_path, STRONG + GROUP), SYSTEMS).on_one_cluster("hosts", 3)
     assert [group.name for group in suite.groups] == ["resnet50-64/8/hosts-3/weak"]
     (said,) = suite.notes
@@ -141,7 +143,7 @@ def test_what_cannot_be_shared_out_on_a_cluster_is_left_out_by_name(tmp_path: Pa
     assert said.endswith("Received: batch=8")
 
 
-def test_shares_that_fit_go_where_the_suite_goes(tmp_path: Path) -> None:
+def test_shares_that_fit_the_ranks_are_kept_on_another_cluster(tmp_path: Path) -> None:
     text = GROUP + "shares = [11, 5]"
     suite = read_suite(written(tmp_path, text), SYSTEMS)
     assert [group.name for group in suite.on_one_cluster("hosts", 2).groups] == [
@@ -153,11 +155,11 @@ def test_shares_that_fit_go_where_the_suite_goes(tmp_path: Path) -> None:
     by_speed = read_suite(written(tmp_path, GROUP + 'shares = "proportional"'), SYSTEMS)
     slow = ClusterSpec((HostSpec("a", cpus=1.0), HostSpec("b", cpus=0.25)))
     (group,) = by_speed.on_one_cluster("slow.toml", 2, slow).groups
-    assert group.task.shares == (13, 3)  # of 16, by 4 to 1
+    assert group.task.shares == (13, 3)  # of 16, at speeds of 4 to 1
     assert group.spec == slow
 
 
-def test_epochs_have_steps_on_many_ranks(tmp_path: Path) -> None:
+def test_epochs_keep_enough_steps_on_many_ranks(tmp_path: Path) -> None:
     digits = GROUP.replace("resnet50", "digits").replace("batch = 8", "batch = 32") + "epochs = 4\n"
     suite = read_suite(written(tmp_path, digits), SYSTEMS)
     few = suite.on_one_cluster("hosts", 8)
@@ -185,7 +187,7 @@ def test_a_cluster_may_be_a_file_beside_the_suite(tmp_path: Path, monkeypatch: p
     assert group.spec == run.spec == read_spec(tmp_path / "theirs" / "mine.toml")
     assert run.name == "pipeline/vgg16-64/32/mine.toml"
     assert not {"--spec", "--cluster"} & set(run.words())
-    # 95 MB at 100 Mb/s, in 11 steps: an estimate, and with it the time that a round gets.
+    # 95 MB at 100 Mb/s, in 11 steps. The time limit of a round follows from this estimate.
     fast = read_suite(written(tmp_path, GROUP.replace("2x1gbit", "2xunlimited")), SYSTEMS).groups[0]
     assert round_s(group) - round_s(fast) > 11 * 7.6
     monkeypatch.chdir(tmp_path)
@@ -210,7 +212,7 @@ def test_a_suite_for_hosts_needs_no_cluster(tmp_path: Path) -> None:
     assert moved.on_one_cluster("hosts", 4) == moved
 
 
-def test_threads_are_settled_by_the_cores_of_a_rank(tmp_path: Path) -> None:
+def test_auto_threads_follow_from_the_cores_of_a_rank(tmp_path: Path) -> None:
     text = GROUP.replace('"2x1gbit"', '"2x1gbit", "4x1gbit", "slow-cpu"') + 'threads = "auto"\n'
     own = GROUP.replace('"resnet50"', '"vgg16"') + "threads = 6\n"
     suite = read_suite(written(tmp_path, text + own), ("a",))
@@ -219,13 +221,13 @@ def test_threads_are_settled_by_the_cores_of_a_rank(tmp_path: Path) -> None:
         found = suite.with_threads(given, lambda group: cores_of_rank(cluster_spec(group.cluster), 8))
         return [group.task.threads for group in found.groups]
 
-    # Of 8 cores 2 ranks have 4 each, 4 have 2; the hosts of slow-cpu have 1 and 0.5 by their quotas.
+    # Of 8 cores, 2 ranks get 4 each and 4 ranks 2 each. The hosts of slow-cpu have quotas of 1 and 0.5 cores.
     assert settled(None) == [4, 2, 1, 6]
     assert settled(3) == [3, 3, 3, 3]
     assert {group.task.threads for group in read_suite("quick", SYSTEMS).groups} == {0}
 
 
-def test_some_systems_only() -> None:
+def test_selecting_systems() -> None:
     suite = read_suite("quick", SYSTEMS).only_systems(["tf-ps"])
     assert {group.systems for group in suite.groups} == {("tf-ps",)}
     with pytest.raises(SuiteError, match=r"Systems of this suite are single.*Received: \['hvpipe-stpe'\]"):
@@ -233,7 +235,7 @@ def test_some_systems_only() -> None:
 
 
 @given(st.integers(1, 64), st.lists(st.floats(0.1, 10), min_size=1, max_size=8))
-def test_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None:
+def test_proportional_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None:
     shares = proportional_shares(batch, speeds)
     assert len(shares) == len(speeds)
     assert min(shares) >= 1
@@ -289,23 +291,23 @@ def test_shares_add_up_and_follow_speed(batch: int, speeds: list[float]) -> None
         (GROUP + GROUP, "each once. Received: .'resnet50-64/8/2x1gbit-2/weak'"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, says: str, tmp_path: Path) -> None:
+def test_errors_in_a_suite_are_named(text: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(SuiteError, match=says):
         read_suite(written(tmp_path, text), SYSTEMS)
 
 
-def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_bytes(b"title = '\xff'")
     with pytest.raises(SuiteError, match=r"mine\.toml should be TOML"):
         read_suite(str(tmp_path / "mine.toml"), SYSTEMS)
 
 
-def test_a_pipeline_may_choose_its_micro_batches(tmp_path: Path) -> None:
+def test_a_pipeline_may_choose_its_number_of_micro_batches(tmp_path: Path) -> None:
     (run,) = read_suite(written(tmp_path, PIPELINE + 'microbatches = "auto"'), SYSTEMS).pipelines
     assert run.words()[run.words().index("--microbatches") + 1] == "auto"
 
 
-def test_names_that_nobody_knows() -> None:
+def test_unknown_names() -> None:
     with pytest.raises(SuiteError, match=r"one of full, newest, quick, or a TOML file. Received: 'fast'"):
         read_suite("fast", SYSTEMS)
     with pytest.raises(ClusterError, match=r"homogeneous-2.*Received: 'cloud'"):

@@ -1,4 +1,4 @@
-"""bench.gpu.check without a GPU: what it says, a dry run of all of it on stand-ins, and its arithmetic."""
+"""bench.gpu.check without a GPU: its message, a dry run on stand-ins, and its arithmetic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from native_build import build
 REPOSITORY = Path(__file__).parents[3]
 
 
-def test_without_a_gpu_it_says_so_and_exits_with_its_code() -> None:
+def test_without_a_gpu_the_check_says_so_and_exits_with_its_code() -> None:
     if isinstance(check.gpus(), int):
         pytest.skip("there is a GPU")
     done = subprocess.run(
@@ -40,7 +40,7 @@ def test_without_a_gpu_it_says_so_and_exits_with_its_code() -> None:
 
 @pytest.fixture
 def stand_ins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """One stand-in GPU for all ranks and an NCCL that may share it; the file for the JSON."""
+    """Set up one stand-in GPU for all ranks and an NCCL that may share it. Return the path for the JSON."""
     monkeypatch.setattr(check, "gpus", lambda: 1)
     monkeypatch.setattr(check, "build", lambda: None)
     monkeypatch.setattr(check, "WORKER", "gpu_stand_in")
@@ -83,7 +83,7 @@ def test_a_dry_run_verifies_and_measures_everything(
     assert f"{len(rows)} rows, 0 wrong" in printed
 
 
-def test_a_wrong_result_on_any_rank_and_a_part_that_fails_are_failures(
+def test_a_wrong_result_on_any_rank_and_a_part_that_raises_are_failures(
     stand_ins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("STAND_IN_WRONG_RANK", "1")
@@ -101,7 +101,7 @@ def test_a_wrong_result_on_any_rank_and_a_part_that_fails_are_failures(
 @pytest.mark.parametrize(
     ("body", "said"), [("raise SystemExit(3)", "exit code"), ("import time; time.sleep(60)", "longer than")]
 )
-def test_ranks_that_fail_or_hang_are_a_row(
+def test_ranks_that_fail_or_hang_become_a_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, body: str, said: str
 ) -> None:
     (tmp_path / "failing_worker.py").write_text(body)
@@ -112,7 +112,7 @@ def test_ranks_that_fail_or_hang_are_a_row(
     assert said in row["result"]
 
 
-def test_two_ranks_on_one_gpu_want_an_nccl_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_share_a_gpu_only_with_an_nccl_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     shared = {"CUDA_VISIBLE_DEVICES": "3", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     host = {"HVPIPE_NCCL_LIBRARY": "none"}
@@ -122,12 +122,12 @@ def test_two_ranks_on_one_gpu_want_an_nccl_that_can(monkeypatch: pytest.MonkeyPa
     assert check.runs(2, 0) == [(1, {}), (2, host)]
 
 
-def test_the_version_of_nccl_is_its_own_word() -> None:
+def test_the_version_of_nccl_is_read_from_the_library() -> None:
     assert check.nccl_version(str(build("fake_nccl.cc", "-DVERSION=22809"))) == 22809
     assert check.nccl_version("libnowhere.so") == 0
 
 
-def test_an_error_is_relative_to_what_was_added() -> None:
+def test_an_error_is_relative_to_the_summed_terms() -> None:
     terms = np.array([[1.5, 2.0], [-1.25, 2.0]])
     assert verify.worst(np.array([0.25, 4.0]), terms) == 0
     assert verify.worst(np.array([0.25 + 1e-3, 4.0]), terms) == pytest.approx(1e-3 / 4)
@@ -135,9 +135,9 @@ def test_an_error_is_relative_to_what_was_added() -> None:
 
 
 class Timed(StandIn):
-    """A stand-in and an engine with a clock of their own: what each call costs, more when it comes first.
+    """A stand-in for GPU and engine with its own clock. Each call has a cost, higher the first time.
 
-    A reduce is over 4 ms after it was submitted.
+    A reduce ends 4 ms after it was submitted.
     """
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class Timed(StandIn):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_figures_are_worked_out_from_the_clock(
+def test_figures_are_computed_from_the_clock(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int
 ) -> None:
     world = {"size": lambda: ranks, "rank": lambda: 0, "barrier": lambda: None}
@@ -192,24 +192,24 @@ def test_the_figures_are_worked_out_from_the_clock(
     check_worker.check(gpu, gpu, sizes, tmp_path / "rows.json")
     rows = {row["what"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
     if ranks == 1:
-        # 2 MB read and written in 2 ms; the copy takes 1 ms, unpacking waits 4 ms and takes 1 ms.
+        # 2 MB are read and written in 2 ms. The copy takes 1 ms; unpacking waits 4 ms and takes 1 ms.
         assert rows["1 rank: pack 2 MB"]["figures"] == pytest.approx({"gb_per_s": 2.0, "share": 0.5})
         assert rows["1 rank: unpack 2 MB"]["figures"] == pytest.approx({"gb_per_s": 0.8, "share": 0.2})
-        # To halves and back: 1.5 MB each way, for which the copy takes 0.75 ms.
+        # With bf16: 1.5 MB are read and written, for which the copy takes 0.75 ms.
         halves = {"gb_per_s": 1.5, "share": 0.375}
         assert rows["1 rank: pack 2 MB as bf16, scaled"]["figures"] == pytest.approx(halves)
         assert rows["1 rank: pack ResNet-50's gradients"]["ok"] is False
         assert rows["1 rank: all-reduce 2 MB"]["result"] == "8.00 ms"
-        # Less than what is wanted is a failure.
+        # A share below the required one is a failure.
         assert rows["1 rank: pack 2 MB"]["ok"] is rows["1 rank: unpack 2 MB"]["ok"] is False
         assert rows["1 rank: sampler (NVML)"]["ok"] is (
             rows["1 rank: sampler (NVML)"]["figures"]["cores"] <= 0.01
         )
     else:
-        # Of two ranks each sends as many bytes as there are: 2 MB in 8 ms.
+        # Each of two ranks sends as many bytes as the buffer has: 2 MB in 8 ms.
         expected = {"taken_s": 0.008, "bus_gb_per_s": 0.25}
         assert rows["2 ranks, NCCL: all-reduce 2 MB"]["figures"] == pytest.approx(expected)
-        # Twice as long as the reduce of 2 + 4 + 1 ms; of that 4 ms are hidden.
+        # The products take twice as long as the reduce of 2 + 4 + 1 ms, of which 4 ms are hidden.
         found = rows["2 ranks, NCCL: overlap, 1 MB"]["figures"]
         assert found["products_s"] == pytest.approx(0.014, abs=2e-4)
         assert (found["reduce_s"], found["both_s"]) == pytest.approx((0.007, 0.017), abs=2e-4)
@@ -217,14 +217,14 @@ def test_the_figures_are_worked_out_from_the_clock(
         assert rows["2 ranks, NCCL: overlap, 1 MB"]["ok"] is False
     assert (
         rows[f"{'1 rank' if ranks == 1 else '2 ranks, NCCL'}: all-reduce float32"]["ok"] is False
-    )  # unwritten
+    )  # never written
 
 
-def test_the_gradients_that_are_packed_are_resnet_50s() -> None:
+def test_the_packed_gradients_are_those_of_resnet_50() -> None:
     assert (len(RESNET50), sum(RESNET50)) == (214, 25_583_592)
 
 
-def test_a_thin_library_keeps_the_code_of_one_generation() -> None:
+def test_a_thin_library_keeps_the_code_of_one_gpu_generation() -> None:
     def entry(generation: int, code: bytes) -> bytes:
         return struct.pack("<HHIQ12xI32x", 2, 0x101, 64, len(code), generation) + code
 

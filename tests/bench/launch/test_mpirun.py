@@ -1,4 +1,4 @@
-"""What the benchmarks take from MPI: ranks on the hosts of a virtual cluster, sums that can be verified."""
+"""How the benchmarks use MPI: ranks on the hosts of a virtual cluster, sums that can be verified."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_ranks_live_on_different_hosts() -> None:
     assert result.stdout.strip() == str([(0, "h0", 1, "yes"), (1, "h1", 1, "yes")])
 
 
-def test_verification_pattern_sums_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi4py.rc, "initialize", False)  # so that the import starts no MPI
+def test_the_verification_pattern_has_an_exact_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi4py.rc, "initialize", False)  # so that the import does not start MPI
     from bench.all_reduce.worker import expected_and_mine
 
     parts = [expected_and_mine(600, rank, 3)[1] for rank in range(3)]
     expected = expected_and_mine(600, 0, 3)[0]
     assert (sum(parts) == expected).all()
     assert len({part.tobytes() for part in parts}) == 3
-    # Place 5: 5 x (1 + 2 + 3) + (0 + 1 + 2).
+    # Element 5: 5 x (1 + 2 + 3) + (0 + 1 + 2).
     assert expected[5] == 33

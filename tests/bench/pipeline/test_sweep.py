@@ -1,4 +1,4 @@
-"""bench.pipelines: its figures by hand, what it runs, its arguments."""
+"""bench.pipeline.sweep: its figures by hand, what it runs, its arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.pipeline.report import MeasuredPlan, PipelineReport
 def report(
     greedy: tuple[float, float], *random: tuple[float, float], bound_s: float | None = None
 ) -> PipelineReport:
-    """Of measured and simulated steps."""
+    """Make a report from pairs of measured and simulated steps."""
     cases = [
         MeasuredPlan("greedy", 2, [[step], [step / 2]], simulated, bound_s) for step, simulated in (greedy,)
     ]
@@ -42,8 +42,8 @@ def test_figures_by_hand() -> None:
     assert "62% less time (arithmetic mean), 2.83x (geometric mean), worst 2.00x" in text
 
 
-def test_other_placements_have_columns_of_their_own() -> None:
-    """What is compared with random is greedy alone."""
+def test_other_placements_have_their_own_columns() -> None:
+    """Only greedy is compared with random."""
     whole = report((2.0, 2.0), (8.0, 4.0))
     even = MeasuredPlan("even", 2, [[3.0]], 4.0)
     greedy, random = whole.cases
@@ -79,7 +79,7 @@ def test_cases_with_a_file_are_not_run_again(
     assert "slow-cpu-resnet50" in capsys.readouterr().out
 
 
-def test_words_are_those_of_bench_pipeline(tmp_path: Path, monkeypatch: Any) -> None:
+def test_arguments_are_passed_to_bench_pipeline(tmp_path: Path, monkeypatch: Any) -> None:
     given = []
     monkeypatch.setattr(pipelines.pipeline, "_drive", lambda arguments, words: given.append(arguments))
     words = ["--out", str(tmp_path), "--clusters", "slow-cpu", "--models", "transformer", "--steps", "5"]
@@ -91,7 +91,7 @@ def test_words_are_those_of_bench_pipeline(tmp_path: Path, monkeypatch: Any) -> 
     assert case.json == tmp_path / "slow-cpu-transformer.json"
 
 
-def test_an_interrupted_case_ends_them_all(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_interrupt_ends_all_cases(tmp_path: Path, monkeypatch: Any) -> None:
     started = []
 
     def interrupt(arguments: object, words: list[str]) -> None:

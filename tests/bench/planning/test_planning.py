@@ -1,4 +1,4 @@
-"""bench.planning: its cases and figures by hand, a small run, JSON out and in, the plot."""
+"""bench.planning: its cases and figures by hand, a small run, a JSON round trip, the plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def result(of_exact: float, speedup: float | None, limits: str = "equal") -> Res
     return Result(PlanningCase("m", 4, limits, 1e9), of_exact, 1.0, 1.0, speedup)
 
 
-def test_the_cases_of_the_target() -> None:
+def test_all_cases() -> None:
     cases = list(all_cases(["a", "b"], [4, 8]))
     assert len(cases) == len(set(cases)) == 2 * 2 * 4 * 2
     assert cases[0] == PlanningCase("a", 4, "equal", 1e9)
@@ -48,7 +48,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     report = PlanningReport.from_json(target.read_text())
     assert len(report.results) == 8
     assert all(1 - 1e-9 <= one.of_exact <= 1.05 for one in report.results)
-    # Scarce memory never makes a plan better.
+    # Scarce memory never improves a plan.
     by_case = {(one.case.limits, one.case.bits_per_s): one for one in report.results}
     for rate in (1e9, 10e9):
         scarce = by_case["equal, short of memory", rate].exact_bottleneck_s
@@ -60,7 +60,7 @@ def test_planning_is_timed(cluster_of: Callable[[int], Cluster]) -> None:
     assert 0 < planning_time_s(40, cluster_of(3)) < 60
 
 
-def test_measured_links_are_all_different() -> None:
+def test_measured_links_all_differ() -> None:
     cluster = measured_links(8)
     assert len({device.speed for device in cluster.devices}) == 8
     assert len({link for _, _, link in cluster.measured}) == 8 * 7 // 2

@@ -1,4 +1,4 @@
-"""Two evaluations compared: changes beyond noise are found, others are not."""
+"""Comparing two evaluations: changes beyond noise are found, others are not."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def test_a_change_counts_beyond_the_noise(factor: float, quiet: str, loud: str) 
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=8), st.lists(st.floats(0.1, 10), min_size=2))
-def test_forth_and_back_are_opposites(before: list[float], after: list[float]) -> None:
+def test_swapping_before_and_after_swaps_the_verdict(before: list[float], after: list[float]) -> None:
     opposite = {"slower": "faster", "faster": "slower", "the same": "the same"}
     assert verdict(tuple(after), tuple(before)) == opposite[verdict(tuple(before), tuple(after))]
 
 
 def between_rounds(*factors: float) -> tuple[Round, ...]:
-    """A case for each factor, whose second round takes so many times the first."""
+    """Make one case for each factor; its second round takes `factor` times as long as the first."""
     cases = [case("hvpipe-step", task=replace(TASK, batch=100 + index)) for index in range(len(factors))]
     first = [finished(of, *QUIET) for of in cases]
     return (*first, *(finished(of, f, f, number=1) for of, f in zip(cases, factors, strict=True)))
 
 
-def test_one_round_of_each_differs_by_more_than_the_steps_in_it_do() -> None:
-    # 1.14 / 1.0 was seen between two rounds of the same software, whose steps each scatter by 1 %.
+def test_a_single_round_has_the_noise_between_rounds() -> None:
+    # A ratio of 1.14 occurred between two rounds of the same software, whose steps each scatter by 1 %.
     of = case("tf-mwms")
     assert verdict((1.0, 1.01, 0.99), (1.13, 1.14, 1.12)) == "the same"
     before, after = (outcome(finished(of, s), *between_rounds(1.1, 0.9, 1.1, 0.9)) for s in (1.0, 1.25))
     found = compare(before, after)
     assert found.changes[0].verdict == "the same"
-    # Rounds that are 1.1 or 0.9 apart: standard deviations of 6.7 % and 7.5 %.
+    # Rounds that differ by factors of 1.1 and 0.9 have standard deviations of 6.7 % and 7.5 %.
     assert found.between_rounds == pytest.approx(0.071, abs=1e-3)
     assert "one round before or after: 1 cases; their noise is that between rounds, 7.1%" in found.to_text()
     quiet = between_rounds(1.001, 0.999, 1.001, 0.999)
@@ -65,20 +65,21 @@ def test_one_round_of_each_differs_by_more_than_the_steps_in_it_do() -> None:
     assert compare(before, after).changes[0].verdict == "slower"
 
 
-def test_of_many_cases_the_farthest_is_no_regression_by_that_alone() -> None:
+def test_the_allowed_change_grows_with_the_number_of_cases() -> None:
     def evaluated(first_s: float, cases: int) -> EvaluationOutcome:
         tasks = [replace(TASK, batch=8 + index) for index in range(cases)]
         steps_s = [first_s] + [1.0] * (cases - 1)
         pairs = zip(tasks, steps_s, strict=True)
         return outcome(*(finished(case("single", task=task), step_s) for task, step_s in pairs))
 
-    # 5 % between rounds, of both: 1.96 x 7.07 % = 13.9 % for one case, 3.04 x 7.07 % = 21.5 % for 21.
+    # With noise of 5 % between rounds, before and after: 1.96 x 7.07 % = 13.9 % for one case,
+    # 3.04 x 7.07 % = 21.5 % for 21 cases.
     assert compare(evaluated(1.0, 1), evaluated(1.2, 1)).regressed
     assert not compare(evaluated(1.0, 21), evaluated(1.2, 21)).regressed
     assert compare(evaluated(1.0, 21), evaluated(1.3, 21)).regressed
 
 
-def test_what_failed_is_a_regression_and_what_was_not_run_or_is_new_is_none() -> None:
+def test_a_failed_case_is_a_regression_but_a_new_or_missing_one_is_not() -> None:
     one, two = finished(case("tf-ps"), *QUIET), finished(case("hvpipe-step"), *QUIET)
     both = outcome(one, two)
     failed = compare(both, outcome(one, Round(case("hvpipe-step"), 0, error="first\nSegmentation fault")))
@@ -103,7 +104,7 @@ def pipeline(*methods: tuple[str, float], error: str = "") -> PipelineOutcome:
     return PipelineOutcome("pipeline/vgg16-64/32/2x1gbit", None if error else report, error)
 
 
-def test_a_pipeline_that_became_slower_or_fails_is_a_regression() -> None:
+def test_a_slower_or_failed_pipeline_is_a_regression() -> None:
     before = outcome(pipelines=(pipeline(("greedy", 1.0), ("random 0", 3.0)),))
     after = outcome(pipelines=(pipeline(("greedy", 1.5), ("random 0", 3.0)),))
     found = compare(before, after)
@@ -120,12 +121,12 @@ def test_a_pipeline_that_became_slower_or_fails_is_a_regression() -> None:
 @pytest.mark.parametrize(
     ("loss", "accuracy", "verdict"),
     [
-        # 360 images, 96 % of them right on average: two errors of the difference are 2.9 %.
+        # 360 images, 96 % of them right on average: two standard errors of the difference are 2.9 %.
         *[(0.063, 0.981, "the same"), (0.07, 0.96, "the same"), (0.07, 0.94, "worse"), (2.3, 0.981, "worse")],
         *[(math.nan, 0.981, "worse"), (0.03, 0.981, "better")],
     ],
 )
-def test_what_is_learned_counts(loss: float, accuracy: float, verdict: str) -> None:
+def test_loss_and_accuracy_are_compared(loss: float, accuracy: float, verdict: str) -> None:
     def trained(loss: float, accuracy: float) -> EvaluationOutcome:
         of = case("hvpipe-step", task=replace(TASK, workload="digits", epochs=2))
         return outcome(finished(of, *QUIET, loss=[1.0, loss], accuracy=[0.1, accuracy]))
@@ -136,7 +137,7 @@ def test_what_is_learned_counts(loss: float, accuracy: float, verdict: str) -> N
     assert ("1 learned less" in found.to_text()) == (verdict == "worse")
 
 
-def test_other_software_is_said() -> None:
+def test_different_software_is_named() -> None:
     plain = outcome(finished(case("hvpipe-step"), *QUIET))
     old, new = (
         replace(plain, setting=replace(plain.setting, software={"keras": version, "commit": "abc"}))
@@ -144,14 +145,14 @@ def test_other_software_is_said() -> None:
     )
     assert "Other software: keras 3.14 (now 3.15)\n" in compare(old, new).to_text()
     assert "Other software" not in compare(old, old).to_text()
-    # Results of before it was kept have what the rounds said.
+    # Results from before software was recorded have the versions of their rounds.
     (round_,) = plain.rounds
     newer = replace(plain, rounds=(replace(round_, versions="TensorFlow 2.21.0"),))
     assert compare(plain, newer).software == ("hvpipe-step TensorFlow 2.18.1 (now TensorFlow 2.21.0)",)
 
 
 @pytest.mark.parametrize("other", [{"threads": 4}, {"steps": 20}, {"warm_up": 9}, {"seed": 1}], ids=str)
-def test_another_task_is_no_regression(other: dict[str, int]) -> None:
+def test_a_different_task_is_no_regression(other: dict[str, int]) -> None:
     before = finished(case("hvpipe-step"), *QUIET)
     after = finished(case("hvpipe-step", task=replace(TASK, **other)), 9.0, 9.0)  # type: ignore[arg-type]
     found = compare(outcome(before), outcome(after))
@@ -160,7 +161,7 @@ def test_another_task_is_no_regression(other: dict[str, int]) -> None:
     assert found.to_text().endswith("1 another task")
 
 
-def test_the_text_says_what_changed() -> None:
+def test_the_text_lists_the_changes() -> None:
     of = case("hvpipe-step")
     slower = compare(outcome(finished(of, *QUIET)), outcome(finished(of, 2.0, 2.0)))
     assert slower.regressed
@@ -171,7 +172,7 @@ def test_the_text_says_what_changed() -> None:
     assert "different machines" not in text
 
 
-def test_different_machines_are_said_to_be() -> None:
+def test_different_machines_are_mentioned() -> None:
     one = outcome(finished(case("tf-ps"), *QUIET))
     other = replace(one, setting=replace(one.setting, machine=replace(MACHINE, cores=64)))
     assert not compare(one, other).same_machine
@@ -181,7 +182,7 @@ def test_different_machines_are_said_to_be() -> None:
     assert compare(hosts[0], hosts[0]).same_machine
 
 
-def test_a_system_that_is_slower_in_all_its_cases_is_found_where_no_case_is() -> None:
+def test_a_system_slower_in_all_cases_is_found_though_no_single_case_is() -> None:
     def evaluated(factor: float) -> EvaluationOutcome:
         tasks = [replace(TASK, batch=8 + index) for index in range(14)]
         ours = [finished(case("hvpipe-step", task=task), factor) for task in tasks]
@@ -189,7 +190,7 @@ def test_a_system_that_is_slower_in_all_its_cases_is_found_where_no_case_is() ->
 
     found = compare(evaluated(1.0), evaluated(1.12))
     assert {each.verdict for each in found.changes} == {"the same"}
-    # 5 % between rounds, of both, over 14 cases: 2.24 x 7.07 % / sqrt(14) = 4.2 %; 5 % is the least.
+    # Noise of 5 % before and after, over 14 cases: 2.24 x 7.07 % / sqrt(14) = 4.2 %; at least 5 % is allowed.
     assert [(each.key, each.verdict, each.allowed) for each in found.systems] == [
         ("horovod", "the same", 0.05),
         ("hvpipe-step", "slower", 0.05),

@@ -1,4 +1,4 @@
-"""Figures of an evaluation, worked out by hand, and what must hold for any rounds; the CSV."""
+"""Figures of an evaluation: by hand, properties that hold for any rounds, the CSV."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_a_step_is_the_median_of_the_slowest_rank() -> None:
     (found,) = all_figures(outcome(two))
     assert found.step_s == 3.0
     assert found.samples_per_s == pytest.approx(16 / 3)
-    assert found.wall_s == 3.25  # the first rank's mean
+    assert found.wall_s == 3.25  # the mean of the first rank
     assert (found.efficiency, found.bound_s, found.over_bound) == (None, None, None)
 
 
 @pytest.mark.parametrize("system", ["single", "tf-mwms", "horovod", "hvpipe-step"])
 def test_the_first_step_of_a_round_is_left_out_for_every_system(system: str) -> None:
-    # In "step" it has nothing to collect; two rounds of three steps, each begun with nothing left over.
+    # In mode "step" the first step has nothing to collect. Two rounds of three steps each start that way.
     short = [finished(case(system), 0.1, 1.0, 1.0, number=number) for number in (0, 1)]
     whole = [finished(case(system), 1.0, 1.0, 1.0, number=number) for number in (0, 1)]
     (found,) = all_figures(outcome(*short))
@@ -49,7 +49,7 @@ def test_the_first_step_of_a_round_is_left_out_for_every_system(system: str) -> 
     assert found.step_s == 1.0
 
 
-def test_all_steps_count_of_epochs_and_where_there_are_few() -> None:
+def test_all_steps_count_for_epochs_and_if_there_are_few() -> None:
     assert counted(TASK, [0.1, 1.0, 2.0]) == [1.0, 2.0]
     assert counted(TASK, [0.1, 1.0]) == [0.1, 1.0]
     assert counted(replace(TASK, epochs=2), [0.1, 1.0, 2.0]) == [0.1, 1.0, 2.0]
@@ -59,7 +59,7 @@ def test_efficiency_and_the_bound() -> None:
     rows = all_figures(outcome(finished(case("single"), 0.6), finished(case("hvpipe-step"), 1.2)))
     found = row("hvpipe-step", rows)
     assert found.efficiency == pytest.approx(0.5)
-    # 95.2 MB on two hosts at 1 Gb/s: 0.7616 s, more than computing.
+    # 95.2 MB between two hosts at 1 Gb/s take 0.7616 s, more than computing.
     assert found.bound_s == pytest.approx(0.7616)
     assert found.over_bound == pytest.approx(1.2 / 0.7616)
     assert found.links_rate == "set"
@@ -70,11 +70,11 @@ def test_efficiency_and_the_bound() -> None:
     assert row("tf-ps", rows).bound_s == 0.6
 
 
-def test_links_without_a_set_rate_bound_as_measured() -> None:
+def test_links_without_a_set_rate_bound_at_the_measured_rate() -> None:
     cluster = replace(CLUSTER, hosts=3, slowest_bits_per_s=None)
     fast, slow = (
         LinkFacts("2x1gbit", "a", "b", None, 1e-4, 4e9, 2e9),
-        LinkFacts("2x1gbit", "a", "c", None, 1e-4, 5e8),  # nobody streamed both ways
+        LinkFacts("2x1gbit", "a", "c", None, 1e-4, 5e8),  # no two-way stream was measured
     )
     rounds = (finished(case("single"), 0.6), finished(case("hvpipe-step"), 4.0))
     found = row("hvpipe-step", all_figures(outcome(*rounds, clusters=(cluster,), links=(fast, slow))))
@@ -86,7 +86,7 @@ def test_links_without_a_set_rate_bound_as_measured() -> None:
         assert (found.bound_s, found.over_bound, found.links_rate) == (None, None, "")
 
 
-def test_without_the_gradients_bytes_there_is_no_bound_on_limited_links() -> None:
+def test_without_gradient_bytes_limited_links_have_no_bound() -> None:
     rounds = (
         finished(case("single"), 0.6, gradient_bytes=0),
         finished(case("tf-ps"), 1.2, gradient_bytes=0),
@@ -94,19 +94,19 @@ def test_without_the_gradients_bytes_there_is_no_bound_on_limited_links() -> Non
     assert row("tf-ps", all_figures(outcome(*rounds))).bound_s is None
 
 
-def test_rounds_are_put_together_and_failed_ones_left_out() -> None:
+def test_rounds_are_combined_and_failed_ones_left_out() -> None:
     of = case("horovod")
     rounds = (finished(of, 1.0, 2.0), finished(of, 3.0, 4.0, number=1), Round(of, 2, error="crashed"))
     (found,) = all_figures(outcome(*rounds))
     assert (found.step_s, found.rounds) == (2.5, 2)
-    # The rounds' medians are 1.5 and 3.5: half their distance over 2.5.
+    # The medians of the rounds are 1.5 and 3.5: half their distance over 2.5.
     assert found.noise == pytest.approx(0.4)
     assert (
         all_figures(outcome(Round(of, 0, error="crashed"), Round(case("tf-ps"), 0, skipped="absent"))) == []
     )
 
 
-def test_parts_are_of_the_slowest_rank_and_known_to_every_round() -> None:
+def test_parts_are_of_the_slowest_rank_and_must_be_known_in_every_round() -> None:
     of = case("hvpipe-step")
     quick = rank([1.0], parts_s={"forward": 9.0})
     first = Round(of, 0, (quick, rank([2.0], parts_s={"forward": 0.2, "update": 0.5})))
@@ -115,10 +115,10 @@ def test_parts_are_of_the_slowest_rank_and_known_to_every_round() -> None:
     assert found.parts_s == {"forward": pytest.approx(0.3)}
 
 
-def test_parts_that_a_system_cannot_tell_follow_from_computing_alone() -> None:
+def test_parts_unknown_to_a_system_are_derived_from_computing_alone() -> None:
     alone = finished(case("single"), 1.0, parts_s={"forward": 0.3, "backward": 0.6, "update": 0.1})
     rows = all_figures(outcome(alone, finished(case("tf-mwms"), 2.5)))
-    # 1 s of computing: the other 1.5 s are beyond that, whatever they are.
+    # Computing takes 1 s. The other 1.5 s have an unknown cause.
     assert row("tf-mwms", rows).parts_s == {
         "forward": 0.3,
         "backward": 0.6,
@@ -127,10 +127,10 @@ def test_parts_that_a_system_cannot_tell_follow_from_computing_alone() -> None:
     }
 
 
-def test_what_is_beyond_computing_alone_is_measured_alike() -> None:
+def test_time_beyond_computing_alone_is_comparable_between_systems() -> None:
     computing = {"forward": 0.3, "backward": 0.6, "update": 0.1}
     alone = finished(case("single"), 1.0, parts_s=computing)
-    # Of 2.5 s: update takes less than alone, backward more; 0.05 + 0.9 + 0.55 s are not computing alone.
+    # Of 2.5 s: update takes less than alone, backward more. 0.05 + 0.9 + 0.55 s are beyond computing alone.
     told = {"forward": 0.3, "backward": 1.5, "update": 0.05, "communication_exposed": 0.65}
     rows = all_figures(
         outcome(alone, finished(case("tf-mwms"), 2.5), finished(case("hvpipe-step"), 2.5, parts_s=told))
@@ -140,18 +140,18 @@ def test_what_is_beyond_computing_alone_is_measured_alike() -> None:
     assert row("hvpipe-step", rows).parts_s["computing_slowed"] == pytest.approx(0.9)
 
 
-def test_parts_of_all_systems_are_of_the_rank_that_computes_slowest() -> None:
-    # Rank 1 is slow; that rank 0's steps are a little longer in one system is chance.
+def test_parts_are_of_the_rank_that_computes_slowest_for_all_systems() -> None:
+    # Rank 1 computes slowest. Rank 0's steps are slightly longer in one system by chance.
     alone = Round(case("single"), 0, (rank([1.0]), rank([2.0])))
     waits = rank([3.1], parts_s={"straggler": 1.0})
     ours = Round(case("hvpipe-step"), 0, (waits, rank([3.0], parts_s={"straggler": 0.0})))
     found = row("hvpipe-step", all_figures(outcome(ours, alone)))
     assert (found.parts.rank, found.parts_s) == (1, {"straggler": 0.0})
-    assert found.parts.longest_wait_s == 1.0  # of rank 0
+    assert found.parts.longest_wait_s == 1.0  # on rank 0
     assert found.step_s == 3.1
 
 
-def test_parts_alone_are_means_over_its_rounds() -> None:
+def test_parts_of_computing_alone_are_means_over_rounds() -> None:
     first, second = (
         finished(case("single"), 1.0, number=n, parts_s={"forward": 0.3, "backward": s, "update": 0.1})
         for n, s in ((0, 0.5), (1, 0.7))
@@ -160,15 +160,15 @@ def test_parts_alone_are_means_over_its_rounds() -> None:
     assert row("tf-mwms", rows).parts_s["backward"] == row("single", rows).parts_s["backward"]
 
 
-def test_input_alone_does_not_tell_what_computing_takes() -> None:
+def test_a_known_input_time_alone_says_nothing_about_computing() -> None:
     task = replace(TASK, epochs=3)
     alone = finished(case("single", task=task), 1.0, parts_s={"input": 0.1})
     ours = finished(case("hvpipe-step", task=task), 2.5, parts_s={"input": 0.2})
     assert row("hvpipe-step", all_figures(outcome(alone, ours))).parts_s == {"input": 0.2}
 
 
-def test_both_means_are_formed_as_they_say() -> None:
-    # 1.36x is 26.5 % less; 1.5x would be 33 % less.
+def test_means_are_as_defined() -> None:
+    # 1.36x is 26.5 % less time; 1.5x would be 33 % less.
     assert Comparison("g", "a", "b", 1 / (1 - 0.265), 0.0).reduction == pytest.approx(0.265)
     assert pytest.approx(1.36, abs=0.001) == 1 / (1 - 0.265)
     found = means([Comparison("g", "a", "b", 1.0, 0.0), Comparison("h", "a", "b", 4.0, 0.0)])
@@ -191,11 +191,11 @@ def test_a_system_is_compared_with_the_fastest_baseline() -> None:
     assert compare_in_groups(rows, "absent", ("tf-ps",)) == []
 
 
-def test_native_tensorflow_is_every_system_of_its_own() -> None:
+def test_native_lists_every_tensorflow_system() -> None:
     assert set(NATIVE) == {name for name in SYSTEMS if name.startswith("tf-")}
 
 
-def test_a_step_that_ends_in_bursts_is_the_mean_and_so_is_what_it_is_compared_with() -> None:
+def test_uneven_steps_and_their_rivals_are_compared_by_mean() -> None:
     def took(system: str, steps: list[float], wall_s: float) -> Round:
         return Round(case(system), 0, (replace(rank(steps), wall_s=wall_s),) * 2)
 
@@ -208,12 +208,12 @@ def test_a_step_that_ends_in_bursts_is_the_mean_and_so_is_what_it_is_compared_wi
         "hvpipe-step": 1.0,
         "tf-mwms": 3.0,
     }
-    assert rows[0].noise == pytest.approx(math.sqrt(8) / 2 / math.sqrt(3))  # pstdev 2.83 of a mean of 2
+    assert rows[0].noise == pytest.approx(math.sqrt(8) / 2 / math.sqrt(3))  # pstdev 2.83 at a mean of 2
     (found,) = compare_in_groups(rows, "hvpipe-step", ("tf-ps", "tf-mwms"))
     assert (found.baseline, found.speedup) == ("tf-ps", pytest.approx(2.1 / 1.4))
 
 
-def test_what_ends_in_bursts_is_as_efficient_as_its_mean_is_over_the_mean_alone() -> None:
+def test_efficiency_of_uneven_steps_uses_means() -> None:
     def took(system: str, steps: list[float], wall_s: float) -> Round:
         return Round(case(system), 0, (replace(rank(steps), wall_s=wall_s),) * 2)
 
@@ -223,7 +223,7 @@ def test_what_ends_in_bursts_is_as_efficient_as_its_mean_is_over_the_mean_alone(
     assert row("horovod", rows).efficiency == 0.5
 
 
-def test_another_algorithm_is_not_the_fastest() -> None:
+def test_the_fastest_system_must_train_the_same() -> None:
     times = (("single", 0.5), ("tf-ps", 0.9), ("hvpipe-stale", 0.8), ("hvpipe-step", 1.0), ("horovod", 1.1))
     rows = all_figures(outcome(*(finished(case(name), s) for name, s in times)))
     found = fastest(rows)
@@ -250,7 +250,7 @@ def test_only_limited_links_count_as_limited() -> None:
     assert [each.case.cluster for each in limited_by_links(found, all_figures(found))] == ["2x1gbit"]
 
 
-def test_shares_against_equal_shares() -> None:
+def test_proportional_shares_are_compared_with_equal_ones() -> None:
     shares = replace(TASK, shares=(11, 5))
     rounds = (
         finished(case("hvpipe-step"), 3.0),
@@ -263,7 +263,7 @@ def test_shares_against_equal_shares() -> None:
 
 
 @given(st.lists(STEPS, min_size=1, max_size=4), st.floats(0.1, 10))
-def test_noise_has_no_unit(rounds: list[list[float]], factor: float) -> None:
+def test_noise_does_not_depend_on_the_unit(rounds: list[list[float]], factor: float) -> None:
     noise = steps_noise(rounds)
     assert noise >= 0
     assert steps_noise([[factor * s for s in each] for each in rounds]) == pytest.approx(noise)
@@ -280,7 +280,7 @@ def test_means_lie_between_the_extremes(speedups: list[float]) -> None:
     assert found is not None
     assert min(speedups) * 0.999 <= found.speedup <= max(speedups) * 1.001
     assert 1 - 1 / min(speedups) - 1e-9 <= found.reduction <= 1 - 1 / max(speedups) + 1e-9
-    # By Jensen, what the mean reduction amounts to is never more than the geometric mean.
+    # By Jensen's inequality, the speedup from the mean reduction is at most the geometric mean.
     assert 1 / (1 - found.reduction) <= found.speedup * 1.001
 
 
@@ -314,7 +314,7 @@ def test_the_csv_has_a_row_for_each_case() -> None:
     assert math.isclose(float(rows[0]["samples_per_s"]), 8)
 
 
-def test_the_csv_tells_all_that_cases_differ_in() -> None:
+def test_the_csv_shows_every_difference_between_cases() -> None:
     shared = replace(TASK, shares=(11, 5), threads=2)
     rounds = (finished(case("single"), 2.0), finished(case("single", task=shared), 2.0))
     rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds)))))
@@ -326,13 +326,13 @@ def test_the_csv_tells_all_that_cases_differ_in() -> None:
     assert len({tuple(row.values()) for row in rows}) == 2
 
 
-def test_the_csv_says_in_how_many_rounds_a_case_failed() -> None:
+def test_the_csv_says_how_many_rounds_of_a_case_failed() -> None:
     rounds = (finished(case("tf-ps"), 2.0), Round(case("tf-ps"), 1, error="crashed"))
     (row,) = csv.DictReader(io.StringIO(to_csv(outcome(*rounds))))
     assert row["state"] == "failed in 1 of 2"
 
 
-def test_every_ranks_processor_and_gpu_are_told() -> None:
+def test_cores_and_gpu_use_are_given_for_every_rank() -> None:
     def used(cores: float, *power_w: float) -> RankRound:
         samples = [{"at_s": 0.1 * i, "gpu_power_w": watt} for i, watt in enumerate(power_w)]
         return replace(rank([1.0]), cpu_share=cores, utilization=samples)
@@ -349,11 +349,11 @@ def test_every_ranks_processor_and_gpu_are_told() -> None:
     assert (row["cores_by_rank"], row["gpu_power_w_by_rank"]) == ("0.95+0.5", "200+")
 
 
-def test_the_csv_says_what_ours_saves_against_each_system() -> None:
+def test_the_csv_gives_the_speedup_over_each_system() -> None:
     times = (("single", 1.0), ("tf-mwms", 3.0), ("hvpipe-step", 2.0))
     rounds = [finished(case(name), s) for name, s in times]
     failed = Round(case("horovod"), 1, error="crashed")
     rows = list(csv.DictReader(io.StringIO(to_csv(outcome(*rounds, finished(case("horovod"), 4.0), failed)))))
     saved = [(row["system"], row["hvpipe_step_speedup"], row["hvpipe_step_reduction"]) for row in rows]
-    assert saved[0] == ("single", "", "")  # no rival: it shares nothing
+    assert saved[0] == ("single", "", "")  # `single` shares no gradients, so it is no rival
     assert saved[1:] == [("tf-mwms", "1.5", "0.333333"), ("hvpipe-step", "", ""), ("horovod", "", "")]

@@ -1,4 +1,4 @@
-"""The report, the advice and README's table: nothing is missing, all text is escaped, numbers are right."""
+"""The report, the advice and README's table: complete, escaped, with the right numbers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def whole_page() -> str:
 
 
 class Page(HTMLParser):
-    """Collects tags and text, and checks that tags close in order."""
+    """Collects tags and text, and checks that tags are closed in order."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Page(HTMLParser):
         self.text += f" {data}"
 
 
-def test_the_page_has_every_part_and_is_whole() -> None:
+def test_the_page_has_every_section_and_valid_html() -> None:
     html = whole_page()
     found = Page(html)
     assert found.open == []
@@ -122,7 +122,7 @@ def test_the_page_has_every_part_and_is_whole() -> None:
     assert "Largest relative distance from these losses in any epoch: tf-mwms 2e-05." in found.text
 
 
-def test_every_figure_of_every_case_is_there() -> None:
+def test_every_figure_of_every_case_is_on_the_page() -> None:
     text = Page(whole_page()).text
     for figure in ("3 s", "5.33", "50%", "40%", "1 s", "0.8750", "95.0 MB", "940 Mb/s", "30 us"):
         assert f" {figure} " in text, figure
@@ -130,7 +130,7 @@ def test_every_figure_of_every_case_is_there() -> None:
         assert placement in text, placement
 
 
-def test_one_process_is_a_reference_for_accuracy_where_it_trained_on_all_images() -> None:
+def test_single_is_an_accuracy_reference_only_if_it_trained_on_all_images() -> None:
     digits = Task("digits", 32, 8, epochs=2)
     linear = finished(case("hvpipe-none", task=digits), 0.1, loss=[2.0, 1.0], accuracy=[0.5, 0.875])
     whole = finished(case("single", task=digits), 0.2, loss=[2.0, 1.00001], accuracy=[0.5, 0.75], batch=64)
@@ -144,7 +144,7 @@ def test_one_process_is_a_reference_for_accuracy_where_it_trained_on_all_images(
     assert ",0.75" not in to_csv(outcome(linear, apart))
 
 
-def test_every_ranks_processor_and_gpu_are_in_the_report() -> None:
+def test_cores_and_gpu_use_of_every_rank_are_in_the_report() -> None:
     samples = [{"at_s": 0.2 * i, "gpu_share": 0.25, "gpu_pcie_sent_bytes_per_s": 5e6} for i in range(3)]
     ranks = (rank([1.0], cpu_share=0.95, utilization=samples), rank([1.0], cpu_share=0.5))
     task = replace(TASK, threads=4)
@@ -154,7 +154,7 @@ def test_every_ranks_processor_and_gpu_are_in_the_report() -> None:
     assert "system gpu pcie sent, MB/s GPU kept busy, % horovod 5 / ? 25 / ?" in text
 
 
-def test_text_is_escaped_and_what_failed_is_shown() -> None:
+def test_text_is_escaped_and_failures_are_shown() -> None:
     html = whole_page()
     for raw in ("<b>no such", "<not installed>", "A <title>", "<ranks> failed"):
         assert raw not in html
@@ -163,7 +163,7 @@ def test_text_is_escaped_and_what_failed_is_shown() -> None:
         assert shown in text
 
 
-def test_the_page_needs_no_other_file_and_has_no_fixed_colours_in_plots() -> None:
+def test_the_page_is_self_contained_and_plots_use_theme_colours() -> None:
     html = whole_page()
     assert not re.search(r'(src|href)="(?!#)', html)
     assert "@import" not in html
@@ -172,7 +172,7 @@ def test_the_page_needs_no_other_file_and_has_no_fixed_colours_in_plots() -> Non
     assert "prefers-color-scheme: dark" in html
     assert "@media print" in html
     assert 'name="viewport"' in html
-    # A mark passes behind the labels of bars, which stand on the page's own paper.
+    # A mark passes behind the labels of bars, so these have a background in the colour of the page.
     assert plots.count("fill: var(--paper)") == 8
     for number in {int(n) for n in re.findall(r"var\(--c(\d+)\)", plots)}:
         assert html.count(f"--c{number}:") == 2, number  # light and dark
@@ -186,7 +186,7 @@ def test_an_evaluation_without_figures_has_a_page_too() -> None:
     assert Page(page(outcome())).open == []
 
 
-def test_headlines_say_how_means_are_formed() -> None:
+def test_headlines_state_how_means_are_formed() -> None:
     found = everything()
     heads = {head.title: head for head in headlines(found, all_figures(found))}
     native = heads["hvpipe-step against best native TensorFlow"]
@@ -195,14 +195,14 @@ def test_headlines_say_how_means_are_formed() -> None:
     assert "speedups are averaged geometrically and reductions of time arithmetically" in page(found)
     assert "geometric means over the cases, reductions of time are arithmetic means" in comparison(found)
     assert heads["scaling efficiency, 4 ranks"].figure == "40% (hvpipe-step)"
-    # 2 hosts: 2 / 1; 4 hosts: 1.5 x 0.7616 s on the links is more than computing, 2.5 / 1.1424.
+    # 2 hosts: 2 / 1. 4 hosts: 1.5 x 0.7616 s on the links is more than computing, so 2.5 / 1.1424.
     assert heads["step over its bound"].figure == f"{(2 * 2.5 / 1.1424) ** 0.5:.2f}x"
 
 
-def test_what_ours_saves_is_said_case_by_case() -> None:
+def test_the_speedup_is_given_case_by_case() -> None:
     found = everything()
     text = Page(whole_page()).text
-    # 3 s to 2 s: 1.5x, a third less; with one step a round there is no noise to tell.
+    # From 3 s to 2 s: 1.5x, a third less. One step in a round has no noise.
     assert (
         "case against best native TensorFlow against best native TensorFlow that trains the same "
         "resnet50-64/8/2x1gbit-2/weak 1.50x \u00b1 0%, 33% less (tf-mwms)"
@@ -213,7 +213,7 @@ def test_what_ours_saves_is_said_case_by_case() -> None:
     assert (each["speedup"], each["reduction"]) == (1.5, pytest.approx(1 / 3))
 
 
-def test_slower_is_more_time_and_links_without_a_rate_are_not_said_to_be_slow() -> None:
+def test_a_slower_step_is_more_time_and_links_of_unknown_rate_are_not_called_slow() -> None:
     rounds = [finished(case(name, "hosts"), s) for name, s in (("tf-mwms", 1.0), ("hvpipe-step", 1.25))]
     found = outcome(*rounds, clusters=(ClusterFacts("hosts", "hosts a:1, b:1", 2),))
     head = headlines(found, all_figures(found))[0]
@@ -221,7 +221,7 @@ def test_slower_is_more_time_and_links_without_a_rate_are_not_said_to_be_slow() 
     assert "1 case on links that are faster or have no set rate" in head.detail
 
 
-def test_what_is_lost_on_other_links_is_said_beside_the_mean() -> None:
+def test_losses_on_other_links_are_given_beside_the_mean() -> None:
     free = ClusterFacts("2xunlimited", "2 hosts, no limit", 2)
     rounds = [finished(case(name), s) for name, s in (("horovod-tuned", 2.0), ("hvpipe-step", 1.0))]
     rounds += [
@@ -234,7 +234,7 @@ def test_what_is_lost_on_other_links_is_said_beside_the_mean() -> None:
     assert f"no case below 1x; 1 of 1 case from one round; {other}" in head.detail
 
 
-def test_the_bound_says_that_links_were_measured() -> None:
+def test_the_bound_says_if_link_rates_were_measured() -> None:
     rounds = [finished(case(name, "hosts"), s) for name, s in (("single", 1.0), ("hvpipe-step", 3.0))]
     link = LinkFacts("hosts", "a", "b", None, 1e-4, 4.76e8)
     found = outcome(*rounds, clusters=(ClusterFacts("hosts", "hosts a:1, b:1", 2),), links=(link,))
@@ -245,7 +245,7 @@ def test_the_bound_says_that_links_were_measured() -> None:
 
 
 def _two_groups(*failed: Round) -> EvaluationOutcome:
-    """Ours twice as fast as `tf-mwms`, which `tf-ps` is slower than, in groups of 8 and of 16 samples."""
+    """Make groups of 8 and of 16 samples. Ours is twice as fast as `tf-mwms`; `tf-ps` is even slower."""
     rounds = [
         finished(case(name, task=replace(TASK, batch=batch)), step_s)
         for batch in (8, 16)
@@ -255,7 +255,7 @@ def _two_groups(*failed: Round) -> EvaluationOutcome:
     return outcome(*(each for each in rounds if each.case.key not in gone), *failed)
 
 
-def test_the_best_native_says_in_how_many_cases_each_mode_ran() -> None:
+def test_best_native_says_in_how_many_cases_each_mode_ran() -> None:
     wide = replace(TASK, batch=16)
     more = [finished(case(name, task=wide), s) for name, s in (("tf-mwms", 2.0), ("hvpipe-step", 1.0))]
     rounds = [finished(case(name), s) for name, s in (("tf-ps", 4.0), ("tf-mwms", 2.0), ("hvpipe-step", 1.0))]
@@ -270,8 +270,8 @@ def test_the_best_native_says_in_how_many_cases_each_mode_ran() -> None:
     assert "ran:" not in horovod.detail
 
 
-@pytest.mark.parametrize("number", [0, 1])  # the only round, and one after a round with figures
-def test_headlines_say_where_ours_failed(number: int) -> None:
+@pytest.mark.parametrize("number", [0, 1])  # the only round, or a round after one with figures
+def test_headlines_name_the_cases_in_which_ours_failed(number: int) -> None:
     found = _two_groups(Round(case("hvpipe-step", task=replace(TASK, batch=16)), number, error="boom"))
     head = headlines(found, all_figures(found))[0]
     assert "1 case on links up to 1 Gb/s" in head.detail
@@ -280,7 +280,7 @@ def test_headlines_say_where_ours_failed(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_the_best_native_is_not_what_is_left_where_the_better_one_failed(number: int) -> None:
+def test_a_case_does_not_count_if_a_native_system_failed(number: int) -> None:
     found = _two_groups(Round(case("tf-mwms", task=replace(TASK, batch=16)), number, error="boom"))
     head = headlines(found, all_figures(found))[0]
     assert head.figure == "2.00x, 50% less time"
@@ -298,7 +298,7 @@ def test_headlines_where_ours_failed_everywhere() -> None:
     assert head.detail == "failed in resnet50-64/8/2x1gbit-2/weak, resnet50-64/16/2x1gbit-2/weak"
 
 
-def test_figures_of_different_tensorflows_are_said_to_be() -> None:
+def test_figures_from_different_tensorflows_are_marked() -> None:
     newer = replace(finished(case("horovod"), 1.0), versions="TensorFlow 2.21.0, Keras 3.15")
     found = outcome(finished(case("single"), 1.0), finished(case("tf-mwms"), 1.0), newer)
     said = "Not all was measured on the same TensorFlow: 2.18.1 (single, tf-mwms), 2.21.0 (horovod)."
@@ -309,7 +309,7 @@ def test_figures_of_different_tensorflows_are_said_to_be() -> None:
     assert cautions(everything()) == ["plain loopback & so on"]
 
 
-def test_what_an_interrupted_evaluation_has_not_run_yet_is_said() -> None:
+def test_rounds_missing_from_an_interrupted_evaluation_are_named() -> None:
     systems = ("single", "tf-ps", "horovod", "hvpipe-none", "hvpipe-step")
     group = Group(TASK, "2x1gbit", 2, systems, rounds=2, once=("single",))
     pipelines = tuple(PipelineRun("2x1gbit", model) for model in ("vgg16", "resnet50"))
@@ -336,7 +336,7 @@ def test_what_an_interrupted_evaluation_has_not_run_yet_is_said() -> None:
     assert cautions(EvaluationOutcome(setting, whole, pipelines=(broken, other))) == []
 
 
-def test_what_was_measured_in_the_end_is_not_shown_as_skipped() -> None:
+def test_a_case_measured_after_being_skipped_is_not_shown_as_skipped() -> None:
     skipped = Round(case("horovod"), 0, skipped="not installed")
     found = outcome(skipped, finished(case("horovod"), 1.0), pipelines=(PipelineOutcome("p", error="no"),))
     assert not_measured(found) == {"p": "failed, no"}
@@ -346,9 +346,7 @@ def test_what_was_measured_in_the_end_is_not_shown_as_skipped() -> None:
     }
 
 
-def test_results_are_written_though_the_page_cannot_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_are_written_even_if_the_page_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: EvaluationOutcome) -> str:
         raise RuntimeError("no plots")
 
@@ -360,16 +358,16 @@ def test_results_are_written_though_the_page_cannot_be(
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == whole_page()
 
 
-def test_half_the_bytes() -> None:
-    # 1.5 s on the links, 0.5 of it hidden: 0.75 s, of which 0.25 is not hidden.
+def test_the_prediction_for_half_the_bytes() -> None:
+    # 1.5 s on the links, 0.5 s of it hidden. With half the bytes 0.75 s, of which 0.25 s is not hidden.
     assert with_half_the_bytes(2.0, 1.0, 0.5) == pytest.approx(1.25)
-    assert with_half_the_bytes(2.0, 0.5, 1.0) == pytest.approx(1.5)  # all of it fits
-    # 0.7 s of 0.8 s wait: whatever is said to be hidden, only 0.1 s can be.
+    assert with_half_the_bytes(2.0, 0.5, 1.0) == pytest.approx(1.5)  # all of it is hidden
+    # 0.7 s of 0.8 s wait, so at most 0.1 s can be hidden, whatever was reported.
     assert with_half_the_bytes(0.8, 0.7, 0.7) == pytest.approx(0.4)
 
 
 @given(st.floats(0.1, 10), st.floats(0, 1), st.floats(0, 10))
-def test_half_the_bytes_never_hurts_and_saves_at_most_what_shows(
+def test_half_the_bytes_never_hurts_and_saves_at_most_the_exposed_time(
     step: float, share: float, hidden: float
 ) -> None:
     exposed = share * step
@@ -378,7 +376,7 @@ def test_half_the_bytes_never_hurts_and_saves_at_most_what_shows(
     assert predicted >= step / 2 - 1e-9
 
 
-def test_advice_names_the_host_whose_link_is_slower_than_the_others() -> None:
+def test_advice_names_the_host_with_the_slowest_link() -> None:
     links = (LINK, replace(LINK, second="h2", two_way_bits_per_s=9.4e7), replace(LINK, second="h3"))
     found = outcome(finished(case("hvpipe-step"), 2.0, parts_s=PARTS), links=links)
     assert "waits for the link of host h2 (94 Mb/s each way)" in advice(found, all_figures(found))[0]
@@ -394,8 +392,8 @@ def test_advice_on_links_names_them_and_the_gain() -> None:
     ]
 
 
-def test_advice_of_one_kind_leaves_room_for_others() -> None:
-    """Of ten cases that wait for links and one of unequal ranks, the unequal ranks are heard of."""
+def test_advice_of_one_kind_leaves_room_for_other_kinds() -> None:
+    """Ten cases wait for links and one has unequal ranks. The advice for unequal ranks is still listed."""
     tasks = [replace(TASK, batch=8 + index) for index in range(10)]
     waiting = [finished(case("hvpipe-step", task=task), 2.0, parts_s=PARTS) for task in tasks]
     wide = replace(TASK, batch=64)
@@ -410,19 +408,19 @@ def test_advice_of_one_kind_leaves_room_for_others() -> None:
     assert any(text.endswith("The same in 8 more cases: 1.60x to 1.60x.") for text in texts)
 
 
-def test_advice_is_in_shares_of_the_mean_where_some_steps_were_long() -> None:
-    """The median was 1 s, but parts are means: 3 s of 4.5 s wait."""
+def test_advice_is_relative_to_the_mean_step() -> None:
+    """The median step is 1 s, but parts are means: 3 s of 4.5 s are waiting."""
     parts = {"forward": 0.5, "backward": 1.0, "communication_exposed": 3.0, "communication_hidden": 1.0}
     found = outcome(finished(case("hvpipe-step"), 1.0, 1.0, 1.0, 9.0, parts_s=parts))
     (text,) = advice(found, all_figures(found))
     assert "67% of the step waits" in text
-    assert "predicted 1.80x" in text  # 4.5 s to 2.5 s: of 2 s on the links, 1 s is hidden
+    assert "predicted 1.80x" in text  # from 4.5 s to 2.5 s: of 2 s on the links, 1 s is hidden
 
 
 def test_advice_on_unequal_ranks_gives_the_shares() -> None:
     alone = Round(case("single"), 0, (rank([1.0]), rank([2.0])))
     found = outcome(alone, finished(case("hvpipe-step"), 2.5))
-    # Speeds 8 and 4 a second: 16 samples are 11 and 5 (10.67 and 5.33), 1.375 s in place of 2.
+    # At 8 and 4 samples/s, 16 samples are shared as 11 and 5 (10.67 and 5.33): 1.375 s instead of 2 s.
     assert advice(found, all_figures(found)) == [
         "resnet50, 8 a rank, on 2x1gbit: rank 1 computes 2 s where the fastest takes 1 s, and all wait for "
         "it; give the ranks 11+5 samples instead of 8+8: predicted 1.33x."
@@ -434,8 +432,8 @@ def test_advice_on_unequal_ranks_gives_the_shares() -> None:
 
 
 @pytest.mark.parametrize(("rate", "says"), [(3.1e8, ""), (3.6e8, "predicted 1.18x")])
-def test_shares_save_nothing_that_the_links_take(rate: float, says: str) -> None:
-    # Of 2.5 s, 0.625 could be saved; the gradients take 2.46 s and 2.12 s.
+def test_shares_do_not_save_time_that_the_links_need(rate: float, says: str) -> None:
+    # Shares could save 0.625 s of 2.5 s, but the gradients need 2.46 s or 2.12 s.
     alone = Round(case("single"), 0, (rank([1.0]), rank([2.0])))
     cluster = replace(CLUSTER, slowest_bits_per_s=rate)
     found = outcome(alone, finished(case("hvpipe-step"), 2.5), clusters=(cluster,))
@@ -482,7 +480,7 @@ def test_readme_without_the_comments(tmp_path: Path) -> None:
     assert "former" in readme.read_text()
 
 
-def test_rows_of_the_comparison_have_as_many_cells_as_its_head() -> None:
+def test_rows_of_the_comparison_have_as_many_cells_as_the_header() -> None:
     table = [line for line in comparison(everything()).splitlines() if line.startswith("|")]
     assert {line.count("|") for line in table} == {table[0].count("|")}
     assert len(table) == 4

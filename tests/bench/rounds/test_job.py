@@ -1,4 +1,4 @@
-"""Ranks of a round meet by files in the folder that they share."""
+"""Ranks of a round meet through files in the folder they share."""
 
 from __future__ import annotations
 
@@ -31,16 +31,14 @@ def test_ranks_wait_for_each_other(tmp_path: Path) -> None:
     assert came == ["second", "both"]
 
 
-def test_names_that_were_missing_are_not_looked_up_one_by_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shared file system may remember for long that a name was missing; a folder is read anew."""
+def test_ranks_are_found_by_listing_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shared file system may cache for long that a file is missing, but it lists a folder anew."""
     monkeypatch.setattr(Path, "exists", lambda self: False)
     (tmp_path / "built-1").touch()
     of_rank(0, tmp_path).meet("built")
 
 
-def test_a_rank_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_MEET_S", 0.05)
     with pytest.raises(TimeoutError, match=r"reach 'built' within 0.05 s. Received: not ranks \{1\}"):
         of_rank(0, tmp_path).meet("built")

@@ -46,13 +46,13 @@ def _running(directory: Path) -> list[int]:
     return found
 
 
-def test_processes_end_together_when_all_are_done(tmp_path: Path) -> None:
+def test_processes_end_when_all_are_done(tmp_path: Path) -> None:
     commands = [_python(name, "print('hello')", tmp_path) for name in ("a", "b")]
     assert run_together(commands, tmp_path, timeout_s=30).why == ""
     assert (tmp_path / "b.output").read_text() == "hello\n"
 
 
-def test_the_one_that_decides_ends_the_others(tmp_path: Path) -> None:
+def test_the_deciding_process_ends_the_others(tmp_path: Path) -> None:
     commands = [_python("first", "", tmp_path), _python("server", "import time; time.sleep(60)", tmp_path)]
     began_s = time.monotonic()
     assert run_together(commands, tmp_path, timeout_s=50, decides=0).why == ""
@@ -60,19 +60,19 @@ def test_the_one_that_decides_ends_the_others(tmp_path: Path) -> None:
     assert _running(tmp_path) == []
 
 
-def test_a_failure_ends_all_and_is_told_with_its_output(tmp_path: Path) -> None:
+def test_a_failure_ends_all_and_is_reported_with_its_output(tmp_path: Path) -> None:
     commands = [
         _python("waits", "import time; time.sleep(60)", tmp_path),
         _python("fails", r"raise SystemExit('\033[1mno such\033[0m thing\r\n')", tmp_path),
     ]
     ended = run_together(commands, tmp_path, timeout_s=50)
     assert ended.why == "fails ended with status 1"
-    assert ended.output == "no such thing\n\n"  # without what a terminal makes of it
+    assert ended.output == "no such thing\n\n"  # without terminal escapes
     assert _running(tmp_path) == []
 
 
 def test_a_hang_ends_at_the_deadline_with_all_its_children(tmp_path: Path) -> None:
-    # The child leaves the group, as a launcher's ranks may.
+    # The child leaves the process group, as ranks of a launcher may.
     code = (
         "import subprocess, sys, time; print('here', flush=True); "
         "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)', sys.argv[1]], "
@@ -93,7 +93,7 @@ mpirun.run([sys.executable, "-c", code, sys.argv[1]], capture=False)
 """
 
 
-def test_a_run_that_is_terminated_ends_what_it_started(tmp_path: Path) -> None:
+def test_a_terminated_run_ends_the_processes_it_started(tmp_path: Path) -> None:
     line = [sys.executable, "-c", ENDED, str(tmp_path)]
     with subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -103,7 +103,7 @@ def test_a_run_that_is_terminated_ends_what_it_started(tmp_path: Path) -> None:
     assert _running(tmp_path) == []
 
 
-def test_workers_and_servers_are_told_of_each_other(tmp_path: Path) -> None:
+def test_workers_and_servers_know_each_others_addresses(tmp_path: Path) -> None:
     commands = Placement(None, 2).commands(SYSTEMS["tf-ps"], ["python", "-m"], tmp_path)
     assert [command.name for command in commands] == ["chief-0", "worker-0", "worker-1", "ps-0"]
     told = [json.loads(command.environment["TF_CONFIG"]) for command in commands]
@@ -116,7 +116,7 @@ def test_workers_and_servers_are_told_of_each_other(tmp_path: Path) -> None:
     assert told[2]["task"] == {"type": "worker", "index": 1}
 
 
-def test_over_ssh_workers_have_the_environment_that_mpirun_hands_on(
+def test_over_ssh_workers_get_the_variables_that_mpirun_exports(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = {
@@ -149,14 +149,14 @@ def test_ranks_must_be_positive() -> None:
         Placement(None, 0)
 
 
-def test_totals_between_two_readings() -> None:
+def test_readings_are_interpolated() -> None:
     readings = [meter.Reading(10.0, 1.0, 100, 1000), meter.Reading(12.0, 2.0, 300, 3000)]
     assert meter.at(readings, 10.5) == meter.Reading(10.5, 1.25, 300, 1500)
     assert meter.at(readings, 99.0).cpu_s == 2.0
 
 
 def _interfaces(folder: Path, monkeypatch: pytest.MonkeyPatch, **facts: tuple[str, ...]) -> list[str]:
-    """The names, with what is known of each in a folder like /sys/class/net."""
+    """Make network interfaces with the given facts in a folder like /sys/class/net. Return their names."""
     for number, (name, known) in enumerate(facts.items()):
         (folder / name).mkdir()
         (folder / name / "ifindex").write_text(f"{number}\n")
@@ -187,10 +187,12 @@ def test_bytes_of_a_bond_or_a_bridge_are_counted_once(
     assert meter.sent_bytes(devices, tmp_path) == 110
 
 
-def test_a_namespace_has_no_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_virtual_interfaces_count_if_there_are_no_adapters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = _interfaces(tmp_path, monkeypatch, lo=(), eth0=(), vlan5=("lower_eth0",))
     assert meter.leaving(names, tmp_path) == ["eth0"]
-    # /sys shows another namespace, whose eth0 has another number: nothing is known, all count.
+    # /sys shows another namespace, whose eth0 has another number: nothing is known, so all of them count.
     monkeypatch.setattr("socket.if_nametoindex", lambda name: 7)
     assert meter.leaving(names, tmp_path) == ["eth0", "vlan5"]
 
@@ -205,7 +207,7 @@ def test_the_meter_counts_this_process() -> None:
     assert after.peak_bytes >= psutil.Process().memory_info().rss * 0.5
 
 
-def test_an_evaluation_takes_nothing_from_the_timed_part_and_adds_nothing() -> None:
+def test_time_for_evaluation_is_not_part_of_the_timed_steps() -> None:
     def evaluate() -> tuple[float, float]:
         time.sleep(0.3)
         return 1.0, 0.5
@@ -213,7 +215,7 @@ def test_an_evaluation_takes_nothing_from_the_timed_part_and_adds_nothing() -> N
     watch = StepWatch(open_after=2)
     watch.begin()
     watch.step()
-    watch.epoch(evaluate)  # epochs of one step: the first ends before the timed part begins
+    watch.epoch(evaluate)  # in epochs of one step, the first epoch ends before the timed part begins
     watch.step()
     watch.step()
     watch.epoch(evaluate)
@@ -228,14 +230,14 @@ def _span(category: str, start_s: float, end_s: float, rank: int = 0, name: str 
 def test_parts_count_each_moment_once() -> None:
     trace = Trace(
         (
-            _span("step", 0, 100),  # untimed
+            _span("step", 0, 100),  # not timed
             _span("step", 100, 110),
             _span("forward", 100, 103),
             _span("backward", 103, 106),
-            _span("reduce", 105, 109),  # a second beside backward, three after
+            _span("reduce", 105, 109),  # 1 s during backward, 3 s after it
             _span("update", 109, 109.5),
             _span("step", 200, 210, rank=1),
-            _span("reduce", 107, 109, rank=1),  # a straggler: two seconds later
+            _span("reduce", 107, 109, rank=1),  # a straggler that starts 2 s later
         )
     )
     found = step_breakdown.parts_of_trace(trace, rank=0, skip=1)
@@ -245,7 +247,7 @@ def test_parts_count_each_moment_once() -> None:
             "backward": 3,
             "update": 0.5,
             "pack": 0,
-            "straggler": 1,  # 106 to 107: before that, it computes
+            "straggler": 1,  # 106 to 107; before that, rank 0 computes
             "communication_exposed": 2,
             "overhead": 0.5,
             "communication_hidden": 1,
@@ -253,7 +255,7 @@ def test_parts_count_each_moment_once() -> None:
     )
 
 
-def test_where_gradients_stay_on_a_gpu_a_trace_tells_no_parts() -> None:
+def test_gradients_that_stay_on_a_gpu_give_no_parts() -> None:
     raw: list[Raw] = [
         ("mark", "step", 0, 0),
         ("mark", "forward", 0.1, 0.1),
@@ -264,7 +266,7 @@ def test_where_gradients_stay_on_a_gpu_a_trace_tells_no_parts() -> None:
 
 
 def test_an_update_that_waits_for_all_buckets_hides_nothing() -> None:
-    # Backward ends at 1.1; the second bucket's reduce takes 4 s more, then both are updated.
+    # Backward ends at 1.1. The second bucket's reduce takes 4 s more, then both buckets are updated.
     raw: list[Raw] = [
         ("mark", "step", 0, 0),
         ("mark", "forward", 0.5, 0.5),
@@ -296,7 +298,7 @@ def _measured(system: str, step_s: float, parts_s: dict[str, float]) -> Round:
     return Round(Case(system, "c", 1, Task("digits", 8)), 0, (rank,))
 
 
-def test_parts_of_a_system_that_tells_nothing_come_from_computing_alone() -> None:
+def test_parts_of_a_system_without_a_trace_come_from_computing_alone() -> None:
     alone = _measured("single", 6.0, {"input": 0.5, "forward": 2.0, "backward": 3.0, "update": 1.0})
     found = step_breakdown.against_alone(_measured("horovod", 10.0, {"input": 0.5}), alone).ranks[0].parts_s
     assert found == {
@@ -308,17 +310,17 @@ def test_parts_of_a_system_that_tells_nothing_come_from_computing_alone() -> Non
     }
 
 
-def test_one_that_does_not_tell_all_of_computing_is_nothing_to_hold_against() -> None:
-    # Trainings by epochs: `single` times its input alone.
+def test_a_single_run_without_all_computing_parts_is_no_reference() -> None:
+    # In training by epochs `single` times only its input.
     alone = _measured("single", 6.0, {"input": 0.5})
     mine = _measured("hvpipe-step", 10.0, {"input": 0.5})
     assert step_breakdown.against_alone(mine, alone) == mine
 
 
-def test_a_forward_that_waits_for_weights_is_found_out() -> None:
+def test_a_forward_that_waits_for_weights_is_corrected() -> None:
     alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
     mine = {"forward": 4.5, "backward": 3.0, "update": 0.5, "communication_exposed": 1.0}
-    # 4 s of reducing beside forward and backward: in 2.5 of them forward did nothing but wait.
+    # Reduces overlap forward and backward for 4 s. For 2.5 s of these, forward only waited.
     mine["communication_hidden"] = 4.0
     found = step_breakdown.against_alone(_measured("hvpipe-step", 9.0, mine), alone).ranks[0].parts_s
     assert found == {
@@ -331,7 +333,7 @@ def test_a_forward_that_waits_for_weights_is_found_out() -> None:
     }
 
 
-def test_computing_that_is_slowed_is_no_computing_of_any_system() -> None:
+def test_slowed_computing_is_counted_apart_from_computing() -> None:
     alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
     told = {"forward": 2.0, "backward": 5.0, "update": 1.25, "communication_exposed": 1.75}
     ours = step_breakdown.against_alone(_measured("hvpipe-step", 10.0, told), alone).ranks[0].parts_s
@@ -365,7 +367,7 @@ def test_a_task_that_cannot_be_trained_is_named(task: Task, received: str) -> No
         check(task)
 
 
-def test_a_round_is_shown_with_what_was_trained() -> None:
+def test_the_description_of_a_round_says_what_was_trained() -> None:
     case = Case("single", "2 hosts", 2, Task("digits", 8, threads=3, epochs=2, shares=(11, 5)))
     shown = describe(Round(case, 0, (RankRound([1.0], 1.0, 0.5, 1), RankRound([2.0], 2.0, 0.5, 1))))
     assert shown.splitlines()[:2] == [
@@ -374,7 +376,7 @@ def test_a_round_is_shown_with_what_was_trained() -> None:
     ]
 
 
-def test_a_round_whose_steps_are_no_seconds_is_an_error_and_leaves_a_journal_that_can_be_read(
+def test_step_times_that_are_not_finite_are_an_error_and_the_journal_stays_readable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def end(commands: object, directory: Path, **_: object) -> Ended:
@@ -397,7 +399,7 @@ def test_an_unknown_system_is_an_error_of_the_round() -> None:
 
 
 def test_a_system_that_is_not_installed_is_skipped_by_name(tmp_path: Path) -> None:
-    python = tmp_path / "python"  # has no packages at all
+    python = tmp_path / "python"  # without any packages
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     python.chmod(0o755)
     round_ = run_round(Case("horovod", "c", 1, Task("digits", 8)), 0, None, 10, python=str(python))
@@ -406,13 +408,13 @@ def test_a_system_that_is_not_installed_is_skipped_by_name(tmp_path: Path) -> No
     assert "make peers" in round_.skipped
 
 
-def test_parts_are_those_of_a_step_with_its_part_of_the_drain() -> None:
-    """Of every system alike: hvpipe's of its trace, others' by what computing takes alone."""
+def test_parts_add_up_to_a_step_with_its_share_of_the_drain() -> None:
+    """This holds for parts from hvpipe's trace and for parts derived from computing alone."""
     alone = _measured("single", 6.0, {"forward": 2.0, "backward": 3.0, "update": 1.0})
     rank = RankRound(step_s=[1.0, 10.0, 10.0], wall_s=9.0, cpu_share=1, peak_bytes=1)
     peer = replace(_measured("horovod", 10.0, {}), ranks=(rank,))
     assert sum(step_breakdown.against_alone(peer, alone).ranks[0].parts_s.values()) == 9.0
-    # A step of warm-up, and three that are timed, the last of which is drained to 4.5 s.
+    # One warm-up step and three timed steps. The last one is drained until 4.5 s.
     raw: list[Raw] = [("mark", "begin", float(n), float(n)) for n in range(4)]
     raw += [("mark", "forward", n + 0.5, n + 0.5) for n in range(4)]
     raw += [("pack", "b", n + 0.8, n + 0.9) for n in range(4)]

@@ -1,4 +1,4 @@
-"""Every system of the evaluation that is installed here trains two steps; the others are skipped by name."""
+"""Every installed system of the evaluation trains two steps; the others are skipped by name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TASK = Task("digits", batch=4, warm_up=1, steps=2)
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of a round must not take themselves for ranks of the job that these tests may run in."""
+    """Keep the processes of a round from taking themselves for ranks of the job that runs these tests."""
     kept = environment()
     for name in set(os.environ) - set(kept):
         monkeypatch.delenv(name)
@@ -32,7 +32,7 @@ def _run(system: str, task: Task, timeout_s: float = 300, ranks: int = 2) -> Rou
     return run_round(Case(system, "one host", ranks, task), 0, None, timeout_s)
 
 
-# hvpipe-none trains on in the next one.
+# The next test trains hvpipe-none.
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if name != "hvpipe-none"])
 def test_two_steps(name: str) -> None:
     round_ = _run(name, TASK)
@@ -44,7 +44,7 @@ def test_two_steps(name: str) -> None:
         assert min(rank.step_s) > 0
         assert sum(rank.step_s) <= rank.wall_s * 2 * 1.001
         assert rank.first_step_s > max(rank.step_s)
-        # The clocks are not read at one moment, and steps may take a millisecond.
+        # The clocks are not read at the same moment, so steps may differ by a millisecond.
         assert 0 < rank.cpu_share * rank.wall_s < (os.cpu_count() or 1) * (rank.wall_s + 0.002)
         assert rank.peak_bytes > 100e6
         assert rank.parts_s["input"] > 0
@@ -52,7 +52,7 @@ def test_two_steps(name: str) -> None:
     assert Round.from_dict(round_.to_dict()) == round_
 
 
-def test_exact_modes_learn_digits_alike() -> None:
+def test_exact_modes_learn_digits_equally() -> None:
     task = Task("digits", batch=16, warm_up=1, steps=1, epochs=3)
     alone = _run("single", task)
     assert alone.error == ""
@@ -63,12 +63,12 @@ def test_exact_modes_learn_digits_alike() -> None:
     assert linear.ranks[0].loss[2] < linear.ranks[0].loss[0]
     assert linear.ranks[0].accuracy[2] > 0.5
     assert mirrored.ranks[0].loss[:2] == pytest.approx(linear.ranks[0].loss[:2], rel=1e-4)
-    # One process alone trains on all images of each step. Other sums round otherwise, which grows by steps.
+    # A single process trains on all images of each step. It adds in another order, and the difference grows.
     assert [each.batch for each in (*alone.ranks, *linear.ranks)] == [32, 32, 16, 16]
     assert alone.ranks[0].loss[0] == pytest.approx(linear.ranks[0].loss[0], rel=0.02)
 
 
-def test_mirrored_workers_of_unequal_shares_learn_digits_as_the_linear_mode_does() -> None:
+def test_mirrored_workers_with_unequal_shares_learn_like_the_linear_mode() -> None:
     task = Task("digits", batch=16, warm_up=1, steps=1, epochs=2, shares=(20, 12))
     linear, mirrored = _run("hvpipe-none", task), _run("tf-mwms-tuned", task)
     assert (linear.error, mirrored.error) == ("", "")
@@ -76,18 +76,17 @@ def test_mirrored_workers_of_unequal_shares_learn_digits_as_the_linear_mode_does
 
 
 @pytest.mark.parametrize(("name", "values", "packs"), [("tf-mwms", {}, 1), ("tf-mwms-tuned", FOUR_MIB, 3)])
-def test_packs_of_mirrored_workers_are_in_the_compiled_step(
-    name: str, values: dict[str, str], packs: int
-) -> None:
-    # From the last gradient on, until a pack has more than 4 MiB: 2000 + 512 x 2000 floats of the last layer,
-    # 2048 and 512 x 2048 of the second LSTM; its other 512 x 2048, 2048 of the first; that one's others.
+def test_bytes_per_pack_changes_the_compiled_step(name: str, values: dict[str, str], packs: int) -> None:
+    # A pack ends above 4 MiB, counted from the last gradient. First pack: 2000 + 512 x 2000 floats of the
+    # last layer, 2048 and 512 x 2048 of the second LSTM. Second: its other 512 x 2048, and 2048 of the first
+    # LSTM. Third: the other floats of the first LSTM.
     case = Case(name, "one host", 2, Task("lstm", batch=2, pixels=4, warm_up=1, steps=1))
     round_ = run_round(case, 0, None, 300, system=SYSTEMS[name].tuned(values))
     assert round_.error == ""
     assert f"all-reduces a step {packs}," in round_.versions + ","
 
 
-def test_horovod_tuned_has_the_mpi_that_hvpipe_sets_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_horovod_tuned_has_the_open_mpi_settings_of_hvpipe(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = {
         name: value
         for name, value in SYSTEMS["horovod-tuned"].environment.items()
@@ -101,11 +100,11 @@ def test_horovod_tuned_has_the_mpi_that_hvpipe_sets_for_itself(monkeypatch: pyte
     assert not any(name.startswith("OMPI_MCA_") for name in SYSTEMS["horovod"].environment)
 
 
-def test_a_crash_is_told_with_its_output() -> None:
+def test_a_crash_is_reported_with_its_output() -> None:
     round_ = _run("single", Task("digits", batch=4, shares=(1, 2, 3)))
     assert "Shares must be one for each of 2 ranks" in round_.error
 
 
-def test_a_hang_is_told_and_ended() -> None:
+def test_a_hang_is_reported_and_ended() -> None:
     round_ = _run("tf-mwms", TASK, timeout_s=1)
     assert "did not end within 1 s" in round_.error

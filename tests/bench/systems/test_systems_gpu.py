@@ -1,4 +1,4 @@
-"""Systems on hosts with GPUs, without any: each rank has one of its own, and what is timed has ended."""
+"""Systems on hosts with GPUs, tested without any: each rank gets its own GPU, and timed steps have ended."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvpipe.errors import HvpipeError
 
 
 class FakeTensorFlow:
-    """It has two GPUs, and a server that ends at once and keeps what CUDA_VISIBLE_DEVICES is by then."""
+    """Has two GPUs, and a server that ends at once and records CUDA_VISIBLE_DEVICES."""
 
     def __init__(self) -> None:
         self.visible: list[str] = []
@@ -54,14 +54,16 @@ def tensorflow(monkeypatch: pytest.MonkeyPatch) -> FakeTensorFlow:
     return made
 
 
-def test_places_are_counted_on_each_host() -> None:
+def test_local_ranks_are_counted_on_each_host() -> None:
     spec = ClusterSpec((HostSpec("a", slots=2), HostSpec("b"), HostSpec("c", slots=2)))
     placement = Placement(SimpleNamespace(spec=spec), 4)  # type: ignore[arg-type]
     assert placement.local_ranks_and_sizes == [(0, 2), (1, 2), (0, 1), (0, 1)]
     assert Placement(None, 2).local_ranks_and_sizes == [(0, 2), (1, 2)]
 
 
-def test_a_rank_takes_the_gpu_of_its_number_and_grows_in_it(tensorflow: FakeTensorFlow) -> None:
+def test_a_rank_uses_only_the_gpu_of_its_local_rank_and_lets_its_memory_grow(
+    tensorflow: FakeTensorFlow,
+) -> None:
     claim_gpu(1, 2)
     assert (tensorflow.visible, tensorflow.growing) == (["GPU 1"], ["GPU 1"])
 
@@ -78,7 +80,7 @@ def test_without_gpus_nothing_is_claimed(tensorflow: FakeTensorFlow) -> None:
 
 
 @pytest.mark.parametrize(("job", "shown", "gpu"), [("ps", "", {}), ("worker", "4,6", "1")])
-def test_a_worker_takes_one_gpu_and_a_parameter_server_none(
+def test_a_worker_gets_one_gpu_and_a_parameter_server_none(
     job: str, shown: str, gpu: object, tensorflow: FakeTensorFlow, tmp_path: Path
 ) -> None:
     what = {"environment": {}, "task": {"threads": 1}, "size": 2, "local_ranks_and_sizes": [(0, 2), (1, 2)]}
@@ -89,12 +91,12 @@ def test_a_worker_takes_one_gpu_and_a_parameter_server_none(
     assert options == ({"visible_device_list": gpu, "allow_growth": True} if gpu else {})
 
 
-def test_the_gpu_that_is_sampled_is_the_ranks(tensorflow: FakeTensorFlow) -> None:
+def test_the_sampled_gpu_is_that_of_the_rank(tensorflow: FakeTensorFlow) -> None:
     options = StepWatch(local_rank=1)._sampler._options
     assert (options.local_rank, options.visible_gpus) == (1, "4,6")
 
 
-def test_mirrored_workers_reduce_by_nccl_on_gpus_and_in_a_ring_without(tensorflow: FakeTensorFlow) -> None:
+def test_mirrored_workers_use_nccl_on_gpus_and_a_ring_otherwise(tensorflow: FakeTensorFlow) -> None:
     assert mirrored._reduced_by(tensorflow) == "RING"
     claim_gpu(0, 2)
     assert mirrored._reduced_by(tensorflow) == "NCCL"
@@ -108,7 +110,7 @@ def test_mirrored_workers_reduce_by_nccl_on_gpus_and_in_a_ring_without(tensorflo
         (False, 0, "the model is built"),
     ],
 )
-def test_horovod_has_nccl_on_gpus(
+def test_horovod_needs_nccl_on_gpus(
     gpus: bool,
     nccl: int,
     says: str,
