@@ -37,7 +37,8 @@ def test_an_old_name_imports_the_new_module(old: str) -> None:
             importlib.import_module(old)
         return
     try:
-        with pytest.warns(DeprecationWarning, match=f"{old} has moved. Write `from {MOVED[old]} import") as found:
+        says = f"{old} has moved. Write `from {MOVED[old]} import"
+        with pytest.warns(DeprecationWarning, match=says) as found:
             assert importlib.import_module(old) is sys.modules[MOVED[old]]
     finally:
         vars(sys.modules[package]).pop(name, None)
@@ -70,7 +71,9 @@ def test_a_function_of_the_same_name_is_not_hidden(monkeypatch: pytest.MonkeyPat
 
 def test_names_of_a_module_that_became_a_package() -> None:
     find = moved_names("hvpipe.errors", {"PurePath": "pathlib"})
-    with pytest.warns(DeprecationWarning, match=r"errors\.PurePath has moved. Write `from pathlib import PurePath`"):
+    with pytest.warns(
+        DeprecationWarning, match=r"errors\.PurePath has moved. Write `from pathlib import PurePath`"
+    ):
         assert find("PurePath").__name__ == "PurePath"
     with pytest.raises(AttributeError, match=r"module 'hvpipe\.errors' has no attribute 'Path'"):
         find("Path")

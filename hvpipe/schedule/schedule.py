@@ -190,7 +190,7 @@ class Schedule:
         return Schedule.from_json(read_document(path))
 
 
-# A new schedule needs an entry here, its name in plan.pipelining.SCHEDULES, and its stash in _IN_FLIGHT there.
+# A new schedule needs an entry here, and in plan.pipelining its name (SCHEDULES) and stash (_IN_FLIGHT).
 _ONE_CHUNK: dict[str, Callable[[RankWork], Iterator[Action]]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

@@ -29,7 +29,8 @@ class StageCut:
     Attributes:
         calls: The indices of its layer calls in the graph.
         inputs: The numbers of the model inputs that it reads.
-        receives: `receives[s]` comes straight from stage s, which need not be the one before it (a skip connection).
+        receives: `receives[s]` comes straight from stage s: the one before it, or any before
+            that (a skip connection).
         sends: `sends[t]` goes straight to stage t.
     """
 
