@@ -279,8 +279,8 @@ def test_arguments_of_horovod() -> None:
     )
     with pytest.raises(
         HvpipeError,
-        match=r"DistributedOptimizer does not take .* backward_passes_per_step.*gradient_accumulation_steps= of "
-        r"the Keras optimizer\. Received: backward_passes_per_step=4",
+        match=r"DistributedOptimizer does not take .* backward_passes_per_step.*gradient_accumulation_steps= "
+        r"of the Keras optimizer\. Received: backward_passes_per_step=4",
     ):
         hk.DistributedOptimizer(keras.optimizers.SGD(0.1), backward_passes_per_step=4)
     with pytest.raises(HvpipeError, match=r"op='sum' instead of average=False\. Received: average=False"):
