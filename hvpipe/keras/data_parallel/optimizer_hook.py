@@ -85,6 +85,11 @@ class OptimizerHook:
         self._update: UpdateInGraph | None = None  # of the step, if its plan must fit beforehand
         self._look: list[StepFindings] | None = None  # while a step is traced to be looked at
 
+    @property
+    def variables(self) -> list[Any]:
+        """The variables of the plan, in its order."""
+        return self._buckets.reducer.variables
+
     def hook(self) -> None:
         """Replace `apply` on the optimizer instance. Its class, config and saved form stay as they are.
 
@@ -190,7 +195,7 @@ class OptimizerHook:
     def fits(self, findings: StepFindings) -> bool:
         """Return whether a step can run with this hook's variables and overlap mode."""
         at_once = self._overlap.updates_in_next_step and findings.must_update_at_once
-        return not at_once and findings.trains(self._buckets.reducer.variables)
+        return not at_once and findings.trains(self.variables)
 
     def _plan_for(self, variables: Sequence[Any]) -> None:
         key = tuple(map(identity, variables))

@@ -19,22 +19,23 @@ class TraceAhead:
 
     def __init__(self, train_function: Callable[..., Any]) -> None:
         self._functions = step_functions(train_function)
-        self._seen: list[Any] = []  # one iterator's element_spec stays the same object, so this is fast
+        self._seen_specs: list[Any] = []  # of iterators; few, and one iterator's spec stays the same object
+        self._seen_batches: set[str] = set()
 
     def trace(self, data: Any) -> None:
         """Trace what a call with `data`, an iterator or a list of batches, would run; once for each kind."""
         if self._functions is None or tf.config.functions_run_eagerly():
             return
-        kind = tf.nest.map_structure(_kind_of, data) if isinstance(data, list) else data.element_spec
-        if kind in self._seen:
-            return
         on_iterator, on_batch = self._functions
         if isinstance(data, list):
-            for batch in data:
-                on_batch.get_concrete_function(tf.nest.map_structure(_none_if_optional, batch))
-        else:
+            kind = repr(tf.nest.map_structure(_kind_of, data))
+            if kind not in self._seen_batches:
+                for batch in data:
+                    on_batch.get_concrete_function(tf.nest.map_structure(_none_if_optional, batch))
+                self._seen_batches.add(kind)
+        elif data.element_spec not in self._seen_specs:
             on_iterator.get_concrete_function(data)
-        self._seen.append(kind)
+            self._seen_specs.append(data.element_spec)
 
 
 def _kind_of(leaf: Any) -> Any:

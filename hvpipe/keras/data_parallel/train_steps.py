@@ -127,14 +127,19 @@ class TrainSteps:
     def _planned(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return a train function that makes the ranks equal, and plans each new graph before it runs."""
         function, ahead = inner, TraceAhead(inner)
+        has_run = False
 
         def train_function(iterator: Any) -> Any:
-            nonlocal function, ahead
+            nonlocal function, ahead, has_run
             if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
                 # Tracing must not use a generator up.
                 iterator = list(itertools.islice(iterator, self.model.steps_per_execution))
             if not self.ready:
                 self._prepare(batch_of(iterator))
+                if has_run:  # its graph holds the plan that `_prepare` has replaced
+                    function = self._make_anew()
+                    ahead = TraceAhead(function)
+            has_run = True
             with self._telling_the_others():
                 for _ in range(_MOST_PLANS):
                     if self._plan(ahead, iterator):
@@ -211,7 +216,8 @@ class TrainSteps:
         if self.overlap.updates_in_next_step and misfit.must_update_at_once:
             self.overlap = BackwardOverlap
             self._warn_of_early_use(misfit)
-        self._hook_optimizer(misfit.trained)
+        # The same variables keep their order: the buckets depend on it, and with them the last bits.
+        self._hook_optimizer(hook.variables if misfit.trains(hook.variables) else misfit.trained)
         return False
 
     def _make_anew(self) -> Any:
