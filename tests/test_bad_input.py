@@ -375,7 +375,7 @@ def test_another_mpi_than_hvpipe_was_built_with(tmp_path: Path) -> None:
 def test_keras_on_another_backend(tmp_path: Path) -> None:
     """Which may not even be installed."""
     script = "import warnings\nwarnings.simplefilter('ignore')\nimport hvpipe.keras"
-    says = r"InitError: hvpipe.keras wants Keras 3\.12 or later on TensorFlow.*KERAS_BACKEND.*Received: .*jax"
+    says = r"InitError: hvpipe.keras needs Keras 3\.12 or later on TensorFlow.*KERAS_BACKEND.*Received: .*jax"
     fails(tmp_path, script, says, size=ALONE, KERAS_BACKEND="jax")
 
 

@@ -78,7 +78,7 @@ def test_what_is_of_keras_2() -> None:
         hk.data_parallel(functional)
     with pytest.raises(HvpipeError, match=says):
         hk.DistributedOptimizer(functional)
-    with pytest.raises(HvpipeError, match=f"wants a Keras model or a function.*{says}"):
+    with pytest.raises(HvpipeError, match=f"needs a Keras model or a function.*{says}"):
         hk.pipeline_parallel(functional)
 
 
@@ -88,7 +88,7 @@ def test_what_is_of_keras_2() -> None:
         (
             "3.5.0",
             "tensorflow",
-            r"wants Keras 3\.12 or later.*pip install 'keras>=3\.12'.*Received: keras 3\.5\.0",
+            r"needs Keras 3\.12 or later.*pip install 'keras>=3\.12'.*Received: keras 3\.5\.0",
         ),
         ("2.15.1", "tensorflow", r"Received: keras 2\.15\.1"),
         ("3.12.0", "jax", r"KERAS_BACKEND=tensorflow.*Received: the backend 'jax'"),

@@ -118,7 +118,7 @@ def test_an_optimizer_that_is_not_the_compiled_one() -> None:
 
     model = compiled(Other)
     model.other = keras.optimizers.SGD(0.1)
-    with pytest.raises(HvpipeError, match=r"train apart.*Received: train_step of Other"):
+    with pytest.raises(HvpipeError, match=r"drift apart.*Received: train_step of Other"):
         fit(parallel(model), my_batches(STEPS))
 
 

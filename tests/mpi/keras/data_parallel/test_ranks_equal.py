@@ -122,7 +122,7 @@ def test_weights_set_on_one_rank_before_another_fit(change: Any, caplog: pytest.
     told = [record.getMessage() for record in caplog.records if "go on with rank 0's" in record.getMessage()]
     assert len(told) == (hvpipe.rank() == 0 and hvpipe.size() > 1)
     if told:
-        assert f"{hvpipe.size() - 1} were not those of rank 0 at the start of fit" in told[0]
+        assert f"{hvpipe.size() - 1} differed from rank 0 at the start of fit" in told[0]
 
 
 def test_nothing_is_said_where_nothing_differs(caplog: pytest.LogCaptureFixture) -> None:

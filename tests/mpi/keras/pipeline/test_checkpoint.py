@@ -518,7 +518,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(trained: Trained, folder: Pat
         "another version": r"""should have "format": "hvpipe-checkpoint" and "version": 1.*version=2""",
         "missing": r"npz is missing",
         "cut": r"npz of \d+ bytes, not \d+",
-        "changed": r"npz should be as it was written. Received: BadZipFile",
+        "changed": r"npz should be unchanged. Received: BadZipFile",
     }
     pipe = trained.pipe
     before = state(pipe)

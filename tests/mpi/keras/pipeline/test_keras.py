@@ -393,7 +393,7 @@ def test_targets_of_another_number_than_the_inputs_are_told() -> None:
     """Else the first ones would be taken."""
     x, y = batches(mlp, 16)
     pipe = compile_as_all(hk.pipeline_parallel(small))
-    with pytest.raises(HvpipeError, match=r"as many samples. Received: \[8\] of inputs, \[16\] of targets"):
+    with pytest.raises(HvpipeError, match=r"number of samples. Received: \[8\] of inputs, \[16\] of targets"):
         pipe.train_on_batch(x[:8], y)
 
 

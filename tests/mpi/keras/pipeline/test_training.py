@@ -551,7 +551,7 @@ def of_a_fixed_batch() -> keras.Model:
         (mlp, {"replicas": ()}, r"replicas should be"),
         (Subclassed, {}, r"subclassed model into a function"),
         (lambda: None, {}, r"should return a Keras model"),
-        (3, {}, r"wants a Keras model or a function"),
+        (3, {}, r"needs a Keras model or a function"),
         (of_a_fixed_batch, {}, r"without batch_shape. Received: an input of shape \(8, 12\)"),
     ],
 )
