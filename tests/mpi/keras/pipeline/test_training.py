@@ -480,7 +480,9 @@ def test_complex_numbers_do_not_travel() -> None:
     if hvpipe.size() == 1:
         hk.pipeline_parallel(with_complex_numbers, profile=profile)
         return
-    with pytest.raises(HvpipeError, match=r"complex ones cannot: .* Received: complex64 from multiply"):
+    with pytest.raises(
+        HvpipeError, match=r"cannot send complex tensors to each other: .* Received: complex64 from multiply"
+    ):
         hk.pipeline_parallel(with_complex_numbers, profile=profile)
 
 
