@@ -2,7 +2,7 @@
 #
 #   make train            train examples/train.py on 2 ranks          (for example with RANKS=4 ARGS="--epochs 3")
 #   make test             run everything that CI runs
-#   make test TF=2.18.1   run all tests on that TensorFlow, in a venv of its own
+#   make test TF=2.18.1   run all tests on that TensorFlow, in a separate venv
 #   make fast             run the planning half, and each way to train once on 2 ranks
 #   make mutations        break one line at a time and check that a test notices
 #   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
@@ -38,7 +38,7 @@ CPP_FILES := find csrc -name '*.h' -o -name '*.cc' -o -name '*.cu'
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PATH := $(CURDIR)/$(BIN):$(PATH)
-# Modules of a cluster set these. Their packages and their MPI would come before those of the venv.
+# Cluster modules set these. Their packages and MPI would take precedence over the venv's.
 unexport PYTHONPATH PYTHONHOME
 ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)

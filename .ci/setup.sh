@@ -13,7 +13,7 @@ stamps=$venv/.stamps
 say() { printf '==> %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
-unset PYTHONPATH PYTHONHOME # packages that a cluster's modules put there would come before those of the venv
+unset PYTHONPATH PYTHONHOME # a cluster module's packages there would take precedence over the venv's
 case $PWD in
 *[[:space:]]*) fail "wanted: a folder without spaces in its path, which mpicxx does not quote. Received: $PWD" ;;
 esac
@@ -115,7 +115,7 @@ if [ ! -f "$packages_stamp" ]; then
     rm -f "$stamps"/packages-*
     touch "$packages_stamp"
 fi
-# The build must see the TensorFlow and the MPI of this venv, so it is not isolated. Each venv has its own build folder.
+# The build is not isolated, because it must see this venv's TensorFlow and MPI. Each venv has its own build folder.
 # The environment names it, because the pip of Debian 12 and Ubuntu 22.04 knows no -C.
 export SKBUILD_BUILD_DIR=build/${venv#.}
 install "hvpipe from this folder, editable" --no-build-isolation -e "$extras"

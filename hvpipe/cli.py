@@ -20,7 +20,7 @@ _BENCH_COMMANDS = "run quick, run full, report DIR, compare BEFORE AFTER, readme
 
 
 class _Command(Protocol):
-    """What the module of a command offers."""
+    """The functions of a command's module."""
 
     def add_options(self, parser: argparse.ArgumentParser) -> None: ...
 

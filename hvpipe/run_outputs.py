@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _RankRun:
-    """What one rank recorded, on rank 0's clock."""
+    """The records of one rank, on rank 0's clock."""
 
     trace: Trace
     counters: dict[str, float]
@@ -67,7 +67,7 @@ def report_run(session: Session) -> Summary | None:
 
 
 def _recorded(session: Session) -> _RankRun:
-    """Return what this rank recorded, without what nobody will write: samples may be many. Collective."""
+    """Return this rank's records, without those that no file needs: samples may be many. Collective."""
     assert session.sampler is not None
     settings, sampler = session.settings, session.sampler
     traced, listed = bool(settings.trace_path), bool(settings.utilization_path)
@@ -106,7 +106,7 @@ def _rows(samples: Iterable[Sample], clock: Clock) -> list[dict[str, Any]]:
 
 
 def _unique_notes(runs: list[_RankRun]) -> list[str]:
-    """Return each note about what could not be measured, with the number of ranks that have it."""
+    """Return each note about a missing measurement, with the number of ranks that have it."""
     ranks = Counter(note for run in runs for note in dict.fromkeys(run.notes))
     return [f"{note} ({count} of {len(runs)} ranks)" for note, count in ranks.items()]
 

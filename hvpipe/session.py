@@ -1,4 +1,4 @@
-"""The default session: joining the ranks with `hvpipe.init`, and what this rank knows about itself."""
+"""The default session: `hvpipe.init` joins the ranks; `rank`, `size` and others describe this one."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _when_joined: list[Callable[[Session], None]] = []
 
 
 class Session:
-    """One joined world with its engine, its clocks and what the run records. `close` ends it."""
+    """One joined world with its engine, its clocks and the run's records. `close` ends it."""
 
     def __init__(self, settings: Settings) -> None:
         from hvpipe.comm.engine import Engine
@@ -85,7 +85,7 @@ class Session:
 
     def close(self) -> None:
         """Write the trace and the summary, finish pending communication, free everything. Collective."""
-        # Wait without a deadline: a rank may still work alone, for instance export the model.
+        # Wait without a deadline: another rank may still be working, for instance exporting the model.
         self.engine.agree("shutdown", patient=True)
         if self.sampler is not None:
             from hvpipe.run_outputs import report_run
@@ -126,7 +126,7 @@ class Session:
         self.sampler.start()
 
     def _progress(self) -> TrainingProgress:
-        """Return what this rank has done so far. The sampler's thread calls it."""
+        """Return this rank's progress so far. The sampler's thread calls it."""
         from hvpipe.monitor.status_reporter import TrainingProgress
 
         steps = len(self.step_durations_s)
@@ -183,16 +183,16 @@ def init(*, timeout_s: float | None = None, trace: str | None = None) -> None:
 
 
 def shutdown() -> None:
-    """Leave the ranks. All ranks call it together; it runs by itself at exit.
+    """Leave the ranks. All ranks call it together; it also runs at exit.
 
-    It writes the trace and the summary that `hvpipe run` asked for. Another call does nothing.
+    It writes the trace and the summary if `hvpipe run` requested them. Another call does nothing.
 
     Raises:
         HvpipeError: With one rank, if closing fails. With several ranks a failure ends all of them.
 
     Example:
         ```python
-        hvpipe.shutdown()  # frees the ranks; the program goes on alone
+        hvpipe.shutdown()  # each rank continues on its own
         ```
     """
     global _session
@@ -206,7 +206,7 @@ def shutdown() -> None:
     except Exception:
         if session.world.size == 1:
             raise
-        # At exit Python would print the exception and go on, and the peers would wait.
+        # At exit Python would print the exception and continue, and the peers would wait.
         print_with_rank(session.world, traceback.format_exc())
         session.world.abort(1)
 
@@ -328,7 +328,7 @@ def trace_path() -> str | None:
 
 
 def counters() -> dict[str, float]:
-    """Return what this rank has sent, waited for and computed since `init`.
+    """Return counters of this rank's communication, waiting and computing since `init`.
 
     Returns:
         Totals by name, such as `bytes_sent` (bytes), `operations`, `exposed_wait_s` (seconds that training
@@ -350,7 +350,7 @@ def counters() -> dict[str, float]:
 def _with_settings_of_rank_0(settings: Settings, world: World) -> Settings:
     """Take rank 0's value of each setting that must be the same on all ranks.
 
-    mpirun alone passes no HVPIPE_* to other hosts. Ranks that record different things or expect different
+    mpirun does not pass HVPIPE_* to other hosts. Ranks that record different things or expect different
     messages would wait for each other.
     """
     decided = {name: getattr(settings, name) for name in _RANK_0_DECIDES}

@@ -362,7 +362,7 @@ def test_the_source_folder_before_an_hvpipe_that_is_installed(tmp_path: Path) ->
     )
     result = launch(ALONE, [script], limit_s=LIMIT_S)
     assert (
-        "before an hvpipe that may be installed: start elsewhere, or install this one editable"
+        "If hvpipe is installed, start Python in another folder; otherwise run pip install -e"
         in result.output
     )
 

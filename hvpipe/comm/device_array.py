@@ -61,8 +61,7 @@ def device_array(array: Any, native: Any) -> DeviceArray:
             address, nbytes, code, bits, shape = native.device_memory(array)
         except TypeError as error:
             raise HvpipeError(
-                "A device array that supports DLPack is wanted. "
-                f"Received: {type(array).__name__}, which does not"
+                f"A device array should support DLPack. Received: {type(array).__name__}, which does not"
             ) from error
         return DeviceArray(
             address, nbytes, tuple(shape), _dtype(_BY_CODE.get((code, bits)), f"{code}/{bits}"), 0
@@ -73,7 +72,7 @@ def device_array(array: Any, native: Any) -> DeviceArray:
     strides = interface.get("strides")
     if strides is not None and tuple(strides) != _contiguous(shape, itemsize):
         raise HvpipeError(
-            f"A C-contiguous device array is wanted. Received: shape={shape}, strides={tuple(strides)}"
+            f"A device array should be C-contiguous. Received: shape={shape}, strides={tuple(strides)}"
         )
     address = int(interface["data"][0])
     stream = int(interface.get("stream") or 0) if "stream" in interface else _stream_of_torch(array)
@@ -85,7 +84,7 @@ def check_writable(array: DeviceArray) -> DeviceArray:
     """Return the array; raise HvpipeError if it is read-only."""
     if array.read_only:
         raise HvpipeError(
-            f"A writable device array is wanted. Received: a read-only {array.dtype}{list(array.shape)}"
+            f"A writable device array is needed. Received: a read-only {array.dtype}{list(array.shape)}"
         )
     return array
 
@@ -94,11 +93,11 @@ def common_stream(arrays: Sequence[DeviceArray]) -> int:
     """Return the CUDA stream of all these arrays (1 for the default stream, also called 0).
 
     Raises:
-        HvpipeError: If they name several streams, because nothing would order the work on these.
+        HvpipeError: If they name several streams, because nothing would order the work across them.
     """
     streams = {array.stream or _DEFAULT_STREAM for array in arrays}
     if len(streams) != 1:
-        raise HvpipeError(f"Device arrays on one stream are wanted. Received: streams={sorted(streams)}")
+        raise HvpipeError(f"Device arrays should be on one stream. Received: streams={sorted(streams)}")
     return streams.pop()
 
 
@@ -108,7 +107,7 @@ def _interface(array: Any) -> Any:
         return getattr(array, "__cuda_array_interface__", None)
     except RuntimeError as error:  # from PyTorch, for a tensor that requires grad
         raise HvpipeError(
-            "A device array whose memory can be read is wanted. If a PyTorch tensor requires grad, pass its "
+            "A device array should give access to its memory. If a PyTorch tensor requires grad, pass its "
             f"detach(). Received: {error}"
         ) from error
 
@@ -128,7 +127,7 @@ def _stream_of_torch(array: Any) -> int:
 def _dtype(name: str | None, received: str) -> str:
     if name is None:
         wanted = ", ".join(_BY_TYPESTR.values())
-        raise HvpipeError(f"A device array of {wanted} is wanted. Received: dtype={received}")
+        raise HvpipeError(f"A device array should be of {wanted}. Received: dtype={received}")
     return name
 
 

@@ -1,4 +1,4 @@
-"""What the environment says: who launched this process, and the HVPIPE_* settings."""
+"""Reads the environment: who launched this process, and the HVPIPE_* settings."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _EAGER_BYTES, _USUAL_EAGER_BYTES = 256 << 10, 64 << 10
 
 @dataclass(frozen=True)
 class Launch:
-    """What the environment says about this process; None for what only MPI knows."""
+    """The launcher, rank and size of this process, from the environment; None for what only MPI knows."""
 
     launcher: Launcher
     rank: int | None
@@ -66,7 +66,7 @@ class Settings:
     visible_gpus: str | None = None
     live: bool = False
     live_folder: str | None = None
-    bucket_bytes: int | None = None  # None: chosen for the model
+    bucket_bytes: int | None = None  # None: hvpipe chooses it for the model
     table_bytes: int = 1 << 20
     segment_bytes: int = 0  # 0: what MPI's eager limit allows
     slot_bytes: int = 256 << 10

@@ -87,11 +87,11 @@ class Engine:
         Args:
             array: Of float32, float64, float16 or bfloat16, with the same shape and dtype on every rank. An
                 array in device memory needs `out`, and then all ranks must give device arrays. The work is
-                enqueued on the stream that the array names, on PyTorch's current stream for a tensor of
-                PyTorch, else on the default stream.
+                enqueued on the stream that the array names, on PyTorch's current stream for a PyTorch tensor,
+                otherwise on the default stream.
             op: "average" or "sum".
             compression: "bf16" or "fp16" to send float32 as a half type; None to send it as it is.
-            out: Where to write the result; may be `array` itself.
+            out: The array for the result; may be `array` itself.
 
         Returns:
             `out`, or a new array of the same shape and dtype.
@@ -162,7 +162,7 @@ class Engine:
     def use_device(self, ordinal: int | None = None) -> str:
         """Open this rank's GPU and, between several ranks, NCCL. All ranks call it together; once is enough.
 
-        Without NCCL data goes through pinned host memory to MPI. With HVPIPE_NCCL_SPAN=host NCCL joins the
+        Without NCCL, data goes through pinned host memory to MPI. With HVPIPE_NCCL_SPAN=host, NCCL joins the
         ranks of each host, and MPI carries the sums of buckets between hosts.
 
         Args:
@@ -258,7 +258,7 @@ class Engine:
         Args:
             what: Names the meeting point; ranks that name another one get a MismatchError.
             samples: A number to share with the other ranks.
-            patient: Wait without a deadline, because a rank may be busy with work of its own.
+            patient: Wait without a deadline, because a rank may be busy with other work.
 
         Returns:
             The `samples` of every rank, in rank order.
@@ -297,14 +297,15 @@ class Engine:
     def receive(self, nbytes: int, peer: int, tag: int, what: str) -> Any:
         """Start to receive bytes from rank `peer`; return a request.
 
-        After its `wait()`, its `arrived()` returns them as uint8[nbytes].
+        After the request's `wait()`, its `arrived()` returns the bytes as uint8[nbytes].
         """
         return self._core_for(what).receive(nbytes, peer, tag, what)
 
     def receive_on_device(self, array: Any, peer: int, tag: int, what: str) -> Any:
         """Start to receive bytes from rank `peer` into a device array; return a request.
 
-        They are written after the present work of the array's stream. After `wait()` all streams see them.
+        The bytes are written after the work that the array's stream holds now. After `wait()` all streams see
+        them.
         """
         found = check_writable(self._on_device(array))
         return self.core.receive_device(array, *found.span, peer, tag, what, found.stream)
@@ -312,14 +313,14 @@ class Engine:
     def post_send(self, peer: int, tag: int, what: str) -> Any:
         """Reserve a message to rank `peer`; return a request.
 
-        TensorFlow passes the device array later, under the `number` of the request.
+        TensorFlow passes the device array later, under the request's `number`.
         """
         return self._core_for(what).post_send(peer, tag, what)
 
     def post_receive(self, nbytes: int, peer: int, tag: int, what: str) -> Any:
         """Start to receive bytes into the engine's own device memory; return a request.
 
-        TensorFlow takes them later, under the `number` of the request.
+        TensorFlow takes the bytes later, under the request's `number`.
         """
         return self._core_for(what).post_receive(nbytes, peer, tag, what)
 
@@ -381,7 +382,7 @@ class Engine:
 
         Args:
             category: "forward", "backward", "update" or "step".
-            name: What the trace shows.
+            name: The event's name in the trace.
         """
         now = time.perf_counter if self.core is None else import_native().now
         start_s = now()
@@ -395,8 +396,8 @@ class Engine:
         """End all communication with an error if a step was announced to the peers but will not come."""
         if self.core is not None and self.core.announced():
             self.core.fail(
-                "A training step ended with an error on this rank after it was announced to the others. "
-                "They now wait for its gradients, and this process cannot go on training. "
+                "A training step ended with an error on this rank after the rank announced it to the others. "
+                "They now wait for its gradients, so this process cannot continue training. "
                 f"Received: {why}"
             )
 

@@ -1,4 +1,4 @@
-"""Arrays in host memory, checked and viewed as the C++ engine takes them."""
+"""Arrays in host memory: checks them, and views them in the form that the C++ engine takes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def host_array(array: Any) -> Array:
             found = np.from_dlpack(array)
         except (BufferError, RuntimeError, TypeError) as error:
             raise HvpipeError(
-                f"An array in host memory is wanted. Received: {type(array).__name__}: {error}"
+                f"The array should be in host memory. Received: {type(array).__name__}: {error}"
             ) from error
     if found.dtype.hasobject:
-        raise HvpipeError(f"An array of numbers is wanted. Received: dtype={found.dtype}")
+        raise HvpipeError(f"The array should hold numbers. Received: dtype={found.dtype}")
     return np.ascontiguousarray(found).reshape(found.shape)
 
 
@@ -49,7 +49,7 @@ def reducible_dtype(array: Array) -> str:
     """Return the name of the array's dtype; raise HvpipeError if an all-reduce does not take it."""
     name = _DTYPE_NAMES.get(array.dtype) or (array.dtype.name if array.dtype.isnative else array.dtype.str)
     if name not in REDUCIBLE:
-        raise HvpipeError(f"allreduce wants one of {', '.join(REDUCIBLE)}. Received: dtype={name}")
+        raise HvpipeError(f"allreduce needs one of {', '.join(REDUCIBLE)}. Received: dtype={name}")
     return name
 
 

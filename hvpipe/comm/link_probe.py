@@ -1,4 +1,4 @@
-"""Measures the links between ranks with the engine's own messages: each pair in turn plays ping-pong."""
+"""Measures the links between ranks with the engine's own messages: ping-pong between each pair in turn."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def measure_links(
 
 @contextmanager
 def _repeated(work: Callable[[], object] | None) -> Iterator[None]:
-    """Repeat `work`, if any, on a thread of its own during the block; raise its error after the block."""
+    """Repeat `work`, if any, on a separate thread during the block; raise its error after the block."""
     if work is None:
         yield
         return

@@ -174,7 +174,7 @@ class MpiWorld:
 
 
 def open_world(launch: Launch, timeout_s: float = 300.0) -> MpiWorld:
-    """Join the ranks of MPI. Initialises MPI with full thread support if nobody has.
+    """Join the ranks of MPI. Initialises MPI with full thread support if it is not initialised yet.
 
     Args:
         launch: Who launched this process.

@@ -1,4 +1,4 @@
-"""The compiled libraries: loading them, where they are, and which MPI and TensorFlow they were built with."""
+"""The compiled libraries: finds and loads them, and checks that the running MPI and TensorFlow fit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BuildInfo:
 
 
 def read_build_info() -> BuildInfo | None:
-    """Return what hvpipe was built with, or None if it was not built."""
+    """Return the versions that hvpipe was built with, or None if it was not built."""
     try:
         info = importlib.import_module("hvpipe._build_info")
     except ImportError:
@@ -105,12 +105,12 @@ def _advice_on_import(error: ImportError) -> str:
     folder = Path(__file__).parents[2]
     if (folder / "CMakeLists.txt").is_file() and importlib.util.find_spec("hvpipe._build_info") is None:
         return (
-            f"Python imported hvpipe from its source in {folder}, which is not built, before an hvpipe that "
-            f"may be installed: start elsewhere, or install this one editable (pip install -e {folder})."
+            f"Python imported hvpipe from its source in {folder}, which is not built. If hvpipe is "
+            f"installed, start Python in another folder; otherwise run pip install -e {folder}."
         )
     if "GLIBCXX" in str(error):
         return (
             "This Python's libstdc++ is older than the compiler that built hvpipe: conda install -c "
             "conda-forge libstdcxx-ng, or build hvpipe with conda's compiler."
         )
-    return f"If the MPI library that it was built with is gone, bring it back or rebuild: {REBUILD}."
+    return f"If the MPI library that it was built with is gone, restore it or rebuild: {REBUILD}."

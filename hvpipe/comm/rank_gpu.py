@@ -1,4 +1,4 @@
-"""The GPU of a rank: which one it is, and how the engine opens it and moves its data."""
+"""The GPU of a rank: chooses it, opens it in the engine, and finds NCCL to move its data."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def assign_gpu(local_rank: int, local_size: int, visible: int) -> int:
     if visible >= local_size:
         return local_rank
     if visible == 1:
-        return 0  # Either the launcher gave each rank its own GPU, or ranks share one: NCCL's start tells.
+        return 0  # The launcher gave each rank its own GPU, or ranks share one: NCCL tells when it starts.
     raise HvpipeError(
-        "Each rank should have a GPU of its own: start at most as many ranks on a host as it has GPUs. "
+        "Each rank should have its own GPU: start at most as many ranks on a host as it has GPUs. "
         f"Received: {local_size} ranks on this host, {visible} GPUs visible (CUDA_VISIBLE_DEVICES)"
     )
 
 
 def find_nccl(named: str) -> str:
-    """Return what to load NCCL from, or "" for no NCCL.
+    """Return the library to load NCCL from, or "" for no NCCL.
 
     Args:
         named: HVPIPE_NCCL_LIBRARY: a path, "none", or "" to look for it. Then the NVIDIA wheel's library
@@ -90,7 +90,7 @@ def open_gpu(core: Any, settings: Settings, ordinal: int | None) -> str:
 
 
 def warn_of_missing_gpu_library() -> None:
-    """Log that gradients take the slow way through host memory, and how to change that."""
+    """Log that gradients take the slow route through host memory, and how to change that."""
     logger.warning(
         "hvpipe was built without its GPU library: gradients go from the GPU through ordinary host "
         "memory to MPI, which is slow. To use NCCL, rebuild with CUDA's compiler (nvcc on PATH), %s",

@@ -30,9 +30,9 @@ class LaunchSpec:
     Attributes:
         mpirun: The mpirun to use.
         ranks: The number of ranks.
-        command: What each rank runs.
-        hosts: Where the ranks run. Without hosts, all run on this host, or where the allocation of a batch
-            system says.
+        command: The command line of each rank.
+        hosts: The hosts of the ranks. Without hosts, all ranks run on this host, or on the hosts that a batch
+            system has allocated.
         cores: Cores of this host.
         as_root: Whether the user is root.
         allocated: Whether a batch system has allocated hosts.
@@ -80,7 +80,7 @@ class LaunchSpec:
 
     @property
     def on_one_machine(self) -> bool:
-        """Whether every rank certainly runs on this host."""
+        """True if every rank certainly runs on this host."""
         return not self.hosts and not self.allocated and _NAMING_HOSTS.isdisjoint(self.launcher_args)
 
 
@@ -102,8 +102,8 @@ def exported_names(environ: Mapping[str, str]) -> tuple[str, ...]:
 def thread_settings(spec: LaunchSpec, environ: Mapping[str, str]) -> dict[str, str]:
     """Return variables that give each rank its share of this host's cores.
 
-    Without them every rank starts a thread per core. There are none for other hosts, whose cores are unknown,
-    and for bound ranks, which see only their own cores. The user's own settings stay as they are.
+    Without them every rank starts a thread per core. Nothing is set for other hosts, whose cores are unknown,
+    or for bound ranks, which see only their own cores. The user's own settings stay as they are.
     """
     if not spec.on_one_machine or spec.ranks == 1 or spec.bind != "none":
         return {}
@@ -128,7 +128,7 @@ def _open_mpi_flags(spec: LaunchSpec) -> list[tuple[str, ...]]:
             flags.append(("--mca", "oob_tcp_if_include", spec.network))
         elif (
             "/" not in spec.network
-        ):  # mpirun 5.0.11 finds no interface for a CIDR here, and says so at length
+        ):  # mpirun 5.0.11 finds no interface for a CIDR here, and prints a long error
             flags.append(("--prtemca", "prte_if_include", spec.network))
         flags.append(("--mca", "btl_tcp_if_include", spec.network))
         # Without these two, UCX or libfabric would carry the data, on a network of their choice.
@@ -169,7 +169,7 @@ def _mpich_flags(spec: LaunchSpec) -> list[tuple[str, ...]]:
         if "/" in spec.network:
             raise LaunchError(f"--net should name an interface with MPICH. Received: --net {spec.network!r}")
         flags.append(("-iface", spec.network))
-    return flags  # Hydra passes on the whole environment by itself
+    return flags  # Hydra already passes the whole environment on
 
 
 def _is_given(flag: tuple[str, ...], given: set[str]) -> bool:

@@ -1,4 +1,4 @@
-"""The options of commands that start ranks, and starting the ranks by them."""
+"""The options of commands that start ranks. Starts the ranks with these options."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def start_alone(
 
 
 def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:
-    """Return the hosts that the user named; none if ranks run here, or where a batch system says."""
+    """Return the hosts that the user named; none if ranks run here or a batch system chooses the hosts."""
     if options.hosts is not None:
         return parse_hosts(options.hosts)
     if options.hostfile is None:

@@ -34,7 +34,7 @@ class Mpirun:
 
 
 def script_folders() -> list[Path]:
-    """Return where pip installs scripts: beside this Python, and outside of an environment in ~/.local."""
+    """Return where pip installs scripts: beside this Python and, outside an environment, in ~/.local."""
     folders = [Path(sys.executable).parent]
     if sys.prefix == sys.base_prefix and site.ENABLE_USER_SITE:
         folders.append(Path(site.getuserbase()) / "bin")

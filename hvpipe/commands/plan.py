@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hvpipe.commands.plan_request import PlanRequest, PlanResult
 
 _MARGIN_COLUMNS = 16
-"""Room for the names of devices left of a timeline."""
+"""The columns for device names to the left of a timeline."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

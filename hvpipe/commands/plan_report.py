@@ -46,7 +46,7 @@ def _figures(one: Forecast) -> dict[str, Any]:
 
 
 def to_text(result: PlanResult, drawing: Callable[[Forecast], str], *, explained: bool = False) -> str:
-    """Return all that `hvpipe plan` prints; `drawing` draws the timeline of a pipeline."""
+    """Return the whole output of `hvpipe plan`; `drawing` draws the timeline of a pipeline."""
     parts = [title(result), "", *_stages(result.chosen, result.request)]
     if result.chosen.plan.method == DATA_PARALLEL:
         parts += ["", _advice(result.chosen.plan)]

@@ -1,4 +1,4 @@
-"""Makes the plan that `hvpipe plan` was asked for, and the baselines to compare it with."""
+"""Makes the plan for a call of `hvpipe plan`, and the baselines to compare it with."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvpipe.specs.profile import Profile, read_pipedream
 
 METHODS = ("greedy", "exact", *BASELINES)
 DRAWS = 100
-"""How many random plans a random baseline takes the median of; fewer if some do not fit."""
+"""A random baseline is the median of this many random plans; of fewer if some do not fit."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class PlanResult:
     """The forecast of the chosen plan, and the forecasts to compare it with.
 
     Attributes:
-        request: What was asked for.
+        request: The user's request.
         chosen: The forecast of the chosen plan.
         candidates: The plans of the modes that it was chosen from.
         baselines: The forecast of each baseline by name; None if it does not fit the devices.
@@ -74,8 +74,8 @@ def read_profile(
         path: A profile in JSON, or a PipeDream graph (.txt).
         microbatches: Micro-batches per step.
         batch_size: Samples per step; then the profile is scaled to the largest micro-batch.
-        graph_batch_size: For how many samples the costs of a PipeDream graph are, which the file does not
-            say; 1 if not given.
+        graph_batch_size: The number of samples that the costs of a PipeDream graph are for, because the file
+            does not say it; 1 if not given.
 
     Raises:
         HvpipeError: If the file cannot be read or the numbers contradict each other.
@@ -143,7 +143,7 @@ def with_best_microbatches(request_with: Callable[[int], PlanRequest], batch_siz
         The request with the best number.
 
     Raises:
-        HvpipeError: If no number has a plan; the error is that of the last one.
+        HvpipeError: If no number has a plan; it is the error for the last number.
     """
     best: tuple[float, PlanRequest] | None = None
     refused: HvpipeError | None = None

@@ -28,7 +28,7 @@ _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 @contextlib.contextmanager
 def own_job_folder(environ: Mapping[str, str], command: Sequence[str] = ()) -> Iterator[dict[str, str]]:
-    """Yield `environ` with a folder of its own for the files of Open MPI 5's mpirun; remove it afterwards.
+    """Yield `environ` with a separate folder for the files of Open MPI 5's mpirun; remove it afterwards.
 
     By default the files are in /tmp/ompi.PID. If an mpirun was killed, they stay, and a later mpirun with the
     same PID ends with "The PMIx server's listener thread failed to start". If `environ` or `command` already
@@ -74,7 +74,7 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float
 
 
 class _Supervisor:
-    """One running command, and what signals do to it."""
+    """One running command, and its signal handlers."""
 
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -86,8 +86,8 @@ class _Supervisor:
         """Run the command until it ends; return the exit code."""
         sys.stdout.flush()
         try:
-            # In a session of its own the command gets Ctrl-C only once, from here and not from the terminal
-            # too. At a second one mpirun would leave at once, whatever its ranks do.
+            # In a separate session the command gets Ctrl-C only once: from here, not also from the terminal.
+            # At a second Ctrl-C, mpirun would leave at once, whatever its ranks do.
             self._process = subprocess.Popen(
                 list(command),
                 env=dict(environ),

@@ -1,4 +1,4 @@
-"""What the commands know about the terminal that they print on."""
+"""The properties of the terminal that the commands print on."""
 
 from __future__ import annotations
 

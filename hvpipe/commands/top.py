@@ -112,7 +112,7 @@ def _title(job: RunningJob, now_s: float) -> str:
 
 
 def _watch(root: Path, name: str, interval_s: float, colours: bool) -> None:
-    """Show the job again and again, in place on a terminal, until it has ended."""
+    """Refresh the view of the job, in place on a terminal, until it has ended."""
     on_terminal = sys.stdout.isatty()
     while True:
         job = next((job for job in read_jobs(root) if job.name == name), None)

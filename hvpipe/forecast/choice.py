@@ -81,7 +81,7 @@ def candidate(
     stages: int | None = None,
     samples: int | None = None,
 ) -> Candidate:
-    """Find the best plan of one mode; the arguments are those of `candidates`."""
+    """Find the best plan of one mode; arguments as for `candidates`."""
     if mode not in MODES:
         raise HvpipeError(f"mode should be one of {', '.join(MODES)}. Received: mode={mode!r}")
     best: Forecast | None = None
@@ -176,7 +176,7 @@ def _pipelines(
 def _next_count(steps_s: dict[int, float], most: int, cluster: Cluster) -> int:
     """Return the number of devices to try next, up to `most`, given the steps known so far; 0 for no more.
 
-    First come those of `_counts`, and the numbers of devices that leave out only ones slower by a tenth or
+    It first tries the numbers of `_counts`, and numbers that leave out only devices slower by a tenth or
     more. Then it bisects between the best number and its tried neighbours. If nothing fits, it tries every
     number.
     """
@@ -242,7 +242,7 @@ def _layouts(
 
 
 def _cut(profile: Profile, cluster: Cluster, pipelining: Pipelining, groups: list[Group]) -> Forecast | str:
-    """Cut greedily on groups of devices, each as one device; return the forecast, or why there is none."""
+    """Cut greedily on groups of devices, each as one device; return the forecast, or why it failed."""
     largest = max(map(len, groups))
     if largest > pipelining.microbatches:
         return f"{largest} devices of a stage need {largest} micro-batches, not {pipelining.microbatches}"
@@ -255,7 +255,7 @@ def _cut(profile: Profile, cluster: Cluster, pipelining: Pipelining, groups: lis
 def _grown(
     profile: Profile, cluster: Cluster, pipelining: Pipelining, stages: int
 ) -> Iterator[Forecast | str]:
-    """Grow a pipeline of single devices: each further device joins the busiest stage, then all is cut anew.
+    """Grow a pipeline of single devices: each further device joins the busiest stage, then recut all stages.
 
     The fastest remaining device goes first. Cuts may move, and stages may swap their devices.
     """
@@ -279,7 +279,7 @@ def _grown(
 
 
 def _try_forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast | str:
-    """Return the plan's forecast; or why there is none, if a replica gets no micro-batch."""
+    """Return the plan's forecast, or why it failed: a replica gets no micro-batch."""
     try:
         return forecast(plan, profile, cluster)
     except HvpipeError as error:
@@ -310,4 +310,4 @@ MODES: dict[str, Callable[[Profile, Cluster, Pipelining, int | None, int | None]
     "pipeline": _pipelines,
     "hybrid": _hybrids,
 }
-"""The modes, with what yields the forecasts of each: how a cluster can be used."""
+"""The modes, which are the ways to use a cluster, each with the function that yields its forecasts."""

@@ -35,7 +35,7 @@ def _updates(
     backwards: Sequence[BackwardSpan],
     reduces: Sequence[tuple[int, float, float, int]],
 ) -> Iterator[Event]:
-    """Yield each device's updates, one per bucket: when that is reduced and the device idle."""
+    """Yield each device's updates, one per bucket: once the bucket is reduced and the device is idle."""
     whole_s = sum(layer.update_s for layer in profile.layers)
     whole_bytes = sum(layer.weight_bytes for layer in profile.layers)
     for rank, (device, backward) in enumerate(zip(cluster.devices, backwards, strict=True)):
@@ -53,9 +53,9 @@ def forecast_data_parallel(
     """Forecast one data-parallel step on all devices, as `hvpipe.keras.data_parallel` runs it.
 
     Each device runs its share of the batch at once; shares are in samples, in proportion to speed. Times and
-    saved bytes are the profile's, scaled. A bucket of gradients that is final on all devices is reduced
-    around the ring of all devices: 2 (n - 1) / n of its bytes over the slowest link, beside the rest of the
-    backward. The step ends with the update of the last bucket.
+    saved bytes are the profile's, scaled. Once a bucket's gradients are final on all devices, a ring of all
+    devices reduces it: 2 (n - 1) / n of its bytes over the slowest link, during the rest of the backward. The
+    step ends with the update of the last bucket.
 
     Args:
         profile: The model, with costs of one micro-batch.

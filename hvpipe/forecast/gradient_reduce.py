@@ -21,8 +21,8 @@ from hvpipe.trace.computing_time import Interval, merged
 class Ring:
     """Devices in a circle; the slowest of their links sets the pace.
 
-    `ports` are the host ports that the ring crosses and shares with other traffic, each with the link that it
-    would be alone.
+    `ports` are the host ports that the ring crosses and shares with other traffic. Each has the link that it
+    would be without other traffic.
     """
 
     devices: int
@@ -48,7 +48,7 @@ class Ring:
         return self._seconds_over(self.link, size_bytes)
 
     def busy_s(self, size_bytes: float) -> Iterator[tuple[Port, float]]:
-        """Yield each port with the seconds that an all-reduce keeps it busy: those that the port needs."""
+        """Yield each port with the seconds that it needs for its part of an all-reduce."""
         for port, link in self.ports:
             yield port, min(self.seconds(size_bytes), self._seconds_over(link, size_bytes))
 
@@ -67,7 +67,7 @@ class BackwardSpan:
 
 @dataclass(frozen=True)
 class RingGradients:
-    """The gradients that the devices of a ring sum: those of `layers`, which every device runs."""
+    """The gradients of `layers`, which every device of a ring runs and the ring sums."""
 
     layers: Sequence[LayerCost]
     backwards: Sequence[BackwardSpan]

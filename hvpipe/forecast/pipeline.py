@@ -29,7 +29,7 @@ class Forecast:
         step_s: Seconds of the step.
         busy_s: Seconds that each device of `plan.ranks` computes.
         memory_bytes: Peak bytes of each device of `plan.ranks`: weights, gradients, slots and activations.
-        trace: What every rank does when. Empty if the placement is no pipeline.
+        trace: The events of every rank. Empty if the placement is not a pipeline.
     """
 
     plan: Plan

@@ -1,4 +1,4 @@
-"""What the simulation of a plan needs: which stage uses which, stage times, and what transfers share."""
+"""The simulation's inputs for a plan: dataflow, stage times, and the resources that transfers share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvpipe.specs.profile import Profile
 
 
 def dataflow_of(plan: Plan, profile: Profile) -> Dataflow:
-    """Return which stages of the plan use the outputs of which."""
+    """Return the plan's dataflow: which stages use which stages' outputs."""
     edges = {(maker, user) for maker, user, _ in _crossing(plan, profile)}
     return Dataflow(len(plan.stages), tuple(sorted(edges)))
 
@@ -46,7 +46,7 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
 
 
 def contention_of(plan: Plan, profile: Profile, cluster: Cluster) -> Contention:
-    """Return what each message of the plan keeps busy.
+    """Return a function that tells which resources a message of the plan keeps busy, and for how long.
 
     Devices of a host share its network link, which sends and receives at the same time. Inside a host, each
     pair of devices has a wire for each direction. A message keeps a host's link busy for as long as this link

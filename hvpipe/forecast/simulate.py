@@ -30,7 +30,7 @@ class StageTimes:
     Args:
         forward_s: Seconds of the forward.
         backward_s: Seconds of the whole backward.
-        weight_s: The part of `backward_s` for the weights; schedules need it that run this part apart
+        weight_s: The part of `backward_s` for the weights. Schedules that run this part separately need it
             ("zb-h1").
         transfer_s: Seconds that the output travels, by the number of the stage that uses it, if that is on
             another rank: one number, or one for each rank of that stage. Other stages are reached in no time.
@@ -74,7 +74,7 @@ class StageTimes:
         return self.weight_s if kind == "W" else self.backward_s - self.weight_s
 
     def travel_s(self, user: int, replica: int, *, back: bool = False) -> float:
-        """Return the seconds of the output to a rank of stage `user`; with `back`, those of its gradient."""
+        """Return the seconds of the output to a rank of stage `user`; with `back`, of its gradient."""
         times_s = self.gradient_s if back and self.gradient_s is not None else self.transfer_s
         given = times_s.get(user, 0.0)
         return given[replica] if isinstance(given, Sequence) else given
@@ -84,10 +84,10 @@ Costs = Sequence[StageTimes | Sequence[StageTimes]]
 """For each stage its times: the same on all its ranks, or one for each rank."""
 
 Resource = tuple[str, int | str]
-"""The name of something that transfers share; it serves one transfer after the other."""
+"""The name of a resource that transfers share; it serves one transfer after the other."""
 
 Contention = Callable[[Message, float], Sequence[tuple[Resource, float]]]
-"""Maps a message and the seconds that it travels to what it keeps busy, and for how long from its start."""
+"""Maps a message and its travel time to the resources that it keeps busy, and the seconds from its start."""
 
 
 def links(message: Message, seconds: float) -> Sequence[tuple[Resource, float]]:
@@ -145,7 +145,8 @@ def simulate(
         schedule: The schedule.
         costs: For each stage its times, or a sequence of times with one for each of its ranks.
         dataflow: Which stages use which stages' outputs; None for a chain.
-        contention: What transfers share; by default, each pair of ranks has its own wire for each direction.
+        contention: The resources that transfers share; by default, each pair of ranks has its own wire for
+            each direction.
 
     Returns:
         The simulated step.
@@ -248,7 +249,7 @@ class _Run:
         heapq.heappush(self.running, (end_s, rank))
 
     def _finish(self, action: Action, end_s: float) -> None:
-        """Send what the action made, and start what waited for it."""
+        """Send the action's results, and start the actions that waited for it."""
         for message in self.messages.get(action, ()):
             self._transfer(message, end_s)
         for user in self.users[action]:

@@ -1,4 +1,4 @@
-"""The arguments of a call by name, so that some can be replaced before the method gets them."""
+"""Binds a call's arguments to their names, so that some can be replaced before the call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 def by_name(
     method: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], handed_to: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Return the arguments of a call of `method` by name, so that it can be called with them as keywords.
+    """Return the arguments of a call by name, ready to pass to `method` as keywords.
 
-    Arguments that it takes as *args get the names they have in `handed_to`, the function it passes them to.
+    If `method` takes *args and passes them on to `handed_to`, they get the names that they have there.
     Raises TypeError if the call would.
     """
     signature = inspect.signature(method)

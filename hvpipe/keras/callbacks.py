@@ -1,4 +1,4 @@
-"""Callbacks that act on all ranks: for custom set-ups as in Horovod, and those that end training together."""
+"""Callbacks that act on all ranks: Horovod's two for custom set-ups, and two that stop all ranks together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUMBER = re.compile(r"(\d+)")
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Broadcasts weights and optimizer state before the first batch, and switches `jit_compile` off.
 
-    For a model that is compiled with a `DistributedOptimizer`. `data_parallel` does both by itself.
+    For a model that is compiled with a `DistributedOptimizer`. `data_parallel` already does both.
 
     Args:
         root_rank: The rank whose values all ranks get.
@@ -62,7 +62,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 class MetricAverageCallback(keras.callbacks.Callback):
     """Averages an epoch's logs over ranks; every rank counts the same.
 
-    Put it before callbacks that read logs. `data_parallel` averages by itself, weighted by samples.
+    Put it before callbacks that read logs. `data_parallel` already averages them, weighted by samples.
 
     Args:
         **others: Arguments of Horovod's callback that hvpipe does not have; those that matter are refused.
@@ -88,14 +88,14 @@ class MetricAverageCallback(keras.callbacks.Callback):
 def average_logs(
     session: Session, logs: MutableMapping[str, Any], samples: float, what: str, note: float = 0.0
 ) -> list[float]:
-    """Replace the numbers and arrays in `logs` by their means over ranks; collective.
+    """Replace the numbers and arrays in `logs` with their means over ranks; collective.
 
     Args:
         session: The ranks to average over.
-        logs: Values by name; those that are no numbers stay as they are.
+        logs: Values by name. Values that are neither numbers nor arrays stay as they are.
         samples: The weight of this rank's values.
-        what: What the logs are, for the error if ranks are at different places.
-        note: A number that travels along.
+        what: Describes the logs, for the error if ranks are at different places.
+        note: A number to exchange along with the logs.
 
     Returns:
         The `note` of every rank.
@@ -106,7 +106,7 @@ def average_logs(
         name: found for name in sorted(logs, key=_by_number) if (found := _numbers(logs[name])) is not None
     }
     row = np.concatenate([[samples], *(value.ravel() for value in values.values())])[None]
-    # Keras counts up the numbers in layers' names, so they may differ between ranks.
+    # Keras increments the numbers in layer names, so they may differ between ranks.
     listed = [f"{_NUMBER.sub('#', name)}{list(v.shape) or ''}" for name, v in values.items()]
     notes = session.engine.agree(f"{what} ({', '.join(listed)})", note)
     everyone = session.engine.allgather(row)
@@ -124,7 +124,7 @@ def _by_number(name: str) -> list[str | int]:
 
 
 def _numbers(value: Any) -> Any:
-    """Return a value as float64, or None if it is no number or array."""
+    """Return a value as float64, or None if it is neither a number nor an array."""
     try:
         return np.asarray(value, np.float64)
     except (TypeError, ValueError):
@@ -172,7 +172,7 @@ def stop_together(session: Session, callbacks: Iterable[Any]) -> StopTogether:
     return (StopTogetherAtBatches if anywhere else StopTogether)(session)
 
 
-# --- What callbacks do at batches -------------------------------------------------------------------------
+# --- Batch hooks of callbacks -----------------------------------------------------------------------------
 
 _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
@@ -180,8 +180,8 @@ _BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tr
 def reads_at_batches(callback: Any) -> bool:
     """Return whether a callback may read weights between two steps.
 
-    Keras' own do not, or they ask the model for them; but LambdaCallback runs functions of the user. A
-    callback with `reads_weights = False` does not.
+    Of Keras' own callbacks, only LambdaCallback may, because it runs the user's functions. The others do not,
+    or read weights through the model. A callback with `reads_weights = False` does not read them.
     """
     return bool(getattr(callback, "reads_weights", True)) and _runs_users_code_at_batches(callback)
 

@@ -28,7 +28,7 @@ from keras.src.saving.serialization_lib import SerializableDict
 from keras.src.trainers.compile_utils import CompileLoss
 from keras.src.utils.naming import to_snake_case
 
-# What `keras.src` names give, and what breaks without them:
+# What the names from `keras.src` are, and what needs them:
 #   compute_output_spec  runs a function on symbols; the first step would be traced twice (initial_state.py)
 #   get_keras_mask, set_keras_mask  the mask on a tensor; masked layers and losses in pipelines
 #   Functional           the class of functional models; cutting a model into stages
@@ -59,7 +59,7 @@ def own_trainable_variables(layer: Any) -> list[Any]:
 def own_statistics(layer: Any) -> list[Any]:
     """Return the variables a layer itself made not to be trained (`Layer._non_trainable_variables`).
 
-    BatchNormalization's statistics would not be averaged over ranks.
+    Without it, BatchNormalization's statistics would not be averaged over ranks.
     """
     return list(layer._non_trainable_variables)
 
@@ -77,7 +77,7 @@ def own_added_losses(layer: Any) -> list[Any]:
 def takes_training(operation: Any) -> bool:
     """Return whether `call` gets `training` (`_call_context_args`, else `_call_has_training_arg`).
 
-    Stages of pipelines would run layers in the wrong mode.
+    Without it, pipeline stages would run layers in the wrong mode.
     """
     return "training" in getattr(operation, "_call_context_args", ()) or bool(
         getattr(operation, "_call_has_training_arg", False)
@@ -105,12 +105,12 @@ def initial_epoch(model: Any) -> int:
 
 
 def set_initial_epoch(model: Any, epoch: int) -> None:
-    """Let the next epoch loop start at `epoch`; 0: where `fit` was told to (`Trainer._initial_epoch`)."""
+    """Start the next epoch loop at `epoch`; 0: at the `initial_epoch` of `fit` (`Trainer._initial_epoch`)."""
     model._initial_epoch = epoch or None
 
 
 def reconfigure_callbacks(callbacks: Any, listed: Sequence[Any]) -> None:
-    """Tell a CallbackList about callbacks put in afterwards (`CallbackList._configure_async_dispatch`)."""
+    """Tell a CallbackList about callbacks added later (`CallbackList._configure_async_dispatch`)."""
     callbacks._configure_async_dispatch(listed)
 
 
@@ -144,7 +144,7 @@ def compiled_metrics(model: Any) -> Any:
 
 
 def compute_loss(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `Trainer._compute_loss`, which hands `training` on to `compute_loss` where that takes it."""
+    """Call `Trainer._compute_loss`, which passes `training` to `compute_loss` if it accepts it."""
     return model._compute_loss(*args, **kwargs)
 
 

@@ -18,10 +18,10 @@ logger = logging.getLogger("hvpipe")
 
 
 def on_the_host() -> Any:
-    """Return a device scope for hvpipe's own numbers: counters and flags, not what is trained.
+    """Return a device scope for hvpipe's own counters and flags, but not for trained variables.
 
-    TensorFlow would put them on the GPU, if there is one. Reading them would then wait for everything that
-    was enqueued there before.
+    TensorFlow would put them on the GPU, if the host has one. Reading them would then wait for everything
+    that was enqueued there before.
     """
     return tf.device("CPU:0")
 
@@ -54,15 +54,16 @@ def _warn_of_unseen_gpus(session: Session) -> None:
     world = session.world
     if world.rank == 0 and uuid_of_rank(session.settings.visible_gpus, world.local_rank, list_gpus()):
         logger.warning(
-            "hvpipe: there are GPUs here and TensorFlow sees none: it trains on the processor. Its own lines "
-            "above say why. Set CUDA_VISIBLE_DEVICES='' if this is intended."
+            "hvpipe: this host has GPUs, but TensorFlow sees none and trains on the CPU. TensorFlow's "
+            "messages above say why. Set CUDA_VISIBLE_DEVICES='' if this is intended."
         )
 
 
 def device_of_messages(session: Session) -> str | None:
     """Return the device for tensors that a pipeline sends between ranks; collective.
 
-    It is a GPU if all ranks have one and hvpipe was built for GPUs; None: tensors go through host memory.
+    Return a GPU if all ranks have one and hvpipe was built for GPUs. Otherwise return None: tensors go
+    through host memory.
     """
     able = bool(tf.config.get_visible_devices("GPU")) and session.engine.serves_gpus
     if not all(session.engine.agree("whether all ranks have GPUs", float(able))):
@@ -71,10 +72,10 @@ def device_of_messages(session: Session) -> str | None:
 
 
 def reduces_on_gpu(session: Session) -> bool:
-    """Return whether gradients go to the engine in a GPU's memory; all ranks call it together.
+    """Return whether gradients go to the engine in a GPU's memory; collective.
 
-    They do not if TensorFlow sees no GPU. They do not either if hvpipe was built without its GPU library,
-    which is logged once: TensorFlow then copies gradients to the host.
+    Return False if TensorFlow sees no GPU. Also return False, and log it once, if hvpipe was built without
+    its GPU library: TensorFlow then copies gradients to the host.
     """
     visible = tf.config.get_visible_devices("GPU")
     if session.engine.core is None or not visible:

@@ -28,14 +28,14 @@ from hvpipe.session import Session
 
 logger = logging.getLogger("hvpipe")
 
-# A model with one of these methods may compare something else than its outputs with its targets.
+# A model with one of these methods may compare something other than its outputs with its targets.
 _COMPARING = ("train_step", "compute_loss", "compute_metrics")
 
 
 def without_xla(session: Session, model: Any) -> None:
     """Switch `jit_compile` off, before the model's train function is made: XLA cannot compile communication.
 
-    Keras switches it on by itself if TensorFlow sees a GPU.
+    Keras switches it on by default if TensorFlow sees a GPU.
     """
     if session.world.size == 1 or not model.jit_compile:
         return
@@ -116,8 +116,8 @@ def take_rank_0s(session: Session, model: Any, sums: Sequence[float], when: str)
         return False
     if session.world.rank == 0:
         logger.warning(
-            "hvpipe: weights or optimizer state of model %s on rank %s were not those of rank 0 %s: "
-            "all ranks go on with rank 0's.",
+            "hvpipe: weights or optimizer state of model %s on rank %s differed from rank 0 %s: "
+            "all ranks continue with rank 0's.",
             model.name,
             ", ".join(others[:3]) + (" ..." if len(others) > 3 else ""),
             when,

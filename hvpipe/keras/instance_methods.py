@@ -8,7 +8,7 @@ from typing import Any
 
 
 class InstanceMethods:
-    """The replaced methods of an object: `own` returns the object's own, `restore` puts them back."""
+    """The replaced methods of an object. `own` returns an original; `restore` puts all originals back."""
 
     def __init__(self, instance: Any) -> None:
         self._instance = instance
@@ -19,7 +19,7 @@ class InstanceMethods:
         return self._own[name]
 
     def replace(self, name: str, stand_in: Callable[..., Any]) -> None:
-        """Let `instance.name(...)` call `stand_in(...)`. The signature stays the one of the object's own."""
+        """Let `instance.name(...)` call `stand_in(...)`, with the signature of the original method."""
         own = getattr(self._instance, name)
         self._own[name] = own
 
@@ -30,7 +30,7 @@ class InstanceMethods:
         setattr(self._instance, name, replaced)
 
     def restore(self) -> None:
-        """Give the object its own methods back."""
+        """Restore the object's own methods."""
         for name in self._own:
             vars(self._instance).pop(name, None)
         self._own = {}

@@ -1,6 +1,6 @@
-"""The library of the engine's TensorFlow ops, and those for messages and marks as functions on tensors.
+"""Loads the engine's TensorFlow ops, and wraps the ops for messages and trace marks as functions on tensors.
 
-The ops for gradients are called in data_parallel/bucket_reduce.py.
+data_parallel/bucket_reduce.py calls the ops for gradients.
 """
 
 from __future__ import annotations

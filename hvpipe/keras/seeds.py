@@ -1,4 +1,4 @@
-"""Seeds of layers that draw random numbers, and a seed of its own for each rank with a copy of a layer."""
+"""Seeds of layers that draw random numbers. Each rank with a copy of a layer gets its own seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Keras hvpipe works with: Keras 3 on TensorFlow, from a certain version on."""
+"""Checks that the installed Keras is supported: Keras 3 on TensorFlow, `OLDEST` or later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readings of a rank's GPU, and the reasons for readings that its driver does not give."""
+"""Readings of a rank's GPU, and the reasons why some readings are not available."""
 
 from __future__ import annotations
 

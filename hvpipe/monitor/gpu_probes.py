@@ -1,4 +1,4 @@
-"""The queries to a GPU's driver at every look. A query that the driver cannot answer is dropped."""
+"""The queries to a GPU's driver for every reading. A query that the driver cannot answer is dropped."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class GpuProbes:
             self._use_older_call(field, why)
 
     def _use_older_call(self, field: _Field, why: str) -> None:
-        """Replace a field that the driver lacks with an older call for the same reading, if there is one."""
+        """Replace a field that the driver lacks with an older call for the same reading, if one exists."""
         nvml, whole, name = self._library, self._whole, field.name
         calls: dict[str, Callable[[], float]] = {
             "power_w": lambda: 1e-3 * nvml.nvmlDeviceGetPowerUsage(whole),
@@ -156,7 +156,7 @@ class GpuProbes:
         return value - self._first.setdefault(name, value)
 
     def _rate(self, name: str, value: float, now_s: float) -> float | None:
-        """Return a counter's rate since the last look; None at the first look or after a reset."""
+        """Return a counter's rate since its last reading; None at the first reading or after a reset."""
         before = self._before.get(name)
         self._before[name] = (now_s, value)
         if before is None or now_s <= before[0] or value < before[1]:

@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 class CpuMeter:
-    """Measures CPU use between looks. Without psutil every reading is None."""
+    """Measures CPU use between readings. Without psutil every reading is None."""
 
     def __init__(self) -> None:
         self._psutil: ModuleType | None

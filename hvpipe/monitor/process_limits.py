@@ -67,7 +67,7 @@ def cores_allowed() -> float | None:
 
 
 def _groups_around(groups: str, root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Yield version and folder of each control group of a process, and of its parents."""
+    """Yield the version and folder of each control group of a process and their parents."""
     for line in groups.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

@@ -1,4 +1,4 @@
-"""Sends the status of ranks to rank 0's host, in UDP datagrams. Nobody waits for them; some may get lost."""
+"""Sends the status of ranks to rank 0's host in UDP datagrams. Nothing waits for them; some may get lost."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def near_addresses(theirs: Sequence[tuple[str, str]], ours: Sequence[tuple[str, 
 
     Args:
         theirs: Each address of the other host with its netmask.
-        ours: The same of this host.
+        ours: Each address of this host with its netmask.
     """
     networks = {ipaddress.ip_interface(f"{address}/{mask}").network for address, mask in ours}
     near = [

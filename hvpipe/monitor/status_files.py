@@ -75,7 +75,7 @@ class RunningJob:
 
     @property
     def began_s(self) -> float:
-        """When the job started, as a Unix time."""
+        """The time when the job started, as a Unix time."""
         return min(rank.began_s for rank in self.ranks)
 
 

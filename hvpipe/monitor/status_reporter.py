@@ -24,7 +24,7 @@ _DATAGRAMS_PER_S = 500  # that rank 0 can read
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """What this rank has done so far."""
+    """Counts of the work that this rank has done so far."""
 
     steps: int
     last_steps_s: tuple[float, ...]
@@ -34,7 +34,7 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What rank 0 tells the other ranks: the job's name, and where ranks of other hosts send their status."""
+    """Rank 0's message to other ranks: the job's name, and where ranks of other hosts send their status."""
 
     job: str
     script: str
@@ -131,7 +131,7 @@ class StatusReporter:
 def open_status_reporter(
     world: World, settings: Settings, progress: Callable[[], TrainingProgress]
 ) -> StatusReporter | None:
-    """Return this rank's reporter, or None if rank 0's settings want no reports. Collective."""
+    """Return this rank's reporter, or None if rank 0's settings switch reports off. Collective."""
     receiver: StatusReceiver | None = None
     job: JobInfo | None = None
     if world.rank == 0 and settings.live:

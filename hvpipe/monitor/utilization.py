@@ -1,4 +1,4 @@
-"""Samples CPU and GPU utilization of this rank while it trains, in a thread of its own."""
+"""Samples CPU and GPU utilization of this rank while it trains, in a separate thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_SAMPLES = 18_000  # half an hour at 10 Hz; some 20 MB
 
 @dataclass(frozen=True)
 class SamplerOptions:
-    """How often to sample and which GPU. The sampler's thread calls `on_sample` with each sample."""
+    """The sampling period and the GPU. The sampler's thread calls `on_sample` with each sample."""
 
     period_s: float = PERIOD_S
     local_rank: int = 0
@@ -94,7 +94,7 @@ class Sampler:
         return summarise_samples(self.samples(), self._gpu, cores)
 
     def notes(self) -> list[str]:
-        """Return sentences about what could not be measured and why. Call it after `stop`."""
+        """Return sentences that say which figures could not be measured and why. Call it after `stop`."""
         return list(self._notes)
 
     def _run(self) -> None:

@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: forecasts and schedules import this package, so it can't import them while it loads.
+    # Load on first use: forecasts and schedules import this package, so it can't import them while it loads.
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
@@ -105,7 +105,7 @@ def __dir__() -> list[str]:
 
 
 class _PlanPackage(ModuleType):
-    """Keeps a public function where a submodule has the same name.
+    """Keeps a public function accessible although a submodule has the same name.
 
     After `import hvpipe.plan.exact`, Python binds that module to the attribute `exact` of this package, and
     would replace the function `exact`.

@@ -15,7 +15,7 @@ from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster, Device
 from hvpipe.specs.profile import LayerCost, Profile
 
-# Most draws of random placements, to find one that fits the memory, and to find many.
+# The most draws of random placements, to find one that fits the memory, and to find many.
 _DRAWS, _MANY_DRAWS = 1000, 2000
 
 
@@ -31,8 +31,8 @@ def baseline(
     """Place a model with a baseline on the cluster's first devices, in their order.
 
     No baseline handles chunks: with "interleaved", the plan is for 1F1B on as many devices. `random` and
-    `random_cuts` draw again until memory suffices. The others heed memory only as their authors say, so the
-    plan may lack memory: see `Plan.shortages`.
+    `random_cuts` draw again until memory suffices. The others respect memory only as far as their authors
+    define, so the plan may exceed it: see `Plan.shortages`.
 
     Args:
         name: One of `BASELINES`: "random", "random_cuts", "round_robin", "even", "m_topo" or "m_etf" (Jeon et
@@ -166,7 +166,7 @@ def _round_robin(
 
 
 def _even(profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random) -> Placement:
-    """Place equally many consecutive layers on each device, whatever they cost."""
+    """Place the same number of consecutive layers on each device, whatever they cost."""
     count = len(profile.layers)
     ends = [count * stage // len(devices) for stage in range(len(devices) + 1)]
     return _named(devices, [list(range(a, b)) for a, b in pairwise(ends)])

@@ -18,7 +18,7 @@ WIRE_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
 def fitting_bytes(gradient_bytes: int) -> int:
     """Return the bucket size for a model with `gradient_bytes` of gradients, if the user gives none.
 
-    That is 4 MiB. Below 32 MiB of gradients it is an eighth of them, because a small model's gradients would
+    It is 4 MiB. Below 32 MiB of gradients it is an eighth of them, because a small model's gradients would
     otherwise all travel in one piece after the backward. It is at least 64 KiB.
     """
     return min(4 << 20, max(64 << 10, gradient_bytes // 8))
@@ -27,7 +27,7 @@ def fitting_bytes(gradient_bytes: int) -> int:
 def cut_buckets(
     sizes_bytes: Sequence[int], bucket_bytes: int, kinds: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Group gradients into buckets: the one place that cuts them, for training and for forecasts.
+    """Group gradients into buckets. Training and forecasts both cut them here.
 
     Backward completes gradients roughly from the last layer to the first, so buckets fill up in the reverse
     order of the model (as PyTorch's DistributedDataParallel does: Li et al., VLDB 2020). A bucket closes when
@@ -103,13 +103,12 @@ class Bucket:
     the gradients' dtype, `wire_dtype` the buffer's. `row`, if not 0, is the number of elements in a row of a
     table; then only rows travel that are not zero on all ranks.
 
-    `priority` says which bucket goes first, and `plan_buckets` alone sets it. Two places obey it:
+    `priority` says which bucket goes first. Only `plan_buckets` sets it. Two places obey it:
 
     - The engine's progress thread (csrc/core/progress.cc, `TakeInbox`) decides the order *on the network*: of
-    the
-      operations under way, a lower priority goes first, and of equal ones the bucket submitted first.
+      the operations under way, a lower priority goes first, and of equal ones the bucket submitted first.
     - `BucketPlan.by_need` gives the order in which the training step *collects* buckets and updates their
-    weights.
+      weights.
     """
 
     name: str
@@ -142,7 +141,7 @@ class BucketPlan:
         return sum(bucket.wire_bytes for bucket in self.buckets)
 
     def by_need(self) -> list[tuple[int, Bucket]]:
-        """Return (number, bucket) pairs in the order of priority: first what the next forward needs first."""
+        """Return (number, bucket) pairs by priority: first the bucket that the next forward needs first."""
         return sorted(enumerate(self.buckets), key=lambda pair: (pair[1].priority, pair[0]))
 
 
@@ -156,7 +155,7 @@ def plan_buckets(
 ) -> BucketPlan:
     """Cut a model's gradients into buckets (see `cut_buckets`) and give each its priority.
 
-    A bucket holds gradients of one dtype. The plan depends on the arguments alone, so equal models get equal
+    A bucket holds gradients of one dtype. The plan depends only on the arguments, so equal models get equal
     plans on all ranks.
 
     Args:

@@ -14,7 +14,7 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.span_costs import StageDevice
 from hvpipe.specs.cluster import Cluster, Device, Link
 
-# Up to this many hosts, all their orders are tried.
+# With at most this many hosts, all their orders are tried.
 _FEW_HOSTS = 4
 # A stage of several on a device may take an even part of the memory, or more in this many steps, up to all.
 _SHARES = 4
@@ -26,9 +26,9 @@ Order = tuple[int, ...]
 class DeviceOrders:
     """The orders of a cluster's devices for a number of stages; devices of one kind are interchangeable.
 
-    Devices of a kind have the same speed and memory. If links differ (`mixed`), they also are on the same
-    host; with measured links, those of devices of a kind differ by at most the share `alike` instead. With
-    chunks, stages go round the devices in a circle (`circle`), and an order is one round.
+    Devices of a kind have the same speed and memory. If links differ (`mixed`), they are also on the same
+    host. With measured links, their links differ by at most the share `alike` instead. With chunks, stages
+    go round the devices in a circle (`circle`), and an order is one round.
     """
 
     def __init__(self, cluster: Cluster, stages: int, pipelining: Pipelining, alike: float = 0.0) -> None:
@@ -74,7 +74,7 @@ class DeviceOrders:
         return DeviceChoices(levels, [count * chunks for count in self.counts], devices, share)
 
     def to_fit(self) -> list[DeviceChoices]:
-        """Return what to try when memory is scarce, such as the devices with most memory first."""
+        """Return the choices to try when memory is scarce, such as the devices with most memory first."""
         if not self.circle:
             return [self.in_any_order, self.in_order(self.by_memory())]
         orders = self.by_speed(), self.by_memory()
@@ -108,7 +108,7 @@ class DeviceOrders:
         return found
 
     def by_host(self, order: Order) -> list[Order]:
-        """Return orders of the same kinds with those of a host together; if hosts are few, in every order."""
+        """Return orders of the same kinds that keep a host's devices together; all such if hosts are few."""
         names = [self.cluster.host_of(device.name).name for device in self._devices(order)]
         hosts = list(dict.fromkeys(names))
         few = len(hosts) <= _FEW_HOSTS and len(hosts) < len(names)

@@ -1,4 +1,4 @@
-"""The optimum over all contiguous plans, by dynamic programming: the yardstick of the greedy partitioner."""
+"""The optimum over all contiguous plans, by dynamic programming: a yardstick for the greedy partitioner."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def exact(
 ) -> Plan:
     """Find the contiguous plan with the smallest possible bottleneck.
 
-    A dynamic program over layers and sets of used devices. Devices of one kind (speed, memory) are
+    It is a dynamic program over layers and sets of used devices. Devices of one kind (speed, memory) are
     interchangeable, so a set is a number of devices of each kind. If links differ, it goes through every
     order of the devices. It takes O(sets x kinds x layers^2) steps.
 
@@ -68,8 +68,8 @@ def exact(
         plan = least_short(profile, cluster, stages, pipelining)
         if order is not None and not plan.shortages(cluster):
             raise PlanError(
-                "The memory of every device should hold its stage. In this order it does not; another order "
-                f"fits. Received: order={list(order)}"
+                "The memory of every device should hold its stage. In this order it does not, but another "
+                f"order fits. Received: order={list(order)}"
             )
         raise PlanError(explain_shortage(plan, profile, cluster))
     placement = orders.placement(best)

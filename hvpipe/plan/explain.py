@@ -10,8 +10,9 @@ from hvpipe.specs.profile import Profile
 
 
 def explain(plan: Plan, profile: Profile, cluster: Cluster) -> list[str]:
-    """Explain each cut of a pipeline: the bytes that cross it, the times of its two stages, and both a layer
-    off.
+    """Explain each cut of a pipeline, and the same cut one layer earlier or later.
+
+    A line gives the bytes that cross the cut and the times of its two stages.
 
     Args:
         plan: A pipeline.
@@ -22,7 +23,7 @@ def explain(plan: Plan, profile: Profile, cluster: Cluster) -> list[str]:
         A line for each cut.
 
     Raises:
-        PlanError: If the plan is no pipeline, or of another model or cluster.
+        PlanError: If the plan is not a pipeline, or is of another model or cluster.
 
     Example:
         ```python
@@ -62,7 +63,7 @@ def _explain_cut(plan: Plan, profile: Profile, cluster: Cluster, placement: Plac
 
 
 def _numbers(profile: Profile, end: int, plan: Plan, cut: int) -> str:
-    """Say the bytes that cross the cut in front of layer `end`, and the times of the stages on both sides."""
+    """Format the bytes that cross the cut in front of layer `end`, and the times of the two stages."""
     crossing = sum(
         layer.output_bytes
         for layer, users in zip(profile.layers[:end], profile.users, strict=False)
@@ -73,7 +74,7 @@ def _numbers(profile: Profile, end: int, plan: Plan, cut: int) -> str:
 
 
 def _verdict(plan: Plan, there: Plan, cluster: Cluster, cut: int) -> str:
-    """Say what speaks against the moved cut, if anything: too little memory, or more time on its devices."""
+    """Say why the moved cut is worse, if it is: too little memory, or more time on its devices."""
     for device, missing_bytes in there.shortages(cluster).items():
         return f" (memory of {device} exceeded by {missing_bytes / 1e6:.3g} MB)"
     beside = [device for stage in plan.stages[cut - 1 : cut + 1] for device in stage.devices]

@@ -21,7 +21,7 @@ from hvpipe.specs.profile import Profile
 
 # The bottleneck is found to this relative precision, in at most this many halvings.
 _TOLERANCE, _HALVINGS = 5e-4, 64
-# Beam widths: narrow ones come near T quickly, broader ones improve on it. The last is for a fixed order.
+# Beam widths: narrow ones get near the best T fast, broader ones improve it. The last is for a fixed order.
 _BROADER = (BeamWidth(sets=4, ends=2), BeamWidth(sets=8, ends=4), BeamWidth(sets=48, ends=3))
 _IN_ORDER = BeamWidth(sets=1, ends=8)
 # Repairing moves a boundary by up to this many layers.
@@ -42,9 +42,8 @@ def partition(
     """Cut a model into stages for a cluster, so that the busiest stage takes little time.
 
     Every stage is a run of consecutive layers on one device. The greedy method bisects the time T of the
-    busiest
-    stage: for each T it gives the devices in turn as many layers as they finish in T. Equal arguments give
-    equal plans.
+    busiest stage: for each T it gives each device in turn as many layers as it can finish in T. Equal
+    arguments give equal plans.
 
     Args:
         profile: The model, with costs of one micro-batch.
@@ -202,7 +201,7 @@ def _repair(spans: Spans, devices: int, cuts: list[Cut]) -> list[Cut]:
             if 0 < boundary < len(stage_devices)
             for worst_s, end in [_best_boundary(spans, cuts, ends, boundary)]
         ]
-        # Sums of other lengths round differently. Such a difference is no gain, and would repeat forever.
+        # Sums of different lengths round differently. Such a difference is no gain, and would repeat forever.
         if not moves or min(moves)[0] >= costs[busiest] * (1 - 1e-9):
             return list(zip(stage_devices, ends[1:], strict=True))
         _, boundary, ends[boundary] = min(moves)
@@ -234,7 +233,7 @@ def _best_boundary(spans: Spans, cuts: list[Cut], ends: list[int], boundary: int
 
 
 def _search_orders(spans: Spans, orders: DeviceOrders, cuts: list[Cut]) -> list[Cut]:
-    """Try orders of the devices: all if they are few, else good ones and their neighbours by exchange.
+    """Try orders of the devices: all if they are few, otherwise good ones and orders near them.
 
     If links differ, `cuts` were found with every device charged its slowest link; neighbours on one host may
     do better. In a circle, a device has several stages, which filling without an order does not know.

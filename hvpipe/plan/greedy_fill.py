@@ -16,14 +16,14 @@ import numpy.typing as npt
 from hvpipe.plan.span_costs import Spans, StageDevice, StageDeviceTable, Vector
 
 UsedDevices = tuple[int, ...]
-"""How many devices of each kind are in use."""
+"""The number of devices of each kind that are in use."""
 
 Indices = npt.NDArray[np.intp]
 
 Cut = tuple[StageDevice, int]
 """A stage of a filled pipeline: its device, and the end of its layers."""
 
-# Ends kept of one stage on each of the two fronts of `_worth_keeping`.
+# The number of a stage's ends to keep on each of the two fronts of `_worth_keeping`.
 _FRONT = 3
 # Each kept set of used devices is extended by every kind of device. At most this many extensions are tried
 # per stage, but at least for this many sets.
@@ -34,8 +34,8 @@ _MOST_EXTENSIONS, _FEWEST_SETS = 192, 4
 class DeviceChoices:
     """The candidate devices of each stage.
 
-    `levels` has the candidates of each stage; with a fixed order of devices, that is one. `counts` is the
-    number of devices of each kind. With an interleaved schedule, stages go round a circle of `devices`
+    `levels` has the candidates of each stage; with a fixed order of devices, each stage has one. `counts` is
+    the number of devices of each kind. With an interleaved schedule, stages go round a circle of `devices`
     devices (0: no circle). Stages of one device share its memory, and each may take at most a `share` of it,
     0 to 1.
     """
@@ -78,10 +78,9 @@ class DeviceChoices:
 
 @dataclass(frozen=True)
 class BeamWidth:
-    """How many partial fills to keep at each stage: this many sets of used devices, and the last ends of
-    each.
+    """The number of partial fills to keep at each stage: sets of used devices, and last ends of each set.
 
-    With fewer sets than that, more ends of each are kept.
+    With fewer sets, more ends of each are kept.
     """
 
     sets: int
@@ -94,7 +93,7 @@ class BeamWidth:
 
 @dataclass(frozen=True)
 class _PartialFill:
-    """Stages filled up to `end`. `before` is the same without the last stage, which is on `device`.
+    """Stages filled up to `end`. The last stage is on `device`; `before` is the fill without it.
 
     In a circle, `held_bytes` is the memory in use on each device, starting with the next stage's device.
     """
@@ -167,7 +166,7 @@ def _least_ends(
     limit_s: float,
     left: int,
 ) -> Indices:
-    """Return the least end for each device: the `left` fastest others must manage the layers behind it."""
+    """Return the least end for each device: the `left` fastest other devices must run the later layers."""
     if not left:
         return np.full(len(free), spans.count, np.intp)
     if not math.isfinite(limit_s):

@@ -28,7 +28,7 @@ def any_fit(spans: Spans, orders: DeviceOrders) -> list[Cut] | None:
 def least_memory_bytes(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> int:
     """Return the least memory that devices need for some plan of `stages` stages, whatever they have now.
 
-    Found by greedy filling, to 1 %. A plan that needs less may exist: nothing proves that there is none.
+    Greedy filling finds it, to 1 %. A plan that needs less may exist: this is no proof that none does.
     """
     without = (
         replace(host, devices=tuple(replace(device, memory_bytes=0) for device in host.devices))
@@ -79,7 +79,7 @@ def least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pip
 
 
 def _with_more(cluster: Cluster, more_bytes: int) -> Cluster:
-    """Return the cluster with so much more memory on every device that has a limit."""
+    """Return the cluster with this much more memory on every device that has a limit."""
     hosts = (
         replace(
             host,
@@ -94,7 +94,7 @@ def _with_more(cluster: Cluster, more_bytes: int) -> Cluster:
 
 
 def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
-    """Yield what makes the model fit. Each remedy was tried, with at least one micro-batch per device."""
+    """Yield remedies that make the model fit. Each was tried, with at least one micro-batch per device."""
     chunks = pipelining.chunks
     for devices in range(stages // chunks + 1, min(len(cluster.devices), len(profile.layers) // chunks) + 1):
         if _fits(profile, cluster, devices * chunks, _enough(pipelining, devices)):
@@ -119,7 +119,7 @@ def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipel
 
 
 def _more_devices(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
-    """Yield how many devices like the roomiest would have to join; tries as many as there are, and 8."""
+    """Yield how many devices like the largest would have to join; tries up to the present number, and 8."""
     roomiest = max(cluster.devices, key=lambda device: device.room_bytes)
     host = cluster.host_of(roomiest.name)
     for more in range(1, len(cluster.devices) + 9):
@@ -147,7 +147,7 @@ def _stages_on(devices: int, pipelining: Pipelining) -> str:
 
 
 def say_missing(missing_bytes: Mapping[str, int], needed_bytes: Mapping[str, int]) -> str:
-    """Say what each device lacks, of what it needs."""
+    """Say how much memory each device lacks, and how much it needs."""
     return "; ".join(
         f"{name}: {amount(size)} missing of {amount(needed_bytes[name])}"
         for name, size in missing_bytes.items()

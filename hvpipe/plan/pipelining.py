@@ -1,4 +1,4 @@
-"""How micro-batches run through the stages, as far as a plan depends on it: how many are in flight."""
+"""The schedule and micro-batches that a plan is made for, and how many micro-batches are in flight."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def leads(gaps: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Pipelining:
-    """The schedule of a pipeline and its micro-batches. A profile's costs are those of one micro-batch.
+    """The schedule of a pipeline and its micro-batches. A profile's costs are for one micro-batch.
 
     Args:
         schedule: "gpipe", "1f1b", "zb-h1" or "interleaved".
@@ -63,7 +63,7 @@ class Pipelining:
             )
         if self.chunks < 1 or (self.chunks > 1) != (self.schedule == "interleaved"):
             raise HvpipeError(
-                "chunks should be 2 or more with schedule='interleaved', and 1 with every other. "
+                "chunks should be 2 or more with schedule='interleaved', and 1 with any other schedule. "
                 f"Received: schedule={self.schedule!r}, chunks={self.chunks}"
             )
 
@@ -86,7 +86,7 @@ class Pipelining:
 
 
 def checked_recompute(given: object) -> bool | tuple[int, ...]:
-    """Return True, False, or the sorted numbers of stages; no number at all becomes False."""
+    """Return True, False, or the sorted numbers of stages; an empty sequence becomes False."""
     if isinstance(given, bool):
         return given
     numbers = tuple(given) if isinstance(given, (tuple, list, set, frozenset, range)) else None

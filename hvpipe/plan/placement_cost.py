@@ -111,7 +111,7 @@ def in_flight_of(placement: Placement, pipelining: Pipelining) -> list[int]:
 def stage_bytes(
     layers: Sequence[LayerCost], receive_bytes: int, in_flight: int, recompute: bool
 ) -> tuple[int, int]:
-    """Return the bytes that a stage keeps for good, and those that it stashes for micro-batches in flight."""
+    """Return the bytes that a stage always holds, and those that it stashes for micro-batches in flight."""
     saved_bytes = sum(layer.saved_bytes for layer in layers)
     saved = 1 if recompute else in_flight
     return sum(layer.state_bytes for layer in layers), in_flight * receive_bytes + saved * saved_bytes

@@ -16,7 +16,7 @@ Group = tuple[str, ...]
 
 
 def groupings(cluster: Cluster, stages: int) -> Iterator[list[Group]]:
-    """Yield ways to give each stage equally many devices: whole pipelines side by side.
+    """Yield ways to give each stage the same number of devices: whole pipelines side by side.
 
     Groups neighbours (replicas on one host reduce over its inner links), or devices a stride apart (whole
     pipelines on one host), each in the cluster's order and by speed. Left-over devices stay idle.
@@ -55,7 +55,7 @@ def grouped(cluster: Cluster, groups: Sequence[Group]) -> Cluster:
 
 
 def ungrouped(plan: Plan, profile: Profile, cluster: Cluster, groups: Sequence[Group]) -> Plan:
-    """Return the plan for the groups' real devices, from one made on `grouped`."""
+    """Return the plan for the groups' real devices, from a plan for the `grouped` cluster."""
     group_of = {group[0]: group for group in groups}
     placement = [(group_of[devices[0]], layers) for devices, layers in plan.placement(profile)]
     return Plan.of(profile, cluster, placement, plan.pipelining, "hybrid")

@@ -49,7 +49,7 @@ class StageDevice:
 
 @dataclass(frozen=True)
 class StageDeviceTable:
-    """The candidate devices of one stage as arrays, a row each. All have as many micro-batches in flight."""
+    """The candidate devices of one stage as arrays, a row each, all with equal micro-batches in flight."""
 
     seconds: Vector
     speeds: Vector
@@ -130,7 +130,7 @@ class Spans:
         if self._cached_numbers > _CACHED_NUMBERS:
             self._tables.clear()
             self._cached_numbers = 0
-        # Make somewhat more than asked for: the next call usually asks for a little more.
+        # Compute a few more columns than requested: the next call usually needs a few more.
         made = self._make_table(start, min(self.count, stop + (stop - start) // 2 + 8))
         self._tables[start] = made
         self._cached_numbers += made.size

@@ -1,4 +1,4 @@
-"""A plan: which layers each device runs as a stage, at what cost, for which model and cluster."""
+"""A plan: each device's layers and their cost as a stage, and the model and cluster that it is for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DATA_PARALLEL = "data_parallel"
 
 @dataclass(frozen=True)
 class Stage:
-    """The layers that one device runs, or several replicas do, and what a micro-batch of them costs.
+    """The layers that one device or several replicas run, and their cost for a micro-batch.
 
     Args:
         devices: Device names. Several are replicas: each runs these layers for some of the micro-batches.
@@ -133,7 +133,7 @@ class Plan:
     def step_s(self) -> float:
         """Estimated seconds of a step: one micro-batch all the way, then one more every `bottleneck_s`.
 
-        `forecast` is more accurate. For a placement that is no pipeline, this is a lower bound.
+        `forecast` is more accurate. For a placement that is not a pipeline, this is a lower bound.
         """
         return self.one_batch_s + (self.pipelining.microbatches - 1) * self.bottleneck_s
 
@@ -190,7 +190,7 @@ class Plan:
             )
         if self.contiguous and not is_contiguous(placement):
             raise PlanError(
-                "contiguous should be true only where stages are runs of consecutive layers, in the order of "
+                "contiguous should be true only if stages are runs of consecutive layers, in the order of "
                 f"the model. Received: contiguous=True, method={self.method!r}"
             )
 
@@ -200,11 +200,11 @@ class Plan:
 
     @staticmethod
     def from_json(document: Mapping[str, Any] | Table, place: str = "The plan") -> Plan:
-        """Return the plan of a JSON object as `to_json` makes it.
+        """Return the plan that a JSON object of `to_json` describes.
 
         Args:
             document: The JSON object.
-            place: How errors name the document.
+            place: The document's name in errors.
 
         Returns:
             The plan.

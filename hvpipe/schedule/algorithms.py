@@ -1,4 +1,4 @@
-"""The algorithms of pipeline schedules, as generators: what one rank does in which order."""
+"""The algorithms of pipeline schedules, as generators of one rank's actions in order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvpipe.schedule.action import Action
 
 @dataclass(frozen=True)
 class RankWork:
-    """What one rank runs of one stage: `microbatches`, in rising order.
+    """One rank's work on one stage: `microbatches`, in rising order.
 
     The forward of micro-batch j goes before the backward of i if j <= i + `lead`. The W of i goes after the I
     of i + `lag`.
@@ -102,9 +102,9 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterat
     rank 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3    2 chunks)
 
     Micro-batches pass through one chunk after the other in groups; a group has as many as there are ranks. On
-    equal stages it takes microbatches (F + B) + (ranks - 1) (F + B) / chunks, where F and B are those of all
-    chunks together. The stash is (chunks - 1) * group + 2 * (ranks - rank) - 1 activations of a chunk, at
-    most all of them.
+    equal stages it takes microbatches (F + B) + (ranks - 1) (F + B) / chunks, where F and B cover all chunks
+    together. The stash is (chunks - 1) * group + 2 * (ranks - rank) - 1 activations of a chunk, at most all
+    of them.
 
     If the number of ranks does not divide the micro-batches, groups are larger, and their sizes differ by at
     most one. The same formula holds. Groups are never smaller, because a rank would wait for the group's

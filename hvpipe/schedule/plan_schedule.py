@@ -1,4 +1,4 @@
-"""The schedule of a plan: what each of its ranks runs in which order."""
+"""The schedule of a plan: each rank's actions in order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def schedule_of(plan: Plan, microbatches: int | None = None) -> Schedule:
         The schedule.
 
     Raises:
-        PlanError: If the plan is no pipeline: data parallel, or layers placed anywhere.
+        PlanError: If the plan is not a pipeline: data parallel, or layers placed anywhere.
 
     Example:
         ```python

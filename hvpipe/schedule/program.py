@@ -1,4 +1,4 @@
-"""Programs of ranks: what each action waits for, and where sends and receives go between actions."""
+"""Programs of ranks: the inputs of each action, and the sends and receives between actions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvpipe.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Dataflow:
-    """Which stages of the model use the outputs of which.
+    """The dataflow between stages of a model: which stages use which stages' outputs.
 
     An edge may skip stages (a skip connection). A stage without incoming edges has its own inputs; a stage
     without outgoing edges has its own loss.
@@ -105,7 +105,7 @@ class Message:
 
 
 def messages_of(schedule: Schedule, needs: Needs) -> dict[Action, list[Message]]:
-    """Return what each action sends to other ranks when it is done, the nearest stage first."""
+    """Return the messages that each action sends to other ranks when it is done, the nearest stage first."""
     messages: dict[Action, list[Message]] = defaultdict(list)
     for consumer, producers in needs.items():
         target = schedule.rank_of(consumer)
@@ -134,15 +134,14 @@ class Receive:
 
 Step = Action | Send | Receive
 Program = tuple[Step, ...]
-"""What one rank does, in order: its actions, with sends and receives between them."""
+"""One rank's steps in order: its actions, with sends and receives between them."""
 
 
 def programs(schedule: Schedule, needs: Needs) -> tuple[Program, ...]:
     """Put sends and receives between the actions of all ranks, from one global order.
 
-    The order goes by rounds. In each round, every rank runs its next action if earlier rounds made all that
-    the action takes. A round first posts the receives of what it will make, then runs the actions, then
-    sends:
+    The order goes by rounds. In each round, every rank runs its next action if earlier rounds made all of the
+    action's inputs. A round first posts the receives of its results, then runs the actions, then sends:
 
     rank 0 | F0          send F0 | F1          send F1 |
     rank 1 | receive F0          | receive F1  F0      | F1

@@ -1,4 +1,4 @@
-"""A pipeline schedule as data: what each rank runs in which order; made by name, or read from a file."""
+"""A pipeline schedule as data: each rank's actions in order; made by name, or read from a file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FORMAT, VERSION = "hvpipe-schedule", 1
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank does in one training step.
+    """The actions of every rank in one training step.
 
-    The actions alone say which rank runs what. A rank may have several stages. A stage may have several ranks
-    (replicas), each for some of the micro-batches. `verify` tells whether the order can run.
+    Only the actions say which rank runs which stage. A rank may have several stages. A stage may have several
+    ranks (replicas), each for some of the micro-batches. `verify` tells whether the order can run.
 
     Args:
         name: A name for people.
@@ -105,7 +105,7 @@ class Schedule:
         Args:
             text: An optional line with a name and a colon, then a line for each rank. An action without a
                 stage is of the stage with the rank's number.
-            source: How errors name the text.
+            source: The text's name in errors.
 
         Returns:
             The schedule.
@@ -144,11 +144,11 @@ class Schedule:
 
     @staticmethod
     def from_json(document: Mapping[str, Any] | Table, place: str = "The schedule") -> Schedule:
-        """Return the schedule of a JSON object as `to_json` makes it.
+        """Return the schedule that a JSON object of `to_json` describes.
 
         Args:
             document: The JSON object.
-            place: How errors name the document.
+            place: The document's name in errors.
 
         Returns:
             The schedule.
@@ -263,9 +263,8 @@ def _rank_works(microbatches: int, shares: Sequence[Sequence[float]]) -> Iterato
 def deal(count: int, shares: Sequence[float]) -> list[tuple[int, ...]]:
     """Deal the numbers from 0 to `count` - 1 in proportion to the shares; equal shares take turns.
 
-    Each number goes where (dealt so far + 1/2) / share is least; of equal ones, to the first. This is
-    Webster's
-    method: every prefix is as near to the shares as whole numbers can be.
+    Each number goes to the share with the least (dealt so far + 1/2) / share; on a tie, to the first. This is
+    Webster's method: every prefix is as near to the shares as whole numbers can be.
     """
     hands: list[list[int]] = [[] for _ in shares]
     exact = [Fraction(share) for share in shares]

@@ -1,4 +1,4 @@
-"""Verifies a schedule before it runs: it is complete, it ends, and how much each rank stashes."""
+"""Verifies that a schedule is complete and ends, and finds how much each rank stashes, before it runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def verify(schedule: Schedule, dataflow: Dataflow | None = None, capacity: int =
         The schedule with each rank's program and peaks.
 
     Raises:
-        HvpipeError: If the schedule cannot run; the message names rank, action and what it lacks.
+        HvpipeError: If the schedule cannot run; the message names the rank, the action and its missing input.
 
     Example:
         ```python
@@ -125,7 +125,7 @@ def check_messages(schedule: Schedule, needs: Needs, made: Sequence[Program]) ->
         for step in program:
             if isinstance(step, Send):
                 if step.message.source != rank or step.message.producer not in done:
-                    raise HvpipeError(f"Rank {rank} should make what it sends. Received: {step.message}")
+                    raise HvpipeError(f"Rank {rank} should send its own results. Received: {step.message}")
             elif isinstance(step, Receive):
                 posted.add(step.message)
             else:

@@ -1,4 +1,4 @@
-"""The inputs of planning: devices, links, and what each layer costs."""
+"""The inputs of planning: devices, links, and the cost of each layer."""
 
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
 from hvpipe.specs.profile import LayerCost, Profile, read_pipedream

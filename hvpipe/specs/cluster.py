@@ -52,7 +52,7 @@ class Device:
                 f"memory_bytes of device {self.name!r} should be at least 0 or None. "
                 f"Received: memory_bytes={self.memory_bytes}"
             )
-        # The types that a file gives: the fingerprint of 1 differs from that of 1.0.
+        # Convert to the types that a file gives: the fingerprints of 1 and 1.0 differ.
         object.__setattr__(self, "speed", float(self.speed))
         if self.memory_bytes is not None:
             object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
@@ -213,8 +213,8 @@ class Cluster:
         """Return the host ports that a message from `one` device to `other` shares with other traffic.
 
         The result is empty inside a host. Otherwise it has the port out of the sender's host and the port
-        into the receiver's, each with the link that this port alone would allow: the host's link, or the
-        fastest measured link to another host.
+        into the receiver's. Each comes with the link that this port would allow without other limits: the
+        host's link, or the fastest measured link to another host.
         """
         source, target = self.host_of(one), self.host_of(other)
         if source is target:
@@ -268,7 +268,7 @@ class Cluster:
         `version`.
 
         Args:
-            document: What `to_json` returned, or what a TOML file such as this one holds:
+            document: The result of `to_json`, or the content of a TOML file such as this one:
 
                 ```toml
                 [[host]]
@@ -279,7 +279,7 @@ class Cluster:
                 speed = 0.5
                 memory_bytes = 16e9
                 ```
-            place: How errors name the document.
+            place: The document's name in errors.
 
         Returns:
             The cluster.

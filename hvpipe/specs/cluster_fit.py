@@ -16,7 +16,7 @@ from hvpipe.specs.profile import Profile
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What a rank knows of its device: host, local rank, measured profile, and memory (None: no limit)."""
+    """The facts about a rank's device: host, local rank, measured profile, and memory (None: no limit)."""
 
     host: str
     local_rank: int

@@ -1,4 +1,4 @@
-"""A model's profile: what every layer costs in seconds and bytes, and which layer uses whose output."""
+"""A model's profile: each layer's cost in seconds and bytes, and which layers use its output."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class LayerCost:
         forward_s: Seconds of the forward.
         backward_s: Seconds of the whole backward.
         weight_bytes: Bytes of the trainable weights.
-        slot_bytes: Other bytes that stay in memory for good: the optimizer's slots (per weight none for SGD,
+        slot_bytes: Other bytes that always stay in memory: the optimizer's slots (per weight none for SGD,
             one for momentum, two for Adam) and variables that are not trained.
         output_bytes: Bytes to send to each stage that uses the output.
         saved_bytes: Bytes kept from the forward to the backward. Includes the output, not the input: the
             input counts with the layer that makes it.
-        fixed_forward_s: The part of `forward_s` that does not depend on the batch size: to start, to read
-            weights.
-        fixed_backward_s: The part of `backward_s` that does not depend on the batch size: to start, to read
-            weights, to add to their gradients.
+        fixed_forward_s: The part of `forward_s` that does not depend on the batch size: starting the layer,
+            reading weights.
+        fixed_backward_s: The part of `backward_s` that does not depend on the batch size: starting the layer,
+            reading weights, adding to their gradients.
         update_s: Seconds that the optimizer takes for the weights, once per step.
         weight_share: The share of the backward, 0 to 1, that computes weight gradients. Some schedules put
             this part off. None if unknown.
@@ -99,7 +99,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's layers in topological order, and which layer uses whose output.
+    """A model's layers in topological order, and which layers use the output of each.
 
     Args:
         layers: The costs of each layer, in topological order.
@@ -183,7 +183,7 @@ class Profile:
         )
 
     def place(self, name: str) -> int:
-        """Return the index of a layer in `layers`; raise HvpipeError if there is none of this name."""
+        """Return the index of a layer in `layers`; raise HvpipeError if no layer has this name."""
         if name not in self._place:
             raise HvpipeError(
                 f"A layer should be one of the {len(self.layers)} in the profile of "
@@ -258,11 +258,11 @@ class Profile:
 
     @staticmethod
     def from_json(document: Mapping[str, Any] | Table, place: str = "The profile") -> Profile:
-        """Return the profile of a JSON object as `to_json` makes it; layers may come in any order.
+        """Return the profile that a JSON object of `to_json` describes; layers may come in any order.
 
         Args:
             document: The JSON object.
-            place: How errors name the document.
+            place: The document's name in errors.
 
         Returns:
             The profile.

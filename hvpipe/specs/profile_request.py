@@ -20,7 +20,7 @@ class InputShape:
 
 @dataclass(frozen=True)
 class ProfileTask:
-    """What to profile and where to write the results.
+    """The function to profile, its options, and the paths of the results.
 
     `target` is FILE.py:FUNCTION or MODULE:FUNCTION; paths are absolute. `microbatch` is the number of
     samples; with None, the function returns a micro-batch. `optimizer` is the name of a Keras optimizer.

@@ -1,4 +1,4 @@
-"""When a rank computed, according to its trace, without the time that it waited for communication."""
+"""Finds when a rank computed, according to its trace, without the time that it waited for communication."""
 
 from __future__ import annotations
 

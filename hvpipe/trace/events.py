@@ -123,7 +123,7 @@ class Trace:
         return sorted({event.rank for event in self.events})
 
     def of(self, category: str, rank: int | None = None) -> list[Event]:
-        """Return the events of one category, of one rank or of all."""
+        """Return the events of one category, on one rank or on all."""
         return [e for e in self.events if e.category == category and rank in (None, e.rank)]
 
     def to_chrome_json(self) -> dict[str, Any]:

@@ -22,11 +22,11 @@ _OF_A_SUMMARY = {"ranks": int, "steps": int}
 class Summary:
     """The figures of one run; None if unknown.
 
-    `step_s` is the median over all ranks' steps but their first, which traces and compiles. `hidden_share` is
-    the time in which communication and computing ran together, over the time of communication, summed over
+    `step_s` is the median over all ranks' steps without the first, which traces and compiles. `hidden_share`
+    is the time in which communication and computing ran together, over the time of communication, summed over
     the ranks. `system_share` is the mean share of the hosts' cores that were busy; `process_cores` is the
     number of cores that all ranks together kept busy. Bytes are summed over the ranks. Mean power and energy
-    are summed over the GPUs; two ranks may share a GPU. GPU memory is that of the fullest GPU.
+    are summed over the GPUs; two ranks may share a GPU. GPU memory is the largest on any GPU.
     """
 
     ranks: int
@@ -96,11 +96,11 @@ def summarise(
     images: int,
     utilization: Sequence[Mapping[str, Any]] = (),
 ) -> Summary:
-    """Summarise a run on rank 0 from what all ranks recorded.
+    """Summarise a run on rank 0 from the records of all ranks.
 
     `counters`, `step_durations_s` and `utilization` (`Utilization.to_json()`) have one entry per rank.
     `images` counts the samples of all ranks over all steps. Without step durations, the trace's "step" events
-    serve. Without a trace, hidden communication is unknown, and utilization comes from `utilization` alone.
+    serve. Without a trace, hidden communication is unknown, and utilization comes only from `utilization`.
     """
     if images < 0:
         raise HvpipeError(f"images should be a number of samples, at least 0. Received: images={images}")
@@ -135,7 +135,7 @@ def summarise(
 
 
 def summarise_trace(trace: Trace) -> Summary:
-    """Return the summary in the trace's metadata, or make one from the events if there is none.
+    """Return the summary in the trace's metadata; without one, make it from the events.
 
     In that case the metadata may have `counters` (one entry per rank) and `images`. Raises HvpipeError if
     these or the utilization curves are not numbers.

@@ -13,8 +13,8 @@ from hvpipe.trace.events import Event
 class GpuReading:
     """One reading of a GPU; None where the device, the driver or permissions give no value.
 
-    `share` (0 to 1) is the share of time in which any kernel ran, `memory_share` that in which memory was
-    read or written. `energy_j` counts from the first reading. `process_*` are those of this process alone.
+    `share` (0 to 1) is the share of time in which any kernel ran; `memory_share` is the share in which memory
+    was read or written. `energy_j` counts from the first reading. `process_*` count this process only.
     """
 
     share: float | None = None
@@ -43,7 +43,7 @@ class Sample:
     gpu: GpuReading = field(default_factory=GpuReading)
 
     def to_row(self) -> dict[str, float | None]:
-        """Return all figures by name, those of the GPU as gpu_*."""
+        """Return all figures by name; the GPU's names begin with gpu_."""
         row = asdict(self)
         gpu = row.pop("gpu")
         return {**row, **{f"gpu_{name}": value for name, value in gpu.items()}}

@@ -1,4 +1,4 @@
-"""Turns what one rank's engine recorded into trace events: steps, computing, buckets."""
+"""Turns the records of one rank's engine into trace events: steps, computing, buckets."""
 
 from __future__ import annotations
 

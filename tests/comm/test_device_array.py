@@ -66,7 +66,7 @@ def test_strides_and_types_that_are_not_supported() -> None:
     with pytest.raises(HvpipeError, match=r"C-contiguous.*strides=\(4, 8\)"):
         device_array(Described(strides=(4, 8)), None)
     with pytest.raises(
-        HvpipeError, match=r"float32, float64, float16, bfloat16 is wanted. Received: dtype=<i4"
+        HvpipeError, match=r"should be of float32, float64, float16, bfloat16. Received: dtype=<i4"
     ):
         device_array(Described(typestr="<i4"), None)
 
@@ -89,7 +89,7 @@ def test_an_array_without_dlpack_access_is_refused_by_name() -> None:
         def device_memory(self, array: Any) -> None:
             raise TypeError("device_memory(): incompatible function arguments")
 
-    with pytest.raises(HvpipeError, match=r"supports DLPack is wanted. Received: OnDlpackDevice"):
+    with pytest.raises(HvpipeError, match=r"should support DLPack. Received: OnDlpackDevice"):
         device_array(OnDlpackDevice(2), Refuses())
 
 

@@ -101,7 +101,7 @@ def test_gpus_that_tensorflow_does_not_see_are_reported_once(
     claim_gpu(session(rank, 2, visible))
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(lines) == said
-    assert all("TensorFlow sees none: it trains on the processor" in line for line in lines)
+    assert all("TensorFlow sees none and trains on the CPU" in line for line in lines)
 
 
 def test_more_ranks_than_gpus_is_an_error(machine: Any) -> None:

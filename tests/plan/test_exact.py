@@ -58,7 +58,7 @@ def test_an_order_that_fits_is_mentioned() -> None:
     profile = chain(3, 3, saved_bytes=10)
     assert exact(profile, cluster, 2, order=["h1", "h0"])
     with pytest.raises(
-        PlanError, match=r"In this order it does not; another order fits. Received: order=\['h0', 'h1'\]"
+        PlanError, match=r"In this order it does not, but another order fits. Received: order=\['h0', 'h1'\]"
     ):
         exact(profile, cluster, 2, order=["h0", "h1"])
 

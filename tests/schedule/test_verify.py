@@ -292,7 +292,7 @@ def test_programs_that_lack_a_send_or_a_receive() -> None:
         check_messages(schedule, needs, (first, deaf))
     with pytest.raises(HvpipeError, match=r"sent 2 times"):
         check_messages(schedule, needs, ((*first, first[1]), second))
-    with pytest.raises(HvpipeError, match=r"Rank 0 should make what it sends. Received: 0F0"):
+    with pytest.raises(HvpipeError, match=r"Rank 0 should send its own results. Received: 0F0"):
         check_messages(schedule, needs, ((first[1], first[0], *first[2:]), second))
     with pytest.raises(HvpipeError, match=r"Rank 1's program should run its actions"):
         check_messages(schedule, needs, (first, second[:-2]))

@@ -44,7 +44,7 @@ class BucketReducer:
 
     Args:
         session: The ranks that reduce together.
-        name: What the engine's messages call the plan.
+        name: The plan's name in the engine's messages.
         variables: The variables with a gradient, in the order of the model.
         options: How to cut and send their gradients.
     """
@@ -101,7 +101,7 @@ class BucketReducer:
         if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
             raise HvpipeError(
                 "XLA cannot compile communication: pass jit_compile=False to the model's compile (Keras "
-                "switches it on by itself if there is a GPU), or to tf.function. "
+                "switches it on by default if there is a GPU), or to tf.function. "
                 "Received: a step that reduces gradients under jit_compile=True"
             )
         self._session.announcements += 1
@@ -193,8 +193,8 @@ def sliced_on_any_rank(
 def one_sample(gradients: Sequence[Any]) -> Any:
     """Return 1.0 (float64 scalar): the samples to announce if all ranks count the same.
 
-    It waits for a gradient. A train function that finds its data at an end still runs what needs no data,
-    and must not announce a step then. The last variable's gradient is the first that backward computes.
+    It waits for a gradient. A train function that has reached the end of its data still runs ops that need no
+    data, and must not announce a step then. The last variable's gradient is the first that backward computes.
     """
     with tf.control_dependencies([gradients[-1]]):
         return tf.identity(tf.constant(1.0, tf.float64))

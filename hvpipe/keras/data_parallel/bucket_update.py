@@ -24,7 +24,7 @@ from hvpipe.plan.buckets import Bucket
 
 
 class BucketUpdate:
-    """Collects what a `reducer` has reduced, and updates its variables with an optimizer."""
+    """Collects the gradients that a `reducer` has reduced, and updates its variables with an optimizer."""
 
     def __init__(self, optimizer: Any, reducer: BucketReducer, by_bucket: bool, marks: StepMarks) -> None:
         self._optimizer = optimizer
@@ -159,7 +159,7 @@ def count_step(optimizer: Any) -> None:
 
 
 def _as_written(update: Callable[[], None]) -> None:
-    """Run an update so that TensorFlow rounds it the same wherever in a graph it is.
+    """Run an update so that TensorFlow rounds it alike anywhere in a graph.
 
     TensorFlow's graph optimizer reorders products and sums with constants, in one way at the top of a graph
     and in another inside a `tf.cond`. So the last bit would depend on the overlap. It does not touch the
@@ -175,7 +175,7 @@ def _as_written(update: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _graph_optimizer_off() -> Iterator[None]:
-    """Never optimize the functions that are called here in a graph; nothing else changes."""
+    """Switch the graph optimizer off for functions called inside this context; nothing else changes."""
     switch = "disable_meta_optimizer"
     before = tf.config.optimizer.get_experimental_options().get(switch, False)
     tf.config.optimizer.set_experimental_options({switch: True})

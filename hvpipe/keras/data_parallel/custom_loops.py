@@ -34,7 +34,7 @@ def DistributedOptimizer(
     whatever its batch. For `compile` and `fit`, `data_parallel` does more: it broadcasts the initial state,
     averages metrics, weights ranks by samples, and overlaps with the next step. Without it, give `fit` a
     BroadcastGlobalVariablesCallback and `compile` jit_compile=False: XLA cannot compile communication, and
-    Keras switches it on by itself if there is a GPU. (The callback switches it off.)
+    Keras switches it on by default if there is a GPU. (The callback switches it off.)
 
     Args:
         optimizer: A Keras optimizer. Its `apply` is replaced on the instance.
@@ -46,8 +46,8 @@ def DistributedOptimizer(
         The same optimizer.
 
     Raises:
-        HvpipeError: For something that is no Keras optimizer, an unknown `compression`, or before
-            `hvpipe.init()`; at an update, if `mixed_float16` scales the loss outside of it.
+        HvpipeError: If `optimizer` is not a Keras optimizer, for an unknown `compression`, or before
+            `hvpipe.init()`; at an update, if `mixed_float16` scales the loss outside the optimizer.
 
     Example:
         ```python
@@ -173,13 +173,13 @@ def average_gradients(
     """Average gradients over ranks, eagerly or in a graph; collective. Every rank counts the same.
 
     Args:
-        gradients: A tensor, IndexedSlices or None for each variable; None for the same ones on all ranks.
-        variables: The variables, which say how gradients are cut into buckets.
+        gradients: A tensor, IndexedSlices or None for each variable. All ranks pass None for the same ones.
+        variables: The variables; their sizes and order determine the buckets.
         compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
         bucket_bytes: Size of a fused buffer, in bytes; None: as in `data_parallel`.
 
     Returns:
-        A dense tensor for each variable, None for those whose gradient is None.
+        A dense tensor for each variable, or None if its gradient is None.
 
     Raises:
         HvpipeError: If all gradients are None, or before `hvpipe.init()`.
@@ -211,7 +211,7 @@ def allreduce(tensor: Any, op: Op = "average", compression: Compression = None, 
     """Reduce an eager tensor over all ranks; collective. In a `tf.function`, use `average_gradients`.
 
     Args:
-        tensor: A tensor, or what becomes one, of the same shape and dtype on all ranks.
+        tensor: A tensor, or a value that converts to one, of the same shape and dtype on all ranks.
         op: "average" or "sum".
         compression: None, "bf16" or "fp16": the type in which float32 numbers are sent.
         **others: Arguments of Horovod's function that hvpipe does not have; those that matter are refused.
@@ -237,8 +237,8 @@ def allgather(tensor: Any, **others: Any) -> Any:
     """Concatenate eager tensors of all ranks along axis 0; collective.
 
     Args:
-        tensor: A tensor, or what becomes one. Ranks may contribute different lengths of axis 0; the other
-            axes and the dtype are equal.
+        tensor: A tensor, or a value that converts to one. Ranks may contribute different lengths of axis 0;
+            the other axes and the dtype are equal.
         **others: Arguments of Horovod's function that hvpipe does not have; those that matter are refused.
 
     Returns:
@@ -261,7 +261,7 @@ def broadcast(tensor: Any, root_rank: int = 0, **others: Any) -> Any:
     """Return the root's eager tensor on every rank; collective.
 
     Args:
-        tensor: A tensor, or what becomes one, of the same shape and dtype on all ranks.
+        tensor: A tensor, or a value that converts to one, of the same shape and dtype on all ranks.
         root_rank: The rank whose tensor all ranks get.
         **others: Arguments of Horovod's function that hvpipe does not have; those that matter are refused.
 

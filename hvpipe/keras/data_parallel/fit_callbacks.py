@@ -1,4 +1,4 @@
-"""The callbacks that `data_parallel` adds around those of `fit`."""
+"""The callbacks that `data_parallel` adds before and after the user's in `fit`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Logs = dict[str, Any] | None
 
 
 class FinishAtEpochEnd(keras.callbacks.Callback):
-    """The first callback: does the updates that wait, so that the others see the weights of the last step.
+    """The first callback: runs pending updates, so that the other callbacks see the last step's weights.
 
     Args:
-        flush: Does the updates that wait.
+        flush: Runs the pending updates.
         end_epoch: `end_epoch(epoch, logs)` flushes, and averages statistics and logs over ranks.
     """
 
@@ -46,7 +46,7 @@ class FinishAtEveryBatch(FinishAtEpochEnd):
 
 
 class StartTogether(keras.callbacks.Callback):
-    """The last callback: all ranks go on with what others have loaded or set on some ranks by now.
+    """The last callback: if earlier ones loaded or set weights on some ranks, all ranks take rank 0's state.
 
     Args:
         begin_fit: Compares the ranks at the start of `fit`.

@@ -22,8 +22,8 @@ def accumulate(
 ) -> None:
     """Add gradients up as Keras does: every `gradient_accumulation_steps`-th call updates with their mean.
 
-    Each micro-step is weighted by its share of all ranks' samples before it is added. So the sum equals the
-    sum of one rank with the whole batch, and only has to be added up over ranks.
+    Each micro-step is weighted by its share of all ranks' samples before it is added. So the ranks' sums add
+    up to the sum of one rank with the whole batch.
 
     Args:
         optimizer: One with `gradient_accumulation_steps`.

@@ -60,7 +60,7 @@ _FLUSH_FIRST = (
     "set_weights",
     "test_on_batch",
 )
-# Those of them that may change weights, perhaps on one rank only.
+# Of these, the methods that may change weights, perhaps on one rank only.
 _SET = ("load_own_variables", "load_weights", "set_state_tree", "set_weights")
 
 
@@ -80,17 +80,17 @@ def data_parallel(
     Metrics and losses in logs are means over all ranks' samples.
 
     The weights that you see are finished ones, in callbacks and after `train_on_batch` as well. Code that
-    runs while a step is under way (another thread, a callback with `reads_weights = False`) reads weights
-    through the model (`get_weights`, `save`, `evaluate`, ...), not through a layer or variable: only the
-    model knows of the update that waits. The same holds after `train_on_batch` with "stale".
+    runs during a step (another thread, a callback with `reads_weights = False`) must read weights through
+    the model (`get_weights`, `save`, `evaluate`, ...), not through a layer or variable: only the model knows
+    of the pending update. The same holds after `train_on_batch` with "stale".
 
     Args:
         model: A Keras 3 model, compiled before its first step. Its methods are replaced on the instance; its
             class, configuration and saved form stay as they are.
         overlap: When gradients are reduced. "none": after backward. "backward": during backward. "step": also
             during the next step's forward. These three give the same weights, bit for bit. "stale": gradients
-            are applied one step late. It is faster on slow links, but is another algorithm with other results
-            (Pipe-SGD: Li et al., NeurIPS 2018).
+            are applied one step late. This is faster on slow links, but is a different algorithm with
+            different results (Pipe-SGD: Li et al., NeurIPS 2018).
         compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
         bucket_bytes: Size of a fused buffer of gradients, in bytes. None: HVPIPE_BUCKET_BYTES, else 4 MiB, or
             an eighth of the gradients if they have less than 32 MiB (at least 64 KiB).
@@ -130,7 +130,7 @@ def data_parallel(
 
 
 class DataParallel:
-    """What `data_parallel` adds to one model: its methods stand in for the model's own, on the instance.
+    """The data-parallel methods of one model. They replace the model's own methods on the instance.
 
     Args:
         model: The model.
@@ -150,7 +150,7 @@ class DataParallel:
 
     @staticmethod
     def of(model: Any) -> DataParallel | None:
-        """Return what was attached to a model last, or None."""
+        """Return the DataParallel that was last attached to a model, or None."""
         found: DataParallel | None = vars(model).get("_hvpipe")
         return found
 
@@ -176,7 +176,7 @@ class DataParallel:
         self._steps.refuse_outside()
 
     def detach(self) -> None:
-        """Give the model its own methods back."""
+        """Restore the model's own methods."""
         self._steps.unhook()
         self._methods.restore()
         vars(self.model).pop("_hvpipe", None)
@@ -186,7 +186,7 @@ class DataParallel:
     # --- Around steps -------------------------------------------------------------------------------------
 
     def begin_fit(self) -> None:
-        """Go on with rank 0's state and epoch, whatever was loaded or set on some ranks; collective.
+        """Continue with rank 0's state and epoch, whatever was loaded or set on some ranks; collective.
 
         Before the first step there is nothing to synchronise. After `train_on_batch`, BatchNormalization's
         statistics may differ between ranks, so average them.
@@ -208,7 +208,7 @@ class DataParallel:
             average_variables(self.session, statistics, self._samples_before_fit or 1.0)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Go on with rank 0's state if callbacks have set weights on some ranks; collective."""
+        """Continue with rank 0's state if callbacks have set weights on some ranks; collective."""
         when = f"at the start of epoch {epoch + 1}"
         self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)
 
@@ -233,7 +233,7 @@ class DataParallel:
             logs.update(own)
 
     def _statistics(self) -> list[Any]:
-        """Return what layers keep beside weights. Frozen weights, equal on all ranks, are not included."""
+        """Return the statistics that layers keep. Frozen weights, equal on all ranks, are not included."""
         kept = {id(v): v for layer in layers_in(self.model) for v in own_statistics(layer)}
         return list(kept.values())
 
@@ -244,7 +244,7 @@ class DataParallel:
         check_compiled(model, "fit")
         if not takes(own, "callbacks"):
             raise HvpipeError(
-                "fit should take callbacks, or hand **kwargs on to Keras, as data_parallel adds some. "
+                "fit should take callbacks, or pass **kwargs on to Keras: data_parallel adds callbacks. "
                 f"Received: {type(model).__name__}.fit{inspect.signature(own)}"
             )
         given = by_name(own, args, kwargs, functools.partial(keras.Model.fit, model))
@@ -287,7 +287,7 @@ class DataParallel:
             logger.warning(
                 "hvpipe: callback %s may read weights between steps, so every step is finished before it "
                 "runs, and the overlap with the next step is lost. Set reads_weights = False on it if it "
-                "does not, and sets nothing of the optimizer either.",
+                "neither reads weights nor changes the optimizer.",
                 ", ".join(readers),
             )
         return FinishAtEveryBatch(self._steps.flush, self.end_epoch)

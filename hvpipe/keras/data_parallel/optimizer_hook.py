@@ -24,7 +24,7 @@ from hvpipe.session import Session
 def applied_outside(optimizer: Any) -> HvpipeError:
     """Return the error for a custom loop that updates with the optimizer of a data_parallel model."""
     return HvpipeError(
-        "data_parallel reduces gradients in fit and train_on_batch; in a loop of your own wrap the optimizer "
+        "data_parallel reduces gradients in fit and train_on_batch. In a custom loop, wrap the optimizer "
         "in hvpipe.keras.DistributedOptimizer, without data_parallel. "
         f"Received: an update by {optimizer.name} outside of them"
     )
@@ -32,8 +32,8 @@ def applied_outside(optimizer: Any) -> HvpipeError:
 
 def _misfit(findings: StepFindings) -> HvpipeError:
     return HvpipeError(
-        "hvpipe plans a step by its graph before it runs. This graph was traced while it ran (by a "
-        "make_train_function of your own, or in another device scope than before), and does not fit. "
+        "hvpipe plans a step from its graph before the step runs. This graph was traced while it ran (by a "
+        "custom make_train_function, or in another device scope than before), and does not fit the plan. "
         'Use overlap="backward", which needs no plan beforehand. '
         f"Received: {findings}"
     )
@@ -50,13 +50,13 @@ class OptimizerHook:
                         -> BucketUpdate    bucket_update.py   collects, and calls the optimizer's own update
 
     A step of `fit` is `begin`, any number of `apply`, `end`. `flush` comes before weights are read between
-    steps. DistributedOptimizer calls `apply` alone.
+    steps. DistributedOptimizer only calls `apply`.
 
     Args:
         session: The ranks that reduce together.
         optimizer: A built Keras optimizer.
         variables: The variables that are expected to have gradients.
-        overlap: The mode, an object for this hook only.
+        overlap: The mode, an object that belongs to this hook only.
         options: How gradients are cut into buckets and sent.
     """
 
@@ -83,7 +83,7 @@ class OptimizerHook:
         self._samples: Any = None
         self._graph: Any = None  # of the step
         self._update: UpdateInGraph | None = None  # of the step, if its plan must fit beforehand
-        self._look: list[StepFindings] | None = None  # while a step is traced to be looked at
+        self._look: list[StepFindings] | None = None  # set while a step is traced for inspection
 
     @property
     def variables(self) -> list[Any]:
@@ -103,7 +103,7 @@ class OptimizerHook:
             )
 
     def unhook(self) -> None:
-        """Give the optimizer its own methods back, and free the buffers. Do not use the hook afterwards."""
+        """Restore the optimizer's own methods, and free the buffers. Do not use the hook afterwards."""
         for name in ("apply", "scale_loss"):
             vars(self.optimizer).pop(name, None)
         for buckets in self._plans.values():
@@ -139,7 +139,7 @@ class OptimizerHook:
         if not self._overlap.defers or tf.executing_eagerly():
             self._reduce_and_update(grads, variables, trained)
             return
-        # `begin` has started this graph with a plan. If the plan does not fit, the graph is only looked at.
+        # `begin` has started this graph with a plan. If the plan does not fit, the graph is only inspected.
         is_last = self._overlap.updates_in_next_step
         nested = tf.compat.v1.get_default_graph() is not self._graph
         self._update = UpdateInGraph(self._graph, trained, hidden=is_last and nested)
@@ -147,7 +147,7 @@ class OptimizerHook:
         if self.fits(findings):
             self._reduce_and_update(grads, variables, trained)
         elif nested:
-            # A tf.function of the user's would keep this graph without an update: end its trace.
+            # The user's tf.function would keep this graph, which has no update: end its trace.
             if self._look is not None:
                 self._look.append(findings)
             raise _misfit(findings)
@@ -155,7 +155,7 @@ class OptimizerHook:
             self._update.ends()
 
     def end(self) -> None:
-        """End a step's graph. Raises HvpipeError if it does not fit the plan, unless it is only looked at."""
+        """End a step's graph. Raises HvpipeError if it does not fit the plan, unless it is only inspected."""
         findings = None if self._update is None else self._update.findings(self.optimizer)
         self._in_step, self._graph, self._update = False, None, None
         if findings is None:
@@ -166,17 +166,17 @@ class OptimizerHook:
             raise _misfit(findings)
 
     def flush(self) -> None:
-        """Do the updates that wait for the next step. Weights are then as after the last step."""
+        """Run the updates that wait for the next step. Weights are then as after the last step."""
         if self._overlap.defers:
             self._finish()
 
     # --- The plan --------------------------------------------------------------------------------------
 
     def look(self, trace: Callable[[], None]) -> list[StepFindings]:
-        """Return what the graphs of steps that `trace` traces, without running them, tell.
+        """Call `trace`, which traces steps without running them; return the findings about each step's graph.
 
-        Empty if the mode needs no plan beforehand, or if nothing was traced. A graph whose findings do not
-        fit must not run: it lacks the update.
+        Return an empty list if the mode needs no plan beforehand, or if nothing was traced. If a graph's
+        findings do not fit, it must not run, because it lacks the update.
         """
         if not self._overlap.defers:
             return []

@@ -64,7 +64,7 @@ class Overlap:
         raise NotImplementedError
 
     def finish(self, buckets: Buckets) -> None:
-        """Do the updates that wait for the next step. Runs in a graph of its own."""
+        """Run the updates that wait for the next step, in a separate graph."""
 
 
 class NoOverlap(Overlap):
@@ -116,8 +116,8 @@ class StepOverlap(_Deferring):
     | update, forward | backward ........| update, forward | backward ........|
           reduce  reduce  reduce  reduce reduce    reduce  reduce  reduce  reduce
 
-    TensorFlow orders by data flow, so a layer's forward waits for its own variables only. The bits are those
-    of "none".
+    TensorFlow orders by data flow, so a layer's forward waits for its own variables only. The weights equal
+    those of "none" bit for bit.
     """
 
     updates_in_next_step = True
@@ -127,8 +127,8 @@ class StepOverlap(_Deferring):
         self._finished: list[Any] = []  # a scalar for each bucket of this step's graph: its update is done
 
     def begin(self, buckets: Buckets, samples: Any) -> None:
-        # Only if there is a batch: the call that finds the data at its end runs what needs no data, and may
-        # stop anywhere.
+        # Only if there is a batch: the call that reaches the end of the data runs the ops that need no data,
+        # and may stop anywhere.
         with tf.control_dependencies([samples]):
             token = self._token.read_value()
         self._finished = buckets.update_where_submitted(token)
@@ -137,7 +137,7 @@ class StepOverlap(_Deferring):
             self._token.assign(tf.zeros_like(token))
 
     def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
-        # A gradient may be there before its bucket's update is done: a linear loss's needs no weights.
+        # A gradient may be ready before its bucket's update: a linear loss's gradient needs no weights.
         tokens = buckets.reducer.submit(share, gradients, after=lambda bucket: [self._finished[bucket]])
         with on_the_host():
             self._token.assign(tf.add_n(tokens))
@@ -149,12 +149,12 @@ class StaleOverlap(_Deferring):
     | forward | backward | update t-1 | forward | backward | update t |
       reduce t-1 ........               reduce t ..........
 
-    Other results than "none" (Pipe-SGD: Li et al., NeurIPS 2018), except in the first `warmup_steps` steps,
-    which update with their own gradients at once.
+    The results differ from "none" (Pipe-SGD: Li et al., NeurIPS 2018), except in the first `warmup_steps`
+    steps, which update with their own gradients at once.
     """
 
-    # The next step collects all of this step's buckets. Urgent ones would delay those of the step before, and
-    # its update.
+    # The next step collects all of this step's buckets. Urgent ones would delay the previous step's buckets
+    # and its update.
     in_turn = True
 
     def check_optimizer(self, optimizer: Any) -> None:
@@ -167,8 +167,8 @@ class StaleOverlap(_Deferring):
             )
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise HvpipeError(
-                'overlap="stale" needs gradients that are not scaled: it would unscale those of one step by '
-                "the scale of the next. Use another overlap, or the policy mixed_bfloat16. "
+                'overlap="stale" needs unscaled gradients: it would unscale the gradients of one step by the '
+                "scale of the next. Use another overlap, or the policy mixed_bfloat16. "
                 f"Received: optimizer {optimizer.name}, a LossScaleOptimizer"
             )
 
@@ -198,7 +198,7 @@ OVERLAPS: dict[str, type[Overlap]] = {
 
 
 def overlap_named(name: str) -> type[Overlap]:
-    """Return the mode of a name. Raises HvpipeError for an unknown one."""
+    """Return the mode with this name. Raises HvpipeError if the name is unknown."""
     if name not in OVERLAPS:
         wanted = ", ".join(map(repr, OVERLAPS))
         raise HvpipeError(f"overlap should be one of {wanted}. Received: overlap={name!r}")

@@ -1,4 +1,4 @@
-"""Which samples a rank trains on: shards of a tf.data dataset, and epochs of equal length on all ranks."""
+"""Each rank's samples: shards of a tf.data dataset, epochs of equal length on all ranks, sample counts."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def shard(dataset: Any) -> Any:
     """Return this rank's part of a batched tf.data dataset: batches rank, rank + size, rank + 2 * size, ...
 
     All ranks get the same number of batches; up to size - 1 batches at the end are left out. A step of all
-    ranks sees what one rank would see with batches `size` times as large. A dataset that is shuffled before
-    must be shuffled in the same way on all ranks: pass `seed` to `shuffle`, or call
-    `keras.utils.set_random_seed` first.
+    ranks sees what one rank would see with batches `size` times as large. If you shuffle the dataset, all
+    ranks must shuffle it in the same way: pass `seed` to `shuffle`, or call `keras.utils.set_random_seed`
+    first.
 
-    Every rank prepares all batches and drops those of the others. If that is expensive (decoding images, for
-    example), shard something cheap before `map` instead, such as
+    Every rank prepares all batches and drops the other ranks' batches. If that is expensive (decoding
+    images, for example), shard something cheap before `map` instead, such as
     `files.shard(hvpipe.size(), hvpipe.rank())`. Then call `repeat()`, and give `fit` the same
     `steps_per_epoch` on all ranks.
 
@@ -70,7 +70,7 @@ def shard(dataset: Any) -> Any:
         A `tf.data.Dataset` of this rank's batches; with one rank, `dataset` itself.
 
     Raises:
-        HvpipeError: For something else than a dataset, for fewer batches than ranks, or before
+        HvpipeError: If `dataset` is not a tf.data.Dataset or has fewer batches than ranks, or before
             `hvpipe.init()`.
 
     Example:

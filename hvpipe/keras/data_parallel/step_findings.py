@@ -1,4 +1,4 @@
-"""What the traced graph of a training step tells about its update: its gradients, and what follows it."""
+"""Findings about a training step's graph: which variables get gradients, and what follows the update."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hvpipe.keras.variables import identity, name_of, native
 
 @dataclass(frozen=True)
 class StepFindings:
-    """What a step's graph tells about its update, found while the graph is traced.
+    """Facts about a step's update, found while the step's graph is traced.
 
     Args:
         trained: The variables that have a gradient.
         used_after_update: Names of weights and optimizer variables that the step uses after its update.
-        update_is_hidden: Whether the update is in a graph of its own (a tf.function, a branch), so that what
-            the step uses after it cannot be seen.
+        update_is_hidden: Whether the update is in a nested graph (a tf.function, a branch), which hides what
+            the step uses after it.
     """
 
     trained: tuple[Any, ...]
@@ -44,7 +44,7 @@ class StepFindings:
 
 
 class UpdateInGraph:
-    """The place of an update in a step's graph, by which its findings are told when the graph is complete.
+    """Notes where the update is in a step's graph, and returns the findings once the graph is complete.
 
     Args:
         graph: The graph of the step.
@@ -63,7 +63,7 @@ class UpdateInGraph:
         self._operations_before = len(self._graph.get_operations())
 
     def findings(self, optimizer: Any) -> StepFindings:
-        """Return what the complete graph tells; without `ends`, nothing about what follows the update."""
+        """Return the findings of the complete graph; without `ends`, none about what follows the update."""
         if self._operations_before is None or self._hidden:
             return StepFindings(self._trained, update_is_hidden=self._hidden)
         later = self._graph.get_operations()[self._operations_before :]

@@ -1,4 +1,4 @@
-"""Marks of a training step in the trace: its begin, the end of its forward, and its updates."""
+"""Marks of a training step in the trace: its start, the end of its forward, and its updates."""
 
 from __future__ import annotations
 

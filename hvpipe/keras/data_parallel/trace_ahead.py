@@ -1,4 +1,4 @@
-"""Tracing a train function before it runs, so that its graph can be looked at first."""
+"""Traces a train function before it runs, so that its graph can be inspected first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TraceAhead:
     """Traces the step inside a Keras train function once for each kind of data, without running it.
 
     TensorFlow caches the graph, so the call that follows uses it and traces nothing. A train function without
-    Keras' own tf.functions is left alone: under `run_eagerly`, or by a `make_train_function` of the user's.
+    Keras' own tf.functions is not traced: under `run_eagerly`, or with the user's own `make_train_function`.
     """
 
     def __init__(self, train_function: Callable[..., Any]) -> None:
@@ -39,7 +39,7 @@ class TraceAhead:
 
 
 def _kind_of(leaf: Any) -> Any:
-    """Return what decides whether TensorFlow traces again: type, dtype and shape; a number itself."""
+    """Return what makes TensorFlow trace again if it changes: type, dtype and shape, or a number itself."""
     if not hasattr(leaf, "shape"):
         return leaf
     return type(leaf).__name__, str(leaf.dtype), str(leaf.shape)

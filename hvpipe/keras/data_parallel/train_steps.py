@@ -28,7 +28,7 @@ from hvpipe.session import Session
 
 logger = logging.getLogger("hvpipe")
 
-_MOST_PLANS = 3  # one by the model, one by what its graph tells; a third for another shape of batch
+_MOST_PLANS = 3  # one from the model, one from its graph's findings, a third for another batch shape
 
 
 class TrainSteps:
@@ -73,13 +73,13 @@ class TrainSteps:
         self._fingerprint = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_batch")
 
     def flush(self) -> None:
-        """Do the updates that wait for the next step. Not collective: the gradients have been sent."""
+        """Run the updates that wait for the next step. Not collective: the gradients have been sent."""
         if self._pending and self._hook is not None:
             self._hook.flush()
         self._pending = False
 
     def unhook(self) -> None:
-        """Flush, and give the optimizer its own methods back."""
+        """Flush, and restore the optimizer's own methods."""
         self._end_refusal()
         self.flush()
         if self._hook is not None:
@@ -88,8 +88,8 @@ class TrainSteps:
     def refuse_outside(self) -> None:
         """Let the model's optimizer refuse updates until the first step hooks it.
 
-        In a loop outside of `fit` the ranks would train apart. An optimizer that is wrapped in a
-        DistributedOptimizer reduces there too, and is left alone.
+        In a loop outside of `fit` the ranks' weights would drift apart. A DistributedOptimizer reduces there
+        too, so it may update.
         """
         self._end_refusal()
         optimizer = getattr(self.model, "optimizer", None)
@@ -149,7 +149,7 @@ class TrainSteps:
                 else:
                     raise HvpipeError(
                         "train_step should have gradients for the same variables whenever it is traced. "
-                        f"Received: others in each of {_MOST_PLANS} traces"
+                        f"Received: different variables in each of {_MOST_PLANS} traces"
                     )
                 logs = self._run(function, iterator)
             self._steps_seen += 1
@@ -160,12 +160,12 @@ class TrainSteps:
         return train_function
 
     def _run(self, function: Callable[..., Any], iterator: Any) -> Any:
-        """Return the logs of a call, which first does the updates that wait."""
+        """Call the train function, which runs pending updates first, and return the logs."""
         waited, self._pending = self._pending, False
         try:
             logs = function(iter(iterator) if isinstance(iterator, list) else iterator)
         except Exception:
-            self._pending = waited  # also if the data had come to its end
+            self._pending = waited  # also at the end of the data
             raise
         self._pending = True
         return logs
@@ -189,7 +189,7 @@ class TrainSteps:
             begun_s = time.monotonic()
             logs = inner(iterator)
             ended_s = time.monotonic()
-            # From end to end, so that waiting for input counts; but not the pause between two epochs.
+            # From one end to the next, so that waiting for input counts, but not the pause between epochs.
             steps = self.model.steps_per_execution
             since_s = last_s[0] if last_s[0] > begun_s - (ended_s - begun_s) else begun_s
             durations_s.extend([(ended_s - since_s) / steps] * steps)
@@ -238,7 +238,7 @@ class TrainSteps:
                 "Training needs at least one trainable variable. "
                 f"Received: model {self.model.name} without any"
             )
-        # Run eagerly there is no graph of the next step to move an update to. The weights are the same.
+        # Eager steps have no graph to move an update into. The weights are the same.
         eager = self.overlap.updates_in_next_step and self.model.run_eagerly
         overlap = BackwardOverlap if eager else self.overlap
         options = replace(self._options, tables=tables_of(self.model))
@@ -273,7 +273,7 @@ class TrainSteps:
         return self._methods.own("train_step")(data)
 
     def train_step(self, data: Any) -> Any:
-        """Stand in for `model.train_step`: updates that wait come first, then gradients are reduced."""
+        """Stand in for `model.train_step`: run pending updates first, then reduce gradients."""
         assert self._hook is not None
         batch = first_leaf(data)
         first = self.train_counter.is_new()
@@ -287,7 +287,7 @@ class TrainSteps:
         if self.session.announcements == reductions and not self._hook.applied:
             raise HvpipeError(
                 "train_step should update with the optimizer given to compile, or with others wrapped in "
-                "hvpipe.keras.DistributedOptimizer: else the ranks train apart. "
+                "hvpipe.keras.DistributedOptimizer; otherwise the ranks' weights drift apart. "
                 f"Received: train_step of {type(self.model).__name__}, which reduces no gradient"
             )
         self._hook.end()

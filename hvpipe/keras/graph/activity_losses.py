@@ -1,4 +1,4 @@
-"""The losses that layers add by themselves, for micro-batches."""
+"""Losses that layers add to a model (`add_loss`, activity regularizers), scaled for micro-batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvpipe.keras import compat
 
 
 def may_add_losses(layers: Sequence[Any]) -> bool:
-    """Return whether any layer may add a loss: it has an activity regularizer, or is the user's own."""
+    """Return whether any layer may add a loss: it has an activity regularizer, or is a custom layer."""
     return any(
         getattr(layer, "activity_regularizer", None) is not None
         or not type(layer).__module__.startswith("keras.")

@@ -44,7 +44,7 @@ def build_without_memory(session: Session, build_model: Callable[[], Any]) -> An
 
 
 def without_memory(build_model: Callable[[], Any]) -> Any:
-    """Return a model like `build_without_memory`, on this rank alone; assigned values are ignored."""
+    """Return a model like `build_without_memory`, but on this rank only; assigned values are ignored."""
     return _build(build_model)[0]
 
 
@@ -62,7 +62,7 @@ class _AssignmentRecorder(keras.StatelessScope):
 
 def _build(build_model: Callable[[], Any]) -> tuple[Any, list[Any]]:
     """Return the model, and the variables that the function assigned values to."""
-    # Otherwise the next scope of Keras's own that ends would give memory to all of the model's variables.
+    # Otherwise the end of Keras's next StatelessScope would give memory to all of the model's variables.
     with compat.uninitialized_variables_kept():
         try:
             with _AssignmentRecorder() as scope:
@@ -71,13 +71,13 @@ def _build(build_model: Callable[[], Any]) -> tuple[Any, list[Any]]:
             if "create a variable" not in str(error):
                 raise
             raise HvpipeError(
-                "build_model makes a variable from a value, not from an initializer, so its memory cannot be "
-                "left out; pass the model itself instead of the function. "
+                "build_model makes a variable from a value, not from an initializer, so hvpipe cannot leave "
+                "its memory out. Pass the model itself instead of the function. "
                 f"Received: {str(error).splitlines()[0]}"
             ) from error
     if not isinstance(model, keras.Model):
         raise HvpipeError(
-            f"build_model should return a Keras model. Received: {type(model).__name__} from it"
+            f"build_model should return a Keras model. Received: a {type(model).__name__} from build_model"
         )
     return model, scope.assigned
 
@@ -105,9 +105,9 @@ class _RaisingInitializer:
 def foreign_weight_error(path: str) -> HvpipeError:
     """Return the error for a stage that reads a weight of another stage's layers."""
     return HvpipeError(
-        "A stage should read only the weights of its own layers. A function, Lambda or loss that reads a "
-        "weight of another stage gives it no gradient. Let a layer that holds the weight do what reads it, "
-        "and call that layer in the model; stages may share it. "
+        "A stage should read only the weights of its own layers. A function, Lambda or loss that reads "
+        "another stage's weight gives it no gradient. Move the code that reads the weight into a layer that "
+        "holds it, and call that layer in the model; stages may share the layer. "
         f"Received: {path}, of another stage"
     )
 

@@ -1,4 +1,4 @@
-"""Cuts one traced graph into pieces that run as functions of their own.
+"""Cuts one traced graph into pieces that run as separate functions.
 
 `split_gradient` traces a forward and its gradient into one graph. This module finds which tensors flow from
 one part of it to another, and makes a function of each part.
@@ -35,8 +35,8 @@ class GraphPiece:
 class FlatFunction:
     """A TensorFlow function of flat values, traced at the first call.
 
-    Hundreds of tensors may flow between pieces. To bind them to the parameters of a tf.function would take
-    longer than many a small layer, so this calls the concrete function with flat inputs.
+    Hundreds of tensors may flow between pieces. Binding them to a tf.function's parameters would take longer
+    than many small layers, so this calls the concrete function with flat inputs.
     """
 
     def __init__(self, run: Callable[..., list[Any]], signature: Sequence[Any]) -> None:
@@ -144,7 +144,7 @@ class TracedGraph:
     def _writes(self, op: Any) -> list[Any]:
         """Return the handles of variables that an operation may change.
 
-        An operation with functions inside lists in an attribute which variables it only reads.
+        An operation with functions inside has an attribute that lists the variables that it only reads.
         """
         if op.type in _READ_OPS:
             return []
@@ -166,7 +166,7 @@ class TracedGraph:
         return node.op in _READ_OPS or (definition is not None and not definition.is_stateful)
 
     def _follows_from_weights(self, op: Any) -> bool:
-        """Return whether an operation's result depends on weights and constants alone."""
+        """Return whether an operation's result depends only on weights and constants."""
         if op not in self._from_weights:
             stack = [op]
             while stack:
@@ -179,7 +179,7 @@ class TracedGraph:
         return self._from_weights[op]
 
     def _judge(self, op: Any) -> bool:
-        """Return `_follows_from_weights`, given the answer for the operation's inputs."""
+        """Return `_follows_from_weights` of an operation, given the answers for its inputs."""
         if op.type == "Placeholder":
             return op.outputs[0].name in self._captures
         if op.type in _LOOP_OPS or not self._is_pure(op):
@@ -235,7 +235,7 @@ class TracedGraph:
 
 
 def ancestors(ops: Iterable[Any], with_control: bool = False) -> set[Any]:
-    """Return these operations of a graph and all that they depend on.
+    """Return these operations of a graph and all operations that they depend on.
 
     Args:
         ops: The operations.

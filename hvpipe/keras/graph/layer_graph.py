@@ -22,8 +22,8 @@ class TensorSpec:
         shape: Its shape; None for axes that depend on the batch.
         dtype: Its dtype.
         mask_shape: The shape of its Keras mask, if it has one.
-        of_samples: Whether the first axis, if it is None, counts samples. It does not if, say, time is
-            folded into it.
+        of_samples: Whether the first axis, if it is None, counts samples. It does not if time is folded into
+            it, for example.
     """
 
     shape: tuple[int | None, ...]
@@ -156,7 +156,7 @@ def layer_graph(model: Any) -> LayerGraph:
     functional = functional_of(model)
     if functional is None:
         raise HvpipeError(
-            "A model can be cut into stages where Keras knows its graph: a functional model, "
+            "hvpipe can cut a model into stages if Keras knows its graph: a functional model, "
             "keras.Model(inputs, outputs), or a keras.Sequential that begins with keras.Input. Turn a "
             "subclassed model into a function that calls its layers on keras.Input(...) and returns "
             "keras.Model(inputs, outputs); blocks inside it may stay subclassed layers. "
@@ -168,7 +168,7 @@ def layer_graph(model: Any) -> LayerGraph:
     builder.add(functional, table, "")
     outputs = tuple(table[id(x)] for x in functional.outputs)
     graph = LayerGraph(_own_name(model), tuple(builder.calls), tuple(builder.tensors), inputs, outputs)
-    # A nested model may leave sizes open that are known at its call.
+    # The call of a nested model may fix sizes that the model itself leaves open.
     known = graph.sized([graph.tensors[number].shape for number in inputs]) if builder.opened_wider else None
     return _with_folded(graph if known is None else replace(graph, tensors=known))
 
@@ -308,7 +308,7 @@ def functional_of(operation: Any) -> Any:
 def _can_be_opened(node: Any, inner: Any) -> bool:
     """Return whether a call of a nested model can be opened: it gets only tensors, and no masks.
 
-    With a mask, each inner layer would have to be given it.
+    A mask would have to be passed to each inner layer.
     """
     given = [x for x in node.input_tensors if compat.get_keras_mask(x) is not None]
     flat = keras.tree.flatten(node.arguments.args[0]) if len(node.arguments.args) == 1 else []
@@ -324,5 +324,5 @@ def _fits(given: Any, wanted: Any) -> bool:
 
 
 def _takes_training(operation: Any) -> bool:
-    """Return whether a call takes `training`. All layers do: Keras hands the mode on to layers inside."""
+    """Return whether a call takes `training`. All layers do: Keras passes the mode on to layers inside."""
     return isinstance(operation, keras.Layer) and compat.takes_training(operation)

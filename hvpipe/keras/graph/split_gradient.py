@@ -3,14 +3,14 @@
 An eager tape keeps every intermediate result and runs the whole backward at once. Here the forward and its
 gradient are traced into one graph, which is then cut:
 
-    inputs -> [forward] -> outputs                        saved: what flows from forward to backward
+    inputs -> [forward] -> outputs                        saved: tensors kept for the backward
                   | saved
     gradients -> [backward for inputs] -> gradients of the inputs
-                  | saved, and what both parts share
+                  | saved, and tensors that both parts need
                  [backward for weights] -> added to the accumulators
 
-Values that depend on weights alone are computed again instead of saved: weights do not change until the end
-of the step. With `recompute`, everything but the inputs and the state of random numbers is computed again.
+Values that depend only on weights are computed again instead of saved: weights do not change until the end of
+the step. With `recompute`, everything but the inputs and the state of random numbers is computed again.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class SplitGradient:
     """A forward and its backward. All values are flat lists of tensors.
 
     Attributes:
-        forward: `forward(inputs)` returns the outputs and what the backward needs (`saved`).
+        forward: `forward(inputs)` returns the outputs and the tensors that the backward needs (`saved`).
         backward: `backward(saved, gradients, first)` returns the gradients of the floating inputs. It adds
-            those of the variables to the accumulators; with `first` it sets them.
+            the variables' gradients to the accumulators; with `first` it sets the accumulators.
         backward_inputs: The first part of the backward: `backward_inputs(saved, gradients)` returns the
-            gradients of the inputs and what the second part needs.
+            gradients of the inputs and the tensors that the second part needs.
         backward_weights: The second part: `backward_weights(saved, first)` changes the accumulators.
         accumulators: The sums of gradients, in the order of `variables`.
         variables: The variables that have a gradient.
@@ -69,8 +69,8 @@ def split_gradient(
         function: Takes and returns flat tensors.
         signature: A tf.TensorSpec for each input.
         variables: The tf.Variables to differentiate with respect to.
-        differentiated_inputs: Differentiate with respect to the floating ones of so many first inputs.
-        extra_outputs: So many last outputs have no gradients.
+        differentiated_inputs: Only the first inputs, this many, get gradients, if they are floating.
+        extra_outputs: The number of outputs at the end that have no gradients.
         recompute: Run the forward again in the backward instead of saving activations.
         ignored: The indices, among floating outputs, of those whose gradients are ignored.
 
@@ -107,7 +107,7 @@ def split_gradient(
 
 
 def _with_saved(function: FlatFunction, results: int) -> Callable[..., tuple[list[Any], list[Any]]]:
-    """Return a function that takes lists of values; its first `results` results come apart from the rest."""
+    """Return a function that takes lists of values, and returns its first `results` results and the rest."""
 
     def run(*values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         found = function(list(chain(*values)))
@@ -142,7 +142,7 @@ def _trace(
     traced: dict[str, Any] = {}
 
     def whole(*inputs: Any) -> Any:
-        # The graph must compute what is saved, so no input may be returned as it is.
+        # The graph must compute the saved tensors, so no input may be returned as it is.
         outputs = [tf.identity(y) for y in function(*inputs)]
         floating = [y for y in outputs[: len(outputs) - extra_outputs] if y.dtype.is_floating]
         upstream = [tf.compat.v1.placeholder(y.dtype, y.shape) for y in floating]
@@ -170,7 +170,7 @@ def _trace(
 def _accumulating(piece: GraphPiece, accumulators: Sequence[Any]) -> dict[bool, FlatFunction]:
     """Return functions that put the last results of a piece into the accumulators, and return the others.
 
-    The one under True sets the accumulators, the one under False adds to them.
+    The function under True sets the accumulators; the one under False adds to them.
     """
 
     def run(first: bool, *values: Any) -> list[Any]:

@@ -29,7 +29,7 @@ class StageFunctions:
         trainable: The trainable variables of its layers.
         has_loss: Whether the training forward may compute a loss.
         loss_dtype: The dtype of that loss.
-        outputs_of_model: The number of the model's outputs that it computes: all or none.
+        outputs_of_model: How many of the model's outputs the stage computes: all or none.
         masked: The indices of those outputs that have a Keras mask, which metrics use.
     """
 
@@ -50,7 +50,7 @@ class StageFunctions:
             targets: A tf.TensorSpec for each flat target. Only the last stage takes targets.
             loss: Computes the loss in the last stage; None without one.
             recompute: Run the forward again in the backward instead of keeping activations.
-            samples: A variable that holds the samples of the batch, of which values are a micro-batch. None
+            samples: A variable that holds the batch's number of samples; values are a micro-batch of it. None
                 means that values are a whole batch.
         """
         self._samples = samples
@@ -89,8 +89,8 @@ class StageFunctions:
         """Forward and backward.
 
         The forward returns `StageCut.outputs`, the loss if there is one, the model's outputs, their masks.
-        The backward takes gradients of the floating ones among `StageCut.outputs`, then of the loss, and
-        returns those of the floating `wires_in`.
+        The backward takes the gradients of the floating `StageCut.outputs`, then of the loss. It returns the
+        gradients of the floating `wires_in`.
         """
         return split_gradient(
             lambda *values: self._run(values, training=True),
@@ -104,7 +104,7 @@ class StageFunctions:
 
     @property
     def unreached(self) -> list[Wire]:
-        """The floating wires that the stage receives and has no gradient for; it returns 0 for them."""
+        """The floating wires that the stage receives but has no gradient for; its backward returns 0."""
         wires = self._stages.floating(self.wires_in)
         return [wire for wire, reached in zip(wires, self.training.reached, strict=True) if not reached]
 
@@ -121,7 +121,7 @@ class StageFunctions:
 
     @property
     def trains_by_a_loss(self) -> bool:
-        """Whether the training forward computes a loss; `has_loss` only tells whether it may."""
+        """True if the training forward computes a loss; `has_loss` only says that it may."""
         _ = self.training
         return self._adds_loss
 
@@ -197,7 +197,7 @@ class StageFunctions:
         return known
 
     def _summed(self, loss: Any) -> Any:
-        """Return the sum of what a layer has added, as in Keras.
+        """Return the sum of a loss that a layer has added, as in Keras.
 
         A sum over samples is divided by the micro-batch's share, because micro-batches are averaged.
         """
@@ -214,7 +214,7 @@ class StageFunctions:
         return tf.cast(samples / tf.cast(self._samples, self.loss_dtype), dtype)
 
     def _check_dtype(self, wire: Wire, value: Any) -> None:
-        """Raise HvpipeError if an output has another dtype than Keras says: its users expect that one."""
+        """Raise HvpipeError if an output's dtype differs from Keras's spec, which its users rely on."""
         said = self._stages.spec(wire).dtype
         if value.dtype != said:
             graph = self._stages.graph

@@ -47,7 +47,7 @@ class StageCut:
 
     @cached_property
     def wires_in(self) -> tuple[Wire, ...]:
-        """The wires that it receives, by stage."""
+        """The wires that the stage receives, by sending stage."""
         return tuple(wire for source in sorted(self.receives) for wire in self.receives[source])
 
 
@@ -60,7 +60,7 @@ class Stages:
 
     @property
     def dataflow(self) -> Dataflow:
-        """Which stage sends to which."""
+        """The dataflow: which stage sends to which."""
         edges = {(source, s) for s, cut in enumerate(self.cuts) for source in cut.receives}
         return Dataflow(len(self.cuts), tuple(sorted(edges)))
 
@@ -125,7 +125,7 @@ def cut_stages(graph: LayerGraph, calls_of: Sequence[Sequence[int]]) -> Stages:
         source = stage_of[makers[number]]
         if source > stage:
             raise HvpipeError(
-                f"A stage should take from earlier ones. Received: {what} of stage {stage} takes from "
+                f"A stage should read only from earlier stages. Received: {what} of stage {stage} reads from "
                 f"{graph.calls[makers[number]].name} of stage {source}"
             )
         if source < stage:
@@ -156,8 +156,8 @@ def _wires(graph: LayerGraph, numbers: set[int]) -> tuple[Wire, ...]:
         tensor = graph.tensors[number]
         if tensor.dtype == "string":
             raise HvpipeError(
-                "Tensors of numbers can travel between stages, strings cannot: keep the layers that read "
-                f"them in the first stage. Received: tensor {number} of {graph.name}"
+                "Stages cannot send strings to each other: keep the layers that read strings in the first "
+                f"stage. Received: tensor {number} of {graph.name}"
             )
         found.append(Wire(number))
         if tensor.mask_shape is not None:

@@ -20,11 +20,11 @@ def flat_targets(structure: Any) -> list[Any]:
 
 
 def check_samples(batch: Batch) -> None:
-    """Raise HvpipeError unless all tensors of a batch have as many samples: they are cut alike."""
+    """Raise HvpipeError unless all tensors of a batch have the same number of samples: they are cut alike."""
     inputs, targets = ([x.shape[0] if x.shape else 0 for x in of] for of in (batch.inputs, batch.targets))
     if {*inputs, *targets} != {batch.samples}:
         raise HvpipeError(
-            "All inputs, targets and sample weights of a batch should have as many samples. "
+            "All inputs, targets and sample weights of a batch should have the same number of samples. "
             f"Received: {inputs} of inputs, {targets} of targets and sample weights"
         )
 
@@ -42,7 +42,7 @@ def describe_targets(structure: Any, signature: Sequence[Any]) -> str:
 def common_signature(
     structure: Any, signature: Sequence[Any], other_structure: Any, other_signature: Sequence[Any]
 ) -> list[Any] | None:
-    """Return a signature for both kinds of targets, with axes open that differ.
+    """Return a signature that fits both kinds of targets; axes that differ are left open (None).
 
     None if structures, dtypes or numbers of axes differ.
     """
@@ -85,7 +85,7 @@ def agreed_signature(session: Session, data_rank: int, step: str, structure: Any
     other = next((rank for rank, theirs in enumerate(words) if theirs != words[0]), None)
     if other is not None:
         raise MismatchError(
-            f"A {step} wants targets and sample weights of the same structure and dtypes on all ranks. "
+            f"A {step} needs targets and sample weights of the same structure and dtypes on all ranks. "
             f"Received: {words[0]} on rank 0 and {words[other]} on rank {other}"
         )
     _, shapes = everyone[data_rank]

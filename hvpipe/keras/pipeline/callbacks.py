@@ -1,4 +1,4 @@
-"""Callbacks of a pipeline's `fit`: its own, and what the user's need when all ranks run them."""
+"""Callbacks of a pipeline's `fit`: one of its own, and changes to the user's, which all ranks run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_folders(session: Session, callbacks: Sequence[Any]) -> None:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise HvpipeError(
                 "In a pipeline every rank would write and delete BackupAndRestore's folder. Call "
-                "save_checkpoint(folder) at the end of an epoch, say in a keras.callbacks.Callback's "
+                "save_checkpoint(folder) at the end of an epoch, for example in a keras.callbacks.Callback's "
                 "on_epoch_end, and load_checkpoint(folder) before fit(initial_epoch=...). "
                 "Received: a BackupAndRestore callback"
             )
@@ -50,16 +50,16 @@ def make_folders(session: Session, callbacks: Sequence[Any]) -> None:
             folder = os.path.dirname(callback.filepath)
             if "{" in folder:
                 raise HvpipeError(
-                    "In a pipeline ModelCheckpoint's placeholders belong in the name of the file, not of "
-                    f"its folder. Received: filepath={callback.filepath!r}"
+                    "In a pipeline, put ModelCheckpoint's placeholders into the file name, not into the "
+                    f"folder name. Received: filepath={callback.filepath!r}"
                 )
             folders.append(folder)
     counts = session.engine.agree("callbacks that save the model", float(len(folders)))
     other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
     if other is not None:
         raise MismatchError(
-            "All ranks save a model together, each its part: give ModelCheckpoint to all of them; rank 0 "
-            f"writes the file. Received: {counts[0]:.0f} on rank 0 and {counts[other]:.0f} on rank {other}"
+            "All ranks save a model together: give ModelCheckpoint to all of them. Rank 0 writes the file. "
+            f"Received: {counts[0]:.0f} on rank 0 and {counts[other]:.0f} on rank {other}"
         )
     if folders:
         on_all_ranks(session, "making the folders of ModelCheckpoint", lambda: _make(session, folders))
@@ -68,11 +68,11 @@ def make_folders(session: Session, callbacks: Sequence[Any]) -> None:
 def without_duplicates(
     session: Session, callbacks: Sequence[Any], stages: Stages, own_layers: Sequence[Any]
 ) -> list[Any]:
-    """Return the callbacks so that ranks with the same logs do not all write or print them; collective.
+    """Return the callbacks, changed so that ranks with the same logs do not all write them; collective.
 
     If several ranks pass a TensorBoard of the same folder or a RemoteMonitor of the same address, only the
-    lowest of these ranks keeps it. A TensorBoard that shows weights stays on all ranks, because each has its
-    own: the others write to folders rank1, rank2, ... in the first one's.
+    lowest of these ranks keeps it. A TensorBoard that shows weights stays on all ranks, because each rank has
+    its own weights: the higher ranks write to subfolders rank1, rank2, ... of that folder.
 
     Args:
         session: The session.

@@ -38,7 +38,7 @@ _SHARD = re.compile(r"\.?(\d{6,})-\d+\.npz(\.partial)?")
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of a checkpoint: its name, its size, and the names of the values in it."""
+    """A file of a checkpoint: its name, its size in bytes, and the names of its values."""
 
     file: str
     size_bytes: int
@@ -184,7 +184,7 @@ def _read(folder: Path, state: RankState, optimizer: Any, rank: int) -> dict[str
     """Return the values of this rank's variables by name, after all checks."""
     if not (folder / INDEX).exists():
         raise HvpipeError(
-            f"A checkpoint should have an index, {INDEX}. A save that was interrupted leaves none. "
+            f"A checkpoint should have an index, {INDEX}. An interrupted save leaves none. "
             f"Received: folder={str(folder)!r} without one"
         )
     index = read_document(folder / INDEX)
@@ -241,7 +241,7 @@ def _values(
                         found[name] = _as_variable(archive[source], wanted[name])
         except (KeyError, ValueError, zipfile.BadZipFile) as error:
             raise HvpipeError(
-                f"{folder / file} should be as it was written. Received: {type(error).__name__}: {error}"
+                f"{folder / file} should be unchanged. Received: {type(error).__name__}: {error}"
             ) from error
     return found
 
@@ -297,7 +297,7 @@ def _variable(described: tuple[str, tuple[int, ...], str] | None) -> str:
 def _check_optimizer(index: Table, optimizer: Any) -> None:
     if index.text("optimizer") != type(optimizer).__name__:
         raise HvpipeError(
-            f"The checkpoint's optimizer should be of the class of this one, {type(optimizer).__name__}. "
+            f"The checkpoint's optimizer should be of this optimizer's class, {type(optimizer).__name__}. "
             f"Received: {index.text('optimizer')}"
         )
 

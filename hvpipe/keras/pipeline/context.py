@@ -1,4 +1,4 @@
-"""What all parts of one pipeline share: session, layout, tensor channel, shared variables."""
+"""The context that all parts of one pipeline share: session, layout, tensor channel, shared variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hvpipe.session import Session
 
 @dataclass(frozen=True)
 class PipelineContext:
-    """What all parts of one pipeline share.
+    """The objects that all parts of one pipeline share.
 
     Attributes:
         session: The session.
@@ -22,8 +22,8 @@ class PipelineContext:
         layout: Its stages on the ranks.
         shared: The variables that several ranks hold.
         recomputes: Tells whether a stage runs its forward again in the backward.
-        channel: Tensors between ranks. There is one for all steps, because both ends count the messages.
-        samples: A variable that holds the samples of the batch of the current step.
+        channel: Sends tensors between ranks. All steps share one, because both ends count the messages.
+        samples: A variable that holds the number of samples in the current step's batch.
     """
 
     session: Session

@@ -1,7 +1,7 @@
-"""Which tensors and variables of a pipeline get a gradient; all ranks find out together.
+"""Finds which tensors and variables of a pipeline get a gradient; all ranks find out together.
 
-Keras leaves a weight alone if no gradient reaches it. A stage sees only its own layers, so it cannot tell
-by itself whether a later stage passes a gradient back.
+Keras does not update a weight if no gradient reaches it. A stage sees only its own layers, so it cannot tell
+whether a later stage passes a gradient back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hvpipe.session import Session
 
 @dataclass(frozen=True)
 class GradientCoverage:
-    """What gets a gradient, on any rank.
+    """The wires without a gradient and the variables with one, over all ranks.
 
     Attributes:
         unreached: Wires that get no gradient, each with the stage that receives it.
@@ -32,10 +32,10 @@ class GradientCoverage:
 def find_coverage(
     session: Session, stages: Stages, functions: Mapping[int, StageFunctions]
 ) -> GradientCoverage:
-    """Find what gets a gradient, and apply it to this rank's `functions`; collective.
+    """Find which tensors and variables get a gradient, and apply it to this rank's `functions`; collective.
 
-    Repeats from the last stages to the first: outputs that no user has a gradient for give none to what they
-    come from.
+    Works from the last stages to the first. An output without a gradient from any of its users passes none to
+    the tensors that it is computed from.
     """
     variables = variables_of(stages.graph.all_layers())
     numbers = {id(compat.native_value(v)): number for number, v in enumerate(variables)}
@@ -56,6 +56,6 @@ def find_coverage(
 def apply_coverage(
     stages: Stages, functions: Mapping[int, StageFunctions], unreached: frozenset[tuple[int, Wire]]
 ) -> None:
-    """Let this rank's stages ignore the gradients of outputs that no user has one for."""
+    """Let this rank's stages ignore the gradients of outputs whose users have none."""
     for stage, of_stage in functions.items():
         of_stage.ignore_outputs(stages.without_users(stage, unreached))

@@ -64,7 +64,7 @@ class Layout:
 
     @property
     def summary(self) -> str:
-        """One line about the model's shapes and the schedule, which ranks compare."""
+        """One line about the model's shapes and the schedule. All ranks compare it."""
         graph, schedule = self.stages.graph, self._whole
         weights = [[v.shape for v in layer.variables] for layer in graph.all_layers()]
         cuts = [cut.calls for cut in self.stages.cuts]
@@ -90,7 +90,7 @@ class Layout:
 
 
 def layout_of(graph: LayerGraph, plan: Plan, ranks: Sequence[int]) -> Layout:
-    """Lay a model out as a plan says.
+    """Lay a model out on the ranks according to a plan.
 
     The stages of some baselines (such as random) are not runs of consecutive layers. Such a plan runs
     without pipelining: each run of layers on one device becomes a stage, and the whole batch goes from one

@@ -24,7 +24,7 @@ class PipelineLogs:
         """Start a new epoch."""
         self._loss_sum = 0.0
         self._samples = 0
-        self._samples_here = 0  # whose outputs this rank has computed
+        self._samples_here = 0  # samples for which this rank has computed the outputs
 
     @property
     def names(self) -> list[str]:
@@ -40,7 +40,7 @@ class PipelineLogs:
     ) -> dict[str, Any]:
         """Add a step and return the logs; collective.
 
-        If the last stage has several replicas, a metric is the mean of theirs, weighted by their samples.
+        If the last stage has several replicas, a metric is the mean over them, weighted by their samples.
 
         Args:
             result: This rank's part of the step.
@@ -75,7 +75,7 @@ def _check_learning_rates(rates: Any) -> None:
     odd = [rank for rank, rate in enumerate(rates) if not np.array_equal(rate, rates[0], equal_nan=True)]
     if odd:
         raise MismatchError(
-            "The learning rate should be the same on all ranks: pass the callbacks that change it on every "
+            "The learning rate should be the same on all ranks: pass callbacks that change it on every "
             f"rank. Received: {rates[0]:g} on rank 0 and {rates[odd[0]]:g} on rank {odd[0]}"
         )
 

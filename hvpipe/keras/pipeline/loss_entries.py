@@ -1,8 +1,8 @@
 """Counts the unmasked entries of each loss for a whole batch, before its micro-batches run.
 
 Keras divides a masked loss by that number, so each micro-batch's loss needs it before the last micro-batch
-has gone forward. Masks nearly always follow from a model's inputs and targets alone, so the rank with the
-inputs can count for all.
+has gone forward. Masks nearly always depend only on a model's inputs and targets, so the rank with the inputs
+can count for all ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hvpipe.session import Session
 
 
 def entries_of(loss: Any, y_true: Any, mask: Any) -> Any:
-    """Return how many entries a loss counts, as a float32 scalar.
+    """Return the number of entries that a loss counts, as a float32 scalar.
 
     Args:
         loss: The loss. With `ignore_class` it leaves out entries itself.
-        y_true: Its targets.
+        y_true: The loss's targets.
         mask: The output's Keras mask, or None.
     """
     kept = mask
@@ -45,7 +45,7 @@ def _ignores_a_class(loss: Any) -> bool:
 
 @dataclass(frozen=True)
 class MaskedLoss:
-    """A mean over unmasked entries: its index among the losses, and the flat indices of what it compares."""
+    """A mean over unmasked entries: its index among the losses, and flat indices of its target and output."""
 
     index: int
     loss: Any
@@ -115,7 +115,7 @@ class _PairRecorder(compat.CompileLoss):
 
 
 class EntryCounter:
-    """Tells the losses on all ranks how many entries of a batch they count. All ranks use it together."""
+    """Gives the losses on all ranks the number of entries that they count in a batch; collective."""
 
     def __init__(
         self,
@@ -134,8 +134,8 @@ class EntryCounter:
             graph: The model.
             losses: The losses that leave entries out.
             signature: A tf.TensorSpec for each flat target.
-            entries: Gets a variable by each loss's index. A loss gets none if its mask does not follow from
-                inputs and targets alone.
+            entries: Gets a variable for each loss, by the loss's index. A loss gets none if its mask depends
+                on more than inputs and targets.
         """
         self._session = session
         self._data_rank = data_rank

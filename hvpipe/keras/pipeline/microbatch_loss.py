@@ -1,8 +1,8 @@
 """The compiled losses, for micro-batches: their weighted sum is the loss of the batch.
 
 A step adds up the losses of the micro-batches, each weighted by its share of the batch's samples. For a mean
-over all entries this gives the batch's loss. Sums, and means over unmasked entries, are scaled so that it
-does for them too.
+over all entries this gives the batch's loss. Sums, and means over unmasked entries, are scaled so that they
+also add up to the batch's loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hvpipe.keras import compat
 from hvpipe.keras.pipeline.loss_entries import entries_of
 
 _REDUCTIONS = ("sum_over_batch_size", "mean", "sum")
-# Losses of Keras that return one number for a batch, whatever their reduction says, unless an axis is given.
+# Keras losses that return one number for a batch, whatever their reduction, unless an axis is given.
 _WHOLE_BATCH_LOSSES = ("dice", "tversky", "circle")
 
 
@@ -26,8 +26,8 @@ class MicrobatchLoss(compat.CompileLoss):
 
     Attributes:
         samples: The variable that holds the batch's samples.
-        entries: The variables that hold how many of the batch's entries count in a loss, by the loss's
-            index, for losses that leave entries out. Without one, a micro-batch is divided by its own count.
+        entries: For losses that leave entries out, by the loss's index: a variable with the number of the
+            batch's entries that count. Without one, a micro-batch's loss is divided by its own count.
     """
 
     _flat_losses: Any
@@ -36,8 +36,8 @@ class MicrobatchLoss(compat.CompileLoss):
         """Take over the losses of `compiled`.
 
         Raises:
-            HvpipeError: A loss has a reduction that micro-batches cannot compute by themselves, or compares
-                the samples of a batch with each other.
+            HvpipeError: A loss has a reduction that micro-batches cannot compute separately, or compares the
+                samples of a batch with each other.
         """
         losses = compat.user_losses(compiled)
         for loss in keras.tree.flatten(losses):
@@ -100,7 +100,7 @@ def _check_reduction(loss: Any) -> None:
     reduction = getattr(loss, "reduction", "sum_over_batch_size")
     if reduction not in _REDUCTIONS:
         raise HvpipeError(
-            "A pipeline computes the loss of each micro-batch by itself, so the reduction of a loss should "
+            "A pipeline computes the loss of each micro-batch separately, so the reduction of a loss should "
             f"be 'sum_over_batch_size', 'mean' or 'sum'. Received: {loss.name} with reduction={reduction!r}"
         )
 
@@ -123,6 +123,6 @@ def _check_is_mean(loss: Any) -> None:
         else (f"For {name}, pass axis=(1, 2, 3), the axes of a sample.", f" with axis={axis}")
     )
     raise HvpipeError(
-        "A pipeline computes the loss of each micro-batch by itself, so it should be a mean over samples. "
+        "A pipeline computes the loss of each micro-batch separately, so it should be a mean over samples. "
         f"{why} Received: {name}{received}"
     )

@@ -33,8 +33,8 @@ def split_batch(samples: int, microbatches: int) -> list[slice]:
 class MicrobatchInputs:
     """Model inputs and targets of each micro-batch, for the stages of this rank.
 
-    The rank that runs micro-batch 0 of the first stage sends them to all other ranks that read any: only its
-    batch counts. Construction posts all sends and receives and does not wait.
+    The rank that runs micro-batch 0 of the first stage sends them to all other ranks that read any of them;
+    only its batch counts. The constructor posts all sends and receives and does not wait.
     """
 
     def __init__(
@@ -77,6 +77,6 @@ class MicrobatchInputs:
         return int(self.slices[i].stop - self.slices[i].start)
 
     def take(self, stage: int, i: int) -> list[Any]:
-        """Wait for what a stage reads of micro-batch `i`, and return it: inputs, then targets. Once only."""
+        """Wait for a stage's inputs and targets of micro-batch `i`, and return them. Call it once only."""
         found = self._values.pop((stage, i), [])
         return [x.wait() if isinstance(x, PendingTensor) else x for x in found]

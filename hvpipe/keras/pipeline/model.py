@@ -58,21 +58,21 @@ def pipeline_parallel(
     """Cut a Keras model into stages and spread them over the ranks; collective.
 
     The result trains as the undivided model would on the same batch: the gradients of the micro-batches add
-    up to the gradient of the batch. BatchNormalization is the exception: it normalises each micro-batch by
-    itself. Only the batches of the rank with the first stage count; those of the other ranks must have the
-    same number of samples.
+    up to the gradient of the batch. BatchNormalization is the exception: it normalises each micro-batch
+    separately. Only the batches of the rank with the first stage count; the other ranks' batches must have
+    the same number of samples.
 
     Layers are balanced by the greedy partitioner. All ranks plan with the `profile` and `cluster` of rank 0.
 
     Args:
-        build_model: A function without arguments that returns a functional or Sequential model, or such a
-            model. With a function, no rank allocates weights outside its own stages.
-        stages: The number of stages; or "auto", one for each rank; or a plan, or the path of its file, from
-            `hvpipe plan`. A plan also brings all of the options below.
+        build_model: A functional or Sequential model, or a function without arguments that returns one. With
+            a function, no rank allocates weights outside its own stages.
+        stages: The number of stages; or "auto", one for each rank; or a plan from `hvpipe plan`, or the path
+            of its file. A plan also sets all options below.
         microbatches: The number of micro-batches that a batch is cut into. Default: 8.
         schedule: "gpipe", "1f1b", "zb-h1" or "interleaved". Default: "1f1b".
         chunks: The number of stages on each rank with "interleaved". Default: 2.
-        replicas: The number of ranks that hold each stage, say (2, 1, 1). Default: the same for all stages.
+        replicas: The number of ranks that hold each stage, such as (2, 1, 1). Default: equal for all stages.
         recompute: Keep only a stage's inputs and run its forward again in the backward: True for all stages,
             or the numbers of some stages.
         profile: The costs of the layers, or the path of the file from `hvpipe profile`. Default: rough costs
@@ -103,7 +103,7 @@ def pipeline_parallel(
         model, deferred = build_without_memory(session, build_model), True
     else:
         raise HvpipeError(
-            "pipeline_parallel wants a Keras model or a function that returns one. "
+            "pipeline_parallel needs a Keras model or a function that returns one. "
             f"Received: {told(build_model)}"
         )
     graph = layer_graph(model)
@@ -122,7 +122,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
     """One rank's part of a model that is spread over all ranks; `pipeline_parallel` makes it.
 
     Call `fit`, `evaluate`, `predict`, `train_on_batch` and the like on all ranks together, with the same
-    arguments. `layers` and `weights` are those of this rank's stages.
+    arguments. `layers` and `weights` cover this rank's stages only.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
         channel = TensorChannel(session, device_of_messages(session))
         samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
         shared = SharedVariables(session, layout)
-        # In an object of its own, or Keras would take the model for a layer of the pipeline.
+        # Wrapped in an object, or Keras would take the model for a layer of the pipeline.
         self._context = PipelineContext(session, model, layout, shared, recomputes, channel, samples)
         self._forget_compiled()
         shared.broadcast()
@@ -183,12 +183,12 @@ class PipelineParallel(PipelineSaving, keras.Model):
 
     def call(self, inputs: Any, training: bool = False) -> Any:
         raise HvpipeError(
-            "A pipeline runs by fit, evaluate, predict and their on_batch forms, on all ranks together; no "
-            "rank can call the whole model. Received: a call"
+            "No rank can call the whole model of a pipeline. Use fit, evaluate, predict or their on_batch "
+            "forms on all ranks together. Received: a call"
         )
 
     def _symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
-        pass  # It was built when it was made.
+        pass  # Already built by the constructor.
 
     def _maybe_symbolic_build(self, iterator: Any = None, data_batch: Any = None) -> None:
         pass
@@ -203,8 +203,8 @@ class PipelineParallel(PipelineSaving, keras.Model):
             **kwargs: As for keras.Model.compile.
 
         Raises:
-            HvpipeError: The optimizer is a MultiOptimizer, or micro-batches cannot compute a loss by
-                themselves.
+            HvpipeError: The optimizer is a MultiOptimizer, or micro-batches cannot compute a loss
+                separately.
         """
         kwargs["jit_compile"] = False
         super().compile(*args, **kwargs)
@@ -295,7 +295,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
     # Steps ----------------------------------------------------------------------------------------------
 
     def _run_batches(self, iterator: Iterator[Any], training: bool) -> dict[str, Any]:
-        """Run `steps_per_execution` steps, or as many as there are batches left; return the logs."""
+        """Run `steps_per_execution` steps, or fewer if the batches end; return the logs."""
         logs: dict[str, Any] = {}
         for count in range(self.steps_per_execution):
             try:
@@ -343,7 +343,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
         return list(compat.standardize_inputs(functional, x))
 
     def _driver_for(self, what: str, structure: Any, batch: Batch) -> RankDriver:
-        """Return the driver for targets like those of the data rank; collective."""
+        """Return the driver for targets like the data rank's; collective."""
         layout = self._context.layout
         step = f"{what} step of {layout.stages.graph.name}"
         signature = agreed_signature(self._context.session, layout.data_rank, step, structure, batch)

@@ -20,7 +20,7 @@ def check_no_own_steps(model: Any) -> None:
     ]
     if own:
         raise HvpipeError(
-            "A pipeline does not run a model's own steps: put what they do into layers (add_loss), losses "
+            "A pipeline does not run a model's own steps: move their work into layers (add_loss), losses "
             f"and metrics. Received: {type(model).__name__} {model.name!r}, which defines {', '.join(own)}"
         )
 
@@ -32,7 +32,7 @@ def check_open_batch_size(graph: LayerGraph) -> None:
     ]
     if fixed:
         raise HvpipeError(
-            "A pipeline cuts batches, so the model's inputs should leave their size open: "
+            "A pipeline cuts batches, so the model's inputs should leave the batch size open: "
             f"keras.Input(shape=...), without batch_shape. Received: an input of shape {fixed[0]}"
         )
 
@@ -43,8 +43,8 @@ def check_real_wires(stages: Stages) -> None:
     for wire in (wire for cut in stages.cuts for wire in cut.outputs):
         if stages.spec(wire).dtype.is_complex:
             raise HvpipeError(
-                "Tensors of real numbers can travel between stages, complex ones cannot: put the layers that "
-                "make them and those that read them into one layer of your own, or choose other stages by a "
-                f"plan. Received: {graph.tensors[wire.number].dtype} from "
+                "Stages cannot send complex tensors to each other: put the layers that make them and the "
+                "layers that read them into one custom layer, or choose other stages by a plan. "
+                f"Received: {graph.tensors[wire.number].dtype} from "
                 f"{graph.calls[graph.makers()[wire.number]].name}"
             )

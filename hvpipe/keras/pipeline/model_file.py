@@ -1,4 +1,4 @@
-"""The whole model of a pipeline in one file of plain Keras: rank 0 writes it, all ranks read it."""
+"""Saves a pipeline's whole model in one plain Keras file: rank 0 writes it, all ranks read it."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def read_whole(
 ) -> bool:
     """Read this rank's part of a plain Keras file that every rank sees; collective.
 
-    The optimizer's state is read if the file has one of as many variables and, in a .keras file, of the
-    same class.
+    The optimizer's state is read if the file has an optimizer with the same number of variables and, in a
+    .keras file, of the same class.
 
     Args:
         session: The session.
@@ -169,12 +169,12 @@ def _compiled(model: Any, pipeline: Any, stand_in: _OptimizerStandIn | None) -> 
 class _OptimizerStandIn:
     """Stands in for the undivided model's optimizer while Keras saves or loads: redirects its state.
 
-    It is built for variables of one element each. So it has the order in which Keras saves the state, and
-    takes no memory.
+    It is built for one-element variables. So its state has the order in which Keras saves it, and takes no
+    memory.
     """
 
     def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
-        """`names` are those of the optimizer's variables, by id."""
+        """`names` holds the names of the optimizer's variables, by id."""
         self.optimizer = optimizer
         self._names = names
 
@@ -236,7 +236,7 @@ def _weights_into(found: dict[str, Any], model: Any, wanted: Mapping[str, Any]) 
         own = layer.load_own_variables
 
         def load_own_variables(store: Any) -> None:
-            # Skip layers of other ranks. One that computes with what it loads would find no memory here.
+            # Skip other ranks' layers. A layer that computes with loaded values would find no memory here.
             if not any(id(variable) in names for variable in layer.variables):
                 return
             with _AssignmentCapture(set(names)) as captured:
@@ -256,7 +256,7 @@ def _weights_into(found: dict[str, Any], model: Any, wanted: Mapping[str, Any]) 
 
 
 class _AssignmentCapture(keras.StatelessScope):
-    """Keeps the values assigned to the wanted variables (by id), and drops those of others."""
+    """Keeps the values assigned to the wanted variables (by id), and drops all others."""
 
     def __init__(self, wanted: set[int]) -> None:
         super().__init__(initialize_variables=False)
@@ -268,7 +268,7 @@ class _AssignmentCapture(keras.StatelessScope):
 
 
 def _one_element_copy(variable: Any) -> Any:
-    """Return a variable of one element with what an optimizer looks at: path, rank, dtype."""
+    """Return a one-element variable with the properties that an optimizer reads: path, rank, dtype."""
     small = keras.Variable(
         initializer="zeros", shape=(1,) * len(variable.shape), dtype=variable.dtype, name=variable.name
     )

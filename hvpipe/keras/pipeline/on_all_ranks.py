@@ -1,4 +1,4 @@
-"""Does something on all ranks, and raises one error on all of them if any rank fails."""
+"""Runs an action on all ranks, and raises one error on all of them if any rank fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def on_all_ranks(session: Session, what: str, action: Callable[[], Result]) -> R
     Args:
         session: The session.
         what: Names the action in the error.
-        action: What this rank does.
+        action: This rank's action.
 
     Returns:
         This rank's result.

@@ -1,4 +1,4 @@
-"""Optimizers of a pipeline's ranks: which can be used, and whether all ranks have the same settings."""
+"""Checks the optimizers of a pipeline's ranks: their classes, and that all have the same settings."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from hvpipe.session import Session
 def check_optimizer(optimizer: Any) -> None:
     """Raise HvpipeError for a MultiOptimizer.
 
-    The optimizers inside it would clip, scale and count apart from those of other ranks.
+    Its inner optimizers would clip, scale and count independently of the other ranks.
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     several = getattr(keras.optimizers, "MultiOptimizer", ())
     if isinstance(inner, several):
         raise HvpipeError(
-            "A pipeline wants one optimizer for all layers. "
-            f"Received: optimizer={type(inner).__name__}, which has one for each group of them"
+            "A pipeline needs one optimizer for all layers. "
+            f"Received: optimizer={type(inner).__name__}, which has one for each group of layers"
         )
 
 
@@ -35,7 +35,7 @@ def check_same_optimizer(session: Session, optimizer: Any) -> None:
         if odd:
             here, there = (f"{odd[0]}={of_rank.get(odd[0])}" for of_rank in (first, theirs))
             raise MismatchError(
-                "A pipeline wants the same optimizer on all ranks, or its stages would train apart. "
+                "A pipeline needs the same optimizer on all ranks, or its stages would update differently. "
                 f"Received: {here} on rank 0 and {there} on rank {rank}"
             )
 
@@ -53,7 +53,7 @@ def clipping_optimizer(optimizer: Any) -> Any:
 
 
 def _settings(optimizer: Any) -> dict[str, str]:
-    """Return an optimizer's class and config, if it has one. Names are left out: processes number them."""
+    """Return an optimizer's class and config, if it has one, without names: each process numbers them."""
     found = {"optimizer": type(optimizer).__name__}
     with contextlib.suppress(NotImplementedError, TypeError, ValueError):
         found |= {

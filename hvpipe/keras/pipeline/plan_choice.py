@@ -78,7 +78,7 @@ def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> t
     how = options.pipelining
     if how.microbatches < count:
         raise HvpipeError(
-            f"microbatches should be at least the number of stages, {count}, or some are always idle. "
+            f"microbatches should be at least the number of stages, {count}, or some stages are always idle. "
             f"Received: microbatches={how.microbatches}"
         )
     if count * how.chunks > len(graph.calls):
@@ -118,7 +118,7 @@ def _stage_counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tup
     if replicas is None:
         if size % stages:
             raise HvpipeError(
-                "The number of ranks should be a multiple of the number of stages; otherwise pass replicas, "
+                "The number of ranks should be a multiple of the number of stages. Otherwise pass replicas, "
                 f"the number of ranks of each stage. Received: stages={stages} on {size} ranks"
             )
         return stages, (size // stages,) * stages
@@ -196,7 +196,7 @@ def _check_costs(graph: LayerGraph, profile: Profile) -> None:
 def _output_bytes(graph: LayerGraph, samples: int) -> dict[str, tuple[int, int]]:
     """Return the bytes that each call makes: at least (only what is used) and at most (all, and masks).
 
-    Only calls of known sizes that grow with the samples are in it, because profiles are scaled from one
+    It only has calls whose sizes are known and grow with the samples, because profiles are scaled from one
     batch size to another.
     """
     known = [
@@ -275,7 +275,7 @@ def _replicate(plan: Plan, replicas: Sequence[int]) -> Plan:
         return plan
     if plan.pipelining.chunks > 1:
         raise HvpipeError(
-            "Several ranks for a stage need a schedule of gpipe, 1f1b, zb-h1. "
+            "Several ranks for a stage need one of the schedules gpipe, 1f1b, zb-h1. "
             f"Received: schedule='interleaved', replicas={tuple(replicas)}"
         )
     stages = tuple(

@@ -25,7 +25,7 @@ from hvpipe.keras.pipeline.step import PipelineStep, StepResult
 from hvpipe.keras.pipeline.update import PipelineUpdate
 
 Coverages = dict[str, GradientCoverage]
-"""What gets a gradient, by the description of the targets: their sizes make no difference."""
+"""The gradient coverage, by the description of the targets. Their sizes make no difference."""
 
 
 class RankDriver:
@@ -43,10 +43,10 @@ class RankDriver:
 
         Args:
             pipeline: The Keras model that the user compiled.
-            context: What the parts of the pipeline share.
+            context: The objects that the parts of the pipeline share.
             structure: (y, sample_weight) of a batch; None before any batch, for `predict` only.
             signature: A tf.TensorSpec for each flat target.
-            coverages: What gets a gradient; shared by all drivers of the pipeline.
+            coverages: The gradient coverages found so far; all drivers of the pipeline share them.
         """
         self.structure = structure
         self.signature = list(signature)
@@ -148,7 +148,7 @@ class RankDriver:
         """Check that a loss has targets, and tell masked losses the batch's entries; collective."""
         if compat.compiled_loss(self._pipeline) is not None and not self._has_y:
             raise HvpipeError(
-                f"{self._pipeline.name} is compiled with a loss, so it wants targets. "
+                f"{self._pipeline.name} is compiled with a loss, so it needs targets. "
                 "Received: a batch without any"
             )
         if self._entries is not None:
@@ -165,12 +165,12 @@ class RankDriver:
         engine = self._context.session.engine
         if not any(engine.agree("whether any stage has a loss", float(mine))):
             raise HvpipeError(
-                f"Training {self._pipeline.name} takes a loss: pass one to compile(loss=...), or let a layer "
-                "have one (add_loss, a regularizer). Received: loss=None, and no layer with a loss"
+                f"Training {self._pipeline.name} needs a loss: pass one to compile(loss=...), or add one in "
+                "a layer (add_loss, a regularizer). Received: loss=None, and no layer with a loss"
             )
 
     def _coverage(self) -> GradientCoverage:
-        """Return what gets a gradient; collective for the first driver of targets of this structure."""
+        """Return the gradient coverage; collective for the first driver with targets of this structure."""
         stages = self._context.layout.stages
         known = self._coverages.get(self._targets_described)
         if known is None:
@@ -231,13 +231,13 @@ class RankDrivers:
         return iter(self._drivers)
 
     def for_prediction(self) -> RankDriver:
-        """Return a driver for batches without targets: any that there is."""
+        """Return a driver for batches without targets: any existing one will do."""
         return self._drivers[0] if self._drivers else self._made(None, ())
 
     def for_targets(self, structure: Any, signature: Sequence[Any]) -> RankDriver:
-        """Return the driver of targets of a structure and signature; collective if it is a new one.
+        """Return the driver for targets of this structure and signature; collective if it is a new one.
 
-        If sizes differ from those of earlier batches, a driver that leaves them open replaces the old one.
+        If sizes differ from earlier batches, a driver that leaves them open replaces the old one.
         """
         for driver in self._drivers:
             common = common_signature(driver.structure, driver.signature, structure, signature)
@@ -257,7 +257,7 @@ class RankDrivers:
 
 @dataclass
 class _TrainedSamples:
-    """The samples whose loss this rank has computed, for the summary of the run."""
+    """Counts the samples for which this rank has computed the loss, for the run's summary."""
 
     samples: int = 0
 

@@ -49,14 +49,14 @@ class RankProgram:
     def training(
         schedule: Schedule, of_ranks: tuple[Program, ...], rank: int, microbatches: int
     ) -> RankProgram:
-        """Return a rank's training program, given those of all ranks; it may be empty."""
+        """Return one rank's training program out of all ranks' programs; it may be empty."""
         return RankProgram(schedule, _first(of_ranks[rank], microbatches), rank, microbatches)
 
 
 def _first(program: Program, microbatches: int) -> Program:
     """Return the steps of the first micro-batches.
 
-    If all ranks leave out the rest, none can deadlock: no remaining step waits for one that is left out.
+    All ranks leave out the rest, so none can deadlock: no remaining step waits for one that is left out.
     """
     return tuple(step for step in program if _microbatch_of(step) < microbatches)
 

@@ -47,15 +47,15 @@ class PipelineSaving:
     def export(self, filepath: Any, *args: Any, **kwargs: Any) -> None:
         """Raise HvpipeError: no rank has the graph of the whole model. Export what `save` wrote."""
         raise HvpipeError(
-            "A pipeline cannot be exported itself. Save it by pipe.save('model.keras') on all ranks, then "
+            "A pipeline cannot export itself. Call pipe.save('model.keras') on all ranks, then "
             f"keras.models.load_model('model.keras').export(...) on one. Received: export to {filepath!r}"
         )
 
     def get_config(self) -> dict[str, Any]:
         """Raise HvpipeError: Keras's saving calls this, and would write one rank's part from every rank."""
         raise HvpipeError(
-            "A rank has a part of the model: pipe.save('model.keras') on all ranks saves the whole, in place "
-            "of keras.saving.save_model(pipe, ...). Received: a call of get_config"
+            "A rank has only a part of the model. To save the whole, call pipe.save('model.keras') on all "
+            "ranks instead of keras.saving.save_model(pipe, ...). Received: a call of get_config"
         )
 
     def save_weights(
@@ -108,10 +108,10 @@ class PipelineSaving:
         settle(self)
 
     def save_checkpoint(self, folder: str | os.PathLike[str]) -> None:
-        """Write everything that training depends on; on all ranks together, each its own part.
+        """Write the training state; on all ranks together, each its own part.
 
-        These are weights, statistics, seeds and the optimizer's state. The new checkpoint replaces the one
-        in the folder when it is complete.
+        The state is weights, statistics, seeds and the optimizer's state. The new checkpoint replaces the
+        old one in the folder when it is complete.
 
         Args:
             folder: A folder that all ranks see.

@@ -1,4 +1,4 @@
-"""Variables that several ranks of a pipeline hold: in replicas of a stage, and in layers stages share."""
+"""Variables that several ranks of a pipeline hold, in replicas of a stage or in layers that stages share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hvpipe.session import Session
 
 
 class SharedVariables:
-    """Knows which ranks hold which variable, and keeps the copies equal. All ranks make and use it together.
+    """Knows which ranks hold which variable, and keeps the copies equal. Every method is collective.
 
     Attributes:
         holders: By the id of a variable that this rank shares with others: the world ranks that hold it,

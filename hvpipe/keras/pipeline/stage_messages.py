@@ -14,7 +14,7 @@ from hvpipe.schedule.program import Message
 
 
 class StageMessages:
-    """Holds what one action makes until the action that uses it takes it, or until it is sent."""
+    """Holds an action's results until the action that uses them takes them, or until they are sent."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class StageMessages:
         ]
 
     def send(self, message: Message) -> None:
-        """Start to send a message, which its producer has put."""
+        """Start to send a message whose values its producer has put."""
         peer, i = self._ranks[message.target], message.producer.microbatch
         values = self._to_send.pop((message.producer, message.consumer.stage))
         for wire, value in zip(self._wires(message), values, strict=True):
@@ -65,7 +65,7 @@ class StageMessages:
         return [tensor.wait() for tensor in self._pending.pop(message)]
 
     def _wires(self, message: Message) -> tuple[Wire, ...]:
-        """Return what a message carries: outputs, or the gradients of the floating ones."""
+        """Return the wires of a message: outputs, or the floating ones whose gradients it carries."""
         if message.consumer.kind == "F":
             return self._stages.cuts[message.consumer.stage].receives[message.producer.stage]
         sent = self._stages.cuts[message.consumer.stage].sends[message.producer.stage]

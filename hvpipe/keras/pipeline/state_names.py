@@ -43,7 +43,7 @@ class RankState:
         weights: This rank's variables.
         optimizer: This rank's optimizer state.
         owned: The names that this rank saves. The first holder saves a variable. The first rank that trains
-            anything saves what an optimizer has once.
+            anything saves the variables that an optimizer has only once.
         seeds: The names of seed generators' states, each with this rank's index among the holders.
         may_differ: The names of statistics and seeds, which may differ between holders.
     """
@@ -64,7 +64,7 @@ class RankState:
 def agree_on_trainable(session: Session, layout: Layout) -> None:
     """Copy other ranks' trainable flags to this rank's copies of their layers; collective.
 
-    Users change the flags of `pipe.layers`, which are one rank's. Files describe all layers.
+    Users change the flags of `pipe.layers`, which has one rank's layers. Files describe all layers.
 
     Raises:
         MismatchError: Ranks that share a layer have different flags. Raised on all ranks.
@@ -104,14 +104,14 @@ def rank_state(session: Session, layout: Layout, optimizer: Any, trainable: Sequ
         session: The session.
         layout: The layout.
         optimizer: This rank's optimizer; None before `compile`.
-        trainable: The variables that it trains.
+        trainable: The variables that the optimizer trains.
 
     Returns:
         The state by name.
 
     Raises:
         MismatchError: Only some ranks that share a layer train it. Raised on all ranks.
-        HvpipeError: The optimizer's state cannot be told apart by variable. Raised on all ranks.
+        HvpipeError: The optimizer's state cannot be assigned to variables. Raised on all ranks.
     """
     agree_on_trainable(session, layout)
     rank = session.world.rank
@@ -159,7 +159,7 @@ def numbers_of(variables: Sequence[ModelVariable]) -> dict[int, int]:
 
 
 def number_in(name: str) -> int | None:
-    """Return the variable's number in a name; None for what an optimizer has once."""
+    """Return the variable's number in a name; None for a variable that an optimizer has only once."""
     last = name.rpartition("/")[2]
     return int(last) if last.isdigit() else None
 
@@ -220,9 +220,9 @@ def unbuilt_copy(optimizer: Any) -> Any:
 
 
 def reset_slots(optimizer: Any, state: RankState) -> None:
-    """Before the first step, give slots the initial values that belong to the present weights.
+    """Before the first step, set slots to the initial values that match the current weights.
 
-    Keras makes slots at the first step, after weights are loaded. Some are copies of the weights
+    Plain Keras makes slots at the first step, after weights are loaded. Some are copies of the weights
     (ScheduleFreeAdamW).
     """
     inner = getattr(optimizer, "inner_optimizer", optimizer)

@@ -26,7 +26,7 @@ Observe = Callable[[Sequence[Any], Sequence[Any], Mapping[int, Any]], None]
 
 @dataclass
 class StepResult:
-    """What this rank's part of a step gave.
+    """The result of this rank's part of a step.
 
     Attributes:
         loss: The sum of the micro-batches' losses here, each weighted by its share of the batch's samples.
@@ -69,10 +69,10 @@ class PipelineStep:
 
         Args:
             program: What this rank runs.
-            batch: The batch. Only that of the first stage's rank counts.
+            batch: The batch. Only the batch on the first stage's rank counts.
             observe: Called for each micro-batch of the last stage.
             stage_done: Called with a stage when its gradients are complete.
-            loss_scale: Gradients are those of the loss times this factor.
+            loss_scale: The loss is multiplied by this factor before its gradients are computed.
 
         Returns:
             Loss and samples of this rank.
@@ -159,7 +159,7 @@ class _StepRun:
     def _record_results(
         self, functions: StageFunctions, i: int, targets: Sequence[Any], results: Sequence[Any]
     ) -> None:
-        """Keep what a forward gives beside its wires: the loss, the model's outputs, and their masks."""
+        """Keep a forward's results other than its wires: the loss, the model's outputs, and their masks."""
         samples = self._inputs.samples(i)
         with_loss = functions.has_loss and self._mode != "predict"
         if with_loss:
@@ -218,7 +218,7 @@ class _StepRun:
         return found
 
     def _put_gradients(self, action: Action, found: Values) -> None:
-        """Keep the gradients of what the stage received, for the stages that made it."""
+        """Keep the gradients of the tensors that the stage received, for the stages that made them."""
         cut = self._stages.cuts[action.stage]
         wires_in = self._stages.floating(self._functions[action.stage].wires_in)
         of_wire = dict(zip(wires_in, found, strict=True))

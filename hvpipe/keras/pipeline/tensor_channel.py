@@ -61,18 +61,18 @@ class TensorChannel:
             on_host: Send it through host memory, whatever the device. Must be the same at both ends.
 
         Raises:
-            HvpipeError: The dtype or the shape is another one, so the receiver would misread the bytes.
+            HvpipeError: The dtype or the shape differs, so the receiver would misread the bytes.
         """
         if tf.as_dtype(tensor.dtype) != tf.as_dtype(dtype):
             raise HvpipeError(
-                "A tensor between stages should have the dtype that the model says, "
+                "A tensor between stages should have the dtype that the model gives, "
                 f"{tf.as_dtype(dtype).name}. Received: {what}: dtype={tf.as_dtype(tensor.dtype).name}"
             )
         if shape is None:
             self._send_from_host(peer, _header(tensor, what), what)
         elif tuple(shape) != tuple(tensor.shape):
             raise HvpipeError(
-                f"A tensor between stages should have the shape that the model says, {tuple(shape)}, where "
+                f"A tensor between stages should have the shape that the model gives, {tuple(shape)}; "
                 "only the first axis may depend on the batch. "
                 f"Received: {what}: shape={tuple(tensor.shape)}"
             )

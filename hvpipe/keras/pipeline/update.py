@@ -51,8 +51,8 @@ class PipelineUpdate:
         Args:
             session: The session.
             optimizer: This rank's Keras optimizer.
-            trainable: What the optimizer is built with: the stages' variables in the order of the model.
-                Variables without a gradient are among them, because Keras averages these weights too.
+            trainable: The variables that the optimizer is built with, in the order of the model. Variables
+                without a gradient are among them, because Keras averages these weights too.
             functions: The functions of this rank's stages, by stage.
             shared: The variables that several ranks hold.
             with_gradient: The ids of variables that get a gradient on any rank.
@@ -167,7 +167,7 @@ class PipelineUpdate:
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which the optimizer wants the loss scaled (mixed precision in float16)."""
+        """The optimizer's factor for the loss (mixed precision in float16)."""
         if isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer):
             return float(self._optimizer.dynamic_scale)
         return float(self._optimizer.loss_scale_factor or 1.0)
@@ -189,7 +189,7 @@ class PipelineUpdate:
     def _all_finite(self, gradients: Sequence[Any]) -> bool:
         """Return whether the gradients of all ranks are finite; True without dynamic loss scaling.
 
-        Dynamic loss scaling skips a step with other gradients, and all ranks must skip the same ones.
+        Dynamic loss scaling skips a step if its gradients are not finite. All ranks must skip the same steps.
         """
         if not isinstance(self._optimizer, keras.optimizers.LossScaleOptimizer):
             return True
@@ -248,7 +248,7 @@ def _dtype_of_sum(variable: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_clipping(optimizer: Any) -> Iterator[None]:
-    """Keep an optimizer from clipping by the norm of this rank's gradients: all ranks' norm was used."""
+    """Keep an optimizer from clipping by this rank's norm: the norm over all ranks was used already."""
     limit, optimizer.global_clipnorm = optimizer.global_clipnorm, None
     try:
         yield

@@ -1,1 +1,1 @@
-"""Measured costs: of each layer, of a stage, of the devices and links of these ranks."""
+"""Measured costs: of each layer, of a stage, and of this run's devices and links."""

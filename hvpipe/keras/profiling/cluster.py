@@ -19,12 +19,12 @@ def measure_cluster(profile: Profile) -> Cluster:
     """Measure the cluster that the ranks of this run form; collective, after `hvpipe.init`.
 
     Devices are named HOST:LOCAL_RANK. The total times of the profiles give their speeds; rank 0 has speed 1.
-    The memory of a device is what its process may still take: the memory of the host or of its control
-    group, in equal shares among the host's ranks, or the limit of `ulimit`. If TensorFlow uses a GPU, it is
-    that GPU's. Links are measured while all ranks compute.
+    A device's memory is the bytes that its process may still take: the memory of the host or its control
+    group, shared equally among the host's ranks, or the limit of `ulimit`. If TensorFlow uses a GPU, it is
+    that GPU's memory. Links are measured while all ranks compute.
 
     Args:
-        profile: What `measure` returned on this rank, for the same model and batch on all ranks.
+        profile: The profile that `measure` returned on this rank. All ranks measure the same model and batch.
 
     Returns:
         The cluster, the same on all ranks.
@@ -68,5 +68,5 @@ def _memory_bytes(ranks_here: int) -> int:
     gpus = [gpu.memory_bytes for gpu in seen if gpu.memory_bytes is not None]
     if not gpus:
         return usable_bytes(ranks_here)
-    # It is not known which GPU this rank has, so take the smallest, shared evenly.
+    # The rank's GPU is unknown here, so take the smallest GPU, shared evenly.
     return min(gpus) // -(-ranks_here // len(gpus))

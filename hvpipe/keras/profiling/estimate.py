@@ -1,4 +1,4 @@
-"""Estimates a model's profile from its shapes alone, for planning without a measurement."""
+"""Estimates a model's profile from its shapes, for planning without a measurement."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvpipe.keras.graph.layer_graph import Call, LayerGraph
 from hvpipe.keras.profiling.footprint import untrained_bytes, weight_bytes
 from hvpipe.specs.profile import LayerCost, Profile
 
-# What a device of speed 1 computes and moves in a second. Only their ratio matters for a cut.
+# Operations and bytes per second of a device of speed 1. Only their ratio matters for a cut.
 _FLOPS_PER_S = 2e10
 _BYTES_PER_S = 5e9
 

@@ -1,4 +1,4 @@
-"""The memory of one layer call: weights, the optimizer's slots, and what is kept for the backward."""
+"""The memory of one layer call: weights, the optimizer's slots, and tensors kept for the backward."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class OptimizerSlots:
     """The slots of an optimizer. Works on clones, so the optimizer stays as it is."""
 
     def __init__(self, optimizer: Any) -> None:
-        """`optimizer` is a Keras optimizer, or anything that `keras.optimizers.get` takes."""
+        """Take a Keras optimizer, or anything that `keras.optimizers.get` accepts."""
         try:
             self._optimizer = keras.optimizers.get(optimizer)
             self.new_optimizer()
         except (TypeError, ValueError) as error:
             raise HvpipeError(
-                "optimizer should be a Keras optimizer that can be made again from its config, or the name "
-                f"of one. Received: optimizer={optimizer!r}"
+                "optimizer should be a Keras optimizer that its config can recreate, or the name of "
+                f"one. Received: optimizer={optimizer!r}"
             ) from error
 
     def bytes_for(self, operation: Any) -> int:
-        """Return the bytes of the slots of an operation's trainable variables, without slots of one number.
+        """Return the slot bytes of an operation's trainable variables, without slots of a single number.
 
         Makes the slots and frees them. The variables must have memory.
         """
@@ -68,10 +68,10 @@ def tensor_bytes(tensor: Any) -> int:
 
 
 def kept_bytes(outputs: Sequence[Any], saved: Sequence[Any], inputs: Sequence[Any]) -> int:
-    """Return the bytes of eager tensors that stay until the backward: outputs and saved, without inputs.
+    """Return the bytes of the eager tensors kept until the backward: outputs and saved, without inputs.
 
-    Tensors that share memory, such as a reshaped one, count once. Lists that a loop fills count by their
-    length and first element.
+    Tensors that share memory, such as a reshaped tensor, count once. A list that a loop fills counts as its
+    length times its first element.
     """
     before = {_address(x) for x in inputs if _has_address(x)}
     found: dict[int, int] = {}

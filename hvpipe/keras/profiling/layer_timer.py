@@ -1,4 +1,4 @@
-"""Runs a model's calls one by one, and times each forward and backward by itself."""
+"""Runs a model's calls one by one, and times each forward and backward separately."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hvpipe.specs.profile import LayerCost
 
 
 class LayerTimer:
-    """Measures the calls of a graph in order; each call takes what earlier ones made of the inputs."""
+    """Measures the calls of a graph in order; each call takes the outputs of earlier calls."""
 
     def __init__(
         self, graph: LayerGraph, inputs: Sequence[Any], stopwatch: Stopwatch, slots: OptimizerSlots
@@ -95,7 +95,7 @@ class LayerTimer:
         return forward_s, 0.0 if backward is None else self._stopwatch.time_s(backward)
 
     def _weight_share(self, timed: TimedStage, backward_s: float) -> float | None:
-        """Return the share of the backward that the weights take; None if it is too short to tell."""
+        """Return the weights' share of the backward's time; None if the backward is too short to tell."""
         backward_inputs = timed.backward_inputs
         if backward_inputs is None:
             return float(timed.trains)
@@ -104,7 +104,7 @@ class LayerTimer:
         return max(0.0, 1.0 - self._stopwatch.time_s(backward_inputs) / backward_s)
 
     def _kind(self, index: int, inputs: Sequence[Any]) -> str | None:
-        """Return a text that is equal for calls of equal cost; None for the user's own layers."""
+        """Return a text that is equal for calls of equal cost; None for custom layers."""
         call, cut = self._stages.graph.calls[index], self._stages.cuts[index]
         operation = call.operation
         if not type(operation).__module__.startswith("keras."):
@@ -125,7 +125,7 @@ class LayerTimer:
 
 
 def _fixed(whole_s: float, part_s: float, share: float) -> float:
-    """Return the time of no samples: on the line through the times of all and of a share of them.
+    """Return the time for zero samples, on the line through the times of all samples and a share of them.
 
     The result is between 0 and the time of all samples.
     """

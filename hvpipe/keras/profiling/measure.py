@@ -1,4 +1,4 @@
-"""`measure`: a profile of a model, every layer call timed by itself, forward and backward, on this rank."""
+"""`measure`: profiles a model on this rank, with each layer call's forward and backward timed separately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hvpipe.keras.profiling.timed_spans import corrected
 from hvpipe.specs.profile import Profile
 
 Report = Callable[[int, int, str], None]
-"""Called before each layer call is timed: how many are done, how many there are, the name of this one."""
+"""Called before each layer call is timed, with the number of calls done, the total, and this call's name."""
 
 
 def measure(
@@ -34,31 +34,32 @@ def measure(
 
     Not collective. Ranks that will train at the same time should measure at the same time.
 
-    Each layer call runs by itself in training mode, in the forward and backward graphs that a pipeline runs.
-    Its inputs are what earlier calls made of the batch; its gradients are random. How the numbers come about:
+    Each layer call runs separately in training mode, in the forward and backward graphs that a pipeline runs.
+    Its inputs are the outputs of earlier calls on the batch; its gradients are random. The numbers are
+    measured as follows:
 
     - `forward_s` and `backward_s`: the median of `repeats` calls, after two to warm up, minus the time of an
-      empty function. These medians show how layers compare. To find what they take in a step, about
-      eight spans of consecutive layers are timed in turn in the same way. The times of their layers are
-      scaled to add up to the spans' means.
+      empty function. These medians show how layers compare. To find their times in a step, about eight spans
+      of consecutive layers are timed in turn in the same way. The times of each span's layers are scaled to
+      add up to the span's mean.
     - A layer without a gradient has no backward: its inputs and weights are not floating, or it is the first
       and has no weights.
     - Of Keras's own layers with equal config and shapes, only the first is timed.
     - `fixed_forward_s`, `fixed_backward_s`: each call is also timed on a quarter of the samples. A line
-      through both times gives the time of no samples.
-    - `weight_share`: the part of the backward that the gradients of the weights take.
+      through both times gives the time for zero samples.
+    - `weight_share`: the weight gradients' share of the backward.
     - `update_s`: from a line through the optimizer's updates of one large variable and of small ones.
     - `weight_bytes`: trained variables, counted for each call of a layer that is called again.
     - `slot_bytes`: the optimizer's slots, and variables that are not trained.
-    - `output_bytes`: what other layers or the loss read, with masks.
-    - `saved_bytes`: outputs, and what else the forward keeps for the backward.
+    - `output_bytes`: the outputs that other layers or the loss read, with masks.
+    - `saved_bytes`: outputs, and other tensors that the forward keeps for the backward.
 
     The loss is not measured.
 
     Args:
         model: A functional or Sequential Keras model, which stays as it was; or a function without arguments
-            that returns one. Then only one layer at a time has memory for its weights, so the model may be
-            larger than the memory.
+            that returns one. With a function, only one layer at a time has memory for its weights, so the
+            model may be larger than the memory.
         batch: One micro-batch as `fit` takes it: inputs, or a tuple of inputs, targets and sample weights,
             of which only the inputs are used. Several inputs are a list, or a dict by name. All costs are
             for a micro-batch of this size.
@@ -87,12 +88,12 @@ def measure(
 
 
 def built_model(model: Any) -> Any:
-    """Return a model itself, or the model that a function returns, without memory for its weights."""
+    """Return the given model, or the model that a given function returns, without memory for its weights."""
     if isinstance(model, keras.Model):
         return model
     if not callable(model):
         raise HvpipeError(
-            "measure wants a Keras model, or a function that returns one. "
+            "measure needs a Keras model, or a function that returns one. "
             f"Received: {type(model).__name__} {model!r}"
         )
     return without_memory(model)
@@ -136,7 +137,7 @@ def _inputs(model: Any, graph: LayerGraph, batch: Any) -> list[Any]:
     if not all(_fits(shape, spec.shape) for shape, spec in zip(shapes, specs, strict=True)):
         raise HvpipeError(f"{want}. Received: {_described(x)}")
     if len({shape[0] for shape in shapes}) > 1 or shapes[0][0] < 1:
-        raise HvpipeError(f"{want}, all of the same number of samples, at least 1. Received: {_described(x)}")
+        raise HvpipeError(f"{want}, with equal numbers of samples, at least 1. Received: {_described(x)}")
     return found
 
 

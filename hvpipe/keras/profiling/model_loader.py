@@ -1,4 +1,4 @@
-"""Loads a model that the command line names: calls the function that builds it, and makes random inputs."""
+"""Loads the model named on the command line: calls the function that builds it, and makes random inputs."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def load_model_and_batch(task: ProfileTask) -> tuple[Any, Any]:
         return model, given[0]
     if task.microbatch is None:
         raise HvpipeError(
-            f"--microbatch should say how many samples, or {task.function} should return the model and a "
-            "micro-batch. Received: neither"
+            f"--microbatch should give the number of samples, or {task.function} should return the model and "
+            "a micro-batch. Received: neither"
         )
     return model, random_batch(model, task.microbatch, task.input_shapes)
 
@@ -105,7 +105,7 @@ def random_batch(model: Any, samples: int, shapes: Sequence[InputShape] = ()) ->
 
 
 def _sample_axes(name: str, spec: TensorSpec, given: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the axes of a sample: those of the input, or the given ones if they fit."""
+    """Return the axes of a sample: the input's own, or the given ones if they fit."""
     wanted = spec.shape[1:]
     if given is None:
         if None in wanted:
@@ -145,7 +145,7 @@ def _random_values(
 
 
 def _load_file(path: str) -> Any:
-    """Import a file. It can import the modules beside it, as when Python runs it."""
+    """Import a file. It can import modules from its own folder, as when Python runs it."""
     folder = str(Path(path).absolute().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

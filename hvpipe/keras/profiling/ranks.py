@@ -25,7 +25,7 @@ Found = TypeVar("Found")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a task, the only argument, as text; collective."""
+    """Run the task that the only argument holds as text; collective."""
     task = ProfileTask.from_text(arguments[0])
     session.init()
     model, batch = _on_all_ranks(lambda: load_model_and_batch(task))
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def summary(profile: Profile, cluster: Cluster) -> str:
-    """Return a text that shows what was measured."""
+    """Return a text that summarises the measurements."""
     layers = profile.layers
     lines = [
         f"{profile.model}: {len(layers)} layers, {profile.batch_size} samples: "
@@ -67,7 +67,7 @@ def summary(profile: Profile, cluster: Cluster) -> str:
 def _check_batch(task: ProfileTask, profile: Profile) -> None:
     if task.microbatch not in (None, profile.batch_size):
         raise HvpipeError(
-            f"--microbatch should be left out, or as many samples as {task.function} returns, "
+            f"Leave --microbatch out, or give the number of samples that {task.function} returns, "
             f"{profile.batch_size}. Received: --microbatch {task.microbatch}"
         )
 

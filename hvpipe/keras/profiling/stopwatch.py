@@ -1,4 +1,4 @@
-"""Times warm calls of TensorFlow functions on this rank's device, minus the cost of any call."""
+"""Times warm calls of TensorFlow functions on this rank's device, minus the overhead of a call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class TimedCall:
 class Stopwatch:
     """Times `repeats` calls, in seconds; waits for the device before and after each.
 
-    From each time it subtracts the shortest time of an empty function of as many tensors; at least 0 is left.
+    From each time it subtracts the shortest time of an empty function with the same number of tensors. No
+    result is below 0.
     """
 
     def __init__(self, repeats: int) -> None:
@@ -38,15 +39,15 @@ class Stopwatch:
         self._latest_result: object = None
 
     def time_s(self, timed: TimedCall) -> float:
-        """Return the median of calls that follow each other."""
+        """Return the median time of consecutive calls."""
         taken_s = statistics.median(self._times_s(timed.call, self._repeats))
         self._latest_result = None
         return max(0.0, taken_s - self._time_empty_s(timed))
 
     def in_turn_s(self, several: Sequence[TimedCall]) -> list[float]:
-        """Return the mean of each call, when they are made in turn, again and again.
+        """Return the mean time of each call when the calls are made in turn, `repeats` times.
 
-        Means, because a step consists of them: a call that is held up every tenth time costs that much.
+        These are means because a step is their sum: a call that is delayed every tenth time adds to it.
         """
         sums_s = [0.0] * len(several)
         for turn in range(_WARM_UPS + self._repeats):

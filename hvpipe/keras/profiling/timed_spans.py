@@ -1,8 +1,8 @@
 """Times spans of consecutive layers as a pipeline runs them, to correct the times of single layers.
 
-A layer that is called again and again finds its weights in the processor's caches. A short call may end
-before the operating system preempts a rank that has used its time slice. Neither holds in a step. So the
-layers' own times give their shares of a span, and the time of the span gives the seconds.
+A layer that is called repeatedly finds its weights in the CPU's caches. A short call may end before the
+operating system preempts a rank that has used its time slice. Neither holds in a step. So the layers' own
+times give their shares of a span, and the span's time gives the seconds.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _SPANS = 8
 """A model is cut into about this many spans of equal time."""
 
 _AT_A_TIME_BYTES = 1 << 30
-"""The most memory of spans that are timed together. The model may be larger than the memory."""
+"""The most bytes of spans that are timed together. The model may be larger than the memory."""
 
 
 def corrected(
     graph: LayerGraph, inputs: Sequence[Any], costs: Sequence[LayerCost], stopwatch: Stopwatch
 ) -> list[LayerCost]:
-    """Return the costs of the graph's calls, scaled so that those of each span add up to its time.
+    """Return the costs of the graph's calls, scaled so that the costs in each span add up to its time.
 
     Spans are timed in turn as in a step: all forwards, then all backwards from the last one. If the model
-    takes more than 1 GiB, only as many spans at a time as fit into it.
+    takes more than 1 GiB, only spans that fit into 1 GiB together are timed in turn.
 
     Args:
         graph: The model.
@@ -54,7 +54,7 @@ def corrected(
 
 
 def _spans(costs: Sequence[LayerCost]) -> list[list[int]]:
-    """Return spans of consecutive indices, each of an eighth of the time or of the memory limit."""
+    """Return spans of consecutive indices. Each has an eighth of the time or of the memory limit."""
     whole_s = sum(cost.compute_s for cost in costs)
     spans: list[list[int]] = [[]]
     span_s, span_bytes = 0.0, 0
@@ -83,7 +83,7 @@ def _groups(spans: Sequence[Sequence[int]], costs: Sequence[LayerCost]) -> Itera
 
 
 def _bytes(cost: LayerCost) -> int:
-    """Return the bytes of weights, of their gradients' sums, and of what two forwards save.
+    """Return the bytes of the weights, their gradient accumulators, and the saved tensors of two forwards.
 
     Two, because the activations of one forward are freed only after the next.
     """
@@ -93,7 +93,7 @@ def _bytes(cost: LayerCost) -> int:
 def _times_s(
     stages: Stages, activations: Activations, group: Sequence[int], stopwatch: Stopwatch
 ) -> list[tuple[float, float]]:
-    """Return the seconds of the forward and of the backward of each of these spans."""
+    """Return the forward and backward seconds of each of these spans."""
     timed = []
     for span in group:
         functions = StageFunctions(stages, span, targets=(), loss=None)
@@ -122,5 +122,5 @@ def _scaled(costs: Sequence[LayerCost], forward_s: float, backward_s: float) -> 
 
 
 def _factor(span_s: float, layers_s: float) -> float:
-    """Return the ratio; 1 if either is 0, which means too short to tell from an empty call."""
+    """Return the ratio; 1 if either is 0, that is, too short to tell from an empty call."""
     return span_s / layers_s if span_s > 0 and layers_s > 0 else 1.0

@@ -1,4 +1,4 @@
-"""A stage's forward and backward on real values, ready to be timed; and the activations between stages."""
+"""A stage's forward and backward on real values, ready to be timed, and the activations between stages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hvpipe.keras.profiling.stopwatch import TimedCall
 
 
 class Activations:
-    """What stages hand each other in one forward. Each tensor is held until its last user has taken it."""
+    """The tensors between stages in one forward. Each tensor is held until its last user has taken it."""
 
     def __init__(self, stages: Stages, inputs: Sequence[Any]) -> None:
-        """`inputs` are the model's. The last stage must be empty: it stands for the loss."""
+        """Take the model's `inputs`. The last stage must be empty: it stands for the loss."""
         self._cuts = stages.cuts
         self._values = {Wire(number): x for number, x in zip(stages.graph.inputs, inputs, strict=True)}
         self._last_user = {
@@ -28,7 +28,7 @@ class Activations:
         }
 
     def _read_by(self, stage: int) -> list[Wire]:
-        """Return what a stage reads, in the order in which its functions take it."""
+        """Return the wires that a stage reads, in the order in which its functions take them."""
         cut = self._cuts[stage]
         return [*cut.wires_in, *(Wire(number) for number in cut.inputs)]
 
@@ -54,7 +54,7 @@ class TimedStage:
     Attributes:
         inputs: The inputs of the forward.
         outputs: The outputs of the latest forward.
-        saved: What it keeps for the backward.
+        saved: The tensors that the latest forward keeps for the backward.
     """
 
     def __init__(self, stages: Stages, stage: int, functions: StageFunctions, inputs: Sequence[Any]) -> None:
@@ -107,7 +107,7 @@ class TimedStage:
 
 @contextlib.contextmanager
 def same_state(layers: Sequence[Any]) -> Iterator[None]:
-    """Undo at the end what forwards in training mode do to statistics, seeds and weights."""
+    """Restore statistics, seeds and weights at the end, which forwards in training mode change."""
     own = {id(v) for layer in layers if _may_write_weights(layer) for v in layer.trainable_variables}
     before = [(v, tf.identity(v.value)) for v in variables_of(layers) if not v.trainable or id(v) in own]
     try:
@@ -118,7 +118,7 @@ def same_state(layers: Sequence[Any]) -> Iterator[None]:
 
 
 def _may_write_weights(layer: Any) -> bool:
-    """Return whether a forward may change weights: one layer of Keras does, and the user's own may."""
+    """Return whether a forward may change weights: one Keras layer does, and custom layers may."""
     return any(
         isinstance(inner, keras.layers.SpectralNormalization)
         or not type(inner).__module__.startswith("keras.")

@@ -11,13 +11,13 @@ from hvpipe.keras.profiling.footprint import OptimizerSlots, weight_bytes
 from hvpipe.keras.profiling.stopwatch import Stopwatch, TimedCall
 
 _LARGE_BYTES = 32 << 20
-"""More than caches hold, like the weights of a stage."""
+"""More than caches hold, as in a stage's weights."""
 
 _SMALL, _COLUMNS = 16, 256
 
 
 class UpdateTime:
-    """Seconds for each variable and for each byte: a line through updates of one large and of small ones."""
+    """Seconds per variable and per byte: a line through updates of one large variable and of small ones."""
 
     def __init__(self, optimizer: OptimizerSlots, model_bytes: int, stopwatch: Stopwatch) -> None:
         """Measure the line, unless the model has no trained weights (`model_bytes` is 0)."""

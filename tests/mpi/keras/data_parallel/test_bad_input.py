@@ -81,7 +81,7 @@ def test_models_of_keras_2() -> None:
         hk.data_parallel(functional)
     with pytest.raises(HvpipeError, match=says):
         hk.DistributedOptimizer(functional)
-    with pytest.raises(HvpipeError, match=f"wants a Keras model or a function.*{says}"):
+    with pytest.raises(HvpipeError, match=f"needs a Keras model or a function.*{says}"):
         hk.pipeline_parallel(functional)
 
 

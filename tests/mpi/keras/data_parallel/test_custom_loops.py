@@ -369,7 +369,7 @@ def test_a_loop_with_the_optimizer_of_a_data_parallel_model() -> None:
     if hvpipe.size() == 1:
         loop()
         return
-    says = r"(?i)in a loop of your own wrap the optimizer in .*Received: an update by sgd"
+    says = r"(?i)in a custom loop, wrap the optimizer in .*Received: an update by sgd"
     for _ in range(2):
         with pytest.raises(HvpipeError, match=says):
             loop()

@@ -118,7 +118,7 @@ def test_an_optimizer_other_than_the_compiled_one_is_refused() -> None:
 
     model = compiled(Other)
     model.other = keras.optimizers.SGD(0.1)
-    with pytest.raises(HvpipeError, match=r"train apart.*Received: train_step of Other"):
+    with pytest.raises(HvpipeError, match=r"drift apart.*Received: train_step of Other"):
         fit(parallel(model), my_batches(STEPS))
 
 

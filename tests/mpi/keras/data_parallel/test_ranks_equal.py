@@ -125,10 +125,12 @@ def test_weights_set_on_one_rank_before_another_fit(change: Any, caplog: pytest.
     for found, array in zip(start[0], wanted, strict=True):
         np.testing.assert_array_equal(found, array)
     assert_same_on_all_ranks(state_of(model))
-    told = [record.getMessage() for record in caplog.records if "go on with rank 0's" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "continue with rank 0's" in record.getMessage()
+    ]
     assert len(told) == (hvpipe.rank() == 0 and hvpipe.size() > 1)
     if told:
-        assert f"{hvpipe.size() - 1} were not those of rank 0 at the start of fit" in told[0]
+        assert f"{hvpipe.size() - 1} differed from rank 0 at the start of fit" in told[0]
 
 
 def test_expected_differences_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:

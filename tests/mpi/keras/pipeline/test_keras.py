@@ -393,7 +393,7 @@ def test_fewer_inputs_than_targets_are_an_error() -> None:
     """Otherwise the pipeline would use the first targets."""
     x, y = batches(mlp, 16)
     pipe = compile_as_all(hk.pipeline_parallel(small))
-    with pytest.raises(HvpipeError, match=r"as many samples. Received: \[8\] of inputs, \[16\] of targets"):
+    with pytest.raises(HvpipeError, match=r"number of samples. Received: \[8\] of inputs, \[16\] of targets"):
         pipe.train_on_batch(x[:8], y)
 
 

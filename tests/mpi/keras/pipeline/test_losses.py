@@ -96,7 +96,7 @@ def test_targets_are_needed_for_a_loss() -> None:
     x, _ = batches(mlp, 8)
     pipe = hk.pipeline_parallel(one_output)
     pipe.compile(sgd(), "mse")
-    with pytest.raises(HvpipeError, match="compiled with a loss, so it wants targets"):
+    with pytest.raises(HvpipeError, match="compiled with a loss, so it needs targets"):
         pipe.fit(x, batch_size=8, verbose=0)
 
 

@@ -492,7 +492,9 @@ def test_complex_numbers_between_stages_are_refused() -> None:
     if hvpipe.size() == 1:
         hk.pipeline_parallel(with_complex_numbers, profile=profile)
         return
-    with pytest.raises(HvpipeError, match=r"complex ones cannot: .* Received: complex64 from multiply"):
+    with pytest.raises(
+        HvpipeError, match=r"cannot send complex tensors to each other: .* Received: complex64 from multiply"
+    ):
         hk.pipeline_parallel(with_complex_numbers, profile=profile)
 
 
@@ -563,7 +565,7 @@ def of_a_fixed_batch() -> keras.Model:
         (mlp, {"replicas": ()}, r"replicas should be"),
         (Subclassed, {}, r"subclassed model into a function"),
         (lambda: None, {}, r"should return a Keras model"),
-        (3, {}, r"wants a Keras model or a function"),
+        (3, {}, r"needs a Keras model or a function"),
         (of_a_fixed_batch, {}, r"without batch_shape. Received: an input of shape \(8, 12\)"),
     ],
 )

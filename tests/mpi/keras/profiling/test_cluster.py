@@ -151,7 +151,7 @@ def test_a_function_that_brings_its_batch(nets: str) -> None:
         ("WIDTH", 4, "should have a function 'WIDTH'"),
         ("of_width", 4, r"should take no arguments.*Received: of_width\(width\)"),
         ("nothing", 4, "should return a Keras model. Received: NoneType"),
-        ("small", None, "--microbatch should say how many samples"),
+        ("small", None, "--microbatch should give the number of samples"),
     ],
 )
 def test_unsuitable_functions(nets: str, function: str, microbatch: int | None, says: str) -> None:

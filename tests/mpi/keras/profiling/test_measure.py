@@ -362,7 +362,7 @@ class Subclassed(keras.Model):
         (perceptron, None, {}, "batch should be inputs"),
         (perceptron, np.ones((2, 6)), {"repeats": 0}, "Received: repeats=0"),
         (perceptron, np.ones((2, 6)), {"optimizer": "nothing"}, "Received: optimizer='nothing'"),
-        ("perceptron", np.ones((2, 6)), {}, "wants a Keras model, or a function.*Received: str"),
+        ("perceptron", np.ones((2, 6)), {}, "needs a Keras model, or a function.*Received: str"),
         (lambda: 3, np.ones((2, 6)), {}, "should return a Keras model. Received: int"),
         (lambda: Subclassed(), np.ones((2, 6)), {}, "Turn a subclassed model into a function"),
     ],
