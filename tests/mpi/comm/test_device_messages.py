@@ -167,11 +167,15 @@ def test_a_failure_in_transit_ends_the_engine(
     rank, size = hvpipe.rank(), hvpipe.size()
     monkeypatch.setenv("FAKE_NCCL", how)
     received = engine.receive_on_device(empty(10), (rank - 1) % size, 0, "a message")
-    sent = engine.send(OnDevice(np.ones(10, np.float32)), (rank + 1) % size, 0, "a message")
+
+    def send_and_wait() -> None:
+        # `send` itself raises if the engine has failed by now.
+        engine.send(OnDevice(np.ones(10, np.float32)), (rank + 1) % size, 0, "a message").wait()
+
     told = []
-    for request in (received, sent):
+    for wait in (send_and_wait, received.wait):
         with pytest.raises((PeerError, DeadlineError)) as caught:
-            request.wait()
+            wait()
         told.append(str(caught.value))
     assert told[0] == told[1]
     # On some ranks the error is about the rank whose NCCL failed.
