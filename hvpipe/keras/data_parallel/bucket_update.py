@@ -35,8 +35,8 @@ class BucketUpdate:
     def update_where_submitted(self, tokens: Sequence[Any]) -> list[Any]:
         """Collect and update each bucket whose token is above 0.
 
-        Each bucket's update is a branch of its own in the graph, so a layer's forward waits for its own
-        variables only.
+        Each bucket's update is a separate branch in the graph, so a layer's forward waits only for its own
+        variables.
 
         Args:
             tokens: A token for each bucket (int64 scalar).

@@ -323,7 +323,7 @@ class DataParallel:
         return logs if return_dict else metrics_in_order(self.model, logs)
 
     def _as_dict(self, name: str, args: Any, kwargs: Any) -> tuple[bool, dict[str, Any]]:
-        """Call the model's own method; return whether the caller wants a dict, and the logs by name."""
+        """Call the model's own method; return whether the caller asked for a dict, and the logs by name."""
         own = self._methods.own(name)
         given = by_name(own, args, kwargs, functools.partial(getattr(keras.Model, name), self.model))
         wanted = bool(given.pop("return_dict", False))

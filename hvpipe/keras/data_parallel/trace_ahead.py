@@ -22,7 +22,7 @@ class TraceAhead:
         self._seen: list[Any] = []  # one iterator's element_spec stays the same object, so this is fast
 
     def trace(self, data: Any) -> None:
-        """Trace what a call with `data`, an iterator or a list of batches, would run; once for each kind."""
+        """Trace the step that a call with `data`, an iterator or a list of batches, runs; once per kind."""
         if self._functions is None or tf.config.functions_run_eagerly():
             return
         kind = tf.nest.map_structure(_kind_of, data) if isinstance(data, list) else data.element_spec
