@@ -108,7 +108,7 @@ def acts_by_variable(optimizer: Any, variables: Sequence[Any]) -> bool:
     """Return whether updating some variables now and others later gives the same bits as all at once.
 
     An optimizer that overrides one of METHODS_ONCE_PER_STEP may act once per step: Nadam multiplies a
-    running product, LossScaleOptimizer looks at all gradients.
+    running product, LossScaleOptimizer checks all gradients.
     """
     kind, base = type(optimizer), keras.optimizers.Optimizer
     overridden = any(

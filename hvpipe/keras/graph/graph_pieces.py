@@ -96,7 +96,7 @@ class TracedGraph:
     ) -> tuple[list[Any], list[Any]]:
         """Return the tensors that the backward for the weights needs from the backward for the inputs.
 
-        First come tensors that the latter computes, then tensors among its own inputs.
+        First come tensors that the backward for the inputs computes, then tensors that it only takes.
         """
         done = ancestors([t.op for t in of_inputs]) - self._forward
         done = {op for op in done if not self._follows_from_weights(op)} | self._upstream
