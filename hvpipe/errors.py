@@ -29,7 +29,7 @@ class MismatchError(HvpipeError):
 
 
 class DeadlineError(HvpipeError):
-    """A wait took longer than the time limit (HVPIPE_TIMEOUT). The message names what was waited for."""
+    """A wait took longer than the time limit (HVPIPE_TIMEOUT). The message names the awaited operation."""
 
 
 class PeerError(HvpipeError):

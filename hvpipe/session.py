@@ -47,7 +47,7 @@ __all__ = [
 _SHOWN_STEPS = 20
 """`hvpipe top` shows the median time of this many steps."""
 
-# Settings that must be the same on all ranks: what is recorded, and which messages and collectives exist.
+# Settings that must be the same on all ranks: they decide about records, messages and collectives.
 _RANK_0_DECIDES = (
     *("trace_path", "utilization_path", "utilization_hz", "summary"),
     *("bucket_bytes", "table_bytes", "segment_bytes", "slot_bytes", "messages_in_flight", "ranks_per_host"),

@@ -78,7 +78,7 @@ class Settings:
     nccl_span: NcclSpan = "world"  # "host": MPI carries data of GPUs between hosts
     device_library: str = ""  # "": hvpipe's own for CUDA
     gpus_may_be_shared: bool = False
-    log_level: str | None = None  # None: what the program configured
+    log_level: str | None = None  # None: the level that the program configured
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Launch:

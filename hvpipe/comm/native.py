@@ -16,7 +16,7 @@ REBUILD = "in hvpipe's source folder: pip install --force-reinstall --no-deps --
 
 @dataclass(frozen=True)
 class BuildInfo:
-    """The versions that CMake recorded when it built hvpipe; None for what the build did not have."""
+    """The versions that CMake recorded when it built hvpipe; None for libraries that it did not find."""
 
     tensorflow: str | None
     mpi: str | None

@@ -37,7 +37,7 @@ def to_json(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def to_text(findings: Sequence[Finding], colours: bool) -> str:
-    """Return a table: mark, name, what was found, and below it the advice."""
+    """Return a table: mark, name, finding, and below them the advice."""
     marks = {"ok": ("ok", "32"), "absent": ("-", "2"), "problem": ("!!", "31")}
     lines = []
     for finding in findings:

@@ -221,7 +221,7 @@ def _shared_memory() -> Finding:
     return Finding("shared memory", "ok", found)
 
 
-# Runs in a process of its own, because an unsuitable MPI may end the process that loads it.
+# Runs in a separate process, because an unsuitable MPI may end the process that loads it.
 _LOAD = """
 from hvpipe.comm.mpi import library_version
 print(library_version(), flush=True)

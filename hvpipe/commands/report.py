@@ -17,7 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Print the summary. Returns the exit code; raises HvpipeError if the file is no trace."""
+    """Print the summary. Returns the exit code; raises HvpipeError if the file is not a trace."""
     summary = summarise_trace(Trace.read(options.trace))
     print(json.dumps(summary.to_json(), indent=2) if options.json else summary.to_text())
     return 0

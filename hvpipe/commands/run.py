@@ -37,7 +37,7 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _rank_command(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return what each rank runs. As with mpirun, `python train.py` is the same as `train.py`."""
+    """Return each rank's command. As with mpirun, `python train.py` is the same as `train.py`."""
     words = options.arguments[1:] if options.arguments[:1] == ["--"] else options.arguments
     if options.module:
         return (sys.executable, "-u", "-m", options.script, *words)

@@ -152,7 +152,7 @@ def _end_with_this_process() -> Callable[[], None] | None:
 
 
 def kill_session(session: int) -> None:
-    """Kill every process of a session. mpirun puts ranks into process groups of their own, not sessions."""
+    """Kill every process of a session. mpirun gives ranks separate process groups, but not sessions."""
     for entry in Path("/proc").glob("[0-9]*"):
         pid = int(entry.name)
         try:

@@ -49,8 +49,8 @@ def contention_of(plan: Plan, profile: Profile, cluster: Cluster) -> Contention:
     """Return a function that tells which resources a message of the plan keeps busy, and for how long.
 
     Devices of a host share its network link, which sends and receives at the same time. Inside a host, each
-    pair of devices has a wire for each direction. A message keeps a host's link busy for as long as this link
-    alone needs, even if the message travels for longer.
+    pair of devices has a wire for each direction. A message keeps a host's link busy only as long as this
+    link needs, even if the message travels for longer.
     """
     sizes = _crossing_bytes(plan, profile)
 

@@ -7,7 +7,7 @@ Before a newer Keras is allowed, compare its source with this file.
 Subclasses of Keras classes override private members that a function cannot wrap:
   - `Model._symbolic_build`, `Model._maybe_symbolic_build` in pipeline/model.py: its models are built already;
   - `CompileLoss._flat_losses`, `CompileLoss._metrics` in pipeline/microbatch_loss.py and loss_entries.py,
-    which put losses of their own there.
+    which put their own losses there.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def seed_generators(layer: Any) -> list[Any]:
 
 
 def own_added_losses(layer: Any) -> list[Any]:
-    """Return what a layer's `add_loss` has added (`Layer._losses`). Pipelines need it."""
+    """Return the losses that a layer's `add_loss` has added (`Layer._losses`). Pipelines need it."""
     return list(layer._losses)
 
 

@@ -1,4 +1,4 @@
-"""The GPU that TensorFlow uses on this rank: a GPU of its own, whose memory grows as needed."""
+"""The GPU that TensorFlow uses on this rank. Each rank has its own GPU; its memory use grows as needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The initial state: before the first step, and before every `fit`, all ranks get the same."""
+"""The initial state: gives all ranks the same state before the first step and before every `fit`."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _warn_of_own_batches(session: Session, model: Any) -> None:
 
 
 def checksums(model: Any, statistics: Sequence[Any]) -> tuple[float, float]:
-    """Return checksums of what is equal on all ranks (weights, optimizer state), and of `statistics`."""
+    """Return checksums of the state that all ranks share (weights, optimizer state), and of `statistics`."""
     kept = {id(v) for v in statistics}
     weights = [v for v in model.weights if id(v) not in kept]
     floating = [v for v in statistics if keras.backend.is_float_dtype(v.dtype)]
@@ -151,7 +151,7 @@ def _build(model: Any, batch: Any) -> None:
 
 
 def _build_loss_and_metrics(model: Any, batch: Any) -> None:
-    """Let loss and metrics create their variables, if the model's graph says what its outputs are.
+    """Let loss and metrics create their variables, if the model's graph describes its outputs.
 
     Otherwise they create them inside the step, and TensorFlow traces it twice.
     """

@@ -29,7 +29,7 @@ def with_one_writer(
     """Return the callbacks without those whose path a lower rank writes to; collective.
 
     All ranks see the same logs. If all wrote, a file would be torn or get every row several times. `writers`
-    names the classes to look at.
+    names the classes of callbacks to check.
     """
     places = [place_of(callback, writers) for callback in callbacks]
     written = written_before(session, places)

@@ -40,7 +40,7 @@ def of_keras_2(thing: Any) -> bool:
     return type(thing).__module__.partition(".")[0] == "tf_keras"
 
 
-def told(thing: Any) -> str:
+def described_type(thing: Any) -> str:
     """Return the type of an object for an error message; for one of Keras 2, also what to do."""
     kind = type(thing).__name__
     if not of_keras_2(thing):

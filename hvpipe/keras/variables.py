@@ -18,14 +18,14 @@ def native(variable: Any) -> Any:
 
 
 def identity(variable: Any) -> int:
-    """Return a key for this very variable. Paths are no keys: two layers may have the same name."""
+    """Return a key that identifies the variable. Paths do not: two layers may have the same name."""
     return id(native(variable))
 
 
 def name_of(variable: Any) -> str:
-    """Return a name that is the same on all ranks: the path without the numbers that Keras counts up.
+    """Return a name that is the same on all ranks: the path without the numbers that Keras appends.
 
-    Those numbers differ if one rank has made more layers before, for example a model of its own.
+    Those numbers differ if one rank has made more layers before, for example for another model.
     """
     return re.sub(r"_\d+(?=[/:]|$)", "", str(getattr(variable, "path", None) or variable.name))
 

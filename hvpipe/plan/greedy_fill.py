@@ -247,7 +247,7 @@ def _furthest(
 def _waste_s(
     spans: Spans, choices: DeviceChoices, used: UsedDevices, extensions: list[_Extension], limit_s: float
 ) -> float:
-    """Return what the used devices could compute in `limit_s`, less what they do at the furthest end."""
+    """Return the computing offered by the used devices in `limit_s`, less the layers to the furthest end."""
     offered = sum(count * choices.speeds.get(kind, 0.0) for kind, count in enumerate(used))
     furthest = max(int(ends[-1]) for ends, _, _ in extensions)
     return float((offered * limit_s if math.isfinite(limit_s) else 0) - spans.compute_s[furthest])

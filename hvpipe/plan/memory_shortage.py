@@ -28,7 +28,7 @@ def any_fit(spans: Spans, orders: DeviceOrders) -> list[Cut] | None:
 def least_memory_bytes(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> int:
     """Return the least memory that devices need for some plan of `stages` stages, whatever they have now.
 
-    Greedy filling finds it, to 1 %. A plan that needs less may exist: this is no proof that none does.
+    Greedy filling finds it, to 1 %. This is not a proof: a plan that needs less may exist.
     """
     without = (
         replace(host, devices=tuple(replace(device, memory_bytes=0) for device in host.devices))

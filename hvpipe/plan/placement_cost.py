@@ -101,7 +101,7 @@ def stage_costs(
 
 
 def in_flight_of(placement: Placement, pipelining: Pipelining) -> list[int]:
-    """Return the most micro-batches that each stage holds: all of them if the placement is no pipeline."""
+    """Return the most micro-batches that each stage holds: all of them if the placement is not a pipeline."""
     if not is_contiguous(placement):
         return [pipelining.microbatches] * len(placement)
     counts = [len(devices) for devices, _ in placement]

@@ -101,7 +101,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterat
     rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3   (2 ranks, 4 micro-batches,
     rank 1 | 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3    2 chunks)
 
-    Micro-batches pass through one chunk after the other in groups; a group has as many as there are ranks. On
+    Micro-batches pass through one chunk after the other, in groups of as many micro-batches as ranks. On
     equal stages it takes microbatches (F + B) + (ranks - 1) (F + B) / chunks, where F and B cover all chunks
     together. The stash is (chunks - 1) * group + 2 * (ranks - rank) - 1 activations of a chunk, at most all
     of them.

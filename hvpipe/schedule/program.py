@@ -151,7 +151,7 @@ def programs(schedule: Schedule, needs: Needs) -> tuple[Program, ...]:
     is posted.
 
     Raises:
-        HvpipeError: If the schedule itself cannot go on; the message says which rank waits for what.
+        HvpipeError: If the schedule itself deadlocks; the message says which action each rank waits for.
     """
     messages = messages_of(schedule, needs)
     steps: list[list[Step]] = [[] for _ in range(schedule.ranks)]

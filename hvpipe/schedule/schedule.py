@@ -89,8 +89,8 @@ class Schedule:
     def to_text(self) -> str:
         """Return a line with the name, then a line for each rank.
 
-        A line reads `F0 F1 B0` if every rank runs the stage of its own number. Otherwise, with several stages
-        on a rank or several ranks for a stage, actions name their stage: `0F0 4F0`.
+        A line reads `F0 F1 B0` if every rank runs the stage with its own number. Otherwise, with several
+        stages on a rank or several ranks for a stage, actions name their stage: `0F0 4F0`.
         """
         plain = all(self.stages_of(rank) == (rank,) for rank in range(self.ranks))
         lines = [f"{self.name}:"]

@@ -1,4 +1,4 @@
-"""Timelines: what every rank did when, as files, figures and pictures."""
+"""Timelines of all ranks, as files, figures and pictures."""
 
 from hvpipe.trace.events import CATEGORIES, Clock, Event, Trace
 

@@ -19,12 +19,12 @@ _WHOLE_FORWARD = "forward"  # in a data-parallel step; a pipeline's forwards hav
 def computing(trace: Trace, rank: int) -> dict[str, list[Interval]]:
     """Return when this rank computed, by category of COMPUTE, as disjoint intervals in order.
 
-    Update: the trace has its end, and when its bucket had been reduced. In between it may have waited for the
-    next step or for other buckets. So it counts from the last event before its end that it may have waited
-    for.
+    Update: the trace has the update's end, and the end of its bucket's reduction. In between the update may
+    have waited for the next step or for other buckets. So it counts from the last event before its end that
+    it may have waited for.
 
-    Forward: it may wait for weights that still travel. The time beyond a forward without a concurrent reduce
-    counts as waiting, as far as a reduce was under way, up to the end of the last reduce.
+    Forward: it may wait for weights that still travel. Its time beyond that of a forward without a concurrent
+    reduce counts as waiting, but only while a reduce was under way, up to the end of the last reduce.
 
     reduce    |  ######
     forward   |#########      4 without a reduce: it waited 5

@@ -1,4 +1,4 @@
-"""A timeline of what every rank did when; reads and writes the Chrome JSON format that Perfetto opens."""
+"""Events and traces: timelines of all ranks, in the Chrome JSON format that Perfetto opens."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Event:
     """A span of time on one rank, or a sample.
 
     Args:
-        name: What happened, such as "2F0".
+        name: The event's name, such as "2F0".
         category: One of `CATEGORIES`, or any other text.
         rank: The rank.
         lane: The row to draw it in: "compute", "transfer", ...

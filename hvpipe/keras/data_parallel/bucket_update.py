@@ -35,8 +35,8 @@ class BucketUpdate:
     def update_where_submitted(self, tokens: Sequence[Any]) -> list[Any]:
         """Collect and update each bucket whose token is above 0.
 
-        Each bucket's update is a branch of its own in the graph, so a layer's forward waits for its own
-        variables only.
+        Each bucket's update is a separate branch in the graph, so a layer's forward waits only for its own
+        variables.
 
         Args:
             tokens: A token for each bucket (int64 scalar).
@@ -108,7 +108,7 @@ def acts_by_variable(optimizer: Any, variables: Sequence[Any]) -> bool:
     """Return whether updating some variables now and others later gives the same bits as all at once.
 
     An optimizer that overrides one of METHODS_ONCE_PER_STEP may act once per step: Nadam multiplies a
-    running product, LossScaleOptimizer looks at all gradients.
+    running product, LossScaleOptimizer checks all gradients.
     """
     kind, base = type(optimizer), keras.optimizers.Optimizer
     overridden = any(

@@ -21,7 +21,7 @@ from hvpipe.keras.data_parallel.bucket_reduce import (
 )
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
 from hvpipe.keras.data_parallel.overlap import BackwardOverlap
-from hvpipe.keras.supported import told
+from hvpipe.keras.supported import described_type
 from hvpipe.session import current
 
 
@@ -57,7 +57,7 @@ def DistributedOptimizer(
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise HvpipeError(
-            f"DistributedOptimizer needs a keras.optimizers.Optimizer. Received: {told(optimizer)}"
+            f"DistributedOptimizer needs a keras.optimizers.Optimizer. Received: {described_type(optimizer)}"
         )
     check_compression(compression)
     check_other_arguments("DistributedOptimizer", others)

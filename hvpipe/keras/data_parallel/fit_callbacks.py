@@ -37,7 +37,7 @@ class FinishAtEpochEnd(keras.callbacks.Callback):
 
 
 class FinishAtEveryBatch(FinishAtEpochEnd):
-    """The first callback if one of the user's may read weights at batches: also flushes after every batch."""
+    """The first callback if a user's callback may read weights at batches: also flushes after every batch."""
 
     async_safe = False
 

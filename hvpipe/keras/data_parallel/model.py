@@ -34,7 +34,7 @@ from hvpipe.keras.data_parallel.train_steps import TrainSteps
 from hvpipe.keras.initial_state import broadcast_model, checksums, is_built, take_rank_0s
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.one_writer import with_one_writer
-from hvpipe.keras.supported import told
+from hvpipe.keras.supported import described_type
 from hvpipe.keras.variables import average_variables
 from hvpipe.session import Session, current
 
@@ -116,7 +116,7 @@ def data_parallel(
     mode = overlap_named(overlap)
     check_compression(compression)
     if not isinstance(model, keras.Model):
-        raise HvpipeError(f"data_parallel needs a keras.Model of Keras 3. Received: {told(model)}")
+        raise HvpipeError(f"data_parallel needs a keras.Model of Keras 3. Received: {described_type(model)}")
     session = current()
     previous = DataParallel.of(model)
     if previous is not None:
@@ -323,7 +323,7 @@ class DataParallel:
         return logs if return_dict else metrics_in_order(self.model, logs)
 
     def _as_dict(self, name: str, args: Any, kwargs: Any) -> tuple[bool, dict[str, Any]]:
-        """Call the model's own method; return whether the caller wants a dict, and the logs by name."""
+        """Call the model's own method; return whether the caller asked for a dict, and the logs by name."""
         own = self._methods.own(name)
         given = by_name(own, args, kwargs, functools.partial(getattr(keras.Model, name), self.model))
         wanted = bool(given.pop("return_dict", False))

@@ -187,7 +187,7 @@ class OptimizerHook:
         except Exception:
             if all(map(self.fits, found)):
                 raise
-            # `apply` has ended the trace of a nested graph that must not be kept; what it found is here.
+            # `apply` has ended the trace of a nested graph that must not be kept; its findings are here.
         finally:
             self._look = None
         return found

@@ -23,7 +23,7 @@ class TraceAhead:
         self._seen_batches: set[str] = set()
 
     def trace(self, data: Any) -> None:
-        """Trace what a call with `data`, an iterator or a list of batches, would run; once for each kind."""
+        """Trace the step that a call with `data`, an iterator or a list of batches, runs; once per kind."""
         if self._functions is None or tf.config.functions_run_eagerly():
             return
         on_iterator, on_batch = self._functions

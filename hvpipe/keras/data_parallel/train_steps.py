@@ -1,4 +1,4 @@
-"""The steps of `fit` on all ranks: the train function, and what is added inside a step."""
+"""The steps of `fit` on all ranks: the train function, and hvpipe's additions inside a step."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ class TrainSteps:
         self.ready = True
 
     def _plan(self, ahead: TraceAhead, iterator: Any) -> bool:
-        """Trace what the call will run. If the graph does not fit the plan, plan anew and return False."""
+        """Trace the call's step. If its graph does not fit the plan, plan anew and return False."""
         hook = self._hook
         assert hook is not None
         misfit = next((f for f in hook.look(lambda: ahead.trace(iterator)) if not hook.fits(f)), None)

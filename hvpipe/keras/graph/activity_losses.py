@@ -24,7 +24,7 @@ def may_add_losses(layers: Sequence[Any]) -> bool:
 
 
 def added_losses(operation: Any) -> list[Any]:
-    """Return what the latest call of a layer has added with `add_loss`."""
+    """Return the losses that the latest call of a layer has added with `add_loss`."""
     if not isinstance(operation, keras.Layer):
         return []
     return [loss for layer in compat.layers_in(operation) for loss in compat.own_added_losses(layer)]

@@ -94,9 +94,9 @@ class TracedGraph:
     def saved_by_inputs_part(
         self, of_inputs: Sequence[Any], of_weights: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Return what the backward for the weights needs from the backward for the inputs.
+        """Return the tensors that the backward for the weights needs from the backward for the inputs.
 
-        First the tensors that the latter computes, then those among its own inputs.
+        First come tensors that the backward for the inputs computes, then tensors that it only takes.
         """
         done = ancestors([t.op for t in of_inputs]) - self._forward
         done = {op for op in done if not self._follows_from_weights(op)} | self._upstream

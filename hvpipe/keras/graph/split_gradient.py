@@ -63,7 +63,7 @@ def split_gradient(
     recompute: bool = False,
     ignored: Collection[int] = (),
 ) -> SplitGradient:
-    """Trace a function and its gradient, and cut them apart.
+    """Trace a function and its gradient into one graph, and separate the two.
 
     Args:
         function: Takes and returns flat tensors.

@@ -112,7 +112,7 @@ def load_checkpoint(
 
 
 def _to_write(state: RankState, rank: int) -> dict[str, Any]:
-    """Return what this rank saves: what it owns, and its own statistics and seeds."""
+    """Return the variables that this rank saves: those that it owns, and its own statistics and seeds."""
     found = {name: state.named[name] for name in sorted(state.owned)}
     for name, variable in state.weights.items():
         if name not in found and name in state.may_differ:

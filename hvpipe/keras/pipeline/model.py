@@ -36,7 +36,7 @@ from hvpipe.keras.pipeline.saving import PipelineSaving
 from hvpipe.keras.pipeline.shared_variables import SharedVariables
 from hvpipe.keras.pipeline.step import StepResult
 from hvpipe.keras.pipeline.tensor_channel import TensorChannel
-from hvpipe.keras.supported import of_keras_2, told
+from hvpipe.keras.supported import described_type, of_keras_2
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.session import Session, current
 from hvpipe.specs.cluster import Cluster
@@ -104,7 +104,7 @@ def pipeline_parallel(
     else:
         raise HvpipeError(
             "pipeline_parallel needs a Keras model or a function that returns one. "
-            f"Received: {told(build_model)}"
+            f"Received: {described_type(build_model)}"
         )
     graph = layer_graph(model)
     check_no_own_steps(model)

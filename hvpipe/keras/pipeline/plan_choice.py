@@ -194,7 +194,7 @@ def _check_costs(graph: LayerGraph, profile: Profile) -> None:
 
 
 def _output_bytes(graph: LayerGraph, samples: int) -> dict[str, tuple[int, int]]:
-    """Return the bytes that each call makes: at least (only what is used) and at most (all, and masks).
+    """Return the least and most bytes that each call makes: used tensors only, and all tensors with masks.
 
     It only has calls whose sizes are known and grow with the samples, because profiles are scaled from one
     batch size to another.
