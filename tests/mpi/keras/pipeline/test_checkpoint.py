@@ -477,7 +477,7 @@ def test_a_checkpoint_of_another_model_is_refused(trained: Trained) -> None:
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(trained: Trained) -> None:
-    with pytest.raises(HvpipeError, match=r"of the class of this one, SGD.*Received: Adam"):
+    with pytest.raises(HvpipeError, match=r"of this optimizer's class, SGD.*Received: Adam"):
         pipeline(optimizer=lambda: keras.optimizers.SGD(0.1)).load_checkpoint(trained.checkpoint)
     with pytest.raises(HvpipeError, match=r"settings it was saved with.*_velocity_hats"):
         pipeline(optimizer=lambda: keras.optimizers.Adam(0.1, amsgrad=True)).load_checkpoint(
