@@ -70,7 +70,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Make the plan, write the files and print the report. Returns the exit code.
 
-    Raises HvpipeError if nothing fits. plan/memory_shortage.py words it; cli.py prints it and exits with 1.
+    Raises PlanError if nothing fits; cli.py then exits with 1. plan/memory_shortage.py words it for mode
+    "pipeline", plan_request.py for other modes.
     """
     # These need NumPy, which no other command needs.
     from hvpipe.commands.plan_report import title, to_json

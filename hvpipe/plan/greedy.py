@@ -1,4 +1,4 @@
-"""The greedy partitioner: bisects the smallest bottleneck for which filling the devices works."""
+"""The greedy partitioner: finds by bisection the shortest stage time in which the devices can be filled."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def partition(
     """Cut a model into stages for a cluster, so that the busiest stage takes little time.
 
     Every stage is a run of consecutive layers on one device. The greedy method bisects the time T of the
-    busiest stage: for each T it gives each device in turn as many layers as it can finish in T. Equal
-    arguments give equal plans.
+    busiest stage. For each T a beam search fills device after device, and prefers the longest run of layers
+    that a device finishes in T (greedy_fill.py). Equal arguments give equal plans.
 
     Args:
         profile: The model, with costs of one micro-batch.

@@ -56,7 +56,7 @@ def _fits(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelinin
 
 
 def least_short(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Plan:
-    """Return the plan that fits if every device has the least extra memory (to 1 %).
+    """Return the plan that fits once every device has the same extra memory, as little as possible (to 1 %).
 
     It may even fit as it is: filling keeps only some of what it finds, and may find more with more memory.
     """

@@ -63,7 +63,8 @@ class SharedVariables:
     def average_statistics(self) -> None:
         """Give shared statistics (moving averages) their mean over the holders, if they may differ.
 
-        Sums are float64, so a value that is equal on all ranks keeps its bits.
+        Called at the end of each epoch, and before evaluate, predict and saving. Sums are
+        float64, so a value that is equal on all ranks keeps its bits.
         """
         if self._diverged:
             self._sum(self._statistics, lambda value, ranks: value.astype(np.float64) / len(ranks))
