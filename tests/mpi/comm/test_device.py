@@ -299,7 +299,7 @@ def test_a_read_only_array_is_not_written(device_engine: Engine) -> None:
 
 def test_what_cannot_be_reduced_is_refused(device_engine: Engine) -> None:
     good = OnDevice(np.ones((4, 4), np.float32))
-    with pytest.raises(HvpipeError, match=r"C-contiguous device array.*strides"):
+    with pytest.raises(HvpipeError, match=r"device array should be C-contiguous.*strides"):
         device_engine.allreduce(OnDevice(np.ones((4, 4), np.float32).T[:2]), out=good)
     with pytest.raises(HvpipeError, match=r"out should be a float32\[4, 4\].*Received: float32\[3\]"):
         device_engine.allreduce(good, out=OnDevice(np.ones(3, np.float32)))
