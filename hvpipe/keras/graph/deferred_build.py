@@ -77,7 +77,7 @@ def _build(build_model: Callable[[], Any]) -> tuple[Any, list[Any]]:
             ) from error
     if not isinstance(model, keras.Model):
         raise HvpipeError(
-            f"build_model should return a Keras model. Received: a {type(model).__name__} from build_model"
+            f"build_model should return a Keras model. Received: {type(model).__name__} from build_model"
         )
     return model, scope.assigned
 

@@ -144,7 +144,7 @@ def test_a_tensor_whose_dtype_differs_from_keras_spec_is_refused() -> None:
 
 
 def test_a_message_of_another_dtype_is_refused() -> None:
-    with pytest.raises(HvpipeError, match=r"says, float32. Received: the wire: dtype=float16"):
+    with pytest.raises(HvpipeError, match=r"gives, float32. Received: the wire: dtype=float16"):
         TensorChannel(current()).send(0, tf.zeros(2, tf.float16), "float32", (2,), "the wire")
 
 
@@ -214,7 +214,7 @@ def test_stages_must_be_whole_and_in_order() -> None:
     graph = layer_graph(skipping())
     with pytest.raises(HvpipeError, match="each of 4 layer calls once"):
         cut_stages(graph, [[0], [1], [2]])
-    with pytest.raises(HvpipeError, match="takes from b of stage 1"):
+    with pytest.raises(HvpipeError, match="reads from b of stage 1"):
         cut_stages(graph, [[0, 2], [1], [3]])
 
 
