@@ -22,6 +22,8 @@ from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.variables import identity, native
 from hvpipe.plan.buckets import Bucket
 
+_ALL = -1  # in place of the number of a bucket
+
 
 class BucketUpdate:
     """Collects the gradients that a `reducer` has reduced, and updates its variables with an optimizer."""
@@ -31,6 +33,7 @@ class BucketUpdate:
         self._reducer = reducer
         self._by_bucket = by_bucket
         self._marks = marks
+        self._functions: dict[int, Any] = {}  # of one bucket each by its number, and of all (_ALL)
 
     def update_where_submitted(self, tokens: Sequence[Any]) -> list[Any]:
         """Collect and update each bucket whose token is above 0.
@@ -66,22 +69,53 @@ class BucketUpdate:
         with tf.control_dependencies(tokens):
             reduced = self._reducer.collect_all(tokens)
         with tf.control_dependencies(reduced):
-            apply_all(self._optimizer, [tf.identity(g) for g in reduced], variables)
+            self.apply_all([tf.identity(g) for g in reduced])
         if self._marks.traced:
             last = self._reducer.plan.by_need()[-1][1].name
             self._marks.keep([self._done(variables, last)])
+
+    def apply_all(self, gradients: Sequence[Any]) -> None:
+        """Call the `apply` of the optimizer's class with a gradient for each of the reducer's variables."""
+        self._as_written(_ALL, self._reducer.variables, gradients)
 
     def _collect_and_update(self, number: int, bucket: Bucket, token: Any) -> Any:
         variables = self._reducer.members(bucket)
         # Weight decay needs no gradient, but must not come before the gradient.
         with tf.control_dependencies([token]):
-            apply_some(self._optimizer, self._reducer.collect(number, token), variables)
+            self._as_written(number, variables, self._reducer.collect(number, token))
         return self._done(variables, bucket.name)
 
     def _collect_and_update_all(self, tokens: Sequence[Any]) -> Any:
         variables = self._reducer.variables
-        apply_all(self._optimizer, self._reducer.collect_all(tokens), variables)
+        self.apply_all(self._reducer.collect_all(tokens))
         return self._done(variables, self._reducer.plan.buckets[0].name)
+
+    def _as_written(self, number: int, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Update with bucket `number` or _ALL so that TensorFlow rounds alike anywhere in a graph.
+
+        TensorFlow's graph optimizer reorders products and sums with constants, in one way at the top of a
+        graph and in another inside a `tf.cond`. So the last bit would depend on the overlap. It does not
+        touch the inside of a function that is called, not inlined, with the optimizer switched off.
+
+        All graphs, and eager code after them, call the same function, so it is traced once.
+        """
+        function = self._functions.get(number)
+        apply = apply_all if number == _ALL else apply_some
+        if function is None and tf.executing_eagerly():
+            apply(self._optimizer, gradients, variables)
+            return
+        if function is None:
+            function = tf.function(
+                lambda gradients: apply(self._optimizer, gradients, variables),
+                autograph=False,
+                experimental_attributes={"_noinline": True},
+            )
+        with _graph_optimizer_off():
+            concrete = function.get_concrete_function(list(gradients))
+            concrete(list(gradients))
+        # An optimizer that keeps a tensor of this graph and uses it here must be traced again elsewhere.
+        if not any(map(tf.is_symbolic_tensor, concrete.captured_inputs)):
+            self._functions[number] = function
 
     def _count_step(self) -> Any:
         count_step(self._optimizer)
@@ -123,7 +157,7 @@ def apply_all(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
     """Call the `apply` of the optimizer's class, whatever replaced it on the instance."""
     missing = _without_gradient(optimizer, variables)
     grads, trained = [*gradients, *[None] * len(missing)], [*variables, *missing]
-    _as_written(lambda: type(optimizer).apply(optimizer, grads, trained))
+    type(optimizer).apply(optimizer, grads, trained)
 
 
 def _without_gradient(optimizer: Any, variables: Sequence[Any]) -> list[Any]:
@@ -141,36 +175,18 @@ def apply_some(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any
     Only for an optimizer that `acts_by_variable`. Call `count_step` once per step afterwards.
     """
 
-    def update() -> None:
-        scale = optimizer.loss_scale_factor
-        with keras.name_scope(optimizer.name, caller=optimizer):
-            unscaled = list(gradients) if scale is None else [gradient / scale for gradient in gradients]
-            update_variables(optimizer, unscaled, variables)
-            for variable in variables:
-                if getattr(variable, "constraint", None) is not None:
-                    variable.assign(variable.constraint(variable))
-
-    _as_written(update)
+    scale = optimizer.loss_scale_factor
+    with keras.name_scope(optimizer.name, caller=optimizer):
+        unscaled = list(gradients) if scale is None else [gradient / scale for gradient in gradients]
+        update_variables(optimizer, unscaled, variables)
+        for variable in variables:
+            if getattr(variable, "constraint", None) is not None:
+                variable.assign(variable.constraint(variable))
 
 
 def count_step(optimizer: Any) -> None:
     """Count a step, the last thing that `apply` does."""
     step_count(optimizer).assign_add(1)
-
-
-def _as_written(update: Callable[[], None]) -> None:
-    """Run an update so that TensorFlow rounds it alike anywhere in a graph.
-
-    TensorFlow's graph optimizer reorders products and sums with constants, in one way at the top of a graph
-    and in another inside a `tf.cond`. So the last bit would depend on the overlap. It does not touch the
-    inside of a function that is called, not inlined, with the optimizer switched off.
-    """
-    if tf.executing_eagerly():
-        update()
-        return
-    function = tf.function(update, autograph=False, experimental_attributes={"_noinline": True})
-    with _graph_optimizer_off():
-        function()
 
 
 @contextlib.contextmanager

@@ -8,14 +8,13 @@ from typing import Any
 import tensorflow as tf
 
 from hvpipe.keras.compat import gradient_accumulators, step_count
-from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer
-from hvpipe.keras.data_parallel.bucket_update import apply_all
+from hvpipe.keras.data_parallel.overlap import Buckets
 from hvpipe.keras.variables import native
 
 
 def accumulate(
     optimizer: Any,
-    reducer: BucketReducer,
+    buckets: Buckets,
     gradients: Sequence[Any],
     samples: Any,
     reduce_and_update: Callable[[Sequence[Any], Any], None],
@@ -27,12 +26,12 @@ def accumulate(
 
     Args:
         optimizer: One with `gradient_accumulation_steps`.
-        reducer: Announces every micro-step.
-        gradients: This micro-step's, a dense tensor for each of the reducer's variables.
+        buckets: Of the variables that have gradients. Their reducer announces every micro-step.
+        gradients: This micro-step's, a dense tensor for each of these variables.
         samples: This rank's samples in the micro-step (float64 scalar).
         reduce_and_update: Called with accumulated gradients and their factor, at the last micro-step.
     """
-    variables = reducer.variables
+    reducer, variables = buckets.reducer, buckets.reducer.variables
     # `iterations` would count updates.
     with tf.control_dependencies([samples]):
         boundary = tf.equal(
@@ -54,7 +53,7 @@ def accumulate(
         return tf.constant(0)
 
     def between() -> Any:
-        apply_all(optimizer, weighted, variables)
+        buckets.update.apply_all(weighted)
         return tf.constant(0)
 
     tf.cond(boundary, at_boundary, between)

@@ -168,7 +168,7 @@ class OptimizerHook:
     def flush(self) -> None:
         """Run the updates that wait for the next step. Weights are then as after the last step."""
         if self._overlap.defers:
-            self._finish()
+            self._overlap.finish(self._buckets)
 
     # --- The plan --------------------------------------------------------------------------------------
 
@@ -204,7 +204,6 @@ class OptimizerHook:
             update = BucketUpdate(self.optimizer, reducer, self._by_bucket, self._marks)
             self._plans[key] = Buckets(reducer, update)
         self._buckets = self._plans[key]
-        self._finish = tf.function(functools.partial(self._overlap.finish, self._buckets), autograph=False)
 
     # --- Gradients -------------------------------------------------------------------------------------
 
@@ -227,6 +226,6 @@ class OptimizerHook:
         samples = one_sample(gradients) if self._samples is None else self._samples
         reduce_and_update = functools.partial(self._overlap.reduce_and_update, buckets)
         if self.optimizer.gradient_accumulation_steps:
-            accumulate(self.optimizer, buckets.reducer, gradients, samples, reduce_and_update)
+            accumulate(self.optimizer, buckets, gradients, samples, reduce_and_update)
         else:
             reduce_and_update(gradients, buckets.reducer.announce(samples))

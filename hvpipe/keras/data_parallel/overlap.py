@@ -64,7 +64,7 @@ class Overlap:
         raise NotImplementedError
 
     def finish(self, buckets: Buckets) -> None:
-        """Run the updates that wait for the next step, in a separate graph."""
+        """Run the updates that wait for the next step, eagerly."""
 
 
 class NoOverlap(Overlap):
