@@ -39,7 +39,12 @@ PIPELINES = tuple(
 # One process can prove these cases, because they exchange nothing.
 ONE_PROCESS = tuple(
     f"{KERAS}/{name}.py"
-    for name in ("profiling/test_measure", "graph/test_split_gradient", "graph/test_layer_graph")
+    for name in (
+        "data_parallel/test_bucket_update",
+        "profiling/test_measure",
+        "graph/test_split_gradient",
+        "graph/test_layer_graph",
+    )
 )
 OTHER_KERAS = tuple(
     name

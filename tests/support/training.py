@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,23 +29,16 @@ def samples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return the dataset without autotuning. `fit` would wait up to 10 s for the autotuning thread to end."""
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)
-
-
 def my_batches(steps: int, batch: int = 8, seed: int = 0) -> tf.data.Dataset:
     """Return this rank's batches of `batch` samples. All ranks together have `all_batches`."""
     data = samples(steps * batch * hvpipe.size(), seed)
-    return untuned(hk.shard(tf.data.Dataset.from_tensor_slices(data).batch(batch)))
+    return hk.shard(tf.data.Dataset.from_tensor_slices(data).batch(batch))
 
 
 def all_batches(steps: int, batch: int = 8, seed: int = 0) -> tf.data.Dataset:
     """Return the batches that one rank with the whole batch would train on."""
     whole = batch * hvpipe.size()
-    return untuned(tf.data.Dataset.from_tensor_slices(samples(steps * whole, seed)).batch(whole))
+    return tf.data.Dataset.from_tensor_slices(samples(steps * whole, seed)).batch(whole)
 
 
 def mlp() -> keras.Model:
@@ -87,7 +81,6 @@ def parallel(model: keras.Model, overlap: str = "step", **options: Any) -> keras
 
 def fit(model: keras.Model, data: Any, **options: Any) -> dict[str, list[float]]:
     """Run `fit` silently and return its history."""
-    data = untuned(data) if isinstance(data, tf.data.Dataset) else data
     history: dict[str, list[float]] = model.fit(data, verbose=0, **options).history
     return history
 
@@ -136,8 +129,20 @@ def assert_same_on_all_ranks(value: Any) -> None:
 
 
 def by_rank_0(make: Callable[[], Any]) -> Any:
-    """Return to all ranks what `make` returns on rank 0. Plain Keras would give the same on each."""
-    return hvpipe.broadcast_object(make() if hvpipe.rank() == 0 else None)
+    """Return to all ranks what `make` returns on rank 0, where it trains with plain Keras.
+
+    It runs eagerly, because a few steps take less time than tracing a graph.
+    """
+    made = None
+    if hvpipe.rank() == 0:
+        tf.config.run_functions_eagerly(True)
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".* does not apply to tf.data functions")
+                made = make()
+        finally:
+            tf.config.run_functions_eagerly(False)
+    return hvpipe.broadcast_object(made)
 
 
 class Remember(keras.callbacks.Callback):

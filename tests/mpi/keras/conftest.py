@@ -32,6 +32,10 @@ def world() -> Iterator[None]:
     tf.config.threading.set_intra_op_parallelism_threads(1)
     # Two, because one thread would fix the order of independent operations.
     tf.config.threading.set_inter_op_parallelism_threads(2)
+    # The end of an iterator waits for its autotuning thread, now and then for a minute.
+    iterate, untuned = tf.data.Dataset.__iter__, tf.data.Options()
+    untuned.autotune.enabled = False
+    tf.data.Dataset.__iter__ = lambda dataset: iterate(dataset.with_options(untuned))
     hvpipe.init()
     # Freeze what TensorFlow and Keras made on import. Otherwise garbage collection takes a fifth of tracing
     # time.

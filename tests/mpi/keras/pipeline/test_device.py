@@ -60,7 +60,7 @@ def test_tensors_on_devices_and_through_the_host_train_alike(
     options = {} if schedule == "1f1b" else {"schedule": schedule, "chunks": 2}
     there = pipelined(name, **options)
     # TensorFlow keeps integers, such as the transformer's tokens, in host memory.
-    assert {tensor.dtype.name for tensor in sent} == {"float32"}
+    assert {tensor.dtype.name for tensor in sent} <= {"float32", "float64"}
     monkeypatch.setattr(pipeline_model, "device_of_messages", lambda _: None)
     before = len(sent)
     here = spread(name, schedule)

@@ -53,8 +53,6 @@ def test_trains_as_the_undivided_model() -> None:
     check_same(spread("mlp"), plain("mlp"), WITHIN)
 
 
-# This order runs the transformer interleaved on 2 ranks. In 6 or 8 stages, float32 rounding puts one of its
-# biases (norm 0.04) 1.2e-5 apart from the plain model's. In double precision they are 2e-14 apart.
 @pytest.mark.every_size
 @pytest.mark.older_tensorflow
 @pytest.mark.parametrize(("number", "name"), list(enumerate(["mlp", "resnet", "unet", "transformer"])))
