@@ -392,7 +392,7 @@ def test_keras_on_another_backend(tmp_path: Path) -> None:
         ),
         (
             "None",
-            r"BuildMismatchError: hvpipe was built where no TensorFlow .*Rebuild it .*: pip install",
+            r"BuildMismatchError: hvpipe was built without TensorFlow.*Rebuild it .*: pip install",
         ),
     ],
 )

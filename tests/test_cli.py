@@ -15,16 +15,23 @@ import pytest
 from hvpipe import cli
 from hvpipe.comm.native import BuildInfo
 from hvpipe.commands import launch_options, mpirun
+from hvpipe.commands.horovodrun_flags import WITHOUT_EFFECT
 from hvpipe.commands.mpirun import Mpirun
 from hvpipe.monitor import core_binding
 from hvpipe.trace.events import Event, Trace
 
+HOROVODRUN = [
+    *("--check-build", "--fusion-threshold-mb", "--gloo", "--log-level", "--mpi", "--mpi-args", "--num-proc"),
+    *("--network-interface", "--network-interfaces", "--ssh-identity-file", "--ssh-port", "--start-timeout"),
+    *("--timeline-filename", "--verbose", "-i", "-p", *WITHOUT_EFFECT),
+]
 FLAGS = {
     "": ["--help", "--version", "-h"],
     "run": [
         *("--bind", "--dry-run", "--help", "--host", "--hostfile", "--hosts", "--launcher-args", "--module"),
         *("--mpirun", "--net", "--no-summary", "--rsh-agent", "--timeout", "--trace", "--utilization"),
-        *("--utilization-hz", "-H", "-h", "-m", "-n", "-np"),
+        *("--utilization-hz", "-H", "-h", "-m", "-n", "-np", "-hostfile"),
+        *HOROVODRUN,
     ],
     "top": ["--help", "--interval", "--json", "-h"],
     "doctor": ["--help", "--json", "-h"],
@@ -32,7 +39,7 @@ FLAGS = {
     "profile": [
         *("--bind", "--cluster", "--dry-run", "--help", "--host", "--hostfile", "--hosts", "--input-shape"),
         *("--launcher-args", "--microbatch", "--mpirun", "--net", "--optimizer", "--output", "--repeats"),
-        *("--rsh-agent", "--timeout", "-H", "-h", "-n", "-np", "-o"),
+        *("--rsh-agent", "--timeout", "-H", "-h", "-n", "-np", "-o", "-hostfile"),
     ],
     "plan": [
         *("--batch-size", "--chunks", "--cluster", "--explain", "--graph-batch-size", "--help", "--json"),
@@ -79,7 +86,8 @@ def test_the_flags_are_frozen() -> None:
     parser = cli.make_parser()
     (commands,) = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     parsers = {"": parser, **commands.choices}
-    assert {name: sorted(p._option_string_actions) for name, p in parsers.items()} == FLAGS
+    found = {name: sorted(p._option_string_actions) for name, p in parsers.items()}
+    assert found == {name: sorted(flags) for name, flags in FLAGS.items()}
 
 
 def test_ranks_here(script: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,9 +72,10 @@ TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 # `make rest` runs several suites at a time. Suites that compute come first, and beside them suites of the
 # engine, which mostly wait. xdist gives its workers the first two suites, then the next two, and so on.
 SUITES = (
-    Suite("keras", OTHER_KERAS, (2,), 1800.0),
-    Suite("keras", EVERY_KERAS, (4,), 1800.0, only="every_size"),
+    Suite("keras", OTHER_KERAS[::2], (2,), 1800.0),
     Suite("pipelines", PIPELINES, (2,), 1800.0),
+    Suite("keras more", OTHER_KERAS[1::2], (2,), 1800.0),
+    Suite("keras", EVERY_KERAS, (4,), 1800.0, only="every_size"),
     # 2 + 1 ranks: shared memory on the first host, a ring between the first rank of each.
     Suite("keras hosts", EVERY_KERAS, (3,), 1800.0, TWO_TO_A_HOST, only="every_size"),
     Suite("comm", ("mpi/comm",), (3,)),

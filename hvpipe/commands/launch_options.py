@@ -41,7 +41,9 @@ def add_launch_options(parser: argparse.ArgumentParser, *, timeout_s: int) -> No
         help="hosts and how many ranks each takes (default: this host)",
     )
     hosts.add_argument(
-        "--hostfile", metavar="FILE", help="the same from a file, one host per line: A slots=2"
+        *("-hostfile", "--hostfile"),
+        metavar="FILE",
+        help="the same from a file, one host per line: A slots=2",
     )
     parser.add_argument(
         "--timeout",

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvpipe.commands import launch_options
+from hvpipe.commands import horovodrun_flags, launch_options
 from hvpipe.errors import LaunchError
 
 # As in the names "python3" and "python3.11".
@@ -25,6 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--utilization", metavar="FILE", help="write samples of CPU and GPU utilization")
     parser.add_argument("--utilization-hz", type=float, metavar="HZ", help="samples per second (default: 10)")
     parser.add_argument("--no-summary", action="store_true", help="print no summary at the end")
+    horovodrun_flags.add_options(parser)
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the Python script, or python and the script")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
@@ -32,8 +33,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Start the ranks and wait for them. Returns mpirun's exit code; raises LaunchError."""
+    options.rsh_agent = horovodrun_flags.rsh_agent(options)
     spec = launch_options.launch_spec(options, _rank_command(options), environ)
-    return launch_options.start(spec, _settings(options), environ, dry_run=options.dry_run)
+    settings = _settings(options)
+    if options.verbose and not options.dry_run:
+        launch_options.start(spec, settings, environ, dry_run=True)
+    return launch_options.start(spec, settings, environ, dry_run=options.dry_run)
 
 
 def _rank_command(options: argparse.Namespace) -> tuple[str, ...]:
@@ -66,7 +71,7 @@ def _is_python(word: str) -> bool:
 
 def _settings(options: argparse.Namespace) -> dict[str, str]:
     """Return the HVPIPE_* variables that pass the options on to the ranks."""
-    settings = launch_options.timeout_setting(options)
+    settings = {**launch_options.timeout_setting(options), **horovodrun_flags.settings(options)}
     for variable, option, value in (
         ("HVPIPE_TRACE", "--trace", options.trace),
         ("HVPIPE_UTILIZATION", "--utilization", options.utilization),

@@ -17,7 +17,7 @@ from hvpipe.keras.data_parallel.bucket_update import acts_by_variable, apply_all
 from training import State, assert_same_bits, state_of
 
 optimizers = keras.optimizers
-STEPS = 6
+STEPS = 3
 WRAPPERS = {"LossScaleOptimizer", "MultiOptimizer", "Optimizer", "OptimizerMap"}
 EVERY_OPTIMIZER = sorted(
     name for name, kind in inspect.getmembers(optimizers, inspect.isclass) if name not in WRAPPERS

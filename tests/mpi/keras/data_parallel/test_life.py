@@ -128,3 +128,22 @@ def test_clear_errors() -> None:
         model.compile(loss=loss(), optimizer=None)
         with pytest.raises(HvpipeError, match="compiled with one optimizer"):
             fit(parallel(model), my_batches(1))
+
+
+def test_a_train_function_made_before_another() -> None:
+    """Regression: the steps of the earlier one updated by a plan that the later one had replaced."""
+
+    def run(overlap: str) -> State:
+        model = parallel(compiled(), overlap)
+        batches = iter(my_batches(4))
+        earlier = model.make_train_function()
+        earlier(batches)
+        later = model.make_train_function(force=True)
+        for function in (earlier, later, earlier):
+            function(batches)
+        assert len(model.get_weights()) == int(model.optimizer.iterations) == 4
+        return state_of(model)
+
+    found = run("step")
+    assert_same_on_all_ranks(found)
+    assert_same_bits(found, run("none"))
