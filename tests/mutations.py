@@ -126,7 +126,7 @@ KERAS = (
     Mutation(
         "data parallel: gradients of a scaled loss are not unscaled",
         *("hvpipe/keras/data_parallel", "[gradient / scale for gradient in gradients]", "list(gradients)"),
-        (f"{DATA_PARALLEL}/test_exact.py::test_step_gives_the_bits_of_none[fixed_loss_scale]",),
+        (f"{DATA_PARALLEL}/test_bucket_update.py::test_options[loss_scale]",),
         ranks=2,
     ),
     Mutation(
@@ -165,7 +165,7 @@ KERAS = (
         "data parallel: updates under way are not finished at the end of fit",
         *(
             "hvpipe/keras/data_parallel",
-            "        if self._overlap.defers:\n            self._finish()",
+            "        if self._overlap.defers:\n            self._overlap.finish(self._buckets)",
             "        pass",
         ),
         (f"{DATA_PARALLEL}/test_finished_weights.py::test_end_of_every_epoch_and_of_fit",),
