@@ -198,7 +198,7 @@ KERAS = (
             "return sum(values[1:], values[0]) if values",
             "return values[0] if values",
         ),
-        (f"{PIPELINE}/test_update.py",),
+        (f"{PIPELINE}/test_update.py::test_a_layer_in_two_stages_of_one_rank",),
         ranks=2,
     ),
     Mutation(

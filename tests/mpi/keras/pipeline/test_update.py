@@ -66,6 +66,25 @@ def test_layers_shared_in_another_order_get_their_own_gradients(
     check_same(train(pipe, pipe.stages.graph, batches(build)), plain(name), WITHIN)
 
 
+def each_rank_twice() -> keras.Model:
+    """Build a layer for each rank. The calls go over all layers twice."""
+    inputs = x = keras.Input((12,))
+    shared = [keras.layers.Dense(12, activation="tanh") for _ in range(hvpipe.size())]
+    for layer in [*shared, *shared]:
+        x = layer(x)
+    return keras.Model(inputs, x)
+
+
+def test_a_layer_in_two_stages_of_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other rank has the layer, so its gradient is summed here."""
+    monkeypatch.setitem(MODELS, "each_rank_twice", each_rank_twice)
+    keras.utils.set_random_seed(5)
+    pipe = compile_as_all(hk.pipeline_parallel(each_rank_twice, microbatches=4, schedule="interleaved"))
+    size = hvpipe.size()
+    assert [cut.calls for cut in pipe.stages.cuts] == [(call,) for call in range(2 * size)]
+    check_same(train(pipe, pipe.stages.graph, batches(each_rank_twice)), plain("each_rank_twice"), WITHIN)
+
+
 def test_gradients_for_the_previous_stage_are_sent_before_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum takes time on this rank, because it reads all gradients of the stage."""
     happened: list[str] = []
