@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -50,7 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     module, _, _ = _COMMANDS[options.command]
     try:
-        return module.run(options, os.environ)
+        code = module.run(options, os.environ)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as in `hvpipe doctor | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except HvpipeError as error:
         print(f"hvpipe {options.command}: {error}", file=sys.stderr)
         return 2 if options.command in _STARTING else 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -268,3 +270,13 @@ def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_report_of_no_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path / "absent.json")]) == 1
     assert "hvpipe report: A trace should be" in capsys.readouterr().err
+
+
+def test_output_that_nobody_reads_to_its_end() -> None:
+    """As in `hvpipe doctor | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "hvpipe", "doctor"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")
