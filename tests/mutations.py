@@ -271,7 +271,7 @@ ENGINE = (
     Mutation(
         "progress: an operation that is ready is forgotten",
         *("csrc", "if (ready) newly_ready_.push_back(operation);", ""),
-        (f"{COMM}/test_all_reduce.py",),
+        (f"{COMM}/test_messages.py",),
         ranks=2,
     ),
     Mutation(
