@@ -16,7 +16,7 @@ from hvpipe.comm.discover import settings as read_settings
 from hvpipe.comm.native import import_native
 from hvpipe.comm.world import World, open_world
 from hvpipe.errors import HvpipeError
-from hvpipe.log import set_log_level
+from hvpipe.log import logger, set_log_level
 from hvpipe.monitor.core_binding import log_placement
 
 if TYPE_CHECKING:
@@ -70,6 +70,9 @@ class Session:
         self.world: World = open_world(launch, settings)
         set_log_level(settings.log_level, self.world.rank)
         log_placement(self.world, launch)
+        if settings.without_effect and self.world.rank == 0:
+            names = ", ".join(settings.without_effect)
+            logger.warning("hvpipe: these variables of Horovod have no effect here: %s", names)
         self.settings = settings = _with_settings_of_rank_0(settings, self.world)
         self.engine: Engine = Engine(self.world, settings, settings.ranks_per_host)
         self.step_durations_s: list[float] = []
@@ -153,7 +156,7 @@ def init(*, timeout_s: float | None = None, trace: str | None = None) -> None:
     Raises:
         InitError: If the ranks cannot be joined.
         BuildMismatchError: If hvpipe was built with another MPI.
-        HvpipeError: If `timeout_s` is not positive, or an HVPIPE_* variable has a bad value.
+        HvpipeError: If `timeout_s` is not positive, or a variable of the environment has a bad value.
 
     Example:
         ```python

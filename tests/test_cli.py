@@ -25,7 +25,7 @@ from hvpipe.trace.events import Event, Trace
 HOROVODRUN = [
     *("--check-build", "--fusion-threshold-mb", "--gloo", "--log-level", "--mpi", "--mpi-args", "--num-proc"),
     *("--network-interface", "--network-interfaces", "--ssh-identity-file", "--ssh-port", "--start-timeout"),
-    *("--timeline-filename", "--verbose", "-i", "-p", *WITHOUT_EFFECT),
+    *("--stall-check-shutdown-time-seconds", "--timeline-filename", "--verbose", "-i", "-p", *WITHOUT_EFFECT),
 ]
 FLAGS = {
     "": ["--help", "--version", "-h"],

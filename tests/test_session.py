@@ -1,4 +1,4 @@
-"""Settings that rank 0 decides for all ranks."""
+"""Settings that rank 0 decides for all ranks, and what it says about Horovod's variables."""
 
 from __future__ import annotations
 
@@ -48,3 +48,13 @@ def test_ranks_whose_environments_differ_take_rank_0s_settings(tmp_path: Path) -
     result = launch(2, [script], limit_s=120.0, env={"HVPIPE_TIMEOUT": "30"})
     assert result.returncode == 0, result.describe()
     assert {"rank 0 took them", "rank 1 took them"} <= set(result.output.splitlines())
+
+
+def test_rank_0_names_horovods_variables_without_effect_once(tmp_path: Path) -> None:
+    script = tmp_path / "init.py"
+    script.write_text("import hvpipe; hvpipe.init()")
+    env = {"HOROVOD_CYCLE_TIME": "3.5", "HOROVOD_AUTOTUNE": "1", "HOROVOD_FUSION_THRESHOLD": "1000"}
+    result = launch(2, [script], limit_s=120.0, env=env)
+    assert result.returncode == 0, result.describe()
+    says = "these variables of Horovod have no effect here: HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME"
+    assert [line for line in result.output.splitlines() if "HOROVOD_" in line] == [f"hvpipe: {says}"]

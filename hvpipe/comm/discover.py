@@ -1,4 +1,4 @@
-"""Reads the environment: who launched this process, and the HVPIPE_* settings."""
+"""Reads the environment: who launched this process, and the settings."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from hvpipe.comm import horovod_variables
 from hvpipe.errors import HvpipeError, InitError
 
-Launcher = Literal["mpirun", "srun", "horovodrun", "none"]
+Launcher = Literal["mpirun", "srun", "none"]
 
 NcclSpan = Literal["world", "host"]
 
@@ -57,7 +58,7 @@ _ALONE = Launch("none", 0, 1, 0, 1)
 
 @dataclass(frozen=True)
 class Settings:
-    """The HVPIPE_* variables and CUDA_VISIBLE_DEVICES, checked. `settings` lists their names."""
+    """The HVPIPE_* variables, Horovod's and CUDA_VISIBLE_DEVICES, checked. `settings` lists their names."""
 
     timeout_s: float = 300.0
     trace_path: str | None = None
@@ -79,6 +80,7 @@ class Settings:
     device_library: str = ""  # "": hvpipe's own for CUDA
     gpus_may_be_shared: bool = False
     log_level: str | None = None  # None: the level that the program configured
+    without_effect: tuple[str, ...] = ()  # variables of Horovod that ask for what hvpipe does not have
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Launch:
@@ -100,7 +102,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Launch:
     # A SLURM batch script also has SLURM_PROCID=0, but only a job step has a number of tasks.
     in_step = "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env
     if _OPEN_MPI[0] in env:
-        return _launch("horovodrun" if _has_horovod(env) else "mpirun", env, _OPEN_MPI)
+        return _launch("mpirun", env, _OPEN_MPI)
     if _MVAPICH[0] in env:
         return _launch("mpirun", env, _MVAPICH)
     if _HYDRA[0] in env and (not in_step or "MPI_LOCALRANKID" in env):
@@ -136,6 +138,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
     | HVPIPE_LOG_LEVEL | debug, info, warning or error |
     | NCCL_MULTI_RANK_GPU_ENABLE | NCCL's own: 1 lets ranks share a GPU |
+    | HOROVOD_* | Horovod's own, where HVPIPE_* is not set: `horovod_variables.hvpipe_variables` lists them |
 
     Args:
         environ: The environment to read; None for this process's own.
@@ -143,7 +146,8 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     Raises:
         HvpipeError: For a bad value; the message names the variable.
     """
-    env = os.environ if environ is None else environ
+    given = os.environ if environ is None else environ
+    env = {**given, **horovod_variables.hvpipe_variables(given)}
     default = Settings()
     log_level = env.get("HVPIPE_LOG_LEVEL", "").lower() or None
     if log_level not in (None, *LOG_LEVELS):
@@ -171,6 +175,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         device_library=env.get("HVPIPE_DEVICE_LIBRARY", ""),
         gpus_may_be_shared=env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
         log_level=log_level,
+        without_effect=horovod_variables.without_effect(given),
     )
 
 
@@ -195,12 +200,6 @@ def eager_bytes(library: str, environ: Mapping[str, str] | None = None) -> int:
 def _launch(launcher: Launcher, env: Mapping[str, str], names: tuple[str, str, str, str]) -> Launch:
     rank, size, local_rank, local_size = (_count(env, name) for name in names)
     return Launch(launcher, rank, size, local_rank, local_size)
-
-
-def _has_horovod(env: Mapping[str, str]) -> bool:
-    # HOROVOD_WITH_* and the like remain from building Horovod; horovodrun itself sets other variables.
-    build = ("HOROVOD_WITH", "HOROVOD_BUILD", "HOROVOD_GPU", "HOROVOD_CPU")
-    return any(name.startswith("HOROVOD_") and not name.startswith(build) for name in env)
 
 
 def _count(env: Mapping[str, str], name: str) -> int | None:

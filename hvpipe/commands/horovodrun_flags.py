@@ -10,22 +10,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hvpipe.comm.horovod_variables import hvpipe_variables
 from hvpipe.errors import LaunchError
 
 # They tune what hvpipe does not have: negotiation between ranks, an autotuner, Gloo. By number of values.
 WITHOUT_EFFECT = {
     **dict.fromkeys(("--cycle-time-ms", "--cache-capacity", "--num-nccl-streams", "--thread-affinity"), 1),
-    **dict.fromkeys(("--stall-check-warning-time-seconds", "--stall-check-shutdown-time-seconds"), 1),
-    **dict.fromkeys(("--gloo-timeout-seconds", "--autotune-log-file"), 1),
-    **dict.fromkeys(("--autotune-warmup-samples", "--autotune-steps-per-sample"), 1),
-    **dict.fromkeys(("--autotune-bayes-opt-max-samples", "--autotune-gaussian-process-noise"), 1),
+    **dict.fromkeys(("--stall-check-warning-time-seconds", "--gloo-timeout-seconds"), 1),
+    **dict.fromkeys(("--autotune-log-file", "--autotune-warmup-samples"), 1),
+    **dict.fromkeys(("--autotune-steps-per-sample", "--autotune-bayes-opt-max-samples"), 1),
+    **dict.fromkeys(("--autotune-gaussian-process-noise",), 1),
     **dict.fromkeys(("--disable-cache", "--no-stall-check", "--autotune", "--no-autotune"), 0),
     **dict.fromkeys(("--hierarchical-allreduce", "--no-hierarchical-allreduce"), 0),
     **dict.fromkeys(("--hierarchical-allgather", "--no-hierarchical-allgather"), 0),
     **dict.fromkeys(("--timeline-mark-cycles", "--no-timeline-mark-cycles", "--tcp"), 0),
     **dict.fromkeys(("--mpi-threads-disable", "--no-mpi-threads-disable", "--log-hide-timestamp"), 0),
 }
-_LEVELS = {"TRACE": "debug", "FATAL": "error"}  # the others have the same names here
+_SHUTDOWN = "--stall-check-shutdown-time-seconds"
 
 
 class _CheckBuild(argparse.Action):
@@ -52,7 +53,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="port of ssh on the other hosts")
     group.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="private key for ssh")
     group.add_argument(
-        "--fusion-threshold-mb", type=float, metavar="MB", help="size of a gradient bucket, in MiB"
+        "--fusion-threshold-mb",
+        type=float,
+        metavar="MB",
+        help="size of a gradient bucket, in MiB; 0: a bucket for each gradient",
+    )
+    group.add_argument(
+        _SHUTDOWN,
+        type=float,
+        metavar="S",
+        help="the same as --timeout, from the warning time (60) on; smaller values have no effect",
     )
     group.add_argument(
         "--log-level",
@@ -88,19 +98,27 @@ def settings(options: argparse.Namespace) -> dict[str, str]:
     """Return the HVPIPE_* variables for these flags. Name the flags without effect on stderr.
 
     Raises:
-        LaunchError: For --gloo, and for a fusion threshold that is not positive.
+        LaunchError: For --gloo, and for a number that Horovod refuses, too.
     """
     if options.gloo:
         raise LaunchError("hvpipe run joins its ranks with MPI: omit --gloo. Received: --gloo")
-    found: dict[str, str] = {}
-    threshold_mb = options.fusion_threshold_mb
+    # As in horovodrun, flags become variables. hvpipe.comm.horovod_variables alone says what these mean.
+    horovod: dict[str, str] = {}
+    threshold_mb = _nonnegative("--fusion-threshold-mb", options.fusion_threshold_mb)
     if threshold_mb is not None:
-        if not (math.isfinite(threshold_mb) and threshold_mb > 0):
-            raise LaunchError(f"--fusion-threshold-mb should be a positive number. Received: {threshold_mb}")
-        found["HVPIPE_BUCKET_BYTES"] = str(max(1, int(threshold_mb * 2**20)))
+        horovod["HOROVOD_FUSION_THRESHOLD"] = str(threshold_mb * 2**20)
     if options.log_level is not None:
-        found["HVPIPE_LOG_LEVEL"] = _LEVELS.get(options.log_level, options.log_level.lower())
-    unused = without_effect(vars(options))
+        horovod["HOROVOD_LOG_LEVEL"] = options.log_level
+    shutdown_s = _nonnegative(_SHUTDOWN, options.stall_check_shutdown_time_seconds)
+    if shutdown_s is not None:
+        horovod["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(shutdown_s)
+        horovod["HOROVOD_STALL_CHECK_DISABLE"] = str(int(options.no_stall_check))
+        horovod["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "".join(options.stall_check_warning_time_seconds or ())
+    found = hvpipe_variables(horovod)
+    unused = [
+        *without_effect(vars(options)),
+        *([_SHUTDOWN] if shutdown_s and "HVPIPE_TIMEOUT" not in found else []),
+    ]
     if unused:
         print(f"hvpipe run: these flags have no effect here: {', '.join(unused)}", file=sys.stderr)
     return found
@@ -109,3 +127,10 @@ def settings(options: argparse.Namespace) -> dict[str, str]:
 def without_effect(given: Mapping[str, Any]) -> Sequence[str]:
     """Return the flags among the parsed options that change nothing here."""
     return [flag for flag in WITHOUT_EFFECT if given.get(flag.strip("-").replace("-", "_"))]
+
+
+def _nonnegative(flag: str, value: float | None) -> float | None:
+    """Return the value. Raises LaunchError if it is one that horovodrun refuses, too."""
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise LaunchError(f"{flag} should be 0 or a positive number. Received: {value}")
+    return value

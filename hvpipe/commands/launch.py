@@ -18,7 +18,7 @@ _NAMING_HOSTS = frozenset(
 )
 _EXPORTED = ("PATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV")
 _EXPORTED_PREFIXES = (
-    *("HVPIPE_", "PYTHON", "TF_", "KERAS_", "XLA_", "OMP_", "MKL_", "CUDA_", "NCCL_"),
+    *("HVPIPE_", "HOROVOD_", "PYTHON", "TF_", "KERAS_", "XLA_", "OMP_", "MKL_", "CUDA_", "NCCL_"),
     *("TENSORFLOW_", "MALLOC_", "NVIDIA_", "UCX_"),
 )
 

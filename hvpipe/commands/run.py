@@ -71,7 +71,7 @@ def _is_python(word: str) -> bool:
 
 def _settings(options: argparse.Namespace) -> dict[str, str]:
     """Return the HVPIPE_* variables that pass the options on to the ranks."""
-    settings = {**launch_options.timeout_setting(options), **horovodrun_flags.settings(options)}
+    settings = {**horovodrun_flags.settings(options), **launch_options.timeout_setting(options)}
     for variable, option, value in (
         ("HVPIPE_TRACE", "--trace", options.trace),
         ("HVPIPE_UTILIZATION", "--utilization", options.utilization),

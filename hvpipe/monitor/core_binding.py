@@ -20,7 +20,7 @@ def log_placement(world: World, launch: Launch) -> None:
         world.library_version,
     )
     # srun binds to the cores that the job asked for. mpirun does not bind its own process, the parent.
-    if world.rank == 0 and launch.launcher in ("mpirun", "horovodrun"):
+    if world.rank == 0 and launch.launcher == "mpirun":
         there = usable_cores(os.getppid())
         if mostly_idle(cores, world.local_size, there):
             logger.warning(

@@ -55,14 +55,9 @@ A_SHELL = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1
         pytest.param({"SLURM_JOB_ID": "77"}, Launch("none", 0, 1, 0, 1), id="a SLURM allocation"),
         pytest.param({"PMIX_RANK": "2"}, Launch("mpirun", 2, None, None, None), id="another PMIx launcher"),
         pytest.param(
-            {**OPEN_MPI, "HOROVOD_GLOO_TIMEOUT_SECONDS": "30"},
-            Launch("horovodrun", 3, 4, 1, 2),
-            id="horovodrun --mpi",
-        ),
-        pytest.param(
-            {**OPEN_MPI, "HOROVOD_WITH_MPI": "1"},
+            {**OPEN_MPI, "HOROVOD_FUSION_THRESHOLD": "0"},
             Launch("mpirun", 3, 4, 1, 2),
-            id="left from building Horovod",
+            id="horovodrun --mpi",
         ),
     ],
 )
@@ -138,6 +133,23 @@ def test_settings_are_read() -> None:
 def test_a_bad_setting_is_named(name: str, text: str, wanted: str) -> None:
     with pytest.raises(HvpipeError, match=f"{name} should be {wanted}. Received: {name}='{text}'"):
         settings({name: text})
+
+
+def test_settings_from_horovods_variables() -> None:
+    environ = {
+        "HOROVOD_FUSION_THRESHOLD": "33554432",
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_LOG_LEVEL": "TRACE",
+        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "600",
+        "HOROVOD_CYCLE_TIME": "3.5",
+    }
+    assert settings(environ) == Settings(
+        timeout_s=600,
+        trace_path="t.json",
+        bucket_bytes=33554432,
+        log_level="debug",
+        without_effect=("HOROVOD_CYCLE_TIME",),
+    )
 
 
 @pytest.mark.parametrize(

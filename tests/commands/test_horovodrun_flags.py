@@ -59,8 +59,15 @@ def test_the_same_under_another_name(
     [
         ("--fusion-threshold-mb 32", "HVPIPE_BUCKET_BYTES=33554432"),
         ("--fusion-threshold-mb 0.5", "HVPIPE_BUCKET_BYTES=524288"),
+        ("--fusion-threshold-mb 0", "HVPIPE_BUCKET_BYTES=1"),
         ("--log-level TRACE", "HVPIPE_LOG_LEVEL=debug"),
         ("--log-level WARNING", "HVPIPE_LOG_LEVEL=warning"),
+        ("--stall-check-shutdown-time-seconds 600", "HVPIPE_TIMEOUT=600"),
+        ("--stall-check-shutdown-time-seconds 600 --timeout 44", "HVPIPE_TIMEOUT=44"),
+        (
+            "--stall-check-shutdown-time-seconds 20 --stall-check-warning-time-seconds 10",
+            "HVPIPE_TIMEOUT=20",
+        ),
     ],
 )
 def test_settings(flag: str, setting: str, mpirun: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,10 +94,26 @@ def test_flags_without_effect_are_named(mpirun: str, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize(
+    "others", ["20", "600 --no-stall-check", "600 --stall-check-warning-time-seconds 601"]
+)
+def test_a_shutdown_time_that_horovod_ignores(
+    others: str, mpirun: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = "--stall-check-shutdown-time-seconds"
+    printed, told = dry_run(mpirun, f"-np 2 {flag} {others}", capsys)
+    assert printed == dry_run(mpirun, "-np 2", capsys)[0]
+    assert told.endswith(f"{flag}\n")
+
+
+@pytest.mark.parametrize(
     ("flags", "says"),
     [
         ("--gloo", "omit --gloo. Received: --gloo"),
-        ("--fusion-threshold-mb 0", "--fusion-threshold-mb should be a positive number. Received: 0.0"),
+        (
+            "--fusion-threshold-mb=-1",
+            "--fusion-threshold-mb should be 0 or a positive number. Received: -1.0",
+        ),
+        ("--fusion-threshold-mb nan", "Received: nan"),
         ("--rsh-agent /agent -p 22", "Received: --rsh-agent '/agent' and -p 22"),
     ],
 )

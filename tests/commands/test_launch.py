@@ -178,6 +178,17 @@ def test_thread_settings_are_left_alone(spec: LaunchSpec) -> None:
 
 def test_variables_exported_to_other_hosts() -> None:
     environ = dict.fromkeys(
-        ["PATH", "PYTHONPATH", "HVPIPE_TRACE", "TF_X", "HOME", "OMPI_COMM_WORLD_RANK", "SECRET", "PS1"], "x"
+        [
+            "PATH",
+            "PYTHONPATH",
+            "HVPIPE_TRACE",
+            "TF_X",
+            "HOROVOD_TIMELINE",
+            "HOME",
+            "OMPI_COMM_WORLD_RANK",
+            "SECRET",
+            "PS1",
+        ],
+        "x",
     )
-    assert exported_names(environ) == ("HVPIPE_TRACE", "PATH", "PYTHONPATH", "TF_X")
+    assert exported_names(environ) == ("HOROVOD_TIMELINE", "HVPIPE_TRACE", "PATH", "PYTHONPATH", "TF_X")
