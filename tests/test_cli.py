@@ -23,7 +23,16 @@ from hvpipe.monitor import core_binding
 from hvpipe.trace.events import Event, Trace
 
 HOROVODRUN = [
-    *("--check-build", "--fusion-threshold-mb", "--gloo", "--log-level", "--mpi", "--mpi-args", "--num-proc"),
+    *(
+        "--check-build",
+        "--config-file",
+        "--fusion-threshold-mb",
+        "--gloo",
+        "--log-level",
+        "--mpi",
+        "--mpi-args",
+    ),
+    *("--num-proc", "--output-filename"),
     *("--network-interface", "--network-interfaces", "--ssh-identity-file", "--ssh-port", "--start-timeout"),
     *("--stall-check-shutdown-time-seconds", "--timeline-filename", "--verbose", "-i", "-p", *WITHOUT_EFFECT),
 ]
@@ -197,6 +206,10 @@ def test_mpiruns_own_arguments(script: str, capsys: pytest.CaptureFixture[str]) 
         (["-np", "2", "--utilization-hz", "0", "train.py"], "--utilization-hz should be .*Received: 0"),
         (["-np", "2", "--trace", "absent/t.json", "train.py"], "Received: --trace 'absent/t.json'"),
         (["-np", "2", "--trace", ".", "train.py"], r"Received: --trace '\.'"),
+        (
+            ["-np", "2", "--output-filename", "train.py", "train.py"],
+            "Received: --output-filename 'train.py': File",
+        ),
         (["-np", "2", "--rsh-agent", "./absent", "train.py"], "Received: --rsh-agent './absent'"),
         (["-np", "2", "--mpirun", "/absent", "train.py"], "Received: --mpirun '/absent'"),
     ],

@@ -69,10 +69,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"),
         help="least severe messages to print",
     )
+    group.add_argument(
+        "--output-filename",
+        metavar="DIR",
+        help="also write what each rank prints to DIR/rank.N/stdout and DIR/rank.N/stderr",
+    )
     group.add_argument("--verbose", action="store_true", help="print the mpirun command before it starts")
     group.add_argument("--check-build", nargs=0, action=_CheckBuild, help="run `hvpipe doctor` and exit")
     group.add_argument("--mpi", action="store_true", help="use MPI, as hvpipe always does")
     group.add_argument("--gloo", action="store_true", help="refused: hvpipe's ranks are joined by MPI")
+    group.add_argument("--config-file", metavar="FILE", help="refused: give what it sets as flags")
     for flag, values in WITHOUT_EFFECT.items():
         kept: dict[str, Any] = {"nargs": values} if values else {"action": "store_true"}
         group.add_argument(flag, help=argparse.SUPPRESS, **kept)
@@ -98,10 +104,15 @@ def settings(options: argparse.Namespace) -> dict[str, str]:
     """Return the HVPIPE_* variables for these flags. Name the flags without effect on stderr.
 
     Raises:
-        LaunchError: For --gloo, and for a number that Horovod refuses, too.
+        LaunchError: For --gloo and --config-file, and for a number that Horovod refuses, too.
     """
     if options.gloo:
         raise LaunchError("hvpipe run joins its ranks with MPI: omit --gloo. Received: --gloo")
+    if options.config_file is not None:
+        raise LaunchError(
+            "hvpipe run reads no configuration file: omit --config-file, and give what it sets as flags, "
+            f"such as --fusion-threshold-mb. Received: --config-file {options.config_file!r}"
+        )
     # As in horovodrun, flags become variables. hvpipe.comm.horovod_variables alone says what these mean.
     horovod: dict[str, str] = {}
     threshold_mb = _nonnegative("--fusion-threshold-mb", options.fusion_threshold_mb)

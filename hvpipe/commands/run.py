@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvpipe.commands import horovodrun_flags, launch_options
+from hvpipe.commands import horovodrun_flags, launch_options, rank_output
 from hvpipe.errors import LaunchError
 
 # As in the names "python3" and "python3.11".
@@ -34,8 +34,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     """Start the ranks and wait for them. Returns mpirun's exit code; raises LaunchError."""
     options.rsh_agent = horovodrun_flags.rsh_agent(options)
-    spec = launch_options.launch_spec(options, _rank_command(options), environ)
     settings = _settings(options)
+    command = _rank_command(options)
+    if options.output_filename is not None:
+        command = rank_output.recorded(command, options.output_filename, dry_run=options.dry_run)
+    spec = launch_options.launch_spec(options, command, environ)
     if options.verbose and not options.dry_run:
         launch_options.start(spec, settings, environ, dry_run=True)
     return launch_options.start(spec, settings, environ, dry_run=options.dry_run)

@@ -114,6 +114,7 @@ def test_a_shutdown_time_that_horovod_ignores(
             "--fusion-threshold-mb should be 0 or a positive number. Received: -1.0",
         ),
         ("--fusion-threshold-mb nan", "Received: nan"),
+        ("--config-file a.yaml", "as flags, such as --fusion-threshold-mb. Received: --config-file 'a.yaml'"),
         ("--rsh-agent /agent -p 22", "Received: --rsh-agent '/agent' and -p 22"),
     ],
 )
@@ -121,6 +122,15 @@ def test_refused(flags: str, says: str, mpirun: str, capsys: pytest.CaptureFixtu
     words = ["run", "--mpirun", mpirun, "--dry-run", "-np", "2", *shlex.split(flags), "train.py"]
     assert cli.main(words) == 2
     assert says in capsys.readouterr().err
+
+
+def test_output_files_take_each_rank_through_the_copier(
+    mpirun: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed, _ = dry_run(mpirun, "-np 2 --output-filename logs", capsys)
+    ends = ["-m", "hvpipe.commands.rank_output", f"{tmp_path}/logs", sys.executable, "-u", "train.py"]
+    assert shlex.split(printed)[-7:] == [sys.executable, *ends]
+    assert not (tmp_path / "logs").exists()
 
 
 def test_check_build_needs_no_script(capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ LIMIT_S = 90.0
 WORLD = """
 import os, sys, time
 from pathlib import Path
-from hvpipe.comm import open_world
+from hvpipe.comm.world import open_world
 from hvpipe.comm.discover import discover, settings
 world = open_world(discover(), settings())
 last = world.rank == world.size - 1
@@ -68,13 +68,36 @@ def test_an_import_error_before_hvpipe_ends_all_ranks(tmp_path: Path) -> None:
     assert "No module named 'absent'" in result.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_all_ranks(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("sys.exit(0)", 0), ("os._exit(5)", 5), ("world.abort(9)", 9), ("os.kill(os.getpid(), 11)", 139)],
+)
+def test_output_of_each_rank_in_files(ending: str, code: int, tmp_path: Path) -> None:
+    script = (
+        WORLD + "print('rank', world.rank, 'prints'); print('rank', world.rank, 'warns', file=sys.stderr)\n"
+        f"world.barrier()\nif last:\n  print('x' * 200_000, file=sys.stderr)\n  {ending}\n"
+        f"time.sleep({60 if code else 0})"
+    )
+    logs = tmp_path / "new" / "logs"
+    result = hvpipe_run(tmp_path, script, "-np", "2", "--output-filename", str(logs), limit_s=30.0)
+    assert result.returncode == code, result.describe()
+    for rank in (0, 1):
+        assert (logs / f"rank.{rank}" / "stdout").read_text() == f"rank {rank} prints\n"
+        assert f"rank {rank} warns\n" in (logs / f"rank.{rank}" / "stderr").read_text()
+        assert f"rank {rank} prints" in result.output
+    assert "x" * 200_000 in (logs / "rank.1" / "stderr").read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "options"),
+    [(signal.SIGINT, []), (signal.SIGTERM, []), (signal.SIGTERM, ["--output-filename", "logs"])],
+)
+def test_a_signal_ends_all_ranks(number: signal.Signals, options: list[str], tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(
         WORLD + "Path(f'pid.{world.rank}').write_text(str(os.getpid()))\nworld.barrier()\n"
         "Path(f'ready.{world.rank}').touch()\ntime.sleep(60)"
     )
-    command = [sys.executable, "-m", "hvpipe", "run", "-np", "2", "script.py"]
+    command = [sys.executable, "-m", "hvpipe", "run", "-np", "2", *options, "script.py"]
     process = subprocess.Popen(command, cwd=tmp_path, env=environment())
     try:
         deadline_s = time.monotonic() + LIMIT_S
@@ -126,6 +149,7 @@ def test_two_hosts_through_a_launch_agent(tmp_path: Path) -> None:
     )
     here = socket.gethostname()
     options = ["--hosts", f"{here}:1,elsewhere:2", "--rsh-agent", str(agent), "--timeout", "44"]
+    options += ["--output-filename", str(tmp_path / "logs")]
     result = hvpipe_run(tmp_path, script, *options)
     assert result.returncode == 0, result.describe()
     assert sorted(line for line in result.output.splitlines() if line.startswith("rank")) == [
@@ -133,3 +157,4 @@ def test_two_hosts_through_a_launch_agent(tmp_path: Path) -> None:
         "rank 1 of 3 elsewhere 0 2 44",
         "rank 2 of 3 elsewhere 1 2 44",
     ]
+    assert (tmp_path / "logs" / "rank.2" / "stdout").read_text() == "rank 2 of 3 elsewhere 1 2 44\n"

@@ -1,0 +1,135 @@
+"""Starts a rank's program, and copies what it prints to files, as `horovodrun --output-filename` does.
+
+    python -m hvpipe.commands.rank_output DIR PROGRAM ARGUMENTS...
+
+    program -- two pipes --> copier --> DIR/rank.N/stdout, DIR/rank.N/stderr
+                                   `--> mpirun, which prints it
+
+The program replaces this process, so its signals, exit code, parent and children are as without files. The
+copier is a separate process. It ends when all processes that can write into the pipes have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvpipe.comm.discover import discover
+from hvpipe.errors import HvpipeError, LaunchError
+
+_READ_BYTES = 1 << 16
+_STREAMS = {"stdout": 1, "stderr": 2}
+# mpirun and batch systems send these to the rank's process group. The copier must outlive the program.
+_OF_THE_PROGRAM = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2),
+    *(signal.SIGTSTP, signal.SIGPIPE),
+)
+
+
+def recorded(command: Sequence[str], folder: str, *, dry_run: bool) -> tuple[str, ...]:
+    """Return the command of a rank that also writes its output below `folder`. Creates the folder.
+
+    Args:
+        command: The command of a rank; it begins with the path of a program.
+        folder: The folder for all ranks. Ranks on other hosts create it there.
+        dry_run: Create nothing.
+
+    Raises:
+        LaunchError: If the folder cannot be created.
+    """
+    path = Path(folder).absolute()
+    if not dry_run:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(
+                "--output-filename should be a folder, or one that can be created. "
+                f"Received: --output-filename {folder!r}: {error.strerror}"
+            ) from error
+    return (sys.executable, "-m", "hvpipe.commands.rank_output", str(path), *command)
+
+
+def rank_folder(folder: Path, rank: int, size: int) -> Path:
+    """Return the folder of a rank. As in Horovod, zeros make names sort by rank: rank.07 of 12 ranks."""
+    return folder / f"rank.{rank:0{len(str(size - 1))}d}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start the program with its output copied. Returns only if it cannot be started."""
+    folder, *program = arguments
+    try:
+        launch = discover()
+        if launch.rank is None or launch.size is None:
+            raise LaunchError(f"The launcher should tell each rank its number. Received: {launch}")
+        own = rank_folder(Path(folder), launch.rank, launch.size)
+        own.mkdir(parents=True, exist_ok=True)
+        files = {name: _open(own / name) for name in _STREAMS}
+    except (HvpipeError, OSError) as error:
+        print(f"hvpipe run: --output-filename: {error}", file=sys.stderr)
+        return 2
+    _start_copier(files)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and programs inherit that
+    os.execv(program[0], program)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+
+def _start_copier(files: dict[str, int]) -> None:
+    """Put pipes in the place of this process's stdout and stderr, and start the process that reads them."""
+    pipes = {name: os.pipe() for name in _STREAMS}
+    child = os.fork()
+    if child == 0:
+        # Started by a process that ends, the copier is no child that the program could find or wait for.
+        if os.fork() == 0:
+            os.close(0)
+            for _, writing in pipes.values():
+                os.close(writing)
+            for number in _OF_THE_PROGRAM:
+                signal.signal(number, signal.SIG_IGN)
+            copy({pipes[name][0]: (files[name], console) for name, console in _STREAMS.items()})
+        os._exit(0)
+    os.waitpid(child, 0)
+    for name, (_, writing) in pipes.items():
+        os.dup2(writing, _STREAMS[name])
+
+
+def copy(targets: dict[int, tuple[int, ...]]) -> None:
+    """Copy each file descriptor to its targets until all have ended. A target that fails gets no more.
+
+    Args:
+        targets: For each descriptor to read, those to write, the most important one first.
+    """
+    left = {reading: list(writing) for reading, writing in targets.items()}
+    while left:
+        ready, _, _ = select.select(list(left), [], [])
+        for reading in ready:
+            data = os.read(reading, _READ_BYTES)
+            if not data:
+                del left[reading]
+            for target in [target for target in left.get(reading, ()) if not _write(target, data)]:
+                left[reading].remove(target)
+
+
+def _write(target: int, data: bytes) -> bool:
+    """Write everything. Return whether it worked: not on a full disk, or if nobody reads any more."""
+    while data:
+        try:
+            data = data[os.write(target, data) :]
+        except BlockingIOError:  # somebody else has set this on a shared terminal or pipe
+            select.select([], [target], [])
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.write(2, f"hvpipe run: output of this rank is lost: {error.strerror}\n".encode())
+            return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
