@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from hvpipe import __version__
-from hvpipe.commands import bench, doctor, plan, profile, report, run, top
+from hvpipe.commands import bench, doctor, migrate, plan, profile, report, run, top
 from hvpipe.errors import HvpipeError
 
 _EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, top found no job, report or plan cannot read
-a file, or plan found no plan that fits or refuses an option's value; 2 other wrong usage, the run could not
-be started, or profile found no model to measure; otherwise run and profile return mpirun's exit code,
+a file, plan found no plan that fits or refuses an option's value, or migrate left something to do by hand;
+2 other wrong usage, the run could not be started, profile found no model to measure, or migrate cannot read,
+parse or write a file; otherwise run and profile return mpirun's exit code,
 128 + n after signal n; bench returns 1 if rounds failed or compare found a regression"""
 _BENCH_COMMANDS = "run quick, run full, report DIR, compare BEFORE AFTER, readme DIR; each has --help"
 
@@ -36,10 +37,11 @@ _COMMANDS: dict[str, tuple[_Command, str, str | None]] = {
     "report": (report, "summarise a trace that `hvpipe run --trace` wrote", None),
     "profile": (profile, "measure a model's layers, the devices and the links", _EXIT_CODES),
     "plan": (plan, "cut a model into stages for a cluster", _EXIT_CODES),
+    "migrate": (migrate, "show how to move Horovod scripts to hvpipe, or move them", _EXIT_CODES),
     "bench": (bench, "measure native TensorFlow, Horovod and hvpipe side by side", _BENCH_COMMANDS),
 }
-# These start processes; for them an HvpipeError is exit code 2, for the others 1.
-_STARTING = ("run", "profile", "bench")
+# For these an HvpipeError is exit code 2, for the others 1.
+_ERROR_IS_2 = ("run", "profile", "bench", "migrate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
     except HvpipeError as error:
         print(f"hvpipe {options.command}: {error}", file=sys.stderr)
-        return 2 if options.command in _STARTING else 1
+        return 2 if options.command in _ERROR_IS_2 else 1
 
 
 def make_parser() -> argparse.ArgumentParser:

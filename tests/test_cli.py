@@ -66,6 +66,7 @@ FLAGS = {
         ),
         *("--schedule", "--seed", "--stages", "-h", "-o"),
     ],
+    "migrate": ["--help", "--json", "--write", "-h"],
     "bench": ["--help", "-h"],
 }
 
