@@ -34,6 +34,7 @@ _INSTEAD = {
     **dict.fromkeys(("horovod.torch", "horovod.mxnet"), "it trains Keras 3 on TensorFlow"),
     **dict.fromkeys(("horovod.spark", "horovod.ray"), "start the script with `hvpipe run`"),
     **dict.fromkeys(("horovod.run", "horovod.runner"), "start the script with `hvpipe run`"),
+    "horovod.common": "hvpipe.horovod.tensorflow.elastic has its exceptions",
 }
 # Functions of importlib and pytest that take the name of a module.
 _LOADERS = ("find_spec", "import_module", "importorskip")
