@@ -82,12 +82,16 @@ class Session:
         self.clock_reading = (0.0, 0.0)  # see hvpipe.trace.events.Clock
         self.sampler: Sampler | None = None
         self.status_reporter: StatusReporter | None = None
+        self._named_calls: Any = None
         if self.engine.core is not None:
             import_native().set_default(self.engine.core)
+            self.named_calls()  # now, because all ranks open it together
         self._start_sampler()
 
     def close(self) -> None:
         """Write the trace and the summary, finish pending communication, free everything. Collective."""
+        if self._named_calls is not None:
+            self._named_calls.leave()
         # Wait without a deadline: another rank may still be working, for instance exporting the model.
         self.engine.agree("shutdown", patient=True)
         if self.sampler is not None:
@@ -97,11 +101,22 @@ class Session:
             if self.status_reporter is not None:
                 self.status_reporter.close()
             report_run(self)
+        if self._named_calls is not None:
+            import_native().set_default_named_calls(None)
+            self._named_calls.stop()
         if self.engine.core is not None:
             import_native().set_default(None)
         self.engine.stop()
         self.engine.core = None
         self.world.close()
+
+    def named_calls(self) -> Any:
+        """Return the service for collectives that ranks call by name (csrc/named)."""
+        if self._named_calls is None:
+            native = import_native()
+            self._named_calls = native.NamedCalls.create(self.world.fortran_handle, self.settings.timeout_s)
+            native.set_default_named_calls(self._named_calls)
+        return self._named_calls
 
     def read_clock(self) -> tuple[float, float]:
         """Return a reading for `hvpipe.trace.events.Clock`. Collective."""

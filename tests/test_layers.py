@@ -26,9 +26,10 @@ LAYERS = (
     ("comm",),
     ("monitor", "run_outputs", "session", "collectives"),
     ("keras.compat", "keras.ops", "keras.gpu"),
-    ("keras.graph", "keras"),
+    ("keras.graph", "keras", "keras.collectives"),
     ("keras.profiling", "keras.data_parallel"),
     ("keras.pipeline", "keras.__init__"),
+    ("horovod",),
     ("commands", "cli", "__main__", "__init__"),
 )
 

@@ -136,6 +136,7 @@ NB_MODULE(_engine, m) {
   BindBuckets(engine);
   BindCollectives(engine);
   BindMessages(m, engine);
+  BindNamedCalls(m);
   BindArrays(m);
   m.def("set_default", &hvpipe::SetDefaultEngine, nb::arg("engine").none());
   m.def("now", &hvpipe::Now);

@@ -72,6 +72,7 @@ void CallWithoutGil(const Call& call, const Arrays&... arrays) {
 void BindBuckets(EngineClass& engine);
 void BindCollectives(EngineClass& engine);
 void BindMessages(nb::module_& module, EngineClass& engine);
+void BindNamedCalls(nb::module_& module);
 // Functions on arrays, without an engine.
 void BindArrays(nb::module_& module);
 

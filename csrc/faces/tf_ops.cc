@@ -1,5 +1,5 @@
 // TensorFlow kernels: announce a step, submit a bucket, collect a bucket; send and take a pipeline message.
-// The only file that includes TensorFlow.
+// Only this file and tf_named_ops.cc include TensorFlow.
 //
 // No op of a step is stateful, because automatic control dependencies would serialise stateful ops. Data
 // dependencies order them instead: scale -> submit -> token -> (a variable, into the next step) -> collect.

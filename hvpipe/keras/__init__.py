@@ -10,6 +10,7 @@ _supported.check_installed()  # and here, if Keras is too old or on another back
 
 from hvpipe.collectives import allgather_object, barrier, broadcast_object  # noqa: E402
 from hvpipe.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback  # noqa: E402
+from hvpipe.keras.collectives.sync_batch_norm import SyncBatchNormalization  # noqa: E402
 from hvpipe.keras.data_parallel.custom_loops import (  # noqa: E402
     DistributedGradientTape,
     DistributedOptimizer,
@@ -43,6 +44,7 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "MetricAverageCallback",
+    "SyncBatchNormalization",
     "allgather",
     "allgather_object",
     "allreduce",

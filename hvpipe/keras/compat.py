@@ -6,6 +6,7 @@ Before a newer Keras is allowed, compare its source with this file.
 
 Subclasses of Keras classes override private members that a function cannot wrap:
   - `Model._symbolic_build`, `Model._maybe_symbolic_build` in pipeline/model.py: its models are built already;
+  - `BatchNormalization._moments` in collectives/sync_batch_norm.py: its statistics are those of all ranks;
   - `CompileLoss._flat_losses`, `CompileLoss._metrics` in pipeline/microbatch_loss.py and loss_entries.py,
     which put their own losses there.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -46,6 +47,20 @@ __all__ += ["compute_output_spec", "get_keras_mask", "set_keras_mask", "to_snake
 def layers_in(layer: Any, *, include_self: bool = True) -> list[Any]:
     """Return a layer and all layers inside it (`Layer._flatten_layers`). Nearly everything needs it."""
     return list(layer._flatten_layers(include_self=include_self))
+
+
+def own_moments(layer: Any, inputs: Any, mask: Any) -> tuple[Any, Any]:
+    """Return Keras' mean and variance of a batch (`BatchNormalization._moments`)."""
+    mean, variance = keras.layers.BatchNormalization._moments(layer, inputs, mask)
+    return mean, variance
+
+
+def replace_moments(layer: Any, stand_in: Callable[[Any, Any], tuple[Any, Any]]) -> None:
+    """Let a BatchNormalization layer call `stand_in(inputs, mask)` (`BatchNormalization._moments`).
+
+    `data_parallel(sync_batch_norm=True)` needs it.
+    """
+    layer._moments = stand_in
 
 
 def own_trainable_variables(layer: Any) -> list[Any]:

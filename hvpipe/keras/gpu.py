@@ -26,6 +26,11 @@ def on_the_host() -> Any:
     return tf.device("CPU:0")
 
 
+def has_gpu() -> bool:
+    """Return whether TensorFlow sees a GPU."""
+    return bool(tf.config.list_physical_devices("GPU"))
+
+
 def claim_gpu(session: Session) -> None:
     """Let TensorFlow see only this rank's GPU. Call it before TensorFlow uses one.
 

@@ -17,6 +17,7 @@ from hvpipe.comm.engine import check_compression
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.arguments import by_name, takes
 from hvpipe.keras.callbacks import average_logs, reads_at_batches, stop_together
+from hvpipe.keras.collectives.sync_batch_norm import normalise_over_ranks
 from hvpipe.keras.compat import (
     check_compiled,
     initial_epoch,
@@ -71,6 +72,7 @@ def data_parallel(
     compression: str | None = None,
     bucket_bytes: int | None = None,
     warmup_steps: int = 100,
+    sync_batch_norm: bool = False,
 ) -> Model:
     """Make `fit`, `train_on_batch` and `evaluate` of a model train on all ranks.
 
@@ -95,6 +97,8 @@ def data_parallel(
         bucket_bytes: Size of a fused buffer of gradients, in bytes. None: HVPIPE_BUCKET_BYTES, else 4 MiB, or
             an eighth of the gradients if they have less than 32 MiB (at least 64 KiB).
         warmup_steps: With "stale", how many exact steps come first.
+        sync_batch_norm: Whether the model's BatchNormalization layers normalise by the batches of all ranks
+            together, as `SyncBatchNormalization`; the default is each rank's own batch.
 
     Returns:
         The same model.
@@ -123,6 +127,8 @@ def data_parallel(
         previous.detach()
     if bucket_bytes is not None and bucket_bytes < 1:
         raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
+    if sync_batch_norm:
+        normalise_over_ranks(model)
     methods = InstanceMethods(model)
     options = ReduceOptions(compression, bucket_bytes)
     DataParallel(model, methods, TrainSteps(session, model, methods, mode, warmup_steps, options)).attach()

@@ -1,0 +1,262 @@
+// Matches the calls of all ranks by process set and name, and compares them.
+#include "named/coordinator.h"
+
+#include <algorithm>
+#include <numeric>
+#include <sstream>
+
+namespace hvpipe::named {
+namespace {
+
+// What must be equal on all ranks. Ragged calls may differ in the first axis.
+std::string Signature(const Request& request) {
+  Request compared = request;
+  if (request.kind == Kind::kAllgather || request.kind == Kind::kAlltoall) {
+    for (TensorSpec& tensor : compared.tensors) {
+      if (!tensor.shape.empty()) tensor.shape.front() = -1;
+    }
+  }
+  if (request.kind == Kind::kAlltoall) compared.splits.clear();
+  return Encoded(compared);
+}
+
+std::string Listed(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
+  return text;
+}
+
+}  // namespace
+
+Coordinator::Coordinator(int ranks, double timeout_s) : ranks_(ranks), timeout_s_(timeout_s) {
+  std::vector<int> everyone(static_cast<std::size_t>(ranks));
+  std::iota(everyone.begin(), everyone.end(), 0);
+  sets_[0] = everyone;
+}
+
+const std::vector<int>& Coordinator::MembersOf(int set) const {
+  static const std::vector<int> kNobody;
+  const auto found = sets_.find(set);
+  return found == sets_.end() ? kNobody : found->second;
+}
+
+std::vector<Coordinator::Outgoing> Coordinator::OnRequest(int rank, Request request, double now_s) {
+  std::vector<Outgoing> out;
+  if (request.kind == Kind::kLeave) {
+    left_.insert(rank);
+    joined_.erase(rank);
+    FailWhatNeeds(rank, out);
+    return out;
+  }
+  if (request.kind == Kind::kJoin) {
+    joined_.insert(rank);
+    last_joined_ = rank;
+  }
+  const Key key{request.set, request.name};
+  Pending& pending = pending_[key];
+  if (pending.requests.empty()) pending.since_s = now_s;
+  pending.requests.emplace(rank, std::move(request));
+  for (const int member : MembersOf(key.first)) {
+    if (left_.count(member) == 0) continue;
+    const Pending failed = std::move(pending);
+    pending_.erase(key);
+    Fail(key, failed, Problem::kPeer, Missing(key, failed), out);
+    return out;
+  }
+  if (joined_.empty()) {
+    if (Complete(key, pending)) Finish(key, pending, out);
+  } else {
+    FinishWhatIsComplete(out);
+  }
+  return out;
+}
+
+bool Coordinator::Complete(const Key& key, const Pending& pending) const {
+  const std::vector<int>& members = MembersOf(key.first);
+  const bool of_joined = pending.requests.begin()->second.kind == Kind::kJoin;
+  return std::all_of(members.begin(), members.end(), [&](int member) {
+    return pending.requests.count(member) > 0 || (!of_joined && Joined(member));
+  });
+}
+
+// A rank that joins may complete any call.
+void Coordinator::FinishWhatIsComplete(std::vector<Outgoing>& out) {
+  for (auto at = pending_.begin(); at != pending_.end();) {
+    const auto next = std::next(at);
+    // The end of the join comes last: until then joined ranks still take part.
+    if (at->second.requests.begin()->second.kind != Kind::kJoin && Complete(at->first, at->second)) {
+      const Key key = at->first;
+      Finish(key, at->second, out);
+    }
+    at = next;
+  }
+  if (static_cast<int>(joined_.size()) < ranks_) return;
+  for (auto at = pending_.begin(); at != pending_.end(); ++at) {
+    if (at->second.requests.begin()->second.kind != Kind::kJoin) continue;
+    const Key key = at->first;
+    Finish(key, at->second, out);
+    joined_.clear();
+    return;
+  }
+}
+
+// Removes the call.
+void Coordinator::Finish(const Key& key, const Pending& pending, std::vector<Outgoing>& out) {
+  const Pending complete = pending;
+  pending_.erase(key);
+  const std::string difference = Difference(complete);
+  if (!difference.empty()) return Fail(key, complete, Problem::kMismatch, difference, out);
+  const std::string trouble = ProblemWithJoined(complete.requests.begin()->second, MembersOf(key.first));
+  if (!trouble.empty()) return Fail(key, complete, Problem::kMismatch, trouble, out);
+  Answer(key, complete, out);
+}
+
+std::string Coordinator::Difference(const Pending& pending) const {
+  const auto& [first_rank, first] = *pending.requests.begin();
+  const std::string what = std::string(NameOf(first.kind)) + " " + first.name;
+  for (const auto& [rank, request] : pending.requests) {
+    if (request.refused.empty()) continue;
+    return what + ": rank " + std::to_string(rank) + " cannot take part: " + request.refused;
+  }
+  const std::string expected = Signature(first);
+  for (const auto& [rank, request] : pending.requests) {
+    if (Signature(request) == expected) continue;
+    return what + ": all ranks should make the same call. Received: " + first.Described() + " on rank " +
+           std::to_string(first_rank) + ", " + request.Described() + " on rank " + std::to_string(rank);
+  }
+  return "";
+}
+
+std::string Coordinator::ProblemWithJoined(const Request& request, const std::vector<int>& members) const {
+  const bool sums =
+      request.kind == Kind::kAllreduce && (request.op == ReduceOp::kSum || request.op == ReduceOp::kAverage);
+  if (sums || request.kind == Kind::kBarrier || request.kind == Kind::kJoin) return "";
+  for (const int member : members) {
+    if (!Joined(member)) continue;
+    return request.Described() + ": a rank that has joined can only take part in an allreduce by sum or " +
+           "average, because it adds zeros. Received: rank " + std::to_string(member) + " has joined";
+  }
+  return "";
+}
+
+void Coordinator::Fail(const Key& key, const Pending& pending, Problem problem, const std::string& message,
+                       std::vector<Outgoing>& out) const {
+  for (const auto& [rank, request] : pending.requests) {
+    Response response;
+    response.kind = request.kind;
+    response.name = key.second;
+    response.set = key.first;
+    const bool own_fault = problem == Problem::kMismatch && !request.refused.empty();
+    response.problem = own_fault ? Problem::kUsage : problem;
+    response.message = own_fault ? request.refused : message;
+    out.push_back({rank, std::move(response)});
+  }
+}
+
+void Coordinator::Answer(const Key& key, const Pending& pending, std::vector<Outgoing>& out) {
+  const Request& first = pending.requests.begin()->second;
+  const std::vector<int>& members = MembersOf(key.first);
+  Response response;
+  response.kind = first.kind;
+  response.name = key.second;
+  response.set = key.first;
+  if (first.kind == Kind::kJoin) response.number = last_joined_;
+  if (first.kind == Kind::kAddSet) {
+    const std::string trouble = AddSet(first, response);
+    if (!trouble.empty()) return Fail(key, pending, Problem::kUsage, trouble, out);
+  }
+  if (first.kind == Kind::kRemoveSet) {
+    response.number = first.root;
+    if (sets_.erase(first.root) == 0) response.number = -1;
+  }
+  if (first.kind == Kind::kAllgather) {
+    for (std::size_t tensor = 0; tensor < first.tensors.size(); ++tensor) {
+      for (const int member : members) {
+        response.extents.push_back(pending.requests.at(member).tensors[tensor].rows());
+      }
+    }
+  }
+  for (std::size_t place = 0; place < members.size(); ++place) {
+    Response own = response;
+    const int member = members[place];
+    if (first.kind == Kind::kAlltoall) {
+      for (const int sender : members) own.extents.push_back(pending.requests.at(sender).splits[place]);
+    }
+    if (pending.requests.count(member) == 0) own.example.push_back(first);  // it has joined
+    out.push_back({member, std::move(own)});
+  }
+}
+
+std::string Coordinator::AddSet(const Request& request, Response& response) {
+  std::vector<int> ranks(request.splits.begin(), request.splits.end());
+  std::sort(ranks.begin(), ranks.end());
+  const bool repeated = std::adjacent_find(ranks.begin(), ranks.end()) != ranks.end();
+  if (ranks.empty() || repeated || ranks.front() < 0 || ranks.back() >= ranks_) {
+    return "A process set should be one or more different ranks, 0 to " + std::to_string(ranks_ - 1) +
+           ". Received: " + request.Described();
+  }
+  for (const auto& [number, members] : sets_) {
+    if (members != ranks) continue;
+    return "A process set of these ranks exists. Received: " + request.Described() +
+           ", which is process set " + std::to_string(number);
+  }
+  response.number = next_set_++;
+  response.extents.assign(ranks.begin(), ranks.end());
+  sets_[response.number] = ranks;
+  return "";
+}
+
+// Fail the calls that can no longer be completed.
+void Coordinator::FailWhatNeeds(int rank, std::vector<Outgoing>& out) {
+  for (auto at = pending_.begin(); at != pending_.end();) {
+    const std::vector<int>& members = MembersOf(at->first.first);
+    if (std::find(members.begin(), members.end(), rank) == members.end()) {
+      ++at;
+      continue;
+    }
+    Fail(at->first, at->second, Problem::kPeer, Missing(at->first, at->second), out);
+    for (const auto& [waiting, request] : at->second.requests) {
+      if (request.kind == Kind::kJoin) joined_.erase(waiting);
+    }
+    at = pending_.erase(at);
+  }
+}
+
+// Why a call cannot be completed, or not yet.
+std::string Coordinator::Missing(const Key& key, const Pending& pending) const {
+  std::vector<int> gone, late;
+  for (const int member : MembersOf(key.first)) {
+    if (left_.count(member) > 0) {
+      gone.push_back(member);
+    } else if (pending.requests.count(member) == 0 && !Joined(member)) {
+      late.push_back(member);
+    }
+  }
+  std::ostringstream text;
+  text << pending.requests.begin()->second.Described() << " named " << key.second << ": ";
+  if (!gone.empty()) {
+    text << "all ranks should call it before they shut down or end, or call join(). Received: "
+         << Listed(gone) << (gone.size() == 1 ? " has" : " have") << " left";
+  } else {
+    text << "waited " << timeout_s_ << " s for " << Listed(late)
+         << ". Has every rank called it under this name? Raise the limit with HVPIPE_TIMEOUT";
+  }
+  return text.str();
+}
+
+std::vector<Coordinator::Outgoing> Coordinator::Expired(double now_s) {
+  std::vector<Outgoing> out;
+  for (auto at = pending_.begin(); at != pending_.end();) {
+    // A rank that has joined waits as long as the others train.
+    const bool joins = at->second.requests.begin()->second.kind == Kind::kJoin;
+    if (joins || now_s - at->second.since_s < timeout_s_) {
+      ++at;
+      continue;
+    }
+    Fail(at->first, at->second, Problem::kDeadline, Missing(at->first, at->second), out);
+    at = pending_.erase(at);
+  }
+  return out;
+}
+
+}  // namespace hvpipe::named

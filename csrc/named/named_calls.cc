@@ -1,0 +1,437 @@
+// The service thread: tells rank 0 about calls, and runs what it answers.
+#include "named/named_calls.h"
+
+#include <algorithm>
+#include <chrono>
+#include <numeric>
+
+#include "core/check.h"
+#include "core/event_log.h"
+
+namespace hvpipe::named {
+namespace {
+
+constexpr int kRequestTag = 1;
+constexpr int kResponseTag = 2;
+// After something happened, look again at once for this long; then sleep, longer and longer.
+constexpr double kEagerS = 200e-6;
+constexpr double kShortestNapS = 20e-6;
+constexpr double kLongestNapS = 500e-6;
+constexpr double kIdleNapS = 2e-3;  // rank 0, if no call is under way anywhere
+
+MPI_Comm Duplicate(MPI_Comm world) {
+  MPI_Comm copy = MPI_COMM_NULL;
+  HVPIPE_MPI(MPI_Comm_dup(world, &copy));
+  HVPIPE_MPI(MPI_Comm_set_errhandler(copy, MPI_ERRORS_RETURN));
+  return copy;
+}
+
+std::vector<int> UpTo(int size) {
+  std::vector<int> ranks(static_cast<std::size_t>(size));
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+}  // namespace
+
+NamedCalls::NamedCalls(MPI_Comm world, double timeout_s) : timeout_s_(timeout_s) {
+  MPI_Comm data = MPI_COMM_NULL;
+  if (world != MPI_COMM_NULL) {
+    control_ = Duplicate(world);
+    data = Duplicate(world);
+    HVPIPE_MPI(MPI_Comm_rank(control_, &rank_));
+    HVPIPE_MPI(MPI_Comm_size(control_, &size_));
+  }
+  sets_[0] = std::make_shared<ProcessSet>(data, UpTo(size_), rank_);
+  if (rank_ == 0) coordinator_.emplace(size_, timeout_s);
+}
+
+// After an error the communicators stay: freeing them is collective.
+NamedCalls::~NamedCalls() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void NamedCalls::Leave() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (left_) return;
+    left_ = true;
+    // Nobody on this rank waits for anything, so the others need not hear of it unless they do.
+    Call call;
+    call.request.kind = Kind::kLeave;
+    inbox_.push_back(std::move(call));
+    StartThread();
+  }
+  changed_.notify_all();
+}
+
+void NamedCalls::Stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+  if (failed_ || control_ == MPI_COMM_NULL) return;
+  const std::lock_guard<std::mutex> lock(sets_mutex_);
+  for (auto& [number, set] : sets_) set->Free();
+  sets_.clear();
+  HVPIPE_MPI(MPI_Comm_free(&control_));
+}
+
+std::vector<int> NamedCalls::RanksOf(int set) const {
+  const std::lock_guard<std::mutex> lock(sets_mutex_);
+  const auto found = sets_.find(set);
+  return found == sets_.end() ? std::vector<int>{} : found->second->ranks();
+}
+
+std::vector<int> NamedCalls::Sets() const {
+  const std::lock_guard<std::mutex> lock(sets_mutex_);
+  std::vector<int> numbers;
+  for (const auto& [number, set] : sets_) numbers.push_back(number);
+  return numbers;
+}
+
+// Requires mutex_.
+void NamedCalls::StartThread() {
+  if (started_) return;
+  started_ = true;
+  thread_ = std::thread([this] { Loop(); });
+}
+
+// Complete the request, and return why this rank cannot take part. Throws CallError if the call does not
+// concern the other ranks.
+std::string NamedCalls::Check(Request& request) const {
+  const std::vector<int> ranks = RanksOf(request.set);
+  if (ranks.empty()) {
+    throw CallError{Problem::kUsage,
+                    "Unknown process set. Received: process set " + std::to_string(request.set)};
+  }
+  const int members = static_cast<int>(ranks.size());
+  if (!std::binary_search(ranks.begin(), ranks.end(), rank_)) {
+    throw CallError{Problem::kUsage,
+                    std::string(NameOf(request.kind)) +
+                        " should be called by ranks of its process set. Received: process set " +
+                        std::to_string(request.set) + " on rank " + std::to_string(rank_) +
+                        ", which is no member"};
+  }
+  if (!request.refused.empty()) return request.refused;
+  if (request.kind == Kind::kBroadcast && !std::binary_search(ranks.begin(), ranks.end(), request.root)) {
+    return "root_rank should be a rank of the process set. Received: root_rank=" +
+           std::to_string(request.root);
+  }
+  if (request.op == ReduceOp::kAdasum && (members & (members - 1)) != 0) {
+    return "Adasum should run on 2, 4, 8, ... ranks. Received: " + std::to_string(members) + " ranks";
+  }
+  const bool by_rows = request.kind == Kind::kAllgather || request.kind == Kind::kAlltoall ||
+                       request.kind == Kind::kReducescatter;
+  for (const TensorSpec& tensor : request.tensors) {
+    if (by_rows && tensor.shape.empty()) {
+      return std::string(NameOf(request.kind)) +
+             " needs a tensor with at least one axis. Received: a scalar of " + NameOf(tensor.type);
+    }
+  }
+  if (request.kind != Kind::kAlltoall) return "";
+  const std::int64_t rows = request.tensors.front().rows();
+  if (request.splits.empty()) {
+    if (rows % members != 0) {
+      return "alltoall without splits needs a first axis that " + std::to_string(members) +
+             " ranks can share evenly. Received: " + request.tensors.front().Described();
+    }
+    request.splits.assign(static_cast<std::size_t>(members), rows / members);
+    return "";
+  }
+  const bool negative =
+      std::any_of(request.splits.begin(), request.splits.end(), [](std::int64_t rows_) { return rows_ < 0; });
+  const std::int64_t total = std::accumulate(request.splits.begin(), request.splits.end(), std::int64_t{0});
+  if (static_cast<int>(request.splits.size()) != members || negative || total > rows) {
+    return "splits should be one number of rows for each of " + std::to_string(members) +
+           " ranks, in total at most " + std::to_string(rows) +
+           ". Received: " + std::to_string(request.splits.size()) + " splits, in total " +
+           std::to_string(total);
+  }
+  return "";
+}
+
+void NamedCalls::Submit(Call call) {
+  try {
+    call.request.refused = Check(call.request);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (failed_) throw *failed_;
+    if (left_ || stop_) throw CallError{Problem::kUsage, "hvpipe has been shut down. Call init() again."};
+    inbox_.push_back(std::move(call));
+    StartThread();
+  } catch (const CallError& error) {
+    call.done(&error, nullptr);
+    return;
+  }
+  changed_.notify_all();
+}
+
+Response NamedCalls::Run(Call call, const std::function<void()>& interrupt) {
+  struct Outcome {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool ended = false;
+    std::optional<CallError> error;
+    Response response;
+  };
+  const auto outcome = std::make_shared<Outcome>();
+  call.done = [outcome](const CallError* error, const Response* response) {
+    const std::lock_guard<std::mutex> lock(outcome->mutex);
+    if (error != nullptr) outcome->error = *error;
+    if (response != nullptr) outcome->response = *response;
+    outcome->ended = true;
+    outcome->changed.notify_all();
+  };
+  Submit(std::move(call));
+  std::unique_lock<std::mutex> lock(outcome->mutex);
+  while (!outcome->changed.wait_for(lock, std::chrono::milliseconds(50), [&] { return outcome->ended; })) {
+    lock.unlock();
+    interrupt();
+    lock.lock();
+  }
+  if (outcome->error) throw *outcome->error;
+  return outcome->response;
+}
+
+void NamedCalls::Loop() {
+  try {
+    for (;;) {
+      const bool moved = TakeInbox() | Receive() | Expire();
+      FinishSends();
+      if (moved) {
+        active_s_ = Now();
+        continue;
+      }
+      {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        // Rank 0 serves the others until all have left.
+        if (stop_ && sends_.empty() && (!coordinator_ || !left_ || coordinator_->all_left())) return;
+      }
+      Rest();
+    }
+  } catch (const std::exception& error) {
+    FailAll({Problem::kPeer, error.what()});
+  }
+}
+
+bool NamedCalls::TakeInbox() {
+  std::vector<Call> taken;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    taken.swap(inbox_);
+  }
+  for (Call& call : taken) {
+    const Request request = call.request;
+    if (request.kind != Kind::kLeave) {
+      const Key key{request.set, request.name};
+      if (under_way_.count(key) > 0) {
+        const CallError error{Problem::kUsage,
+                              "A name should be in use once at a time: wait for the first call, or give "
+                              "another name. Received: " +
+                                  request.Described() + " named " + request.name + " on rank " +
+                                  std::to_string(rank_)};
+        call.done(&error, nullptr);
+        continue;
+      }
+      under_way_.emplace(key, std::move(call));
+    }
+    if (coordinator_) {
+      Coordinate(coordinator_->OnRequest(rank_, request, Now()));
+    } else {
+      Send(0, Encoded(request), kRequestTag);
+    }
+  }
+  return !taken.empty();
+}
+
+bool NamedCalls::Receive() {
+  if (control_ == MPI_COMM_NULL) return false;
+  int there = 0;
+  MPI_Message message = MPI_MESSAGE_NULL;
+  MPI_Status status;
+  HVPIPE_MPI(MPI_Improbe(MPI_ANY_SOURCE, coordinator_ ? kRequestTag : kResponseTag, control_, &there,
+                         &message, &status));
+  if (there == 0) return false;
+  int bytes = 0;
+  HVPIPE_MPI(MPI_Get_count(&status, MPI_BYTE, &bytes));
+  std::string text(static_cast<std::size_t>(bytes), '\0');
+  HVPIPE_MPI(MPI_Mrecv(text.data(), bytes, MPI_BYTE, &message, MPI_STATUS_IGNORE));
+  if (coordinator_) {
+    Coordinate(coordinator_->OnRequest(status.MPI_SOURCE, DecodedRequest(text), Now()));
+  } else {
+    Handle(DecodedResponse(text));
+  }
+  return true;
+}
+
+bool NamedCalls::Expire() {
+  if (!coordinator_ || coordinator_->idle()) return false;
+  auto expired = coordinator_->Expired(Now());
+  if (expired.empty()) return false;
+  Coordinate(std::move(expired));
+  return true;
+}
+
+void NamedCalls::Send(int rank, const std::string& bytes, int tag) {
+  Sending& sending = sends_.emplace_back();
+  sending.bytes = bytes;
+  HVPIPE_MPI(MPI_Isend(sending.bytes.data(), static_cast<int>(sending.bytes.size()), MPI_BYTE, rank, tag,
+                       control_, &sending.request));
+}
+
+void NamedCalls::FinishSends() {
+  for (auto at = sends_.begin(); at != sends_.end();) {
+    int done = 0;
+    HVPIPE_MPI(MPI_Test(&at->request, &done, MPI_STATUS_IGNORE));
+    at = done != 0 ? sends_.erase(at) : std::next(at);
+  }
+}
+
+// Wait for a call of this rank, or for a message.
+void NamedCalls::Rest() {
+  const bool awaits_message =
+      !under_way_.empty() || !sends_.empty() || (coordinator_ && !coordinator_->idle());
+  const double idle_s = Now() - active_s_;
+  if (awaits_message && idle_s < kEagerS) {
+    std::this_thread::yield();
+    return;
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto woken = [&] { return !inbox_.empty() || (stop_ && !coordinator_); };
+  if (!awaits_message && !(coordinator_ && size_ > 1)) {
+    changed_.wait(lock, [&] { return woken() || stop_; });
+    return;
+  }
+  const double nap_s = awaits_message ? std::clamp(idle_s / 8, kShortestNapS, kLongestNapS)
+                       : stop_        ? kLongestNapS
+                                      : kIdleNapS;
+  changed_.wait_for(lock, std::chrono::duration<double>(nap_s), woken);
+}
+
+// Tell the others first, so that they begin together with this rank.
+void NamedCalls::Coordinate(std::vector<Coordinator::Outgoing> responses) {
+  for (const auto& [rank, response] : responses) {
+    if (rank != rank_) Send(rank, Encoded(response), kResponseTag);
+  }
+  for (const auto& [rank, response] : responses) {
+    if (rank == rank_) Handle(response);
+  }
+}
+
+void NamedCalls::Handle(const Response& response) {
+  const Key key{response.set, response.name};
+  const auto found = under_way_.find(key);
+  Call* const call = found == under_way_.end() ? nullptr : &found->second;
+  if (response.problem != Problem::kNone) {
+    const CallError error{response.problem, response.message};
+    return End(key, &error, nullptr);
+  }
+  try {
+    RunCollective(response, call);
+  } catch (const CallError& error) {
+    return End(key, &error, nullptr);
+  }
+  End(key, nullptr, &response);
+}
+
+void NamedCalls::RunCollective(const Response& response, Call* call) {
+  std::shared_ptr<ProcessSet> set;
+  {
+    const std::lock_guard<std::mutex> lock(sets_mutex_);
+    set = sets_.at(response.set);
+  }
+  if (call == nullptr || !response.example.empty()) {
+    if (!response.example.empty() && response.kind == Kind::kAllreduce)
+      set->AllreduceZeros(response.example[0]);
+    return;
+  }
+  switch (response.kind) {
+    case Kind::kAllreduce:
+      return set->Allreduce(*call);
+    case Kind::kAllgather:
+      return set->Allgather(*call, response.extents);
+    case Kind::kBroadcast:
+      return set->Broadcast(*call);
+    case Kind::kAlltoall:
+      return set->Alltoall(*call, response.extents);
+    case Kind::kReducescatter:
+      return set->Reducescatter(*call);
+    case Kind::kAddSet: {
+      const std::vector<int> ranks(response.extents.begin(), response.extents.end());
+      MPI_Comm communicator = MPI_COMM_NULL;
+      const bool member = std::binary_search(ranks.begin(), ranks.end(), rank_);
+      if (size_ > 1) {
+        HVPIPE_MPI(MPI_Comm_split(control_, member ? 0 : MPI_UNDEFINED, rank_, &communicator));
+        if (member) HVPIPE_MPI(MPI_Comm_set_errhandler(communicator, MPI_ERRORS_RETURN));
+      }
+      const std::lock_guard<std::mutex> lock(sets_mutex_);
+      sets_[response.number] = std::make_shared<ProcessSet>(communicator, ranks, rank_);
+      return;
+    }
+    case Kind::kRemoveSet: {
+      const std::lock_guard<std::mutex> lock(sets_mutex_);
+      const auto removed = sets_.find(response.number);
+      if (removed == sets_.end()) return;
+      removed->second->Free();
+      sets_.erase(removed);
+      return;
+    }
+    case Kind::kBarrier:
+    case Kind::kJoin:
+    case Kind::kLeave:
+      return;
+  }
+}
+
+void NamedCalls::End(const Key& key, const CallError* error, const Response* response) {
+  const auto found = under_way_.find(key);
+  // A rank that has joined takes part in calls that it did not make. Its own call of this name may be a join.
+  if (found == under_way_.end() || (response != nullptr && found->second.request.kind != response->kind))
+    return;
+  const Call call = std::move(found->second);
+  under_way_.erase(found);  // before `done`, which may make the next call of this name
+  call.done(error, response);
+}
+
+void NamedCalls::FailAll(const CallError& error) {
+  std::vector<Call> inbox;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failed_ = error;
+    inbox.swap(inbox_);
+  }
+  for (auto& [key, call] : under_way_) call.done(&error, nullptr);
+  under_way_.clear();
+  for (const Call& call : inbox) {
+    if (call.request.kind != Kind::kLeave) call.done(&error, nullptr);
+  }
+}
+
+namespace {
+
+std::mutex default_mutex;
+std::shared_ptr<NamedCalls>& DefaultSlot() {
+  static std::shared_ptr<NamedCalls> calls;
+  return calls;
+}
+
+}  // namespace
+
+void SetDefaultNamedCalls(std::shared_ptr<NamedCalls> calls) {
+  const std::lock_guard<std::mutex> lock(default_mutex);
+  DefaultSlot() = std::move(calls);
+}
+
+std::shared_ptr<NamedCalls> DefaultNamedCalls() {
+  const std::lock_guard<std::mutex> lock(default_mutex);
+  return DefaultSlot();
+}
+
+}  // namespace hvpipe::named

@@ -1,0 +1,202 @@
+// Arithmetic on arrays of any element type.
+#include "named/numbers.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/check.h"
+#include "core/half.h"
+
+namespace hvpipe::named {
+namespace {
+
+struct Float16 {
+  std::uint16_t bits;
+  explicit operator float() const { return HalfToFloatScalar(bits); }
+  static Float16 Of(float value) { return {FloatToHalfScalar(value)}; }
+};
+
+struct BFloat16 {
+  std::uint16_t bits;
+  explicit operator float() const { return BitsToFloat(static_cast<std::uint32_t>(bits) << 16); }
+  static BFloat16 Of(float value) { return {FloatToBFloat16(value)}; }
+};
+
+// The type to compute in, and how to get a number back.
+template <typename T>
+struct Wide {
+  using type = double;
+  static T Narrow(double value) { return static_cast<T>(value); }
+};
+template <>
+struct Wide<float> {
+  using type = float;
+  static float Narrow(float value) { return value; }
+};
+template <>
+struct Wide<Float16> {
+  using type = float;
+  static Float16 Narrow(float value) { return Float16::Of(value); }
+};
+template <>
+struct Wide<BFloat16> {
+  using type = float;
+  static BFloat16 Narrow(float value) { return BFloat16::Of(value); }
+};
+
+// Call `act` with a null pointer of the element type.
+template <typename Act>
+void WithType(Type type, const Act& act) {
+  switch (type) {
+    case Type::kBool:
+    case Type::kUint8:
+      return act(static_cast<std::uint8_t*>(nullptr));
+    case Type::kInt8:
+      return act(static_cast<std::int8_t*>(nullptr));
+    case Type::kUint16:
+      return act(static_cast<std::uint16_t*>(nullptr));
+    case Type::kInt16:
+      return act(static_cast<std::int16_t*>(nullptr));
+    case Type::kInt32:
+      return act(static_cast<std::int32_t*>(nullptr));
+    case Type::kInt64:
+      return act(static_cast<std::int64_t*>(nullptr));
+    case Type::kFloat16:
+      return act(static_cast<Float16*>(nullptr));
+    case Type::kBFloat16:
+      return act(static_cast<BFloat16*>(nullptr));
+    case Type::kFloat32:
+      return act(static_cast<float*>(nullptr));
+    case Type::kFloat64:
+      return act(static_cast<double*>(nullptr));
+  }
+}
+
+template <typename Half, ReduceOp kOp>
+void ReduceHalf(void* in, void* in_out, int* count, MPI_Datatype* /*type*/) {
+  const auto* const a = static_cast<const Half*>(in);
+  auto* const b = static_cast<Half*>(in_out);
+  for (int i = 0; i < *count; ++i) {
+    const float x = static_cast<float>(a[i]), y = static_cast<float>(b[i]);
+    if constexpr (kOp == ReduceOp::kMin) {
+      b[i] = Half::Of(std::min(x, y));
+    } else if constexpr (kOp == ReduceOp::kMax) {
+      b[i] = Half::Of(std::max(x, y));
+    } else if constexpr (kOp == ReduceOp::kProduct) {
+      b[i] = Half::Of(x * y);
+    } else {
+      b[i] = Half::Of(x + y);
+    }
+  }
+}
+
+template <typename Half, ReduceOp kOp>
+MPI_Op HalfOp() {
+  static const MPI_Op made = [] {
+    MPI_Op op = MPI_OP_NULL;
+    HVPIPE_MPI(MPI_Op_create(&ReduceHalf<Half, kOp>, 1, &op));
+    return op;
+  }();
+  return made;
+}
+
+template <typename Half>
+MPI_Op HalfOpOf(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kMin:
+      return HalfOp<Half, ReduceOp::kMin>();
+    case ReduceOp::kMax:
+      return HalfOp<Half, ReduceOp::kMax>();
+    case ReduceOp::kProduct:
+      return HalfOp<Half, ReduceOp::kProduct>();
+    default:
+      return HalfOp<Half, ReduceOp::kSum>();
+  }
+}
+
+}  // namespace
+
+MPI_Datatype MpiType(Type type) {
+  switch (type) {
+    case Type::kBool:
+    case Type::kUint8:
+      return MPI_UINT8_T;
+    case Type::kInt8:
+      return MPI_INT8_T;
+    case Type::kUint16:
+    case Type::kFloat16:
+    case Type::kBFloat16:
+      return MPI_UINT16_T;
+    case Type::kInt16:
+      return MPI_INT16_T;
+    case Type::kInt32:
+      return MPI_INT32_T;
+    case Type::kInt64:
+      return MPI_INT64_T;
+    case Type::kFloat32:
+      return MPI_FLOAT;
+    case Type::kFloat64:
+      return MPI_DOUBLE;
+  }
+  return MPI_DATATYPE_NULL;
+}
+
+MPI_Op MpiOp(ReduceOp op, Type type) {
+  if (type == Type::kFloat16) return HalfOpOf<Float16>(op);
+  if (type == Type::kBFloat16) return HalfOpOf<BFloat16>(op);
+  switch (op) {
+    case ReduceOp::kMin:
+      return MPI_MIN;
+    case ReduceOp::kMax:
+      return MPI_MAX;
+    case ReduceOp::kProduct:
+      return MPI_PROD;
+    default:
+      return MPI_SUM;
+  }
+}
+
+void ScaleNumbers(void* data, Type type, std::int64_t count, double factor) {
+  if (factor == 1) return;
+  WithType(type, [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    using W = typename Wide<T>::type;
+    T* const numbers = static_cast<T*>(data);
+    const W wide = static_cast<W>(factor);
+    for (std::int64_t i = 0; i < count; ++i) numbers[i] = Wide<T>::Narrow(static_cast<W>(numbers[i]) * wide);
+  });
+}
+
+AdasumFactors FactorsOf(const void* a, const void* b, Type type, std::int64_t count) {
+  double dot = 0, a_square = 0, b_square = 0;
+  WithType(type, [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    using W = typename Wide<T>::type;
+    const auto* const as = static_cast<const T*>(a);
+    const auto* const bs = static_cast<const T*>(b);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const double x = static_cast<double>(static_cast<W>(as[i]));
+      const double y = static_cast<double>(static_cast<W>(bs[i]));
+      dot += x * y;
+      a_square += x * x;
+      b_square += y * y;
+    }
+  });
+  return {a_square > 0 ? 1 - dot / (2 * a_square) : 1, b_square > 0 ? 1 - dot / (2 * b_square) : 1};
+}
+
+void Combine(void* a, const void* b, Type type, std::int64_t count, AdasumFactors factors) {
+  WithType(type, [&](auto* typed) {
+    using T = std::remove_pointer_t<decltype(typed)>;
+    using W = typename Wide<T>::type;
+    auto* const as = static_cast<T*>(a);
+    const auto* const bs = static_cast<const T*>(b);
+    for (std::int64_t i = 0; i < count; ++i) {
+      const double x = static_cast<double>(static_cast<W>(as[i]));
+      const double y = static_cast<double>(static_cast<W>(bs[i]));
+      as[i] = Wide<T>::Narrow(static_cast<W>(factors.of_a * x + factors.of_b * y));
+    }
+  });
+}
+
+}  // namespace hvpipe::named

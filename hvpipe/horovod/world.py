@@ -1,0 +1,245 @@
+"""Horovod's functions about the ranks, and its constants."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hvpipe import session
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.collectives.ops import world_number
+from hvpipe.keras.collectives.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    remove_process_set,
+)
+
+logger = logging.getLogger("hvpipe")
+
+Average, Sum, Adasum, Min, Max, Product = range(6)
+OP_NAMES = ("average", "sum", "adasum", "min", "max", "product")
+
+_layout: list[tuple[int, int]] = []  # by rank: local rank and local size
+_process_sets: list[ProcessSet] = []
+
+
+def init(comm: Any = None, process_sets: Any = None) -> None:
+    """Join the ranks, as `hvpipe.init`.
+
+    Args:
+        comm: None, or a list of all ranks. hvpipe has no smaller world; use process sets for a part of it.
+        process_sets: Sets to add, the same on all ranks; or "dynamic", which hvpipe always allows.
+
+    Raises:
+        HvpipeError: For a `comm` of some of the ranks.
+    """
+    session.init()
+    world = session.current().world
+    if comm is not None and list(comm if isinstance(comm, Sequence) else range(comm.Get_size())) != list(
+        range(world.size)
+    ):
+        raise HvpipeError(
+            "comm should be None or all ranks; for a part of them use process sets. "
+            f"Received: comm={comm!r} with {world.size} ranks"
+        )
+    if not _layout:
+        _layout[:] = session.current().engine.allgather_object((world.local_rank, world.local_size))
+    if process_sets is None or isinstance(process_sets, str):
+        return
+    for process_set in process_sets:
+        _process_sets.append(add_process_set(process_set))
+
+
+def shutdown() -> None:
+    """Leave the ranks. All ranks call it together; `init` may be called again."""
+    _layout.clear()
+    for process_set in _process_sets:
+        process_set.process_set_id = None
+    _process_sets.clear()
+    session.shutdown()
+
+
+def is_initialized() -> bool:
+    """Return whether `init` was called and `shutdown` was not."""
+    return session.is_initialized()
+
+
+def _number(function: Callable[[], int]) -> int:
+    if not session.is_initialized():
+        raise ValueError("hvpipe has not been initialized; use hvd.init().")
+    return function()
+
+
+def rank() -> int:
+    """Return this process's number, 0 to size - 1."""
+    return _number(session.rank)
+
+
+def size() -> int:
+    """Return the number of ranks."""
+    return _number(session.size)
+
+
+def local_rank() -> int:
+    """Return this rank's number among the ranks of its host."""
+    return _number(session.local_rank)
+
+
+def local_size() -> int:
+    """Return the number of ranks on this host."""
+    return _number(session.local_size)
+
+
+def _peers() -> list[int]:
+    """Return the ranks that have this rank's local rank on their hosts."""
+    mine = local_rank()
+    return [peer for peer, (local, _) in enumerate(_layout) if local == mine]
+
+
+def cross_rank() -> int:
+    """Return the number of this rank's host among the hosts that have this local rank."""
+    return _peers().index(rank()) if _layout else _number(lambda: 0)
+
+
+def cross_size() -> int:
+    """Return how many hosts have this rank's local rank."""
+    return len(_peers()) if _layout else _number(lambda: 1)
+
+
+def is_homogeneous() -> bool:
+    """Return whether every host has the same number of ranks."""
+    return _number(lambda: len({locals_ for _, locals_ in _layout})) <= 1
+
+
+def rank_op(name: str | None = None) -> Any:
+    """Return the rank as a tensor that is read when the graph runs."""
+    return world_number("rank")
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Return the number of ranks as a tensor that is read when the graph runs."""
+    return world_number("size", process_set_id)
+
+
+def local_rank_op(name: str | None = None) -> Any:
+    """Return the local rank as a tensor that is read when the graph runs."""
+    return world_number("local_rank")
+
+
+def local_size_op(name: str | None = None) -> Any:
+    """Return the number of ranks on this host as a tensor that is read when the graph runs."""
+    return world_number("local_size")
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Return 1 if this rank is in the process set, else 0, as a tensor read when the graph runs."""
+    return world_number("included", process_set_id)
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Say how to record a timeline: hvpipe decides at `init` whether it records."""
+    logger.warning(
+        "hvpipe: start_timeline does nothing. Set HOROVOD_TIMELINE or HVPIPE_TRACE to a file, or start the "
+        "job with `hvpipe run --timeline-filename FILE`. Received: file_path=%s",
+        file_path,
+    )
+
+
+def stop_timeline() -> None:
+    """Do nothing: the timeline is written at `shutdown`."""
+
+
+def mpi_threads_supported() -> bool:
+    """Return True: hvpipe needs an MPI that allows calls from several threads."""
+    return _number(lambda: 1) == 1
+
+
+def mpi_enabled() -> bool:
+    """Return True: hvpipe runs on MPI."""
+    return True
+
+
+def mpi_built() -> bool:
+    """Return True: hvpipe is built with MPI."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """Return False: hvpipe does not use Gloo."""
+    return False
+
+
+def gloo_built() -> bool:
+    """Return False: hvpipe does not use Gloo."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return 1 if hvpipe has its GPU library, which opens NCCL when it is needed, else 0."""
+    return int(cuda_built())
+
+
+def cuda_built() -> bool:
+    """Return whether hvpipe has its GPU library."""
+    from hvpipe.comm.native import read_build_info
+
+    found = read_build_info()
+    return found is not None and found.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Return False: hvpipe has no ROCm support."""
+    return False
+
+
+def ddl_built() -> bool:
+    """Return False: hvpipe has no DDL support."""
+    return False
+
+
+def ccl_built() -> bool:
+    """Return False: hvpipe has no oneCCL support."""
+    return False
+
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "local_rank",
+    "local_rank_op",
+    "local_size",
+    "local_size_op",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "process_set_included_op",
+    "rank",
+    "rank_op",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "size_op",
+    "start_timeline",
+    "stop_timeline",
+]

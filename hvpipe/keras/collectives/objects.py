@@ -1,0 +1,58 @@
+"""Python objects and variables, exchanged by name among a process set."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from hvpipe.keras.collectives import tensors as named
+from hvpipe.keras.collectives.process_sets import ProcessSet
+from hvpipe.keras.variables import native
+from hvpipe.session import current
+
+
+def allgather_object(value: Any, process_set: ProcessSet | None = None, name: str | None = None) -> list[Any]:
+    """Return the objects of all ranks of a process set, in rank order."""
+    label = name or type(value).__name__
+    with tf.init_scope():
+        mine = _bytes_of(value)
+        lengths = named.allgather([tf.shape(mine)], process_set, f"{label}.sz")[0].numpy()
+        everything = named.allgather([mine], process_set, f"{label}.t")[0].numpy().tobytes()
+    values, start = [], 0
+    for length in lengths:
+        values.append(pickle.loads(everything[start : start + length]))
+        start += length
+    return values
+
+
+def broadcast_object(
+    value: Any, root_rank: int = 0, process_set: ProcessSet | None = None, name: str | None = None
+) -> Any:
+    """Return the object of one rank on every rank of a process set."""
+    # The class of the other ranks' value may differ, so it is no name.
+    label = name or "object"
+    with tf.init_scope():
+        sends = current().world.rank == root_rank
+        mine = _bytes_of(value) if sends else tf.zeros([0], tf.uint8)
+        length = named.broadcast([tf.shape(mine)], root_rank, process_set, f"{label}.sz")[0]
+        room = mine if sends else tf.zeros(length, tf.uint8)
+        received = named.broadcast([room], root_rank, process_set, f"{label}.t")[0].numpy().tobytes()
+    return value if sends else pickle.loads(received)
+
+
+def _bytes_of(value: Any) -> Any:
+    return tf.io.decode_raw(tf.constant(pickle.dumps(value)), tf.uint8)
+
+
+def broadcast_variables(
+    variables: Sequence[Any], root_rank: int, process_set: ProcessSet | None = None, name: str | None = None
+) -> list[Any]:
+    """Set variables to one rank's values, also in a graph; return the values."""
+    targets = [native(variable) for variable in variables]
+    if not targets:
+        return []
+    received = named.broadcast(targets, root_rank, process_set, name or "variables")
+    return [target.assign(value) for target, value in zip(targets, received, strict=True)]

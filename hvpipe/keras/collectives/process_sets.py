@@ -1,0 +1,150 @@
+"""Process sets: groups of ranks that run collectives among themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hvpipe.errors import HvpipeError
+from hvpipe.session import current
+
+
+class ProcessSet:
+    """Some ranks, which take part in a collective together.
+
+    Args:
+        ranks: The ranks, or a communicator of mpi4py, whose ranks are taken.
+
+    Raises:
+        ValueError: If `ranks` is neither.
+
+    Example:
+        ```python
+        even = hk.add_process_set([rank for rank in range(hk.size()) if rank % 2 == 0])
+        if even.included():
+            total = hk.allreduce(loss, op="sum", process_set=even)
+        ```
+    """
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: Any = None
+
+    def __init__(self, ranks: Iterable[int] | Any) -> None:
+        if hasattr(ranks, "Get_group"):
+            self.mpi_comm = ranks
+            return
+        wanted = "ProcessSet should be made from a list of ranks or an mpi4py communicator"
+        if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
+            raise ValueError(f"{wanted}. Received: {ranks!r}")
+        listed = list(ranks)
+        if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in listed):
+            raise ValueError(f"{wanted}. Received: {listed!r}")
+        self.ranks = sorted(listed)
+
+    def size(self) -> int | None:
+        """Return the number of ranks; None before `add_process_set` or `init`."""
+        return None if self.process_set_id is None else len(self._registered())
+
+    def rank(self) -> int | None:
+        """Return this rank's place in the set; None if the set is not added, or this rank is no member."""
+        if self.process_set_id is None:
+            return None
+        ranks, mine = self._registered(), current().world.rank
+        return ranks.index(mine) if mine in ranks else None
+
+    def included(self) -> bool | None:
+        """Return whether this rank is a member; None if the ranks are not known yet."""
+        return None if self.ranks is None else current().world.rank in self.ranks
+
+    def __repr__(self) -> str:
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        )
+
+    def _registered(self) -> list[int]:
+        assert self.process_set_id is not None
+        ranks: list[int] = current().named_calls().ranks_of(self.process_set_id)
+        return ranks
+
+
+class _AllRanks(ProcessSet):
+    """The set of all ranks, which always exists."""
+
+    def __init__(self) -> None:
+        self.process_set_id = 0
+
+    @property
+    def ranks(self) -> list[int]:  # type: ignore[override]
+        return list(range(current().world.size))
+
+
+global_process_set: ProcessSet = _AllRanks()
+"""All ranks."""
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Add a process set; all ranks of the world call it together.
+
+    Args:
+        process_set: The set, or its ranks.
+
+    Returns:
+        The set, ready for use.
+
+    Raises:
+        ValueError: If a set of these ranks exists, or for ranks that do not exist.
+        MismatchError: If the ranks of the world give different sets.
+
+    Example:
+        ```python
+        first_two = hk.add_process_set([0, 1])
+        ```
+    """
+    added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if added.mpi_comm is not None and added.ranks is None:
+        added.ranks = sorted(added.mpi_comm.allgather(current().world.rank))
+    assert added.ranks is not None
+    try:
+        added.process_set_id = current().named_calls().add_set(added.ranks)
+    except HvpipeError as error:
+        if type(error) is not HvpipeError:
+            raise
+        raise ValueError(str(error)) from None
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set; all ranks of the world call it together.
+
+    Args:
+        process_set: A set that `add_process_set` returned.
+
+    Returns:
+        Whether it was removed: False for the set of all ranks, and for one that was not added.
+
+    Raises:
+        MismatchError: If the ranks of the world give different sets.
+
+    Example:
+        ```python
+        hk.remove_process_set(first_two)
+        ```
+    """
+    number = process_set.process_set_id
+    if number is None or number == 0:
+        return False
+    process_set.process_set_id = None
+    removed: bool = current().named_calls().remove_set(number)
+    return removed
+
+
+def number_of(process_set: ProcessSet | None) -> int:
+    """Return a set's number; raise ValueError for a set that was not added."""
+    if process_set is None:
+        return 0
+    if process_set.process_set_id is None:
+        raise ValueError(
+            f"The process set should be added first, by add_process_set. Received: {process_set}"
+        )
+    return process_set.process_set_id

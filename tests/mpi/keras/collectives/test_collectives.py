@@ -1,0 +1,416 @@
+"""The collectives of `hvpipe.horovod.tensorflow`, eager and in graphs. Expectations come from NumPy."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvpipe.horovod.tensorflow as hvd
+from hvpipe.errors import HvpipeError, MismatchError
+
+pytestmark = pytest.mark.every_size
+
+INTEGERS = (tf.uint8, tf.int8, tf.int32, tf.int64)
+FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+EVERY_TYPE = (tf.bool, tf.uint16, tf.int16, *INTEGERS, *FLOATS)
+TOLERANCES = {tf.float16: 1e-2, tf.bfloat16: 5e-2, tf.float32: 1e-6}
+
+
+@pytest.fixture(params=["eager", "graph"])
+def run(request: pytest.FixtureRequest) -> Callable[[Callable[[], Any]], Any]:
+    """Return a function that runs another one eagerly or in a graph."""
+
+    def runner(function: Callable[[], Any]) -> Any:
+        found = function() if request.param == "eager" else tf.function(function)()
+        return tf.nest.map_structure(lambda x: x.numpy(), found)
+
+    return runner
+
+
+def values_of(rank: int, shape: tuple[int, ...], dtype: tf.DType) -> Any:
+    """Return the numbers of one rank: small ones, so that sums are exact in every type."""
+    numbers = np.random.default_rng(rank).integers(0, 6, shape)
+    return (numbers % 2 == 0 if dtype == tf.bool else numbers).astype(dtype.as_numpy_dtype)
+
+
+def everyone(shape: tuple[int, ...], dtype: tf.DType) -> Any:
+    return np.stack([values_of(rank, shape, dtype) for rank in range(hvd.size())])
+
+
+def wide(array: Any) -> Any:
+    return np.asarray(array).astype(np.float64)
+
+
+def assert_close(found: Any, expected: Any, dtype: tf.DType) -> None:
+    np.testing.assert_allclose(wide(found), wide(expected), rtol=TOLERANCES.get(dtype, 1e-12))
+
+
+# --- Reductions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=lambda d: d.name)
+@pytest.mark.parametrize("shape", [(), (7,), (3, 2, 2), (0,), (4, 0)])
+def test_sums(run: Any, shape: tuple[int, ...], dtype: tf.DType) -> None:
+    mine = values_of(hvd.rank(), shape, dtype)
+    found = run(lambda: hvd.allreduce(tf.constant(mine), op=hvd.Sum))
+    assert found.dtype == mine.dtype
+    assert_close(found, wide(everyone(shape, dtype)).sum(0), dtype)
+
+
+@pytest.mark.parametrize("dtype", [tf.int32, *FLOATS], ids=lambda d: d.name)
+@pytest.mark.parametrize(
+    ("op", "reduce"), [(hvd.Min, np.min), (hvd.Max, np.max), (hvd.Product, np.prod), (hvd.Average, np.mean)]
+)
+def test_other_operations(run: Any, op: int, reduce: Any, dtype: tf.DType) -> None:
+    found = run(lambda: hvd.allreduce(tf.constant(values_of(hvd.rank(), (5, 2), dtype)), op=op))
+    expected = reduce(wide(everyone((5, 2), dtype)), axis=0)
+    assert_close(found, np.trunc(expected) if dtype.is_integer else expected, dtype)
+
+
+def test_factors_before_and_after(run: Any) -> None:
+    mine = values_of(hvd.rank(), (5,), tf.float64)
+    found = run(
+        lambda: hvd.allreduce(tf.constant(mine), op=hvd.Sum, prescale_factor=0.3, postscale_factor=7.0)
+    )
+    np.testing.assert_allclose(found, 7 * (0.3 * everyone((5,), tf.float64)).sum(0))
+    whole = run(lambda: hvd.allreduce(tf.fill([3], tf.cast(3, tf.int32)), op=hvd.Sum, prescale_factor=0.5))
+    np.testing.assert_array_equal(whole, np.full(3, hvd.size()))  # cut off on each rank
+
+
+def test_average_is_the_default_and_the_older_argument_still_works() -> None:
+    mine = tf.constant([float(hvd.rank())])
+    assert hvd.allreduce(mine).numpy() == pytest.approx((hvd.size() - 1) / 2)
+    assert hvd.allreduce(mine, average=False).numpy() == sum(range(hvd.size()))
+    with pytest.raises(ValueError, match="not both"):
+        hvd.allreduce(mine, average=True, op=hvd.Sum)
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
+def test_compression_returns_the_type_that_was_given(run: Any, compression: Any) -> None:
+    found = run(lambda: hvd.allreduce(tf.ones([4], tf.float64), compression=compression, op=hvd.Sum))
+    assert found.dtype == np.float64
+    np.testing.assert_array_equal(found, np.full(4, hvd.size()))
+
+
+def test_a_group_has_tensors_of_several_types_and_slices(run: Any) -> None:
+    rank = hvd.rank()
+
+    def call() -> Any:
+        slices = tf.IndexedSlices(tf.fill([1, 2], float(rank)), tf.constant([rank]), tf.constant([9, 2]))
+        found = hvd.grouped_allreduce(
+            [tf.ones([2]), slices, tf.constant([rank], tf.int64), tf.ones([3], tf.float32)], op=hvd.Sum
+        )
+        return found[0], found[1].values, found[1].indices, found[2], found[3]
+
+    first, values, indices, whole, last = run(call)
+    ranks = np.arange(hvd.size())
+    np.testing.assert_array_equal(first, np.full(2, hvd.size()))
+    np.testing.assert_array_equal(values, np.stack([ranks, ranks], 1))
+    np.testing.assert_array_equal(indices, ranks)
+    assert whole == ranks.sum()
+    np.testing.assert_array_equal(last, np.full(3, hvd.size()))
+
+
+def test_adasum_of_orthogonal_vectors_is_their_sum_and_of_equal_ones_their_mean() -> None:
+    size = hvd.size()
+    mine = np.eye(8, dtype=np.float32)[hvd.rank()]
+    if size & (size - 1):
+        with pytest.raises(NotImplementedError, match="2, 4, 8"):
+            hvd.allreduce(tf.constant(mine), op=hvd.Adasum)
+        return
+    np.testing.assert_allclose(hvd.allreduce(tf.constant(mine), op=hvd.Adasum), np.eye(8)[:size].sum(0))
+    np.testing.assert_allclose(hvd.allreduce(tf.fill([5], 3.0), op=hvd.Adasum), np.full(5, 3.0), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
+def test_reducescatter_gives_the_first_ranks_one_row_more(run: Any, rows: int, op: int) -> None:
+    mine = values_of(hvd.rank(), (rows, 3), tf.float32)
+    found = run(lambda: hvd.reducescatter(tf.constant(mine), op=op))
+    total = wide(everyone((rows, 3), tf.float32)).sum(0) / (hvd.size() if op == hvd.Average else 1)
+    np.testing.assert_allclose(found, np.array_split(total, hvd.size())[hvd.rank()], rtol=1e-6)
+
+
+def test_grouped_reducescatter(run: Any) -> None:
+    found = run(lambda: hvd.grouped_reducescatter([tf.ones([4, 2]), tf.ones([2], tf.int32)], op=hvd.Sum))
+    lengths = [len(part) for part in np.array_split(np.arange(4), hvd.size())]
+    assert found[0].shape == (lengths[hvd.rank()], 2)
+    assert (found[0] == hvd.size()).all()
+    assert (found[1] == hvd.size()).all()
+
+
+# --- Gathering, sending -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", EVERY_TYPE, ids=lambda d: d.name)
+def test_allgather_of_other_lengths(run: Any, dtype: tf.DType) -> None:
+    parts = [values_of(rank, (rank % 3, 2), dtype) for rank in range(hvd.size())]
+    found = run(lambda: hvd.allgather(tf.constant(parts[hvd.rank()])))
+    np.testing.assert_array_equal(wide(found), wide(np.concatenate(parts)))
+
+
+def test_grouped_allgather(run: Any) -> None:
+    rank = hvd.rank()
+    found = run(lambda: hvd.grouped_allgather([tf.fill([rank, 2], rank), tf.constant([float(rank)])]))
+    np.testing.assert_array_equal(found[0][:, 0], np.repeat(np.arange(hvd.size()), np.arange(hvd.size())))
+    np.testing.assert_array_equal(found[1], np.arange(hvd.size()))
+
+
+@pytest.mark.parametrize("dtype", EVERY_TYPE, ids=lambda d: d.name)
+@pytest.mark.parametrize("shape", [(), (3, 2), (0, 4)])
+def test_broadcast_from_each_rank(run: Any, shape: tuple[int, ...], dtype: tf.DType) -> None:
+    for root in range(hvd.size()):
+        found = run(lambda root=root: hvd.broadcast(tf.constant(values_of(hvd.rank(), shape, dtype)), root))
+        np.testing.assert_array_equal(wide(found), wide(values_of(root, shape, dtype)))
+
+
+def test_alltoall_with_and_without_splits(run: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    # Rank r sends r + 1 rows to each rank; then i rows to rank i.
+    found = run(lambda: hvd.alltoall(tf.fill([(rank + 1) * size, 2], rank)))
+    np.testing.assert_array_equal(found[:, 0], np.repeat(np.arange(size), np.arange(size) + 1))
+    splits = tf.range(size)
+    rows, counts = run(lambda: hvd.alltoall(tf.fill([size * (size - 1) // 2, 1], rank), splits))
+    np.testing.assert_array_equal(counts, np.full(size, rank))
+    np.testing.assert_array_equal(rows[:, 0], np.repeat(np.arange(size), rank))
+
+
+def test_variables_and_objects() -> None:
+    variables = [tf.Variable(float(hvd.rank())), tf.Variable(hvd.rank())]
+    hvd.broadcast_variables(variables, root_rank=hvd.size() - 1)
+    assert [int(v.numpy()) for v in variables] == [hvd.size() - 1] * 2
+    for variable in variables:
+        variable.assign(tf.cast(hvd.rank(), variable.dtype))
+    hvd.broadcast_(variables, 0)
+    assert [int(v.numpy()) for v in variables] == [0, 0]
+    tf.function(lambda: hvd.broadcast_variables(variables, 0))()
+    sent = {"rank": hvd.rank(), "text": "x" * (hvd.rank() * 100)}
+    assert hvd.allgather_object(sent)[-1] == {"rank": hvd.size() - 1, "text": "x" * (hvd.size() - 1) * 100}
+    assert hvd.broadcast_object(sent if hvd.rank() == 0 else None, 0)["rank"] == 0
+    assert hvd.broadcast_object_fn(0)(hvd.rank()) == 0
+
+
+def test_numbers_of_the_world() -> None:
+    numbers = tf.function(lambda: (hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op()))()
+    assert [int(n) for n in numbers] == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()]
+    assert hvd.process_set_included_op().numpy() == 1
+    assert hvd.cross_size() * hvd.local_size() >= hvd.size()
+    assert 0 <= hvd.cross_rank() < hvd.cross_size()
+    assert all([hvd.mpi_built(), hvd.mpi_enabled(), hvd.mpi_threads_supported()])
+
+
+# --- Names and order --------------------------------------------------------------------------------------
+
+
+def test_ranks_may_call_in_other_orders() -> None:
+    """In one graph: each rank starts its calls in an order of its own, and none waits for another."""
+    places = np.random.default_rng(hvd.rank()).permutation(12)
+
+    @tf.function
+    def all_calls() -> list[Any]:
+        found: dict[int, Any] = {}
+        for place in places:
+            found[place] = hvd.allreduce(tf.fill([place + 1], 1.0), op=hvd.Sum, name=f"call{place}")
+        return [found[place] for place in range(12)]
+
+    for place, value in enumerate(all_calls()):
+        np.testing.assert_array_equal(value, np.full(place + 1, hvd.size()))
+
+
+def test_a_constant_is_sent_anew_at_every_run() -> None:
+    """TensorFlow must not compute a call with constant inputs while it optimises the graph."""
+    graph = tf.function(lambda: hvd.allreduce(tf.ones([2]), op=hvd.Sum, name="constant"))
+    for turn in range(3):
+        if hvd.rank() == 0:
+            total = graph()
+        else:
+            total = hvd.allreduce(tf.fill([2], float(turn)), op=hvd.Sum, name="constant")
+        np.testing.assert_array_equal(total, np.full(2, 1 + turn * (hvd.size() - 1)))
+
+
+def test_in_a_loop_of_a_graph() -> None:
+    @tf.function
+    def loop() -> Any:
+        total = tf.zeros([2])
+        for _ in tf.range(5):
+            total += hvd.allreduce(total + 1.0, op=hvd.Average, name="turn")
+        return total
+
+    np.testing.assert_array_equal(loop(), np.full(2, 31.0))
+
+
+def test_two_uses_of_a_name_at_once_are_an_error() -> None:
+    if hvd.size() == 1:
+        pytest.skip("one rank never waits")
+    outcomes: queue.Queue[Any] = queue.Queue()
+
+    def call() -> None:
+        try:
+            outcomes.put(hvd.allreduce(tf.ones([1]), op=hvd.Sum, name="twice").numpy())
+        except tf.errors.InvalidArgumentError as error:
+            outcomes.put(str(error))
+
+    threads = [threading.Thread(target=call) for _ in range(2)] if hvd.rank() == 0 else []
+    for thread in threads:
+        thread.start()
+    if threads:
+        assert "in use once at a time" in outcomes.get(timeout=60)
+    hvd.barrier()  # the other ranks keep the first call waiting until then
+    if not threads:
+        call()
+    for thread in threads:
+        thread.join()
+    assert outcomes.get(timeout=60) == [hvd.size()]
+
+
+# --- Gradients --------------------------------------------------------------------------------------------
+
+
+def gradient_of(run: Any, function: Callable[[Any], Any], at: Any) -> Any:
+    def call() -> Any:
+        x = tf.constant(at)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+        return tape.gradient(y, x)
+
+    return run(call)
+
+
+def test_gradients(run: Any) -> None:
+    rank, size = hvd.rank(), hvd.size()
+    at = np.full((size, 2), float(rank + 1), np.float32)
+    np.testing.assert_array_equal(
+        gradient_of(run, lambda x: hvd.allreduce(x, op=hvd.Sum), at), np.full((size, 2), size)
+    )
+    np.testing.assert_array_equal(gradient_of(run, hvd.allreduce, at), np.ones((size, 2)))
+    # As in Horovod, the gradient of a gather is an average.
+    weights = tf.constant(float(rank + 1))
+    mean = (size + 1) / 2
+    found = gradient_of(run, lambda x: hvd.allgather(x) * weights, at)
+    np.testing.assert_allclose(found, np.full((size, 2), mean), rtol=1e-6)
+    found = gradient_of(run, lambda x: hvd.broadcast(x, 0), at)
+    np.testing.assert_array_equal(found, np.full((size, 2), 1.0 if rank == 0 else 0.0))
+    found = gradient_of(run, lambda x: hvd.alltoall(x) * weights, at)
+    np.testing.assert_array_equal(found, np.stack([np.arange(size) + 1.0] * 2, 1))
+    found = gradient_of(run, lambda x: hvd.reducescatter(x, op=hvd.Sum) * weights, at)
+    np.testing.assert_array_equal(found, np.stack([(np.arange(size) + 1.0) * size] * 2, 1))
+
+
+# --- Process sets, joining --------------------------------------------------------------------------------
+
+
+def test_process_sets() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    if size == 1:
+        pytest.skip("needs two ranks")
+    chosen = [0, size - 1] if size > 2 else [1]
+    part = hvd.add_process_set(chosen)
+    assert (part.ranks, part.size(), part.included()) == (chosen, len(chosen), rank in chosen)
+    if part.included():
+        assert part.rank() == chosen.index(rank)
+        total = hvd.allreduce(tf.constant(rank), op=hvd.Sum, process_set=part)
+        assert total.numpy() == sum(chosen)
+        np.testing.assert_array_equal(hvd.allgather(tf.constant([rank]), process_set=part), chosen)
+        assert hvd.broadcast(tf.constant(rank), size - 1, process_set=part).numpy() == size - 1
+        sent = tf.fill([len(chosen)], rank)
+        np.testing.assert_array_equal(hvd.alltoall(sent, process_set=part), chosen)
+        assert hvd.allgather_object(rank, process_set=part) == chosen
+        with pytest.raises(tf.errors.InvalidArgumentError, match="root_rank=99"):
+            hvd.broadcast(tf.constant(1), 99, process_set=part)
+    else:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="no member"):
+            hvd.allreduce(tf.constant(rank), process_set=part)
+    with pytest.raises(ValueError, match="exists"):
+        hvd.add_process_set(chosen)
+    with pytest.raises(ValueError, match="exists"):
+        hvd.add_process_set(list(range(size)))
+    with pytest.raises(ValueError, match="0 to"):
+        hvd.add_process_set([0, size])
+    with pytest.raises(MismatchError, match="same call"):
+        hvd.add_process_set([rank])
+    assert hvd.remove_process_set(part)
+    assert not hvd.remove_process_set(part)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+
+
+def test_ranks_with_less_data_join() -> None:
+    rank, size = hvd.rank(), hvd.size()
+    for turn in range(rank + 1):  # rank 0 joins first
+        total = hvd.allreduce(tf.ones([3]), op=hvd.Sum, name="joining")
+        np.testing.assert_array_equal(total, np.full(3, size - turn))
+    if rank == size - 1 and size > 1:
+        with pytest.raises(tf.errors.FailedPreconditionError, match="has joined"):
+            hvd.allgather(tf.ones([1]), name="not_with_join")
+    assert hvd.join() == size - 1
+    assert hvd.allreduce(tf.ones([]), op=hvd.Sum).numpy() == size
+
+
+# --- Ranks that differ ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda r: hvd.allreduce(tf.ones([2 + r])), "float32[2] on rank 0, .*float32[3] on rank 1"),
+        (lambda r: hvd.allreduce(tf.ones([2] * (1 + r % 2))), "float32[2] on rank 0"),
+        (lambda r: hvd.allreduce(tf.ones([2], tf.int32 if r else tf.float32)), "int32[2] on rank 1"),
+        (lambda r: hvd.allreduce(tf.ones([2]), op=hvd.Sum if r else hvd.Max), "(max) .*(sum)"),
+        (lambda r: hvd.allreduce(tf.ones([2]), prescale_factor=1.0 + r), "prescale_factor=2"),
+        (lambda r: hvd.allgather(tf.ones([2, 2 + r])), "float32[2, 2] on rank 0"),
+        (lambda r: hvd.allgather(tf.ones([2], tf.int32 if r else tf.float32)), "int32[2] on rank 1"),
+        (lambda r: hvd.broadcast(tf.ones([2 + r]), 0), "float32[3] on rank 1"),
+        (lambda r: hvd.broadcast(tf.ones([2]), min(r, 1)), "from rank 0 .*from rank 1"),
+        (lambda r: hvd.reducescatter(tf.ones([4, 2 + r])), "float32[4, 2] on rank 0"),
+        (lambda r: hvd.grouped_allreduce([tf.ones([1])] * (2 + r)), "on rank 0"),
+    ],
+)
+def test_ranks_that_differ_all_get_an_error_and_go_on(call: Any, told: str) -> None:
+    if hvd.size() == 1:
+        pytest.skip("one rank never differs")
+    pattern = told.replace("[", r"\[").replace("]", r"\]").replace("(", r"\(").replace(")", r"\)")
+    with pytest.raises(tf.errors.FailedPreconditionError, match=pattern):
+        call(hvd.rank())
+    assert hvd.allreduce(tf.ones([]), op=hvd.Sum).numpy() == hvd.size()
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda: hvd.allgather(tf.constant(1.0)), "at least one axis"),
+        (lambda: hvd.reducescatter(tf.constant(1.0)), "at least one axis"),
+        (lambda: hvd.alltoall(tf.constant(1.0)), "at least one axis"),
+        (lambda: hvd.alltoall(tf.ones([2]), [1] * (hvd.size() + 1)), "splits should be"),
+        (lambda: hvd.alltoall(tf.ones([2]), [9] * hvd.size()), "splits should be"),
+        (lambda: hvd.alltoall(tf.ones([2]), [[1] * hvd.size()]), "one axis"),
+    ],
+)
+def test_bad_input_on_one_rank_is_told_on_all(call: Any, told: str) -> None:
+    """The rank itself gets InvalidArgumentError with the reason; the others are told which rank and why."""
+    with pytest.raises(tf.errors.InvalidArgumentError, match=told):
+        call()
+    assert hvd.allreduce(tf.ones([]), op=hvd.Sum).numpy() == hvd.size()
+
+
+def test_rows_that_the_ranks_cannot_share() -> None:
+    if hvd.size() == 1:
+        pytest.skip("one rank keeps all rows")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="share evenly"):
+        hvd.alltoall(tf.ones([hvd.size() + 1]))
+
+
+def test_arguments_that_do_not_fit() -> None:
+    with pytest.raises(NotImplementedError, match="IndexedSlices"):
+        hvd.allreduce(tf.IndexedSlices(tf.ones([1]), tf.constant([0]), tf.constant([1])), op=hvd.Max)
+    with pytest.raises(ValueError, match="list of ranks"):
+        hvd.ProcessSet("01")
+    with pytest.raises(ValueError, match="added first"):
+        hvd.allreduce(tf.ones([1]), process_set=hvd.ProcessSet([0]))
+    with pytest.raises(HvpipeError, match="all ranks"):
+        hvd.init(comm=[hvd.size()])
