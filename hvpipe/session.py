@@ -104,6 +104,7 @@ class Session:
         if self._named_calls is not None:
             import_native().set_default_named_calls(None)
             self._named_calls.stop()
+            self._named_calls = None
         if self.engine.core is not None:
             import_native().set_default(None)
         self.engine.stop()
