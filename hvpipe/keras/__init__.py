@@ -10,14 +10,25 @@ _supported.check_installed()  # and here, if Keras is too old or on another back
 
 from hvpipe.collectives import allgather_object, barrier, broadcast_object  # noqa: E402
 from hvpipe.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback  # noqa: E402
+from hvpipe.keras.collectives.functions import (  # noqa: E402
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    grouped_allreduce,
+    join,
+    reducescatter,
+)
+from hvpipe.keras.collectives.process_sets import (  # noqa: E402
+    ProcessSet,
+    add_process_set,
+    remove_process_set,
+)
 from hvpipe.keras.collectives.sync_batch_norm import SyncBatchNormalization  # noqa: E402
 from hvpipe.keras.data_parallel.custom_loops import (  # noqa: E402
     DistributedGradientTape,
     DistributedOptimizer,
-    allgather,
-    allreduce,
     average_gradients,
-    broadcast,
 )
 from hvpipe.keras.data_parallel.model import data_parallel  # noqa: E402
 from hvpipe.keras.data_parallel.shards import shard  # noqa: E402
@@ -44,24 +55,31 @@ __all__ = [
     "DistributedGradientTape",
     "DistributedOptimizer",
     "MetricAverageCallback",
+    "ProcessSet",
     "SyncBatchNormalization",
+    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
+    "alltoall",
     "average_gradients",
     "barrier",
     "broadcast",
     "broadcast_object",
     "broadcast_variables",
     "data_parallel",
+    "grouped_allreduce",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "measure",
     "measure_cluster",
     "pipeline_parallel",
     "rank",
+    "reducescatter",
+    "remove_process_set",
     "shard",
     "shutdown",
     "size",

@@ -53,6 +53,7 @@ from hvpipe.horovod.world import (
 from hvpipe.keras.collectives import objects as _objects
 from hvpipe.keras.collectives import tensors as _tensors
 from hvpipe.keras.collectives.compression import Compression
+from hvpipe.keras.collectives.functions import join
 from hvpipe.keras.collectives.gradients import GradientOptions, ReducingTape, wrap_optimizer
 from hvpipe.keras.collectives.sync_batch_norm import SyncBatchNormalization
 from hvpipe.keras.data_parallel import custom_loops as _planned
@@ -359,16 +360,6 @@ def grouped_reducescatter(
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of the process set have called this."""
     current().named_calls().barrier("barrier", process_set.process_set_id)
-
-
-def join() -> int:
-    """Wait until all ranks have called this; until then add zeros to the others' reductions.
-
-    Returns:
-        The rank that called it last.
-    """
-    joined: int = current().named_calls().join()
-    return joined
 
 
 # --- Training ---------------------------------------------------------------------------------------------

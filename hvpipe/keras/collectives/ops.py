@@ -112,7 +112,9 @@ def _call_name(kind: str, name: str | None, tensors: Sequence[Any]) -> str:
     if tf.executing_eagerly():
         return f"{kind}.{name or 'unnamed'}"
     graph = tf.compat.v1.get_default_graph()
-    base = f"{kind}.{name or re.sub(r'[^a-zA-Z0-9_]', '_', str(tensors[0].name))}"
+    given = name or re.sub(r"[^a-zA-Z0-9_]", "_", str(tensors[0].name))
+    # An eager tensor that a graph captures has a number as its name, which differs between ranks.
+    base = f"{kind}.{'captured' if given[0].isdigit() and not name else given}"
     used = _names_in_graphs.setdefault(graph, {})
     used[base] = used.get(base, 0) + 1
     return base if used[base] == 1 else f"{base}.{used[base] - 1}"

@@ -1,4 +1,4 @@
-"""For custom training loops: an optimizer and a tape that reduce over all ranks, and tensor collectives."""
+"""For custom training loops: an optimizer and a tape that reduce over all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvpipe.comm.engine import Compression, Op, check_compression
+from hvpipe.comm.engine import Compression, check_compression
 from hvpipe.comm.horovod_arguments import check_other_arguments
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import trained_variables
@@ -205,90 +205,6 @@ def average_gradients(
     for place, gradient in zip(used, reducer.collect_all(tokens), strict=True):
         averaged[place] = gradient
     return averaged
-
-
-def allreduce(tensor: Any, op: Op = "average", compression: Compression = None, **others: Any) -> Any:
-    """Reduce an eager tensor over all ranks; collective. In a `tf.function`, use `average_gradients`.
-
-    Args:
-        tensor: A tensor, or a value that converts to one, of the same shape and dtype on all ranks.
-        op: "average" or "sum".
-        compression: None, "bf16" or "fp16": the type in which float32 numbers are sent.
-        **others: Arguments of Horovod's function that hvpipe does not have; those that matter are refused.
-
-    Returns:
-        The average or sum, a tensor of the same shape.
-
-    Raises:
-        HvpipeError: For a symbolic tensor, an unknown `op` or `compression`, or before `hvpipe.init()`.
-        MismatchError: If shapes or dtypes differ between ranks.
-
-    Example:
-        ```python
-        mean_loss = hk.allreduce(loss)
-        ```
-    """
-    check_other_arguments("allreduce", others)
-    array = _eager("allreduce", tensor, "; use DistributedGradientTape or average_gradients there")
-    return tf.convert_to_tensor(current().engine.allreduce(array, op, compression))
-
-
-def allgather(tensor: Any, **others: Any) -> Any:
-    """Concatenate eager tensors of all ranks along axis 0; collective.
-
-    Args:
-        tensor: A tensor, or a value that converts to one. Ranks may contribute different lengths of axis 0;
-            the other axes and the dtype are equal.
-        **others: Arguments of Horovod's function that hvpipe does not have; those that matter are refused.
-
-    Returns:
-        The tensors of ranks 0, 1, ... one after the other.
-
-    Raises:
-        HvpipeError: For a symbolic tensor, or before `hvpipe.init()`.
-        MismatchError: If dtypes or other axes differ between ranks.
-
-    Example:
-        ```python
-        predictions = hk.allgather(model(x_of_this_rank))
-        ```
-    """
-    check_other_arguments("allgather", others)
-    return tf.convert_to_tensor(current().engine.allgather(_eager("allgather", tensor)))
-
-
-def broadcast(tensor: Any, root_rank: int = 0, **others: Any) -> Any:
-    """Return the root's eager tensor on every rank; collective.
-
-    Args:
-        tensor: A tensor, or a value that converts to one, of the same shape and dtype on all ranks.
-        root_rank: The rank whose tensor all ranks get.
-        **others: Arguments of Horovod's function that hvpipe does not have; those that matter are refused.
-
-    Returns:
-        The root's tensor.
-
-    Raises:
-        HvpipeError: For a symbolic tensor, or before `hvpipe.init()`.
-        MismatchError: If shapes or dtypes differ between ranks.
-
-    Example:
-        ```python
-        seed = hk.broadcast(tf.random.uniform((), maxval=1 << 30, dtype=tf.int32))
-        ```
-    """
-    check_other_arguments("broadcast", others)
-    return tf.convert_to_tensor(current().engine.broadcast(_eager("broadcast", tensor), root_rank))
-
-
-def _eager(function: str, tensor: Any, instead: str = "") -> Any:
-    """Return the array of an eager tensor; raise for a symbolic one."""
-    if not tf.executing_eagerly():
-        raise HvpipeError(
-            f"hvpipe.keras.{function} works on eager tensors. "
-            f"Received: a symbolic tensor inside tf.function{instead}"
-        )
-    return tf.convert_to_tensor(tensor).numpy()
 
 
 def _reducer_for(

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import hvpipe.horovod.tensorflow as hvd
+import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError, MismatchError
 
 pytestmark = pytest.mark.every_size
@@ -194,6 +195,39 @@ def test_variables_and_objects() -> None:
     assert hvd.allgather_object(sent)[-1] == {"rank": hvd.size() - 1, "text": "x" * (hvd.size() - 1) * 100}
     assert hvd.broadcast_object(sent if hvd.rank() == 0 else None, 0)["rank"] == 0
     assert hvd.broadcast_object_fn(0)(hvd.rank()) == 0
+
+
+def test_names_of_hvpipe_keras(run: Any) -> None:
+    rank, size = hk.rank(), hk.size()
+    mine, everyone_s = tf.constant([float(rank), 1.0]), np.stack([np.arange(size), np.ones(size)], 1)
+
+    def call() -> Any:
+        return (
+            hk.allreduce(mine),
+            hk.allreduce(mine, op="max", compression="bf16"),
+            hk.allreduce(mine, op="sum", postscale_factor=2.0),
+            hk.grouped_allreduce([mine, tf.constant(rank)], op="sum"),
+            hk.allgather(mine[:1]),
+            hk.broadcast(mine, size - 1),
+            hk.alltoall(tf.fill([size], rank)),
+            hk.reducescatter(tf.ones([size, 2]), op="sum"),
+        )
+
+    mean, most, doubled, (total, ranks), gathered, sent, (rows, counts), part = run(call)
+    np.testing.assert_allclose(mean, everyone_s.mean(0), rtol=1e-6)
+    np.testing.assert_array_equal(most, everyone_s.max(0))
+    np.testing.assert_array_equal(doubled, 2 * everyone_s.sum(0))
+    np.testing.assert_array_equal(total, everyone_s.sum(0))
+    assert ranks == sum(range(size))
+    np.testing.assert_array_equal(gathered, np.arange(size))
+    np.testing.assert_array_equal(sent, [size - 1, 1])
+    np.testing.assert_array_equal(rows, np.arange(size))
+    np.testing.assert_array_equal(counts, np.ones(size))
+    np.testing.assert_array_equal(part, np.full((1, 2), size))
+    assert hk.grouped_allreduce([]) == []
+    with pytest.raises(HvpipeError, match="op should be one of average, sum"):
+        hk.allreduce(mine, op="mean")
+    assert 0 <= hk.join() < size
 
 
 def test_numbers_of_the_world() -> None:

@@ -253,22 +253,6 @@ def test_a_variable_that_the_optimizer_does_not_know(known: int) -> None:
         optimizer.apply([tf.zeros(kernel.shape) for kernel in kernels], kernels)
 
 
-def test_eager_allreduce() -> None:
-    total = hk.allreduce(tf.constant([1.0, float(hvpipe.rank())]), op="sum")
-    size = hvpipe.size()
-    np.testing.assert_allclose(total.numpy(), [size, size * (size - 1) / 2])
-    # AutoGraph changes the type of the error and keeps its message.
-    with pytest.raises(Exception, match="works on eager tensors"):
-        tf.function(hk.allreduce)(tf.constant(1.0))
-
-
-def test_eager_allgather_and_broadcast() -> None:
-    ranks = [float(rank) for rank in range(hk.size())]
-    assert hk.allgather(tf.constant([float(hk.rank())]), name="ranks").numpy().tolist() == ranks
-    for root in ranks:
-        assert float(hk.broadcast(tf.constant(float(hk.rank())), root_rank=int(root))) == root
-
-
 def test_arguments_of_horovod() -> None:
     """Arguments that change nothing are accepted. For the others the error says what to write."""
     options = {"name": "sgd", "device_dense": "", "sparse_as_dense": True, "backward_passes_per_step": 1}
