@@ -130,7 +130,8 @@ class BucketReducer:
         tokens = []
         for number, bucket in enumerate(self.plan.buckets):
             with tf.control_dependencies(after(number) if after else []):
-                tensors = [gradients[place] for place in bucket.members]
+                # As Keras' optimizers: a gradient may have another type than its variable.
+                tensors = [tf.cast(gradients[place], bucket.dtype) for place in bucket.members]
                 with tf.device(self._device):
                     token = library().hvpipe_submit(
                         scale=share, tensors=tensors, plan=self._plan_id, bucket=number

@@ -15,7 +15,7 @@ import hvpipe.horovod.tensorflow as hvd
 import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError, MismatchError
 
-pytestmark = pytest.mark.every_size
+pytestmark = [pytest.mark.every_size, pytest.mark.older_tensorflow]
 
 INTEGERS = (tf.uint8, tf.int8, tf.int32, tf.int64)
 FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)

@@ -32,13 +32,9 @@ def mine(array: Any) -> Any:
 
 def model_of(seed: int = 1, *, normalised: Any = None) -> keras.Model:
     keras.utils.set_random_seed(seed)
-    keras.config.set_floatx("float64")
-    try:
-        layers = [keras.Input((5,)), keras.layers.Dense(4, activation="tanh")]
-        layers += [normalised] if normalised is not None else []
-        return keras.Sequential([*layers, keras.layers.Dense(2)])
-    finally:
-        keras.config.set_floatx("float32")
+    layers = [keras.Input((5,), dtype="float64"), keras.layers.Dense(4, activation="tanh", dtype="float64")]
+    layers += [normalised] if normalised is not None else []
+    return keras.Sequential([*layers, keras.layers.Dense(2, dtype="float64")])
 
 
 def weights_of(layer: Any) -> dict[str, Any]:

@@ -243,6 +243,13 @@ def test_different_sets_of_variables_in_turn() -> None:
     np.testing.assert_allclose(moved, np.full(first.shape, hvpipe.size() - 1.0).ravel(), rtol=1e-5)
 
 
+def test_a_gradient_of_another_type_than_its_variable() -> None:
+    weight = tf.Variable(np.ones(3))
+    optimizer = hk.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    optimizer.apply([tf.fill([3], float(hvpipe.rank()))], [weight])
+    np.testing.assert_allclose(weight.numpy(), 1 - (hvpipe.size() - 1) / 2)
+
+
 @pytest.mark.parametrize("known", [0, 1])
 def test_a_variable_that_the_optimizer_does_not_know(known: int) -> None:
     """The error is that of plain Keras, also if the update runs bucket by bucket."""
