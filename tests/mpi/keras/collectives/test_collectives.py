@@ -234,7 +234,10 @@ def test_numbers_of_the_world() -> None:
     numbers = tf.function(lambda: (hvd.rank_op(), hvd.size_op(), hvd.local_rank_op(), hvd.local_size_op()))()
     assert [int(n) for n in numbers] == [hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size()]
     assert hvd.process_set_included_op().numpy() == 1
-    assert hvd.cross_size() * hvd.local_size() >= hvd.size()
+    layout = hvd.allgather_object((hvd.local_rank(), hvd.cross_rank(), hvd.local_size()))
+    assert len({place[:2] for place in layout}) == hvd.size()
+    assert hvd.is_homogeneous() == (len({place[2] for place in layout}) == 1)
+    assert hvd.cross_size() == sum(place[0] == hvd.local_rank() for place in layout)
     assert 0 <= hvd.cross_rank() < hvd.cross_size()
     assert all([hvd.mpi_built(), hvd.mpi_enabled(), hvd.mpi_threads_supported()])
 
