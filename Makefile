@@ -7,6 +7,7 @@
 #   make mutations        break one line at a time and check that a test notices
 #   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
 #   make peers-test       train two steps with each of those systems
+#   make horovod-test     start examples/train.py with a real horovodrun
 #   make setup | lint | plan | rest | keras | cuda | wheel | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. Finished setup steps are not repeated.
@@ -44,7 +45,7 @@ ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
-.PHONY: help setup train test lint lint-steps plan quick rest fast keras cuda wheel other other-setup mutations peers peers-test \
+.PHONY: help setup train test lint lint-steps plan quick rest fast keras cuda wheel other other-setup mutations peers peers-test horovod-test \
     format clean
 
 help:
@@ -63,7 +64,7 @@ train: setup
 # The first steps keep one core busy each, so they run two at a time and show failures early. The last steps keep
 # all cores busy. The first failure ends the run. Each step prints how long it took.
 FIRST_STEPS := plan $(if $(filter $(DEFAULT_TF),$(TF)),lint cuda wheel other-setup)
-LAST_STEPS := rest $(if $(filter $(DEFAULT_TF),$(TF)),other)
+LAST_STEPS := rest $(if $(filter $(DEFAULT_TF),$(TF)),other $(if $(wildcard .venv-peers/.stamps/horovod-*),horovod-test))
 
 test: setup
 	@$(TIMED) "first steps" $(MAKE) -j2 --output-sync=target $(FIRST_STEPS) READY=1
@@ -120,6 +121,10 @@ mutations: setup
 # Not part of `test`: it compiles Horovod once.
 peers:
 	@.ci/peers.sh .venv-peers constraints-tf$(OTHER_TF).txt "$(PYTHON)"
+
+# CI runs it where the peers are set up already.
+horovod-test: peers
+	@$(TIMED) "jobs that a real horovodrun starts" .venv-peers/bin/pytest -q tests/peers
 
 peers-test: peers
 	@echo "==> two steps of every system of bench/systems, in .venv-peers"

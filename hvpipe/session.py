@@ -115,7 +115,10 @@ class Session:
         """Return the service for collectives that ranks call by name (csrc/named)."""
         if self._named_calls is None:
             native = import_native()
-            self._named_calls = native.NamedCalls.create(self.world.fortran_handle, self.settings.timeout_s)
+            world = self.world
+            self._named_calls = native.NamedCalls.create(
+                world.fortran_handle, self.settings.timeout_s, world.local_rank, world.local_size
+            )
             native.set_default_named_calls(self._named_calls)
         return self._named_calls
 

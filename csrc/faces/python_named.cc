@@ -16,10 +16,14 @@ using named::NamedCalls;
 using named::Problem;
 using named::Response;
 
-std::shared_ptr<NamedCalls> MakeNamedCalls(std::optional<int> fortran_handle, double timeout_s) {
+std::shared_ptr<NamedCalls> MakeNamedCalls(std::optional<int> fortran_handle, double timeout_s,
+                                           int local_rank, int local_size) {
   const nb::gil_scoped_release release;
   const MPI_Comm world = fortran_handle ? MPI_Comm_f2c(*fortran_handle) : MPI_COMM_NULL;
-  return std::make_shared<NamedCalls>(world, timeout_s);
+  auto calls = std::make_shared<NamedCalls>(world, timeout_s);
+  calls->local_rank = local_rank;
+  calls->local_size = local_size;
+  return calls;
 }
 
 ErrorKind KindOf(Problem problem) {
@@ -55,7 +59,8 @@ Response Run(NamedCalls& calls, Kind kind, const std::string& name, int set,
 
 void BindNamedCalls(nb::module_& module) {
   nb::class_<NamedCalls>(module, "NamedCalls")
-      .def_static("create", &MakeNamedCalls, nb::arg("fortran_handle").none(), nb::arg("timeout_s"))
+      .def_static("create", &MakeNamedCalls, nb::arg("fortran_handle").none(), nb::arg("timeout_s"),
+                  nb::arg("local_rank"), nb::arg("local_size"))
       .def(
           "barrier",
           [](NamedCalls& self, const std::string& name, int process_set) {

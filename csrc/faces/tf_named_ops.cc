@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/engine.h"
 #include "named/named_calls.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -252,12 +251,11 @@ class WorldOp : public tf::OpKernel {
     const auto calls = named::DefaultNamedCalls();
     OP_REQUIRES(context, calls != nullptr,
                 absl::FailedPreconditionError("hvpipe is not initialised: call init() first."));
-    const auto engine = DefaultEngine();
     const std::vector<int> ranks = calls->RanksOf(set_);
     int number = calls->rank();
     if (what_ == "size") number = static_cast<int>(ranks.size());
-    if (what_ == "local_rank") number = engine ? engine->topology().local_rank : 0;
-    if (what_ == "local_size") number = engine ? engine->topology().local_size : 1;
+    if (what_ == "local_rank") number = calls->local_rank;
+    if (what_ == "local_size") number = calls->local_size;
     if (what_ == "included") {
       number = std::count(ranks.begin(), ranks.end(), calls->rank()) > 0 ? 1 : 0;
     }

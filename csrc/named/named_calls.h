@@ -50,6 +50,8 @@ class NamedCalls {
   void Stop();
 
   int rank() const { return rank_; }
+  // This rank's number on its host, and the ranks there; for TensorFlow's ops. The caller sets them.
+  int local_rank = 0, local_size = 1;
   int size() const { return size_; }
   // The ranks of a process set, in ascending order; empty if there is no such set.
   std::vector<int> RanksOf(int set) const;

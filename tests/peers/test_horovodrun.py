@@ -50,7 +50,8 @@ def run(*command: object, limit_s: float = 300.0) -> subprocess.CompletedProcess
         **os.environ,
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
-        "TF_NUM_INTRAOP_THREADS": "1",  # the order of additions must not depend on the cores that a rank may use
+        # The order of additions must not depend on the cores that a rank may use.
+        "TF_NUM_INTRAOP_THREADS": "1",
         "TF_NUM_INTEROP_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",

@@ -63,6 +63,7 @@ def _is_count(groups: Any) -> bool:
     return isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0
 
 
+@tf.autograph.experimental.do_not_convert
 def reduce_gradients(
     gradients: Sequence[Any],
     variables: Sequence[Any],
@@ -238,6 +239,7 @@ class ReducingTape:
         """Let the gradients of a variable stay on their rank."""
         self._local.add(identity(source))
 
+    @tf.autograph.experimental.do_not_convert
     def gradient(
         self,
         target: Any,

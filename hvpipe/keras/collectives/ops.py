@@ -22,6 +22,7 @@ OPS = {"average": 0, "sum": 1, "adasum": 2, "min": 3, "max": 4, "product": 5}
 _names_in_graphs: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
+@tf.autograph.experimental.do_not_convert
 def allreduce(
     tensors: Sequence[Any],
     op: int,
@@ -38,6 +39,7 @@ def allreduce(
     )
 
 
+@tf.autograph.experimental.do_not_convert
 def allgather(tensors: Sequence[Any], process_set: int, name: str | None = None) -> list[Any]:
     """Concatenate tensors of all ranks of a process set along the first axis, which may differ by rank."""
     call = _call_name("allgather", name, tensors)
@@ -48,6 +50,7 @@ def allgather(tensors: Sequence[Any], process_set: int, name: str | None = None)
     )
 
 
+@tf.autograph.experimental.do_not_convert
 def broadcast(tensors: Sequence[Any], root_rank: int, process_set: int, name: str | None = None) -> list[Any]:
     """Return the tensors of one rank."""
     call = _call_name("broadcast", name, tensors)
@@ -58,6 +61,7 @@ def broadcast(tensors: Sequence[Any], root_rank: int, process_set: int, name: st
     )
 
 
+@tf.autograph.experimental.do_not_convert
 def alltoall(tensor: Any, splits: Any, process_set: int, name: str | None = None) -> tuple[Any, Any]:
     """Send `splits[i]` rows to the set's i-th rank; return the rows received, and how many from each rank."""
     call = _call_name("alltoall", name, [tensor])
@@ -67,6 +71,7 @@ def alltoall(tensor: Any, splits: Any, process_set: int, name: str | None = None
     return received.received, received.received_splits
 
 
+@tf.autograph.experimental.do_not_convert
 def reducescatter(
     tensors: Sequence[Any],
     op: int,
@@ -83,6 +88,7 @@ def reducescatter(
     )
 
 
+@tf.autograph.experimental.do_not_convert
 def world_number(what: str, process_set: int = 0) -> Any:
     """Return a number of the world, read when the graph runs.
 

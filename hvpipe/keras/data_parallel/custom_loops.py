@@ -163,6 +163,7 @@ class DistributedGradientTape:
         return tf.nest.pack_sequence_as(sources, averaged)
 
 
+@tf.autograph.experimental.do_not_convert
 def average_gradients(
     gradients: Sequence[Any],
     variables: Sequence[Any],
