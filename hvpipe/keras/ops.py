@@ -6,13 +6,15 @@ data_parallel/bucket_reduce.py calls the ops for gradients.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from hvpipe.comm.native import REBUILD, native_directory, tensorflow_fits
 from hvpipe.errors import BuildMismatchError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def check_tensorflow(built: str | None, running: str) -> None:
@@ -73,3 +75,9 @@ def mark(value: Any, name: str) -> Any:
         return marked, gradient
 
     return noted(value)
+
+
+def without_autograph(function: Function) -> Function:
+    """Decorate a function that AutoGraph should call as it is: it would warn about MPI's functions."""
+    kept: Function = tf.autograph.experimental.do_not_convert(function)
+    return kept

@@ -17,6 +17,7 @@ from hvpipe.keras.collectives.compression import Compression
 from hvpipe.keras.collectives.ops import world_number
 from hvpipe.keras.collectives.process_sets import number_of
 from hvpipe.keras.compat import trained_variables
+from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.variables import identity
 from hvpipe.session import current
 
@@ -63,7 +64,7 @@ def _is_count(groups: Any) -> bool:
     return isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0
 
 
-@tf.autograph.experimental.do_not_convert
+@without_autograph
 def reduce_gradients(
     gradients: Sequence[Any],
     variables: Sequence[Any],
@@ -239,7 +240,7 @@ class ReducingTape:
         """Let the gradients of a variable stay on their rank."""
         self._local.add(identity(source))
 
-    @tf.autograph.experimental.do_not_convert
+    @without_autograph
     def gradient(
         self,
         target: Any,

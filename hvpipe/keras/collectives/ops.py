@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hvpipe.keras.ops import library
+from hvpipe.keras.ops import library, without_autograph
 from hvpipe.session import current
 
 # The numbers are those of csrc/named/call.h, and of Horovod.
@@ -22,7 +22,7 @@ OPS = {"average": 0, "sum": 1, "adasum": 2, "min": 3, "max": 4, "product": 5}
 _names_in_graphs: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()
 
 
-@tf.autograph.experimental.do_not_convert
+@without_autograph
 def allreduce(
     tensors: Sequence[Any],
     op: int,
@@ -39,7 +39,7 @@ def allreduce(
     )
 
 
-@tf.autograph.experimental.do_not_convert
+@without_autograph
 def allgather(tensors: Sequence[Any], process_set: int, name: str | None = None) -> list[Any]:
     """Concatenate tensors of all ranks of a process set along the first axis, which may differ by rank."""
     call = _call_name("allgather", name, tensors)
@@ -50,7 +50,7 @@ def allgather(tensors: Sequence[Any], process_set: int, name: str | None = None)
     )
 
 
-@tf.autograph.experimental.do_not_convert
+@without_autograph
 def broadcast(tensors: Sequence[Any], root_rank: int, process_set: int, name: str | None = None) -> list[Any]:
     """Return the tensors of one rank."""
     call = _call_name("broadcast", name, tensors)
@@ -61,7 +61,7 @@ def broadcast(tensors: Sequence[Any], root_rank: int, process_set: int, name: st
     )
 
 
-@tf.autograph.experimental.do_not_convert
+@without_autograph
 def alltoall(tensor: Any, splits: Any, process_set: int, name: str | None = None) -> tuple[Any, Any]:
     """Send `splits[i]` rows to the set's i-th rank; return the rows received, and how many from each rank."""
     call = _call_name("alltoall", name, [tensor])
@@ -71,7 +71,7 @@ def alltoall(tensor: Any, splits: Any, process_set: int, name: str | None = None
     return received.received, received.received_splits
 
 
-@tf.autograph.experimental.do_not_convert
+@without_autograph
 def reducescatter(
     tensors: Sequence[Any],
     op: int,
@@ -88,7 +88,7 @@ def reducescatter(
     )
 
 
-@tf.autograph.experimental.do_not_convert
+@without_autograph
 def world_number(what: str, process_set: int = 0) -> Any:
     """Return a number of the world, read when the graph runs.
 

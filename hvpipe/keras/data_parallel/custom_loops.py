@@ -21,6 +21,7 @@ from hvpipe.keras.data_parallel.bucket_reduce import (
 )
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
 from hvpipe.keras.data_parallel.overlap import BackwardOverlap
+from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
 from hvpipe.session import current
 
@@ -163,7 +164,7 @@ class DistributedGradientTape:
         return tf.nest.pack_sequence_as(sources, averaged)
 
 
-@tf.autograph.experimental.do_not_convert
+@without_autograph
 def average_gradients(
     gradients: Sequence[Any],
     variables: Sequence[Any],
