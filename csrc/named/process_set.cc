@@ -111,8 +111,11 @@ void ProcessSet::ReduceInPlace(void* data, Type type, std::int64_t count, const 
                                MpiType(type), MpiOp(request.op, type), communicator_));
     }
   }
-  const double mean = request.op == ReduceOp::kAverage ? 1.0 / size() : 1.0;
-  ScaleNumbers(data, type, count, request.postscale * mean);
+  ScaleNumbers(data, type, count, FactorAfter(request));
+}
+
+double ProcessSet::FactorAfter(const Request& request) const {
+  return request.op == ReduceOp::kAverage ? request.postscale * (1.0 / size()) : request.postscale;
 }
 
 // A tree in which the ranks of a pair compute the same sum in the same order.
@@ -136,14 +139,14 @@ void ProcessSet::Allreduce(const Call& call) const {
   const Request& request = call.request;
   std::vector<void*> outputs;
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
-    const TensorSpec& tensor = request.tensors[i];
-    outputs.push_back(call.allocate(static_cast<int>(i), tensor.shape));
-    CopyBytes(outputs.back(), call.inputs[i], BytesOf(tensor));
+    outputs.push_back(call.allocate(static_cast<int>(i), request.tensors[i].shape));
   }
   for (const auto& [type, members] : ByType(request.tensors)) {
     if (members.size() == 1 || size() == 1 || request.op == ReduceOp::kAdasum) {
-      for (const std::size_t i : members)
+      for (const std::size_t i : members) {
+        CopyBytes(outputs[i], call.inputs[i], BytesOf(request.tensors[i]));
         ReduceInPlace(outputs[i], type, request.tensors[i].elements(), request);
+      }
       continue;
     }
     std::int64_t count = 0;
@@ -151,7 +154,7 @@ void ProcessSet::Allreduce(const Call& call) const {
     const std::unique_ptr<char[]> fused(new char[static_cast<std::size_t>(count) * SizeOf(type) + 1]);
     char* at = fused.get();
     for (const std::size_t i : members) {
-      CopyBytes(at, outputs[i], BytesOf(request.tensors[i]));
+      CopyBytes(at, call.inputs[i], BytesOf(request.tensors[i]));
       at += BytesOf(request.tensors[i]);
     }
     ReduceInPlace(fused.get(), type, count, request);
@@ -230,14 +233,15 @@ void ProcessSet::Reducescatter(const Call& call) const {
   for (std::size_t i = 0; i < call.inputs.size(); ++i) {
     const TensorSpec& tensor = request.tensors[i];
     // The first ranks get one row more if the rows cannot be shared out evenly.
+    const auto rows_of = [&](int place) {
+      return tensor.rows() / size() + (place < tensor.rows() % size() ? 1 : 0);
+    };
     std::vector<int> counts;
     for (int place = 0; place < size(); ++place) {
-      const std::int64_t rows = tensor.rows() / size() + (place < tensor.rows() % size() ? 1 : 0);
-      counts.push_back(AsCount(rows * tensor.row_elements()));
+      counts.push_back(AsCount(rows_of(place) * tensor.row_elements()));
     }
-    const std::int64_t own_rows = tensor.rows() / size() + (place_ < tensor.rows() % size() ? 1 : 0);
-    void* const output = call.allocate(static_cast<int>(i), WithRows(tensor.shape, own_rows));
-    const std::int64_t own = own_rows * tensor.row_elements();
+    void* const output = call.allocate(static_cast<int>(i), WithRows(tensor.shape, rows_of(place_)));
+    const std::int64_t own = counts[static_cast<std::size_t>(place_)];
     std::unique_ptr<char[]> scaled;
     const void* input = call.inputs[i];
     if (request.prescale != 1) {
@@ -252,8 +256,7 @@ void ProcessSet::Reducescatter(const Call& call) const {
       HVPIPE_MPI(MPI_Reduce_scatter(input, output, counts.data(), MpiType(tensor.type),
                                     MpiOp(request.op, tensor.type), communicator_));
     }
-    const double mean = request.op == ReduceOp::kAverage ? 1.0 / size() : 1.0;
-    ScaleNumbers(output, tensor.type, own, request.postscale * mean);
+    ScaleNumbers(output, tensor.type, own, FactorAfter(request));
   }
 }
 

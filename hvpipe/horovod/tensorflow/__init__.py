@@ -10,46 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hvpipe.horovod.tensorflow import elastic
-from hvpipe.horovod.world import (
-    OP_NAMES,
-    Adasum,
-    Average,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_rank_op,
-    local_size,
-    local_size_op,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    process_set_included_op,
-    rank,
-    rank_op,
-    remove_process_set,
-    rocm_built,
-    shutdown,
-    size,
-    size_op,
-    start_timeline,
-    stop_timeline,
-)
+from hvpipe.horovod.world import *  # noqa: F403
+from hvpipe.horovod.world import OP_NAMES, Adasum, Average, ProcessSet, Sum, global_process_set, size
+from hvpipe.horovod.world import __all__ as _names_of_world
 from hvpipe.keras.collectives import objects as _objects
 from hvpipe.keras.collectives import tensors as _tensors
 from hvpipe.keras.collectives.compression import Compression
@@ -61,19 +24,12 @@ from hvpipe.keras.gpu import has_gpu
 from hvpipe.session import current
 
 __all__ = [
-    "Adasum",
-    "Average",
+    *_names_of_world,
     "Compression",
     "DistributedGradientTape",
     "DistributedOptimizer",
-    "Max",
-    "Min",
     "PartialDistributedGradientTape",
-    "ProcessSet",
-    "Product",
-    "Sum",
     "SyncBatchNormalization",
-    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -84,43 +40,14 @@ __all__ = [
     "broadcast_object",
     "broadcast_object_fn",
     "broadcast_variables",
-    "ccl_built",
     "check_num_rank_power_of_2",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "elastic",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "gpu_available",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_rank_op",
-    "local_size",
-    "local_size_op",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "process_set_included_op",
-    "rank",
-    "rank_op",
     "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "size_op",
-    "start_timeline",
-    "stop_timeline",
 ]
 
 
@@ -137,6 +64,7 @@ def _reduction(
             raise ValueError(f"Give op or average, not both. Received: op={op}, average={average}")
         op = Average if average else Sum
     name = OP_NAMES[Average if op is None else op]
+    # Horovod raises the same errors.
     if name == "adasum" and process_set.process_set_id != 0:
         raise NotImplementedError("Adasum works on all ranks, not on a process set.")
     if name == "adasum" and not check_num_rank_power_of_2(size()):
@@ -365,7 +293,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 # --- Training ---------------------------------------------------------------------------------------------
 
 
-def _options(
+def gradient_options(
     op: int,
     compression: Any,
     gradient_predivide_factor: float,
@@ -375,6 +303,7 @@ def _options(
     process_set: ProcessSet,
     scale_local_gradients: bool,
 ) -> GradientOptions:
+    """Return Horovod's arguments about gradients as one object."""
     how = _reduction(op, None, compression, 1.0, 1.0, process_set)
     chosen = num_groups if num_groups and groups is None else groups
     return GradientOptions(how, gradient_predivide_factor, chosen, sparse_as_dense, scale_local_gradients)
@@ -426,7 +355,7 @@ def DistributedOptimizer(
     """
     if op == Adasum:
         raise ValueError("op=Adasum works in allreduce, not with Keras optimizers.")
-    options = _options(
+    options = gradient_options(
         *(op, compression, gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set),
         scale_local_gradients,
     )
@@ -449,7 +378,7 @@ def DistributedGradientTape(
     scale_local_gradients: bool = True,
 ) -> ReducingTape:
     """Return a tape whose `gradient` reduces over ranks. Arguments are those of `DistributedOptimizer`."""
-    options = _options(
+    options = gradient_options(
         *(op, compression, gradient_predivide_factor, num_groups, groups, sparse_as_dense, process_set),
         scale_local_gradients,
     )

@@ -63,3 +63,6 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+EVERY_COMPRESSOR: tuple[type[Compressor], ...] = (Compression.none, Compression.fp16, Compression.bf16)

@@ -16,11 +16,7 @@ from hvpipe.keras.collectives import tensors as named
 from hvpipe.keras.collectives.process_sets import ProcessSet
 from hvpipe.session import current
 
-_COMPRESSORS: dict[Compression, Any] = {
-    None: compressors.Compression.none,
-    "fp16": compressors.Compression.fp16,
-    "bf16": compressors.Compression.bf16,
-}
+_COMPRESSORS = {kind.name: kind for kind in compressors.EVERY_COMPRESSOR}
 
 
 def _reduction(

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvpipe.keras.collectives import tensors as named
-from hvpipe.keras.collectives.compression import Compression
+from hvpipe.keras.collectives.compression import EVERY_COMPRESSOR
 from hvpipe.keras.collectives.ops import world_number
 from hvpipe.keras.collectives.process_sets import number_of
 from hvpipe.keras.compat import trained_variables
@@ -55,7 +55,7 @@ class GradientOptions:
     @property
     def plain(self) -> bool:
         """Whether this is an average over all ranks, which the planned buckets compute as well."""
-        known = self.how.compression in (Compression.none, Compression.fp16, Compression.bf16)
+        known = self.how.compression in EVERY_COMPRESSOR
         everyone = self.how.process_set is None or self.how.process_set.process_set_id == 0
         return self.how.op == "average" and everyone and known and self.predivide == 1.0
 

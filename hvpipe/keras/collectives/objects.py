@@ -32,7 +32,7 @@ def broadcast_object(
     value: Any, root_rank: int = 0, process_set: ProcessSet | None = None, name: str | None = None
 ) -> Any:
     """Return the object of one rank on every rank of a process set."""
-    # The class of the other ranks' value may differ, so it is no name.
+    # The class of the other ranks' value may differ, so the name does not depend on it.
     label = name or "object"
     with tf.init_scope():
         sends = current().world.rank == root_rank

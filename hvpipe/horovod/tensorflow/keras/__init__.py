@@ -37,7 +37,7 @@ from hvpipe.horovod.world import (
     stop_timeline,
 )
 from hvpipe.keras.collectives.compression import Compression
-from hvpipe.keras.collectives.gradients import GradientOptions, wrap_optimizer
+from hvpipe.keras.collectives.gradients import wrap_optimizer
 from hvpipe.keras.learning_rate import load_model as _load_model
 
 __all__ = [
@@ -154,8 +154,10 @@ def PartialDistributedOptimizer(
     Raises:
         ValueError: If `local_layers` are not Keras layers.
     """
-    how = _hvd._reduction(op, None, compression, 1.0, 1.0, process_set)
-    options = GradientOptions(how, gradient_predivide_factor, groups, sparse_as_dense, scale_local_gradients)
+    options = _hvd.gradient_options(
+        *(op, compression, gradient_predivide_factor, 0, groups, sparse_as_dense, process_set),
+        scale_local_gradients,
+    )
     local = [v for layer in _hvd.layers_given(local_layers) for v in layer.trainable_weights]
     return wrap_optimizer(optimizer, options, backward_passes_per_step, average_aggregated_gradients, local)
 
