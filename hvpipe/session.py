@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, print_with_rank
-from hvpipe.comm.discover import Settings, discover
+from hvpipe.comm.discover import Backend, Settings, discover
 from hvpipe.comm.discover import settings as read_settings
 from hvpipe.comm.native import import_native
 from hvpipe.comm.world import World, open_world
@@ -74,7 +74,7 @@ class Session:
             names = ", ".join(settings.without_effect)
             logger.warning("hvpipe: these variables of Horovod have no effect here: %s", names)
         self.settings = settings = _with_settings_of_rank_0(settings, self.world)
-        self.engine: Engine = Engine(self.world, settings, settings.ranks_per_host)
+        self.engine: Engine = Engine(self.world, settings)
         self.step_durations_s: list[float] = []
         self.sample_counters: list[CountsSamples] = []
         self.reducers: dict[Any, Any] = {}  # by what they reduce; see hvpipe.keras.data_parallel.custom_loops
@@ -114,12 +114,8 @@ class Session:
     def named_calls(self) -> Any:
         """Return the service for collectives that ranks call by name (csrc/named)."""
         if self._named_calls is None:
-            native = import_native()
-            world = self.world
-            self._named_calls = native.NamedCalls.create(
-                world.fortran_handle, self.settings.timeout_s, world.local_rank, world.local_size
-            )
-            native.set_default_named_calls(self._named_calls)
+            self._named_calls = self.world.make_named_calls(self.settings)
+            import_native().set_default_named_calls(self._named_calls)
         return self._named_calls
 
     def read_clock(self) -> tuple[float, float]:
@@ -162,7 +158,7 @@ class Session:
         )
 
 
-def init(*, timeout_s: float | None = None, trace: str | None = None) -> None:
+def init(*, timeout_s: float | None = None, trace: str | None = None, backend: Backend | None = None) -> None:
     """Join the ranks that the launcher started.
 
     Call it first, on every rank. Another call does nothing. Without a launcher there is one rank. From now on
@@ -171,11 +167,14 @@ def init(*, timeout_s: float | None = None, trace: str | None = None) -> None:
     Args:
         timeout_s: Longest wait for another rank, in seconds; HVPIPE_TIMEOUT if not given, else 300.
         trace: File for one timeline of all ranks, as from `hvpipe run --trace`; HVPIPE_TRACE if not given.
+        backend: "mpi" or "horovod": what joins the ranks and carries their data; HVPIPE_BACKEND if not given,
+            else Horovod under `horovodrun --gloo` and MPI everywhere else.
 
     Raises:
         InitError: If the ranks cannot be joined.
         BuildMismatchError: If hvpipe was built with another MPI.
-        HvpipeError: If `timeout_s` is not positive, or a variable of the environment has a bad value.
+        HvpipeError: If `timeout_s` is not positive, `backend` is unknown, or a variable of the environment
+            has a bad value.
 
     Example:
         ```python
@@ -197,6 +196,10 @@ def init(*, timeout_s: float | None = None, trace: str | None = None) -> None:
             settings = replace(settings, timeout_s=timeout_s)
         if trace is not None:
             settings = replace(settings, trace_path=trace)
+        if backend is not None:
+            if backend not in ("mpi", "horovod"):
+                raise HvpipeError(f"backend should be 'mpi' or 'horovod'. Received: backend={backend!r}")
+            settings = replace(settings, backend=backend)
         session = Session(settings)
         for prepare in _when_joined:
             prepare(session)

@@ -15,7 +15,7 @@ Record MakeRecord(std::uint64_t signature, double samples, const std::string& wh
 }
 
 ControlExchange::ControlExchange(Transport& transport, const Record& mine, int tag)
-    : transport_(transport), tag_(tag), rank_(transport.rank()), ranks_(transport.size()) {
+    : RecordExchange(transport.rank(), transport.size()), transport_(transport), tag_(tag) {
   records_.resize(static_cast<std::size_t>(ranks_));
   records_[0] = mine;
 }
@@ -54,7 +54,7 @@ const Record& ControlExchange::of(int rank) const {
   return records_[static_cast<std::size_t>((rank - rank_ + ranks_) % ranks_)];
 }
 
-void ControlExchange::CheckAgreement() const {
+void RecordExchange::CheckAgreement() const {
   const Record& mine = of(rank_);
   for (int rank = 0; rank < ranks_; ++rank) {
     if (of(rank).signature == mine.signature) continue;

@@ -23,25 +23,34 @@ static_assert(sizeof(Record) == 128);
 
 Record MakeRecord(std::uint64_t signature, double samples, const std::string& what);
 
-// Gathers one record of each rank on all ranks, in ceil(log2(size)) rounds (Bruck et al., 1997).
-class ControlExchange : public Collective {
+// Gathers one record of each rank on all ranks.
+class RecordExchange : public Collective {
+ public:
+  RecordExchange(int rank, int ranks) : rank_(rank), ranks_(ranks) {}
+
+  // The record of `rank`. Call only when done.
+  virtual const Record& of(int rank) const = 0;
+  // Throw MismatchError with the descriptions of both ranks, unless all signatures are equal.
+  void CheckAgreement() const;
+
+ protected:
+  const int rank_;
+  const int ranks_;
+};
+
+// In ceil(log2(size)) rounds (Bruck et al., 1997).
+class ControlExchange : public RecordExchange {
  public:
   ControlExchange(Transport& transport, const Record& mine, int tag);
 
   bool Step() override;
   bool done() const override { return held_ == ranks_; }
   std::string Waiting() const override;
-
-  // The record of `rank`. Call only when done.
-  const Record& of(int rank) const;
-  // Throw MismatchError with the descriptions of both ranks, unless all signatures are equal.
-  void CheckAgreement() const;
+  const Record& of(int rank) const override;
 
  private:
   Transport& transport_;
   int tag_;
-  int rank_;
-  int ranks_;
   int held_ = 1;  // records gathered: those of rank, rank + 1, ...
   Ticket send_ = kNoTicket;
   Ticket receive_ = kNoTicket;

@@ -3,21 +3,18 @@
 
 #include <memory>
 
-#include "collectives/tags.h"
-
 namespace hvpipe {
 
 void Agreement::AddStage(Operation& operation, double samples, std::uint64_t signature) {
   operation.AddStage(
       [=](const Operation& op) {
-        return std::make_unique<ControlExchange>(world_, MakeRecord(signature, samples, op.what),
-                                                 kControlTag);
+        return network_.MakeExchange(MakeRecord(signature, samples, op.what));
       },
       &order_);
 }
 
-const ControlExchange& Agreement::Checked(const Operation& operation) {
-  const auto& exchange = static_cast<const ControlExchange&>(*operation.stages.front().collective);
+const RecordExchange& Agreement::Checked(const Operation& operation) {
+  const auto& exchange = static_cast<const RecordExchange&>(*operation.stages.front().collective);
   exchange.CheckAgreement();
   return exchange;
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "collectives/control.h"
+#include "core/network.h"
 #include "core/operation.h"
 
 namespace hvpipe {
@@ -14,7 +15,7 @@ namespace hvpipe {
 // Threads: any thread may add a stage. Only the driving thread touches the order queue. No lock.
 class Agreement {
  public:
-  explicit Agreement(Transport& world) : world_(world) {}
+  explicit Agreement(Network& network) : network_(network) {}
   Agreement(const Agreement&) = delete;
   Agreement& operator=(const Agreement&) = delete;
 
@@ -22,12 +23,10 @@ class Agreement {
   void AddStage(Operation& operation, double samples, std::uint64_t signature);
   // The exchange of a finished operation that began with AddStage. Throws MismatchError if the signatures
   // differ.
-  static const ControlExchange& Checked(const Operation& operation);
-
-  Transport& world() const { return world_; }
+  static const RecordExchange& Checked(const Operation& operation);
 
  private:
-  Transport& world_;
+  Network& network_;
   OrderQueue order_;
 };
 

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <utility>
 
-#include "collectives/gather.h"
 #include "collectives/tags.h"
 #include "core/vector_loops.h"
 
@@ -37,7 +36,7 @@ void BlockingCalls::RunChecked(const std::string& what, Operation::MakeCollectiv
 
 void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale,
                               const std::string& what, const Interrupt& interrupt) {
-  if (communicators_.topology().size == 1) {
+  if (network_.topology().size == 1) {
     ScaleAndCast(in, dtype, out, dtype, count, scale);
     return;
   }
@@ -76,33 +75,32 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
 // Throw if the next rank is at another call: it has sent a control record instead of writing to the lane. A
 // rank sends its first record to the rank below it, so each rank looks at the rank above.
 void BlockingCalls::CheckPeersAreHere(Lane& lane, const std::string& what) {
-  const Topology& topology = communicators_.topology();
+  const Topology& topology = network_.topology();
   const int above = (topology.rank + 1) % topology.size;
   const auto& theirs = lane.written(above);
   const auto& mine = lane.written(topology.rank);
   if (theirs.load(std::memory_order_acquire) >= mine.load(std::memory_order_relaxed)) return;
   std::optional<Record> record;
-  progress_.WhileNobodyDrives([&] { record = TakeRecord(communicators_.world(), above, kControlTag); });
+  progress_.WhileNobodyDrives([&] { record = TakeRecord(*network_.world(), above, kControlTag); });
   if (!record) return;
   throw Disagreement("Rank", topology.rank, what, above, record->what.data());
 }
 
 void BlockingCalls::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,
                               const Interrupt& interrupt) {
-  if (communicators_.topology().size == 1) return;
+  if (network_.topology().size == 1) return;
   const int tag = NextTag();
   RunChecked(
       what,
       [=](const Operation&) {
-        return std::make_unique<ChainBroadcast>(communicators_.world(), counters_, data, bytes, root,
-                                                communicators_.options().segment_bytes, tag);
+        return network_.MakeBroadcast(data, bytes, root, tag);
       },
       interrupt);
 }
 
 void BlockingCalls::AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
                               const Interrupt& interrupt) {
-  const Topology& topology = communicators_.topology();
+  const Topology& topology = network_.topology();
   char* mine = static_cast<char*>(out) + static_cast<std::size_t>(topology.rank) * bytes;
   if (in != mine) std::memcpy(mine, in, bytes);
   if (topology.size == 1) return;
@@ -110,15 +108,14 @@ void BlockingCalls::AllGather(const void* in, void* out, std::size_t bytes, cons
   RunChecked(
       what,
       [=](const Operation&) {
-        return std::make_unique<RingAllGather>(communicators_.world(), counters_, out, bytes,
-                                               communicators_.options().segment_bytes, tag);
+        return network_.MakeAllGather(out, bytes, tag);
       },
       interrupt);
 }
 
 std::vector<double> BlockingCalls::Agree(const std::string& what, double samples, const Interrupt& interrupt,
                                          bool patient) {
-  const int size = communicators_.topology().size;
+  const int size = network_.topology().size;
   if (size == 1) return {samples};
   auto operation = std::make_shared<Operation>();
   operation->what = what;
@@ -127,7 +124,7 @@ std::vector<double> BlockingCalls::Agree(const std::string& what, double samples
   agreement_.AddStage(*operation, samples, Hash(what));
   std::vector<double> all;
   operation->check = [size, &all](Operation& done) {
-    const ControlExchange& exchange = Agreement::Checked(done);
+    const RecordExchange& exchange = Agreement::Checked(done);
     for (int rank = 0; rank < size; ++rank) all.push_back(exchange.of(rank).samples);
   };
   progress_.Run(operation, interrupt);

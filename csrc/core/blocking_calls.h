@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/agreement.h"
-#include "core/communicators.h"
+#include "core/network.h"
 #include "core/messenger.h"
 #include "core/progress.h"
 #include "core/reduce.h"
@@ -20,13 +20,11 @@ namespace hvpipe {
 // Threads: any thread may call, but the order of calls must be the same on all ranks. No lock.
 class BlockingCalls {
  public:
-  BlockingCalls(Progress& progress, Communicators& communicators, Agreement& agreement, AllReduceRoute& route,
-                Counters& counters)
+  BlockingCalls(Progress& progress, Network& network, Agreement& agreement, AllReduceRoute& route)
       : progress_(progress),
-        communicators_(communicators),
+        network_(network),
         agreement_(agreement),
-        route_(route),
-        counters_(counters) {}
+        route_(route) {}
   BlockingCalls(const BlockingCalls&) = delete;
   BlockingCalls& operator=(const BlockingCalls&) = delete;
 
@@ -54,10 +52,9 @@ class BlockingCalls {
   void CheckPeersAreHere(Lane& lane, const std::string& what);
 
   Progress& progress_;
-  Communicators& communicators_;
+  Network& network_;
   Agreement& agreement_;
   AllReduceRoute& route_;
-  Counters& counters_;
   std::atomic<int> calls_{0};
 };
 

@@ -3,9 +3,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
+#include <string>
 #include <thread>
 
+#include "collectives/gather.h"
+#include "collectives/ring.h"
 #include "collectives/tags.h"
 #include "core/check.h"
 #include "core/event_log.h"
@@ -48,18 +50,25 @@ Topology TopologyOf(MPI_Comm world, MPI_Comm local) {
 
 }  // namespace
 
-Communicators::Communicators(MPI_Comm world, const EngineOptions& options)
-    : options_(options), budget_(options.messages_in_flight) {
+Communicators::Worlds Communicators::Open(MPI_Comm world, const EngineOptions& options) {
   MPI_Comm own = Duplicate(world);
   HVPIPE_MPI(MPI_Comm_set_errhandler(own, MPI_ERRORS_RETURN));
   int rank = 0;
   HVPIPE_MPI(MPI_Comm_rank(own, &rank));
   MPI_Comm local = SplitIntoHosts(own, rank, options.ranks_per_host);
-  topology_ = TopologyOf(own, local);
+  return {own, local, TopologyOf(own, local)};
+}
+
+Communicators::Communicators(MPI_Comm world, const EngineOptions& options, Counters& counters)
+    : Communicators(Open(world, options), options, counters) {}
+
+Communicators::Communicators(const Worlds& worlds, const EngineOptions& options, Counters& counters)
+    : Network(options, worlds.topology), counters_(counters), budget_(options.messages_in_flight) {
+  MPI_Comm own = worlds.own, local = worlds.local;
   const bool hosts_have_one_rank = topology_.hosts == topology_.size;
   if (options.shared_memory && !hosts_have_one_rank) {
     const bool leads = topology_.local_rank == 0;
-    MPI_Comm leaders = Split(own, leads ? 0 : MPI_UNDEFINED, rank);
+    MPI_Comm leaders = Split(own, leads ? 0 : MPI_UNDEFINED, topology_.rank);
     if (leads) leaders_ = std::make_unique<MpiTransport>(leaders);
     const Lane::Options lane{(options.slot_bytes + 63) / 64 * 64, 4};
     reduce_lane_ = std::make_unique<Lane>(Duplicate(local), lane);
@@ -70,11 +79,38 @@ Communicators::Communicators(MPI_Comm world, const EngineOptions& options)
   world_ = std::make_unique<MpiTransport>(own);
 }
 
-bool Communicators::crowded() const {
-  return static_cast<unsigned>(topology_.local_size) > std::thread::hardware_concurrency();
+std::unique_ptr<RecordExchange> Communicators::MakeExchange(const Record& mine) {
+  return std::make_unique<ControlExchange>(*world_, mine, kControlTag);
 }
 
-std::unique_ptr<MpiTransport> Communicators::Subset(const std::vector<int>& ranks) const {
+std::unique_ptr<Collective> Communicators::MakeAllGather(void* out, std::size_t bytes, int tag) {
+  return std::make_unique<RingAllGather>(*world_, counters_, out, bytes, options_.segment_bytes, tag);
+}
+
+std::unique_ptr<Collective> Communicators::MakeBroadcast(void* data, std::size_t bytes, int root, int tag) {
+  return std::make_unique<ChainBroadcast>(*world_, counters_, data, bytes, root, options_.segment_bytes, tag);
+}
+
+std::unique_ptr<Collective> Communicators::MakeSend(const void* data, std::size_t bytes,
+                                                    const MessageOptions& options) {
+  return std::make_unique<MessageSend>(*messages_, counters_, data, bytes, options);
+}
+
+std::unique_ptr<Collective> Communicators::MakeReceive(void* data, std::size_t bytes,
+                                                       const MessageOptions& options) {
+  return std::make_unique<MessageReceive>(*messages_, counters_, data, bytes, options);
+}
+
+std::unique_ptr<Collective> Communicators::MakeRing(Transport& ranks, void* data, std::size_t count,
+                                                    DType dtype, int tag) {
+  RingAllReduce::Options ring;
+  ring.segment_bytes = options_.segment_bytes;
+  ring.receives_in_flight = options_.messages_in_flight;
+  ring.tag = tag;
+  return std::make_unique<RingAllReduce>(ranks, budget_, counters_, data, count, dtype, ring);
+}
+
+int Communicators::AddGroup(const std::vector<int>& ranks) {
   MPI_Group everyone = MPI_GROUP_NULL, some = MPI_GROUP_NULL;
   MPI_Comm communicator = MPI_COMM_NULL;
   HVPIPE_MPI(MPI_Comm_group(messages_->communicator(), &everyone));
@@ -82,7 +118,19 @@ std::unique_ptr<MpiTransport> Communicators::Subset(const std::vector<int>& rank
   HVPIPE_MPI(MPI_Comm_create_group(messages_->communicator(), some, kGroupTag, &communicator));
   HVPIPE_MPI(MPI_Group_free(&some));
   HVPIPE_MPI(MPI_Group_free(&everyone));
-  return std::make_unique<MpiTransport>(communicator);
+  const std::lock_guard<std::mutex> lock(groups_mutex_);
+  groups_.push_back(std::make_unique<MpiTransport>(communicator));
+  return static_cast<int>(groups_.size() - 1);
+}
+
+Transport* Communicators::TransportOf(int group) const {
+  const std::lock_guard<std::mutex> lock(groups_mutex_);
+  return groups_.at(static_cast<std::size_t>(group)).get();
+}
+
+std::unique_ptr<Collective> Communicators::MakeGroupAllReduce(int group, int call, void* data,
+                                                              std::size_t count, DType dtype) {
+  return MakeRing(*TransportOf(group), data, count, dtype, call % kCallTags);
 }
 
 void Communicators::BeginPass(double now_s) {
@@ -90,20 +138,17 @@ void Communicators::BeginPass(double now_s) {
   world_->Poll();
   messages_->Poll();
   if (leaders_) leaders_->Poll();
+  const std::lock_guard<std::mutex> lock(groups_mutex_);
+  for (const auto& group : groups_) group->Poll();
 }
 
-// With the send budget spent: until a quarter of it should have drained. Otherwise a peer's message is
-// missing: look often at first, since it may be the last one of a small bucket, then less and less. Keep
-// looking often while a caller waits for a message, because then nothing else needs the core.
+// With the send budget spent: until a quarter of it should have drained.
 double Communicators::NapS(int idle_passes, bool caller_waits) const {
-  const int most_growth = caller_waits ? 2 : 20;
-  const double nap_s = budget_.empty()
-                           ? budget_.QuarterS()
-                           : options_.shortest_nap_s * std::pow(1.5, std::min(idle_passes, most_growth));
-  return std::clamp(nap_s, options_.shortest_nap_s, options_.longest_nap_s);
+  if (!budget_.empty()) return Network::NapS(idle_passes, caller_waits);
+  return std::clamp(budget_.QuarterS(), options_.shortest_nap_s, options_.longest_nap_s);
 }
 
-bool Communicators::Barrier(double patience_s) const {
+bool Communicators::Barrier(double patience_s) {
   MPI_Request request = MPI_REQUEST_NULL;
   HVPIPE_MPI(MPI_Ibarrier(world_->communicator(), &request));
   const double deadline_s = Now() + patience_s;
@@ -116,6 +161,7 @@ bool Communicators::Barrier(double patience_s) const {
 }
 
 void Communicators::Free() {
+  for (const auto& group : groups_) group->Free();
   for (const auto* lane : {&broadcast_lane_, &reduce_lane_}) {
     if (*lane) (*lane)->Free();
   }

@@ -14,29 +14,29 @@ constexpr double kLeaveS = 10;  // the longest wait for the other ranks in Stop
 
 }  // namespace
 
-Engine::Engine(MPI_Comm world, const EngineOptions& options)
+Engine::Engine(const Connect& connect, const EngineOptions& options)
     : telemetry_(options.trace),
-      communicators_(world, options),
+      connection_(connect(options, telemetry_.counters)),
+      network_(*connection_.network),
+      route_(*connection_.route),
       progress_(std::make_unique<Progress>(ProgressOptions(), telemetry_)),
-      agreement_(communicators_.world()),
-      route_(communicators_, telemetry_.counters),
-      messenger_(*progress_, communicators_, route_, telemetry_.counters),
-      calls_(*progress_, communicators_, agreement_, route_, telemetry_.counters),
+      agreement_(network_),
+      messenger_(*progress_, network_),
+      calls_(*progress_, network_, agreement_, route_),
       device_calls_(*progress_, calls_, route_, device_),
-      device_messages_(*progress_, communicators_, messenger_, device_, telemetry_.counters),
+      device_messages_(*progress_, network_, messenger_, device_, telemetry_.counters),
       buckets_(*progress_, agreement_, route_, device_, telemetry_) {}
 
 // Progress calls these only after something was enqueued, so all parts exist by then.
 Progress::Options Engine::ProgressOptions() {
   Progress::Options options;
-  options.timeout_s = communicators_.options().timeout_s;
-  options.crowded = communicators_.crowded();
+  options.timeout_s = network_.options().timeout_s;
+  options.crowded = network_.crowded();
   options.nap_s = [this](int idle_passes) {
-    return communicators_.NapS(idle_passes, *messenger_.awaited() > 0);
+    return network_.NapS(idle_passes, *messenger_.awaited() > 0);
   };
   options.begin_pass = [this](double now_s) {
-    communicators_.BeginPass(now_s);
-    messenger_.PollGroups();
+    network_.BeginPass(now_s);
   };
   options.failed = [this] {
     device_messages_.EndPosted(*progress_->error());
@@ -62,7 +62,7 @@ Engine::~Engine() {
 std::string Engine::UseDevice(const DeviceOptions& options, const Interrupt& interrupt) {
   if (!device_.empty())
     throw Error("use_device should be called once. Received: a second call", ErrorKind::kUsage);
-  NcclSetup setup(options, communicators_, calls_, messenger_, interrupt);
+  NcclSetup setup(options, network_, calls_, messenger_, interrupt);
   return device_.Set(setup.Run()).route;
 }
 
@@ -71,7 +71,7 @@ std::string Engine::UseDevice(const DeviceOptions& options, const Interrupt& int
 // place. So either all ranks free, or none does.
 void Engine::Stop() {
   if (!progress_->Close()) return;
-  const double patience_s = std::min(kLeaveS, communicators_.options().timeout_s);
+  const double patience_s = std::min(kLeaveS, network_.options().timeout_s);
   progress_->Drain(patience_s);
   progress_->Stop();
   device_messages_.EndPosted(ShutDown());
@@ -82,10 +82,9 @@ void Engine::Stop() {
   // Two barriers. A rank that comes after the others have given up passes the first one at once, because they
   // had begun it. Only the second one shows that they are still here. NCCL is closed after that, because it
   // waits for all ranks.
-  if (!communicators_.Barrier(patience_s) || !communicators_.Barrier(patience_s)) return;
+  if (!network_.Barrier(patience_s) || !network_.Barrier(patience_s)) return;
   if (!device_.Close(patience_s)) return;
-  messenger_.FreeGroups();
-  communicators_.Free();
+  network_.Free();
 }
 
 namespace {

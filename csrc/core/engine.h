@@ -1,14 +1,12 @@
 // The engine of one rank: makes the parts below and connects them.
 #pragma once
 
-#include <mpi.h>
-
 #include <memory>
 #include <string>
 
 #include "core/agreement.h"
 #include "core/blocking_calls.h"
-#include "core/communicators.h"
+#include "core/connection.h"
 #include "core/engine_options.h"
 #include "core/gradient_buckets.h"
 #include "core/messenger.h"
@@ -26,16 +24,16 @@ namespace hvpipe {
 //   buckets, messenger, calls, device_calls, device_messages     requests of the user
 //   agreement, route, device                                     how they are served
 //   progress                                                     runs their operations
-//   communicators                                                MPI and shared memory
+//   network                                                      MPI and shared memory, or another library
 class Engine {
  public:
-  // Collective over `world`, which is duplicated; MPI must allow calls from several threads.
-  Engine(MPI_Comm world, const EngineOptions& options);
+  // Collective over the ranks that `connect` joins.
+  Engine(const Connect& connect, const EngineOptions& options);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  const Topology& topology() const { return communicators_.topology(); }
+  const Topology& topology() const { return network_.topology(); }
   EventLog& log() { return telemetry_.log; }
   const EventLog& log() const { return telemetry_.log; }
   Counters counters() const { return telemetry_.counters; }
@@ -62,10 +60,11 @@ class Engine {
   Progress::Options ProgressOptions();
 
   Telemetry telemetry_;
-  Communicators communicators_;
+  const Connection connection_;
+  Network& network_;
+  AllReduceRoute& route_;
   std::unique_ptr<Progress> progress_;  // before its users; ~Engine ends it before them all the same
   Agreement agreement_;
-  AllReduceRoute route_;
   Messenger messenger_;
   BlockingCalls calls_;
   DeviceSlot device_;  // before the memory that it gives out

@@ -33,7 +33,7 @@ OrderQueue* Messenger::OrderOf(bool sent, const MessageOptions& options) {
 }
 
 MessageOptions Messenger::OptionsFor(int peer, int tag) const {
-  const int rank = communicators_.topology().rank, size = communicators_.topology().size;
+  const int rank = network_.topology().rank, size = network_.topology().size;
   if (peer < 0 || peer >= size || peer == rank) {
     throw Error("The peer of a message should be another rank of " + std::to_string(size) +
                     ". Received: peer=" + std::to_string(peer) + " on rank " + std::to_string(rank),
@@ -44,7 +44,7 @@ MessageOptions Messenger::OptionsFor(int peer, int tag) const {
                     ". Received: tag=" + std::to_string(tag),
                 ErrorKind::kUsage);
   }
-  const EngineOptions& options = communicators_.options();
+  const EngineOptions& options = network_.options();
   return {peer, tag, options.segment_bytes, options.messages_in_flight};
 }
 
@@ -54,7 +54,7 @@ void Messenger::Send(int peer, int tag, const void* data, std::size_t bytes, con
   Start(
       "transfer", what,
       [=](const Operation&) {
-        return std::make_unique<MessageSend>(communicators_.messages(), counters_, data, bytes, options);
+        return network_.MakeSend(data, bytes, options);
       },
       OrderOf(true, options), std::move(done));
   progress_.StepOnce();
@@ -67,8 +67,7 @@ std::shared_ptr<AlignedBuffer> Messenger::Receive(int peer, int tag, std::size_t
   Start(
       "transfer", what,
       [=](const Operation&) {
-        return std::make_unique<MessageReceive>(communicators_.messages(), counters_, buffer->data(), bytes,
-                                                options);
+        return network_.MakeReceive(buffer->data(), bytes, options);
       },
       OrderOf(false, options),
       // Keeps the buffer until nothing more can be written into it.
@@ -78,7 +77,7 @@ std::shared_ptr<AlignedBuffer> Messenger::Receive(int peer, int tag, std::size_t
 
 int Messenger::AddGroup(const std::vector<int>& ranks, const Interrupt& interrupt) {
   if (const auto error = progress_.refusal()) throw *error;
-  const Topology& topology = communicators_.topology();
+  const Topology& topology = network_.topology();
   const bool ordered = std::is_sorted(ranks.begin(), ranks.end()) &&
                        std::adjacent_find(ranks.begin(), ranks.end()) == ranks.end();
   if (!ordered || ranks.size() < 2 || ranks.front() < 0 || ranks.back() >= topology.size ||
@@ -88,10 +87,10 @@ int Messenger::AddGroup(const std::vector<int>& ranks, const Interrupt& interrup
                 ErrorKind::kUsage);
   }
   WaitForRanks(ranks, interrupt);
-  auto transport = communicators_.Subset(ranks);
+  const int group = network_.AddGroup(ranks);
   const std::lock_guard<std::mutex> lock(mutex_);
-  groups_.push_back(std::make_unique<Group>(Group{std::move(transport), 0}));
-  return static_cast<int>(groups_.size() - 1);
+  group_calls_.resize(std::max(group_calls_.size(), static_cast<std::size_t>(group) + 1));
+  return group;
 }
 
 // Wait until all `ranks` have called. MPI's own call to make a communicator has no deadline; this one has.
@@ -103,52 +102,30 @@ void Messenger::WaitForRanks(const std::vector<int>& ranks, const Interrupt& int
   operation->AddStage([&](const Operation&) {
     std::vector<std::unique_ptr<Collective>> signals;
     for (const int peer : ranks) {
-      if (peer == communicators_.topology().rank) continue;
+      if (peer == network_.topology().rank) continue;
       const MessageOptions options{peer, kMakeGroupTag, 1, 1};
-      Transport& messages = communicators_.messages();
-      signals.push_back(std::make_unique<MessageReceive>(messages, counters_, nullptr, 0, options));
-      signals.push_back(std::make_unique<MessageSend>(messages, counters_, nullptr, 0, options));
+      signals.push_back(network_.MakeReceive(nullptr, 0, options));
+      signals.push_back(network_.MakeSend(nullptr, 0, options));
     }
     return std::make_unique<ConcurrentCollectives>(std::move(signals));
   });
   progress_.Run(operation, interrupt);
 }
 
-// Requires mutex_.
-Messenger::Group& Messenger::GroupAt(int group) const {
-  if (group < 0 || static_cast<std::size_t>(group) >= groups_.size()) {
-    throw Error("Unknown group. Received: group=" + std::to_string(group), ErrorKind::kUsage);
-  }
-  return *groups_[static_cast<std::size_t>(group)];
-}
-
-Transport& Messenger::TransportOf(int group) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return *GroupAt(group).transport;
-}
-
 void Messenger::GroupAllReduce(int group, void* data, std::size_t count, DType dtype, const std::string& what,
                                Done done) {
-  Transport* ranks = nullptr;
-  int tag = 0;
+  int call = 0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    Group& found = GroupAt(group);
-    ranks = found.transport.get();
-    tag = found.calls++ % kCallTags;
+    if (group < 0 || static_cast<std::size_t>(group) >= group_calls_.size()) {
+      throw Error("Unknown group. Received: group=" + std::to_string(group), ErrorKind::kUsage);
+    }
+    call = group_calls_[static_cast<std::size_t>(group)]++;
   }
   Start(
-      "reduce", what, [=](const Operation&) { return route_.MakeRing(*ranks, data, count, dtype, tag); },
-      nullptr, std::move(done));
-}
-
-void Messenger::PollGroups() {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& group : groups_) group->transport->Poll();
-}
-
-void Messenger::FreeGroups() {
-  for (auto& group : groups_) group->transport->Free();
+      "reduce", what,
+      [=](const Operation&) { return network_.MakeGroupAllReduce(group, call, data, count, dtype); }, nullptr,
+      std::move(done));
 }
 
 }  // namespace hvpipe

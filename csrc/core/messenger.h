@@ -12,20 +12,18 @@
 
 #include "collectives/message.h"
 #include "core/aligned_buffer.h"
-#include "core/communicators.h"
+#include "core/network.h"
 #include "core/progress.h"
-#include "core/reduce.h"
 
 namespace hvpipe {
 
 // Host-memory messages and groups of ranks.
 //
-// Threads: any thread may call. mutex_ guards the groups and the map of order queues; the driving thread uses
-// the queues themselves and the transports of groups.
+// Threads: any thread may call. mutex_ guards the counts of groups and the map of order queues; the driving
+// thread uses the queues themselves.
 class Messenger {
  public:
-  Messenger(Progress& progress, Communicators& communicators, AllReduceRoute& route, Counters& counters)
-      : progress_(progress), communicators_(communicators), route_(route), counters_(counters) {}
+  Messenger(Progress& progress, Network& network) : progress_(progress), network_(network) {}
   Messenger(const Messenger&) = delete;
   Messenger& operator=(const Messenger&) = delete;
 
@@ -42,7 +40,6 @@ class Messenger {
   // In place: data = sum over the ranks of the group, which all call this in the same order.
   void GroupAllReduce(int group, void* data, std::size_t count, DType dtype, const std::string& what,
                       Done done);
-  Transport& TransportOf(int group) const;
 
   // For messages of device memory, which share the tags and the order of these messages.
   static std::shared_ptr<Operation> MakeOperation(const char* category, const std::string& what, Done done);
@@ -54,29 +51,16 @@ class Messenger {
   // themselves.
   const std::shared_ptr<std::atomic<int>>& awaited() const { return awaited_; }
 
-  // For the driving thread: ask MPI what has completed in groups.
-  void PollGroups();
-  // Collective, with nothing under way.
-  void FreeGroups();
-
  private:
-  struct Group {
-    std::unique_ptr<MpiTransport> transport;
-    int calls = 0;
-  };
-
   void Start(const char* category, const std::string& what, Operation::MakeCollective make, OrderQueue* order,
              Done done);
   void WaitForRanks(const std::vector<int>& ranks, const Interrupt& interrupt);
-  Group& GroupAt(int group) const;
 
   Progress& progress_;
-  Communicators& communicators_;
-  AllReduceRoute& route_;
-  Counters& counters_;
+  Network& network_;
   const std::shared_ptr<std::atomic<int>> awaited_ = std::make_shared<std::atomic<int>>(0);
   mutable std::mutex mutex_;
-  std::vector<std::unique_ptr<Group>> groups_;
+  std::vector<int> group_calls_;  // by group
   std::map<std::tuple<bool, int, int>, OrderQueue> orders_;  // by direction (sent), peer and tag
 };
 

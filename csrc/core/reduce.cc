@@ -6,18 +6,28 @@
 
 #include "collectives/control.h"
 #include "collectives/lane_broadcast.h"
-#include "collectives/ring.h"
 #include "core/vector_loops.h"
 
 namespace hvpipe {
 
+std::unique_ptr<Collective> AllReduceRoute::MakeLaneReduce(LaneTag /*tag*/, const ReduceBuffers& /*buffers*/,
+                                                           DType /*dtype*/, double /*scale*/,
+                                                           LaneReduce::Result /*result*/) {
+  throw Error("An all-reduce in shared memory needs MPI", ErrorKind::kUsage);
+}
+
+std::unique_ptr<Collective> AllReduceRoute::MakeRing(Transport& /*ranks*/, void* /*data*/,
+                                                     std::size_t /*count*/, DType /*dtype*/, int /*tag*/) {
+  throw Error("A ring needs MPI", ErrorKind::kUsage);
+}
+
 LaneTag LaneTagOf(const std::string& what, std::uint64_t sequence) { return {Hash(what), sequence, what}; }
 
-Lane* AllReduceRoute::only_lane() const {
+Lane* MpiRoute::only_lane() const {
   return topology().hosts == 1 ? communicators_.reduce_lane() : nullptr;
 }
 
-void AllReduceRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers,
+void MpiRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers,
                                DType dtype, double scale, int tag) {
   const bool lane_alone = only_lane() != nullptr;
   if (communicators_.reduce_lane() != nullptr) {
@@ -41,10 +51,10 @@ void AllReduceRoute::AddStages(Operation& operation, std::shared_ptr<const Reduc
   }
 }
 
-void AllReduceRoute::AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
+void MpiRoute::AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
                                   DType dtype, int tag) {
   const bool from_lane = communicators_.reduce_lane() != nullptr;  // which has written `out` already
-  Transport* const ring = from_lane ? communicators_.leaders() : &communicators_.world();
+  Transport* const ring = from_lane ? communicators_.leaders() : communicators_.world();
   if (ring == nullptr || ring->size() == 1) return;
   operation.AddStage([=](const Operation&) {
     if (!from_lane && buffers->in != buffers->out)
@@ -54,7 +64,7 @@ void AllReduceRoute::AddRingStage(Operation& operation, const std::shared_ptr<co
 }
 
 // In no common order: the first rank of a host broadcasts in the order in which its rings end.
-void AllReduceRoute::AddLaneBroadcastStage(Operation& operation,
+void MpiRoute::AddLaneBroadcastStage(Operation& operation,
                                            const std::shared_ptr<const ReduceBuffers>& buffers, DType dtype) {
   Lane* const lane = communicators_.broadcast_lane();
   if (lane == nullptr || topology().local_size == 1) return;
@@ -64,17 +74,7 @@ void AllReduceRoute::AddLaneBroadcastStage(Operation& operation,
   });
 }
 
-std::unique_ptr<Collective> AllReduceRoute::MakeRing(Transport& ranks, void* data, std::size_t count,
-                                                     DType dtype, int tag) {
-  const EngineOptions& options = communicators_.options();
-  RingAllReduce::Options ring;
-  ring.segment_bytes = options.segment_bytes;
-  ring.receives_in_flight = options.messages_in_flight;
-  ring.tag = tag;
-  return std::make_unique<RingAllReduce>(ranks, communicators_.budget(), counters_, data, count, dtype, ring);
-}
-
-std::unique_ptr<Collective> AllReduceRoute::MakeLaneReduce(LaneTag tag, const ReduceBuffers& buffers,
+std::unique_ptr<Collective> MpiRoute::MakeLaneReduce(LaneTag tag, const ReduceBuffers& buffers,
                                                            DType dtype, double scale,
                                                            LaneReduce::Result result) {
   return std::make_unique<LaneReduce>(*communicators_.reduce_lane(), counters_, std::move(tag), buffers.in,

@@ -1,4 +1,4 @@
-// The route of an all-reduce of host memory: ring, shared-memory lane, or both.
+// The route of an all-reduce of host memory; over MPI: ring, shared-memory lane, or both.
 #pragma once
 
 #include <cstddef>
@@ -21,34 +21,56 @@ struct ReduceBuffers {
   std::size_t count;
 };
 
-// Chooses the collectives that serve all ranks and adds them to operations. All ranks of a host choose alike,
-// because the choice depends only on the topology and on whether shared memory is used.
+// How all-reduces of all ranks travel. Adds the collectives that serve them to operations.
+//
+// Threads: any thread may add stages. Only the driving thread touches order queues. No lock.
+class AllReduceRoute {
+ public:
+  explicit AllReduceRoute(const Topology& topology) : topology_(topology) {}
+  virtual ~AllReduceRoute() = default;
+  AllReduceRoute(const AllReduceRoute&) = delete;
+  AllReduceRoute& operator=(const AllReduceRoute&) = delete;
+
+  const Topology& topology() const { return topology_; }
+
+  // Add the stages of out = scale * (sum of in over all ranks).
+  virtual void AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers, DType dtype,
+                         double scale, int tag) = 0;
+
+  // The lane, if it alone serves all ranks; else null.
+  virtual Lane* only_lane() const { return nullptr; }
+  // A single collective in the lane. Only if there is one.
+  virtual std::unique_ptr<Collective> MakeLaneReduce(LaneTag tag, const ReduceBuffers& buffers, DType dtype,
+                                                     double scale, LaneReduce::Result result);
+  // A single ring among `ranks`, in place. Only over MPI.
+  virtual std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype,
+                                               int tag);
+
+ private:
+  const Topology topology_;
+};
+
+// Over MPI. All ranks of a host choose alike, because the choice depends only on the topology and on whether
+// shared memory is used.
 //
 //   ranks                     stages
 //   all on one host           lane
 //   one on each host          ring
 //   several on some hosts     lane to the first rank of the host | ring of the first ranks | lane back
-//
-// Threads: any thread may add stages. Only the driving thread touches the order queue. No lock.
-class AllReduceRoute {
+class MpiRoute : public AllReduceRoute {
  public:
-  AllReduceRoute(Communicators& communicators, Counters& counters)
-      : communicators_(communicators), counters_(counters) {}
-  AllReduceRoute(const AllReduceRoute&) = delete;
-  AllReduceRoute& operator=(const AllReduceRoute&) = delete;
+  MpiRoute(Communicators& communicators, Counters& counters)
+      : AllReduceRoute(communicators.topology()), communicators_(communicators), counters_(counters) {}
 
-  const Topology& topology() const { return communicators_.topology(); }
-  // The lane, if it alone serves all ranks; else null.
-  Lane* only_lane() const;
-
-  // Add the stages of out = scale * (sum of in over all ranks).
   void AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers, DType dtype,
-                 double scale, int tag);
-
-  // The single collectives. MakeRing works in place.
-  std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype, int tag);
+                 double scale, int tag) override;
+  Lane* only_lane() const override;
   std::unique_ptr<Collective> MakeLaneReduce(LaneTag tag, const ReduceBuffers& buffers, DType dtype,
-                                             double scale, LaneReduce::Result result);
+                                             double scale, LaneReduce::Result result) override;
+  std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype,
+                                       int tag) override {
+    return communicators_.MakeRing(ranks, data, count, dtype, tag);
+  }
 
  private:
   void AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers, DType dtype,

@@ -58,7 +58,7 @@ void DeviceMessenger::Send(int peer, int tag, const void* data, std::size_t byte
       message->call = [=](NcclCommunicator& ranks, int other, Device::Stream on) {
         ranks.Send(data, bytes, other, on);
       };
-      return NcclMessages(device, communicators_, messenger_, counters_).AddStages(operation, message);
+      return NcclMessages(device, network_, messenger_, counters_).AddStages(operation, message);
     }
     message->host_memory = device.host_pool.Take(bytes);
     const Device::Stream down = device.download_stream.get();
@@ -66,8 +66,7 @@ void DeviceMessenger::Send(int peer, int tag, const void* data, std::size_t byte
             [=](Device& on) { on.CopyToHost(message->host_memory.get(), data, bytes, down); });
     operation.AddStage(
         [=](const Operation&) {
-          return std::make_unique<MessageSend>(communicators_.messages(), counters_,
-                                               message->host_memory.get(), bytes, message->options);
+          return network_.MakeSend(message->host_memory.get(), bytes, message->options);
         },
         messenger_.OrderOf(true, message->options));
   });
@@ -81,13 +80,12 @@ void DeviceMessenger::ReceiveInto(RankDevice& device, const std::shared_ptr<Devi
       message->call = [=](NcclCommunicator& ranks, int other, Device::Stream on) {
         ranks.Receive(out, bytes, other, on);
       };
-      return NcclMessages(device, communicators_, messenger_, counters_).AddStages(operation, message);
+      return NcclMessages(device, network_, messenger_, counters_).AddStages(operation, message);
     }
     message->host_memory = device.host_pool.Take(bytes);
     operation.AddStage(
         [=](const Operation&) {
-          return std::make_unique<MessageReceive>(communicators_.messages(), counters_,
-                                                  message->host_memory.get(), bytes, message->options);
+          return network_.MakeReceive(message->host_memory.get(), bytes, message->options);
         },
         messenger_.OrderOf(false, message->options));
     const Device::Stream up = device.upload_stream.get();

@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "core/communicators.h"
+#include "core/network.h"
 #include "core/messenger.h"
 #include "core/progress.h"
 #include "device/device_message.h"
@@ -24,10 +24,10 @@ namespace hvpipe {
 // Threads: any thread may call. The posted messages have a lock of their own.
 class DeviceMessenger {
  public:
-  DeviceMessenger(Progress& progress, Communicators& communicators, Messenger& messenger, DeviceSlot& device,
+  DeviceMessenger(Progress& progress, Network& network, Messenger& messenger, DeviceSlot& device,
                   Counters& counters)
       : progress_(progress),
-        communicators_(communicators),
+        network_(network),
         messenger_(messenger),
         device_(device),
         counters_(counters) {}
@@ -60,7 +60,7 @@ class DeviceMessenger {
   PostedMessage TakeNumber(std::int64_t number, bool receives);
 
   Progress& progress_;
-  Communicators& communicators_;
+  Network& network_;
   Messenger& messenger_;
   DeviceSlot& device_;
   Counters& counters_;

@@ -67,11 +67,11 @@ bool LaunchMessage(RankDevice& device, PeerChannel& channel, DeviceMessage& mess
 
 // Receivers' words have a transport of their own: the receiver may send a message with the same tag.
 Transport& NcclMessages::Hears(const DeviceMessage& message) const {
-  return message.sends ? *device_.ready_signals : communicators_.messages();
+  return message.sends ? *device_.ready_signals : *network_.messages();
 }
 
 Transport& NcclMessages::Tells(const DeviceMessage& message) const {
-  return message.sends ? communicators_.messages() : *device_.ready_signals;
+  return message.sends ? *network_.messages() : *device_.ready_signals;
 }
 
 Operation::MakeCollective NcclMessages::Hear(const std::shared_ptr<DeviceMessage>& message) const {
@@ -89,7 +89,7 @@ Operation::MakeCollective NcclMessages::Tell(const std::shared_ptr<DeviceMessage
 }
 
 void NcclMessages::AddStages(Operation& operation, const std::shared_ptr<DeviceMessage>& message) {
-  message->numbers = communicators_.topology().rank < message->options.peer;
+  message->numbers = network_.topology().rank < message->options.peer;
   OrderQueue* const order = messenger_.OrderOf(message->sends, message->options);
   if (message->begun) AddArrival(operation, *device_.device, nullptr, message->begun.get());
   AddReadiness(operation, message, order);
@@ -119,7 +119,7 @@ void NcclMessages::AddTransfer(Operation& operation, const std::shared_ptr<Devic
                                OrderQueue* order) {
   RankDevice* const device = &device_;
   PeerChannel* const channel = &device->ChannelTo(message->options.peer);
-  const int rank = communicators_.topology().rank;
+  const int rank = network_.topology().rank;
   operation.AddStage([=](const Operation&) {
     return std::make_unique<DeviceLaunch>([=] { return TakeDevice(*device, rank, *channel, *message); },
                                           "messages of this rank before it");

@@ -4,7 +4,7 @@
 #include <functional>
 #include <memory>
 
-#include "core/communicators.h"
+#include "core/network.h"
 #include "core/messenger.h"
 #include "core/operation.h"
 #include "core/telemetry.h"
@@ -30,8 +30,8 @@ namespace hvpipe {
 //   higher   sends: hears that, tells the bytes    | hears it, takes the device                   | NCCL
 class NcclMessages {
  public:
-  NcclMessages(RankDevice& device, Communicators& communicators, Messenger& messenger, Counters& counters)
-      : device_(device), communicators_(communicators), messenger_(messenger), counters_(counters) {}
+  NcclMessages(RankDevice& device, Network& network, Messenger& messenger, Counters& counters)
+      : device_(device), network_(network), messenger_(messenger), counters_(counters) {}
   void AddStages(Operation& operation, const std::shared_ptr<DeviceMessage>& message);
 
  private:
@@ -43,7 +43,7 @@ class NcclMessages {
   Operation::MakeCollective Tell(const std::shared_ptr<DeviceMessage>& message) const;
 
   RankDevice& device_;
-  Communicators& communicators_;
+  Network& network_;
   Messenger& messenger_;
   Counters& counters_;
 };

@@ -73,11 +73,12 @@ DeviceOwner OwnerOf(const Device& device, int first_on_host) {
 
 }  // namespace
 
-NcclSetup::NcclSetup(const DeviceOptions& options, const Communicators& communicators, BlockingCalls& calls,
+NcclSetup::NcclSetup(const DeviceOptions& options, const Network& network, BlockingCalls& calls,
                      Messenger& messenger, const Interrupt& interrupt)
     : options_(options),
-      topology_(communicators.topology()),
-      timeout_s_(communicators.options().timeout_s),
+      network_(network),
+      topology_(network.topology()),
+      timeout_s_(network.options().timeout_s),
       calls_(calls),
       messenger_(messenger),
       interrupt_(interrupt) {}
@@ -85,7 +86,11 @@ NcclSetup::NcclSetup(const DeviceOptions& options, const Communicators& communic
 std::unique_ptr<RankDevice> NcclSetup::Run() {
   device_ = std::make_unique<RankDevice>(options_);
   device_->route = topology_.size == 1 ? "one rank" : "through the host: no NCCL was named";
-  if (topology_.size > 1 && !options_.nccl.empty()) ConnectByNccl();
+  if (topology_.size > 1 && network_.messages() == nullptr) {
+    device_->route = "through the host: NCCL needs MPI";
+  } else if (topology_.size > 1 && !options_.nccl.empty()) {
+    ConnectByNccl();
+  }
   if (device_->nccl_connects_all()) {
     std::vector<int> all(static_cast<std::size_t>(topology_.size));
     std::iota(all.begin(), all.end(), 0);
@@ -96,7 +101,7 @@ std::unique_ptr<RankDevice> NcclSetup::Run() {
 }
 
 Transport& NcclSetup::AddTransport(const std::vector<int>& ranks) {
-  return messenger_.TransportOf(messenger_.AddGroup(ranks, interrupt_));
+  return *network_.TransportOf(messenger_.AddGroup(ranks, interrupt_));
 }
 
 // Connects all ranks or none. A rank throws only after every rank has heard whether NCCL can be used.

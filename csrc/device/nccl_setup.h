@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/blocking_calls.h"
-#include "core/communicators.h"
+#include "core/network.h"
 #include "core/messenger.h"
 #include "device/rank_device.h"
 
@@ -18,7 +18,7 @@ namespace hvpipe {
 // Threads: made and used by one caller of UseDevice.
 class NcclSetup {
  public:
-  NcclSetup(const DeviceOptions& options, const Communicators& communicators, BlockingCalls& calls,
+  NcclSetup(const DeviceOptions& options, const Network& network, BlockingCalls& calls,
             Messenger& messenger, const Interrupt& interrupt);
 
   // The device, ready for collectives and messages. Call once.
@@ -41,6 +41,7 @@ class NcclSetup {
   Transport& AddTransport(const std::vector<int>& ranks);
 
   const DeviceOptions& options_;
+  const Network& network_;
   const Topology& topology_;
   const double timeout_s_;
   BlockingCalls& calls_;

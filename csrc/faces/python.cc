@@ -43,6 +43,7 @@ void Waiter::Wait() {
 
 namespace {
 
+// MPI connects the ranks.
 std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::size_t segment_bytes,
                                    int messages_in_flight, std::size_t slot_bytes, bool shared_memory,
                                    int ranks_per_host, bool trace) {
@@ -56,7 +57,24 @@ std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::si
   options.ranks_per_host = ranks_per_host;
   options.trace = trace;
   const nb::gil_scoped_release release;
-  return std::make_shared<Engine>(MPI_Comm_f2c(fortran_handle), options);
+  return std::make_shared<Engine>(OverMpi(MPI_Comm_f2c(fortran_handle)), options);
+}
+
+// The calls of another library connect the ranks.
+std::shared_ptr<Engine> MakeEngineOverCalls(const std::shared_ptr<named::CallService>& service,
+                                            int first_on_host, int hosts, double timeout_s, bool trace) {
+  Topology topology;
+  topology.rank = service->rank();
+  topology.size = service->size();
+  topology.local_rank = service->local_rank;
+  topology.local_size = service->local_size;
+  topology.first_on_host = first_on_host;
+  topology.hosts = hosts;
+  EngineOptions options;
+  options.timeout_s = timeout_s;
+  options.trace = trace;
+  const nb::gil_scoped_release release;
+  return std::make_shared<Engine>(OverCalls(service, topology), options);
 }
 
 nb::dict CountersOf(const Engine& engine) {
@@ -108,6 +126,8 @@ void BindEngine(EngineClass& engine) {
       .def_static("create", &MakeEngine, nb::arg("fortran_handle"), nb::kw_only(), nb::arg("timeout_s"),
                   nb::arg("segment_bytes"), nb::arg("messages_in_flight"), nb::arg("slot_bytes"),
                   nb::arg("shared_memory"), nb::arg("ranks_per_host"), nb::arg("trace"))
+      .def_static("create_over_calls", &MakeEngineOverCalls, nb::arg("service"), nb::kw_only(),
+                  nb::arg("first_on_host"), nb::arg("hosts"), nb::arg("timeout_s"), nb::arg("trace"))
       .def(
           "fail",
           [](Engine& self, const std::string& message) {
@@ -131,12 +151,12 @@ void BindEngine(EngineClass& engine) {
 NB_MODULE(_engine, m) {
   using namespace hvpipe::python;
   nb::register_exception_translator(TranslateError);
+  BindNamedCalls(m);
   EngineClass engine(m, "Engine");
   BindEngine(engine);
   BindBuckets(engine);
   BindCollectives(engine);
   BindMessages(m, engine);
-  BindNamedCalls(m);
   BindArrays(m);
   m.def("set_default", &hvpipe::SetDefaultEngine, nb::arg("engine").none());
   m.def("now", &hvpipe::Now);

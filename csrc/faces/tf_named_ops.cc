@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "named/named_calls.h"
+#include "named/call_service.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -79,7 +79,7 @@ class NamedOp : public tf::AsyncOpKernel {
   }
 
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
-    const auto calls = named::DefaultNamedCalls();
+    const auto calls = named::DefaultCallService();
     OP_REQUIRES_ASYNC(context, calls != nullptr,
                       absl::FailedPreconditionError("hvpipe is not initialised: call init() first."), done);
     constexpr bool kSplits = kKind == Kind::kAlltoall;
@@ -248,7 +248,7 @@ class WorldOp : public tf::OpKernel {
   }
 
   void Compute(tf::OpKernelContext* context) override {
-    const auto calls = named::DefaultNamedCalls();
+    const auto calls = named::DefaultCallService();
     OP_REQUIRES(context, calls != nullptr,
                 absl::FailedPreconditionError("hvpipe is not initialised: call init() first."));
     const std::vector<int> ranks = calls->RanksOf(set_);

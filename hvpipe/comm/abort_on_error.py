@@ -6,12 +6,8 @@ import contextlib
 import sys
 import traceback
 from types import TracebackType
-from typing import TYPE_CHECKING
 
-from hvpipe.comm.world import World, started_world
-
-if TYPE_CHECKING:
-    from hvpipe.comm.mpi import StartedWorld
+from hvpipe.comm.world import StartedWorld, World, started_world
 
 
 def abort_on_uncaught_errors() -> None:

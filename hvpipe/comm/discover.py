@@ -11,7 +11,9 @@ from typing import Literal
 from hvpipe.comm import horovod_variables
 from hvpipe.errors import HvpipeError, InitError
 
-Launcher = Literal["mpirun", "srun", "none"]
+Launcher = Literal["mpirun", "srun", "horovodrun", "none"]
+
+Backend = Literal["mpi", "horovod"]
 
 NcclSpan = Literal["world", "host"]
 
@@ -36,6 +38,7 @@ _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 _SLURM_PMI = ("PMI_RANK", "PMI_SIZE", "SLURM_LOCALID", "")
 _PMIX = ("PMIX_RANK", "", "", "")
+_HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 
 
 _EAGER_LIMIT, _MAX_SEND_SIZE = "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_size"
@@ -60,6 +63,7 @@ _ALONE = Launch("none", 0, 1, 0, 1)
 class Settings:
     """The HVPIPE_* variables, Horovod's and CUDA_VISIBLE_DEVICES, checked. `settings` lists their names."""
 
+    backend: Backend | None = None  # None: Horovod under `horovodrun --gloo`, else MPI
     timeout_s: float = 300.0
     trace_path: str | None = None
     utilization_path: str | None = None
@@ -90,15 +94,12 @@ def discover(environ: Mapping[str, str] | None = None) -> Launch:
         environ: The environment to read; None for this process's own.
 
     Raises:
-        InitError: Under `horovodrun --gloo`, where MPI would see each process as a world of one rank.
+        InitError: If a variable of the launcher is not a whole number.
     """
     env = os.environ if environ is None else environ
+    # First: inside a SLURM job, or under an MPI that started horovodrun, the others' variables are set, too.
     if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
-        raise InitError(
-            "hvpipe joins its ranks with MPI; launch with `horovodrun --mpi`, `mpirun` or `hvpipe run`. "
-            "Received: a process launched by `horovodrun --gloo` "
-            f"(HOROVOD_GLOO_RENDEZVOUS_ADDR={env['HOROVOD_GLOO_RENDEZVOUS_ADDR']!r})"
-        )
+        return _launch("horovodrun", env, _HOROVOD)
     # A SLURM batch script also has SLURM_PROCID=0, but only a job step has a number of tasks.
     in_step = "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env
     if _OPEN_MPI[0] in env:
@@ -121,6 +122,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
 
     | variable | value |
     |---|---|
+    | HVPIPE_BACKEND | "mpi" or "horovod": what joins the ranks |
     | HVPIPE_TIMEOUT | longest wait for another rank, in seconds |
     | HVPIPE_TRACE, HVPIPE_UTILIZATION | files to write |
     | HVPIPE_UTILIZATION_HZ | samples per second |
@@ -155,6 +157,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     summary = _switch(env, "HVPIPE_SUMMARY", default.summary)
     live, live_folder = _live(env, summary)
     return Settings(
+        backend=backend(env.get("HVPIPE_BACKEND")),
         timeout_s=_positive(env, "HVPIPE_TIMEOUT", "seconds", default.timeout_s),
         trace_path=env.get("HVPIPE_TRACE") or None,
         utilization_path=env.get("HVPIPE_UTILIZATION") or None,
@@ -177,6 +180,19 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         log_level=log_level,
         without_effect=horovod_variables.without_effect(given),
     )
+
+
+def backend(text: str | None) -> Backend | None:
+    """Return the back end with this name; None for no name.
+
+    Raises:
+        HvpipeError: For any other name.
+    """
+    if not text:
+        return None
+    if text not in ("mpi", "horovod"):
+        raise _bad("HVPIPE_BACKEND", "mpi or horovod", text)
+    return "mpi" if text == "mpi" else "horovod"
 
 
 def prepare_open_mpi() -> None:

@@ -18,7 +18,7 @@ from hvpipe.comm.device_array import (
 )
 from hvpipe.comm.discover import Settings
 from hvpipe.comm.host_array import as_bytes, as_plain_dtype, check_output, host_array, reducible_dtype
-from hvpipe.comm.native import check_mpi, import_native
+from hvpipe.comm.native import import_native
 from hvpipe.comm.rank_gpu import has_gpu_library, open_gpu, warn_of_missing_gpu_library
 from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError
@@ -53,7 +53,7 @@ class Engine:
     beyond the time limit raises a DeadlineError. After either error the engine accepts no more calls.
     """
 
-    def __init__(self, world: World, settings: Settings, ranks_per_host: int = 0) -> None:
+    def __init__(self, world: World, settings: Settings) -> None:
         self.world = world
         self.core: Any = None
         self._traced = settings.trace_path is not None
@@ -61,20 +61,7 @@ class Engine:
         self._settings = settings
         self._gpu_route: str | None = None
         self._warned_of_library = False
-        if world.fortran_handle is None:
-            return
-        native = import_native()
-        check_mpi(world.library_version)
-        self.core = native.Engine.create(
-            world.fortran_handle,
-            timeout_s=settings.timeout_s,
-            segment_bytes=settings.segment_bytes or world.eager_bytes * 15 // 16,  # leave room for headers
-            messages_in_flight=settings.messages_in_flight,
-            slot_bytes=settings.slot_bytes,
-            shared_memory=settings.shared_memory,
-            ranks_per_host=ranks_per_host,
-            trace=self._traced,
-        )
+        self.core = world.make_engine(settings)
 
     def allreduce(
         self, array: Any, op: Op = "average", compression: Compression = None, out: Array | None = None

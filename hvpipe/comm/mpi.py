@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hvpipe.comm.discover import Launch, eager_bytes, prepare_open_mpi
+from hvpipe.comm.discover import Launch, Settings, eager_bytes, prepare_open_mpi
+from hvpipe.comm.native import check_mpi, import_native
 from hvpipe.errors import DeadlineError, HvpipeError, InitError
 
 if TYPE_CHECKING:
@@ -52,9 +53,32 @@ class MpiWorld:
         self.local_size: int = local.size
         local.Free()
         self.library_version: str = short_version(mpi.Get_library_version())
-        self.fortran_handle: int | None = self._engine_comm.py2f()
+        self._engine_handle: int = self._engine_comm.py2f()
         self._closed = False
         self.eager_bytes: int = min(self.allgather_object(eager_bytes(self.library_version)))
+
+    def make_engine(self, settings: Settings) -> Any:
+        """Return the C++ engine between the ranks. Collective."""
+        check_mpi(self.library_version)
+        return import_native().Engine.create(
+            self._engine_handle,
+            timeout_s=settings.timeout_s,
+            segment_bytes=settings.segment_bytes or self.eager_bytes * 15 // 16,  # leave room for headers
+            messages_in_flight=settings.messages_in_flight,
+            slot_bytes=settings.slot_bytes,
+            shared_memory=settings.shared_memory,
+            ranks_per_host=settings.ranks_per_host,
+            trace=settings.trace_path is not None,
+        )
+
+    def make_named_calls(self, settings: Settings) -> Any:
+        """Return the service for collectives that ranks call by name. Collective."""
+        return import_native().NamedCalls.create(
+            self._engine_handle, settings.timeout_s, self.local_rank, self.local_size
+        )
+
+    def connect_pairs(self) -> None:
+        """Do nothing: MPI connects ranks when they first send."""
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order (pickled)."""
@@ -142,11 +166,10 @@ class MpiWorld:
         _abort(self._mpi, code)
 
     def close(self) -> None:
-        """Free the communicators, on every rank. The engine that uses `fortran_handle` must have stopped."""
+        """Free the communicators, on every rank. The engine and the named calls must have stopped."""
         if self._closed:
             return
         self._closed = True
-        self.fortran_handle = None
         if not self._mpi.Is_finalized():
             self._engine_comm.Free()
             self._comm.Free()

@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import socket
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from hvpipe.comm.discover import Launch, Settings
-from hvpipe.errors import HvpipeError
-
-if TYPE_CHECKING:
-    from hvpipe.comm.mpi import StartedWorld
+from hvpipe.comm.native import import_native
+from hvpipe.errors import HvpipeError, InitError
 
 __all__ = ["SingleWorld", "World", "open_world", "started_world"]
+
+
+class StartedWorld(Protocol):
+    """The ranks of a library that runs in this process, even if hvpipe has not joined them."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number, 0 to size - 1."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def host(self) -> str:
+        """The name of this host."""
+
+    def abort(self, code: int) -> None:
+        """End all ranks now, with this exit code. Does not return."""
 
 
 class World(Protocol):
@@ -43,16 +60,17 @@ class World(Protocol):
         """The name of this host."""
 
     @property
-    def fortran_handle(self) -> int | None:
-        """Handle of the communicator reserved for the C++ engine; None without MPI."""
-
-    @property
     def library_version(self) -> str:
-        """Name and version of the MPI library, such as "Open MPI v5.0.11"; "none" without MPI."""
+        """Name and version of the library that joins the ranks, such as "Open MPI v5.0.11"; or "none"."""
 
-    @property
-    def eager_bytes(self) -> int:
-        """The largest message that every rank sends without a handshake, in bytes; 0 without MPI."""
+    def make_engine(self, settings: Settings) -> Any:
+        """Return the C++ engine between the ranks; None if there is none, with one rank. Collective."""
+
+    def make_named_calls(self, settings: Settings) -> Any:
+        """Return the service for collectives that ranks call by name. Collective."""
+
+    def connect_pairs(self) -> None:
+        """Prepare messages between any two ranks. Collective, and needed before the first message."""
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
@@ -83,12 +101,19 @@ class SingleWorld:
     size = 1
     local_rank = 0
     local_size = 1
-    fortran_handle: int | None = None
     library_version = "none"
-    eager_bytes = 0
 
     def __init__(self) -> None:
         self.host = socket.gethostname()
+
+    def make_engine(self, settings: Settings) -> Any:
+        return None
+
+    def make_named_calls(self, settings: Settings) -> Any:
+        return import_native().NamedCalls.create(None, settings.timeout_s, self.local_rank, self.local_size)
+
+    def connect_pairs(self) -> None:
+        pass
 
     def allgather_object(self, value: Any) -> list[Any]:
         return [value]
@@ -115,16 +140,37 @@ class SingleWorld:
 
 
 def started_world() -> StartedWorld | None:
-    """Return the ranks of the MPI that runs in this process, even if hvpipe has not joined them."""
-    if "mpi4py.MPI" not in sys.modules:
-        return None
-    from hvpipe.comm import mpi
+    """Return the ranks of the MPI or Horovod that runs in this process, even if hvpipe has not joined."""
+    if "mpi4py.MPI" in sys.modules:
+        from hvpipe.comm import mpi
 
-    return mpi.started_world()
+        by_mpi = mpi.started_world()
+        if by_mpi is not None and by_mpi.size > 1:
+            return by_mpi
+    if "horovod.tensorflow" in sys.modules:
+        from hvpipe.comm import horovod
+
+        return horovod.started_world()
+    return None
 
 
 def open_world(launch: Launch, settings: Settings) -> World:
-    """Join the ranks of this launch. Without a launcher and a running MPI the world has one rank."""
+    """Join the ranks of this launch. Without a launcher and a running MPI the world has one rank.
+
+    Raises:
+        InitError: If the ranks cannot be joined by `settings.backend`.
+    """
+    backend = settings.backend or ("horovod" if launch.launcher == "horovodrun" else "mpi")
+    if backend == "horovod":
+        from hvpipe.comm import horovod
+
+        return horovod.open_world(launch, settings)
+    if launch.launcher == "horovodrun":
+        raise InitError(
+            "MPI has no ranks under `horovodrun --gloo`: each process would be alone. Leave HVPIPE_BACKEND "
+            "unset, or launch with `horovodrun --mpi`, `mpirun` or `hvpipe run`. "
+            f"Received: backend={backend!r}"
+        )
     if launch.launcher == "none" and "mpi4py.MPI" not in sys.modules:
         return SingleWorld()
     from hvpipe.comm import mpi

@@ -56,7 +56,7 @@ def open_engine(libraries: Libraries, way: str, **changes: Any) -> Engine:
     # The simulated hosts share the GPUs of this machine.
     changes.setdefault("gpus_may_be_shared", session.settings.ranks_per_host > 0)
     settings = replace(session.settings, **changes)
-    return Engine(session.world, settings, settings.ranks_per_host)
+    return Engine(session.world, settings)
 
 
 def values_of(rank: int, count: int, dtype: str) -> Array:

@@ -340,7 +340,7 @@ def traced_engine() -> Iterator[Engine]:
     """Open a second engine that records a trace."""
     session = current()
     settings = dataclasses.replace(session.settings, trace_path="recorded")
-    made = Engine(session.world, settings, settings.ranks_per_host)
+    made = Engine(session.world, settings)
     yield made
     made.agree("end of a case")
     made.stop()

@@ -69,19 +69,15 @@ def test_ranks_of_one_host_have_one_clock(comm: World) -> None:
     comm.barrier()
 
 
-def test_the_engine_gets_a_communicator_of_its_own(comm: World) -> None:
-    if comm.library_version == "none":
-        assert comm.fortran_handle is None
-        return
-    from mpi4py import MPI
-
-    assert comm.fortran_handle is not None
-    theirs = MPI.Comm.f2py(comm.fortran_handle)
-    assert MPI.Comm.Compare(theirs, MPI.COMM_WORLD) == MPI.CONGRUENT
+def test_a_world_without_mpi_has_no_engine(comm: World) -> None:
+    engine = comm.make_engine(Settings(timeout_s=30.0))
+    assert (engine is None) == (comm.library_version == "none")
+    if engine is not None:
+        assert (engine.rank, engine.size) == (comm.rank, comm.size)
+        engine.stop()
 
 
 def test_closing_twice() -> None:
     world = open_world(discover(), Settings(timeout_s=30.0))
     world.close()
     world.close()
-    assert world.fortran_handle is None

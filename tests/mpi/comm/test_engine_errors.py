@@ -29,7 +29,7 @@ def engine() -> Iterator[Engine]:
         pytest.skip("one rank disagrees with nobody, and four are no other than three")
     wanted = dataclasses.replace(settings(), timeout_s=TIMEOUT_S, trace_path="recorded")
     world = open_world(discover(), wanted)
-    made = Engine(world, wanted, wanted.ranks_per_host)
+    made = Engine(world, wanted)
     hvpipe.barrier()
     yield made
     hvpipe.barrier()

@@ -1,0 +1,114 @@
+// What all services for named calls do: check a call, and wait for one.
+#include "named/call_service.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <utility>
+
+namespace hvpipe::named {
+
+std::string CallService::Check(Request& request) const {
+  const std::vector<int> ranks = RanksOf(request.set);
+  if (ranks.empty()) {
+    throw CallError{Problem::kUsage,
+                    "Unknown process set. Received: process set " + std::to_string(request.set)};
+  }
+  const int members = static_cast<int>(ranks.size());
+  if (!std::binary_search(ranks.begin(), ranks.end(), rank_)) {
+    throw CallError{Problem::kUsage,
+                    std::string(NameOf(request.kind)) +
+                        " should be called by ranks of its process set. Received: process set " +
+                        std::to_string(request.set) + " on rank " + std::to_string(rank_) +
+                        ", which is no member"};
+  }
+  if (!request.refused.empty()) return request.refused;
+  if (request.kind == Kind::kBroadcast && !std::binary_search(ranks.begin(), ranks.end(), request.root)) {
+    return "root_rank should be a rank of the process set. Received: root_rank=" +
+           std::to_string(request.root);
+  }
+  if (request.op == ReduceOp::kAdasum && (members & (members - 1)) != 0) {
+    return "Adasum should run on 2, 4, 8, ... ranks. Received: " + std::to_string(members) + " ranks";
+  }
+  const bool by_rows = request.kind == Kind::kAllgather || request.kind == Kind::kAlltoall ||
+                       request.kind == Kind::kReducescatter;
+  for (const TensorSpec& tensor : request.tensors) {
+    if (by_rows && tensor.shape.empty()) {
+      return std::string(NameOf(request.kind)) +
+             " needs a tensor with at least one axis. Received: a scalar of " + NameOf(tensor.type);
+    }
+  }
+  if (request.kind != Kind::kAlltoall) return "";
+  const std::int64_t rows = request.tensors.front().rows();
+  if (request.splits.empty()) {
+    if (rows % members != 0) {
+      return "alltoall without splits needs a first axis that " + std::to_string(members) +
+             " ranks can share evenly. Received: " + request.tensors.front().Described();
+    }
+    request.splits.assign(static_cast<std::size_t>(members), rows / members);
+    return "";
+  }
+  const bool negative =
+      std::any_of(request.splits.begin(), request.splits.end(), [](std::int64_t rows_) { return rows_ < 0; });
+  const std::int64_t total = std::accumulate(request.splits.begin(), request.splits.end(), std::int64_t{0});
+  if (static_cast<int>(request.splits.size()) != members || negative || total > rows) {
+    return "splits should be one number of rows for each of " + std::to_string(members) +
+           " ranks, in total at most " + std::to_string(rows) +
+           ". Received: " + std::to_string(request.splits.size()) + " splits, in total " +
+           std::to_string(total);
+  }
+  return "";
+}
+
+Response CallService::Run(Call call, const std::function<void()>& interrupt) {
+  struct Outcome {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool ended = false;
+    std::optional<CallError> error;
+    Response response;
+  };
+  const auto outcome = std::make_shared<Outcome>();
+  call.done = [outcome](const CallError* error, const Response* response) {
+    const std::lock_guard<std::mutex> lock(outcome->mutex);
+    if (error != nullptr) outcome->error = *error;
+    if (response != nullptr) outcome->response = *response;
+    outcome->ended = true;
+    outcome->changed.notify_all();
+  };
+  Submit(std::move(call));
+  std::unique_lock<std::mutex> lock(outcome->mutex);
+  while (!outcome->changed.wait_for(lock, std::chrono::milliseconds(50), [&] { return outcome->ended; })) {
+    lock.unlock();
+    interrupt();
+    lock.lock();
+  }
+  if (outcome->error) throw *outcome->error;
+  return outcome->response;
+}
+
+namespace {
+
+std::mutex default_mutex;
+std::shared_ptr<CallService>& DefaultSlot() {
+  static std::shared_ptr<CallService> service;
+  return service;
+}
+
+}  // namespace
+
+void SetDefaultCallService(std::shared_ptr<CallService> service) {
+  const std::lock_guard<std::mutex> lock(default_mutex);
+  DefaultSlot() = std::move(service);
+}
+
+std::shared_ptr<CallService> DefaultCallService() {
+  const std::lock_guard<std::mutex> lock(default_mutex);
+  return DefaultSlot();
+}
+
+}  // namespace hvpipe::named
