@@ -8,10 +8,10 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, print_with_rank
-from hvpipe.comm.discover import Backend, Settings, discover
+from hvpipe.comm.discover import Settings, discover
 from hvpipe.comm.discover import settings as read_settings
 from hvpipe.comm.native import import_native
 from hvpipe.comm.world import World, open_world
@@ -158,7 +158,12 @@ class Session:
         )
 
 
-def init(*, timeout_s: float | None = None, trace: str | None = None, backend: Backend | None = None) -> None:
+def init(
+    *,
+    timeout_s: float | None = None,
+    trace: str | None = None,
+    backend: Literal["mpi", "horovod"] | None = None,
+) -> None:
     """Join the ranks that the launcher started.
 
     Call it first, on every rank. Another call does nothing. Without a launcher there is one rank. From now on

@@ -63,6 +63,7 @@ WITHOUT_ERRORS = tuple(
 OLDER = "older_tensorflow"
 TWO_TO_A_HOST = {"HVPIPE_RANKS_PER_HOST": "2"}
 RING = {"HVPIPE_SHARED_MEMORY": "0"}
+OVER_CALLS = {"HVPIPE_TEST_OVER_CALLS": "1"}
 TINY = {"HVPIPE_SEGMENT_BYTES": "1000", "HVPIPE_SLOT_BYTES": "4096"}
 
 # Two ranks run every Keras case (one process, where a case needs no peer). Cases whose result depends on the
@@ -85,6 +86,8 @@ SUITES = (
     Suite("comm", WITHOUT_ERRORS, (2, 4)),
     Suite("comm hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),
     Suite("comm ring", WITHOUT_ERRORS, (3, 4), env=RING),
+    # As over Horovod: named collectives carry the engine's communication.
+    Suite("comm over calls", (*COLLECTIVES, "mpi/comm/test_messages.py"), (2, 3), env=OVER_CALLS),
     # Every message travels in many pieces.
     Suite("comm tiny pieces", COLLECTIVES, (2, 3), env={**TWO_TO_A_HOST, **TINY}),
     Suite(

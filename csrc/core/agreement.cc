@@ -7,9 +7,7 @@ namespace hvpipe {
 
 void Agreement::AddStage(Operation& operation, double samples, std::uint64_t signature) {
   operation.AddStage(
-      [=](const Operation& op) {
-        return network_.MakeExchange(MakeRecord(signature, samples, op.what));
-      },
+      [=](const Operation& op) { return network_.MakeExchange(MakeRecord(signature, samples, op.what)); },
       &order_);
 }
 

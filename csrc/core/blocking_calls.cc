@@ -91,11 +91,7 @@ void BlockingCalls::Broadcast(void* data, std::size_t bytes, int root, const std
   if (network_.topology().size == 1) return;
   const int tag = NextTag();
   RunChecked(
-      what,
-      [=](const Operation&) {
-        return network_.MakeBroadcast(data, bytes, root, tag);
-      },
-      interrupt);
+      what, [=](const Operation&) { return network_.MakeBroadcast(data, bytes, root, tag); }, interrupt);
 }
 
 void BlockingCalls::AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
@@ -105,12 +101,7 @@ void BlockingCalls::AllGather(const void* in, void* out, std::size_t bytes, cons
   if (in != mine) std::memcpy(mine, in, bytes);
   if (topology.size == 1) return;
   const int tag = NextTag();
-  RunChecked(
-      what,
-      [=](const Operation&) {
-        return network_.MakeAllGather(out, bytes, tag);
-      },
-      interrupt);
+  RunChecked(what, [=](const Operation&) { return network_.MakeAllGather(out, bytes, tag); }, interrupt);
 }
 
 std::vector<double> BlockingCalls::Agree(const std::string& what, double samples, const Interrupt& interrupt,

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "core/agreement.h"
-#include "core/network.h"
 #include "core/messenger.h"
+#include "core/network.h"
 #include "core/progress.h"
 #include "core/reduce.h"
 
@@ -21,10 +21,7 @@ namespace hvpipe {
 class BlockingCalls {
  public:
   BlockingCalls(Progress& progress, Network& network, Agreement& agreement, AllReduceRoute& route)
-      : progress_(progress),
-        network_(network),
-        agreement_(agreement),
-        route_(route) {}
+      : progress_(progress), network_(network), agreement_(agreement), route_(route) {}
   BlockingCalls(const BlockingCalls&) = delete;
   BlockingCalls& operator=(const BlockingCalls&) = delete;
 

@@ -17,8 +17,8 @@ namespace hvpipe {
 
 // The network over MPI, and the lanes of shared memory. Owns what all collectives communicate through.
 //
-// Threads: as Network says. Only the driving thread uses the transports and lanes, so there is no lock, except
-// for the list of groups. Freeing is collective; the destructor frees nothing (see Engine::Stop).
+// Threads: as Network says. Only the driving thread uses the transports and lanes, so there is no lock,
+// except for the list of groups. Freeing is collective; the destructor frees nothing (see Engine::Stop).
 class Communicators : public Network {
  public:
   // Collective over `world`, which is duplicated. MPI must allow calls from several threads.

@@ -120,7 +120,17 @@ Call MakeCall(Kind kind, int set, std::string name, Type type, std::size_t count
   return call;
 }
 
-std::string Numbered(const char* what, int number) { return std::string(what) + "." + std::to_string(number); }
+std::string Numbered(const char* what, int number) {
+  return std::string(what) + "." + std::to_string(number);
+}
+
+// The library may keep something for each name, so names come again. No pair of ranks has this many messages
+// under way.
+constexpr int kMessageNames = 1024;
+
+std::string MessageName(int from, int to, int tag) {
+  return Numbered(from < to ? "up" : "down", tag % kMessageNames);
+}
 
 }  // namespace
 
@@ -129,9 +139,8 @@ DelegatedNetwork::DelegatedNetwork(std::shared_ptr<CallService> service, const T
     : Network(options, topology), service_(std::move(service)), counters_(counters) {}
 
 std::unique_ptr<RecordExchange> DelegatedNetwork::MakeExchange(const Record& mine) {
-  return std::make_unique<DelegatedExchange>(topology_, mine, [this](void* out) {
-    return MakeAllGather(out, sizeof(Record), 0);
-  });
+  return std::make_unique<DelegatedExchange>(
+      topology_, mine, [this](void* out) { return MakeAllGather(out, sizeof(Record), 0); });
 }
 
 std::unique_ptr<Collective> DelegatedNetwork::MakeAllGather(void* out, std::size_t bytes, int tag) {
@@ -159,9 +168,8 @@ std::unique_ptr<Collective> DelegatedNetwork::Reduce(int set, const std::string&
                                                      const ReduceBuffers& buffers, DType dtype) {
   counters_.network_bytes_sent += buffers.count * SizeOf(dtype);
   const Type type = TypeOf(dtype);
-  return std::make_unique<DelegatedCall>(
-      *service_, MakeCall(Kind::kAllreduce, set, name + "." + NameOf(type), type, buffers.count, buffers.in,
-                          buffers.out));
+  return std::make_unique<DelegatedCall>(*service_, MakeCall(Kind::kAllreduce, set, name + "." + NameOf(type),
+                                                             type, buffers.count, buffers.in, buffers.out));
 }
 
 int DelegatedNetwork::SetOf(const std::vector<int>& ranks) const {
@@ -171,7 +179,7 @@ int DelegatedNetwork::SetOf(const std::vector<int>& ranks) const {
   std::string named;
   for (const int rank : ranks) named += (named.empty() ? "" : ", ") + std::to_string(rank);
   throw Error(
-      "Messages and groups should be prepared before: all ranks call connect_pairs. Received: ranks " + named,
+      "Messages and groups should be prepared before: all ranks call World.connect. Received: ranks " + named,
       ErrorKind::kUsage);
 }
 
@@ -182,7 +190,7 @@ std::unique_ptr<Collective> DelegatedNetwork::MakeSend(const void* data, std::si
   // A broadcast changes nothing on its root.
   auto* const same = const_cast<void*>(data);
   Call call = MakeCall(Kind::kBroadcast, SetOf({std::min(me, peer), std::max(me, peer)}),
-                       Numbered(me < peer ? "up" : "down", options.tag), Type::kUint8, bytes, data, same);
+                       MessageName(me, peer, options.tag), Type::kUint8, bytes, data, same);
   call.request.root = me;
   return std::make_unique<DelegatedCall>(*service_, std::move(call));
 }
@@ -191,7 +199,7 @@ std::unique_ptr<Collective> DelegatedNetwork::MakeReceive(void* data, std::size_
                                                           const MessageOptions& options) {
   const int me = topology_.rank, peer = options.peer;
   Call call = MakeCall(Kind::kBroadcast, SetOf({std::min(me, peer), std::max(me, peer)}),
-                       Numbered(peer < me ? "up" : "down", options.tag), Type::kUint8, bytes, data, data);
+                       MessageName(peer, me, options.tag), Type::kUint8, bytes, data, data);
   call.request.root = peer;
   return std::make_unique<DelegatedCall>(*service_, std::move(call));
 }
@@ -200,7 +208,7 @@ int DelegatedNetwork::AddGroup(const std::vector<int>& ranks) { return SetOf(ran
 
 std::unique_ptr<Collective> DelegatedNetwork::MakeGroupAllReduce(int group, int call, void* data,
                                                                  std::size_t count, DType dtype) {
-  return Reduce(group, Numbered("group", call), {data, data, count}, dtype);
+  return Reduce(group, Numbered("group", call % kMessageNames), {data, data, count}, dtype);
 }
 
 bool DelegatedNetwork::Barrier(double patience_s) {

@@ -17,9 +17,9 @@ namespace hvpipe {
 // Each collective is one named call. Names say what is sent and its tag, so they are unique among the calls
 // under way, and the same on all ranks and in every step: Horovod then negotiates them from its cache.
 //
-// The library has no messages between two ranks. A message is a broadcast in a process set of these two, which
-// must have been added to the service before (see `Session.connect_pairs` in hvpipe/session.py). So is a
-// group's all-reduce.
+// The library has no messages between two ranks. A message is a broadcast in a process set of these two,
+// which must have been added to the service before (see `World.connect` in hvpipe/comm/world.py). So must the
+// ranks of a group.
 class DelegatedNetwork : public Network {
  public:
   DelegatedNetwork(std::shared_ptr<named::CallService> service, const Topology& topology,

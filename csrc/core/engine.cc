@@ -32,12 +32,8 @@ Progress::Options Engine::ProgressOptions() {
   Progress::Options options;
   options.timeout_s = network_.options().timeout_s;
   options.crowded = network_.crowded();
-  options.nap_s = [this](int idle_passes) {
-    return network_.NapS(idle_passes, *messenger_.awaited() > 0);
-  };
-  options.begin_pass = [this](double now_s) {
-    network_.BeginPass(now_s);
-  };
+  options.nap_s = [this](int idle_passes) { return network_.NapS(idle_passes, *messenger_.awaited() > 0); };
+  options.begin_pass = [this](double now_s) { network_.BeginPass(now_s); };
   options.failed = [this] {
     device_messages_.EndPosted(*progress_->error());
     device_.Abort();

@@ -52,10 +52,7 @@ void Messenger::Send(int peer, int tag, const void* data, std::size_t bytes, con
                      Done done) {
   const MessageOptions options = OptionsFor(peer, tag);
   Start(
-      "transfer", what,
-      [=](const Operation&) {
-        return network_.MakeSend(data, bytes, options);
-      },
+      "transfer", what, [=](const Operation&) { return network_.MakeSend(data, bytes, options); },
       OrderOf(true, options), std::move(done));
   progress_.StepOnce();
 }
@@ -66,9 +63,7 @@ std::shared_ptr<AlignedBuffer> Messenger::Receive(int peer, int tag, std::size_t
   auto buffer = std::make_shared<AlignedBuffer>(bytes);
   Start(
       "transfer", what,
-      [=](const Operation&) {
-        return network_.MakeReceive(buffer->data(), bytes, options);
-      },
+      [=](const Operation&) { return network_.MakeReceive(buffer->data(), bytes, options); },
       OrderOf(false, options),
       // Keeps the buffer until nothing more can be written into it.
       [buffer, done = std::move(done)](const Error* error) { done(error); });

@@ -23,12 +23,10 @@ std::unique_ptr<Collective> AllReduceRoute::MakeRing(Transport& /*ranks*/, void*
 
 LaneTag LaneTagOf(const std::string& what, std::uint64_t sequence) { return {Hash(what), sequence, what}; }
 
-Lane* MpiRoute::only_lane() const {
-  return topology().hosts == 1 ? communicators_.reduce_lane() : nullptr;
-}
+Lane* MpiRoute::only_lane() const { return topology().hosts == 1 ? communicators_.reduce_lane() : nullptr; }
 
-void MpiRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers,
-                               DType dtype, double scale, int tag) {
+void MpiRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers, DType dtype,
+                         double scale, int tag) {
   const bool lane_alone = only_lane() != nullptr;
   if (communicators_.reduce_lane() != nullptr) {
     const auto result = lane_alone ? LaneReduce::Result::kAll : LaneReduce::Result::kLeader;
@@ -52,7 +50,7 @@ void MpiRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffe
 }
 
 void MpiRoute::AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
-                                  DType dtype, int tag) {
+                            DType dtype, int tag) {
   const bool from_lane = communicators_.reduce_lane() != nullptr;  // which has written `out` already
   Transport* const ring = from_lane ? communicators_.leaders() : communicators_.world();
   if (ring == nullptr || ring->size() == 1) return;
@@ -65,7 +63,7 @@ void MpiRoute::AddRingStage(Operation& operation, const std::shared_ptr<const Re
 
 // In no common order: the first rank of a host broadcasts in the order in which its rings end.
 void MpiRoute::AddLaneBroadcastStage(Operation& operation,
-                                           const std::shared_ptr<const ReduceBuffers>& buffers, DType dtype) {
+                                     const std::shared_ptr<const ReduceBuffers>& buffers, DType dtype) {
   Lane* const lane = communicators_.broadcast_lane();
   if (lane == nullptr || topology().local_size == 1) return;
   operation.AddStage([=](const Operation& op) {
@@ -74,9 +72,8 @@ void MpiRoute::AddLaneBroadcastStage(Operation& operation,
   });
 }
 
-std::unique_ptr<Collective> MpiRoute::MakeLaneReduce(LaneTag tag, const ReduceBuffers& buffers,
-                                                           DType dtype, double scale,
-                                                           LaneReduce::Result result) {
+std::unique_ptr<Collective> MpiRoute::MakeLaneReduce(LaneTag tag, const ReduceBuffers& buffers, DType dtype,
+                                                     double scale, LaneReduce::Result result) {
   return std::make_unique<LaneReduce>(*communicators_.reduce_lane(), counters_, std::move(tag), buffers.in,
                                       buffers.out, buffers.count, dtype, scale, result);
 }

@@ -8,8 +8,8 @@
 #include <memory>
 #include <string>
 
-#include "core/network.h"
 #include "core/messenger.h"
+#include "core/network.h"
 #include "core/progress.h"
 #include "device/device_message.h"
 #include "device/posted_messages.h"
@@ -26,11 +26,7 @@ class DeviceMessenger {
  public:
   DeviceMessenger(Progress& progress, Network& network, Messenger& messenger, DeviceSlot& device,
                   Counters& counters)
-      : progress_(progress),
-        network_(network),
-        messenger_(messenger),
-        device_(device),
-        counters_(counters) {}
+      : progress_(progress), network_(network), messenger_(messenger), device_(device), counters_(counters) {}
   DeviceMessenger(const DeviceMessenger&) = delete;
   DeviceMessenger& operator=(const DeviceMessenger&) = delete;
 

@@ -4,8 +4,8 @@
 #include <functional>
 #include <memory>
 
-#include "core/network.h"
 #include "core/messenger.h"
+#include "core/network.h"
 #include "core/operation.h"
 #include "core/telemetry.h"
 #include "device/device_message.h"

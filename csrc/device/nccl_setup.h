@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/blocking_calls.h"
-#include "core/network.h"
 #include "core/messenger.h"
+#include "core/network.h"
 #include "device/rank_device.h"
 
 namespace hvpipe {
@@ -18,8 +18,8 @@ namespace hvpipe {
 // Threads: made and used by one caller of UseDevice.
 class NcclSetup {
  public:
-  NcclSetup(const DeviceOptions& options, const Network& network, BlockingCalls& calls,
-            Messenger& messenger, const Interrupt& interrupt);
+  NcclSetup(const DeviceOptions& options, const Network& network, BlockingCalls& calls, Messenger& messenger,
+            const Interrupt& interrupt);
 
   // The device, ready for collectives and messages. Call once.
   std::unique_ptr<RankDevice> Run();

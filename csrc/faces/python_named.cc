@@ -93,7 +93,8 @@ Bytes InputBytes(const TakenCall& taken, std::size_t index) {
   return Bytes(data, {bytes}, nb::handle());
 }
 
-void SetOutput(const TakenCall& taken, int index, const std::vector<std::int64_t>& shape, const InArray& value) {
+void SetOutput(const TakenCall& taken, int index, const std::vector<std::int64_t>& shape,
+               const InArray& value) {
   const void* const from = value.data();
   const std::size_t bytes = value.nbytes();
   const nb::gil_scoped_release release;

@@ -67,5 +67,6 @@ class DaemonPool:
                 while not self._waiting:
                     self._changed.wait()
                 self._idle -= 1
-                started = self._waiting.popleft()
-            started.run()
+                run = self._waiting.popleft().run
+            run()
+            del run  # an idle thread keeps nothing alive

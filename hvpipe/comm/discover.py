@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +39,8 @@ _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 _SLURM_PMI = ("PMI_RANK", "PMI_SIZE", "SLURM_LOCALID", "")
 _PMIX = ("PMIX_RANK", "", "", "")
+_FUSION = "HOROVOD_FUSION_THRESHOLD"
+_GLOO = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 _HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE")
 
 
@@ -83,6 +86,7 @@ class Settings:
     nccl_span: NcclSpan = "world"  # "host": MPI carries data of GPUs between hosts
     device_library: str = ""  # "": hvpipe's own for CUDA
     gpus_may_be_shared: bool = False
+    dynamic_process_sets: bool = False  # whether process sets can be added to Horovod
     log_level: str | None = None  # None: the level that the program configured
     without_effect: tuple[str, ...] = ()  # variables of Horovod that ask for what hvpipe does not have
 
@@ -98,7 +102,7 @@ def discover(environ: Mapping[str, str] | None = None) -> Launch:
     """
     env = os.environ if environ is None else environ
     # First: inside a SLURM job, or under an MPI that started horovodrun, the others' variables are set, too.
-    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in env:
+    if _GLOO in env:
         return _launch("horovodrun", env, _HOROVOD)
     # A SLURM batch script also has SLURM_PROCID=0, but only a job step has a number of tasks.
     in_step = "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env
@@ -139,6 +143,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_NCCL_SPAN | "world", or "host" to use NCCL inside hosts only |
     | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
     | HVPIPE_LOG_LEVEL | debug, info, warning or error |
+    | HOROVOD_DYNAMIC_PROCESS_SETS | Horovod's own: 1 lets process sets be added to it |
     | NCCL_MULTI_RANK_GPU_ENABLE | NCCL's own: 1 lets ranks share a GPU |
     | HOROVOD_* | Horovod's own, where HVPIPE_* is not set: `horovod_variables.hvpipe_variables` lists them |
 
@@ -149,7 +154,9 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         HvpipeError: For a bad value; the message names the variable.
     """
     given = os.environ if environ is None else environ
-    env = {**given, **horovod_variables.hvpipe_variables(given)}
+    chosen = backend(given.get("HVPIPE_BACKEND"))
+    on_horovod = chosen == "horovod" or (chosen is None and _GLOO in given)
+    env = {**given, **horovod_variables.hvpipe_variables(given, on_horovod)}
     default = Settings()
     log_level = env.get("HVPIPE_LOG_LEVEL", "").lower() or None
     if log_level not in (None, *LOG_LEVELS):
@@ -157,7 +164,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     summary = _switch(env, "HVPIPE_SUMMARY", default.summary)
     live, live_folder = _live(env, summary)
     return Settings(
-        backend=backend(env.get("HVPIPE_BACKEND")),
+        backend=chosen,
         timeout_s=_positive(env, "HVPIPE_TIMEOUT", "seconds", default.timeout_s),
         trace_path=env.get("HVPIPE_TRACE") or None,
         utilization_path=env.get("HVPIPE_UTILIZATION") or None,
@@ -177,8 +184,9 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         nccl_span=_nccl_span(env, default.nccl_span),
         device_library=env.get("HVPIPE_DEVICE_LIBRARY", ""),
         gpus_may_be_shared=env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
+        dynamic_process_sets=given.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1",
         log_level=log_level,
-        without_effect=horovod_variables.without_effect(given),
+        without_effect=() if on_horovod else horovod_variables.without_effect(given),
     )
 
 
@@ -205,6 +213,22 @@ def prepare_open_mpi() -> None:
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     if _EAGER_LIMIT not in os.environ and _MAX_SEND_SIZE not in os.environ:
         os.environ[_EAGER_LIMIT] = os.environ[_MAX_SEND_SIZE] = str(_EAGER_BYTES)
+
+
+@contextmanager
+def unfused_horovod() -> Iterator[None]:
+    """Let a Horovod that starts in this block fuse no tensors, unless the user has said how many.
+
+    hvpipe's buckets are fused already: fusing them again would copy them, and make early ones wait.
+    """
+    if _FUSION in os.environ:
+        yield
+        return
+    os.environ[_FUSION] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[_FUSION]  # `settings` reads it, too, as the size of a bucket
 
 
 def eager_bytes(library: str, environ: Mapping[str, str] | None = None) -> int:

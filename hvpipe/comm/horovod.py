@@ -8,13 +8,13 @@ import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hvpipe.comm.daemon_pool import DaemonPool
-from hvpipe.comm.discover import Launch, Settings
+from hvpipe.comm.discover import Launch, Settings, unfused_horovod
 from hvpipe.comm.horovod_ops import HorovodOps
 from hvpipe.comm.native import import_native
 from hvpipe.errors import DeadlineError, HvpipeError, InitError
@@ -35,6 +35,7 @@ class HorovodWorld:
 
     def __init__(self, hvd: ModuleType, settings: Settings) -> None:
         self._timeout_s = settings.timeout_s
+        self._dynamic_sets = settings.dynamic_process_sets
         self.rank: int = hvd.rank()
         self.size: int = hvd.size()
         self.local_rank: int = hvd.local_rank()
@@ -66,24 +67,28 @@ class HorovodWorld:
             self._pool.start(self._serve_calls)
         return self._calls
 
-    def connect_pairs(self) -> None:
-        """Prepare messages between any two ranks: a process set for each pair. Collective.
+    def connect(self, groups: Iterable[Sequence[int]] = ()) -> None:
+        """Prepare messages between any two ranks, and all-reduces among each of these groups of ranks.
+
+        Horovod has no messages. Each pair and each group gets a process set: a message is a broadcast there.
+        Collective, with the same groups on all ranks.
 
         Raises:
-            HvpipeError: If Horovod was not told at its start that process sets will come.
+            HvpipeError: If more than two ranks need process sets, and Horovod did not start with
+                HOROVOD_DYNAMIC_PROCESS_SETS=1.
         """
         calls = self._calls
         known = {tuple(calls.ranks_of(number)) for number in calls.sets()}
-        pairs = [(low, high) for high in range(self.size) for low in range(high)]
-        missing = [pair for pair in pairs if pair not in known]
-        if missing and not self._ops.has_dynamic_sets:
+        pairs = {(low, high) for high in range(self.size) for low in range(high)}
+        missing = sorted((pairs | {tuple(group) for group in groups}) - known)
+        if missing and not self._dynamic_sets:
             raise HvpipeError(
-                "Messages between two ranks over Horovod need its process sets: set "
-                "HOROVOD_DYNAMIC_PROCESS_SETS=1, or use `horovodrun --mpi`. "
-                f"Received: HOROVOD_DYNAMIC_PROCESS_SETS={os.environ.get('HOROVOD_DYNAMIC_PROCESS_SETS')!r}"
+                "Messages between ranks use process sets of Horovod, which it must expect from its start. "
+                "Set HOROVOD_DYNAMIC_PROCESS_SETS=1, or start with `horovodrun --mpi`. "
+                f"Received: {self.size} ranks without it"
             )
-        for pair in missing:
-            calls.add_set(list(pair))
+        for ranks in missing:
+            calls.add_set(list(ranks))
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order (pickled)."""
@@ -196,21 +201,24 @@ def open_world(launch: Launch, settings: Settings) -> HorovodWorld:
             f"Received: {type(error).__name__}: {error}"
         ) from error
     if not hvd.is_initialized():
-        # hvpipe's buckets are fused already; fusing them again would copy them, and make early ones wait.
-        os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-        try:
-            hvd.init()
-        except Exception as error:
-            raise InitError(
-                "Horovod should join the ranks: is the `horovodrun` that started this process still running, "
-                f"and can this host reach it? Received: {type(error).__name__}: {error}"
-            ) from error
+        _initialise(hvd)
     if launch.size is not None and launch.size != hvd.size():
         raise InitError(
             f"{launch.launcher} started {launch.size} ranks, but Horovod joined {hvd.size()}. "
             f"Received: launched_size={launch.size}, horovod_size={hvd.size()}"
         )
     return HorovodWorld(hvd, settings)
+
+
+def _initialise(hvd: ModuleType) -> None:
+    try:
+        with unfused_horovod():
+            hvd.init()
+    except Exception as error:
+        raise InitError(
+            "Horovod should join the ranks: is the `horovodrun` that started this process still running, "
+            f"and can this host reach it? Received: {type(error).__name__}: {error}"
+        ) from error
 
 
 def started_world() -> StartedWorld | None:

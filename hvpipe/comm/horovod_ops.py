@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -43,9 +42,8 @@ class HorovodOps:
     """
 
     def __init__(self, hvd: ModuleType) -> None:
-        import tensorflow as tf
-
-        self._hvd, self._tf = hvd, tf
+        self._hvd = hvd
+        self._tf = tf = hvd.tf  # the TensorFlow that Horovod was built for
         self._sets: dict[int, Any] = {0: hvd.global_process_set}
         self._lock = threading.Lock()
         self._graph = tf.Graph()
@@ -53,11 +51,6 @@ class HorovodOps:
         self._session = tf.compat.v1.Session(graph=self._graph, config=config)
         self._options = tf.compat.v1.RunOptions(inter_op_thread_pool=-1)
         self._nodes: dict[tuple[Any, ...], tuple[list[Any], list[Any]]] = {}
-
-    @property
-    def has_dynamic_sets(self) -> bool:
-        """Whether process sets can be added."""
-        return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
 
     def close(self) -> None:
         """Free the graph. Nothing may be under way."""

@@ -6,7 +6,7 @@ import pickle
 import sys
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -77,7 +77,7 @@ class MpiWorld:
             self._engine_handle, settings.timeout_s, self.local_rank, self.local_size
         )
 
-    def connect_pairs(self) -> None:
+    def connect(self, groups: Iterable[Sequence[int]] = ()) -> None:
         """Do nothing: MPI connects ranks when they first send."""
 
     def allgather_object(self, value: Any) -> list[Any]:

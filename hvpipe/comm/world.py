@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from hvpipe.comm.discover import Launch, Settings
@@ -69,8 +70,11 @@ class World(Protocol):
     def make_named_calls(self, settings: Settings) -> Any:
         """Return the service for collectives that ranks call by name. Collective."""
 
-    def connect_pairs(self) -> None:
-        """Prepare messages between any two ranks. Collective, and needed before the first message."""
+    def connect(self, groups: Iterable[Sequence[int]] = ()) -> None:
+        """Prepare messages between any two ranks, and all-reduces among each of these groups of ranks.
+
+        Collective, with the same groups on all ranks; needed before the first message or group.
+        """
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
@@ -112,7 +116,7 @@ class SingleWorld:
     def make_named_calls(self, settings: Settings) -> Any:
         return import_native().NamedCalls.create(None, settings.timeout_s, self.local_rank, self.local_size)
 
-    def connect_pairs(self) -> None:
+    def connect(self, groups: Iterable[Sequence[int]] = ()) -> None:
         pass
 
     def allgather_object(self, value: Any) -> list[Any]:

@@ -24,6 +24,13 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
     "PMIX_RANK": "3",
 }
+GLOO = {
+    "HOROVOD_RANK": "3",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_LOCAL_RANK": "1",
+    "HOROVOD_LOCAL_SIZE": "2",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1",
+}
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
 STEP = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "77"}
 BATCH_SCRIPT = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "8"}
@@ -59,16 +66,27 @@ A_SHELL = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1
             Launch("mpirun", 3, 4, 1, 2),
             id="horovodrun --mpi",
         ),
+        pytest.param({**OPEN_MPI, **GLOO}, Launch("horovodrun", 3, 4, 1, 2), id="horovodrun --gloo"),
     ],
 )
 def test_discover(environ: dict[str, str], expected: Launch) -> None:
     assert discover(environ) == expected
 
 
-def test_horovodrun_with_gloo_is_refused() -> None:
-    environ = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_GLOO_RENDEZVOUS_ADDR": "10.0.0.1"}
-    with pytest.raises(InitError, match=r"horovodrun --mpi.*Received: .*10\.0\.0\.1"):
-        discover(environ)
+@pytest.mark.parametrize(
+    ("environ", "horovods_own"),
+    [(GLOO, True), ({"HVPIPE_BACKEND": "horovod"}, True), ({**GLOO, "HVPIPE_BACKEND": "mpi"}, False)],
+)
+def test_horovods_variables_are_its_own_where_it_runs(environ: dict[str, str], horovods_own: bool) -> None:
+    asked = {**environ, "HOROVOD_TIMELINE": "t.json", "HOROVOD_CYCLE_TIME": "2"}
+    found = settings(asked)
+    assert found.trace_path == (None if horovods_own else "t.json")
+    assert found.without_effect == (() if horovods_own else ("HOROVOD_CYCLE_TIME",))
+
+
+def test_an_unknown_back_end_is_named() -> None:
+    with pytest.raises(HvpipeError, match=r"HVPIPE_BACKEND should be mpi or horovod.*'gloo'"):
+        settings({"HVPIPE_BACKEND": "gloo"})
 
 
 @pytest.mark.parametrize("text", ["", "one", "-1"])

@@ -1,13 +1,18 @@
-"""A real horovodrun starts examples/train.py. Needs `make peers`; `make horovod-test` runs it."""
+"""A real horovodrun starts hvpipe, over MPI and Gloo. Needs `make peers`; `make horovod-test` runs it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from bench.cluster import network
+from bench.cluster.virtual_cluster import ClusterError, VirtualCluster, equal_hosts
+from distributed import run_cases
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -45,7 +50,22 @@ print("both", flush=True)
 """
 
 
-def run(*command: object, limit_s: float = 300.0) -> subprocess.CompletedProcess[str]:
+FORMS = ("--mpi", "--gloo")
+
+# Stands in for ssh, as horovodrun and mpirun call it: ssh OPTIONS HOST OPTIONS COMMAND. The hosts are
+# namespaces.
+SSH = """#!/bin/bash
+options() {{ while [[ $1 == -* ]]; do [[ $1 == -x ]] && echo 1 || {{ echo 2; shift; }}; shift; done; }}
+shift $(( $(options "$@" | paste -sd+ | grep . || echo 0) ))
+host=$1; shift
+shift $(( $(options "$@" | paste -sd+ | grep . || echo 0) ))
+exec {agent} "$host" "$*"
+"""
+
+
+def run(
+    *command: object, limit_s: float = 300.0, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -57,6 +77,7 @@ def run(*command: object, limit_s: float = 300.0) -> subprocess.CompletedProcess
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "OMPI_MCA_rmaps_base_oversubscribe": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
+        **(env or {}),
     }
     words = [str(word) for word in command]
     return subprocess.run(
@@ -67,27 +88,98 @@ def run(*command: object, limit_s: float = 300.0) -> subprocess.CompletedProcess
 def train(path: Path, *launcher: object, ranks: int = 2) -> str:
     """Run the example and return the hash of its weights."""
     script = [sys.executable, "examples/train.py", "--progress", "none", "--epochs", "1", "--save", path]
-    found = run(*launcher, "-np", ranks, *script, limit_s=600.0)
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
-    assert "accuracy" in found.stdout, found.stdout[-3000:]
+    found = run(*launcher, "-np", ranks, *script, limit_s=800.0)
+    assert found.returncode == 0, described(found)
+    assert "accuracy" in found.stdout, described(found)
     return run(sys.executable, "-c", WEIGHTS, path).stdout.split()[-1]
 
 
-def test_horovodrun_on_mpi_trains_the_same_weights_as_mpirun(tmp_path: Path) -> None:
-    by_mpirun = train(tmp_path / "a.keras", "mpirun")
-    assert train(tmp_path / "b.keras", "horovodrun", "--mpi") == by_mpirun
+def described(found: subprocess.CompletedProcess[str]) -> str:
+    return found.stdout[-3000:] + found.stderr[-3000:]
 
 
-def test_horovod_and_hvpipe_in_one_process(tmp_path: Path) -> None:
+def test_horovodrun_trains_the_same_weights_as_mpirun(tmp_path: Path) -> None:
+    """With two ranks there is one order of addition, so Horovod's sums have the bits of hvpipe's own."""
+    by_mpirun = train(tmp_path / "mpirun.keras", "mpirun")
+    for form in FORMS:
+        assert train(tmp_path / f"{form}.keras", "horovodrun", form) == by_mpirun, form
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sixteen_ranks_train_to_the_end(form: str, tmp_path: Path) -> None:
+    assert train(tmp_path / "model.keras", "horovodrun", form, ranks=16)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_horovod_and_hvpipe_in_one_process(form: str, tmp_path: Path) -> None:
     script = tmp_path / "both.py"
     script.write_text(BOTH)
-    found = run("horovodrun", "--mpi", "-np", 2, sys.executable, script)
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+    found = run("horovodrun", form, "-np", 2, sys.executable, script)
+    assert found.returncode == 0, described(found)
     assert found.stdout.count("both") == 2
 
 
-def test_gloo_is_refused_on_every_rank() -> None:
-    """MPI would be a world of one there."""
-    found = run("horovodrun", "--gloo", "-np", 2, sys.executable, "examples/train.py", "--progress", "none")
-    assert found.returncode != 0
-    assert "horovodrun --mpi" in found.stdout + found.stderr, found.stdout[-3000:] + found.stderr[-3000:]
+@pytest.mark.parametrize("form", FORMS)
+def test_two_hosts(form: str, tmp_path: Path) -> None:
+    """horovodrun starts a rank on another host by ssh; here, in another network namespace."""
+    try:
+        network.require_privileges()
+    except ClusterError as error:
+        pytest.skip(str(error))
+    with VirtualCluster(equal_hosts(2, "1gbit")) as cluster:
+        ssh = tmp_path / "ssh"
+        ssh.write_text(SSH.format(agent=cluster.directory / "agent"))
+        ssh.chmod(0o755)
+        names = [host.name for host in cluster.spec.hosts]
+        script = [sys.executable, "examples/train.py", "--progress", "none", "--epochs", "1"]
+        job = ["horovodrun", form, "-np", "2", "-H", ",".join(f"{name}:1" for name in names), *script]
+        path = f"{tmp_path}:{BIN}:{os.environ['PATH']}"
+        found = run(*cluster.host_command(names[0], job), limit_s=600.0, env={"PATH": path})
+    assert found.returncode == 0, described(found)
+    assert "2 ranks" in found.stdout, described(found)
+
+
+@pytest.mark.parametrize(
+    ("cases", "ranks"),
+    [
+        (("comm/test_all_reduce.py", "comm/test_gather_broadcast.py", "comm/test_messages.py"), 3),
+        (("keras",), 2),
+    ],
+    ids=["engine", "keras"],
+)
+def test_horovod_carries_what_mpi_carries(cases: tuple[str, ...], ranks: int, tmp_path: Path) -> None:
+    """Horovod runs on MPI here, so that the cases' own outcomes can be exchanged by MPI."""
+    env = {"HVPIPE_BACKEND": "horovod", "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    paths = [ROOT / "tests" / "mpi" / name for name in cases]
+    options = ["-m", "quick"] if cases == ("keras",) else []
+    run_cases(ranks, paths, tmp_path / "ranks", limit_s=800.0, env=env, options=options)
+
+
+def refusal(script: str, *, env: Mapping[str, str], limit_s: float = 120.0) -> str:
+    """Return the output of a job that must end with an error on all ranks."""
+    found = run("horovodrun", "--gloo", "-np", 2, sys.executable, "-c", script, limit_s=limit_s, env=env)
+    assert found.returncode != 0, described(found)
+    return found.stdout + found.stderr
+
+
+def test_half_of_the_ranks_with_another_back_end() -> None:
+    script = "import os, hvpipe; hvpipe.init(backend='mpi' if os.environ['HOROVOD_RANK'] == '1' else None)"
+    assert "MPI has no ranks under `horovodrun --gloo`" in refusal(script, env={})
+
+
+def test_a_rendezvous_that_is_gone() -> None:
+    script = (
+        "import os, hvpipe; os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT'] = '9'; hvpipe.init(); print('joined')"
+    )
+    output = refusal(script, env={"HOROVOD_GLOO_TIMEOUT_SECONDS": "5"})
+    assert "joined" not in output
+
+
+def test_a_rank_that_raises_ends_the_others() -> None:
+    script = (
+        "import hvpipe, numpy\nhvpipe.init()\nif hvpipe.rank() == 1: raise RuntimeError('on purpose')\n"
+        "hvpipe.allreduce(numpy.ones(4, 'float32'))"
+    )
+    output = refusal(script, env={})
+    assert "hvpipe: rank 1 of 2" in output
+    assert "on purpose" in output

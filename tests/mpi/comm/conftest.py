@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +14,7 @@ import hvpipe
 from devices import Libraries
 from distributed import rank_in_environment
 from hvpipe.comm.engine import Engine
+from hvpipe.comm.native import import_native
 from hvpipe.session import current
 from in_step import InStep
 from native_build import build
@@ -26,8 +29,28 @@ def pytest_configure(config: pytest.Config) -> None:
 def world() -> Iterator[None]:
     """Open one hvpipe session for all cases."""
     hvpipe.init()
-    yield
+    if os.environ.get("HVPIPE_TEST_OVER_CALLS") == "1":
+        with engine_over_named_calls():
+            yield
+    else:
+        yield
     hvpipe.shutdown()
+
+
+@contextlib.contextmanager
+def engine_over_named_calls() -> Iterator[None]:
+    """Let named collectives carry the engine's data, as Horovod's do, instead of MPI's transports."""
+    session = current()
+    over_mpi, calls = session.engine.core, session.named_calls()
+    everyone = range(hvpipe.size())
+    for count in range(2, hvpipe.size()):
+        for ranks in itertools.combinations(everyone, count):
+            calls.add_set(list(ranks))
+    options = {"timeout_s": session.settings.timeout_s, "trace": False}
+    session.engine.core = import_native().Engine.create_over_calls(calls, first_on_host=0, hosts=1, **options)
+    yield
+    session.engine.core.stop()
+    session.engine.core = over_mpi
 
 
 @pytest.fixture(scope="session")
