@@ -55,10 +55,9 @@ FORMS = ("--mpi", "--gloo")
 # Stands in for ssh, as horovodrun and mpirun call it: ssh OPTIONS HOST OPTIONS COMMAND. The hosts are
 # namespaces.
 SSH = """#!/bin/bash
-options() {{ while [[ $1 == -* ]]; do [[ $1 == -x ]] && echo 1 || {{ echo 2; shift; }}; shift; done; }}
-shift $(( $(options "$@" | paste -sd+ | grep . || echo 0) ))
+while [[ $1 == -* ]]; do [[ $1 == -x ]] || shift; shift; done
 host=$1; shift
-shift $(( $(options "$@" | paste -sd+ | grep . || echo 0) ))
+while [[ $1 == -* ]]; do [[ $1 == -x ]] || shift; shift; done
 exec {agent} "$host" "$*"
 """
 
