@@ -29,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def world() -> Iterator[None]:
     """Open one hvpipe session for all cases."""
     hvpipe.init()
+    current().world.connect(every_group())
     if os.environ.get("HVPIPE_TEST_OVER_CALLS") == "1":
         with engine_over_named_calls():
             yield
@@ -37,15 +38,19 @@ def world() -> Iterator[None]:
     hvpipe.shutdown()
 
 
+def every_group() -> list[tuple[int, ...]]:
+    """Return all groups of two or more ranks, except the one of all ranks."""
+    everyone = range(hvpipe.size())
+    return [ranks for count in range(2, hvpipe.size()) for ranks in itertools.combinations(everyone, count)]
+
+
 @contextlib.contextmanager
 def engine_over_named_calls() -> Iterator[None]:
     """Let named collectives carry the engine's data, as Horovod's do, instead of MPI's transports."""
     session = current()
     over_mpi, calls = session.engine.core, session.named_calls()
-    everyone = range(hvpipe.size())
-    for count in range(2, hvpipe.size()):
-        for ranks in itertools.combinations(everyone, count):
-            calls.add_set(list(ranks))
+    for ranks in every_group():
+        calls.add_set(list(ranks))
     options = {"timeout_s": session.settings.timeout_s, "trace": False}
     session.engine.core = import_native().Engine.create_over_calls(calls, first_on_host=0, hosts=1, **options)
     yield
