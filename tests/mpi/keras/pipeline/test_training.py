@@ -137,8 +137,8 @@ class Switched(keras.layers.Layer):
 def loops_and_branches() -> keras.Model:
     layers = keras.layers
     inputs = keras.Input((4, 3))
-    x = layers.LSTM(4, return_sequences=True)(Switched()(layers.Dense(4)(inputs)))
-    return keras.Model(inputs, layers.Dense(4)(Switched()(layers.GRU(4)(x))))
+    x = layers.SimpleRNN(4, return_sequences=True)(layers.Dense(4)(inputs))
+    return keras.Model(inputs, layers.Dense(4)(Switched()(layers.SimpleRNN(4)(x))))
 
 
 @pytest.mark.older_tensorflow
