@@ -101,7 +101,6 @@ CASES = {
     "eager_steps_per_execution": Case(
         lambda: optimizers.SGD(0.1, momentum=0.9), {"run_eagerly": True, "steps_per_execution": 4}, steps=10
     ),
-    "xla_asked_for": Case(lambda: optimizers.Adam(0.01), {"jit_compile": True}),
     "table_accumulation_global_clipnorm": Case(
         lambda: optimizers.AdamW(0.01, global_clipnorm=0.5, gradient_accumulation_steps=3), build=table
     ),
