@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distributed import launch
+from distributed import ALONE, launch
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "synthetic_benchmark.py"
 SMALL = ("--model", "MobileNetV2", "--batch-size", "2", "--image-size", "32", "--num-warmup-batches", "1")
@@ -20,6 +20,6 @@ def test_the_lines_of_a_benchmark_on_two_ranks() -> None:
 
 
 def test_a_model_that_does_not_exist() -> None:
-    result = launch(2, [SCRIPT, "--model", "ResNet51"], limit_s=300.0)
+    result = launch(ALONE, [SCRIPT, "--model", "ResNet51"], limit_s=300.0)
     assert result.returncode != 0
     assert "a model of keras.applications. Received: ResNet51" in result.output

@@ -14,7 +14,7 @@ TRAIN = Path(__file__).parents[2] / "examples" / "train_pipeline.py"
 SUMMARY = re.compile(
     r"(\w+) on (\d+) ranks?, (\d+) stages: loss ([\d.]+) in the first epoch, ([\d.]+) in the last, "
 )
-SMALL = ("--blocks", "2", "--width", "32", "--length", "32", "--epochs", "3", "--steps", "8")
+SMALL = ("--blocks", "1", "--width", "32", "--length", "32", "--epochs", "3", "--steps", "8")
 
 LOAD = """
 import json, sys
@@ -52,7 +52,6 @@ def test_a_gpt_learns_on_two_ranks_and_is_saved_whole(tmp_path: Path) -> None:
     [
         (ALONE, ()),
         (3, ("--stages", "2", "--replicas", "2,1", "--recompute")),
-        (4, ()),
         (2, ("--schedule", "interleaved", "--chunks", "2")),
     ],
 )
@@ -62,6 +61,6 @@ def test_layouts_of_the_gpt(size: int, arguments: tuple[str, ...]) -> None:
 
 def test_resnet50_on_two_ranks() -> None:
     # Micro-batches are large because BatchNormalization sees one at a time.
-    options = ("--batch", "32", "--microbatches", "2", "--steps", "5", "--epochs", "3")
+    options = ("--batch", "32", "--microbatches", "2", "--steps", "2", "--epochs", "3")
     result = train(2, "--model", "resnet50", *options, limit_s=500)
     assert "resnet50 on 2 ranks, 2 stages" in result.output, result.describe()

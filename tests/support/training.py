@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -77,6 +78,32 @@ def parallel(model: keras.Model, overlap: str = "step", **options: Any) -> keras
     """Call `data_parallel` with several buckets."""
     options.setdefault("bucket_bytes", BUCKET_BYTES)
     return hk.data_parallel(model, overlap, **options)
+
+
+@functools.cache
+def _made(make: Callable[..., keras.Model], arguments: tuple[Any, ...]) -> tuple[keras.Model, list[Any]]:
+    """Return a new model, and its variables with their initial values."""
+    model = make(*arguments)
+    model.optimizer.build(model.trainable_variables)
+    return model, [(v, v.numpy()) for v in [*model.variables, *model.optimizer.variables]]
+
+
+def again(make: Callable[..., keras.Model], *arguments: Any) -> keras.Model:
+    """Return the model of `make` in its initial state: the same model at every call with these arguments.
+
+    Its steps stay traced, and tracing is most of what a case costs. A case must not compile the model again,
+    and must let it finish its last step.
+    """
+    model, start = _made(make, arguments)
+    for variable, value in start:
+        variable.assign(value)
+    model.stop_training = False
+    return model
+
+
+def usual(overlap: str) -> keras.Model:
+    """Build the common model and wrap it. For `again`."""
+    return parallel(compiled(), overlap)
 
 
 def fit(model: keras.Model, data: Any, **options: Any) -> dict[str, list[float]]:

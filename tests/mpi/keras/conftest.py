@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Iterator
 
@@ -36,6 +37,8 @@ def world() -> Iterator[None]:
     iterate, untuned = tf.data.Dataset.__iter__, tf.data.Options()
     untuned.autotune.enabled = False
     tf.data.Dataset.__iter__ = lambda dataset: iterate(dataset.with_options(untuned))
+    if os.environ.get("WITHOUT_GRAPH_OPTIMIZER"):
+        tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
     hvpipe.init()
     # Freeze what TensorFlow and Keras made on import. Otherwise garbage collection takes a fifth of tracing
     # time.

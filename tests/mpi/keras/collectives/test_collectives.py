@@ -48,30 +48,40 @@ def wide(array: Any) -> Any:
     return np.asarray(array).astype(np.float64)
 
 
-def assert_close(found: Any, expected: Any, dtype: tf.DType) -> None:
-    np.testing.assert_allclose(wide(found), wide(expected), rtol=TOLERANCES.get(dtype, 1e-12))
+def assert_close(found: Any, expected: Any, dtype: tf.DType, what: str) -> None:
+    np.testing.assert_allclose(
+        wide(found), wide(expected), rtol=TOLERANCES.get(dtype, 1e-12), err_msg=what, strict=True
+    )
 
 
 # --- Reductions -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=lambda d: d.name)
-@pytest.mark.parametrize("shape", [(), (7,), (3, 2, 2), (0,), (4, 0)])
-def test_sums(run: Any, shape: tuple[int, ...], dtype: tf.DType) -> None:
-    mine = values_of(hvd.rank(), shape, dtype)
-    found = run(lambda: hvd.allreduce(tf.constant(mine), op=hvd.Sum))
-    assert found.dtype == mine.dtype
-    assert_close(found, wide(everyone(shape, dtype)).sum(0), dtype)
+# One case has many tensors, because a graph takes long to trace. In a graph, their calls overlap.
 
 
-@pytest.mark.parametrize("dtype", [tf.int32, *FLOATS], ids=lambda d: d.name)
-@pytest.mark.parametrize(
-    ("op", "reduce"), [(hvd.Min, np.min), (hvd.Max, np.max), (hvd.Product, np.prod), (hvd.Average, np.mean)]
-)
-def test_other_operations(run: Any, op: int, reduce: Any, dtype: tf.DType) -> None:
-    found = run(lambda: hvd.allreduce(tf.constant(values_of(hvd.rank(), (5, 2), dtype)), op=op))
-    expected = reduce(wide(everyone((5, 2), dtype)), axis=0)
-    assert_close(found, np.trunc(expected) if dtype.is_integer else expected, dtype)
+def test_sums(run: Any) -> None:
+    shapes = ((), (7,), (3, 2, 2), (0,), (4, 0))
+    cases = {f"{dtype.name}{shape}": (shape, dtype) for dtype in (*INTEGERS, *FLOATS) for shape in shapes}
+    mine = {name: values_of(hvd.rank(), *case) for name, case in cases.items()}
+    found = run(lambda: {name: hvd.allreduce(tf.constant(mine[name]), op=hvd.Sum) for name in mine})
+    for name, (shape, dtype) in cases.items():
+        assert found[name].dtype == mine[name].dtype, name
+        assert_close(found[name], wide(everyone(shape, dtype)).sum(0), dtype, name)
+
+
+REDUCTIONS = {hvd.Min: np.min, hvd.Max: np.max, hvd.Product: np.prod, hvd.Average: np.mean}
+
+
+def test_other_operations(run: Any) -> None:
+    cases = {f"{dtype.name} {op}": (op, dtype) for dtype in (tf.int32, *FLOATS) for op in REDUCTIONS}
+    mine = {name: values_of(hvd.rank(), (5, 2), dtype) for name, (_, dtype) in cases.items()}
+    found = run(
+        lambda: {name: hvd.allreduce(tf.constant(mine[name]), op=op) for name, (op, _) in cases.items()}
+    )
+    for name, (op, dtype) in cases.items():
+        expected = REDUCTIONS[op](wide(everyone((5, 2), dtype)), axis=0)
+        assert_close(found[name], np.trunc(expected) if dtype.is_integer else expected, dtype, name)
 
 
 def test_factors_before_and_after(run: Any) -> None:
@@ -129,13 +139,16 @@ def test_adasum_of_orthogonal_vectors_is_their_sum_and_of_equal_ones_their_mean(
     np.testing.assert_allclose(hvd.allreduce(tf.fill([5], 3.0), op=hvd.Adasum), np.full(5, 3.0), rtol=1e-6)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8])
-@pytest.mark.parametrize("op", [hvd.Sum, hvd.Average])
-def test_reducescatter_gives_the_first_ranks_one_row_more(run: Any, rows: int, op: int) -> None:
-    mine = values_of(hvd.rank(), (rows, 3), tf.float32)
-    found = run(lambda: hvd.reducescatter(tf.constant(mine), op=op))
-    total = wide(everyone((rows, 3), tf.float32)).sum(0) / (hvd.size() if op == hvd.Average else 1)
-    np.testing.assert_allclose(found, np.array_split(total, hvd.size())[hvd.rank()], rtol=1e-6)
+def test_reducescatter_gives_the_first_ranks_one_row_more(run: Any) -> None:
+    cases = {f"{rows} rows {op}": (rows, op) for rows in (1, 5, 8) for op in (hvd.Sum, hvd.Average)}
+    mine = {name: values_of(hvd.rank(), (rows, 3), tf.float32) for name, (rows, _) in cases.items()}
+    found = run(
+        lambda: {name: hvd.reducescatter(tf.constant(mine[name]), op=op) for name, (_, op) in cases.items()}
+    )
+    for name, (rows, op) in cases.items():
+        total = wide(everyone((rows, 3), tf.float32)).sum(0) / (hvd.size() if op == hvd.Average else 1)
+        expected = np.array_split(total, hvd.size())[hvd.rank()]
+        np.testing.assert_allclose(found[name], expected, rtol=1e-6, err_msg=name)
 
 
 def test_grouped_reducescatter(run: Any) -> None:
@@ -149,11 +162,14 @@ def test_grouped_reducescatter(run: Any) -> None:
 # --- Gathering, sending -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", EVERY_TYPE, ids=lambda d: d.name)
-def test_allgather_of_other_lengths(run: Any, dtype: tf.DType) -> None:
-    parts = [values_of(rank, (rank % 3, 2), dtype) for rank in range(hvd.size())]
-    found = run(lambda: hvd.allgather(tf.constant(parts[hvd.rank()])))
-    np.testing.assert_array_equal(wide(found), wide(np.concatenate(parts)))
+def test_allgather_of_other_lengths(run: Any) -> None:
+    parts = {
+        dtype.name: [values_of(rank, (rank % 3, 2), dtype) for rank in range(hvd.size())]
+        for dtype in EVERY_TYPE
+    }
+    found = run(lambda: {name: hvd.allgather(tf.constant(parts[name][hvd.rank()])) for name in parts})
+    for name, everyones in parts.items():
+        np.testing.assert_array_equal(wide(found[name]), wide(np.concatenate(everyones)), err_msg=name)
 
 
 def test_grouped_allgather(run: Any) -> None:
@@ -163,12 +179,19 @@ def test_grouped_allgather(run: Any) -> None:
     np.testing.assert_array_equal(found[1], np.arange(hvd.size()))
 
 
-@pytest.mark.parametrize("dtype", EVERY_TYPE, ids=lambda d: d.name)
-@pytest.mark.parametrize("shape", [(), (3, 2), (0, 4)])
-def test_broadcast_from_each_rank(run: Any, shape: tuple[int, ...], dtype: tf.DType) -> None:
-    for root in range(hvd.size()):
-        found = run(lambda root=root: hvd.broadcast(tf.constant(values_of(hvd.rank(), shape, dtype)), root))
-        np.testing.assert_array_equal(wide(found), wide(values_of(root, shape, dtype)))
+def test_broadcast_from_each_rank(run: Any) -> None:
+    cases = {
+        f"{dtype.name}{shape} from {root}": (root, shape, dtype)
+        for dtype in EVERY_TYPE
+        for shape in ((), (3, 2), (0, 4))
+        for root in range(hvd.size())
+    }
+    mine = {name: values_of(hvd.rank(), *case[1:]) for name, case in cases.items()}
+    found = run(
+        lambda: {name: hvd.broadcast(tf.constant(mine[name]), root) for name, (root, *_) in cases.items()}
+    )
+    for name, case in cases.items():
+        np.testing.assert_array_equal(wide(found[name]), wide(values_of(*case)), err_msg=name)
 
 
 def test_alltoall_with_and_without_splits(run: Any) -> None:

@@ -15,7 +15,7 @@ import hvpipe.horovod.keras as plain_hvd_keras
 import hvpipe.horovod.tensorflow as hvd
 import hvpipe.horovod.tensorflow.keras as hvd_keras
 import hvpipe.keras as hk
-from training import assert_same_bits, assert_same_on_all_ranks
+from training import assert_same_bits, assert_same_on_all_ranks, by_rank_0
 
 ROWS = 8
 
@@ -45,6 +45,18 @@ def gradients_of(model: keras.Model, x: Any, y: Any) -> list[Any]:
     with tf.GradientTape() as tape:
         loss = tf.reduce_mean(tf.square(model(x, training=True) - y))
     return tape.gradient(loss, [v.value for v in model.trainable_variables])
+
+
+def fitted(reference: keras.Model, epochs: int) -> tuple[dict[str, Any], list[Any]]:
+    """Train the model with plain Keras on the rows of all ranks. Return its history and weights."""
+    x, y = data()
+
+    def fit() -> tuple[dict[str, Any], list[Any]]:
+        logs = reference.fit(x, y, len(x), epochs, verbose=0, shuffle=False).history
+        return logs, reference.get_weights()
+
+    found: tuple[dict[str, Any], list[Any]] = by_rank_0(fit)
+    return found
 
 
 def assert_close(found: Any, expected: Any) -> None:
@@ -122,8 +134,8 @@ def test_an_optimizer_trains_as_one_rank_with_the_whole_batch(options: dict[str,
     average = hvd_keras.callbacks.MetricAverageCallback()
     logs = model.fit(mine(x), mine(y), ROWS, 3, verbose=0, shuffle=False, callbacks=[start, average]).history
     reference.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    expected = reference.fit(x, y, len(x), 3, verbose=0, shuffle=False).history
-    assert_close(model.get_weights(), reference.get_weights())
+    expected, weights = fitted(reference, epochs=3)
+    assert_close(model.get_weights(), weights)
     np.testing.assert_allclose(logs["loss"], expected["loss"], rtol=1e-6)
     assert_same_on_all_ranks(weights_of(model))
 
@@ -264,8 +276,7 @@ def test_statistics_of_the_whole_batch(layer: str) -> None:
     reference = model_of(normalised=keras.layers.BatchNormalization(dtype="float64"))
     reference.compile(keras.optimizers.SGD(0.1), "mse")
     model.fit(mine(x), mine(y), ROWS, 3, verbose=0, shuffle=False)
-    reference.fit(x, y, len(x), 3, verbose=0, shuffle=False)
-    assert_close(model.get_weights(), reference.get_weights())
+    assert_close(model.get_weights(), fitted(reference, epochs=3)[1])
 
 
 def test_a_layer_of_statistics_over_ranks_is_saved_and_masked() -> None:

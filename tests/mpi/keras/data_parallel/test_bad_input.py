@@ -22,6 +22,7 @@ from hvpipe.keras.supported import check_keras
 from training import (
     CLASSES,
     FEATURES,
+    again,
     assert_same_on_all_ranks,
     by_rank_0,
     compiled,
@@ -31,6 +32,7 @@ from training import (
     parallel,
     samples,
     state_of,
+    usual,
 )
 
 layers = keras.layers
@@ -199,7 +201,7 @@ def tensorflow_log() -> Iterator[list[str]]:
 @pytest.mark.parametrize("overlap", ["none", "step"])
 def test_a_dataset_that_is_shorter_on_one_rank(overlap: str, tensorflow_log: list[str]) -> None:
     data = my_batches(7)
-    model = parallel(compiled(), overlap)
+    model = again(usual, overlap)
     history = fit(model, data.take(4) if is_last() else data, epochs=3)
     assert len(history["loss"]) == 3
     assert int(model.optimizer.iterations.numpy()) == 3 * 4
@@ -224,7 +226,7 @@ def test_shorter_validation_data_on_one_rank_are_weighted_by_samples() -> None:
     x, y = samples(40 * hvpipe.size(), seed=3)
     start = 40 * hvpipe.rank()
     mine = slice(start, start + (10 if is_last() else 40))
-    model = parallel(compiled())
+    model = again(usual, "step")
     fit(model, my_batches(2))
     found = model.evaluate(x[mine], y[mine], batch_size=10, verbose=0)
     everyone = np.r_[: 40 * (hvpipe.size() - 1) + 10]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +12,10 @@ import numpy as np
 import pytest
 
 import hvpipe
-from distributed import environment
 from training import (
-    FEATURES,
     Remember,
     State,
+    again,
     assert_same_bits,
     assert_same_on_all_ranks,
     compiled,
@@ -28,6 +25,7 @@ from training import (
     parallel,
     samples,
     state_of,
+    usual,
 )
 
 STEPS = 4
@@ -50,9 +48,12 @@ class Act(keras.callbacks.Callback):
         self.found.append(self.act(self.model))
 
 
-def run(overlap: str, callback: Any, **options: Any) -> Any:
-    model = parallel(compiled(mlp, keras.optimizers.Adam(0.01), **options), overlap)
-    fit(model, my_batches(STEPS), callbacks=[callback])
+def with_adam(overlap: str) -> keras.Model:
+    return parallel(compiled(mlp, keras.optimizers.Adam(0.01)), overlap)
+
+
+def run(overlap: str, callback: Any) -> Any:
+    fit(again(with_adam, overlap), my_batches(STEPS), callbacks=[callback])
     return callback
 
 
@@ -122,7 +123,7 @@ def test_a_lambda_callback_counts_as_the_users() -> None:
     """The class belongs to Keras, but the function that it calls belongs to the user."""
 
     def look(overlap: str) -> list[Any]:
-        model = parallel(compiled(), overlap)
+        model = again(usual, overlap)
         seen: list[Any] = []
         callback = keras.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: seen.append(state_of(model))
@@ -136,7 +137,7 @@ def test_a_lambda_callback_counts_as_the_users() -> None:
 
 def test_a_callback_list_of_the_user() -> None:
     def look(overlap: str) -> Remember:
-        model = parallel(compiled(), overlap)
+        model = again(usual, overlap)
         remember = Remember()
         fit(
             model,
@@ -154,7 +155,7 @@ def test_a_callback_list_of_the_user() -> None:
 
 def test_end_of_every_epoch_and_of_fit() -> None:
     def epochs(overlap: str) -> list[Any]:
-        model = parallel(compiled(), overlap)
+        model = again(usual, overlap)
         seen: list[Any] = []
         look = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(state_of(model)))
         fit(model, my_batches(3), epochs=3, callbacks=[look])
@@ -199,29 +200,6 @@ def test_saved_between_two_steps(tmp_path: Path) -> None:
         assert_same_bits(mine, theirs)
 
 
-def test_a_saved_model_loads_without_hvpipe(tmp_path: Path) -> None:
-    model = parallel(compiled())
-    fit(model, my_batches(3))
-    path = tmp_path / f"model-{hvpipe.rank()}.keras"
-    model.save(path)
-    x = np.ones((2, FEATURES), np.float32)
-    program = (
-        "import sys, keras, numpy; model = keras.models.load_model(sys.argv[1]); "
-        f"print(model.predict(numpy.ones((2, {FEATURES}), 'float32'), verbose=0).tobytes().hex()); "
-        "assert 'hvpipe' not in sys.modules"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment(),
-    )
-    assert done.returncode == 0, done.stderr
-    found = np.frombuffer(bytes.fromhex(done.stdout.split()[-1]), np.float32)
-    np.testing.assert_allclose(found, model.predict(x, verbose=0).ravel(), rtol=1e-6)
-
-
 @pytest.mark.parametrize("rate", ["learning_rate", "read_layer"])
 def test_between_two_calls_of_train_on_batch(rate: str) -> None:
     """The caller may read a layer or set the learning rate.
@@ -230,7 +208,7 @@ def test_between_two_calls_of_train_on_batch(rate: str) -> None:
     """
 
     def seen(overlap: str) -> list[Any]:
-        model = parallel(compiled(), overlap)
+        model = again(usual, overlap)
         found = []
         for number, (x, y) in enumerate(my_batches(4)):
             if rate == "learning_rate":

@@ -11,6 +11,7 @@ import hvpipe.keras as hk
 from hvpipe.errors import HvpipeError
 from training import (
     State,
+    again,
     assert_same_bits,
     assert_same_on_all_ranks,
     compiled,
@@ -20,6 +21,7 @@ from training import (
     my_batches,
     parallel,
     state_of,
+    usual,
 )
 
 
@@ -52,7 +54,7 @@ def test_compiled_after_data_parallel() -> None:
 
 def test_fit_twice() -> None:
     def run(overlap: str) -> dict[str, np.ndarray]:
-        model = parallel(compiled(), overlap)
+        model = again(usual, overlap)
         fit(model, my_batches(3))
         fit(model, my_batches(3, batch=4, seed=1), epochs=2)
         assert int(model.optimizer.iterations) == 9
@@ -91,7 +93,7 @@ def test_wrapped_twice_reduces_once() -> None:
 def test_learning_rate_scheduler() -> None:
     def run(overlap: str) -> dict[str, np.ndarray]:
         schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
-        model = parallel(compiled(), overlap)
+        model = again(usual, overlap)
         fit(model, my_batches(3), epochs=3, callbacks=[schedule])
         assert float(model.optimizer.learning_rate) == pytest.approx(0.0125)
         return state_of(model)

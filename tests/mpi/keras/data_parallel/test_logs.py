@@ -14,6 +14,7 @@ import hvpipe
 from training import (
     CLASSES,
     FEATURES,
+    again,
     all_batches,
     assert_same_on_all_ranks,
     by_rank_0,
@@ -29,6 +30,10 @@ from training import (
 def still() -> keras.Model:
     """Return a model with a learning rate of 0, so that the loss of any samples is known in advance."""
     return compiled(mlp, keras.optimizers.SGD(0.0), metrics=["accuracy"])
+
+
+def parallel_still() -> keras.Model:
+    return parallel(still())
 
 
 def own_samples() -> tuple[np.ndarray, np.ndarray]:
@@ -54,7 +59,7 @@ def expected() -> dict[str, float]:
 def test_history_of_unequal_ranks() -> None:
     """This includes validation data. The arrays differ in length, but give the same number of batches."""
     x, y = own_samples()
-    model = parallel(still())
+    model = again(parallel_still)
     history = fit(model, x, y=y, batch_size=len(x), epochs=2, validation_data=(x, y), shuffle=False)
     assert_same_on_all_ranks(history)
     for name, value in expected().items():
@@ -65,7 +70,7 @@ def test_history_of_unequal_ranks() -> None:
 @pytest.mark.every_size
 def test_evaluate_of_unequal_ranks() -> None:
     x, y = own_samples()
-    model = parallel(still())
+    model = again(parallel_still)
     found = model.evaluate(x, y, verbose=0, return_dict=True, batch_size=4)
     assert found == pytest.approx(expected(), rel=1e-5)
     assert_same_on_all_ranks(found)
@@ -106,13 +111,13 @@ def test_logs_at_the_end_of_fit_are_those_of_the_last_epoch() -> None:
     seen: list[dict[str, float]] = []
     look = keras.callbacks.LambdaCallback(on_train_end=lambda logs: seen.append(dict(logs)))
     options = {"validation_data": (x, y), "callbacks": [look]}
-    history = fit(parallel(still()), x, y=y, batch_size=len(x), epochs=2, **options)
+    history = fit(again(parallel_still), x, y=y, batch_size=len(x), epochs=2, **options)
     assert seen == [{name: values[-1] for name, values in history.items()}]
 
 
 def test_train_on_batch_of_ranks_that_change_their_size() -> None:
     """Each call counts only its own samples."""
-    model = parallel(still())
+    model = again(parallel_still)
     x, y = own_samples()
     skewed = 9 if hvpipe.rank() == 0 else 1
     model.train_on_batch(np.repeat(x[:1], skewed, 0), np.repeat(y[:1], skewed, 0))
@@ -123,7 +128,7 @@ def test_train_on_batch_of_ranks_that_change_their_size() -> None:
 
 def test_return_dict_may_be_a_positional_argument() -> None:
     x, y = own_samples()
-    model = parallel(still())
+    model = again(parallel_still)
     listed = pytest.approx([expected()["loss"], expected()["accuracy"]], rel=1e-5)
     for returned, as_dict in ((listed, False), (pytest.approx(expected(), rel=1e-5), True)):
         assert model.train_on_batch(x, y, None, None, as_dict) == returned

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import hvpipe
 from training import (
+    again,
     assert_same_bits,
     assert_same_on_all_ranks,
     compiled,
@@ -20,6 +21,7 @@ from training import (
     parallel,
     samples,
     state_of,
+    usual,
 )
 
 BATCHES = 4
@@ -48,11 +50,16 @@ class Stop(keras.callbacks.Callback):
         setattr(self, hook, call)
 
 
+def with_accuracy(overlap: str, optimizer: Any = None, **options: Any) -> keras.Model:
+    return parallel(compiled(optimizer=optimizer, metrics=["accuracy"], **options), overlap, warmup_steps=1)
+
+
 def stopped(
-    overlap: str, callback: Any, epochs: int = 3, optimizer: Any = None, **options: Any
+    overlap: str, callback: Any, epochs: int = 3, **options: Any
 ) -> tuple[dict[str, Any], dict[str, list[float]]]:
     """Return state and history of a run that this callback cuts short. Both are the same on all ranks."""
-    model = parallel(compiled(optimizer=optimizer, metrics=["accuracy"], **options), overlap, warmup_steps=1)
+    new = options or overlap == "stale"  # whose warm-up happens once
+    model = with_accuracy(overlap, **options) if new else again(with_accuracy, overlap)
     history = fit(model, my_batches(BATCHES), epochs=epochs, callbacks=[callback])
     assert model.stop_training
     state = state_of(model)
@@ -132,7 +139,7 @@ def test_nan_in_the_data_of_one_rank(overlap: str) -> None:
     x, y = samples(8 * BATCHES, seed=hvpipe.rank())
     if on_the_last(hvpipe.rank()):
         x[8] = np.nan  # in the second batch
-    model = parallel(compiled(), overlap)
+    model = again(usual, overlap)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
     history = fit(model, data, epochs=3, callbacks=[keras.callbacks.TerminateOnNaN()])
     assert len(history["loss"]) == 1
@@ -143,7 +150,7 @@ def test_nan_in_the_data_of_one_rank(overlap: str) -> None:
 
 @pytest.mark.every_size
 def test_a_callback_that_only_one_rank_has() -> None:
-    model = parallel(compiled())
+    model = again(usual, "step")
     mine = [Stop("on_train_batch_end", 2)] if on_the_last(hvpipe.rank()) else []
     history = fit(model, my_batches(BATCHES), epochs=3, callbacks=mine, validation_data=my_batches(1))
     assert len(history["val_loss"]) == 1
@@ -156,7 +163,7 @@ def test_a_callback_that_only_one_rank_has() -> None:
 def test_a_callback_list_of_async_safe_callbacks() -> None:
     stop = Stop("on_train_batch_end", 2)
     stop.async_safe = True
-    model = parallel(compiled())
+    model = again(usual, "step")
     callbacks = keras.callbacks.CallbackList([stop], add_history=True, model=model)
     fit(model, my_batches(BATCHES), epochs=3, callbacks=callbacks)
     assert int(model.optimizer.iterations) == 2

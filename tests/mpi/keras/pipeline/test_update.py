@@ -36,27 +36,33 @@ def crossed_in_two_calls_a_rank() -> keras.Model:
     return crossed(2 * hvpipe.size())
 
 
-@pytest.fixture(params=["whole", "each by itself"])
-def _bucket_sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sum gradients in as few buckets as possible, or in one bucket for each."""
-    if request.param == "each by itself":
-        settings = dataclasses.replace(current().settings, bucket_bytes=1)
-        monkeypatch.setattr(current(), "settings", settings)
+IN_STAGES = (crossed_in_four_calls, {}, [(0, 1), (2, 3)])
+INTERLEAVED = (crossed_in_two_calls_a_rank, {"schedule": "interleaved"}, [(0,), (1,), (2,), (3,)])
 
 
-@pytest.mark.every_size
-@pytest.mark.usefixtures("_bucket_sizes")
 @pytest.mark.parametrize(
-    ("build", "options", "cuts_of_two"),
+    ("bucket_bytes", "build", "options", "cuts_of_two"),
     [
-        (crossed_in_four_calls, {}, [(0, 1), (2, 3)]),
-        (crossed_in_two_calls_a_rank, {"schedule": "interleaved"}, [(0,), (1,), (2,), (3,)]),
+        pytest.param(None, *IN_STAGES),
+        pytest.param(1, *IN_STAGES, marks=pytest.mark.every_size),
+        pytest.param(None, *INTERLEAVED, marks=pytest.mark.every_size),
+        pytest.param(1, *INTERLEAVED),
     ],
 )
 def test_layers_shared_in_another_order_get_their_own_gradients(
-    build: Any, options: dict[str, Any], cuts_of_two: list[Any], monkeypatch: pytest.MonkeyPatch
+    bucket_bytes: int | None,
+    build: Any,
+    options: dict[str, Any],
+    cuts_of_two: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each rank meets the layers in its own order: by its stage, or by which of its stages ends first."""
+    """Each rank meets the layers in its own order: by its stage, or by which of its stages ends first.
+
+    Gradients are summed in as few buckets as possible, or in one bucket for each.
+    """
+    if bucket_bytes is not None:
+        settings = dataclasses.replace(current().settings, bucket_bytes=bucket_bytes)
+        monkeypatch.setattr(current(), "settings", settings)
     name = build.__name__
     monkeypatch.setitem(MODELS, name, build)
     keras.utils.set_random_seed(5)
