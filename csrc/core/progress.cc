@@ -214,11 +214,8 @@ Progress::PassResult Progress::Pass() {
       result.waiting = true;
       if (check_deadlines) CheckDeadline(*operation, now - operation->moved_s_);
     }
-  } catch (const Error& error) {
-    FailAll(error);
-    return {};
-  } catch (const std::exception& error) {
-    FailAll(Error(error.what()));
+  } catch (const std::exception& failure) {
+    FailAll(ErrorOf(failure));
     return {};
   }
   const auto ended = [&](const std::shared_ptr<Operation>& operation) {

@@ -85,10 +85,8 @@ void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uin
       outcome = Watch(*queued);
       Adopt(queued, std::move(collective), sequence);
     }
-  } catch (const Error& failure) {
-    error = failure;
   } catch (const std::exception& failure) {
-    error = Error(failure.what());
+    error = ErrorOf(failure);
   }
   if (!error && queued) return Drive(*queued, *outcome, std::move(drive), interrupt);
   if (error) {

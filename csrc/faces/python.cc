@@ -82,6 +82,13 @@ std::vector<std::tuple<std::string, std::string, double, double>> TakeEvents(Eng
   return events;
 }
 
+// In a child of fork(): keep an object of the parent until the process ends. Its destructor would wait for
+// threads that the child lacks.
+void LeaveToParent(const nb::object& object) {
+  nb::set_leak_warnings(false);
+  object.inc_ref();
+}
+
 void TranslateError(const std::exception_ptr& pointer, void* /*payload*/) {
   try {
     std::rethrow_exception(pointer);
@@ -139,6 +146,7 @@ NB_MODULE(_engine, m) {
   BindNamedCalls(m);
   BindArrays(m);
   m.def("set_default", &hvpipe::SetDefaultEngine, nb::arg("engine").none());
+  m.def("leave_to_parent", &LeaveToParent, nb::arg("object"));
   m.def("now", &hvpipe::Now);
   m.def("count_devices", &hvpipe::CountDevices, nb::arg("library"));
 }

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/error.h"
 #include "named/named_calls.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -79,6 +80,16 @@ class NamedOp : public tf::AsyncOpKernel {
   }
 
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
+    try {
+      Start(context, done);
+    } catch (const std::exception& error) {  // one that leaves a kernel would end the process
+      context->SetStatus(absl::InternalError(ErrorOf(error).what()));
+      done();
+    }
+  }
+
+ private:
+  void Start(tf::OpKernelContext* context, const DoneCallback& done) const {
     const auto calls = named::DefaultNamedCalls();
     OP_REQUIRES_ASYNC(context, calls != nullptr,
                       absl::FailedPreconditionError("hvpipe is not initialised: call init() first."), done);
@@ -130,7 +141,6 @@ class NamedOp : public tf::AsyncOpKernel {
     calls->Submit(std::move(call));
   }
 
- private:
   std::string name_;
   int set_ = 0;
   int op_ = static_cast<int>(named::ReduceOp::kSum);

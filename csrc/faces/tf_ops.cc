@@ -20,7 +20,7 @@ namespace {
 
 namespace tf = ::tensorflow;
 
-absl::Status ToStatus(const Error& error) {
+absl::Status ErrorStatus(const Error& error) {
   switch (error.kind()) {
     case ErrorKind::kDeadline:
       return absl::DeadlineExceededError(error.what());
@@ -34,6 +34,9 @@ absl::Status ToStatus(const Error& error) {
   }
   return absl::InternalError(error.what());
 }
+
+// For every exception: one that leaves a kernel would end the process.
+absl::Status ToStatus(const std::exception& failure) { return ErrorStatus(ErrorOf(failure)); }
 
 absl::Status SizeChanged(const std::string& bucket, const tf::TensorShape& shape) {
   return absl::InvalidArgumentError("A gradient changed its size after tracing. Received: bucket=" + bucket +
@@ -89,23 +92,27 @@ class BeginStepOp : public tf::AsyncOpKernel {
       if (engine->log().enabled()) engine->log().Add("mark", "step", Now(), Now());
       engine->buckets().BeginStep(
           plan_, step, samples, reduces, [context, done](const Error* error, double scale, double /*total*/) {
-            if (error != nullptr) {
-              context->SetStatus(ToStatus(*error));
-            } else {
-              tf::Tensor* output = nullptr;
-              const absl::Status status = context->allocate_output(0, tf::TensorShape(), &output);
-              if (status.ok()) output->scalar<double>()() = scale;
-              context->SetStatus(status);
-            }
+            context->SetStatus(error != nullptr ? ToStatus(*error) : SetScale(context, scale));
             done();
           });
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       context->SetStatus(ToStatus(error));
       done();
     }
   }
 
  private:
+  static absl::Status SetScale(tf::OpKernelContext* context, double scale) {
+    try {
+      tf::Tensor* output = nullptr;
+      TF_RETURN_IF_ERROR(context->allocate_output(0, tf::TensorShape(), &output));
+      output->scalar<double>()() = scale;
+      return absl::Status();
+    } catch (const std::exception& error) {
+      return ToStatus(error);
+    }
+  }
+
   int plan_ = 0;
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeBeginStep").Device(tf::DEVICE_CPU), BeginStepOp);
@@ -151,7 +158,7 @@ class SubmitOp : public tf::OpKernel {
       tf::Tensor* token = nullptr;
       OP_REQUIRES_OK(context, context->allocate_output(0, tf::TensorShape(), &token));
       token->scalar<std::int64_t>()() = 1;
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       context->SetStatus(ToStatus(error));
     }
   }
@@ -230,27 +237,34 @@ class CollectOp : public tf::AsyncOpKernel {
     try {
       const auto engine = EngineOrThrow();
       engine->buckets().Collect(plan_, bucket_, [this, engine, context, done](const Error* error) {
-        if (error != nullptr) {
-          context->SetStatus(ToStatus(*error));
-          done();
-          return;
-        }
-        RunOnTensorFlow(context, [this, engine, context, done] {
-          try {
-            context->SetStatus(Unpack(*engine, context));
-          } catch (const Error& failed) {
-            context->SetStatus(ToStatus(failed));
-          }
-          done();
-        });
+        Finish(engine, context, error, done);
       });
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       context->SetStatus(ToStatus(error));
       done();
     }
   }
 
  protected:
+  // Runs when the sum is complete, maybe on the progress thread.
+  void Finish(const std::shared_ptr<Engine>& engine, tf::OpKernelContext* context, const Error* error,
+              const DoneCallback& done) const {
+    try {
+      if (error != nullptr) throw *error;
+      RunOnTensorFlow(context, [this, engine, context, done] {
+        try {
+          context->SetStatus(Unpack(*engine, context));
+        } catch (const std::exception& failed) {
+          context->SetStatus(ToStatus(failed));
+        }
+        done();
+      });
+    } catch (const std::exception& failed) {
+      context->SetStatus(ToStatus(failed));
+      done();
+    }
+  }
+
   virtual absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const {
     const BucketLayout& layout = engine.buckets().layout(plan_, bucket_);
     if (const std::shared_ptr<AlignedBuffer> buffer = engine.buckets().Take(plan_, bucket_)) {
@@ -348,7 +362,7 @@ class SendMessageOp : public tf::OpKernel {
       const tf::StringPiece bytes = held->tensor_data();
       EngineOrThrow()->device_messages().SendPosted(context->input(0).scalar<std::int64_t>()(), bytes.data(),
                                                     bytes.size(), StreamOf<kOnGpu>(context), held);
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       context->SetStatus(ToStatus(error));
     }
   }
@@ -375,7 +389,7 @@ class TakeMessageOp : public tf::OpKernel {
                                                     tensor->data(),
                                                     static_cast<std::size_t>(tensor->NumElements()),
                                                     EngineType(tensor->dtype()), StreamOf<kOnGpu>(context));
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       context->SetStatus(ToStatus(error));
     }
   }

@@ -44,6 +44,19 @@ def check_compression(compression: str | None) -> None:
         )
 
 
+class LeftToParent:
+    """Stands in for what a child of os.fork() may not use: every call raises HvpipeError."""
+
+    def remove_plan(self, plan: int) -> None:
+        """Do nothing: the plan is the parent's. Models that the child frees call this."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise HvpipeError(
+            "Only the process that the launcher started can communicate with other ranks. A child of os.fork() "
+            f"can read hvpipe.rank() and hvpipe.size(). Received: a call of {name} in a forked child"
+        )
+
+
 class Engine:
     """Collectives between the ranks of a world; owns the progress thread and the fused buffers.
 
@@ -400,6 +413,12 @@ class Engine:
                 "They now wait for its gradients, so this process cannot continue training. "
                 f"Received: {why}"
             )
+
+    def leave_to_parent(self) -> None:
+        """In a child of os.fork(): forget the engine, which belongs to the parent. Calls then raise."""
+        if self.core is not None:
+            import_native().leave_to_parent(self.core)
+            self.core = LeftToParent()
 
     def stop(self) -> None:
         """Leave the other ranks, which leave too. Ends the progress thread and frees what MPI holds."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import time
@@ -262,7 +263,13 @@ def _initialise(mpi: ModuleType) -> None:
     import atexit
 
     mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    atexit.register(lambda: None if mpi.Is_finalized() else mpi.Finalize())
+    atexit.register(_finalise, mpi, os.getpid())
+
+
+def _finalise(mpi: ModuleType, process: int) -> None:
+    """Finalise MPI in the process that initialised it. A child of os.fork() shares the connections."""
+    if os.getpid() == process and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def _check_threads(mpi: ModuleType, was_imported: bool) -> None:
