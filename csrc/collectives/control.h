@@ -16,17 +16,19 @@ namespace hvpipe {
 
 struct Record {
   std::uint64_t signature = 0;   // of the next operation; must be equal on all ranks
+  std::uint64_t sequence = 0;    // of the next operation, by Progress
   double samples = 0;            // in this rank's batch
-  std::array<char, 112> what{};  // description of the next operation
+  std::array<char, 104> what{};  // description of the next operation
 };
 static_assert(sizeof(Record) == 128);
 
-Record MakeRecord(std::uint64_t signature, double samples, const std::string& what);
+Record MakeRecord(std::uint64_t signature, std::uint64_t sequence, double samples, const std::string& what);
 
 // Gathers one record of each rank on all ranks, in ceil(log2(size)) rounds (Bruck et al., 1997).
 class ControlExchange : public Collective {
  public:
-  ControlExchange(Transport& transport, const Record& mine, int tag);
+  // `from_above`: the record of the rank above, if this rank has received it already.
+  ControlExchange(Transport& transport, const Record& mine, int tag, const std::optional<Record>& from_above);
 
   bool Step() override;
   bool done() const override { return held_ == ranks_; }
@@ -42,6 +44,7 @@ class ControlExchange : public Collective {
   int tag_;
   int rank_;
   int ranks_;
+  bool has_above_;
   int held_ = 1;  // records gathered: those of rank, rank + 1, ...
   Ticket send_ = kNoTicket;
   Ticket receive_ = kNoTicket;
@@ -49,7 +52,7 @@ class ControlExchange : public Collective {
 };
 
 // Receive the first record of an exchange that `rank` has begun and this rank has not. Empty if none has
-// arrived. The exchange can no longer succeed after that, so use this only to explain an error.
+// arrived. The exchange must get it as `from_above`.
 std::optional<Record> TakeRecord(Transport& transport, int rank, int tag);
 
 // The error that `rank` and `other` are at different operations. `kind` is "Rank" or "Local rank".

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "collectives/control.h"
 #include "core/operation.h"
@@ -11,7 +12,8 @@ namespace hvpipe {
 // Adds the exchange of control records (collectives/control.h) to operations. Records are exchanged in the
 // order in which their operations were enqueued.
 //
-// Threads: any thread may add a stage. Only the driving thread touches the order queue. No lock.
+// Threads: any thread may add a stage. Only the driving thread touches the order queue and the early record, or
+// a thread inside Progress::WhileNobodyDrives. No lock.
 class Agreement {
  public:
   explicit Agreement(Transport& world) : world_(world) {}
@@ -24,11 +26,16 @@ class Agreement {
   // differ.
   static const ControlExchange& Checked(const Operation& operation);
 
+  // The record of the next rank that no exchange of this rank answers: null if none has arrived, or if this
+  // rank has an exchange under way. The next exchange still gets the record.
+  const Record* Unanswered();
+
   Transport& world() const { return world_; }
 
  private:
   Transport& world_;
   OrderQueue order_;
+  std::optional<Record> early_;  // of the rank above, received before the exchange that it belongs to
 };
 
 }  // namespace hvpipe

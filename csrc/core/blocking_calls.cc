@@ -50,8 +50,10 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
   }
   const ReduceBuffers buffers{in, out, count};
   const int tag = NextTag();
+  std::shared_ptr<Operation> own;
   const auto queued = [&] {
-    auto operation = MakeOperation(what);
+    own = MakeOperation(what);
+    const auto& operation = own;
     operation->traced = "reduce";
     route_.AddStages(*operation, std::make_shared<const ReduceBuffers>(buffers), dtype, scale, tag);
     return operation;
@@ -64,7 +66,7 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
   const auto watched = [&] {
     interrupt();
     if (first_look_s == 0) first_look_s = Now();
-    if (Now() - first_look_s > kPatienceS) CheckPeersAreHere(*lane, what);
+    if (Now() - first_look_s > kPatienceS) CheckPeersAreHere(*lane, *own);
   };
   if (count * SizeOf(dtype) > lane->slot_bytes()) return progress_.Run(queued(), std::ref(watched));
   const auto make = [&](std::uint64_t sequence) {
@@ -73,18 +75,20 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
   progress_.RunBrief(std::ref(make), std::ref(queued), std::ref(watched));
 }
 
-// Throw if the next rank is at another call: it has sent a control record instead of writing to the lane. A
-// rank sends its first record to the rank below it, so each rank looks at the rank above.
-void BlockingCalls::CheckPeersAreHere(Lane& lane, const std::string& what) {
+// Throw if the next rank is at another call: it has sent a control record instead of writing to the lane. The
+// record of a later operation proves nothing, because another thread of this rank may be about to announce it.
+void BlockingCalls::CheckPeersAreHere(Lane& lane, const Operation& own) {
   const Topology& topology = communicators_.topology();
   const int above = (topology.rank + 1) % topology.size;
   const auto& theirs = lane.written(above);
   const auto& mine = lane.written(topology.rank);
   if (theirs.load(std::memory_order_acquire) >= mine.load(std::memory_order_relaxed)) return;
   std::optional<Record> record;
-  progress_.WhileNobodyDrives([&] { record = TakeRecord(communicators_.world(), above, kControlTag); });
-  if (!record) return;
-  throw Disagreement("Rank", topology.rank, what, above, record->what.data());
+  progress_.WhileNobodyDrives([&] {
+    if (const Record* const found = agreement_.Unanswered()) record = *found;
+  });
+  if (!record || record->sequence > own.sequence()) return;
+  throw Disagreement("Rank", topology.rank, own.what, above, record->what.data());
 }
 
 void BlockingCalls::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,

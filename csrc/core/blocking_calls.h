@@ -51,7 +51,7 @@ class BlockingCalls {
 
  private:
   void RunChecked(const std::string& what, Operation::MakeCollective make, const Interrupt& interrupt);
-  void CheckPeersAreHere(Lane& lane, const std::string& what);
+  void CheckPeersAreHere(Lane& lane, const Operation& own);
 
   Progress& progress_;
   Communicators& communicators_;

@@ -62,14 +62,14 @@ std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::si
 nb::dict CountersOf(const Engine& engine) {
   const Counters counters = engine.counters();
   nb::dict result;
-  result["network_bytes_sent"] = counters.network_bytes_sent;
-  result["network_bytes_received"] = counters.network_bytes_received;
-  result["shared_memory_bytes"] = counters.shared_memory_bytes;
-  result["messages_sent"] = counters.messages_sent;
-  result["operations"] = counters.operations;
-  result["steps"] = counters.steps;
-  result["sleeps"] = counters.sleeps;
-  result["exposed_wait_s"] = counters.exposed_wait_s;
+  result["network_bytes_sent"] = counters.network_bytes_sent.value();
+  result["network_bytes_received"] = counters.network_bytes_received.value();
+  result["shared_memory_bytes"] = counters.shared_memory_bytes.value();
+  result["messages_sent"] = counters.messages_sent.value();
+  result["operations"] = counters.operations.value();
+  result["steps"] = counters.steps.value();
+  result["sleeps"] = counters.sleeps.value();
+  result["exposed_wait_s"] = counters.exposed_wait_s.value();
   result["events_dropped"] = engine.log().dropped();
   return result;
 }
