@@ -77,6 +77,8 @@ class GradientBuckets {
   // Return the fused buffer itself if it holds the tensors unchanged, else null. A holder that still has it
   // when the bucket is submitted again keeps it; the bucket then gets a new buffer.
   std::shared_ptr<AlignedBuffer> Take(int plan, int bucket);
+  // Drop the sum of a bucket that Collect waited for, because the step that wanted it has failed.
+  void Discard(int plan, int bucket);
 
   // After an error, leave all buffers allocated: MPI or NCCL may still use them.
   void Leak();

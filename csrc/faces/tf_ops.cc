@@ -1,5 +1,5 @@
 // TensorFlow kernels: announce a step, submit a bucket, collect a bucket; send and take a pipeline message.
-// Only this file and tf_named_ops.cc include TensorFlow.
+// Only the files of this folder named tf_* include TensorFlow.
 //
 // No op of a step is stateful, because automatic control dependencies would serialise stateful ops. Data
 // dependencies order them instead: scale -> submit -> token -> (a variable, into the next step) -> collect.
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/engine.h"
+#include "faces/tf_ending.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -84,6 +85,8 @@ class BeginStepOp : public tf::AsyncOpKernel {
   }
 
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
+    const auto ending = Ending::Of(context, std::move(done));
+    if (ending->taken()) return;
     try {
       const auto engine = EngineOrThrow();
       const double samples = context->input(0).scalar<double>()();
@@ -91,13 +94,12 @@ class BeginStepOp : public tf::AsyncOpKernel {
       const bool reduces = context->input(2).scalar<bool>()();
       if (engine->log().enabled()) engine->log().Add("mark", "step", Now(), Now());
       engine->buckets().BeginStep(
-          plan_, step, samples, reduces, [context, done](const Error* error, double scale, double /*total*/) {
-            context->SetStatus(error != nullptr ? ToStatus(*error) : SetScale(context, scale));
-            done();
+          plan_, step, samples, reduces,
+          [context, ending](const Error* error, double scale, double /*total*/) {
+            if (ending->Take()) ending->End(error != nullptr ? ToStatus(*error) : SetScale(context, scale));
           });
     } catch (const std::exception& error) {
-      context->SetStatus(ToStatus(error));
-      done();
+      if (ending->Take()) ending->End(ToStatus(error));
     }
   }
 
@@ -234,34 +236,41 @@ class CollectOp : public tf::AsyncOpKernel {
   }
 
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
+    const auto ending = Ending::Of(context, std::move(done));
     try {
       const auto engine = EngineOrThrow();
-      engine->buckets().Collect(plan_, bucket_, [this, engine, context, done](const Error* error) {
-        Finish(engine, context, error, done);
-      });
+      engine->buckets().Collect(
+          plan_, bucket_,
+          // Copies, because a cancelled op may be gone before the sum is complete.
+          [this, plan = plan_, bucket = bucket_, engine, context, ending](const Error* error) {
+            if (ending->Take()) {
+              Finish(engine, context, error, ending);
+            } else if (error == nullptr) {
+              engine->buckets().Discard(plan, bucket);
+            }
+          });
     } catch (const std::exception& error) {
-      context->SetStatus(ToStatus(error));
-      done();
+      if (ending->Take()) ending->End(ToStatus(error));
     }
   }
 
  protected:
   // Runs when the sum is complete, maybe on the progress thread.
   void Finish(const std::shared_ptr<Engine>& engine, tf::OpKernelContext* context, const Error* error,
-              const DoneCallback& done) const {
+              const std::shared_ptr<Ending>& ending) const {
     try {
       if (error != nullptr) throw *error;
-      RunOnTensorFlow(context, [this, engine, context, done] {
+      RunOnTensorFlow(context, [this, engine, context, ending] {
+        absl::Status status;
         try {
-          context->SetStatus(Unpack(*engine, context));
+          status = Unpack(*engine, context);
         } catch (const std::exception& failed) {
-          context->SetStatus(ToStatus(failed));
+          status = ToStatus(failed);
         }
-        done();
+        ending->End(status);
       });
     } catch (const std::exception& failed) {
-      context->SetStatus(ToStatus(failed));
-      done();
+      ending->End(ToStatus(failed));
     }
   }
 
