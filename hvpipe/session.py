@@ -45,6 +45,9 @@ __all__ = [
     "trace_path",
 ]
 
+_SHUTDOWN_S = 3600.0
+"""A rank waits so long in `shutdown` for the others, unless HVPIPE_SHUTDOWN_TIMEOUT is set."""
+
 _SHOWN_STEPS = 20
 """`hvpipe top` shows the median time of this many steps."""
 
@@ -96,8 +99,9 @@ class Session:
             return
         if self._named_calls is not None:
             self._named_calls.leave()
-        # Wait without a deadline: another rank may still be working, for instance exporting the model.
-        self.engine.agree("shutdown", patient=True)
+        # Another rank may still be working, for instance exporting the model.
+        limit_s = self.settings.shutdown_timeout_s or max(_SHUTDOWN_S, self.settings.timeout_s)
+        self.engine.agree_patiently("shutdown", limit_s)
         if self.sampler is not None:
             from hvpipe.run_outputs import report_run
 
@@ -105,6 +109,8 @@ class Session:
             if self.status_reporter is not None:
                 self.status_reporter.close()
             report_run(self)
+            # Rank 0 may write for long. The engine waits for a moment only, and then frees nothing.
+            self.engine.agree_patiently("the end of shutdown", limit_s)
         if self._named_calls is not None:
             import_native().set_default_named_calls(None)
             self._named_calls.stop()

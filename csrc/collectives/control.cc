@@ -58,6 +58,11 @@ std::string ControlExchange::Waiting() const {
                                : "rank " + std::to_string(below) + " to hear what this rank does next";
 }
 
+std::optional<int> ControlExchange::Missing() const {
+  if (held_ > 1 || receive_ == kNoTicket) return std::nullopt;
+  return (rank_ + 1) % ranks_;
+}
+
 const Record& ControlExchange::of(int rank) const {
   return records_[static_cast<std::size_t>((rank - rank_ + ranks_) % ranks_)];
 }

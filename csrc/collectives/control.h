@@ -34,6 +34,8 @@ class ControlExchange : public Collective {
   bool done() const override { return held_ == ranks_; }
   std::string Waiting() const override;
 
+  // The rank above, if nothing has come from it.
+  std::optional<int> Missing() const;
   // The record of `rank`. Call only when done.
   const Record& of(int rank) const;
   // Throw MismatchError with the descriptions of both ranks, unless all signatures are equal.

@@ -18,6 +18,11 @@ void Agreement::AddStage(Operation& operation, double samples, std::uint64_t sig
       &order_);
 }
 
+std::optional<int> Agreement::Missing(const Operation& operation) {
+  const auto* const exchange = static_cast<const ControlExchange*>(operation.stages.front().collective.get());
+  return exchange == nullptr ? std::nullopt : exchange->Missing();
+}
+
 // A rank sends its first record to the rank below it, so each rank looks at the rank above.
 const Record* Agreement::Unanswered() {
   if (!order_.empty()) return nullptr;

@@ -12,8 +12,8 @@ namespace hvpipe {
 // Adds the exchange of control records (collectives/control.h) to operations. Records are exchanged in the
 // order in which their operations were enqueued.
 //
-// Threads: any thread may add a stage. Only the driving thread touches the order queue and the early record, or
-// a thread inside Progress::WhileNobodyDrives. No lock.
+// Threads: any thread may add a stage. Only the driving thread touches the order queue and the early record,
+// or a thread inside Progress::WhileNobodyDrives. No lock.
 class Agreement {
  public:
   explicit Agreement(Transport& world) : world_(world) {}
@@ -25,6 +25,9 @@ class Agreement {
   // The exchange of a finished operation that began with AddStage. Throws MismatchError if the signatures
   // differ.
   static const ControlExchange& Checked(const Operation& operation);
+
+  // The next rank, if nothing has come from it in the exchange that `operation` began with AddStage.
+  static std::optional<int> Missing(const Operation& operation);
 
   // The record of the next rank that no exchange of this rank answers: null if none has arrived, or if this
   // rank has an exchange under way. The next exchange still gets the record.

@@ -40,8 +40,8 @@ void GradientBuckets::BeginStep(int plan_number, std::int64_t step, double sampl
   progress_.MakeReady(control);
 }
 
-// Requires mutex_. Gives message tags to the buckets of a plan that begins its first step. First steps come in
-// one order on all ranks, unlike AddPlan: a rank may have plans that the others do not have.
+// Requires mutex_. Gives message tags to the buckets of a plan that begins its first step. First steps come
+// in one order on all ranks, unlike AddPlan: a rank may have plans that the others do not have.
 void GradientBuckets::SetTags(Plan& plan) {
   if (std::exchange(plan.has_tags, true)) return;
   plan.signature ^= Hash("from tag " + std::to_string(tags_));

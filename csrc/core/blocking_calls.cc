@@ -76,7 +76,8 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
 }
 
 // Throw if the next rank is at another call: it has sent a control record instead of writing to the lane. The
-// record of a later operation proves nothing, because another thread of this rank may be about to announce it.
+// record of a later operation proves nothing, because another thread of this rank may be about to announce
+// it.
 void BlockingCalls::CheckPeersAreHere(Lane& lane, const Operation& own) {
   const Topology& topology = communicators_.topology();
   const int above = (topology.rank + 1) % topology.size;
@@ -121,20 +122,30 @@ void BlockingCalls::AllGather(const void* in, void* out, std::size_t bytes, cons
 }
 
 std::vector<double> BlockingCalls::Agree(const std::string& what, double samples, const Interrupt& interrupt,
-                                         bool patient) {
+                                         const Patience& patience) {
   const int size = communicators_.topology().size;
   if (size == 1) return {samples};
   auto operation = std::make_shared<Operation>();
   operation->what = what;
   operation->priority = kControlPriority;
-  operation->patient = patient;
+  operation->limit_s = patience.limit_s;
   agreement_.AddStage(*operation, samples, Hash(what));
   std::vector<double> all;
   operation->check = [size, &all](Operation& done) {
     const ControlExchange& exchange = Agreement::Checked(done);
     for (int rank = 0; rank < size; ++rank) all.push_back(exchange.of(rank).samples);
   };
-  progress_.Run(operation, interrupt);
+  const double start_s = Now();
+  bool told = !patience.late;
+  const auto watched = [&] {
+    interrupt();
+    if (told || Now() - start_s < patience.late_s) return;
+    told = true;
+    std::optional<int> missing;
+    progress_.WhileNobodyDrives([&] { missing = Agreement::Missing(*operation); });
+    if (missing) patience.late(*missing);
+  };
+  progress_.Run(operation, watched);
   return all;
 }
 

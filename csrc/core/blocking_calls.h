@@ -15,6 +15,14 @@
 
 namespace hvpipe {
 
+// How long ranks wait for one that may be busy with other work.
+struct Patience {
+  double limit_s = 0;  // 0: the engine's
+  // Called once, after `late_s` seconds, with the next rank if nothing has come from it.
+  std::function<void(int rank)> late;
+  double late_s = 0;
+};
+
 // Each call first checks that all ranks make the same call, and runs on the calling thread.
 //
 // Threads: any thread may call, but the order of calls must be the same on all ranks. No lock.
@@ -39,9 +47,9 @@ class BlockingCalls {
   void AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
                  const Interrupt& interrupt);
   // Wait for all ranks. Throws unless all came with the same `what`. Returns the samples of each rank, in
-  // rank order. `patient`: without a deadline.
+  // rank order.
   std::vector<double> Agree(const std::string& what, double samples, const Interrupt& interrupt,
-                            bool patient = false);
+                            const Patience& patience = {});
 
   // For the calls of device memory: wait until all ranks are at the call `what`.
   void CheckSameCall(const std::string& what, const Interrupt& interrupt);

@@ -24,8 +24,8 @@ class Total {
   std::atomic<Number> value_{0};
 };
 
-// Totals since the engine started. The driving thread writes them, or the one noted. A copy may hold values of
-// different moments.
+// Totals since the engine started. The driving thread writes them, or the one noted. A copy may hold values
+// of different moments.
 struct Counters {
   Total<std::uint64_t> network_bytes_sent;
   Total<std::uint64_t> network_bytes_received;

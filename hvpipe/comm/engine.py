@@ -20,8 +20,10 @@ from hvpipe.comm.discover import Settings
 from hvpipe.comm.host_array import as_bytes, as_plain_dtype, check_output, host_array, reducible_dtype
 from hvpipe.comm.native import check_mpi, import_native
 from hvpipe.comm.rank_gpu import has_gpu_library, open_gpu, warn_of_missing_gpu_library
+from hvpipe.comm.shared_memory import fits_on_all_hosts
 from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError
+from hvpipe.log import logger
 from hvpipe.plan.buckets import WIRE_DTYPE, BucketPlan
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ Op = Literal["average", "sum"]
 Compression = Literal["bf16", "fp16"] | None
 
 _CALL_NAMES = {"average": "allreduce (average)", "sum": "allreduce (sum)"}
+_LATE_S = 60.0
+"""After this time in a patient wait, hvpipe warns."""
 _RECORDED = ("forward", "backward", "update", "step")
 
 
@@ -84,7 +88,7 @@ class Engine:
             segment_bytes=settings.segment_bytes or world.eager_bytes * 15 // 16,  # leave room for headers
             messages_in_flight=settings.messages_in_flight,
             slot_bytes=settings.slot_bytes,
-            shared_memory=settings.shared_memory,
+            shared_memory=settings.shared_memory and fits_on_all_hosts(world, settings),
             ranks_per_host=ranks_per_host,
             trace=self._traced,
         )
@@ -265,18 +269,39 @@ class Engine:
             self.core.broadcast(as_plain_dtype(target), root, what)
         return target
 
-    def agree(self, what: str, samples: float = 0.0, *, patient: bool = False) -> list[float]:
+    def agree(self, what: str, samples: float = 0.0) -> list[float]:
         """Wait until all ranks call this with the same `what`.
 
         Args:
             what: Names the meeting point; ranks that name another one get a MismatchError.
             samples: A number to share with the other ranks.
-            patient: Wait without a deadline, because a rank may be busy with other work.
 
         Returns:
             The `samples` of every rank, in rank order.
         """
-        return [samples] if self.core is None else list(self.core.agree(what, samples, patient))
+        return [samples] if self.core is None else list(self.core.agree(what, samples))
+
+    def agree_patiently(self, what: str, limit_s: float) -> None:
+        """Wait until all ranks call this with the same `what`. A rank may be busy with other work for long.
+
+        After a minute, the rank before a missing one warns.
+
+        Args:
+            what: Names the meeting point.
+            limit_s: The longest wait, in seconds, instead of the engine's time limit.
+        """
+        if self.core is None:
+            return
+        late_s = min(_LATE_S, limit_s / 4)
+
+        def warn(missing: int) -> None:
+            logger.warning(
+                "hvpipe: rank %d on %s has waited %.0f s in %s for rank %d, which is still busy or hangs. The "
+                "job ends after %.0f s (HVPIPE_SHUTDOWN_TIMEOUT).",
+                *(self.world.rank, self.world.host, late_s, what, missing, limit_s),
+            )
+
+        self.core.agree_patiently(what, limit_s, late_s, warn)
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order (pickled)."""

@@ -214,7 +214,7 @@ def test_no_operation_starts_after_a_failure(engine: Engine) -> None:
 def test_a_patient_wait_outlasts_the_timeout(engine: Engine) -> None:
     if is_last():
         time.sleep(2 * TIMEOUT_S)
-    engine.agree("shutdown", patient=True)
+    engine.agree_patiently("shutdown", 60)
 
 
 def test_no_operation_starts_after_stop(engine: Engine) -> None:
