@@ -41,6 +41,7 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
     ScaleAndCast(in, dtype, out, dtype, count, scale);
     return;
   }
+  const Turns::Turn turn = TakeTurn(interrupt);
   Lane* const lane = route_.only_lane();
   if (lane == nullptr) CheckSameCall(what, interrupt);
   if (dtype == DType::kFloat16 && scale != 1.0) {  // scale first: the sum may exceed the range of float16
@@ -95,6 +96,7 @@ void BlockingCalls::CheckPeersAreHere(Lane& lane, const Operation& own) {
 void BlockingCalls::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,
                               const Interrupt& interrupt) {
   if (communicators_.topology().size == 1) return;
+  const Turns::Turn turn = TakeTurn(interrupt);
   const int tag = NextTag();
   RunChecked(
       what,
@@ -111,6 +113,7 @@ void BlockingCalls::AllGather(const void* in, void* out, std::size_t bytes, cons
   char* mine = static_cast<char*>(out) + static_cast<std::size_t>(topology.rank) * bytes;
   if (in != mine) std::memcpy(mine, in, bytes);
   if (topology.size == 1) return;
+  const Turns::Turn turn = TakeTurn(interrupt);
   const int tag = NextTag();
   RunChecked(
       what,
@@ -125,6 +128,7 @@ std::vector<double> BlockingCalls::Agree(const std::string& what, double samples
                                          const Patience& patience) {
   const int size = communicators_.topology().size;
   if (size == 1) return {samples};
+  const Turns::Turn turn = TakeTurn(interrupt);
   auto operation = std::make_shared<Operation>();
   operation->what = what;
   operation->priority = kControlPriority;

@@ -12,6 +12,7 @@
 #include "core/messenger.h"
 #include "core/progress.h"
 #include "core/reduce.h"
+#include "core/turns.h"
 
 namespace hvpipe {
 
@@ -25,7 +26,8 @@ struct Patience {
 
 // Each call first checks that all ranks make the same call, and runs on the calling thread.
 //
-// Threads: any thread may call, but the order of calls must be the same on all ranks. No lock.
+// Threads: any thread may call, but the order of calls must be the same on all ranks. Calls take turns,
+// because a call may enqueue several operations.
 class BlockingCalls {
  public:
   BlockingCalls(Progress& progress, Communicators& communicators, Agreement& agreement, AllReduceRoute& route,
@@ -51,6 +53,8 @@ class BlockingCalls {
   std::vector<double> Agree(const std::string& what, double samples, const Interrupt& interrupt,
                             const Patience& patience = {});
 
+  // Wait for the calls that other threads began before, and keep later ones out while the result lives.
+  Turns::Turn TakeTurn(const Interrupt& interrupt) { return turns_.Take(interrupt); }
   // For the calls of device memory: wait until all ranks are at the call `what`.
   void CheckSameCall(const std::string& what, const Interrupt& interrupt);
   static std::shared_ptr<Operation> MakeOperation(const std::string& what);
@@ -66,6 +70,7 @@ class BlockingCalls {
   Agreement& agreement_;
   AllReduceRoute& route_;
   Counters& counters_;
+  Turns turns_;
   std::atomic<int> calls_{0};
 };
 

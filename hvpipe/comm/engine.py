@@ -56,8 +56,9 @@ class LeftToParent:
 
     def __getattr__(self, name: str) -> Any:
         raise HvpipeError(
-            "Only the process that the launcher started can communicate with other ranks. A child of os.fork() "
-            f"can read hvpipe.rank() and hvpipe.size(). Received: a call of {name} in a forked child"
+            "Only the process that the launcher started can communicate with other ranks. A child of "
+            "os.fork() can read hvpipe.rank() and hvpipe.size(). "
+            f"Received: a call of {name} in a forked child"
         )
 
 
@@ -296,8 +297,8 @@ class Engine:
 
         def warn(missing: int) -> None:
             logger.warning(
-                "hvpipe: rank %d on %s has waited %.0f s in %s for rank %d, which is still busy or hangs. The "
-                "job ends after %.0f s (HVPIPE_SHUTDOWN_TIMEOUT).",
+                "hvpipe: rank %d on %s has waited %.0f s in %s for rank %d, which is still busy or hangs. "
+                "The job ends after %.0f s (HVPIPE_SHUTDOWN_TIMEOUT).",
                 *(self.world.rank, self.world.host, late_s, what, missing, limit_s),
             )
 

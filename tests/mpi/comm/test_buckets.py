@@ -403,7 +403,7 @@ def cores_while_asleep() -> float:
 
 
 def test_a_plan_that_one_rank_never_uses_is_harmless(engine: Engine, core: Any) -> None:
-    """Regression: a rank that built one more optimizer than its peers failed at the next step of any model."""
+    """Regression: if a rank built one more optimizer than its peers, the next step of any model failed."""
     plan = plan_buckets([Gradient("w", (300,), "float32")], CAP_BYTES)
     ones, total = np.ones(300, np.float32), np.empty(300, np.float32)
     unused = [engine.add_plan("unused", plan)] if hvpipe.rank() == 0 else []
