@@ -119,7 +119,7 @@ other: other-setup
 mutations: setup
 	@$(BIN)/python tests/mutations.py
 
-# Not part of `test`: it builds the engine twice more and takes some 6 minutes.
+# Not part of `test`: it builds the engine twice more and takes some 8 minutes.
 sanitize: setup
 	@$(TIMED) "engine from many threads under ThreadSanitizer, 2 and 4 ranks" .ci/sanitize.sh $(VENV) thread
 	@$(TIMED) "tests/mpi/comm under AddressSanitizer and UBSan, 2 ranks" .ci/sanitize.sh $(VENV) address

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Build the engine with sanitizers and run its tests: sanitize.sh VENV address|thread.
+# Build the engine with sanitizers and run its tests: sanitize.sh VENV address|thread [CASES].
 #
-# address: AddressSanitizer and UBSan, under the Python tests of tests/mpi/comm on 2 ranks.
+# address: AddressSanitizer and UBSan, under the Python tests CASES, usually all of tests/mpi/comm, on 2 ranks.
 # thread: ThreadSanitizer, under tests/support/native/engine_driver.cc on 2 and 4 ranks.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$PWD/$1 kind=$2
+shift 2
+cases=("$@")
+[ $# -gt 0 ] || cases=(tests/mpi/comm)
 export PATH=$venv/bin:$PATH
 build=build/sanitize-$kind
 mkdir -p "$build"
@@ -66,6 +69,6 @@ else
     # Python itself leaks, and the engine keeps memory on purpose that MPI may still use after an error.
     export ASAN_OPTIONS="detect_leaks=0 log_path=$PWD/$build/report" UBSAN_OPTIONS="print_stacktrace=1 log_path=$PWD/$build/report"
     ranks 2 env LD_PRELOAD="$libraries" LD_LIBRARY_PATH="$PWD/$build" \
-        python -m pytest -q -x -p no:cacheprovider tests/mpi/comm >>"$build/log" 2>&1 || fail
+        python -u -m pytest -v -x -p no:cacheprovider --color=no "${cases[@]}" >>"$build/log" 2>&1 || fail
 fi
 ! compgen -G "$build/report*" >/dev/null || fail
