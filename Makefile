@@ -5,6 +5,7 @@
 #   make test TF=2.18.1   run all tests on that TensorFlow, in a separate venv
 #   make fast             run the planning half, and each way to train once on 2 ranks
 #   make mutations        break one line at a time and check that a test notices
+#   make sanitize         run the engine under AddressSanitizer, UBSan and ThreadSanitizer
 #   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
 #   make peers-test       train two steps with each of those systems
 #   make horovod-test     start examples/train.py with a real horovodrun
@@ -45,7 +46,7 @@ ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
-.PHONY: help setup train test lint lint-steps plan quick rest fast keras cuda wheel other other-setup mutations peers peers-test horovod-test \
+.PHONY: help setup train test lint lint-steps plan quick rest fast keras cuda wheel other other-setup mutations sanitize peers peers-test horovod-test \
     format clean
 
 help:
@@ -117,6 +118,11 @@ other: other-setup
 # Not part of `test`: it builds copies of hvpipe and runs for an hour.
 mutations: setup
 	@$(BIN)/python tests/mutations.py
+
+# Not part of `test`: it builds the engine twice more and takes some 8 minutes.
+sanitize: setup
+	@$(TIMED) "engine from many threads under ThreadSanitizer, 2 and 4 ranks" .ci/sanitize.sh $(VENV) thread
+	@$(TIMED) "tests/mpi/comm under AddressSanitizer and UBSan, 2 ranks" .ci/sanitize.sh $(VENV) address
 
 # Not part of `test`: it compiles Horovod once.
 peers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import traceback
@@ -44,6 +45,9 @@ __all__ = [
     "trace_path",
 ]
 
+_SHUTDOWN_S = 3600.0
+"""A rank waits so long in `shutdown` for the others, unless HVPIPE_SHUTDOWN_TIMEOUT is set."""
+
 _SHOWN_STEPS = 20
 """`hvpipe top` shows the median time of this many steps."""
 
@@ -83,6 +87,7 @@ class Session:
         self.sampler: Sampler | None = None
         self.status_reporter: StatusReporter | None = None
         self._named_calls: Any = None
+        self._is_parents = False
         if self.engine.core is not None:
             import_native().set_default(self.engine.core)
             self.named_calls()  # now, because all ranks open it together
@@ -90,10 +95,13 @@ class Session:
 
     def close(self) -> None:
         """Write the trace and the summary, finish pending communication, free everything. Collective."""
+        if self._is_parents:
+            return
         if self._named_calls is not None:
             self._named_calls.leave()
-        # Wait without a deadline: another rank may still be working, for instance exporting the model.
-        self.engine.agree("shutdown", patient=True)
+        # Another rank may still be working, for instance exporting the model.
+        limit_s = self.settings.shutdown_timeout_s or max(_SHUTDOWN_S, self.settings.timeout_s)
+        self.engine.agree_patiently("shutdown", limit_s)
         if self.sampler is not None:
             from hvpipe.run_outputs import report_run
 
@@ -101,6 +109,8 @@ class Session:
             if self.status_reporter is not None:
                 self.status_reporter.close()
             report_run(self)
+            # Rank 0 may write for long. The engine waits for a moment only, and then frees nothing.
+            self.engine.agree_patiently("the end of shutdown", limit_s)
         if self._named_calls is not None:
             import_native().set_default_named_calls(None)
             self._named_calls.stop()
@@ -110,6 +120,23 @@ class Session:
         self.engine.stop()
         self.engine.core = None
         self.world.close()
+
+    def leave_to_parent(self) -> None:
+        """In a child of os.fork(): keep the numbers of rank and size, and forget what communicates.
+
+        Threads and MPI connections are the parent's. The child must neither use nor free them.
+        """
+        self._is_parents = True
+        self.sampler = self.status_reporter = None
+        self.engine.leave_to_parent()
+        if self._named_calls is not None:
+            from hvpipe.comm.engine import LeftToParent
+
+            native = import_native()
+            native.leave_to_parent(self._named_calls)
+            native.set_default(None)
+            native.set_default_named_calls(None)
+            self._named_calls = LeftToParent()
 
     def named_calls(self) -> Any:
         """Return the service for collectives that ranks call by name (csrc/named)."""
@@ -239,6 +266,18 @@ def shutdown() -> None:
         # At exit Python would print the exception and continue, and the peers would wait.
         print_with_rank(session.world, traceback.format_exc())
         session.world.abort(1)
+
+
+def _leave_session_to_parent() -> None:
+    """Run in every child of os.fork(): `shutdown` at its exit would end the job of its parent."""
+    global _lock
+    _lock = threading.Lock()  # a thread that the child lacks may have held it
+    atexit.unregister(shutdown)
+    if _session is not None:
+        _session.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_session_to_parent)
 
 
 def when_joined(prepare: Callable[[Session], None]) -> None:

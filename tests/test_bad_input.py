@@ -142,6 +142,14 @@ def test_a_rank_that_leaves_while_the_others_wait_in_shared_memory(tmp_path: Pat
     fails(tmp_path, INIT + script, r"(?s)Error: (Waited 2 s|The ranks disagree)", HVPIPE_TIMEOUT="2")
 
 
+def test_a_rank_that_never_comes_to_shutdown(tmp_path: Path) -> None:
+    """Regression: the others waited for it without a limit and without a word."""
+    script = "say_when()\nif rank == 1: time.sleep(100)"
+    waited = "rank 0 on .* has waited 1 s in shutdown for rank 1"
+    ended = "Waited 4 s in shutdown for rank 1 to say what it does next.* HVPIPE_SHUTDOWN_TIMEOUT"
+    fails(tmp_path, INIT + script, f"(?s){waited}.*{ended}", HVPIPE_SHUTDOWN_TIMEOUT="4")
+
+
 def test_ranks_that_all_leave_with_an_exit_code_keep_it(tmp_path: Path) -> None:
     result = launch(2, [write(tmp_path, INIT + "sys.exit(3)")], limit_s=LIMIT_S)
     assert result.returncode == 3, result.describe()

@@ -6,18 +6,24 @@
 
 namespace hvpipe {
 
-Record MakeRecord(std::uint64_t signature, double samples, const std::string& what) {
+Record MakeRecord(std::uint64_t signature, std::uint64_t sequence, double samples, const std::string& what) {
   Record record;
   record.signature = signature;
+  record.sequence = sequence;
   record.samples = samples;
   std::memcpy(record.what.data(), what.data(), std::min(what.size(), record.what.size() - 1));
   return record;
 }
 
-ControlExchange::ControlExchange(Transport& transport, const Record& mine, int tag)
-    : RecordExchange(transport.rank(), transport.size()), transport_(transport), tag_(tag) {
+ControlExchange::ControlExchange(Transport& transport, const Record& mine, int tag,
+                                 const std::optional<Record>& from_above)
+    : RecordExchange(transport.rank(), transport.size()),
+      transport_(transport),
+      tag_(tag),
+      has_above_(from_above.has_value()) {
   records_.resize(static_cast<std::size_t>(ranks_));
   records_[0] = mine;
+  if (has_above_) records_[1] = *from_above;
 }
 
 // In each round a rank sends the records that it holds to rank - held_ and receives as many from rank +
@@ -30,7 +36,8 @@ bool ControlExchange::Step() {
     if (send_ == kNoTicket && receive_ == kNoTicket) {
       const int above = (rank_ + held_) % ranks_;
       const int below = (rank_ - held_ + ranks_) % ranks_;
-      receive_ = transport_.Irecv(&records_[static_cast<std::size_t>(held_)], bytes, above, tag_);
+      if (held_ > 1 || !has_above_)
+        receive_ = transport_.Irecv(&records_[static_cast<std::size_t>(held_)], bytes, above, tag_);
       send_ = transport_.Isend(records_.data(), bytes, below, tag_);
       moved = true;
     }
@@ -48,6 +55,11 @@ std::string ControlExchange::Waiting() const {
   const int below = (rank_ - held_ + ranks_) % ranks_;
   return receive_ != kNoTicket ? "rank " + std::to_string(above) + " to say what it does next"
                                : "rank " + std::to_string(below) + " to hear what this rank does next";
+}
+
+std::optional<int> ControlExchange::Missing() const {
+  if (held_ > 1 || receive_ == kNoTicket) return std::nullopt;
+  return (rank_ + 1) % ranks_;
 }
 
 const Record& ControlExchange::of(int rank) const {

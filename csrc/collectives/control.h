@@ -16,12 +16,13 @@ namespace hvpipe {
 
 struct Record {
   std::uint64_t signature = 0;   // of the next operation; must be equal on all ranks
+  std::uint64_t sequence = 0;    // of the next operation, by Progress
   double samples = 0;            // in this rank's batch
-  std::array<char, 112> what{};  // description of the next operation
+  std::array<char, 104> what{};  // description of the next operation
 };
 static_assert(sizeof(Record) == 128);
 
-Record MakeRecord(std::uint64_t signature, double samples, const std::string& what);
+Record MakeRecord(std::uint64_t signature, std::uint64_t sequence, double samples, const std::string& what);
 
 // Gathers one record of each rank on all ranks.
 class RecordExchange : public Collective {
@@ -32,6 +33,8 @@ class RecordExchange : public Collective {
   virtual const Record& of(int rank) const = 0;
   // Throw MismatchError with the descriptions of both ranks, unless all signatures are equal.
   void CheckAgreement() const;
+  // A rank from which nothing has come, if that is known.
+  virtual std::optional<int> Missing() const { return std::nullopt; }
 
  protected:
   const int rank_;
@@ -41,16 +44,19 @@ class RecordExchange : public Collective {
 // In ceil(log2(size)) rounds (Bruck et al., 1997).
 class ControlExchange : public RecordExchange {
  public:
-  ControlExchange(Transport& transport, const Record& mine, int tag);
+  // `from_above`: the record of the rank above, if this rank has received it already.
+  ControlExchange(Transport& transport, const Record& mine, int tag, const std::optional<Record>& from_above);
 
   bool Step() override;
   bool done() const override { return held_ == ranks_; }
   std::string Waiting() const override;
   const Record& of(int rank) const override;
+  std::optional<int> Missing() const override;
 
  private:
   Transport& transport_;
   int tag_;
+  bool has_above_;
   int held_ = 1;  // records gathered: those of rank, rank + 1, ...
   Ticket send_ = kNoTicket;
   Ticket receive_ = kNoTicket;
@@ -58,7 +64,7 @@ class ControlExchange : public RecordExchange {
 };
 
 // Receive the first record of an exchange that `rank` has begun and this rank has not. Empty if none has
-// arrived. The exchange can no longer succeed after that, so use this only to explain an error.
+// arrived. The exchange must get it as `from_above`.
 std::optional<Record> TakeRecord(Transport& transport, int rank, int tag);
 
 // The error that `rank` and `other` are at different operations. `kind` is "Rank" or "Local rank".

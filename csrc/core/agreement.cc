@@ -1,15 +1,22 @@
 // Adds the exchange of control records to operations.
 #include "core/agreement.h"
 
-#include <memory>
-
 namespace hvpipe {
 
 void Agreement::AddStage(Operation& operation, double samples, std::uint64_t signature) {
   operation.AddStage(
-      [=](const Operation& op) { return network_.MakeExchange(MakeRecord(signature, samples, op.what)); },
+      [=](const Operation& op) {
+        return network_.MakeExchange(MakeRecord(signature, op.sequence(), samples, op.what));
+      },
       &order_);
 }
+
+std::optional<int> Agreement::Missing(const Operation& operation) {
+  const auto* const exchange = static_cast<const RecordExchange*>(operation.stages.front().collective.get());
+  return exchange == nullptr ? std::nullopt : exchange->Missing();
+}
+
+const Record* Agreement::Unanswered() { return order_.empty() ? network_.EarlyRecord() : nullptr; }
 
 const RecordExchange& Agreement::Checked(const Operation& operation) {
   const auto& exchange = static_cast<const RecordExchange&>(*operation.stages.front().collective);

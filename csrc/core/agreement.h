@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "collectives/control.h"
 #include "core/network.h"
@@ -12,7 +13,8 @@ namespace hvpipe {
 // Adds the exchange of control records (collectives/control.h) to operations. Records are exchanged in the
 // order in which their operations were enqueued.
 //
-// Threads: any thread may add a stage. Only the driving thread touches the order queue. No lock.
+// Threads: any thread may add a stage. Only the driving thread touches the order queue, or a thread inside
+// Progress::WhileNobodyDrives. No lock.
 class Agreement {
  public:
   explicit Agreement(Network& network) : network_(network) {}
@@ -24,6 +26,13 @@ class Agreement {
   // The exchange of a finished operation that began with AddStage. Throws MismatchError if the signatures
   // differ.
   static const RecordExchange& Checked(const Operation& operation);
+
+  // The next rank, if nothing has come from it in the exchange that `operation` began with AddStage.
+  static std::optional<int> Missing(const Operation& operation);
+
+  // The record of the next rank that no exchange of this rank answers: null if none has arrived, or if this
+  // rank has an exchange under way. The next exchange still gets the record.
+  const Record* Unanswered();
 
  private:
   Network& network_;

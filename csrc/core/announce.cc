@@ -25,6 +25,7 @@ void GradientBuckets::BeginStep(int plan_number, std::int64_t step, double sampl
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     Plan& plan = PlanAt(plan_number);
+    SetTags(plan);
     operations.push_back(MakeControl(plan, step, samples, reduces, std::move(begun)));
     if (reduces) {
       const auto announced = AnnounceBuckets(plan);
@@ -37,6 +38,14 @@ void GradientBuckets::BeginStep(int plan_number, std::int64_t step, double sampl
   const std::shared_ptr<Operation> control = operations.front();
   progress_.Enqueue(operations, false);
   progress_.MakeReady(control);
+}
+
+// Requires mutex_. Gives message tags to the buckets of a plan that begins its first step. First steps come
+// in one order on all ranks, unlike AddPlan: a rank may have plans that the others do not have.
+void GradientBuckets::SetTags(Plan& plan) {
+  if (std::exchange(plan.has_tags, true)) return;
+  plan.signature ^= Hash("from tag " + std::to_string(tags_));
+  for (auto& bucket : plan.buckets) bucket->tag = kFirstBucketTag + tags_++ % kBucketTags;
 }
 
 // The operation that checks that all ranks begin the same step and that adds up their samples.

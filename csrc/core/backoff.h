@@ -2,7 +2,6 @@
 #pragma once
 
 #include <chrono>
-#include <functional>
 #include <thread>
 
 namespace hvpipe {
@@ -24,11 +23,14 @@ class Backoff {
   void Reset() { idle_ = 0; }
   // True if the next wait sleeps.
   bool Sleeps() const { return idle_ >= spins_ + kYields; }
-  void Wait(const std::function<double(int)>& nap_s) {
+  // How many waits have slept since the last progress.
+  int naps() const { return idle_ - spins_ - kYields; }
+  // `nap_s`: how long to sleep, in seconds, if this wait sleeps.
+  void Wait(double nap_s) {
     ++idle_;
-    if (idle_ < spins_) return Relax();
-    if (idle_ < spins_ + kYields) return std::this_thread::yield();
-    std::this_thread::sleep_for(std::chrono::duration<double>(nap_s(idle_ - spins_ - kYields)));
+    if (idle_ <= spins_) return Relax();
+    if (idle_ <= spins_ + kYields) return std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::duration<double>(nap_s));
   }
 
  private:

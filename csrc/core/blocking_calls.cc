@@ -40,6 +40,7 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
     ScaleAndCast(in, dtype, out, dtype, count, scale);
     return;
   }
+  const Turns::Turn turn = TakeTurn(interrupt);
   Lane* const lane = route_.only_lane();
   if (lane == nullptr) CheckSameCall(what, interrupt);
   if (dtype == DType::kFloat16 && scale != 1.0) {  // scale first: the sum may exceed the range of float16
@@ -49,8 +50,10 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
   }
   const ReduceBuffers buffers{in, out, count};
   const int tag = NextTag();
+  std::shared_ptr<Operation> own;
   const auto queued = [&] {
-    auto operation = MakeOperation(what);
+    own = MakeOperation(what);
+    const auto& operation = own;
     operation->traced = "reduce";
     route_.AddStages(*operation, std::make_shared<const ReduceBuffers>(buffers), dtype, scale, tag);
     return operation;
@@ -63,7 +66,7 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
   const auto watched = [&] {
     interrupt();
     if (first_look_s == 0) first_look_s = Now();
-    if (Now() - first_look_s > kPatienceS) CheckPeersAreHere(*lane, what);
+    if (Now() - first_look_s > kPatienceS) CheckPeersAreHere(*lane, *own);
   };
   if (count * SizeOf(dtype) > lane->slot_bytes()) return progress_.Run(queued(), std::ref(watched));
   const auto make = [&](std::uint64_t sequence) {
@@ -72,23 +75,27 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
   progress_.RunBrief(std::ref(make), std::ref(queued), std::ref(watched));
 }
 
-// Throw if the next rank is at another call: it has sent a control record instead of writing to the lane. A
-// rank sends its first record to the rank below it, so each rank looks at the rank above.
-void BlockingCalls::CheckPeersAreHere(Lane& lane, const std::string& what) {
+// Throw if the next rank is at another call: it has sent a control record instead of writing to the lane. The
+// record of a later operation proves nothing, because another thread of this rank may be about to announce
+// it.
+void BlockingCalls::CheckPeersAreHere(Lane& lane, const Operation& own) {
   const Topology& topology = network_.topology();
   const int above = (topology.rank + 1) % topology.size;
   const auto& theirs = lane.written(above);
   const auto& mine = lane.written(topology.rank);
   if (theirs.load(std::memory_order_acquire) >= mine.load(std::memory_order_relaxed)) return;
   std::optional<Record> record;
-  progress_.WhileNobodyDrives([&] { record = TakeRecord(*network_.world(), above, kControlTag); });
-  if (!record) return;
-  throw Disagreement("Rank", topology.rank, what, above, record->what.data());
+  progress_.WhileNobodyDrives([&] {
+    if (const Record* const found = agreement_.Unanswered()) record = *found;
+  });
+  if (!record || record->sequence > own.sequence()) return;
+  throw Disagreement("Rank", topology.rank, own.what, above, record->what.data());
 }
 
 void BlockingCalls::Broadcast(void* data, std::size_t bytes, int root, const std::string& what,
                               const Interrupt& interrupt) {
   if (network_.topology().size == 1) return;
+  const Turns::Turn turn = TakeTurn(interrupt);
   const int tag = NextTag();
   RunChecked(
       what, [=](const Operation&) { return network_.MakeBroadcast(data, bytes, root, tag); }, interrupt);
@@ -100,25 +107,37 @@ void BlockingCalls::AllGather(const void* in, void* out, std::size_t bytes, cons
   char* mine = static_cast<char*>(out) + static_cast<std::size_t>(topology.rank) * bytes;
   if (in != mine) std::memcpy(mine, in, bytes);
   if (topology.size == 1) return;
+  const Turns::Turn turn = TakeTurn(interrupt);
   const int tag = NextTag();
   RunChecked(what, [=](const Operation&) { return network_.MakeAllGather(out, bytes, tag); }, interrupt);
 }
 
 std::vector<double> BlockingCalls::Agree(const std::string& what, double samples, const Interrupt& interrupt,
-                                         bool patient) {
+                                         const Patience& patience) {
   const int size = network_.topology().size;
   if (size == 1) return {samples};
+  const Turns::Turn turn = TakeTurn(interrupt);
   auto operation = std::make_shared<Operation>();
   operation->what = what;
   operation->priority = kControlPriority;
-  operation->patient = patient;
+  operation->limit_s = patience.limit_s;
   agreement_.AddStage(*operation, samples, Hash(what));
   std::vector<double> all;
   operation->check = [size, &all](Operation& done) {
     const RecordExchange& exchange = Agreement::Checked(done);
     for (int rank = 0; rank < size; ++rank) all.push_back(exchange.of(rank).samples);
   };
-  progress_.Run(operation, interrupt);
+  const double start_s = Now();
+  bool told = !patience.late;
+  const auto watched = [&] {
+    interrupt();
+    if (told || Now() - start_s < patience.late_s) return;
+    told = true;
+    std::optional<int> missing;
+    progress_.WhileNobodyDrives([&] { missing = Agreement::Missing(*operation); });
+    if (missing) patience.late(*missing);
+  };
+  progress_.Run(operation, watched);
   return all;
 }
 

@@ -12,12 +12,22 @@
 #include "core/network.h"
 #include "core/progress.h"
 #include "core/reduce.h"
+#include "core/turns.h"
 
 namespace hvpipe {
 
+// How long ranks wait for one that may be busy with other work.
+struct Patience {
+  double limit_s = 0;  // 0: the engine's
+  // Called once, after `late_s` seconds, with the next rank if nothing has come from it.
+  std::function<void(int rank)> late;
+  double late_s = 0;
+};
+
 // Each call first checks that all ranks make the same call, and runs on the calling thread.
 //
-// Threads: any thread may call, but the order of calls must be the same on all ranks. No lock.
+// Threads: any thread may call, but the order of calls must be the same on all ranks. Calls take turns,
+// because a call may enqueue several operations.
 class BlockingCalls {
  public:
   BlockingCalls(Progress& progress, Network& network, Agreement& agreement, AllReduceRoute& route)
@@ -34,10 +44,12 @@ class BlockingCalls {
   void AllGather(const void* in, void* out, std::size_t bytes, const std::string& what,
                  const Interrupt& interrupt);
   // Wait for all ranks. Throws unless all came with the same `what`. Returns the samples of each rank, in
-  // rank order. `patient`: without a deadline.
+  // rank order.
   std::vector<double> Agree(const std::string& what, double samples, const Interrupt& interrupt,
-                            bool patient = false);
+                            const Patience& patience = {});
 
+  // Wait for the calls that other threads began before, and keep later ones out while the result lives.
+  Turns::Turn TakeTurn(const Interrupt& interrupt) { return turns_.Take(interrupt); }
   // For the calls of device memory: wait until all ranks are at the call `what`.
   void CheckSameCall(const std::string& what, const Interrupt& interrupt);
   static std::shared_ptr<Operation> MakeOperation(const std::string& what);
@@ -46,12 +58,13 @@ class BlockingCalls {
 
  private:
   void RunChecked(const std::string& what, Operation::MakeCollective make, const Interrupt& interrupt);
-  void CheckPeersAreHere(Lane& lane, const std::string& what);
+  void CheckPeersAreHere(Lane& lane, const Operation& own);
 
   Progress& progress_;
   Network& network_;
   Agreement& agreement_;
   AllReduceRoute& route_;
+  Turns turns_;
   std::atomic<int> calls_{0};
 };
 

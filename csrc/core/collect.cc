@@ -60,6 +60,12 @@ void GradientBuckets::Bucket::Unpack(const std::vector<void*>& tensors) const {
   }
 }
 
+void GradientBuckets::Discard(int plan, int bucket_number) {
+  Bucket& bucket = BucketAt(plan, bucket_number);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (bucket.state == BucketState::kReduced) bucket.state = BucketState::kIdle;
+}
+
 DeviceBuffer& GradientBuckets::DeviceBufferOf(const Bucket& bucket) {
   if (bucket.device) return *bucket.device;
   throw Error(

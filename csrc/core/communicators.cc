@@ -5,6 +5,7 @@
 #include <chrono>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "collectives/gather.h"
 #include "collectives/ring.h"
@@ -80,7 +81,13 @@ Communicators::Communicators(const Worlds& worlds, const EngineOptions& options,
 }
 
 std::unique_ptr<RecordExchange> Communicators::MakeExchange(const Record& mine) {
-  return std::make_unique<ControlExchange>(*world_, mine, kControlTag);
+  return std::make_unique<ControlExchange>(*world_, mine, kControlTag, std::exchange(early_, std::nullopt));
+}
+
+// A rank sends its first record to the rank below it, so each rank looks at the rank above.
+const Record* Communicators::EarlyRecord() {
+  if (!early_) early_ = TakeRecord(*world_, (topology_.rank + 1) % topology_.size, kControlTag);
+  return early_ ? &*early_ : nullptr;
 }
 
 std::unique_ptr<Collective> Communicators::MakeAllGather(void* out, std::size_t bytes, int tag) {

@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "collectives/lane.h"
@@ -24,7 +25,7 @@ class Communicators : public Network {
   // Collective over `world`, which is duplicated. MPI must allow calls from several threads.
   Communicators(MPI_Comm world, const EngineOptions& options, Counters& counters);
 
-  Transport* world() const override { return world_.get(); }
+  Transport& world() const { return *world_; }
   // For messages between two ranks, whose tags the user chooses.
   Transport* messages() const override { return messages_.get(); }
   // The first rank of each host. Null on other ranks, and if every host has one rank or shared memory is off.
@@ -35,6 +36,7 @@ class Communicators : public Network {
   Lane* broadcast_lane() const { return broadcast_lane_.get(); }
 
   std::unique_ptr<RecordExchange> MakeExchange(const Record& mine) override;
+  const Record* EarlyRecord() override;
   std::unique_ptr<Collective> MakeAllGather(void* out, std::size_t bytes, int tag) override;
   std::unique_ptr<Collective> MakeBroadcast(void* data, std::size_t bytes, int root, int tag) override;
   std::unique_ptr<Collective> MakeSend(const void* data, std::size_t bytes,
@@ -66,6 +68,7 @@ class Communicators : public Network {
   SendBudget budget_;  // the ring messages that this rank may have under way
   std::unique_ptr<MpiTransport> world_, messages_, leaders_;
   std::unique_ptr<Lane> reduce_lane_, broadcast_lane_;
+  std::optional<Record> early_;      // of the rank above, received before the exchange that it belongs to
   mutable std::mutex groups_mutex_;  // guards the list; the driving thread uses the transports
   std::vector<std::unique_ptr<MpiTransport>> groups_;
 };

@@ -1,6 +1,7 @@
 // The exception of the C++ code.
 #pragma once
 
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -18,5 +19,14 @@ class Error : public std::runtime_error {
  private:
   ErrorKind kind_;
 };
+
+// Any exception as an Error, for the engine to end with: also one of the standard library, such as
+// std::bad_alloc.
+inline Error ErrorOf(const std::exception& failure) {
+  if (const auto* const known = dynamic_cast<const Error*>(&failure)) return *known;
+  if (dynamic_cast<const std::bad_alloc*>(&failure) != nullptr)
+    return Error("The host memory of this rank is used up (std::bad_alloc).");
+  return Error(failure.what());
+}
 
 }  // namespace hvpipe

@@ -5,8 +5,6 @@
 #include <cstring>
 #include <utility>
 
-#include "collectives/control.h"
-#include "collectives/tags.h"
 #include "device/device_stages.h"
 
 namespace hvpipe {
@@ -25,9 +23,6 @@ int GradientBuckets::AddPlan(const std::string& name, std::uint64_t signature,
   }
   for (BucketLayout& layout : layouts) plan->buckets.push_back(MakeBucket(std::move(layout), memory));
   const std::lock_guard<std::mutex> lock(mutex_);
-  plan->signature ^=
-      Hash("from bucket " + std::to_string(buckets_));  // the tags of the buckets follow from it
-  for (auto& bucket : plan->buckets) bucket->tag = kFirstBucketTag + buckets_++ % kBucketTags;
   plans_.push_back(std::move(plan));
   return static_cast<int>(plans_.size() - 1);
 }

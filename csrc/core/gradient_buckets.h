@@ -46,7 +46,7 @@ class GradientBuckets {
   GradientBuckets& operator=(const GradientBuckets&) = delete;
 
   // Make the fused buffers of a plan and return its number. `signature` must be equal on all ranks; every
-  // step checks it. Not collective.
+  // step checks it. Not collective: a rank may make plans that it never begins a step of.
   int AddPlan(const std::string& name, std::uint64_t signature, std::vector<BucketLayout> layouts,
               Memory memory = Memory::kHost);
   // Free the plan's buffers as soon as the device no longer uses them. Does nothing while any of its buckets
@@ -77,6 +77,8 @@ class GradientBuckets {
   // Return the fused buffer itself if it holds the tensors unchanged, else null. A holder that still has it
   // when the bucket is submitted again keeps it; the bucket then gets a new buffer.
   std::shared_ptr<AlignedBuffer> Take(int plan, int bucket);
+  // Drop the sum of a bucket that Collect waited for, because the step that wanted it has failed.
+  void Discard(int plan, int bucket);
 
   // After an error, leave all buffers allocated: MPI or NCCL may still use them.
   void Leak();
@@ -108,6 +110,7 @@ class GradientBuckets {
   struct Plan {
     std::string name;
     std::uint64_t signature;
+    bool has_tags = false;  // from its first step on
     std::vector<std::unique_ptr<Bucket>> buckets;
   };
 
@@ -117,6 +120,7 @@ class GradientBuckets {
   Bucket& BucketAt(int plan, int bucket) const;
   std::shared_ptr<Operation> MakeRemoval(std::shared_ptr<Plan> plan);
   // announce.cc
+  void SetTags(Plan& plan);
   std::vector<std::shared_ptr<Operation>> AnnounceBuckets(Plan& plan);
   std::shared_ptr<Operation> MakeControl(const Plan& plan, std::int64_t step, double samples, bool reduces,
                                          StepBegun begun);
@@ -137,7 +141,7 @@ class GradientBuckets {
   Telemetry& telemetry_;
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Plan>> plans_;  // by number; null: removed
-  int buckets_ = 0;                           // made so far
+  int tags_ = 0;                              // given to buckets so far
 };
 
 }  // namespace hvpipe

@@ -43,6 +43,9 @@ class Network {
 
   // Between all ranks. `tag` tells collectives apart that are under way at the same time.
   virtual std::unique_ptr<RecordExchange> MakeExchange(const Record& mine) = 0;
+  // A record that has arrived from another rank before this rank's exchange; null if there is none, or if
+  // this network cannot tell. The next exchange still gets it. For the driving thread.
+  virtual const Record* EarlyRecord() { return nullptr; }
   // `out` has size * `bytes` bytes; this rank's own data must be in its place already.
   virtual std::unique_ptr<Collective> MakeAllGather(void* out, std::size_t bytes, int tag) = 0;
   virtual std::unique_ptr<Collective> MakeBroadcast(void* data, std::size_t bytes, int root, int tag) = 0;
@@ -59,8 +62,7 @@ class Network {
   virtual std::unique_ptr<Collective> MakeGroupAllReduce(int group, int call, void* data, std::size_t count,
                                                          DType dtype) = 0;
 
-  // What only MPI has; null without it. NCCL's set-up and its messages need the last two.
-  virtual Transport* world() const { return nullptr; }
+  // What only MPI has, and NCCL's set-up and messages need; null without MPI.
   virtual Transport* messages() const { return nullptr; }
   virtual Transport* TransportOf(int /*group*/) const { return nullptr; }
 

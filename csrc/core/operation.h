@@ -46,7 +46,7 @@ class Operation {
   int priority = 0;              // lower goes first
   const char* traced = nullptr;  // trace category of its running time; null: not traced
   bool of_all_ranks = true;      // every rank enqueues it, so its sequence number is the same on all ranks
-  bool patient = false;          // has no deadline, because a rank may still be computing
+  double limit_s = 0;            // of a wait without progress; 0: the engine's
   std::vector<Stage> stages;
   // Runs on the driving thread after the last stage. An exception from it fails the engine.
   std::function<void(Operation&)> check;

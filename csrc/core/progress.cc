@@ -214,11 +214,8 @@ Progress::PassResult Progress::Pass() {
       result.waiting = true;
       if (check_deadlines) CheckDeadline(*operation, now - operation->moved_s_);
     }
-  } catch (const Error& error) {
-    FailAll(error);
-    return {};
-  } catch (const std::exception& error) {
-    FailAll(Error(error.what()));
+  } catch (const std::exception& failure) {
+    FailAll(ErrorOf(failure));
     return {};
   }
   const auto ended = [&](const std::shared_ptr<Operation>& operation) {
@@ -274,12 +271,15 @@ void Progress::EndStage(Operation& operation) {
 void Progress::CheckDeadline(const Operation& operation, double waited_s) const {
   const Operation::Stage& stage = operation.stages[operation.current_];
   const double grace_s = stage.collective ? stage.collective->GraceS() : 0;
-  if (operation.patient || waited_s < options_.timeout_s + grace_s) return;
+  const bool own_limit = operation.limit_s > 0;
+  const double limit_s = own_limit ? operation.limit_s : options_.timeout_s;
+  if (waited_s < limit_s + grace_s) return;
   std::ostringstream text;
-  text << "Waited " << options_.timeout_s << " s in " << operation.what << " for ";
+  text << "Waited " << limit_s << " s in " << operation.what << " for ";
   text << (stage.collective ? stage.collective->Waiting() : "its turn")
        << ". Has that rank ended, or is it busy for "
-       << "longer than the time limit? Raise the limit with HVPIPE_TIMEOUT or hvpipe.init(timeout_s=...).";
+       << "longer than the time limit? Raise the limit with "
+       << (own_limit ? "HVPIPE_SHUTDOWN_TIMEOUT." : "HVPIPE_TIMEOUT or hvpipe.init(timeout_s=...).");
   throw Error(text.str(), ErrorKind::kDeadline);
 }
 

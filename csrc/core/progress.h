@@ -103,6 +103,7 @@ class Progress {
              const Interrupt& interrupt);
   void Adopt(const std::shared_ptr<Operation>& operation, std::unique_ptr<Collective> collective,
              std::uint64_t sequence);
+  void EnterInline();
   void LeaveInline(bool work_remains);
   void TakeInbox();
   PassResult Pass();

@@ -85,10 +85,8 @@ void Progress::RunBrief(const std::function<std::unique_ptr<Collective>(std::uin
       outcome = Watch(*queued);
       Adopt(queued, std::move(collective), sequence);
     }
-  } catch (const Error& failure) {
-    error = failure;
   } catch (const std::exception& failure) {
-    error = Error(failure.what());
+    error = ErrorOf(failure);
   }
   if (!error && queued) return Drive(*queued, *outcome, std::move(drive), interrupt);
   if (error) {
@@ -121,17 +119,22 @@ void Progress::Drive(const Operation& operation, const Outcome& outcome, std::un
       backoff.Reset();
       continue;
     }
+    // Asked before others may drive, because they change what the nap depends on.
+    const double nap_s = backoff.Sleeps() ? options_.nap_s(backoff.naps()) : 0;
     if (backoff.Sleeps()) drive.unlock();  // so that another thread may call Fail
-    backoff.Wait(options_.nap_s);
+    backoff.Wait(nap_s);
     if (!drive.owns_lock()) drive.lock();
     if (Now() < next_interrupt_s) continue;
     next_interrupt_s = Now() + kInterruptCheckS;
+    // `interrupt` may wait long for the interpreter lock. The progress thread drives meanwhile.
     drive.unlock();
+    LeaveInline(true);
     try {
       interrupt();
     } catch (...) {
       interrupted = std::current_exception();
     }
+    EnterInline();
     drive.lock();
   }
   const bool work_remains = !active_.empty();
@@ -143,6 +146,11 @@ void Progress::Drive(const Operation& operation, const Outcome& outcome, std::un
     std::rethrow_exception(interrupted);
   }
   if (outcome.error) throw *outcome.error;
+}
+
+void Progress::EnterInline() {
+  const std::lock_guard<std::mutex> lock(inbox_mutex_);
+  ++inline_drivers_;
 }
 
 // End driving on a caller's thread. The progress thread takes over if operations remain.

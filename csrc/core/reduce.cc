@@ -52,7 +52,7 @@ void MpiRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffe
 void MpiRoute::AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
                             DType dtype, int tag) {
   const bool from_lane = communicators_.reduce_lane() != nullptr;  // which has written `out` already
-  Transport* const ring = from_lane ? communicators_.leaders() : communicators_.world();
+  Transport* const ring = from_lane ? communicators_.leaders() : &communicators_.world();
   if (ring == nullptr || ring->size() == 1) return;
   operation.AddStage([=](const Operation&) {
     if (!from_lane && buffers->in != buffers->out)

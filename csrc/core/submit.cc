@@ -34,8 +34,7 @@ void GradientBuckets::Submit(int plan, int bucket_number, const std::vector<cons
   try {
     bucket.Pack(tensors, scale);
   } catch (const std::exception& failure) {
-    const auto* const known = dynamic_cast<const Error*>(&failure);
-    const Error error = known != nullptr ? *known : Error(failure.what());
+    const Error error = ErrorOf(failure);
     progress_.Fail(error);  // the other ranks wait for a bucket that will not come
     throw error;
   }
@@ -81,9 +80,10 @@ void GradientBuckets::SubmitDevice(int plan, int bucket_number, const std::vecto
     }
     device.device->ScaleAndCast(pieces, layout.tensor_type, layout.wire_type, scale, nullptr, stream);
     device.device->Record(buffer.filled(), stream);
-  } catch (const Error& error) {
+  } catch (const std::exception& failure) {
+    const Error error = ErrorOf(failure);
     progress_.Fail(error);  // the other ranks wait for a bucket that will not come
-    throw;
+    throw error;
   }
   progress_.MakeReady(operation);
   if (const auto error = progress_.error()) throw *error;

@@ -1,25 +1,42 @@
 // What one engine counts and records: traffic counters and the events of the trace.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 
 #include "core/event_log.h"
 
 namespace hvpipe {
 
-// Totals since the engine started. The driving thread writes them, and the caller where noted; readers may
-// see values of different moments.
+// A total that any thread may read while it grows. One thread at a time adds, or callers hold a lock.
+template <typename Number>
+class Total {
+ public:
+  Total() = default;
+  Total(const Total& other) : value_(other.value()) {}
+  Total& operator=(const Total&) = delete;
+
+  Number value() const { return value_.load(std::memory_order_relaxed); }
+  void operator+=(Number more) { value_.store(value() + more, std::memory_order_relaxed); }
+  void operator++() { *this += 1; }
+
+ private:
+  std::atomic<Number> value_{0};
+};
+
+// Totals since the engine started. The driving thread writes them, or the one noted. A copy may hold values
+// of different moments.
 struct Counters {
-  std::uint64_t network_bytes_sent = 0;
-  std::uint64_t network_bytes_received = 0;
-  std::uint64_t shared_memory_bytes = 0;  // written to shared memory by this rank
-  std::uint64_t messages_sent = 0;
-  std::uint64_t operations = 0;
-  std::uint64_t steps = 0;  // written under the lock of GradientBuckets
-  std::uint64_t sleeps = 0;
+  Total<std::uint64_t> network_bytes_sent;
+  Total<std::uint64_t> network_bytes_received;
+  Total<std::uint64_t> shared_memory_bytes;  // written to shared memory by this rank
+  Total<std::uint64_t> messages_sent;
+  Total<std::uint64_t> operations;
+  Total<std::uint64_t> steps;   // written under the lock of GradientBuckets
+  Total<std::uint64_t> sleeps;  // written by the progress thread
   // Time from Collect to the end of the reduction, over all buckets. Written under the lock of
   // GradientBuckets.
-  double exposed_wait_s = 0;
+  Total<double> exposed_wait_s;
 };
 
 struct Telemetry {

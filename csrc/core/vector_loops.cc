@@ -11,7 +11,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
-// The compiler emits one version of each loop per target. The loader picks one when the library loads.
+#endif
+// The compiler emits one version of each loop per target. The loader picks one when the library loads, which
+// is before a sanitizer has started.
+#if defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
 #define HVPIPE_VECTORISED __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define HVPIPE_VECTORISED

@@ -14,6 +14,7 @@ void DeviceCalls::RunOn(RankDevice& device, const std::string& what, const Inter
 void DeviceCalls::AllReduce(const void* in, void* out, std::size_t count, DType dtype, double scale,
                             const std::string& what, Device::Stream stream, const Interrupt& interrupt) {
   RankDevice& device = device_.get();
+  const Turns::Turn turn = calls_.TakeTurn(interrupt);
   device.CheckIsHere(in, count);
   device.CheckIsHere(out, count);
   if (route_.topology().size > 1) {
@@ -42,6 +43,7 @@ void DeviceCalls::Broadcast(void* data, std::size_t bytes, int root, const std::
   RankDevice& device = device_.get();
   device.CheckIsHere(data, bytes);
   if (route_.topology().size == 1) return;
+  const Turns::Turn turn = calls_.TakeTurn(interrupt);
   calls_.CheckSameCall(what, interrupt);
   const Device::Event begun = device.begun.get(), ended = device.ended.get();
   device.device->Record(begun, stream);

@@ -12,8 +12,8 @@
 
 namespace hvpipe {
 
-// Threads: one caller at a time, because the calls share the events and the staging memory of the device. No
-// lock.
+// Threads: any thread may call, but the order of calls must be the same on all ranks. Calls take turns with
+// those of BlockingCalls, because they share the events and the staging memory of the device.
 class DeviceCalls {
  public:
   DeviceCalls(Progress& progress, BlockingCalls& calls, AllReduceRoute& route, DeviceSlot& device)

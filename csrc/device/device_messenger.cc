@@ -39,7 +39,7 @@ void DeviceMessenger::Enqueue(const std::string& what, Done done, const AddStage
   ++*messenger_.awaited();
   try {
     progress_.Enqueue({operation}, true);
-  } catch (const Error&) {
+  } catch (...) {
     --*messenger_.awaited();
     throw;
   }
@@ -122,7 +122,7 @@ std::int64_t DeviceMessenger::PostReceive(int peer, int tag, std::size_t bytes, 
   const std::int64_t number = posted_.Add({peer, tag, what, nullptr, message->device_memory, bytes});
   try {
     ReceiveInto(device, message, message->device_memory.get(), what, std::move(done));
-  } catch (const Error&) {
+  } catch (...) {
     (void)posted_.Take(number);
     throw;
   }
@@ -142,9 +142,10 @@ void DeviceMessenger::SendPosted(std::int64_t number, const void* data, std::siz
   try {
     Send(posted.peer, posted.tag, data, bytes, posted.what, stream,
          [done = posted.done, held = std::move(held)](const Error* error) { done(error); });
-  } catch (const Error& error) {
+  } catch (const std::exception& failure) {
+    const Error error = ErrorOf(failure);
     posted.done(&error);
-    throw;
+    throw error;
   }
 }
 

@@ -31,6 +31,11 @@ int TypeOf(DType dtype) {
 namespace {
 
 constexpr auto kPause = std::chrono::microseconds(200);
+#if defined(__SANITIZE_ADDRESS__)  // which ends a process that uses RTLD_DEEPBIND
+constexpr int kOwnNamesFirst = 0;
+#else
+constexpr int kOwnNamesFirst = RTLD_DEEPBIND;
+#endif
 const char* const kHow =
     "Install one (pip install nvidia-nccl-cu12, or -cu13 for CUDA 13) or name one with HVPIPE_NCCL_LIBRARY";
 
@@ -53,7 +58,7 @@ void Find(void* library, const std::string& path, const char* name, Function& fu
 // exist.
 int OpenFlags() {
   const bool has_same_names = dlsym(RTLD_DEFAULT, "ncclGetVersion") != nullptr;
-  return RTLD_NOW | RTLD_LOCAL | (has_same_names ? RTLD_DEEPBIND : 0);
+  return RTLD_NOW | RTLD_LOCAL | (has_same_names ? kOwnNamesFirst : 0);
 }
 
 }  // namespace

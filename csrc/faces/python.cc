@@ -80,14 +80,14 @@ std::shared_ptr<Engine> MakeEngineOverCalls(const std::shared_ptr<named::CallSer
 nb::dict CountersOf(const Engine& engine) {
   const Counters counters = engine.counters();
   nb::dict result;
-  result["network_bytes_sent"] = counters.network_bytes_sent;
-  result["network_bytes_received"] = counters.network_bytes_received;
-  result["shared_memory_bytes"] = counters.shared_memory_bytes;
-  result["messages_sent"] = counters.messages_sent;
-  result["operations"] = counters.operations;
-  result["steps"] = counters.steps;
-  result["sleeps"] = counters.sleeps;
-  result["exposed_wait_s"] = counters.exposed_wait_s;
+  result["network_bytes_sent"] = counters.network_bytes_sent.value();
+  result["network_bytes_received"] = counters.network_bytes_received.value();
+  result["shared_memory_bytes"] = counters.shared_memory_bytes.value();
+  result["messages_sent"] = counters.messages_sent.value();
+  result["operations"] = counters.operations.value();
+  result["steps"] = counters.steps.value();
+  result["sleeps"] = counters.sleeps.value();
+  result["exposed_wait_s"] = counters.exposed_wait_s.value();
   result["events_dropped"] = engine.log().dropped();
   return result;
 }
@@ -98,6 +98,13 @@ std::vector<std::tuple<std::string, std::string, double, double>> TakeEvents(Eng
     events.emplace_back(event.category, event.name, event.start_s, event.end_s);
   }
   return events;
+}
+
+// In a child of fork(): keep an object of the parent until the process ends. Its destructor would wait for
+// threads that the child lacks.
+void LeaveToParent(const nb::object& object) {
+  nb::set_leak_warnings(false);
+  object.inc_ref();
 }
 
 void TranslateError(const std::exception_ptr& pointer, void* /*payload*/) {
@@ -159,6 +166,7 @@ NB_MODULE(_engine, m) {
   BindMessages(m, engine);
   BindArrays(m);
   m.def("set_default", &hvpipe::SetDefaultEngine, nb::arg("engine").none());
+  m.def("leave_to_parent", &LeaveToParent, nb::arg("object"));
   m.def("now", &hvpipe::Now);
   m.def("count_devices", &hvpipe::CountDevices, nb::arg("library"));
 }

@@ -102,9 +102,23 @@ void AllGather(Engine& engine, const InArray& array, const OutArray& out, const 
   CallWithoutGil([&] { engine.calls().AllGather(from, to, bytes, what, CheckSignals); }, array, out);
 }
 
-std::vector<double> Agree(Engine& engine, const std::string& what, double samples, bool patient) {
+std::vector<double> Agree(Engine& engine, const std::string& what, double samples) {
   const nb::gil_scoped_release release;
-  return engine.calls().Agree(what, samples, CheckSignals, patient);
+  return engine.calls().Agree(what, samples, CheckSignals);
+}
+
+// `late` is called once, after `late_s` seconds, with the number of a rank that has not come.
+void AgreePatiently(Engine& engine, const std::string& what, double limit_s, double late_s,
+                    const nb::callable& late) {
+  Patience patience;
+  patience.limit_s = limit_s;
+  patience.late_s = late_s;
+  patience.late = [&late](int rank) {
+    const nb::gil_scoped_acquire acquire;
+    late(rank);
+  };
+  const nb::gil_scoped_release release;
+  (void)engine.calls().Agree(what, 0, CheckSignals, patience);
 }
 
 }  // namespace
@@ -117,7 +131,9 @@ void BindCollectives(EngineClass& engine) {
            nb::arg("what"))
       .def("broadcast", &Broadcast, nb::arg("array"), nb::arg("root"), nb::arg("what"))
       .def("all_gather", &AllGather, nb::arg("array"), nb::arg("out"), nb::arg("what"))
-      .def("agree", &Agree, nb::arg("what"), nb::arg("samples") = 0.0, nb::arg("patient") = false)
+      .def("agree", &Agree, nb::arg("what"), nb::arg("samples") = 0.0)
+      .def("agree_patiently", &AgreePatiently, nb::arg("what"), nb::arg("limit_s"), nb::arg("late_s"),
+           nb::arg("late"))
       .def("use_device", &UseDevice, nb::arg("library"), nb::arg("ordinal"), nb::arg("nccl"),
            nb::arg("nccl_required"), nb::arg("may_share"), nb::arg("nccl_span"))
       .def("all_reduce_device", &AllReduceDevice, nb::arg("address"), nb::arg("out"), nb::arg("bytes"),

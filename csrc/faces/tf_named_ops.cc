@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "core/error.h"
+#include "faces/tf_ending.h"
 #include "named/call_service.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
@@ -63,6 +65,28 @@ named::Type TypeOf(tf::DataType type) {
   }
 }
 
+// The memory of one call. The other ranks need it even if this rank's step has failed and the op is
+// cancelled. Only the service thread writes to it after the start.
+struct Memory {
+  std::vector<tf::Tensor> inputs;
+  std::vector<std::vector<char>> unwanted;  // outputs of a cancelled op
+  bool runs = false;                        // has taken the ending: the collective runs, so it ends soon
+
+  void* Output(tf::OpKernelContext* context, Ending& ending, int index, const named::Shape& shape) {
+    tf::TensorShape wanted;
+    for (const std::int64_t size : shape) wanted.AddDim(size);
+    if (!runs && !ending.Take()) {
+      constexpr std::int64_t kLargestElement = 8;
+      return unwanted.emplace_back(static_cast<std::size_t>(wanted.num_elements() * kLargestElement)).data();
+    }
+    runs = true;
+    tf::Tensor* output = nullptr;
+    const absl::Status status = context->allocate_output(index, wanted, &output);
+    if (!status.ok()) throw named::CallError{named::Problem::kUsage, std::string(status.message())};
+    return output->data();
+  }
+};
+
 // The inputs in order: tensors, splits (alltoall only), factors.
 template <Kind kKind>
 class NamedOp : public tf::AsyncOpKernel {
@@ -79,9 +103,23 @@ class NamedOp : public tf::AsyncOpKernel {
   }
 
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
+    const auto ending = Ending::Of(context, std::move(done));
+    if (ending->taken()) return;
+    try {
+      Start(context, ending);
+    } catch (const std::exception& error) {  // one that leaves a kernel would end the process
+      if (ending->Take()) ending->End(absl::InternalError(ErrorOf(error).what()));
+    }
+  }
+
+ private:
+  void Start(tf::OpKernelContext* context, const std::shared_ptr<Ending>& ending) const {
     const auto calls = named::DefaultCallService();
-    OP_REQUIRES_ASYNC(context, calls != nullptr,
-                      absl::FailedPreconditionError("hvpipe is not initialised: call init() first."), done);
+    if (calls == nullptr) {
+      if (ending->Take())
+        ending->End(absl::FailedPreconditionError("hvpipe is not initialised: call init() first."));
+      return;
+    }
     constexpr bool kSplits = kKind == Kind::kAlltoall;
     named::Call call;
     call.request.kind = kKind;
@@ -90,12 +128,14 @@ class NamedOp : public tf::AsyncOpKernel {
     call.request.op = static_cast<named::ReduceOp>(op_);
     call.request.root = root_;
     const int tensors = context->num_inputs() - (kSplits ? 2 : 1);
+    const auto memory = std::make_shared<Memory>();
     for (int i = 0; i < tensors; ++i) {
       const tf::Tensor& tensor = context->input(i);
       named::TensorSpec spec{TypeOf(tensor.dtype()), {}};
       for (int axis = 0; axis < tensor.dims(); ++axis) spec.shape.push_back(tensor.dim_size(axis));
       call.request.tensors.push_back(std::move(spec));
       call.inputs.push_back(tensor.tensor_data().data());
+      memory->inputs.push_back(tensor);
     }
     if constexpr (kSplits) {
       const tf::Tensor& splits = context->input(tensors);
@@ -110,27 +150,24 @@ class NamedOp : public tf::AsyncOpKernel {
     const auto factors = context->input(context->num_inputs() - 1).vec<double>();
     call.request.prescale = factors(0);
     call.request.postscale = factors(1);
-    call.allocate = [context](int index, const named::Shape& shape) -> void* {
-      tf::TensorShape wanted;
-      for (const std::int64_t size : shape) wanted.AddDim(size);
-      tf::Tensor* output = nullptr;
-      const absl::Status status = context->allocate_output(index, wanted, &output);
-      if (!status.ok()) throw named::CallError{named::Problem::kUsage, std::string(status.message())};
-      return output->data();
+    call.allocate = [context, ending, memory](int index, const named::Shape& shape) {
+      return memory->Output(context, *ending, index, shape);
     };
-    call.done = [context, done](const named::CallError* error, const named::Response* /*response*/) {
-      if (error != nullptr) context->SetStatus(ToStatus(*error));
+    call.done = [context, ending, memory](const named::CallError* error,
+                                          const named::Response* /*response*/) {
+      if (!memory->runs && !ending->Take()) return;
+      const absl::Status status = error != nullptr ? ToStatus(*error) : absl::Status();
+      const auto end = [ending, status] { ending->End(status); };
       // What comes next in the graph must not run on the service thread: it may make a call and wait for it.
       if (context->runner() != nullptr) {
-        (*context->runner())(done);
+        (*context->runner())(end);
       } else {
-        done();
+        end();
       }
     };
     calls->Submit(std::move(call));
   }
 
- private:
   std::string name_;
   int set_ = 0;
   int op_ = static_cast<int>(named::ReduceOp::kSum);

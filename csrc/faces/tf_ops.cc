@@ -1,5 +1,5 @@
 // TensorFlow kernels: announce a step, submit a bucket, collect a bucket; send and take a pipeline message.
-// Only this file and tf_named_ops.cc include TensorFlow.
+// Only the files of this folder named tf_* include TensorFlow.
 //
 // No op of a step is stateful, because automatic control dependencies would serialise stateful ops. Data
 // dependencies order them instead: scale -> submit -> token -> (a variable, into the next step) -> collect.
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/engine.h"
+#include "faces/tf_ending.h"
 #include "tensorflow/core/framework/common_shape_fns.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -20,7 +21,7 @@ namespace {
 
 namespace tf = ::tensorflow;
 
-absl::Status ToStatus(const Error& error) {
+absl::Status ErrorStatus(const Error& error) {
   switch (error.kind()) {
     case ErrorKind::kDeadline:
       return absl::DeadlineExceededError(error.what());
@@ -34,6 +35,9 @@ absl::Status ToStatus(const Error& error) {
   }
   return absl::InternalError(error.what());
 }
+
+// For every exception: one that leaves a kernel would end the process.
+absl::Status ToStatus(const std::exception& failure) { return ErrorStatus(ErrorOf(failure)); }
 
 absl::Status SizeChanged(const std::string& bucket, const tf::TensorShape& shape) {
   return absl::InvalidArgumentError("A gradient changed its size after tracing. Received: bucket=" + bucket +
@@ -81,6 +85,8 @@ class BeginStepOp : public tf::AsyncOpKernel {
   }
 
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
+    const auto ending = Ending::Of(context, std::move(done));
+    if (ending->taken()) return;
     try {
       const auto engine = EngineOrThrow();
       const double samples = context->input(0).scalar<double>()();
@@ -88,24 +94,27 @@ class BeginStepOp : public tf::AsyncOpKernel {
       const bool reduces = context->input(2).scalar<bool>()();
       if (engine->log().enabled()) engine->log().Add("mark", "step", Now(), Now());
       engine->buckets().BeginStep(
-          plan_, step, samples, reduces, [context, done](const Error* error, double scale, double /*total*/) {
-            if (error != nullptr) {
-              context->SetStatus(ToStatus(*error));
-            } else {
-              tf::Tensor* output = nullptr;
-              const absl::Status status = context->allocate_output(0, tf::TensorShape(), &output);
-              if (status.ok()) output->scalar<double>()() = scale;
-              context->SetStatus(status);
-            }
-            done();
+          plan_, step, samples, reduces,
+          [context, ending](const Error* error, double scale, double /*total*/) {
+            if (ending->Take()) ending->End(error != nullptr ? ToStatus(*error) : SetScale(context, scale));
           });
-    } catch (const Error& error) {
-      context->SetStatus(ToStatus(error));
-      done();
+    } catch (const std::exception& error) {
+      if (ending->Take()) ending->End(ToStatus(error));
     }
   }
 
  private:
+  static absl::Status SetScale(tf::OpKernelContext* context, double scale) {
+    try {
+      tf::Tensor* output = nullptr;
+      TF_RETURN_IF_ERROR(context->allocate_output(0, tf::TensorShape(), &output));
+      output->scalar<double>()() = scale;
+      return absl::Status();
+    } catch (const std::exception& error) {
+      return ToStatus(error);
+    }
+  }
+
   int plan_ = 0;
 };
 REGISTER_KERNEL_BUILDER(Name("HvpipeBeginStep").Device(tf::DEVICE_CPU), BeginStepOp);
@@ -151,7 +160,7 @@ class SubmitOp : public tf::OpKernel {
       tf::Tensor* token = nullptr;
       OP_REQUIRES_OK(context, context->allocate_output(0, tf::TensorShape(), &token));
       token->scalar<std::int64_t>()() = 1;
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       context->SetStatus(ToStatus(error));
     }
   }
@@ -227,30 +236,44 @@ class CollectOp : public tf::AsyncOpKernel {
   }
 
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
+    const auto ending = Ending::Of(context, std::move(done));
     try {
       const auto engine = EngineOrThrow();
-      engine->buckets().Collect(plan_, bucket_, [this, engine, context, done](const Error* error) {
-        if (error != nullptr) {
-          context->SetStatus(ToStatus(*error));
-          done();
-          return;
-        }
-        RunOnTensorFlow(context, [this, engine, context, done] {
-          try {
-            context->SetStatus(Unpack(*engine, context));
-          } catch (const Error& failed) {
-            context->SetStatus(ToStatus(failed));
-          }
-          done();
-        });
-      });
-    } catch (const Error& error) {
-      context->SetStatus(ToStatus(error));
-      done();
+      engine->buckets().Collect(
+          plan_, bucket_,
+          // Copies, because a cancelled op may be gone before the sum is complete.
+          [this, plan = plan_, bucket = bucket_, engine, context, ending](const Error* error) {
+            if (ending->Take()) {
+              Finish(engine, context, error, ending);
+            } else if (error == nullptr) {
+              engine->buckets().Discard(plan, bucket);
+            }
+          });
+    } catch (const std::exception& error) {
+      if (ending->Take()) ending->End(ToStatus(error));
     }
   }
 
  protected:
+  // Runs when the sum is complete, maybe on the progress thread.
+  void Finish(const std::shared_ptr<Engine>& engine, tf::OpKernelContext* context, const Error* error,
+              const std::shared_ptr<Ending>& ending) const {
+    try {
+      if (error != nullptr) throw *error;
+      RunOnTensorFlow(context, [this, engine, context, ending] {
+        absl::Status status;
+        try {
+          status = Unpack(*engine, context);
+        } catch (const std::exception& failed) {
+          status = ToStatus(failed);
+        }
+        ending->End(status);
+      });
+    } catch (const std::exception& failed) {
+      ending->End(ToStatus(failed));
+    }
+  }
+
   virtual absl::Status Unpack(Engine& engine, tf::OpKernelContext* context) const {
     const BucketLayout& layout = engine.buckets().layout(plan_, bucket_);
     if (const std::shared_ptr<AlignedBuffer> buffer = engine.buckets().Take(plan_, bucket_)) {
@@ -348,7 +371,7 @@ class SendMessageOp : public tf::OpKernel {
       const tf::StringPiece bytes = held->tensor_data();
       EngineOrThrow()->device_messages().SendPosted(context->input(0).scalar<std::int64_t>()(), bytes.data(),
                                                     bytes.size(), StreamOf<kOnGpu>(context), held);
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       context->SetStatus(ToStatus(error));
     }
   }
@@ -375,7 +398,7 @@ class TakeMessageOp : public tf::OpKernel {
                                                     tensor->data(),
                                                     static_cast<std::size_t>(tensor->NumElements()),
                                                     EngineType(tensor->dtype()), StreamOf<kOnGpu>(context));
-    } catch (const Error& error) {
+    } catch (const std::exception& error) {
       context->SetStatus(ToStatus(error));
     }
   }

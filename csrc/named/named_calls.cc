@@ -101,8 +101,8 @@ std::vector<int> NamedCalls::Sets() const {
 // Requires mutex_.
 void NamedCalls::StartThread() {
   if (started_) return;
-  started_ = true;
   thread_ = std::thread([this] { Loop(); });
+  started_ = true;
 }
 
 void NamedCalls::Submit(Call call) {
@@ -111,8 +111,8 @@ void NamedCalls::Submit(Call call) {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (failed_) throw *failed_;
     if (left_ || stop_) throw CallError{Problem::kUsage, "hvpipe has been shut down. Call init() again."};
+    StartThread();  // first: it may throw, and then the caller reports the call
     inbox_.push_back(std::move(call));
-    StartThread();
   } catch (const CallError& error) {
     call.done(&error, nullptr);
     return;

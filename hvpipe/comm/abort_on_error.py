@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import traceback
 from types import TracebackType
@@ -30,14 +31,15 @@ class _AbortAllRanks:
     """An exception hook that prints the traceback and ends all ranks, as `python -m mpi4py` does.
 
     It also serves a rank that failed to join. Otherwise MPI would wait for the other ranks when this process
-    exits, and they would wait for this rank.
+    exits, and they would wait for this rank. A child of `os.fork()` is no rank and ends nobody.
     """
 
     def __init__(self) -> None:
         self._previous = sys.excepthook
+        self._process = os.getpid()
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        world = started_world()
+        world = started_world() if os.getpid() == self._process else None
         if world is None or world.size == 1:
             self._previous(kind, error, trace)
         elif issubclass(kind, KeyboardInterrupt):

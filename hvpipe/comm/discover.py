@@ -68,6 +68,7 @@ class Settings:
 
     backend: Backend | None = None  # None: Horovod under `horovodrun --gloo`, else MPI
     timeout_s: float = 300.0
+    shutdown_timeout_s: float | None = None  # None: an hour, or timeout_s if that is longer
     trace_path: str | None = None
     utilization_path: str | None = None
     utilization_hz: float = 10.0
@@ -128,6 +129,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     |---|---|
     | HVPIPE_BACKEND | "mpi" or "horovod": what joins the ranks |
     | HVPIPE_TIMEOUT | longest wait for another rank, in seconds |
+    | HVPIPE_SHUTDOWN_TIMEOUT | longest wait for the others in `shutdown`, in seconds |
     | HVPIPE_TRACE, HVPIPE_UTILIZATION | files to write |
     | HVPIPE_UTILIZATION_HZ | samples per second |
     | HVPIPE_LIVE | report to `hvpipe top`: 0, 1 or a folder; the default is HVPIPE_SUMMARY |
@@ -166,6 +168,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(
         backend=chosen,
         timeout_s=_positive(env, "HVPIPE_TIMEOUT", "seconds", default.timeout_s),
+        shutdown_timeout_s=_positive(env, "HVPIPE_SHUTDOWN_TIMEOUT", "seconds", 0.0) or None,
         trace_path=env.get("HVPIPE_TRACE") or None,
         utilization_path=env.get("HVPIPE_UTILIZATION") or None,
         utilization_hz=_positive(env, "HVPIPE_UTILIZATION_HZ", "samples a second", default.utilization_hz),

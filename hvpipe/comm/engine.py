@@ -22,6 +22,7 @@ from hvpipe.comm.native import import_native
 from hvpipe.comm.rank_gpu import has_gpu_library, open_gpu, warn_of_missing_gpu_library
 from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError
+from hvpipe.log import logger
 from hvpipe.plan.buckets import WIRE_DTYPE, BucketPlan
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ Op = Literal["average", "sum"]
 Compression = Literal["bf16", "fp16"] | None
 
 _CALL_NAMES = {"average": "allreduce (average)", "sum": "allreduce (sum)"}
+_LATE_S = 60.0
+"""After this time in a patient wait, hvpipe warns."""
 _RECORDED = ("forward", "backward", "update", "step")
 
 
@@ -41,6 +44,20 @@ def check_compression(compression: str | None) -> None:
     if compression is not None and compression not in WIRE_DTYPE:
         raise HvpipeError(
             f"compression should be None, 'bf16' or 'fp16'. Received: compression={compression!r}"
+        )
+
+
+class LeftToParent:
+    """Stands in for what a child of os.fork() may not use: every call raises HvpipeError."""
+
+    def remove_plan(self, plan: int) -> None:
+        """Do nothing: the plan is the parent's. Models that the child frees call this."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise HvpipeError(
+            "Only the process that the launcher started can communicate with other ranks. A child of "
+            "os.fork() can read hvpipe.rank() and hvpipe.size(). "
+            f"Received: a call of {name} in a forked child"
         )
 
 
@@ -55,13 +72,12 @@ class Engine:
 
     def __init__(self, world: World, settings: Settings) -> None:
         self.world = world
-        self.core: Any = None
         self._traced = settings.trace_path is not None
         self._recorded_s = dict.fromkeys(_RECORDED, 0.0)
         self._settings = settings
         self._gpu_route: str | None = None
         self._warned_of_library = False
-        self.core = world.make_engine(settings)
+        self.core: Any = world.make_engine(settings)
 
     def allreduce(
         self, array: Any, op: Op = "average", compression: Compression = None, out: Array | None = None
@@ -239,18 +255,39 @@ class Engine:
             self.core.broadcast(as_plain_dtype(target), root, what)
         return target
 
-    def agree(self, what: str, samples: float = 0.0, *, patient: bool = False) -> list[float]:
+    def agree(self, what: str, samples: float = 0.0) -> list[float]:
         """Wait until all ranks call this with the same `what`.
 
         Args:
             what: Names the meeting point; ranks that name another one get a MismatchError.
             samples: A number to share with the other ranks.
-            patient: Wait without a deadline, because a rank may be busy with other work.
 
         Returns:
             The `samples` of every rank, in rank order.
         """
-        return [samples] if self.core is None else list(self.core.agree(what, samples, patient))
+        return [samples] if self.core is None else list(self.core.agree(what, samples))
+
+    def agree_patiently(self, what: str, limit_s: float) -> None:
+        """Wait until all ranks call this with the same `what`. A rank may be busy with other work for long.
+
+        After a minute, the rank before a missing one warns.
+
+        Args:
+            what: Names the meeting point.
+            limit_s: The longest wait, in seconds, instead of the engine's time limit.
+        """
+        if self.core is None:
+            return
+        late_s = min(_LATE_S, limit_s / 4)
+
+        def warn(missing: int) -> None:
+            logger.warning(
+                "hvpipe: rank %d on %s has waited %.0f s in %s for rank %d, which is still busy or hangs. "
+                "The job ends after %.0f s (HVPIPE_SHUTDOWN_TIMEOUT).",
+                *(self.world.rank, self.world.host, late_s, what, missing, limit_s),
+            )
+
+        self.core.agree_patiently(what, limit_s, late_s, warn)
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order (pickled)."""
@@ -387,6 +424,12 @@ class Engine:
                 "They now wait for its gradients, so this process cannot continue training. "
                 f"Received: {why}"
             )
+
+    def leave_to_parent(self) -> None:
+        """In a child of os.fork(): forget the engine, which belongs to the parent. Calls then raise."""
+        if self.core is not None:
+            import_native().leave_to_parent(self.core)
+            self.core = LeftToParent()
 
     def stop(self) -> None:
         """Leave the other ranks, which leave too. Ends the progress thread and frees what MPI holds."""

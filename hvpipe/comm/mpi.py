@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvpipe.comm.discover import Launch, Settings, eager_bytes, prepare_open_mpi
 from hvpipe.comm.native import check_mpi, import_native
+from hvpipe.comm.shared_memory import fits_on_all_hosts
 from hvpipe.errors import DeadlineError, HvpipeError, InitError
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ class MpiWorld:
             segment_bytes=settings.segment_bytes or self.eager_bytes * 15 // 16,  # leave room for headers
             messages_in_flight=settings.messages_in_flight,
             slot_bytes=settings.slot_bytes,
-            shared_memory=settings.shared_memory,
+            shared_memory=settings.shared_memory and fits_on_all_hosts(self, settings),
             ranks_per_host=settings.ranks_per_host,
             trace=settings.trace_path is not None,
         )
@@ -285,7 +287,13 @@ def _initialise(mpi: ModuleType) -> None:
     import atexit
 
     mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    atexit.register(lambda: None if mpi.Is_finalized() else mpi.Finalize())
+    atexit.register(_finalise, mpi, os.getpid())
+
+
+def _finalise(mpi: ModuleType, process: int) -> None:
+    """Finalise MPI in the process that initialised it. A child of os.fork() shares the connections."""
+    if os.getpid() == process and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def _check_threads(mpi: ModuleType, was_imported: bool) -> None:

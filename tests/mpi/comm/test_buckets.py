@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -399,3 +400,55 @@ def cores_while_asleep() -> float:
     used_s, begun_s = time.process_time(), time.monotonic()
     time.sleep(0.5)
     return (time.process_time() - used_s) / (time.monotonic() - begun_s)
+
+
+def test_a_plan_that_one_rank_never_uses_is_harmless(engine: Engine, core: Any) -> None:
+    """Regression: if a rank built one more optimizer than its peers, the next step of any model failed."""
+    plan = plan_buckets([Gradient("w", (300,), "float32")], CAP_BYTES)
+    ones, total = np.ones(300, np.float32), np.empty(300, np.float32)
+    unused = [engine.add_plan("unused", plan)] if hvpipe.rank() == 0 else []
+    used = engine.add_plan("used", plan)
+    core.begin_step(used, 0, 1.0, True)
+    core.submit(used, 0, [ones], 1.0)
+    core.collect(used, 0, [total])
+    np.testing.assert_array_equal(total, ones * hvpipe.size())
+    for each in (*unused, used):
+        engine.remove_plan(each)
+
+
+def test_a_step_that_a_thread_announces_late_is_no_disagreement(engine: Engine, core: Any) -> None:
+    """Regression: a rank in an all-reduce took a peer's announcement of a later step for another call.
+
+    All ranks make the calls in one order: step of a, all-reduce, step of b. Rank 0 has submitted a and comes
+    late to b. The others come late to the submit of a, which the all-reduce waits for.
+    """
+    first = hvpipe.rank() == 0
+    if hvpipe.size() == 1:
+        pytest.skip("one rank disagrees with nobody")
+    ones = np.ones(300, np.float32)
+    a, b = (
+        engine.add_plan(name, plan_buckets([Gradient(name, (300,), "float32")], CAP_BYTES)) for name in "ab"
+    )
+
+    def announce_b(after_s: float) -> None:
+        time.sleep(after_s)
+        core.begin_step(b, 0, 1.0, False)
+
+    def submit_a() -> None:
+        core.submit(a, 0, [ones], 1.0)
+
+    core.begin_step(a, 0, 1.0, True)
+    if first:
+        submit_a()
+    with ThreadPoolExecutor(2) as threads:
+        total = threads.submit(engine.allreduce, ones, "sum")
+        time.sleep(0.3)  # the order of the calls
+        announced = threads.submit(announce_b, 1.7 if first else 0.0)
+        if not first:
+            time.sleep(2.2)
+            submit_a()
+        np.testing.assert_array_equal(total.result(), ones * hvpipe.size())
+        announced.result()
+    core.collect(a, 0, [np.empty_like(ones)])
+    for plan in (a, b):
+        engine.remove_plan(plan)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -43,6 +45,34 @@ def test_a_device_array_is_averaged_in_place(device_engine: Engine) -> None:
     assert device_engine.allreduce(array, out=array) is array
     wanted = sum(values_of(r, 1000, "float64") for r in range(hvpipe.size())) / hvpipe.size()
     np.testing.assert_allclose(array.values, wanted, rtol=1e-15)
+
+
+def test_calls_of_several_threads_take_turns(device_engine: Engine) -> None:
+    """Regression: they shared the events and the staging memory, and the ranks disagreed about their order.
+
+    On rank 0 each call has a thread, in the order of the other ranks' calls, which come late.
+    """
+    needs_others()
+    calls: list[tuple[Any, Any]] = []
+    for count in (100_000, 10, 3):
+        array = OnDevice(np.full(count, hvpipe.rank() + 1.0, np.float32))
+        calls.append((functools.partial(device_engine.allreduce, op="sum", out=array), array))
+        calls.append((device_engine.broadcast, np.full(count, hvpipe.rank() + 7.0)))
+    device_engine.use_device()
+    device_engine.agree("the start")
+    if hvpipe.rank() == 0:
+        with ThreadPoolExecutor(len(calls)) as threads:
+            running = []
+            for call, array in calls:
+                running.append(threads.submit(call, array))
+                time.sleep(0.1)
+            found = [each.result() for each in running]
+    else:
+        time.sleep(1.0)
+        found = [call(array) for call, array in calls]
+    for summed, sent in zip(found[::2], found[1::2], strict=True):
+        assert set(summed.values) == {sum(range(1, hvpipe.size() + 1))}
+        assert set(sent) == {7.0}
 
 
 MODEL = [

@@ -258,20 +258,30 @@ def test_arrays_of_another_device_are_refused(libraries: Libraries, monkeypatch:
     engine.stop()
 
 
-def test_a_bucket_that_cannot_be_packed_ends_the_engine(libraries: Libraries, monkeypatch: Any) -> None:
+@pytest.mark.parametrize(
+    ("variable", "kind", "says"),
+    [
+        ("FAKE_DEVICE_FAILS", PeerError, "a launch failed"),
+        # Regression: only errors of hvpipe's own ended the engine, and the peers waited for the bucket.
+        ("FAKE_DEVICE_NO_HOST_MEMORY", HvpipeError, "host memory of this rank is used up"),
+    ],
+)
+def test_a_bucket_that_cannot_be_packed_ends_the_engine(
+    libraries: Libraries, monkeypatch: Any, variable: str, kind: type[Exception], says: str
+) -> None:
     device = ctypes.CDLL(libraries.device)
     held = device.things_held()
     engine = open_engine(libraries, "host")
     engine.use_device()
     plan_id = engine.add_plan("a", plan_buckets([Gradient("a", (3,), "float32")], 16_000), on_device=True)
     engine.core.begin_step(plan_id, 0, 1.0, True)
-    monkeypatch.setenv("FAKE_DEVICE_FAILS", "1")
+    monkeypatch.setenv(variable, "1")
     array = OnDevice(np.ones(3, np.float32))
     for call in (
         lambda: engine.submit_on_device(plan_id, 0, [array], 1.0),
         lambda: engine.collect_on_device(plan_id, 0, [array]),
     ):
-        with pytest.raises(PeerError, match="a launch failed"):
+        with pytest.raises(kind, match=says):
             call()
     engine.stop()
     engine.core = None

@@ -44,9 +44,9 @@ def is_last() -> bool:
     return hvpipe.rank() == hvpipe.size() - 1
 
 
-def begin(engine: Engine, gradients: list[Gradient], reduces: bool = True) -> None:
+def begin(engine: Engine, gradients: list[Gradient], reduces: bool = True, name: str = "model") -> None:
     plan = plan_buckets(gradients, 1000)
-    engine.core.begin_step(engine.add_plan("model", plan), 7, 1.0, reduces)
+    engine.core.begin_step(engine.add_plan(name, plan), 7, 1.0, reduces)
 
 
 Call = Callable[[Engine], Any]
@@ -113,6 +113,11 @@ DISAGREEMENTS: dict[str, tuple[Call, Call, tuple[str, str]]] = {
         lambda e: begin(e, WEIGHTS),
         lambda e: begin(e, [Gradient("w", (4,), "float32")]),
         ("training step 7 of model", "training step 7 of model"),
+    ),
+    "a plan of one rank": (
+        lambda e: begin(e, WEIGHTS),
+        lambda e: begin(e, [Gradient("v", (3,), "float32")], name="discriminator"),
+        ("training step 7 of model", "training step 7 of discriminator"),
     ),
     "accumulation": (
         lambda e: begin(e, WEIGHTS),
@@ -209,7 +214,7 @@ def test_no_operation_starts_after_a_failure(engine: Engine) -> None:
 def test_a_patient_wait_outlasts_the_timeout(engine: Engine) -> None:
     if is_last():
         time.sleep(2 * TIMEOUT_S)
-    engine.agree("shutdown", patient=True)
+    engine.agree_patiently("shutdown", 60)
 
 
 def test_no_operation_starts_after_stop(engine: Engine) -> None:

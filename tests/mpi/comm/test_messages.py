@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+import time
+
 import numpy as np
 import pytest
 
@@ -51,6 +55,33 @@ def test_many_messages_at_once_are_not_mixed_up(engine: Engine) -> None:
         assert set(request.arrived().view(np.int32)) == {1000 * peer + 10 * rank + tag}
     for request in sends:
         request.wait()
+
+
+def test_a_thread_that_holds_the_interpreter_does_not_stop_communication(engine: Engine) -> None:
+    """Regression: a blocking call waited for the interpreter's lock, and nothing moved on its rank."""
+    hold_s, times = 3, {}
+    sent = np.arange(1_000_000, dtype=np.uint8)
+
+    def hold() -> None:
+        time.sleep(0.2)
+        ctypes.PyDLL(None).sleep(hold_s)  # PyDLL keeps the lock
+        times["released"] = time.monotonic()
+
+    if hvpipe.rank() == 0:
+        request = engine.receive(sent.nbytes, 1, 5, "a message in many pieces")
+        holder = threading.Thread(target=hold)
+        holder.start()
+        engine.agree("after the message")
+        holder.join()
+        np.testing.assert_array_equal(request.arrived(), sent)
+    else:
+        if hvpipe.rank() == 1:
+            time.sleep(0.6)
+            engine.send(sent, 0, 5, "a message in many pieces").wait()
+        times["sent"] = time.monotonic()
+        engine.agree("after the message")
+    released_s, sent_s, *_ = engine.agree("the times", next(iter(times.values())))
+    assert sent_s < released_s - 0.5
 
 
 def test_messages_of_one_tag_keep_their_order(engine: Engine) -> None:

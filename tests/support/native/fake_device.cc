@@ -1,5 +1,6 @@
 // A device for tests without a GPU. Its memory is host memory, its threads run one after the other, and an event is
 // reached only at the second look. It refuses calls in the wrong order.
+#include <new>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
@@ -97,6 +98,7 @@ class FakeDevice : public Device {
   void ScaleAndCast(const std::vector<Piece>& pieces, DType from, DType to, double scale, unsigned* not_finite,
             Stream) override {
     if (std::getenv("FAKE_DEVICE_FAILS") != nullptr) throw Error("a launch failed", hvpipe::ErrorKind::kPeer);
+    if (std::getenv("FAKE_DEVICE_NO_HOST_MEMORY") != nullptr) throw std::bad_alloc();
     ScaleAndCastOnHost<hvpipe::kFewPieces>(pieces, from, to, scale, not_finite, nullptr);
   }
 

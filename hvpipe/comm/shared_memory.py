@@ -1,0 +1,59 @@
+"""Whether the ranks of each host have room for their shared memory, before the engine takes it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from hvpipe.comm.discover import Settings
+from hvpipe.comm.world import World
+from hvpipe.log import logger
+
+FOLDER = "/dev/shm"  # where MPI allocates windows of shared memory
+_SLOTS = 4  # of a rank in a lane (csrc/core/communicators.cc)
+_HEAD_BYTES = 8192  # at most, of a rank in a lane (csrc/collectives/lane.cc)
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """What the ranks of one host need in /dev/shm, and what is free there (None: unknown)."""
+
+    host: str
+    ranks: int
+    needed_bytes: int
+    free_bytes: int | None
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the engine's shared memory does not fit."""
+        return self.free_bytes is not None and self.needed_bytes > self.free_bytes
+
+
+def fits_on_all_hosts(world: World, settings: Settings) -> bool:
+    """Tell whether every host has room for the engine's shared memory; collective.
+
+    All ranks get the same answer. If it is no, rank 0 warns.
+    """
+    mine = host_memory(world, settings)
+    short = [host for host in world.allgather_object(mine) if host.is_short]
+    if short and world.rank == 0:
+        host = short[0]
+        logger.warning(
+            "hvpipe: the ranks of a host go by the ring, which is slower than shared memory. %d ranks on %s "
+            "need %.1f MB in %s; Received: %.1f MB free. Give the container more (docker run --shm-size=2g), "
+            "or set HVPIPE_SHARED_MEMORY=0 to go by the ring without this warning.",
+            *(host.ranks, host.host, host.needed_bytes / 1e6, FOLDER, (host.free_bytes or 0) / 1e6),
+        )
+    return not short
+
+
+def host_memory(world: World, settings: Settings, folder: str = FOLDER) -> HostMemory:
+    """Return what this host's ranks need and what is free. Call it before any rank allocates."""
+    several_hosts = settings.ranks_per_host > 0 or world.local_size < world.size
+    lanes = 0 if world.local_size == 1 else 2 if several_hosts else 1
+    needed_bytes = world.local_size * lanes * (_SLOTS * settings.slot_bytes + _HEAD_BYTES)
+    try:
+        found = os.statvfs(folder)
+    except OSError:  # MPI then finds another place
+        return HostMemory(world.host, world.local_size, needed_bytes, None)
+    return HostMemory(world.host, world.local_size, needed_bytes, found.f_bavail * found.f_frsize)

@@ -1,0 +1,50 @@
+"""TensorFlow kernels when memory is used up: each is an error of its op, and the process goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distributed import launch
+from native_build import build
+
+OUT_OF_MEMORY = """
+import numpy as np
+import tensorflow as tf
+import hvpipe
+from hvpipe.keras.ops import library
+from hvpipe.plan.buckets import Gradient, plan_buckets
+from hvpipe.session import current
+
+hvpipe.init()
+gradients = [Gradient(name, (1000,), "float32") for name in ("a", "b")]
+plan = current().engine.add_plan("model", plan_buckets(gradients, 4000))
+ones, ops = tf.ones(1000), library()
+named = dict(call="c", process_set=0)
+calls = {
+    "begin": lambda: ops.hvpipe_begin_step(samples=1.0, step=1, reduces=True, plan=plan),
+    "submit": lambda: ops.hvpipe_submit(scale=1.0, tensors=[ones], plan=plan, bucket=0),
+    "collect": lambda: ops.hvpipe_collect(token=1, plan=plan, bucket=0, shapes=[[1000]], T=tf.float32, N=1),
+    "unpack": lambda: ops.hvpipe_collect(token=1, plan=plan, bucket=1, shapes=[[1000]], T=tf.float32, N=1),
+    "send": lambda: ops.hvpipe_send_message(number=0, tensor=ones),
+    "take": lambda: ops.hvpipe_take_message(number=0, shape=[1000], T=tf.float32),
+    "named": lambda: ops.hvpipe_named_allreduce(
+        tensors=[ones], factors=tf.ones(2, tf.float64), reduce_op=1, **named
+    ),
+}
+for name, call in calls.items():
+    try:
+        call()
+    except tf.errors.InternalError as error:
+        assert "host memory of this rank is used up" in error.message, error.message
+        print(name, "failed", flush=True)
+"""
+
+
+def test_a_kernel_without_memory_is_an_error_of_its_op(tmp_path: Path) -> None:
+    """Regression: std::bad_alloc left the kernel and terminated the process."""
+    script = tmp_path / "out_of_memory.py"
+    script.write_text(OUT_OF_MEMORY)
+    result = launch(1, [script], limit_s=120, env={"LD_PRELOAD": str(build("out_of_memory.cc"))})
+    assert result.returncode == 0, result.describe()
+    kernels = ("begin", "submit", "collect", "unpack", "send", "take", "named")
+    assert {f"{kernel} failed" for kernel in kernels} <= set(result.output.splitlines()), result.describe()

@@ -1,0 +1,165 @@
+// Runs an engine from many threads at once, under mpirun: for a thread sanitizer.
+//
+//   engine_driver lane|ring|hosts [fail]
+//
+// `hosts` pretends that two ranks share a host. `fail` ends the engine in the middle of a step.
+#include <mpi.h>
+
+#include <atomic>
+#include <cstdio>
+#include <cstring>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/engine.h"
+
+namespace {
+
+using hvpipe::Engine;
+using hvpipe::Error;
+
+constexpr int kBuckets = 5, kSteps = 20, kMessages = 40;
+constexpr std::size_t kCount = 70'000;  // two chunks of the lane, several segments of the ring
+
+void NoInterrupt() {}
+
+// Waits for a callback of the engine.
+class Ended {
+ public:
+  hvpipe::Done done() {
+    return [promise = promise_](const Error* error) {
+      if (error == nullptr) return promise->set_value();
+      promise->set_exception(std::make_exception_ptr(*error));
+    };
+  }
+  void Wait() { promise_->get_future().get(); }
+
+ private:
+  std::shared_ptr<std::promise<void>> promise_ = std::make_shared<std::promise<void>>();
+};
+
+void Expect(double found, double wanted, const char* what) {
+  if (found == wanted) return;
+  throw Error(std::string(what) + " should be " + std::to_string(wanted) +
+              ". Received: " + std::to_string(found));
+}
+
+// One bucket of one step, on a thread of its own.
+void RunBucket(Engine& engine, int plan, int bucket, double scale, int ranks) {
+  std::vector<float> gradient(kCount, 1.0f), sum(kCount);
+  engine.buckets().Submit(plan, bucket, {gradient.data()}, scale);
+  Ended ended;
+  engine.buckets().Collect(plan, bucket, ended.done());
+  ended.Wait();
+  engine.buckets().Unpack(plan, bucket, {sum.data()});
+  Expect(sum.back(), scale * ranks, "a bucket");
+}
+
+void RunMessages(Engine& engine) {
+  const int rank = engine.topology().rank, size = engine.topology().size;
+  for (int i = 0; i < kMessages; ++i) {
+    std::vector<float> sent(kCount, static_cast<float>(rank + i));
+    const int from = (rank + size - 1) % size;
+    Ended left, arrived;
+    const auto received =
+        engine.messenger().Receive(from, 3, kCount * sizeof(float), "message", arrived.done());
+    engine.messenger().Send((rank + 1) % size, 3, sent.data(), kCount * sizeof(float), "message", left.done());
+    arrived.Wait();
+    left.Wait();
+    Expect(static_cast<const float*>(received->data())[kCount - 1], from + i, "a message");
+  }
+}
+
+double Begin(Engine& engine, int plan, int step) {
+  Ended ended;
+  auto scale = std::make_shared<double>(0);
+  engine.buckets().BeginStep(plan, step, 1, true,
+                             [scale, done = ended.done()](const Error* error, double found, double) {
+                               *scale = found;
+                               done(error);
+                             });
+  ended.Wait();
+  return *scale;
+}
+
+void RunSteps(Engine& engine, bool fails) {
+  const int rank = engine.topology().rank, size = engine.topology().size;
+  std::vector<hvpipe::BucketLayout> layouts;
+  for (int bucket = 0; bucket < kBuckets; ++bucket) {
+    layouts.emplace_back("bucket " + std::to_string(bucket), hvpipe::DType::kFloat32,
+                         hvpipe::DType::kFloat32, std::vector<std::size_t>{kCount}, bucket);
+  }
+  const int plan = engine.buckets().AddPlan("model", 7, layouts);
+  for (int step = 0; step < kSteps; ++step) {
+    const double scale = Begin(engine, plan, step);
+    std::vector<std::future<void>> running;
+    for (int bucket = 0; bucket < kBuckets; ++bucket) {
+      running.push_back(
+          std::async(std::launch::async, RunBucket, std::ref(engine), plan, bucket, scale, size));
+    }
+    if (fails && step == kSteps / 2) engine.Fail(Error("the end of the test"));
+    std::vector<float> values(100, 1.0f);
+    engine.calls().AllReduce(values.data(), values.data(), values.size(), hvpipe::DType::kFloat32, 1.0,
+                             "allreduce", NoInterrupt);
+    Expect(values.back(), size, "an all-reduce");
+    values.assign(100, static_cast<float>(rank));
+    engine.calls().Broadcast(values.data(), 400, size - 1, "broadcast", NoInterrupt);
+    Expect(values.back(), size - 1, "a broadcast");
+    for (auto& bucket : running) bucket.get();
+    (void)engine.calls().Agree("end of a step", 0, NoInterrupt);
+  }
+  engine.buckets().RemovePlan(plan);
+}
+
+void Run(const hvpipe::EngineOptions& options, bool fails) {
+  Engine engine(MPI_COMM_WORLD, options);
+  std::atomic<bool> stop{false};
+  std::thread sampler([&] {
+    std::uint64_t seen = 0;
+    while (!stop) {
+      seen += engine.counters().operations.value();
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    if (seen == 0) std::puts("no operation was counted");
+  });
+  auto messages = std::async(std::launch::async, RunMessages, std::ref(engine));
+  std::string error;
+  try {
+    RunSteps(engine, fails);
+    messages.get();
+  } catch (const Error& failure) {
+    error = failure.what();
+    engine.Fail(failure);  // ends the messages
+  }
+  if (messages.valid()) messages.wait();
+  stop = true;
+  sampler.join();
+  engine.Stop();
+  if (error != (fails ? "the end of the test" : "")) throw Error(error);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "lane";
+  int level = 0, rank = 0;
+  MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  hvpipe::EngineOptions options;
+  options.timeout_s = 60;
+  options.shared_memory = mode != "ring";
+  options.ranks_per_host = mode == "hosts" ? 2 : 0;
+  try {
+    Run(options, argc > 2 && std::strcmp(argv[2], "fail") == 0);
+  } catch (const std::exception& error) {
+    std::printf("rank %d: %s\n", rank, error.what());
+    std::fflush(stdout);
+    MPI_Abort(MPI_COMM_WORLD, 1);
+  }
+  std::printf("rank %d: right\n", rank);
+  MPI_Finalize();
+  return 0;
+}
