@@ -54,6 +54,12 @@ const Record& ControlExchange::of(int rank) const {
   return records_[static_cast<std::size_t>((rank - rank_ + ranks_) % ranks_)];
 }
 
+std::uint64_t ControlExchange::requests() const {
+  std::uint64_t all = 0;
+  for (const Record& record : records_) all |= record.requests;
+  return all;
+}
+
 void ControlExchange::CheckAgreement() const {
   const Record& mine = of(rank_);
   for (int rank = 0; rank < ranks_; ++rank) {

@@ -17,7 +17,8 @@ namespace hvpipe {
 struct Record {
   std::uint64_t signature = 0;   // of the next operation; must be equal on all ranks
   double samples = 0;            // in this rank's batch
-  std::array<char, 112> what{};  // description of the next operation
+  std::uint64_t requests = 0;    // bits that this rank wants all ranks to see
+  std::array<char, 104> what{};  // description of the next operation
 };
 static_assert(sizeof(Record) == 128);
 
@@ -34,6 +35,8 @@ class ControlExchange : public Collective {
 
   // The record of `rank`. Call only when done.
   const Record& of(int rank) const;
+  // The requests of all ranks, or-ed. Call only when done.
+  std::uint64_t requests() const;
   // Throw MismatchError with the descriptions of both ranks, unless all signatures are equal.
   void CheckAgreement() const;
 

@@ -10,8 +10,9 @@ namespace hvpipe {
 void Agreement::AddStage(Operation& operation, double samples, std::uint64_t signature) {
   operation.AddStage(
       [=](const Operation& op) {
-        return std::make_unique<ControlExchange>(world_, MakeRecord(signature, samples, op.what),
-                                                 kControlTag);
+        Record record = MakeRecord(signature, samples, op.what);
+        record.requests = own_requests_;
+        return std::make_unique<ControlExchange>(world_, record, kControlTag);
       },
       &order_);
 }
@@ -19,6 +20,7 @@ void Agreement::AddStage(Operation& operation, double samples, std::uint64_t sig
 const ControlExchange& Agreement::Checked(const Operation& operation) {
   const auto& exchange = static_cast<const ControlExchange&>(*operation.stages.front().collective);
   exchange.CheckAgreement();
+  requests_ = exchange.requests();
   return exchange;
 }
 
