@@ -68,8 +68,8 @@ def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
             folders.set_aside(place)
     if refused:
         raise HvpipeError(
-            f"Training should resume from a checkpoint in {folder}, but all {len(refused)} of them are damaged. "
-            "To start from the beginning, use another folder. Received: " + "; ".join(refused)
+            f"Training should resume from a checkpoint in {folder}, but all {len(refused)} of them are "
+            "damaged. To start from the beginning, use another folder. Received: " + "; ".join(refused)
         )
     if ranks.rank == 0 and (left := folders.incomplete(folder)):
         logger.warning(

@@ -1,4 +1,4 @@
-"""Writes checkpoints in the background: every rank its own part, and rank 0 the manifest when all are there."""
+"""Writes checkpoints in the background: every rank its part, and rank 0 the manifest when all are there."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ class Writer:
             if time.monotonic() > deadline_s:
                 raise HvpipeError(
                     f"All ranks should write their part within {self._options.timeout_s:g} s "
-                    f"(HVPIPE_TIMEOUT), to a folder that all hosts share. Received: no rank-{len(found)}.json "
-                    f"in {place}"
+                    f"(HVPIPE_TIMEOUT), to a folder that all hosts share. "
+                    f"Received: no rank-{len(found)}.json in {place}"
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

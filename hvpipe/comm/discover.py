@@ -79,6 +79,7 @@ class Settings:
     nccl_span: NcclSpan = "world"  # "host": MPI carries data of GPUs between hosts
     device_library: str = ""  # "": hvpipe's own for CUDA
     gpus_may_be_shared: bool = False
+    job_folder: str | None = None  # that `hvpipe run` shares with the ranks of its host
     log_level: str | None = None  # None: the level that the program configured
     without_effect: tuple[str, ...] = ()  # variables of Horovod that ask for what hvpipe does not have
 
@@ -136,6 +137,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_NCCL_LIBRARY | a path, or "none" to send data on GPUs through the host |
     | HVPIPE_NCCL_SPAN | "world", or "host" to use NCCL inside hosts only |
     | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
+    | HVPIPE_JOB_FOLDER | set by `hvpipe run`: the folder that it shares with the ranks of its host |
     | HVPIPE_LOG_LEVEL | debug, info, warning or error |
     | NCCL_MULTI_RANK_GPU_ENABLE | NCCL's own: 1 lets ranks share a GPU |
     | HOROVOD_* | Horovod's own, where HVPIPE_* is not set: `horovod_variables.hvpipe_variables` lists them |
@@ -174,6 +176,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         nccl_span=_nccl_span(env, default.nccl_span),
         device_library=env.get("HVPIPE_DEVICE_LIBRARY", ""),
         gpus_may_be_shared=env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
+        job_folder=env.get("HVPIPE_JOB_FOLDER") or None,
         log_level=log_level,
         without_effect=horovod_variables.without_effect(given),
     )

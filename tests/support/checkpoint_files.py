@@ -85,7 +85,7 @@ class _DyingFile:
 
 @contextlib.contextmanager
 def dying_at(count: int, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let this process die at its `count`-th file operation (from 1): this one and all later ones do nothing."""
+    """Let this process die at its `count`-th file operation (from 1): that one and later ones do nothing."""
     done, lock = 0, threading.Lock()
 
     def operation() -> None:

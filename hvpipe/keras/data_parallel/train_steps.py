@@ -22,7 +22,7 @@ from hvpipe.keras.data_parallel.shards import SampleCounter, batch_of, fingerpri
 from hvpipe.keras.data_parallel.step_findings import StepFindings
 from hvpipe.keras.data_parallel.trace_ahead import TraceAhead
 from hvpipe.keras.gpu import on_the_host
-from hvpipe.keras.initial_state import start_equal, without_xla
+from hvpipe.keras.initial_state import build_state, start_equal, without_xla
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.session import Session
 
@@ -67,6 +67,7 @@ class TrainSteps:
         self._hook: OptimizerHook | None = None
         self._refusing: Any = None  # the optimizer that refuses updates until the first step hooks it
         self._pending = False  # whether updates wait for the next step
+        self._times_prepared = 0
         self._steps_seen = 0
         session.sample_counters.append(self.train_counter)
         # Of the first batch. If it is equal on all ranks, they probably read the same data.
@@ -127,19 +128,18 @@ class TrainSteps:
     def _planned(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return a train function that makes the ranks equal, and plans each new graph before it runs."""
         function, ahead = inner, TraceAhead(inner)
-        has_run = False
+        planned_by: int | None = None  # which `prepare`
 
         def train_function(iterator: Any) -> Any:
-            nonlocal function, ahead, has_run
+            nonlocal function, ahead, planned_by
             if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
                 # Tracing must not use a generator up.
                 iterator = list(itertools.islice(iterator, self.model.steps_per_execution))
-            if not self.ready:
-                self._prepare(batch_of(iterator))
-                if has_run:  # its graph holds the plan that `_prepare` has replaced
-                    function = self._make_anew()
-                    ahead = TraceAhead(function)
-            has_run = True
+            self.prepare(batch_of(iterator))
+            if planned_by not in (None, self._times_prepared):  # its graph holds a plan that was replaced
+                function = self._make_anew()
+                ahead = TraceAhead(function)
+            planned_by = self._times_prepared
             with self._telling_the_others():
                 for _ in range(_MOST_PLANS):
                     if self._plan(ahead, iterator):
@@ -200,11 +200,20 @@ class TrainSteps:
 
     # --- The plan -----------------------------------------------------------------------------------------
 
-    def _prepare(self, batch: Any) -> None:
-        """Start from rank 0's state, and hook the optimizer; collective."""
+    def prepare(self, batch: Any) -> None:
+        """Start from rank 0's state, and hook the optimizer, unless that is done; collective.
+
+        `batch` is one, or the spec of one. A single rank only builds the model and its optimizer.
+        """
+        if self.ready:
+            return
+        if self.session.world.size == 1:
+            build_state(self.model, batch)
+            return
         start_equal(self.session, self.model, batch)
         self._hook_optimizer(self.model.trainable_variables)
         self.ready = True
+        self._times_prepared += 1
 
     def _plan(self, ahead: TraceAhead, iterator: Any) -> bool:
         """Trace the call's step. If its graph does not fit the plan, plan anew and return False."""
