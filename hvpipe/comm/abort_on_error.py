@@ -8,6 +8,7 @@ import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from hvpipe.comm.discover import job_folder
 from hvpipe.comm.world import World, started_world
 
 if TYPE_CHECKING:
@@ -30,6 +31,14 @@ def print_with_rank(world: World | StartedWorld, text: str) -> None:
         sys.stderr.flush()
 
 
+def _tell_launcher(world: World | StartedWorld, text: str) -> None:
+    """Tell `hvpipe run --restarts` why this rank fails."""
+    folder = job_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            (folder / f"error-{world.rank}").write_text(text.partition("\n")[0])
+
+
 class _AbortAllRanks:
     """An exception hook that prints the traceback and ends all ranks, as `python -m mpi4py` does.
 
@@ -48,5 +57,6 @@ class _AbortAllRanks:
             self._previous(kind, error, trace)
             world.abort(130)
         else:
+            _tell_launcher(world, f"{kind.__name__} on rank {world.rank}: {error}")
             print_with_rank(world, "".join(traceback.format_exception(kind, error, trace)))
             world.abort(1)

@@ -28,7 +28,7 @@ from hvpipe.keras.fit_call import FitCall
 from hvpipe.keras.initial_state import build_state, is_built, settle, shared_slots
 from hvpipe.keras.variables import broadcast_variables
 
-_OWN, _COUNTED = "own/", "own/counted"
+_OWN, _COUNTED, _STEPS, _PENDING = "own/", "own/counted", "own/steps", "pending/"
 
 
 class DataParallelState:
@@ -40,6 +40,7 @@ class DataParallelState:
         self.session = data_parallel.session
         self.model = data_parallel.model
         self.data_parallel = data_parallel
+        self._held: tuple[list[Any], int] = [], 0
 
     @property
     def fit_call(self) -> FitCall:
@@ -60,8 +61,8 @@ class DataParallelState:
         self.data_parallel.steps.prepare(batch)
 
     def finish_step(self) -> None:
-        """Run the updates that wait for the next step."""
-        self.data_parallel.steps.flush()
+        """Run the updates that wait for the next step, unless they belong to it; collective."""
+        self._held = self.data_parallel.steps.hold()
 
     def samples(self) -> float:
         """Return the samples that this rank has trained on."""
@@ -104,7 +105,11 @@ class DataParallelState:
         shared = self.shared() if self.session.world.rank == 0 else {}
         counted = np.array([self.data_parallel.steps.train_counter.since_restart()])
         values = readable({**shared, **self.own(), **self.metrics()})
-        return values | {f"{_OWN}{name}": v for name, v in random_state().items()} | {_COUNTED: counted}
+        sums, steps = self._held
+        if self.session.world.rank == 0:
+            values |= {f"{_PENDING}{i}": total for i, total in enumerate(sums)}
+        values |= {f"{_OWN}{name}": v for name, v in random_state().items()}
+        return values | {_COUNTED: counted, _STEPS: np.array([steps])}
 
     # --- Reading -----------------------------------------------------------------------------------------
 
@@ -187,6 +192,10 @@ class RestoredDataParallel:
         settle(state.model)
         if _COUNTED in self._own:
             state.data_parallel.steps.train_counter.resume(float(self._own[_COUNTED][0]))
+        pending = sum(name.startswith(_PENDING) for name in self._manifest.parts[0].names)
+        # Rank 0 has the sums. The others must know how many there are.
+        sums = [self._shared.get(f"{_PENDING}{i}") for i in range(pending)]
+        state.data_parallel.steps.resume(sums, int(self._own[_STEPS][0]))
         set_random_state({name.removeprefix(_OWN): value for name, value in self._own.items()})
 
     def callback_arrays(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import tensorflow as tf
 
 from hvpipe.checkpoints.manifest import Manifest
 from hvpipe.errors import HvpipeError
+from hvpipe.keras.compat import dataset_of
 from hvpipe.keras.data_parallel.shards import first_leaf, samples_in, source_of
 from hvpipe.keras.fit_call import FitCall
 
@@ -61,7 +62,7 @@ def resumed_reading(
         manifest: The checkpoint.
         ranks: The ranks that resume.
     """
-    dataset = getattr(iterator, "_dataset", None)  # of tf.data.Iterator; there is no public name
+    dataset = dataset_of(iterator)
     if not isinstance(dataset, tf.data.Dataset):
         raise HvpipeError(
             "To resume, data should reach fit as a tf.data.Dataset, arrays or a PyDataset. "

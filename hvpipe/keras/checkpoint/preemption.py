@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -24,9 +23,8 @@ class StopRequest:
         rank: This rank.
     """
 
-    def __init__(self, job_folder: str | None, rank: int) -> None:
-        folder = Path(job_folder) if job_folder else None
-        self._folder = folder if folder is not None and folder.is_dir() else None
+    def __init__(self, job_folder: Path | None, rank: int) -> None:
+        self._folder = job_folder
         self._rank = rank
         self._received = False
 
@@ -64,12 +62,12 @@ def _remove(path: Path) -> None:
         path.unlink()
 
 
-def tell_launcher(job_folder: str | None) -> Callable[[Path], None]:
+def tell_launcher(job_folder: Path | None) -> Callable[[Path], None]:
     """Return a function that tells `hvpipe run` of a complete checkpoint, for `--restarts`."""
 
     def tell(place: Path) -> None:
-        if job_folder and os.path.isdir(job_folder):
+        if job_folder is not None:
             with contextlib.suppress(OSError):
-                (Path(job_folder) / "checkpoint").write_text(str(place))
+                (job_folder / "checkpoint").write_text(str(place))
 
     return tell

@@ -30,7 +30,7 @@ class TrainingState(Protocol):
         """Make all variables, and let all ranks start equal; collective. `batch` is one, or its spec."""
 
     def finish_step(self) -> None:
-        """Run the updates that wait for the next step. Not collective."""
+        """Run the updates that wait for the next step. On all ranks at the same boundary."""
 
     def samples(self) -> float:
         """Return the samples that this rank has trained on since the model was made."""

@@ -30,6 +30,7 @@ from hvpipe.keras.compat import (
 )
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
+from hvpipe.keras.data_parallel.nonfinite import check_policy
 from hvpipe.keras.data_parallel.overlap import overlap_named
 from hvpipe.keras.data_parallel.shards import same_length
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
@@ -75,6 +76,8 @@ def data_parallel(
     bucket_bytes: int | None = None,
     warmup_steps: int = 100,
     sync_batch_norm: bool = False,
+    verify_every: int | None = None,
+    nonfinite: str | None = None,
 ) -> Model:
     """Make `fit`, `train_on_batch` and `evaluate` of a model train on all ranks.
 
@@ -101,13 +104,19 @@ def data_parallel(
         warmup_steps: With "stale", how many exact steps come first.
         sync_batch_norm: Whether the model's BatchNormalization layers normalise by the batches of all ranks
             together, as `SyncBatchNormalization`; the default is each rank's own batch.
+        verify_every: After every so many steps, compare a checksum of each weight, seed and slot over ranks,
+            and raise MismatchError on all ranks if one differs. None: HVPIPE_VERIFY, else never.
+        nonfinite: What to do if the sum of all ranks' gradients has a NaN or Inf. "raise": raise HvpipeError
+            on all ranks. "skip": leave weights and optimizer as they are, for this step; then no update
+            starts before all gradients are reduced. "ignore": update all the same. None: HVPIPE_NONFINITE,
+            else "ignore".
 
     Returns:
         The same model.
 
     Raises:
-        HvpipeError: For an unknown `overlap` or `compression`, a `bucket_bytes` below 1, a model that is not
-            of Keras 3, or before `hvpipe.init()`.
+        HvpipeError: For an unknown `overlap`, `compression` or `nonfinite`, a `bucket_bytes` or
+            `verify_every` below 1, a model that is not of Keras 3, or before `hvpipe.init()`.
 
     Example:
         ```python
@@ -129,11 +138,18 @@ def data_parallel(
         previous.detach()
     if bucket_bytes is not None and bucket_bytes < 1:
         raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
+    if verify_every is not None and verify_every < 1:
+        raise HvpipeError(f"verify_every should be positive. Received: verify_every={verify_every}")
+    if verify_every is None:
+        verify_every = session.settings.verify_every
+    nonfinite = session.settings.nonfinite if nonfinite is None else nonfinite
+    check_policy(nonfinite)
     if sync_batch_norm:
         normalise_over_ranks(model)
     methods = InstanceMethods(model)
-    options = ReduceOptions(compression, bucket_bytes)
-    DataParallel(model, methods, TrainSteps(session, model, methods, mode, warmup_steps, options)).attach()
+    options = ReduceOptions(compression, bucket_bytes, nonfinite=nonfinite)
+    steps = TrainSteps(session, model, methods, mode, warmup_steps, options, verify_every)
+    DataParallel(model, methods, steps).attach()
     return model
 
 
