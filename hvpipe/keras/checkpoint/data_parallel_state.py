@@ -35,6 +35,7 @@ class DataParallelState:
     """The state of one model of `data_parallel`."""
 
     kind = "data_parallel"
+    shares_data = True
 
     def __init__(self, data_parallel: DataParallel) -> None:
         self.session = data_parallel.session

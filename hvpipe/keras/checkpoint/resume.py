@@ -104,12 +104,12 @@ class Resume:
         self._state.prepare(batch_of(iterator))
         if self._manifest.position.batch or not self._built:
             self._restored.set_shared()
+        # Where all ranks read the same data, their number does not matter.
+        reading = self._ranks if self._state.shares_data else Ranks(0, self._manifest.ranks)
         self._reading = on_all_ranks(
             self._state.session,
             "reading over the batches before the checkpoint",
-            lambda: resumed_reading(
-                iterator, self._state.fit_call, self._length, self._manifest, self._ranks
-            ),
+            lambda: resumed_reading(iterator, self._state.fit_call, self._length, self._manifest, reading),
         )
         self._restored.set_own()
         self._restored.drop()

@@ -6,8 +6,10 @@ from typing import Any
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.data_parallel_state import DataParallelState
+from hvpipe.keras.checkpoint.pipeline_state import PipelineState
 from hvpipe.keras.checkpoint.training_state import TrainingState
 from hvpipe.keras.data_parallel.model import DataParallel
+from hvpipe.keras.pipeline.model import PipelineParallel
 
 
 def training_state(model: Any) -> TrainingState:
@@ -19,6 +21,8 @@ def training_state(model: Any) -> TrainingState:
     data_parallel = DataParallel.of(model)
     if data_parallel is not None:
         return DataParallelState(data_parallel)
+    if isinstance(model, PipelineParallel):
+        return PipelineState(model)
     raise HvpipeError(
         "Checkpoint needs a model of hvpipe.keras.data_parallel or pipeline_parallel, also on one rank. "
         f"Received: a {type(model).__name__}"

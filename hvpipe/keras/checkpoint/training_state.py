@@ -18,6 +18,8 @@ class TrainingState(Protocol):
     session: Session
     kind: str
     """Stands in the manifest: only the same kind of training resumes."""
+    shares_data: bool
+    """Whether each rank reads its own part of the data. If not, all read the same."""
 
     @property
     def fit_call(self) -> FitCall:
