@@ -76,53 +76,57 @@ class Checkpoint(keras.callbacks.Callback):
         self.folder = Path(folder)
         self.keep = keep
         self.every = parse_every(every)
-        self.at_epoch_ends = _AtEpochEnds(self)
-        self._fit: _Fit | None = None
+        self._running = _Running()
+        self.at_epoch_ends = _AtEpochEnds(self._running)
 
     def on_train_begin(self, logs: Logs = None) -> None:
-        self._fit = _Fit(self, training_state(self.model))
-        self._fit.begin()
+        self._running.fit = _Fit(self, training_state(self.model))
+        self._running.fit.begin()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        assert self._fit is not None
-        self._fit.begin_epoch(epoch)
+        assert self._running.fit is not None
+        self._running.fit.begin_epoch(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
-        assert self._fit is not None
-        self._fit.at_boundary()
+        assert self._running.fit is not None
+        self._running.fit.at_boundary()
 
-    def end_epoch(self, epoch: int) -> None:
-        """End an epoch, after the other callbacks have."""
-        assert self._fit is not None
-        self._fit.end_epoch(epoch)
 
-    def abandon(self) -> None:
-        """Leave a `fit` that ends with an exception."""
-        fit, self._fit = self._fit, None
-        if fit is not None:
-            fit.leave_model()
+class _Running:
+    """The `fit` that runs, for both parts of a Checkpoint."""
 
-    def end_fit(self) -> None:
-        """End the `fit`, after the other callbacks have."""
-        assert self._fit is not None
-        fit, self._fit = self._fit, None
-        fit.end()
+    def __init__(self) -> None:
+        self.fit: _Fit | None = None
+
+    def take(self) -> _Fit | None:
+        """Return the `fit`, which ends."""
+        fit, self.fit = self.fit, None
+        return fit
 
 
 class _AtEpochEnds(keras.callbacks.Callback):
     """The part of Checkpoint that runs after all other callbacks."""
 
-    async_safe = True
+    async_safe = True  # overrides no batch hook
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, running: _Running) -> None:
         super().__init__()
-        self._checkpoint = checkpoint
+        self._running = running
 
     def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self._checkpoint.end_epoch(epoch)
+        assert self._running.fit is not None
+        self._running.fit.end_epoch(epoch)
 
     def on_train_end(self, logs: Logs = None) -> None:
-        self._checkpoint.end_fit()
+        fit = self._running.take()
+        assert fit is not None
+        fit.end()
+
+    def abandon(self) -> None:
+        """Leave a `fit` that ends with an exception."""
+        fit = self._running.take()
+        if fit is not None:
+            fit.leave_model()
 
 
 class _Fit:

@@ -40,7 +40,7 @@ def train(folder: Path, crash_at: int = 0) -> tuple[Any, Any]:
     def end_batch(batch: int, logs: Any) -> None:
         nonlocal steps
         steps += 1
-        checkpoint._fit._writer.wait()  # the next batch may save again
+        checkpoint._running.fit._writer.wait()  # the next batch may save again
         if steps == crash_at:
             raise Crash
 

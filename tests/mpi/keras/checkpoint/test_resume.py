@@ -35,7 +35,7 @@ class CrashAt(keras.callbacks.Callback):
         self._checkpoint = checkpoint
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self._checkpoint._fit._writer.wait()
+        self._checkpoint._running.fit._writer.wait()
         self._left -= 1
         if self._left == 0:
             raise Crash
