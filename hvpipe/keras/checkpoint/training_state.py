@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+import tensorflow as tf
+
 from hvpipe.checkpoints.manifest import Manifest
 from hvpipe.keras.fit_call import FitCall
 from hvpipe.keras.variables import native
@@ -64,9 +66,16 @@ class Restored(Protocol):
 
 
 def readable(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of variables without copying them.
+    """Return the values of variables; in host memory without copying them.
 
     TensorFlow never changes a tensor: the next update of a variable writes to a new buffer while somebody
-    holds the old one.
+    holds the old one. A device has less memory to spare than the host, so its values are copied to the host.
     """
-    return {name: native(v).read_value() for name, v in variables.items()}
+    return {name: _on_host(native(v).read_value()) for name, v in variables.items()}
+
+
+def _on_host(value: Any) -> Any:
+    if "CPU" in value.device:
+        return value
+    with tf.device("CPU:0"):
+        return tf.identity(value)

@@ -80,21 +80,6 @@ class NonfiniteGuard:
         self._flags[number][0].assign(bad)
         tf.cond(tf.reduce_any(bad), _branch(otherwise), _branch(update))
 
-    def apply(self, optimizer: Any, grads: Sequence[Any], trainable_variables: Any = None) -> None:
-        """Stand in for the `apply` of an optimizer on a single rank."""
-        variables = trained_variables(optimizer) if trainable_variables is None else list(trainable_variables)
-        trained = [v for g, v in zip(grads, variables, strict=True) if g is not None]
-        gradients = [tf.convert_to_tensor(g) for g in grads if g is not None]
-
-        def skip() -> None:
-            if optimizer.gradient_accumulation_steps:
-                step_count(optimizer).assign_add(1)
-
-        def update() -> None:
-            type(optimizer).apply(optimizer, grads, trainable_variables)
-
-        self.if_finite(0, trained, gradients, update, skip)
-
     def look(self, step: int, rank: int) -> None:
         """Look at the flags after a step, the `step`-th from 1.
 
@@ -135,6 +120,38 @@ class NonfiniteGuard:
                 lambda: tf.reduce_any([tf.reduce_any(flags) for flags in every]), autograph=False
             )
         return self._any()
+
+
+def guarded_alone(policy: str, model: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the train function of a single rank with a guard around its optimizer's `apply`."""
+    optimizer = model.optimizer
+    guard = NonfiniteGuard(policy, optimizer)
+
+    def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        known = trained_variables(optimizer) if trainable_variables is None else list(trainable_variables)
+        trained = [v for g, v in zip(grads, known, strict=True) if g is not None]
+        gradients = [tf.convert_to_tensor(g) for g in grads if g is not None]
+
+        def skip() -> None:
+            if optimizer.gradient_accumulation_steps:
+                step_count(optimizer).assign_add(1)
+
+        def update() -> None:
+            type(optimizer).apply(optimizer, grads, trainable_variables)
+
+        guard.if_finite(0, trained, gradients, update, skip)
+
+    optimizer.apply = apply
+    steps = 0
+
+    def train_function(iterator: Any) -> Any:
+        nonlocal steps
+        logs = inner(iterator)
+        steps += int(model.steps_per_execution)
+        guard.look(steps, 0)
+        return logs
+
+    return train_function
 
 
 def _branch(call: Callable[[], None]) -> Callable[[], Any]:

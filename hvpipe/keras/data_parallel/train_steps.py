@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import logging
 import time
@@ -16,17 +15,16 @@ import keras
 import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.compat import layers_in, own_statistics
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions, tables_of
-from hvpipe.keras.data_parallel.nonfinite import NonfiniteGuard
+from hvpipe.keras.data_parallel.nonfinite import guarded_alone
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook, applied_outside
 from hvpipe.keras.data_parallel.overlap import BackwardOverlap, Overlap
 from hvpipe.keras.data_parallel.shards import SampleCounter, batch_of, fingerprint_of, first_leaf
 from hvpipe.keras.data_parallel.step_findings import StepFindings
 from hvpipe.keras.data_parallel.trace_ahead import TraceAhead
-from hvpipe.keras.data_parallel.verify import verify_equal
+from hvpipe.keras.data_parallel.verify import equal_on_all_ranks, verify_equal
 from hvpipe.keras.gpu import on_the_host
-from hvpipe.keras.initial_state import build_state, shared_slots, start_equal, without_xla
+from hvpipe.keras.initial_state import build_state, start_equal, without_xla
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.session import Session
 
@@ -209,28 +207,13 @@ class TrainSteps:
         every = self._verify_every
         if every and self._steps_run // every > before // every:
             self.hold()
-            verify_equal(self.session, self._equal_on_all_ranks(), self._steps_run)
-
-    def _equal_on_all_ranks(self) -> list[Any]:
-        own = {id(v) for layer in layers_in(self.model) for v in own_statistics(layer)}
-        shared = [v for v in self.model.variables if id(v) not in own]
-        return [*shared, *shared_slots(self.model.optimizer)]
+            verify_equal(self.session, equal_on_all_ranks(self.model), self._steps_run)
 
     def _alone(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return the train function of a single rank, which only needs a guard, if any."""
-        optimizer = self.model.optimizer
-        if self._options.nonfinite == "ignore" or not isinstance(optimizer, keras.optimizers.Optimizer):
+        if self._options.nonfinite == "ignore":
             return inner
-        guard = NonfiniteGuard(self._options.nonfinite, optimizer)
-        optimizer.apply = functools.partial(guard.apply, optimizer)
-
-        def train_function(iterator: Any) -> Any:
-            logs = inner(iterator)
-            self._steps_run += int(self.model.steps_per_execution)
-            guard.look(self._steps_run, 0)
-            return logs
-
-        return train_function
+        return guarded_alone(self._options.nonfinite, self.model, inner)
 
     def _run(self, function: Callable[..., Any], iterator: Any) -> Any:
         """Call the train function, which runs pending updates first, and return the logs."""

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from hvpipe.errors import MismatchError
+from hvpipe.keras.compat import layers_in, own_statistics
+from hvpipe.keras.initial_state import shared_slots
 from hvpipe.keras.variables import name_of
 from hvpipe.session import Session
 
@@ -18,6 +20,12 @@ def checksum(variable: Any) -> int:
     """Return a checksum of a variable's bytes."""
     value = np.ascontiguousarray(variable.numpy())
     return zlib.crc32(value.reshape(-1).view(np.uint8).data)
+
+
+def equal_on_all_ranks(model: Any) -> list[Any]:
+    """Return the variables that all ranks should share: not statistics, which each computes from its data."""
+    own = {id(v) for layer in layers_in(model) for v in own_statistics(layer)}
+    return [*(v for v in model.variables if id(v) not in own), *shared_slots(model.optimizer)]
 
 
 def verify_equal(session: Session, variables: Sequence[Any], step: int) -> None:
