@@ -29,24 +29,32 @@ def _model(width: int) -> Any:
     return hk.data_parallel(model)
 
 
-def _fit_s(model: Any, data: Any, steps: int, callbacks: list[Any]) -> float:
-    """Return the mean time of a step in seconds, without the final checkpoint."""
-    begun_s = 0.0
-    ended_s = 0.0
+def _fit_s(model: Any, data: Any, steps: int, callbacks: list[Any]) -> tuple[float, float]:
+    """Return the mean time of a step and its CPU time, in seconds; without the final checkpoint."""
+    begun_s = ended_s = (0.0, 0.0)
 
     class Clock(keras.callbacks.Callback):
         reads_weights = stops_training = False
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             nonlocal begun_s
-            begun_s = time.monotonic()
+            begun_s = time.monotonic(), time.process_time()
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             nonlocal ended_s
-            ended_s = time.monotonic()
+            ended_s = time.monotonic(), time.process_time()
 
     model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[*callbacks, Clock()])
-    return (ended_s - begun_s) / steps
+    return (ended_s[0] - begun_s[0]) / steps, (ended_s[1] - begun_s[1]) / steps
+
+
+def _print(found: dict[str, list[tuple[float, float]]]) -> None:
+    print(f"{'median of a step':18s} {'ms':>8s} {'':>9s} {'CPU ms':>8s}")
+    base_s, base_cpu_s = (statistics.median(one) for one in zip(*found["no checkpoint"], strict=True))
+    for name, rounds in found.items():
+        wall_s, cpu_s = (statistics.median(one) for one in zip(*rounds, strict=True))
+        wall, cpu = 100 * (wall_s / base_s - 1), 100 * (cpu_s / base_cpu_s - 1)
+        print(f"{name:18s} {1000 * wall_s:8.2f} {wall:+7.1f} % {1000 * cpu_s:8.2f} {cpu:+7.1f} %")
 
 
 def main() -> None:
@@ -67,7 +75,7 @@ def main() -> None:
     model = _model(arguments.width)
     _fit_s(model, data, 5, [])
     names = ("no checkpoint", "never due", f"every {arguments.every} steps")
-    found: dict[str, list[float]] = {name: [] for name in names}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for number in range(arguments.rounds):
         for name, seconds in found.items():
             every = 10**9 if name == "never due" else arguments.every
@@ -75,14 +83,9 @@ def main() -> None:
             callbacks = [] if name == "no checkpoint" else [checkpoint]
             seconds.append(_fit_s(model, data, arguments.steps, callbacks))
     if hvpipe.rank() == 0:
-        base = statistics.median(found["no checkpoint"])
         megabytes = sum(v.numpy().nbytes for v in [*model.variables, *model.optimizer.variables]) / 1e6
         print(f"{hvpipe.size()} ranks, {megabytes:.0f} MB of state, {arguments.rounds} rounds")
-        for name, seconds in found.items():
-            middle = statistics.median(seconds)
-            listed = ", ".join(f"{1000 * s:.1f}" for s in seconds)
-            share = 100 * (middle / base - 1)
-            print(f"{name:16s} {1000 * middle:8.2f} ms a step {share:+6.2f} %   ({listed})")
+        _print(found)
         shutil.rmtree(folder, ignore_errors=True)
     hvpipe.shutdown()
 

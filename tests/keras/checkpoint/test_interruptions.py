@@ -74,6 +74,8 @@ class Job:
             kill_session(int(child))
         kill_session(os.getsid(self._process.pid))
         self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
 
     def end(self) -> int:
         """Wait for the end; return the exit code."""

@@ -596,7 +596,7 @@ def test_keras_callbacks_save_and_restore(trained: Trained, folder: Path) -> Non
 
 
 def test_callbacks_that_cannot_write_for_a_pipeline_are_refused(trained: Trained, folder: Path) -> None:
-    with pytest.raises(HvpipeError, match=r"save_checkpoint.*Received: a BackupAndRestore"):
+    with pytest.raises(HvpipeError, match=r"Checkpoint.*Received: a BackupAndRestore"):
         trained.pipe.fit(*data(), **EPOCH, callbacks=[keras.callbacks.BackupAndRestore(folder)])
     with pytest.raises(HvpipeError, match=r"placeholders into the file name.*Received: filepath="):
         trained.pipe.fit(
