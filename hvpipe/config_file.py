@@ -32,6 +32,10 @@ class Table:
         self.place = place
         self._fields: Mapping[str, Any] = fields
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as they are in the document."""
+        return dict(self._fields)
+
     def has(self, field: str) -> bool:
         """Tell whether the field is present and not null."""
         return self._fields.get(field) is not None
@@ -164,14 +168,14 @@ def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) ->
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     except OSError as error:
         raise HvpipeError(f"{target} should be a file that can be written. Received: {error}") from error
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk, if its file system can."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)

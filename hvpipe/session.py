@@ -57,6 +57,7 @@ _RANK_0_DECIDES = (
     *("bucket_bytes", "table_bytes", "segment_bytes", "slot_bytes", "messages_in_flight", "ranks_per_host"),
     "shared_memory",
     *("nccl_library", "nccl_span", "gpus_may_be_shared"),
+    *("verify_every", "nonfinite"),
 )
 
 _lock = threading.Lock()

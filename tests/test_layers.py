@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "hvpipe"
 # A package's name stands for its modules, except those that the table names themselves.
 LAYERS = (
     ("errors", "config_file", "log", "moved", "_build_info", "_engine"),
-    ("specs",),
+    ("specs", "checkpoints"),
     ("plan", "trace"),
     ("schedule",),
     ("forecast", "plan.__init__"),
@@ -28,7 +28,7 @@ LAYERS = (
     ("keras.compat", "keras.ops", "keras.gpu"),
     ("keras.graph", "keras", "keras.collectives"),
     ("keras.profiling", "keras.data_parallel"),
-    ("keras.pipeline", "keras.__init__"),
+    ("keras.pipeline", "keras.checkpoint", "keras.__init__"),
     ("horovod",),
     ("commands", "cli", "__main__", "__init__"),
 )

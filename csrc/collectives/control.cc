@@ -66,6 +66,12 @@ const Record& ControlExchange::of(int rank) const {
   return records_[static_cast<std::size_t>((rank - rank_ + ranks_) % ranks_)];
 }
 
+std::uint64_t RecordExchange::requests() const {
+  std::uint64_t all = 0;
+  for (int rank = 0; rank < ranks_; ++rank) all |= of(rank).requests;
+  return all;
+}
+
 void RecordExchange::CheckAgreement() const {
   const Record& mine = of(rank_);
   for (int rank = 0; rank < ranks_; ++rank) {

@@ -15,10 +15,11 @@
 namespace hvpipe {
 
 struct Record {
-  std::uint64_t signature = 0;   // of the next operation; must be equal on all ranks
-  std::uint64_t sequence = 0;    // of the next operation, by Progress
-  double samples = 0;            // in this rank's batch
-  std::array<char, 104> what{};  // description of the next operation
+  std::uint64_t signature = 0;  // of the next operation; must be equal on all ranks
+  std::uint64_t sequence = 0;   // of the next operation, by Progress
+  double samples = 0;           // in this rank's batch
+  std::uint64_t requests = 0;   // bits that this rank wants all ranks to see
+  std::array<char, 96> what{};  // description of the next operation
 };
 static_assert(sizeof(Record) == 128);
 
@@ -31,6 +32,8 @@ class RecordExchange : public Collective {
 
   // The record of `rank`. Call only when done.
   virtual const Record& of(int rank) const = 0;
+  // The requests of all ranks, or-ed. Call only when done.
+  std::uint64_t requests() const;
   // Throw MismatchError with the descriptions of both ranks, unless all signatures are equal.
   void CheckAgreement() const;
   // A rank from which nothing has come, if that is known.

@@ -6,7 +6,9 @@ namespace hvpipe {
 void Agreement::AddStage(Operation& operation, double samples, std::uint64_t signature) {
   operation.AddStage(
       [=](const Operation& op) {
-        return network_.MakeExchange(MakeRecord(signature, op.sequence(), samples, op.what));
+        Record record = MakeRecord(signature, op.sequence(), samples, op.what);
+        record.requests = own_requests_;
+        return network_.MakeExchange(record);
       },
       &order_);
 }
@@ -21,6 +23,7 @@ const Record* Agreement::Unanswered() { return order_.empty() ? network_.EarlyRe
 const RecordExchange& Agreement::Checked(const Operation& operation) {
   const auto& exchange = static_cast<const RecordExchange&>(*operation.stages.front().collective);
   exchange.CheckAgreement();
+  requests_ = exchange.requests();
   return exchange;
 }
 

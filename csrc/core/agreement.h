@@ -1,6 +1,7 @@
 // The check that all ranks are about to do the same.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
 
@@ -11,10 +12,11 @@
 namespace hvpipe {
 
 // Adds the exchange of control records (collectives/control.h) to operations. Records are exchanged in the
-// order in which their operations were enqueued.
+// order in which their operations were enqueued. They also carry requests: bits that any rank may set, and
+// that all ranks see alike after an exchange.
 //
-// Threads: any thread may add a stage. Only the driving thread touches the order queue, or a thread inside
-// Progress::WhileNobodyDrives. No lock.
+// Threads: any thread may add a stage, set this rank's requests and read those of all. Only the driving
+// thread touches the order queue, or a thread inside Progress::WhileNobodyDrives. No lock.
 class Agreement {
  public:
   explicit Agreement(Network& network) : network_(network) {}
@@ -25,7 +27,12 @@ class Agreement {
   void AddStage(Operation& operation, double samples, std::uint64_t signature);
   // The exchange of a finished operation that began with AddStage. Throws MismatchError if the signatures
   // differ.
-  static const RecordExchange& Checked(const Operation& operation);
+  const RecordExchange& Checked(const Operation& operation);
+
+  // Let this rank's records carry these bits from now on.
+  void SetRequests(std::uint64_t bits) { own_requests_ = bits; }
+  // The bits of all ranks in the last finished exchange, or-ed.
+  std::uint64_t requests() const { return requests_; }
 
   // The next rank, if nothing has come from it in the exchange that `operation` began with AddStage.
   static std::optional<int> Missing(const Operation& operation);
@@ -37,6 +44,8 @@ class Agreement {
  private:
   Network& network_;
   OrderQueue order_;
+  std::atomic<std::uint64_t> own_requests_{0};
+  std::atomic<std::uint64_t> requests_{0};
 };
 
 }  // namespace hvpipe

@@ -59,8 +59,8 @@ std::shared_ptr<Operation> GradientBuckets::MakeControl(const Plan& plan, std::i
   // error.
   agreement_.AddStage(*control, samples, plan.signature ^ Hash(reduces ? "reduces" : "accumulates"));
   auto total = std::make_shared<double>(0);
-  control->check = [size = route_.topology().size, total](Operation& operation) {
-    const RecordExchange& exchange = Agreement::Checked(operation);
+  control->check = [this, size = route_.topology().size, total](Operation& operation) {
+    const RecordExchange& exchange = agreement_.Checked(operation);
     for (int rank = 0; rank < size; ++rank) *total += exchange.of(rank).samples;
   };
   control->finished = [total, samples, begun = std::move(begun)](const Error* error) {

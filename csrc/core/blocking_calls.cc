@@ -22,7 +22,7 @@ int BlockingCalls::NextTag() { return kFirstCallTag + calls_++ % kCallTags; }
 void BlockingCalls::CheckSameCall(const std::string& what, const Interrupt& interrupt) {
   auto operation = MakeOperation(what);
   agreement_.AddStage(*operation, 0, Hash(what));
-  operation->check = [](Operation& done) { (void)Agreement::Checked(done); };
+  operation->check = [this](Operation& done) { (void)agreement_.Checked(done); };
   progress_.Run(operation, interrupt);
 }
 
@@ -123,8 +123,8 @@ std::vector<double> BlockingCalls::Agree(const std::string& what, double samples
   operation->limit_s = patience.limit_s;
   agreement_.AddStage(*operation, samples, Hash(what));
   std::vector<double> all;
-  operation->check = [size, &all](Operation& done) {
-    const RecordExchange& exchange = Agreement::Checked(done);
+  operation->check = [this, size, &all](Operation& done) {
+    const RecordExchange& exchange = agreement_.Checked(done);
     for (int rank = 0; rank < size; ++rank) all.push_back(exchange.of(rank).samples);
   };
   const double start_s = Now();

@@ -42,6 +42,7 @@ class Engine {
   Messenger& messenger() { return messenger_; }
   const Messenger& messenger() const { return messenger_; }
   BlockingCalls& calls() { return calls_; }
+  Agreement& agreement() { return agreement_; }
   DeviceCalls& device_calls() { return device_calls_; }
   DeviceMessenger& device_messages() { return device_messages_; }
 

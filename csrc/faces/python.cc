@@ -143,6 +143,8 @@ void BindEngine(EngineClass& engine) {
           },
           nb::arg("message"))
       .def("stop", &Engine::Stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("set_requests", [](Engine& self, std::uint64_t bits) { self.agreement().SetRequests(bits); })
+      .def("requests", [](Engine& self) { return self.agreement().requests(); })
       .def("counters", &CountersOf)
       .def("take_events", &TakeEvents)
       .def(

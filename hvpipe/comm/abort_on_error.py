@@ -8,6 +8,7 @@ import sys
 import traceback
 from types import TracebackType
 
+from hvpipe.comm.discover import job_folder
 from hvpipe.comm.world import StartedWorld, World, started_world
 
 
@@ -25,6 +26,14 @@ def print_with_rank(world: World | StartedWorld, text: str) -> None:
         sys.stdout.flush()
         sys.stderr.write(message)
         sys.stderr.flush()
+
+
+def _tell_launcher(world: World | StartedWorld, text: str) -> None:
+    """Tell `hvpipe run --restarts` why this rank fails."""
+    folder = job_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            (folder / f"error-{world.rank}").write_text(text.partition("\n")[0])
 
 
 class _AbortAllRanks:
@@ -46,5 +55,6 @@ class _AbortAllRanks:
             self._previous(kind, error, trace)
             world.abort(130)
         else:
+            _tell_launcher(world, f"{kind.__name__} on rank {world.rank}: {error}")
             print_with_rank(world, "".join(traceback.format_exception(kind, error, trace)))
             world.abort(1)

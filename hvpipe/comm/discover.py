@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from hvpipe.comm import horovod_variables
@@ -17,6 +18,8 @@ Launcher = Literal["mpirun", "srun", "horovodrun", "none"]
 Backend = Literal["mpi", "horovod"]
 
 NcclSpan = Literal["world", "host"]
+Nonfinite = Literal["raise", "skip", "ignore"]
+NONFINITE: tuple[Nonfinite, ...] = ("raise", "skip", "ignore")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -88,6 +91,9 @@ class Settings:
     device_library: str = ""  # "": hvpipe's own for CUDA
     gpus_may_be_shared: bool = False
     dynamic_process_sets: bool = False  # whether process sets can be added to Horovod
+    job_folder: Path | None = None  # that `hvpipe run` shares with the ranks of its host
+    verify_every: int = 0  # steps; 0: never
+    nonfinite: Nonfinite = "ignore"
     log_level: str | None = None  # None: the level that the program configured
     without_effect: tuple[str, ...] = ()  # variables of Horovod that ask for what hvpipe does not have
 
@@ -144,6 +150,9 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_NCCL_LIBRARY | a path, or "none" to send data on GPUs through the host |
     | HVPIPE_NCCL_SPAN | "world", or "host" to use NCCL inside hosts only |
     | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
+    | HVPIPE_VERIFY | after how many steps data_parallel compares weights over ranks |
+    | HVPIPE_NONFINITE | "raise", "skip" or "ignore" steps whose gradients are NaN or Inf |
+    | HVPIPE_JOB_FOLDER | set by `hvpipe run`: the folder that it shares with the ranks of its host |
     | HVPIPE_LOG_LEVEL | debug, info, warning or error |
     | HOROVOD_DYNAMIC_PROCESS_SETS | Horovod's own: 1 lets process sets be added to it |
     | NCCL_MULTI_RANK_GPU_ENABLE | NCCL's own: 1 lets ranks share a GPU |
@@ -188,6 +197,9 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         device_library=env.get("HVPIPE_DEVICE_LIBRARY", ""),
         gpus_may_be_shared=env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1",
         dynamic_process_sets=given.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1",
+        job_folder=job_folder(env),
+        verify_every=_number(env, "HVPIPE_VERIFY", "steps", default.verify_every),
+        nonfinite=_nonfinite(env, default.nonfinite),
         log_level=log_level,
         without_effect=() if on_horovod else horovod_variables.without_effect(given),
     )
@@ -276,6 +288,12 @@ def live_folder(environ: Mapping[str, str] | None = None) -> str | None:
     return _live(os.environ if environ is None else environ, False)[1]
 
 
+def job_folder(environ: Mapping[str, str] | None = None) -> Path | None:
+    """Return the folder that `hvpipe run` shares with the ranks of its host; None if there is none here."""
+    text = (os.environ if environ is None else environ).get("HVPIPE_JOB_FOLDER")
+    return Path(text) if text and os.path.isdir(text) else None
+
+
 def _live(env: Mapping[str, str], default: bool) -> tuple[bool, str | None]:
     """Return whether to report to `hvpipe top`, and the folder to report in if one is named."""
     text = env.get("HVPIPE_LIVE")
@@ -308,6 +326,16 @@ def _nccl_span(env: Mapping[str, str], default: NcclSpan) -> NcclSpan:
     if text == "host":
         return "host"
     raise _bad("HVPIPE_NCCL_SPAN", "world or host", text)
+
+
+def _nonfinite(env: Mapping[str, str], default: Nonfinite) -> Nonfinite:
+    text = env.get("HVPIPE_NONFINITE")
+    if not text:
+        return default
+    for policy in NONFINITE:
+        if text == policy:
+            return policy
+    raise _bad("HVPIPE_NONFINITE", "raise, skip or ignore", text)
 
 
 def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -75,6 +76,8 @@ class Engine:
         self._traced = settings.trace_path is not None
         self._recorded_s = dict.fromkeys(_RECORDED, 0.0)
         self._settings = settings
+        self._own_requests = 0
+        self._requests_lock = threading.Lock()
         self._gpu_route: str | None = None
         self._warned_of_library = False
         self.core: Any = world.make_engine(settings)
@@ -288,6 +291,23 @@ class Engine:
             )
 
         self.core.agree_patiently(what, limit_s, late_s, warn)
+
+    def request(self, bits: int, wanted: bool = True) -> None:
+        """Set or clear bits that all ranks see in `requests` after the next exchange. Any thread may call.
+
+        They travel in the record with which every training step and every blocking call begins, so they cost
+        no message.
+        """
+        with self._requests_lock:
+            self._own_requests = self._own_requests | bits if wanted else self._own_requests & ~bits
+            if self.core is not None:
+                self.core.set_requests(self._own_requests)
+
+    def requests(self) -> int:
+        """Return the bits that any rank had set in the last exchange; the same on all ranks between steps."""
+        if self.core is None or self.world.size == 1:
+            return self._own_requests
+        return int(self.core.requests())
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order (pickled)."""

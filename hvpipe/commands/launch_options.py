@@ -9,7 +9,7 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +19,9 @@ from hvpipe.commands.hosts import HostSlots, parse_hostfile, parse_hosts
 from hvpipe.commands.supervise import supervise
 from hvpipe.errors import LaunchError
 from hvpipe.monitor import core_binding
+
+Supervise = Callable[[Sequence[str], Mapping[str, str]], int]
+"""Runs a command with an environment; returns its exit code."""
 
 # Variables of batch systems that have chosen the hosts.
 _ALLOCATIONS = ("SLURM_JOB_ID", "PBS_NODEFILE", "LSB_JOBID", "PE_HOSTFILE", "FLUX_JOB_ID")
@@ -123,23 +126,36 @@ def output_path(option: str, value: str) -> str:
 
 
 def start(
-    spec: launch.LaunchSpec, settings: Mapping[str, str], environ: Mapping[str, str], *, dry_run: bool
+    spec: launch.LaunchSpec,
+    settings: Mapping[str, str],
+    environ: Mapping[str, str],
+    *,
+    dry_run: bool,
+    supervised: Supervise = supervise,
 ) -> int:
-    """Run the ranks with these settings in their environment; return mpirun's exit code."""
+    """Run the ranks with these settings in their environment; return mpirun's exit code.
+
+    `supervised(command, environ)` runs mpirun.
+    """
     settings = {**settings, **launch.thread_settings(spec, environ)}
     exported = launch.exported_names({**environ, **settings})
     command = launch.mpirun_command(replace(spec, export=exported))
-    return start_alone(command, settings, environ, dry_run=dry_run)
+    return start_alone(command, settings, environ, dry_run=dry_run, supervised=supervised)
 
 
 def start_alone(
-    command: Sequence[str], settings: Mapping[str, str], environ: Mapping[str, str], *, dry_run: bool
+    command: Sequence[str],
+    settings: Mapping[str, str],
+    environ: Mapping[str, str],
+    *,
+    dry_run: bool,
+    supervised: Supervise = supervise,
 ) -> int:
     """Run a command as it is, with these settings in its environment; return its exit code."""
     if dry_run:
         print(shlex.join(["env", *(f"{name}={value}" for name, value in settings.items()), *command]))
         return 0
-    return supervise(command, {**environ, **settings})
+    return supervised(command, {**environ, **settings})
 
 
 def _hosts(options: argparse.Namespace) -> tuple[HostSlots, ...]:

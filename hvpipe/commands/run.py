@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvpipe.commands import horovodrun_flags, launch_options, rank_output
+from hvpipe.commands import horovodrun_flags, launch_options, rank_output, restarts
 from hvpipe.errors import LaunchError
 
 # As in the names "python3" and "python3.11".
@@ -24,7 +24,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--utilization", metavar="FILE", help="write samples of CPU and GPU utilization")
     parser.add_argument("--utilization-hz", type=float, metavar="HZ", help="samples per second (default: 10)")
+    parser.add_argument(
+        "--verify", type=int, metavar="N", help="compare weights over ranks after every N steps"
+    )
+    parser.add_argument(
+        "--nonfinite",
+        choices=("raise", "skip", "ignore"),
+        help="what to do with steps whose gradients are NaN or Inf (default: ignore)",
+    )
     parser.add_argument("--no-summary", action="store_true", help="print no summary at the end")
+    restarts.add_options(parser)
     horovodrun_flags.add_options(parser)
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the Python script, or python and the script")
@@ -41,7 +50,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     spec = launch_options.launch_spec(options, command, environ)
     if options.verbose and not options.dry_run:
         launch_options.start(spec, settings, environ, dry_run=True)
-    return launch_options.start(spec, settings, environ, dry_run=options.dry_run)
+    supervised = restarts.Restarting(options)
+    return launch_options.start(spec, settings, environ, dry_run=options.dry_run, supervised=supervised)
 
 
 def _rank_command(options: argparse.Namespace) -> tuple[str, ...]:
@@ -86,6 +96,12 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
         if not (math.isfinite(hz) and hz > 0):
             raise LaunchError(f"--utilization-hz should be a positive number. Received: {hz}")
         settings["HVPIPE_UTILIZATION_HZ"] = f"{hz:g}"
+    if options.verify is not None:
+        if options.verify < 1:
+            raise LaunchError(f"--verify should be a positive number of steps. Received: {options.verify}")
+        settings["HVPIPE_VERIFY"] = str(options.verify)
+    if options.nonfinite is not None:
+        settings["HVPIPE_NONFINITE"] = options.nonfinite
     if not options.no_summary:
         settings["HVPIPE_SUMMARY"] = "1"
     return settings

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -44,22 +45,66 @@ def own_job_folder(environ: Mapping[str, str], command: Sequence[str] = ()) -> I
         shutil.rmtree(folder, ignore_errors=True)
 
 
+CHECKPOINT_GRACE_S = 30.0
+"""For ranks that write a checkpoint after SIGTERM: schedulers kill after some 30 s."""
+
+STOPPED = 75
+"""What ranks exit with after such a checkpoint (hvpipe.keras.checkpoint.preemption)."""
+
+_JOB = "HVPIPE_JOB_FOLDER"
+
+
+@dataclass(frozen=True)
+class Grace:
+    """How long to wait, in seconds.
+
+    Attributes:
+        end_s: Between the first signal and the kill.
+        checkpoint_s: Before SIGTERM is forwarded, if a rank here writes a checkpoint when asked.
+    """
+
+    end_s: float = 5.0
+    checkpoint_s: float = CHECKPOINT_GRACE_S
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command ended: its exit code, 128 + n for signal n; and whether this process got a signal."""
+
+    code: int
+    asked: bool
+
+
 def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float = 5.0) -> int:
+    """Run a command as `supervise_job` does, in a job folder of its own; return the exit code."""
+    with tempfile.TemporaryDirectory(prefix="hvpipe-run-") as folder:
+        return supervise_job(command, environ, Path(folder), Grace(grace_s)).code
+
+
+def supervise_job(
+    command: Sequence[str], environ: Mapping[str, str], folder: Path, grace: Grace = Grace()
+) -> Outcome:
     """Run a command until it ends. Call it from the main thread.
 
-    The first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded to the command, which then has `grace_s` seconds
-    to end its ranks. After that, at a second signal, or if the command fails, its remaining processes are
-    killed. SIGUSR1 and SIGUSR2 are only forwarded. If this process is killed, the command gets SIGTERM.
+    The first SIGINT, SIGTERM, SIGHUP or SIGQUIT is forwarded to the command, which then has `grace.end_s`
+    seconds to end its ranks. After that, at a second signal, or if the command fails, its remaining processes
+    are killed. SIGUSR1 and SIGUSR2 are only forwarded. If this process is killed, the command gets SIGTERM.
+
+    SIGTERM comes later if a rank of this host has said in the job folder that it writes a checkpoint when
+    asked. It is asked by a file there, and has `grace.checkpoint_s` seconds.
 
     Args:
         command: The program and its arguments.
         environ: The environment of the program.
-        grace_s: Time between the first signal and the kill, in seconds.
+        folder: The job folder, shared with the ranks of this host. They say there that they listen, fail, or
+            have completed a checkpoint.
+        grace: How long to wait.
 
     Returns:
-        The command's exit code, or 128 + n if signal n ended it or was sent to this process.
+        The command's exit code; 128 + n if signal n ended it or was sent to this process, except that 75
+        stays 75: the ranks have written a checkpoint first.
     """
-    supervisor = _Supervisor(grace_s)
+    supervisor = _Supervisor(grace, folder)
     before = {number: signal.getsignal(number) for number in (*_ENDING, *_PASSED_ON)}
     # Signals that were ignored (nohup, a background job of a script) stay ignored.
     replaced = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
@@ -67,7 +112,7 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float
         signal.signal(number, supervisor.on_signal if number in _ENDING else supervisor.pass_on)
     try:
         with own_job_folder(environ, command) as job_environ:
-            return supervisor.run(command, job_environ)
+            return supervisor.run(command, {**job_environ, _JOB: str(folder)})
     finally:
         for number in replaced:
             signal.signal(number, before[number])
@@ -76,14 +121,15 @@ def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float
 class _Supervisor:
     """One running command, and its signal handlers."""
 
-    def __init__(self, grace_s: float) -> None:
-        self._grace_s = grace_s
+    def __init__(self, grace: Grace, folder: Path) -> None:
+        self._grace = grace
+        self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self._received: int | None = None
         self._timer: threading.Timer | None = None
 
-    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Run the command until it ends; return the exit code."""
+    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> Outcome:
+        """Run the command until it ends."""
         sys.stdout.flush()
         try:
             # In a separate session the command gets Ctrl-C only once: from here, not also from the terminal.
@@ -97,15 +143,16 @@ class _Supervisor:
         except OSError as error:
             raise LaunchError(f"The launcher should be a program that runs. Received: {error}") from error
         if self._received is not None:  # the signal came while the process started
-            self._forward(self._received)
+            self._end(self._received)
         code = self._process.wait()
         if self._timer is not None:
             self._timer.cancel()
         if self._received is not None or code != 0:
             kill_session(self._process.pid)
-        if self._received is not None:
-            return 128 + self._received
-        return code if code >= 0 else 128 - code
+        asked = self._received is not None
+        if self._received is not None and code != STOPPED:
+            return Outcome(128 + self._received, asked)
+        return Outcome(code if code >= 0 else 128 - code, asked)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Forward the first ending signal; kill the command at the second."""
@@ -115,7 +162,7 @@ class _Supervisor:
         if self._process is None:
             return
         if first:
-            self._forward(number)
+            self._end(number)
         else:
             kill_session(self._process.pid)
 
@@ -124,12 +171,23 @@ class _Supervisor:
         if self._process is not None:
             self._process.send_signal(number)
 
+    def _end(self, number: int) -> None:
+        """Ask the ranks for a checkpoint if one listens and the signal is SIGTERM; otherwise forward it."""
+        if number == signal.SIGTERM and any(self._folder.glob("listening-*")):
+            (self._folder / "stop").touch()
+            self._after(self._grace.checkpoint_s, self._forward, number)
+        else:
+            self._forward(number)
+
     def _forward(self, number: int) -> None:
         assert self._process is not None
-        self._timer = threading.Timer(self._grace_s, kill_session, [self._process.pid])
+        self._after(self._grace.end_s, kill_session, self._process.pid)
+        self._process.send_signal(number)
+
+    def _after(self, delay_s: float, call: Callable[[int], None], argument: int) -> None:
+        self._timer = threading.Timer(delay_s, call, [argument])
         self._timer.daemon = True
         self._timer.start()
-        self._process.send_signal(number)
 
 
 def _end_with_this_process() -> Callable[[], None] | None:

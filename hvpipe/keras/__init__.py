@@ -10,6 +10,7 @@ _supported.check_installed()  # and here, if Keras is too old or on another back
 
 from hvpipe.collectives import allgather_object, barrier, broadcast_object  # noqa: E402
 from hvpipe.keras.callbacks import BroadcastGlobalVariablesCallback, MetricAverageCallback  # noqa: E402
+from hvpipe.keras.checkpoint.callback import Checkpoint  # noqa: E402
 from hvpipe.keras.collectives.functions import (  # noqa: E402
     allgather,
     allreduce,
@@ -52,6 +53,7 @@ _when_joined(_claim_gpu)
 
 __all__ = [
     "BroadcastGlobalVariablesCallback",
+    "Checkpoint",
     "DistributedGradientTape",
     "DistributedOptimizer",
     "MetricAverageCallback",

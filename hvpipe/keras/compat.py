@@ -129,6 +129,14 @@ def reconfigure_callbacks(callbacks: Any, listed: Sequence[Any]) -> None:
     callbacks._configure_async_dispatch(listed)
 
 
+def dataset_of(iterator: Any) -> Any:
+    """Return the dataset of a tf.data.Iterator (`OwnedIterator._dataset`, of TensorFlow), else None.
+
+    Resuming needs it: Keras makes the dataset of arrays itself.
+    """
+    return getattr(iterator, "_dataset", None)
+
+
 def step_functions(train_function: Any) -> tuple[Any, Any] | None:
     """Return the tf.functions inside a train function: a step on an iterator, and a step on a batch.
 

@@ -56,13 +56,18 @@ def start_equal(session: Session, model: Any, batch: Any) -> None:
             "wrap each in hvpipe.keras.DistributedOptimizer instead. "
             f"Received: model {model.name} with optimizer={model.optimizer!r}"
         )
+    build_state(model, batch)
+    check_same_variables(session, model.trainable_variables)
+    broadcast_model(model, model.optimizer.variables)
+    _warn_of_own_batches(session, model)
+
+
+def build_state(model: Any, batch: Any) -> None:
+    """Let model, optimizer, loss and metrics create their variables for `batch` (or its spec) if needed."""
     _build(model, batch)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     _build_loss_and_metrics(model, batch)
-    check_same_variables(session, model.trainable_variables)
-    broadcast_model(model, model.optimizer.variables)
-    _warn_of_own_batches(session, model)
 
 
 def is_built(model: Any) -> bool:
@@ -106,7 +111,7 @@ def checksums(model: Any, statistics: Sequence[Any]) -> tuple[float, float]:
     kept = {id(v) for v in statistics}
     weights = [v for v in model.weights if id(v) not in kept]
     floating = [v for v in statistics if keras.backend.is_float_dtype(v.dtype)]
-    return _checksum([*weights, *_shared(model.optimizer)]), _checksum(floating)
+    return _checksum([*weights, *shared_slots(model.optimizer)]), _checksum(floating)
 
 
 def take_rank_0s(session: Session, model: Any, sums: Sequence[float], when: str) -> bool:
@@ -122,11 +127,11 @@ def take_rank_0s(session: Session, model: Any, sums: Sequence[float], when: str)
             ", ".join(others[:3]) + (" ..." if len(others) > 3 else ""),
             when,
         )
-    broadcast_model(model, _shared(model.optimizer))
+    broadcast_model(model, shared_slots(model.optimizer))
     return True
 
 
-def _shared(optimizer: Any) -> list[Any]:
+def shared_slots(optimizer: Any) -> list[Any]:
     """Return the optimizer's variables that are equal on all ranks: without accumulated gradients."""
     return [v for v in optimizer.variables if not v.name.endswith("gradient_accumulator")]
 

@@ -112,6 +112,8 @@ def test_settings_are_read() -> None:
         "HVPIPE_SEGMENT_BYTES": "64",
         "HVPIPE_SHARED_MEMORY": "0",
         "HVPIPE_NCCL_SPAN": "host",
+        "HVPIPE_VERIFY": "100",
+        "HVPIPE_NONFINITE": "skip",
         "HVPIPE_SUMMARY": "1",
         "HVPIPE_LOG_LEVEL": "DEBUG",
     }
@@ -127,6 +129,8 @@ def test_settings_are_read() -> None:
         segment_bytes=64,
         shared_memory=False,
         nccl_span="host",
+        verify_every=100,
+        nonfinite="skip",
         summary=True,
         log_level="debug",
     )
@@ -144,6 +148,8 @@ def test_settings_are_read() -> None:
         ("HVPIPE_SEGMENT_BYTES", "-1", "a positive number of bytes"),
         ("HVPIPE_SHARED_MEMORY", "yes", "0 or 1"),
         ("HVPIPE_NCCL_SPAN", "rack", "world or host"),
+        ("HVPIPE_VERIFY", "0", "a positive number of steps"),
+        ("HVPIPE_NONFINITE", "stop", "raise, skip or ignore"),
         ("HVPIPE_SUMMARY", "2", "0 or 1"),
         ("HVPIPE_LOG_LEVEL", "loud", "one of debug, info, warning, error"),
     ],

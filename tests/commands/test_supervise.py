@@ -147,6 +147,37 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     assert not is_running(int((tmp_path / "pid").read_text()))
 
 
+LISTENING = """
+import os, signal, sys, time
+from pathlib import Path
+folder = Path(os.environ["HVPIPE_JOB_FOLDER"])
+(folder / "listening-0").touch()
+open("ready", "w").close()
+while not (folder / "stop").exists(): time.sleep(0.01)
+if {stubborn}: time.sleep(60)
+sys.exit(75)
+"""
+
+
+def test_a_rank_that_listens_is_asked_for_a_checkpoint(tmp_path: Path) -> None:
+    process = supervised(LISTENING.format(stubborn=False), tmp_path)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 75
+
+
+def test_sigterm_is_forwarded_after_the_grace_for_a_checkpoint(tmp_path: Path) -> None:
+    setup = "import hvpipe.commands.supervise as s; s.Grace.__init__.__defaults__ = (5.0, 0.2)"
+    process = supervised(LISTENING.format(stubborn=True), tmp_path, setup=setup)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(LIMIT_S) == 143
+
+
+def test_another_signal_waits_for_no_checkpoint(tmp_path: Path) -> None:
+    process = supervised(LISTENING.format(stubborn=True), tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(LIMIT_S) == 130
+
+
 def test_processes_left_by_a_killed_launcher_are_killed(tmp_path: Path) -> None:
     process = supervised(STUBBORN, tmp_path, grace_s=600.0)
     child = int((tmp_path / "pid").read_text())

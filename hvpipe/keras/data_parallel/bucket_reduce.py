@@ -29,12 +29,14 @@ class ReduceOptions:
         bucket_bytes: Size of a fused buffer; None: HVPIPE_BUCKET_BYTES, else a default by the model's size.
         in_turn: Reduce buckets in the order of submission instead of by urgency.
         tables: The variables, by `identity`, whose gradients have few rows that are not zero.
+        nonfinite: What to do where a sum is NaN or Inf: "raise", "skip" or "ignore".
     """
 
     compression: str | None = None
     bucket_bytes: int | None = None
     in_turn: bool = False
     tables: frozenset[int] = frozenset()
+    nonfinite: str = "ignore"
 
 
 class BucketReducer:
@@ -80,6 +82,11 @@ class BucketReducer:
         with tf.init_scope(), on_the_host():
             # An input that changes every step keeps grappler from folding or sharing the announcement.
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_step")
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._session.world.rank
 
     def end(self) -> None:
         """Free the plan's buffers. Call it once no graph made with the plan runs any more."""

@@ -17,6 +17,7 @@ from hvpipe.keras.compat import (
     update_variables,
 )
 from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer
+from hvpipe.keras.data_parallel.nonfinite import NonfiniteGuard
 from hvpipe.keras.data_parallel.step_marks import StepMarks
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.variables import identity, native
@@ -28,10 +29,18 @@ _ALL = -1  # in place of the number of a bucket
 class BucketUpdate:
     """Collects the gradients that a `reducer` has reduced, and updates its variables with an optimizer."""
 
-    def __init__(self, optimizer: Any, reducer: BucketReducer, by_bucket: bool, marks: StepMarks) -> None:
+    def __init__(
+        self,
+        optimizer: Any,
+        reducer: BucketReducer,
+        by_bucket: bool,
+        marks: StepMarks,
+        guard: NonfiniteGuard | None = None,
+    ) -> None:
         self._optimizer = optimizer
         self._reducer = reducer
-        self._by_bucket = by_bucket
+        self._guard = guard
+        self._by_bucket = by_bucket and not (guard is not None and guard.waits_for_all)
         self._marks = marks
         self._functions: dict[int, Any] = {}  # of one bucket each by its number, and of all (_ALL)
 
@@ -69,7 +78,7 @@ class BucketUpdate:
         with tf.control_dependencies(tokens):
             reduced = self._reducer.collect_all(tokens)
         with tf.control_dependencies(reduced):
-            self.apply_all([tf.identity(g) for g in reduced])
+            self._if_finite(_ALL, variables, [tf.identity(g) for g in reduced])
         if self._marks.traced:
             last = self._reducer.plan.by_need()[-1][1].name
             self._marks.keep([self._done(variables, last)])
@@ -82,13 +91,27 @@ class BucketUpdate:
         variables = self._reducer.members(bucket)
         # Weight decay needs no gradient, but must not come before the gradient.
         with tf.control_dependencies([token]):
-            self._as_written(number, variables, self._reducer.collect(number, token))
+            self._if_finite(number, variables, self._reducer.collect(number, token))
         return self._done(variables, bucket.name)
 
     def _collect_and_update_all(self, tokens: Sequence[Any]) -> Any:
         variables = self._reducer.variables
-        self.apply_all(self._reducer.collect_all(tokens))
+        self._if_finite(_ALL, variables, self._reducer.collect_all(tokens))
         return self._done(variables, self._reducer.plan.buckets[0].name)
+
+    def _if_finite(self, number: int, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
+        """Update with reduced gradients, unless a guard keeps them from the variables."""
+        if self._guard is None:
+            self._as_written(number, variables, gradients)
+            return
+
+        def skip() -> None:
+            # Accumulation counts micro-steps by it, and its sums start again.
+            if self._optimizer.gradient_accumulation_steps:
+                count_step(self._optimizer)
+
+        update = functools.partial(self._as_written, number, variables, gradients)
+        self._guard.if_finite(number, variables, gradients, update, skip)
 
     def _as_written(self, number: int, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         """Update with bucket `number` or _ALL so that TensorFlow rounds alike anywhere in a graph.

@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import keras
@@ -29,9 +30,11 @@ from hvpipe.keras.compat import (
 )
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
+from hvpipe.keras.data_parallel.nonfinite import check_policy
 from hvpipe.keras.data_parallel.overlap import overlap_named
 from hvpipe.keras.data_parallel.shards import same_length
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
+from hvpipe.keras.fit_call import FitCall, in_order, running
 from hvpipe.keras.initial_state import broadcast_model, checksums, is_built, take_rank_0s
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.one_writer import with_one_writer
@@ -73,6 +76,8 @@ def data_parallel(
     bucket_bytes: int | None = None,
     warmup_steps: int = 100,
     sync_batch_norm: bool = False,
+    verify_every: int | None = None,
+    nonfinite: str | None = None,
 ) -> Model:
     """Make `fit`, `train_on_batch` and `evaluate` of a model train on all ranks.
 
@@ -99,13 +104,19 @@ def data_parallel(
         warmup_steps: With "stale", how many exact steps come first.
         sync_batch_norm: Whether the model's BatchNormalization layers normalise by the batches of all ranks
             together, as `SyncBatchNormalization`; the default is each rank's own batch.
+        verify_every: After every so many steps, compare a checksum of each weight, seed and slot over ranks,
+            and raise MismatchError on all ranks if one differs. None: HVPIPE_VERIFY, else never.
+        nonfinite: What to do if the sum of all ranks' gradients has a NaN or Inf. "raise": raise HvpipeError
+            on all ranks. "skip": leave weights and optimizer as they are, for this step; then no update
+            starts before all gradients are reduced. "ignore": update all the same. None: HVPIPE_NONFINITE,
+            else "ignore".
 
     Returns:
         The same model.
 
     Raises:
-        HvpipeError: For an unknown `overlap` or `compression`, a `bucket_bytes` below 1, a model that is not
-            of Keras 3, or before `hvpipe.init()`.
+        HvpipeError: For an unknown `overlap`, `compression` or `nonfinite`, a `bucket_bytes` or
+            `verify_every` below 1, a model that is not of Keras 3, or before `hvpipe.init()`.
 
     Example:
         ```python
@@ -127,11 +138,18 @@ def data_parallel(
         previous.detach()
     if bucket_bytes is not None and bucket_bytes < 1:
         raise HvpipeError(f"bucket_bytes should be positive. Received: bucket_bytes={bucket_bytes}")
+    if verify_every is not None and verify_every < 1:
+        raise HvpipeError(f"verify_every should be positive. Received: verify_every={verify_every}")
+    if verify_every is None:
+        verify_every = session.settings.verify_every
+    nonfinite = session.settings.nonfinite if nonfinite is None else nonfinite
+    check_policy(nonfinite)
     if sync_batch_norm:
         normalise_over_ranks(model)
     methods = InstanceMethods(model)
-    options = ReduceOptions(compression, bucket_bytes)
-    DataParallel(model, methods, TrainSteps(session, model, methods, mode, warmup_steps, options)).attach()
+    options = ReduceOptions(compression, bucket_bytes, nonfinite=nonfinite)
+    steps = TrainSteps(session, model, methods, mode, warmup_steps, options, verify_every)
+    DataParallel(model, methods, steps).attach()
     return model
 
 
@@ -147,8 +165,10 @@ class DataParallel:
     def __init__(self, model: Any, methods: InstanceMethods, steps: TrainSteps) -> None:
         self.session: Session = steps.session
         self.model = model
+        self.steps = steps
+        self.fit_call = FitCall()
+        """The `fit` that runs, or the last one."""
         self._methods = methods
-        self._steps = steps
         self._set = False  # whether the model's methods have set weights since the ranks last compared them
         self._samples_before_fit = 0.0  # since the statistics were averaged
 
@@ -163,14 +183,15 @@ class DataParallel:
     def attach(self) -> None:
         """Replace methods on the model instance."""
         vars(self.model)["_hvpipe"] = self
-        self._methods.replace("make_train_function", self._steps.make_train_function)
+        self._methods.replace("make_train_function", self.steps.make_train_function)
         if self.session.world.size == 1:
-            self._methods.replace("train_step", self._steps.counted_train_step)
+            self._methods.replace("train_step", self.steps.counted_train_step)
+            self._methods.replace("fit", self._fit_alone)
             self.model.train_function = None
             return
-        self._methods.replace("train_step", self._steps.train_step)
-        self._methods.replace("test_step", self._steps.test_step)
-        self._methods.replace("make_test_function", self._steps.make_test_function)
+        self._methods.replace("train_step", self.steps.train_step)
+        self._methods.replace("test_step", self.steps.test_step)
+        self._methods.replace("make_test_function", self.steps.make_test_function)
         self._methods.replace("compile", self._compile)
         self._methods.replace("fit", self._fit)
         self._methods.replace("evaluate", self._evaluate)
@@ -179,11 +200,11 @@ class DataParallel:
             self._methods.replace(name, functools.partial(self._flush_first, name))
         self.model.train_function = None
         self.model.test_function = None
-        self._steps.refuse_outside()
+        self.steps.refuse_outside()
 
     def detach(self) -> None:
         """Restore the model's own methods."""
-        self._steps.unhook()
+        self.steps.unhook()
         self._methods.restore()
         vars(self.model).pop("_hvpipe", None)
         self.model.train_function = None
@@ -197,10 +218,10 @@ class DataParallel:
         Before the first step there is nothing to synchronise. After `train_on_batch`, BatchNormalization's
         statistics may differ between ranks, so average them.
         """
-        model, steps = self.model, self._steps
+        model, steps = self.model, self.steps
         steps.flush()
         self._set = False
-        statistics = self._statistics()
+        statistics = self.statistics()
         sums = checksums(model, statistics) if steps.ready else (0.0, 0.0)
         # The epoch is what BackupAndRestore found on rank 0, for example.
         row = np.array([[float(steps.ready), *sums, float(initial_epoch(model))]])
@@ -220,25 +241,25 @@ class DataParallel:
 
     def _take_rank_0s_if_set(self, anywhere: Sequence[float], when: str) -> None:
         self._set = False
-        if not any(anywhere) or not self._steps.ready:
+        if not any(anywhere) or not self.steps.ready:
             return
-        self._steps.flush()
-        weights, _ = checksums(self.model, self._statistics())
+        self.steps.flush()
+        weights, _ = checksums(self.model, self.statistics())
         take_rank_0s(self.session, self.model, self.session.engine.agree(f"weights {when}", weights), when)
 
     def end_epoch(self, epoch: int, logs: dict[str, Any] | None) -> None:
         """Flush, then average statistics and logs over all ranks; collective."""
-        self._steps.flush()
-        samples = self._steps.train_counter.restart()
+        self.steps.flush()
+        samples = self.steps.train_counter.restart()
         self.session.engine.agree(f"end of epoch {epoch + 1}")
-        average_variables(self.session, self._statistics(), samples)
+        average_variables(self.session, self.statistics(), samples)
         if logs:
             # Keras adds the validation's results, which `evaluate` has averaged already.
             own = {name: value for name, value in logs.items() if not name.startswith("val_")}
             average_logs(self.session, own, samples, f"logs of epoch {epoch + 1}")
             logs.update(own)
 
-    def _statistics(self) -> list[Any]:
+    def statistics(self) -> list[Any]:
         """Return the statistics that layers keep. Frozen weights, equal on all ranks, are not included."""
         kept = {id(v): v for layer in layers_in(self.model) for v in own_statistics(layer)}
         return list(kept.values())
@@ -257,20 +278,38 @@ class DataParallel:
         x = same_length(self.session, given.get("x"), given.get("batch_size"), given.get("steps_per_epoch"))
         if "x" in given:
             given["x"] = x
+        self.fit_call = FitCall(x, given.get("steps_per_epoch"))
         given["callbacks"] = self._with_own_callbacks(given.get("callbacks"))
-        self._samples_before_fit = self._steps.train_counter.restart()
+        self._samples_before_fit = self.steps.train_counter.restart()
         try:
-            return own(**given)
+            with running(self.fit_call.callbacks):
+                return own(**given)
         except BaseException:
             # The last step is complete, unless it is the one that failed: its gradients are under way.
             with contextlib.suppress(Exception):
-                self._steps.flush()
+                self.steps.flush()
             raise
+
+    def _fit_alone(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for `model.fit` on a single rank."""
+        own = self._methods.own("fit")
+        if not takes(own, "callbacks"):
+            return own(*args, **kwargs)
+        given = by_name(own, args, kwargs, functools.partial(keras.Model.fit, self.model))
+        callbacks = given.get("callbacks")
+        if not isinstance(callbacks, keras.callbacks.CallbackList):
+            given["callbacks"] = in_order(tf.nest.flatten(callbacks) if callbacks else [])
+        listed = getattr(given["callbacks"], "callbacks", given["callbacks"])
+        self.fit_call = FitCall(given.get("x"), given.get("steps_per_epoch"), tuple(listed))
+        self.steps.train_counter.restart()
+        with running(listed):
+            return own(**given)
 
     def _with_own_callbacks(self, callbacks: Any) -> Any:
         """Return the callbacks of a `fit` with ours around them; collective."""
         listed = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
-        listed = with_one_writer(self.session, tf.nest.flatten(listed) if listed else [])
+        listed = with_one_writer(self.session, in_order(tf.nest.flatten(listed) if listed else []))
+        self.fit_call = replace(self.fit_call, callbacks=tuple(listed))
         first = self._first_callback(listed)
         last: list[Any] = [
             stop_together(self.session, listed),
@@ -287,8 +326,8 @@ class DataParallel:
 
     def _first_callback(self, callbacks: list[Any]) -> FinishAtEpochEnd:
         readers = [type(c).__name__ for c in callbacks if reads_at_batches(c)]
-        if not readers or not self._steps.overlap.defers:
-            return FinishAtEpochEnd(self._steps.flush, self.end_epoch)
+        if not readers or not self.steps.overlap.defers:
+            return FinishAtEpochEnd(self.steps.flush, self.end_epoch)
         if self.session.world.rank == 0:
             logger.warning(
                 "hvpipe: callback %s may read weights between steps, so every step is finished before it "
@@ -296,32 +335,32 @@ class DataParallel:
                 "neither reads weights nor changes the optimizer.",
                 ", ".join(readers),
             )
-        return FinishAtEveryBatch(self._steps.flush, self.end_epoch)
+        return FinishAtEveryBatch(self.steps.flush, self.end_epoch)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        self._steps.flush()
+        self.steps.flush()
         when = "at the start of evaluate"
-        if self._steps.ready:
+        if self.steps.ready:
             self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)
             average_variables(
-                self.session, self._statistics(), self._steps.train_counter.since_restart() or 1.0
+                self.session, self.statistics(), self.steps.train_counter.since_restart() or 1.0
             )
         elif all(self.session.engine.agree(f"{when}, before a step", float(is_built(self.model)))):
             # Weights may have been loaded on rank 0 only: results of different models have no mean.
             broadcast_model(self.model)
-        self._steps.test_counter.restart()
+        self.steps.test_counter.restart()
         return_dict, logs = self._as_dict("evaluate", args, kwargs)
-        average_logs(self.session, logs, self._steps.test_counter.restart(), "results of evaluate")
+        average_logs(self.session, logs, self.steps.test_counter.restart(), "results of evaluate")
         return logs if return_dict else metrics_in_order(self.model, logs)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        self._set = self._set and self._steps.ready  # the first step takes rank 0's weights anyway
-        before = self._steps.train_counter.total()
+        self._set = self._set and self.steps.ready  # the first step takes rank 0's weights anyway
+        before = self.steps.train_counter.total()
         return_dict, logs = self._as_dict("train_on_batch", args, kwargs)
-        if self._steps.overlap.updates_in_next_step:
+        if self.steps.overlap.updates_in_next_step:
             # The caller may next set the learning rate, read a layer or call the model.
-            self._steps.flush()
-        samples = self._steps.train_counter.total() - before
+            self.steps.flush()
+        samples = self.steps.train_counter.total() - before
         anywhere = average_logs(
             self.session, logs, samples, "results of train_on_batch", note=float(self._set)
         )
@@ -336,12 +375,12 @@ class DataParallel:
         return wanted, dict(own(**given, return_dict=True))
 
     def _compile(self, *args: Any, **kwargs: Any) -> Any:
-        self._steps.flush()
+        self.steps.flush()
         returned = self._methods.own("compile")(*args, **kwargs)
-        self._steps.refuse_outside()
+        self.steps.refuse_outside()
         return returned
 
     def _flush_first(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        self._steps.flush()
+        self.steps.flush()
         self._set = self._set or name in _SET
         return self._methods.own(name)(*args, **kwargs)

@@ -14,6 +14,7 @@ from hvpipe.keras.compat import check_variables_are_known, trained_variables, wa
 from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions, dense, one_sample
 from hvpipe.keras.data_parallel.bucket_update import BucketUpdate, acts_by_variable
 from hvpipe.keras.data_parallel.gradient_accumulation import accumulate
+from hvpipe.keras.data_parallel.nonfinite import NonfiniteGuard
 from hvpipe.keras.data_parallel.overlap import Buckets, Overlap
 from hvpipe.keras.data_parallel.step_findings import StepFindings, UpdateInGraph
 from hvpipe.keras.data_parallel.step_marks import StepMarks
@@ -77,6 +78,7 @@ class OptimizerHook:
         self._options = replace(options, in_turn=overlap.in_turn)
         self._marks = StepMarks(traced=session.settings.trace_path is not None)
         self._by_bucket = acts_by_variable(optimizer, variables)
+        self._guard = None if options.nonfinite == "ignore" else NonfiniteGuard(options.nonfinite, optimizer)
         self._plans: dict[tuple[int, ...], Buckets] = {}
         self._plan_for(variables)
         self._in_step = False
@@ -170,6 +172,25 @@ class OptimizerHook:
         if self._overlap.defers:
             self._overlap.finish(self._buckets)
 
+    def look_for_nonfinite(self, step: int) -> None:
+        """After an update: raise HvpipeError, or warn, if the gradients of step `step` were not finite."""
+        if self._guard is not None:
+            self._guard.look(step, self._session.world.rank)
+
+    def hold(self) -> list[Any]:
+        """Flush, but for sums that belong to the next step, which are returned; collective."""
+        return self._overlap.hold(self._buckets)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were announced."""
+        return int(self._buckets.reducer.step.numpy())
+
+    def resume(self, sums: Sequence[Any], steps: int) -> None:
+        """Continue after this many steps, with the sums that `hold` returned; collective if there are any."""
+        self._buckets.reducer.step.assign(steps)
+        self._overlap.resume(self._buckets, sums)
+
     # --- The plan --------------------------------------------------------------------------------------
 
     def look(self, trace: Callable[[], None]) -> list[StepFindings]:
@@ -201,7 +222,7 @@ class OptimizerHook:
         key = tuple(map(identity, variables))
         if key not in self._plans:
             reducer = BucketReducer(self._session, self.optimizer.name, variables, self._options)
-            update = BucketUpdate(self.optimizer, reducer, self._by_bucket, self._marks)
+            update = BucketUpdate(self.optimizer, reducer, self._by_bucket, self._marks, self._guard)
             self._plans[key] = Buckets(reducer, update)
         self._buckets = self._plans[key]
 

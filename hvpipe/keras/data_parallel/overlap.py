@@ -66,6 +66,17 @@ class Overlap:
     def finish(self, buckets: Buckets) -> None:
         """Run the updates that wait for the next step, eagerly."""
 
+    def hold(self, buckets: Buckets) -> list[Any]:
+        """Finish as far as it changes no result; return the sums that the next step will update with.
+
+        There are such sums where an update belongs to the next step. Collective then.
+        """
+        self.finish(buckets)
+        return []
+
+    def resume(self, buckets: Buckets, sums: Sequence[Any]) -> None:
+        """Let the next step update with these sums, as `hold` returned them; collective if there are any."""
+
 
 class NoOverlap(Overlap):
     """The linear baseline, "none": compute, reduce, update, one after the other.
@@ -186,6 +197,40 @@ class StaleOverlap(_Deferring):
                 return tf.zeros_like(token)
 
         self._token.assign(tf.cond(warming_up, finish_now, lambda: tf.identity(token)))
+
+    def hold(self, buckets: Buckets) -> list[Any]:
+        """Read the sums that the next step will update with, and give them back; collective."""
+        if int(self._token.numpy()) == 0:
+            return []
+        tokens = [self._token.read_value()] * len(buckets.reducer.plan.buckets)
+        sums = [tf.identity(total) for total in buckets.reducer.collect_all(tokens)]
+        self.resume(buckets, sums)
+        return sums
+
+    def resume(self, buckets: Buckets, sums: Sequence[Any]) -> None:
+        """Let the next step update with these sums; collective. Rank 0's count.
+
+        They are reduced once more: the other ranks add -0.0, which changes no bit of any number.
+        """
+        if not sums:
+            return
+        first = buckets.reducer.rank == 0
+        variables = buckets.reducer.variables
+        mine = [_sum_of(v, total if first else None) for v, total in zip(variables, sums, strict=True)]
+        buckets.reducer.announce(tf.constant(1.0, tf.float64))
+        buckets.reducer.step.assign_sub(1)
+        tokens = buckets.reducer.submit(tf.constant(1.0, tf.float64), mine)
+        with on_the_host():
+            self._token.assign(tf.add_n(tokens))
+
+
+def _sum_of(variable: Any, total: Any) -> Any:
+    """Return a saved sum in its variable's type, or -0.0 everywhere."""
+    dtype = tf.as_dtype(variable.dtype)
+    if total is None:
+        return tf.fill(variable.shape, tf.cast(-0.0, dtype))
+    found = tf.convert_to_tensor(total)
+    return tf.bitcast(found, dtype) if found.dtype.is_integer else found
 
 
 OVERLAPS: dict[str, type[Overlap]] = {

@@ -12,6 +12,9 @@ from hvpipe.errors import HvpipeError, MismatchError
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.session import Session, current
 
+# A shard's attribute with the dataset of all ranks.
+_SOURCE = "_hvpipe_source"
+
 
 class SampleCounter:
     """Counts this rank's samples inside a graph, to be read outside."""
@@ -29,7 +32,7 @@ class SampleCounter:
         """Count a batch; return its number of samples (float64 scalar). For use in a graph."""
         # A static size must wait for the batch, too.
         with tf.control_dependencies(tf.nest.flatten(batch, expand_composites=True)):
-            found = _samples_in(batch)  # on the batch's device: on the host it would have to be copied
+            found = samples_in(batch)  # on the batch's device: on the host it would have to be copied
             with on_the_host():
                 samples = tf.identity(tf.cast(found, tf.float64))
         self._count.assign_add(samples)
@@ -42,6 +45,10 @@ class SampleCounter:
     def since_restart(self) -> float:
         """Return the samples since the last `restart`."""
         return self.total() - self._restarted_at
+
+    def resume(self, since_restart: float) -> None:
+        """Count on as if there had been this many samples since the last `restart`."""
+        self._restarted_at = self.total() - since_restart
 
     def restart(self) -> float:
         """Return the samples since the last `restart`, and start again at 0."""
@@ -83,6 +90,17 @@ def shard(dataset: Any) -> Any:
         raise HvpipeError(
             f"shard needs a tf.data.Dataset. Received: dataset of type {type(dataset).__name__}"
         )
+    found = _shard(dataset)
+    vars(found)[_SOURCE] = dataset
+    return found
+
+
+def source_of(dataset: Any) -> Any:
+    """Return the dataset that `shard` made this one of; None if it did not."""
+    return vars(dataset).get(_SOURCE) if isinstance(dataset, tf.data.Dataset) else None
+
+
+def _shard(dataset: Any) -> Any:
     world = current().world
     if world.size == 1:
         return dataset
@@ -146,7 +164,7 @@ def first_leaf(data: Any) -> Any:
     return next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
 
 
-def _samples_in(batch: Any) -> Any:
+def samples_in(batch: Any) -> Any:
     if isinstance(batch, tf.SparseTensor):
         return batch.dense_shape[0]
     if isinstance(batch, tf.RaggedTensor):

@@ -16,13 +16,15 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions, tables_of
+from hvpipe.keras.data_parallel.nonfinite import guarded_alone
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook, applied_outside
 from hvpipe.keras.data_parallel.overlap import BackwardOverlap, Overlap
 from hvpipe.keras.data_parallel.shards import SampleCounter, batch_of, fingerprint_of, first_leaf
 from hvpipe.keras.data_parallel.step_findings import StepFindings
 from hvpipe.keras.data_parallel.trace_ahead import TraceAhead
+from hvpipe.keras.data_parallel.verify import equal_on_all_ranks, verify_equal
 from hvpipe.keras.gpu import on_the_host
-from hvpipe.keras.initial_state import start_equal, without_xla
+from hvpipe.keras.initial_state import build_state, start_equal, without_xla
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.session import Session
 
@@ -41,6 +43,7 @@ class TrainSteps:
         overlap: The mode that was asked for.
         warmup_steps: Exact steps before "stale" begins.
         options: How gradients are cut into buckets and sent.
+        verify_every: After how many steps to compare weights over ranks; 0: never.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class TrainSteps:
         overlap: type[Overlap],
         warmup_steps: int,
         options: ReduceOptions,
+        verify_every: int = 0,
     ) -> None:
         self.session = session
         self.model = model
@@ -67,16 +71,48 @@ class TrainSteps:
         self._hook: OptimizerHook | None = None
         self._refusing: Any = None  # the optimizer that refuses updates until the first step hooks it
         self._pending = False  # whether updates wait for the next step
+        self._held: tuple[Sequence[Any], int] | None = None  # to continue from
+        self._times_prepared = 0
         self._steps_seen = 0
+        self._steps_run = 0  # those before a resume included
+        self._verify_every = verify_every
         session.sample_counters.append(self.train_counter)
         # Of the first batch. If it is equal on all ranks, they probably read the same data.
         self._fingerprint = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_batch")
 
     def flush(self) -> None:
         """Run the updates that wait for the next step. Not collective: the gradients have been sent."""
-        if self._pending and self._hook is not None:
+        pending, self._pending = self._pending, False
+        if pending and self._hook is not None:
             self._hook.flush()
-        self._pending = False
+            self._hook.look_for_nonfinite(self._steps_run)
+
+    def hold(self) -> tuple[list[Any], int]:
+        """Finish the step as far as it changes no result, between two steps; collective.
+
+        Returns:
+            The sums of gradients that the next step will update with ("stale"), and the steps so far.
+        """
+        if self._hook is None:
+            return [], 0
+        sums: list[Any] = []
+        if self._pending:
+            sums = self._hook.hold()
+            self._pending = bool(sums)
+            self._hook.look_for_nonfinite(self._steps_run)
+        return sums, self._hook.steps
+
+    def resume(self, sums: Sequence[Any], steps: int) -> None:
+        """Let the next step continue from what `hold` returned, on all ranks."""
+        self._held = (sums, steps)
+
+    def _resume_held(self) -> None:
+        if self._held is None or self._hook is None:
+            return
+        (sums, steps), self._held = self._held, None
+        self._hook.resume(sums, steps)
+        self._steps_run = steps
+        self._pending = self._pending or bool(sums)
 
     def unhook(self) -> None:
         """Flush, and restore the optimizer's own methods."""
@@ -115,7 +151,8 @@ class TrainSteps:
         without_xla(self.session, model)
         self._methods.own("make_train_function")(force=True)
         inner = model.train_function
-        model.train_function = self._timed(inner if self.session.world.size == 1 else self._planned(inner))
+        alone = self.session.world.size == 1
+        model.train_function = self._timed(self._alone(inner) if alone else self._planned(inner))
         self.ready = False
         return model.train_function
 
@@ -127,19 +164,18 @@ class TrainSteps:
     def _planned(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         """Return a train function that makes the ranks equal, and plans each new graph before it runs."""
         function, ahead = inner, TraceAhead(inner)
-        has_run = False
+        planned_by: int | None = None  # which `prepare`
 
         def train_function(iterator: Any) -> Any:
-            nonlocal function, ahead, has_run
+            nonlocal function, ahead, planned_by
             if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
                 # Tracing must not use a generator up.
                 iterator = list(itertools.islice(iterator, self.model.steps_per_execution))
-            if not self.ready:
-                self._prepare(batch_of(iterator))
-                if has_run:  # its graph holds the plan that `_prepare` has replaced
-                    function = self._make_anew()
-                    ahead = TraceAhead(function)
-            has_run = True
+            self.prepare(batch_of(iterator))
+            if planned_by not in (None, self._times_prepared):  # its graph holds a plan that was replaced
+                function = self._make_anew()
+                ahead = TraceAhead(function)
+            planned_by = self._times_prepared
             with self._telling_the_others():
                 for _ in range(_MOST_PLANS):
                     if self._plan(ahead, iterator):
@@ -151,13 +187,33 @@ class TrainSteps:
                         "train_step should have gradients for the same variables whenever it is traced. "
                         f"Received: different variables in each of {_MOST_PLANS} traces"
                     )
+                self._resume_held()  # only now is the plan certain
                 logs = self._run(function, iterator)
             self._steps_seen += 1
             if self._steps_seen == 1:
                 self._warn_of_equal_batches()
+            self._check_step()
             return logs
 
         return train_function
+
+    def _check_step(self) -> None:
+        """After a step: look for NaN and Inf, and compare the ranks if it is time to."""
+        assert self._hook is not None
+        before, steps = self._steps_run, int(self.model.steps_per_execution)
+        self._steps_run = before + steps
+        # The call has updated with the gradients of the step before, if that is left to the next step.
+        self._hook.look_for_nonfinite(self._steps_run - (1 if self.overlap.defers else 0))
+        every = self._verify_every
+        if every and self._steps_run // every > before // every:
+            self.hold()
+            verify_equal(self.session, equal_on_all_ranks(self.model), self._steps_run)
+
+    def _alone(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the train function of a single rank, which only needs a guard, if any."""
+        if self._options.nonfinite == "ignore":
+            return inner
+        return guarded_alone(self._options.nonfinite, self.model, inner)
 
     def _run(self, function: Callable[..., Any], iterator: Any) -> Any:
         """Call the train function, which runs pending updates first, and return the logs."""
@@ -200,11 +256,20 @@ class TrainSteps:
 
     # --- The plan -----------------------------------------------------------------------------------------
 
-    def _prepare(self, batch: Any) -> None:
-        """Start from rank 0's state, and hook the optimizer; collective."""
+    def prepare(self, batch: Any) -> None:
+        """Start from rank 0's state, and hook the optimizer, unless that is done; collective.
+
+        `batch` is one, or the spec of one. A single rank only builds the model and its optimizer.
+        """
+        if self.ready:
+            return
+        if self.session.world.size == 1:
+            build_state(self.model, batch)
+            return
         start_equal(self.session, self.model, batch)
         self._hook_optimizer(self.model.trainable_variables)
         self.ready = True
+        self._times_prepared += 1
 
     def _plan(self, ahead: TraceAhead, iterator: Any) -> bool:
         """Trace the call's step. If its graph does not fit the plan, plan anew and return False."""

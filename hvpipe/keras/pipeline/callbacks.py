@@ -41,10 +41,8 @@ def make_folders(session: Session, callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.BackupAndRestore):
             raise HvpipeError(
-                "In a pipeline every rank would write and delete BackupAndRestore's folder. Call "
-                "save_checkpoint(folder) at the end of an epoch, for example in a keras.callbacks.Callback's "
-                "on_epoch_end, and load_checkpoint(folder) before fit(initial_epoch=...). "
-                "Received: a BackupAndRestore callback"
+                "In a pipeline every rank would write and delete BackupAndRestore's folder: use "
+                "hvpipe.keras.Checkpoint(folder). Received: a BackupAndRestore callback"
             )
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
             folder = os.path.dirname(callback.filepath)

@@ -24,6 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvpipe.checkpoints.arrays import plain
 from hvpipe.config_file import Table, read_document, write_document
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
@@ -66,7 +67,7 @@ def save_checkpoint(
     serial = on_all_ranks(session, what, lambda: _next_serial(path) if rank == 0 else 0)
     serial = session.engine.broadcast_object(serial)
     shard = on_all_ranks(
-        session, what, lambda: _write_shard(path, f"{serial:06d}-{rank}.npz", _to_write(state, rank))
+        session, what, lambda: _write_shard(path, f"{serial:06d}-{rank}.npz", variables_to_write(state, rank))
     )
     shards = session.engine.allgather_object(shard)
 
@@ -111,7 +112,7 @@ def load_checkpoint(
 # Writing ----------------------------------------------------------------------------------------------------
 
 
-def _to_write(state: RankState, rank: int) -> dict[str, Any]:
+def variables_to_write(state: RankState, rank: int) -> dict[str, Any]:
     """Return the variables that this rank saves: those that it owns, and its own statistics and seeds."""
     found = {name: state.named[name] for name in sorted(state.owned)}
     for name, variable in state.weights.items():
@@ -133,7 +134,7 @@ def _write_shard(folder: Path, name: str, variables: Mapping[str, Any]) -> Shard
             with zipfile.ZipFile(file, "w", allowZip64=True) as archive:
                 for key, variable in variables.items():
                     with archive.open(f"{key}.npy", "w", force_zip64=True) as entry:
-                        np.lib.format.write_array(entry, _plain(variable.numpy()), allow_pickle=False)
+                        np.lib.format.write_array(entry, plain(variable.numpy()), allow_pickle=False)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, folder / name)
@@ -142,20 +143,21 @@ def _write_shard(folder: Path, name: str, variables: Mapping[str, Any]) -> Shard
     return Shard(name, (folder / name).stat().st_size, tuple(variables))
 
 
-def _plain(array: Any) -> Any:
-    """Return an array that NumPy can save: bfloat16 and the like become integers with the same bits."""
-    found = np.asarray(array)
-    return found if found.dtype.kind in "biufc" else found.view(f"u{found.dtype.itemsize}")
-
-
 def _index(model_name: str, state: RankState, optimizer: Any, shards: Sequence[Shard]) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": VERSION,
+        **describe(model_name, state, optimizer),
+        "shards": [{"file": s.file, "bytes": s.size_bytes, "names": list(s.names)} for s in shards],
+    }
+
+
+def describe(model_name: str, state: RankState, optimizer: Any) -> dict[str, Any]:
+    """Return what a model must have to read a checkpoint, as JSON."""
+    return {
         "model": model_name,
         "variables": [_described(one) for one in state.variables],
         "optimizer": "" if optimizer is None else type(optimizer).__name__,
-        "shards": [{"file": s.file, "bytes": s.size_bytes, "names": list(s.names)} for s in shards],
     }
 
 
@@ -189,16 +191,32 @@ def _read(folder: Path, state: RankState, optimizer: Any, rank: int) -> dict[str
         )
     index = read_document(folder / INDEX)
     index.check_format(FORMAT, VERSION)
+    shards = [
+        Shard(table.text("file"), table.integer("bytes"), tuple(table.texts("names")))
+        for table in index.tables("shards")
+    ]
+    return read_shards(folder, index, shards, state, optimizer, rank)
+
+
+def read_shards(
+    folder: Path, index: Table, shards: Sequence[Shard], state: RankState, optimizer: Any, rank: int
+) -> dict[str, Any]:
+    """Return the values of this rank's variables by name, after all checks.
+
+    Args:
+        folder: The folder of the shards.
+        index: What `describe` returned when they were written.
+        shards: The shards.
+        state: This rank's state.
+        optimizer: This rank's optimizer; None before `compile`.
+        rank: This rank.
+    """
     saved = index.tables("variables")
     _check_model(index, saved, state.variables)
     wanted = dict(state.weights)
     if optimizer is not None and index.text("optimizer"):
         _check_optimizer(index, optimizer)
         wanted |= state.optimizer
-    shards = [
-        Shard(table.text("file"), table.integer("bytes"), tuple(table.texts("names")))
-        for table in index.tables("shards")
-    ]
     shard_of = {name: shard for shard in shards for name in shard.names}
     sources = {name: _source(name, shard_of, saved, state, rank) for name in wanted}
     missing = [name for name, source in sources.items() if source not in shard_of]

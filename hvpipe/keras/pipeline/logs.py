@@ -26,6 +26,14 @@ class PipelineLogs:
         self._samples = 0
         self._samples_here = 0  # samples for which this rank has computed the outputs
 
+    def state(self) -> tuple[float, int, int]:
+        """Return what `resume` continues from."""
+        return self._loss_sum, self._samples, self._samples_here
+
+    def resume(self, loss_sum: float, samples: int, samples_here: int) -> None:
+        """Continue an epoch from its `state`."""
+        self._loss_sum, self._samples, self._samples_here = loss_sum, samples, samples_here
+
     @property
     def names(self) -> list[str]:
         """The metrics' names in order, without the loss; known after a step."""

@@ -15,6 +15,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras import compat
 from hvpipe.keras.arguments import by_name
 from hvpipe.keras.callbacks import stop_together
+from hvpipe.keras.fit_call import FitCall, in_order, running
 from hvpipe.keras.gpu import device_of_messages
 from hvpipe.keras.graph.deferred_build import build_without_memory, give_memory, leave_to_others
 from hvpipe.keras.graph.layer_graph import functional_of, layer_graph
@@ -148,6 +149,10 @@ class PipelineParallel(PipelineSaving, keras.Model):
         shared = SharedVariables(session, layout)
         # Wrapped in an object, or Keras would take the model for a layer of the pipeline.
         self._context = PipelineContext(session, model, layout, shared, recomputes, channel, samples)
+        self.fit_call = FitCall()
+        """The `fit` that runs, or the last one."""
+        self.samples_trained = 0
+        """Samples of all steps, of the whole pipeline."""
         self._forget_compiled()
         shared.broadcast()
         shared.separate_seeds()
@@ -158,6 +163,16 @@ class PipelineParallel(PipelineSaving, keras.Model):
         self._drivers = RankDrivers(self, self._context)
         self._logs = PipelineLogs(self._context.session)
         self._has_trained = False
+
+    @property
+    def logs(self) -> PipelineLogs:
+        """The logs of the epoch so far."""
+        return self._logs
+
+    @property
+    def context(self) -> PipelineContext:
+        """What the parts of the pipeline share."""
+        return self._context
 
     # What Keras asks of a model -------------------------------------------------------------------------
 
@@ -236,12 +251,15 @@ class PipelineParallel(PipelineSaving, keras.Model):
         if self.compiled:
             check_same_optimizer(session, self.optimizer)
         named = self._arguments_of(super().fit, args, kwargs)
-        callbacks = with_one_writer(session, _listed(named.get("callbacks") or []), ["CSVLogger"])
+        listed = in_order(_listed(named.get("callbacks") or []))
+        callbacks = with_one_writer(session, listed, ["CSVLogger"])
         make_folders(session, callbacks)
         mine = without_duplicates(session, callbacks, self.stages, self._stage_layers)
         first = AverageStatistics(session, self._context.shared)
         named["callbacks"] = [first, *mine, stop_together(session, callbacks)]
-        return super().fit(**named)
+        self.fit_call = FitCall(named.get("x"), named.get("steps_per_epoch"), tuple(mine))
+        with running(mine):
+            return super().fit(**named)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """Return loss and metrics in inference mode, as keras.Model.evaluate does; on all ranks together.
@@ -322,6 +340,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
             result = driver.train(batch, first=not self._has_trained)
         session.step_durations_s.append(time.perf_counter() - start_s)
         self._has_trained = True
+        self.samples_trained += batch.samples
         return result
 
     def _evaluate(self, structure: Any, batch: Batch) -> StepResult:

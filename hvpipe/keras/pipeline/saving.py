@@ -121,7 +121,7 @@ class PipelineSaving:
         """
         context = self._context
         save_checkpoint(
-            context.session, folder, context.layout.stages.graph.name, self._rank_state(), optimizer_of(self)
+            context.session, folder, context.layout.stages.graph.name, self.rank_state(), optimizer_of(self)
         )
 
     def load_checkpoint(self, folder: str | os.PathLike[str]) -> None:
@@ -145,15 +145,16 @@ class PipelineSaving:
     def _write_whole(self, write: Callable[[Any], None]) -> None:
         context = self._context
         context.shared.average_statistics()
-        write_whole(context.session, self, context.model, self._rank_state(), write)
+        write_whole(context.session, self, context.model, self.rank_state(), write)
 
     def _load(self, read: Callable[[RankState], bool]) -> None:
         """Let `read` assign this rank's state; it returns whether that included the optimizer's."""
-        state = self._rank_state()
+        state = self.rank_state()
         optimizer = optimizer_of(self)
         if not read(state) and optimizer is not None:
             reset_slots(optimizer, state)
 
-    def _rank_state(self) -> RankState:
+    def rank_state(self) -> RankState:
+        """Return the state that this rank holds, by name; on all ranks together."""
         context = self._context
         return rank_state(context.session, context.layout, optimizer_of(self), self.trainable_variables)

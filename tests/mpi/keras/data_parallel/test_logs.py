@@ -101,7 +101,7 @@ def test_only_a_single_rank_uses_xla(caplog: Any) -> None:
     assert model.jit_compile is alone
     fit(model, my_batches(2))
     assert model.jit_compile is alone
-    assert model._hvpipe._steps.train_counter.total() == 16
+    assert model._hvpipe.steps.train_counter.total() == 16
     said = [record for record in caplog.records if "jit_compile is switched off" in record.getMessage()]
     assert len(said) == (hvpipe.rank() == 0 and not alone)
 

@@ -190,7 +190,7 @@ def test_frozen_weights_are_no_statistics() -> None:
     model.layers[0].trainable = model.layers[1].trainable = False
     model.compile("sgd", "mse")
     data_parallel = hk.data_parallel(model)._hvpipe
-    assert [v.name for v in data_parallel._statistics()] == ["moving_mean", "moving_variance"]
+    assert [v.name for v in data_parallel.statistics()] == ["moving_mean", "moving_variance"]
 
 
 def test_a_normalization_adapted_on_rank_0_only() -> None:

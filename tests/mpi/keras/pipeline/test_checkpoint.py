@@ -67,7 +67,7 @@ def data() -> tuple[Any, Any]:
 
 def state(pipe: Any) -> dict[str, Any]:
     """Return all weights and slots of the pipeline by name, gathered from all ranks."""
-    own = pipe._rank_state()
+    own = pipe.rank_state()
     mine = {name: own.named[name].numpy() for name in own.owned}
     return {name: value for part in hvpipe.allgather_object(mine) for name, value in part.items()}
 
@@ -84,7 +84,7 @@ def without_memory(pipe: Any) -> list[str]:
 
 def fill(pipe: Any) -> None:
     """Set weights and slots to values drawn from their names. Ranks that share them get the same."""
-    for name, variable in pipe._rank_state().named.items():
+    for name, variable in pipe.rank_state().named.items():
         random = np.random.default_rng(list(name.encode()))
         variable.assign(random.uniform(1, 9, variable.shape).astype(variable.dtype))
 
@@ -190,7 +190,7 @@ def test_adapted_normalization_layers_are_loaded(folder: Path) -> None:
 def test_saving_frees_its_memory(folder: Path) -> None:
     pipe = pipeline()
     before, attributes = without_memory(pipe), set(vars(pipe._context.model))
-    pipe._rank_state()  # builds the optimizer
+    pipe.rank_state()  # builds the optimizer
     held = held_bytes()
     pipe.save(folder / "model.keras")
     assert held_bytes() == held
@@ -599,7 +599,7 @@ def test_keras_callbacks_save_and_restore(trained: Trained, folder: Path) -> Non
 
 
 def test_callbacks_that_cannot_write_for_a_pipeline_are_refused(trained: Trained, folder: Path) -> None:
-    with pytest.raises(HvpipeError, match=r"save_checkpoint.*Received: a BackupAndRestore"):
+    with pytest.raises(HvpipeError, match=r"Checkpoint.*Received: a BackupAndRestore"):
         trained.pipe.fit(*data(), **EPOCH, callbacks=[keras.callbacks.BackupAndRestore(folder)])
     with pytest.raises(HvpipeError, match=r"placeholders into the file name.*Received: filepath="):
         trained.pipe.fit(

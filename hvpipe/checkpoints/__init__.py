@@ -1,0 +1,1 @@
+"""The files of checkpoints: written whole or not at all, checked before they are used. No framework."""

@@ -1,0 +1,90 @@
+"""Files with checksums: written whole or not at all, on the disk when the call returns."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from hvpipe.config_file import sync_folder
+
+_CHUNK_BYTES = 1 << 20
+
+
+class Sink(Protocol):
+    """What bytes are written to."""
+
+    def write(self, data: bytes | bytearray | memoryview) -> int: ...
+
+    def flush(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file as it was written: its name, its size and the SHA-256 of its bytes."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class _Hashing:
+    """A file that is only appended to, and hashes what it is given."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.hash = hashlib.sha256()
+        self.size_bytes = 0
+
+    def write(self, data: bytes | bytearray | memoryview) -> int:
+        self._file.write(data)
+        self.hash.update(data)
+        size_bytes = memoryview(data).nbytes
+        self.size_bytes += size_bytes
+        return size_bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def write_file(path: Path, write: Callable[[Sink], object]) -> FileRecord:
+    """Write a file, replacing one of that name. An interruption leaves the old one, or none.
+
+    Args:
+        path: The file. Its folder exists.
+        write: Writes the contents to what it is given.
+
+    Returns:
+        The record to check the file by later.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with open(partial, "wb") as file:
+            hashing = _Hashing(file)
+            write(hashing)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+    return FileRecord(path.name, hashing.size_bytes, hashing.hash.hexdigest())
+
+
+def damage(folder: Path, record: FileRecord) -> str | None:
+    """Return what is wrong with a file that was written before; None if it is unchanged."""
+    path = folder / record.name
+    try:
+        size_bytes = path.stat().st_size
+        if size_bytes != record.size_bytes:
+            return f"{path} has {size_bytes} bytes instead of {record.size_bytes}"
+        found = hashlib.sha256()
+        with open(path, "rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                found.update(chunk)
+    except OSError as error:
+        return f"{path} cannot be read: {error.strerror}"
+    return None if found.hexdigest() == record.sha256 else f"{path} has another SHA-256 than when written"

@@ -1,0 +1,130 @@
+"""A folder of checkpoints: which are complete, writing one more, removing old ones.
+
+    run1/
+      0000000500-4f2a9c/    the checkpoint of step 500, written by the start 4f2a9c of the job
+        rank-0.npz          the arrays of rank 0
+        rank-0.json         what rank 0 wrote; rank 0 waits for these files of all ranks
+        rank-1.npz, rank-1.json
+        manifest.json       comes last: now the checkpoint is complete
+
+Two starts of a job never write to the same place, so nothing that is complete is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from hvpipe.checkpoints.files import write_file
+from hvpipe.checkpoints.manifest import (
+    MANIFEST,
+    Manifest,
+    Part,
+    part_document,
+    read_part,
+    write_manifest,
+)
+from hvpipe.config_file import read_document, sync_folder
+from hvpipe.errors import HvpipeError
+
+_NAME = re.compile(r"(\d{10})-([0-9a-f]{6})")
+
+
+def name_of(step: int, run: str) -> str:
+    """Return the name of a checkpoint: its step, and the start of the job (6 hex digits) that writes it."""
+    return f"{step:010d}-{run}"
+
+
+def complete(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, the newest first."""
+    return [path for path in _all(folder) if (path / MANIFEST).is_file()]
+
+
+def incomplete(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder that were not finished, the newest first."""
+    return [path for path in _all(folder) if not (path / MANIFEST).is_file()]
+
+
+def begin(folder: Path, step: int, run: str) -> Path:
+    """Make the place of a new checkpoint; every rank may call it."""
+    place = folder / name_of(step, run)
+    place.mkdir(parents=True, exist_ok=True)
+    sync_folder(folder)
+    return place
+
+
+def announce_part(place: Path, part: Part) -> None:
+    """Say what this rank wrote, after its file is on the disk."""
+    text = json.dumps(part_document(part))
+    write_file(place / f"rank-{part.rank}.json", lambda sink: sink.write(text.encode()))
+
+
+def announced_part(place: Path, rank: int) -> Part | None:
+    """Return what a rank has written; None if it has not said so yet."""
+    path = place / f"rank-{rank}.json"
+    return read_part(read_document(path)) if path.is_file() else None
+
+
+def finish(place: Path, manifest: Manifest) -> None:
+    """Complete a checkpoint whose parts have all been written."""
+    position = replace(
+        manifest.position,
+        samples=sum(part.samples for part in manifest.parts),
+        epoch_samples=sum(part.epoch_samples for part in manifest.parts),
+    )
+    write_manifest(place, replace(manifest, position=position))
+
+
+def prune(folder: Path, keep: int, last: Path) -> None:
+    """Remove all complete checkpoints but the newest `keep`, and unfinished ones older than `last`.
+
+    Args:
+        folder: The folder.
+        keep: How many to keep, at least 1.
+        last: The checkpoint that was completed last. A later one may be under way.
+    """
+    for old in complete(folder)[keep:]:
+        remove(old)
+    for left in incomplete(folder):
+        if left.name < last.name:
+            remove(left)
+
+
+def remove(place: Path) -> None:
+    """Remove a checkpoint. The manifest goes first, so that an interruption leaves an incomplete one."""
+    with contextlib.suppress(OSError):
+        (place / MANIFEST).unlink(missing_ok=True)
+        sync_folder(place)
+        shutil.rmtree(place)
+
+
+def set_aside(place: Path) -> None:
+    """Rename a damaged checkpoint, so that it counts no more but can be looked at."""
+    with contextlib.suppress(OSError):
+        os.replace(place, place.with_name(f"{place.name}.damaged"))
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder if it does not exist. Raises HvpipeError if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise HvpipeError(
+            f"Checkpoint needs a folder that can be written. Received: {str(folder)!r}: {error.strerror}"
+        ) from error
+
+
+def _all(folder: Path) -> list[Path]:
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
+    return [folder / name for name in sorted(filter(_NAME.fullmatch, names), reverse=True)]

@@ -1,0 +1,97 @@
+"""The newest checkpoint that is unchanged: all ranks check its files together, and agree."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Protocol
+
+from hvpipe.checkpoints import folder as folders
+from hvpipe.checkpoints.files import damage
+from hvpipe.checkpoints.manifest import Manifest, read_manifest
+from hvpipe.errors import HvpipeError
+
+logger = logging.getLogger("hvpipe")
+
+
+class Ranks(Protocol):
+    """The ranks that resume together."""
+
+    rank: int
+    size: int
+
+    def broadcast(self, value: str | None) -> str | None:
+        """Return rank 0's value on every rank."""
+
+    def gather(self, value: str | None) -> list[str | None]:
+        """Return the values of all ranks, in rank order."""
+
+
+def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
+    """Return the newest complete checkpoint whose files are unchanged; collective.
+
+    Each file is read and checked by one rank. A damaged checkpoint is renamed and loudly reported, and the
+    one before it is tried.
+
+    Args:
+        folder: The folder of checkpoints, which all ranks see.
+        ranks: The ranks.
+
+    Returns:
+        The checkpoint and its manifest; None if the folder has no complete one.
+
+    Raises:
+        HvpipeError: There are complete checkpoints, but all are damaged. Raised on all ranks.
+    """
+    found = folders.complete(folder) if ranks.rank == 0 else []
+    refused: list[str] = []
+    while True:
+        name = ranks.broadcast(found[0].name if found else None)
+        if name is None:
+            break
+        place = folder / name
+        manifest, own = _checked(place, ranks)
+        causes = {rank: cause for rank, cause in enumerate(ranks.gather(own)) if cause is not None}
+        if not causes and manifest is not None:
+            return place, manifest
+        rank, cause = next(iter(causes.items()))
+        refused.append(cause)
+        if ranks.rank == 0:
+            found.pop(0)
+            logger.warning(
+                "hvpipe: the checkpoint %s is DAMAGED and will not be used%s. Received on rank %d: %s",
+                place,
+                ": training continues from the one before it" if found else "",
+                rank,
+                cause,
+            )
+            folders.set_aside(place)
+    if refused:
+        raise HvpipeError(
+            f"Training should resume from a checkpoint in {folder}, but all {len(refused)} of them are "
+            "damaged. To start from the beginning, use another folder. Received: " + "; ".join(refused)
+        )
+    if ranks.rank == 0 and (left := folders.incomplete(folder)):
+        logger.warning(
+            "hvpipe: %s has no complete checkpoint: training starts from the beginning. Received: %d that "
+            "were not finished, such as %s",
+            folder,
+            len(left),
+            left[0].name,
+        )
+    return None
+
+
+def _checked(place: Path, ranks: Ranks) -> tuple[Manifest | None, str | None]:
+    """Return the manifest, and what is wrong with it or with this rank's share of the files."""
+    try:
+        manifest = read_manifest(place)
+    except HvpipeError as error:
+        return None, str(error)
+    if not manifest.parts:
+        return None, f"{place} names no files"
+    for part in manifest.parts[ranks.rank :: ranks.size]:
+        cause = damage(place, part.file)
+        if cause is not None:
+            return None, cause
+    return manifest, None

@@ -1,0 +1,158 @@
+"""Writes checkpoints in the background: every rank its part, and rank 0 the manifest when all are there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from hvpipe.checkpoints import folder as folders
+from hvpipe.checkpoints.arrays import write_arrays
+from hvpipe.checkpoints.files import FileRecord, write_file
+from hvpipe.checkpoints.manifest import Manifest, Part
+from hvpipe.errors import HvpipeError
+
+logger = logging.getLogger("hvpipe")
+
+_NO_FILE = FileRecord("", 0, "")
+_FAILED = "failed"
+_LONGEST_PAUSE_S = 0.25
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What one rank writes: its arrays, and the manifest, whose parts are still missing.
+
+    Attributes:
+        values: Arrays by name, or what NumPy makes arrays of. They must not change.
+        manifest: The same on all ranks.
+        samples: Samples that this rank has trained on.
+        epoch_samples: The same since the epoch began.
+        notes: What else to keep, as JSON.
+    """
+
+    values: Mapping[str, Any]
+    manifest: Manifest
+    samples: int = 0
+    epoch_samples: int = 0
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class WriterOptions:
+    """Where to write, and for which rank.
+
+    Attributes:
+        folder: The folder of checkpoints, which all ranks see.
+        rank: This rank.
+        ranks: How many ranks write.
+        keep: How many complete checkpoints to keep.
+        timeout_s: How long rank 0 waits for the parts of the others, in seconds.
+        on_change: Called with True when writing begins, and with False when it has ended.
+        on_complete: Called on rank 0 with each checkpoint that it has completed.
+    """
+
+    folder: Path
+    rank: int
+    ranks: int
+    keep: int = 3
+    timeout_s: float = 300.0
+    on_change: Callable[[bool], None] = lambda busy: None
+    on_complete: Callable[[Path], None] = lambda place: None
+
+
+class Writer:
+    """Writes one checkpoint at a time on a thread of its own."""
+
+    def __init__(self, options: WriterOptions) -> None:
+        self._options = options
+        self._thread: threading.Thread | None = None
+        self._failure: str | None = None
+
+    def start(self, snapshot: Snapshot) -> None:
+        """Begin to write. Waits first for the checkpoint before it."""
+        self.wait()
+        self._failure = None
+        self._options.on_change(True)
+        # A daemon: a process that ends for another reason must not wait for a disk.
+        self._thread = threading.Thread(
+            target=self._run, args=(snapshot,), name="hvpipe-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self) -> str | None:
+        """Wait until this rank has written its part, on rank 0 until the checkpoint is complete.
+
+        Returns:
+            Why the last checkpoint failed; None if it did not.
+        """
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        return self._failure
+
+    def _run(self, snapshot: Snapshot) -> None:
+        options, position = self._options, snapshot.manifest.position
+        try:
+            place = folders.begin(options.folder, position.step, snapshot.manifest.run)
+            self._write_part(place, snapshot)
+            if options.rank == 0:
+                folders.finish(place, replace(snapshot.manifest, parts=self._parts(place)))
+                options.on_complete(place)
+                folders.prune(options.folder, options.keep, place)
+        except (HvpipeError, OSError) as error:
+            self._failure = str(error)
+            logger.error(
+                "hvpipe: the checkpoint of step %d in %s was not written; the one before it is still there. "
+                "Received on rank %d: %s",
+                position.step,
+                options.folder,
+                options.rank,
+                error,
+            )
+        finally:
+            options.on_change(False)
+
+    def _write_part(self, place: Path, snapshot: Snapshot) -> None:
+        rank = self._options.rank
+        part = Part(
+            rank,
+            _NO_FILE,
+            tuple(snapshot.values),
+            snapshot.samples,
+            snapshot.epoch_samples,
+            snapshot.notes,
+        )
+        try:
+            file = write_file(place / f"rank-{rank}.npz", lambda sink: write_arrays(sink, snapshot.values))
+        except OSError as error:
+            # Rank 0 need not wait for this part. Where the disk is full, it may have to.
+            if rank > 0:
+                folders.announce_part(place, replace(part, notes={_FAILED: str(error)}))
+            raise
+        folders.announce_part(place, replace(part, file=file))
+
+    def _parts(self, place: Path) -> tuple[Part, ...]:
+        """Wait for the parts of all ranks."""
+        found: list[Part] = []
+        deadline_s, pause_s = time.monotonic() + self._options.timeout_s, 0.005
+        while len(found) < self._options.ranks:
+            part = folders.announced_part(place, len(found))
+            if part is not None and _FAILED in part.notes:
+                raise HvpipeError(f"rank {part.rank}: {part.notes[_FAILED]}")
+            if part is not None:
+                found.append(part)
+                continue
+            if time.monotonic() > deadline_s:
+                raise HvpipeError(
+                    f"All ranks should write their part within {self._options.timeout_s:g} s "
+                    f"(HVPIPE_TIMEOUT), to a folder that all hosts share. "
+                    f"Received: no rank-{len(found)}.json in {place}"
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return tuple(found)

@@ -1,0 +1,96 @@
+"""Starts a job again from its last checkpoint after a rank died, as long as it makes progress."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, STOPPED, Grace, Outcome, supervise_job
+from hvpipe.errors import LaunchError
+
+# Errors of a rank that lost another one. Any other is the script's own.
+_LOST_A_PEER = ("DeadlineError", "DeadlineExceededError", "PeerError", "UnavailableError")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `hvpipe run` for jobs that are interrupted."""
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="after a failure start again, up to K times, while hk.Checkpoint makes progress (default: 0)",
+    )
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=CHECKPOINT_GRACE_S,
+        metavar="S",
+        help=f"after SIGTERM, seconds for a last checkpoint (default: {CHECKPOINT_GRACE_S:g})",
+    )
+
+
+class Restarting:
+    """Runs a job, and runs it again.
+
+    Args:
+        options: The options that `add_options` added.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        if options.restarts < 0:
+            raise LaunchError(f"--restarts should be at least 0. Received: {options.restarts}")
+        if not (math.isfinite(options.grace) and options.grace >= 0):
+            raise LaunchError(f"--grace should be a number of seconds. Received: {options.grace}")
+        self._restarts = options.restarts
+        self._grace = Grace(checkpoint_s=options.grace)
+
+    def __call__(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Run the command until it succeeds, is asked to stop, or fails too often; return its exit code."""
+        failed_before = False
+        for left in range(self._restarts, -1, -1):
+            with tempfile.TemporaryDirectory(prefix="hvpipe-run-") as folder:
+                outcome = supervise_job(command, environ, Path(folder), self._grace)
+                why_not = self._why_not_again(outcome, Path(folder), failed_before, left)
+                checkpoint = completed(Path(folder))
+            if why_not is not None:
+                if why_not and self._restarts:
+                    print(f"hvpipe run: not started again: {why_not}", file=sys.stderr)
+                return outcome.code
+            failed_before = True
+            print(
+                f"hvpipe run: the job failed with exit code {outcome.code}. Starting it again from "
+                f"{checkpoint or 'the checkpoint that it finds'}; {left - 1} restarts are left.",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise AssertionError
+
+    def _why_not_again(self, outcome: Outcome, folder: Path, failed_before: bool, left: int) -> str | None:
+        """Return why a job that has ended is not started again, "" if that is plain; None if it is."""
+        if outcome.code in (0, STOPPED) or outcome.asked:
+            return ""
+        if left == 0:
+            return f"it has failed {self._restarts + 1} times"
+        if completed(folder) is None:
+            if own := script_errors(folder):
+                return f"the script failed before it made a new checkpoint: {own[0]}"
+            if failed_before:
+                return "no new checkpoint was made between two failures"
+        return None
+
+
+def completed(folder: Path) -> str | None:
+    """Return the last checkpoint that a job completed, from its job folder; None if there is none."""
+    path = folder / "checkpoint"
+    return path.read_text() if path.exists() else None
+
+
+def script_errors(folder: Path) -> list[str]:
+    """Return the errors that ranks ended with, without those that followed from the loss of another rank."""
+    told = [path.read_text() for path in sorted(folder.glob("error-*"))]
+    return [text for text in told if text.partition(" ")[0] not in _LOST_A_PEER]

@@ -1,0 +1,65 @@
+"""What other callbacks remember over epochs, which decides how training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+# The numbers that Keras's own callbacks keep, None or a number each.
+_NUMBERS = {
+    "EarlyStopping": ("best", "best_epoch", "stopped_epoch", "wait"),
+    "ModelCheckpoint": ("best",),
+    "ReduceLROnPlateau": ("best", "cooldown_counter", "wait"),
+}
+_WEIGHTS = "own/callbacks/{}/best_weights/"
+
+
+def callback_notes(callbacks: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return class and numbers of each callback that remembers something, as JSON."""
+    return [
+        {"class": type(callback).__name__, **{name: _number(callback, name) for name in _names(callback)}}
+        for callback in _remembering(callbacks)
+    ]
+
+
+def callback_arrays(callbacks: Sequence[Any]) -> dict[str, Any]:
+    """Return the weights that EarlyStopping(restore_best_weights=True) keeps, by name."""
+    return {
+        f"{_WEIGHTS.format(place)}{i}": array
+        for place, callback in enumerate(_remembering(callbacks))
+        if isinstance(callback, keras.callbacks.EarlyStopping) and callback.restore_best_weights
+        for i, array in enumerate(callback.best_weights or [])
+    }
+
+
+def set_callbacks(
+    callbacks: Sequence[Any], notes: Sequence[Mapping[str, Any]], arrays: Mapping[str, Any]
+) -> None:
+    """Let callbacks continue from what they remembered, if they are the same as before."""
+    found = _remembering(callbacks)
+    if [type(callback).__name__ for callback in found] != [note.get("class") for note in notes]:
+        return
+    for place, (callback, note) in enumerate(zip(found, notes, strict=True)):
+        for name in _names(callback):
+            if name in note:
+                setattr(callback, name, note[name])
+        prefix = _WEIGHTS.format(place)
+        count = sum(name.startswith(prefix) for name in arrays)
+        if count:
+            callback.best_weights = [arrays[f"{prefix}{i}"] for i in range(count)]
+
+
+def _remembering(callbacks: Sequence[Any]) -> list[Any]:
+    return [callback for callback in callbacks if _names(callback)]
+
+
+def _names(callback: Any) -> tuple[str, ...]:
+    kinds = (kind for kind in _NUMBERS if isinstance(callback, getattr(keras.callbacks, kind)))
+    return next((_NUMBERS[kind] for kind in kinds), ())
+
+
+def _number(callback: Any, name: str) -> float | int | None:
+    value = getattr(callback, name, None)
+    return value if value is None or isinstance(value, int) else float(value)

@@ -1,0 +1,283 @@
+"""One `fit` with checkpoints: finds where to resume, decides when to save, and hands values to the writer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvpipe.checkpoints import folder as folders
+from hvpipe.checkpoints.every import Every
+from hvpipe.checkpoints.manifest import Manifest, Position
+from hvpipe.checkpoints.usable import newest_usable
+from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
+from hvpipe.keras.checkpoint.due import BUSY, STOP, Schedule
+from hvpipe.keras.checkpoint.preemption import EXIT_CODE, StopRequest, tell_launcher
+from hvpipe.keras.checkpoint.resume import Resume
+from hvpipe.keras.checkpoint.state_of import training_state
+from hvpipe.keras.compat import set_initial_epoch
+from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
+from hvpipe.session import Session
+
+logger = logging.getLogger("hvpipe")
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where, how often and how many checkpoints to keep."""
+
+    folder: Path
+    every: Every
+    keep: int
+
+
+class CheckpointedFit:
+    """One `fit` with checkpoints: from `begin` to `end`.
+
+    Args:
+        options: What the user wants.
+        model: The model.
+        others: The other callbacks.
+    """
+
+    def __init__(self, options: CheckpointOptions, model: Any, others: Sequence[Any]) -> None:
+        self._options = options
+        self._state = training_state(model)
+        self._session: Session = self._state.session
+        self._model = model
+        self._others = others
+        self._resume: Resume | None = None
+        self._saved_step = self._step = 0
+        self._epoch = self._batch = 0
+        # Of this rank: before this process began, and at the start of the epoch.
+        self._earlier_samples = 0.0
+        self._epoch_samples = 0.0
+        self._inner: Any = None
+        self._description: dict[str, Any] | None = None
+        self._open = contextlib.ExitStack()
+
+    # --- Beginning and end -------------------------------------------------------------------------------
+
+    def begin(self, params: Mapping[str, Any]) -> None:
+        """Find the checkpoint to resume from; collective. `params` are those of the callback."""
+        session, options, world = self._session, self._options, self._session.world
+        self._check_folder()
+        run = session.engine.broadcast_object(secrets.token_hex(3))
+        found = newest_usable(options.folder, _Agreement(session))
+        if found is not None:
+            self._resume = Resume(*found, self._state, self._others, self._model)
+            self._resume.begin(params)
+            position = found[1].position
+            self._saved_step = self._step = position.step
+            self._epoch, self._batch = position.epoch, position.batch
+            self._earlier_samples, self._epoch_samples = self._resume.samples()
+            self._announce(found[0], position)
+        self._run = run
+        self._schedule = Schedule(options.every, session.engine, world.rank, self._step)
+        self._writer = Writer(
+            WriterOptions(
+                options.folder,
+                world.rank,
+                world.size,
+                options.keep,
+                timeout_s=session.settings.timeout_s,
+                on_change=lambda busy: session.engine.request(BUSY, busy),
+                on_complete=tell_launcher(session.settings.job_folder),
+            )
+        )
+        self._stop = StopRequest(session.settings.job_folder, world.rank)
+        self._open.enter_context(self._stop.listening())
+        self._samples_at_begin = self._state.samples()
+        self._inner, self._model.train_function = self._model.train_function, self._train
+
+    def end(self) -> None:
+        """Write the final checkpoint, unless it is written; collective."""
+        self.leave_model()
+        if self._step > self._saved_step:
+            self._write()
+        self._wait_for_all()
+        self._session.engine.request(STOP, False)
+
+    def leave_model(self) -> None:
+        """Undo what `begin` has done to the model, the other callbacks and the process."""
+        if self._inner is not None:
+            self._model.train_function, self._inner = self._inner, None
+        set_initial_epoch(self._model, 0)
+        if self._resume is not None:
+            self._resume.end_epoch()
+        self._open.close()
+
+    def _check_folder(self) -> None:
+        """Raise HvpipeError, on all ranks, unless all ranks see the same folder and can write to it."""
+        session, folder = self._session, self._options.folder
+        probe = f".seen-{session.engine.broadcast_object(secrets.token_hex(6))}"
+
+        def make() -> None:
+            if session.world.rank == 0:
+                folders.check_folder(folder)
+                (folder / probe).touch()
+
+        def see() -> None:
+            deadline_s = time.monotonic() + 10.0  # NFS shows new files after some seconds
+            while not (folder / probe).exists():
+                if time.monotonic() > deadline_s:
+                    raise HvpipeError(
+                        "All ranks should see the folder of Checkpoint, which hosts therefore share. "
+                        f"Received: {str(folder)!r}, where this rank does not see rank 0's file"
+                    )
+                time.sleep(0.05)
+                folder.exists()
+
+        what = f"opening the checkpoints in {folder}"
+        on_all_ranks(session, what, make)
+        try:
+            on_all_ranks(session, what, see)
+        finally:
+            if session.world.rank == 0:
+                with contextlib.suppress(OSError):
+                    (folder / probe).unlink()
+
+    def _announce(self, place: Path, position: Position) -> None:
+        if self._session.world.rank == 0:
+            logger.warning(
+                "hvpipe: training resumes from %s: step %d, epoch %d, after %d of its batches.",
+                place,
+                position.step,
+                position.epoch + 1,
+                position.batch,
+            )
+
+    # --- Epochs and steps --------------------------------------------------------------------------------
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Begin an epoch, before the other callbacks do."""
+        if self._resume is not None:
+            self._resume.begin_epoch()
+        else:
+            self._epoch_samples = 0.0
+            self._batch = 0
+            self._samples_at_epoch = self._state.samples()
+        self._epoch = epoch
+
+    def _train(self, iterator: Any) -> Any:
+        """Stand in for the model's train function: skip what was trained on, and count."""
+        steps = int(self._model.steps_per_execution)
+        if self._resume is not None:
+            if not self._resume.begun:
+                self._resume.restore(iterator)
+                self._samples_at_epoch = self._state.samples()
+            if self._resume.skips(steps):
+                return {}
+            iterator = self._resume.iterator_for(iterator)
+        logs = self._inner(iterator)
+        self._step += steps
+        self._batch += steps
+        return logs
+
+    def at_boundary(self, epochs: int | None = None) -> None:
+        """Write a checkpoint if one is due, or stop if that was asked for. Between two steps."""
+        if self._resume is not None and not self._resume.done:
+            return
+        engine = self._session.engine
+        if self._stop.arrived():
+            engine.request(STOP)
+        due = self._schedule.due(self._step, epochs)
+        if engine.requests() & STOP:
+            self._leave()
+        if due:
+            self._write()
+
+    def end_epoch(self, epoch: int) -> None:
+        """End an epoch, after the other callbacks have."""
+        if self._resume is not None:
+            self._resume.end_epoch()
+            self._resume = None
+        self._epoch, self._batch, self._epoch_samples = epoch + 1, 0, 0.0
+        self._samples_at_epoch = self._state.samples()
+        self.at_boundary(epoch + 1)
+
+    # --- Writing -----------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        """Copy the state, and let the thread write it. On all ranks at the same boundary."""
+        self._state.finish_step()
+        self._schedule.written()
+        values = {**self._state.to_write(), **callback_arrays(self._others)}
+        now = self._state.samples()
+        manifest = Manifest(
+            self._run,
+            self._state.kind,
+            Position(self._step, self._epoch, self._batch),
+            self._describe(),
+            (),
+        )
+        self._writer.start(
+            Snapshot(
+                values,
+                manifest,
+                samples=int(self._earlier_samples + now - self._samples_at_begin),
+                epoch_samples=int(self._epoch_samples + now - self._samples_at_epoch),
+                notes={
+                    "callbacks": callback_notes(self._others),
+                    "stopped": self._batch == 0 and bool(self._model.stop_training),
+                },
+            )
+        )
+        self._saved_step = self._step
+
+    def _describe(self) -> dict[str, Any]:
+        if self._description is None:
+            self._description = self._state.description()
+        return self._description
+
+    def _leave(self) -> None:
+        """Write a checkpoint, and exit; on all ranks at the same boundary."""
+        if self._step > self._saved_step:
+            self._write()
+        self._wait_for_all()
+        if self._session.world.rank == 0:
+            logger.warning(
+                "hvpipe: a rank was asked to stop. The checkpoint of step %d is complete in %s; all ranks "
+                "exit with code %d. Start the script again to continue.",
+                self._step,
+                self._options.folder,
+                EXIT_CODE,
+            )
+        raise SystemExit(EXIT_CODE)
+
+    def _wait_for_all(self) -> None:
+        """Wait until the last checkpoint is complete. Raises HvpipeError, on all ranks, if it failed."""
+        engine, what = self._session.engine, f"the checkpoint of step {self._step}"
+        failure = self._writer.wait()
+        engine.agree_patiently(f"{what} (a rank may still write)", self._session.settings.shutdown_timeout_s)
+        if any(engine.agree(what, float(failure is not None))):
+            causes = engine.allgather_object(failure)
+            rank, cause = next((rank, cause) for rank, cause in enumerate(causes) if cause is not None)
+            raise HvpipeError(
+                f"{self._options.folder} should take {what}; the one before it is still there. "
+                f"Received on rank {rank}: {cause}"
+            )
+
+
+class _Agreement:
+    """The ranks of a session, as `newest_usable` asks them."""
+
+    def __init__(self, session: Session) -> None:
+        self.rank, self.size = session.world.rank, session.world.size
+        self._session = session
+
+    def broadcast(self, value: str | None) -> str | None:
+        """Return rank 0's value on every rank."""
+        found: str | None = self._session.engine.broadcast_object(value)
+        return found
+
+    def gather(self, value: str | None) -> list[str | None]:
+        """Return the values of all ranks, in rank order."""
+        return self._session.engine.allgather_object(value)

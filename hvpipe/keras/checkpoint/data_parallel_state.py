@@ -1,0 +1,218 @@
+"""The state of data-parallel training: rank 0 writes what all ranks share, every rank what is its own.
+
+weights/3, optimizer/5      shared: rank 0's file has them
+pending/0                   with overlap="stale": the sum that the next step updates with
+own/weights/7               statistics, which each rank computes from its own data
+own/optimizer/9             gradients that are accumulated but not reduced
+own/metrics/0               the metrics of the epoch so far
+own/counted                 samples since the statistics were averaged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvpipe.checkpoints.arrays import read_arrays
+from hvpipe.checkpoints.manifest import Manifest, Part
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.checkpoint.model_check import as_variable, check_kind, check_variables, described
+from hvpipe.keras.checkpoint.random_state import random_state, set_random_state
+from hvpipe.keras.checkpoint.training_state import readable
+from hvpipe.keras.data_parallel.model import DataParallel
+from hvpipe.keras.fit_call import FitCall
+from hvpipe.keras.initial_state import build_state, is_built, settle, shared_slots
+from hvpipe.keras.variables import broadcast_variables
+
+_OWN, _COUNTED, _STEPS, _PENDING = "own/", "own/counted", "own/steps", "pending/"
+
+
+class DataParallelState:
+    """The state of one model of `data_parallel`."""
+
+    kind = "data_parallel"
+    shares_data = True
+
+    def __init__(self, data_parallel: DataParallel) -> None:
+        self.session = data_parallel.session
+        self.model = data_parallel.model
+        self.data_parallel = data_parallel
+        self._held: tuple[list[Any], int] = [], 0
+
+    @property
+    def fit_call(self) -> FitCall:
+        """The `fit` that runs."""
+        return self.data_parallel.fit_call
+
+    def build(self) -> bool:
+        """Make all variables if the model is built, or its data is a dataset; return whether they exist."""
+        data = self.fit_call.x
+        if not is_built(self.model) and isinstance(data, tf.data.Dataset):
+            build_state(self.model, data.element_spec)
+        if is_built(self.model) and not self.model.optimizer.built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        return is_built(self.model)
+
+    def prepare(self, batch: Any) -> None:
+        """Make all variables, and let all ranks start equal; collective."""
+        self.data_parallel.steps.prepare(batch)
+
+    def finish_step(self) -> None:
+        """Run the updates that wait for the next step, unless they belong to it; collective."""
+        self._held = self.data_parallel.steps.hold()
+
+    def samples(self) -> float:
+        """Return the samples that this rank has trained on."""
+        return self.data_parallel.steps.train_counter.total()
+
+    # --- Names -------------------------------------------------------------------------------------------
+
+    def shared(self) -> dict[str, Any]:
+        """Return the variables that are equal on all ranks, by name."""
+        own = {id(v) for v in self.data_parallel.statistics()}
+        slots = {id(v) for v in shared_slots(self.model.optimizer)}
+        found = {f"weights/{i}": v for i, v in enumerate(self.model.variables) if id(v) not in own}
+        optimizer = enumerate(self.model.optimizer.variables)
+        return found | {f"optimizer/{i}": v for i, v in optimizer if id(v) in slots}
+
+    def own(self) -> dict[str, Any]:
+        """Return the variables that differ between ranks, by name."""
+        shared = {id(v) for v in self.shared().values()}
+        found = {f"{_OWN}weights/{i}": v for i, v in enumerate(self.model.variables) if id(v) not in shared}
+        optimizer = enumerate(self.model.optimizer.variables)
+        found |= {f"{_OWN}optimizer/{i}": v for i, v in optimizer if id(v) not in shared}
+        return found
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the variables of metrics, by name."""
+        return {f"{_OWN}metrics/{i}": v for i, v in enumerate(self.model.metrics_variables)}
+
+    # --- Writing -----------------------------------------------------------------------------------------
+
+    def description(self) -> dict[str, Any]:
+        """Return the variables and the optimizer that a model must have to resume, as JSON."""
+        return {
+            "name": self.model.name,
+            "optimizer": type(self.model.optimizer).__name__,
+            "variables": described({**self.shared(), **self.own()}),
+        }
+
+    def to_write(self) -> dict[str, Any]:
+        """Return the values that this rank writes, by name."""
+        shared = self.shared() if self.session.world.rank == 0 else {}
+        counted = np.array([self.data_parallel.steps.train_counter.since_restart()])
+        values = readable({**shared, **self.own(), **self.metrics()})
+        sums, steps = self._held
+        if self.session.world.rank == 0:
+            values |= {f"{_PENDING}{i}": total for i, total in enumerate(sums)}
+        values |= {f"{_OWN}{name}": v for name, v in random_state().items()}
+        return values | {_COUNTED: counted, _STEPS: np.array([steps])}
+
+    # --- Reading -----------------------------------------------------------------------------------------
+
+    def read(self, place: Path, manifest: Manifest) -> RestoredDataParallel:
+        """Read this rank's values. Raises HvpipeError if they are of another training."""
+        check_kind(manifest, self.kind)
+        optimizer = manifest.model["optimizer"]
+        if optimizer != type(self.model.optimizer).__name__:
+            raise HvpipeError(
+                "A checkpoint should be of the same model and optimizer; for another optimizer use another "
+                f"folder. Received: {type(self.model.optimizer).__name__} here and {optimizer} in the "
+                "checkpoint"
+            )
+        rank, size = self.session.world.rank, self.session.world.size
+        shared: dict[str, Any] = {}
+        if rank == 0:
+            names = [name for name in manifest.parts[0].names if not name.startswith(_OWN)]
+            shared = read_arrays(place / manifest.parts[0].file.name, names)
+        own = _own_values(place, manifest.parts[rank % manifest.ranks])
+        if manifest.ranks != size:
+            own = self._redistributed(place, manifest, own)
+        return RestoredDataParallel(self, manifest, shared, own)
+
+    def _redistributed(self, place: Path, manifest: Manifest, own: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's own values on another number of ranks than the checkpoint's.
+
+        Accumulated gradients are sums, so rank 0 goes on with the sum over all ranks. Metrics and their
+        samples start again. Ranks that are new keep their own random numbers.
+        """
+        rank = self.session.world.rank
+        sums = {str(row[0]) for row in manifest.model["variables"] if "gradient_accumulator" in row[1]}
+        kept = {
+            name: value
+            for name, value in own.items()
+            if not name.startswith((f"{_OWN}metrics/", _COUNTED))
+            and (rank < manifest.ranks or not name.startswith(f"{_OWN}random/"))
+        }
+        if not sums:
+            return kept
+        others = [_own_values(place, part) for part in manifest.parts] if rank == 0 else []
+        for name in sums & kept.keys():
+            kept[name] = sum((other[name] for other in others), start=np.zeros_like(kept[name]))
+        return kept
+
+
+class RestoredDataParallel:
+    """The values of a checkpoint on this rank.
+
+    Args:
+        state: The state to set.
+        manifest: The checkpoint.
+        shared: On rank 0, what all ranks share, by name.
+        own: What is this rank's own, by name.
+    """
+
+    def __init__(
+        self, state: DataParallelState, manifest: Manifest, shared: dict[str, Any], own: dict[str, Any]
+    ) -> None:
+        self._state = state
+        self._manifest = manifest
+        self._shared = shared
+        self._own = own
+
+    def set_shared(self) -> None:
+        """Set what all ranks share from rank 0's values; collective."""
+        state = self._state
+        check_variables(state.description()["variables"], self._manifest.model["variables"])
+        variables = state.shared()
+        if state.session.world.rank == 0:
+            _assign(variables, self._shared)
+        broadcast_variables(list(variables.values()))
+        settle(state.model)
+
+    def set_own(self) -> None:
+        """Set this rank's statistics, sums, metrics, counts and random numbers."""
+        state = self._state
+        # Keras resets metrics at the beginning of an epoch.
+        metrics = state.metrics() if self._manifest.position.batch else {}
+        _assign({**state.own(), **metrics}, self._own)
+        settle(state.model)
+        if _COUNTED in self._own:
+            state.data_parallel.steps.train_counter.resume(float(self._own[_COUNTED][0]))
+        pending = sum(name.startswith(_PENDING) for name in self._manifest.parts[0].names)
+        # Rank 0 has the sums. The others must know how many there are.
+        sums = [self._shared.get(f"{_PENDING}{i}") for i in range(pending)]
+        state.data_parallel.steps.resume(sums, int(self._own[_STEPS][0]))
+        set_random_state({name.removeprefix(_OWN): value for name, value in self._own.items()})
+
+    def callback_arrays(self) -> dict[str, Any]:
+        """Return what other callbacks have saved on this rank, by name."""
+        return {name: value for name, value in self._own.items() if name.startswith(f"{_OWN}callbacks/")}
+
+    def drop(self) -> None:
+        """Free the values."""
+        self._shared, self._own = {}, {}
+
+
+def _own_values(place: Path, part: Part) -> dict[str, Any]:
+    return read_arrays(place / part.file.name, [name for name in part.names if name.startswith(_OWN)])
+
+
+def _assign(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    for name, variable in variables.items():
+        if name in values and values[name].shape == tuple(variable.shape):
+            variable.assign(as_variable(values[name], variable))

@@ -1,0 +1,185 @@
+"""Brings the data of a resumed `fit` to where it was: the same order of samples, after the same batch.
+
+A dataset that shuffles gets a new order with every iterator that is made of it. Keras makes one for each
+epoch, and throws another one away at the end of an epoch whose length it knows:
+
+    steps_per_epoch | length of the dataset | epoch e reads from iterator
+    None            | known                 | 2 e + 1
+    None            | unknown               | e + 1
+    given           | any                   | 1, or where the dataset ends: the next one
+
+So a new process makes as many iterators as the old one has made, and then reads over what was trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from hvpipe.checkpoints.manifest import Manifest
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.compat import dataset_of
+from hvpipe.keras.data_parallel.shards import first_leaf, samples_in, source_of
+from hvpipe.keras.fit_call import FitCall
+
+logger = logging.getLogger("hvpipe")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank, and how many there are now."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where the first epoch of a resumed `fit` reads.
+
+    Attributes:
+        iterator: What steps read from, in place of Keras's iterator; None: Keras's own.
+        skipped: Batches of the epoch that are not trained on again.
+    """
+
+    iterator: Any
+    skipped: int
+
+
+def resumed_reading(
+    iterator: Any, fit_call: FitCall, length: int | None, manifest: Manifest, ranks: Ranks
+) -> Reading:
+    """Read over what was trained on before the checkpoint.
+
+    Args:
+        iterator: Keras's iterator in the first epoch of the resumed `fit`, unread.
+        fit_call: The `fit`.
+        length: The batches of an epoch, None if Keras does not know them.
+        manifest: The checkpoint.
+        ranks: The ranks that resume.
+    """
+    dataset = dataset_of(iterator)
+    if not isinstance(dataset, tf.data.Dataset):
+        raise HvpipeError(
+            "To resume, data should reach fit as a tf.data.Dataset, arrays or a PyDataset. "
+            f"Received: {type(iterator).__name__}"
+        )
+    epoch, batch = manifest.position.epoch, manifest.position.batch
+    if fit_call.steps_per_epoch is None:
+        made = epoch if length is None else 2 * epoch
+    elif int(dataset.cardinality()) == fit_call.steps_per_epoch:
+        made = epoch
+    else:
+        return _within_one_iterator(iterator, dataset, fit_call.steps_per_epoch, manifest, ranks)
+    if manifest.ranks != ranks.size:
+        return _on_other_ranks(iterator, dataset, fit_call, length, manifest, ranks, made)
+    found = _after(iterator, dataset, made)
+    _read_over(found, batch)
+    return Reading(None if found is iterator else found, batch)
+
+
+def _after(first: Any, dataset: Any, made: int) -> Any:
+    """Return the iterator that is made after `made` others, of which `first` is one."""
+    found = first
+    for _ in range(made):
+        found = iter(dataset)
+    return found
+
+
+def _within_one_iterator(
+    iterator: Any, dataset: Any, steps_per_epoch: int, manifest: Manifest, ranks: Ranks
+) -> Reading:
+    """Read on in the one iterator that Keras keeps over all epochs."""
+    position = manifest.position
+    length = int(dataset.cardinality())
+    before = position.epoch * steps_per_epoch
+    if 0 <= length <= before:
+        raise HvpipeError(
+            "With steps_per_epoch, a dataset should repeat() to be resumed after its first pass. "
+            f"Received: {length} batches, steps_per_epoch={steps_per_epoch} and epoch {position.epoch + 1}"
+        )
+    if manifest.ranks == ranks.size:
+        _read_over(iterator, before + position.batch)
+        return Reading(None, position.batch)
+    earlier = (position.samples - position.epoch_samples) / ranks.size
+    _, samples = _read_over_samples(iterator, earlier)
+    batches, more = _read_over_samples(iterator, position.samples / ranks.size - samples)
+    _tell(position.samples / ranks.size - samples - more)
+    return Reading(None, batches)
+
+
+def _read_over(iterator: Any, batches: int) -> None:
+    for done in range(batches):
+        try:
+            next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            raise HvpipeError(
+                "The data should be the same as before the checkpoint. Received: it ends after "
+                f"{done} of {batches} batches that were trained on"
+            ) from None
+
+
+# --- On another number of ranks -----------------------------------------------------------------------------
+
+
+def _on_other_ranks(
+    iterator: Any,
+    dataset: Any,
+    fit_call: FitCall,
+    length: int | None,
+    manifest: Manifest,
+    ranks: Ranks,
+    made: int,
+) -> Reading:
+    """Continue after the samples that all ranks have trained on together in this epoch."""
+    samples = manifest.position.epoch_samples
+    source = source_of(fit_call.x)
+    if source is not None and made > 0:
+        found = _after(None, source, made)  # Keras's own was the first
+        batches, read = _read_over_samples(found, samples)
+        _tell(samples - read)
+        left = max(0, int(source.cardinality()) - batches) // ranks.size
+        return Reading(_rounds(found, ranks), batches // ranks.size if length is None else length - left)
+    found = _after(iterator, dataset, made)
+    batches, read = _read_over_samples(found, samples / ranks.size)
+    _tell(samples / ranks.size - read)
+    return Reading(None if found is iterator else found, batches)
+
+
+def _read_over_samples(iterator: Any, samples: float) -> tuple[int, int]:
+    """Read batches until they hold this many samples; return how many batches and samples that were."""
+    batches = found = 0
+    while found < samples:
+        try:
+            batch = next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            break
+        batches += 1
+        found += int(samples_in(first_leaf(batch)))
+    return batches, found
+
+
+def _rounds(iterator: Any, ranks: Ranks) -> Iterator[Any]:
+    """Yield this rank's batches of a dataset that all ranks read, as `shard` does."""
+    while True:
+        batches = []
+        for _ in range(ranks.size):
+            try:
+                batches.append(next(iterator))
+            except (StopIteration, tf.errors.OutOfRangeError):
+                return
+        yield batches[ranks.rank]
+
+
+def _tell(missing: float) -> None:
+    if missing:
+        logger.warning(
+            "hvpipe: on this number of ranks training cannot continue at exactly the same sample, because no "
+            "batch begins there: %g samples of this epoch are %s.",
+            abs(missing),
+            "trained on again" if missing > 0 else "left out",
+        )

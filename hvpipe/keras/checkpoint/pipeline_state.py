@@ -1,0 +1,148 @@
+"""The state of a pipeline: each rank writes its stages, under names that do not depend on the cuts.
+
+The names and the checks are those of `save_checkpoint` (keras/pipeline/checkpoint.py). Every rank also writes
+what is its own: own/logs and own/metrics of the epoch so far, and own/random.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hvpipe.checkpoints.arrays import read_arrays
+from hvpipe.checkpoints.manifest import Manifest
+from hvpipe.config_file import Table
+from hvpipe.keras.checkpoint.model_check import as_variable, check_kind
+from hvpipe.keras.checkpoint.random_state import random_state, set_random_state
+from hvpipe.keras.checkpoint.training_state import readable
+from hvpipe.keras.fit_call import FitCall
+from hvpipe.keras.initial_state import settle
+from hvpipe.keras.pipeline.checkpoint import Shard, describe, read_shards, variables_to_write
+from hvpipe.keras.pipeline.model import PipelineParallel
+from hvpipe.keras.pipeline.model_file import optimizer_of
+from hvpipe.keras.pipeline.state_names import RankState
+
+_OWN, _LOGS = "own/", "own/logs"
+
+
+class PipelineState:
+    """The state of one model of `pipeline_parallel`."""
+
+    kind = "pipeline"
+    shares_data = False
+
+    def __init__(self, pipeline: PipelineParallel) -> None:
+        self.session = pipeline.context.session
+        self.pipeline = pipeline
+        self._rank_state: RankState | None = None
+
+    @property
+    def fit_call(self) -> FitCall:
+        """The `fit` that runs."""
+        return self.pipeline.fit_call
+
+    def build(self) -> bool:
+        """Name the state of this rank; collective. A pipeline is always built."""
+        self.named()
+        return True
+
+    def prepare(self, batch: Any) -> None:
+        """Do nothing: all ranks have started equal."""
+
+    def finish_step(self) -> None:
+        """Do nothing: a step ends with its updates."""
+
+    def samples(self) -> float:
+        """Return the samples of the whole pipeline on rank 0, and 0 on the others: they are added up."""
+        return float(self.pipeline.samples_trained) if self.session.world.rank == 0 else 0.0
+
+    def named(self) -> RankState:
+        """Return the state of this rank; collective the first time."""
+        if self._rank_state is None:
+            self._rank_state = self.pipeline.rank_state()
+        return self._rank_state
+
+    def metrics(self) -> dict[str, Any]:
+        """Return the variables of metrics, by name."""
+        return {f"{_OWN}metrics/{i}": v for i, v in enumerate(self.pipeline.metrics_variables)}
+
+    def description(self) -> dict[str, Any]:
+        """Return the variables and the optimizer that a model must have to resume, as JSON."""
+        name = self.pipeline.context.layout.stages.graph.name
+        return describe(name, self.named(), optimizer_of(self.pipeline))
+
+    def to_write(self) -> dict[str, Any]:
+        """Return the values that this rank writes, by name."""
+        values = readable({**variables_to_write(self.named(), self.session.world.rank), **self.metrics()})
+        values |= {f"{_OWN}{name}": value for name, value in random_state().items()}
+        return values | {_LOGS: np.array(self.pipeline.logs.state(), np.float64)}
+
+    def read(self, place: Path, manifest: Manifest) -> RestoredPipeline:
+        """Read this rank's values. Raises HvpipeError if they are of another training."""
+        check_kind(manifest, self.kind)
+        rank, size = self.session.world.rank, self.session.world.size
+        shards = [
+            Shard(
+                part.file.name,
+                part.file.size_bytes,
+                tuple(name for name in part.names if not name.startswith(_OWN)),
+            )
+            for part in manifest.parts
+        ]
+        optimizer = optimizer_of(self.pipeline)
+        values = read_shards(place, Table(manifest.model, str(place)), shards, self.named(), optimizer, rank)
+        own: dict[str, Any] = {}
+        if manifest.ranks == size:
+            part = manifest.parts[rank]
+            names = [name for name in part.names if name.startswith(_OWN)]
+            own = read_arrays(place / part.file.name, names)
+        return RestoredPipeline(self, manifest, values, own)
+
+
+class RestoredPipeline:
+    """The values of a checkpoint on this rank.
+
+    Args:
+        state: The state to set.
+        manifest: The checkpoint.
+        values: The variables of this rank, by name.
+        own: What is this rank's own, by name.
+    """
+
+    def __init__(
+        self, state: PipelineState, manifest: Manifest, values: dict[str, Any], own: dict[str, Any]
+    ) -> None:
+        self._state = state
+        self._manifest = manifest
+        self._values = values
+        self._own = own
+
+    def set_shared(self) -> None:
+        """Set the variables of this rank."""
+        named = self._state.named().named
+        for name, value in self._values.items():
+            named[name].assign(value)
+        settle(self._state.pipeline)
+        self._state.pipeline.context.shared.mark_diverged()
+
+    def set_own(self) -> None:
+        """Set this rank's logs, metrics and random numbers."""
+        state = self._state
+        # Keras resets metrics and logs at the beginning of an epoch.
+        if self._manifest.position.batch and _LOGS in self._own:
+            for name, variable in state.metrics().items():
+                if name in self._own:
+                    variable.assign(as_variable(self._own[name], variable))
+            loss_sum, samples, samples_here = self._own[_LOGS].tolist()
+            state.pipeline.logs.resume(loss_sum, int(samples), int(samples_here))
+        set_random_state({name.removeprefix(_OWN): value for name, value in self._own.items()})
+
+    def callback_arrays(self) -> dict[str, Any]:
+        """Return what other callbacks have saved on this rank, by name."""
+        return {name: value for name, value in self._own.items() if name.startswith(f"{_OWN}callbacks/")}
+
+    def drop(self) -> None:
+        """Free the values."""
+        self._values, self._own = {}, {}

@@ -1,0 +1,73 @@
+"""Preemption: a signal or a file asks this rank to stop, and all ranks stop at the same step."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+EXIT_CODE = 75
+"""What all ranks exit with after the checkpoint: EX_TEMPFAIL of sysexits.h, "try again later"."""
+
+_STOP = "stop"
+
+
+class StopRequest:
+    """Notices SIGTERM, and the file through which `hvpipe run` passes its own on.
+
+    Args:
+        job_folder: The folder that `hvpipe run` shares with the ranks of its host; None without it.
+        rank: This rank.
+    """
+
+    def __init__(self, job_folder: Path | None, rank: int) -> None:
+        self._folder = job_folder
+        self._rank = rank
+        self._received = False
+
+    def arrived(self) -> bool:
+        """Return whether this rank has been asked to stop."""
+        if not self._received and self._folder is not None:
+            self._received = (self._folder / _STOP).exists()
+        return self._received
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGTERM over, and let `hvpipe run` know that this rank stops when asked.
+
+        Only the main thread can take a signal over. The next SIGTERM acts as before.
+        """
+        with contextlib.ExitStack() as stack:
+            if threading.current_thread() is threading.main_thread():
+                before = signal.signal(signal.SIGTERM, self._on_signal)
+                stack.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
+                self._before: Any = before or signal.SIG_DFL
+            if self._folder is not None:
+                listening = self._folder / f"listening-{self._rank}"
+                with contextlib.suppress(OSError):
+                    listening.touch()
+                    stack.callback(_remove, listening)
+            yield
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._received = True
+        signal.signal(number, self._before)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def tell_launcher(job_folder: Path | None) -> Callable[[Path], None]:
+    """Return a function that tells `hvpipe run` of a complete checkpoint, for `--restarts`."""
+
+    def tell(place: Path) -> None:
+        if job_folder is not None:
+            with contextlib.suppress(OSError):
+                (job_folder / "checkpoint").write_text(str(place))
+
+    return tell

@@ -1,0 +1,147 @@
+"""Resuming: from a checkpoint that was found to the first batch that is trained on again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hvpipe.checkpoints.manifest import Manifest
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.checkpoint.callback_state import set_callbacks
+from hvpipe.keras.checkpoint.data_position import Ranks, Reading, resumed_reading
+from hvpipe.keras.checkpoint.training_state import Restored, TrainingState
+from hvpipe.keras.compat import set_initial_epoch
+from hvpipe.keras.data_parallel.shards import batch_of
+from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
+
+_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
+
+
+class Resume:
+    """The first epoch of a resumed `fit`.
+
+        begin          values are read and, if the variables exist, set: callbacks see them
+        begin_epoch    the other callbacks continue from what they remembered
+        restore        the first batch: values are set, the data is read up to the position
+        skips          for each batch that was trained on: the other callbacks do not see them
+        end_epoch      everything is as it would be without a resume
+
+    Args:
+        place: The checkpoint.
+        manifest: Its manifest.
+        state: The state of the model.
+        others: The other callbacks.
+        model: The model.
+    """
+
+    def __init__(
+        self, place: Path, manifest: Manifest, state: TrainingState, others: Sequence[Any], model: Any
+    ) -> None:
+        self._place = place
+        self._manifest = manifest
+        self._state = state
+        self._others = others
+        self._model = model
+        world = state.session.world
+        self._ranks = Ranks(world.rank, world.size)
+        self._part = manifest.parts[world.rank % manifest.ranks]
+        self._reading = Reading(None, manifest.position.batch)
+        self._skipped = 0
+        self._own_hooks: list[tuple[Any, str, Any]] = []
+        self._length: int | None = None
+        self._built = False
+        self.begun = False
+        """Whether the first batch has come."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all batches that were trained on have been skipped."""
+        return self.begun and self._skipped >= self._reading.skipped
+
+    def samples(self) -> tuple[float, float]:
+        """Return this rank's samples before, since the beginning and since the epoch began."""
+        position = self._manifest.position
+        if self._manifest.ranks == self._ranks.size:
+            return float(self._part.samples), float(self._part.epoch_samples)
+        # On another number of ranks only the sum counts.
+        first = self._ranks.rank == 0
+        return (float(position.samples), float(position.epoch_samples)) if first else (0.0, 0.0)
+
+    def begin(self, params: Mapping[str, Any]) -> None:
+        """Read the values, and set the first epoch; collective."""
+        session, position = self._state.session, self._manifest.position
+        self._length = params.get("steps")
+        self._built = self._state.build()
+        stopped = bool(self._manifest.parts[0].notes.get("stopped"))
+        epochs = int(params["epochs"])
+        if not self._built and (stopped or position.epoch >= epochs):
+            raise HvpipeError(
+                "A model should be built before fit if all its epochs are done: give it an input shape. "
+                f"Received: model {self._model.name} and a checkpoint after {position.epoch} epochs"
+            )
+        self._restored: Restored = on_all_ranks(
+            session,
+            f"reading the checkpoint {self._place}",
+            lambda: self._state.read(self._place, self._manifest),
+        )
+        set_initial_epoch(self._model, max(position.epoch, epochs) if stopped else position.epoch)
+        if self._built:
+            # Callbacks that act on an epoch's beginning must find the state of the end of the one before.
+            self._restored.set_shared()
+            self._restored.set_own()
+        self._mute()
+
+    def begin_epoch(self) -> None:
+        """Let the other callbacks continue; after all of them have begun."""
+        notes = self._part.notes.get("callbacks", [])
+        set_callbacks(self._others, notes, self._restored.callback_arrays())
+
+    def restore(self, iterator: Any) -> None:
+        """Set all values, and bring the data to its position; collective. At the first batch."""
+        self.begun = True
+        self._state.prepare(batch_of(iterator))
+        if self._manifest.position.batch or not self._built:
+            self._restored.set_shared()
+        # Where all ranks read the same data, their number does not matter.
+        reading = self._ranks if self._state.shares_data else Ranks(0, self._manifest.ranks)
+        self._reading = on_all_ranks(
+            self._state.session,
+            "reading over the batches before the checkpoint",
+            lambda: resumed_reading(iterator, self._state.fit_call, self._length, self._manifest, reading),
+        )
+        self._restored.set_own()
+        self._restored.drop()
+
+    def skips(self, steps: int) -> bool:
+        """Return whether the next `steps` batches were trained on before the checkpoint."""
+        if self._skipped >= self._reading.skipped:
+            return False
+        self._skipped += steps
+        return True
+
+    def iterator_for(self, iterator: Any) -> Any:
+        """Return what a step reads from."""
+        return iterator if self._reading.iterator is None else self._reading.iterator
+
+    def end_epoch(self) -> None:
+        """Give the other callbacks their hooks back."""
+        for callback, name, before in self._own_hooks:
+            vars(callback).pop(name, None)
+            if before is not None:
+                vars(callback)[name] = before
+        self._own_hooks = []
+
+    # --- The other callbacks -----------------------------------------------------------------------------
+
+    def _mute(self) -> None:
+        """Hide skipped batches from the other callbacks, which saw them before."""
+        for callback in self._others:
+            for name in _HOOKS:
+                self._own_hooks.append((callback, name, vars(callback).get(name)))
+                vars(callback)[name] = functools.partial(self._unless_skipped, getattr(callback, name))
+
+    def _unless_skipped(self, hook: Callable[..., Any], batch: int, logs: Any = None) -> None:
+        if batch >= self._reading.skipped:
+            hook(batch, logs=logs)

@@ -1,0 +1,162 @@
+"""A guard against NaN and Inf: it looks at reduced gradients, which are the same on all ranks.
+
+    sum of all ranks -> any NaN or Inf? --- no ---> update
+                                  |
+                                 yes --> no update, a flag that Python reads after the step
+
+A NaN or Inf on one rank makes the sum NaN or Inf on all of them, so all ranks decide alike without a message.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.compat import step_count, trained_variables
+from hvpipe.keras.variables import name_of
+
+logger = logging.getLogger("hvpipe")
+
+POLICIES = ("raise", "skip", "ignore")
+
+
+def check_policy(policy: str) -> None:
+    """Raise HvpipeError if there is no such policy."""
+    if policy not in POLICIES:
+        wanted = ", ".join(map(repr, POLICIES))
+        raise HvpipeError(f"nonfinite should be one of {wanted}. Received: nonfinite={policy!r}")
+
+
+class NonfiniteGuard:
+    """Keeps updates with NaN or Inf from one optimizer's variables.
+
+    Args:
+        policy: "raise" or "skip".
+        optimizer: The optimizer.
+    """
+
+    def __init__(self, policy: str, optimizer: Any) -> None:
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            raise HvpipeError(
+                "A LossScaleOptimizer skips steps with NaN or Inf itself: use nonfinite='ignore'. "
+                f"Received: nonfinite={policy!r} with optimizer {optimizer.name}"
+            )
+        self.waits_for_all = policy == "skip"
+        """Whether an update needs all gradients: a step is skipped as a whole."""
+        self._policy = policy
+        # A flag for each variable. One tensor for each update, so that updates do not wait for each other.
+        self._flags: dict[int, tuple[Any, list[Any]]] = {}
+        self._any: Any = None
+        self._skipped = 0
+
+    def if_finite(
+        self,
+        number: int,
+        variables: Sequence[Any],
+        gradients: Sequence[Any],
+        update: Callable[[], None],
+        otherwise: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Call `update` in a branch of the graph that runs if all gradients are finite; else `otherwise`.
+
+        Args:
+            number: The number of the update: of its bucket, or one for all.
+            variables: What it updates.
+            gradients: Their reduced gradients.
+            update: Updates the variables.
+            otherwise: Runs in the other branch.
+        """
+        bad = tf.stack([tf.logical_not(tf.reduce_all(tf.math.is_finite(g))) for g in gradients])
+        if number not in self._flags or len(self._flags[number][1]) != len(variables):
+            with tf.init_scope():
+                flags = tf.Variable(tf.zeros([len(variables)], tf.bool), trainable=False, name="hvpipe_bad")
+            self._flags[number] = flags, list(variables)
+            self._any = None
+        self._flags[number][0].assign(bad)
+        tf.cond(tf.reduce_any(bad), _branch(otherwise), _branch(update))
+
+    def look(self, step: int, rank: int) -> None:
+        """Look at the flags after a step, the `step`-th from 1.
+
+        Raises:
+            HvpipeError: With "raise", if a gradient was not finite; on all ranks alike.
+        """
+        if not self._flags or not bool(self._any_flag().numpy()):
+            return
+        names = [
+            name_of(variable)
+            for flags, variables in self._flags.values()
+            for bad, variable in zip(flags.numpy(), variables, strict=True)
+            if bad
+        ]
+        for flags, _ in self._flags.values():
+            flags.assign(tf.zeros_like(flags))
+        found = f"NaN or Inf in the sum of all ranks' gradients of {names[0]}" + (
+            f" and {len(names) - 1} other variables" if len(names) > 1 else ""
+        )
+        if self._policy == "raise":
+            raise HvpipeError(
+                f"Gradients should be finite. Received: {found}, at step {step}. These variables were not "
+                "updated. Look at this step's batch and at the learning rate, or continue from a checkpoint"
+            )
+        self._skipped += 1
+        if rank == 0 and self._skipped & (self._skipped - 1) == 0:  # the 1st, 2nd, 4th, 8th time
+            logger.warning(
+                "hvpipe: step %d was skipped on all ranks, the %d. so far. Received: %s",
+                step,
+                self._skipped,
+                found,
+            )
+
+    def _any_flag(self) -> Any:
+        if self._any is None:
+            every = [flags for flags, _ in self._flags.values()]
+            self._any = tf.function(
+                lambda: tf.reduce_any([tf.reduce_any(flags) for flags in every]), autograph=False
+            )
+        return self._any()
+
+
+def guarded_alone(policy: str, model: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the train function of a single rank with a guard around its optimizer's `apply`."""
+    optimizer = model.optimizer
+    guard = NonfiniteGuard(policy, optimizer)
+
+    def apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+        known = trained_variables(optimizer) if trainable_variables is None else list(trainable_variables)
+        trained = [v for g, v in zip(grads, known, strict=True) if g is not None]
+        gradients = [tf.convert_to_tensor(g) for g in grads if g is not None]
+
+        def skip() -> None:
+            if optimizer.gradient_accumulation_steps:
+                step_count(optimizer).assign_add(1)
+
+        def update() -> None:
+            type(optimizer).apply(optimizer, grads, trainable_variables)
+
+        guard.if_finite(0, trained, gradients, update, skip)
+
+    optimizer.apply = apply
+    steps = 0
+
+    def train_function(iterator: Any) -> Any:
+        nonlocal steps
+        logs = inner(iterator)
+        steps += int(model.steps_per_execution)
+        guard.look(steps, 0)
+        return logs
+
+    return train_function
+
+
+def _branch(call: Callable[[], None]) -> Callable[[], Any]:
+    def branch() -> Any:
+        call()
+        return tf.constant(0)
+
+    return branch

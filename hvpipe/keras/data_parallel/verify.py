@@ -1,0 +1,51 @@
+"""Compares weights over ranks: a checksum of each variable, and which ranks differ in which."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from hvpipe.errors import MismatchError
+from hvpipe.keras.compat import layers_in, own_statistics
+from hvpipe.keras.initial_state import shared_slots
+from hvpipe.keras.variables import name_of
+from hvpipe.session import Session
+
+
+def checksum(variable: Any) -> int:
+    """Return a checksum of a variable's bytes."""
+    value = np.ascontiguousarray(variable.numpy())
+    return zlib.crc32(value.reshape(-1).view(np.uint8).data)
+
+
+def equal_on_all_ranks(model: Any) -> list[Any]:
+    """Return the variables that all ranks should share: not statistics, which each computes from its data."""
+    own = {id(v) for layer in layers_in(model) for v in own_statistics(layer)}
+    return [*(v for v in model.variables if id(v) not in own), *shared_slots(model.optimizer)]
+
+
+def verify_equal(session: Session, variables: Sequence[Any], step: int) -> None:
+    """Raise MismatchError, on all ranks, if a variable differs between ranks; collective.
+
+    The error names the first such variable, and the ranks that differ from most others.
+    """
+    mine = np.array([[checksum(variable) for variable in variables]], np.int64)
+    session.engine.agree(f"verifying {len(variables)} variables after step {step}")
+    everyone = session.engine.allgather(mine)
+    different = [place for place, sums in enumerate(everyone.T) if len(set(sums.tolist())) > 1]
+    if not different:
+        return
+    sums = everyone.T[different[0]].tolist()
+    # Where two values are equally frequent, that of the lowest rank counts as right.
+    usual, _ = Counter(sums).most_common(1)[0]
+    odd = ", ".join(str(rank) for rank, found in enumerate(sums) if found != usual)
+    raise MismatchError(
+        f"All ranks should have the same weights after step {step}. Look for a rank that sets weights on its "
+        "own, for faulty memory, or for an update outside of fit. "
+        f"Received: {name_of(variables[different[0]])} differs on rank {odd} from the other ranks; in all "
+        f"{len(different)} of {len(variables)} variables differ"
+    )

@@ -1,0 +1,68 @@
+"""When a job is started again, with small programs in place of mpirun."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from hvpipe.commands.restarts import Restarting
+from hvpipe.errors import LaunchError
+
+# Counts its starts in a file, then does what its arguments say for that start.
+PROGRAM = """
+import os, sys
+from pathlib import Path
+folder, counter = Path(os.environ["HVPIPE_JOB_FOLDER"]), Path(sys.argv[1])
+start = int(counter.read_text()) if counter.exists() else 0
+counter.write_text(str(start + 1))
+what = sys.argv[2].split(",")[start]
+if "c" in what: (folder / "checkpoint").write_text(f"run/{start}")
+if "e" in what: (folder / "error-1").write_text("ValueError on rank 1: a bug")
+if "p" in what: (folder / "error-0").write_text("PeerError on rank 0: rank 1 is gone")
+sys.exit(int(what.strip("cep")))
+"""
+
+
+def run(tmp_path: Path, starts: str, restarts: int = 5) -> tuple[int, int]:
+    """Return the exit code, and how often the program was started."""
+    job = Restarting(argparse.Namespace(restarts=restarts, grace=1.0))
+    code = job([sys.executable, "-c", PROGRAM, str(tmp_path / "count"), starts], os.environ)
+    return code, int((tmp_path / "count").read_text())
+
+
+@pytest.mark.parametrize(
+    ("starts", "code", "count", "says"),
+    [
+        ("0", 0, 1, ""),
+        ("75c", 75, 1, ""),  # asked to stop
+        ("1c,137c,0", 0, 3, "Starting it again from run/0"),
+        ("1,0", 0, 2, "Starting it again from the checkpoint that it finds"),
+        ("1pc,0", 0, 2, "Starting it again from run/0"),
+        ("1p,1p", 1, 2, "no new checkpoint was made between two failures"),
+        ("1e", 1, 1, "the script failed before it made a new checkpoint: ValueError on rank 1: a bug"),
+        ("1ec,1e", 1, 2, "the script failed before it made a new checkpoint"),
+        ("1c,1c,1c,1c,1c,3c", 3, 6, "it has failed 6 times"),
+    ],
+)
+def test_when_a_job_starts_again(
+    starts: str, code: int, count: int, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, starts) == (code, count)
+    told = capfd.readouterr().err
+    assert says in told
+    assert bool(told) == bool(says)
+
+
+def test_without_restarts_nothing_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(tmp_path, "1c", restarts=0) == (1, 1)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("restarts", "grace"), [(-1, 1.0), (1, -1.0), (1, float("nan"))])
+def test_bad_options(restarts: int, grace: float) -> None:
+    with pytest.raises(LaunchError, match="Received: "):
+        Restarting(argparse.Namespace(restarts=restarts, grace=grace))

@@ -1,0 +1,131 @@
+"""Jobs that are stopped, killed and started again end with the weights of one that was not."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from distributed import environment, launch
+from hvpipe.commands.supervise import kill_session
+
+SUPPORT = Path(__file__).parents[2] / "support"
+JOB = SUPPORT / "checkpointed_job.py"
+LIMIT_S = 240.0
+# hvpipe run does not pass mpirun's flags for oversubscription on, but sets its own.
+ENV = {"PYTHONPATH": str(SUPPORT), "PYTHONUNBUFFERED": "1"}
+RUN = (sys.executable, "-m", "hvpipe", "run", "-np", "2", "--no-summary")
+
+
+def state_in(output: str) -> str:
+    """Return the state that a job ended with."""
+    (found,) = re.findall(r"^STATE (.*)$", output, re.MULTILINE)
+    return str(found)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The state after a training that nothing interrupts."""
+    result = launch(2, [JOB, tmp_path_factory.mktemp("whole")], limit_s=LIMIT_S, env=ENV)
+    assert result.returncode == 0, result.describe()
+    return state_in(result.output)
+
+
+class Job:
+    """A running `hvpipe run` of the job."""
+
+    def __init__(self, folder: Path, options: Sequence[str], run_options: Sequence[str] = ()) -> None:
+        self.output = ""
+        self._process = subprocess.Popen(
+            [*RUN, *run_options, str(JOB), str(folder), *options],
+            env=environment(ENV),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait_until_training(self) -> None:
+        """Wait for the first step."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.output += line
+            if line.startswith("TRAINING"):
+                return
+        raise AssertionError(f"wanted: a first step. Received: {self.output}")
+
+    def send(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill_all(self) -> None:
+        """Kill hvpipe run, mpirun and all ranks at once."""
+        children = subprocess.run(
+            ["pgrep", "-P", str(self._process.pid)], capture_output=True, text=True, check=False
+        ).stdout.split()
+        for child in children:  # mpirun leads a session of its own
+            kill_session(int(child))
+        kill_session(os.getsid(self._process.pid))
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def end(self) -> int:
+        """Wait for the end; return the exit code."""
+        rest, _ = self._process.communicate(timeout=LIMIT_S)
+        self.output += rest
+        return self._process.returncode
+
+
+def test_sigterm_to_hvpipe_run(tmp_path: Path, wanted: str) -> None:
+    """All ranks finish the step, write a checkpoint and exit with 75; the next start ends as planned."""
+    job = Job(tmp_path, ["--every", "1000steps", "--pause", "0.3"])
+    job.wait_until_training()
+    job.send(signal.SIGTERM)
+    assert job.end() == 75, job.output
+    assert "a rank was asked to stop" in job.output
+    assert "STATE" not in job.output
+    result = launch(2, [JOB, tmp_path], limit_s=LIMIT_S, env=ENV)
+    assert result.returncode == 0, result.describe()
+    assert "training resumes from" in result.output
+    assert state_in(result.output) == wanted
+
+
+def test_restarts_after_a_rank_was_killed(tmp_path: Path, wanted: str) -> None:
+    """Each start makes seven steps of fifteen, then a rank dies: two restarts are enough."""
+    options = ["--every", "2steps", "--pause", "0.1", "--die-at", "7"]
+    job = Job(tmp_path, options, ["--restarts", "5"])
+    assert job.end() == 0, job.output
+    assert state_in(job.output) == wanted
+    assert job.output.count("Starting it again from") in (2, 3), job.output
+
+
+def test_no_restart_of_a_broken_script(tmp_path: Path) -> None:
+    job = Job(tmp_path, ["--raise-at", "1", "--every", "1000steps"], ["--restarts", "5"])
+    assert job.end() == 1, job.output
+    assert "the script failed before it made a new checkpoint: ValueError" in job.output
+    assert "Starting it again" not in job.output
+
+
+TRIALS = int(os.environ.get("HVPIPE_TEST_KILLS", "1"))
+
+
+def test_killed_at_any_moment_while_it_writes(tmp_path: Path, wanted: str) -> None:
+    """kill -9 of the whole job at random moments; the last start ends with the same bits."""
+    moments = random.Random(5)
+    for _ in range(TRIALS):
+        job = Job(tmp_path, ["--every", "1steps", "--pause", "0.02", "--epochs", "3"])
+        job.wait_until_training()
+        time.sleep(moments.uniform(0.0, 0.3))
+        job.kill_all()
+    result = launch(2, [JOB, tmp_path], limit_s=LIMIT_S, env=ENV)
+    assert result.returncode == 0, result.describe()
+    assert "DAMAGED" not in result.output
+    assert state_in(result.output) == wanted

@@ -1,0 +1,154 @@
+"""A resumed training is the same, bit for bit, as one that never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.checkpoints import folder as folders
+from training import CLASSES, FEATURES, assert_same_bits, fit, loss, samples, state_of
+
+layers = keras.layers
+BATCHES = 5
+
+
+class Crash(Exception):
+    """Ends a `fit`."""
+
+
+class CrashAt(keras.callbacks.Callback):
+    """Ends the `fit` at the end of its n-th batch, from 1. Batches wait for the disk: they take no time."""
+
+    reads_weights = False
+
+    def __init__(self, batches: int, checkpoint: Any) -> None:
+        super().__init__()
+        self._left = batches
+        self._checkpoint = checkpoint
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._checkpoint._running.fit._writer.wait()
+        self._left -= 1
+        if self._left == 0:
+            raise Crash
+
+
+@dataclass(frozen=True)
+class Case:
+    """How to train."""
+
+    overlap: str
+    optimizer: Callable[[], Any]
+    steps_per_epoch: int | None = None
+
+
+def adam() -> Any:
+    return keras.optimizers.Adam(0.01)
+
+
+def accumulating() -> Any:
+    return keras.optimizers.SGD(0.1, momentum=0.9, gradient_accumulation_steps=3)
+
+
+CASES = [
+    pytest.param(Case("step", adam), id="step", marks=[pytest.mark.every_size, pytest.mark.older_tensorflow]),
+    pytest.param(Case("backward", accumulating, 4), id="accumulation and steps_per_epoch"),
+    pytest.param(Case("stale", adam, 4), id="stale"),
+]
+
+
+def data(repeat: bool) -> Any:
+    """Return this rank's batches of a dataset that has another order in every epoch."""
+    whole = tf.data.Dataset.from_tensor_slices(samples(BATCHES * 4 * hvpipe.size()))
+    whole = whole.shuffle(1000, seed=3).batch(4)
+    return hk.shard(whole.repeat() if repeat else whole)
+
+
+def model_of(case: Case) -> keras.Model:
+    """Return a model with seeds, statistics and slots."""
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            layers.Dense(8),
+            layers.BatchNormalization(),
+            layers.Dropout(0.2),
+            layers.Dense(CLASSES),
+        ]
+    )
+    model.compile(case.optimizer(), loss=loss(), metrics=["accuracy"])
+    return hk.data_parallel(model, case.overlap, bucket_bytes=200, warmup_steps=2)
+
+
+def train(case: Case, folder: Path, every: int | str, crash_at: int = 0) -> tuple[Any, Any]:
+    """Train three epochs with a checkpoint; return the state and the history."""
+    model = model_of(case)
+    plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0, factor=0.5)
+    callbacks: list[Any] = [hk.Checkpoint(folder, every=every), plateau]
+    if crash_at:
+        callbacks.append(CrashAt(crash_at, callbacks[0]))
+    history = fit(
+        model,
+        data(case.steps_per_epoch is not None),
+        epochs=3,
+        steps_per_epoch=case.steps_per_epoch,
+        callbacks=callbacks,
+    )
+    return state_of(model), history
+
+
+def shared(path: Path) -> Path:
+    """Return rank 0's folder on all ranks."""
+    return Path(hvpipe.broadcast_object(str(path)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_in_the_middle_of_an_epoch(case: Case, tmp_path: Path) -> None:
+    """Weights, slots, statistics, seeds, sums and the logs of the epoch are as without the crash."""
+    folder = shared(tmp_path)
+    wanted, history = train(case, folder / "whole", 1000)
+    steps = case.steps_per_epoch or BATCHES
+    with pytest.raises(Crash):
+        train(case, folder / "cut", 1, crash_at=steps + 4)
+    hvpipe.barrier()
+    (newest, *_) = folders.complete(folder / "cut")
+    assert steps < int(newest.name[:10]) < 2 * steps  # in the second epoch
+    found, rest = train(case, folder / "cut", 1000)
+    assert_same_bits(found, wanted)
+    assert {name: values[-2:] for name, values in history.items()} == rest
+
+
+def test_resumed_between_epochs_and_after_the_end(tmp_path: Path) -> None:
+    """Learning rates that callbacks set after an epoch are there; a finished training stays as it is."""
+    case = Case("step", adam)
+    folder = shared(tmp_path)
+    wanted, history = train(case, folder / "whole", "1epoch")
+    with pytest.raises(Crash):
+        train(case, folder / "cut", "1epoch", crash_at=2 * BATCHES + 1)
+    hvpipe.barrier()
+    found, rest = train(case, folder / "cut", "1epoch")
+    assert_same_bits(found, wanted)
+    assert {name: values[-1:] for name, values in history.items()} == rest
+    again, nothing = train(case, folder / "cut", "1epoch")
+    assert_same_bits(again, wanted)
+    assert nothing == {}
+
+
+def test_errors(tmp_path: Path) -> None:
+    folder = shared(tmp_path)
+    with pytest.raises(hvpipe.HvpipeError, match="Received: keep=0"):
+        hk.Checkpoint(folder, keep=0)
+    with pytest.raises(hvpipe.HvpipeError, match="Received: every='soon'"):
+        hk.Checkpoint(folder, every="soon")
+    plain = keras.Sequential([keras.Input((FEATURES,)), layers.Dense(CLASSES)])
+    plain.compile("sgd", loss())
+    with pytest.raises(hvpipe.HvpipeError, match=r"needs a model of hvpipe\.keras\.data_parallel"):
+        fit(plain, data(repeat=False), callbacks=[hk.Checkpoint(folder)])
