@@ -3,7 +3,7 @@
 from hvpipe.forecast.choice import candidates, choose
 from hvpipe.forecast.data_parallel import forecast_data_parallel
 from hvpipe.forecast.pipeline import Forecast, forecast
-from hvpipe.forecast.plan_costs import contention_of, costs_of, dataflow_of
+from hvpipe.forecast.plan_costs import costs_of, dataflow_of
 from hvpipe.schedule.plan_schedule import check_is_pipeline, schedule_of
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "candidates",
     "check_is_pipeline",
     "choose",
-    "contention_of",
     "costs_of",
     "dataflow_of",
     "forecast",

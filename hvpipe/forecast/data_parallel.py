@@ -97,7 +97,7 @@ def forecast_data_parallel(
     )
     step_s = max(event.end_s for event in events)
     trace = Trace.merge([Trace(tuple(events), {"makespan_s": step_s, "devices": list(names)})])
-    return Forecast(plan, step_s, busy_s, tuple(memory_bytes), trace)
+    return Forecast(plan, step_s, busy_s, tuple(memory_bytes), lambda: trace)
 
 
 def _plan(profile: Profile, cluster: Cluster, pipelining: Pipelining, samples: int | None) -> Plan:
