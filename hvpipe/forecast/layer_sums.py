@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-import numpy as np
-
 from hvpipe.plan.buckets import cut_buckets, fitting_bytes
 from hvpipe.specs.profile import LayerCost, Profile
+
+_REMEMBERED = 1000
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,9 @@ class LayerSums:
 
     profile: Profile
     _bucket_bytes: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
+    _crossings: dict[tuple[int, ...], Mapping[tuple[int, int], Crossing]] = field(
+        default_factory=dict, repr=False
+    )
 
     def __post_init__(self) -> None:
         self.forward_s = self._sums(lambda layer: layer.forward_s)
@@ -43,9 +46,10 @@ class LayerSums:
         self.update_s = self._sums(lambda layer: layer.update_s)
         self.state_bytes = self._sums(lambda layer: layer.state_bytes)
         self.saved_bytes = self._sums(lambda layer: layer.saved_bytes)
-        edges = np.array(sorted(set(self.profile.edges)), np.int64).reshape(-1, 2)
-        self._makers, self._users = edges[:, 0], edges[:, 1]
-        self._output_bytes = np.array([layer.output_bytes for layer in self.profile.layers], np.float64)
+        layers = self.profile.layers
+        self._edges = [
+            (maker, user, layers[maker].output_bytes) for maker, user in sorted(set(self.profile.edges))
+        ]
 
     def _sums(self, of: Callable[[LayerCost], float]) -> list[float]:
         return [0, *accumulate(map(of, self.profile.layers))]
@@ -58,21 +62,24 @@ class LayerSums:
         Args:
             ends: The end of each stage: stage s has the layers from ends[s - 1] to ends[s] - 1.
         """
-        homes = np.searchsorted(ends, self._makers, "right")
-        aways = np.searchsorted(ends, self._users, "right")
-        crossing = np.flatnonzero(homes != aways)
-        stages = len(ends)
-        # Distinct (maker, user's stage); then grouped by stages.
-        tensors = np.unique(self._makers[crossing] * stages + aways[crossing])
-        makers, aways = tensors // stages, tensors % stages
-        pairs, group = np.unique(np.searchsorted(ends, makers, "right") * stages + aways, return_inverse=True)
-        sizes = self._output_bytes[makers]
-        totals = np.bincount(group, sizes, len(pairs))
-        counts = np.bincount(group, sizes > 0, len(pairs))
-        return {
-            (pair // stages, pair % stages): Crossing(int(total), int(count))
-            for pair, total, count in zip(pairs.tolist(), totals.tolist(), counts.tolist(), strict=True)
-        }
+        key = tuple(ends)
+        if key in self._crossings:
+            return self._crossings[key]
+        stage_of: list[int] = []
+        for stage, (start, end) in enumerate(pairwise((0, *ends))):
+            stage_of += [stage] * (end - start)
+        sizes: dict[tuple[int, int], list[int]] = {}
+        before = (-1, -1)  # edges are sorted, so users in the same stage follow each other
+        for maker, user, size_bytes in self._edges:
+            home, away = stage_of[maker], stage_of[user]
+            if home != away and (maker, away) != before:
+                before = (maker, away)
+                sizes.setdefault((home, away), []).append(size_bytes)
+        found = {pair: Crossing(sum(tensors), sum(map(bool, tensors))) for pair, tensors in sizes.items()}
+        if len(self._crossings) >= _REMEMBERED:
+            self._crossings.clear()
+        self._crossings[key] = found
+        return found
 
     def kept_bytes(
         self, ends: Sequence[int], crossings: Mapping[tuple[int, int], Crossing]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hvpipe.errors import HvpipeError
 
@@ -11,7 +12,7 @@ SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "interleaved")
 """Names of the schedules that a plan can be made for."""
 
 
-def leads(gaps: Sequence[int]) -> list[int]:
+def leads(gaps: Sequence[int]) -> tuple[int, ...]:
     """Return how many micro-batches each stage's forwards run ahead of its backwards under 1F1B.
 
     In the steady state, one micro-batch arrives per period. `gaps` has, for each stage, the periods from one
@@ -20,10 +21,15 @@ def leads(gaps: Sequence[int]) -> list[int]:
     stage's lead. This stage's lead is that sum, rounded up to whole turns of its ranks. With less, later
     stages would wait for forwards.
     """
+    return _leads(tuple(gaps))
+
+
+@lru_cache(maxsize=256)
+def _leads(gaps: tuple[int, ...]) -> tuple[int, ...]:
     found = [0]
     for gap, next_gap in zip(gaps[-2::-1], gaps[:0:-1], strict=True):
         found.append(gap * -(-(found[-1] + next_gap) // gap))
-    return found[::-1]
+    return tuple(found[::-1])
 
 
 @dataclass(frozen=True)
@@ -83,6 +89,11 @@ class Pipelining:
         unequal shares or a rank has several stages; `hvpipe.schedule.verify.peak_stash` counts exactly.
         """
         return _IN_FLIGHT[self.schedule](self, stage, replicas)
+
+    def all_in_flight(self, replicas: Sequence[int]) -> list[int]:
+        """Return `in_flight` of every stage."""
+        counts = tuple(replicas)
+        return [self.in_flight(stage, counts) for stage in range(len(counts))]
 
 
 def checked_recompute(given: object) -> bool | tuple[int, ...]:

@@ -1,0 +1,88 @@
+"""Finds the fastest pipeline or hybrid by the forecast of its step: many starts, then local moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hvpipe.search.exhaustive import every_layout
+from hvpipe.search.judge import Judge, Judged
+from hvpipe.search.layout import Layout
+from hvpipe.search.moves import Moves, improve
+from hvpipe.search.options import PipeliningChoice
+from hvpipe.search.starts import Starts
+from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.profile import Profile
+
+BUDGET = 3_000_000
+"""The work of a search in simulated actions: some seconds."""
+
+# The starts that are simulated, by their estimate, and those of them that are improved.
+_SIMULATED, _IMPROVED = 60, 10
+
+
+def search(
+    profile: Profile,
+    cluster: Cluster,
+    choice: PipeliningChoice,
+    stages: int | None = None,
+    modes: Sequence[str] = ("pipeline", "hybrid"),
+    budget: int = BUDGET,
+) -> dict[str, Judged]:
+    """Find the fastest pipeline and the fastest hybrid.
+
+    It cuts the model by several rules for several numbers of stages, orders and replicas, and simulates the
+    most promising by an estimate. If there are few layouts, it then judges all. Otherwise it improves the
+    best by local moves: boundaries, schedules, devices, stages. Equal arguments give equal results.
+
+    Args:
+        profile: The model, with costs of one micro-batch.
+        cluster: The devices and links.
+        choice: What is fixed and what is open.
+        stages: The number of stages; None to choose it.
+        modes: The modes to search.
+        budget: The work to do, in simulated actions.
+
+    Returns:
+        The best layout of each mode for which one fits.
+    """
+    judge = Judge(profile, cluster, choice, budget)
+    starts = Starts(judge, stages, modes)
+    moves = Moves(judge, starts, stages is None, modes)
+    judged = [judge.judge(layout) for layout in (*starts.greedy(), *_promising(judge, starts.layouts()))]
+    ranked = _best_first(one for one in judged if one is not None)
+    every = every_layout(judge, stages, modes)
+    if every is not None:
+        for layout in every:
+            judge.judge(layout, judge.best.get(layout.mode))
+        return judge.best
+    for start in _diverse(ranked)[:_IMPROVED]:
+        improve(judge, moves, start)
+    return judge.best
+
+
+def _promising(judge: Judge, layouts: Iterable[Layout]) -> list[Layout]:
+    """Return the layouts with the shortest estimates."""
+    return sorted(layouts, key=judge.estimate_s)[:_SIMULATED]
+
+
+def _best_first(judged: Iterable[Judged]) -> list[Judged]:
+    return sorted(judged, key=lambda one: (one.missing_bytes, one.step_s))
+
+
+def _diverse(ranked: Sequence[Judged]) -> list[Judged]:
+    """Put the best of each mode and number of stages first, then the best of each set of groups."""
+    found: dict[Layout, Judged] = {}
+    for key in (_mode_and_stages, _groups):
+        firsts: dict[object, Judged] = {}
+        for one in ranked:
+            firsts.setdefault(key(one.layout), one)
+        found |= {one.layout: one for one in firsts.values()}
+    return list(found.values())
+
+
+def _mode_and_stages(layout: Layout) -> object:
+    return layout.mode, len(layout.groups)
+
+
+def _groups(layout: Layout) -> object:
+    return layout.groups
