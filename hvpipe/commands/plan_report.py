@@ -64,8 +64,8 @@ def to_text(result: PlanResult, drawing: Callable[[Forecast], str], *, explained
 
 def title(result: PlanResult) -> str:
     """Describe the plan and its step in two lines."""
-    plan, how = result.chosen.plan, result.request.pipelining
-    profile = result.request.profile
+    plan, profile = result.chosen.plan, result.request.profile
+    how = plan.pipelining
     chunks = f", {how.chunks} chunks" if how.chunks > 1 else ""
     again = ", recompute" if how.recompute else ""
     if isinstance(how.recompute, tuple):
@@ -78,9 +78,16 @@ def title(result: PlanResult) -> str:
         f"{plan.model or 'model'}, {len(profile.layers)} layers, on {len(plan.ranks)} of "
         f"{len(result.request.cluster.devices)} devices: {way}, "
         f"{how.microbatches} micro-batches of {samples}\n"
-        f"step {_seconds(result.chosen.step_s)}, bubble {result.chosen.bubble:.1%}, "
+        f"step {_seconds(result.chosen.step_s)}{_rate(result)}, bubble {result.chosen.bubble:.1%}, "
         f"utilization {1 - result.chosen.bubble:.1%}"
     )
+
+
+def _rate(result: PlanResult) -> str:
+    """Say how many samples a second that is."""
+    request, step_s = result.request, result.chosen.step_s
+    samples = request.samples or request.profile.batch_size * request.choice.microbatches
+    return f", {samples / step_s:,.4g} samples/s" if step_s else ""
 
 
 def _advice(plan: Plan) -> str:

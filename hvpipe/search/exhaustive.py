@@ -14,7 +14,7 @@ _MOST_DEVICES, _MOST_LAYOUTS = 6, 15_000
 
 
 def every_layout(judge: Judge, stages: int | None, modes: Sequence[str]) -> list[Layout] | None:
-    """Return every cut on every sequence of groups of devices under every schedule; None if there are too many.
+    """Return every cut on every sequence of groups under every schedule; None if there are too many.
 
     Of sequences that differ only by devices of the same kind, it has one.
 

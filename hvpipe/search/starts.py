@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from hvpipe.plan.baselines import BASELINES
+from hvpipe.plan.chain_cuts import RULES, ChainCutter
 from hvpipe.plan.greedy import fitting
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import Group, groupings
 from hvpipe.plan.span_costs import Spans
-from hvpipe.search.cuts import RULES, ChainCutter
 from hvpipe.search.judge import Judge
 from hvpipe.search.layout import Layout, even_ends
 
@@ -34,9 +34,8 @@ class Starts:
     def __init__(self, judge: Judge, stages: int | None, modes: Sequence[str]) -> None:
         self._profile, self._cluster, self._choice = judge.profile, judge.cluster, judge.choice
         self._stages, self._modes = stages, modes
-        sums = judge.model.sums
         self.spans = Spans(judge.profile)
-        self.cutter = ChainCutter(self.spans, sums.state_bytes, sums.saved_bytes, judge.cluster)
+        self.cutter = ChainCutter(self.spans, judge.cluster)
         self._relaxed = judge.limited and judge.choice.recompute == "auto"
 
     def layouts(self) -> Iterator[Layout]:

@@ -33,17 +33,17 @@ class _Stage:
 class ChainCutter:
     """Cuts one model for any sequence of groups of devices."""
 
-    def __init__(
-        self, spans: Spans, state: Sequence[float], saved: Sequence[float], cluster: Cluster
-    ) -> None:
-        self._cluster, self._state, self._saved = cluster, state, saved
-        self._compute_s: list[float] = spans.compute_s.tolist()
-        self._spans, self._cut_bytes = spans, spans.cut_bytes.tolist()
+    def __init__(self, spans: Spans, cluster: Cluster) -> None:
+        self._cluster, self._spans = cluster, spans
+        self._compute_s, self._cut_bytes, self._state, self._saved = (
+            vector.tolist()
+            for vector in (spans.compute_s, spans.cut_bytes, spans.state_bytes, spans.saved_bytes)
+        )
         self._send_s: dict[tuple[Link, int], list[float]] = {}
         self._known: dict[object, tuple[int, ...] | None] = {}
 
     def cut(
-        self, groups: Sequence[Group], pipelining: Pipelining, rule: str, *, recompute: bool = False
+        self, groups: Sequence[Group], pipelining: Pipelining | None, rule: str, *, recompute: bool = False
     ) -> tuple[int, ...] | None:
         """Return the ends of the stages with the least bottleneck under a rule, or None if memory lacks.
 
@@ -52,7 +52,7 @@ class ChainCutter:
 
         Args:
             groups: The devices of each stage.
-            pipelining: For the micro-batches in flight.
+            pipelining: For the micro-batches in flight; None to ignore memory.
             rule: One of RULES.
             recompute: Whether stages keep only their inputs for the micro-batches in flight.
         """
@@ -81,16 +81,15 @@ class ChainCutter:
                 high, found = middle, ends
         return found
 
-    def _stages(self, groups: Sequence[Group], pipelining: Pipelining) -> Iterator[_Stage]:
-        counts = [len(group) for group in groups]
-        in_flight = pipelining.all_in_flight(counts)
+    def _stages(self, groups: Sequence[Group], pipelining: Pipelining | None) -> Iterator[_Stage]:
+        in_flight = pipelining.all_in_flight([len(group) for group in groups]) if pipelining else None
         for number, group in enumerate(groups):
             devices = [self._cluster.device(name) for name in group]
             following = groups[number + 1] if number + 1 < len(groups) else group
             yield _Stage(
                 sum(device.speed for device in devices),
-                min(device.room_bytes for device in devices),
-                in_flight[number],
+                min(device.room_bytes for device in devices) if in_flight else math.inf,
+                in_flight[number] if in_flight else 0,
                 self._cluster.link(group[0], following[0]),
                 min(len(group), len(following)),
             )
