@@ -6,7 +6,7 @@ import argparse
 import json
 import shutil
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvpipe.commands.terminal import has_colours
 from hvpipe.errors import HvpipeError
@@ -106,7 +106,7 @@ def _request(options: argparse.Namespace) -> PlanRequest:
             "--chunks needs --schedule interleaved. "
             f"Received: --schedule {options.schedule} --chunks {options.chunks}"
         )
-    recompute = {"auto": "auto", "all": True, "none": False}[options.recompute]
+    recompute: Any = {"auto": "auto", "all": True, "none": False}[options.recompute]
     if options.recompute_stages is not None:
         recompute = options.recompute_stages
     cluster = Cluster.read(options.cluster)
@@ -124,7 +124,9 @@ def _request(options: argparse.Namespace) -> PlanRequest:
             samples=options.batch_size,
         )
 
-    wanted = options.microbatches or ("auto" if options.batch_size is not None else 8)
+    wanted = options.microbatches
+    if wanted is None:
+        wanted = "auto" if options.batch_size is not None else 8
     if wanted != "auto":
         return request_with(wanted)
     if options.batch_size is None:

@@ -134,4 +134,4 @@ class ChainCutter:
             return True
         kept = 1 if recompute else stage.in_flight
         size = self._state[end] - self._state[start] + kept * (self._saved[end] - self._saved[start])
-        return size + stage.in_flight * self._cut_bytes[start] <= stage.room_bytes
+        return bool(size + stage.in_flight * self._cut_bytes[start] <= stage.room_bytes)

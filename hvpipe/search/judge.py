@@ -58,7 +58,7 @@ class Judge:
         profile: The model, with costs of one micro-batch.
         cluster: The devices and links.
         choice: What is fixed and what is open.
-        budget: The work that `judge` may do, in simulated actions (some 1.5 us each).
+        budget: The work that `judge` may do: 4 for each simulated action, 100 for each device.
     """
 
     def __init__(self, profile: Profile, cluster: Cluster, choice: PipeliningChoice, budget: int) -> None:
@@ -94,13 +94,13 @@ class Judge:
 
     def _forecast(self, layout: Layout, pipelining: Pipelining, rival: Judged | None) -> Judged | None:
         placement = layout.placement
-        self.left -= 100 + 30 * len(placement)
+        self.left -= 100 + 100 * len(layout.devices)
         pipelining, missing_bytes = self._with_memory(layout, pipelining)
         if missing_bytes:
             return Judged(layout, pipelining, math.inf, missing_bytes)
         if rival is not None and rival.fits and self.bound_s(layout, pipelining) >= rival.step_s:
             return None
-        self.left -= 2 * len(placement) * pipelining.microbatches
+        self.left -= 8 * len(placement) * pipelining.microbatches
         return Judged(layout, pipelining, self.model.step(placement, pipelining).step_s)
 
     def _with_memory(self, layout: Layout, pipelining: Pipelining) -> tuple[Pipelining, float]:

@@ -13,11 +13,13 @@ from hvpipe.search.starts import Starts
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
-BUDGET = 3_000_000
-"""The work of a search in simulated actions: some seconds."""
+BUDGET = 6_000_000
+"""The work of a search, as `Judge` counts it: some seconds."""
 
 # The starts that are simulated, by their estimate, and those of them that are improved.
 _SIMULATED, _IMPROVED = 60, 10
+# With more devices than this, fewer are simulated and improved.
+_MANY_DEVICES, _SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 64, 12, 2
 
 
 def search(
@@ -40,7 +42,7 @@ def search(
         choice: What is fixed and what is open.
         stages: The number of stages; None to choose it.
         modes: The modes to search.
-        budget: The work to do, in simulated actions.
+        budget: The work to do.
 
     Returns:
         The best layout of each mode for which one fits.
@@ -48,21 +50,19 @@ def search(
     judge = Judge(profile, cluster, choice, budget)
     starts = Starts(judge, stages, modes)
     moves = Moves(judge, starts, stages is None, modes)
-    judged = [judge.judge(layout) for layout in (*starts.greedy(), *_promising(judge, starts.layouts()))]
+    many = len(cluster.devices) > _MANY_DEVICES
+    simulated, improved = (_SIMULATED_OF_MANY, _IMPROVED_OF_MANY) if many else (_SIMULATED, _IMPROVED)
+    promising = sorted(starts.layouts(), key=judge.estimate_s)[:simulated]
+    judged = [judge.judge(layout) for layout in (*starts.greedy(), *promising)]
     ranked = _best_first(one for one in judged if one is not None)
     every = every_layout(judge, stages, modes)
     if every is not None:
         for layout in every:
             judge.judge(layout, judge.best.get(layout.mode))
         return judge.best
-    for start in _diverse(ranked)[:_IMPROVED]:
+    for start in _diverse(ranked)[:improved]:
         improve(judge, moves, start)
     return judge.best
-
-
-def _promising(judge: Judge, layouts: Iterable[Layout]) -> list[Layout]:
-    """Return the layouts with the shortest estimates."""
-    return sorted(layouts, key=judge.estimate_s)[:_SIMULATED]
 
 
 def _best_first(judged: Iterable[Judged]) -> list[Judged]:

@@ -18,7 +18,9 @@ from hvpipe.search.layout import Layout, even_ends
 
 # With more devices than this, only some numbers of stages are tried, and the greedy partitioner, whose time
 # grows with devices times layers, is left out.
-_FEW, _GREEDY_DEVICES = 8, 16
+_FEW, _GREEDY_DEVICES, _GREEDY_STAGES = 8, 16, 64
+# With more devices than this, other schedules are only tried on the best layouts.
+_MANY_DEVICES = 64
 _BASELINES = ("m_topo",)
 
 
@@ -34,6 +36,7 @@ class Starts:
     def __init__(self, judge: Judge, stages: int | None, modes: Sequence[str]) -> None:
         self._profile, self._cluster, self._choice = judge.profile, judge.cluster, judge.choice
         self._stages, self._modes = stages, modes
+        self._many = len(judge.cluster.devices) > _MANY_DEVICES
         self.spans = Spans(judge.profile)
         self.cutter = ChainCutter(self.spans, judge.cluster)
         self._relaxed = judge.limited and judge.choice.recompute == "auto"
@@ -41,7 +44,8 @@ class Starts:
     def layouts(self) -> Iterator[Layout]:
         """Yield the layouts of every schedule whose number of stages is possible."""
         seen = set()
-        for name, chunks in self._choice.schedules:
+        schedules = self._choice.schedules[:1] if self._many else self._choice.schedules
+        for name, chunks in schedules:
             how = Pipelining(name, self._choice.microbatches, self._choice.fixed_recompute, chunks)
             for groups in self._all_groups(chunks):
                 for layout in self.cut(groups, how):
@@ -78,7 +82,8 @@ class Starts:
     def greedy(self) -> Iterator[Layout]:
         """Yield the greedy partitioner's plans, which also search the order of unequal devices."""
         name, chunks = self._choice.schedules[0]
-        if len(self._cluster.devices) > _GREEDY_DEVICES and self._stages is None:
+        devices = len(self._cluster.devices)
+        if devices > _GREEDY_DEVICES and not 0 < (self._stages or 0) <= _GREEDY_STAGES:
             return
         for again in dict.fromkeys(
             (self._choice.fixed_recompute, self._relaxed or self._choice.fixed_recompute)
