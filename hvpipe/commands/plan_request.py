@@ -21,6 +21,9 @@ from hvpipe.specs.profile import Profile, read_pipedream
 
 SEARCH = "search"
 METHODS = (SEARCH, "greedy", "exact", *BASELINES)
+MOST_SAMPLES = 10**9
+"""The most samples of a batch."""
+
 MOST_MICROBATCHES, MOST_TRIED = 1 << 16, 1 << 10
 """The most micro-batches of a step, and the most that `--microbatches auto` tries."""
 
@@ -103,6 +106,8 @@ def read_profile(
         profile = Profile.read(path)
     if batch_size is None:
         return profile
+    if batch_size > MOST_SAMPLES:
+        raise HvpipeError(f"A batch should have at most {MOST_SAMPLES:,} samples. Received: {batch_size}")
     if batch_size < microbatches:
         raise HvpipeError(
             "A batch should have at least one sample per micro-batch. "

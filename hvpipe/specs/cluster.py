@@ -344,8 +344,8 @@ def _host(row: Table) -> Host:
     row.allow(("name", "link", "inner", "device"))
     devices = [_device(device) for device in row.tables("device")] if row.has("device") else []
     return Host(
-        name=row.text("name"),
-        devices=tuple(devices) or (Device(row.text("name")),),
+        name=row.name("name"),
+        devices=tuple(devices) or (Device(row.name("name")),),
         link=_link(row.table("link")) if row.has("link") else Link(),
         inner=_link(row.table("inner")) if row.has("inner") else Link(),
     )
@@ -354,7 +354,7 @@ def _host(row: Table) -> Host:
 def _device(row: Table) -> Device:
     row.allow(("name", "speed", "memory_bytes"))
     return Device(
-        name=row.text("name"),
+        name=row.name("name"),
         speed=row.number("speed", above=0) if row.has("speed") else 1.0,
         memory_bytes=row.integer("memory_bytes") if row.has("memory_bytes") else None,
     )
