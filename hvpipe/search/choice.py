@@ -157,6 +157,31 @@ def _forecast(profile: Profile, cluster: Cluster, judged: Judged) -> Forecast:
     return forecast(plan, profile, cluster)
 
 
+def plan_for_every_device(
+    profile: Profile, cluster: Cluster, choice: PipeliningChoice, stages: int | None = None
+) -> Plan:
+    """Return the fastest pipeline or hybrid in which every device of the cluster has a stage.
+
+    Args:
+        profile: The model, with costs of one micro-batch.
+        cluster: The devices and links.
+        choice: What is fixed and what is open.
+        stages: The number of stages; None to choose it.
+
+    Raises:
+        HvpipeError: If `stages` is out of range.
+        PlanError: If no such plan is found.
+    """
+    if stages is not None:
+        check_stages(profile, cluster, stages, choice.usual)
+    found = search(profile, cluster, choice, stages, every_device=True)
+    if not found:
+        refused = _no_pipeline(profile, cluster, choice, stages)
+        raise PlanError(refused.refused or f"Every device should get a stage. Received: stages={stages}")
+    best = min(found.values(), key=lambda one: one.step_s)
+    return _forecast(profile, cluster, best).plan
+
+
 def _data(
     profile: Profile, cluster: Cluster, choice: PipeliningChoice, samples: int | None, other: Judged | None
 ) -> Candidate:

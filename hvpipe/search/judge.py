@@ -59,12 +59,21 @@ class Judge:
         cluster: The devices and links.
         choice: What is fixed and what is open.
         budget: The work that `judge` may do: 4 for each simulated action, 100 for each device.
+        every_device: Whether a layout must use every device, as a run on these ranks must.
     """
 
-    def __init__(self, profile: Profile, cluster: Cluster, choice: PipeliningChoice, budget: int) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        choice: PipeliningChoice,
+        budget: int,
+        every_device: bool = False,
+    ) -> None:
         self.profile, self.cluster, self.choice, self.left = profile, cluster, choice, budget
         self.model = StepModel(profile, cluster)
         self.best: dict[str, Judged] = {}
+        self._least_devices = len(cluster.devices) if every_device else 1
         self._room = {device.name: device.room_bytes for device in cluster.devices}
         self.limited = any(math.isfinite(room) for room in self._room.values())
         self._speed = {device.name: device.speed for device in cluster.devices}
@@ -74,7 +83,7 @@ class Judge:
         """Forecast a layout; None if it cannot run or beat the rival, or if the budget is spent."""
         if layout in self._known:
             return self._known[layout]
-        if self.left <= 0 or (layout.groups and len(layout.ends) > len(self.profile.layers)):
+        if self.left <= 0 or len(layout.devices) < self._least_devices:
             return None
         pipelining = Pipelining(
             layout.schedule, self.choice.microbatches, self.choice.fixed_recompute, layout.chunks

@@ -29,6 +29,7 @@ def search(
     stages: int | None = None,
     modes: Sequence[str] = ("pipeline", "hybrid"),
     budget: int = BUDGET,
+    every_device: bool = False,
 ) -> dict[str, Judged]:
     """Find the fastest pipeline and the fastest hybrid.
 
@@ -43,11 +44,12 @@ def search(
         stages: The number of stages; None to choose it.
         modes: The modes to search.
         budget: The work to do.
+        every_device: Whether the plan must use every device.
 
     Returns:
         The best layout of each mode for which one fits.
     """
-    judge = Judge(profile, cluster, choice, budget)
+    judge = Judge(profile, cluster, choice, budget, every_device)
     starts = Starts(judge, stages, modes)
     moves = Moves(judge, starts, stages is None, modes)
     many = len(cluster.devices) > _MANY_DEVICES
