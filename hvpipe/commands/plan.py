@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.commands.terminal import has_colours
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, PlanError
 
 if TYPE_CHECKING:
     from hvpipe.commands.plan_request import PlanRequest, PlanResult
@@ -80,14 +81,19 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     "pipeline", plan_request.py for other modes.
     """
     # These need NumPy, which no other command needs.
-    from hvpipe.commands.plan_report import title, to_json
+    from hvpipe.commands.plan_report import is_large, title, to_json
     from hvpipe.commands.plan_request import make_plan
-    from hvpipe.trace.chart import draw_timeline
+    from hvpipe.trace.chart import draw_timeline, draw_utilization
 
-    result = make_plan(_request(options), with_baselines=not options.no_baselines)
+    try:
+        result = make_plan(_request(options), with_baselines=not options.no_baselines)
+    except PlanError as error:
+        raise PlanError(in_flags(str(error))) from error
     if options.output is not None:
         result.chosen.plan.write(options.output)
-    if options.png is not None:
+    if options.png is not None and is_large(result.chosen):
+        draw_utilization(result.chosen.utilization, options.png, title(result))
+    elif options.png is not None:
         draw_timeline(result.chosen.trace, options.png, title(result))
     if options.json:
         print(json.dumps(to_json(result, explained=options.explain), indent=1))
@@ -141,6 +147,27 @@ def _text(result: PlanResult, options: argparse.Namespace, environ: Mapping[str,
     columns = max(40, shutil.get_terminal_size((120, 24)).columns - _MARGIN_COLUMNS)
     colours = has_colours(environ)
     return to_text(result, lambda forecast: draw(forecast.trace, columns, colours), explained=options.explain)
+
+
+def in_flags(message: str) -> str:
+    """Write the remedies in a message as flags of the command instead of Python arguments."""
+    for python, flag in _FLAGS:
+        message = re.sub(python, flag, message)
+    return message
+
+
+_FLAGS = (
+    (r'schedule="([\w-]+)"', r"--schedule \1"),
+    (r"recompute=True", "--recompute"),
+    (r"(?<=with )(\d+) stages|(?<=or )(\d+) stages", r"--stages \1\2"),
+)
+
+EPILOG = """examples:
+  hvpipe plan profile.json --cluster cluster.toml
+  hvpipe plan profile.json --cluster cluster.toml --batch-size 256 -o plan.json --png step.png
+  hvpipe plan gnmt.txt --graph-batch-size 64 --cluster cluster.toml --mode pipeline --stages 4 --explain
+docs/planning.md explains the files, the output and what a forecast assumes. exit codes: 0 success; 1 a file
+cannot be read, no plan fits, or an option's value is refused; 2 other wrong usage"""
 
 
 def stage_numbers(text: str) -> tuple[int, ...]:

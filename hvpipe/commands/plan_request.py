@@ -21,6 +21,9 @@ from hvpipe.specs.profile import Profile, read_pipedream
 
 SEARCH = "search"
 METHODS = (SEARCH, "greedy", "exact", *BASELINES)
+MOST_COMPARED = 5000
+"""With more micro-batches times stages, only quick baselines are shown; with ten times as many, none."""
+
 MOST_SAMPLES = 10**9
 """The most samples of a batch."""
 
@@ -138,7 +141,10 @@ def make_plan(request: PlanRequest, *, with_baselines: bool = True, budget: int 
     fitting: dict[str, int] = {}
     if with_baselines:
         shown = replace(request, pipelining=_for_baselines(request, chosen))
-        for name in ("greedy", *BASELINES):
+        work = len(chosen.plan.stages) * chosen.plan.pipelining.microbatches
+        few = () if work > 10 * MOST_COMPARED else ("even", "pipedream", "m_topo")
+        names = ("greedy", *BASELINES) if work <= MOST_COMPARED else few
+        for name in names:
             if name != request.method:
                 others[name], fitting[name] = _baseline(name, shown)
     result = PlanResult(request, chosen, found, others, fitting)
