@@ -15,7 +15,7 @@ from hvpipe.plan.greedy import fitting, partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.search.choice import MODES, Candidate, find
 from hvpipe.search.options import PipeliningChoice
-from hvpipe.search.search import BUDGET
+from hvpipe.search.search import BUDGET, MANY_DEVICES
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile, read_pipedream
 
@@ -143,7 +143,8 @@ def make_plan(request: PlanRequest, *, with_baselines: bool = True, budget: int 
         shown = replace(request, pipelining=_for_baselines(request, chosen))
         work = len(chosen.plan.stages) * chosen.plan.pipelining.microbatches
         few = () if work > 10 * MOST_COMPARED else ("even", "pipedream", "m_topo")
-        names = ("greedy", *BASELINES) if work <= MOST_COMPARED else few
+        small = work <= MOST_COMPARED and len(request.cluster.devices) <= MANY_DEVICES
+        names = ("greedy", *BASELINES) if small else few
         for name in names:
             if name != request.method:
                 others[name], fitting[name] = _baseline(name, shown)

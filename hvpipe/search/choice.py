@@ -15,7 +15,7 @@ from hvpipe.plan.stage_plan import Plan
 from hvpipe.search.judge import Judge, Judged
 from hvpipe.search.layout import Layout
 from hvpipe.search.options import AUTO, PipeliningChoice
-from hvpipe.search.search import BUDGET, search
+from hvpipe.search.search import BUDGET, MANY_DEVICES, search
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
@@ -99,6 +99,8 @@ def find(
             results.append(Candidate(mode, _forecast(profile, cluster, found[mode])))
         elif mode == "hybrid":
             results.append(Candidate(mode, None, _no_hybrid(profile, cluster, choice, stages)))
+        elif found and len(cluster.devices) > MANY_DEVICES:  # explaining takes minutes
+            results.append(Candidate(mode, None, "lacks memory, or is far slower than the others"))
         else:
             results.append(_no_pipeline(profile, cluster, choice, stages))
     return sorted(results, key=lambda one: one.forecast.step_s if one.forecast else float("inf"))

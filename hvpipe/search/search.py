@@ -19,7 +19,7 @@ BUDGET = 6_000_000
 # The starts that are simulated, by their estimate, and those of them that are improved.
 _SIMULATED, _IMPROVED = 60, 10
 # With more devices than this, fewer are simulated and improved.
-_MANY_DEVICES, _SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 64, 12, 2
+MANY_DEVICES, _SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 64, 12, 2
 
 
 def search(
@@ -52,9 +52,11 @@ def search(
     judge = Judge(profile, cluster, choice, budget, every_device)
     starts = Starts(judge, stages, modes)
     moves = Moves(judge, starts, stages is None, modes)
-    many = len(cluster.devices) > _MANY_DEVICES
+    many = len(cluster.devices) > MANY_DEVICES
     simulated, improved = (_SIMULATED_OF_MANY, _IMPROVED_OF_MANY) if many else (_SIMULATED, _IMPROVED)
-    promising = sorted(starts.layouts(), key=judge.estimate_s)[:simulated]
+    ordered = sorted(starts.layouts(), key=judge.estimate_s)
+    of_modes = ([one for one in ordered if one.mode == mode] for mode in ("pipeline", "hybrid", "data"))
+    promising = [one for of_mode in of_modes for one in of_mode[: simulated // 2]]
     judged = [judge.judge(layout) for layout in (*starts.greedy(), *promising)]
     ranked = _best_first(one for one in judged if one is not None)
     every = every_layout(judge, stages, modes)
