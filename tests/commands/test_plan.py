@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from hvpipe import cli
+from hvpipe.commands.plan import in_flags
 from hvpipe.commands.plan_report import to_text
 from hvpipe.commands.plan_request import METHODS, PlanRequest, PlanResult, make_plan, read_profile
 from hvpipe.errors import HvpipeError, PlanError
@@ -434,3 +435,17 @@ def test_colours_only_on_a_terminal(
     assert set(colours_of(printed(capsys, *arguments))) == {"44;97", "42;30", "0"}
     monkeypatch.setitem(cli.os.environ, "NO_COLOR", "1")
     assert not colours_of(printed(capsys, *arguments))
+
+
+def test_a_large_plan_is_summarised() -> None:
+    profile = chain(*[1] * 12)
+    large = PlanRequest(profile, equal_cluster(40), Pipelining("1f1b", 40), mode="data")
+    text = to_text(make_plan(large, with_baselines=False), lambda one: "the drawing\n")
+    assert "the drawing" not in text
+    assert "... 23 more" in text or "... 24 more" in text
+    assert "The timeline is left out: 40 devices." in text
+
+
+def test_remedies_are_flags() -> None:
+    message = 'It would fit with schedule="1f1b", or recompute=True.'
+    assert in_flags(message) == "It would fit with --schedule 1f1b, or --recompute."
