@@ -36,7 +36,7 @@ _COMMANDS: dict[str, tuple[_Command, str, str | None]] = {
     "doctor": (doctor, "show what was built and found, what is missing and how to get it", None),
     "report": (report, "summarise a trace that `hvpipe run --trace` wrote", None),
     "profile": (profile, "measure a model's layers, the devices and the links", _EXIT_CODES),
-    "plan": (plan, "cut a model into stages for a cluster", _EXIT_CODES),
+    "plan": (plan, "cut a model into stages for a cluster", plan.EPILOG),
     "migrate": (migrate, "show how to move Horovod scripts to hvpipe, or move them", _EXIT_CODES),
     "bench": (bench, "measure native TensorFlow, Horovod and hvpipe side by side", _BENCH_COMMANDS),
 }
@@ -72,5 +72,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hvpipe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (module, summary, epilog) in _COMMANDS.items():
-        module.add_options(commands.add_parser(name, help=summary, epilog=epilog))
+        as_written = argparse.RawDescriptionHelpFormatter if epilog is plan.EPILOG else argparse.HelpFormatter
+        module.add_options(commands.add_parser(name, help=summary, epilog=epilog, formatter_class=as_written))
     return parser

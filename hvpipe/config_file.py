@@ -20,6 +20,17 @@ else:
     import tomli as tomllib
 
 
+MOST = 1e18
+"""The largest number in a file. Sums and quotients of such numbers stay finite."""
+
+NAME = "a printable text of 1 to 300 characters"
+
+
+def is_name(text: str) -> bool:
+    """Tell whether a text is what NAME says."""
+    return 0 < len(text) <= 300 and text.isprintable()
+
+
 class Table:
     """An object of a document; its methods check the type of each field they return.
 
@@ -45,12 +56,19 @@ class Table:
         value = self._get(field, "text")
         return value if isinstance(value, str) else self._refuse(field, "text", value)
 
+    def name(self, field: str) -> str:
+        """Return a text that can be printed in a table: not empty, without line breaks and escapes."""
+        value = self.text(field)
+        return value if is_name(value) else str(self._refuse(field, NAME, value))
+
     def number(self, field: str, *, above: float | None = None) -> float:
-        """Return a finite number >= 0, or > `above` if that is given."""
+        """Return a number from 0 to MOST, or > `above` (at least 1 / MOST) if that is given."""
         want = "a number of at least 0" if above is None else f"a number above {above:g}"
         value = self._get(field, want)
         if not _is_finite(value) or (value < 0 if above is None else value <= above):
             self._refuse(field, want, value)
+        if value > MOST or (above is not None and value < 1 / MOST):
+            self._refuse(field, f"{want}, between {1 / MOST:g} and {MOST:g} in size", value)
         return float(value)
 
     def integer(self, field: str, *, minimum: int = 0) -> int:
@@ -144,7 +162,7 @@ def read_document(path: str | os.PathLike[str]) -> Table:
     kind = "TOML" if source.suffix == ".toml" else "JSON"
     try:
         text = source.read_text(encoding="utf-8")
-        document = tomllib.loads(text) if kind == "TOML" else json.loads(text)
+        document = tomllib.loads(text) if kind == "TOML" else json.loads(text, object_pairs_hook=_once)
     except OSError as error:
         raise HvpipeError(f"{source} should be a {kind} file. Received: {error.strerror}") from error
     except json.JSONDecodeError as error:
@@ -156,6 +174,16 @@ def read_document(path: str | os.PathLike[str]) -> Table:
     except ValueError as error:  # TOMLDecodeError, which names the line, and UnicodeDecodeError
         raise HvpipeError(f"{source} should be {kind}. Received: {error}") from error
     return Table(document, str(source))
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; refuse a key that occurs twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {_short(twice)} twice in an object")
+    return found
 
 
 def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:

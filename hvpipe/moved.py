@@ -36,7 +36,7 @@ MOVED = {
         ("simulate", "forecast.simulate"),
         ("data_parallel_forecast", "forecast.data_parallel"),
         ("reduction", "forecast.gradient_reduce"),
-        ("choice", "forecast.choice"),
+        ("choice", "search.choice"),
         ("timeline", "trace.timeline"),
         ("sample", "trace.sample"),
         ("computing", "trace.computing_time"),

@@ -101,7 +101,7 @@ class Session:
         if self._named_calls is not None:
             self._named_calls.leave()
         # Another rank may still be working, for instance exporting the model.
-        limit_s = self.settings.shutdown_timeout_s or max(_SHUTDOWN_S, self.settings.timeout_s)
+        limit_s = self.patience_s
         self.engine.agree_patiently("shutdown", limit_s)
         if self.sampler is not None:
             from hvpipe.run_outputs import report_run
@@ -138,6 +138,11 @@ class Session:
             native.set_default(None)
             native.set_default_named_calls(None)
             self._named_calls = LeftToParent()
+
+    @property
+    def patience_s(self) -> float:
+        """The longest wait for ranks that may be busy with other work, such as writing a file."""
+        return self.settings.shutdown_timeout_s or max(_SHUTDOWN_S, self.settings.timeout_s)
 
     def named_calls(self) -> Any:
         """Return the service for collectives that ranks call by name (csrc/named)."""

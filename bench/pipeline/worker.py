@@ -73,7 +73,7 @@ def _question(
     """Profile model and cluster, settle the number of micro-batches, and return the planner's question."""
     import hvpipe
     import hvpipe.keras as hk
-    from hvpipe.commands.plan_request import PlanRequest, with_best_microbatches
+    from hvpipe.commands.plan_request import PlanRequest, best_microbatches
     from hvpipe.keras.profiling.cluster import measure_cluster
     from hvpipe.plan.pipelining import Pipelining
 
@@ -95,7 +95,7 @@ def _question(
 
     count = options.microbatches
     if count is None:
-        count = with_best_microbatches(ask, workload.batch).pipelining.microbatches
+        count = best_microbatches(ask, workload.batch).pipelining.microbatches
         if (chosen := math.ceil(workload.batch / count)) != samples:
             tell(f"profiling micro-batches of {chosen} samples ...")
             measured = hvpipe.broadcast_object(profile_of(chosen))

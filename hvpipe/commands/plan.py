@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hvpipe.commands.terminal import has_colours
-from hvpipe.errors import HvpipeError
+from hvpipe.errors import HvpipeError, PlanError
 
 if TYPE_CHECKING:
     from hvpipe.commands.plan_request import PlanRequest, PlanResult
@@ -20,51 +21,57 @@ _MARGIN_COLUMNS = 16
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `hvpipe plan`."""
-    parser.add_argument("profile", metavar="PROFILE", help="layer costs: JSON, or a PipeDream graph (.txt)")
-    parser.add_argument("--cluster", required=True, metavar="FILE", help="devices and links: TOML or JSON")
-    parser.add_argument("--stages", type=int, metavar="N", help="number of stages (default: the fastest)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("profile", metavar="PROFILE", help="layer costs: JSON, or a PipeDream graph (.txt)")
+    add("--cluster", required=True, metavar="FILE", help="devices and links: TOML or JSON")
+    add("--stages", type=int, metavar="N", help="number of stages (default: the fastest)")
+    add(
         "--microbatches",
-        type=_count_or_auto,
-        default=8,
+        type=count_or_auto,
         metavar="M",
-        help="micro-batches per step, or auto: the fastest number for --batch-size (default: 8)",
+        help="micro-batches per step, or auto: the fastest number for --batch-size "
+        "(default: auto with --batch-size, else 8)",
     )
-    parser.add_argument(
-        "--schedule", default="1f1b", metavar="NAME", help="gpipe, 1f1b, zb-h1 or interleaved (default: 1f1b)"
+    add(
+        "--schedule",
+        default="auto",
+        metavar="NAME",
+        help="auto, gpipe, 1f1b, eager-1f1b, zb-h1 or interleaved (default: auto, the fastest)",
     )
-    parser.add_argument(
-        "--chunks", type=int, metavar="V", help="stages per device of an interleaved schedule"
-    )
+    add("--chunks", type=int, metavar="V", help="stages per device of an interleaved schedule (default: 2)")
     recompute = parser.add_mutually_exclusive_group()
     recompute.add_argument(
-        "--recompute", action="store_true", help="run forward passes again instead of keeping activations"
+        "--recompute",
+        nargs="?",
+        const="all",
+        default="auto",
+        choices=("auto", "all", "none"),
+        metavar="auto|all|none",
+        help="run forward passes again instead of keeping activations: in the stages that lack memory, in "
+        "all (also without a value) or in none (default: auto)",
     )
     recompute.add_argument(
         "--recompute-stages",
-        type=_numbers,
+        type=stage_numbers,
         metavar="N,N",
-        help="the same, only in the stages with these numbers",
+        help="recompute in the stages with these numbers",
     )
-    parser.add_argument(
-        "--mode",
-        default="pipeline",
-        metavar="MODE",
-        help="auto, data, pipeline or hybrid (default: pipeline)",
+    add("--mode", default="auto", metavar="MODE", help="auto, data, pipeline or hybrid (default: auto)")
+    add(
+        "--method",
+        default="search",
+        metavar="NAME",
+        help="search, greedy, exact, or a baseline: random, random_cuts, round_robin, even, pipedream, "
+        "m_topo, m_etf (default: search)",
     )
-    parser.add_argument(
-        "--method", default="greedy", metavar="NAME", help="greedy, exact or a baseline (default: greedy)"
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="for random methods (default: 0)")
-    parser.add_argument("--batch-size", type=int, metavar="N", help="samples per step (default: as profiled)")
-    parser.add_argument(
-        "--graph-batch-size", type=int, metavar="N", help="samples that a PipeDream graph is for (default: 1)"
-    )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan as JSON")
-    parser.add_argument("--png", metavar="FILE", help="draw the timeline of the step as a picture")
-    parser.add_argument("--explain", action="store_true", help="say why each cut is where it is")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--no-baselines", action="store_true", help="print the plan only")
+    add("--seed", type=int, default=0, metavar="N", help="for random methods (default: 0)")
+    add("--batch-size", type=int, metavar="N", help="samples per step (default: as profiled)")
+    add("--graph-batch-size", type=int, metavar="N", help="samples of a PipeDream graph (default: 1)")
+    add("-o", "--output", metavar="FILE", help="write the plan as JSON")
+    add("--png", metavar="FILE", help="draw the timeline of the step as a picture")
+    add("--explain", action="store_true", help="say why each cut is where it is")
+    add("--json", action="store_true", help="print JSON")
+    add("--no-baselines", action="store_true", help="print the plan only")
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -74,14 +81,19 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     "pipeline", plan_request.py for other modes.
     """
     # These need NumPy, which no other command needs.
-    from hvpipe.commands.plan_report import title, to_json
+    from hvpipe.commands.plan_report import is_large, title, to_json
     from hvpipe.commands.plan_request import make_plan
-    from hvpipe.trace.chart import draw_timeline
+    from hvpipe.trace.chart import draw_timeline, draw_utilization
 
-    result = make_plan(_request(options), with_baselines=not options.no_baselines)
+    try:
+        result = make_plan(_request(options), with_baselines=not options.no_baselines)
+    except PlanError as error:
+        raise PlanError(in_flags(str(error))) from error
     if options.output is not None:
         result.chosen.plan.write(options.output)
-    if options.png is not None:
+    if options.png is not None and is_large(result.chosen):
+        draw_utilization(result.chosen.utilization, options.png, title(result))
+    elif options.png is not None:
         draw_timeline(result.chosen.trace, options.png, title(result))
     if options.json:
         print(json.dumps(to_json(result, explained=options.explain), indent=1))
@@ -91,20 +103,26 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _request(options: argparse.Namespace) -> PlanRequest:
-    from hvpipe.commands.plan_request import PlanRequest, read_profile, with_best_microbatches
-    from hvpipe.plan.pipelining import Pipelining
+    from hvpipe.commands.plan_request import PlanRequest, best_microbatches, read_profile
+    from hvpipe.search.options import PipeliningChoice
     from hvpipe.specs.cluster import Cluster
 
-    default_chunks = 2 if options.schedule == "interleaved" else 1
-    chunks = default_chunks if options.chunks is None else options.chunks
-    recompute = options.recompute or options.recompute_stages or False
+    if options.chunks is not None and options.schedule not in ("auto", "interleaved"):
+        raise HvpipeError(
+            "--chunks needs --schedule interleaved. "
+            f"Received: --schedule {options.schedule} --chunks {options.chunks}"
+        )
+    recompute: Any = {"auto": "auto", "all": True, "none": False}[options.recompute]
+    if options.recompute_stages is not None:
+        recompute = options.recompute_stages
     cluster = Cluster.read(options.cluster)
 
     def request_with(microbatches: int) -> PlanRequest:
+        chunks = 2 if options.chunks is None else options.chunks
         return PlanRequest(
             profile=read_profile(options.profile, microbatches, options.batch_size, options.graph_batch_size),
             cluster=cluster,
-            pipelining=Pipelining(options.schedule, microbatches, recompute, chunks),
+            pipelining=PipeliningChoice(options.schedule, microbatches, recompute, chunks),
             stages=options.stages,
             mode=options.mode,
             method=options.method,
@@ -112,11 +130,14 @@ def _request(options: argparse.Namespace) -> PlanRequest:
             samples=options.batch_size,
         )
 
-    if options.microbatches != "auto":
-        return request_with(options.microbatches)
+    wanted = options.microbatches
+    if wanted is None:
+        wanted = "auto" if options.batch_size is not None else 8
+    if wanted != "auto":
+        return request_with(wanted)
     if options.batch_size is None:
         raise HvpipeError("--microbatches auto needs --batch-size. Received: no --batch-size")
-    return with_best_microbatches(request_with, options.batch_size)
+    return best_microbatches(request_with, options.batch_size)
 
 
 def _text(result: PlanResult, options: argparse.Namespace, environ: Mapping[str, str]) -> str:
@@ -128,9 +149,39 @@ def _text(result: PlanResult, options: argparse.Namespace, environ: Mapping[str,
     return to_text(result, lambda forecast: draw(forecast.trace, columns, colours), explained=options.explain)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))
+def in_flags(message: str) -> str:
+    """Write the remedies in a message as flags of the command instead of Python arguments."""
+    for python, flag in _FLAGS:
+        message = re.sub(python, flag, message)
+    return message
 
 
-def _count_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+_FLAGS = (
+    (r'schedule="([\w-]+)"', r"--schedule \1"),
+    (r"recompute=True", "--recompute"),
+    (r"(?<=with )(\d+) stages|(?<=or )(\d+) stages", r"--stages \1\2"),
+)
+
+EPILOG = """examples:
+  hvpipe plan profile.json --cluster cluster.toml
+  hvpipe plan profile.json --cluster cluster.toml --batch-size 256 -o plan.json --png step.png
+  hvpipe plan gnmt.txt --graph-batch-size 64 --cluster cluster.toml --mode pipeline --stages 4 --explain
+docs/planning.md explains the files, the output and what a forecast assumes. exit codes: 0 success; 1 a file
+cannot be read, no plan fits, or an option's value is refused; 2 other wrong usage"""
+
+
+def stage_numbers(text: str) -> tuple[int, ...]:
+    """Parse "0,2"."""
+    return tuple(map(_whole, text.split(",")))
+
+
+def count_or_auto(text: str) -> int | str:
+    """Parse a number of micro-batches, or "auto"."""
+    return text if text == "auto" else _whole(text)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"should have whole numbers. Received: {text[:40]!r}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from hvpipe.commands.plan_request import PlanRequest, PlanResult
@@ -11,11 +12,18 @@ from hvpipe.plan.baselines import is_random
 from hvpipe.plan.explain import explain
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
 
+FORMAT, VERSION = "hvpipe-plan-report", 1
+
+MOST_DRAWN, MOST_ACTIONS = 32, 50_000
+"""Timelines have at most so many devices and actions; tables of stages have at most so many rows."""
+
 
 def to_json(result: PlanResult, *, explained: bool = False) -> dict[str, Any]:
     """Return the plan, all forecasts, and the reasons for each cut if `explained`."""
     explanation = {"explanation": _explanation(result)} if explained else {}
     return {
+        "format": FORMAT,
+        "version": VERSION,
         "plan": result.chosen.plan.to_json(),
         "forecast": _figures(result.chosen),
         "candidates": [
@@ -50,7 +58,9 @@ def to_text(result: PlanResult, drawing: Callable[[Forecast], str], *, explained
     parts = [title(result), "", *_stages(result.chosen, result.request)]
     if result.chosen.plan.method == DATA_PARALLEL:
         parts += ["", _advice(result.chosen.plan)]
-    if result.chosen.trace.events:
+    if is_large(result.chosen):
+        parts += ["", f"The timeline is left out: {len(result.chosen.plan.ranks)} devices."]
+    elif result.chosen.trace.events:
         parts += ["", drawing(result.chosen).rstrip("\n")]
     if explained:
         for line in _explanation(result):
@@ -62,10 +72,16 @@ def to_text(result: PlanResult, drawing: Callable[[Forecast], str], *, explained
     return "\n".join(parts) + "\n"
 
 
+def is_large(one: Forecast) -> bool:
+    """Tell whether a plan has too many devices or actions for a timeline."""
+    actions = 2 * len(one.plan.stages) * one.plan.pipelining.microbatches
+    return len(one.plan.ranks) > MOST_DRAWN or actions > MOST_ACTIONS
+
+
 def title(result: PlanResult) -> str:
     """Describe the plan and its step in two lines."""
-    plan, how = result.chosen.plan, result.request.pipelining
-    profile = result.request.profile
+    plan, profile = result.chosen.plan, result.request.profile
+    how = plan.pipelining
     chunks = f", {how.chunks} chunks" if how.chunks > 1 else ""
     again = ", recompute" if how.recompute else ""
     if isinstance(how.recompute, tuple):
@@ -78,9 +94,16 @@ def title(result: PlanResult) -> str:
         f"{plan.model or 'model'}, {len(profile.layers)} layers, on {len(plan.ranks)} of "
         f"{len(result.request.cluster.devices)} devices: {way}, "
         f"{how.microbatches} micro-batches of {samples}\n"
-        f"step {_seconds(result.chosen.step_s)}, bubble {result.chosen.bubble:.1%}, "
+        f"step {_seconds(result.chosen.step_s)}{_rate(result)}, bubble {result.chosen.bubble:.1%}, "
         f"utilization {1 - result.chosen.bubble:.1%}"
     )
+
+
+def _rate(result: PlanResult) -> str:
+    """Say how many samples a second that is."""
+    request, step_s = result.request, result.chosen.step_s
+    samples = request.samples or request.profile.batch_size * request.choice.microbatches
+    return f", {samples / step_s:,.4g} samples/s" if step_s else ""
 
 
 def _advice(plan: Plan) -> str:
@@ -128,8 +151,23 @@ def _stages(one: Forecast, request: PlanRequest) -> Iterator[str]:
         "full",
         "busy",
     ]
+    if len(rows) > MOST_DRAWN:
+        rows = _shortened(rows, one)
     kept = [column for column in range(len(header)) if any(row[column] for row in rows)]
     yield from _table([header[c] for c in kept], [[row[c] for c in kept] for row in rows])
+
+
+def _shortened(rows: list[list[str]], one: Forecast) -> list[list[str]]:
+    """Return the first and last rows, and that of the busiest device, with a row for what is left out."""
+    few = MOST_DRAWN // 4
+    busiest = one.utilization.index(max(one.utilization))
+    kept = sorted({*range(few), min(busiest, len(rows) - 1), *range(len(rows) - few, len(rows))})
+    found: list[list[str]] = []
+    for before, row in zip([-1, *kept], kept, strict=False):
+        if row > before + 1:
+            found.append(["", f"... {row - before - 1} more", *[""] * (len(rows[0]) - 2)])
+        found.append(rows[row])
+    return found
 
 
 def _modes(result: PlanResult) -> Iterator[str]:
@@ -138,11 +176,19 @@ def _modes(result: PlanResult) -> Iterator[str]:
         if one.forecast is None:
             rows.append([one.mode, "", "", "", one.refused])
             continue
-        counts = " ".join(str(len(stage.devices)) for stage in one.forecast.plan.stages)
+        counts = _counts([len(stage.devices) for stage in one.forecast.plan.stages])
         note = "chosen" if one.forecast is result.chosen else ""
         step_s, bubble = _seconds(one.forecast.step_s), f"{one.forecast.bubble:.1%}"
         rows.append([one.mode, step_s, bubble, counts, note])
     yield from _table(["mode", "step", "bubble", "devices of each stage", ""], rows)
+
+
+def _counts(counts: Sequence[int]) -> str:
+    """Write "1 1 2", or "512 x 1" if there are many."""
+    if len(counts) <= MOST_DRAWN // 2:
+        return " ".join(map(str, counts))
+    runs = [(value, len(list(same))) for value, same in groupby(counts)]
+    return " ".join(f"{count} x {value}" for value, count in runs[:8]) + (" ..." if len(runs) > 8 else "")
 
 
 def _comparison(result: PlanResult) -> Iterator[str]:

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.forecast.choice import MODES, Candidate, candidate, candidates
 from hvpipe.forecast.pipeline import Forecast, forecast
 from hvpipe.plan.baselines import BASELINES, baseline, is_random, random_plans
 from hvpipe.plan.exact import exact
+from hvpipe.plan.greedy import fitting, partition
 from hvpipe.plan.pipelining import Pipelining
+from hvpipe.search.choice import MODES, Candidate, find
+from hvpipe.search.options import PipeliningChoice
+from hvpipe.search.search import BUDGET, MANY_DEVICES
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile, read_pipedream
 
-METHODS = ("greedy", "exact", *BASELINES)
+SEARCH = "search"
+METHODS = (SEARCH, "greedy", "exact", *BASELINES)
+MOST_COMPARED = 5000
+"""With more micro-batches times stages, only quick baselines are shown; with ten times as many, none."""
+
+MOST_SAMPLES = 10**9
+"""The most samples of a batch."""
+
+MOST_MICROBATCHES, MOST_TRIED = 1 << 16, 1 << 10
+"""The most micro-batches of a step, and the most that `--microbatches auto` tries."""
+
 DRAWS = 100
 """A random baseline is the median of this many random plans; of fewer if some do not fit."""
 
@@ -28,7 +41,7 @@ class PlanRequest:
     Attributes:
         profile: The costs of one micro-batch.
         cluster: The devices and links.
-        pipelining: The schedule, the number of micro-batches, recomputation and chunks.
+        pipelining: The schedule, micro-batches, recomputation and chunks, or what is open of it.
         stages: The number of stages; None for the fastest.
         mode: One of MODES, or "auto".
         method: One of METHODS, which makes the pipeline.
@@ -38,12 +51,17 @@ class PlanRequest:
 
     profile: Profile
     cluster: Cluster
-    pipelining: Pipelining
+    pipelining: Pipelining | PipeliningChoice
     stages: int | None = None
-    mode: str = "pipeline"
-    method: str = "greedy"
+    mode: str = "auto"
+    method: str = SEARCH
     seed: int = 0
     samples: int | None = None
+
+    @property
+    def choice(self) -> PipeliningChoice:
+        """What is fixed of the pipelining, and what is open."""
+        return PipeliningChoice.of(self.pipelining)
 
 
 @dataclass(frozen=True)
@@ -91,6 +109,8 @@ def read_profile(
         profile = Profile.read(path)
     if batch_size is None:
         return profile
+    if batch_size > MOST_SAMPLES:
+        raise HvpipeError(f"A batch should have at most {MOST_SAMPLES:,} samples. Received: {batch_size}")
     if batch_size < microbatches:
         raise HvpipeError(
             "A batch should have at least one sample per micro-batch. "
@@ -99,7 +119,7 @@ def read_profile(
     return profile.at_batch(math.ceil(batch_size / microbatches))
 
 
-def make_plan(request: PlanRequest, *, with_baselines: bool = True) -> PlanResult:
+def make_plan(request: PlanRequest, *, with_baselines: bool = True, budget: int = BUDGET) -> PlanResult:
     """Make the plan and forecast its step.
 
     Raises:
@@ -107,37 +127,65 @@ def make_plan(request: PlanRequest, *, with_baselines: bool = True) -> PlanResul
         HvpipeError: If the request contradicts itself.
     """
     _check(request)
-    profile, cluster, pipelining = request.profile, request.cluster, request.pipelining
-    stages, samples = request.stages, request.samples
     found: tuple[Candidate, ...] = ()
-    if request.method != "greedy":
-        chosen = _by_method(request).check_memory(cluster)
+    if request.method == SEARCH:
+        modes = MODES if request.mode == "auto" else (request.mode,)
+        choice = request.choice
+        searched = find(
+            request.profile, request.cluster, choice, request.stages, request.samples, modes, budget
+        )
+        found, chosen = tuple(searched), _best(searched, request)
     else:
-        if request.mode == "auto":
-            found = tuple(candidates(profile, cluster, pipelining, stages, samples))
-        else:
-            found = (candidate(request.mode, profile, cluster, pipelining, stages, samples),)
-        chosen = _best(found, request)
+        chosen = _by_method(request).check_memory(request.cluster)
     others: dict[str, Forecast | None] = {}
     fitting: dict[str, int] = {}
     if with_baselines:
-        if chosen.plan.method != "greedy":
-            others["greedy"] = candidate("pipeline", profile, cluster, pipelining, stages).forecast
-        for name in BASELINES:
+        shown = replace(request, pipelining=_for_baselines(request, chosen))
+        work = len(chosen.plan.stages) * chosen.plan.pipelining.microbatches
+        few = () if work > 10 * MOST_COMPARED else ("even", "pipedream", "m_topo")
+        small = work <= MOST_COMPARED and len(request.cluster.devices) <= MANY_DEVICES
+        names = ("greedy", *BASELINES) if small else few
+        for name in names:
             if name != request.method:
-                others[name], fitting[name] = _baseline(name, request)
-    return PlanResult(request, chosen, found, others, fitting)
+                others[name], fitting[name] = _baseline(name, shown)
+    result = PlanResult(request, chosen, found, others, fitting)
+    return _with_the_fastest(result) if request.method == SEARCH else result
 
 
-def with_best_microbatches(request_with: Callable[[int], PlanRequest], batch_size: int) -> PlanRequest:
+def _for_baselines(request: PlanRequest, chosen: Forecast) -> Pipelining:
+    """Return the pipelining of the baselines: the chosen schedule, and the recomputation asked for."""
+    how = chosen.plan.pipelining
+    return Pipelining(how.schedule, how.microbatches, request.choice.fixed_recompute, how.chunks)
+
+
+def _with_the_fastest(result: PlanResult) -> PlanResult:
+    """Return the result with the fastest runnable plan as its choice: never a baseline that is faster.
+
+    Placements that are no pipeline cannot be run. If one is faster, its figures are left out.
+    """
+    chosen, baselines = result.chosen, dict(result.baselines)
+    for name, one in result.baselines.items():
+        if one is None or one.step_s >= chosen.step_s:
+            continue
+        if one.plan.contiguous and result.request.mode in ("auto", "pipeline"):
+            chosen = one
+        else:
+            del baselines[name]
+    return replace(result, chosen=chosen, baselines=baselines)
+
+
+def best_microbatches(
+    request_with: Callable[[int], PlanRequest], batch_size: int, budget: int = BUDGET
+) -> PlanRequest:
     """Choose the number of micro-batches, 1, 2, 4, ..., with the shortest forecast step.
 
     More micro-batches shorten the bubble, but pay the fixed part of each layer's time more often. A number
-    without a plan is skipped.
+    without a plan is skipped. At most MOST_TRIED micro-batches are tried.
 
     Args:
         request_with: Makes the request for a number of micro-batches.
         batch_size: Samples per step.
+        budget: The work of all searches, in simulated actions.
 
     Returns:
         The request with the best number.
@@ -147,15 +195,16 @@ def with_best_microbatches(request_with: Callable[[int], PlanRequest], batch_siz
     """
     best: tuple[float, PlanRequest] | None = None
     refused: HvpipeError | None = None
-    for power in range(batch_size.bit_length()):
+    powers = range(min(batch_size, MOST_TRIED).bit_length())
+    for power in powers:
         try:
             request = request_with(2**power)
-            step_s = make_plan(request, with_baselines=False).chosen.step_s
+            result = make_plan(request, with_baselines=False, budget=budget // len(powers))
         except HvpipeError as error:
             refused = error
             continue
-        if best is None or step_s < best[0]:
-            best = step_s, request
+        if best is None or result.chosen.step_s < best[0]:
+            best = result.chosen.step_s, request
     if best is None:
         raise refused or HvpipeError(
             f"A batch should have at least one sample. Received: batch_size={batch_size}"
@@ -172,12 +221,17 @@ def _check(request: PlanRequest) -> None:
         raise HvpipeError(
             f"method should be one of {', '.join(METHODS)}. Received: method={request.method!r}"
         )
-    if request.method != "greedy" and request.mode != "pipeline":
+    if request.method != SEARCH and request.mode not in ("auto", "pipeline"):
         raise HvpipeError(
-            "Methods other than greedy plan pipelines only (--mode pipeline). "
+            f"Methods other than {SEARCH} plan pipelines only (--mode pipeline). "
             f"Received: mode={request.mode!r}, method={request.method!r}"
         )
-    stages, how = request.stages, request.pipelining
+    stages, choice = request.stages, request.choice
+    if choice.microbatches > MOST_MICROBATCHES:
+        raise HvpipeError(
+            f"A step should have at most {MOST_MICROBATCHES:,} micro-batches. "
+            f"Received: microbatches={choice.microbatches}"
+        )
     if stages is not None and stages < 1:
         raise HvpipeError(f"stages should be at least 1. Received: stages={stages}")
     if stages is not None and stages > 1 and request.mode == "data":
@@ -185,22 +239,22 @@ def _check(request: PlanRequest) -> None:
             "Data parallel has one stage: omit the stages, or choose another mode. "
             f"Received: mode='data', stages={stages}"
         )
-    if stages is not None and stages > how.microbatches * how.chunks:
+    if stages is not None and stages > choice.microbatches * choice.usual.chunks:
         raise HvpipeError(
             "A step should have at least as many micro-batches as the pipeline has devices; otherwise some "
-            f"devices only wait. Received: microbatches={how.microbatches}, stages={stages}"
+            f"devices only wait. Received: microbatches={choice.microbatches}, stages={stages}"
         )
 
 
 def _best(found: Sequence[Candidate], request: PlanRequest) -> Forecast:
     if found[0].forecast is not None:
         return found[0].forecast
+    refusals = {one.mode: one.refused for one in found}
     if request.mode == "pipeline":  # its message says what is missing, and what would make it fit
-        raise PlanError(found[0].refused)
-    raise PlanError(
-        "The model should fit the devices. Received: "
-        + "; ".join(f"{one.mode}: {one.refused}" for one in found)
-    )
+        raise PlanError(refusals["pipeline"])
+    if request.mode == "auto":
+        raise PlanError(f"{refusals['pipeline']} Nor does it fit in the modes data and hybrid.")
+    raise PlanError(f"The model should fit the devices. Received: {request.mode}: {refusals[request.mode]}")
 
 
 def _all_stages(request: PlanRequest) -> int:
@@ -211,30 +265,36 @@ def _all_stages(request: PlanRequest) -> int:
     """
     if request.stages is not None:
         return request.stages
-    chunks = request.pipelining.chunks
+    how = request.choice.usual
     devices, layers = len(request.cluster.devices), len(request.profile.layers)
-    return min(devices, layers // chunks, request.pipelining.microbatches) * chunks
+    return min(devices, layers // how.chunks, how.microbatches) * how.chunks
 
 
 def _by_method(request: PlanRequest) -> Forecast:
-    profile, cluster, how = request.profile, request.cluster, request.pipelining
-    stages = _all_stages(request)
-    if request.method == "exact":
-        plan = exact(profile, cluster, stages, how)
+    profile, cluster, how = request.profile, request.cluster, request.choice.usual
+    if request.method == "greedy":
+        plan = partition(profile, cluster, request.stages, how)
+    elif request.method == "exact":
+        plan = exact(profile, cluster, _all_stages(request), how)
     else:
-        plan = baseline(request.method, profile, cluster, stages, how, seed=request.seed)
+        plan = baseline(request.method, profile, cluster, _all_stages(request), how, seed=request.seed)
     return forecast(plan, profile, cluster)
 
 
 def _baseline(name: str, request: PlanRequest) -> tuple[Forecast | None, int]:
     """Return a baseline's forecast (a random one's median by step time), and how many of its plans fit."""
     profile, cluster = request.profile, request.cluster
-    stages, how = _all_stages(request), request.pipelining
-    if is_random(name):
-        seeds = range(request.seed, request.seed + DRAWS)
-        plans = random_plans(name, profile, cluster, stages, how, seeds)
-    else:
-        plans = [baseline(name, profile, cluster, stages, how)]
+    stages, how = _all_stages(request), request.choice.usual
+    try:
+        if name == "greedy":
+            plans = [plan for plan in [fitting(profile, cluster, stages, how)] if plan is not None]
+        elif is_random(name):
+            seeds = range(request.seed, request.seed + DRAWS)
+            plans = random_plans(name, profile, cluster, stages, how, seeds)
+        else:
+            plans = [baseline(name, profile, cluster, stages, how)]
+    except HvpipeError:
+        return None, 0
     forecasts = [forecast(plan, profile, cluster) for plan in plans]
     found = sorted((one for one in forecasts if not one.shortages(cluster)), key=lambda one: one.step_s)
     return found[(len(found) - 1) // 2] if found else None, len(found)

@@ -77,8 +77,9 @@ def forecast_data_parallel(
     plan = _plan(profile, cluster, pipelining, samples)
     devices, names = cluster.devices, plan.ranks
     events, memory_bytes = [], []
+    at_share = {share: profile.at_batch(int(share)) for share in set(plan.stages[0].shares)}
     for rank, (device, share) in enumerate(zip(devices, plan.stages[0].shares, strict=True)):
-        local = profile.at_batch(int(share))
+        local = at_share[share]
         turn_s = sum(layer.forward_s for layer in local.layers) / device.speed
         end_s = turn_s + sum(layer.backward_s for layer in local.layers) / device.speed
         events.append(Event("forward", "forward", rank, "compute", 0.0, turn_s, {"stage": 0}))
@@ -91,13 +92,13 @@ def forecast_data_parallel(
         events.append(Event("reduce", "reduce", 0, "transfer", start_s, end_s, {"bytes": size_bytes}))
     updates = list(_updates(profile, cluster, backwards, reduces))
     events.extend(updates)
-    busy_s = tuple(
-        backward.end_s + sum(event.duration_s for event in updates if event.rank == rank)
-        for rank, backward in enumerate(backwards)
-    )
+    busy = [backward.end_s for backward in backwards]
+    for event in updates:
+        busy[event.rank] += event.duration_s
+    busy_s = tuple(busy)
     step_s = max(event.end_s for event in events)
     trace = Trace.merge([Trace(tuple(events), {"makespan_s": step_s, "devices": list(names)})])
-    return Forecast(plan, step_s, busy_s, tuple(memory_bytes), trace)
+    return Forecast(plan, step_s, busy_s, tuple(memory_bytes), lambda: trace)
 
 
 def _plan(profile: Profile, cluster: Cluster, pipelining: Pipelining, samples: int | None) -> Plan:

@@ -32,8 +32,8 @@ class Ring:
     @staticmethod
     def of(cluster: Cluster, names: Sequence[str]) -> Ring:
         """Return the ring of these devices, with devices of the same host side by side."""
-        hosts = [host.name for host in cluster.hosts]
-        around = sorted(names, key=lambda name: hosts.index(cluster.host_of(name).name))
+        hosts = {host.name: number for number, host in enumerate(cluster.hosts)}
+        around = sorted(names, key=lambda name: hosts[cluster.host_of(name).name])
         pairs = list(zip(around, [*around[1:], around[0]], strict=True))
         slowest = reduce(Link.joined, (cluster.link(one, other) for one, other in pairs))
         ports = chain.from_iterable(cluster.ports(one, other) for one, other in pairs)
@@ -88,8 +88,23 @@ class RingGradients:
             yield final_s, sum(sizes_bytes[member] for member in members)
 
 
+@dataclass(frozen=True)
+class FinalGradients:
+    """Gradients that all become final at `final_s`, in buckets of these sizes, and that the ring sums."""
+
+    final_s: float
+    sizes_bytes: Sequence[int]
+    ring: Ring
+
+    def buckets(self) -> Iterator[tuple[float, int]]:
+        """Yield when each bucket is final on all devices, and its bytes."""
+        for size_bytes in self.sizes_bytes:
+            yield self.final_s, size_bytes
+
+
 def reduce_beside(
-    gradients: Mapping[int, RingGradients], taken: Mapping[Resource, Sequence[Interval]] | None = None
+    gradients: Mapping[int, RingGradients] | Mapping[int, FinalGradients],
+    taken: Mapping[Resource, Sequence[Interval]] | None = None,
 ) -> Iterator[tuple[int, float, float, int]]:
     """Yield key, start, end and bytes of each bucket's all-reduce beside the backward (`overlap="backward"`).
 

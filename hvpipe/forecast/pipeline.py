@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from hvpipe.errors import PlanError
-from hvpipe.forecast.gradient_reduce import BackwardSpan, Ring, RingGradients, reduce_beside
-from hvpipe.forecast.plan_costs import contention_of, costs_of, dataflow_of
-from hvpipe.forecast.simulate import Simulation, simulate
+from hvpipe.forecast.step import Step, StepModel
 from hvpipe.plan.memory_shortage import say_missing
-from hvpipe.plan.placement_cost import stage_costs
 from hvpipe.plan.stage_plan import Plan
-from hvpipe.schedule.plan_schedule import schedule_of
-from hvpipe.schedule.schedule import Schedule
-from hvpipe.schedule.verify import peak_stash
+from hvpipe.schedule.plan_schedule import check_is_pipeline
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 from hvpipe.trace.events import Event, Trace
@@ -29,14 +25,19 @@ class Forecast:
         step_s: Seconds of the step.
         busy_s: Seconds that each device of `plan.ranks` computes.
         memory_bytes: Peak bytes of each device of `plan.ranks`: weights, gradients, slots and activations.
-        trace: The events of every rank. Empty if the placement is not a pipeline.
+        make_trace: Makes `trace`; None if the placement is not a pipeline.
     """
 
     plan: Plan
     step_s: float
     busy_s: tuple[float, ...]
     memory_bytes: tuple[int, ...]
-    trace: Trace
+    make_trace: Callable[[], Trace] | None = field(default=None, repr=False, compare=False)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The events of every rank, made when first read. Empty if the placement is not a pipeline."""
+        return Trace() if self.make_trace is None else self.make_trace()
 
     @property
     def utilization(self) -> tuple[float, ...]:
@@ -99,79 +100,25 @@ def forecast(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
     plan.check(profile, cluster)
     if not plan.contiguous:
         return _without_pipelining(plan, profile, cluster)
-    schedule = schedule_of(plan)
-    costs = costs_of(plan, profile, cluster)
-    simulated = simulate(schedule, costs, dataflow_of(plan, profile), contention_of(plan, profile, cluster))
-    reduces = tuple(_reduces(plan, profile, cluster, simulated, schedule))
-    updates = tuple(_updates(plan, profile, cluster, (*simulated.trace.events, *reduces), schedule))
-    step_s = max([simulated.makespan_s, *(event.end_s for event in (*reduces, *updates))])
-    metadata = {**simulated.trace.metadata, "devices": list(plan.ranks)}
-    trace = replace(simulated.trace, events=(*simulated.trace.events, *reduces, *updates), metadata=metadata)
-    updating_s = {event.rank: event.duration_s for event in updates}
-    busy_s = tuple(busy + updating_s.get(rank, 0.0) for rank, busy in enumerate(simulated.busy_s))
-    return Forecast(plan, step_s, busy_s, _memory_bytes(plan, profile, cluster, schedule), trace)
+    check_is_pipeline(plan)
+    shares = tuple(stage.shares for stage in plan.stages)
+    step = StepModel(profile, cluster).step(plan.placement(profile), plan.pipelining, shares)
+    return Forecast(plan, step.step_s, step.busy_s, step.memory_bytes, lambda: _trace(plan, step))
 
 
-def _reduces(
-    plan: Plan, profile: Profile, cluster: Cluster, simulated: Simulation, schedule: Schedule
-) -> Iterator[Event]:
-    """Yield the all-reduces of the stages with replicas, each on the first rank of its stage."""
-    last = {event.rank: event for event in simulated.trace.of("backward") if event.args["kind"] != "I"}
-    gradients = {}
-    for number, (devices, places) in enumerate(plan.placement(profile)):
-        if len(devices) > 1:
-            # A micro-batch's backward is one graph, so all gradients of a stage become final together.
-            ends_s = [last[rank].end_s for rank in schedule.ranks_of(number)]
-            backwards = [BackwardSpan(end_s, end_s) for end_s in ends_s]
-            layers = [profile.layers[place] for place in places]
-            gradients[number] = RingGradients(layers, backwards, Ring.of(cluster, devices))
-    for number, start_s, end_s, size_bytes in reduce_beside(gradients, simulated.taken):
-        name, rank = f"reduce stage {number}", schedule.ranks_of(number)[0]
+def _trace(plan: Plan, step: Step) -> Trace:
+    """Return the events of every rank: actions, waits, transfers, all-reduces and updates."""
+    trace = step.simulation.trace
+    events = [*trace.events]
+    for number, start_s, end_s, size_bytes in step.reduces:
         args = {"stage": number, "bytes": size_bytes}
-        yield Event(name, "reduce", rank, "transfer", start_s, end_s, args)
-
-
-def _updates(
-    plan: Plan, profile: Profile, cluster: Cluster, events: Sequence[Event], schedule: Schedule
-) -> Iterator[Event]:
-    """Yield each rank's update: it starts when the rank is done computing and its gradients are summed."""
-    placement = plan.placement(profile)
-    for rank, device in enumerate(plan.ranks):
-        stages = schedule.stages_of(rank)
-        whole_s = sum(profile.layers[place].update_s for stage in stages for place in placement[stage][1])
-        if whole_s == 0:
-            continue
-        start_s = max(
-            event.end_s
-            for event in events
-            if (event.lane == "compute" and event.rank == rank)
-            or (event.category == "reduce" and event.args["stage"] in stages)
-        )
-        end_s = start_s + whole_s / cluster.device(device).speed
-        yield Event("update", "update", rank, "compute", start_s, end_s, {"kind": "U"})
-
-
-def _memory_bytes(plan: Plan, profile: Profile, cluster: Cluster, schedule: Schedule) -> tuple[int, ...]:
-    """Return each rank's peak bytes: weights, gradients, slots, and the activations that the schedule
-    stashes.
-
-    Uses the profile's micro-batch, which may have another size than the plan's.
-    """
-    placement = plan.placement(profile)
-    costs = stage_costs(profile, cluster, placement, plan.pipelining)
-    saved = [sum(profile.layers[place].saved_bytes for place in places) for _, places in placement]
-    again = [plan.pipelining.recomputes(stage) for stage in range(len(saved))]
-    kept = [
-        cost.receive_bytes + (0 if twice else s) for cost, s, twice in zip(costs, saved, again, strict=True)
-    ]
-    stash = peak_stash(schedule, kept)
-    sizes = []
-    for rank, stash_bytes in enumerate(stash):
-        stages = schedule.stages_of(rank)
-        state_bytes = sum(costs[stage].state_bytes for stage in stages)
-        anew_bytes = max((saved[stage] for stage in stages if again[stage]), default=0)
-        sizes.append(state_bytes + int(stash_bytes) + anew_bytes)
-    return tuple(sizes)
+        rank = plan.ranks.index(plan.stages[number].devices[0])
+        events.append(Event(f"reduce stage {number}", "reduce", rank, "transfer", start_s, end_s, args))
+    for rank, (start_s, end_s) in enumerate(step.updates):
+        if end_s > start_s:
+            events.append(Event("update", "update", rank, "compute", start_s, end_s, {"kind": "U"}))
+    metadata = {"schedule": plan.pipelining.schedule, **trace.metadata, "devices": list(plan.ranks)}
+    return replace(trace, events=tuple(events), metadata=metadata)
 
 
 def _without_pipelining(plan: Plan, profile: Profile, cluster: Cluster) -> Forecast:
@@ -185,4 +132,4 @@ def _without_pipelining(plan: Plan, profile: Profile, cluster: Cluster) -> Forec
             updates_s[device] += stage_s / cluster.device(device).speed
     busy_s = tuple(stage.cost.compute_s for stage in at_once.stages)
     step_s = at_once.one_batch_s + max(updates_s.values())
-    return Forecast(plan, step_s, busy_s, tuple(plan.memory_bytes.values()), Trace())
+    return Forecast(plan, step_s, busy_s, tuple(plan.memory_bytes.values()))

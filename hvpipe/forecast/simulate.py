@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from hvpipe.errors import HvpipeError
+from hvpipe.forecast.event_run import Record, Wire, Work, edges_of, run
 from hvpipe.schedule.action import Action
-from hvpipe.schedule.program import (
-    Dataflow,
-    Message,
-    Needs,
-    messages_of,
-    needs_of,
-    programs,
-)
+from hvpipe.schedule.coded import INPUTS, CodedSchedule
+from hvpipe.schedule.program import Dataflow, Message, checked_dataflow, needs_of, programs
 from hvpipe.schedule.schedule import Schedule
-from hvpipe.schedule.verify import check_complete, check_order, peak_stash
+from hvpipe.schedule.verify import check_complete, check_order
 from hvpipe.trace.events import Event, Trace
 
 
@@ -87,7 +81,9 @@ Resource = tuple[str, int | str]
 """The name of a resource that transfers share; it serves one transfer after the other."""
 
 Contention = Callable[[Message, float], Sequence[tuple[Resource, float]]]
-"""Maps a message and its travel time to the resources that it keeps busy, and the seconds from its start."""
+"""Maps a message and its travel time to the resources that it keeps busy, and the seconds from its start.
+
+The result may depend on the message's ranks and stages, but not on its micro-batch."""
 
 
 def links(message: Message, seconds: float) -> Sequence[tuple[Resource, float]]:
@@ -105,18 +101,38 @@ class Simulation:
     """The simulation of one step.
 
     Args:
-        trace: The events of lanes "compute" (with a wait wherever a rank is idle) and "transfer".
         makespan_s: Seconds of the step.
         busy_s: Seconds that each rank computes.
         peak_stash: The most micro-batches that each rank stashes.
-        taken: When transfers keep each resource busy: (start, end) in seconds, in order.
+        ends_s: Seconds from the start of the step to the end of each rank's last action.
+        work: What was simulated.
+        resources: The names of the work's resources.
     """
 
-    trace: Trace
     makespan_s: float
     busy_s: tuple[float, ...]
     peak_stash: tuple[int, ...]
-    taken: Mapping[Resource, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    ends_s: tuple[float, ...]
+    work: Work = field(repr=False)
+    resources: tuple[Resource, ...] = field(repr=False)
+
+    @cached_property
+    def _record(self) -> Record:
+        record = Record.of(self.work)
+        run(self.work, record)
+        return record
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The events of lanes "compute", with a wait wherever a rank is idle, and "transfer"."""
+        schedule = self.work.schedule
+        events = (*_compute_events(self.work, self._record), *_transfer_events(schedule, self._record))
+        return Trace.merge([Trace(events, {"makespan_s": self.makespan_s})])
+
+    @cached_property
+    def taken(self) -> Mapping[Resource, Sequence[tuple[float, float]]]:
+        """When transfers keep each resource busy: (start, end) in seconds, in order."""
+        return {self.resources[number]: spans for number, spans in self._record.taken.items()}
 
     @property
     def utilization(self) -> tuple[float, ...]:
@@ -163,16 +179,25 @@ def simulate(
     check_complete(schedule)
     check_order(schedule)
     cost_at = cost_table(schedule, costs)
-    run = _Run(schedule, cost_at, needs_of(schedule, dataflow), contention)
-    makespan_s = max(end_s for spans in run.spans for _, end_s, _ in spans)
-    metadata = {"schedule": schedule.name, "makespan_s": makespan_s}
-    trace = Trace.merge([Trace((*_compute_events(run.spans), *run.transfers), metadata)])
-    busy_s = tuple(
-        math.fsum(cost_at[action.stage, rank].seconds(action.kind) for action in actions)
-        for rank, actions in enumerate(schedule.actions)
-    )
-    peaks = tuple(int(peak) for peak in peak_stash(schedule))
-    return Simulation(trace, makespan_s, busy_s, peaks, run.taken)
+    flow = checked_dataflow(schedule, dataflow)
+    coded = CodedSchedule.of(schedule)
+    work, resources = _work(coded, cost_at, flow, contention)
+    found = simulation(work, resources)
+    if found is None:
+        programs(schedule, needs_of(schedule, flow))  # raises an error that says which rank waits for which
+        raise AssertionError("programs and run should agree whether a schedule ends")
+    return found
+
+
+def simulation(work: Work, resources: Sequence[Resource]) -> Simulation | None:
+    """Run the work; None if ranks wait for each other in a circle."""
+    ends_s = run(work)
+    if ends_s is None:
+        return None
+    jobs = work.schedule.jobs
+    busy_s = (math.fsum(map(of.__getitem__, done)) for of, done in zip(work.seconds, jobs, strict=True))
+    peaks = tuple(work.schedule.peak_stash([1] * work.schedule.stages))
+    return Simulation(max(ends_s), tuple(busy_s), peaks, tuple(ends_s), work, tuple(resources))
 
 
 CostTable = Mapping[tuple[int, int], StageTimes]
@@ -208,90 +233,56 @@ def cost_table(schedule: Schedule, costs: Costs) -> CostTable:
     return found
 
 
-Span = tuple[float, float, Action]
+def _work(
+    coded: CodedSchedule, cost_at: CostTable, flow: Dataflow, contention: Contention
+) -> tuple[Work, list[Resource]]:
+    """Return the work of a schedule, and the names of its resources."""
+    numbers: dict[Resource, int] = {}
+
+    def wires_of(maker: int, user: int, back: bool) -> dict[tuple[int, int], Wire]:
+        found = {}
+        kind = "B" if back else "F"
+        made, used = Action(kind, 0, maker), Action(kind, 0, user)
+        for home in coded.ranks_of[maker]:
+            for replica, away in enumerate(coded.ranks_of[user]):
+                seconds = cost_at[maker, home].travel_s(user, replica, back=back)
+                if home == away or seconds == 0:
+                    continue
+                message = Message(used, made, away, home) if back else Message(made, used, home, away)
+                keeps = contention(message, seconds)
+                busy = tuple((numbers.setdefault(name, len(numbers)), busy_s) for name, busy_s in keeps)
+                found[message.source, message.target] = (seconds, busy)
+        return found
+
+    seconds = [
+        {job: cost_at[job >> 2, rank].seconds("FBIW"[job & 3]) for job in jobs}
+        for rank, jobs in enumerate(coded.jobs_of)
+    ]
+    edges = edges_of(coded, flow.edges, wires_of)
+    return Work(coded, seconds, edges, len(numbers)), list(numbers)
 
 
-class _Run:
-    """A discrete-event simulation: takes the ends of actions from a heap, in the order of time."""
-
-    def __init__(self, schedule: Schedule, cost_at: CostTable, needs: Needs, contention: Contention) -> None:
-        self.schedule, self.cost_at, self.contention = schedule, cost_at, contention
-        self.messages = messages_of(schedule, needs)
-        self.lacks = {action: len(needed) for action, needed in needs.items()}
-        self.users: dict[Action, list[Action]] = defaultdict(list)
-        for action, needed in needs.items():
-            for need in needed:
-                self.users[need].append(action)
-        self.inputs_s: dict[Action, float] = defaultdict(float)  # when the last input has arrived
-        self.taken: dict[Resource, list[tuple[float, float]]] = defaultdict(list)
-        self.spans: list[list[Span]] = [[] for _ in schedule.actions]
-        self.running: list[tuple[float, int]] = []  # (end, rank); each rank at most once
-        self.transfers: list[Event] = []
-        for rank in range(schedule.ranks):
-            self._start_next(rank)
-        while self.running:
-            end_s, rank = heapq.heappop(self.running)
-            self._finish(self.spans[rank][-1][2], end_s)
-        if sum(map(len, self.spans)) < len(needs):
-            programs(schedule, needs)  # raises an error that says which rank waits for which
-
-    def _start_next(self, rank: int) -> None:
-        """Let an idle rank run its next action if all inputs are made; some may still travel."""
-        place = len(self.spans[rank])
-        actions = self.schedule.actions[rank]
-        if place == len(actions) or self.lacks[actions[place]] or any(r == rank for _, r in self.running):
-            return
-        action = actions[place]
-        idle_s = self.spans[rank][-1][1] if place else 0.0
-        start_s = max(idle_s, self.inputs_s[action])
-        end_s = start_s + self.cost_at[action.stage, rank].seconds(action.kind)
-        self.spans[rank].append((start_s, end_s, action))
-        heapq.heappush(self.running, (end_s, rank))
-
-    def _finish(self, action: Action, end_s: float) -> None:
-        """Send the action's results, and start the actions that waited for it."""
-        for message in self.messages.get(action, ()):
-            self._transfer(message, end_s)
-        for user in self.users[action]:
-            self.lacks[user] -= 1
-        for rank in sorted({self.schedule.rank_of(a) for a in (action, *self.users[action])}):
-            self._start_next(rank)
-
-    def _transfer(self, message: Message, made_s: float) -> None:
-        """Transfer a message that was made at `made_s` as soon as its resources are free."""
-        seconds = self._travel_s(message)
-        keeps_busy = self.contention(message, seconds) if seconds else ()
-        free_s = (self.taken[name][-1][1] for name, _ in keeps_busy if self.taken[name])
-        start_s = max([made_s, *free_s])
-        for name, busy_s in keeps_busy:
-            self.taken[name].append((start_s, start_s + busy_s))
-        self.inputs_s[message.consumer] = max(self.inputs_s[message.consumer], start_s + seconds)
-        if seconds:
-            title = f"{message.producer} to rank {message.target}"
-            args = {"stage": message.consumer.stage, "microbatch": message.producer.microbatch}
-            self.transfers.append(
-                Event(title, "transfer", message.source, "transfer", start_s, start_s + seconds, args)
-            )
-
-    def _travel_s(self, message: Message) -> float:
-        """Return the seconds of an output from its maker to a user, or of its gradient back."""
-        back = message.consumer.kind != "F"
-        maker, user = message.producer.stage, message.consumer.stage
-        home, away = message.source, message.target
-        if back:
-            maker, user, home, away = user, maker, away, home
-        replica = self.schedule.ranks_of(user).index(away)
-        return self.cost_at[maker, home].travel_s(user, replica, back=back)
-
-
-def _compute_events(spans: Sequence[Sequence[Span]]) -> Iterator[Event]:
+def _compute_events(work: Work, record: Record) -> Iterator[Event]:
     """Yield the actions of every rank, and a wait before each action that does not follow at once."""
-    for rank, of_rank in enumerate(spans):
+    for rank, (jobs, starts) in enumerate(zip(work.schedule.jobs, record.starts, strict=True)):
         before_s = 0.0
-        for start_s, end_s, action in of_rank:
+        actions = work.schedule.actions_of(rank)
+        for action, job, start_s in zip(actions, jobs, starts, strict=True):
+            end_s = start_s + work.seconds[rank][job]
             if start_s > before_s:
                 yield Event(f"wait for {action}", "wait", rank, "compute", before_s, start_s)
             category = "forward" if action.kind == "F" else "backward"
             args = {"kind": action.kind, "stage": action.stage, "microbatch": action.microbatch}
             yield Event(str(action), category, rank, "compute", start_s, end_s, args)
             before_s = end_s
+
+
+def _transfer_events(schedule: CodedSchedule, record: Record) -> Iterator[Event]:
+    """Yield the messages that take time."""
+    kinds = {job & 3 for jobs in schedule.jobs_of for job in jobs}
+    back = "I" if INPUTS in kinds else "B"
+    m = schedule.microbatches
+    for start_s, end_s, made, used, source, target in record.transfers:
+        producer = Action(back if made & 1 else "F", (made >> 1) % m, (made >> 1) // m)
+        args = {"stage": (used >> 1) // m, "microbatch": producer.microbatch}
+        yield Event(f"{producer} to rank {target}", "transfer", source, "transfer", start_s, end_s, args)

@@ -39,7 +39,8 @@ _NAMES_BY_MODULE = {
     "hvpipe.forecast.lower_bound": ("lower_bound_s",),
     "hvpipe.forecast.pipeline": ("Forecast", "forecast"),
     "hvpipe.forecast.data_parallel": ("forecast_data_parallel",),
-    "hvpipe.forecast.choice": ("MODES", "Candidate", "candidates", "choose"),
+    "hvpipe.search.options": ("PipeliningChoice",),
+    "hvpipe.search.choice": ("MODES", "Candidate", "candidates", "choose"),
     "hvpipe.trace.events": ("Event", "Trace"),
     "hvpipe.trace.text_chart": ("draw",),
     "hvpipe.trace.chart": ("draw_timeline",),
@@ -50,10 +51,6 @@ __all__ = list(_MODULE_OF)
 
 if TYPE_CHECKING:
     from hvpipe.errors import PlanError as PlanError
-    from hvpipe.forecast.choice import MODES as MODES
-    from hvpipe.forecast.choice import Candidate as Candidate
-    from hvpipe.forecast.choice import candidates as candidates
-    from hvpipe.forecast.choice import choose as choose
     from hvpipe.forecast.data_parallel import forecast_data_parallel as forecast_data_parallel
     from hvpipe.forecast.lower_bound import lower_bound_s as lower_bound_s
     from hvpipe.forecast.pipeline import Forecast as Forecast
@@ -78,6 +75,11 @@ if TYPE_CHECKING:
     from hvpipe.schedule.schedule import make_schedule as make_schedule
     from hvpipe.schedule.verify import VerifiedSchedule as VerifiedSchedule
     from hvpipe.schedule.verify import verify as verify
+    from hvpipe.search.choice import MODES as MODES
+    from hvpipe.search.choice import Candidate as Candidate
+    from hvpipe.search.choice import candidates as candidates
+    from hvpipe.search.choice import choose as choose
+    from hvpipe.search.options import PipeliningChoice as PipeliningChoice
     from hvpipe.specs.cluster import Cluster as Cluster
     from hvpipe.specs.cluster import Device as Device
     from hvpipe.specs.cluster import Host as Host

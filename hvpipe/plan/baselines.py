@@ -8,9 +8,11 @@ from dataclasses import replace
 from itertools import pairwise
 
 from hvpipe.errors import HvpipeError, PlanError
+from hvpipe.plan.chain_cuts import ChainCutter
 from hvpipe.plan.greedy import check_stages
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
 from hvpipe.plan.placement_cost import Placement, in_flight_of, stage_bytes
+from hvpipe.plan.span_costs import Spans
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster, Device
 from hvpipe.specs.profile import LayerCost, Profile
@@ -35,8 +37,8 @@ def baseline(
     define, so the plan may exceed it: see `Plan.shortages`.
 
     Args:
-        name: One of `BASELINES`: "random", "random_cuts", "round_robin", "even", "m_topo" or "m_etf" (Jeon et
-            al., SoCC 2020).
+        name: One of `BASELINES`: "random", "random_cuts", "round_robin", "even", "pipedream",
+            "m_topo" or "m_etf" (Jeon et al., SoCC 2020).
         profile: The model, with costs of one micro-batch.
         cluster: The devices and links.
         stages: Number of stages, as `partition` takes it.
@@ -235,11 +237,25 @@ def _m_etf(profile: Profile, cluster: Cluster, devices: list[Device], generator:
     return _named(devices, layers_of)
 
 
+def _pipedream(
+    profile: Profile, cluster: Cluster, devices: list[Device], generator: random.Random
+) -> Placement:
+    """Minimise the largest of computing and sending of all stages: PipeDream (Narayanan et al., SOSP 2019).
+
+    Devices stay in their order, and stages have no replicas. As in the paper, memory does not count.
+    """
+    groups = [(device.name,) for device in devices]
+    ends = ChainCutter(Spans(profile), cluster).cut(groups, None, "send")
+    assert ends is not None
+    return _named(devices, [list(range(*span)) for span in pairwise((0, *ends))])
+
+
 BASELINES: dict[str, Callable[[Profile, Cluster, list[Device], random.Random], Placement]] = {
     "random": _random,
     "random_cuts": _random_cuts,
     "round_robin": _round_robin,
     "even": _even,
+    "pipedream": _pipedream,
     "m_topo": _m_topo,
     "m_etf": _m_etf,
 }

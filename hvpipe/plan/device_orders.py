@@ -157,7 +157,7 @@ class DeviceOrders:
     @cached_property
     def _in_flight(self) -> list[int]:
         replicas = (1,) * self.stages
-        return [self._pipelining.in_flight(stage, replicas) for stage in range(self.stages)]
+        return self._pipelining.all_in_flight(replicas)
 
     def _slowest(self, kind: int) -> Link:
         if self.cluster.common_link is not None:

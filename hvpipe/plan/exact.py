@@ -18,6 +18,9 @@ from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
+ESTIMATED = "exact with estimated skips"
+"""The method of a plan of `exact` that is the optimum of an estimate only."""
+
 # Larger problems would take minutes, or gigabytes.
 MOST_LAYERS, _MOST_SETS, _MOST_ORDERS = 1000, 5000, 2000
 
@@ -43,7 +46,8 @@ def exact(
         order: Names of `stages` devices, in pipeline order; None for the best order.
 
     Returns:
-        The plan, with method "exact".
+        The plan, with method "exact"; or ESTIMATED if links differ and tensors may skip stages. The dynamic
+        program charges such a tensor to the links of neighbours, so the plan need not be the optimum.
 
     Raises:
         HvpipeError: If the problem is too large, or `stages` or `order` is out of range.
@@ -75,7 +79,16 @@ def exact(
     placement = orders.placement(best)
     if order is not None:
         placement = [((name,), layers) for name, (_, layers) in zip(order, placement, strict=True)]
-    return Plan.of(profile, cluster, placement, pipelining, "exact")
+    method = "exact" if not orders.mixed or _is_chain(profile) else ESTIMATED
+    return Plan.of(profile, cluster, placement, pipelining, method)
+
+
+def _is_chain(profile: Profile) -> bool:
+    """Tell whether every tensor has its users in the next layer only, so that none can skip a stage."""
+    return all(
+        users in ((), (place + 1,)) or profile.layers[place].output_bytes == 0
+        for place, users in enumerate(profile.users)
+    )
 
 
 def _check_size(profile: Profile, pipelining: Pipelining) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from hvpipe.errors import HvpipeError
 
-SCHEDULES = ("gpipe", "1f1b", "zb-h1", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "zb-h1", "interleaved")
 """Names of the schedules that a plan can be made for."""
 
 
-def leads(gaps: Sequence[int]) -> list[int]:
+def leads(gaps: Sequence[int]) -> tuple[int, ...]:
     """Return how many micro-batches each stage's forwards run ahead of its backwards under 1F1B.
 
     In the steady state, one micro-batch arrives per period. `gaps` has, for each stage, the periods from one
@@ -20,10 +21,15 @@ def leads(gaps: Sequence[int]) -> list[int]:
     stage's lead. This stage's lead is that sum, rounded up to whole turns of its ranks. With less, later
     stages would wait for forwards.
     """
+    return _leads(tuple(gaps))
+
+
+@lru_cache(maxsize=256)
+def _leads(gaps: tuple[int, ...]) -> tuple[int, ...]:
     found = [0]
     for gap, next_gap in zip(gaps[-2::-1], gaps[:0:-1], strict=True):
-        found.insert(0, gap * -(-(found[0] + next_gap) // gap))
-    return found
+        found.append(gap * -(-(found[-1] + next_gap) // gap))
+    return tuple(found[::-1])
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Pipelining:
     """The schedule of a pipeline and its micro-batches. A profile's costs are for one micro-batch.
 
     Args:
-        schedule: "gpipe", "1f1b", "zb-h1" or "interleaved".
+        schedule: "gpipe", "1f1b", "eager-1f1b", "zb-h1" or "interleaved".
         microbatches: Micro-batches of a step, at least 1.
         recompute: Stages that keep only their inputs and run their forward again before the backward: True
             for all, False for none, or their numbers, from 0.
@@ -84,6 +90,11 @@ class Pipelining:
         """
         return _IN_FLIGHT[self.schedule](self, stage, replicas)
 
+    def all_in_flight(self, replicas: Sequence[int]) -> list[int]:
+        """Return `in_flight` of every stage."""
+        counts = tuple(replicas)
+        return [self.in_flight(stage, counts) for stage in range(len(counts))]
+
 
 def checked_recompute(given: object) -> bool | tuple[int, ...]:
     """Return True, False, or the sorted numbers of stages; an empty sequence becomes False."""
@@ -107,6 +118,11 @@ def _one_f_one_b(how: Pipelining, stage: int, replicas: Sequence[int]) -> int:
     return min(_gpipe(how, stage, replicas), leads(replicas)[stage] // replicas[stage] + 1)
 
 
+def _eager(how: Pipelining, stage: int, replicas: Sequence[int]) -> int:
+    """Count twice the warm-up of 1F1B and one more (Zhuang et al., 2023)."""
+    return min(_gpipe(how, stage, replicas), 2 * leads(replicas)[stage] // replicas[stage] + 1)
+
+
 def _zb_h1(how: Pipelining, stage: int, replicas: Sequence[int]) -> int:
     """Count as in 1F1B, plus the micro-batches whose weight gradients are put off (Qi et al., 2024)."""
     put_off = sum(replicas[:stage]) // replicas[stage]
@@ -124,6 +140,7 @@ def _interleaved(how: Pipelining, stage: int, replicas: Sequence[int]) -> int:
 _IN_FLIGHT: dict[str, Callable[[Pipelining, int, Sequence[int]], int]] = {
     "gpipe": _gpipe,
     "1f1b": _one_f_one_b,
+    "eager-1f1b": _eager,
     "zb-h1": _zb_h1,
     "interleaved": _interleaved,
 }

@@ -104,8 +104,8 @@ class Spans:
         self.count = len(layers)
         self.compute_s = _sums([layer.compute_s for layer in layers])
         self._forward_s = _sums([layer.forward_s for layer in layers])
-        self._state = _sums([layer.state_bytes for layer in layers])
-        self._saved = _sums([layer.saved_bytes for layer in layers])
+        self.state_bytes = _sums([layer.state_bytes for layer in layers])
+        self.saved_bytes = _sums([layer.saved_bytes for layer in layers])
         self._users = profile.users
         self._bytes = [float(layer.output_bytes) for layer in layers]
         # The last user of each tensor; 0 for a tensor that nobody uses.
@@ -142,8 +142,8 @@ class Spans:
         of_layers = {
             _COMPUTE: self.compute_s,
             _AGAIN: self._forward_s,
-            _STATE: self._state,
-            _SAVED: self._saved,
+            _STATE: self.state_bytes,
+            _SAVED: self.saved_bytes,
         }
         for row, sums in of_layers.items():
             table[row] = sums[ends] - sums[start]

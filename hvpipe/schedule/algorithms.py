@@ -1,4 +1,4 @@
-"""The algorithms of pipeline schedules, as generators of one rank's actions in order."""
+"""The algorithms of pipeline schedules, as generators of one rank's turns in order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from hvpipe.schedule.action import Action
+Turn = tuple[str, int, int]
+"""The fields of an Action: kind, micro-batch, stage. A tuple, because large schedules have millions."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class RankWork:
     lag: int
 
 
-def gpipe(work: RankWork) -> Iterator[Action]:
+def gpipe(work: RankWork) -> Iterator[Turn]:
     """Yield the actions of one stage: all forwards, then all backwards (Huang et al., NeurIPS 2019).
 
     stage 0 | F0 F1 F2 F3             B0    B1    B2    B3         (3 stages, 4 micro-batches, B = 2 F)
@@ -40,10 +41,10 @@ def gpipe(work: RankWork) -> Iterator[Action]:
     """
     for kind in "FB":
         for i in work.microbatches:
-            yield Action(kind, i, work.stage)
+            yield kind, i, work.stage
 
 
-def one_f_one_b(work: RankWork) -> Iterator[Action]:
+def one_f_one_b(work: RankWork) -> Iterator[Turn]:
     """Yield the actions of one stage: warm up, alternate, drain (PipeDream-Flush, ICML 2021).
 
     stage 0 | F0 F1 F2 B0 F3 B1 B2 B3      (3 stages, 4 micro-batches)
@@ -57,17 +58,24 @@ def one_f_one_b(work: RankWork) -> Iterator[Action]:
     stage 0 | F0 F2 B0 F4 B2 B4            (2 ranks for stage 0, one for stage 1, 6 micro-batches)
             | F1 F3 B1 F5 B3 B5
     stage 1 | F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+
+    "eager-1f1b" warms up with twice as many forwards, so that transfers overlap with computing (Zhuang et
+    al., MLSys 2023; policy B of DAPPLE, Fan et al., PPoPP 2021):
+
+    stage 0 | F0 F1 F2 F3 F4 B0 F5 B1 B2 B3 B4 B5      (3 stages, 6 micro-batches)
+    stage 1 | F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5
+    stage 2 | F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
     """
     ahead = iter(work.microbatches)
     following = next(ahead, None)
     for i in work.microbatches:
         while following is not None and following <= i + work.lead:
-            yield Action("F", following, work.stage)
+            yield "F", following, work.stage
             following = next(ahead, None)
-        yield Action("B", i, work.stage)
+        yield "B", i, work.stage
 
 
-def zb_h1(work: RankWork) -> Iterator[Action]:
+def zb_h1(work: RankWork) -> Iterator[Turn]:
     """Yield the actions of one stage: 1F1B with W put off into the bubble (ZB-H1: Qi et al., ICLR 2024).
 
     stage 0 | F0 F1 F2       I0 W0 F3 I1 W1 I2 W2 I3 W3      (3 stages, 4 micro-batches, F = I = W)
@@ -81,21 +89,21 @@ def zb_h1(work: RankWork) -> Iterator[Action]:
     of the three if W is at most F and at most I.
     """
     put_off = 0
-    for action in one_f_one_b(work):
-        if action.kind == "F":
-            yield action
+    for kind, microbatch, stage in one_f_one_b(work):
+        if kind == "F":
+            yield kind, microbatch, stage
             continue
-        yield Action("I", action.microbatch, work.stage)
-        while work.microbatches[put_off] + work.lag <= action.microbatch:
-            yield Action("W", work.microbatches[put_off], work.stage)
+        yield "I", microbatch, work.stage
+        while work.microbatches[put_off] + work.lag <= microbatch:
+            yield "W", work.microbatches[put_off], work.stage
             put_off += 1
             if put_off == len(work.microbatches):
                 return
     for i in work.microbatches[put_off:]:
-        yield Action("W", i, work.stage)
+        yield "W", i, work.stage
 
 
-def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Action]:
+def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterator[Turn]:
     """Yield the actions of one rank with several stages (Narayanan et al., SC 2021; Megatron-LM).
 
     rank 0 | 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3   (2 ranks, 4 micro-batches,
@@ -115,12 +123,12 @@ def interleaved(rank: int, ranks: int, microbatches: int, chunks: int) -> Iterat
     backwards = [(i, chunk) for group in groups for chunk in reversed(range(chunks)) for i in group]
     warmup = min((chunks - 1) * max(map(len, groups)) + 2 * (ranks - rank - 1), len(forwards))
     for place, (i, chunk) in enumerate(forwards):
-        yield Action("F", i, chunk * ranks + rank)
+        yield "F", i, chunk * ranks + rank
         if place >= warmup:
             j, back = backwards[place - warmup]
-            yield Action("B", j, back * ranks + rank)
+            yield "B", j, back * ranks + rank
     for i, chunk in backwards[len(backwards) - warmup :]:
-        yield Action("B", i, chunk * ranks + rank)
+        yield "B", i, chunk * ranks + rank
 
 
 def _groups(ranks: int, microbatches: int) -> list[range]:

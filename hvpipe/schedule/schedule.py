@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from hvpipe.config_file import Table, read_document, write_document
 from hvpipe.errors import HvpipeError
 from hvpipe.plan.pipelining import leads
 from hvpipe.schedule.action import Action
-from hvpipe.schedule.algorithms import RankWork, gpipe, interleaved, one_f_one_b, zb_h1
+from hvpipe.schedule.algorithms import RankWork, Turn, gpipe, interleaved, one_f_one_b, zb_h1
 
 FORMAT, VERSION = "hvpipe-schedule", 1
 
@@ -191,9 +193,10 @@ class Schedule:
 
 
 # A new schedule needs an entry here, and in plan.pipelining its name (SCHEDULES) and stash (_IN_FLIGHT).
-_ONE_CHUNK: dict[str, Callable[[RankWork], Iterator[Action]]] = {
+_ONE_CHUNK: dict[str, Callable[[RankWork], Iterator[Turn]]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
+    "eager-1f1b": one_f_one_b,
     "zb-h1": zb_h1,
 }
 
@@ -213,7 +216,8 @@ def make_schedule(
 
     Args:
         name: "gpipe" (Huang et al., NeurIPS 2019), "1f1b" (PipeDream-Flush: Narayanan et al., ICML 2021),
-            "zb-h1" (Qi et al., ICLR 2024) or "interleaved" (Narayanan et al., SC 2021).
+            "eager-1f1b" (Zhuang et al., MLSys 2023), "zb-h1" (Qi et al., ICLR 2024) or "interleaved"
+            (Narayanan et al., SC 2021).
         ranks: Number of ranks, with one stage each, or `chunks` stages with "interleaved". Or the numbers of
             ranks of each stage: with (2, 1, 1), stage 0 is on ranks 0 and 1, stage 1 on rank 2, stage 2 on
             rank 3.
@@ -233,23 +237,37 @@ def make_schedule(
         print(make_schedule("1f1b", ranks=3, microbatches=4).to_text())
         ```
     """
+    orders = turns(name, ranks, microbatches, chunks, shares=shares)
+    actions = tuple(tuple(Action(*turn) for turn in order) for order in orders)
+    return Schedule(name, (ranks if isinstance(ranks, int) else len(ranks)) * chunks, microbatches, actions)
+
+
+def turns(
+    name: str,
+    ranks: int | Sequence[int],
+    microbatches: int,
+    chunks: int = 1,
+    *,
+    shares: Sequence[Sequence[float]] | None = None,
+) -> list[Iterable[Turn]]:
+    """Return the order of each rank's actions; arguments and errors as for `make_schedule`."""
     _check(name, ranks, microbatches, chunks)
     if name == "interleaved":
         assert isinstance(ranks, int)
-        actions = tuple(tuple(interleaved(rank, ranks, microbatches, chunks)) for rank in range(ranks))
-        return Schedule(name, ranks * chunks, microbatches, actions)
+        return [interleaved(rank, ranks, microbatches, chunks) for rank in range(ranks)]
     counts = (1,) * ranks if isinstance(ranks, int) else tuple(ranks)
     weights = [(1.0,) * count for count in counts] if shares is None else shares
     _check_shares(counts, weights)
-    parts = _rank_works(microbatches, weights)
-    return Schedule(name, len(counts), microbatches, tuple(tuple(_ONE_CHUNK[name](work)) for work in parts))
+    eagerness = 2 if name == "eager-1f1b" else 1
+    return [_ONE_CHUNK[name](work) for work in _rank_works(microbatches, weights, eagerness)]
 
 
-def _rank_works(microbatches: int, shares: Sequence[Sequence[float]]) -> Iterator[RankWork]:
-    """Yield the work of all ranks, stage by stage."""
+def _rank_works(microbatches: int, shares: Sequence[Sequence[float]], eagerness: int) -> Iterator[RankWork]:
+    """Yield the work of all ranks, stage by stage; forwards lead `eagerness` times as far as in 1F1B."""
     gaps = [math.ceil(sum(map(Fraction, of_stage)) / Fraction(min(of_stage))) for of_stage in shares]
+    before = [0, *accumulate(gaps)]
     for stage, (gap, lead, of_stage) in enumerate(zip(gaps, leads(gaps), shares, strict=True)):
-        lag = gap * (sum(gaps[:stage]) // gap)
+        lag = gap * (before[stage] // gap)
         for dealt in deal(microbatches, of_stage):
             if not dealt:
                 raise HvpipeError(
@@ -257,7 +275,7 @@ def _rank_works(microbatches: int, shares: Sequence[Sequence[float]]) -> Iterato
                     f"microbatches={microbatches} for {len(of_stage)} ranks in shares of "
                     f"{', '.join(f'{share:g}' for share in of_stage)}"
                 )
-            yield RankWork(stage, dealt, lead, lag)
+            yield RankWork(stage, dealt, eagerness * lead, lag)
 
 
 def deal(count: int, shares: Sequence[float]) -> list[tuple[int, ...]]:
@@ -266,11 +284,16 @@ def deal(count: int, shares: Sequence[float]) -> list[tuple[int, ...]]:
     Each number goes to the share with the least (dealt so far + 1/2) / share; on a tie, to the first. This is
     Webster's method: every prefix is as near to the shares as whole numbers can be.
     """
+    if len(set(shares)) == 1:
+        return [tuple(range(first, count, len(shares))) for first in range(len(shares))]
     hands: list[list[int]] = [[] for _ in shares]
     exact = [Fraction(share) for share in shares]
+    queue = [(Fraction(1, 2) / share, hand) for hand, share in enumerate(exact)]
+    heapq.heapify(queue)
     for i in range(count):
-        next_ = min(range(len(hands)), key=lambda hand: (len(hands[hand]) + Fraction(1, 2)) / exact[hand])
-        hands[next_].append(i)
+        hand = queue[0][1]
+        hands[hand].append(i)
+        heapq.heapreplace(queue, ((len(hands[hand]) + Fraction(1, 2)) / exact[hand], hand))
     return [tuple(hand) for hand in hands]
 
 
@@ -290,7 +313,7 @@ def _check(name: str, ranks: int | Sequence[int], microbatches: int, chunks: int
         )
     if name == "interleaved" and not isinstance(ranks, int):
         raise HvpipeError(
-            "Several ranks for a stage need the schedule gpipe, 1f1b or zb-h1. "
+            "Several ranks for a stage need the schedule gpipe, 1f1b, eager-1f1b or zb-h1. "
             f"Received: schedule='interleaved', ranks={tuple(ranks)}"
         )
     if name == "interleaved" and chunks < 2:

@@ -6,7 +6,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from typing import Any
@@ -15,6 +15,9 @@ from hvpipe.config_file import Table, fingerprint, read_document, write_document
 from hvpipe.errors import HvpipeError
 
 FORMAT, VERSION = "hvpipe-cluster", 1
+
+MOST_HOSTS = 1 << 16
+"""The largest `count` of a host."""
 
 Port = tuple[str, str]
 """One direction of a host's network link: ("out of", host name) or ("into", host name)."""
@@ -293,7 +296,8 @@ class Cluster:
             table.check_format(FORMAT, VERSION)
         measured = [_measured_link(row) for row in table.tables("link")] if table.has("link") else []
         with table.named_in_errors():
-            return Cluster(tuple(_host(row) for row in table.tables("host")), tuple(measured))
+            hosts = [host for row in table.tables("host") for host in _hosts(row)]
+            return Cluster(tuple(hosts), tuple(measured))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the cluster to a JSON file."""
@@ -340,12 +344,30 @@ def equal_cluster(
     return Cluster(tuple(hosts))
 
 
+def _hosts(row: Table) -> list[Host]:
+    """Return the host of a row, or `count` hosts like it, whose names end in -0, -1, ..."""
+    host = _host(row)
+    if not row.has("count"):
+        return [host]
+    count = row.integer("count", minimum=1)
+    if count > MOST_HOSTS:
+        raise HvpipeError(f"{row.place}.count should be at most {MOST_HOSTS}. Received: count={count}")
+    return [
+        replace(
+            host,
+            name=f"{host.name}-{number}",
+            devices=tuple(replace(device, name=f"{device.name}-{number}") for device in host.devices),
+        )
+        for number in range(count)
+    ]
+
+
 def _host(row: Table) -> Host:
-    row.allow(("name", "link", "inner", "device"))
+    row.allow(("name", "count", "link", "inner", "device"))
     devices = [_device(device) for device in row.tables("device")] if row.has("device") else []
     return Host(
-        name=row.text("name"),
-        devices=tuple(devices) or (Device(row.text("name")),),
+        name=row.name("name"),
+        devices=tuple(devices) or (Device(row.name("name")),),
         link=_link(row.table("link")) if row.has("link") else Link(),
         inner=_link(row.table("inner")) if row.has("inner") else Link(),
     )
@@ -354,7 +376,7 @@ def _host(row: Table) -> Host:
 def _device(row: Table) -> Device:
     row.allow(("name", "speed", "memory_bytes"))
     return Device(
-        name=row.text("name"),
+        name=row.name("name"),
         speed=row.number("speed", above=0) if row.has("speed") else 1.0,
         memory_bytes=row.integer("memory_bytes") if row.has("memory_bytes") else None,
     )

@@ -12,10 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hvpipe.config_file import Table, fingerprint, read_document, write_document
+from hvpipe.config_file import MOST, NAME, Table, fingerprint, is_name, read_document, write_document
 from hvpipe.errors import HvpipeError
 
 FORMAT, VERSION = "hvpipe-profile", 1
+
+_SHOWN = 5
+"""The most layers of a cycle that an error names."""
 
 
 @dataclass(frozen=True)
@@ -271,8 +274,11 @@ class Profile:
             HvpipeError: If a field is missing, unknown or out of range; the message names it.
         """
         table = document if isinstance(document, Table) else Table(document, place)
+        table.allow(("format", "version", "model", "batch_size", "layers", "edges"))
         table.check_format(FORMAT, VERSION)
-        edges = [(row.text("from"), row.text("to")) for row in table.tables("edges")]
+        if not table.tables("layers"):
+            raise HvpipeError(f"{table.place} should have at least one layer. Received: layers=[]")
+        edges = [_edge(row) for row in table.tables("edges")]
         with table.named_in_errors():
             return Profile.of(
                 [_layer(row) for row in table.tables("layers")],
@@ -369,6 +375,8 @@ def _pipedream_layer(node: re.Match[str], slots_per_weight: float, place: str) -
         output_bytes = int(sum(float(size) for size in node["activation"].strip("[]").split(";")))
         weight_bytes = int(float(node["parameter"]))
         forward_s, backward_s = float(node["forward_ms"]) / 1e3, float(node["backward_ms"]) / 1e3
+        if not is_name(node["name"]) or max(output_bytes, weight_bytes, forward_s, backward_s) > MOST:
+            raise ValueError(f"the name should be {NAME}, and numbers at most {MOST:g}")
     except (ValueError, OverflowError) as error:
         raise HvpipeError(f"{place}: times and sizes should be finite numbers. Received: {error}") from error
     if node["kind"].startswith("Input"):
@@ -387,6 +395,11 @@ def _pipedream_layer(node: re.Match[str], slots_per_weight: float, place: str) -
         raise HvpipeError(f"{place}: {error}") from error
 
 
+def _edge(row: Table) -> tuple[str, str]:
+    row.allow(("from", "to"))
+    return row.text("from"), row.text("to")
+
+
 def _layer(row: Table) -> LayerCost:
     sizes = ("weight_bytes", "slot_bytes", "output_bytes", "saved_bytes")
     parts = ("fixed_forward_s", "fixed_backward_s", "update_s", "weight_share")
@@ -394,7 +407,7 @@ def _layer(row: Table) -> LayerCost:
     given: dict[str, Any] = {time: row.number(time) for time in ("forward_s", "backward_s")}
     given |= {size: row.integer(size) for size in sizes}
     given |= {part: row.number(part) for part in parts if row.has(part)}
-    return LayerCost(row.text("name"), **given)
+    return LayerCost(row.name("name"), **given)
 
 
 def _topological_order(layers: Sequence[LayerCost], edges: Sequence[tuple[int, int]]) -> list[int]:
@@ -428,5 +441,7 @@ def _cycle(layers: Sequence[LayerCost], edges: Sequence[tuple[int, int]], sorted
     while maker_of[walk[-1]] not in walk:
         walk.append(maker_of[walk[-1]])
     circle = walk[walk.index(maker_of[walk[-1]]) :]
-    names = [layers[i].name for i in (circle[0], *reversed(circle))]
+    names = [layers[i].name[:40] for i in (circle[0], *reversed(circle))]
+    if len(names) > _SHOWN:
+        names = [*names[: _SHOWN - 1], f"{len(names) - _SHOWN} more", names[-1]]
     return " -> ".join(names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvpipe.errors import HvpipeError
@@ -44,28 +44,47 @@ def draw_timeline(trace: Trace, path: str | os.PathLike[str], title: str) -> Non
 
 def draw_timelines(traces: Mapping[str, Trace], path: str | os.PathLike[str]) -> None:
     """Draw several timelines by title, one below the other, with the same time scale."""
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-    except ImportError as error:
-        raise HvpipeError(
-            "A PNG needs matplotlib: pip install 'hvpipe[plot]'. Received: it is not installed"
-        ) from error
     events = {title: _visible(trace) for title, trace in traces.items()}
     if not events or not all(events.values()):
         raise HvpipeError("A picture needs a trace with events. Received: none")
     rows = [len({event.rank for event in one}) for one in events.values()]
     heights = [0.9 + 0.62 * count for count in rows]
-    figure = Figure(figsize=(12, 0.5 + sum(heights)), dpi=130, layout="constrained")
+    figure = _figure((12, 0.5 + sum(heights)))
     panels = figure.subplots(len(events), squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     end_s = max(event.end_s for one in events.values() for event in one)
     for axes, (title, trace) in zip(panels, traces.items(), strict=True):
         _draw_rows(axes, events[title], trace.metadata.get("devices", []), end_s)
         axes.set_title(title, fontsize=10, loc="left")
     panels[-1].set_xlabel("seconds")
+    from matplotlib.patches import Patch
+
     seen = {_kind(event) for one in events.values() for event in one}
     patches = [Patch(color=colour, label=name) for kind, (colour, name) in _KINDS.items() if kind in seen]
     figure.legend(handles=patches, loc="outside lower right", ncols=len(patches), fontsize=8, frameon=False)
+    _save(figure, path)
+
+
+def draw_utilization(shares: Sequence[float], path: str | os.PathLike[str], title: str) -> None:
+    """Draw the share of the step that each rank computes, for steps with too many ranks for a timeline."""
+    figure = _figure((12, 3))
+    axes = figure.subplots()
+    axes.fill_between(range(len(shares)), shares, step="mid", color=_KINDS["F"][0])
+    axes.set(xlabel="rank", ylabel="share of the step", ylim=(0, 1), xlim=(0, max(1, len(shares) - 1)))
+    axes.set_title(title, fontsize=10, loc="left")
+    _save(figure, path)
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise HvpipeError(
+            "A PNG needs matplotlib: pip install 'hvpipe[plot]'. Received: it is not installed"
+        ) from error
+    return Figure(figsize=size, dpi=130, layout="constrained")
+
+
+def _save(figure: Any, path: str | os.PathLike[str]) -> None:
     try:
         figure.savefig(path, format="png")
     except OSError as error:

@@ -313,7 +313,7 @@ def test_a_bad_number_of_stages_is_refused(stages: int, message: str) -> None:
 
 def test_pipelining_is_checked() -> None:
     with pytest.raises(
-        HvpipeError, match=r"one of gpipe, 1f1b, zb-h1, interleaved. Received: schedule='2f2b'"
+        HvpipeError, match=r"one of gpipe, 1f1b, eager-1f1b, zb-h1, interleaved. Received: schedule='2f2b'"
     ):
         Pipelining("2f2b")
     with pytest.raises(HvpipeError, match="microbatches=0"):

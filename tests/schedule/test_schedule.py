@@ -67,7 +67,14 @@ def test_golden_text(name: str, ranks: int, microbatches: int, chunks: int, gold
     ("function", "made"),
     [
         ("gpipe", [make_schedule("gpipe", 3, 4)]),
-        ("one_f_one_b", [make_schedule("1f1b", 3, 4), make_schedule("1f1b", (2, 1), 6)]),
+        (
+            "one_f_one_b",
+            [
+                make_schedule("1f1b", 3, 4),
+                make_schedule("1f1b", (2, 1), 6),
+                make_schedule("eager-1f1b", 3, 6),
+            ],
+        ),
         ("zb_h1", [make_schedule("zb-h1", 3, 4)]),
         ("interleaved", [make_schedule("interleaved", 2, 4, 2)]),
     ],
@@ -230,7 +237,7 @@ def test_text_that_is_not_a_schedule(text: str, says: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("1f2b", 2, 4), r"one of gpipe, 1f1b, zb-h1, interleaved. Received: schedule='1f2b'"),
+        (("1f2b", 2, 4), r"one of gpipe, 1f1b, eager-1f1b, zb-h1, interleaved. Received: schedule='1f2b'"),
         (("1f1b", 0, 4), "at least one rank.*Received: ranks=0, microbatches=4"),
         (("gpipe", 2, 0), "one micro-batch. Received: ranks=2, microbatches=0"),
         (("1f1b", 2, 4, 2), "need schedule='interleaved'. Received: schedule='1f1b', chunks=2"),

@@ -137,3 +137,12 @@ def test_numbers_are_checked() -> None:
         Link(0.0, 0.0)
     with pytest.raises(HvpipeError, match=r"one of g0, g1, g2. Received: device='g9'"):
         TWO_HOSTS.device("g9")
+
+
+def test_like_hosts_are_written_once() -> None:
+    row = {"name": "n", "count": 3, "device": [{"name": "g", "speed": 0.5}]}
+    cluster = Cluster.from_json({"host": [row]})
+    assert [host.name for host in cluster.hosts] == ["n-0", "n-1", "n-2"]
+    assert [device.name for device in cluster.devices] == ["g-0", "g-1", "g-2"]
+    with pytest.raises(HvpipeError, match=r"count should be at most 65536. Received: count=100000"):
+        Cluster.from_json({"host": [{**row, "count": 100_000}]})

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from hvpipe.errors import HvpipeError
-from hvpipe.forecast.choice import choose
 from hvpipe.forecast.simulate import StageTimes, simulate
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.schedule.schedule import make_schedule
+from hvpipe.search.choice import choose
 from hvpipe.specs.cluster import Link, equal_cluster
 from hvpipe.trace.chart import draw_timeline
 from hvpipe.trace.events import Trace

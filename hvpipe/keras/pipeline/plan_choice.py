@@ -16,6 +16,8 @@ from hvpipe.plan.exact import MOST_LAYERS, exact
 from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining, checked_recompute
 from hvpipe.plan.stage_plan import Plan
+from hvpipe.search.choice import plan_for_every_device
+from hvpipe.search.options import PipeliningChoice
 from hvpipe.session import Session
 from hvpipe.specs.cluster import Cluster, equal_cluster
 from hvpipe.specs.profile import Profile
@@ -50,6 +52,17 @@ class PipelineOptions:
             (2 if self.chunks is None else self.chunks) if schedule == "interleaved" else 1,
         )
 
+    @property
+    def choice(self) -> PipeliningChoice:
+        """What the options fix, and what they leave to the planner."""
+        recompute = self.checked_recompute
+        return PipeliningChoice(
+            "auto" if self.schedule is None else self.schedule,
+            self.pipelining.microbatches,
+            "auto" if recompute is None else recompute,
+            2 if self.chunks is None else self.chunks,
+        )
+
 
 def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> tuple[Plan, list[int]]:
     """Return the plan of a pipeline; collective.
@@ -75,7 +88,39 @@ def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> t
         return stages, _ranks_by_name(session, stages.ranks)
     size = session.world.size
     count, replicas = _stage_counts(stages, options.replicas, size)
-    how = options.pipelining
+    given, cluster = _read_on_rank_0(session, options)
+    if cluster is None or stages != "auto":
+        _check_counts(graph, count, options.pipelining)
+    profile = _checked_profile(graph, given)
+    if cluster is None:
+        return _replicate(balanced(profile, replicas, options.pipelining), replicas), list(range(size))
+    if options.replicas is not None:
+        raise HvpipeError(
+            "Replicas on a given cluster need the planner: pass the plan of `hvpipe plan --mode hybrid`, or "
+            f"leave them out. Received: replicas={replicas} and a cluster"
+        )
+    plan = _searched(session, profile, cluster, options, None if stages == "auto" else count)
+    return plan, _ranks_by_name(session, plan.ranks)
+
+
+def _searched(
+    session: Session, profile: Profile, cluster: Cluster, options: PipelineOptions, count: int | None
+) -> Plan:
+    """Return the fastest plan that uses all ranks, as `hvpipe plan` would choose it; collective."""
+    choice = options.choice
+
+    def plan() -> Plan | None:
+        if session.world.rank > 0:
+            return None
+        stages = None if count is None else count * choice.usual.chunks
+        return plan_for_every_device(profile, cluster, choice, stages)
+
+    found: Plan = session.engine.broadcast_object(on_all_ranks(session, "planning", plan))
+    return found
+
+
+def _check_counts(graph: LayerGraph, count: int, how: Pipelining) -> None:
+    """Raise HvpipeError if a number of stages is too large for the micro-batches or the model."""
     if how.microbatches < count:
         raise HvpipeError(
             f"microbatches should be at least the number of stages, {count}, or some stages are always idle. "
@@ -88,17 +133,6 @@ def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> t
             f"There should be at most as many stages as layer calls in {graph.name}, {len(graph.calls)}"
             f"{named}. Received: {count * how.chunks} stages"
         )
-    given, cluster = _read_on_rank_0(session, options)
-    profile = _checked_profile(graph, given)
-    if cluster is None:
-        return _replicate(balanced(profile, replicas, how), replicas), list(range(size))
-    if max(replicas) > 1:
-        raise HvpipeError(
-            "Replicas on a given cluster need the planner: pass the plan of `hvpipe plan --mode hybrid`. "
-            f"Received: replicas={replicas} and a cluster"
-        )
-    plan = partition(profile, cluster, count * how.chunks, how)
-    return plan, _ranks_by_name(session, plan.ranks)
 
 
 def _stage_counts(stages: Any, replicas: Sequence[int] | None, size: int) -> tuple[int, tuple[int, ...]]:

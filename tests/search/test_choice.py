@@ -9,15 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvpipe.errors import HvpipeError, PlanError
-from hvpipe.forecast import choice
-from hvpipe.forecast.choice import candidate, candidates, choose
 from hvpipe.forecast.data_parallel import forecast_data_parallel, whole_shares
 from hvpipe.forecast.pipeline import Forecast
 from hvpipe.plan import greedy
 from hvpipe.plan.pipelining import Pipelining
-from hvpipe.plan.replication import grouped, groupings
+from hvpipe.plan.replication import groupings
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.schedule.plan_schedule import schedule_of
+from hvpipe.search.choice import candidate, candidates, choose
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
 from hvpipe.specs.profile import Profile
 from model_graphs import chain, clusters, model, profiles
@@ -119,10 +118,13 @@ def test_a_data_parallel_plan_has_no_schedule() -> None:
         schedule_of(Plan.from_json(one.plan.to_json()))
 
 
-def test_data_parallel_refuses_recompute() -> None:
-    found = candidate("data", chain(3, 3), equal_cluster(2), replace(FOUR, recompute=True))
-    assert found.forecast is None
-    assert "without recompute" in found.refused
+def test_data_parallel_with_recompute_is_a_pipeline_of_one_stage() -> None:
+    """Each device runs 2 micro-batches: forward twice, 2 s each, and backward, 4 s."""
+    with pytest.raises(PlanError, match="without recompute"):
+        forecast_data_parallel(chain(3, 3), equal_cluster(2), replace(FOUR, recompute=True))
+    found = candidate("data", chain(3, 3), equal_cluster(2), replace(FOUR, recompute=True)).forecast
+    assert found is not None
+    assert (devices(found), found.step_s) == ([2], 16)
 
 
 def test_data_parallel_wins_with_small_weights() -> None:
@@ -228,22 +230,6 @@ def test_hybrids_of_many_devices_leave_no_device_idle(hosts: int, each: int) -> 
     assert devices(of_mode("hybrid", profile, of_hosts(hosts, each), 12)) == [each] * hosts
 
 
-def test_only_the_best_hybrids_are_refined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On 16 devices hvpipe considers 2, 3, 4, 5, 8 and 12 stages.
-
-    It refines the best two, and 12 stages, of which no two whole pipelines fit side by side.
-    """
-    grown = []
-    grow = choice._grown
-    monkeypatch.setattr(choice, "_grown", lambda *given: grown.append(given[3]) or grow(*given))
-    of_mode("hybrid", chain(*[3] * 12), equal_cluster(16), 16)
-    assert len(grown) == 3
-    assert grown[-1] == 12
-    grown.clear()
-    of_mode("hybrid", chain(*[3] * 12), equal_cluster(6), 16)
-    assert grown == [2, 3, 4, 5]
-
-
 def test_the_reason_for_no_hybrid_is_given() -> None:
     """Regression: the message always said that no stage could get several devices, whatever the reason."""
     profile, cluster = chain(3, 3, weight_bytes=10), equal_cluster(4, memory_bytes=19)
@@ -316,17 +302,3 @@ def test_groupings_by_hand() -> None:
         [("y0", "x1"), ("x0", "y1")],
     ]
     assert list(groupings(Cluster(hosts), 3)) == []
-
-
-def test_a_group_adds_speeds_and_has_the_least_memory() -> None:
-    hosts = (
-        Host("x", (Device("x0", 1.0, 100), Device("x1", 0.5, 80)), Link(0.5, 10.0), Link(0, 100.0)),
-        Host("y", (Device("y0"), Device("y1")), Link(1.0, 20.0), Link(0, 100.0)),
-    )
-    cluster = grouped(Cluster(hosts), [("x0", "x1"), ("y0", "y1")])
-    assert cluster.devices == (Device("x0", 1.5, 80), Device("y0", 2.0))
-    # Two micro-batches travel at once, each over the slower of the two links.
-    assert cluster.link("x0", "y0") == Link(1.0, 20.0)
-    mixed = grouped(Cluster(hosts), [("x0",), ("x1",), ("y0", "y1")])
-    assert mixed.link("x0", "x1") == Link(0, 100.0)
-    assert mixed.link("x0", "y0") == Link(1.0, 10.0)

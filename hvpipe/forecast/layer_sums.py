@@ -1,0 +1,103 @@
+"""Sums over runs of consecutive layers, and the tensors between such runs, for thousands of forecasts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from hvpipe.plan.buckets import cut_buckets, fitting_bytes
+from hvpipe.specs.profile import LayerCost, Profile
+
+_REMEMBERED = 1000
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """The tensors from one stage to another.
+
+    Args:
+        bytes: Bytes of all tensors together.
+        messages: Number of tensors that have bytes.
+    """
+
+    bytes: int
+    messages: int
+
+
+@dataclass
+class LayerSums:
+    """Sums over the layers [start, end) of a profile, each in constant time.
+
+    Args:
+        profile: The profile.
+    """
+
+    profile: Profile
+    _bucket_bytes: dict[tuple[int, int], list[int]] = field(default_factory=dict, repr=False)
+    _crossings: dict[tuple[int, ...], Mapping[tuple[int, int], Crossing]] = field(
+        default_factory=dict, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        self.forward_s = self._sums(lambda layer: layer.forward_s)
+        self.backward_s = self._sums(lambda layer: layer.backward_s)
+        self.weights_s = self._sums(lambda layer: layer.weights_part_s)
+        self.update_s = self._sums(lambda layer: layer.update_s)
+        self.state_bytes = self._sums(lambda layer: layer.state_bytes)
+        self.saved_bytes = self._sums(lambda layer: layer.saved_bytes)
+        layers = self.profile.layers
+        self._edges = [
+            (maker, user, layers[maker].output_bytes) for maker, user in sorted(set(self.profile.edges))
+        ]
+
+    def _sums(self, of: Callable[[LayerCost], float]) -> list[float]:
+        return [0, *accumulate(map(of, self.profile.layers))]
+
+    def crossings(self, ends: Sequence[int]) -> Mapping[tuple[int, int], Crossing]:
+        """Return what travels between stages, by (maker's stage, user's stage).
+
+        A tensor with several users in one stage travels there once. A tensor without bytes is no message.
+
+        Args:
+            ends: The end of each stage: stage s has the layers from ends[s - 1] to ends[s] - 1.
+        """
+        key = tuple(ends)
+        if key in self._crossings:
+            return self._crossings[key]
+        stage_of: list[int] = []
+        for stage, (start, end) in enumerate(pairwise((0, *ends))):
+            stage_of += [stage] * (end - start)
+        sizes: dict[tuple[int, int], list[int]] = {}
+        before = (-1, -1)  # edges are sorted, so users in the same stage follow each other
+        for maker, user, size_bytes in self._edges:
+            home, away = stage_of[maker], stage_of[user]
+            if home != away and (maker, away) != before:
+                before = (maker, away)
+                sizes.setdefault((home, away), []).append(size_bytes)
+        found = {pair: Crossing(sum(tensors), sum(map(bool, tensors))) for pair, tensors in sizes.items()}
+        if len(self._crossings) >= _REMEMBERED:
+            self._crossings.clear()
+        self._crossings[key] = found
+        return found
+
+    def kept_bytes(
+        self, ends: Sequence[int], crossings: Mapping[tuple[int, int], Crossing]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Return for each stage its state, what it receives, and what its layers save for a micro-batch."""
+        spans = list(pairwise([0, *ends]))
+        received = [0] * len(ends)
+        for (_, user), crossing in crossings.items():
+            received[user] += crossing.bytes
+        state = [int(self.state_bytes[end] - self.state_bytes[start]) for start, end in spans]
+        saved = [int(self.saved_bytes[end] - self.saved_bytes[start]) for start, end in spans]
+        return state, received, saved
+
+    def bucket_bytes(self, start: int, end: int) -> list[int]:
+        """Return the bytes of each gradient bucket of the layers, in the order of the backward."""
+        found = self._bucket_bytes.get((start, end))
+        if found is None:
+            sizes = [layer.weight_bytes for layer in self.profile.layers[start:end] if layer.weight_bytes]
+            buckets = cut_buckets(sizes, fitting_bytes(sum(sizes)))
+            found = self._bucket_bytes[start, end] = [sum(sizes[i] for i in bucket) for bucket in buckets]
+        return found

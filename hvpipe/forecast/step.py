@@ -1,0 +1,154 @@
+"""One training step of a placement: its time and memory, without the cost of a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from hvpipe.errors import PlanError
+from hvpipe.forecast.gradient_reduce import FinalGradients, Ring, reduce_beside
+from hvpipe.forecast.layer_sums import LayerSums
+from hvpipe.forecast.simulate import Simulation, simulation
+from hvpipe.forecast.stage_work import ends_of, names_of, stage_work
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.placement_cost import Placement
+from hvpipe.schedule.coded import CodedSchedule, coded_schedule
+from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.profile import Profile
+
+Shares = tuple[tuple[float, ...], ...]
+"""For each stage a number for each of its devices: they get micro-batches in proportion."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The forecast of one step of a placement.
+
+    Args:
+        simulation: Computing and transfers.
+        reduces: (stage, start, end, bytes) of each bucket of a stage with replicas.
+        updates: For each rank when its update starts and ends.
+        memory_bytes: Peak bytes of each rank: weights, gradients, slots and activations.
+    """
+
+    simulation: Simulation
+    reduces: tuple[tuple[int, float, float, int], ...]
+    updates: tuple[tuple[float, float], ...]
+    memory_bytes: tuple[int, ...]
+
+    @cached_property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        ends_s = (end_s for _, _, end_s, _ in self.reduces)
+        return max(self.simulation.makespan_s, *ends_s, *(end_s for _, end_s in self.updates))
+
+    @property
+    def busy_s(self) -> tuple[float, ...]:
+        """Seconds that each rank computes."""
+        pairs = zip(self.simulation.busy_s, self.updates, strict=True)
+        return tuple(busy_s + end_s - start_s for busy_s, (start_s, end_s) in pairs)
+
+
+class StepModel:
+    """Forecasts steps of many placements of one model on one cluster."""
+
+    def __init__(self, profile: Profile, cluster: Cluster) -> None:
+        self.profile, self.cluster = profile, cluster
+        self.sums = LayerSums(profile)
+        self._rings: dict[tuple[str, ...], Ring] = {}
+
+    def schedule(
+        self, placement: Placement, pipelining: Pipelining, shares: Shares | None = None
+    ) -> CodedSchedule:
+        """Return the schedule of a placement. By default, shares are speeds."""
+        counts = tuple(len(devices) for devices, _ in placement)
+        if pipelining.chunks > 1 or max(counts) == 1:
+            shares = None
+        elif shares is None:
+            shares = tuple(tuple(self.cluster.device(name).speed for name in names) for names, _ in placement)
+        return coded_schedule(pipelining.schedule, counts, pipelining.microbatches, pipelining.chunks, shares)
+
+    def step(self, placement: Placement, pipelining: Pipelining, shares: Shares | None = None) -> Step:
+        """Forecast the step of a pipeline.
+
+        Args:
+            placement: The devices and layers of each stage.
+            pipelining: Schedule, micro-batches, recomputation and chunks.
+            shares: The shares of each stage's devices; None for their speeds.
+
+        Raises:
+            HvpipeError: If a device would get no micro-batch.
+        """
+        schedule = self.schedule(placement, pipelining, shares)
+        crossings = self.sums.crossings(ends_of(placement))
+        work, resources = stage_work(self.sums, self.cluster, placement, pipelining, schedule, crossings)
+        simulated = simulation(work, resources)
+        if simulated is None:
+            raise PlanError(f"A schedule should end. Received: {pipelining}")
+        reduces = self._reduces(placement, simulated)
+        memory_bytes = self._memory_bytes(placement, pipelining, schedule)
+        return Step(simulated, reduces, self._updates(placement, simulated, reduces), memory_bytes)
+
+    def memory_bytes(self, placement: Placement, pipelining: Pipelining) -> tuple[int, ...]:
+        """Return each rank's peak bytes: weights, gradients, slots, and the activations that it stashes."""
+        return self._memory_bytes(placement, pipelining, self.schedule(placement, pipelining))
+
+    def _memory_bytes(
+        self, placement: Placement, pipelining: Pipelining, schedule: CodedSchedule
+    ) -> tuple[int, ...]:
+        ends = ends_of(placement)
+        state, received, saved = self.sums.kept_bytes(ends, self.sums.crossings(ends))
+        again = [pipelining.recomputes(stage) for stage in range(len(ends))]
+        kept = [got + (0 if twice else save) for got, save, twice in zip(received, saved, again, strict=True)]
+        sizes = []
+        for stash_bytes, jobs in zip(schedule.peak_stash(kept), schedule.jobs_of, strict=True):
+            stages = {job >> 2 for job in jobs}
+            anew_bytes = max((saved[stage] for stage in stages if again[stage]), default=0)
+            sizes.append(sum(state[stage] for stage in stages) + stash_bytes + anew_bytes)
+        return tuple(sizes)
+
+    def _reduces(
+        self, placement: Placement, simulated: Simulation
+    ) -> tuple[tuple[int, float, float, int], ...]:
+        """Return the all-reduces of stages with replicas.
+
+        A micro-batch's backward is one graph, so all gradients of a stage become final together.
+        """
+        gradients, rank, start = {}, 0, 0
+        for stage, (devices, places) in enumerate(placement):
+            end = places[-1] + 1
+            if len(devices) > 1:
+                if devices not in self._rings:
+                    self._rings[devices] = Ring.of(self.cluster, devices)
+                final_s = max(simulated.ends_s[rank : rank + len(devices)])
+                sizes_bytes = self.sums.bucket_bytes(start, end)
+                gradients[stage] = FinalGradients(final_s, sizes_bytes, self._rings[devices])
+            rank, start = rank + len(devices), end
+        shared = any(one.ring.ports for one in gradients.values())
+        return tuple(reduce_beside(gradients, simulated.taken if shared else None))
+
+    def _updates(
+        self,
+        placement: Placement,
+        simulated: Simulation,
+        reduces: Sequence[tuple[int, float, float, int]],
+    ) -> tuple[tuple[float, float], ...]:
+        """Return each rank's update, which starts when computing and the sum of its gradients are done."""
+        reduced_s: dict[int, float] = {}
+        for stage, _, end_s, _ in reduces:
+            reduced_s[stage] = max(end_s, reduced_s.get(stage, 0.0))
+        update_s = [self.sums.update_s[end] - self.sums.update_s[start] for start, end in _spans(placement)]
+        found = []
+        jobs_of = simulated.work.schedule.jobs_of
+        for name, end_s, jobs in zip(names_of(placement), simulated.ends_s, jobs_of, strict=True):
+            stages = {job >> 2 for job in jobs}
+            start_s = max(end_s, *(reduced_s.get(stage, 0.0) for stage in stages))
+            whole_s = sum(update_s[stage] for stage in stages) / self.cluster.device(name).speed
+            found.append((start_s, start_s + whole_s))
+        return tuple(found)
+
+
+def _spans(placement: Placement) -> list[tuple[int, int]]:
+    return list(pairwise([0, *ends_of(placement)]))

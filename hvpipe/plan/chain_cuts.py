@@ -1,0 +1,137 @@
+"""Cuts a chain of layers for devices in a given order: bisect the bottleneck, fill greedily."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.replication import Group
+from hvpipe.plan.span_costs import Spans
+from hvpipe.specs.cluster import Cluster, Link
+
+RULES = ("send", "travel")
+"""What a stage may not exceed. "send": computing, and the transfers behind the stage, each by itself, as in
+PipeDream (Narayanan et al., SOSP 2019). "travel": computing and transfers on both sides together."""
+
+_PRECISION, _HALVINGS = 1e-3, 60
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage to fill: its devices' speed together, and the micro-batches that share its links at a time."""
+
+    speed: float
+    room_bytes: float
+    in_flight: int
+    link: Link
+    at_once: int
+
+
+class ChainCutter:
+    """Cuts one model for any sequence of groups of devices."""
+
+    def __init__(self, spans: Spans, cluster: Cluster) -> None:
+        self._cluster, self._spans = cluster, spans
+        self._compute_s, self._cut_bytes, self._state, self._saved = (
+            vector.tolist()
+            for vector in (spans.compute_s, spans.cut_bytes, spans.state_bytes, spans.saved_bytes)
+        )
+        self._send_s: dict[tuple[Link, int], list[float]] = {}
+        self._known: dict[object, tuple[int, ...] | None] = {}
+
+    def cut(
+        self, groups: Sequence[Group], pipelining: Pipelining | None, rule: str, *, recompute: bool = False
+    ) -> tuple[int, ...] | None:
+        """Return the ends of the stages with the least bottleneck under a rule, or None if memory lacks.
+
+        For "send" without memory limits, the result is optimal for this order of the devices: computing grows
+        with the end, and what a cut sends does not depend on its start.
+
+        Args:
+            groups: The devices of each stage.
+            pipelining: For the micro-batches in flight; None to ignore memory.
+            rule: One of RULES.
+            recompute: Whether stages keep only their inputs for the micro-batches in flight.
+        """
+        stages = tuple(self._stages(groups, pipelining))
+        key = (stages, rule, recompute)
+        if key not in self._known:
+            self._known[key] = self._bisect(stages, rule, recompute)
+        return self._known[key]
+
+    def _bisect(self, stages: Sequence[_Stage], rule: str, recompute: bool) -> tuple[int, ...] | None:
+        low = self._compute_s[-1] / sum(stage.speed for stage in stages)
+        high, found = low * (1 + _PRECISION) or 1e-12, None
+        for _ in range(_HALVINGS):
+            found = self._fill(stages, high, rule, recompute)
+            if found is not None:
+                break
+            low, high = high, 2 * high
+        if found is None:
+            return self._fill(stages, math.inf, rule, recompute)
+        while high > low * (1 + _PRECISION):
+            middle = (low + high) / 2
+            ends = self._fill(stages, middle, rule, recompute)
+            if ends is None:
+                low = middle
+            else:
+                high, found = middle, ends
+        return found
+
+    def _stages(self, groups: Sequence[Group], pipelining: Pipelining | None) -> Iterator[_Stage]:
+        in_flight = pipelining.all_in_flight([len(group) for group in groups]) if pipelining else None
+        for number, group in enumerate(groups):
+            devices = [self._cluster.device(name) for name in group]
+            following = groups[number + 1] if number + 1 < len(groups) else group
+            yield _Stage(
+                sum(device.speed for device in devices),
+                min(device.room_bytes for device in devices) if in_flight else math.inf,
+                in_flight[number] if in_flight else 0,
+                self._cluster.link(group[0], following[0]),
+                min(len(group), len(following)),
+            )
+
+    def _fill(
+        self, stages: Sequence[_Stage], limit_s: float, rule: str, recompute: bool
+    ) -> tuple[int, ...] | None:
+        """Give each stage the longest run within the limit; None if layers remain."""
+        compute_s, count = self._compute_s, len(self._compute_s) - 1
+        ends: list[int] = []
+        start, received_s = 0, 0.0
+        for number, stage in enumerate(stages):
+            reach_s = compute_s[start] + limit_s * stage.speed * (1 + 1e-12)
+            least = start if number + 1 < len(stages) else count - 1
+            end = min(count - (len(stages) - number - 1), bisect_right(compute_s, reach_s) - 1)
+            send_s = self._sends(stage)
+            while end > least:
+                busy_s = send_s[end]
+                if rule == "travel":
+                    busy_s += received_s + (compute_s[end] - compute_s[start]) / stage.speed
+                if busy_s <= limit_s and self._fits(stage, start, end, recompute):
+                    break
+                end -= 1
+            else:
+                return None
+            received_s, start = send_s[end], end
+            ends.append(end)
+        return tuple(ends)
+
+    def _sends(self, stage: _Stage) -> list[float]:
+        """Return the seconds to send what crosses each cut, and to get its gradients back."""
+        key = (stage.link, stage.at_once)
+        if key not in self._send_s:
+            spans, link = self._spans, stage.link
+            once_s = spans.cut_tensors * link.latency_s + spans.cut_bytes / link.bandwidth_bytes_per_s
+            self._send_s[key] = (2 * once_s / stage.at_once).tolist()
+        return self._send_s[key]
+
+    def _fits(self, stage: _Stage, start: int, end: int, recompute: bool) -> bool:
+        """Tell whether the memory suffices for a run of layers."""
+        if math.isinf(stage.room_bytes):
+            return True
+        kept = 1 if recompute else stage.in_flight
+        size = self._state[end] - self._state[start] + kept * (self._saved[end] - self._saved[start])
+        return bool(size + stage.in_flight * self._cut_bytes[start] <= stage.room_bytes)

@@ -1,0 +1,60 @@
+"""Every layout of a small problem."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import combinations
+
+from hvpipe.plan.replication import Group, device_kinds
+from hvpipe.search.judge import Judge
+from hvpipe.search.layout import Layout
+
+_MOST_DEVICES, _MOST_LAYOUTS = 6, 15_000
+
+
+def every_layout(judge: Judge, stages: int | None, modes: Sequence[str]) -> list[Layout] | None:
+    """Return every cut on every sequence of groups under every schedule; None if there are too many.
+
+    Of sequences that differ only by devices of the same kind, it has one.
+
+    Args:
+        judge: The judge, for its profile, cluster and choice.
+        stages: The number of stages; None for any.
+        modes: "pipeline", "hybrid", or both.
+    """
+    names = tuple(device.name for device in judge.cluster.devices)
+    layers, most = len(judge.profile.layers), judge.choice.microbatches
+    if len(names) > _MOST_DEVICES or math.comb(layers - 1, min(len(names), layers) - 1) > _MOST_LAYOUTS:
+        return None
+    found: list[Layout] = []
+    for groups in _sequences(names, device_kinds(judge.cluster)):
+        replicated = max(map(len, groups)) > 1
+        if len(groups) > most or ("hybrid" if replicated else "pipeline") not in modes:
+            continue
+        for name, chunks in judge.choice.schedules:
+            count = len(groups) * chunks
+            if count > layers or stages not in (None, count) or (chunks > 1 and replicated):
+                continue
+            for inner in combinations(range(1, layers), count - 1):
+                found.append(Layout(groups, (*inner, layers), name, chunks))
+            if len(found) > _MOST_LAYOUTS:
+                return None
+    return found
+
+
+def _sequences(names: Group, kinds: Mapping[str, Hashable]) -> Iterator[tuple[Group, ...]]:
+    """Yield the sequences of disjoint groups of some of the devices, one for each sequence of kinds."""
+    seen = set()
+
+    def extended(groups: tuple[Group, ...], left: Group) -> Iterator[tuple[Group, ...]]:
+        for size in range(1, len(left) + 1):
+            for group in combinations(left, size):
+                longer = (*groups, group)
+                key = tuple(tuple(sorted(repr(kinds[name]) for name in one)) for one in longer)
+                if key not in seen:
+                    seen.add(key)
+                    yield longer
+                    yield from extended(longer, tuple(name for name in left if name not in group))
+
+    yield from extended((), names)

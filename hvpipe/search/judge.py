@@ -1,0 +1,193 @@
+"""Judges layouts by the forecast of their step, within a budget of simulated actions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from hvpipe.errors import HvpipeError
+from hvpipe.forecast.step import StepModel
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.search.layout import Layout
+from hvpipe.search.options import PipeliningChoice
+from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.profile import Profile
+
+_GAIN = 1e-9
+"""Steps that differ by less than this share count as equal."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A layout with its forecast.
+
+    Args:
+        layout: The layout.
+        pipelining: Its schedule, and the stages that recompute.
+        step_s: Seconds of the step; infinite if it was not simulated.
+        missing_bytes: Bytes that devices lack, together; 0 if the layout fits.
+    """
+
+    layout: Layout
+    pipelining: Pipelining
+    step_s: float
+    missing_bytes: float = 0
+
+    @property
+    def fits(self) -> bool:
+        """Whether the layout was simulated, so that its memory suffices."""
+        return self.missing_bytes == 0 and math.isfinite(self.step_s)
+
+    def beats(self, other: Judged | None) -> bool:
+        """Tell whether this layout is better: it lacks less memory, or it fits and is faster."""
+        if other is None:
+            return True
+        if self.missing_bytes != other.missing_bytes:
+            return self.missing_bytes < other.missing_bytes
+        return self.step_s < other.step_s * (1 - _GAIN) or (
+            math.isinf(other.step_s) and math.isfinite(self.step_s)
+        )
+
+
+class Judge:
+    """Forecasts layouts of one model on one cluster, each once, and remembers the best of each mode.
+
+    Args:
+        profile: The model, with costs of one micro-batch.
+        cluster: The devices and links.
+        choice: What is fixed and what is open.
+        budget: The work that `judge` may do: 4 for each simulated action, 100 for each device.
+        every_device: Whether a layout must use every device, as a run on these ranks must.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        choice: PipeliningChoice,
+        budget: int,
+        every_device: bool = False,
+    ) -> None:
+        self.profile, self.cluster, self.choice, self.left = profile, cluster, choice, budget
+        self.model = StepModel(profile, cluster)
+        self.best: dict[str, Judged] = {}
+        self._least_devices = len(cluster.devices) if every_device else 1
+        self._room = {device.name: device.room_bytes for device in cluster.devices}
+        self.limited = any(math.isfinite(room) for room in self._room.values())
+        self._speed = {device.name: device.speed for device in cluster.devices}
+        self._known: dict[Layout, Judged] = {}
+
+    def judge(self, layout: Layout, rival: Judged | None = None) -> Judged | None:
+        """Forecast a layout; None if it cannot run or beat the rival, or if the budget is spent."""
+        if layout in self._known:
+            return self._known[layout]
+        if self.left <= 0 or len(layout.devices) < self._least_devices:
+            return None
+        pipelining = Pipelining(
+            layout.schedule, self.choice.microbatches, self.choice.fixed_recompute, layout.chunks
+        )
+        if pipelining.least_stages > len(layout.ends):
+            return None
+        try:
+            found = self._forecast(layout, pipelining, rival)
+        except HvpipeError:  # a replica gets no micro-batch, or chunks do not go up
+            found = None
+        if found is not None:
+            self._known[layout] = found
+            mode = layout.mode
+            if found.fits and found.beats(self.best.get(mode)):
+                self.best[mode] = found
+        return found
+
+    def _forecast(self, layout: Layout, pipelining: Pipelining, rival: Judged | None) -> Judged | None:
+        placement = layout.placement
+        self.left -= 100 + 100 * len(layout.devices)
+        pipelining, missing_bytes = self._with_memory(layout, pipelining)
+        if missing_bytes:
+            return Judged(layout, pipelining, math.inf, missing_bytes)
+        if rival is not None and rival.fits and self.bound_s(layout, pipelining) >= rival.step_s:
+            return None
+        self.left -= 8 * len(placement) * pipelining.microbatches
+        return Judged(layout, pipelining, self.model.step(placement, pipelining).step_s)
+
+    def _with_memory(self, layout: Layout, pipelining: Pipelining) -> tuple[Pipelining, float]:
+        """Let stages recompute where memory lacks, if that is open; return what is still missing."""
+        if not self.limited:
+            return pipelining, 0
+        missing = self._missing(layout, pipelining)
+        if self.choice.recompute != "auto" or not missing:
+            return pipelining, sum(missing.values())
+        # Devices with several stages recompute the last chunk first: the first ones run ahead the furthest.
+        stages: set[int] = set()
+        for chunk in range(layout.chunks):
+            first = chunk * len(layout.groups)
+            stages |= {
+                first + number
+                for number, group in enumerate(layout.groups)
+                if any(name in missing for name in group)
+            }
+            pipelining = replace(pipelining, recompute=tuple(sorted(stages)))
+            missing = self._missing(layout, pipelining)
+            if not missing:
+                break
+        return pipelining, sum(missing.values())
+
+    def _missing(self, layout: Layout, pipelining: Pipelining) -> dict[str, float]:
+        sizes = self.model.memory_bytes(layout.placement, pipelining)
+        return {
+            name: size - self._room[name]
+            for name, size in zip(layout.devices, sizes, strict=True)
+            if size > self._room[name]
+        }
+
+    def bound_s(self, layout: Layout, pipelining: Pipelining) -> float:
+        """Return seconds that the step takes at least: head, computing and tail of the busiest stage.
+
+        Transfers do not count. With chunks or a backward in two parts, the tail does not count.
+        """
+        sums, m = self.model.sums, pipelining.microbatches
+        head_s = tail_s = bound_s = 0.0
+        busy_s = [0.0] * len(layout.groups)
+        whole = layout.chunks == 1 and layout.schedule != "zb-h1"
+        for stage, (start, end) in enumerate(pairwise((0, *layout.ends))):
+            number = stage % len(layout.groups)
+            speeds = [self._speed[name] for name in layout.groups[number]]
+            forward_s = sums.forward_s[end] - sums.forward_s[start]
+            backward_s = sums.backward_s[end] - sums.backward_s[start]
+            if pipelining.recomputes(stage):
+                backward_s += forward_s
+            busy_s[number] += m * (forward_s + backward_s) / sum(speeds)
+            bound_s = max(bound_s, busy_s[number] + (head_s + tail_s if whole else 0.0))
+            head_s += forward_s / max(speeds)
+            tail_s += backward_s / max(speeds)
+        return max(bound_s, head_s)
+
+    def estimate_s(self, layout: Layout) -> float:
+        """Estimate the step without simulating it: a micro-batch all the way, then one per bottleneck.
+
+        Neighbours' transfers hide behind computing, as in PipeDream's rule (Narayanan et al., SOSP 2019).
+        """
+        sums, m = self.model.sums, self.choice.microbatches
+        crossings = sums.crossings(layout.ends)
+        spans = list(pairwise((0, *layout.ends)))
+        groups = layout.groups * layout.chunks
+        once_s, busiest_s, reduce_s = 0.0, 0.0, 0.0
+        for (start, end), group in zip(spans, groups, strict=True):
+            speeds = [self._speed[name] for name in group]
+            compute_s = sum(of[end] - of[start] for of in (sums.forward_s, sums.backward_s))
+            once_s += compute_s / max(speeds)
+            busiest_s = max(busiest_s, layout.chunks * compute_s / sum(speeds))
+            if len(group) > 1:
+                reduce_s = max(reduce_s, self._reduce_s(group, sum(sums.bucket_bytes(start, end))))
+        for (maker, user), crossing in crossings.items():
+            link = self.cluster.link(groups[maker][0], groups[user][0])
+            travel_s = 2 * link.time_s(crossing.bytes, crossing.messages)
+            once_s += travel_s
+            busiest_s = max(busiest_s, travel_s / min(len(groups[maker]), len(groups[user])))
+        return once_s + (m - 1) * busiest_s + reduce_s
+
+    def _reduce_s(self, group: Sequence[str], size_bytes: int) -> float:
+        link = self.cluster.link(group[0], group[-1])
+        return 2 * (len(group) - 1) * link.time_s(size_bytes / len(group))

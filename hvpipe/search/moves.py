@@ -1,0 +1,190 @@
+"""The layouts near a layout: a boundary moved, devices exchanged, added or moved, stages merged or split."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+from hvpipe.plan.replication import Group, device_kinds
+from hvpipe.search.judge import Judge, Judged
+from hvpipe.search.layout import Layout, are_ends
+from hvpipe.search.starts import Starts
+
+# More devices than this are not moved one by one: there would be too many ways.
+_FEW_DEVICES = 64
+# So many changes of devices settle before they are compared with the best layout.
+_SETTLED = 6
+
+
+class Moves:
+    """Yields the neighbours of a layout.
+
+    Args:
+        judge: The judge, for its profile, cluster and choice.
+        starts: Cuts a layout whose devices have changed.
+        stages: Whether the number of stages may change.
+        modes: The modes that a neighbour may have.
+    """
+
+    def __init__(self, judge: Judge, starts: Starts, stages: bool, modes: Sequence[str]) -> None:
+        self._starts, self._stages, self._modes = starts, stages, modes
+        self._layers, self._choice = len(judge.profile.layers), judge.choice
+        self._kind = device_kinds(judge.cluster)
+
+    def boundaries(self, layout: Layout) -> Iterator[Layout]:
+        """Yield the layout with one boundary moved by 1, 2, 4, ... layers, small steps first."""
+        step = 1
+        while step < self._layers:
+            for place in range(len(layout.ends) - 1):
+                for end in (layout.ends[place] - step, layout.ends[place] + step):
+                    ends = (*layout.ends[:place], end, *layout.ends[place + 1 :])
+                    if are_ends(ends, self._layers):
+                        yield replace(layout, ends=ends)
+            step *= 2
+
+    def shifts(self, layout: Layout) -> Iterator[Layout]:
+        """Yield the layout with several neighbouring boundaries moved by a layer in the same direction."""
+        inner = len(layout.ends) - 1
+        for first, last in combinations(range(inner + 1), 2):
+            if last - first < 2:
+                continue
+            for step in (-1, 1):
+                moved = tuple(end + step for end in layout.ends[first:last])
+                ends = (*layout.ends[:first], *moved, *layout.ends[last:])
+                if are_ends(ends, self._layers):
+                    yield replace(layout, ends=ends)
+
+    def schedules(self, layout: Layout) -> Iterator[Layout]:
+        """Yield the layout under the other schedules; with other chunks, cut anew."""
+        for name, chunks in self._choice.schedules:
+            if chunks == layout.chunks and name != layout.schedule:
+                yield replace(layout, schedule=name)
+            elif chunks != layout.chunks and layout.mode == "pipeline" and self._stages:
+                yield from self._recut(layout.groups, replace(layout, schedule=name, chunks=chunks))
+
+    def devices(self, layout: Layout) -> Iterator[Layout]:
+        """Yield layouts with devices exchanged, moved, added or left out, and stages merged or split."""
+        if len(layout.devices) > _FEW_DEVICES:
+            return
+        yield from self._exchanged(layout)
+        for groups in self._regrouped(layout):
+            if max(map(len, groups)) > 1 and ("hybrid" not in self._modes or layout.chunks > 1):
+                continue
+            if len(groups) == len(layout.groups):
+                yield replace(layout, groups=groups)
+            if self._stages or len(groups) == len(layout.groups):
+                yield from self._recut(groups, layout)
+
+    def _recut(self, groups: Sequence[Group], like: Layout) -> Iterator[Layout]:
+        if len(groups) <= self._choice.microbatches:
+            how = replace(self._choice.usual, schedule=like.schedule, chunks=like.chunks)
+            yield from self._starts.cut(groups, how)
+
+    def _exchanged(self, layout: Layout) -> Iterator[Layout]:
+        """Yield the layout with the devices of two stages, or two devices, exchanged."""
+        groups = layout.groups
+        for one, other in combinations(range(len(groups)), 2):
+            if self._kinds(groups[one]) != self._kinds(groups[other]):
+                exchanged = list(groups)
+                exchanged[one], exchanged[other] = groups[other], groups[one]
+                yield replace(layout, groups=tuple(exchanged))
+            for a, b in self._distinct_pairs(groups[one], groups[other]):
+                if len(groups[one]) + len(groups[other]) > 2:
+                    exchanged = list(groups)
+                    exchanged[one] = tuple(b if name == a else name for name in groups[one])
+                    exchanged[other] = tuple(a if name == b else name for name in groups[other])
+                    yield replace(layout, groups=tuple(exchanged))
+        idle = self._idle(layout)
+        for place, group in enumerate(groups):
+            for a, b in self._distinct_pairs(group, idle):
+                instead = tuple(b if name == a else name for name in group)
+                yield replace(layout, groups=(*groups[:place], instead, *groups[place + 1 :]))
+
+    def _regrouped(self, layout: Layout) -> Iterator[tuple[Group, ...]]:
+        """Yield other groups: a device more, less or moved; two stages as one, or one as two."""
+        groups = layout.groups
+        count = len(groups)
+        for name in self._one_of_each(self._idle(layout)):
+            for place in range(count):
+                yield (*groups[:place], (*groups[place], name), *groups[place + 1 :])
+            for place in range(count + 1):
+                yield (*groups[:place], (name,), *groups[place:])
+        for place, group in enumerate(groups):
+            for name in self._one_of_each(group):
+                rest = tuple(other for other in group if other != name)
+                without = (*groups[:place], *([rest] if rest else []), *groups[place + 1 :])
+                if not without:
+                    continue
+                yield without
+                for target in range(len(without)):
+                    if not rest or target != place:
+                        more = (*without[target], name)
+                        yield (*without[:target], more, *without[target + 1 :])
+                for target in range(len(without) + 1):
+                    yield (*without[:target], (name,), *without[target:])
+        for place, (one, other) in enumerate(pairwise(groups)):
+            yield (*groups[:place], one + other, *groups[place + 2 :])
+        for place, group in enumerate(groups):
+            if len(group) > 2:
+                half = len(group) // 2
+                yield (*groups[:place], group[:half], group[half:], *groups[place + 1 :])
+
+    def _idle(self, layout: Layout) -> Group:
+        used = set(layout.devices)
+        return tuple(name for name in self._kind if name not in used)
+
+    def _kinds(self, names: Sequence[str]) -> list[Hashable]:
+        return sorted(map(self._kind.__getitem__, names), key=repr)
+
+    def _one_of_each(self, names: Sequence[str]) -> list[str]:
+        """Return the first device of each kind."""
+        return list({self._kind[name]: name for name in reversed(names)}.values())
+
+    def _distinct_pairs(self, ones: Sequence[str], others: Sequence[str]) -> Iterator[tuple[str, str]]:
+        """Yield pairs of devices of different kinds, one for each pair of kinds."""
+        for a in self._one_of_each(ones):
+            for b in self._one_of_each(others):
+                if self._kind[a] != self._kind[b]:
+                    yield a, b
+
+
+def improve(judge: Judge, moves: Moves, start: Judged) -> Judged:
+    """Take moves that shorten the forecast step, until none does or the budget is spent.
+
+    Boundaries and schedules settle first. Then the devices change: as good cuts for other devices may lie
+    elsewhere, the most promising changes settle before they are compared.
+    """
+    best = _settle(judge, moves, start)
+    improved = True
+    while improved and judge.left > 0:
+        improved = False
+        for changed in _changed(judge, moves, best):
+            settled = _settle(judge, moves, changed)
+            if settled.beats(best):
+                best, improved = settled, True
+                break
+    return best
+
+
+def _settle(judge: Judge, moves: Moves, start: Judged) -> Judged:
+    """Move boundaries and change the schedule as long as that helps."""
+    best, improved = start, True
+    while improved and judge.left > 0:
+        improved = False
+        for neighbours in (moves.boundaries, moves.schedules, moves.shifts):
+            for layout in neighbours(best.layout):
+                judged = judge.judge(layout, best)
+                if judged is not None and judged.beats(best):
+                    best, improved = judged, True
+    return best
+
+
+def _changed(judge: Judge, moves: Moves, best: Judged) -> list[Judged]:
+    """Return the best layout for each change of the devices, the most promising first."""
+    firsts: dict[object, Judged] = {}
+    for layout in moves.devices(best.layout):
+        judged = judge.judge(layout)
+        if judged is not None and judged.beats(firsts.get(layout.groups)):
+            firsts[layout.groups] = judged
+    return sorted(firsts.values(), key=lambda one: (one.missing_bytes, one.step_s))[:_SETTLED]

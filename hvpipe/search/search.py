@@ -1,0 +1,92 @@
+"""Finds the fastest pipeline or hybrid by the forecast of its step: many starts, then local moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from hvpipe.search.exhaustive import every_layout
+from hvpipe.search.judge import Judge, Judged
+from hvpipe.search.layout import Layout
+from hvpipe.search.moves import Moves, improve
+from hvpipe.search.options import PipeliningChoice
+from hvpipe.search.starts import Starts
+from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.profile import Profile
+
+BUDGET = 6_000_000
+"""The work of a search, as `Judge` counts it: some seconds."""
+
+# The starts that are simulated, by their estimate, and those of them that are improved.
+_SIMULATED, _IMPROVED = 60, 10
+# With more devices than this, fewer are simulated and improved.
+MANY_DEVICES, _SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 64, 12, 2
+
+
+def search(
+    profile: Profile,
+    cluster: Cluster,
+    choice: PipeliningChoice,
+    stages: int | None = None,
+    modes: Sequence[str] = ("pipeline", "hybrid"),
+    budget: int = BUDGET,
+    every_device: bool = False,
+) -> dict[str, Judged]:
+    """Find the fastest pipeline and the fastest hybrid.
+
+    It cuts the model by several rules for several numbers of stages, orders and replicas, and simulates the
+    most promising by an estimate. If there are few layouts, it then judges all. Otherwise it improves the
+    best by local moves: boundaries, schedules, devices, stages. Equal arguments give equal results.
+
+    Args:
+        profile: The model, with costs of one micro-batch.
+        cluster: The devices and links.
+        choice: What is fixed and what is open.
+        stages: The number of stages; None to choose it.
+        modes: The modes to search.
+        budget: The work to do.
+        every_device: Whether the plan must use every device.
+
+    Returns:
+        The best layout of each mode for which one fits.
+    """
+    judge = Judge(profile, cluster, choice, budget, every_device)
+    starts = Starts(judge, stages, modes)
+    moves = Moves(judge, starts, stages is None, modes)
+    many = len(cluster.devices) > MANY_DEVICES
+    simulated, improved = (_SIMULATED_OF_MANY, _IMPROVED_OF_MANY) if many else (_SIMULATED, _IMPROVED)
+    ordered = sorted(starts.layouts(), key=judge.estimate_s)
+    of_modes = ([one for one in ordered if one.mode == mode] for mode in ("pipeline", "hybrid", "data"))
+    promising = [one for of_mode in of_modes for one in of_mode[: simulated // 2]]
+    judged = [judge.judge(layout) for layout in (*starts.greedy(), *promising)]
+    ranked = _best_first(one for one in judged if one is not None)
+    every = every_layout(judge, stages, modes)
+    if every is not None:
+        for layout in every:
+            judge.judge(layout, judge.best.get(layout.mode))
+        return judge.best
+    for start in _diverse(ranked)[:improved]:
+        improve(judge, moves, start)
+    return judge.best
+
+
+def _best_first(judged: Iterable[Judged]) -> list[Judged]:
+    return sorted(judged, key=lambda one: (one.missing_bytes, one.step_s))
+
+
+def _diverse(ranked: Sequence[Judged]) -> list[Judged]:
+    """Put the best of each mode and number of stages first, then the best of each set of groups."""
+    found: dict[Layout, Judged] = {}
+    for key in (_mode_and_stages, _groups):
+        firsts: dict[object, Judged] = {}
+        for one in ranked:
+            firsts.setdefault(key(one.layout), one)
+        found |= {one.layout: one for one in firsts.values()}
+    return list(found.values())
+
+
+def _mode_and_stages(layout: Layout) -> object:
+    return layout.mode, len(layout.groups)
+
+
+def _groups(layout: Layout) -> object:
+    return layout.groups

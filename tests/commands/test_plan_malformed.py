@@ -1,0 +1,124 @@
+"""`hvpipe plan` on malformed input: one line on stderr, an exit code, no traceback, soon."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvpipe import cli
+from hvpipe.specs.cluster import Link, equal_cluster
+from model_graphs import chain
+
+WRONG = st.one_of(
+    st.sampled_from(
+        ["", "\ud800", "a\nb", "\x1b[31m", "x" * 1000, 1e308, -1, 1e300, 10**400, float("nan"), None, [], {}]
+    ),
+    st.text(max_size=5),
+    st.floats(),
+    st.integers(),
+)
+
+
+def run(profile: str, cluster: str, *more: str) -> tuple[int, str, str]:
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = cli.main(["plan", profile, "--cluster", cluster, "--no-baselines", *more])
+        except SystemExit as left:
+            code = int(left.code or 0)
+    return code, out.getvalue(), err.getvalue()
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> tuple[str, str]:
+    """A profile and a cluster in which one value, somewhere, is replaced, removed, or added."""
+    profile: Any = chain(1, 2, 3, output_bytes=10, weight_bytes=10).to_json()
+    cluster: Any = equal_cluster(2, Link(1e-3, 1e6), memory_bytes=1000).to_json()
+    at: Any = draw(st.sampled_from([profile, cluster]))
+    while True:
+        keys = list(at) if isinstance(at, dict) else list(range(len(at)))
+        if not keys:
+            break
+        key = draw(st.sampled_from(keys))
+        if isinstance(at[key], (dict, list)) and draw(st.integers(0, 3)):
+            at = at[key]
+            continue
+        how = draw(st.sampled_from(["replace", "remove", "add"]))
+        if how == "replace":
+            at[key] = draw(WRONG)
+        elif how == "remove":
+            del at[key]
+        elif isinstance(at, dict):
+            at[draw(st.text(max_size=4))] = draw(WRONG)
+        break
+    return json.dumps(profile), json.dumps(cluster)
+
+
+@settings(max_examples=200, deadline=None)
+@given(documents())
+def test_a_malformed_file_is_one_line(
+    tmp_path_factory: pytest.TempPathFactory, given: tuple[str, str]
+) -> None:
+    folder = tmp_path_factory.mktemp("malformed")
+    for name, text in zip(("p.json", "c.json"), given, strict=True):
+        (folder / name).write_text(text)
+    start_s = time.process_time()
+    code, out, err = run(str(folder / "p.json"), str(folder / "c.json"))
+    assert time.process_time() - start_s < 5
+    assert (code, bool(out)) in ((0, True), (1, False))
+    assert len(err.splitlines()) == (code == 1)
+    assert out.isascii() or "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"format": "hvpipe-profile", "format": "x"}', "the key 'format' twice"),
+        (json.dumps({**chain(1).to_json(), "edgess": []}), "Received: 'edgess'"),
+        (json.dumps({**chain(1).to_json(), "layers": []}), "at least one layer. Received: layers=[]"),
+    ],
+)
+def test_what_a_message_says(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(text)
+    equal_cluster(2).write(tmp_path / "c.json")
+    code, _, err = run(str(tmp_path / "p.json"), str(tmp_path / "c.json"))
+    assert code == 1
+    assert says in err
+
+
+def test_a_long_cycle_is_named_in_a_short_line(tmp_path: Path) -> None:
+    document = chain(1).to_json()
+    layer = document["layers"][0]
+    document["layers"] = [{**layer, "name": f"l{i}"} for i in range(2000)]
+    document["edges"] = [{"from": f"l{i}", "to": f"l{(i + 1) % 2000}"} for i in range(2000)]
+    (tmp_path / "p.json").write_text(json.dumps(document))
+    equal_cluster(2).write(tmp_path / "c.json")
+    code, _, err = run(str(tmp_path / "p.json"), str(tmp_path / "c.json"))
+    assert code == 1
+    assert "l0 -> l1 -> l2 -> l3 -> 1996 more -> l0" in err
+    assert len(err) < 200 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (("--microbatches", "x"), "should have whole numbers. Received: 'x'"),
+        (("--recompute-stages", "a,b"), "should have whole numbers. Received: 'a'"),
+        (("--batch-size", "1000000000000"), "at most 1,000,000,000 samples"),
+    ],
+)
+def test_options_out_of_range(option: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    chain(1, 2).write(tmp_path / "p.json")
+    equal_cluster(2).write(tmp_path / "c.json")
+    code, out, err = run(str(tmp_path / "p.json"), str(tmp_path / "c.json"), *option)
+    assert (code in (1, 2), out) == (True, "")
+    assert says in err
+    assert "_" not in err.splitlines()[-1].split("should")[0].replace("hvpipe plan", "")
