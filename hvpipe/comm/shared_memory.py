@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hvpipe.comm.discover import Settings
-from hvpipe.comm.world import World
 from hvpipe.log import logger
+
+if TYPE_CHECKING:
+    from hvpipe.comm.world import World
 
 FOLDER = "/dev/shm"  # where MPI allocates windows of shared memory
 _SLOTS = 4  # of a rank in a lane (csrc/core/communicators.cc)
