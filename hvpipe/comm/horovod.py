@@ -196,8 +196,8 @@ def open_world(launch: Launch, settings: Settings) -> HorovodWorld:
         import horovod.tensorflow as hvd
     except (ImportError, OSError) as error:
         raise InitError(
-            "hvpipe joins its ranks with Horovod here, which needs Horovod built for this TensorFlow: "
-            "`pip install 'hvpipe[horovod]'`. Or start with `hvpipe run`, `mpirun` or `horovodrun --mpi`. "
+            "The back end horovod needs Horovod, built for this TensorFlow: `pip install 'hvpipe[horovod]'`. "
+            "For the back end mpi, start with `hvpipe run`, `mpirun` or `horovodrun --mpi`. "
             f"Received: {type(error).__name__}: {error}"
         ) from error
     if not hvd.is_initialized():
