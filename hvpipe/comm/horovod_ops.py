@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -161,37 +161,25 @@ class HorovodOps:
 
     def _outputs(self, kind: str, node: str, inputs: list[Any], *details: Any) -> list[Any]:
         """Add the operation to the graph. Horovod ignores what precedes the last slash of `node`."""
-        # The functions that `hvd` exports add casts and averages of their own, and choose names.
+        # Not the functions that `hvd` exports: those add casts and averages of their own, and choose names.
         ops = self._hvd.mpi_ops
-        add: dict[str, Callable[..., list[Any]]] = {
-            "allreduce": self._add_reductions(ops._allreduce),
-            "reducescatter": self._add_reductions(ops._reducescatter),
-            "allgather": lambda where, x, number: [
-                ops.allgather(x[0], **where, process_set=self._sets[number])
-            ],
-            "broadcast": lambda where, x, root, number: [
-                ops.broadcast(x[0], root, **where, process_set=self._sets[number])
-            ],
-            "alltoall": lambda where, x, number: list(
-                ops.alltoall(x[0], x[1], **where, process_set=self._sets[number])
-            ),
-            "join": lambda where, x: [ops.join()],
-        }
-        return add[kind]({"name": node, "ignore_name_scope": True}, inputs, *details)
-
-    def _add_reductions(self, one: Callable[..., Any]) -> Callable[..., list[Any]]:
-        def add(where: dict[str, Any], inputs: list[Any], how: Reduction) -> list[Any]:
-            process_set = self._sets[how.process_set]
+        if kind == "join":
+            return [ops.join()]
+        if kind in ("allreduce", "reducescatter"):
+            (how,) = details
             arguments = {
                 "op": getattr(self._hvd, how.op.capitalize()),
                 "prescale_factor": how.prescale,
                 "postscale_factor": how.postscale,
-                "process_set": process_set,
+                "process_set": self._sets[how.process_set],
                 "ignore_name_scope": True,
             }
-            return [one(x, name=f"{where['name']}.{i}", **arguments) for i, x in enumerate(inputs)]
-
-        return add
+            reduce = getattr(ops, f"_{kind}")
+            return [reduce(x, name=f"{node}.{i}", **arguments) for i, x in enumerate(inputs)]
+        *root, number = details
+        arguments = {"name": node, "process_set": self._sets[number], "ignore_name_scope": True}
+        found = getattr(ops, kind)(*inputs, *root, **arguments)
+        return list(found) if isinstance(found, tuple) else [found]
 
 
 def _as_node_name(name: str) -> str:
