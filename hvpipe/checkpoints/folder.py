@@ -32,6 +32,7 @@ from hvpipe.checkpoints.manifest import (
 from hvpipe.config_file import read_document, sync_folder
 from hvpipe.errors import HvpipeError
 
+_DAMAGED = ".damaged"
 _NAME = re.compile(r"(\d{10})-([0-9a-f]{6})")
 
 
@@ -106,7 +107,12 @@ def remove(place: Path) -> None:
 def set_aside(place: Path) -> None:
     """Rename a damaged checkpoint, so that it counts no more but can be looked at."""
     with contextlib.suppress(OSError):
-        os.replace(place, place.with_name(f"{place.name}.damaged"))
+        os.replace(place, place.with_name(place.name + _DAMAGED))
+
+
+def damaged(folder: Path) -> list[Path]:
+    """Return the checkpoints that were set aside."""
+    return sorted(folder.glob(f"*{_DAMAGED}"))
 
 
 def check_folder(folder: Path) -> None:

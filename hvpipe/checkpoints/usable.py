@@ -41,7 +41,8 @@ def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
         The checkpoint and its manifest; None if the folder has no complete one.
 
     Raises:
-        HvpipeError: There are complete checkpoints, but all are damaged. Raised on all ranks.
+        HvpipeError: All complete checkpoints are damaged, or were found to be at an earlier start. Raised on
+            all ranks.
     """
     found = folders.complete(folder) if ranks.rank == 0 else []
     refused: list[str] = []
@@ -66,10 +67,12 @@ def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
                 cause,
             )
             folders.set_aside(place)
-    if refused:
+    # Those of earlier starts count, too: a job that is started again must not begin anew without a word.
+    damaged = ranks.broadcast(", ".join(p.name for p in folders.damaged(folder)) if ranks.rank == 0 else None)
+    if damaged:
         raise HvpipeError(
-            f"Training should resume from a checkpoint in {folder}, but all {len(refused)} of them are "
-            "damaged. To start from the beginning, use another folder. Received: " + "; ".join(refused)
+            f"Training should resume from a checkpoint in {folder}, but all of them are damaged. To start from "
+            "the beginning, remove them or use another folder. Received: " + "; ".join([damaged, *refused])
         )
     if ranks.rank == 0 and (left := folders.incomplete(folder)):
         logger.warning(

@@ -131,8 +131,17 @@ def test_only_damaged_ones_are_an_error(tmp_path: Path) -> None:
     for step in (1, 2):
         write(tmp_path, step)
         (tmp_path / f"{step:010d}-0000aa" / "rank-0.npz").write_bytes(b"")
-    with pytest.raises(HvpipeError, match=r"all 2 of them are damaged.*rank-0\.npz has 0 bytes"):
+    with pytest.raises(HvpipeError, match=r"all of them are damaged.*rank-0\.npz has 0 bytes"):
         newest_step(tmp_path)
+
+
+def test_damaged_ones_stay_an_error_at_the_next_start(tmp_path: Path) -> None:
+    """They were renamed at the start before, so that the job began anew without a word."""
+    write(tmp_path, 1)
+    (tmp_path / "0000000001-0000aa" / "rank-0.npz").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(HvpipeError, match=r"remove them.*Received: 0000000001-0000aa\.damaged"):
+            newest_step(tmp_path)
 
 
 def test_no_complete_one_is_a_fresh_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
