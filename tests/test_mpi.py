@@ -78,7 +78,7 @@ UNOPTIMIZED = {"WITHOUT_GRAPH_OPTIMIZER": "1"}
 # `make rest` runs several suites at a time. Suites that compute come first, and beside them suites of the
 # engine, which mostly wait. xdist gives its workers the first two suites, then the next two, and so on.
 SUITES = (
-    Suite("keras", OTHER_KERAS, (2,), 1800.0),
+    Suite("keras", OTHER_KERAS, (2,), 3000.0),
     Suite("pipelines", PIPELINES, (2,), 1800.0, UNOPTIMIZED),
     Suite("keras", ON_FOUR, (4,), 1800.0, only="every_size"),
     # 2 + 1 ranks: shared memory on the first host, a ring between the first rank of each.

@@ -71,8 +71,8 @@ def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
     damaged = ranks.broadcast(", ".join(p.name for p in folders.damaged(folder)) if ranks.rank == 0 else None)
     if damaged:
         raise HvpipeError(
-            f"Training should resume from a checkpoint in {folder}, but all of them are damaged. To start from "
-            "the beginning, remove them or use another folder. Received: " + "; ".join([damaged, *refused])
+            f"Training should resume from a checkpoint in {folder}, but all of them are damaged. To start "
+            "from the beginning, remove them or use another folder. Received: " + "; ".join([damaged, *refused])
         )
     if ranks.rank == 0 and (left := folders.incomplete(folder)):
         logger.warning(
