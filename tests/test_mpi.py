@@ -75,17 +75,17 @@ UNOPTIMIZED = {"WITHOUT_GRAPH_OPTIMIZER": "1"}
 # number of ranks carry the mark `every_size` and run on 1 and 3 ranks too. Those of collectives, and those of
 # pipelines, which then have more stages, also run on 4. tests/BEHAVIOURS.md says which case proves what.
 #
-# `make rest` runs several suites at a time. Suites that compute come first, and beside them suites of the
-# engine, which mostly wait. xdist gives its workers the first two suites, then the next two, and so on.
+# `make rest` runs several suites at a time. xdist gives its first worker the first two suites, its second one
+# the next two, and so on: so the two longest are not in one pair.
 SUITES = (
     Suite("keras", OTHER_KERAS, (2,), 3000.0),
+    Suite("comm ring", ("mpi/comm",), (2,), env=RING),
     Suite("pipelines", PIPELINES, (2,), 1800.0, UNOPTIMIZED),
+    Suite("comm hosts", ("mpi/comm",), (3,), env=TWO_TO_A_HOST),
     Suite("keras", ON_FOUR, (4,), 1800.0, only="every_size"),
     # 2 + 1 ranks: shared memory on the first host, a ring between the first rank of each.
     Suite("keras hosts", EVERY_KERAS, (3,), 1800.0, TWO_TO_A_HOST, only="every_size"),
     Suite("comm", ("mpi/comm",), (3,)),
-    Suite("comm hosts", ("mpi/comm",), (3,), env=TWO_TO_A_HOST),
-    Suite("comm ring", ("mpi/comm",), (2,), env=RING),
     Suite("comm", ("mpi/comm",), (ALONE, 1)),
     Suite("comm", WITHOUT_ERRORS, (2, 4)),
     Suite("comm hosts", WITHOUT_ERRORS, (4,), env=TWO_TO_A_HOST),

@@ -72,7 +72,8 @@ def newest_usable(folder: Path, ranks: Ranks) -> tuple[Path, Manifest] | None:
     if damaged:
         raise HvpipeError(
             f"Training should resume from a checkpoint in {folder}, but all of them are damaged. To start "
-            "from the beginning, remove them or use another folder. Received: " + "; ".join([damaged, *refused])
+            "from the beginning, remove them or use another folder. "
+            f"Received: {'; '.join([damaged, *refused])}"
         )
     if ranks.rank == 0 and (left := folders.incomplete(folder)):
         logger.warning(
