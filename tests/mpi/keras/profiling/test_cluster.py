@@ -99,7 +99,7 @@ def test_ranks_with_different_measurements_make_the_same_plan(in_files: bool, tm
             profile.write(files[0])
             cluster.write(files[1])
         profile, cluster = files
-    pipe = compile_as_all(hk.pipeline_parallel(mlp, profile=profile, cluster=cluster))
+    pipe = compile_as_all(hk.pipeline_parallel(mlp, hvpipe.size(), profile=profile, cluster=cluster))
     assert sorted(hvpipe.allgather_object(pipe.stage_numbers)) == [(n,) for n in range(hvpipe.size())]
     if hvpipe.size() > 1:
         assert pipe.stages.cuts[0].calls == (0,)
