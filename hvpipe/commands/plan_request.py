@@ -129,7 +129,9 @@ def make_plan(request: PlanRequest, *, with_baselines: bool = True, budget: int 
     _check(request)
     found: tuple[Candidate, ...] = ()
     if request.method == SEARCH:
-        modes = MODES if request.mode == "auto" else (request.mode,)
+        several = request.stages is not None and request.stages > 1
+        considered = MODES[1:] if several else MODES  # the first mode, data parallel, has one stage
+        modes = considered if request.mode == "auto" else (request.mode,)
         choice = request.choice
         searched = find(
             request.profile, request.cluster, choice, request.stages, request.samples, modes, budget
