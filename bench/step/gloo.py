@@ -23,11 +23,12 @@ from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts
 
 SYSTEMS = ("horovod", "hvpipe-none", "hvpipe-step")
 _WARM_UP, _LIMIT_S = 3, 900.0
-# Stands in for ssh as horovodrun calls it: ssh OPTIONS HOST OPTIONS COMMAND.
-_SSH = """#!/bin/bash
-while [[ $1 == -* ]]; do shift 2; done
+# Stands in for ssh, as horovodrun and mpirun call it: ssh OPTIONS HOST OPTIONS COMMAND. The hosts are
+# namespaces.
+SSH = """#!/bin/bash
+while [[ $1 == -* ]]; do [[ $1 == -x ]] || shift; shift; done
 host=$1; shift
-while [[ $1 == -* ]]; do shift 2; done
+while [[ $1 == -* ]]; do [[ $1 == -x ]] || shift; shift; done
 exec {agent} "$host" "$*"
 """
 
@@ -109,7 +110,7 @@ def measure(options: argparse.Namespace) -> None:
     found: dict[str, list[float]] = {system: [] for system in SYSTEMS}
     with tempfile.TemporaryDirectory() as folder, VirtualCluster(equal_hosts(2, options.rate)) as cluster:
         ssh = Path(folder) / "ssh"
-        ssh.write_text(_SSH.format(agent=cluster.directory / "agent"))
+        ssh.write_text(SSH.format(agent=cluster.directory / "agent"))
         ssh.chmod(0o755)
         beside = Path(sys.executable).parent
         env = {**os.environ, "PATH": f"{folder}:{beside}:{os.environ['PATH']}", "TF_CPP_MIN_LOG_LEVEL": "3"}

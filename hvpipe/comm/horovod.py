@@ -124,13 +124,12 @@ class HorovodWorld:
         returned.
         """
         earliest_s, latest_s = -float("inf"), float("inf")
-        began_s = float("nan")
+        began_s = -float("inf")  # no round before the first one bounds the offset
         for _ in range(_CLOCK_ROUNDS):
             now_s = time.monotonic()
             rank0_s = float(self._gather("clock", np.array([now_s], np.float64))[0])
             earliest_s = max(earliest_s, rank0_s - time.monotonic())
-            if began_s == began_s:  # not the first round
-                latest_s = min(latest_s, rank0_s - began_s)
+            latest_s = min(latest_s, rank0_s - began_s)
             began_s = now_s
         return 0.0 if self.rank == 0 else (earliest_s + latest_s) / 2
 

@@ -12,6 +12,7 @@ import pytest
 
 from bench.cluster import network
 from bench.cluster.virtual_cluster import ClusterError, VirtualCluster, equal_hosts
+from bench.step.gloo import SSH
 from distributed import run_cases
 
 ROOT = Path(__file__).parents[2]
@@ -51,15 +52,6 @@ print("both", flush=True)
 
 
 FORMS = ("--mpi", "--gloo")
-
-# Stands in for ssh, as horovodrun and mpirun call it: ssh OPTIONS HOST OPTIONS COMMAND. The hosts are
-# namespaces.
-SSH = """#!/bin/bash
-while [[ $1 == -* ]]; do [[ $1 == -x ]] || shift; shift; done
-host=$1; shift
-while [[ $1 == -* ]]; do [[ $1 == -x ]] || shift; shift; done
-exec {agent} "$host" "$*"
-"""
 
 
 def run(
