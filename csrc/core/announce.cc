@@ -141,15 +141,4 @@ void GradientBuckets::AddTableStages(Operation& operation, const Bucket& bucket)
   if (!alone) route_.AddStages(operation, bucket.buffers, bucket.layout.wire_type, 1.0, bucket.tag);
 }
 
-bool GradientBuckets::Announced() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  for (const auto& plan : plans_) {
-    if (!plan) continue;
-    for (const auto& bucket : plan->buckets) {
-      if (bucket->announced) return true;
-    }
-  }
-  return false;
-}
-
 }  // namespace hvpipe

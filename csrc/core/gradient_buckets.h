@@ -57,8 +57,6 @@ class GradientBuckets {
   // Announce a step of `samples` samples. With `reduces`, this rank will submit every bucket of the plan
   // once. `begun` is called when all ranks have announced the same step.
   void BeginStep(int plan, std::int64_t step, double samples, bool reduces, StepBegun begun);
-  // Whether any bucket is announced but not submitted yet. Peers wait for such buckets.
-  bool Announced() const;
 
   // Pack tensors * `scale` into the fused buffer of a bucket and let its all-reduce start.
   void Submit(int plan, int bucket, const std::vector<const void*>& tensors, double scale);

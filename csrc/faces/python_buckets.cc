@@ -121,8 +121,7 @@ void BindBuckets(EngineClass& engine) {
       .def("submit_device", &SubmitDevice, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"),
            nb::arg("scale"), nb::arg("stream"))
       .def("collect_device", &CollectDevice, nb::arg("plan"), nb::arg("bucket"), nb::arg("tensors"),
-           nb::arg("stream"))
-      .def("announced", [](Engine& self) { return self.buckets().Announced(); });
+           nb::arg("stream"));
 }
 
 }  // namespace hvpipe::python

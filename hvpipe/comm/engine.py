@@ -436,13 +436,17 @@ class Engine:
         if self._traced and self.core is not None:
             self.core.log(category, name, start_s, end_s)
 
-    def fail_if_announced(self, why: str) -> None:
-        """End all communication with an error if a step was announced to the peers but will not come."""
-        if self.core is not None and self.core.announced():
+    def steps_begun(self) -> int:
+        """Return how many training steps this rank has announced to the others."""
+        return 0 if self.core is None else int(self.core.counters()["steps"])
+
+    def fail_in_step(self, why: str) -> None:
+        """End all communication with an error, because a step that began will not be complete."""
+        if self.core is not None:
             self.core.fail(
-                "A training step ended with an error on this rank after the rank announced it to the others. "
-                "They now wait for its gradients, so this process cannot continue training. "
-                f"Received: {why}"
+                "A training step ended with an error on this rank after it began. "
+                "The other ranks may wait for its gradients, and the weights may be updated in part, "
+                f"so this process cannot continue training. Received: {why}"
             )
 
     def leave_to_parent(self) -> None:

@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -176,19 +176,18 @@ class TrainSteps:
                 function = self._make_anew()
                 ahead = TraceAhead(function)
             planned_by = self._times_prepared
-            with self._telling_the_others():
-                for _ in range(_MOST_PLANS):
-                    if self._plan(ahead, iterator):
-                        break
-                    function = self._make_anew()
-                    ahead = TraceAhead(function)
-                else:
-                    raise HvpipeError(
-                        "train_step should have gradients for the same variables whenever it is traced. "
-                        f"Received: different variables in each of {_MOST_PLANS} traces"
-                    )
-                self._resume_held()  # only now is the plan certain
-                logs = self._run(function, iterator)
+            for _ in range(_MOST_PLANS):
+                if self._plan(ahead, iterator):
+                    break
+                function = self._make_anew()
+                ahead = TraceAhead(function)
+            else:
+                raise HvpipeError(
+                    "train_step should have gradients for the same variables whenever it is traced. "
+                    f"Received: different variables in each of {_MOST_PLANS} traces"
+                )
+            self._resume_held()  # only now is the plan certain
+            logs = self._run(function, iterator)
             self._steps_seen += 1
             if self._steps_seen == 1:
                 self._warn_of_equal_batches()
@@ -216,26 +215,24 @@ class TrainSteps:
         return guarded_alone(self._options.nonfinite, self.model, inner)
 
     def _run(self, function: Callable[..., Any], iterator: Any) -> Any:
-        """Call the train function, which runs pending updates first, and return the logs."""
-        waited, self._pending = self._pending, False
+        """Call the train function, which runs pending updates first, and return the logs.
+
+        If it fails in a step that this rank can neither complete nor repeat, all ranks end with an error.
+        """
+        begun, waited = self.session.engine.steps_begun(), self._pending
+        self._pending = False
         try:
             logs = function(iter(iterator) if isinstance(iterator, list) else iterator)
-        except Exception:
-            self._pending = waited  # also at the end of the data
+        except Exception as error:
+            self._pending = waited
+            if not isinstance(error, (StopIteration, tf.errors.OutOfRangeError)):
+                # TensorFlow cancels what else the graph was doing, such as the updates of the step before.
+                updating = waited and self.overlap.defers
+                if updating or self.session.engine.steps_begun() > begun:
+                    self.session.engine.fail_in_step(f"{type(error).__name__}: {error}")
             raise
         self._pending = True
         return logs
-
-    @contextlib.contextmanager
-    def _telling_the_others(self) -> Iterator[None]:
-        """Let other ranks end with an error if this one fails after it announced a step."""
-        try:
-            yield
-        except (StopIteration, tf.errors.OutOfRangeError):
-            raise
-        except Exception as error:
-            self.session.engine.fail_if_announced(f"{type(error).__name__}: {error}")
-            raise
 
     def _timed(self, inner: Callable[..., Any]) -> Callable[..., Any]:
         durations_s = self.session.step_durations_s
