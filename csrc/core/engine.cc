@@ -2,9 +2,9 @@
 #include "core/engine.h"
 
 #include <algorithm>
-#include <mutex>
 #include <utility>
 
+#include "core/shared_slot.h"
 #include "device/nccl_setup.h"
 
 namespace hvpipe {
@@ -85,22 +85,12 @@ void Engine::Stop() {
 
 namespace {
 
-std::mutex default_mutex;
-std::shared_ptr<Engine>& DefaultSlot() {
-  static std::shared_ptr<Engine> engine;
-  return engine;
-}
+SharedSlot<Engine> default_slot;
 
 }  // namespace
 
-void SetDefaultEngine(std::shared_ptr<Engine> engine) {
-  const std::lock_guard<std::mutex> lock(default_mutex);
-  DefaultSlot() = std::move(engine);
-}
+void SetDefaultEngine(std::shared_ptr<Engine> engine) { default_slot.Set(std::move(engine)); }
 
-std::shared_ptr<Engine> DefaultEngine() {
-  const std::lock_guard<std::mutex> lock(default_mutex);
-  return DefaultSlot();
-}
+std::shared_ptr<Engine> DefaultEngine() { return default_slot.Get(); }
 
 }  // namespace hvpipe

@@ -10,6 +10,8 @@
 #include <string>
 #include <utility>
 
+#include "core/shared_slot.h"
+
 namespace hvpipe::named {
 
 std::string CallService::Check(Request& request) const {
@@ -93,22 +95,12 @@ Response CallService::Run(Call call, const std::function<void()>& interrupt) {
 
 namespace {
 
-std::mutex default_mutex;
-std::shared_ptr<CallService>& DefaultSlot() {
-  static std::shared_ptr<CallService> service;
-  return service;
-}
+SharedSlot<CallService> default_slot;
 
 }  // namespace
 
-void SetDefaultCallService(std::shared_ptr<CallService> service) {
-  const std::lock_guard<std::mutex> lock(default_mutex);
-  DefaultSlot() = std::move(service);
-}
+void SetDefaultCallService(std::shared_ptr<CallService> service) { default_slot.Set(std::move(service)); }
 
-std::shared_ptr<CallService> DefaultCallService() {
-  const std::lock_guard<std::mutex> lock(default_mutex);
-  return DefaultSlot();
-}
+std::shared_ptr<CallService> DefaultCallService() { return default_slot.Get(); }
 
 }  // namespace hvpipe::named

@@ -1,0 +1,28 @@
+// A place for an object of the whole process, which threads share.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <utility>
+
+namespace hvpipe {
+
+template <typename T>
+class SharedSlot {
+ public:
+  void Set(std::shared_ptr<T> object) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    object_ = std::move(object);
+  }
+
+  std::shared_ptr<T> Get() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return object_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::shared_ptr<T> object_;
+};
+
+}  // namespace hvpipe
