@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 _NAMES_BY_MODULE = {
     "hvpipe.errors": ("PlanError",),
     "hvpipe.specs.profile": ("LayerCost", "Profile", "read_pipedream"),
-    "hvpipe.specs.cluster": ("Cluster", "Device", "Host", "Link", "equal_cluster"),
+    "hvpipe.specs.cluster": ("Cluster", "Device", "Host", "Link", "Rack", "equal_cluster"),
     "hvpipe.plan.pipelining": ("SCHEDULES", "Pipelining"),
     "hvpipe.plan.placement_cost": ("StageCost",),
     "hvpipe.plan.stage_plan": ("Plan", "Stage"),
@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from hvpipe.specs.cluster import Device as Device
     from hvpipe.specs.cluster import Host as Host
     from hvpipe.specs.cluster import Link as Link
+    from hvpipe.specs.cluster import Rack as Rack
     from hvpipe.specs.cluster import equal_cluster as equal_cluster
     from hvpipe.specs.profile import LayerCost as LayerCost
     from hvpipe.specs.profile import Profile as Profile

@@ -73,6 +73,11 @@ class DeviceOrders:
         devices = self.ranks if self.circle else 0
         return DeviceChoices(levels, [count * chunks for count in self.counts], devices, share)
 
+    def links(self, order: Order) -> list[list[Link]]:
+        """Return the link from each device of an order to each other."""
+        names = [device.name for device in self._devices(order)]
+        return [[self.cluster.link(one, other) for other in names] for one in names]
+
     def to_fit(self) -> list[DeviceChoices]:
         """Return the choices to try when memory is scarce, such as the devices with most memory first."""
         if not self.circle:

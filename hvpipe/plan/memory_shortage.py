@@ -11,7 +11,7 @@ from hvpipe.plan.greedy_fill import BeamWidth, Cut, fill
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.span_costs import Spans
 from hvpipe.plan.stage_plan import Plan
-from hvpipe.specs.cluster import Cluster, Host
+from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
 _BREADTH = BeamWidth(sets=32, ends=3)
@@ -128,7 +128,7 @@ def _more_devices(profile: Profile, cluster: Cluster, stages: int, pipelining: P
         if total > len(profile.layers):
             return
         joined = tuple(
-            Host(f"+{i}", (replace(roomiest, name=f"+{i}"),), host.link, host.inner) for i in range(more)
+            replace(host, name=f"+{i}", devices=(replace(roomiest, name=f"+{i}"),)) for i in range(more)
         )
         larger = replace(cluster, hosts=cluster.hosts + joined)
         if _fits(profile, larger, total, _enough(pipelining, devices)):

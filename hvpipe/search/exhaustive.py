@@ -1,16 +1,18 @@
-"""Every layout of a small problem."""
+"""Every layout of a small problem, and the search of them all."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from hvpipe.plan.replication import Group, device_kinds
 from hvpipe.search.judge import Judge
 from hvpipe.search.layout import Layout
 
-_MOST_DEVICES, _MOST_LAYOUTS = 6, 15_000
+MOST_DEVICES, MOST_LAYOUTS = 6, 50_000
+"""Problems with more devices or layouts are searched by moves."""
 
 
 def every_layout(judge: Judge, stages: int | None, modes: Sequence[str]) -> list[Layout] | None:
@@ -25,7 +27,7 @@ def every_layout(judge: Judge, stages: int | None, modes: Sequence[str]) -> list
     """
     names = tuple(device.name for device in judge.cluster.devices)
     layers, most = len(judge.profile.layers), judge.choice.microbatches
-    if len(names) > _MOST_DEVICES or math.comb(layers - 1, min(len(names), layers) - 1) > _MOST_LAYOUTS:
+    if len(names) > MOST_DEVICES or math.comb(layers - 1, min(len(names), layers) - 1) > MOST_LAYOUTS:
         return None
     found: list[Layout] = []
     for groups in _sequences(names, device_kinds(judge.cluster)):
@@ -38,9 +40,34 @@ def every_layout(judge: Judge, stages: int | None, modes: Sequence[str]) -> list
                 continue
             for inner in combinations(range(1, layers), count - 1):
                 found.append(Layout(groups, (*inner, layers), name, chunks))
-            if len(found) > _MOST_LAYOUTS:
+            if len(found) > MOST_LAYOUTS:
                 return None
     return found
+
+
+def judge_all(judge: Judge, layouts: Sequence[Layout], reserve: int) -> bool:
+    """Judge the layouts, those with the least bound first; skip those that cannot become the best of a mode.
+
+    Args:
+        judge: The judge; its best layouts are the result.
+        layouts: The layouts.
+        reserve: The budget to leave.
+
+    Returns:
+        Whether the budget sufficed, so that no layout is better than the judge's best.
+    """
+    usual = judge.choice.usual
+    bounds_s = [
+        judge.bound_s(layout, replace(usual, schedule=layout.schedule, chunks=layout.chunks))
+        for layout in layouts
+    ]
+    for bound_s, layout in sorted(zip(bounds_s, layouts, strict=True), key=lambda pair: pair[0]):
+        best = judge.best.get(layout.mode)
+        if best is None or bound_s < best.step_s:
+            if judge.left < reserve:
+                return False
+            judge.judge(layout, best)
+    return True
 
 
 def _sequences(names: Group, kinds: Mapping[str, Hashable]) -> Iterator[tuple[Group, ...]]:

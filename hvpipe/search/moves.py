@@ -56,15 +56,17 @@ class Moves:
                     yield replace(layout, ends=ends)
 
     def schedules(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout under the other schedules; with other chunks, cut anew."""
+        """Yield the layout under the other schedules with as many chunks."""
         for name, chunks in self._choice.schedules:
             if chunks == layout.chunks and name != layout.schedule:
                 yield replace(layout, schedule=name)
-            elif chunks != layout.chunks and layout.mode == "pipeline" and self._stages:
-                yield from self._recut(layout.groups, replace(layout, schedule=name, chunks=chunks))
 
     def devices(self, layout: Layout) -> Iterator[Layout]:
-        """Yield layouts with devices exchanged, moved, added or left out, and stages merged or split."""
+        """Yield layouts with devices exchanged, moved, added or left out, stages merged or split, or other
+        chunks."""
+        for name, chunks in self._choice.schedules:
+            if chunks != layout.chunks and layout.mode == "pipeline" and self._stages:
+                yield from self._recut(layout.groups, replace(layout, schedule=name, chunks=chunks))
         if len(layout.devices) > _FEW_DEVICES:
             return
         yield from self._exchanged(layout)
@@ -155,19 +157,19 @@ def improve(judge: Judge, moves: Moves, start: Judged) -> Judged:
     Boundaries and schedules settle first. Then the devices change: as good cuts for other devices may lie
     elsewhere, the most promising changes settle before they are compared.
     """
-    best = _settle(judge, moves, start)
+    best = settle(judge, moves, start)
     improved = True
     while improved and judge.left > 0:
         improved = False
         for changed in _changed(judge, moves, best):
-            settled = _settle(judge, moves, changed)
+            settled = settle(judge, moves, changed)
             if settled.beats(best):
                 best, improved = settled, True
                 break
     return best
 
 
-def _settle(judge: Judge, moves: Moves, start: Judged) -> Judged:
+def settle(judge: Judge, moves: Moves, start: Judged) -> Judged:
     """Move boundaries and change the schedule as long as that helps."""
     best, improved = start, True
     while improved and judge.left > 0:
@@ -181,10 +183,10 @@ def _settle(judge: Judge, moves: Moves, start: Judged) -> Judged:
 
 
 def _changed(judge: Judge, moves: Moves, best: Judged) -> list[Judged]:
-    """Return the best layout for each change of the devices, the most promising first."""
+    """Return the best layout for each change of devices or chunks, the most promising first."""
     firsts: dict[object, Judged] = {}
     for layout in moves.devices(best.layout):
-        judged = judge.judge(layout)
-        if judged is not None and judged.beats(firsts.get(layout.groups)):
-            firsts[layout.groups] = judged
+        judged, change = judge.judge(layout), (layout.groups, layout.chunks)
+        if judged is not None and judged.beats(firsts.get(change)):
+            firsts[change] = judged
     return sorted(firsts.values(), key=lambda one: (one.missing_bytes, one.step_s))[:_SETTLED]

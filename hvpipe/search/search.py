@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from hvpipe.search.exhaustive import every_layout
+from hvpipe.search.exhaustive import every_layout, judge_all
 from hvpipe.search.judge import Judge, Judged
 from hvpipe.search.layout import Layout
-from hvpipe.search.moves import Moves, improve
+from hvpipe.search.moves import Moves, improve, settle
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.search.starts import Starts
 from hvpipe.specs.cluster import Cluster
@@ -60,13 +60,22 @@ def search(
     judged = [judge.judge(layout) for layout in (*starts.greedy(), *promising)]
     ranked = _best_first(one for one in judged if one is not None)
     every = every_layout(judge, stages, modes)
-    if every is not None:
-        for layout in every:
-            judge.judge(layout, judge.best.get(layout.mode))
+    if every is not None and judge_all(judge, every, budget // 3):
         return judge.best
-    for start in _diverse(ranked)[:improved]:
+    diverse = _diverse(ranked)
+    for start in diverse[:improved]:
         improve(judge, moves, start)
+    if not many:
+        _settle_rest(judge, moves, [*diverse[improved:], *(one for one in ranked if one not in diverse)])
     return judge.best
+
+
+def _settle_rest(judge: Judge, moves: Moves, starts: Iterable[Judged]) -> None:
+    """Move the boundaries of the starts that are left, and improve what becomes the best of its mode."""
+    for start in starts:
+        settled = settle(judge, moves, start)
+        if settled.fits and settled is judge.best.get(settled.layout.mode):
+            improve(judge, moves, settled)
 
 
 def _best_first(judged: Iterable[Judged]) -> list[Judged]:
@@ -74,7 +83,7 @@ def _best_first(judged: Iterable[Judged]) -> list[Judged]:
 
 
 def _diverse(ranked: Sequence[Judged]) -> list[Judged]:
-    """Put the best of each mode and number of stages first, then the best of each set of groups."""
+    """Put the best of each mode, number of stages and chunks first, then the best of each set of groups."""
     found: dict[Layout, Judged] = {}
     for key in (_mode_and_stages, _groups):
         firsts: dict[object, Judged] = {}
@@ -85,7 +94,7 @@ def _diverse(ranked: Sequence[Judged]) -> list[Judged]:
 
 
 def _mode_and_stages(layout: Layout) -> object:
-    return layout.mode, len(layout.groups)
+    return layout.mode, len(layout.groups), layout.chunks
 
 
 def _groups(layout: Layout) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -20,7 +20,8 @@ MOST_HOSTS = 1 << 16
 """The largest `count` of a host."""
 
 Port = tuple[str, str]
-"""One direction of a host's network link: ("out of", host name) or ("into", host name)."""
+"""One direction of the link of a host or a rack: ("out of", its name), ("into", its name), or the same with
+"out of rack" and "into rack"."""
 
 
 @dataclass(frozen=True)
@@ -121,25 +122,42 @@ class Host:
         devices: The devices of this host.
         link: The link to the network, the same in each direction.
         inner: The link between any two devices of this host.
+        rack: The name of its rack; empty if it is in none.
     """
 
     name: str
     devices: tuple[Device, ...]
     link: Link = Link()
     inner: Link = Link()
+    rack: str = ""
+
+
+@dataclass(frozen=True)
+class Rack:
+    """Hosts that share a link to the other racks, and to hosts without a rack.
+
+    Args:
+        name: Unique name among the racks.
+        link: The link, the same in each direction.
+    """
+
+    name: str
+    link: Link = Link()
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts around one switch.
+    """Hosts around one switch, or in racks whose switches are around one switch.
 
     Args:
         hosts: The hosts; together they have at least one device.
         measured: Links measured between two devices, as (device name, device name, link). They override what
             the hosts' links give for this pair.
+        racks: The racks that hosts are in.
 
     Raises:
-        HvpipeError: If names repeat, a measured link names an unknown device, or there is no device.
+        HvpipeError: If names repeat, a measured link names an unknown device, a host an unknown rack, or
+            there is no device.
 
     Example:
         ```python
@@ -150,15 +168,21 @@ class Cluster:
 
     hosts: tuple[Host, ...]
     measured: tuple[tuple[str, str, Link], ...] = ()
+    racks: tuple[Rack, ...] = ()
 
     def __post_init__(self) -> None:
         names = [device.name for device in self.devices]
         if not names:
             raise HvpipeError("A cluster should have at least one device. Received: none")
         hosts = [host.name for host in self.hosts]
-        for what, given in (("devices", names), ("hosts", hosts)):
+        racks = [rack.name for rack in self.racks]
+        for what, given in (("devices", names), ("hosts", hosts), ("racks", racks)):
             if twice := sorted(name for name, count in Counter(given).items() if count > 1):
                 raise HvpipeError(f"Names of {what} should differ. Received: {twice[0]!r} twice")
+        if lost := sorted({host.rack for host in self.hosts} - {"", *racks}):
+            raise HvpipeError(
+                f"A host's rack should be one of {', '.join(racks)}. Received: rack={lost[0]!r}"
+            )
         for one, other, _ in self.measured:
             if one == other or not {one, other} <= set(names):
                 raise HvpipeError(
@@ -210,20 +234,37 @@ class Cluster:
         if found := self._measured.get(frozenset((one, other))):
             return found
         a, b = self.host_of(one), self.host_of(other)
-        return a.inner if a is b else a.link.joined(b.link)
+        if a is b:
+            return a.inner
+        between = a.link.joined(b.link)
+        if a.rack != b.rack:
+            for rack in (self._racks[name] for name in (a.rack, b.rack) if name):
+                between = between.joined(rack.link)
+        return between
+
+    @cached_property
+    def _racks(self) -> dict[str, Rack]:
+        return {rack.name: rack for rack in self.racks}
 
     def ports(self, one: str, other: str) -> tuple[tuple[Port, Link], ...]:
-        """Return the host ports that a message from `one` device to `other` shares with other traffic.
+        """Return the ports that a message from `one` device to `other` shares with other traffic.
 
         The result is empty inside a host. Otherwise it has the port out of the sender's host and the port
-        into the receiver's. Each comes with the link that this port would allow without other limits: the
-        host's link, or the fastest measured link to another host.
+        into the receiver's, and the same of their racks if these differ. Each comes with the link that this
+        port would allow without other limits: the link of the host or rack, or the fastest measured link from
+        the host to another.
         """
         source, target = self.host_of(one), self.host_of(other)
         if source is target:
             return ()
         out, into = ("out of", source.name), ("into", target.name)
-        return ((out, self._outward[source.name]), (into, self._outward[target.name]))
+        found = [(out, self._outward[source.name]), (into, self._outward[target.name])]
+        if source.rack != target.rack:
+            if source.rack:
+                found.append((("out of rack", source.rack), self._racks[source.rack].link))
+            if target.rack:
+                found.append((("into rack", target.rack), self._racks[target.rack].link))
+        return tuple(found)
 
     @cached_property
     def _outward(self) -> dict[str, Link]:
@@ -258,11 +299,13 @@ class Cluster:
                     "name": host.name,
                     "link": _link_json(host.link),
                     "inner": _link_json(host.inner),
+                    **({"rack": host.rack} if host.rack else {}),
                     "device": [asdict(device) for device in host.devices],
                 }
                 for host in self.hosts
             ],
             "link": [{"between": [one, other], **_link_json(link)} for one, other, link in self.measured],
+            **({"rack": [_rack_json(rack) for rack in self.racks]} if self.racks else {}),
         }
 
     @staticmethod
@@ -291,13 +334,18 @@ class Cluster:
             HvpipeError: If a field is missing, unknown or out of range; the message names it.
         """
         table = document if isinstance(document, Table) else Table(document, place)
-        table.allow(("format", "version", "host", "link"))
+        table.allow(("format", "version", "host", "link", "rack"))
         if table.has("format"):
             table.check_format(FORMAT, VERSION)
         measured = [_measured_link(row) for row in table.tables("link")] if table.has("link") else []
         with table.named_in_errors():
-            hosts = [host for row in table.tables("host") for host in _hosts(row)]
-            return Cluster(tuple(hosts), tuple(measured))
+            rows = table.tables("rack") if table.has("rack") else []
+            racks = [rack for row in rows for rack in _racks(row)]
+            hosts = [host for row in table.tables("host") for host in _hosts(row, racks)]
+            if any(row.has("count") for row in rows):  # the hosts of a rack side by side
+                number = {rack.name: number for number, rack in enumerate(racks)}
+                hosts.sort(key=lambda host: number.get(host.rack, -1))
+            return Cluster(tuple(hosts), tuple(measured), tuple(racks))
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the cluster to a JSON file."""
@@ -344,32 +392,57 @@ def equal_cluster(
     return Cluster(tuple(hosts))
 
 
-def _hosts(row: Table) -> list[Host]:
-    """Return the host of a row, or `count` hosts like it, whose names end in -0, -1, ..."""
+def _hosts(row: Table, racks: Sequence[Rack]) -> list[Host]:
+    """Return the host of a row, or `count` hosts like it; in each of its racks, if these have a count."""
     host = _host(row)
+    numbers = [rack.name.removeprefix(f"{host.rack}-") for rack in racks if _base(rack.name) == host.rack]
+    each = [host]
+    if numbers and host.rack not in (rack.name for rack in racks):
+        each = [replace(_numbered(host, number), rack=f"{host.rack}-{number}") for number in numbers]
+    count = _count(row, len(each))
+    return each if count is None else [_numbered(one, str(i)) for one in each for i in range(count)]
+
+
+def _base(name: str) -> str:
+    """Return the name without a number at its end."""
+    base, _, number = name.rpartition("-")
+    return base if number.isdigit() else name
+
+
+def _count(row: Table, times: int = 1) -> int | None:
+    """Return the field `count`, which is limited for `times` such rows together; None if it is missing."""
     if not row.has("count"):
-        return [host]
+        return None
     count = row.integer("count", minimum=1)
-    if count > MOST_HOSTS:
-        raise HvpipeError(f"{row.place}.count should be at most {MOST_HOSTS}. Received: count={count}")
-    return [
-        replace(
-            host,
-            name=f"{host.name}-{number}",
-            devices=tuple(replace(device, name=f"{device.name}-{number}") for device in host.devices),
+    if count * times > MOST_HOSTS:
+        raise HvpipeError(
+            f"{row.place}.count should be at most {MOST_HOSTS // times}. Received: count={count}"
         )
-        for number in range(count)
-    ]
+    return count
+
+
+def _numbered(host: Host, number: str) -> Host:
+    """Return the host with a number behind its name and those of its devices."""
+    devices = tuple(replace(device, name=f"{device.name}-{number}") for device in host.devices)
+    return replace(host, name=f"{host.name}-{number}", devices=devices)
+
+
+def _racks(row: Table) -> list[Rack]:
+    row.allow(("name", "count", "link"))
+    rack = Rack(row.name("name"), _link(row.table("link")) if row.has("link") else Link())
+    count = _count(row)
+    return [rack] if count is None else [replace(rack, name=f"{rack.name}-{i}") for i in range(count)]
 
 
 def _host(row: Table) -> Host:
-    row.allow(("name", "count", "link", "inner", "device"))
+    row.allow(("name", "count", "rack", "link", "inner", "device"))
     devices = [_device(device) for device in row.tables("device")] if row.has("device") else []
     return Host(
         name=row.name("name"),
         devices=tuple(devices) or (Device(row.name("name")),),
         link=_link(row.table("link")) if row.has("link") else Link(),
         inner=_link(row.table("inner")) if row.has("inner") else Link(),
+        rack=row.name("rack") if row.has("rack") else "",
     )
 
 
@@ -396,6 +469,10 @@ def _link(row: Table, *more: str) -> Link:
         latency_s=row.number("latency_s") if row.has("latency_s") else 0.0,
         bandwidth_bytes_per_s=math.inf if unlimited else row.number("bandwidth_bytes_per_s", above=0),
     )
+
+
+def _rack_json(rack: Rack) -> dict[str, Any]:
+    return {"name": rack.name, "link": _link_json(rack.link)}
 
 
 def _link_json(link: Link) -> dict[str, float | None]:

@@ -18,7 +18,7 @@ from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.schedule.verify import peak_stash, verify
-from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
+from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
 from hvpipe.specs.profile import LayerCost, Profile
 from model_graphs import MODELS, chain, clusters, model, profiles
 
@@ -360,3 +360,18 @@ def test_every_baseline_has_a_forecast(name: str) -> None:
         plan = baseline(name, model("gnmt"), cluster, 4 * how.chunks, how)
         assert plan.pipelining == replace(how, schedule="1f1b", chunks=1)
         assert forecast(plan, model("gnmt"), cluster).step_s > 0
+
+
+def test_hosts_of_a_rack_share_its_link() -> None:
+    """Each message takes 1 s. Two leave rack a at once, so one waits: 8 s become 9 s.
+
+    a0, F0 0-1, sent 1-2, b0: F0 2-3, B0 3-5, sent 5-6, a0: B0 6-8
+    a1, F1 0-1, sent 2-3, b1: F1 3-4, B1 4-6, sent 6-7, a1: B1 7-9
+    """
+    hosts = [Host(name, (Device(name),), Link(0, 5.0), rack=name[0]) for name in ("a0", "a1", "b0", "b1")]
+    racked = Cluster(tuple(hosts), racks=(Rack("a", Link(0, 5.0)), Rack("b", Link(0, 5.0))))
+    flat = Cluster(tuple(replace(host, rack="") for host in hosts))
+    placement = [(("a0", "a1"), range(1)), (("b0", "b1"), range(1, 2))]
+    for cluster, step_s in ((flat, 8), (racked, 9)):
+        plan = Plan.of(chain(3, 3, output_bytes=5), cluster, placement, Pipelining("gpipe", 2), "")
+        assert forecast(plan, chain(3, 3, output_bytes=5), cluster).step_s == pytest.approx(step_s)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+import re
+import sys
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 
 import pytest
 from hypothesis import given, settings
 
+from bench.planning.brute_force import random_case
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.plan.exact import exact
 from hvpipe.plan.pipelining import Pipelining
@@ -74,6 +78,37 @@ def test_no_plan_is_better(profile: Profile, cluster: Cluster) -> None:
                 exact(profile, cluster, stages)
         else:
             assert exact(profile, cluster, stages).bottleneck_s == pytest.approx(min(found))
+
+
+def with_skips(seed: int) -> tuple[Profile, Cluster]:
+    """Return a random case on unequal links, in which a quarter of the pairs of layers are joined."""
+    request, draw = random_case(seed, 4 + seed % 4, 3 + seed % 2), random.Random(seed)
+    profile, layers = request.profile, range(len(request.profile.layers))
+    skips = {(a, b) for a, b in combinations(layers, 2) if draw.random() < 0.25}
+    return replace(profile, edges=tuple(sorted({*profile.edges, *skips}))), request.cluster
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_plan_is_better_where_links_differ_and_tensors_skip_stages(seed: int) -> None:
+    """Regression: such a tensor was charged to the links of neighbours, and greedy could be 1.47x better."""
+    profile, cluster = with_skips(seed)
+    for stages in (2, 3):
+        if found := every_plan(profile, cluster, stages):
+            plan = exact(profile, cluster, stages)
+            assert (plan.method, plan.bottleneck_s) == ("exact", pytest.approx(min(found)))
+
+
+def test_a_search_that_stops_early_says_how_good_its_plan_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["hvpipe.plan.exact"], "_EFFORT", 20)
+    stopped = 0
+    for seed in range(20):
+        profile, cluster = with_skips(seed)
+        if found := every_plan(profile, cluster, 3):
+            plan = exact(profile, cluster, 3)
+            if bound := re.fullmatch(r"exact within (.+)%", plan.method):
+                stopped += 1
+                assert plan.bottleneck_s <= min(found) * (1 + float(bound[1]) / 100) * (1 + 1e-9)
+    assert stopped > 0
 
 
 @quickly

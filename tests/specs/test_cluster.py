@@ -146,3 +146,34 @@ def test_like_hosts_are_written_once() -> None:
     assert [device.name for device in cluster.devices] == ["g-0", "g-1", "g-2"]
     with pytest.raises(HvpipeError, match=r"count should be at most 65536. Received: count=100000"):
         Cluster.from_json({"host": [{**row, "count": 100_000}]})
+
+
+def in_racks(rate: float) -> Cluster:
+    racks = [{"name": "r", "count": 2, "link": {"bandwidth_bytes_per_s": rate, "latency_s": 0.5}}]
+    host = {"name": "h", "count": 2, "rack": "r", "link": {"bandwidth_bytes_per_s": 10.0, "latency_s": 0.25}}
+    return Cluster.from_json({"rack": racks, "host": [host]})
+
+
+def test_racks_are_a_third_level() -> None:
+    cluster = in_racks(5.0)
+    assert [(host.name, host.rack) for host in cluster.hosts] == [
+        ("h-0-0", "r-0"),
+        ("h-0-1", "r-0"),
+        ("h-1-0", "r-1"),
+        ("h-1-1", "r-1"),
+    ]
+    assert cluster.link("h-0-0", "h-0-1") == Link(0.25, 10)
+    assert cluster.link("h-0-0", "h-1-0") == Link(0.5, 5)
+    assert [port for port, _ in cluster.ports("h-0-0", "h-0-1")] == [("out of", "h-0-0"), ("into", "h-0-1")]
+    assert [(*port, link.bandwidth_bytes_per_s) for port, link in cluster.ports("h-0-1", "h-1-0")] == [
+        ("out of", "h-0-1", 10),
+        ("into", "h-1-0", 10),
+        ("out of rack", "r-0", 5),
+        ("into rack", "r-1", 5),
+    ]
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    with pytest.raises(HvpipeError, match=r"rack should be one of r. Received: rack='s'"):
+        Cluster.from_json({"rack": [{"name": "r"}], "host": [{"name": "h", "rack": "s"}]})
+    many = {"name": "h", "rack": "r", "count": 40_000}
+    with pytest.raises(HvpipeError, match=r"count should be at most 32768. Received: count=40000"):
+        Cluster.from_json({"rack": [{"name": "r", "count": 2}], "host": [many]})

@@ -1,0 +1,168 @@
+"""The optimum where links differ and tensors skip stages: branch and bound over the cuts of an order.
+
+A tensor is charged to the links between its maker and its users, as `stage_costs` does. So what a stage
+costs depends on all cuts, and a dynamic program over single stages only gives a lower bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvpipe.plan.span_costs import Spans, StageDevice, Vector
+from hvpipe.specs.cluster import Link
+from hvpipe.specs.profile import Profile
+
+
+@dataclass
+class Effort:
+    """The work that is left: layers to visit."""
+
+    layers: int
+
+
+class OrderBounds:
+    """Lower bounds for one order of devices: each tensor travels on the best link that it could use.
+
+    Args:
+        spans: The costs of runs of layers.
+        devices: The device of each stage.
+        links: The link from each stage's device to each other's.
+    """
+
+    def __init__(self, spans: Spans, devices: Sequence[StageDevice], links: Sequence[Sequence[Link]]) -> None:
+        self.devices, self.links = devices, links
+        count, last = spans.count, len(devices) - 1
+        self.receive = [_best([row[stage] for row in links[:stage]]) for stage in range(last + 1)]
+        self.send = [_best(links[stage][stage + 1 :]) for stage in range(last + 1)]
+        self.suffix_s = [np.full(count + 1, np.inf) for _ in range(last + 2)]
+        self.suffix_s[-1][count] = 0.0
+        for stage in reversed(range(last + 1)):
+            device = self.device(stage)
+            first, stop = stage, count - (last - stage)
+            for start in range(first if stage else 0, stop if stage else 1):
+                costs_s = spans.costs_s(start, stop, device)
+                rest_s = self.suffix_s[stage + 1][start + 1 : stop + 1]
+                self.suffix_s[stage][start] = np.maximum(costs_s, rest_s).min()
+
+    @property
+    def least_s(self) -> float:
+        """A bottleneck that no plan in this order is below; infinite if memory does not suffice."""
+        return float(self.suffix_s[0][0])
+
+    def device(self, stage: int) -> StageDevice:
+        """Return the device of a stage with its best links."""
+        of = self.devices[stage]
+        return StageDevice(
+            of.kind,
+            of.speed,
+            of.memory_bytes,
+            self.receive[stage],
+            self.send[stage],
+            of.in_flight,
+            of.recompute,
+        )
+
+
+@dataclass
+class _Partial:
+    """The first stages of a plan.
+
+    Args:
+        ends: Their ends.
+        home: The stage of each layer in them.
+        least_s: For each stage the least that it costs.
+        sent_s: For each tensor whose users in these stages are known, its longest time so far.
+    """
+
+    ends: tuple[int, ...]
+    home: list[int]
+    least_s: list[float]
+    sent_s: dict[int, float]
+
+
+class BranchAndBound:
+    """Finds the cuts with the smallest bottleneck in one order.
+
+    Args:
+        profile: The model.
+        spans: The costs of its runs of layers.
+        effort: The work to share with the search of other orders.
+    """
+
+    def __init__(self, profile: Profile, spans: Spans, effort: Effort) -> None:
+        self._spans, self._effort = spans, effort
+        self._bytes = [layer.output_bytes for layer in profile.layers]
+        self._makers = profile.makers
+        self.best_s, self.best_ends = math.inf, ()  # type: float, tuple[int, ...]
+
+    def search(self, bounds: OrderBounds, below_s: float) -> None:
+        """Set `best_s` and `best_ends` to the best plan below a bottleneck, as far as the effort goes."""
+        self._bounds, self._last = bounds, len(bounds.devices) - 1
+        self.best_s, self.best_ends = below_s, ()
+        self._extend(_Partial((), [], [], {}))
+
+    def _extend(self, partial: _Partial) -> None:
+        stage = len(partial.ends)
+        if stage > self._last:
+            bottleneck_s = max(partial.least_s)
+            if bottleneck_s < self.best_s:
+                self.best_s, self.best_ends = bottleneck_s, partial.ends
+            return
+        for bound_s, longer in sorted(self._longer(partial, stage), key=lambda pair: pair[0]):
+            if bound_s >= self.best_s or self._effort.layers <= 0:
+                return
+            self._extend(longer)
+
+    def _longer(self, partial: _Partial, stage: int) -> list[tuple[float, _Partial]]:
+        """Return the ways to add a stage, each with a bound on the bottleneck."""
+        bounds, spans = self._bounds, self._spans
+        start = partial.ends[-1] if partial.ends else 0
+        stop = spans.count - (self._last - stage)
+        costs_s = spans.costs_s(start, stop, bounds.device(stage))
+        rests_s: Vector = bounds.suffix_s[stage + 1][start + 1 : stop + 1]
+        worth = np.maximum(costs_s, rests_s) < self.best_s
+        if not worth.any():
+            return []
+        furthest = start + int(np.flatnonzero(worth)[-1]) + 1
+        self._effort.layers -= furthest - start
+        found = []
+        least_s, sent_s, more_s = list(partial.least_s), dict(partial.sent_s), 0.0
+        here: set[int] = set()
+        for end in range(start + 1, furthest + 1):
+            for maker in self._makers[end - 1]:
+                if maker < start and maker not in here and self._bytes[maker]:
+                    here.add(maker)
+                    more_s += self._receive(maker, stage, partial.home, least_s, sent_s)
+            place = end - start - 1
+            if not worth[place] or (stage == self._last and end < stop):
+                continue
+            this_s = float(costs_s[place]) + more_s
+            bound_s = max(this_s, float(rests_s[place]), *least_s)
+            if bound_s < self.best_s:
+                home = partial.home + [stage] * (end - start)
+                longer = _Partial((*partial.ends, end), home, [*least_s, this_s], dict(sent_s))
+                found.append((bound_s, longer))
+        return found
+
+    def _receive(
+        self, maker: int, stage: int, home: Sequence[int], least_s: list[float], sent_s: dict[int, float]
+    ) -> float:
+        """Charge a tensor to its link; return by how much the stage's receiving exceeds its bound."""
+        bounds, size, source = self._bounds, self._bytes[maker], home[maker]
+        time_s = 2 * bounds.links[source][stage].time_s(size)
+        before_s = sent_s.get(maker, 2 * bounds.send[source].time_s(size))
+        if time_s > before_s:
+            least_s[source] += time_s - before_s
+        sent_s[maker] = max(time_s, before_s)
+        return time_s - 2 * bounds.receive[stage].time_s(size)
+
+
+def _best(links: Sequence[Link]) -> Link:
+    """Return the shortest latency and the largest bandwidth of these links."""
+    if not links:
+        return Link()
+    return Link(min(link.latency_s for link in links), max(link.bandwidth_bytes_per_s for link in links))
