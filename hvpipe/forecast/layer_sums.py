@@ -39,6 +39,8 @@ class LayerSums:
         default_factory=dict, repr=False
     )
 
+    _of_types: dict[str, LayerSums] = field(default_factory=dict, repr=False)
+
     def __post_init__(self) -> None:
         self.forward_s = self._sums(lambda layer: layer.forward_s)
         self.backward_s = self._sums(lambda layer: layer.backward_s)
@@ -50,6 +52,15 @@ class LayerSums:
         self._edges = [
             (maker, user, layers[maker].output_bytes) for maker, user in sorted(set(self.profile.edges))
         ]
+
+    def on(self, device_type: str) -> LayerSums:
+        """Return the sums of the profile on devices of a type."""
+        profile = self.profile.on(device_type)
+        if profile is self.profile:
+            return self
+        if device_type not in self._of_types:
+            self._of_types[device_type] = LayerSums(profile)
+        return self._of_types[device_type]
 
     def _sums(self, of: Callable[[LayerCost], float]) -> list[float]:
         return [0, *accumulate(map(of, self.profile.layers))]

@@ -34,11 +34,12 @@ class Starts:
     """
 
     def __init__(self, judge: Judge, stages: int | None, modes: Sequence[str]) -> None:
-        self._profile, self._cluster, self._choice = judge.profile, judge.cluster, judge.choice
+        self._profile, self._choice = judge.profile, judge.choice
+        self._cluster = judge.profile.levelled(judge.cluster)
         self._stages, self._modes = stages, modes
         self._many = len(judge.cluster.devices) > _MANY_DEVICES
         self.spans = Spans(judge.profile)
-        self.cutter = ChainCutter(self.spans, judge.cluster)
+        self.cutter = ChainCutter(self.spans, self._cluster)
         self._relaxed = judge.limited and judge.choice.recompute == "auto"
 
     def layouts(self) -> Iterator[Layout]:
