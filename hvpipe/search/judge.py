@@ -75,6 +75,7 @@ class Judge:
         self.profile, self.cluster, self.choice, self.left = profile, cluster, choice, budget
         self.model = StepModel(profile, cluster)
         self.best: dict[str, Judged] = {}
+        self.most_groups = choice.microbatches  # with more stages than micro-batches, some only wait
         self._least_devices = len(cluster.devices) if every_device else 1
         self._room = {device.name: device.room_bytes for device in cluster.devices}
         self.limited = any(math.isfinite(room) for room in self._room.values())
