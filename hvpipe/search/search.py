@@ -62,7 +62,7 @@ def search(
 
 def _search(judge: Judge, stages: int | None, modes: Sequence[str]) -> dict[str, Judged]:
     """Search with at most the judge's number of groups, within its budget."""
-    profile, cluster, budget = judge.profile, judge.cluster, judge.left
+    cluster, budget = judge.cluster, judge.left
     starts = Starts(judge, stages, modes)
     moves = Moves(judge, starts, stages is None, modes)
     many = len(cluster.devices) > MANY_DEVICES
