@@ -75,6 +75,7 @@ def forecast_data_parallel(
         ```
     """
     plan = _plan(profile, cluster, pipelining, samples)
+    profile = replace(profile, layers=tuple(profile.once(range(len(profile.layers)))))
     devices, names = cluster.devices, plan.ranks
     events, memory_bytes = [], []
     at_share = {share: profile.at_batch(int(share)) for share in set(plan.stages[0].shares)}

@@ -141,7 +141,7 @@ class StepModel:
         reduced_s: dict[int, float] = {}
         for stage, _, end_s, _ in reduces:
             reduced_s[stage] = max(end_s, reduced_s.get(stage, 0.0))
-        update_s = [self.sums.update_s[end] - self.sums.update_s[start] for start, end in _spans(placement)]
+        update_s = [self.sums.whole_update_s(start, end) for start, end in _spans(placement)]
         found = []
         jobs_of = simulated.work.schedule.jobs_of
         for name, end_s, jobs in zip(names_of(placement), simulated.ends_s, jobs_of, strict=True):

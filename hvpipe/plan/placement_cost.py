@@ -81,7 +81,7 @@ def stage_costs(
     costs = []
     in_flight = in_flight_of(placement, pipelining)
     for stage, (devices, places) in enumerate(placement):
-        layers = [profile.layers[place] for place in places]
+        layers = profile.once(places)
         again = pipelining.recomputes(stage)
         state_bytes, stash_bytes = stage_bytes(layers, receive_bytes[stage], in_flight[stage], again)
         costs.append(

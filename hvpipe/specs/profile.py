@@ -43,6 +43,7 @@ class LayerCost:
         update_s: Seconds that the optimizer takes for the weights, once per step.
         weight_share: The share of the backward, 0 to 1, that computes weight gradients. Some schedules put
             this part off. None if unknown.
+        weights_of: The name of the layer whose weights this layer uses; None if it has its own.
         time_s: Seconds of forward and backward on devices of other types, by the type, for the same batch.
 
     Raises:
@@ -65,6 +66,7 @@ class LayerCost:
     fixed_backward_s: float = 0.0
     update_s: float = 0.0
     weight_share: float | None = None
+    weights_of: str | None = None
     time_s: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -79,7 +81,7 @@ class LayerCost:
                     f"time_s of layer {self.name!r} should be by type, which is {NAME}, and at least 0. "
                     f"Received: {name!r}: {pair}"
                 )
-        for item in fields(self)[1:-1]:
+        for item in fields(self)[1:-2]:
             value = getattr(self, item.name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise HvpipeError(
@@ -153,12 +155,53 @@ class Profile:
         if len(self._place) < len(self.layers):
             twice = next(layer.name for i, layer in enumerate(self.layers) if self._place[layer.name] != i)
             raise HvpipeError(f"Names of layers should differ. Received: {twice!r} twice")
+        for layer in self.layers:
+            if layer.weights_of is not None:
+                self._check_owner(layer)
         for maker, user in self.edges:
             if not 0 <= maker < user < len(self.layers):
                 raise HvpipeError(
                     "An edge should go from a layer to a later one (Profile.of sorts them). "
                     f"Received: edge=({maker}, {user}) of {len(self.layers)} layers"
                 )
+
+    def _check_owner(self, layer: LayerCost) -> None:
+        """Refuse `weights_of` that names no layer with own weights of the same size."""
+        place = self._place.get(str(layer.weights_of))
+        owner = None if place is None else self.layers[place]
+        if owner is None or owner.weights_of is not None or owner.weight_bytes != layer.weight_bytes:
+            raise HvpipeError(
+                f"weights_of of layer {layer.name!r} should name a layer that has as many bytes of its own "
+                f"weights. Received: weights_of={layer.weights_of!r}, weight_bytes={layer.weight_bytes}"
+            )
+
+    @cached_property
+    def used_before(self) -> Mapping[int, int]:
+        """For layers whose weights an earlier layer uses too: the last such layer, by indices."""
+        last: dict[str, int] = {}
+        found = {}
+        shared = {layer.weights_of for layer in self.layers} - {None}
+        for place, layer in enumerate(self.layers):
+            owner = layer.weights_of or layer.name
+            if owner in shared:
+                if owner in last:
+                    found[place] = last[owner]
+                last[owner] = place
+        return found
+
+    def once(self, places: Sequence[int]) -> list[LayerCost]:
+        """Return the layers of a stage; weights that several use count once, with slots and update."""
+        if not self.used_before:
+            return [self.layers[place] for place in places]
+        counted: set[str] = set()
+        found = []
+        for layer in (self.layers[place] for place in places):
+            owner = layer.weights_of or layer.name
+            if owner in counted:
+                layer = replace(layer, weight_bytes=0, slot_bytes=0, update_s=0.0)
+            counted.add(owner)
+            found.append(replace(layer, weights_of=None))
+        return found
 
     @staticmethod
     def of(
@@ -470,6 +513,8 @@ def _edge(row: Table) -> tuple[str, str]:
 def _layer_json(layer: LayerCost) -> dict[str, Any]:
     fields_of = asdict(layer)
     times = fields_of.pop("time_s")
+    if layer.weights_of is None:
+        del fields_of["weights_of"]
     return {**fields_of, **({"time_s": {name: list(pair) for name, pair in times.items()}} if times else {})}
 
 
@@ -488,10 +533,12 @@ def _time_s(row: Table) -> dict[str, tuple[float, float]]:
 def _layer(row: Table) -> LayerCost:
     sizes = ("weight_bytes", "slot_bytes", "output_bytes", "saved_bytes")
     parts = ("fixed_forward_s", "fixed_backward_s", "update_s", "weight_share")
-    row.allow(("name", "forward_s", "backward_s", *sizes, *parts, "time_s"))
+    row.allow(("name", "forward_s", "backward_s", *sizes, *parts, "weights_of", "time_s"))
     given: dict[str, Any] = {time: row.number(time) for time in ("forward_s", "backward_s")}
     given |= {size: row.integer(size) for size in sizes}
     given |= {part: row.number(part) for part in parts if row.has(part)}
+    if row.has("weights_of"):
+        given["weights_of"] = row.text("weights_of")
     if row.has("time_s"):
         given["time_s"] = _time_s(row.table("time_s"))
     return LayerCost(row.name("name"), **given)

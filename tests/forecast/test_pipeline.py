@@ -13,6 +13,7 @@ from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of
 from hvpipe.forecast.data_parallel import forecast_data_parallel
 from hvpipe.forecast.lower_bound import lower_bound_s
+from hvpipe.forecast.step import Step, StepModel
 from hvpipe.plan.baselines import BASELINES, baseline
 from hvpipe.plan.exact import exact
 from hvpipe.plan.greedy import partition
@@ -399,3 +400,28 @@ def test_layer_times_by_type_of_device() -> None:
     assert whole.busy_s == pytest.approx((7 * 6, 3 * 14))
     with pytest.raises(HvpipeError, match=r"differ by their speed only. Received: types=\['cpu'\]"):
         exact(profile, cluster, 2)
+
+
+def test_weights_that_layers_share_count_once_in_a_stage() -> None:
+    """a and c use the same 10 bytes, once in a stage, or in each of two. b has 10 bytes of its own."""
+    layers = chain(3, 3, 3, weight_bytes=10).layers
+    tied = replace(chain(3, 3, 3), layers=(*layers[:2], replace(layers[2], weights_of="a")))
+    tied = replace(tied, layers=tuple(replace(layer, update_s=1.0) for layer in tied.layers))
+    cluster, how = equal_cluster(2, Link(0, 10.0)), Pipelining("1f1b", 2)
+
+    def step(*ends: int) -> Step:
+        spans = zip((0, *ends), ends, strict=False)
+        placement = [((f"h{i}",), range(*span)) for i, span in enumerate(spans)]
+        costs = Plan.of(tied, cluster, placement, how, "").stages
+        found = StepModel(tied, cluster).step(placement, how)
+        assert found.memory_bytes == tuple(stage.cost.state_bytes for stage in costs)
+        return found
+
+    assert step(3).memory_bytes == (2 * 20,)
+    assert step(3).step_s == 2 * 9 + 2
+    assert step(2, 3).memory_bytes == (2 * 20, 2 * 10)
+    whole = forecast_data_parallel(tied, cluster, how)
+    assert whole.memory_bytes == (2 * 20, 2 * 20)
+    assert Profile.from_json(tied.to_json()) == tied
+    with pytest.raises(HvpipeError, match=r"as many bytes of its own weights. Received: weights_of='x'"):
+        replace(tied, layers=(*layers[:2], replace(layers[2], weights_of="x")))
