@@ -64,13 +64,15 @@ class MpiWorld:
         check_mpi(self.library_version)
         return import_native().Engine.create(
             self._engine_handle,
-            timeout_s=settings.timeout_s,
+            timeout_s=settings.engine_timeout_s,
             segment_bytes=settings.segment_bytes or self.eager_bytes * 15 // 16,  # leave room for headers
             messages_in_flight=settings.messages_in_flight,
             slot_bytes=settings.slot_bytes,
             shared_memory=settings.shared_memory and fits_on_all_hosts(self, settings),
             ranks_per_host=settings.ranks_per_host,
             trace=settings.trace_path is not None,
+            stall_warn_s=settings.engine_stall_s,
+            flight_path=settings.flight_path,
         )
 
     def make_named_calls(self, settings: Settings) -> Any:
