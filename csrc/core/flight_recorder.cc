@@ -94,7 +94,16 @@ void FlightRecorder::Add(Flight kind, std::string_view what, std::uint64_t seque
 void FlightRecorder::Beat(std::uint64_t steps, std::uint64_t operations) {
   file_->header.steps = steps;
   file_->header.operations = operations;
-  file_->header.beat_s = Now();
+  const double now = Now();
+  NoticeFreeze(now);
+  file_->header.beat_s = now;
+}
+
+void FlightRecorder::NoticeFreeze(double now) {
+  Header& header = file_->header;
+  if (now - header.beat_s < kFrozenS) return;
+  header.frozen_s = header.beat_s;
+  header.thawed_s = now;
 }
 
 void FlightRecorder::End(std::string_view why) {
@@ -111,10 +120,11 @@ void FlightRecorder::Close() {
 
 // Restores what the signal did before, and lets it come again when this returns.
 void FlightRecorder::OnSignal(int number) {
-  const FlightRecorder* const recorder = marked.load();
+  FlightRecorder* const recorder = marked.load();
   if (recorder != nullptr && recorder->file_->header.pid == getpid()) {
     Header& header = recorder->file_->header;
     if (header.signal == 0) {
+      recorder->NoticeFreeze(Now());
       header.signal = number;
       if (header.ending.exchange(1) == 0) header.ended_s = Now();
     }

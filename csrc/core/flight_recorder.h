@@ -33,6 +33,7 @@ enum class Flight : std::uint32_t {
 class FlightRecorder {
  public:
   static constexpr std::size_t kEvents = 1000;
+  static constexpr double kFrozenS = 2;
 
   // "": in memory only. Throws an Error if the file cannot be made.
   explicit FlightRecorder(const std::string& path);
@@ -68,6 +69,7 @@ class FlightRecorder {
     std::int32_t rank, size, pid;
     double unix_s;  // Unix time minus Now()
     double began_s, beat_s, ended_s;
+    double frozen_s, thawed_s;  // the last time that this process did not run for kFrozenS
     std::atomic<std::uint64_t> next;
     std::uint64_t steps, operations;
     std::int32_t signal;
@@ -83,6 +85,7 @@ class FlightRecorder {
   static_assert(sizeof(Event) == 128 && sizeof(File) == 4096 + kEvents * 128);
 
   static void OnSignal(int number);
+  void NoticeFreeze(double now);
 
   std::string path_;
   File* file_;

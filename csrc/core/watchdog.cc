@@ -18,9 +18,9 @@ namespace {
 enum Kind : int { kStalled = 1, kAcknowledged, kAsk, kAnswer };
 
 constexpr std::chrono::milliseconds kPeriod(200);
-constexpr double kAcknowledgeS = 2;
-constexpr double kCollectS = 1;
-constexpr double kAnswerS = 2;
+constexpr double kAcknowledgeS = 1;
+constexpr double kCollectS = 0.5;
+constexpr double kAnswerS = 1;
 constexpr int kMostAsked = 32;
 constexpr std::size_t kMostStackBytes = 6000;
 constexpr char kBetween = '\x1f';
@@ -165,6 +165,7 @@ void Watchdog::TakeStall(double now) {
     if (reported_) {
       own_ = std::exchange(reported_, std::nullopt);
       told_ = 0;
+      sent_to_ = -1;
     }
   }
   if (!own_) return;
@@ -178,7 +179,8 @@ void Watchdog::TakeStall(double now) {
     return;
   }
   if (told_ < mail_->rank()) {
-    if (told_s_ == 0 || now - told_s_ > kAcknowledgeS) {
+    if (told_ != sent_to_) {
+      sent_to_ = told_;
       told_s_ = now;
       mail_->Send(told_, kStalled, Encode(*own_));
     }
@@ -195,7 +197,6 @@ void Watchdog::Take(const Letter& letter, double now) {
       return Collect(letter.rank, Decode(letter.text), now);
     case kAcknowledged:
       own_.reset();
-      told_s_ = 0;
       return;
     case kAsk:
       return mail_->Send(letter.rank, kAnswer, Answer());

@@ -72,7 +72,8 @@ class Watchdog {
 
   // Of the watchdog's thread.
   std::optional<Stall> own_;  // not acknowledged yet
-  int told_ = 0;              // the rank that own_ was sent to
+  int told_ = 0;              // the rank that collects
+  int sent_to_ = -1;          // the rank that own_ was sent to
   double told_s_ = 0;
   std::map<int, Stall> stalled_;         // collected here, by rank
   std::map<int, std::string> answers_;   // by rank

@@ -13,7 +13,7 @@ from hvpipe.errors import HvpipeError
 
 SUFFIX = ".flight"
 
-_HEADER = struct.Struct("<8s3I3i4dQQQiI64s2048s")
+_HEADER = struct.Struct("<8s3I3i6dQQQiI64s2048s")
 _EVENT = struct.Struct("<QdQI100s")
 _MAGIC, _VERSION = b"HVPFLGHT", 1
 _EVENTS_AT = 4096
@@ -56,6 +56,7 @@ class Flight:
         began_s: When it joined.
         heard_s: Its last sign of life, to 0.2 s.
         ended_s: When it ended; None if it could not say so.
+        frozen: From when to when its process last did not run, for 2 s or longer.
         why: The error that it ended with; "" for none.
         signal: The signal that ended it; 0 for none that it noticed.
         steps: Training steps that it had begun.
@@ -70,6 +71,7 @@ class Flight:
     began_s: float
     heard_s: float
     ended_s: float | None
+    frozen: tuple[float, float] | None
     why: str
     signal: int
     steps: int
@@ -86,13 +88,13 @@ def read_flight(path: Path) -> Flight:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise HvpipeError(f"{path} should be a file of a flight recorder. Received: {error.strerror}") from error
+        raise HvpipeError(f"{path} should be a flight recorder's file. Received: {error.strerror}") from error
     if len(data) < _EVENTS_AT or data[: len(_MAGIC)] != _MAGIC:
-        raise HvpipeError(f"{path} should be a file of a flight recorder. Received: {len(data)} other bytes")
+        raise HvpipeError(f"{path} should be a flight recorder's file. Received: {len(data)} other bytes")
     fields = _HEADER.unpack_from(data)
     version, events, event_bytes, rank, size, pid = fields[1:7]
-    unix_s, began_s, heard_s, ended_s = (_finite(value) for value in fields[7:11])
-    steps, operations, signal, _, host, why = fields[12:]
+    unix_s, began_s, heard_s, ended_s, frozen_s, thawed_s = (_finite(value) for value in fields[7:13])
+    steps, operations, signal, _, host, why = fields[14:]
     if (version, event_bytes) != (_VERSION, _EVENT.size) or not 0 < events <= _MOST_EVENTS:
         raise HvpipeError(
             f"{path} should have version {_VERSION} of the format. Received: version {version}, "
@@ -109,6 +111,7 @@ def read_flight(path: Path) -> Flight:
         began_s=unix_s + began_s,
         heard_s=max([unix_s + heard_s, *times]),
         ended_s=unix_s + ended_s if ended_s > 0 else None,
+        frozen=(unix_s + frozen_s, unix_s + thawed_s) if thawed_s > frozen_s else None,
         why=_text(why),
         signal=signal,
         steps=steps,

@@ -16,7 +16,10 @@ _LOST_A_PEER = ("DeadlineError", "DeadlineExceededError", "PeerError", "Unavaila
 """Errors of a rank that lost another one."""
 _BEAT_S = 1.0
 """A rank that lives gives a sign of life within this time, also on a busy host."""
+_THAWED_S = 3.0
+"""The launcher wakes a stopped rank up to end it."""
 _MOST_NAMED = 8
+_WORTH_SAYING_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -105,13 +108,19 @@ def open_wait(flight: Flight) -> Wait | None:
 def to_text(records: Records) -> str:
     """Return what happened, in words."""
     flights = records.flights
-    lines = [f"{records.folder}: {len(flights)} of {flights[0].size if flights else '?'} ranks left a record."]
+    lines = [
+        f"{records.folder}: {len(flights)} of {flights[0].size if flights else '?'} ranks left a record."
+    ]
     lines += [f"  {problem}" for problem in records.problems]
     if not flights:
         return "\n".join(lines)
     lines.append(f"What happened: {verdict(flights)}")
     for flight in flights:
-        lines.append(f"  rank {flight.rank} on {flight.host}: {flight.steps} steps; {_end_words(flight)}")
+        lines.append(
+            f"  rank {flight.rank} on {flight.host}: {flight.steps} steps; ended {_end_words(flight)}"
+        )
+        if flight.frozen is not None:
+            lines.append(f"    {_frozen_words(flight)}")
         wait = open_wait(flight)
         if wait is not None:
             waited_s = _end_s(flight) - wait.since_s
@@ -125,24 +134,29 @@ def verdict(flights: Sequence[Flight]) -> str:
     first = first_to_end(flights)
     waiting = {one.rank: wait for one in flights if one is not first and (wait := open_wait(one)) is not None}
     if first is not None:
-        said = f"Rank {first.rank} on {first.host} (pid {first.pid}) ended first, in step {first.steps}: "
-        said += _end_words(first)
-        if not waiting:
-            return f"{said}."
+        steps = f" after {first.steps} steps" if first.steps else ""
+        said = f"{_name(first)} ended first{steps}, {_end_words(first)}"
     else:
         late = [one.rank for one in flights if one.rank not in waiting]
-        if not waiting:
+        if frozen := [one for one in flights if _ended_frozen(one)]:
+            longest = max(frozen, key=_frozen_s)
+            waiting = {rank: wait for rank, wait in waiting.items() if rank != longest.rank}
+            said = f"{_name(longest)} {_frozen_words(longest)}"
+        elif not waiting:
             return "All ranks ended at the same time, and none of them waited for another."
-        said = (
-            f"No rank ended before the others. {_ranks(late).capitalize()} did not come to what the others "
-            "waited for"
-            if late
-            else "No rank ended before the others, and all of them waited: a link between two of them was "
-            "down or slow, or they waited for different things"
-        )
+        elif late:
+            said = f"{_ranks(late).capitalize()} lived, but did not come to what the others waited for"
+        else:
+            said = (
+                "All ranks waited, and none ended before the others: a link between two of them was down or "
+                "slow, or they waited for different things"
+            )
     by_rank = {one.rank: one for one in flights}
-    rank, wait = max(waiting.items(), key=lambda item: _end_s(by_rank[item[0]]) - item[1].since_s)
-    waited_s = _end_s(by_rank[rank]) - wait.since_s
+    waited = {rank: _end_s(by_rank[rank]) - wait.since_s for rank, wait in waiting.items()}
+    waited_s = max(waited.values(), default=0.0)
+    if waited_s < _WORTH_SAYING_S:
+        return f"{said}."
+    wait = waiting[max(waited, key=waited.__getitem__)]
     return f"{said}. {_ranks(sorted(waiting)).capitalize()} waited, up to {waited_s:.1f} s, in {wait.what}."
 
 
@@ -183,14 +197,33 @@ def _end_words(flight: Flight) -> str:
     at = _clock(_end_s(flight))
     if flight.ended_s is None:
         return (
-            f"no sign of life after {at}, and no error: it was killed (SIGKILL, or the host's memory was used "
-            "up) or stopped, or its host was lost"
+            f"without a word, its last sign of life at {at}: it was killed (SIGKILL, or the host's memory "
+            "was used up) or stopped, or its host was lost"
         )
     if flight.why:
         return f"at {at} by {flight.why.partition(chr(10))[0]}"
     if flight.signal == signal.SIGTERM:
         return f"at {at} by SIGTERM, as the launcher ends the others"
     return f"at {at} by a crash: {_signal_name(flight.signal)}"
+
+
+def _name(flight: Flight) -> str:
+    return f"Rank {flight.rank} on {flight.host} (pid {flight.pid})"
+
+
+def _frozen_s(flight: Flight) -> float:
+    return 0.0 if flight.frozen is None else flight.frozen[1] - flight.frozen[0]
+
+
+def _ended_frozen(flight: Flight) -> bool:
+    """Tell whether this rank did not run until shortly before its end."""
+    return flight.frozen is not None and _end_s(flight) - flight.frozen[1] < _THAWED_S
+
+
+def _frozen_words(flight: Flight) -> str:
+    assert flight.frozen is not None
+    since, until = map(_clock, flight.frozen)
+    return f"did not run from {since} to {until}: it was stopped (SIGSTOP), or its host was frozen"
 
 
 def _said(flight: Flight) -> list[FlightEvent]:

@@ -109,7 +109,8 @@ class Settings:
     @property
     def engine_stall_s(self) -> float:
         """After how long a wait is reported: in time for the report to precede the end of the job."""
-        return min(self.stall_warn_s, (self.stall_abort_s or math.inf) / 2)
+        abort_s = self.stall_abort_s or math.inf
+        return min(self.stall_warn_s, max(abort_s / 2, abort_s - 4))
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Launch:

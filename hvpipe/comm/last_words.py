@@ -13,6 +13,7 @@ from typing import Any
 
 from hvpipe.comm.discover import Settings
 from hvpipe.comm.world import World
+from hvpipe.errors import HvpipeError
 
 _STACK_SIGNAL = signal.SIGRTMIN + 5  # batch systems and launchers use none of these
 _BYTES = 4096 + 128 * 1000  # of a recorder
@@ -26,7 +27,13 @@ def flight_path(settings: Settings, world: World) -> str:
     if settings.flight_folder is not None:
         start = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         folder = Path(settings.flight_folder) / world.broadcast_object(start)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HvpipeError(
+                "HVPIPE_FLIGHT_RECORDER should be a folder that every rank can write. "
+                f"Received: {settings.flight_folder!r}: {error.strerror}"
+            ) from error
         return str(folder / f"rank-{world.rank}.flight")
     if settings.job_folder is None:
         return ""

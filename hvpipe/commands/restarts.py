@@ -89,7 +89,6 @@ class Restarting:
                 return "no new checkpoint was made between two failures"
         return None
 
-
     def _say_what_happened(self, folder: Path, begun_s: float) -> None:
         """Print what the recorders of this host's ranks say, if any of them ended badly."""
         kept = self._flight_folder

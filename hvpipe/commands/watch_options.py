@@ -48,7 +48,8 @@ def settings(options: argparse.Namespace) -> dict[str, str]:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LaunchError(
-                f"--flight-recorder should be a folder that can be written. Received: {folder}: {error.strerror}"
+                f"--flight-recorder should be a folder that can be written. Received: {folder}: "
+                f"{error.strerror}"
             ) from error
         found["HVPIPE_FLIGHT_RECORDER"] = str(folder)
     return found
