@@ -35,6 +35,7 @@ def _tell_launcher(world: World | StartedWorld, text: str) -> None:
     if folder is not None:
         with contextlib.suppress(OSError):
             (folder / f"error-{world.rank}").write_text(text.partition("\n")[0])
+            (folder / "aborting").touch()
 
 
 class _AbortAllRanks:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import sys
 import time
 from array import array
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _CLOCK_ROUNDS = 32
+_LONGEST_ABORT_S = 10
 _MOST_BYTES = 1 << 30
 """Limit of one MPI call, because MPI's counts and offsets are ints."""
 
@@ -265,6 +268,10 @@ def short_version(text: str) -> str:
 def _abort(mpi: ModuleType, code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+    # MPI may wait for a host that cannot be reached. SIGALRM ends a process, unless the program handles it.
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_LONGEST_ABORT_S)
     mpi.COMM_WORLD.Abort(code)
 
 
