@@ -242,7 +242,7 @@ def _slow(phase: str, chance: random.Random) -> Trial:
 
 def _full_disk(phase: str, chance: random.Random) -> Trial:
     with _folder() as folder, _small_disk(folder / "disk") as disk:
-        options = ("--checkpoints", disk, "--fault", "link", "--phase", "checkpoint", "--at", 2)
+        options = ("--checkpoints", disk, "--fault", "mark", "--phase", "checkpoint", "--at", 2)
         ended = _run(_hvpipe_run(2, folder, *options))
         return _judge_going_on(ended, folder, 2, "No space left on device")
 
@@ -274,7 +274,7 @@ def _link(down_s: float | None, phase: str, chance: random.Random) -> Trial:
                 set_link("up")
 
         at = chance.randrange(1, 10)
-        options = ("--fault", "link", "--phase", phase, "--at", at, "--pause", 0.02, "--steps", 40)
+        options = ("--fault", "mark", "--phase", phase, "--at", at, "--pause", 0.02, "--steps", 40)
         agent = ("--rsh-agent", str(cluster.directory / "agent"), "--net", network.SUBNET)
         started = _hvpipe_run(2, folder, *options)
         started[4:6] = ["--hosts", "h0:1,h1:1", *agent]
@@ -305,7 +305,7 @@ def _whole_job(phase: str, chance: random.Random) -> Trial:
             time.sleep(chance.uniform(0.0, 0.15))
             _kill_session(process.pid, folder)
 
-        _run(_hvpipe_run(2, folder, "--fault", "link", "--phase", "checkpoint"), during)
+        _run(_hvpipe_run(2, folder, "--fault", "mark", "--phase", "checkpoint"), during)
         again = _run(_hvpipe_run(2, folder))
         unreadable = list((folder / "checkpoints").glob("*.damaged"))
         if unreadable:

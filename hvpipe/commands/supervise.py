@@ -174,8 +174,8 @@ class _Supervisor:
         if done.wait(_STUCK_S):
             return
         print(
-            f"hvpipe run: a rank failed, but the launcher did not end the job within {_STUCK_S:g} s, so it is "
-            "killed. Its processes on hosts that cannot be reached end at their own deadlines.",
+            f"hvpipe run: a rank failed, but the launcher did not end the job within {_STUCK_S:g} s, so it "
+            "is killed. Its processes on hosts that cannot be reached end at their own deadlines.",
             file=sys.stderr,
             flush=True,
         )
