@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, print_with_rank
 from hvpipe.comm.discover import Settings, discover
 from hvpipe.comm.discover import settings as read_settings
+from hvpipe.comm.last_words import end_record, flight_path, keep_record, tell_recorder
 from hvpipe.comm.native import import_native
 from hvpipe.comm.world import World, open_world
 from hvpipe.errors import HvpipeError
@@ -58,6 +59,7 @@ _RANK_0_DECIDES = (
     "shared_memory",
     *("nccl_library", "nccl_span", "gpus_may_be_shared"),
     *("verify_every", "nonfinite"),
+    *("stall_warn_s", "stall_abort_s", "flight_folder"),
 )
 
 _lock = threading.Lock()
@@ -78,7 +80,8 @@ class Session:
         if settings.without_effect and self.world.rank == 0:
             names = ", ".join(settings.without_effect)
             logger.warning("hvpipe: these variables of Horovod have no effect here: %s", names)
-        self.settings = settings = _with_settings_of_rank_0(settings, self.world)
+        settings = _with_settings_of_rank_0(settings, self.world)
+        self.settings = settings = replace(settings, flight_path=flight_path(settings, self.world))
         self.engine: Engine = Engine(self.world, settings)
         self.step_durations_s: list[float] = []
         self.sample_counters: list[CountsSamples] = []
@@ -91,6 +94,7 @@ class Session:
         self._is_parents = False
         if self.engine.core is not None:
             import_native().set_default(self.engine.core)
+            keep_record(self.engine.core)
             self.named_calls()  # now, because all ranks open it together
         self._start_sampler()
 
@@ -119,6 +123,7 @@ class Session:
         if self.engine.core is not None:
             import_native().set_default(None)
         self.engine.stop()
+        end_record(self.settings.flight_path)
         self.engine.core = None
         self.world.close()
 
@@ -266,9 +271,10 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     try:
         session.close()
-    except Exception:
+    except Exception as error:
         if session.world.size == 1:
             raise
+        tell_recorder(f"{type(error).__name__}: {error}")
         # At exit Python would print the exception and continue, and the peers would wait.
         print_with_rank(session.world, traceback.format_exc())
         session.world.abort(1)

@@ -94,8 +94,23 @@ class Settings:
     job_folder: Path | None = None  # that `hvpipe run` shares with the ranks of its host
     verify_every: int = 0  # steps; 0: never
     nonfinite: Nonfinite = "ignore"
+    stall_warn_s: float = 10.0  # 0: never
+    stall_abort_s: float | None = None  # None: timeout_s
+    flight_folder: str | None = None  # None: the job folder, or memory without one
+    flight_path: str = ""  # the session sets it
     log_level: str | None = None  # None: the level that the program configured
     without_effect: tuple[str, ...] = ()  # variables of Horovod that ask for what hvpipe does not have
+
+    @property
+    def engine_timeout_s(self) -> float:
+        """The longest wait of a collective."""
+        return min(self.timeout_s, self.stall_abort_s or math.inf)
+
+    @property
+    def engine_stall_s(self) -> float:
+        """After how long a wait is reported: in time for the report to precede the end of the job."""
+        abort_s = self.stall_abort_s or math.inf
+        return min(self.stall_warn_s, max(abort_s / 2, abort_s - 4))
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Launch:
@@ -152,6 +167,9 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
     | HVPIPE_VERIFY | after how many steps data_parallel compares weights over ranks |
     | HVPIPE_NONFINITE | "raise", "skip" or "ignore" steps whose gradients are NaN or Inf |
+    | HVPIPE_STALL_WARN | report a collective that waits for so many seconds; 0: none |
+    | HVPIPE_STALL_ABORT | end the job after such a wait, in seconds; the default is HVPIPE_TIMEOUT |
+    | HVPIPE_FLIGHT_RECORDER | the folder for the recorders of ranks that end badly |
     | HVPIPE_JOB_FOLDER | set by `hvpipe run`: the folder that it shares with the ranks of its host |
     | HVPIPE_LOG_LEVEL | debug, info, warning or error |
     | HOROVOD_DYNAMIC_PROCESS_SETS | Horovod's own: 1 lets process sets be added to it |
@@ -200,6 +218,9 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         job_folder=job_folder(env),
         verify_every=_number(env, "HVPIPE_VERIFY", "steps", default.verify_every),
         nonfinite=_nonfinite(env, default.nonfinite),
+        stall_warn_s=_stall_warn(env, default.stall_warn_s),
+        stall_abort_s=_positive(env, "HVPIPE_STALL_ABORT", "seconds", 0.0) or None,
+        flight_folder=env.get("HVPIPE_FLIGHT_RECORDER") or None,
         log_level=log_level,
         without_effect=() if on_horovod else horovod_variables.without_effect(given),
     )
@@ -326,6 +347,11 @@ def _nccl_span(env: Mapping[str, str], default: NcclSpan) -> NcclSpan:
     if text == "host":
         return "host"
     raise _bad("HVPIPE_NCCL_SPAN", "world or host", text)
+
+
+def _stall_warn(env: Mapping[str, str], default: float) -> float:
+    name = "HVPIPE_STALL_WARN"
+    return 0.0 if env.get(name) == "0" else _positive(env, name, "seconds, or 0", default)
 
 
 def _nonfinite(env: Mapping[str, str], default: Nonfinite) -> Nonfinite:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import sys
 import time
 from array import array
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 _CLOCK_ROUNDS = 32
+_LONGEST_ABORT_S = 10
 _MOST_BYTES = 1 << 30
 """Limit of one MPI call, because MPI's counts and offsets are ints."""
 
@@ -64,13 +67,15 @@ class MpiWorld:
         check_mpi(self.library_version)
         return import_native().Engine.create(
             self._engine_handle,
-            timeout_s=settings.timeout_s,
+            timeout_s=settings.engine_timeout_s,
             segment_bytes=settings.segment_bytes or self.eager_bytes * 15 // 16,  # leave room for headers
             messages_in_flight=settings.messages_in_flight,
             slot_bytes=settings.slot_bytes,
             shared_memory=settings.shared_memory and fits_on_all_hosts(self, settings),
             ranks_per_host=settings.ranks_per_host,
             trace=settings.trace_path is not None,
+            stall_warn_s=settings.engine_stall_s,
+            flight_path=settings.flight_path,
         )
 
     def make_named_calls(self, settings: Settings) -> Any:
@@ -263,6 +268,10 @@ def short_version(text: str) -> str:
 def _abort(mpi: ModuleType, code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+    # MPI may wait for a host that cannot be reached. SIGALRM ends a process, unless the program handles it.
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_LONGEST_ABORT_S)
     mpi.COMM_WORLD.Abort(code)
 
 

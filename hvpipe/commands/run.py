@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvpipe.commands import horovodrun_flags, launch_options, rank_output, restarts
+from hvpipe.commands import horovodrun_flags, launch_options, rank_output, restarts, watch_options
 from hvpipe.errors import LaunchError
 
 # As in the names "python3" and "python3.11".
@@ -32,6 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("raise", "skip", "ignore"),
         help="what to do with steps whose gradients are NaN or Inf (default: ignore)",
     )
+    watch_options.add_options(parser)
     parser.add_argument("--no-summary", action="store_true", help="print no summary at the end")
     restarts.add_options(parser)
     horovodrun_flags.add_options(parser)
@@ -84,7 +85,11 @@ def _is_python(word: str) -> bool:
 
 def _settings(options: argparse.Namespace) -> dict[str, str]:
     """Return the HVPIPE_* variables that pass the options on to the ranks."""
-    settings = {**horovodrun_flags.settings(options), **launch_options.timeout_setting(options)}
+    settings = {
+        **horovodrun_flags.settings(options),
+        **launch_options.timeout_setting(options),
+        **watch_options.settings(options),
+    }
     for variable, option, value in (
         ("HVPIPE_TRACE", "--trace", options.trace),
         ("HVPIPE_UTILIZATION", "--utilization", options.utilization),
