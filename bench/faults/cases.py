@@ -105,7 +105,7 @@ def _run(command: Sequence[str], during: Callable[[subprocess.Popen[str]], None]
     environ = {
         **os.environ,
         "PYTHONPATH": str(Path(__file__).parents[2]),
-        "HVPIPE_TIMEOUT": f"{DEADLINE_S:g}",
+        **dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_SHUTDOWN_TIMEOUT"), f"{DEADLINE_S:g}"),
     }
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(

@@ -48,8 +48,7 @@ def _read(folder: Path, text: str) -> None:
     (folder / MANIFEST).write_text(text, errors="surrogatepass")
     try:
         found = read_manifest(folder)
-    except HvpipeError as error:
-        assert "Received: " in str(error)
+    except HvpipeError:
         return
     for part in found.parts:
         assert Path(part.file.name).name == part.file.name
