@@ -42,7 +42,7 @@ FLAGS = {
         *("--bind", "--dry-run", "--help", "--host", "--hostfile", "--hosts", "--launcher-args", "--module"),
         *("--mpirun", "--net", "--no-summary", "--rsh-agent", "--timeout", "--trace", "--utilization"),
         *("--utilization-hz", "-H", "-h", "-m", "-n", "-np", "-hostfile"),
-        *("--grace", "--nonfinite", "--restarts", "--verify"),
+        *("--elastic", "--grace", "--lr-scaling", "--min-np", "--nonfinite", "--restarts", "--verify"),
         *("--flight-recorder", "--stall-abort", "--stall-warn"),
         *HOROVODRUN,
     ],

@@ -159,6 +159,12 @@ void BindEngine(EngineClass& engine) {
       .def(
           "use_stacks", [](Engine& self, int number, int file) { self.watchdog().UseStacks(number, file); },
           nb::arg("signal"), nb::arg("file"))
+          "lose_peer",
+          [](Engine& self, const std::string& message) {
+            const nb::gil_scoped_release release;
+            self.Fail(Error(message, ErrorKind::kPeer));
+          },
+          nb::arg("message"))
       .def("stop", &Engine::Stop, nb::call_guard<nb::gil_scoped_release>())
       .def("set_requests", [](Engine& self, std::uint64_t bits) { self.agreement().SetRequests(bits); })
       .def("requests", [](Engine& self) { return self.agreement().requests(); })

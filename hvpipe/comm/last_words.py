@@ -50,6 +50,21 @@ def flight_path(settings: Settings, world: World) -> str:
     return str(path)
 
 
+def flight_path_without_lost(path: str, world: World) -> str:
+    """Return the file of this rank's recorder in a job that goes on without lost ranks.
+
+    The files of before stay, because they tell of the loss.
+    """
+    if not path:
+        return ""
+    before = Path(path).parent
+    folder = before.with_name(f"{before.name}-{world.size}-ranks")
+    with contextlib.suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        return str(folder / f"rank-{world.rank}.flight")
+    return ""
+
+
 def keep_record(core: Any) -> None:
     """From now on, let errors and signals be recorded, and let the watchdog read Python stacks."""
     global _core, _stack_file
