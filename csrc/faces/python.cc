@@ -159,6 +159,7 @@ void BindEngine(EngineClass& engine) {
       .def(
           "use_stacks", [](Engine& self, int number, int file) { self.watchdog().UseStacks(number, file); },
           nb::arg("signal"), nb::arg("file"))
+      .def(
           "lose_peer",
           [](Engine& self, const std::string& message) {
             const nb::gil_scoped_release release;
