@@ -245,7 +245,7 @@ def _pipedream(
     Devices stay in their order, and stages have no replicas. As in the paper, memory does not count.
     """
     groups = [(device.name,) for device in devices]
-    ends = ChainCutter(Spans(profile), profile.levelled(cluster)).cut(groups, None, "send")
+    ends = ChainCutter(profile, Spans(profile), cluster).cut(groups, None, "send")
     assert ends is not None
     return _named(devices, [list(range(*span)) for span in pairwise((0, *ends))])
 

@@ -39,7 +39,7 @@ class Starts:
         self._stages, self._modes, self._most_groups = stages, modes, judge.most_groups
         self._many = len(judge.cluster.devices) > _MANY_DEVICES
         self.spans = Spans(judge.profile)
-        self.cutter = ChainCutter(self.spans, self._cluster)
+        self.cutter = ChainCutter(judge.profile, self.spans, judge.cluster)
         self._relaxed = judge.limited and judge.choice.recompute == "auto"
 
     def layouts(self) -> Iterator[Layout]:
