@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from hvpipe import __version__
-from hvpipe.commands import bench, doctor, migrate, plan, profile, report, run, top
+from hvpipe.commands import bench, blackbox, doctor, migrate, plan, profile, report, run, top
 from hvpipe.errors import HvpipeError
 
-_EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, top found no job, report or plan cannot read
-a file, plan found no plan that fits or refuses an option's value, or migrate left something to do by hand;
-2 other wrong usage, the run could not be started, profile found no model to measure, or migrate cannot read,
-parse or write a file; otherwise run and profile return mpirun's exit code,
+_EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, top found no job, report, blackbox or plan
+cannot read a file, plan found no plan that fits or refuses an option's value, or migrate left something to do
+by hand; 2 other wrong usage, the run could not be started, profile found no model to measure, or migrate
+cannot read, parse or write a file; otherwise run and profile return mpirun's exit code,
 128 + n after signal n; bench returns 1 if rounds failed or compare found a regression"""
 _BENCH_COMMANDS = "run quick, run full, report DIR, compare BEFORE AFTER, readme DIR; each has --help"
 
@@ -35,6 +35,7 @@ _COMMANDS: dict[str, tuple[_Command, str, str | None]] = {
     "top": (top, "watch all ranks of a running job", _EXIT_CODES),
     "doctor": (doctor, "show what was built and found, what is missing and how to get it", None),
     "report": (report, "summarise a trace that `hvpipe run --trace` wrote", None),
+    "blackbox": (blackbox, "say what ended a job, from its flight recorders", None),
     "profile": (profile, "measure a model's layers, the devices and the links", _EXIT_CODES),
     "plan": (plan, "cut a model into stages for a cluster", plan.EPILOG),
     "migrate": (migrate, "show how to move Horovod scripts to hvpipe, or move them", _EXIT_CODES),

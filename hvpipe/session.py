@@ -8,12 +8,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from hvpipe.comm.abort_on_error import abort_on_uncaught_errors, print_with_rank
 from hvpipe.comm.discover import Settings, discover
 from hvpipe.comm.discover import settings as read_settings
+from hvpipe.comm.last_words import (
+    end_record,
+    flight_path,
+    flight_path_without_lost,
+    keep_record,
+    tell_recorder,
+)
 from hvpipe.comm.native import import_native
 from hvpipe.comm.world import World, open_world
 from hvpipe.errors import HvpipeError
@@ -58,6 +65,8 @@ _RANK_0_DECIDES = (
     "shared_memory",
     *("nccl_library", "nccl_span", "gpus_may_be_shared"),
     *("verify_every", "nonfinite"),
+    *("stall_warn_s", "stall_abort_s", "flight_folder"),
+    *("elastic", "min_ranks", "lr_scaling"),
 )
 
 _lock = threading.Lock()
@@ -78,7 +87,8 @@ class Session:
         if settings.without_effect and self.world.rank == 0:
             names = ", ".join(settings.without_effect)
             logger.warning("hvpipe: these variables of Horovod have no effect here: %s", names)
-        self.settings = settings = _with_settings_of_rank_0(settings, self.world)
+        settings = _with_settings_of_rank_0(settings, self.world)
+        self.settings = settings = replace(settings, flight_path=flight_path(settings, self.world))
         self.engine: Engine = Engine(self.world, settings)
         self.step_durations_s: list[float] = []
         self.sample_counters: list[CountsSamples] = []
@@ -91,7 +101,14 @@ class Session:
         self._is_parents = False
         if self.engine.core is not None:
             import_native().set_default(self.engine.core)
+            keep_record(self.engine.core)
             self.named_calls()  # now, because all ranks open it together
+        self.lost: str | None = None  # says which ranks are lost, until the others go on
+        self.run_section: Callable[[Callable[[], Any]], Any] = lambda call: call()
+        """Runs what all ranks do together between steps; see hvpipe.keras.data_parallel.elastic."""
+        self._left_behind: list[Any] = []  # freeing it could wait for a lost rank
+        if settings.elastic:
+            self._watch()
         self._start_sampler()
 
     def close(self) -> None:
@@ -119,8 +136,62 @@ class Session:
         if self.engine.core is not None:
             import_native().set_default(None)
         self.engine.stop()
+        end_record(self.settings.flight_path)
         self.engine.core = None
         self.world.close()
+
+    def go_on_without_lost(self) -> Resize:
+        """Replace the ranks by those that are left, and the engine by one between them; collective over them.
+
+        Returns:
+            What changed.
+        """
+        from hvpipe.comm.mpi import MpiWorld
+
+        before = self.world
+        while True:
+            assert isinstance(self.world, MpiWorld)
+            self.world, lost = self.world.survivors()
+            self.lost = None
+            native = import_native()
+            native.set_default(None)
+            native.set_default_named_calls(None)
+            self._left_behind.append(self._named_calls)
+            self._named_calls = None
+            try:
+                path = flight_path_without_lost(self.settings.flight_path, self.world)
+                self.settings = replace(self.settings, flight_path=path)
+                self.engine.go_on_with(self.world, self.settings)
+                self._watch()
+                native.set_default(self.engine.core)
+                keep_record(self.engine.core)
+                self.named_calls()
+            except HvpipeError:
+                if not self._loses():
+                    raise
+                continue  # another rank was lost meanwhile
+            return Resize(before.size, self.world.size, before.rank, self.world.rank, tuple(lost))
+
+    def _loses(self) -> bool:
+        return self.lost is not None
+
+    def _watch(self) -> None:
+        from hvpipe.comm.mpi import MpiWorld
+
+        if not isinstance(self.world, MpiWorld):
+            raise HvpipeError(
+                "--elastic needs ranks that Open MPI joins: start them with `hvpipe run --elastic`. "
+                f"Received: {self.world.library_version}"
+            )
+        self.world.watch(self._ranks_are_lost)
+
+    def _ranks_are_lost(self, ranks: list[int]) -> None:
+        which = "a rank" if not ranks else f"rank {', '.join(map(str, ranks))}"
+        self.lost = f"{which} of {self.world.size} was lost"
+        self.engine.lose_ranks(
+            f"Training should go on without ranks that are lost, which only fit with data_parallel can. "
+            f"Received: {self.lost}"
+        )
 
     def leave_to_parent(self) -> None:
         """In a child of os.fork(): keep the numbers of rank and size, and forget what communicates.
@@ -189,6 +260,25 @@ class Session:
             samples=sum(counter.total() for counter in tuple(self.sample_counters)),
             bytes_sent=self.engine.counters()["bytes_sent"],
         )
+
+
+@dataclass(frozen=True)
+class Resize:
+    """A change of the number of ranks.
+
+    Attributes:
+        old_size: The number of ranks before.
+        size: The number of ranks now.
+        old_rank: The number of this rank before.
+        rank: The number of this rank now.
+        lost: The ranks that were lost, by their numbers before.
+    """
+
+    old_size: int
+    size: int
+    old_rank: int
+    rank: int
+    lost: tuple[int, ...]
 
 
 def init(
@@ -266,9 +356,13 @@ def shutdown() -> None:
     atexit.unregister(shutdown)
     try:
         session.close()
-    except Exception:
+    except Exception as error:
+        if session.lost is not None and session.settings.elastic:
+            logger.warning("hvpipe: %s in shutdown", session.lost)  # its work was done
+            return
         if session.world.size == 1:
             raise
+        tell_recorder(f"{type(error).__name__}: {error}")
         # At exit Python would print the exception and continue, and the peers would wait.
         print_with_rank(session.world, traceback.format_exc())
         session.world.abort(1)

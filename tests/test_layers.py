@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parent.parent / "hvpipe"
 # A package's name stands for its modules, except those that the table names themselves.
 LAYERS = (
     ("errors", "config_file", "log", "moved", "_build_info", "_engine"),
-    ("specs", "checkpoints"),
+    ("specs", "checkpoints", "blackbox"),
     ("plan", "trace"),
     ("schedule",),
     ("forecast",),

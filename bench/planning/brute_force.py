@@ -12,6 +12,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import combinations
 from unittest import mock
 
@@ -44,9 +45,21 @@ def random_case(seed: int, layers: int, devices: int) -> PlanRequest:
     )
     skips = {(a, b) for a in range(layers) for b in range(a + 2, layers) if draw.random() < 0.08}
     profile = Profile(costs, tuple(sorted(skips | {(i, i + 1) for i in range(layers - 1)})))
-    return PlanRequest(
-        profile, _cluster(draw, profile, devices), PipeliningChoice(microbatches=draw.choice([4, 6, 8]))
-    )
+    cluster, microbatches = _cluster(draw, profile, devices), draw.choice([4, 6, 8])
+    if draw.random() < 0.3:
+        profile, cluster = _with_types(draw, profile, cluster)
+    return PlanRequest(profile, cluster, PipeliningChoice(microbatches=microbatches))
+
+
+def _with_types(draw: random.Random, profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
+    """Give the last device a type, on which each layer is faster or slower by another factor."""
+    layers = [
+        replace(one, time_s={"cpu": (one.forward_s * by, one.backward_s * by)})
+        for one, by in ((one, draw.choice([0.5, 1.0, 2.0, 4.0])) for one in profile.layers)
+    ]
+    last = cluster.hosts[-1]
+    typed = replace(last, devices=(*last.devices[:-1], replace(last.devices[-1], type="cpu")))
+    return replace(profile, layers=tuple(layers)), replace(cluster, hosts=(*cluster.hosts[:-1], typed))
 
 
 def _cluster(draw: random.Random, profile: Profile, devices: int) -> Cluster:

@@ -32,6 +32,7 @@ void GradientBuckets::BeginStep(int plan_number, std::int64_t step, double sampl
       operations.insert(operations.end(), announced.begin(), announced.end());
     }
     ++telemetry_.counters.steps;
+    telemetry_.flight.Add(Flight::kStep, plan.name, static_cast<std::uint64_t>(step));
   }
   // All in one call, so that the order is the same on every rank. The buckets become ready when they are
   // submitted.

@@ -33,6 +33,7 @@ void GradientBuckets::Collect(int plan, int bucket_number, Done done) {
     }
     if (!error && bucket.state == BucketState::kReducing) {
       bucket.collect_s = Now();
+      telemetry_.flight.Add(Flight::kWaits, bucket.layout.name, 0, bucket.collect_s);
       bucket.waiting = std::move(done);
       return;
     }

@@ -15,7 +15,7 @@ constexpr double kLeaveS = 10;  // the longest wait for the other ranks in Stop
 }  // namespace
 
 Engine::Engine(const Connect& connect, const EngineOptions& options)
-    : telemetry_(options.trace),
+    : telemetry_(options.trace, options.flight_path),
       connection_(connect(options, telemetry_.counters)),
       network_(*connection_.network),
       route_(*connection_.route),
@@ -25,7 +25,10 @@ Engine::Engine(const Connect& connect, const EngineOptions& options)
       calls_(*progress_, network_, agreement_, route_),
       device_calls_(*progress_, calls_, route_, device_),
       device_messages_(*progress_, network_, messenger_, device_, telemetry_.counters),
-      buckets_(*progress_, agreement_, route_, device_, telemetry_) {}
+      buckets_(*progress_, agreement_, route_, device_, telemetry_),
+      watchdog_(network_.mail(), telemetry_, [this] { return progress_->WaitsNow(); }) {
+  telemetry_.flight.SetRank(network_.topology().rank, network_.topology().size);
+}
 
 // Progress calls these only after something was enqueued, so all parts exist by then.
 Progress::Options Engine::ProgressOptions() {
@@ -33,6 +36,9 @@ Progress::Options Engine::ProgressOptions() {
   options.timeout_s = network_.options().timeout_s;
   options.crowded = network_.crowded();
   options.nap_s = [this](int idle_passes) { return network_.NapS(idle_passes, *messenger_.awaited() > 0); };
+  options.stall_s = network_.options().stall_warn_s;
+  options.stalled = [this](const Stall& stall) { watchdog_.Report(stall); };
+  options.report = [this] { return watchdog_.report(); };
   options.begin_pass = [this](double now_s) { network_.BeginPass(now_s); };
   options.failed = [this] {
     device_messages_.EndPosted(*progress_->error());
@@ -44,6 +50,7 @@ Progress::Options Engine::ProgressOptions() {
 // Frees nothing that MPI holds, unless Stop did: freeing is collective, but ranks destroy their engines at
 // any time. After an error all buffers stay, because messages that were under way may still use them.
 Engine::~Engine() {
+  watchdog_.Stop();
   progress_->Stop();
   device_.Abort();  // before the buffers that are registered with NCCL are freed; does nothing after Close
   if (!progress_->error() && device_.Aborted(kLeaveS)) {
@@ -69,6 +76,7 @@ void Engine::Stop() {
   if (!progress_->Close()) return;
   const double patience_s = std::min(kLeaveS, network_.options().timeout_s);
   progress_->Drain(patience_s);
+  watchdog_.Stop();
   progress_->Stop();
   device_messages_.EndPosted(ShutDown());
   if (progress_->error()) {
@@ -81,6 +89,7 @@ void Engine::Stop() {
   if (!network_.Barrier(patience_s) || !network_.Barrier(patience_s)) return;
   if (!device_.Close(patience_s)) return;
   network_.Free();
+  telemetry_.flight.Close();
 }
 
 namespace {

@@ -13,6 +13,7 @@
 #include "core/progress.h"
 #include "core/reduce.h"
 #include "core/telemetry.h"
+#include "core/watchdog.h"
 #include "device/device_calls.h"
 #include "device/device_messenger.h"
 #include "device/rank_device.h"
@@ -37,6 +38,9 @@ class Engine {
   EventLog& log() { return telemetry_.log; }
   const EventLog& log() const { return telemetry_.log; }
   Counters counters() const { return telemetry_.counters; }
+
+  FlightRecorder& flight() { return telemetry_.flight; }
+  Watchdog& watchdog() { return watchdog_; }
 
   GradientBuckets& buckets() { return buckets_; }
   Messenger& messenger() { return messenger_; }
@@ -72,6 +76,7 @@ class Engine {
   DeviceCalls device_calls_;
   DeviceMessenger device_messages_;
   GradientBuckets buckets_;
+  Watchdog watchdog_;  // last: its thread asks progress_
 };
 
 // The engine of the default session, which TensorFlow's kernels use. Null without a session.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 namespace hvpipe {
 
@@ -15,6 +16,8 @@ struct EngineOptions {
   bool shared_memory = true;            // false: ranks of one host use the ring as well
   int ranks_per_host = 0;  // > 0: pretend that each group of this many ranks is a host (for tests)
   bool trace = false;
+  double stall_warn_s = 0;  // report a longer wait; 0: none
+  std::string flight_path;  // file of the flight recorder; "": in memory only
 };
 
 }  // namespace hvpipe

@@ -15,6 +15,7 @@
 
 namespace hvpipe {
 
+class Mail;
 class Transport;
 
 // This rank's position among all ranks and hosts.
@@ -65,6 +66,9 @@ class Network {
   // What only MPI has, and NCCL's set-up and messages need; null without MPI.
   virtual Transport* messages() const { return nullptr; }
   virtual Transport* TransportOf(int /*group*/) const { return nullptr; }
+
+  // For the watchdog; null without MPI.
+  virtual Mail* mail() const { return nullptr; }
 
   // Find out once what has completed.
   virtual void BeginPass(double /*now_s*/) {}

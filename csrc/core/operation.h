@@ -16,6 +16,14 @@ namespace hvpipe {
 
 class Operation;
 
+// What a rank waits for, in words.
+struct Stall {
+  std::string what;     // the operation
+  std::string waiting;  // for whom or what
+  double waited_s = 0;  // without any progress of this rank's communication
+  std::uint64_t sequence = 0;
+};
+
 // Called once when a request has ended, from another thread, without any lock held. Null: success.
 using Done = std::function<void(const Error* error)>;
 // Called some 20 times a second while a call waits; may throw.

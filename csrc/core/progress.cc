@@ -9,7 +9,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <sstream>
 #include <utility>
 
 namespace hvpipe {
@@ -37,6 +36,7 @@ Progress::Progress(Options options, Telemetry& telemetry)
     : options_(std::move(options)),
       counters_(telemetry.counters),
       log_(telemetry.log),
+      flight_(telemetry.flight),
       thread_([this] { Loop(); }) {}
 
 Progress::~Progress() { Stop(); }
@@ -182,11 +182,12 @@ void Progress::TakeInbox() {
   for (auto& operation : newly_ready_) {
     operation->seen_ready_ = true;
     operation->ready_s_ = operation->moved_s_ = now;
+    flight_.Add(Flight::kReady, operation->what, operation->sequence_, now);
   }
   newly_ready_.clear();
 }
 
-bool Progress::Blocked(Operation& operation) const {
+bool Progress::Blocked(const Operation& operation) const {
   if (!operation.seen_ready_) return true;
   if (operation.current_ == operation.stages.size()) return false;
   const OrderQueue* order = operation.stages[operation.current_].order;
@@ -214,6 +215,7 @@ Progress::PassResult Progress::Pass() {
       result.waiting = true;
       if (check_deadlines) CheckDeadline(*operation, now - operation->moved_s_);
     }
+    if (check_deadlines && options_.stall_s > 0) TellStall(now);
   } catch (const std::exception& failure) {
     FailAll(ErrorOf(failure));
     return {};
@@ -244,7 +246,10 @@ bool Progress::StepOne(Operation& operation, double now) {
     if (stepped) {
       moved = true;
       operation.moved_s_ = now;
-      if (operation.started_s_ == 0) operation.started_s_ = operation.traced != nullptr ? Now() : now;
+      if (operation.started_s_ == 0) {
+        operation.started_s_ = operation.traced != nullptr ? Now() : now;
+        flight_.Add(Flight::kBegun, operation.what, operation.sequence_, operation.started_s_);
+      }
     }
     if (!stage.collective->done()) return moved;
     EndStage(operation);
@@ -253,8 +258,9 @@ bool Progress::StepOne(Operation& operation, double now) {
   if (operation.check) operation.check(operation);
   operation.ended_ = true;
   ++counters_.operations;
+  const double end = Now();
+  flight_.Add(Flight::kDone, operation.what, operation.sequence_, end);
   if (operation.traced != nullptr && log_.enabled()) {
-    const double end = Now();
     const double started = operation.started_s_ == 0 ? end : operation.started_s_;
     if (operation.of_all_ranks) log_.Add("wait", operation.what, operation.ready_s_, started);
     log_.Add(operation.traced, operation.what, started, end);
@@ -268,26 +274,14 @@ void Progress::EndStage(Operation& operation) {
   ++operation.current_;
 }
 
-void Progress::CheckDeadline(const Operation& operation, double waited_s) const {
-  const Operation::Stage& stage = operation.stages[operation.current_];
-  const double grace_s = stage.collective ? stage.collective->GraceS() : 0;
-  const bool own_limit = operation.limit_s > 0;
-  const double limit_s = own_limit ? operation.limit_s : options_.timeout_s;
-  if (waited_s < limit_s + grace_s) return;
-  std::ostringstream text;
-  text << "Waited " << limit_s << " s in " << operation.what << " for ";
-  text << (stage.collective ? stage.collective->Waiting() : "its turn")
-       << ". Has that rank ended, or is it busy for "
-       << "longer than the time limit? Raise the limit with "
-       << (own_limit ? "HVPIPE_SHUTDOWN_TIMEOUT." : "HVPIPE_TIMEOUT or hvpipe.init(timeout_s=...).");
-  throw Error(text.str(), ErrorKind::kDeadline);
-}
-
 void Progress::FailAll(const Error& error) {
   {
     // From now on Enqueue throws. Operations still in the inbox fail with the others.
     const std::lock_guard<std::mutex> lock(inbox_mutex_);
-    if (!error_) error_ = error;
+    if (!error_) {
+      error_ = error;
+      flight_.Add(Flight::kFailed, error.what(), 0);
+    }
     active_.insert(active_.end(), inbox_.begin(), inbox_.end());
     inbox_.clear();
     newly_ready_.clear();

@@ -30,10 +30,15 @@ class Progress {
  public:
   struct Options {
     double timeout_s = 300;
+    double stall_s = 0;  // call `stalled` after a wait of this length; 0: never
     // Sleep time in seconds after this many consecutive passes without progress.
     std::function<double(int)> nap_s = [](int) { return 50e-6; };
     bool crowded = false;  // more ranks on this host than cores
     std::function<void(double now_s)> begin_pass = [](double) {};
+    // Called once when nothing has moved for `stall_s` seconds, on the driving thread.
+    std::function<void(const Stall&)> stalled = [](const Stall&) {};
+    // What to add to the message of a deadline.
+    std::function<std::string()> report = [] { return std::string(); };
     // Called after the engine has failed, without any lock held, after `finished` of every operation that
     // failed.
     std::function<void()> failed = [] {};
@@ -68,6 +73,8 @@ class Progress {
   // End every operation with `error`, present and future ones.
   void Fail(const Error& error);
   std::optional<Error> error() const;
+  // What this rank waits for; empty if for nothing, or if that cannot be found out now.
+  std::optional<Stall> WaitsNow();
   // The error that a new request gets: shut down, or the first error. Empty while the engine works.
   std::optional<Error> refusal() const;
 
@@ -108,8 +115,11 @@ class Progress {
   void TakeInbox();
   PassResult Pass();
   bool StepOne(Operation& operation, double now);
-  bool Blocked(Operation& operation) const;
+  bool Blocked(const Operation& operation) const;
+  // progress_waits.cc
   void CheckDeadline(const Operation& operation, double waited_s) const;
+  void TellStall(double now);
+  std::optional<Stall> StallOf(double now) const;
   void EndStage(Operation& operation);
   void FailAll(const Error& error);
   void RunFinished();
@@ -117,6 +127,7 @@ class Progress {
   const Options options_;
   Counters& counters_;
   EventLog& log_;
+  FlightRecorder& flight_;
 
   std::atomic<bool> closed_{false};
 
@@ -140,6 +151,7 @@ class Progress {
   double next_deadline_check_s_ = 0;
   int idle_passes_ = 0;
   double moved_s_ = 0;
+  double stall_told_s_ = 0;
 
   std::thread thread_;
 };

@@ -39,6 +39,7 @@ void GradientBuckets::Submit(int plan, int bucket_number, const std::vector<cons
     throw error;
   }
   if (log.enabled()) log.Add("pack", bucket.layout.name, start, Now());
+  telemetry_.flight.Add(Flight::kPacked, bucket.layout.name, operation->sequence());
   progress_.MakeReady(operation);
   if (const auto error = progress_.error()) throw *error;
 }

@@ -3,8 +3,10 @@
 
 #include <atomic>
 #include <cstdint>
+#include <string>
 
 #include "core/event_log.h"
+#include "core/flight_recorder.h"
 
 namespace hvpipe {
 
@@ -40,9 +42,10 @@ struct Counters {
 };
 
 struct Telemetry {
-  explicit Telemetry(bool trace) : log(trace) {}
+  Telemetry(bool trace, const std::string& flight_path) : log(trace), flight(flight_path) {}
   Counters counters;
   EventLog log;
+  FlightRecorder flight;
 };
 
 }  // namespace hvpipe

@@ -46,7 +46,8 @@ namespace {
 // MPI connects the ranks.
 std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::size_t segment_bytes,
                                    int messages_in_flight, std::size_t slot_bytes, bool shared_memory,
-                                   int ranks_per_host, bool trace) {
+                                   int ranks_per_host, bool trace, double stall_warn_s,
+                                   const std::string& flight_path) {
   EngineOptions options;
   options.timeout_s = timeout_s;
   // Any eager limit is possible, but counts of MPI are ints.
@@ -56,13 +57,16 @@ std::shared_ptr<Engine> MakeEngine(int fortran_handle, double timeout_s, std::si
   options.shared_memory = shared_memory;
   options.ranks_per_host = ranks_per_host;
   options.trace = trace;
+  options.stall_warn_s = stall_warn_s;
+  options.flight_path = flight_path;
   const nb::gil_scoped_release release;
   return std::make_shared<Engine>(OverMpi(MPI_Comm_f2c(fortran_handle)), options);
 }
 
 // The calls of another library connect the ranks.
 std::shared_ptr<Engine> MakeEngineOverCalls(const std::shared_ptr<named::CallService>& service,
-                                            int first_on_host, int hosts, double timeout_s, bool trace) {
+                                            int first_on_host, int hosts, double timeout_s, bool trace,
+                                            double stall_warn_s, const std::string& flight_path) {
   Topology topology;
   topology.rank = service->rank();
   topology.size = service->size();
@@ -73,6 +77,8 @@ std::shared_ptr<Engine> MakeEngineOverCalls(const std::shared_ptr<named::CallSer
   EngineOptions options;
   options.timeout_s = timeout_s;
   options.trace = trace;
+  options.stall_warn_s = stall_warn_s;
+  options.flight_path = flight_path;
   const nb::gil_scoped_release release;
   return std::make_shared<Engine>(OverCalls(service, topology), options);
 }
@@ -132,14 +138,32 @@ void BindEngine(EngineClass& engine) {
   engine
       .def_static("create", &MakeEngine, nb::arg("fortran_handle"), nb::kw_only(), nb::arg("timeout_s"),
                   nb::arg("segment_bytes"), nb::arg("messages_in_flight"), nb::arg("slot_bytes"),
-                  nb::arg("shared_memory"), nb::arg("ranks_per_host"), nb::arg("trace"))
+                  nb::arg("shared_memory"), nb::arg("ranks_per_host"), nb::arg("trace"),
+                  nb::arg("stall_warn_s") = 0.0, nb::arg("flight_path") = "")
       .def_static("create_over_calls", &MakeEngineOverCalls, nb::arg("service"), nb::kw_only(),
-                  nb::arg("first_on_host"), nb::arg("hosts"), nb::arg("timeout_s"), nb::arg("trace"))
+                  nb::arg("first_on_host"), nb::arg("hosts"), nb::arg("timeout_s"), nb::arg("trace"),
+                  nb::arg("stall_warn_s") = 0.0, nb::arg("flight_path") = "")
       .def(
           "fail",
           [](Engine& self, const std::string& message) {
             const nb::gil_scoped_release release;
             self.Fail(Error(message, ErrorKind::kUsage));
+          },
+          nb::arg("message"))
+      .def(
+          "note", [](Engine& self, const std::string& text) { self.flight().Add(Flight::kNote, text, 0); },
+          nb::arg("text"))
+      .def(
+          "end", [](Engine& self, const std::string& why) { self.flight().End(why); }, nb::arg("why"))
+      .def("mark_signals", [](Engine& self) { self.flight().MarkSignals(); })
+      .def(
+          "use_stacks", [](Engine& self, int number, int file) { self.watchdog().UseStacks(number, file); },
+          nb::arg("signal"), nb::arg("file"))
+      .def(
+          "lose_peer",
+          [](Engine& self, const std::string& message) {
+            const nb::gil_scoped_release release;
+            self.Fail(Error(message, ErrorKind::kPeer));
           },
           nb::arg("message"))
       .def("stop", &Engine::Stop, nb::call_guard<nb::gil_scoped_release>())

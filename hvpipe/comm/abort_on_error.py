@@ -9,6 +9,7 @@ import traceback
 from types import TracebackType
 
 from hvpipe.comm.discover import job_folder
+from hvpipe.comm.last_words import tell_recorder
 from hvpipe.comm.world import StartedWorld, World, started_world
 
 
@@ -34,6 +35,7 @@ def _tell_launcher(world: World | StartedWorld, text: str) -> None:
     if folder is not None:
         with contextlib.suppress(OSError):
             (folder / f"error-{world.rank}").write_text(text.partition("\n")[0])
+            (folder / "aborting").touch()
 
 
 class _AbortAllRanks:
@@ -52,9 +54,11 @@ class _AbortAllRanks:
         if world is None or world.size == 1:
             self._previous(kind, error, trace)
         elif issubclass(kind, KeyboardInterrupt):
+            tell_recorder("KeyboardInterrupt")
             self._previous(kind, error, trace)
             world.abort(130)
         else:
+            tell_recorder(f"{kind.__name__}: {error}")
             _tell_launcher(world, f"{kind.__name__} on rank {world.rank}: {error}")
             print_with_rank(world, "".join(traceback.format_exception(kind, error, trace)))
             world.abort(1)

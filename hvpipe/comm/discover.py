@@ -20,6 +20,8 @@ Backend = Literal["mpi", "horovod"]
 NcclSpan = Literal["world", "host"]
 Nonfinite = Literal["raise", "skip", "ignore"]
 NONFINITE: tuple[Nonfinite, ...] = ("raise", "skip", "ignore")
+LrScaling = Literal["none", "linear", "sqrt"]
+LR_SCALINGS: tuple[LrScaling, ...] = ("none", "linear", "sqrt")
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -48,6 +50,7 @@ _HOROVOD = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL
 
 
 _EAGER_LIMIT, _MAX_SEND_SIZE = "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_size"
+_FAULT_TOLERANCE = "OMPI_MCA_mpi_ft_enable"
 _EAGER_BYTES, _USUAL_EAGER_BYTES = 256 << 10, 64 << 10
 
 
@@ -94,8 +97,26 @@ class Settings:
     job_folder: Path | None = None  # that `hvpipe run` shares with the ranks of its host
     verify_every: int = 0  # steps; 0: never
     nonfinite: Nonfinite = "ignore"
+    stall_warn_s: float = 10.0  # 0: never
+    stall_abort_s: float | None = None  # None: timeout_s
+    flight_folder: str | None = None  # None: the job folder, or memory without one
+    flight_path: str = ""  # the session sets it
+    elastic: bool = False  # whether training goes on without ranks that are lost
+    min_ranks: int = 1  # with fewer, an elastic job ends
+    lr_scaling: LrScaling = "none"  # of the learning rate when the number of ranks changes
     log_level: str | None = None  # None: the level that the program configured
     without_effect: tuple[str, ...] = ()  # variables of Horovod that ask for what hvpipe does not have
+
+    @property
+    def engine_timeout_s(self) -> float:
+        """The longest wait of a collective."""
+        return min(self.timeout_s, self.stall_abort_s or math.inf)
+
+    @property
+    def engine_stall_s(self) -> float:
+        """After how long a wait is reported: in time for the report to precede the end of the job."""
+        abort_s = self.stall_abort_s or math.inf
+        return min(self.stall_warn_s, max(abort_s / 2, abort_s - 4))
 
 
 def discover(environ: Mapping[str, str] | None = None) -> Launch:
@@ -152,7 +173,13 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_DEVICE_LIBRARY | for tests: the library that serves device arrays |
     | HVPIPE_VERIFY | after how many steps data_parallel compares weights over ranks |
     | HVPIPE_NONFINITE | "raise", "skip" or "ignore" steps whose gradients are NaN or Inf |
+    | HVPIPE_STALL_WARN | report a collective that waits for so many seconds; 0: none |
+    | HVPIPE_STALL_ABORT | end the job after such a wait, in seconds; the default is HVPIPE_TIMEOUT |
+    | HVPIPE_FLIGHT_RECORDER | the folder for the recorders of ranks that end badly |
     | HVPIPE_JOB_FOLDER | set by `hvpipe run`: the folder that it shares with the ranks of its host |
+    | HVPIPE_ELASTIC | 0 or 1: go on without ranks that are lost |
+    | HVPIPE_MIN_NP | with fewer ranks than this, an elastic job ends |
+    | HVPIPE_LR_SCALING | "none", "linear" or "sqrt": the learning rate when the number of ranks changes |
     | HVPIPE_LOG_LEVEL | debug, info, warning or error |
     | HOROVOD_DYNAMIC_PROCESS_SETS | Horovod's own: 1 lets process sets be added to it |
     | NCCL_MULTI_RANK_GPU_ENABLE | NCCL's own: 1 lets ranks share a GPU |
@@ -200,6 +227,12 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         job_folder=job_folder(env),
         verify_every=_number(env, "HVPIPE_VERIFY", "steps", default.verify_every),
         nonfinite=_nonfinite(env, default.nonfinite),
+        stall_warn_s=_stall_warn(env, default.stall_warn_s),
+        stall_abort_s=_positive(env, "HVPIPE_STALL_ABORT", "seconds", 0.0) or None,
+        flight_folder=env.get("HVPIPE_FLIGHT_RECORDER") or None,
+        elastic=_switch(env, "HVPIPE_ELASTIC", default.elastic),
+        min_ranks=_number(env, "HVPIPE_MIN_NP", "ranks", default.min_ranks),
+        lr_scaling=_lr_scaling(env, default.lr_scaling),
         log_level=log_level,
         without_effect=() if on_horovod else horovod_variables.without_effect(given),
     )
@@ -228,6 +261,11 @@ def prepare_open_mpi() -> None:
     os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     if _EAGER_LIMIT not in os.environ and _MAX_SEND_SIZE not in os.environ:
         os.environ[_EAGER_LIMIT] = os.environ[_MAX_SEND_SIZE] = str(_EAGER_BYTES)
+
+
+def fault_tolerance_asked() -> bool:
+    """Return whether this rank was started with Open MPI's `mpirun --with-ft ulfm`."""
+    return os.environ.get(_FAULT_TOLERANCE, "") in ("1", "t", "true", "yes", "y", "enabled")
 
 
 @contextmanager
@@ -328,6 +366,11 @@ def _nccl_span(env: Mapping[str, str], default: NcclSpan) -> NcclSpan:
     raise _bad("HVPIPE_NCCL_SPAN", "world or host", text)
 
 
+def _stall_warn(env: Mapping[str, str], default: float) -> float:
+    name = "HVPIPE_STALL_WARN"
+    return 0.0 if env.get(name) == "0" else _positive(env, name, "seconds, or 0", default)
+
+
 def _nonfinite(env: Mapping[str, str], default: Nonfinite) -> Nonfinite:
     text = env.get("HVPIPE_NONFINITE")
     if not text:
@@ -336,6 +379,16 @@ def _nonfinite(env: Mapping[str, str], default: Nonfinite) -> Nonfinite:
         if text == policy:
             return policy
     raise _bad("HVPIPE_NONFINITE", "raise, skip or ignore", text)
+
+
+def _lr_scaling(env: Mapping[str, str], default: LrScaling) -> LrScaling:
+    text = env.get("HVPIPE_LR_SCALING")
+    if not text:
+        return default
+    for scaling in LR_SCALINGS:
+        if text == scaling:
+            return scaling
+    raise _bad("HVPIPE_LR_SCALING", "none, linear or sqrt", text)
 
 
 def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:

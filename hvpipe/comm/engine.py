@@ -81,6 +81,7 @@ class Engine:
         self._gpu_route: str | None = None
         self._warned_of_library = False
         self.core: Any = world.make_engine(settings)
+        self._plans: list[tuple[Any, ...] | None] = []  # by number; None: removed
 
     def allreduce(
         self, array: Any, op: Op = "average", compression: Compression = None, out: Array | None = None
@@ -402,10 +403,14 @@ class Engine:
         if self.core is None:
             raise HvpipeError("A plan needs several ranks or MPI. Received: one rank without MPI")
         rows = [(b.name, b.dtype, b.wire_dtype, list(b.counts), b.priority, b.row) for b in plan.buckets]
-        return int(self.core.add_plan(name, plan.signature, rows, on_device))
+        arguments = (name, plan.signature, rows, on_device)
+        number = int(self.core.add_plan(*arguments))
+        self._plans[number:] = [arguments]
+        return number
 
     def remove_plan(self, plan: int) -> None:
         """Free the buffers of a plan, unless one of its steps is under way. Not collective."""
+        self._plans[plan] = None
         if self.core is not None:
             self.core.remove_plan(plan)
 
@@ -435,6 +440,27 @@ class Engine:
         self._recorded_s[category] += end_s - start_s
         if self._traced and self.core is not None:
             self.core.log(category, name, start_s, end_s)
+
+    def lose_ranks(self, why: str) -> None:
+        """End all communication, because ranks are lost. Any thread may call."""
+        if self.core is not None:
+            self.core.lose_peer(why)
+
+    def go_on_with(self, world: World, settings: Settings) -> None:
+        """Replace the C++ engine, which has failed, by one between the ranks of `world`; collective.
+
+        Plans keep their numbers, so graphs that use them stay valid. The buffers of the old engine stay,
+        because messages that were under way may still use them.
+        """
+        if self.core is not None:
+            self.core.stop()
+        self.world, self._settings = world, settings
+        self.core = world.make_engine(settings)
+        for number, arguments in enumerate(self._plans):
+            self.core.add_plan(*(arguments or ("removed", 0, [], False)))
+            if arguments is None:
+                self.core.remove_plan(number)
+        self.core.set_requests(self._own_requests)
 
     def steps_begun(self) -> int:
         """Return how many training steps this rank has announced to the others."""

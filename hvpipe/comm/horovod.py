@@ -54,8 +54,10 @@ class HorovodWorld:
             self.make_named_calls(settings),
             first_on_host=hosts.index((self.host, 0)) if (self.host, 0) in hosts else self.rank,
             hosts=sum(1 for _, local_rank in hosts if local_rank == 0),
-            timeout_s=settings.timeout_s,
+            timeout_s=settings.engine_timeout_s,
             trace=settings.trace_path is not None,
+            stall_warn_s=settings.engine_stall_s,
+            flight_path=settings.flight_path,
         )
 
     def make_named_calls(self, settings: Settings) -> Any:

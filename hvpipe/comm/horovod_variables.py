@@ -22,6 +22,7 @@ _LEVELS = {
     "error": "error",
     "fatal": "error",
 }
+_WARN = "HVPIPE_STALL_WARN"
 _STALL_WARNING_S = 60  # Horovod's default
 
 # Variables that tune what hvpipe does not have (negotiation between ranks, an autotuner, Gloo), and Horovod's
@@ -30,7 +31,7 @@ _TUNING = {
     **dict.fromkeys(("HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLGATHER"), "0"),
     **dict.fromkeys(("HOROVOD_TORUS_ALLREDUCE", "HOROVOD_AUTOTUNE", "HOROVOD_TIMELINE_MARK_CYCLES"), "0"),
     **dict.fromkeys(("HOROVOD_MPI_THREADS_DISABLE", "HOROVOD_THREAD_AFFINITY", "HOROVOD_LOG_HIDE_TIME"), "0"),
-    **dict.fromkeys(("HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_DISABLE_NVTX_RANGES", _STALL_OFF), "0"),
+    **dict.fromkeys(("HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_DISABLE_NVTX_RANGES"), "0"),
     **dict.fromkeys(("HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_ENABLE_XLA_OPS"), "0"),
     **dict.fromkeys(("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_CCL_CACHE"), "0"),
     "HOROVOD_CYCLE_TIME": "1",
@@ -45,7 +46,6 @@ _TUNING = {
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "",
     "HOROVOD_GLOO_TIMEOUT_SECONDS": "30",
     "HOROVOD_START_TIMEOUT": "30",
-    _STALL_WARNING: str(_STALL_WARNING_S),
 }
 
 
@@ -57,6 +57,8 @@ def hvpipe_variables(environ: Mapping[str, str], on_horovod: bool = False) -> di
     | HOROVOD_FUSION_THRESHOLD | HVPIPE_BUCKET_BYTES; 0: a bucket for each gradient, so no fusion |
     | HOROVOD_TIMELINE | HVPIPE_TRACE, except for the word DYNAMIC |
     | HOROVOD_LOG_LEVEL | HVPIPE_LOG_LEVEL; trace is debug, fatal is error |
+    | HOROVOD_STALL_CHECK_TIME_SECONDS | HVPIPE_STALL_WARN |
+    | HOROVOD_STALL_CHECK_DISABLE | 1: HVPIPE_STALL_WARN=0 |
     | HOROVOD_STALL_SHUTDOWN_TIME_SECONDS | HVPIPE_TIMEOUT, where Horovod would shut down |
 
     Args:
@@ -90,6 +92,9 @@ def hvpipe_variables(environ: Mapping[str, str], on_horovod: bool = False) -> di
     limit_s = None if environ.get(_TIMEOUT) else _shutdown_s(environ)
     if limit_s is not None:
         found[_TIMEOUT] = f"{limit_s:.12g}"
+    warning_s = None if environ.get(_WARN) else _warning_s(environ)
+    if warning_s is not None:
+        found[_WARN] = f"{warning_s:.12g}"
     return found
 
 
@@ -114,6 +119,14 @@ def _shutdown_s(environ: Mapping[str, str]) -> float | None:
         return None
     warning_s = _number(environ, _STALL_WARNING, "a number of seconds")
     return limit_s if limit_s >= (_STALL_WARNING_S if warning_s is None else warning_s) else None
+
+
+def _warning_s(environ: Mapping[str, str]) -> float | None:
+    """Return after how long Horovod would warn: 0 for never, None if it is not said."""
+    if (_number(environ, _STALL_OFF, "0 or 1") or 0) > 0:
+        return 0.0
+    warning_s = _number(environ, _STALL_WARNING, "a number of seconds")
+    return None if warning_s is None else max(0.0, warning_s)
 
 
 def _asks_nothing(text: str, usual: str) -> bool:

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import sys
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from hvpipe.comm.discover import Launch, Settings, eager_bytes, prepare_open_mpi
+from hvpipe.comm.discover import Launch, Settings, eager_bytes, fault_tolerance_asked, prepare_open_mpi
+from hvpipe.comm.loss_watch import LossWatch, check_fault_tolerance, failed_ranks, shrunk
 from hvpipe.comm.native import check_mpi, import_native
 from hvpipe.comm.shared_memory import fits_on_all_hosts
-from hvpipe.errors import DeadlineError, HvpipeError, InitError
+from hvpipe.errors import DeadlineError, HvpipeError, InitError, PeerError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
 _CLOCK_ROUNDS = 32
+_LONGEST_ABORT_S = 10
 _MOST_BYTES = 1 << 30
 """Limit of one MPI call, because MPI's counts and offsets are ints."""
 
@@ -38,18 +42,25 @@ class MpiWorld:
     """The ranks of MPI_COMM_WORLD, on hvpipe's own communicators. `open_world` makes it.
 
     It never finalises MPI: the library that initialised MPI does (mpi4py does it at exit).
+
+    Args:
+        mpi: mpi4py.MPI.
+        timeout_s: Longest wait for another rank, in seconds.
+        ranks: The communicator to use in place of MPI_COMM_WORLD.
     """
 
-    def __init__(self, mpi: ModuleType, timeout_s: float) -> None:
+    def __init__(self, mpi: ModuleType, timeout_s: float, ranks: MPI.Intracomm | None = None) -> None:
         self._mpi = mpi
         self._timeout_s = timeout_s
-        self.rank: int = mpi.COMM_WORLD.rank
-        self.size: int = mpi.COMM_WORLD.size
+        world: MPI.Intracomm = mpi.COMM_WORLD if ranks is None else ranks
+        self.rank: int = world.rank
+        self.size: int = world.size
         self.host: str = mpi.Get_processor_name()
+        self._watch: LossWatch | None = None
         # The calls below block until all ranks arrive, without a deadline, so wait for them here with one.
-        self._wait(mpi.COMM_WORLD.Ibarrier(), "other ranks in hvpipe.init()")
-        self._comm: MPI.Intracomm = mpi.COMM_WORLD.Dup()
-        self._engine_comm: MPI.Intracomm = mpi.COMM_WORLD.Dup()
+        self._wait(world.Ibarrier(), "other ranks in hvpipe.init()")
+        self._comm: MPI.Intracomm = world.Dup()
+        self._engine_comm: MPI.Intracomm = world.Dup()
         local = self._comm.Split_type(mpi.COMM_TYPE_SHARED, key=self.rank)
         self.local_rank: int = local.rank
         self.local_size: int = local.size
@@ -64,13 +75,15 @@ class MpiWorld:
         check_mpi(self.library_version)
         return import_native().Engine.create(
             self._engine_handle,
-            timeout_s=settings.timeout_s,
+            timeout_s=settings.engine_timeout_s,
             segment_bytes=settings.segment_bytes or self.eager_bytes * 15 // 16,  # leave room for headers
             messages_in_flight=settings.messages_in_flight,
             slot_bytes=settings.slot_bytes,
             shared_memory=settings.shared_memory and fits_on_all_hosts(self, settings),
             ranks_per_host=settings.ranks_per_host,
             trace=settings.trace_path is not None,
+            stall_warn_s=settings.engine_stall_s,
+            flight_path=settings.flight_path,
         )
 
     def make_named_calls(self, settings: Settings) -> Any:
@@ -78,6 +91,43 @@ class MpiWorld:
         return import_native().NamedCalls.create(
             self._engine_handle, settings.timeout_s, self.local_rank, self.local_size
         )
+
+    def watch(self, lost: Callable[[list[int]], None]) -> None:
+        """Call `lost(ranks)` once, from another thread, when ranks are lost. On all ranks.
+
+        Raises:
+            InitError: If MPI does not survive the loss of a rank.
+        """
+        check_fault_tolerance(fault_tolerant(self.library_version), self.library_version)
+        self._watch = LossWatch(self._mpi, self._comm, lost)
+
+    def survivors(self) -> tuple[MpiWorld, list[int]]:
+        """Return the world of the ranks that are left, and the ranks that are not. Collective.
+
+        They agree that each of them has made it. What this world has under way ends with errors.
+        """
+        self._end_watch()
+        before, mpi = self._comm, self._mpi
+        while True:
+            before = shrunk(mpi, before)
+            # If another rank is lost meanwhile, no rank may wait for it in the calls of the constructor.
+            watch = LossWatch(mpi, before, lambda _: None)
+            try:
+                world: MpiWorld | None = MpiWorld(mpi, self._timeout_s, before)
+            except (mpi.Exception, HvpipeError):
+                world = None
+            watch.stop()
+            try:
+                agreed = before.Agree(int(world is not None))
+            except mpi.Exception:
+                agreed = 0
+            if agreed and world is not None:
+                return world, failed_ranks(self._comm)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
 
     def connect(self, groups: Iterable[Sequence[int]] = ()) -> None:
         """Do nothing: MPI connects ranks when they first send."""
@@ -172,6 +222,7 @@ class MpiWorld:
         if self._closed:
             return
         self._closed = True
+        self._end_watch()
         if not self._mpi.Is_finalized():
             self._engine_comm.Free()
             self._comm.Free()
@@ -187,7 +238,7 @@ class MpiWorld:
     def _wait(self, request: MPI.Request, what: str) -> None:
         deadline_s = time.monotonic() + self._timeout_s
         pause_s = 0.0
-        while not request.Test():
+        while not self._test(request, what):
             if time.monotonic() > deadline_s:
                 raise DeadlineError(
                     f"Rank {self.rank} of {self.size} on {self.host} waited for the {what}: every rank "
@@ -196,6 +247,15 @@ class MpiWorld:
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s + 1e-6, 1e-3)  # Spin first, then sleep: peers may share this core.
+
+    def _test(self, request: MPI.Request, what: str) -> bool:
+        try:
+            return bool(request.Test())
+        except self._mpi.Exception as error:
+            raise PeerError(
+                f"Rank {self.rank} of {self.size} on {self.host} waited for the {what}: every rank should "
+                f"take part. Received: {error}"
+            ) from error
 
 
 def open_world(launch: Launch, timeout_s: float = 300.0) -> MpiWorld:
@@ -249,6 +309,11 @@ def started_world() -> StartedWorld | None:
     return StartedWorld(mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size, mpi.Get_processor_name(), mpi)
 
 
+def fault_tolerant(library: str) -> bool:
+    """Return whether this MPI lets ranks go on after another one was lost."""
+    return library.startswith("Open MPI") and fault_tolerance_asked()
+
+
 def library_version() -> str:
     """Return name and version of the MPI library that mpi4py loads, without initialising MPI."""
     return short_version(_import_mpi().Get_library_version())
@@ -263,6 +328,10 @@ def short_version(text: str) -> str:
 def _abort(mpi: ModuleType, code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
+    # MPI may wait for a host that cannot be reached. SIGALRM ends a process, unless the program handles it.
+    with contextlib.suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(_LONGEST_ABORT_S)
     mpi.COMM_WORLD.Abort(code)
 
 

@@ -16,17 +16,18 @@ from hvpipe.errors import LaunchError
 # They tune what hvpipe does not have: negotiation between ranks, an autotuner, Gloo. By number of values.
 WITHOUT_EFFECT = {
     **dict.fromkeys(("--cycle-time-ms", "--cache-capacity", "--num-nccl-streams", "--thread-affinity"), 1),
-    **dict.fromkeys(("--stall-check-warning-time-seconds", "--gloo-timeout-seconds"), 1),
+    "--gloo-timeout-seconds": 1,
     **dict.fromkeys(("--autotune-log-file", "--autotune-warmup-samples"), 1),
     **dict.fromkeys(("--autotune-steps-per-sample", "--autotune-bayes-opt-max-samples"), 1),
     **dict.fromkeys(("--autotune-gaussian-process-noise",), 1),
-    **dict.fromkeys(("--disable-cache", "--no-stall-check", "--autotune", "--no-autotune"), 0),
+    **dict.fromkeys(("--disable-cache", "--autotune", "--no-autotune"), 0),
     **dict.fromkeys(("--hierarchical-allreduce", "--no-hierarchical-allreduce"), 0),
     **dict.fromkeys(("--hierarchical-allgather", "--no-hierarchical-allgather"), 0),
     **dict.fromkeys(("--timeline-mark-cycles", "--no-timeline-mark-cycles", "--tcp"), 0),
     **dict.fromkeys(("--mpi-threads-disable", "--no-mpi-threads-disable", "--log-hide-timestamp"), 0),
 }
 _SHUTDOWN = "--stall-check-shutdown-time-seconds"
+_WARNING = "--stall-check-warning-time-seconds"
 
 
 class _CheckBuild(argparse.Action):
@@ -64,6 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="the same as --timeout, from the warning time (60) on; smaller values have no effect",
     )
+    group.add_argument(_WARNING, type=float, metavar="S", help="the same as --stall-warn")
+    group.add_argument("--no-stall-check", action="store_true", help="the same as --stall-warn 0")
     group.add_argument(
         "--log-level",
         choices=("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL"),
@@ -123,8 +126,11 @@ def settings(options: argparse.Namespace) -> dict[str, str]:
     shutdown_s = _nonnegative(_SHUTDOWN, options.stall_check_shutdown_time_seconds)
     if shutdown_s is not None:
         horovod["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = str(shutdown_s)
-        horovod["HOROVOD_STALL_CHECK_DISABLE"] = str(int(options.no_stall_check))
-        horovod["HOROVOD_STALL_CHECK_TIME_SECONDS"] = "".join(options.stall_check_warning_time_seconds or ())
+    if options.no_stall_check:
+        horovod["HOROVOD_STALL_CHECK_DISABLE"] = "1"
+    warning_s = _nonnegative(_WARNING, options.stall_check_warning_time_seconds)
+    if warning_s is not None:
+        horovod["HOROVOD_STALL_CHECK_TIME_SECONDS"] = str(warning_s)
     found = hvpipe_variables(horovod)
     unused = [
         *without_effect(vars(options)),

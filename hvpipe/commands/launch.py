@@ -41,6 +41,7 @@ class LaunchSpec:
         network: An interface or CIDR; then all data between hosts uses TCP on it.
         export: Environment variables that other hosts should get.
         launcher_args: More arguments for mpirun, which override hvpipe's own.
+        elastic: Whether ranks go on after one of them was lost.
     """
 
     mpirun: Mpirun
@@ -55,12 +56,19 @@ class LaunchSpec:
     network: str | None = None
     export: tuple[str, ...] = ()
     launcher_args: tuple[str, ...] = ()
+    elastic: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise LaunchError(f"-np should be at least 1. Received: ranks={self.ranks}")
         if self.bind not in BINDINGS:
             raise LaunchError(f"--bind should be one of {', '.join(BINDINGS)}. Received: bind={self.bind!r}")
+        if self.elastic and (self.mpirun.family != "Open MPI" or self.mpirun.version[0] < 5):
+            raise LaunchError(
+                "--elastic needs Open MPI 5 with ULFM, its fault tolerance. Otherwise use --restarts with "
+                "hk.Checkpoint. "
+                f"Received: {self.mpirun.name}"
+            )
         slots = sum(host.slots for host in self.hosts)
         if self.hosts and self.ranks > slots:
             listed = ",".join(f"{host.name}:{host.slots}" for host in self.hosts)
@@ -117,6 +125,8 @@ def _open_mpi_flags(spec: LaunchSpec) -> list[tuple[str, ...]]:
     flags: list[tuple[str, ...]] = []
     if spec.as_root:
         flags.append(("--allow-run-as-root",))
+    if spec.elastic:
+        flags.append(("--with-ft", "ulfm"))
     if spec.hosts:
         flags.append(("--host", ",".join(f"{host.name}:{host.slots}" for host in spec.hosts)))
     flags += _open_mpi_placement(spec, is_5)

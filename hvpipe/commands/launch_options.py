@@ -91,6 +91,7 @@ def launch_spec(
         rsh_agent=_absolute_program(options.rsh_agent),
         network=options.net,
         launcher_args=tuple(shlex.split(options.launcher_args)),
+        elastic=getattr(options, "elastic", False),
     )
 
 

@@ -20,18 +20,23 @@ MOST_DRAWN, MOST_ACTIONS = 32, 50_000
 
 def to_json(result: PlanResult, *, explained: bool = False) -> dict[str, Any]:
     """Return the plan, all forecasts, and the reasons for each cut if `explained`."""
+    request = result.request
     explanation = {"explanation": _explanation(result)} if explained else {}
     return {
         "format": FORMAT,
         "version": VERSION,
         "plan": result.chosen.plan.to_json(),
-        "forecast": _figures(result.chosen),
+        "forecast": _figures(result.chosen, request),
         "candidates": [
-            {"mode": one.mode, "forecast": one.forecast and _figures(one.forecast), "refused": one.refused}
+            {
+                "mode": one.mode,
+                "forecast": one.forecast and _figures(one.forecast, request),
+                "refused": one.refused,
+            }
             for one in result.candidates
         ],
         "baselines": {
-            name: one and {**_figures(one), "plan": one.plan.to_json()}
+            name: one and {**_figures(one, request), "plan": one.plan.to_json()}
             for name, one in result.baselines.items()
         },
         "fitting": {name: count for name, count in result.fitting.items() if is_random(name)},
@@ -43,9 +48,10 @@ def _explanation(result: PlanResult) -> list[str]:
     return explain(result.chosen.plan, result.request.profile, result.request.cluster)
 
 
-def _figures(one: Forecast) -> dict[str, Any]:
+def _figures(one: Forecast, request: PlanRequest) -> dict[str, Any]:
     return {
         "step_s": one.step_s,
+        "samples_per_s": _samples(request) / one.step_s if one.step_s else None,
         "bottleneck_s": one.plan.bottleneck_s,
         "bubble": one.bubble,
         "utilization": dict(zip(one.plan.ranks, one.utilization, strict=True)),
@@ -101,9 +107,13 @@ def title(result: PlanResult) -> str:
 
 def _rate(result: PlanResult) -> str:
     """Say how many samples a second that is."""
-    request, step_s = result.request, result.chosen.step_s
-    samples = request.samples or request.profile.batch_size * request.choice.microbatches
-    return f", {samples / step_s:,.4g} samples/s" if step_s else ""
+    step_s = result.chosen.step_s
+    return f", {_samples(result.request) / step_s:,.4g} samples/s" if step_s else ""
+
+
+def _samples(request: PlanRequest) -> int:
+    """Return the samples of a step."""
+    return request.samples or request.profile.batch_size * request.choice.microbatches
 
 
 def _advice(plan: Plan) -> str:

@@ -6,11 +6,13 @@ import argparse
 import math
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hvpipe.blackbox import story
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, STOPPED, Grace, Outcome, supervise_job
-from hvpipe.errors import LaunchError
+from hvpipe.errors import HvpipeError, LaunchError
 
 # Errors of a rank that lost another one. Any other is the script's own.
 _LOST_A_PEER = ("DeadlineError", "DeadlineExceededError", "PeerError", "UnavailableError")
@@ -47,6 +49,7 @@ class Restarting:
         if not (math.isfinite(options.grace) and options.grace >= 0):
             raise LaunchError(f"--grace should be a number of seconds. Received: {options.grace}")
         self._restarts = options.restarts
+        self._flight_folder = getattr(options, "flight_recorder", None)
         self._grace = Grace(checkpoint_s=options.grace)
 
     def __call__(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -54,7 +57,10 @@ class Restarting:
         failed_before = False
         for left in range(self._restarts, -1, -1):
             with tempfile.TemporaryDirectory(prefix="hvpipe-run-") as folder:
+                begun_s = time.time()
                 outcome = supervise_job(command, environ, Path(folder), self._grace)
+                if outcome.code not in (0, STOPPED) and not outcome.asked:
+                    self._say_what_happened(Path(folder), begun_s)
                 why_not = self._why_not_again(outcome, Path(folder), failed_before, left)
                 checkpoint = completed(Path(folder))
             if why_not is not None:
@@ -82,6 +88,19 @@ class Restarting:
             if failed_before:
                 return "no new checkpoint was made between two failures"
         return None
+
+    def _say_what_happened(self, folder: Path, begun_s: float) -> None:
+        """Print what the recorders of this host's ranks say, if any of them ended badly."""
+        kept = self._flight_folder
+        try:
+            records = story.read_records(Path(kept) if kept else folder / "flight")
+        except HvpipeError:
+            return
+        flights = [flight for flight in records.flights if flight.began_s >= begun_s - 1]
+        if not flights:
+            return
+        more = f" More: hvpipe blackbox {kept}" if kept else ""
+        print(f"hvpipe run: {story.verdict(flights)}{more}", file=sys.stderr, flush=True)
 
 
 def completed(folder: Path) -> str | None:

@@ -9,7 +9,14 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from hvpipe.commands import horovodrun_flags, launch_options, rank_output, restarts
+from hvpipe.commands import (
+    elastic_options,
+    horovodrun_flags,
+    launch_options,
+    rank_output,
+    restarts,
+    watch_options,
+)
 from hvpipe.errors import LaunchError
 
 # As in the names "python3" and "python3.11".
@@ -32,8 +39,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("raise", "skip", "ignore"),
         help="what to do with steps whose gradients are NaN or Inf (default: ignore)",
     )
+    watch_options.add_options(parser)
     parser.add_argument("--no-summary", action="store_true", help="print no summary at the end")
     restarts.add_options(parser)
+    elastic_options.add_options(parser)
     horovodrun_flags.add_options(parser)
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the Python script, or python and the script")
@@ -84,7 +93,11 @@ def _is_python(word: str) -> bool:
 
 def _settings(options: argparse.Namespace) -> dict[str, str]:
     """Return the HVPIPE_* variables that pass the options on to the ranks."""
-    settings = {**horovodrun_flags.settings(options), **launch_options.timeout_setting(options)}
+    settings = {
+        **horovodrun_flags.settings(options),
+        **launch_options.timeout_setting(options),
+        **watch_options.settings(options),
+    }
     for variable, option, value in (
         ("HVPIPE_TRACE", "--trace", options.trace),
         ("HVPIPE_UTILIZATION", "--utilization", options.utilization),
@@ -102,6 +115,7 @@ def _settings(options: argparse.Namespace) -> dict[str, str]:
         settings["HVPIPE_VERIFY"] = str(options.verify)
     if options.nonfinite is not None:
         settings["HVPIPE_NONFINITE"] = options.nonfinite
+    settings |= elastic_options.settings(options)
     if not options.no_summary:
         settings["HVPIPE_SUMMARY"] = "1"
     return settings

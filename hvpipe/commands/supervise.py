@@ -51,6 +51,11 @@ CHECKPOINT_GRACE_S = 30.0
 STOPPED = 75
 """What ranks exit with after such a checkpoint (hvpipe.keras.checkpoint.preemption)."""
 
+ABORTING = "aborting"
+"""The file in the job folder by which a rank says that it ends all ranks."""
+
+_STUCK_S = 5.0
+
 _JOB = "HVPIPE_JOB_FOLDER"
 
 
@@ -144,7 +149,11 @@ class _Supervisor:
             raise LaunchError(f"The launcher should be a program that runs. Received: {error}") from error
         if self._received is not None:  # the signal came while the process started
             self._end(self._received)
+        done = threading.Event()
+        watcher = threading.Thread(target=self._end_stuck_launcher, args=(self._process, done), daemon=True)
+        watcher.start()
         code = self._process.wait()
+        done.set()
         if self._timer is not None:
             self._timer.cancel()
         if self._received is not None or code != 0:
@@ -153,6 +162,24 @@ class _Supervisor:
         if self._received is not None and code != STOPPED:
             return Outcome(128 + self._received, asked)
         return Outcome(code if code >= 0 else 128 - code, asked)
+
+    def _end_stuck_launcher(self, process: subprocess.Popen[bytes], done: threading.Event) -> None:
+        """Kill a launcher that a rank has asked to end the job, and that does not.
+
+        Open MPI waits for the daemons of all hosts. If the link to one is down, that takes for ever.
+        """
+        while not done.wait(1.0):
+            if (self._folder / ABORTING).exists():
+                break
+        if done.wait(_STUCK_S):
+            return
+        print(
+            f"hvpipe run: a rank failed, but the launcher did not end the job within {_STUCK_S:g} s, so it "
+            "is killed. Its processes on hosts that cannot be reached end at their own deadlines.",
+            file=sys.stderr,
+            flush=True,
+        )
+        kill_session(process.pid)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Forward the first ending signal; kill the command at the second."""

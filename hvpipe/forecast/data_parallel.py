@@ -75,11 +75,12 @@ def forecast_data_parallel(
         ```
     """
     plan = _plan(profile, cluster, pipelining, samples)
+    profile = replace(profile, layers=tuple(profile.once(range(len(profile.layers)))))
     devices, names = cluster.devices, plan.ranks
     events, memory_bytes = [], []
     at_share = {share: profile.at_batch(int(share)) for share in set(plan.stages[0].shares)}
     for rank, (device, share) in enumerate(zip(devices, plan.stages[0].shares, strict=True)):
-        local = at_share[share]
+        local = at_share[share].on(device.type)
         turn_s = sum(layer.forward_s for layer in local.layers) / device.speed
         end_s = turn_s + sum(layer.backward_s for layer in local.layers) / device.speed
         events.append(Event("forward", "forward", rank, "compute", 0.0, turn_s, {"stage": 0}))
@@ -111,7 +112,7 @@ def _plan(profile: Profile, cluster: Cluster, pipelining: Pipelining, samples: i
     devices = cluster.devices
     if samples is None:
         samples = profile.batch_size * pipelining.microbatches
-    shares = whole_shares(samples, [device.speed for device in devices])
+    shares = whole_shares(samples, [profile.speed(device) for device in devices])
     if min(shares) < 1:
         raise PlanError(
             "Each device should have a sample of the batch. "

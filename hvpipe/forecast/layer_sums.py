@@ -39,6 +39,8 @@ class LayerSums:
         default_factory=dict, repr=False
     )
 
+    _of_types: dict[str, LayerSums] = field(default_factory=dict, repr=False)
+
     def __post_init__(self) -> None:
         self.forward_s = self._sums(lambda layer: layer.forward_s)
         self.backward_s = self._sums(lambda layer: layer.backward_s)
@@ -47,9 +49,19 @@ class LayerSums:
         self.state_bytes = self._sums(lambda layer: layer.state_bytes)
         self.saved_bytes = self._sums(lambda layer: layer.saved_bytes)
         layers = self.profile.layers
+        self._again = [(place, before, layers[place]) for place, before in self.profile.used_before.items()]
         self._edges = [
             (maker, user, layers[maker].output_bytes) for maker, user in sorted(set(self.profile.edges))
         ]
+
+    def on(self, device_type: str) -> LayerSums:
+        """Return the sums of the profile on devices of a type."""
+        profile = self.profile.on(device_type)
+        if profile is self.profile:
+            return self
+        if device_type not in self._of_types:
+            self._of_types[device_type] = LayerSums(profile)
+        return self._of_types[device_type]
 
     def _sums(self, of: Callable[[LayerCost], float]) -> list[float]:
         return [0, *accumulate(map(of, self.profile.layers))]
@@ -90,14 +102,26 @@ class LayerSums:
         for (_, user), crossing in crossings.items():
             received[user] += crossing.bytes
         state = [int(self.state_bytes[end] - self.state_bytes[start]) for start, end in spans]
+        for stage, (start, end) in enumerate(spans):
+            state[stage] -= sum(layer.state_bytes for layer in self._counted_twice(start, end))
         saved = [int(self.saved_bytes[end] - self.saved_bytes[start]) for start, end in spans]
         return state, received, saved
+
+    def _counted_twice(self, start: int, end: int) -> list[LayerCost]:
+        """Return the layers of a run whose weights an earlier layer of the run uses too."""
+        return [layer for place, before, layer in self._again if start <= before and place < end]
+
+    def whole_update_s(self, start: int, end: int) -> float:
+        """Return the seconds to update the weights of a run of layers, on a device of speed 1."""
+        again_s = sum(layer.update_s for layer in self._counted_twice(start, end))
+        return self.update_s[end] - self.update_s[start] - again_s
 
     def bucket_bytes(self, start: int, end: int) -> list[int]:
         """Return the bytes of each gradient bucket of the layers, in the order of the backward."""
         found = self._bucket_bytes.get((start, end))
         if found is None:
-            sizes = [layer.weight_bytes for layer in self.profile.layers[start:end] if layer.weight_bytes]
+            layers = self.profile.once(range(start, end))
+            sizes = [layer.weight_bytes for layer in layers if layer.weight_bytes]
             buckets = cut_buckets(sizes, fitting_bytes(sum(sizes)))
             found = self._bucket_bytes[start, end] = [sum(sizes[i] for i in bucket) for bucket in buckets]
         return found

@@ -127,7 +127,7 @@ def _without_pipelining(plan: Plan, profile: Profile, cluster: Cluster) -> Forec
     at_once = Plan.of(whole, cluster, plan.placement(profile), plan.pipelining, plan.method)
     updates_s = dict.fromkeys(plan.ranks, 0.0)
     for devices, places in plan.placement(profile):
-        stage_s = sum(profile.layers[place].update_s for place in places)
+        stage_s = sum(layer.update_s for layer in profile.once(places))
         for device in devices:
             updates_s[device] += stage_s / cluster.device(device).speed
     busy_s = tuple(stage.cost.compute_s for stage in at_once.stages)

@@ -23,10 +23,13 @@ def costs_of(plan: Plan, profile: Profile, cluster: Cluster) -> Costs:
     ends = ends_of(plan.placement(profile))
     crossings = sums.crossings(ends)
     costs = []
-    for number, seconds in enumerate(speed_1_seconds(sums, ends, plan.pipelining)):
+    kinds = {device.type for device in cluster.devices}
+    on = {kind: speed_1_seconds(sums.on(kind), ends, plan.pipelining) for kind in kinds}
+    for number, stage in enumerate(plan.stages):
         of_devices = []
-        for device in plan.stages[number].devices:
-            forward_s, backward_s, _, weights_s = (s / cluster.device(device).speed for s in seconds)
+        for device in stage.devices:
+            one = cluster.device(device)
+            forward_s, backward_s, _, weights_s = (s / one.speed for s in on[one.type][number])
             transfers_s = {
                 user: [
                     cluster.link(device, other).time_s(crossing.bytes, crossing.messages)

@@ -100,11 +100,12 @@ def stage_work(
         crossings: What travels between its stages.
     """
     names = names_of(placement)
-    of_stage = speed_1_seconds(sums, ends_of(placement), pipelining)
-    speeds = [cluster.device(name).speed for name in names]
+    devices = [cluster.device(name) for name in names]
+    ends = ends_of(placement)
+    on = {kind: speed_1_seconds(sums.on(kind), ends, pipelining) for kind in {d.type for d in devices}}
     seconds = [
-        {job: of_stage[job >> 2][job & 3] / speed for job in jobs}
-        for speed, jobs in zip(speeds, schedule.jobs_of, strict=True)
+        {job: on[device.type][job >> 2][job & 3] / device.speed for job in jobs}
+        for device, jobs in zip(devices, schedule.jobs_of, strict=True)
     ]
     numbers: dict[Resource, int] = {}
     wires = _Wires(cluster, names, schedule, crossings, numbers)

@@ -57,6 +57,7 @@ class StepModel:
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         self.profile, self.cluster = profile, cluster
         self.sums = LayerSums(profile)
+        self.speed = {device.name: profile.speed(device) for device in cluster.devices}
         self._rings: dict[tuple[str, ...], Ring] = {}
 
     def schedule(
@@ -67,7 +68,8 @@ class StepModel:
         if pipelining.chunks > 1 or max(counts) == 1:
             shares = None
         elif shares is None:
-            shares = tuple(tuple(self.cluster.device(name).speed for name in names) for names, _ in placement)
+            speed = self.speed
+            shares = tuple(tuple(speed[name] for name in names) for names, _ in placement)
         return coded_schedule(pipelining.schedule, counts, pipelining.microbatches, pipelining.chunks, shares)
 
     def step(self, placement: Placement, pipelining: Pipelining, shares: Shares | None = None) -> Step:
@@ -139,7 +141,7 @@ class StepModel:
         reduced_s: dict[int, float] = {}
         for stage, _, end_s, _ in reduces:
             reduced_s[stage] = max(end_s, reduced_s.get(stage, 0.0))
-        update_s = [self.sums.update_s[end] - self.sums.update_s[start] for start, end in _spans(placement)]
+        update_s = [self.sums.whole_update_s(start, end) for start, end in _spans(placement)]
         found = []
         jobs_of = simulated.work.schedule.jobs_of
         for name, end_s, jobs in zip(names_of(placement), simulated.ends_s, jobs_of, strict=True):

@@ -31,6 +31,7 @@ from hvpipe.keras.data_parallel.custom_loops import (  # noqa: E402
     DistributedOptimizer,
     average_gradients,
 )
+from hvpipe.keras.data_parallel.elastic import on_resize  # noqa: E402
 from hvpipe.keras.data_parallel.model import data_parallel  # noqa: E402
 from hvpipe.keras.data_parallel.shards import shard  # noqa: E402
 from hvpipe.keras.gpu import claim_gpu as _claim_gpu  # noqa: E402
@@ -78,6 +79,7 @@ __all__ = [
     "local_size",
     "measure",
     "measure_cluster",
+    "on_resize",
     "pipeline_parallel",
     "rank",
     "reducescatter",

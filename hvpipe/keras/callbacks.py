@@ -152,7 +152,8 @@ class StopTogether(keras.callbacks.Callback):
         self._agree(f"whether to go on after epoch {epoch + 1}")
 
     def _agree(self, what: str) -> None:
-        if any(self._session.engine.agree(what, float(self.model.stop_training))):
+        wish = float(self.model.stop_training)
+        if any(self._session.run_section(lambda: self._session.engine.agree(what, wish))):
             self.model.stop_training = True
 
 

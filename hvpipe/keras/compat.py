@@ -129,6 +129,30 @@ def reconfigure_callbacks(callbacks: Any, listed: Sequence[Any]) -> None:
     callbacks._configure_async_dispatch(listed)
 
 
+@contextlib.contextmanager
+def epochs_enumerated(model: Any, epoch: Callable[..., Any]) -> Iterator[None]:
+    """Let the `fit` in this block enumerate the batches of an epoch by `epoch(begin, end)`.
+
+    Only so can an epoch get longer while it runs (`EpochIterator._enumerate_iterator`). `fit` passes its
+    iterator to `Trainer._maybe_symbolic_build` first.
+    """
+    own = model._maybe_symbolic_build
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        vars(model).pop("_maybe_symbolic_build", None)
+        built = own(*args, **kwargs)
+        epochs = kwargs["iterator"]
+        adapter = epochs.data_adapter
+        vars(epochs)["_enumerate_iterator"] = lambda: epoch(adapter.on_epoch_begin, adapter.on_epoch_end)
+        return built
+
+    vars(model)["_maybe_symbolic_build"] = build
+    try:
+        yield
+    finally:
+        vars(model).pop("_maybe_symbolic_build", None)
+
+
 def dataset_of(iterator: Any) -> Any:
     """Return the dataset of a tf.data.Iterator (`OwnedIterator._dataset`, of TensorFlow), else None.
 

@@ -83,7 +83,7 @@ def reduces_on_gpu(session: Session) -> bool:
     its GPU library: TensorFlow then copies gradients to the host.
     """
     visible = tf.config.get_visible_devices("GPU")
-    if session.engine.core is None or not visible:
-        return False
+    if session.engine.core is None or not visible or session.settings.elastic:
+        return False  # NCCL does not survive the loss of a rank
     # TensorFlow's first GPU is its only one, unless the user chose before hvpipe. Both count as CUDA does.
     return session.engine.use_device_if_built(tf.config.list_physical_devices("GPU").index(visible[0]))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import hmac
 import ipaddress
+import itertools
 import json
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hvpipe.monitor.host_usage import interface_addresses
@@ -28,25 +29,36 @@ class ReceiverAddress:
 
 
 class StatusReceiver:
-    """Receives on rank 0. Owns a socket until `close`; raises OSError if it gets none."""
+    """Receives on rank 0. Owns sockets until `close`; raises OSError if it gets none.
+
+    It listens on no address that the internet can reach.
+    """
 
     def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.setblocking(False)
-        self._socket.bind(("", 0))
+        inside = [pair for pair in interface_addresses() if not ipaddress.ip_address(pair[0]).is_global]
+        self._sockets: list[socket.socket] = []
         self._ranks: dict[int, RankStatus] = {}
-        port = self._socket.getsockname()[1]
-        self.address = ReceiverAddress(tuple(interface_addresses()), port, secrets.token_hex(16))
+        heard, port = [], 0
+        for address, netmask in inside:
+            one = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+            try:
+                one.bind((address, port))
+            except OSError:  # the port is taken there
+                one.close()
+                continue
+            one.setblocking(False)
+            port = one.getsockname()[1]
+            self._sockets.append(one)
+            heard.append((address, netmask))
+        if not heard:
+            raise OSError("no address inside a private network to listen on")
+        self.address = ReceiverAddress(tuple(heard), port, secrets.token_hex(16))
 
     def collect(self) -> list[RankStatus]:
         """Read what has arrived; return the newest status of every rank so far."""
         token = self.address.token.encode()
         newest: dict[int, RankStatus] = {}
-        for _ in range(_MOST_AT_ONCE):
-            try:
-                data = self._socket.recv(_MOST_BYTES)
-            except OSError:  # nothing more
-                break
+        for data in itertools.islice(self._arrived(), _MOST_AT_ONCE):
             word, _, body = data.partition(b" ")
             if not hmac.compare_digest(word, token):
                 continue
@@ -56,8 +68,15 @@ class StatusReceiver:
         self._ranks.update(newest)
         return list(self._ranks.values())
 
+    def _arrived(self) -> Iterator[bytes]:
+        for one in self._sockets:
+            with contextlib.suppress(OSError):  # nothing more
+                while True:
+                    yield one.recv(_MOST_BYTES)
+
     def close(self) -> None:
-        self._socket.close()
+        for one in self._sockets:
+            one.close()
 
 
 class StatusSender:

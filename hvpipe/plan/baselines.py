@@ -224,7 +224,7 @@ def _m_etf(profile: Profile, cluster: Cluster, devices: list[Device], generator:
         if full:
             at = max(range(len(devices)), key=lambda at: left_bytes[at])
             begin_s = start_s(place, at)
-        layer = profile.layers[place]
+        layer = profile.on(devices[at].type).layers[place]
         home[place] = at
         done_s[place] = free_s[at] = begin_s + layer.forward_s / devices[at].speed
         left_bytes[at] -= _resident_bytes(layer)
@@ -245,7 +245,7 @@ def _pipedream(
     Devices stay in their order, and stages have no replicas. As in the paper, memory does not count.
     """
     groups = [(device.name,) for device in devices]
-    ends = ChainCutter(Spans(profile), cluster).cut(groups, None, "send")
+    ends = ChainCutter(profile, Spans(profile), cluster).cut(groups, None, "send")
     assert ends is not None
     return _named(devices, [list(range(*span)) for span in pairwise((0, *ends))])
 

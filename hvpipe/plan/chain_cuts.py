@@ -6,11 +6,13 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.replication import Group
 from hvpipe.plan.span_costs import Spans
 from hvpipe.specs.cluster import Cluster, Link
+from hvpipe.specs.profile import Profile
 
 RULES = ("send", "travel")
 """What a stage may not exceed. "send": computing, and the transfers behind the stage, each by itself, as in
@@ -21,20 +23,29 @@ _PRECISION, _HALVINGS = 1e-3, 60
 
 @dataclass(frozen=True)
 class _Stage:
-    """A stage to fill: its devices' speed together, and the micro-batches that share its links at a time."""
+    """A stage to fill: its devices' speed together, and the micro-batches that share its links at a time.
+
+    Devices of one type have its times. Devices of several have the model's usual times, with their speeds for
+    the whole model.
+    """
 
     speed: float
     room_bytes: float
     in_flight: int
     link: Link
     at_once: int
+    kind: str = ""
 
 
 class ChainCutter:
     """Cuts one model for any sequence of groups of devices."""
 
-    def __init__(self, spans: Spans, cluster: Cluster) -> None:
-        self._cluster, self._spans = cluster, spans
+    def __init__(self, profile: Profile, spans: Spans, cluster: Cluster) -> None:
+        self._profile, self._cluster, self._spans = profile, cluster, spans
+        self._compute_of = {
+            kind: [0.0, *accumulate(layer.compute_s for layer in profile.on(kind).layers)]
+            for kind in {device.type for device in cluster.devices} | {""}
+        }
         self._compute_s, self._cut_bytes, self._state, self._saved = (
             vector.tolist()
             for vector in (spans.compute_s, spans.cut_bytes, spans.state_bytes, spans.saved_bytes)
@@ -64,6 +75,8 @@ class ChainCutter:
 
     def _bisect(self, stages: Sequence[_Stage], rule: str, recompute: bool) -> tuple[int, ...] | None:
         low = self._compute_s[-1] / sum(stage.speed for stage in stages)
+        if any(stage.kind for stage in stages):
+            low /= 8  # each device may get the layers that it is best at
         high, found = low * (1 + _PRECISION) or 1e-12, None
         for _ in range(_HALVINGS):
             found = self._fill(stages, high, rule, recompute)
@@ -86,22 +99,26 @@ class ChainCutter:
         for number, group in enumerate(groups):
             devices = [self._cluster.device(name) for name in group]
             following = groups[number + 1] if number + 1 < len(groups) else group
+            kinds = {device.type for device in devices}
+            one = len(kinds) == 1
             yield _Stage(
-                sum(device.speed for device in devices),
+                sum(device.speed if one else self._profile.speed(device) for device in devices),
                 min(device.room_bytes for device in devices) if in_flight else math.inf,
                 in_flight[number] if in_flight else 0,
                 self._cluster.link(group[0], following[0]),
                 min(len(group), len(following)),
+                kinds.pop() if one else "",
             )
 
     def _fill(
         self, stages: Sequence[_Stage], limit_s: float, rule: str, recompute: bool
     ) -> tuple[int, ...] | None:
         """Give each stage the longest run within the limit; None if layers remain."""
-        compute_s, count = self._compute_s, len(self._compute_s) - 1
+        count = len(self._compute_s) - 1
         ends: list[int] = []
         start, received_s = 0, 0.0
         for number, stage in enumerate(stages):
+            compute_s = self._compute_of[stage.kind]
             reach_s = compute_s[start] + limit_s * stage.speed * (1 + 1e-12)
             least = start if number + 1 < len(stages) else count - 1
             end = min(count - (len(stages) - number - 1), bisect_right(compute_s, reach_s) - 1)

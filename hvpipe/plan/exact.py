@@ -62,6 +62,11 @@ def exact(
     """
     check_stages(profile, cluster, stages, pipelining)
     _check_size(profile, pipelining)
+    if profile.levelled(cluster) is not cluster:
+        raise HvpipeError(
+            "exact needs devices that differ by their speed only. "
+            f"Received: types={sorted({device.type for device in cluster.devices} - {''})}"
+        )
     spans = Spans(profile)
     orders = DeviceOrders(cluster, stages, pipelining)
     if orders.mixed and not _is_chain(profile):

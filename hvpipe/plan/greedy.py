@@ -94,7 +94,7 @@ def fitting(
     Use it to try many numbers of stages: `partition` takes far longer when nothing fits, to explain why.
     `spans` are the profile's, if the caller has them.
     """
-    orders = DeviceOrders(cluster, stages, pipelining, _ALIKE)
+    orders = DeviceOrders(profile.levelled(cluster), stages, pipelining, _ALIKE)
     cuts = _search(spans or Spans(profile), orders)
     if cuts is None:
         return None

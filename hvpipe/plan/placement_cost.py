@@ -8,7 +8,7 @@ from functools import reduce
 from itertools import chain
 
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
-from hvpipe.specs.cluster import Cluster, Link
+from hvpipe.specs.cluster import Cluster, Device, Link
 from hvpipe.specs.profile import LayerCost, Profile
 
 Placement = Sequence[tuple[tuple[str, ...], Sequence[int]]]
@@ -81,14 +81,12 @@ def stage_costs(
     costs = []
     in_flight = in_flight_of(placement, pipelining)
     for stage, (devices, places) in enumerate(placement):
-        layers = [profile.layers[place] for place in places]
+        layers = profile.once(places)
         again = pipelining.recomputes(stage)
         state_bytes, stash_bytes = stage_bytes(layers, receive_bytes[stage], in_flight[stage], again)
-        speed = sum(cluster.device(device).speed for device in devices)
-        again_s = sum(layer.forward_s for layer in layers) if again else 0.0
         costs.append(
             StageCost(
-                compute_s=(sum(layer.compute_s for layer in layers) + again_s) / speed,
+                compute_s=_compute_s(profile, [cluster.device(name) for name in devices], places, again),
                 receive_s=receive_s[stage],
                 send_s=send_s[stage],
                 receive_bytes=receive_bytes[stage],
@@ -98,6 +96,26 @@ def stage_costs(
             )
         )
     return costs
+
+
+def _compute_s(profile: Profile, devices: Sequence[Device], places: Sequence[int], again: bool) -> float:
+    """Return the seconds of a micro-batch of a stage, if its devices share the micro-batches ideally."""
+    speeds: dict[str, float] = {}
+    for device in devices:
+        speeds[device.type] = speeds.get(device.type, 0.0) + device.speed
+    times_s = []
+    for kind, speed in speeds.items():
+        layers = [profile.on(kind).layers[place] for place in places]
+        again_s = sum(layer.forward_s for layer in layers) if again else 0.0
+        times_s.append((sum(layer.compute_s for layer in layers) + again_s) / speed)
+    return together_s(times_s)
+
+
+def together_s(times_s: Sequence[float]) -> float:
+    """Return the seconds of a task that workers share ideally; alone, each takes one of these times."""
+    if len(times_s) == 1 or min(times_s) == 0:
+        return min(times_s)
+    return 1 / sum(1 / time_s for time_s in times_s)
 
 
 def in_flight_of(placement: Placement, pipelining: Pipelining) -> list[int]:
@@ -136,16 +154,17 @@ def one_batch_s(
     stages = [layers for stage, (_, layers) in enumerate(placement) if pipelining.recomputes(stage)]
     again = {place for layers in stages for place in layers}
     speed = {devices[0]: cluster.device(devices[0]).speed for devices, _ in placement}
+    on = {name: profile.on(cluster.device(name).type).layers for name in speed}
     free_s = dict.fromkeys(speed, 0.0)
     forward_s = [0.0] * len(profile.layers)
-    for place, layer in enumerate(profile.layers):
+    for place in range(len(profile.layers)):
         device = device_of[place]
         arrivals = (
             forward_s[maker] + _transfer_s(profile, cluster, maker, device_of[maker], device)
             for maker in profile.makers[place]
         )
         start_s = max(free_s[device], max(arrivals, default=0.0))
-        forward_s[place] = free_s[device] = start_s + layer.forward_s / speed[device]
+        forward_s[place] = free_s[device] = start_s + on[device][place].forward_s / speed[device]
     turn_s = max(forward_s)
     free_s = dict.fromkeys(speed, turn_s)
     backward_s = [turn_s] * len(profile.layers)
@@ -156,7 +175,7 @@ def one_batch_s(
             for user in profile.users[place]
         )
         start_s = max(free_s[device], max(arrivals, default=turn_s))
-        layer = profile.layers[place]
+        layer = on[device][place]
         again_s = layer.forward_s if place in again else 0.0
         backward_s[place] = free_s[device] = start_s + (layer.backward_s + again_s) / speed[device]
     return max(backward_s)

@@ -31,14 +31,14 @@ def groupings(cluster: Cluster, stages: int) -> Iterator[list[Group]]:
 def device_kinds(cluster: Cluster) -> dict[str, Hashable]:
     """Return a kind for each device; exchanging two devices of a kind changes no forecast.
 
-    Devices of a kind have the same speed and memory. They are on the same host, or alone on hosts with the
-    same links in the same rack. With measured links, each device is a kind of its own.
+    Devices of a kind have the same speed, type and memory. They are on the same host, or alone on hosts with
+    the same links in the same rack. With measured links, each device is a kind of its own.
     """
     kinds: dict[str, Hashable] = {}
     for host in cluster.hosts:
         for device in host.devices:
             where: Hashable = host.name if len(host.devices) > 1 else (host.rack, host.link)
             kinds[device.name] = (
-                device.name if cluster.measured else (device.speed, device.memory_bytes, where)
+                device.name if cluster.measured else (device.speed, device.type, device.memory_bytes, where)
             )
     return kinds

@@ -26,7 +26,7 @@ def every_layout(judge: Judge, stages: int | None, modes: Sequence[str]) -> list
         modes: "pipeline", "hybrid", or both.
     """
     names = tuple(device.name for device in judge.cluster.devices)
-    layers, most = len(judge.profile.layers), judge.choice.microbatches
+    layers, most = len(judge.profile.layers), judge.most_groups
     if len(names) > MOST_DEVICES or math.comb(layers - 1, min(len(names), layers) - 1) > MOST_LAYOUTS:
         return None
     found: list[Layout] = []

@@ -10,6 +10,8 @@ from itertools import pairwise
 from hvpipe.errors import HvpipeError
 from hvpipe.forecast.step import StepModel
 from hvpipe.plan.pipelining import Pipelining
+from hvpipe.plan.placement_cost import together_s
+from hvpipe.plan.replication import Group
 from hvpipe.search.layout import Layout
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster
@@ -73,10 +75,12 @@ class Judge:
         self.profile, self.cluster, self.choice, self.left = profile, cluster, choice, budget
         self.model = StepModel(profile, cluster)
         self.best: dict[str, Judged] = {}
+        self.most_groups = choice.microbatches  # with more stages than micro-batches, some only wait
         self._least_devices = len(cluster.devices) if every_device else 1
         self._room = {device.name: device.room_bytes for device in cluster.devices}
         self.limited = any(math.isfinite(room) for room in self._room.values())
-        self._speed = {device.name: device.speed for device in cluster.devices}
+        self._speed = self.model.speed  # in a whole model, for estimates
+        self._device = {device.name: device for device in cluster.devices}
         self._known: dict[Layout, Judged] = {}
 
     def judge(self, layout: Layout, rival: Judged | None = None) -> Judged | None:
@@ -147,22 +151,28 @@ class Judge:
 
         Transfers do not count. With chunks or a backward in two parts, the tail does not count.
         """
-        sums, m = self.model.sums, pipelining.microbatches
+        m = pipelining.microbatches
         head_s = tail_s = bound_s = 0.0
         busy_s = [0.0] * len(layout.groups)
         whole = layout.chunks == 1 and layout.schedule != "zb-h1"
         for stage, (start, end) in enumerate(pairwise((0, *layout.ends))):
             number = stage % len(layout.groups)
-            speeds = [self._speed[name] for name in layout.groups[number]]
-            forward_s = sums.forward_s[end] - sums.forward_s[start]
-            backward_s = sums.backward_s[end] - sums.backward_s[start]
-            if pipelining.recomputes(stage):
-                backward_s += forward_s
-            busy_s[number] += m * (forward_s + backward_s) / sum(speeds)
+            times_s = self._times_s(layout.groups[number], start, end, pipelining.recomputes(stage))
+            busy_s[number] += m * together_s([forward_s + backward_s for forward_s, backward_s in times_s])
             bound_s = max(bound_s, busy_s[number] + (head_s + tail_s if whole else 0.0))
-            head_s += forward_s / max(speeds)
-            tail_s += backward_s / max(speeds)
+            head_s += min(forward_s for forward_s, _ in times_s)
+            tail_s += min(backward_s for _, backward_s in times_s)
         return max(bound_s, head_s)
+
+    def _times_s(self, group: Group, start: int, end: int, again: bool) -> list[tuple[float, float]]:
+        """Return each device's seconds of forward and backward for a run of layers."""
+        found = []
+        for device in map(self._device.__getitem__, group):
+            sums = self.model.sums.on(device.type)
+            forward_s = (sums.forward_s[end] - sums.forward_s[start]) / device.speed
+            backward_s = (sums.backward_s[end] - sums.backward_s[start]) / device.speed
+            found.append((forward_s, backward_s + forward_s if again else backward_s))
+        return found
 
     def estimate_s(self, layout: Layout) -> float:
         """Estimate the step without simulating it: a micro-batch all the way, then one per bottleneck.

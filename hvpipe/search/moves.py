@@ -30,6 +30,7 @@ class Moves:
     def __init__(self, judge: Judge, starts: Starts, stages: bool, modes: Sequence[str]) -> None:
         self._starts, self._stages, self._modes = starts, stages, modes
         self._layers, self._choice = len(judge.profile.layers), judge.choice
+        self._most_groups = judge.most_groups
         self._kind = device_kinds(judge.cluster)
 
     def boundaries(self, layout: Layout) -> Iterator[Layout]:
@@ -79,7 +80,7 @@ class Moves:
                 yield from self._recut(groups, layout)
 
     def _recut(self, groups: Sequence[Group], like: Layout) -> Iterator[Layout]:
-        if len(groups) <= self._choice.microbatches:
+        if len(groups) <= self._most_groups:
             how = replace(self._choice.usual, schedule=like.schedule, chunks=like.chunks)
             yield from self._starts.cut(groups, how)
 

@@ -47,9 +47,22 @@ def search(
         every_device: Whether the plan must use every device.
 
     Returns:
-        The best layout of each mode for which one fits.
+        The best layout of each mode for which one fits. A layout has more stages than micro-batches only if
+        none with fewer fits.
     """
     judge = Judge(profile, cluster, choice, budget, every_device)
+    found = _search(judge, stages, modes)
+    if not found and choice.microbatches < len(cluster.devices):
+        # Only more stages than micro-batches may hold the model, such as one sample over several devices.
+        judge.most_groups = len(cluster.devices)
+        judge.left = budget
+        found = _search(judge, stages, modes)
+    return found
+
+
+def _search(judge: Judge, stages: int | None, modes: Sequence[str]) -> dict[str, Judged]:
+    """Search with at most the judge's number of groups, within its budget."""
+    cluster, budget = judge.cluster, judge.left
     starts = Starts(judge, stages, modes)
     moves = Moves(judge, starts, stages is None, modes)
     many = len(cluster.devices) > MANY_DEVICES

@@ -34,11 +34,12 @@ class Starts:
     """
 
     def __init__(self, judge: Judge, stages: int | None, modes: Sequence[str]) -> None:
-        self._profile, self._cluster, self._choice = judge.profile, judge.cluster, judge.choice
-        self._stages, self._modes = stages, modes
+        self._profile, self._choice = judge.profile, judge.choice
+        self._cluster = judge.profile.levelled(judge.cluster)
+        self._stages, self._modes, self._most_groups = stages, modes, judge.most_groups
         self._many = len(judge.cluster.devices) > _MANY_DEVICES
         self.spans = Spans(judge.profile)
-        self.cutter = ChainCutter(self.spans, judge.cluster)
+        self.cutter = ChainCutter(judge.profile, self.spans, judge.cluster)
         self._relaxed = judge.limited and judge.choice.recompute == "auto"
 
     def layouts(self) -> Iterator[Layout]:
@@ -124,7 +125,7 @@ class Starts:
 
     def _counts(self, devices: int, chunks: int) -> list[int]:
         """Return the numbers of devices, or groups of devices, to try."""
-        most = min(devices, len(self._profile.layers) // chunks, self._choice.microbatches)
+        most = min(devices, len(self._profile.layers) // chunks, self._most_groups)
         if self._stages is not None:
             return [self._stages // chunks] if self._stages % chunks == 0 and self._stages >= chunks else []
         if most <= _FEW:

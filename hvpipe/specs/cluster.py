@@ -32,6 +32,7 @@ class Device:
         name: Unique name in the cluster.
         speed: Relative speed, above 0. A layer takes its profiled seconds divided by this speed.
         memory_bytes: Memory that training may use, in bytes; None for no limit.
+        type: The type whose `time_s` in a profile count; empty for the profile's usual times.
 
     Raises:
         HvpipeError: If a value is out of range.
@@ -45,6 +46,7 @@ class Device:
     name: str
     speed: float = 1.0
     memory_bytes: int | None = None
+    type: str = ""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.speed) and self.speed > 0):
@@ -300,7 +302,7 @@ class Cluster:
                     "link": _link_json(host.link),
                     "inner": _link_json(host.inner),
                     **({"rack": host.rack} if host.rack else {}),
-                    "device": [asdict(device) for device in host.devices],
+                    "device": [_device_json(device) for device in host.devices],
                 }
                 for host in self.hosts
             ],
@@ -447,11 +449,12 @@ def _host(row: Table) -> Host:
 
 
 def _device(row: Table) -> Device:
-    row.allow(("name", "speed", "memory_bytes"))
+    row.allow(("name", "speed", "memory_bytes", "type"))
     return Device(
         name=row.name("name"),
         speed=row.number("speed", above=0) if row.has("speed") else 1.0,
         memory_bytes=row.integer("memory_bytes") if row.has("memory_bytes") else None,
+        type=row.name("type") if row.has("type") else "",
     )
 
 
@@ -473,6 +476,10 @@ def _link(row: Table, *more: str) -> Link:
 
 def _rack_json(rack: Rack) -> dict[str, Any]:
     return {"name": rack.name, "link": _link_json(rack.link)}
+
+
+def _device_json(device: Device) -> dict[str, Any]:
+    return {name: value for name, value in asdict(device).items() if name != "type" or value}
 
 
 def _link_json(link: Link) -> dict[str, float | None]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from hvpipe.config_file import MOST, NAME, Table, fingerprint, is_name, read_document, write_document
 from hvpipe.errors import HvpipeError
+from hvpipe.specs.cluster import Cluster, Device
 
 FORMAT, VERSION = "hvpipe-profile", 1
 
@@ -42,6 +43,8 @@ class LayerCost:
         update_s: Seconds that the optimizer takes for the weights, once per step.
         weight_share: The share of the backward, 0 to 1, that computes weight gradients. Some schedules put
             this part off. None if unknown.
+        weights_of: The name of the layer whose weights this layer uses; None if it has its own.
+        time_s: Seconds of forward and backward on devices of other types, by the type, for the same batch.
 
     Raises:
         HvpipeError: If a value is negative, not finite, or a part exceeds its whole.
@@ -63,6 +66,8 @@ class LayerCost:
     fixed_backward_s: float = 0.0
     update_s: float = 0.0
     weight_share: float | None = None
+    weights_of: str | None = None
+    time_s: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.weight_share is not None and not 0 <= self.weight_share <= 1:
@@ -70,7 +75,13 @@ class LayerCost:
                 f"weight_share of layer {self.name!r} should be from 0 to 1, or None. "
                 f"Received: weight_share={self.weight_share}"
             )
-        for item in fields(self)[1:]:
+        for name, pair in self.time_s.items():
+            if not is_name(name) or not all(math.isfinite(time_s) and time_s >= 0 for time_s in pair):
+                raise HvpipeError(
+                    f"time_s of layer {self.name!r} should be by type, which is {NAME}, and at least 0. "
+                    f"Received: {name!r}: {pair}"
+                )
+        for item in fields(self)[1:-2]:
             value = getattr(self, item.name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise HvpipeError(
@@ -93,6 +104,16 @@ class LayerCost:
     def weights_part_s(self) -> float:
         """Seconds of the backward spent on weight gradients; half of it if unknown."""
         return self.backward_s * (0.5 if self.weight_share is None else self.weight_share)
+
+    def scaled_s(self, device_type: str, by: float) -> tuple[float, float]:
+        """Return `time_s` of a type for `by` times the samples: all but the fixed parts changes."""
+        forward_s, backward_s = self.time_s[device_type]
+        fixed_forward_s = min(forward_s, self.fixed_forward_s)
+        fixed_backward_s = min(backward_s, self.fixed_backward_s)
+        return (
+            fixed_forward_s + (forward_s - fixed_forward_s) * by,
+            fixed_backward_s + (backward_s - fixed_backward_s) * by,
+        )
 
     @property
     def state_bytes(self) -> int:
@@ -134,12 +155,53 @@ class Profile:
         if len(self._place) < len(self.layers):
             twice = next(layer.name for i, layer in enumerate(self.layers) if self._place[layer.name] != i)
             raise HvpipeError(f"Names of layers should differ. Received: {twice!r} twice")
+        for layer in self.layers:
+            if layer.weights_of is not None:
+                self._check_owner(layer)
         for maker, user in self.edges:
             if not 0 <= maker < user < len(self.layers):
                 raise HvpipeError(
                     "An edge should go from a layer to a later one (Profile.of sorts them). "
                     f"Received: edge=({maker}, {user}) of {len(self.layers)} layers"
                 )
+
+    def _check_owner(self, layer: LayerCost) -> None:
+        """Refuse `weights_of` that names no layer with own weights of the same size."""
+        place = self._place.get(str(layer.weights_of))
+        owner = None if place is None else self.layers[place]
+        if owner is None or owner.weights_of is not None or owner.weight_bytes != layer.weight_bytes:
+            raise HvpipeError(
+                f"weights_of of layer {layer.name!r} should name a layer that has as many bytes of its own "
+                f"weights. Received: weights_of={layer.weights_of!r}, weight_bytes={layer.weight_bytes}"
+            )
+
+    @cached_property
+    def used_before(self) -> Mapping[int, int]:
+        """For layers whose weights an earlier layer uses too: the last such layer, by indices."""
+        last: dict[str, int] = {}
+        found = {}
+        shared = {layer.weights_of for layer in self.layers} - {None}
+        for place, layer in enumerate(self.layers):
+            owner = layer.weights_of or layer.name
+            if owner in shared:
+                if owner in last:
+                    found[place] = last[owner]
+                last[owner] = place
+        return found
+
+    def once(self, places: Sequence[int]) -> list[LayerCost]:
+        """Return the layers of a stage; weights that several use count once, with slots and update."""
+        if not self.used_before:
+            return [self.layers[place] for place in places]
+        counted: set[str] = set()
+        found = []
+        for layer in (self.layers[place] for place in places):
+            owner = layer.weights_of or layer.name
+            if owner in counted:
+                layer = replace(layer, weight_bytes=0, slot_bytes=0, update_s=0.0)
+            counted.add(owner)
+            found.append(replace(layer, weights_of=None))
+        return found
 
     @staticmethod
     def of(
@@ -211,6 +273,53 @@ class Profile:
                 found[user].append(maker)
         return tuple(tuple(makers) for makers in found)
 
+    def on(self, device_type: str) -> Profile:
+        """Return the profile with the times on devices of a type, where layers have `time_s` for it."""
+        if device_type not in self._on:
+            self._on[device_type] = self._with_times_of(device_type)
+        return self._on[device_type]
+
+    @cached_property
+    def _on(self) -> dict[str, Profile]:
+        return {"": self}
+
+    def _with_times_of(self, device_type: str) -> Profile:
+        if not any(device_type in layer.time_s for layer in self.layers):
+            return self
+        layers = []
+        for layer in self.layers:
+            forward_s, backward_s = layer.time_s.get(device_type, (layer.forward_s, layer.backward_s))
+            fixed_forward_s = min(forward_s, layer.fixed_forward_s)
+            fixed_backward_s = min(backward_s, layer.fixed_backward_s)
+            layers.append(
+                replace(
+                    layer,
+                    forward_s=forward_s,
+                    backward_s=backward_s,
+                    fixed_forward_s=fixed_forward_s,
+                    fixed_backward_s=fixed_backward_s,
+                )
+            )
+        return replace(self, layers=tuple(layers))
+
+    def speed(self, device: Device) -> float:
+        """Return how fast a device runs the whole model; a device of speed 1 without a type has 1."""
+        there_s = self.on(device.type).compute_s
+        return device.speed * (self.compute_s / there_s if there_s and there_s != self.compute_s else 1.0)
+
+    def levelled(self, cluster: Cluster) -> Cluster:
+        """Return the cluster with devices of no type, as fast as they run the whole model."""
+        if not any(device.type for device in cluster.devices):
+            return cluster
+        hosts = (
+            replace(
+                host,
+                devices=tuple(replace(one, type="", speed=self.speed(one)) for one in host.devices),
+            )
+            for host in cluster.hosts
+        )
+        return replace(cluster, hosts=tuple(hosts))
+
     @cached_property
     def compute_s(self) -> float:
         """Seconds of all layers' forwards and backwards."""
@@ -241,6 +350,7 @@ class Profile:
                 backward_s=layer.fixed_backward_s + (layer.backward_s - layer.fixed_backward_s) * by,
                 output_bytes=math.ceil(layer.output_bytes * by),
                 saved_bytes=math.ceil(layer.saved_bytes * by),
+                time_s={name: layer.scaled_s(name, by) for name in layer.time_s},
             )
             for layer in self.layers
         )
@@ -253,7 +363,7 @@ class Profile:
             "version": VERSION,
             "model": self.model,
             "batch_size": self.batch_size,
-            "layers": [asdict(layer) for layer in self.layers],
+            "layers": [_layer_json(layer) for layer in self.layers],
             "edges": [
                 {"from": self.layers[maker].name, "to": self.layers[user].name} for maker, user in self.edges
             ],
@@ -400,13 +510,37 @@ def _edge(row: Table) -> tuple[str, str]:
     return row.text("from"), row.text("to")
 
 
+def _layer_json(layer: LayerCost) -> dict[str, Any]:
+    fields_of = asdict(layer)
+    times = fields_of.pop("time_s")
+    if layer.weights_of is None:
+        del fields_of["weights_of"]
+    return {**fields_of, **({"time_s": {name: list(pair) for name, pair in times.items()}} if times else {})}
+
+
+def _time_s(row: Table) -> dict[str, tuple[float, float]]:
+    found = {}
+    for name in row.as_dict():
+        pair = row.numbers(name)
+        if len(pair) != 2:
+            raise HvpipeError(
+                f"{row.place}.{name} should be seconds of forward and backward. Received: {pair}"
+            )
+        found[name] = (pair[0], pair[1])
+    return found
+
+
 def _layer(row: Table) -> LayerCost:
     sizes = ("weight_bytes", "slot_bytes", "output_bytes", "saved_bytes")
     parts = ("fixed_forward_s", "fixed_backward_s", "update_s", "weight_share")
-    row.allow(("name", "forward_s", "backward_s", *sizes, *parts))
+    row.allow(("name", "forward_s", "backward_s", *sizes, *parts, "weights_of", "time_s"))
     given: dict[str, Any] = {time: row.number(time) for time in ("forward_s", "backward_s")}
     given |= {size: row.integer(size) for size in sizes}
     given |= {part: row.number(part) for part in parts if row.has(part)}
+    if row.has("weights_of"):
+        given["weights_of"] = row.text("weights_of")
+    if row.has("time_s"):
+        given["time_s"] = _time_s(row.table("time_s"))
     return LayerCost(row.name("name"), **given)
 
 

@@ -195,6 +195,7 @@ def test_json_output(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
         one["forecast"]["step_s"] for one in document["candidates"] if one["forecast"]
     )
     assert set(document["forecast"]["utilization"]) == set(plan.ranks)
+    assert document["forecast"]["samples_per_s"] == pytest.approx(8 / document["forecast"]["step_s"])
     assert document["baselines"]["random"]["step_s"] > document["forecast"]["step_s"]
     assert Plan.from_json(document["baselines"]["random"]["plan"]).method == "random"
     assert "explanation" not in document

@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.forecast import costs_of, dataflow_of, forecast, schedule_of
+from hvpipe.forecast.data_parallel import forecast_data_parallel
 from hvpipe.forecast.lower_bound import lower_bound_s
+from hvpipe.forecast.step import Step, StepModel
 from hvpipe.plan.baselines import BASELINES, baseline
 from hvpipe.plan.exact import exact
 from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.schedule.verify import peak_stash, verify
+from hvpipe.search.choice import choose
+from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
 from hvpipe.specs.profile import LayerCost, Profile
 from model_graphs import MODELS, chain, clusters, model, profiles
@@ -375,3 +379,49 @@ def test_hosts_of_a_rack_share_its_link() -> None:
     for cluster, step_s in ((flat, 8), (racked, 9)):
         plan = Plan.of(chain(3, 3, output_bytes=5), cluster, placement, Pipelining("gpipe", 2), "")
         assert forecast(plan, chain(3, 3, output_bytes=5), cluster).step_s == pytest.approx(step_s)
+
+
+def test_layer_times_by_type_of_device() -> None:
+    """A CPU runs a in 2 s instead of 3 s, b in 12 s. So a goes there: 4 x 3 s behind a's 2/3 s, and 4/3 s."""
+    a, b = chain(3, 3).layers
+    by_type = (replace(a, time_s={"cpu": (2 / 3, 4 / 3)}), replace(b, time_s={"cpu": (4.0, 8.0)}))
+    profile = replace(chain(3, 3), layers=by_type)
+    cluster = Cluster((Host("gpu", (Device("gpu"),)), Host("cpu", (Device("cpu", type="cpu"),))))
+    best = choose(profile, cluster, PipeliningChoice("1f1b", 4), stages=2)
+    assert [stage.devices for stage in best.plan.stages] == [("cpu",), ("gpu",)]
+    assert best.step_s == pytest.approx(4 * 3 + 2)
+    assert [stage.cost.compute_s for stage in best.plan.stages] == pytest.approx([2, 3])
+    assert Profile.from_json(profile.to_json()) == profile
+    assert Cluster.from_json(cluster.to_json()) == cluster
+    assert profile.at_batch(2).layers[0].time_s == {"cpu": pytest.approx((4 / 3, 8 / 3))}
+    # For the whole model the GPU takes 6 s and the CPU 14 s, so they get 7 and 3 of 10 samples.
+    whole = forecast_data_parallel(profile, cluster, Pipelining(microbatches=10))
+    assert whole.plan.stages[0].shares == (7, 3)
+    assert whole.busy_s == pytest.approx((7 * 6, 3 * 14))
+    with pytest.raises(HvpipeError, match=r"differ by their speed only. Received: types=\['cpu'\]"):
+        exact(profile, cluster, 2)
+
+
+def test_weights_that_layers_share_count_once_in_a_stage() -> None:
+    """a and c use the same 10 bytes, once in a stage, or in each of two. b has 10 bytes of its own."""
+    layers = chain(3, 3, 3, weight_bytes=10).layers
+    tied = replace(chain(3, 3, 3), layers=(*layers[:2], replace(layers[2], weights_of="a")))
+    tied = replace(tied, layers=tuple(replace(layer, update_s=1.0) for layer in tied.layers))
+    cluster, how = equal_cluster(2, Link(0, 10.0)), Pipelining("1f1b", 2)
+
+    def step(*ends: int) -> Step:
+        spans = zip((0, *ends), ends, strict=False)
+        placement = [((f"h{i}",), range(*span)) for i, span in enumerate(spans)]
+        costs = Plan.of(tied, cluster, placement, how, "").stages
+        found = StepModel(tied, cluster).step(placement, how)
+        assert found.memory_bytes == tuple(stage.cost.state_bytes for stage in costs)
+        return found
+
+    assert step(3).memory_bytes == (2 * 20,)
+    assert step(3).step_s == 2 * 9 + 2
+    assert step(2, 3).memory_bytes == (2 * 20, 2 * 10)
+    whole = forecast_data_parallel(tied, cluster, how)
+    assert whole.memory_bytes == (2 * 20, 2 * 20)
+    assert Profile.from_json(tied.to_json()) == tied
+    with pytest.raises(HvpipeError, match=r"as many bytes of its own weights. Received: weights_of='x'"):
+        replace(tied, layers=(*layers[:2], replace(layers[2], weights_of="x")))

@@ -104,6 +104,17 @@ def test_datagrams_reach_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
         end.close()
 
 
+def test_public_addresses_are_not_listened_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, outside = ("127.0.0.1", "255.0.0.0"), ("8.8.8.8", "255.255.255.0")
+    monkeypatch.setattr(status_datagrams, "interface_addresses", lambda: [outside, inside])
+    receiver = StatusReceiver()
+    assert receiver.address.addresses == (inside,)
+    receiver.close()
+    monkeypatch.setattr(status_datagrams, "interface_addresses", lambda: [outside])
+    with pytest.raises(OSError, match="no address inside a private network"):
+        StatusReceiver()
+
+
 def test_sending_without_a_receiver_is_no_error() -> None:
     sender = StatusSender(ReceiverAddress((("127.0.0.1", "255.0.0.0"),), 9, "token"))
     for _ in range(3):

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from bench.planning.brute_force import fastest_baseline_s, planned, random_case, shortest_s
+from hvpipe.errors import PlanError
 from hvpipe.forecast.pipeline import forecast
 from hvpipe.plan.baselines import BASELINES, baseline, is_random
 from hvpipe.plan.pipelining import Pipelining
@@ -75,3 +76,13 @@ def test_a_run_can_ask_for_every_device() -> None:
     profile = chain(3, 3, 3, weight_bytes=10**6)
     assert len(choose(profile, cluster, choice).plan.ranks) < 3
     assert len(plan_for_every_device(profile, cluster, choice).ranks) == 3
+
+
+def test_one_sample_over_several_devices_if_memory_demands_it() -> None:
+    """Each device holds the weights of one layer. With room for both layers, one stage is as fast."""
+    profile, choice = chain(3, 3, weight_bytes=10), PipeliningChoice("1f1b", 1)
+    split = choose(profile, equal_cluster(2, memory_bytes=20), choice)
+    assert ([len(stage.layers) for stage in split.plan.stages], split.step_s) == ([1, 1], 6)
+    assert len(choose(profile, equal_cluster(2, memory_bytes=40), choice).plan.stages) == 1
+    with pytest.raises(PlanError, match="in some mode"):
+        choose(profile, equal_cluster(2, memory_bytes=19), choice)

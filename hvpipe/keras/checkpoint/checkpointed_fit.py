@@ -23,6 +23,7 @@ from hvpipe.keras.checkpoint.preemption import EXIT_CODE, StopRequest, tell_laun
 from hvpipe.keras.checkpoint.resume import Resume
 from hvpipe.keras.checkpoint.state_of import training_state
 from hvpipe.keras.compat import set_initial_epoch
+from hvpipe.keras.data_parallel.elastic import TOO_FEW
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
 from hvpipe.session import Session
 
@@ -80,6 +81,16 @@ class CheckpointedFit:
             self._earlier_samples, self._epoch_samples = self._resume.samples()
             self._announce(found[0], position)
         self._run = run
+        self._count_ranks()
+        self._stop = StopRequest(session.settings.job_folder, world.rank)
+        self._open.enter_context(self._stop.listening())
+        self._samples_at_begin = self._state.samples()
+        self._inner, self._model.train_function = self._model.train_function, self._train
+
+    def _count_ranks(self) -> None:
+        """Write as one of the ranks that there are now. What lost ranks were writing stays incomplete."""
+        session, options, world = self._session, self._options, self._session.world
+        self._world = world
         self._schedule = Schedule(options.every, session.engine, world.rank, self._step)
         self._writer = Writer(
             WriterOptions(
@@ -92,10 +103,6 @@ class CheckpointedFit:
                 on_complete=tell_launcher(session.settings.job_folder),
             )
         )
-        self._stop = StopRequest(session.settings.job_folder, world.rank)
-        self._open.enter_context(self._stop.listening())
-        self._samples_at_begin = self._state.samples()
-        self._inner, self._model.train_function = self._model.train_function, self._train
 
     def end(self) -> None:
         """Write the final checkpoint, unless it is written; collective."""
@@ -185,12 +192,16 @@ class CheckpointedFit:
         """Write a checkpoint if one is due, or stop if that was asked for. Between two steps."""
         if self._resume is not None and not self._resume.done:
             return
+        if self._world is not self._session.world:
+            self._count_ranks()
         engine = self._session.engine
         if self._stop.arrived():
             engine.request(STOP)
+        if self._state.too_few():
+            self._leave(TOO_FEW)
         due = self._schedule.due(self._step, epochs)
         if engine.requests() & STOP:
-            self._leave()
+            self._leave(EXIT_CODE)
         if due:
             self._write()
 
@@ -214,7 +225,7 @@ class CheckpointedFit:
         manifest = Manifest(
             self._run,
             self._state.kind,
-            Position(self._step, self._epoch, self._batch),
+            Position(self._step, self._epoch, self._state.batch(self._batch)),
             self._describe(),
             (),
         )
@@ -237,20 +248,21 @@ class CheckpointedFit:
             self._description = self._state.description()
         return self._description
 
-    def _leave(self) -> None:
+    def _leave(self, code: int) -> None:
         """Write a checkpoint, and exit; on all ranks at the same boundary."""
         if self._step > self._saved_step:
             self._write()
         self._wait_for_all()
         if self._session.world.rank == 0:
             logger.warning(
-                "hvpipe: a rank was asked to stop. The checkpoint of step %d is complete in %s; all ranks "
+                "hvpipe: %s. The checkpoint of step %d is complete in %s; all ranks "
                 "exit with code %d. Start the script again to continue.",
+                "too few ranks are left" if code == TOO_FEW else "a rank was asked to stop",
                 self._step,
                 self._options.folder,
-                EXIT_CODE,
+                code,
             )
-        raise SystemExit(EXIT_CODE)
+        raise SystemExit(code)
 
     def _wait_for_all(self) -> None:
         """Wait until the last checkpoint is complete. Raises HvpipeError, on all ranks, if it failed."""

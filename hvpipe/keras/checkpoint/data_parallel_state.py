@@ -65,6 +65,25 @@ class DataParallelState:
         """Run the updates that wait for the next step, unless they belong to it; collective."""
         self._held = self.data_parallel.steps.hold()
 
+    def resume_data(self, manifest: Manifest) -> bool:
+        """Bring data that all ranks share in an elastic job to its position."""
+        elastic = self.data_parallel.steps.elastic
+        if elastic is None or not elastic.data.shares_source:
+            return False
+        elastic.data.resume(manifest.position.epoch, manifest.position.batch, manifest.ranks)
+        return True
+
+    def too_few(self) -> bool:
+        """Return whether too few ranks are left."""
+        elastic = self.data_parallel.steps.elastic
+        return elastic is not None and elastic.leaves
+
+    def batch(self, counted: int) -> int:
+        """Return the batch at which to resume. It is not the count if ranks were lost in the epoch."""
+        elastic = self.data_parallel.steps.elastic
+        found = elastic.data.batch() if elastic is not None and counted else None
+        return counted if found is None else found
+
     def samples(self) -> float:
         """Return the samples that this rank has trained on."""
         return self.data_parallel.steps.train_counter.total()

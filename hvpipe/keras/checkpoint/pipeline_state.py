@@ -54,6 +54,18 @@ class PipelineState:
     def finish_step(self) -> None:
         """Do nothing: a step ends with its updates."""
 
+    def too_few(self) -> bool:
+        """Return False: a pipeline does not survive the loss of a rank."""
+        return False
+
+    def batch(self, counted: int) -> int:
+        """Return the count."""
+        return counted
+
+    def resume_data(self, manifest: Manifest) -> bool:
+        """Return False: all ranks read Keras's iterator."""
+        return False
+
     def samples(self) -> float:
         """Return the samples of the whole pipeline on rank 0, and 0 on the others: they are added up."""
         return float(self.pipeline.samples_trained) if self.session.world.rank == 0 else 0.0

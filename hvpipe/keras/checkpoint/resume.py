@@ -104,6 +104,12 @@ class Resume:
         self._state.prepare(batch_of(iterator))
         if self._manifest.position.batch or not self._built:
             self._restored.set_shared()
+        if not self._state.resume_data(self._manifest):
+            self._read_over(iterator)
+        self._restored.set_own()
+        self._restored.drop()
+
+    def _read_over(self, iterator: Any) -> None:
         # Where all ranks read the same data, their number does not matter.
         reading = self._ranks if self._state.shares_data else Ranks(0, self._manifest.ranks)
         self._reading = on_all_ranks(
@@ -111,8 +117,6 @@ class Resume:
             "reading over the batches before the checkpoint",
             lambda: resumed_reading(iterator, self._state.fit_call, self._length, self._manifest, reading),
         )
-        self._restored.set_own()
-        self._restored.drop()
 
     def skips(self, steps: int) -> bool:
         """Return whether the next `steps` batches were trained on before the checkpoint."""

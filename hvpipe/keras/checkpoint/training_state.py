@@ -36,6 +36,15 @@ class TrainingState(Protocol):
     def finish_step(self) -> None:
         """Run the updates that wait for the next step. On all ranks at the same boundary."""
 
+    def too_few(self) -> bool:
+        """Return whether too few ranks are left, and all exit at this step boundary."""
+
+    def batch(self, counted: int) -> int:
+        """Return the batch of the epoch at which to resume, if `counted` calls have trained on one each."""
+
+    def resume_data(self, manifest: Manifest) -> bool:
+        """Bring the data to its position, and return True, if it is not read from Keras's iterator."""
+
     def samples(self) -> float:
         """Return the samples that this rank has trained on since the model was made."""
 

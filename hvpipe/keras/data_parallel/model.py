@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from hvpipe.keras.callbacks import average_logs, reads_at_batches, stop_together
 from hvpipe.keras.collectives.sync_batch_norm import normalise_over_ranks
 from hvpipe.keras.compat import (
     check_compiled,
+    epochs_enumerated,
     initial_epoch,
     layers_in,
     metrics_in_order,
@@ -29,10 +30,11 @@ from hvpipe.keras.compat import (
     set_initial_epoch,
 )
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
+from hvpipe.keras.data_parallel.elastic import check_elastic
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
 from hvpipe.keras.data_parallel.nonfinite import check_policy
 from hvpipe.keras.data_parallel.overlap import overlap_named
-from hvpipe.keras.data_parallel.shards import same_length
+from hvpipe.keras.data_parallel.shards import same_length, source_of
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
 from hvpipe.keras.fit_call import FitCall, in_order, running
 from hvpipe.keras.initial_state import broadcast_model, checksums, is_built, take_rank_0s
@@ -144,6 +146,7 @@ def data_parallel(
         verify_every = session.settings.verify_every
     nonfinite = session.settings.nonfinite if nonfinite is None else nonfinite
     check_policy(nonfinite)
+    check_elastic(session, overlap, sync_batch_norm)
     if sync_batch_norm:
         normalise_over_ranks(model)
     methods = InstanceMethods(model)
@@ -249,15 +252,24 @@ class DataParallel:
 
     def end_epoch(self, epoch: int, logs: dict[str, Any] | None) -> None:
         """Flush, then average statistics and logs over all ranks; collective."""
+        # Keras adds the validation's results, which `evaluate` has averaged already.
+        own = {name: value for name, value in (logs or {}).items() if not name.startswith("val_")}
+        averaged = self.session.run_section(functools.partial(self._average, epoch, own))
+        self.steps.train_counter.restart()
+        if self.steps.elastic is not None:
+            self.steps.elastic.data.ended = False
+        if logs:
+            logs.update(averaged)
+
+    def _average(self, epoch: int, logs: Mapping[str, Any]) -> dict[str, Any]:
         self.steps.flush()
-        samples = self.steps.train_counter.restart()
+        samples = self.steps.train_counter.since_restart()
         self.session.engine.agree(f"end of epoch {epoch + 1}")
         average_variables(self.session, self.statistics(), samples)
-        if logs:
-            # Keras adds the validation's results, which `evaluate` has averaged already.
-            own = {name: value for name, value in logs.items() if not name.startswith("val_")}
-            average_logs(self.session, own, samples, f"logs of epoch {epoch + 1}")
-            logs.update(own)
+        averaged = dict(logs)
+        if averaged:
+            average_logs(self.session, averaged, samples, f"logs of epoch {epoch + 1}")
+        return averaged
 
     def statistics(self) -> list[Any]:
         """Return the statistics that layers keep. Frozen weights, equal on all ranks, are not included."""
@@ -282,13 +294,33 @@ class DataParallel:
         given["callbacks"] = self._with_own_callbacks(given.get("callbacks"))
         self._samples_before_fit = self.steps.train_counter.restart()
         try:
-            with running(self.fit_call.callbacks):
+            with running(self.fit_call.callbacks), self._elastic_epochs():
                 return own(**given)
         except BaseException:
             # The last step is complete, unless it is the one that failed: its gradients are under way.
             with contextlib.suppress(Exception):
                 self.steps.flush()
             raise
+
+    @contextlib.contextmanager
+    def _elastic_epochs(self) -> Iterator[None]:
+        """Let an epoch of shared data get longer if ranks are lost."""
+        elastic = self.steps.elastic
+        if elastic is None:
+            yield
+            return
+        if self.model.steps_per_execution != 1:
+            raise HvpipeError(
+                "--elastic needs one step for each call of the train function. "
+                f"Received: steps_per_execution={self.model.steps_per_execution}"
+            )
+        source = source_of(self.fit_call.x)
+        saves = any(hasattr(callback, "at_epoch_ends") for callback in self.fit_call.callbacks)
+        elastic.begin_fit(source, self.fit_call.steps_per_epoch, saves)
+        with contextlib.ExitStack() as stack:
+            if source is not None:
+                stack.enter_context(epochs_enumerated(self.model, elastic.data.epoch))
+            yield
 
     def _fit_alone(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for `model.fit` on a single rank."""
@@ -313,7 +345,10 @@ class DataParallel:
         first = self._first_callback(listed)
         last: list[Any] = [
             stop_together(self.session, listed),
-            StartTogether(self.begin_fit, self.begin_epoch),
+            StartTogether(
+                lambda: self.session.run_section(self.begin_fit),
+                lambda epoch: self.session.run_section(functools.partial(self.begin_epoch, epoch)),
+            ),
         ]
         ours = [first, *listed, *last]
         if not isinstance(callbacks, keras.callbacks.CallbackList):
@@ -338,6 +373,19 @@ class DataParallel:
         return FinishAtEveryBatch(self.steps.flush, self.end_epoch)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self.session.run_section(self._begin_evaluate)
+        self.steps.test_counter.restart()
+        return_dict, logs = self._as_dict("evaluate", args, kwargs)
+        samples = self.steps.test_counter.restart()
+        averaged = self.session.run_section(functools.partial(self._averaged, logs, samples))
+        return averaged if return_dict else metrics_in_order(self.model, averaged)
+
+    def _averaged(self, logs: Mapping[str, Any], samples: float) -> dict[str, Any]:
+        averaged = dict(logs)
+        average_logs(self.session, averaged, samples, "results of evaluate")
+        return averaged
+
+    def _begin_evaluate(self) -> None:
         self.steps.flush()
         when = "at the start of evaluate"
         if self.steps.ready:
@@ -348,10 +396,6 @@ class DataParallel:
         elif all(self.session.engine.agree(f"{when}, before a step", float(is_built(self.model)))):
             # Weights may have been loaded on rank 0 only: results of different models have no mean.
             broadcast_model(self.model)
-        self.steps.test_counter.restart()
-        return_dict, logs = self._as_dict("evaluate", args, kwargs)
-        average_logs(self.session, logs, self.steps.test_counter.restart(), "results of evaluate")
-        return logs if return_dict else metrics_in_order(self.model, logs)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
         self._set = self._set and self.steps.ready  # the first step takes rank 0's weights anyway

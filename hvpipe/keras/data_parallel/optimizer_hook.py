@@ -77,7 +77,9 @@ class OptimizerHook:
         self._overlap = overlap
         self._options = replace(options, in_turn=overlap.in_turn)
         self._marks = StepMarks(traced=session.settings.trace_path is not None)
-        self._by_bucket = acts_by_variable(optimizer, variables)
+        # All variables at once or none, so that a step is never half applied if a rank is lost in it.
+        at_once = session.settings.elastic and not overlap.updates_in_next_step
+        self._by_bucket = acts_by_variable(optimizer, variables) and not at_once
         self._guard = None if options.nonfinite == "ignore" else NonfiniteGuard(options.nonfinite, optimizer)
         self._plans: dict[tuple[int, ...], Buckets] = {}
         self._plan_for(variables)
@@ -171,6 +173,19 @@ class OptimizerHook:
         """Run the updates that wait for the next step. Weights are then as after the last step."""
         if self._overlap.defers:
             self._overlap.finish(self._buckets)
+
+    def forget_under_way(self) -> None:
+        """Forget the gradients that are under way, which are lost with a rank."""
+        self._overlap.forget()
+
+    def updates(self) -> Any:
+        """Return how many deferred updates are complete (scalar); None if none is left to the next step."""
+        return self._overlap.updates()
+
+    @property
+    def step_counter(self) -> Any:
+        """The variable that counts announced steps."""
+        return self._buckets.reducer.step
 
     def look_for_nonfinite(self, step: int) -> None:
         """After an update: raise HvpipeError, or warn, if the gradients of step `step` were not finite."""

@@ -66,6 +66,12 @@ class Overlap:
     def finish(self, buckets: Buckets) -> None:
         """Run the updates that wait for the next step, eagerly."""
 
+    def forget(self) -> None:
+        """Forget the gradients that are under way, which are lost with a rank."""
+
+    def updates(self) -> Any:
+        """Return how many deferred updates are complete (scalar); None if none are deferred."""
+
     def hold(self, buckets: Buckets) -> list[Any]:
         """Finish as far as it changes no result; return the sums that the next step will update with.
 
@@ -120,6 +126,10 @@ class _Deferring(Overlap):
         with on_the_host():
             self._token.assign(tf.zeros_like(token))
 
+    def forget(self) -> None:
+        """Collect nothing in the next step."""
+        self._token.assign(0)
+
 
 class StepOverlap(_Deferring):
     """Also reduce during the next forward, "step": a step begins with the update of the one before.
@@ -136,6 +146,8 @@ class StepOverlap(_Deferring):
     def __init__(self, warmup_steps: int = 0) -> None:
         super().__init__(warmup_steps)
         self._finished: list[Any] = []  # a scalar for each bucket of this step's graph: its update is done
+        with tf.init_scope(), on_the_host():
+            self._updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_updates")
 
     def begin(self, buckets: Buckets, samples: Any) -> None:
         # Only if there is a batch: the call that reaches the end of the data runs the ops that need no data,
@@ -146,6 +158,12 @@ class StepOverlap(_Deferring):
         # TensorFlow orders this after the read above, and before the assignment in `reduce_and_update`.
         with on_the_host():
             self._token.assign(tf.zeros_like(token))
+            with tf.control_dependencies(self._finished):
+                self._updates.assign_add(tf.cast(token > 0, tf.int64))
+
+    def updates(self) -> Any:
+        """Return how many steps' updates the steps after them have completed (scalar)."""
+        return self._updates.read_value()
 
     def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
         # A gradient may be ready before its bucket's update: a linear loss's gradient needs no weights.

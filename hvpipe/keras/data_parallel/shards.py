@@ -38,6 +38,11 @@ class SampleCounter:
         self._count.assign_add(samples)
         return samples
 
+    @property
+    def variable(self) -> Any:
+        """The variable that counts."""
+        return self._count
+
     def total(self) -> float:
         """Return the samples since the counter was made."""
         return float(self._count.numpy())

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions, tables_of
+from hvpipe.keras.data_parallel.elastic import Elastic
 from hvpipe.keras.data_parallel.nonfinite import guarded_alone
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook, applied_outside
 from hvpipe.keras.data_parallel.overlap import BackwardOverlap, Overlap
@@ -77,11 +78,20 @@ class TrainSteps:
         self._steps_run = 0  # those before a resume included
         self._verify_every = verify_every
         session.sample_counters.append(self.train_counter)
+        survives = session.settings.elastic and session.world.size > 1
+        self.elastic = Elastic(session, model, self) if survives else None
+        """Lets steps survive the loss of ranks; None if that was not asked for."""
         # Of the first batch. If it is equal on all ranks, they probably read the same data.
         self._fingerprint = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_batch")
 
     def flush(self) -> None:
         """Run the updates that wait for the next step. Not collective: the gradients have been sent."""
+        if self.elastic is not None:
+            self.elastic.flush(self._flush)
+        else:
+            self._flush()
+
+    def _flush(self) -> None:
         pending, self._pending = self._pending, False
         if pending and self._hook is not None:
             self._hook.flush()
@@ -95,6 +105,8 @@ class TrainSteps:
         """
         if self._hook is None:
             return [], 0
+        if self.elastic is not None:
+            self.flush()
         sums: list[Any] = []
         if self._pending:
             sums = self._hook.hold()
@@ -141,6 +153,37 @@ class TrainSteps:
             vars(self._refusing).pop("apply")
         self._refusing = None
 
+    # --- The loss of ranks --------------------------------------------------------------------------------
+
+    @property
+    def waits(self) -> bool:
+        """Whether an update waits for the next step."""
+        return self._pending and self.overlap.defers
+
+    @waits.setter
+    def waits(self, value: bool) -> None:
+        self._pending = value
+
+    @property
+    def updates_piecewise(self) -> bool:
+        """Whether an update may be half applied when a rank is lost."""
+        return self.overlap.updates_in_next_step and not self.model.run_eagerly
+
+    def updates(self) -> Any:
+        """Return how many deferred updates are complete (scalar); None if none is left to the next step."""
+        return None if self._hook is None else self._hook.updates()
+
+    def counting_variables(self) -> list[Any]:
+        """Return the variables that count steps and samples."""
+        hook = self._hook
+        return [self.train_counter.variable, *([] if hook is None else [hook.step_counter])]
+
+    def forget_under_way(self) -> None:
+        """Forget the gradients that are under way, which are lost with a rank."""
+        self._pending = False
+        if self._hook is not None:
+            self._hook.forget_under_way()
+
     # --- The train function -------------------------------------------------------------------------------
 
     def make_train_function(self, force: bool = False) -> Any:
@@ -151,8 +194,11 @@ class TrainSteps:
         without_xla(self.session, model)
         self._methods.own("make_train_function")(force=True)
         inner = model.train_function
-        alone = self.session.world.size == 1
-        model.train_function = self._timed(self._alone(inner) if alone else self._planned(inner))
+        if self.elastic is not None:
+            model.train_function = self._timed(self.elastic.around(self._planned(inner)))
+        else:
+            alone = self.session.world.size == 1
+            model.train_function = self._timed(self._alone(inner) if alone else self._planned(inner))
         self.ready = False
         return model.train_function
 
@@ -232,6 +278,8 @@ class TrainSteps:
                     self.session.engine.fail_in_step(f"{type(error).__name__}: {error}")
             raise
         self._pending = True
+        if self.elastic is not None:
+            self.elastic.ran()
         return logs
 
     def _timed(self, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,7 +308,7 @@ class TrainSteps:
         """
         if self.ready:
             return
-        if self.session.world.size == 1:
+        if self.session.world.size == 1 and self.elastic is None:
             build_state(self.model, batch)
             return
         start_equal(self.session, self.model, batch)

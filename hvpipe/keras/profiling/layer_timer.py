@@ -55,7 +55,13 @@ class LayerTimer:
         if kind is not None:
             self._known[kind] = cost
         self._activations.put(index, outputs)
-        return replace(cost, name=call.name)
+        return replace(cost, name=call.name, weights_of=self._owner(index) if cost.weight_bytes else None)
+
+    def _owner(self, index: int) -> str | None:
+        """Return the name of the first call of the same layer, or None if this is it."""
+        calls = self._stages.graph.calls
+        first = next(call for call in calls if call.operation is calls[index].operation)
+        return None if first is calls[index] else first.name
 
     def _time(
         self, index: int, functions: StageFunctions, inputs: Sequence[Any]

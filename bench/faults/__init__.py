@@ -1,0 +1,1 @@
+"""Breaks ranks, links and disks on purpose, and checks how the job ends."""

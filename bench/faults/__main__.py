@@ -1,0 +1,62 @@
+"""Runs trials of every fault and prints the table of docs/reliability.md: `python -m bench.faults`."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+
+from bench.faults.cases import Case, Trial, cases
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the trials; return 1 if one did not end as it must."""
+    known = cases()
+    parser = argparse.ArgumentParser(prog="python -m bench.faults", description=__doc__)
+    parser.add_argument("--trials", type=int, default=5, metavar="N", help="of each fault (default: 5)")
+    parser.add_argument("--only", default=",".join(known), metavar="NAMES", help=f"of {', '.join(known)}")
+    parser.add_argument("--seed", type=int, default=0, help="of ranks, steps and moments (default: 0)")
+    parser.add_argument(
+        "--limit", type=float, default=1e9, metavar="S", help="begin no trial after S seconds"
+    )
+    options = parser.parse_args(arguments)
+    end_s, failed = time.monotonic() + options.limit, False
+    print("| fault | trials | as promised | hangs | seconds after the deadline | what must follow |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for name in options.only.split(","):
+        case = known[name]
+        if case.missing:
+            print(f"| {case.title} | 0 | {case.missing} | | | {case.promise} |", flush=True)
+            continue
+        trials = _trials(case, options.trials, random.Random(options.seed), end_s)
+        failed = failed or any(trial.problem for trial in trials)
+        print(_row(case, trials), flush=True)
+    return 1 if failed else 0
+
+
+def _trials(case: Case, count: int, chance: random.Random, end_s: float) -> list[Trial]:
+    found = []
+    for number in range(count):
+        if time.monotonic() > end_s:
+            break
+        phase = case.phases[number % len(case.phases)]
+        trial = case.run(phase, chance)
+        if trial.problem:
+            print(f"{case.title}, {phase}: {trial.problem}\n{trial.output}\n", file=sys.stderr, flush=True)
+        found.append(trial)
+    return found
+
+
+def _row(case: Case, trials: Sequence[Trial]) -> str:
+    good = sum(not trial.problem for trial in trials)
+    hangs = sum(trial.problem == "it hung" for trial in trials)
+    after = [trial.after_s for trial in trials if trial.after_s > 0]
+    seconds = f"{statistics.median(after):.1f}, at most {max(after):.1f}" if after else "-"
+    return f"| {case.title} | {len(trials)} | {good} | {hangs} | {seconds} | {case.promise} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""The faults: what breaks, what must follow, and one trial of each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from bench.cluster import network
+from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts
+
+PHASES = ("pack", "reduce", "update", "flush", "checkpoint")
+DEADLINE_S = 4.0
+LIMIT_S = 90.0  # longer is a hang
+PROMISED_S = 10.0  # after the deadline, or after the fault if that needs no deadline
+_MEMORY = Path("/sys/fs/cgroup/memory")
+_STATE = re.compile(r"^STATE (\w+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What happened. `problem` is "" if it is what must happen."""
+
+    problem: str
+    after_s: float  # from the fault, or from the deadline that it ran into, to the end of the job
+    output: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault.
+
+    Attributes:
+        title: Its row in the table.
+        promise: What must follow, in words.
+        run: One trial: (phase, random numbers) to what happened.
+        phases: Where it may strike.
+        missing: Why it cannot be tried here; "" if it can.
+    """
+
+    title: str
+    promise: str
+    run: Callable[[str, random.Random], Trial]
+    phases: Sequence[str] = PHASES
+    missing: str = ""
+
+
+def cases() -> dict[str, Case]:
+    """Return all faults by name."""
+    ends = "the job ends; the message names the rank and the cause"
+    goes_on = "the job goes on, with the weights of a job without a fault"
+    root = "" if os.geteuid() == 0 else "needs root"
+    group = root or ("" if (_MEMORY / "memory.limit_in_bytes").exists() else "needs the memory cgroup (v1)")
+    later = PHASES[:3]  # nobody waits for a rank that is late in the last phases
+    return {
+        "kill": Case("SIGKILL of a rank", ends, partial(_ends, "kill", "killed", 0.0)),
+        "stop": Case("SIGSTOP of a rank", ends, partial(_ends, "stop", "stopped", DEADLINE_S)),
+        "raise": Case("an exception on a rank", ends, partial(_ends, "raise", "ValueError: injected", 0.0)),
+        "crash": Case("SIGSEGV of a rank", ends, partial(_ends, "crash", "SIGSEGV", 0.0)),
+        "memory": Case("out of memory (cgroup)", ends, _out_of_memory, missing=group),
+        "slow": Case("a rank that is late by 2 s", goes_on, _slow, later),
+        "disk": Case("full disk (tmpfs) under the checkpoints", goes_on, _full_disk, ("checkpoint",), root),
+        "blip": Case("a link down for 2 s", goes_on, partial(_link, 2.0), later, root),
+        "link": Case("a link down for good", ends, partial(_link, None), later, root),
+        "job": Case(
+            "kill -9 of the whole job while it writes checkpoints",
+            "started again, it ends with the same weights, bit for bit",
+            _whole_job,
+            ("checkpoint",),
+        ),
+    }
+
+
+def _worker(folder: Path, *options: object) -> list[str]:
+    return [sys.executable, "-u", "-m", "bench.faults.worker", str(folder), *map(str, options)]
+
+
+def _hvpipe_run(ranks: int, folder: Path, *options: object) -> list[str]:
+    _, _, _, *words = _worker(folder, *options)
+    limits = ["--timeout", "60", "--stall-abort", f"{DEADLINE_S:g}", "--no-summary"]
+    return [
+        *(sys.executable, "-m", "hvpipe", "run", "-np", str(ranks), *limits),
+        *("--flight-recorder", str(folder / "flight"), "-m", *words),
+    ]
+
+
+@dataclass(frozen=True)
+class _Ended:
+    code: int | None  # None: it hung
+    output: str
+    at_s: float
+
+
+def _run(command: Sequence[str], during: Callable[[subprocess.Popen[str]], None] | None = None) -> _Ended:
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        **dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_SHUTDOWN_TIMEOUT"), f"{DEADLINE_S:g}"),
+    }
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=environ, text=True, start_new_session=True
+        )
+        try:
+            if during is not None:
+                during(process)
+            code: int | None = process.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        ended_s = time.time()
+        _kill_tree(process)
+        output.seek(0)
+        return _Ended(code, output.read(), ended_s)
+
+
+def _kill_tree(process: subprocess.Popen[str]) -> None:
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+    process.kill()
+    process.wait()
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="hvpipe-fault-") as name:
+        yield Path(name)
+
+
+def _broken_s(folder: Path) -> float:
+    path = folder / "broken"
+    return float(path.read_text() or 0) if path.exists() else 0.0
+
+
+def _state(output: str) -> str | None:
+    found = set(_STATE.findall(output))
+    return found.pop() if len(found) == 1 else None
+
+
+_references: dict[int, str | None] = {}
+
+
+def _reference(ranks: int) -> str | None:
+    """Return the weights of a job without a fault."""
+    if ranks not in _references:
+        with _folder() as folder:
+            _references[ranks] = _state(_run(_hvpipe_run(ranks, folder)).output)
+    return _references[ranks]
+
+
+def _judge_end(ended: _Ended, folder: Path, deadline_s: float, says: Sequence[str]) -> Trial:
+    """The job must end in time, not with 0, and say these words."""
+    after_s = ended.at_s - _broken_s(folder) - deadline_s
+    if ended.code is None:
+        return Trial("it hung", LIMIT_S, ended.output)
+    if not _broken_s(folder):
+        return Trial("nothing was broken", 0.0, ended.output)
+    missing = [words for words in says if words not in ended.output]
+    problem = (
+        "it ended with 0"
+        if ended.code == 0
+        else f"it does not say {missing[0]!r}"
+        if missing
+        else f"it took {after_s:.1f} s"
+        if after_s > PROMISED_S
+        else ""
+    )
+    return Trial(problem, max(0.0, after_s), ended.output)
+
+
+def _judge_going_on(ended: _Ended, folder: Path, ranks: int, says: str = "") -> Trial:
+    """The job must end as without a fault."""
+    problem = (
+        "it hung"
+        if ended.code is None
+        else f"it ended with {ended.code}"
+        if ended.code != 0
+        else "nothing was broken"
+        if not _broken_s(folder)
+        else "other weights"
+        if _state(ended.output) is None or _state(ended.output) != _reference(ranks)
+        else f"it does not say {says!r}"
+        if says not in ended.output
+        else ""
+    )
+    return Trial(problem, 0.0, ended.output)
+
+
+def _place(phase: str, chance: random.Random, ranks: int) -> tuple[list[object], int]:
+    victim = chance.randrange(ranks)
+    return ["--phase", phase, "--victim", victim, "--at", chance.randrange(1, 10)], victim
+
+
+def _ends(fault: str, says: str, deadline_s: float, phase: str, chance: random.Random) -> Trial:
+    ranks = 4
+    where, victim = _place(phase, chance, ranks)
+    with _folder() as folder:
+        ended = _run(_hvpipe_run(ranks, folder, "--fault", fault, *where))
+        name = f"Rank {victim} " if fault != "raise" else f"rank {victim} of {ranks}"
+        return _judge_end(ended, folder, deadline_s, (name, says))
+
+
+def _out_of_memory(phase: str, chance: random.Random) -> Trial:
+    group = _MEMORY / f"hvpipe-fault-{os.getpid()}"
+    group.mkdir()
+    try:
+        ranks = 4
+        where, victim = _place(phase, chance, ranks)
+        with _folder() as folder:
+            ended = _run(_hvpipe_run(ranks, folder, "--fault", "memory", "--group", group, *where))
+            return _judge_end(ended, folder, 0.0, (f"Rank {victim} ", "memory was used up"))
+    finally:
+        _remove_group(group)
+
+
+def _remove_group(group: Path) -> None:
+    for _ in range(50):
+        with contextlib.suppress(OSError):
+            group.rmdir()
+            return
+        time.sleep(0.1)
+
+
+def _slow(phase: str, chance: random.Random) -> Trial:
+    where, _ = _place(phase, chance, 4)
+    with _folder() as folder:
+        return _judge_going_on(_run(_hvpipe_run(4, folder, "--fault", "slow", *where)), folder, 4)
+
+
+def _full_disk(phase: str, chance: random.Random) -> Trial:
+    with _folder() as folder, _small_disk(folder / "disk") as disk:
+        options = ("--checkpoints", disk, "--fault", "mark", "--phase", "checkpoint", "--at", 2)
+        ended = _run(_hvpipe_run(2, folder, *options))
+        return _judge_going_on(ended, folder, 2, "No space left on device")
+
+
+@contextlib.contextmanager
+def _small_disk(place: Path) -> Iterator[Path]:
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def _link(down_s: float | None, phase: str, chance: random.Random) -> Trial:
+    """Two virtual hosts; the port of the second one on the switch goes down."""
+    with VirtualCluster(equal_hosts(2, "1gbit")) as cluster, _folder() as folder:
+        switch = network.namespace(cluster.name, "switch")
+
+        def set_link(state: str) -> None:
+            subprocess.run(["ip", "-n", switch, "link", "set", "p1", state], check=True)
+
+        def during(process: subprocess.Popen[str]) -> None:
+            while not _broken_s(folder) and process.poll() is None:
+                time.sleep(0.005)
+            set_link("down")
+            if down_s is not None:
+                time.sleep(down_s)
+                set_link("up")
+
+        at = chance.randrange(1, 10)
+        options = ("--fault", "mark", "--phase", phase, "--at", at, "--pause", 0.02, "--steps", 40)
+        agent = ("--rsh-agent", str(cluster.directory / "agent"), "--net", network.SUBNET)
+        started = _hvpipe_run(2, folder, *options)
+        started[4:6] = ["--hosts", "h0:1,h1:1", *agent]
+        command = cluster.host_command("h0", started)
+        if down_s is None:
+            ended = _run(command, during)
+            return _judge_end(ended, folder, DEADLINE_S, ("DeadlineError", "rank "))
+        ended = _run(command, during)
+        if 40 not in _longer:
+            with _folder() as other:
+                _longer[40] = _state(_run(_hvpipe_run(2, other, "--steps", 40)).output)
+        code, state = ended.code, _state(ended.output)
+        problem = "it hung" if code is None else f"it ended with {code}" if code else ""
+        problem = problem or ("" if state is not None and state == _longer[40] else "other weights")
+        return Trial(problem, 0.0, ended.output)
+
+
+_longer: dict[int, str | None] = {}
+
+
+def _whole_job(phase: str, chance: random.Random) -> Trial:
+    """Kill everything at a random moment after the first checkpoint has begun, then start again."""
+    with _folder() as folder:
+
+        def during(process: subprocess.Popen[str]) -> None:
+            while not (folder / "broken").exists() and process.poll() is None:
+                time.sleep(0.002)
+            time.sleep(chance.uniform(0.0, 0.15))
+            _kill_session(process.pid, folder)
+
+        _run(_hvpipe_run(2, folder, "--fault", "mark", "--phase", "checkpoint"), during)
+        again = _run(_hvpipe_run(2, folder))
+        unreadable = list((folder / "checkpoints").glob("*.damaged"))
+        if unreadable:
+            return Trial(f"{len(unreadable)} checkpoints cannot be read", 0.0, again.output)
+        return _judge_going_on(again, folder, 2)
+
+
+def _kill_session(pid: int, folder: Path) -> None:
+    """SIGKILL to every process that has the folder in its command line: launcher and ranks at once."""
+    import psutil
+
+    for process in psutil.process_iter(["cmdline"]):
+        if str(folder) in (process.info["cmdline"] or []):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGKILL)

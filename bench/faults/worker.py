@@ -1,0 +1,171 @@
+"""One rank of a job that is broken: steps of a small model through the engine's buckets, with checkpoints.
+
+It has no TensorFlow, so that hundreds of jobs can be broken in minutes. The phases of a step are the
+engine's: pack, reduce, update, and at the end flush. `checkpoint` is while the checkpoint's thread writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import hvpipe
+from hvpipe.checkpoints.arrays import read_arrays
+from hvpipe.checkpoints.manifest import Manifest, Position
+from hvpipe.checkpoints.usable import newest_usable
+from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
+from hvpipe.plan.buckets import Gradient, plan_buckets
+from hvpipe.session import current
+
+SHAPES = ((300, 200), (200,), (400, 150), (150,))
+EVERY = 2  # steps between two checkpoints
+
+
+class Breaker:
+    """Breaks this rank once, if it is the one, at a step and in a phase."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+
+    def reach(self, phase: str, step: int) -> None:
+        """Break here if this is the place."""
+        wanted = self._options
+        if hvpipe.rank() != wanted.victim or phase != wanted.phase or step < wanted.at or not wanted.fault:
+            return
+        fault, wanted.fault = wanted.fault, ""
+        (wanted.folder / "broken").write_text(repr(time.time()))
+        does = {
+            "kill": self._kill,
+            "stop": self._stop,
+            "crash": self._crash,
+            "raise": self._raise,
+            "slow": self._slow,
+            "memory": self._memory,
+            "mark": lambda: None,  # the harness sees the file `broken`
+        }
+        does[fault]()
+
+    def _kill(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def _crash(self) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    def _raise(self) -> None:
+        raise ValueError("injected")
+
+    def _slow(self) -> None:
+        time.sleep(self._options.slow)
+
+    def _memory(self) -> None:
+        group = Path(self._options.group)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        (group / "memory.limit_in_bytes").write_text(str(256 << 20))
+        hoard = [np.ones(8 << 20, np.uint8) for _ in range(200)]
+        raise AssertionError(f"{len(hoard)} arrays fit")
+
+
+class Job:
+    """The weights, and how they are trained, saved and read again."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._breaker = Breaker(options)
+        self._engine = current().engine
+        self._weights = [np.full(shape, 0.01, np.float32) for shape in SHAPES]
+        gradients = [Gradient(f"g{i}", shape, "float32") for i, shape in enumerate(SHAPES)]
+        self._plan = plan_buckets(gradients, 200_000)
+        self._number = self._engine.add_plan("model", self._plan)
+        folder = options.folder / "checkpoints" if options.checkpoints is None else options.checkpoints
+        self._folder = folder
+        self._writer = Writer(WriterOptions(folder, hvpipe.rank(), hvpipe.size(), keep=2, timeout_s=20))
+
+    def run(self) -> None:
+        """Train from the newest checkpoint to the end, and print what the weights are."""
+        begin = self._resume()
+        run = str(self._engine.broadcast_object(f"{os.getpid() % 2**24:06x}"))
+        for step in range(begin, self._options.steps):
+            self._train(step)
+            if (step + 1) % EVERY == 0:
+                self._save(step + 1, run)
+            time.sleep(self._options.pause)
+        self._writer.wait()
+        self._breaker.reach("flush", self._options.steps)
+        hvpipe.shutdown()
+        state = hashlib.sha256(b"".join(one.tobytes() for one in self._weights)).hexdigest()
+        print(f"STATE {state[:16]}", flush=True)
+
+    def _train(self, step: int) -> None:
+        core, rank = self._engine.core, hvpipe.rank()
+        scale, _ = core.begin_step(self._number, step, 1.0, True)
+        made = [np.random.default_rng([step, rank, i]).random(s, np.float32) for i, s in enumerate(SHAPES)]
+        for number, bucket in enumerate(self._plan.buckets):
+            self._breaker.reach("pack", step)
+            core.submit(self._number, number, [made[i] for i in bucket.members], scale)
+        self._breaker.reach("reduce", step)
+        for number, bucket in enumerate(self._plan.buckets):
+            sums: list[Any] = [np.empty(SHAPES[i], np.float32) for i in bucket.members]
+            core.collect(self._number, number, sums)
+            for i, total in zip(bucket.members, sums, strict=True):
+                self._weights[i] -= 0.1 * total * (1 + self._weights[i])
+            self._breaker.reach("update", step)
+
+    def _save(self, step: int, run: str) -> None:
+        values = {f"weights/{i}": one.copy() for i, one in enumerate(self._weights)}
+        manifest = Manifest(run, "data_parallel", Position(step, 0, step), {}, ())
+        self._writer.start(Snapshot(values if hvpipe.rank() == 0 else {}, manifest))
+        self._breaker.reach("checkpoint", step)
+
+    def _resume(self) -> int:
+        found = newest_usable(self._folder, _Ranks(self._engine))
+        if found is None:
+            return 0
+        place, manifest = found
+        part = manifest.parts[0]
+        self._weights = list(read_arrays(place / part.file.name, part.names).values())
+        return manifest.position.step
+
+
+class _Ranks:
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.rank, self.size = hvpipe.rank(), hvpipe.size()
+
+    def broadcast(self, value: str | None) -> str | None:
+        return self._engine.broadcast_object(value)  # type: ignore[no-any-return]
+
+    def gather(self, value: str | None) -> list[str | None]:
+        return self._engine.allgather_object(value)  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    """Be one rank."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--fault", default="")
+    parser.add_argument("--phase", default="reduce")
+    parser.add_argument("--victim", type=int, default=1)
+    parser.add_argument("--at", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--slow", type=float, default=2.0)
+    parser.add_argument("--group", default="")
+    parser.add_argument("--checkpoints", type=Path)
+    options = parser.parse_args()
+    hvpipe.init()
+    Job(options).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+// Short texts between ranks, beside all collectives.
+#pragma once
+
+#include <mpi.h>
+
+#include <list>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace hvpipe {
+
+struct Letter {
+  int rank;  // of the sender
+  int kind;
+  std::string text;
+};
+
+// Threads: one thread at a time, which is the watchdog's. No lock.
+class Mail {
+ public:
+  // Collective. Takes ownership of the communicator.
+  explicit Mail(MPI_Comm communicator);
+  Mail(const Mail&) = delete;
+  Mail& operator=(const Mail&) = delete;
+  ~Mail();
+
+  int rank() const { return rank_; }
+  int size() const { return static_cast<int>(owners_.size()); }
+  // Where a rank runs, such as "rank 2 on h1 (pid 1234)".
+  std::string NameOf(int rank) const;
+  // A process of this host; 0 if the rank runs on another one.
+  int LocalPid(int rank) const;
+
+  // Returns at once. A rank that does not run never gets it.
+  void Send(int rank, int kind, const std::string& text);
+  // The next letter that has arrived.
+  std::optional<Letter> Receive();
+  // Collective. Drops what has arrived.
+  void Free();
+
+ private:
+  struct Owner {
+    int pid = 0;
+    char host[60] = {};
+  };
+  struct Sent {
+    std::string text;
+    MPI_Request request = MPI_REQUEST_NULL;
+  };
+
+  MPI_Comm communicator_;
+  int rank_ = 0;
+  std::vector<Owner> owners_;  // by rank
+  std::list<Sent> sent_;       // which MPI still reads
+};
+
+}  // namespace hvpipe

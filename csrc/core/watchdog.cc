@@ -1,0 +1,286 @@
+// Collects what ranks wait for and do, and puts it into words.
+#include "core/watchdog.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+namespace hvpipe {
+namespace {
+
+enum Kind : int { kStalled = 1, kAcknowledged, kAsk, kAnswer };
+
+constexpr std::chrono::milliseconds kPeriod(200);
+constexpr double kAcknowledgeS = 1;
+constexpr double kCollectS = 0.5;
+constexpr double kAnswerS = 1;
+constexpr int kMostAsked = 32;
+constexpr std::size_t kMostStackBytes = 6000;
+constexpr char kBetween = '\x1f';
+constexpr double kJustCame = 1;  // a rank that waits for less has just come
+
+std::string Seconds(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", seconds);
+  return text;
+}
+
+std::string Encode(const Stall& stall) {
+  return std::to_string(stall.waited_s) + kBetween + stall.what + kBetween + stall.waiting;
+}
+
+Stall Decode(const std::string& text) {
+  const std::size_t first = text.find(kBetween), second = text.find(kBetween, first + 1);
+  if (first == std::string::npos || second == std::string::npos) return {text, "", 0};
+  return {text.substr(first + 1, second - first - 1), text.substr(second + 1),
+          std::strtod(text.c_str(), nullptr)};
+}
+
+// Python lists its threads from the newest to the oldest. The main thread is the oldest.
+std::string MainThreadFirst(const std::string& text) {
+  std::vector<std::string> threads;
+  for (std::size_t start = 0; start < text.size();) {
+    std::size_t end = text.find("\n\n", start);
+    end = end == std::string::npos ? text.size() : end;
+    threads.push_back(text.substr(start, end - start));
+    start = end + 2;
+  }
+  std::string sorted;
+  for (auto thread = threads.rbegin(); thread != threads.rend(); ++thread) {
+    std::istringstream lines(*thread);
+    for (std::string line; std::getline(lines, line);) {
+      if (!line.empty()) sorted += "    " + line + "\n";
+    }
+  }
+  return sorted.substr(0, kMostStackBytes);
+}
+
+// The state of a process as in `ps`: "T" is stopped. 0 if it has ended.
+char StateOf(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string text;
+  std::getline(file, text);
+  const std::size_t name = text.rfind(") ");
+  return name == std::string::npos || name + 2 >= text.size() ? '\0' : text[name + 2];
+}
+
+}  // namespace
+
+Watchdog::Watchdog(Mail* mail, Telemetry& telemetry, WaitsNow waits_now)
+    : mail_(mail), telemetry_(telemetry), waits_now_(std::move(waits_now)), thread_([this] { Loop(); }) {}
+
+void Watchdog::Report(const Stall& stall) {
+  telemetry_.flight.Add(Flight::kStalled, stall.what + ": " + stall.waiting, stall.sequence);
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    reported_ = stall;
+  }
+  wake_.notify_all();
+}
+
+void Watchdog::UseStacks(int signal, int file) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  stack_signal_ = signal;
+  stack_file_ = file;
+}
+
+std::string Watchdog::report() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return report_;
+}
+
+void Watchdog::Stop() {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  wake_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Watchdog::Loop() {
+  bool works = true;
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      wake_.wait_for(lock, kPeriod, [&] { return stop_ || reported_; });
+      if (stop_) return;
+    }
+    telemetry_.flight.Beat(telemetry_.counters.steps.value(), telemetry_.counters.operations.value());
+    try {
+      if (works) Step(Now());
+    } catch (const std::exception& failure) {  // the ranks that it would ask may be gone
+      works = false;
+      telemetry_.flight.Add(Flight::kNote, std::string("no stall reports: ") + failure.what(), 0);
+    }
+    if (!works) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      reported_.reset();
+    }
+  }
+}
+
+void Watchdog::Step(double now) {
+  TakeStall(now);
+  while (mail_ != nullptr) {
+    const auto letter = mail_->Receive();
+    if (!letter) break;
+    Take(*letter, now);
+  }
+  if (own_ && now - told_s_ > kAcknowledgeS) {
+    ++told_;
+    TakeStall(now);
+  }
+  if (collects_s_ != 0 && asked_s_ == 0 && now - collects_s_ > kCollectS) {
+    asked_s_ = now;
+    int asked = 0;
+    for (int rank = 0; rank < mail_->size() && asked < kMostAsked; ++rank) {
+      if (stalled_.count(rank) != 0) continue;
+      ++asked;
+      if (rank == mail_->rank()) {
+        answers_[rank] = Answer();
+      } else {
+        answers_[rank] = "";
+        mail_->Send(rank, kAsk, "");
+      }
+    }
+  }
+  if (asked_s_ == 0) return;
+  bool complete = true;
+  for (const auto& [rank, text] : answers_) complete = complete && !text.empty();
+  if (complete || now - asked_s_ > kAnswerS) Finish();
+}
+
+// Pass this rank's stall on, or collect here.
+void Watchdog::TakeStall(double now) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (reported_) {
+      own_ = std::exchange(reported_, std::nullopt);
+      told_ = 0;
+      sent_to_ = -1;
+    }
+  }
+  if (!own_) return;
+  if (mail_ == nullptr) {
+    const std::string text = "hvpipe: stall: this rank has waited " + Seconds(own_->waited_s) + " in " +
+                             own_->what + " for " + own_->waiting + ".\n";
+    own_.reset();
+    std::fputs(text.c_str(), stderr);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    report_ = text;
+    return;
+  }
+  if (told_ < mail_->rank()) {
+    if (told_ != sent_to_) {
+      sent_to_ = told_;
+      told_s_ = now;
+      mail_->Send(told_, kStalled, Encode(*own_));
+    }
+    return;
+  }
+  Collect(mail_->rank(), *own_, now);
+  own_.reset();
+}
+
+void Watchdog::Take(const Letter& letter, double now) {
+  switch (letter.kind) {
+    case kStalled:
+      mail_->Send(letter.rank, kAcknowledged, "");
+      return Collect(letter.rank, Decode(letter.text), now);
+    case kAcknowledged:
+      own_.reset();
+      return;
+    case kAsk:
+      return mail_->Send(letter.rank, kAnswer, Answer());
+    default:
+      if (answers_.count(letter.rank) != 0) answers_[letter.rank] = letter.text;
+  }
+}
+
+void Watchdog::Collect(int rank, const Stall& stall, double now) {
+  stalled_[rank] = stall;
+  if (collects_s_ == 0) collects_s_ = now;
+}
+
+// "W": it waits as well; "L": it is late.
+std::string Watchdog::Answer() {
+  const auto waits = waits_now_();
+  if (waits && waits->waited_s > kJustCame) return "W" + Encode(*waits);
+  return "L" + Stacks();
+}
+
+std::string Watchdog::Stacks() {
+  int number = 0, file = -1;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    number = stack_signal_;
+    file = stack_file_;
+  }
+  if (file < 0) return "    (no Python stack)\n";
+  if (lseek(file, 0, SEEK_SET) != 0 || ftruncate(file, 0) != 0) return "    (no Python stack)\n";
+  pthread_kill(pthread_self(), number);  // handled before this call returns
+  std::string text(4 * kMostStackBytes, '\0');
+  const ssize_t bytes = pread(file, text.data(), text.size(), 0);
+  text.resize(bytes > 0 ? static_cast<std::size_t>(bytes) : 0);
+  return MainThreadFirst(text);
+}
+
+void Watchdog::Finish() {
+  const std::string text = ReportText();
+  stalled_.clear();
+  answers_.clear();
+  collects_s_ = asked_s_ = 0;
+  std::fwrite(text.data(), 1, text.size(), stderr);
+  std::fflush(stderr);
+  const std::lock_guard<std::mutex> lock(mutex_);
+  report_ = text;
+}
+
+std::string Watchdog::SilentRank(int rank) const {
+  const int pid = mail_->LocalPid(rank);
+  const char state = pid == 0 ? '?' : StateOf(pid);
+  if (state == '\0' || state == 'Z') return "has ended";
+  if (state == 'T' || state == 't') return "is stopped (by SIGSTOP or a debugger)";
+  return "does not answer: its host or the link to it may be down, or the process is frozen";
+}
+
+std::string Watchdog::ReportText() {
+  std::map<int, Stall> waiting = stalled_;
+  std::vector<std::string> late;
+  for (const auto& [rank, answer] : answers_) {
+    if (answer.substr(0, 1) == "W") {
+      waiting[rank] = Decode(answer.substr(1));
+    } else if (answer.empty()) {
+      late.push_back("  NOT THERE: " + mail_->NameOf(rank) + " " + SilentRank(rank) + ".\n");
+    } else {
+      late.push_back("  NOT THERE: " + mail_->NameOf(rank) + ". Its Python threads, the main one first:\n" +
+                     answer.substr(1));
+    }
+  }
+  std::ostringstream text;
+  text << "\nhvpipe: stall: " << waiting.size() << " of " << mail_->size() << " ranks wait for the others.\n";
+  int shown = 0;
+  for (const auto& [rank, stall] : waiting) {
+    if (++shown > 8) continue;
+    text << "  " << mail_->NameOf(rank) << " has waited " << Seconds(stall.waited_s) << " in " << stall.what
+         << " for " << stall.waiting << ".\n";
+  }
+  if (shown > 8) text << "  ... and " << shown - 8 << " more.\n";
+  for (const auto& line : late) text << line;
+  if (late.empty()) {
+    text << "  No rank computes: a link between two of them is down or slow, or they wait for different "
+            "things.\n";
+  }
+  text << std::flush;
+  return text.str();
+}
+
+}  // namespace hvpipe

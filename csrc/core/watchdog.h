@@ -1,0 +1,84 @@
+// The watchdog: signs of life, and reports of collectives that wait too long.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+
+#include "collectives/mail.h"
+#include "core/operation.h"
+#include "core/telemetry.h"
+
+namespace hvpipe {
+
+// A thread that needs neither the interpreter lock nor the progress thread, so it answers whatever the rest
+// of the process does.
+//
+// A rank that waits too long tells rank 0, or the next rank if rank 0 does not acknowledge. That rank
+// collects for a second who waits, asks all others what they do, and prints one report:
+//
+//   rank 1, which waits        rank 0, which collects        rank 2, which is late
+//          kStalled  ----------------->
+//          <-----------------  kAcknowledged
+//                                       kAsk  ----------------->
+//                                       <-----------------  kAnswer: its Python stack
+//
+// Threads: any thread may call. mutex_ guards what they share with the watchdog's thread.
+class Watchdog {
+ public:
+  // What this rank waits for now; empty if it computes.
+  using WaitsNow = std::function<std::optional<Stall>()>;
+
+  // `mail` may be null: then a report says only what this rank waits for.
+  Watchdog(Mail* mail, Telemetry& telemetry, WaitsNow waits_now);
+  ~Watchdog() { Stop(); }
+  Watchdog(const Watchdog&) = delete;
+  Watchdog& operator=(const Watchdog&) = delete;
+
+  // This rank has waited too long.
+  void Report(const Stall& stall);
+  // `signal`, sent to a thread of this process, writes the stacks of all Python threads to `file`.
+  void UseStacks(int signal, int file);
+  // The last report that this rank printed.
+  std::string report() const;
+  void Stop();
+
+ private:
+  void Loop();
+  void Step(double now);
+  void TakeStall(double now);
+  void Take(const Letter& letter, double now);
+  void Collect(int rank, const Stall& stall, double now);
+  void Finish();
+  std::string Answer();
+  std::string Stacks();
+  std::string ReportText();
+  std::string SilentRank(int rank) const;
+
+  Mail* const mail_;
+  Telemetry& telemetry_;
+  const WaitsNow waits_now_;
+
+  mutable std::mutex mutex_;
+  std::condition_variable wake_;
+  bool stop_ = false;
+  std::optional<Stall> reported_;
+  int stack_signal_ = 0, stack_file_ = -1;
+  std::string report_;
+
+  // Of the watchdog's thread.
+  std::optional<Stall> own_;  // not acknowledged yet
+  int told_ = 0;              // the rank that collects
+  int sent_to_ = -1;          // the rank that own_ was sent to
+  double told_s_ = 0;
+  std::map<int, Stall> stalled_;         // collected here, by rank
+  std::map<int, std::string> answers_;   // by rank
+  double collects_s_ = 0, asked_s_ = 0;  // since when; 0: not
+  std::thread thread_;
+};
+
+}  // namespace hvpipe

@@ -1,0 +1,1 @@
+"""The flight recorders of a job that ended badly: read, and put into words."""

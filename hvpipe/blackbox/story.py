@@ -1,0 +1,251 @@
+"""Says in words what ended a job, from the flight recorders of its ranks."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hvpipe.blackbox.files import SUFFIX, Flight, FlightEvent, read_flight, to_json
+from hvpipe.errors import HvpipeError
+
+_LOST_A_PEER = ("DeadlineError", "DeadlineExceededError", "PeerError", "UnavailableError")
+"""Errors of a rank that lost another one."""
+_BEAT_S = 1.0
+"""A rank that lives gives a sign of life within this time, also on a busy host."""
+_THAWED_S = 3.0
+"""The launcher wakes a stopped rank up to end it."""
+_MOST_NAMED = 8
+_WORTH_SAYING_S = 0.5
+
+
+@dataclass(frozen=True)
+class Wait:
+    """An operation that a rank was ready for and that did not end."""
+
+    what: str
+    sequence: int
+    since_s: float
+
+
+@dataclass(frozen=True)
+class Records:
+    """The recorders of one start of a job, and what is wrong with some of them."""
+
+    folder: Path
+    flights: tuple[Flight, ...]
+    problems: tuple[str, ...]
+
+
+def read_records(folder: Path) -> Records:
+    """Read a folder of recorders, or the newest start in a folder of several.
+
+    Raises:
+        HvpipeError: There is none.
+    """
+    if not folder.is_dir():
+        raise HvpipeError(f"DIR should be the folder of a flight recorder. Received: no folder {folder}")
+    files = sorted(folder.glob(f"*{SUFFIX}"))
+    if not files:
+        starts = sorted({path.parent for path in folder.glob(f"*/*{SUFFIX}")})
+        if not starts:
+            raise HvpipeError(
+                f"DIR should have files of flight recorders (*{SUFFIX}). They are left by ranks that do not "
+                f"end properly. Received: none in {folder}"
+            )
+        folder = starts[-1]
+        files = sorted(folder.glob(f"*{SUFFIX}"))
+    flights, problems = [], []
+    for path in files:
+        try:
+            flights.append(read_flight(path))
+        except HvpipeError as error:
+            problems.append(str(error))
+    flights.sort(key=lambda flight: flight.rank)
+    if flights and (missing := sorted(set(range(flights[0].size)) - {flight.rank for flight in flights})):
+        problems.append(
+            f"There is no record of {_ranks(missing)}: it ended properly, or its file is on another host"
+        )
+    return Records(folder, tuple(flights), tuple(problems))
+
+
+def first_to_end(flights: Sequence[Flight]) -> Flight | None:
+    """Return the rank that ended the job; None if all were alive and waited."""
+    if not flights:
+        return None
+    own = [one for one in flights if _ended_by_itself(one)]
+    first = min(own, key=_end_s, default=None)
+    lost = [one.ended_s for one in flights if one.ended_s is not None and _lost_a_peer(one)]
+    launcher = [one.ended_s for one in flights if one.ended_s is not None and one.signal == signal.SIGTERM]
+    # Ranks that the launcher killed also end without a word, but not before the others know.
+    known_s = min([*([_end_s(first)] if first else []), *lost, *launcher], default=None)
+    silent = [one for one in flights if one.ended_s is None]
+    earliest = min(silent, key=_end_s, default=None)
+    if earliest is None or (first is not None and _end_s(earliest) > _end_s(first) - _BEAT_S):
+        return first
+    if known_s is None and len(silent) == len(flights):
+        return earliest if max(map(_end_s, silent)) - _end_s(earliest) > _BEAT_S else None
+    return earliest if known_s is None or _end_s(earliest) <= known_s + _BEAT_S else first
+
+
+def open_wait(flight: Flight) -> Wait | None:
+    """Return what a rank had waited for longest when it ended."""
+    ready: dict[int, FlightEvent] = {}
+    for event in flight.events:
+        if event.kind == "ready":
+            ready[event.sequence] = event
+        elif event.kind == "done":
+            ready.pop(event.sequence, None)
+    if not ready:
+        return None
+    event = min(ready.values(), key=lambda one: one.at_s)
+    return Wait(event.what, event.sequence, event.at_s)
+
+
+def to_text(records: Records) -> str:
+    """Return what happened, in words."""
+    flights = records.flights
+    lines = [
+        f"{records.folder}: {len(flights)} of {flights[0].size if flights else '?'} ranks left a record."
+    ]
+    lines += [f"  {problem}" for problem in records.problems]
+    if not flights:
+        return "\n".join(lines)
+    lines.append(f"What happened: {verdict(flights)}")
+    for flight in flights:
+        lines.append(
+            f"  rank {flight.rank} on {flight.host}: {flight.steps} steps; ended {_end_words(flight)}"
+        )
+        if flight.frozen is not None:
+            lines.append(f"    {_frozen_words(flight)}")
+        wait = open_wait(flight)
+        if wait is not None:
+            waited_s = _end_s(flight) - wait.since_s
+            lines.append(f"    had waited {waited_s:.1f} s in {wait.what}")
+        lines += [f"    {_clock(event.at_s)} {event.what}" for event in _said(flight)]
+    return "\n".join(lines)
+
+
+def verdict(flights: Sequence[Flight]) -> str:
+    """Return who ended first and why, and who waited for it, in one or two sentences."""
+    first = first_to_end(flights)
+    waiting = {one.rank: wait for one in flights if one is not first and (wait := open_wait(one)) is not None}
+    if first is not None:
+        steps = f" after {first.steps} steps" if first.steps else ""
+        said = f"{_name(first)} ended first{steps}, {_end_words(first)}"
+    else:
+        late = [one.rank for one in flights if one.rank not in waiting]
+        if frozen := [one for one in flights if _ended_frozen(one)]:
+            longest = max(frozen, key=_frozen_s)
+            waiting = {rank: wait for rank, wait in waiting.items() if rank != longest.rank}
+            said = f"{_name(longest)} {_frozen_words(longest)}"
+        elif not waiting:
+            return "All ranks ended at the same time, and none of them waited for another."
+        elif late:
+            said = f"{_ranks(late).capitalize()} lived, but did not come to what the others waited for"
+        else:
+            said = (
+                "All ranks waited, and none ended before the others: a link between two of them was down or "
+                "slow, or they waited for different things"
+            )
+    by_rank = {one.rank: one for one in flights}
+    waited = {rank: _end_s(by_rank[rank]) - wait.since_s for rank, wait in waiting.items()}
+    waited_s = max(waited.values(), default=0.0)
+    if waited_s < _WORTH_SAYING_S:
+        return f"{said}."
+    wait = waiting[max(waited, key=waited.__getitem__)]
+    return f"{said}. {_ranks(sorted(waiting)).capitalize()} waited, up to {waited_s:.1f} s, in {wait.what}."
+
+
+def document(records: Records) -> dict[str, Any]:
+    """Return all that is known as JSON."""
+    first = first_to_end(records.flights)
+    waits = {one.rank: open_wait(one) for one in records.flights}
+    return {
+        "folder": str(records.folder),
+        "problems": list(records.problems),
+        "verdict": verdict(records.flights) if records.flights else None,
+        "first": None if first is None else first.rank,
+        "ranks": [
+            {
+                **to_json(one),
+                "waited_in": None if (wait := waits[one.rank]) is None else wait.what,
+                "waited_s": None if wait is None else _end_s(one) - wait.since_s,
+            }
+            for one in records.flights
+        ],
+    }
+
+
+def _end_s(flight: Flight) -> float:
+    return flight.heard_s if flight.ended_s is None else flight.ended_s
+
+
+def _lost_a_peer(flight: Flight) -> bool:
+    return flight.why.partition(":")[0] in _LOST_A_PEER
+
+
+def _ended_by_itself(flight: Flight) -> bool:
+    """Tell whether an error or a crash of its own ended this rank."""
+    return flight.ended_s is not None and flight.signal != signal.SIGTERM and not _lost_a_peer(flight)
+
+
+def _end_words(flight: Flight) -> str:
+    at = _clock(_end_s(flight))
+    if flight.ended_s is None:
+        return (
+            f"without a word, its last sign of life at {at}: it was killed (SIGKILL, or the host's memory "
+            "was used up) or stopped, or its host was lost"
+        )
+    if flight.why:
+        return f"at {at} by {flight.why.partition(chr(10))[0]}"
+    if flight.signal == signal.SIGTERM:
+        return f"at {at} by SIGTERM, as the launcher ends the others"
+    return f"at {at} by a crash: {_signal_name(flight.signal)}"
+
+
+def _name(flight: Flight) -> str:
+    return f"Rank {flight.rank} on {flight.host} (pid {flight.pid})"
+
+
+def _frozen_s(flight: Flight) -> float:
+    return 0.0 if flight.frozen is None else flight.frozen[1] - flight.frozen[0]
+
+
+def _ended_frozen(flight: Flight) -> bool:
+    """Tell whether this rank did not run until shortly before its end."""
+    return flight.frozen is not None and _end_s(flight) - flight.frozen[1] < _THAWED_S
+
+
+def _frozen_words(flight: Flight) -> str:
+    assert flight.frozen is not None
+    since, until = map(_clock, flight.frozen)
+    return f"did not run from {since} to {until}: it was stopped (SIGSTOP), or its host was frozen"
+
+
+def _said(flight: Flight) -> list[FlightEvent]:
+    return [event for event in flight.events if event.kind in ("note", "stalled", "failed")][-3:]
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _clock(unix_s: float) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(unix_s)) + f".{int(unix_s * 10 % 10)}"
+    except (ValueError, OverflowError, OSError):
+        return "an unknown time"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 2", "ranks 0, 1, 3" or a shortened list."""
+    named = ", ".join(map(str, ranks[:_MOST_NAMED]))
+    more = f" and {len(ranks) - _MOST_NAMED} more" if len(ranks) > _MOST_NAMED else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {named}{more}"

@@ -1,0 +1,92 @@
+"""What a rank leaves behind when it ends badly: its flight recorder, and its stacks for the watchdog."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import secrets
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from hvpipe.comm.discover import Settings
+from hvpipe.comm.world import World
+from hvpipe.errors import HvpipeError
+
+_STACK_SIGNAL = signal.SIGRTMIN + 5  # batch systems and launchers use none of these
+_BYTES = 4096 + 128 * 1000  # of a recorder
+
+_core: Any = None
+_stack_file: int | None = None
+
+
+def flight_path(settings: Settings, world: World) -> str:
+    """Return the file of this rank's recorder; "" to keep it in memory. Collective."""
+    if settings.flight_folder is not None:
+        start = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        folder = Path(settings.flight_folder) / world.broadcast_object(start)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise HvpipeError(
+                "HVPIPE_FLIGHT_RECORDER should be a folder that every rank can write. "
+                f"Received: {settings.flight_folder!r}: {error.strerror}"
+            ) from error
+        return str(folder / f"rank-{world.rank}.flight")
+    if settings.job_folder is None:
+        return ""
+    folder = settings.job_folder / "flight"
+    path = folder / f"rank-{world.rank}.flight"
+    try:  # nobody asked for this file, so a full disk must not end the job
+        folder.mkdir(exist_ok=True)
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, _BYTES)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        return ""
+    return str(path)
+
+
+def flight_path_without_lost(path: str, world: World) -> str:
+    """Return the file of this rank's recorder in a job that goes on without lost ranks.
+
+    The files of before stay, because they tell of the loss.
+    """
+    if not path:
+        return ""
+    before = Path(path).parent
+    folder = before.with_name(f"{before.name}-{world.size}-ranks")
+    with contextlib.suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        return str(folder / f"rank-{world.rank}.flight")
+    return ""
+
+
+def keep_record(core: Any) -> None:
+    """From now on, let errors and signals be recorded, and let the watchdog read Python stacks."""
+    global _core, _stack_file
+    _core = core
+    core.mark_signals()
+    if _stack_file is None:
+        _stack_file = os.memfd_create("hvpipe-stacks")
+        # In C, so it works whatever the interpreter does.
+        faulthandler.register(_STACK_SIGNAL, file=_stack_file, all_threads=True, chain=False)
+    core.use_stacks(int(_STACK_SIGNAL), _stack_file)
+
+
+def end_record(path: str) -> None:
+    """Forget the recorder of a session that has ended properly, and remove its folder with the last rank."""
+    global _core
+    _core = None
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).parent.rmdir()
+
+
+def tell_recorder(why: str) -> None:
+    """Record why this rank ends."""
+    if _core is not None:
+        _core.end(why)

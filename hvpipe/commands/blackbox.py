@@ -1,0 +1,28 @@
+"""`hvpipe blackbox`: what ended a job, from the flight recorders of its ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from hvpipe.blackbox import story
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `hvpipe blackbox`."""
+    parser.add_argument(
+        "folder",
+        type=Path,
+        metavar="DIR",
+        help="what `hvpipe run --flight-recorder DIR` wrote; its newest start is read",
+    )
+    parser.add_argument("--json", action="store_true", help="print all events as JSON")
+
+
+def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Print what happened. Returns 0, or 1 if no file can be read; raises HvpipeError if there is none."""
+    records = story.read_records(options.folder)
+    print(json.dumps(story.document(records), indent=1) if options.json else story.to_text(records))
+    return 0 if records.flights else 1

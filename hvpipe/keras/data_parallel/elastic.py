@@ -1,0 +1,357 @@
+"""Lets `fit` go on in the same process without ranks that are lost.
+
+    a rank is lost        every call of the engine raises; what runs in TensorFlow ends with an error
+    go_on_without_lost    the ranks that are left get a new engine with the same plans: graphs stay valid
+    agree                 on the most advanced state that one of them has complete
+    restore               that state on all ranks: kept references, else a broadcast
+    repeat                the steps after it, with their batches divided anew
+
+docs/reliability.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.compat import learning_rate_variable
+from hvpipe.keras.data_parallel.elastic_data import ElasticData
+from hvpipe.keras.initial_state import settle, shared_slots
+from hvpipe.keras.variables import broadcast_variables, identity, native
+from hvpipe.session import Resize, Session
+
+if TYPE_CHECKING:
+    from hvpipe.keras.data_parallel.train_steps import TrainSteps
+
+logger = logging.getLogger("hvpipe")
+
+TOO_FEW = 69
+"""What ranks exit with if fewer than --min-np are left: EX_UNAVAILABLE of sysexits.h."""
+
+_LEARNS_OF_LOSS_S = 2.0
+
+_hooks: list[Callable[[Resize], None]] = []
+
+
+def on_resize(call: Callable[[Resize], None]) -> Callable[[Resize], None]:
+    """Call a function on every rank after the number of ranks has changed, before training continues.
+
+    For what your code derives from `hvpipe.size()` and `hvpipe.rank()`. All ranks have the same state then.
+
+    Args:
+        call: Takes a `Resize` with `old_size`, `size`, `old_rank`, `rank` and `lost`.
+
+    Returns:
+        `call`, so that this serves as a decorator.
+
+    Example:
+        ```python
+        @hk.on_resize
+        def tell(change):
+            print(f"{change.size} of {change.old_size} ranks go on")
+        ```
+    """
+    _hooks.append(call)
+    return call
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The state before a call of the train function or a flush, by reference.
+
+    TensorFlow never changes a tensor that somebody holds: an update of its variable writes to a new buffer.
+
+    Attributes:
+        version: The step whose update is the last in `shared`.
+        updates: How many deferred updates were complete (scalar tensor); None if none is left to a next step.
+        own: Variables that may change before the update, and their values.
+        shared: Variables that change in the update, and their values; empty if they change all or none.
+    """
+
+    version: int
+    updates: Any
+    own: list[tuple[Any, Any]]
+    shared: list[tuple[Any, Any]]
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """Where a rank was when it learned of the loss; all ranks exchange theirs.
+
+    Attributes:
+        version: The last step whose state it can provide.
+        sections: How many sections it has finished.
+        ready: Whether it has prepared its model for the train function.
+        result: The result of the last section.
+        ended: Whether it has read an epoch's data to the end, but not finished the epoch.
+        begun: The last step that it has begun.
+    """
+
+    version: int
+    sections: int
+    ready: bool
+    result: Any
+    ended: bool
+    begun: int
+
+
+class Elastic:
+    """Survives the loss of ranks in the steps of one model.
+
+    Args:
+        session: The ranks that train together.
+        model: The model.
+        steps: Its steps.
+    """
+
+    def __init__(self, session: Session, model: Any, steps: TrainSteps) -> None:
+        self._session = session
+        self._model = model
+        self._steps = steps
+        self.data = ElasticData(session, None, None)
+        self._begun = 0  # steps, in the order that all ranks share
+        self._ran = 0  # of them, those whose train function has returned
+        self._sections = 0
+        self._result: Any = None
+        self._kept: dict[int, _Kept] = {}  # by step
+        self._before_flush: _Kept | None = None
+        self._inner: Callable[[Any], Any] | None = None
+        self._iterator: Any = None
+        self._logs: Any = None
+        self._recovering = False
+        self._saves = False
+        self._leaves_after: int | None = None
+
+    @property
+    def leaves(self) -> bool:
+        """Whether too few ranks are left, and this is the step boundary at which all of them exit."""
+        return self._leaves_after is not None and self._begun >= self._leaves_after
+
+    def begin_fit(self, source: Any, steps_per_epoch: int | None, saves: bool) -> None:
+        """Begin a `fit`.
+
+        Args:
+            source: The batches of all ranks; None: each rank has its own data.
+            steps_per_epoch: As given to `fit`.
+            saves: Whether hk.Checkpoint saves it.
+        """
+        self._saves = saves
+        self.data = ElasticData(self._session, source, steps_per_epoch)
+        self._session.run_section = self.section
+
+    # --- What runs under its protection -------------------------------------------------------------------
+
+    def around(self, inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a train function that repeats its step on the ranks that are left."""
+
+        def train_function(iterator: Any) -> Any:
+            self._inner, self._iterator = inner, iterator
+            batch = self.data.take(self._begun + 1, iterator)  # no step begins at the end of the data
+            self._begun += 1
+            try:
+                self._run(batch)
+            except Exception as error:
+                self._recover_from(error)
+            return self._model.get_metrics_result() if self._logs is None else self._logs
+
+        return train_function
+
+    def section(self, call: Callable[[], Any]) -> Any:
+        """Run a part of `fit` that all ranks run together, between steps; return its result.
+
+        If a rank is lost, ranks that have not finished it run it again, or take the result of one that has.
+        """
+        if self._recovering:
+            return call()
+        number = self._sections
+        while self._sections == number:
+            try:
+                result = call()
+            except Exception as error:
+                self._recover_from(error)
+            else:
+                self._sections, self._result = number + 1, result
+        return self._result
+
+    def flush(self, call: Callable[[], None]) -> None:
+        """Run the updates that wait for the next step."""
+        while self._steps.waits:
+            self._before_flush = self._keep(self._ran - 1, own=False)
+            try:
+                call()
+            except Exception as error:
+                self._steps.waits = True
+                if self._recovering:
+                    raise
+                self._recover_from(error)
+        self._before_flush = None
+
+    def _run(self, batch: Any) -> None:
+        if self._steps.ready:
+            self._kept[self._begun] = self._keep(self._ran - int(self._steps.waits))
+            self._kept.pop(self._begun - 2, None)
+        assert self._inner is not None
+        self._logs = self._inner([batch])
+
+    def ran(self) -> None:
+        """Note that TensorFlow has run the step."""
+        self._ran = self._begun
+
+    # --- State ----------------------------------------------------------------------------------------------
+
+    def _keep(self, version: int, own: bool = True) -> _Kept:
+        shared = self._shared() if self._steps.updates_piecewise else []
+        values = [
+            [(v, native(v).read_value()) for v in some] for some in (self._own() if own else [], shared)
+        ]
+        return _Kept(version, self._steps.updates(), *values)
+
+    def _shared(self) -> list[Any]:
+        """Return the variables that are equal on all ranks after a step, and change in its update."""
+        return [*self._model.trainable_variables, *shared_slots(self._model.optimizer)]
+
+    def _own(self) -> list[Any]:
+        """Return the variables that may change before the update, such as statistics and seeds."""
+        shared = set(map(identity, self._shared()))
+        every = [*self._model.variables, *self._model.metrics_variables, *self._model.optimizer.variables]
+        own = {identity(v): v for v in every if identity(v) not in shared}
+        return [*own.values(), *self._steps.counting_variables()]
+
+    def _stands_at(self) -> tuple[int, _Kept | None]:
+        """Return the last step whose state is complete here, and what holds it; None: the variables."""
+        if self._ran == self._begun:
+            return (self._ran - 1, self._before_flush) if self._steps.waits else (self._ran, None)
+        kept = self._kept.get(self._begun)
+        if kept is None:
+            return self._ran, None
+        # A call that failed may have completed its first part, the update of the step before.
+        if kept.updates is not None and int(self._steps.updates()) > int(kept.updates):
+            return kept.version + 1, None
+        return kept.version, kept
+
+    # --- Recovery -------------------------------------------------------------------------------------------
+
+    def _recover_from(self, error: Exception) -> None:
+        """Go on without the ranks that are lost. Raises `error` if none is."""
+        while True:
+            # The error of a call may come a moment before the watch tells of the loss.
+            deadline_s = time.monotonic() + _LEARNS_OF_LOSS_S
+            while self._session.lost is None and time.monotonic() < deadline_s:
+                time.sleep(0.01)
+            if self._session.lost is None:
+                raise error
+            self._recovering = True
+            try:
+                return self._recover()
+            except Exception as again:
+                error = again
+            finally:
+                self._recovering = False
+
+    def _recover(self) -> None:
+        begun_s = time.monotonic()
+        version, holder = self._stands_at()
+        change = self._session.go_on_without_lost()
+        self._steps.forget_under_way()
+        mine = _Standing(
+            version, self._sections, self._steps.ready, self._result, self.data.ended, self._begun
+        )
+        everyone: list[_Standing] = self._session.engine.allgather_object(mine)
+        agreed = max(standing.version for standing in everyone)
+        target = self._begun
+        if all(standing.ready for standing in everyone):
+            self._restore(agreed, holder, [standing.version for standing in everyone])
+        else:
+            self._steps.ready = False  # all ranks take rank 0's state at the step that is repeated
+        self._finish_sections(everyone)
+        self._begun = self._ran = agreed
+        self._kept = {}
+        self.data.rewind(agreed)
+        self._scale_learning_rate(change)
+        self._tell(change, agreed, time.monotonic() - begun_s)
+        for call in _hooks:
+            call(change)
+        self._leave_if_too_few(change, max(standing.begun for standing in everyone))
+        while self._begun < target or (self.data.ended and self.data.has_more()):
+            batch = self.data.take(self._begun + 1, self._iterator)
+            self._begun += 1
+            self._run(batch)
+
+    def _restore(self, agreed: int, holder: _Kept | None, versions: Sequence[int]) -> None:
+        """Set the state after step `agreed` on all ranks; collective."""
+        before_next = self._kept.get(agreed + 1)
+        values = [*(holder.shared if holder is not None else ()), *(before_next.own if before_next else ())]
+        for variable, value in values:
+            variable.assign(value)
+        if min(versions) < agreed:
+            broadcast_variables(self._shared(), versions.index(agreed))
+        settle(self._model)
+
+    def _finish_sections(self, everyone: Sequence[_Standing]) -> None:
+        """Let ranks that are behind take the result of a section that another has finished; collective."""
+        sections = [standing.sections for standing in everyone]
+        furthest = sections.index(max(sections))
+        if min(sections) == max(sections):
+            return
+        shared = set(map(identity, self._shared()))
+        broadcast_variables([v for v in self._model.variables if identity(v) not in shared], furthest)
+        if self._sections < sections[furthest]:
+            self._sections, self._result = sections[furthest], everyone[furthest].result
+            self.data.ended = self.data.ended and everyone[furthest].ended
+
+    # --- What else changes ------------------------------------------------------------------------------
+
+    def _scale_learning_rate(self, change: Resize) -> None:
+        scaling = self._session.settings.lr_scaling
+        if scaling == "none":
+            return
+        rate = learning_rate_variable(self._model.optimizer)
+        if not hasattr(rate, "assign"):
+            logger.warning("hvpipe: --lr-scaling has no effect on a learning rate of a schedule.")
+            return
+        ratio = change.size / change.old_size
+        rate.assign(rate * (ratio if scaling == "linear" else ratio**0.5))
+
+    def _tell(self, change: Resize, agreed: int, took_s: float) -> None:
+        if change.rank == 0:
+            logger.warning(
+                "hvpipe: rank %s of %d was lost: %d ranks go on after step %d, %.2f s after they noticed. %s",
+                ", ".join(map(str, change.lost)) or "?",
+                change.old_size,
+                change.size,
+                agreed,
+                took_s,
+                "The data is divided anew." if self.data.shares_source else "Its data is not trained on.",
+            )
+
+    def _leave_if_too_few(self, change: Resize, begun: int) -> None:
+        least = self._session.settings.min_ranks
+        if change.size >= least:
+            return
+        if change.rank == 0:
+            logger.warning(
+                "hvpipe: %d ranks are left, and --min-np asks for %d: all ranks exit with code %d.",
+                *(change.size, least, TOO_FEW),
+            )
+        if not self._saves:
+            raise SystemExit(TOO_FEW)
+        self._leaves_after = begun  # a step boundary, at which all ranks can write
+
+
+def check_elastic(session: Session, overlap: str, sync_batch_norm: bool) -> None:
+    """Raise HvpipeError for what an elastic job cannot train with."""
+    if not session.settings.elastic:
+        return
+    if overlap == "stale":
+        raise HvpipeError(
+            '--elastic needs overlap="none", "backward" or "step": the sums that "stale" leaves to the next '
+            f"step are lost with a rank. Received: overlap={overlap!r}"
+        )
+    if sync_batch_norm:
+        raise HvpipeError(
+            "--elastic cannot end collectives that ranks call by name. Received: sync_batch_norm=True"
+        )

@@ -1,0 +1,29 @@
+"""One trial of the faults that end or survive in ways of their own; `python -m bench.faults` runs many."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from bench.faults.cases import LIMIT_S, cases
+
+PLACES = {
+    "kill": "reduce",
+    "stop": "update",
+    "raise": "pack",
+    "memory": "flush",
+    "disk": "checkpoint",
+    "link": "reduce",
+    "job": "checkpoint",
+}
+
+
+@pytest.mark.timeout(4 * LIMIT_S)
+@pytest.mark.parametrize(("name", "phase"), PLACES.items())
+def test_a_fault_ends_as_promised(name: str, phase: str) -> None:
+    case = cases()[name]
+    if case.missing:
+        pytest.skip(case.missing)
+    trial = case.run(phase, random.Random(1))
+    assert not trial.problem, f"{trial.problem}\n{trial.output}"

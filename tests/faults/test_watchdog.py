@@ -1,0 +1,58 @@
+"""The report of a stall, under a real `hvpipe run`, of ranks that do not come."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from distributed import Run, run
+
+SCRIPT = """
+import ctypes, os, signal, sys, time
+import numpy as np
+import hvpipe
+hvpipe.init()
+data = np.ones(10_000, np.float32)
+hvpipe.allreduce(data)
+def a_late_function():
+    if sys.argv[1] == "gil":
+        ctypes.PyDLL(None).sleep(8)  # in C, with the interpreter's lock
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
+if hvpipe.rank() == int(sys.argv[2]):
+    a_late_function()
+hvpipe.allreduce(data)
+print("DONE", flush=True)
+"""
+
+
+def stalled(tmp_path: Path, what: str, rank: int, *options: str) -> Run:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "hvpipe", "run", "-np", "3", "--no-summary", *options, str(script)]
+    return run([*command, what, str(rank)], limit_s=90.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_holds_the_interpreter_is_named_with_its_stack(rank: int, tmp_path: Path) -> None:
+    result = stalled(
+        tmp_path, "gil", rank, "--stall-warn", "1", "--flight-recorder", str(tmp_path / "flight")
+    )
+    assert result.returncode == 0, result.describe()
+    assert result.output.count("hvpipe: stall: 2 of 3 ranks wait for the others.") == 1, result.describe()
+    assert f"NOT THERE: rank {rank} on " in result.output, result.describe()
+    assert "in a_late_function" in result.output, result.describe()
+    assert result.output.count("DONE") == 3
+    assert not list((tmp_path / "flight").iterdir())  # all ranks ended properly
+
+
+def test_the_end_of_a_stall_brings_the_report(tmp_path: Path) -> None:
+    """Rank 0, which usually collects, is the one that is stopped."""
+    result = stalled(tmp_path, "stop", 0, "--stall-abort", "8")
+    assert not result.timed_out, result.describe()
+    assert result.returncode != 0
+    assert "is stopped (by SIGSTOP or a debugger)" in result.output, result.describe()
+    assert "DeadlineError: Waited 8 s in allreduce" in result.output, result.describe()
+    assert "hvpipe run: Rank 0 on " in result.output, result.describe()

@@ -1,0 +1,99 @@
+"""Ranks are killed while they train; the others go on with the weights of a run without the lost ones."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bench.elastic import job
+from distributed import Run, run
+
+LIMIT_S = 240.0
+HVPIPE = (sys.executable, "-m", "hvpipe", "run", "--elastic", "--no-summary")
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """A job that lost ranks: what the ranks that are left have told and trained."""
+
+    result: Run
+    told: Sequence[dict[str, Any]]
+    weights: Sequence[list[Any]]
+
+    def changes(self) -> list[tuple[int, int]]:
+        """Return the agreed step and the number of ranks after it, for each loss."""
+        return [(step, size) for step, size, _ in self.told[0]["changes"]]
+
+
+def train(folder: Path, ranks: int, overlap: str, kills: Sequence[str], *options: str) -> Elastic:
+    folder.mkdir(exist_ok=True)
+    command = [*HVPIPE, "-np", str(ranks), *options, job.__file__, str(folder), overlap, *kills]
+    result = run(command, limit_s=LIMIT_S, env={"CHECKPOINTS": "1"} if "--min-np" in options else None)
+    return Elastic(
+        result,
+        [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))],
+        [list(np.load(path).values()) for path in sorted(folder.glob("rank-*.npz"))],
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "overlap", "kills", "agreed"),
+    [
+        # Its gradients of step 3 are missing, so step 2 is the last.
+        (3, "none", ["1:3:backward"], {2}),
+        # In a step it updates with the gradients of the one before; half of that is done when it dies.
+        # Then the first rank goes, between two steps.
+        (4, "step", ["2:4:update", "0:7:begin"], {2, 3, 5, 6}),
+        # One is left; with all sums of step 5, or with none of them.
+        (2, "backward", ["0:5:update"], {4, 5}),
+        (3, "step", ["2:7:epoch_end"], {6, 7}),
+    ],
+)
+def test_the_others_go_on(
+    tmp_path: Path, ranks: int, overlap: str, kills: list[str], agreed: set[int]
+) -> None:
+    """No step is lost or applied twice, and all that are left have the same bits."""
+    found = train(tmp_path, ranks, overlap, kills)
+    assert found.result.returncode == 0, found.result.describe()
+    left = ranks - len(kills)
+    assert [told["size"] for told in found.told] == [left] * left
+    assert [told["rank"] for told in found.told] == list(range(left))
+    assert [told["epochs"] for told in found.told] == [job.EPOCHS] * left
+    changes = found.changes()
+    assert [size for _, size in changes] == list(range(ranks - 1, left - 1, -1))
+    assert {step for step, _ in changes} <= agreed, found.result.describe()
+    for others in found.weights[1:]:
+        for mine, theirs in zip(found.weights[0], others, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    for mine, wanted in zip(found.weights[0], job.reference(changes, ranks), strict=True):
+        np.testing.assert_allclose(mine, wanted, rtol=0, atol=2e-6)
+
+
+def test_too_few_ranks_write_a_checkpoint_and_exit_with_69(tmp_path: Path) -> None:
+    """The next start continues from it; the learning rate was scaled by the number of ranks."""
+    options = ("--min-np", "2", "--lr-scaling", "linear")
+    found = train(tmp_path, 2, "step", ["1:4:forward"], *options)
+    assert found.result.returncode == 69, found.result.describe()
+    assert "--min-np asks for 2" in found.result.output
+    assert not found.told
+    again = train(tmp_path, 2, "step", [], *options)
+    assert again.result.returncode == 0, again.result.describe()
+    assert "training resumes from" in again.result.output
+    assert [told["rate"] for told in again.told] == pytest.approx([0.025, 0.025])
+
+
+def test_without_ulfm_elastic_is_refused(tmp_path: Path) -> None:
+    command = [
+        word for word in (*HVPIPE, "-np", "2", job.__file__, str(tmp_path), "none") if word != "--elastic"
+    ]
+    result = run(command, limit_s=LIMIT_S, env={"HVPIPE_ELASTIC": "1"})
+    assert result.returncode != 0
+    assert "mpirun --with-ft ulfm" in result.output, result.describe()
+    assert "--restarts" in result.output
