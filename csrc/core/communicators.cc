@@ -77,7 +77,7 @@ Communicators::Communicators(const Worlds& worlds, const EngineOptions& options,
   }
   HVPIPE_MPI(MPI_Comm_free(&local));
   messages_ = std::make_unique<MpiTransport>(Duplicate(own));
-  mail_ = std::make_unique<Mail>(Duplicate(own));
+  texts_ = std::make_unique<TextMessages>(Duplicate(own));
   world_ = std::make_unique<MpiTransport>(own);
 }
 
@@ -169,7 +169,7 @@ bool Communicators::Barrier(double patience_s) {
 }
 
 void Communicators::Free() {
-  mail_->Free();
+  texts_->Free();
   for (const auto& group : groups_) group->Free();
   for (const auto* lane : {&broadcast_lane_, &reduce_lane_}) {
     if (*lane) (*lane)->Free();

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "collectives/lane.h"
-#include "collectives/mail.h"
 #include "collectives/mpi_transport.h"
 #include "collectives/send_budget.h"
+#include "collectives/text_messages.h"
 #include "core/network.h"
 #include "core/telemetry.h"
 
@@ -29,7 +29,7 @@ class Communicators : public Network {
   Transport& world() const { return *world_; }
   // For messages between two ranks, whose tags the user chooses.
   Transport* messages() const override { return messages_.get(); }
-  Mail* mail() const override { return mail_.get(); }
+  TextMessages* texts() const override { return texts_.get(); }
   // The first rank of each host. Null on other ranks, and if every host has one rank or shared memory is off.
   Transport* leaders() const { return leaders_.get(); }
   // Reduces to the first rank of this host, or to all its ranks. Null if shared memory is not used.
@@ -69,7 +69,7 @@ class Communicators : public Network {
   Counters& counters_;
   SendBudget budget_;  // the ring messages that this rank may have under way
   std::unique_ptr<MpiTransport> world_, messages_, leaders_;
-  std::unique_ptr<Mail> mail_;
+  std::unique_ptr<TextMessages> texts_;
   std::unique_ptr<Lane> reduce_lane_, broadcast_lane_;
   std::optional<Record> early_;      // of the rank above, received before the exchange that it belongs to
   mutable std::mutex groups_mutex_;  // guards the list; the driving thread uses the transports

@@ -26,7 +26,7 @@ Engine::Engine(const Connect& connect, const EngineOptions& options)
       device_calls_(*progress_, calls_, route_, device_),
       device_messages_(*progress_, network_, messenger_, device_, telemetry_.counters),
       buckets_(*progress_, agreement_, route_, device_, telemetry_),
-      watchdog_(network_.mail(), telemetry_, [this] { return progress_->WaitsNow(); }) {
+      watchdog_(network_.texts(), telemetry_, [this] { return progress_->WaitsNow(); }) {
   telemetry_.flight.SetRank(network_.topology().rank, network_.topology().size);
 }
 

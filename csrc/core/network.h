@@ -15,7 +15,7 @@
 
 namespace hvpipe {
 
-class Mail;
+class TextMessages;
 class Transport;
 
 // This rank's position among all ranks and hosts.
@@ -68,7 +68,7 @@ class Network {
   virtual Transport* TransportOf(int /*group*/) const { return nullptr; }
 
   // For the watchdog; null without MPI.
-  virtual Mail* mail() const { return nullptr; }
+  virtual TextMessages* texts() const { return nullptr; }
 
   // Find out once what has completed.
   virtual void BeginPass(double /*now_s*/) {}

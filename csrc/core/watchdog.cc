@@ -73,8 +73,8 @@ char StateOf(int pid) {
 
 }  // namespace
 
-Watchdog::Watchdog(Mail* mail, Telemetry& telemetry, WaitsNow waits_now)
-    : mail_(mail), telemetry_(telemetry), waits_now_(std::move(waits_now)), thread_([this] { Loop(); }) {}
+Watchdog::Watchdog(TextMessages* texts, Telemetry& telemetry, WaitsNow waits_now)
+    : texts_(texts), telemetry_(telemetry), waits_now_(std::move(waits_now)), thread_([this] { Loop(); }) {}
 
 void Watchdog::Report(const Stall& stall) {
   telemetry_.flight.Add(Flight::kStalled, stall.what + ": " + stall.waiting, stall.sequence);
@@ -129,10 +129,10 @@ void Watchdog::Loop() {
 
 void Watchdog::Step(double now) {
   TakeStall(now);
-  while (mail_ != nullptr) {
-    const auto letter = mail_->Receive();
-    if (!letter) break;
-    Take(*letter, now);
+  while (texts_ != nullptr) {
+    const auto message = texts_->Receive();
+    if (!message) break;
+    Take(*message, now);
   }
   if (own_ && now - told_s_ > kAcknowledgeS) {
     ++told_;
@@ -141,14 +141,14 @@ void Watchdog::Step(double now) {
   if (collects_s_ != 0 && asked_s_ == 0 && now - collects_s_ > kCollectS) {
     asked_s_ = now;
     int asked = 0;
-    for (int rank = 0; rank < mail_->size() && asked < kMostAsked; ++rank) {
+    for (int rank = 0; rank < texts_->size() && asked < kMostAsked; ++rank) {
       if (stalled_.count(rank) != 0) continue;
       ++asked;
-      if (rank == mail_->rank()) {
+      if (rank == texts_->rank()) {
         answers_[rank] = Answer();
       } else {
         answers_[rank] = "";
-        mail_->Send(rank, kAsk, "");
+        texts_->Send(rank, kAsk, "");
       }
     }
   }
@@ -169,7 +169,7 @@ void Watchdog::TakeStall(double now) {
     }
   }
   if (!own_) return;
-  if (mail_ == nullptr) {
+  if (texts_ == nullptr) {
     const std::string text = "hvpipe: stall: this rank has waited " + Seconds(own_->waited_s) + " in " +
                              own_->what + " for " + own_->waiting + ".\n";
     own_.reset();
@@ -178,30 +178,30 @@ void Watchdog::TakeStall(double now) {
     report_ = text;
     return;
   }
-  if (told_ < mail_->rank()) {
+  if (told_ < texts_->rank()) {
     if (told_ != sent_to_) {
       sent_to_ = told_;
       told_s_ = now;
-      mail_->Send(told_, kStalled, Encode(*own_));
+      texts_->Send(told_, kStalled, Encode(*own_));
     }
     return;
   }
-  Collect(mail_->rank(), *own_, now);
+  Collect(texts_->rank(), *own_, now);
   own_.reset();
 }
 
-void Watchdog::Take(const Letter& letter, double now) {
-  switch (letter.kind) {
+void Watchdog::Take(const TextMessage& message, double now) {
+  switch (message.kind) {
     case kStalled:
-      mail_->Send(letter.rank, kAcknowledged, "");
-      return Collect(letter.rank, Decode(letter.text), now);
+      texts_->Send(message.rank, kAcknowledged, "");
+      return Collect(message.rank, Decode(message.text), now);
     case kAcknowledged:
       own_.reset();
       return;
     case kAsk:
-      return mail_->Send(letter.rank, kAnswer, Answer());
+      return texts_->Send(message.rank, kAnswer, Answer());
     default:
-      if (answers_.count(letter.rank) != 0) answers_[letter.rank] = letter.text;
+      if (answers_.count(message.rank) != 0) answers_[message.rank] = message.text;
   }
 }
 
@@ -245,7 +245,7 @@ void Watchdog::Finish() {
 }
 
 std::string Watchdog::SilentRank(int rank) const {
-  const int pid = mail_->LocalPid(rank);
+  const int pid = texts_->LocalPid(rank);
   const char state = pid == 0 ? '?' : StateOf(pid);
   if (state == '\0' || state == 'Z') return "has ended";
   if (state == 'T' || state == 't') return "is stopped (by SIGSTOP or a debugger)";
@@ -259,18 +259,19 @@ std::string Watchdog::ReportText() {
     if (answer.substr(0, 1) == "W") {
       waiting[rank] = Decode(answer.substr(1));
     } else if (answer.empty()) {
-      late.push_back("  NOT THERE: " + mail_->NameOf(rank) + " " + SilentRank(rank) + ".\n");
+      late.push_back("  NOT THERE: " + texts_->NameOf(rank) + " " + SilentRank(rank) + ".\n");
     } else {
-      late.push_back("  NOT THERE: " + mail_->NameOf(rank) + ". Its Python threads, the main one first:\n" +
+      late.push_back("  NOT THERE: " + texts_->NameOf(rank) + ". Its Python threads, the main one first:\n" +
                      answer.substr(1));
     }
   }
   std::ostringstream text;
-  text << "\nhvpipe: stall: " << waiting.size() << " of " << mail_->size() << " ranks wait for the others.\n";
+  text << "\nhvpipe: stall: " << waiting.size() << " of " << texts_->size()
+       << " ranks wait for the others.\n";
   int shown = 0;
   for (const auto& [rank, stall] : waiting) {
     if (++shown > 8) continue;
-    text << "  " << mail_->NameOf(rank) << " has waited " << Seconds(stall.waited_s) << " in " << stall.what
+    text << "  " << texts_->NameOf(rank) << " has waited " << Seconds(stall.waited_s) << " in " << stall.what
          << " for " << stall.waiting << ".\n";
   }
   if (shown > 8) text << "  ... and " << shown - 8 << " more.\n";

@@ -9,7 +9,7 @@
 #include <string>
 #include <thread>
 
-#include "collectives/mail.h"
+#include "collectives/text_messages.h"
 #include "core/operation.h"
 #include "core/telemetry.h"
 
@@ -33,8 +33,8 @@ class Watchdog {
   // What this rank waits for now; empty if it computes.
   using WaitsNow = std::function<std::optional<Stall>()>;
 
-  // `mail` may be null: then a report says only what this rank waits for.
-  Watchdog(Mail* mail, Telemetry& telemetry, WaitsNow waits_now);
+  // `texts` may be null: then a report says only what this rank waits for.
+  Watchdog(TextMessages* texts, Telemetry& telemetry, WaitsNow waits_now);
   ~Watchdog() { Stop(); }
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
@@ -51,7 +51,7 @@ class Watchdog {
   void Loop();
   void Step(double now);
   void TakeStall(double now);
-  void Take(const Letter& letter, double now);
+  void Take(const TextMessage& message, double now);
   void Collect(int rank, const Stall& stall, double now);
   void Finish();
   std::string Answer();
@@ -59,7 +59,7 @@ class Watchdog {
   std::string ReportText();
   std::string SilentRank(int rank) const;
 
-  Mail* const mail_;
+  TextMessages* const texts_;
   Telemetry& telemetry_;
   const WaitsNow waits_now_;
 

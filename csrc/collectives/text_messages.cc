@@ -1,5 +1,5 @@
-// Sends and receives letters over a communicator of their own.
-#include "collectives/mail.h"
+// Sends and receives texts over a communicator of their own.
+#include "collectives/text_messages.h"
 
 #include <unistd.h>
 
@@ -11,7 +11,7 @@
 
 namespace hvpipe {
 
-Mail::Mail(MPI_Comm communicator) : communicator_(communicator) {
+TextMessages::TextMessages(MPI_Comm communicator) : communicator_(communicator) {
   HVPIPE_MPI(MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN));
   int size = 1;
   HVPIPE_MPI(MPI_Comm_rank(communicator_, &rank_));
@@ -24,30 +24,30 @@ Mail::Mail(MPI_Comm communicator) : communicator_(communicator) {
       MPI_Allgather(&mine, sizeof mine, MPI_BYTE, owners_.data(), sizeof mine, MPI_BYTE, communicator_));
 }
 
-// MPI may still read a letter to a rank that has not taken it.
-Mail::~Mail() {
+// MPI may still read a text to a rank that has not taken it.
+TextMessages::~TextMessages() {
   if (!sent_.empty()) new std::list<Sent>(std::move(sent_));
 }
 
-std::string Mail::NameOf(int rank) const {
+std::string TextMessages::NameOf(int rank) const {
   const Owner& owner = owners_[static_cast<std::size_t>(rank)];
   return "rank " + std::to_string(rank) + " on " + owner.host + " (pid " + std::to_string(owner.pid) + ")";
 }
 
-int Mail::LocalPid(int rank) const {
+int TextMessages::LocalPid(int rank) const {
   const Owner& owner = owners_[static_cast<std::size_t>(rank)];
   const bool here = std::strcmp(owner.host, owners_[static_cast<std::size_t>(rank_)].host) == 0;
   return here ? owner.pid : 0;
 }
 
-void Mail::Send(int rank, int kind, const std::string& text) {
+void TextMessages::Send(int rank, int kind, const std::string& text) {
   Sent& sent = sent_.emplace_back();
   sent.text = text;
   HVPIPE_MPI(MPI_Isend(sent.text.data(), static_cast<int>(sent.text.size()), MPI_BYTE, rank, kind,
                        communicator_, &sent.request));
 }
 
-std::optional<Letter> Mail::Receive() {
+std::optional<TextMessage> TextMessages::Receive() {
   for (auto sent = sent_.begin(); sent != sent_.end();) {
     int done = 0;
     HVPIPE_MPI(MPI_Test(&sent->request, &done, MPI_STATUS_IGNORE));
@@ -58,13 +58,13 @@ std::optional<Letter> Mail::Receive() {
   HVPIPE_MPI(MPI_Iprobe(MPI_ANY_SOURCE, MPI_ANY_TAG, communicator_, &found, &status));
   if (found == 0) return std::nullopt;
   HVPIPE_MPI(MPI_Get_count(&status, MPI_BYTE, &bytes));
-  Letter letter{status.MPI_SOURCE, status.MPI_TAG, std::string(static_cast<std::size_t>(bytes), '\0')};
-  HVPIPE_MPI(MPI_Recv(letter.text.data(), bytes, MPI_BYTE, letter.rank, letter.kind, communicator_,
+  TextMessage message{status.MPI_SOURCE, status.MPI_TAG, std::string(static_cast<std::size_t>(bytes), '\0')};
+  HVPIPE_MPI(MPI_Recv(message.text.data(), bytes, MPI_BYTE, message.rank, message.kind, communicator_,
                       MPI_STATUS_IGNORE));
-  return letter;
+  return message;
 }
 
-void Mail::Free() {
+void TextMessages::Free() {
   while (Receive()) continue;
   HVPIPE_MPI(MPI_Comm_free(&communicator_));
 }

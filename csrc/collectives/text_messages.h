@@ -10,20 +10,20 @@
 
 namespace hvpipe {
 
-struct Letter {
+struct TextMessage {
   int rank;  // of the sender
   int kind;
   std::string text;
 };
 
 // Threads: one thread at a time, which is the watchdog's. No lock.
-class Mail {
+class TextMessages {
  public:
   // Collective. Takes ownership of the communicator.
-  explicit Mail(MPI_Comm communicator);
-  Mail(const Mail&) = delete;
-  Mail& operator=(const Mail&) = delete;
-  ~Mail();
+  explicit TextMessages(MPI_Comm communicator);
+  TextMessages(const TextMessages&) = delete;
+  TextMessages& operator=(const TextMessages&) = delete;
+  ~TextMessages();
 
   int rank() const { return rank_; }
   int size() const { return static_cast<int>(owners_.size()); }
@@ -34,8 +34,8 @@ class Mail {
 
   // Returns at once. A rank that does not run never gets it.
   void Send(int rank, int kind, const std::string& text);
-  // The next letter that has arrived.
-  std::optional<Letter> Receive();
+  // The next message that has arrived.
+  std::optional<TextMessage> Receive();
   // Collective. Drops what has arrived.
   void Free();
 
