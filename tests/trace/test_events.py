@@ -196,7 +196,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
 @given(data=st.data())
 def test_a_wrong_value_somewhere(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Whatever it is: a trace, or an HvpipeError."""
-    document: Any = TRACE.to_chrome_json()
+    document: Any = json.loads(json.dumps(TRACE.to_chrome_json()))  # a copy, which shares nothing with TRACE
     at = document
     while isinstance(at, (dict, list)) and at:
         key = data.draw(st.sampled_from(list(at) if isinstance(at, dict) else list(range(len(at)))))
