@@ -160,7 +160,7 @@ def test_gradients_are_reduced_where_they_can_be(
 ) -> None:
     sees(monkeypatch, gpus)
     engine = Engine(built)
-    assert reduces_on_gpu(SimpleNamespace(engine=engine)) is on_gpu
+    assert reduces_on_gpu(SimpleNamespace(engine=engine, settings=Settings())) is on_gpu
     assert engine.opened == on_gpu
 
 
@@ -168,7 +168,7 @@ def test_the_gpu_is_the_one_that_tensorflow_uses(monkeypatch: Any) -> None:
     """This includes a GPU that the user chose before hvpipe.init()."""
     sees(monkeypatch, ["GPU:2"])
     engine = Engine(built=True)
-    reduces_on_gpu(SimpleNamespace(engine=engine))
+    reduces_on_gpu(SimpleNamespace(engine=engine, settings=Settings()))
     assert engine.ordinal == 2
 
 
@@ -221,7 +221,7 @@ def test_pipeline_tensors_stay_on_gpus_if_all_ranks_have_one(
     sees(monkeypatch, gpus)
     engine = Engine(built)
     engine.others = others
-    assert device_of_messages(SimpleNamespace(engine=engine)) == device
+    assert device_of_messages(SimpleNamespace(engine=engine, settings=Settings())) == device
     assert engine.opened == (device is not None)
 
 
@@ -256,6 +256,7 @@ def test_hvpipes_own_numbers_stay_on_the_host(monkeypatch: Any, overlap: str) ->
 
     graph = tf.function(step, autograph=False).get_concrete_function().graph
     own = {"hvpipe_step", "hvpipe_samples"} | ({"hvpipe_token"} if OVERLAPS[overlap].defers else set())
+    own |= {"hvpipe_updates"} if OVERLAPS[overlap].updates_in_next_step else set()
     assert made.keys() == own
     for name in own:
         assert made[name].endswith("CPU:0"), name
@@ -283,7 +284,7 @@ def test_a_single_rank_keeps_its_counters_on_the_models_device(
         return make(*args, **kwargs)
 
     monkeypatch.setattr(tf, "Variable", note)
-    session: Any = SimpleNamespace(world=SimpleNamespace(size=size), sample_counters=[])
+    session: Any = SimpleNamespace(world=SimpleNamespace(size=size), sample_counters=[], settings=Settings())
     TrainSteps(session, None, InstanceMethods(None), NoOverlap, 0, ReduceOptions())
     assert made == [place, place]
 
