@@ -12,8 +12,8 @@ from typing import Any
 from hvpipe.blackbox.files import SUFFIX, Flight, FlightEvent, read_flight, to_json
 from hvpipe.errors import HvpipeError
 
-_LOST_A_PEER = ("DeadlineError", "DeadlineExceededError", "PeerError", "UnavailableError")
-"""Errors of a rank that lost another one."""
+LOST_A_PEER = ("DeadlineError", "DeadlineExceededError", "PeerError", "UnavailableError")
+"""Errors of a rank that lost another one. Any other error is its own."""
 _BEAT_S = 1.0
 """A rank that lives gives a sign of life within this time, also on a busy host."""
 _THAWED_S = 3.0
@@ -185,7 +185,7 @@ def _end_s(flight: Flight) -> float:
 
 
 def _lost_a_peer(flight: Flight) -> bool:
-    return flight.why.partition(":")[0] in _LOST_A_PEER
+    return flight.why.partition(":")[0] in LOST_A_PEER
 
 
 def _ended_by_itself(flight: Flight) -> bool:

@@ -22,7 +22,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
-    """Print what happened. Returns 0, or 1 if no file can be read; raises HvpipeError if there is none."""
+    """Print what happened. Return 0, or 1 if no recorder can be read.
+
+    Raises:
+        HvpipeError: The folder has no recorder.
+    """
     records = story.read_records(options.folder)
     print(json.dumps(story.document(records), indent=1) if options.json else story.to_text(records))
     return 0 if records.flights else 1

@@ -14,9 +14,6 @@ from hvpipe.blackbox import story
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, STOPPED, Grace, Outcome, supervise_job
 from hvpipe.errors import HvpipeError, LaunchError
 
-# Errors of a rank that lost another one. Any other is the script's own.
-_LOST_A_PEER = ("DeadlineError", "DeadlineExceededError", "PeerError", "UnavailableError")
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `hvpipe run` for jobs that are interrupted."""
@@ -112,4 +109,4 @@ def completed(folder: Path) -> str | None:
 def script_errors(folder: Path) -> list[str]:
     """Return the errors that ranks ended with, without those that followed from the loss of another rank."""
     told = [path.read_text() for path in sorted(folder.glob("error-*"))]
-    return [text for text in told if text.partition(" ")[0] not in _LOST_A_PEER]
+    return [text for text in told if text.partition(" ")[0] not in story.LOST_A_PEER]
