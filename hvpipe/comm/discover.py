@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from hvpipe.comm import horovod_variables
 from hvpipe.errors import HvpipeError, InitError
@@ -22,6 +22,7 @@ Nonfinite = Literal["raise", "skip", "ignore"]
 NONFINITE: tuple[Nonfinite, ...] = ("raise", "skip", "ignore")
 LrScaling = Literal["none", "linear", "sqrt"]
 LR_SCALINGS: tuple[LrScaling, ...] = ("none", "linear", "sqrt")
+_Choice = TypeVar("_Choice", bound=str)
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -226,13 +227,13 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         dynamic_process_sets=given.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1",
         job_folder=job_folder(env),
         verify_every=_number(env, "HVPIPE_VERIFY", "steps", default.verify_every),
-        nonfinite=_nonfinite(env, default.nonfinite),
+        nonfinite=_one_of(env, "HVPIPE_NONFINITE", NONFINITE, default.nonfinite),
         stall_warn_s=_stall_warn(env, default.stall_warn_s),
         stall_abort_s=_positive(env, "HVPIPE_STALL_ABORT", "seconds", 0.0) or None,
         flight_folder=env.get("HVPIPE_FLIGHT_RECORDER") or None,
         elastic=_switch(env, "HVPIPE_ELASTIC", default.elastic),
         min_ranks=_number(env, "HVPIPE_MIN_NP", "ranks", default.min_ranks),
-        lr_scaling=_lr_scaling(env, default.lr_scaling),
+        lr_scaling=_one_of(env, "HVPIPE_LR_SCALING", LR_SCALINGS, default.lr_scaling),
         log_level=log_level,
         without_effect=() if on_horovod else horovod_variables.without_effect(given),
     )
@@ -371,24 +372,14 @@ def _stall_warn(env: Mapping[str, str], default: float) -> float:
     return 0.0 if env.get(name) == "0" else _positive(env, name, "seconds, or 0", default)
 
 
-def _nonfinite(env: Mapping[str, str], default: Nonfinite) -> Nonfinite:
-    text = env.get("HVPIPE_NONFINITE")
+def _one_of(env: Mapping[str, str], name: str, choices: tuple[_Choice, ...], default: _Choice) -> _Choice:
+    text = env.get(name)
     if not text:
         return default
-    for policy in NONFINITE:
-        if text == policy:
-            return policy
-    raise _bad("HVPIPE_NONFINITE", "raise, skip or ignore", text)
-
-
-def _lr_scaling(env: Mapping[str, str], default: LrScaling) -> LrScaling:
-    text = env.get("HVPIPE_LR_SCALING")
-    if not text:
-        return default
-    for scaling in LR_SCALINGS:
-        if text == scaling:
-            return scaling
-    raise _bad("HVPIPE_LR_SCALING", "none, linear or sqrt", text)
+    for choice in choices:
+        if text == choice:
+            return choice
+    raise _bad(name, f"{', '.join(choices[:-1])} or {choices[-1]}", text)
 
 
 def _switch(env: Mapping[str, str], name: str, default: bool) -> bool:
