@@ -88,7 +88,7 @@ def judge(folder: Path, ranks: int) -> tuple[float | None, str]:
         return (0.0, "killed after its last step") if len(told) < ranks else (None, "nobody was killed")
     if len(told) != changes[-1][1]:
         return None, f"{len(told)} ranks ended, {changes[-1][1]} should have"
-    wanted = job.reference(changes, ranks)
+    wanted = job.reference(changes, told[0]["epoch_ends"], ranks)
     for path in folder.glob("rank-*.npz"):
         apart = max(float(np.abs(a - b).max()) for a, b in zip(np.load(path).values(), wanted, strict=True))
         if apart > _TOLERANCE:

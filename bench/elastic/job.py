@@ -25,6 +25,7 @@ folder = Path()
 kill_at: list[tuple[int, str]] = []  # steps and phases of this rank
 step = 0
 ends_s: list[float] = []  # of steps
+epoch_ends: list[int] = []  # how many steps came before the end of each epoch
 
 
 def maybe_die(phase: str) -> None:
@@ -97,6 +98,7 @@ class Counts(keras.callbacks.Callback):
         maybe_die("end")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        epoch_ends.append(int(self.model.optimizer.iterations.numpy()))
         maybe_die("epoch_end")
 
 
@@ -120,19 +122,26 @@ def make_batches() -> list[tuple[Any, Any]]:
     return list(zip(x, np.sin(x.sum(-1, keepdims=True)), strict=True))
 
 
-def reference(changes: Sequence[tuple[int, int]], size: int, factor: float = 1.0) -> list[Any]:
+def reference(
+    changes: Sequence[tuple[int, int]], ends: Sequence[int], size: int, factor: float = 1.0
+) -> list[Any]:
     """Return the weights of one process that trains on the batches of all ranks together.
 
     Args:
         changes: For each loss, the last step before it and the number of ranks afterwards.
+        ends: How many steps came before the end of each epoch. A loss after the last step of an epoch may
+            belong to it, and then the ranks that are left may have enough batches for one more step.
         size: The number of ranks at the start.
         factor: What a change of the number of ranks multiplies the learning rate with.
+
+    Raises:
+        ValueError: If an epoch ended too early or too late.
     """
     model, batches, done = make_model(False), make_batches(), 0
     left = list(changes)
-    for _ in range(EPOCHS):
+    for end in ends:
         at = 0
-        while True:
+        while done < end:
             while left and left[0][0] == done:
                 size = left.pop(0)[1]
                 model.optimizer.learning_rate = float(model.optimizer.learning_rate) * factor
@@ -141,6 +150,8 @@ def reference(changes: Sequence[tuple[int, int]], size: int, factor: float = 1.0
             x, y = (np.concatenate(part) for part in zip(*batches[at : at + size], strict=True))
             model.train_on_batch(x, y)
             at, done = at + size, done + 1
+        if done != end or at + size <= BATCHES:
+            raise ValueError(f"an epoch ended after step {end}, with {BATCHES - at} batches for {size} ranks")
     return model.get_weights()
 
 
@@ -173,6 +184,7 @@ def main(overlap: str, kills: list[str]) -> None:
         "size": hvpipe.size(),
         "changes": changes,
         "epochs": len(history.history["loss"]),
+        "epoch_ends": epoch_ends,
         "ends_s": ends_s,
         "rate": float(model.optimizer.learning_rate.numpy()),
     }

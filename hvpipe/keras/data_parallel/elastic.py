@@ -342,26 +342,16 @@ class Elastic:
         self._leaves_after = begun  # a step boundary, at which all ranks can write
 
 
-def elastic_overlap(session: Session, overlap: str, sync_batch_norm: bool) -> str:
-    """Return the overlap to train with: in an elastic job, "step" becomes "backward".
-
-    Raises:
-        HvpipeError: For what an elastic job cannot train with.
-    """
+def check_elastic(session: Session, overlap: str, sync_batch_norm: bool) -> None:
+    """Raise HvpipeError for what an elastic job cannot train with."""
     if not session.settings.elastic:
-        return overlap
+        return
     if overlap == "stale":
         raise HvpipeError(
-            '--elastic needs overlap="none" or "backward": the sums that "stale" leaves to the next '
+            '--elastic needs overlap="none", "backward" or "step": the sums that "stale" leaves to the next '
             f"step are lost with a rank. Received: overlap={overlap!r}"
         )
     if sync_batch_norm:
         raise HvpipeError(
             "--elastic cannot end collectives that ranks call by name. Received: sync_batch_norm=True"
         )
-    if overlap != "step":
-        return overlap
-    # Its updates come in pieces. After two losses the weights were not yet those that they should be.
-    if session.world.rank == 0:
-        logger.warning('hvpipe: an elastic job trains with overlap="backward" instead of "step".')
-    return "backward"

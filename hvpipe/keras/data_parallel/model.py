@@ -30,7 +30,7 @@ from hvpipe.keras.compat import (
     set_initial_epoch,
 )
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
-from hvpipe.keras.data_parallel.elastic import elastic_overlap
+from hvpipe.keras.data_parallel.elastic import check_elastic
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
 from hvpipe.keras.data_parallel.nonfinite import check_policy
 from hvpipe.keras.data_parallel.overlap import overlap_named
@@ -130,12 +130,12 @@ def data_parallel(
         model.fit(hk.shard(dataset), epochs=3)
         ```
     """
-    overlap_named(overlap)  # raises if it is unknown
+    mode = overlap_named(overlap)
     check_compression(compression)
     if not isinstance(model, keras.Model):
         raise HvpipeError(f"data_parallel needs a keras.Model of Keras 3. Received: {described_type(model)}")
     session = current()
-    mode = overlap_named(elastic_overlap(session, overlap, sync_batch_norm))
+    check_elastic(session, overlap, sync_batch_norm)
     previous = DataParallel.of(model)
     if previous is not None:
         previous.detach()
