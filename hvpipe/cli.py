@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from hvpipe import __version__
-from hvpipe.commands import bench, blackbox, doctor, migrate, plan, profile, report, run, top
+from hvpipe.commands import bench, blackbox, doctor, join, migrate, plan, profile, report, run, top
 from hvpipe.errors import HvpipeError
 
-_EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, top found no job, report, blackbox or plan
-cannot read a file, plan found no plan that fits or refuses an option's value, or migrate left something to do
+_EXIT_CODES = """exit codes: 0 success; 1 doctor found a problem, top or join found no job, report, blackbox or
+plan cannot read a file, plan found no plan that fits or refuses an option's value, or migrate left something to do
 by hand; 2 other wrong usage, the run could not be started, profile found no model to measure, or migrate
 cannot read, parse or write a file; otherwise run and profile return mpirun's exit code,
 128 + n after signal n; bench returns 1 if rounds failed or compare found a regression"""
@@ -32,6 +32,7 @@ class _Command(Protocol):
 # Each command: its module, its line in the help, what its own help ends with.
 _COMMANDS: dict[str, tuple[_Command, str, str | None]] = {
     "run": (run, "start a Python script on several ranks", _EXIT_CODES),
+    "join": (join, "let a running job go on with more ranks, or on more hosts", None),
     "top": (top, "watch all ranks of a running job", _EXIT_CODES),
     "doctor": (doctor, "show what was built and found, what is missing and how to get it", None),
     "report": (report, "summarise a trace that `hvpipe run --trace` wrote", None),

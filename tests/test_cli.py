@@ -47,6 +47,7 @@ FLAGS = {
         *HOROVODRUN,
     ],
     "blackbox": ["--help", "--json", "-h"],
+    "join": ["--help", "--job", "-h", "-np"],
     "top": ["--help", "--interval", "--json", "-h"],
     "doctor": ["--help", "--json", "-h"],
     "report": ["--help", "--json", "-h"],

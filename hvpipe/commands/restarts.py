@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvpipe.blackbox import story
+from hvpipe.commands import join
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, STOPPED, Grace, Outcome, supervise_job
 from hvpipe.errors import HvpipeError, LaunchError
 
@@ -38,9 +39,13 @@ class Restarting:
 
     Args:
         options: The options that `add_options` added.
+        places: The ranks and hosts that the job starts with.
     """
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, places: join.Places) -> None:
+        self.places = places
+        self.joined = False
+        """Whether the job has stopped because `hvpipe join` asked for other `places`."""
         if options.restarts < 0:
             raise LaunchError(f"--restarts should be at least 0. Received: {options.restarts}")
         if not (math.isfinite(options.grace) and options.grace >= 0):
@@ -51,15 +56,19 @@ class Restarting:
 
     def __call__(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Run the command until it succeeds, is asked to stop, or fails too often; return its exit code."""
-        failed_before = False
+        failed_before = self.joined = False
         for left in range(self._restarts, -1, -1):
-            with tempfile.TemporaryDirectory(prefix="hvpipe-run-") as folder:
+            with tempfile.TemporaryDirectory(prefix=join.PREFIX) as folder:
+                join.register(Path(folder), self.places)
                 begun_s = time.time()
                 outcome = supervise_job(command, environ, Path(folder), self._grace)
                 if outcome.code not in (0, STOPPED) and not outcome.asked:
                     self._say_what_happened(Path(folder), begun_s)
                 why_not = self._why_not_again(outcome, Path(folder), failed_before, left)
                 checkpoint = completed(Path(folder))
+                wanted = join.wanted(Path(folder))
+            if wanted is not None and outcome.code == STOPPED and not outcome.asked:
+                self.places, self.joined = wanted, True
             if why_not is not None:
                 if why_not and self._restarts:
                     print(f"hvpipe run: not started again: {why_not}", file=sys.stderr)

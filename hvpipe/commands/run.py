@@ -12,6 +12,7 @@ from pathlib import Path
 from hvpipe.commands import (
     elastic_options,
     horovodrun_flags,
+    join,
     launch_options,
     rank_output,
     restarts,
@@ -59,8 +60,13 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     spec = launch_options.launch_spec(options, command, environ)
     if options.verbose and not options.dry_run:
         launch_options.start(spec, settings, environ, dry_run=True)
-    supervised = restarts.Restarting(options)
-    return launch_options.start(spec, settings, environ, dry_run=options.dry_run, supervised=supervised)
+    supervised = restarts.Restarting(options, join.Places(spec.ranks, spec.hosts))
+    while True:
+        code = launch_options.start(spec, settings, environ, dry_run=options.dry_run, supervised=supervised)
+        if not supervised.joined:
+            return code
+        spec = supervised.places.of(spec)
+        print(f"hvpipe run: the job goes on with {supervised.places}.", file=sys.stderr, flush=True)
 
 
 def _rank_command(options: argparse.Namespace) -> tuple[str, ...]:

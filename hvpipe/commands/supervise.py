@@ -82,7 +82,7 @@ class Outcome:
 
 def supervise(command: Sequence[str], environ: Mapping[str, str], grace_s: float = 5.0) -> int:
     """Run a command as `supervise_job` does, in a job folder of its own; return the exit code."""
-    with tempfile.TemporaryDirectory(prefix="hvpipe-run-") as folder:
+    with tempfile.TemporaryDirectory(prefix="hvpipe-profile-") as folder:
         return supervise_job(command, environ, Path(folder), Grace(grace_s)).code
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hvpipe.commands.join import Places
 from hvpipe.commands.restarts import Restarting
 from hvpipe.errors import LaunchError
 
@@ -29,7 +30,7 @@ sys.exit(int(what.strip("cep")))
 
 def run(tmp_path: Path, starts: str, restarts: int = 5) -> tuple[int, int]:
     """Return the exit code, and how often the program was started."""
-    job = Restarting(argparse.Namespace(restarts=restarts, grace=1.0))
+    job = Restarting(argparse.Namespace(restarts=restarts, grace=1.0), Places(2))
     code = job([sys.executable, "-c", PROGRAM, str(tmp_path / "count"), starts], os.environ)
     return code, int((tmp_path / "count").read_text())
 
@@ -65,4 +66,4 @@ def test_without_restarts_nothing_is_said(tmp_path: Path, capfd: pytest.CaptureF
 @pytest.mark.parametrize(("restarts", "grace"), [(-1, 1.0), (1, -1.0), (1, float("nan"))])
 def test_bad_options(restarts: int, grace: float) -> None:
     with pytest.raises(LaunchError, match="Received: "):
-        Restarting(argparse.Namespace(restarts=restarts, grace=grace))
+        Restarting(argparse.Namespace(restarts=restarts, grace=grace), Places(2))

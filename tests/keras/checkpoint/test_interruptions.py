@@ -62,6 +62,10 @@ class Job:
                 return
         raise AssertionError(f"wanted: a first step. Received: {self.output}")
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def send(self, number: int) -> None:
         self._process.send_signal(number)
 
@@ -96,6 +100,19 @@ def test_sigterm_to_hvpipe_run(tmp_path: Path, wanted: str) -> None:
     assert result.returncode == 0, result.describe()
     assert "training resumes from" in result.output
     assert state_in(result.output) == wanted
+
+
+def test_a_rank_joins(tmp_path: Path) -> None:
+    """Two ranks write a checkpoint, and three go on from it."""
+    job = Job(tmp_path, ["--every", "1000steps", "--pause", "0.3"])
+    job.wait_until_training()
+    command = [sys.executable, "-m", "hvpipe", "join", "--job", str(job.pid), "-np", "3"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert told.returncode == 0, told.stderr
+    assert job.end() == 0, job.output
+    assert "the job goes on with 3 ranks" in job.output
+    assert "training resumes from" in job.output
+    assert re.search("STATE .*", job.output), job.output
 
 
 def test_restarts_after_a_rank_was_killed(tmp_path: Path, wanted: str) -> None:

@@ -1,0 +1,146 @@
+"""`hvpipe join`: let a running job go on with more ranks, or with hosts that have been repaired.
+
+hvpipe run ...        says in its job folder which ranks it has started
+hvpipe join b:2       leaves the new hosts there, and asks the ranks to stop
+the ranks             finish the step, write a checkpoint and exit with 75, as after SIGTERM
+hvpipe run ...        starts the ranks again, on the new hosts; they resume from the checkpoint
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hvpipe.commands.hosts import HostSlots, parse_hosts
+from hvpipe.commands.launch import LaunchSpec
+from hvpipe.errors import HvpipeError
+
+PREFIX = "hvpipe-run-"
+"""What the names of job folders begin with."""
+
+_RUNNING, _WANTED = "running.json", "wanted.json"
+
+
+@dataclass(frozen=True)
+class Places:
+    """The ranks of a job, and the hosts that they run on; no hosts: all on this one."""
+
+    ranks: int
+    hosts: tuple[HostSlots, ...] = ()
+
+    def with_more(self, hosts: Sequence[HostSlots], ranks: int | None) -> Places:
+        """Return the places after some hosts were added, or given other slots.
+
+        Raises:
+            HvpipeError: For hosts where the job has none, or a number of ranks that the slots do not allow.
+        """
+        if hosts and not self.hosts:
+            raise HvpipeError(
+                "The job runs on one host, or on those of a batch system: use -np, or start it with --hosts. "
+                f"Received: {_listed(hosts)}"
+            )
+        merged = {host.name: host for host in (*self.hosts, *hosts)}
+        slots = sum(host.slots for host in merged.values())
+        if ranks is None:
+            ranks = slots
+        if ranks < 1 or (merged and ranks > slots):
+            most = f"1 to {slots}, the number of slots" if merged else "at least 1"
+            raise HvpipeError(f"-np should be {most}. Received: -np {ranks}")
+        return Places(ranks, tuple(merged.values()))
+
+    def of(self, spec: LaunchSpec) -> LaunchSpec:
+        """Return the launch with these ranks and hosts."""
+        return replace(spec, ranks=self.ranks, hosts=self.hosts)
+
+    def __str__(self) -> str:
+        return f"{self.ranks} ranks" + (f" on {_listed(self.hosts)}" if self.hosts else "")
+
+
+def _listed(hosts: Sequence[HostSlots]) -> str:
+    return ",".join(f"{host.name}:{host.slots}" for host in hosts)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `hvpipe join`."""
+    parser.add_argument(
+        "hosts", nargs="?", metavar="HOSTS", help="hosts that join, or have other slots now, as in b:2,c:2"
+    )
+    parser.add_argument(
+        "-np",
+        dest="ranks",
+        type=int,
+        metavar="N",
+        help="the number of ranks from now on (default: all slots)",
+    )
+    parser.add_argument(
+        "--job", type=int, metavar="PID", help="of the `hvpipe run` (default: the only one on this host)"
+    )
+
+
+def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
+    """Ask a job to go on with other ranks. Returns 0 before it does; raises HvpipeError if it cannot."""
+    if options.hosts is None and options.ranks is None:
+        raise HvpipeError("Give the hosts that join, or -np for more ranks on the same hosts. Received: none")
+    folder, places = _choose(dict(_jobs()), options.job)
+    hosts = parse_hosts(options.hosts) if options.hosts is not None else ()
+    wanted = places.with_more(hosts, options.ranks)
+    if not any(folder.glob("listening-*")):
+        raise HvpipeError(
+            "A rank of the job on this host should be in `fit` with hk.Checkpoint, from which the job goes on. "
+            "Received: no such rank. If it has just started, try again later"
+        )
+    _write(folder / _WANTED, wanted)
+    (folder / "stop").touch()
+    print(f"hvpipe join: the job writes a checkpoint, and goes on from it with {wanted} (it had {places})")
+    return 0
+
+
+def register(folder: Path, places: Places) -> None:
+    """Say in the job folder what is running."""
+    _write(folder / _RUNNING, places)
+
+
+def wanted(folder: Path) -> Places | None:
+    """Return the places that `hvpipe join` has asked for in this job folder; None if it has not."""
+    path = folder / _WANTED
+    return _read(path)[1] if path.exists() else None
+
+
+def _jobs() -> Iterator[tuple[int, tuple[Path, Places]]]:
+    """Yield this user's jobs on this host, by the PID of `hvpipe run`."""
+    for path in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{_RUNNING}")):
+        with contextlib.suppress(OSError, ValueError):
+            pid, places = _read(path)
+            os.kill(pid, 0)  # raises if the process has gone, or is another user's
+            yield pid, (path.parent, places)
+
+
+def _choose(jobs: Mapping[int, tuple[Path, Places]], pid: int | None) -> tuple[Path, Places]:
+    running = ", ".join(f"{each} ({places})" for each, (_, places) in jobs.items()) or "none"
+    if pid is not None and pid not in jobs:
+        raise HvpipeError(
+            f"--job should be the PID of an `hvpipe run` on this host. Received: {pid}; {running}"
+        )
+    if pid is None and len(jobs) != 1:
+        raise HvpipeError(
+            f"One `hvpipe run` should be running on this host, or --job given. Received: {running}"
+        )
+    return jobs[pid] if pid is not None else next(iter(jobs.values()))
+
+
+def _write(path: Path, places: Places) -> None:
+    hosts = [[host.name, host.slots] for host in places.hosts]
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps({"pid": os.getpid(), "ranks": places.ranks, "hosts": hosts}))
+    new.rename(path)
+
+
+def _read(path: Path) -> tuple[int, Places]:
+    found = json.loads(path.read_text())
+    return found["pid"], Places(found["ranks"], tuple(HostSlots(*host) for host in found["hosts"]))

@@ -1,0 +1,80 @@
+"""`hvpipe join`: which job it finds, what it asks of it, and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from hvpipe.commands import join
+from hvpipe.commands.hosts import HostSlots, parse_hosts
+from hvpipe.commands.join import Places
+from hvpipe.errors import HvpipeError
+
+TWO_HOSTS = Places(4, (HostSlots("a", 2), HostSlots("b", 2)))
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a job that runs, as `hvpipe run` and a rank with a checkpoint leave it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / f"{join.PREFIX}1"
+    folder.mkdir()
+    join.register(folder, TWO_HOSTS)
+    (folder / "listening-0").touch()
+    return folder
+
+
+def ask(hosts: str | None = None, ranks: int | None = None, pid: int | None = None) -> int:
+    return join.run(argparse.Namespace(hosts=hosts, ranks=ranks, job=pid), {})
+
+
+@pytest.mark.parametrize(
+    ("before", "hosts", "ranks", "after"),
+    [
+        (TWO_HOSTS, "c:3", None, "7 ranks on a:2,b:2,c:3"),
+        (TWO_HOSTS, "c:3", 5, "5 ranks on a:2,b:2,c:3"),
+        (TWO_HOSTS, "b:4,c", None, "7 ranks on a:2,b:4,c:1"),  # b has been repaired
+        (TWO_HOSTS, None, 2, "2 ranks on a:2,b:2"),
+        (Places(2), None, 3, "3 ranks"),
+    ],
+)
+def test_ranks_and_hosts_afterwards(before: Places, hosts: str | None, ranks: int | None, after: str) -> None:
+    assert str(before.with_more(parse_hosts(hosts) if hosts else (), ranks)) == after
+
+
+def test_the_job_is_asked_to_stop(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert join.wanted(job) is None
+    assert ask("c:2") == 0
+    assert "6 ranks on a:2,b:2,c:2 (it had 4 ranks on a:2,b:2)" in capsys.readouterr().out
+    assert (job / "stop").exists()
+    assert join.wanted(job) == Places(6, (*TWO_HOSTS.hosts, HostSlots("c", 2)))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "pid", "says"),
+    [
+        (None, None, None, "Give the hosts that join, or -np"),
+        ("c:0", None, None, "--hosts should be host:slots"),
+        ("c:1", 6, None, "-np should be 1 to 5, the number of slots. Received: -np 6"),
+        (None, 0, None, "-np should be 1 to 4"),
+        ("c:1", None, 1, "--job should be the PID of an `hvpipe run` on this host. Received: 1; running: "),
+    ],
+)
+def test_what_is_refused(job: Path, hosts: str | None, ranks: int | None, pid: int | None, says: str) -> None:
+    with pytest.raises(HvpipeError, match=says):
+        ask(hosts, ranks, pid)
+    assert not (job / "stop").exists()
+
+
+def test_jobs_that_cannot_go_on(job: Path) -> None:
+    (job / "listening-0").unlink()
+    with pytest.raises(HvpipeError, match=r"should be in `fit` with hk.Checkpoint"):
+        ask("c:1")
+    (job / "running.json").unlink()
+    with pytest.raises(HvpipeError, match=r"One `hvpipe run` should be running .* Received: none"):
+        ask("c:1")
+    with pytest.raises(HvpipeError, match="The job runs on one host"):
+        Places(2).with_more(parse_hosts("c:1"), None)
