@@ -92,8 +92,8 @@ def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     wanted = places.with_more(hosts, options.ranks)
     if not any(folder.glob("listening-*")):
         raise HvpipeError(
-            "A rank of the job on this host should be in `fit` with hk.Checkpoint, from which the job goes on. "
-            "Received: no such rank. If it has just started, try again later"
+            "A rank of the job on this host should be in `fit` with hk.Checkpoint, from which the job goes "
+            "on. Received: no such rank. If it has just started, try again later"
         )
     _write(folder / _WANTED, wanted)
     (folder / "stop").touch()
@@ -125,7 +125,7 @@ def _choose(jobs: Mapping[int, tuple[Path, Places]], pid: int | None) -> tuple[P
     running = ", ".join(f"{each} ({places})" for each, (_, places) in jobs.items()) or "none"
     if pid is not None and pid not in jobs:
         raise HvpipeError(
-            f"--job should be the PID of an `hvpipe run` on this host. Received: {pid}; {running}"
+            f"--job should be the PID of an `hvpipe run` on this host. Received: {pid}; running: {running}"
         )
     if pid is None and len(jobs) != 1:
         raise HvpipeError(
