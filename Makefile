@@ -82,7 +82,7 @@ lint-steps:
 	@$(BIN)/vulture
 
 plan: setup
-	@$(TIMED) "tests of the planning half, which can import neither MPI nor TensorFlow" $(PYTEST) -q --planning
+	@$(TIMED) "tests of the planning half, which can import neither MPI nor TensorFlow" $(PYTEST) -q --planning -n 2
 
 quick: setup
 	@$(TIMED) "quick tests with MPI and TensorFlow $(TF), on 2 ranks" $(PYTEST) -q -n 2 -m quick tests/test_mpi.py

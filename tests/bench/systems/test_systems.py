@@ -34,8 +34,8 @@ def _run(system: str, task: Task, timeout_s: float = 300, ranks: int = 2) -> Rou
 
 # The two tests after the next one run these, and check the same. TensorFlow takes long to start.
 RUN_BELOW = ("single", "tf-mwms", "tf-mwms-tuned", "hvpipe-none", "hvpipe-step")
-# It differs from hvpipe-none, hvpipe-step and hvpipe-stale by one argument.
-NOT_RUN = ("hvpipe-backward",)
+# They differ from hvpipe-none and hvpipe-step by one argument.
+NOT_RUN = ("hvpipe-backward", "hvpipe-stale")
 
 
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if name not in (*RUN_BELOW, *NOT_RUN)])
