@@ -96,6 +96,8 @@ def judge(folder: Path, ranks: int) -> tuple[float | None, str]:
     killed_s = min(float(path.read_text()) for path in folder.glob("killed-*"))
     ends_s = told[0]["ends_s"]
     later_s = [end_s for end_s in ends_s if end_s > killed_s]
+    if not later_s:  # no step was left
+        return 0.0, f"went on after step {changes[0][0]}, the last one"
     usual_s = statistics.median(np.diff(ends_s))
     lost_s = max(0.0, float(max(np.diff([killed_s, *later_s[:3]]))) - usual_s)
     return lost_s, f"went on after step {changes[0][0]}, {lost_s:.2f} s lost"
