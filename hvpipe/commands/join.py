@@ -59,7 +59,9 @@ class Places:
         return replace(spec, ranks=self.ranks, hosts=self.hosts)
 
     def __str__(self) -> str:
-        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + (f" on {_listed(self.hosts)}" if self.hosts else "")
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + (
+            f" on {_listed(self.hosts)}" if self.hosts else ""
+        )
 
 
 def _listed(hosts: Sequence[HostSlots]) -> str:

@@ -226,3 +226,17 @@ def test_open_mpi_settings_of_the_user_are_kept(
         monkeypatch.setenv(name, value)
     prepare_open_mpi()
     assert [os.environ.get(name) for name in names] == ["^ucx", limit, most]
+
+
+@pytest.mark.parametrize("asked", ["1", ""])
+def test_mpi_finalize_has_no_barrier_if_ranks_may_be_lost(
+    asked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMPI_MCA_osc", "OMPI_MCA_btl_tcp_eager_limit", "OMPI_MCA_btl_tcp_max_send_size"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMPI_MCA_mpi_ft_enable", asked)
+    without_barrier = "OMPI_MCA_async_mpi_finalize"
+    monkeypatch.setenv(without_barrier, "")  # so that monkeypatch restores it
+    monkeypatch.delenv(without_barrier)
+    prepare_open_mpi()
+    assert os.environ.get(without_barrier) == (asked or None)

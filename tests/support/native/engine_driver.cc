@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/connection.h"
 #include "core/engine.h"
 
 namespace {
@@ -115,7 +116,7 @@ void RunSteps(Engine& engine, bool fails) {
 }
 
 void Run(const hvpipe::EngineOptions& options, bool fails) {
-  Engine engine(MPI_COMM_WORLD, options);
+  Engine engine(hvpipe::OverMpi(MPI_COMM_WORLD), options);
   std::atomic<bool> stop{false};
   std::thread sampler([&] {
     std::uint64_t seen = 0;
