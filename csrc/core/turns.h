@@ -41,8 +41,8 @@ class Turns {
     }
     const std::uint64_t ticket = next_++;
     waiting_.push_back(ticket);
-    while (
-        !changed_.wait_for(lock, std::chrono::milliseconds(50), [&] { return waiting_.front() == ticket; })) {
+    while (waiting_.front() != ticket && !changed_.wait_for(lock, std::chrono::milliseconds(50),
+                                                            [&] { return waiting_.front() == ticket; })) {
       lock.unlock();
       try {
         interrupt();
@@ -65,7 +65,7 @@ class Turns {
     if (--depth_ > 0) return;
     owner_ = {};
     waiting_.pop_front();
-    changed_.notify_all();
+    if (!waiting_.empty()) changed_.notify_all();
   }
 
   std::mutex mutex_;
