@@ -147,6 +147,7 @@ class LocalRounds:
         elif self._under_way is not None:
             self._take_outer_step(reducer)
             self._go_on_from_anchor(reducer)
+        self._anchor, self._start = [], []  # a round that began at the end of the data has no step
 
     def drop(self, reducer: BucketReducer) -> None:
         """Forget the round, and what is under way, which all ranks have sent. Weights stay as they are."""

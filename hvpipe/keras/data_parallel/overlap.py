@@ -273,7 +273,7 @@ class LocalOverlap(Overlap):
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise HvpipeError for an average of weights, which each rank would take of its own."""
-        if optimizer.use_ema:
+        if getattr(optimizer, "inner_optimizer", optimizer).use_ema:
             raise HvpipeError(
                 'overlap="local" needs an optimizer without use_ema: each rank would average its own '
                 f"weights. Received: an optimizer {optimizer.name} with use_ema=True"
