@@ -28,7 +28,7 @@ class StepOptions:
     """Which modes of hvpipe, and for how long: `rounds` of `steps` each, after `warm_up` steps.
 
     `beside_tcp` adds computing alone while plain TCP moves as many bytes between the hosts as gradients
-    would. `every` is for the mode "local": the steps of its rounds. The last round of a fit waits for the link.
+    would. `every`: the steps of a round of "local". The last round of a fit waits for the link.
     """
 
     modes: tuple[str, ...] = ("none", "backward", "step", "stale")
