@@ -148,7 +148,9 @@ def train(options: argparse.Namespace) -> tuple[keras.Model, str]:
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
-    model = hk.data_parallel(model, overlap=options.overlap, compression=options.compression)
+    model = hk.data_parallel(
+        model, overlap=options.overlap, every=options.every, compression=options.compression
+    )
 
     mine_of_test = my_images(images.test, images.held_out, options.batch)
 
@@ -200,7 +202,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--pixels", type=int, default=64, help="scale the images of --data to this width and height (64)"
     )
-    parser.add_argument("--overlap", choices=("none", "backward", "step", "stale"), default="step")
+    parser.add_argument("--overlap", choices=("none", "backward", "step", "stale", "local"), default="step")
+    parser.add_argument("--every", type=int, help="steps of a round of --overlap local (16)")
     parser.add_argument(
         "--compression", choices=("bf16", "fp16"), help="data type in which gradients are sent"
     )
@@ -225,6 +228,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"wanted: a folder of folders of images. Received: --data {options.data}")
     if options.save is not None and options.save.suffix != ".keras":
         parser.error(f"wanted: a name that ends in .keras. Received: --save {options.save}")
+    if options.overlap == "local" and options.every is None:
+        options.every = 16
     for name in ("epochs", "batch", "pixels"):
         if getattr(options, name) < 1:
             parser.error(f"wanted: 1 or more. Received: --{name} {getattr(options, name)}")

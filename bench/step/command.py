@@ -20,6 +20,7 @@ from bench.training.image_model import MODELS, ImageWorkload
 
 _NAME = "bench.step"
 _MODES = ("none", "backward", "step", "stale")
+_OTHER_MODES = ("local",)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,7 +37,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--threads", type=int, help="threads of an operation (default: cores / ranks of a host)"
     )
-    parser.add_argument("--modes", default=",".join(_MODES), help=f"(default: {','.join(_MODES)})")
+    parser.add_argument(
+        "--modes",
+        default=",".join(_MODES),
+        help=f"also {', '.join(_OTHER_MODES)} (default: {','.join(_MODES)})",
+    )
+    parser.add_argument("--every", type=int, default=16, help="steps in a round of local (default: 16)")
     parser.add_argument(
         "--beside-tcp",
         action="store_true",
@@ -59,8 +65,9 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _modes(arguments: argparse.Namespace) -> tuple[str, ...]:
     modes = tuple(mode for mode in arguments.modes.split(",") if mode)
-    if not set(modes) <= set(_MODES) or len(set(modes)) < len(modes):
-        raise ValueError(f"Modes must be some of {', '.join(_MODES)}. Received: modes={arguments.modes!r}")
+    known = (*_MODES, *_OTHER_MODES)
+    if not set(modes) <= set(known) or len(set(modes)) < len(modes):
+        raise ValueError(f"Modes must be some of {', '.join(known)}. Received: modes={arguments.modes!r}")
     return modes
 
 
@@ -78,7 +85,11 @@ def _measure(arguments: argparse.Namespace, ranks: int) -> StepReport:
     from bench.step.worker import StepOptions, measure
 
     options = StepOptions(
-        _modes(arguments), arguments.rounds, arguments.steps, beside_tcp=arguments.beside_tcp
+        _modes(arguments),
+        arguments.rounds,
+        arguments.steps,
+        beside_tcp=arguments.beside_tcp,
+        every=arguments.every,
     )
     return measure(_workload(arguments, _threads(ranks)), options, arguments.where, rank_benchmark.say)
 

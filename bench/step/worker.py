@@ -28,7 +28,7 @@ class StepOptions:
     """Which modes of hvpipe, and for how long: `rounds` of `steps` each, after `warm_up` steps.
 
     `beside_tcp` adds computing alone while plain TCP moves as many bytes between the hosts as gradients
-    would.
+    would. `every`: the steps of a round of "local". The last round of a fit waits for the link.
     """
 
     modes: tuple[str, ...] = ("none", "backward", "step", "stale")
@@ -36,6 +36,7 @@ class StepOptions:
     steps: int = 6
     warm_up: int = 3
     beside_tcp: bool = False
+    every: int = 16
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.steps < 2 or self.warm_up < 1:
@@ -50,18 +51,19 @@ def _meet() -> None:
 
 
 def _models(
-    keras: Any, workload: ImageWorkload, modes: tuple[str, ...], say: Callable[[str], None]
+    keras: Any, workload: ImageWorkload, options: StepOptions, say: Callable[[str], None]
 ) -> dict[str, Any]:
     """Return one model for computing alone and one for each mode."""
     models = {}
-    for mode in (ALONE, *modes):
+    for mode in (ALONE, *options.modes):
         say(f"building {mode} ...")
         model = compiled_model(keras, workload)
         if mode != ALONE:
             import hvpipe.keras as hk
 
+            rounds = {"every": options.every} if mode == "local" else {}
             # `stale` begins with exact steps, which here end within the warm-up.
-            model = hk.data_parallel(model, overlap=mode, warmup_steps=1)
+            model = hk.data_parallel(model, overlap=mode, warmup_steps=1, **rounds)
         models[mode] = model
     return models
 
@@ -122,7 +124,7 @@ def measure(
         raise ValueError(
             "Plain TCP beside computing needs ranks on several hosts. Received: ranks on one host"
         )
-    models = _models(keras, workload, options.modes, tell)
+    models = _models(keras, workload, options, tell)
     data = images(workload, world.rank)
     for mode, model in models.items():
         tell(f"tracing and warming up {mode} ...")

@@ -106,12 +106,12 @@ def _warn_of_own_batches(session: Session, model: Any) -> None:
         )
 
 
-def checksums(model: Any, statistics: Sequence[Any]) -> tuple[float, float]:
-    """Return checksums of the state that all ranks share (weights, optimizer state), and of `statistics`."""
+def checksums(model: Any, statistics: Sequence[Any], slots: Sequence[Any]) -> tuple[float, float]:
+    """Return checksums of the state that all ranks share (weights, `slots`), and of `statistics`."""
     kept = {id(v) for v in statistics}
     weights = [v for v in model.weights if id(v) not in kept]
     floating = [v for v in statistics if keras.backend.is_float_dtype(v.dtype)]
-    return _checksum([*weights, *shared_slots(model.optimizer)]), _checksum(floating)
+    return _checksum([*weights, *slots]), _checksum(floating)
 
 
 def take_rank_0s(session: Session, model: Any, sums: Sequence[float], when: str) -> bool:

@@ -197,6 +197,8 @@ class CheckpointedFit:
         engine = self._session.engine
         if self._stop.arrived():
             engine.request(STOP)
+        if not self._state.can_write():
+            return
         if self._state.too_few():
             self._leave(TOO_FEW)
         due = self._schedule.due(self._step, epochs)

@@ -6,6 +6,12 @@ own/weights/7               statistics, which each rank computes from its own da
 own/optimizer/9             gradients that are accumulated but not reduced
 own/metrics/0               the metrics of the epoch so far
 own/counted                 samples since the statistics were averaged
+
+With overlap="local" trainable weights and the optimizer's state are each rank's own, too, and there are:
+
+own/round/momentum/3        of the outer step; also steps and samples
+own/round/anchor/3          the last averaged weights, and
+own/round/difference/3      what this rank's last round took off its weights, if that is being averaged
 """
 
 from __future__ import annotations
@@ -25,10 +31,11 @@ from hvpipe.keras.checkpoint.random_state import random_state, set_random_state
 from hvpipe.keras.checkpoint.training_state import readable
 from hvpipe.keras.data_parallel.model import DataParallel
 from hvpipe.keras.fit_call import FitCall
-from hvpipe.keras.initial_state import build_state, is_built, settle, shared_slots
+from hvpipe.keras.initial_state import build_state, is_built, settle
 from hvpipe.keras.variables import broadcast_variables
 
 _OWN, _COUNTED, _STEPS, _PENDING = "own/", "own/counted", "own/steps", "pending/"
+_OWN_WEIGHTS, _ROUND = "own/weights/", "own/round/"
 
 
 class DataParallelState:
@@ -42,6 +49,11 @@ class DataParallelState:
         self.model = data_parallel.model
         self.data_parallel = data_parallel
         self._held: tuple[list[Any], int] = [], 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether trainable weights are each rank's own."""
+        return not self.data_parallel.steps.overlap.reduces_gradients
 
     @property
     def fit_call(self) -> FitCall:
@@ -73,6 +85,10 @@ class DataParallelState:
         elastic.data.resume(manifest.position.epoch, manifest.position.batch, manifest.ranks)
         return True
 
+    def can_write(self) -> bool:
+        """Return whether this is not within a round of "local"."""
+        return self.data_parallel.steps.between_rounds
+
     def too_few(self) -> bool:
         """Return whether too few ranks are left."""
         elastic = self.data_parallel.steps.elastic
@@ -92,8 +108,8 @@ class DataParallelState:
 
     def shared(self) -> dict[str, Any]:
         """Return the variables that are equal on all ranks, by name."""
-        own = {id(v) for v in self.data_parallel.statistics()}
-        slots = {id(v) for v in shared_slots(self.model.optimizer)}
+        own = {id(v) for v in self.data_parallel.own_weights()}
+        slots = {id(v) for v in self.data_parallel.equal_slots()}
         found = {f"weights/{i}": v for i, v in enumerate(self.model.variables) if id(v) not in own}
         optimizer = enumerate(self.model.optimizer.variables)
         return found | {f"optimizer/{i}": v for i, v in optimizer if id(v) in slots}
@@ -129,6 +145,7 @@ class DataParallelState:
         if self.session.world.rank == 0:
             values |= {f"{_PENDING}{i}": total for i, total in enumerate(sums)}
         values |= {f"{_OWN}{name}": v for name, v in random_state().items()}
+        values |= {f"{_ROUND}{name}": v for name, v in self.data_parallel.steps.round_state().items()}
         return values | {_COUNTED: counted, _STEPS: np.array([steps])}
 
     # --- Reading -----------------------------------------------------------------------------------------
@@ -149,6 +166,9 @@ class DataParallelState:
             names = [name for name in manifest.parts[0].names if not name.startswith(_OWN)]
             shared = read_arrays(place / manifest.parts[0].file.name, names)
         own = _own_values(place, manifest.parts[rank % manifest.ranks])
+        if manifest.ranks != size and self.is_local:
+            shared |= _mean_weights(place, manifest) if rank == 0 else {}
+            own = _without_round(own)
         if manifest.ranks != size:
             own = self._redistributed(place, manifest, own)
         return RestoredDataParallel(self, manifest, shared, own)
@@ -156,11 +176,12 @@ class DataParallelState:
     def _redistributed(self, place: Path, manifest: Manifest, own: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's own values on another number of ranks than the checkpoint's.
 
-        Accumulated gradients are sums, so rank 0 goes on with the sum over all ranks. Metrics and their
-        samples start again. Ranks that are new keep their own random numbers.
+        Accumulated gradients are sums, so rank 0 goes on with the sum over all ranks; those of "local" stay
+        a rank's own. Metrics and their samples start again. Ranks that are new keep their own random numbers.
         """
         rank = self.session.world.rank
-        sums = {str(row[0]) for row in manifest.model["variables"] if "gradient_accumulator" in row[1]}
+        rows = () if self.is_local else manifest.model["variables"]
+        sums = {str(row[0]) for row in rows if "gradient_accumulator" in row[1]}
         kept = {
             name: value
             for name, value in own.items()
@@ -198,6 +219,9 @@ class RestoredDataParallel:
         state = self._state
         check_variables(state.description()["variables"], self._manifest.model["variables"])
         variables = state.shared()
+        if state.is_local and self._manifest.ranks != state.session.world.size:
+            # Averages of ranks that were there.
+            variables |= {name: v for name, v in state.own().items() if name.startswith(_OWN_WEIGHTS)}
         if state.session.world.rank == 0:
             _assign(variables, self._shared)
         broadcast_variables(list(variables.values()))
@@ -215,7 +239,8 @@ class RestoredDataParallel:
         pending = sum(name.startswith(_PENDING) for name in self._manifest.parts[0].names)
         # Rank 0 has the sums. The others must know how many there are.
         sums = [self._shared.get(f"{_PENDING}{i}") for i in range(pending)]
-        state.data_parallel.steps.resume(sums, int(self._own[_STEPS][0]))
+        rounds = {name.removeprefix(_ROUND): v for name, v in self._own.items() if name.startswith(_ROUND)}
+        state.data_parallel.steps.resume(sums, int(self._own[_STEPS][0]), rounds)
         set_random_state({name.removeprefix(_OWN): value for name, value in self._own.items()})
 
     def callback_arrays(self) -> dict[str, Any]:
@@ -228,7 +253,31 @@ class RestoredDataParallel:
 
 
 def _own_values(place: Path, part: Part) -> dict[str, Any]:
-    return read_arrays(place / part.file.name, [name for name in part.names if name.startswith(_OWN)])
+    return read_arrays(place / part.file.name, _names(part, _OWN))
+
+
+def _mean_weights(place: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return the means over ranks of weights that are each rank's own; those of rank 0 if they are no floats.
+
+    So what was under way counts as in plain averaging.
+    """
+    parts = [read_arrays(place / part.file.name, _names(part, _OWN_WEIGHTS)) for part in manifest.parts]
+    found = dict(parts[0])
+    for name, first in parts[0].items():
+        if first.dtype.kind == "f":
+            mean = np.mean([part[name] for part in parts], axis=0, dtype=np.float64)
+            found[name] = mean.astype(first.dtype)
+    return found
+
+
+def _without_round(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values without weights, and without a round under way, both of which `_mean_weights` has."""
+    left_out = (_OWN_WEIGHTS, f"{_ROUND}anchor", f"{_ROUND}difference", f"{_ROUND}samples")
+    return {name: value for name, value in own.items() if not name.startswith(left_out)}
+
+
+def _names(part: Part, prefix: str) -> list[str]:
+    return [name for name in part.names if name.startswith(prefix)]
 
 
 def _assign(variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:

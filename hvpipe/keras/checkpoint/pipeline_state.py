@@ -54,6 +54,10 @@ class PipelineState:
     def finish_step(self) -> None:
         """Do nothing: a step ends with its updates."""
 
+    def can_write(self) -> bool:
+        """Return True."""
+        return True
+
     def too_few(self) -> bool:
         """Return False: a pipeline does not survive the loss of a rank."""
         return False

@@ -36,6 +36,9 @@ class TrainingState(Protocol):
     def finish_step(self) -> None:
         """Run the updates that wait for the next step. On all ranks at the same boundary."""
 
+    def can_write(self) -> bool:
+        """Return whether a checkpoint can be written at this step boundary; the same on all ranks."""
+
     def too_few(self) -> bool:
         """Return whether too few ranks are left, and all exit at this step boundary."""
 

@@ -346,10 +346,10 @@ def check_elastic(session: Session, overlap: str, sync_batch_norm: bool) -> None
     """Raise HvpipeError for what an elastic job cannot train with."""
     if not session.settings.elastic:
         return
-    if overlap == "stale":
+    if overlap in ("stale", "local"):
         raise HvpipeError(
-            '--elastic needs overlap="none", "backward" or "step": the sums that "stale" leaves to the next '
-            f"step are lost with a rank. Received: overlap={overlap!r}"
+            '--elastic needs overlap="none", "backward" or "step": what "stale" leaves to the next step, and '
+            f'"local" to the end of a round, is lost with a rank. Received: overlap={overlap!r}'
         )
     if sync_batch_norm:
         raise HvpipeError(

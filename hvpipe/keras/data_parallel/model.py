@@ -24,6 +24,7 @@ from hvpipe.keras.compat import (
     epochs_enumerated,
     initial_epoch,
     layers_in,
+    learning_rate_variable,
     metrics_in_order,
     own_statistics,
     reconfigure_callbacks,
@@ -32,12 +33,19 @@ from hvpipe.keras.compat import (
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
 from hvpipe.keras.data_parallel.elastic import check_elastic
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
+from hvpipe.keras.data_parallel.local_rounds import check_local, round_options
 from hvpipe.keras.data_parallel.nonfinite import check_policy
-from hvpipe.keras.data_parallel.overlap import overlap_named
+from hvpipe.keras.data_parallel.overlap import OverlapOptions, overlap_named
 from hvpipe.keras.data_parallel.shards import same_length, source_of
 from hvpipe.keras.data_parallel.train_steps import TrainSteps
 from hvpipe.keras.fit_call import FitCall, in_order, running
-from hvpipe.keras.initial_state import broadcast_model, checksums, is_built, take_rank_0s
+from hvpipe.keras.initial_state import (
+    broadcast_model,
+    checksums,
+    is_built,
+    shared_slots,
+    take_rank_0s,
+)
 from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.supported import described_type
@@ -74,6 +82,9 @@ def data_parallel(
     model: Model,
     overlap: str = "step",
     *,
+    every: int | None = None,
+    outer_learning_rate: float = 0.7,
+    outer_momentum: float = 0.9,
     compression: str | None = None,
     bucket_bytes: int | None = None,
     warmup_steps: int = 100,
@@ -99,11 +110,19 @@ def data_parallel(
         overlap: When gradients are reduced. "none": after backward. "backward": during backward. "step": also
             during the next step's forward. These three give the same weights, bit for bit. "stale": gradients
             are applied one step late. This is faster on slow links, but is a different algorithm with
-            different results (Pipe-SGD: Li et al., NeurIPS 2018).
+            different results (Pipe-SGD: Li et al., NeurIPS 2018). "local": each rank updates with its own
+            gradients, and ranks average what `every` steps have changed, while they take the next steps. This
+            is for links on which "step" waits most of the time. It is a different algorithm, too (DiLoCo:
+            Douillard et al., 2023); docs/data-parallel.md has the formula.
+        every: With "local", which needs it: the steps of a round.
+        outer_learning_rate: With "local": the learning rate of the step on the averaged changes. 1 with
+            `outer_momentum=0` averages weights.
+        outer_momentum: With "local": the Nesterov momentum of that step, from 0 to below 1.
         compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
         bucket_bytes: Size of a fused buffer of gradients, in bytes. None: HVPIPE_BUCKET_BYTES, else 4 MiB, or
             an eighth of the gradients if they have less than 32 MiB (at least 64 KiB).
-        warmup_steps: With "stale", how many exact steps come first.
+        warmup_steps: With "stale", how many exact steps come first. With "local", rounds that end within
+            so many steps wait for their average, as in DiLoCo without overlap; a large number is for all.
         sync_batch_norm: Whether the model's BatchNormalization layers normalise by the batches of all ranks
             together, as `SyncBatchNormalization`; the default is each rank's own batch.
         verify_every: After every so many steps, compare a checksum of each weight, seed and slot over ranks,
@@ -118,7 +137,8 @@ def data_parallel(
 
     Raises:
         HvpipeError: For an unknown `overlap`, `compression` or `nonfinite`, a `bucket_bytes` or
-            `verify_every` below 1, a model that is not of Keras 3, or before `hvpipe.init()`.
+            `verify_every` below 1, an `every` that "local" lacks or another mode has, options that "local"
+            rules out, a model that is not of Keras 3, or before `hvpipe.init()`.
 
     Example:
         ```python
@@ -131,6 +151,7 @@ def data_parallel(
         ```
     """
     mode = overlap_named(overlap)
+    rounds = round_options(overlap, every, outer_learning_rate, outer_momentum, warmup_steps)
     check_compression(compression)
     if not isinstance(model, keras.Model):
         raise HvpipeError(f"data_parallel needs a keras.Model of Keras 3. Received: {described_type(model)}")
@@ -147,11 +168,14 @@ def data_parallel(
         verify_every = session.settings.verify_every
     nonfinite = session.settings.nonfinite if nonfinite is None else nonfinite
     check_policy(nonfinite)
+    if not mode.reduces_gradients:
+        check_local(nonfinite, verify_every, sync_batch_norm)
     if sync_batch_norm:
         normalise_over_ranks(model)
     methods = InstanceMethods(model)
     options = ReduceOptions(compression, bucket_bytes, nonfinite=nonfinite)
-    steps = TrainSteps(session, model, methods, mode, warmup_steps, options, verify_every)
+    overlap_options = OverlapOptions(warmup_steps, rounds)
+    steps = TrainSteps(session, model, methods, mode, overlap_options, options, verify_every)
     DataParallel(model, methods, steps).attach()
     return model
 
@@ -222,10 +246,10 @@ class DataParallel:
         statistics may differ between ranks, so average them.
         """
         model, steps = self.model, self.steps
-        steps.flush()
+        steps.complete()
         self._set = False
         statistics = self.statistics()
-        sums = checksums(model, statistics) if steps.ready else (0.0, 0.0)
+        sums = checksums(model, statistics, self.equal_slots()) if steps.ready else (0.0, 0.0)
         # The epoch is what BackupAndRestore found on rank 0, for example.
         row = np.array([[float(steps.ready), *sums, float(initial_epoch(model))]])
         self.session.engine.agree("start of fit")
@@ -247,7 +271,7 @@ class DataParallel:
         if not any(anywhere) or not self.steps.ready:
             return
         self.steps.flush()
-        weights, _ = checksums(self.model, self.statistics())
+        weights, _ = checksums(self.model, self.statistics(), self.equal_slots())
         take_rank_0s(self.session, self.model, self.session.engine.agree(f"weights {when}", weights), when)
 
     def end_epoch(self, epoch: int, logs: dict[str, Any] | None) -> None:
@@ -262,7 +286,7 @@ class DataParallel:
             logs.update(averaged)
 
     def _average(self, epoch: int, logs: Mapping[str, Any]) -> dict[str, Any]:
-        self.steps.flush()
+        self.steps.complete()
         samples = self.steps.train_counter.since_restart()
         self.session.engine.agree(f"end of epoch {epoch + 1}")
         average_variables(self.session, self.statistics(), samples)
@@ -275,6 +299,19 @@ class DataParallel:
         """Return the statistics that layers keep. Frozen weights, equal on all ranks, are not included."""
         kept = {id(v): v for layer in layers_in(self.model) for v in own_statistics(layer)}
         return list(kept.values())
+
+    def equal_slots(self) -> list[Any]:
+        """Return the optimizer's variables that are equal on all ranks."""
+        optimizer = self.model.optimizer
+        if self.steps.overlap.reduces_gradients:
+            return shared_slots(optimizer)
+        rate = learning_rate_variable(getattr(optimizer, "inner_optimizer", optimizer))
+        return [v for v in optimizer.variables if v is rate]
+
+    def own_weights(self) -> list[Any]:
+        """Return the weights that may differ between ranks at the end of a step."""
+        local = not self.steps.overlap.reduces_gradients
+        return [*self.statistics(), *(self.model.trainable_variables if local else ())]
 
     # --- The model's methods ------------------------------------------------------------------------------
 
@@ -361,6 +398,13 @@ class DataParallel:
 
     def _first_callback(self, callbacks: list[Any]) -> FinishAtEpochEnd:
         readers = [type(c).__name__ for c in callbacks if reads_at_batches(c)]
+        if readers and not self.steps.overlap.reduces_gradients and self.session.world.rank == 0:
+            logger.warning(
+                'hvpipe: callback %s may read weights between steps. With overlap="local" these are the '
+                "rank's own, and the model's methods refuse to read them within a round. Set "
+                "reads_weights = False on it if it reads none.",
+                ", ".join(readers),
+            )
         if not readers or not self.steps.overlap.defers:
             return FinishAtEpochEnd(self.steps.flush, self.end_epoch)
         if self.session.world.rank == 0:
@@ -386,7 +430,7 @@ class DataParallel:
         return averaged
 
     def _begin_evaluate(self) -> None:
-        self.steps.flush()
+        self.steps.complete()
         when = "at the start of evaluate"
         if self.steps.ready:
             self._take_rank_0s_if_set(self.session.engine.agree(when, float(self._set)), when)
@@ -398,6 +442,11 @@ class DataParallel:
             broadcast_model(self.model)
 
     def _train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.steps.overlap.reduces_gradients:
+            raise HvpipeError(
+                'overlap="local" needs fit: train_on_batch averages logs over ranks at every call. '
+                "Received: a call of train_on_batch"
+            )
         self._set = self._set and self.steps.ready  # the first step takes rank 0's weights anyway
         before = self.steps.train_counter.total()
         return_dict, logs = self._as_dict("train_on_batch", args, kwargs)

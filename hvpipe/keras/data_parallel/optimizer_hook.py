@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +108,8 @@ class OptimizerHook:
 
     def unhook(self) -> None:
         """Restore the optimizer's own methods, and free the buffers. Do not use the hook afterwards."""
+        if self._overlap.rounds is not None:
+            self._overlap.rounds.drop(self._buckets.reducer)
         for name in ("apply", "scale_loss"):
             vars(self.optimizer).pop(name, None)
         for buckets in self._plans.values():
@@ -128,6 +130,10 @@ class OptimizerHook:
         """Stand in for `optimizer.apply`: reduce, and update when the overlap mode says so."""
         known = trained_variables(self.optimizer) if trainable_variables is None else trainable_variables
         variables = list(known)
+        if not self._overlap.reduces_gradients:
+            self.applied = True
+            type(self.optimizer).apply(self.optimizer, grads, variables)
+            return
         trained = [v for g, v in zip(grads, variables, strict=True) if g is not None]
         if not trained:
             raise HvpipeError(
@@ -173,6 +179,50 @@ class OptimizerHook:
         """Run the updates that wait for the next step. Weights are then as after the last step."""
         if self._overlap.defers:
             self._overlap.finish(self._buckets)
+
+    def check_readable(self) -> None:
+        """Raise HvpipeError if the ranks' weights may differ."""
+        if self._overlap.rounds is not None and self._overlap.rounds.open:
+            raise HvpipeError(
+                'With overlap="local" each rank has weights of its own between steps: read and set them when '
+                "an epoch has ended, or call evaluate on all ranks first, which ends the round. "
+                "Received: a call in the middle of a round"
+            )
+
+    # --- Rounds of local steps, outside of any graph -----------------------------------------------------
+
+    @property
+    def between_rounds(self) -> bool:
+        """Whether all ranks have just exchanged a record."""
+        return self._overlap.rounds is None or self._overlap.rounds.steps == 0
+
+    def begin_steps(self, counted: Callable[[], float]) -> None:
+        """Prepare for steps; `counted` returns the samples that this rank has trained on."""
+        if self._overlap.rounds is not None:
+            self._overlap.rounds.begin_steps(self._buckets.reducer, counted())
+
+    def end_steps(self, steps: int, counted: Callable[[], float]) -> None:
+        """Count steps that have run; collective if a round ends with them."""
+        if self._overlap.rounds is not None:
+            self._overlap.rounds.end_steps(self._buckets.reducer, steps, counted())
+
+    def complete_round(self, counted: Callable[[], float]) -> None:
+        """Let all ranks have equal weights; collective."""
+        rounds = self._overlap.rounds
+        if rounds is not None and rounds.open:
+            self._session.engine.agree(f"the end of a round after {rounds.steps} steps")
+            rounds.complete(self._buckets.reducer, counted())
+
+    def round_state(self) -> dict[str, Any]:
+        """Return what `resume_round` needs, by name; empty if there are no rounds."""
+        return {} if self._overlap.rounds is None else self._overlap.rounds.state()
+
+    def resume_round(self, state: Mapping[str, Any], counted: Callable[[], float]) -> None:
+        """Go on from a `round_state`; collective."""
+        if self._overlap.rounds is not None and state:
+            self._overlap.rounds.resume(self._buckets.reducer, state, counted())
+
+    # --- The loss of ranks -----------------------------------------------------------------------------
 
     def forget_under_way(self) -> None:
         """Forget the gradients that are under way, which are lost with a rank."""

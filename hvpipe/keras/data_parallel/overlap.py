@@ -6,7 +6,7 @@ Pictures show two steps; time goes to the right. `reduce` runs in the engine, th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import keras
@@ -15,6 +15,7 @@ import tensorflow as tf
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, note_collected
 from hvpipe.keras.data_parallel.bucket_update import BucketUpdate
+from hvpipe.keras.data_parallel.local_rounds import LocalRounds, RoundOptions
 from hvpipe.keras.gpu import on_the_host
 
 
@@ -30,12 +31,21 @@ class Buckets:
         return self.update.update_where_submitted([token] * len(self.reducer.plan.buckets))
 
 
-class Overlap:
-    """Says what starts when in a training step. One object serves one optimizer.
+@dataclass(frozen=True)
+class OverlapOptions:
+    """What only some modes use.
 
     Args:
-        warmup_steps: Steps at the start that update with their own gradients; only "stale" uses it.
+        warmup_steps: Of "stale": steps at the start that update with their own gradients.
+        rounds: Of "local".
     """
+
+    warmup_steps: int = 0
+    rounds: RoundOptions = field(default_factory=RoundOptions)
+
+
+class Overlap:
+    """Says what starts when in a training step. One object serves one optimizer."""
 
     defers: ClassVar[bool] = False
     """Whether gradients may wait for the next step: `finish` must run before weights are read outside."""
@@ -43,9 +53,13 @@ class Overlap:
     """Whether the update comes after the step's graph, which therefore must not use weights after `apply`."""
     in_turn: ClassVar[bool] = False
     """Whether buckets are reduced in the order of submission instead of by urgency."""
+    reduces_gradients: ClassVar[bool] = True
+    """Whether gradients are reduced. If not, each rank updates with its own, and weights differ."""
+    rounds: LocalRounds | None = None
+    """What is reduced between steps, if gradients are not."""
 
-    def __init__(self, warmup_steps: int = 0) -> None:
-        self._warmup_steps = warmup_steps
+    def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
+        self._options = options
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raise HvpipeError if this mode cannot train with the optimizer."""
@@ -114,8 +128,8 @@ class _Deferring(Overlap):
 
     defers = True
 
-    def __init__(self, warmup_steps: int = 0) -> None:
-        super().__init__(warmup_steps)
+    def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
+        super().__init__(options)
         with tf.init_scope(), on_the_host():
             # From the last submits into the next step; 0: nothing waits to be collected.
             self._token = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_token")
@@ -143,8 +157,8 @@ class StepOverlap(_Deferring):
 
     updates_in_next_step = True
 
-    def __init__(self, warmup_steps: int = 0) -> None:
-        super().__init__(warmup_steps)
+    def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
+        super().__init__(options)
         self._finished: list[Any] = []  # a scalar for each bucket of this step's graph: its update is done
         with tf.init_scope(), on_the_host():
             self._updates = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_updates")
@@ -208,7 +222,7 @@ class StaleOverlap(_Deferring):
         tokens = buckets.reducer.submit(share, gradients, after=lambda bucket: [finished[bucket]])
         with on_the_host():
             token = tf.add_n(tokens)
-            warming_up = buckets.reducer.step <= self._warmup_steps
+            warming_up = buckets.reducer.step <= self._options.warmup_steps
 
         def finish_now() -> Any:
             with tf.control_dependencies(buckets.update_where_submitted(token)), on_the_host():
@@ -242,6 +256,30 @@ class StaleOverlap(_Deferring):
             self._token.assign(tf.add_n(tokens))
 
 
+class LocalOverlap(Overlap):
+    """Reduce once in a round of steps, "local": each rank updates with its own gradients.
+
+    | step | step | step | step | correct | step | step | step | step | correct |
+                          reduce ...................        reduce ..............
+
+    The results differ from "none" (DiLoCo: Douillard et al., 2023); local_rounds.py says what is reduced.
+    """
+
+    reduces_gradients = False
+
+    def __init__(self, options: OverlapOptions = OverlapOptions()) -> None:
+        super().__init__(options)
+        self.rounds = LocalRounds(options.rounds)
+
+    def check_optimizer(self, optimizer: Any) -> None:
+        """Raise HvpipeError for an average of weights, which each rank would take of its own."""
+        if getattr(optimizer, "inner_optimizer", optimizer).use_ema:
+            raise HvpipeError(
+                'overlap="local" needs an optimizer without use_ema: each rank would average its own '
+                f"weights. Received: an optimizer {optimizer.name} with use_ema=True"
+            )
+
+
 def _sum_of(variable: Any, total: Any) -> Any:
     """Return a saved sum in its variable's type, or -0.0 everywhere."""
     dtype = tf.as_dtype(variable.dtype)
@@ -256,6 +294,7 @@ OVERLAPS: dict[str, type[Overlap]] = {
     "backward": BackwardOverlap,
     "step": StepOverlap,
     "stale": StaleOverlap,
+    "local": LocalOverlap,
 }
 """The modes by the name that users give."""
 

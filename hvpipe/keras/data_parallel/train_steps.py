@@ -7,7 +7,7 @@ import itertools
 import logging
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions, tables_of
 from hvpipe.keras.data_parallel.elastic import Elastic
 from hvpipe.keras.data_parallel.nonfinite import guarded_alone
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook, applied_outside
-from hvpipe.keras.data_parallel.overlap import BackwardOverlap, Overlap
+from hvpipe.keras.data_parallel.overlap import BackwardOverlap, Overlap, OverlapOptions
 from hvpipe.keras.data_parallel.shards import SampleCounter, batch_of, fingerprint_of, first_leaf
 from hvpipe.keras.data_parallel.step_findings import StepFindings
 from hvpipe.keras.data_parallel.trace_ahead import TraceAhead
@@ -42,7 +42,7 @@ class TrainSteps:
         model: A Keras model.
         methods: The model's own methods.
         overlap: The mode that was asked for.
-        warmup_steps: Exact steps before "stale" begins.
+        overlap_options: What only some modes use.
         options: How gradients are cut into buckets and sent.
         verify_every: After how many steps to compare weights over ranks; 0: never.
     """
@@ -53,7 +53,7 @@ class TrainSteps:
         model: Any,
         methods: InstanceMethods,
         overlap: type[Overlap],
-        warmup_steps: int,
+        overlap_options: OverlapOptions,
         options: ReduceOptions,
         verify_every: int = 0,
     ) -> None:
@@ -67,12 +67,12 @@ class TrainSteps:
         with contextlib.nullcontext() if session.world.size == 1 else on_the_host():
             self.train_counter, self.test_counter = SampleCounter(), SampleCounter()
         self._methods = methods
-        self._warmup_steps = warmup_steps
+        self._overlap_options = overlap_options
         self._options = options
         self._hook: OptimizerHook | None = None
         self._refusing: Any = None  # the optimizer that refuses updates until the first step hooks it
         self._pending = False  # whether updates wait for the next step
-        self._held: tuple[Sequence[Any], int] | None = None  # to continue from
+        self._held: tuple[Sequence[Any], int, Mapping[str, Any]] | None = None  # to continue from
         self._times_prepared = 0
         self._steps_seen = 0
         self._steps_run = 0  # those before a resume included
@@ -85,7 +85,22 @@ class TrainSteps:
         self._fingerprint = tf.Variable(0.0, dtype=tf.float64, trainable=False, name="hvpipe_batch")
 
     def flush(self) -> None:
-        """Run the updates that wait for the next step. Not collective: the gradients have been sent."""
+        """Run the updates that wait for the next step. Not collective: the gradients have been sent.
+
+        Raises:
+            HvpipeError: If the ranks' weights may differ, in a round of "local".
+        """
+        if self._hook is not None:
+            self._hook.check_readable()
+        self._run_pending()
+
+    def complete(self) -> None:
+        """Flush, and let all ranks have equal weights; collective."""
+        if self._hook is not None:
+            self._hook.complete_round(self.train_counter.total)
+        self.flush()
+
+    def _run_pending(self) -> None:
         if self.elastic is not None:
             self.elastic.flush(self._flush)
         else:
@@ -114,22 +129,27 @@ class TrainSteps:
             self._hook.look_for_nonfinite(self._steps_run)
         return sums, self._hook.steps
 
-    def resume(self, sums: Sequence[Any], steps: int) -> None:
-        """Let the next step continue from what `hold` returned, on all ranks."""
-        self._held = (sums, steps)
+    def round_state(self) -> dict[str, Any]:
+        """Return the state of the rounds of "local" on this rank, by name, between two rounds."""
+        return {} if self._hook is None else self._hook.round_state()
+
+    def resume(self, sums: Sequence[Any], steps: int, round_state: Mapping[str, Any]) -> None:
+        """Let the next step continue from what `hold` and `round_state` returned, on all ranks."""
+        self._held = (sums, steps, round_state)
 
     def _resume_held(self) -> None:
         if self._held is None or self._hook is None:
             return
-        (sums, steps), self._held = self._held, None
+        (sums, steps, round_state), self._held = self._held, None
         self._hook.resume(sums, steps)
+        self._hook.resume_round(round_state, self.train_counter.total)
         self._steps_run = steps
         self._pending = self._pending or bool(sums)
 
     def unhook(self) -> None:
-        """Flush, and restore the optimizer's own methods."""
+        """Run pending updates, forget a round of "local", and restore the optimizer's own methods."""
         self._end_refusal()
-        self.flush()
+        self._run_pending()
         if self._hook is not None:
             self._hook.unhook()
 
@@ -154,6 +174,11 @@ class TrainSteps:
         self._refusing = None
 
     # --- The loss of ranks --------------------------------------------------------------------------------
+
+    @property
+    def between_rounds(self) -> bool:
+        """Whether all ranks have just exchanged a record: always, except within a round of "local"."""
+        return self._hook is None or self._hook.between_rounds
 
     @property
     def waits(self) -> bool:
@@ -233,7 +258,10 @@ class TrainSteps:
                     f"Received: different variables in each of {_MOST_PLANS} traces"
                 )
             self._resume_held()  # only now is the plan certain
+            assert self._hook is not None
+            self._hook.begin_steps(self.train_counter.total)
             logs = self._run(function, iterator)
+            self._hook.end_steps(int(self.model.steps_per_execution), self.train_counter.total)
             self._steps_seen += 1
             if self._steps_seen == 1:
                 self._warn_of_equal_batches()
@@ -339,7 +367,7 @@ class TrainSteps:
 
     def _hook_optimizer(self, variables: Sequence[Any]) -> None:
         """Hook the model's optimizer for variables that are expected to have gradients."""
-        self.flush()
+        self._run_pending()
         self._end_refusal()
         if self._hook is not None:
             self._hook.unhook()
@@ -348,14 +376,24 @@ class TrainSteps:
                 "Training needs at least one trainable variable. "
                 f"Received: model {self.model.name} without any"
             )
+        self._check_rounds()
         # Eager steps have no graph to move an update into. The weights are the same.
         eager = self.overlap.updates_in_next_step and self.model.run_eagerly
         overlap = BackwardOverlap if eager else self.overlap
         options = replace(self._options, tables=tables_of(self.model))
         self._hook = OptimizerHook(
-            self.session, self.model.optimizer, variables, overlap(self._warmup_steps), options
+            self.session, self.model.optimizer, variables, overlap(self._overlap_options), options
         )
         self._hook.hook()
+
+    def _check_rounds(self) -> None:
+        """Raise HvpipeError if a round of "local" would end within a call of the train function."""
+        every, steps = self._overlap_options.rounds.every, int(self.model.steps_per_execution)
+        if not self.overlap.reduces_gradients and every % steps:
+            raise HvpipeError(
+                "every should be a multiple of steps_per_execution. "
+                f"Received: every={every} with steps_per_execution={steps}"
+            )
 
     def _warn_of_early_use(self, findings: StepFindings) -> None:
         if self.session.world.rank == 0:

@@ -62,6 +62,7 @@ CASES = [
     pytest.param(Case("step", adam), id="step", marks=[pytest.mark.every_size, pytest.mark.older_tensorflow]),
     pytest.param(Case("backward", accumulating, 4), id="accumulation and steps_per_epoch"),
     pytest.param(Case("stale", adam, 4), id="stale"),
+    pytest.param(Case("local", adam), id="local"),  # a round is being averaged at the checkpoint
 ]
 
 
@@ -85,7 +86,8 @@ def model_of(case: Case) -> keras.Model:
         ]
     )
     model.compile(case.optimizer(), loss=loss(), metrics=["accuracy"])
-    return hk.data_parallel(model, case.overlap, bucket_bytes=200, warmup_steps=2)
+    rounds = {"every": 2} if case.overlap == "local" else {}
+    return hk.data_parallel(model, case.overlap, bucket_bytes=200, warmup_steps=2, **rounds)
 
 
 def train(case: Case, folder: Path, every: int | str, crash_at: int = 0) -> tuple[Any, Any]:

@@ -54,7 +54,7 @@ def is_last() -> bool:
     [
         (
             {"overlap": "foo"},
-            "overlap should be one of 'none', 'backward', 'step', 'stale'. Received: overlap='foo'",
+            "overlap should be one of 'none', 'backward', 'step', 'stale', 'local'. Received: overlap='foo'",
         ),
         ({"overlap": None}, "Received: overlap=None"),
         ({"compression": "int8"}, "Received: compression='int8'"),

@@ -1,0 +1,70 @@
+"""A job with overlap="local" resumes on another number of ranks from the mean of the ranks' weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distributed import launch
+
+SCRIPT = """
+import json, sys
+import keras, numpy as np, tensorflow as tf
+import hvpipe, hvpipe.keras as hk
+
+class StopAt(keras.callbacks.Callback):
+    reads_weights = stops_training = False
+
+    def __init__(self, batches, checkpoint):
+        super().__init__()
+        self.left, self.checkpoint = batches, checkpoint
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left == 0:
+            self.checkpoint._running.fit._writer.wait()
+            raise KeyboardInterrupt
+
+hvpipe.init()
+folder, batches = sys.argv[1], int(sys.argv[2])
+keras.utils.set_random_seed(5)
+model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
+# From step 4 on, steps change nothing: weights show what they were resumed from.
+rate = keras.optimizers.schedules.PiecewiseConstantDecay([3], [0.1, 0.0])
+model.compile(keras.optimizers.SGD(rate), "mse")
+hk.data_parallel(model, "local", every=2, outer_momentum=0.0, warmup_steps=0)
+random = np.random.default_rng(3)
+data = tf.data.Dataset.from_tensor_slices((random.normal(size=(96, 6)), random.normal(size=(96, 2)))).batch(2)
+checkpoint = hk.Checkpoint(folder, every="4steps")
+try:
+    model.fit(hk.shard(data), verbose=0, callbacks=[checkpoint, StopAt(batches, checkpoint)])
+except KeyboardInterrupt:
+    pass
+else:
+    if hvpipe.rank() == 0:
+        print(json.dumps([array.tolist() for array in model.get_weights()]), flush=True)
+hvpipe.shutdown()
+"""
+
+
+def test_from_two_ranks_to_three(tmp_path: Path) -> None:
+    script, folder = tmp_path / "job.py", tmp_path / "run"
+    script.write_text(SCRIPT)
+
+    def job(size: int, batches: int) -> str:
+        result = launch(size, [script, str(folder), str(batches)], limit_s=240)
+        assert result.returncode == 0, result.describe()
+        return str(result.output)
+
+    job(2, 5)
+    (checkpoint,) = (path.parent for path in folder.glob("*/manifest.json"))
+    ranks: list[Any] = [np.load(checkpoint / f"rank-{rank}.npz") for rank in range(2)]
+    own = [[rank[f"own/weights/{i}"] for i in range(2)] for rank in ranks]
+    assert (own[0][0] != own[1][0]).any()
+    assert "own/round/difference/0" in ranks[0]
+    (found,) = (json.loads(line) for line in job(3, -1).splitlines() if line.startswith("[["))
+    for array, mine in zip(found, zip(*own, strict=True), strict=True):
+        np.testing.assert_allclose(array, np.mean(mine, axis=0), rtol=0, atol=1e-6)

@@ -1,0 +1,242 @@
+"""`local` trains as its formula says, and shows one averaged model wherever weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError
+from training import (
+    CLASSES,
+    FEATURES,
+    assert_close,
+    assert_same_on_all_ranks,
+    by_rank_0,
+    compiled,
+    fit,
+    loss,
+    mlp,
+    my_batches,
+    parallel,
+    samples,
+    table,
+)
+
+Arrays = list[np.ndarray]
+EPOCHS, STEPS, EVERY = 2, 8, 3
+RATE, MOMENTUM, WAITING_STEPS = 0.7, 0.9, 4  # only the first round waits
+
+LIMIT = keras.constraints.MaxNorm(1.0)
+
+
+def batch_of(rank: int, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return a batch whose size depends on the rank: averages are weighted."""
+    return samples(4 + 3 * rank, seed=100 * rank + step)
+
+
+def linear() -> keras.Model:
+    """Build a model whose kernel has a constraint, which counts at every step and for averages."""
+    dense = keras.layers.Dense(CLASSES, kernel_constraint=LIMIT)
+    model = keras.Sequential([keras.Input((FEATURES,)), dense])
+    model.compile(keras.optimizers.SGD(0.2, momentum=0.5), loss())
+    return model
+
+
+class Simulated:
+    """All ranks in one process, with plain Keras and NumPy."""
+
+    def __init__(self, size: int) -> None:
+        keras.utils.set_random_seed(5)
+        self.ranks = [linear() for _ in range(size)]
+        self.anchor: Arrays = self.ranks[0].get_weights()
+        self.momentum = [np.zeros_like(a) for a in self.anchor]
+        self.share = np.array([4 + 3 * rank for rank in range(size)]) / sum(4 + 3 * r for r in range(size))
+        self.steps = 0
+
+    def outer_step(self, differences: list[Arrays]) -> None:
+        """Move the anchor by the weighted mean of the ranks' differences."""
+        mean = [
+            sum(w * d for w, d in zip(self.share, of_all, strict=True))
+            for of_all in zip(*differences, strict=True)
+        ]
+        self.momentum = [MOMENTUM * m + d for m, d in zip(self.momentum, mean, strict=True)]
+        nesterov = [d + MOMENTUM * m for m, d in zip(self.momentum, mean, strict=True)]
+        kernel, bias = (a - RATE * n for a, n in zip(self.anchor, nesterov, strict=True))
+        self.anchor = [np.array(LIMIT(kernel)), bias]
+
+    def epoch(self) -> Arrays:
+        """Return the averaged weights after an epoch."""
+        late: list[Arrays] | None = None
+        for model in self.ranks:
+            model.set_weights(self.anchor)
+        for first in range(0, STEPS, EVERY):
+            round_steps = range(first, min(first + EVERY, STEPS))
+            differences = []
+            for rank, model in enumerate(self.ranks):
+                start = model.get_weights()
+                for step in round_steps:
+                    model.train_on_batch(*batch_of(rank, step))
+                differences.append([s - n for s, n in zip(start, model.get_weights(), strict=True)])
+            self.steps += len(round_steps)
+            if late is not None:
+                self.outer_step(late)
+            waits = self.steps <= WAITING_STEPS or round_steps.stop == STEPS
+            late = None if waits else differences
+            if waits:
+                self.outer_step(differences)
+            for model, own in zip(self.ranks, differences, strict=True):
+                left = [np.zeros_like(d) if waits else d for d in own]
+                model.set_weights([a - d for a, d in zip(self.anchor, left, strict=True)])
+        return self.anchor
+
+
+def simulate(size: int) -> tuple[list[Arrays], list[Arrays]]:
+    """Return the averaged weights after each epoch, and every rank's own momenta at the end."""
+    simulated = Simulated(size)
+    if size == 1:  # plain Keras
+        (model,) = simulated.ranks
+        for step in [*range(STEPS)] * EPOCHS:
+            model.train_on_batch(*batch_of(0, step))
+        return [model.get_weights()], [slots_of(model)]
+    epochs = [simulated.epoch() for _ in range(EPOCHS)]
+    return epochs, [slots_of(model) for model in simulated.ranks]
+
+
+def slots_of(model: keras.Model) -> Arrays:
+    return [np.array(v) for v in model.optimizer.variables[2:]]
+
+
+def local(model: keras.Model, **options: Any) -> keras.Model:
+    return parallel(model, "local", **{"every": EVERY, "warmup_steps": 0, **options})
+
+
+def alike(found: Arrays, wanted: Arrays) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
+
+
+def equal_on_all_ranks(arrays: Any) -> None:
+    assert_same_on_all_ranks({str(place): array for place, array in enumerate(arrays)})
+
+
+@pytest.mark.every_size
+@pytest.mark.older_tensorflow
+def test_weights_are_those_of_the_formula() -> None:
+    wanted, slots = by_rank_0(lambda: simulate(hvpipe.size()))
+    keras.utils.set_random_seed(5)
+    model = local(linear(), warmup_steps=WAITING_STEPS)
+    mine = [batch_of(hvpipe.rank(), step) for step in range(STEPS)]
+    x, y = (np.concatenate(parts) for parts in zip(*mine, strict=True))
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4 + 3 * hvpipe.rank())
+    seen: list[Arrays] = []
+    look = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(model.get_weights()))
+    begun = hvpipe.counters().get("steps", 0)
+    fit(model, data, epochs=EPOCHS, callbacks=[look])
+    for found, right in zip(seen[-len(wanted) :], wanted, strict=True):
+        alike(found, right)
+    alike(slots_of(model), slots[hvpipe.rank()])
+    equal_on_all_ranks(seen[-1])
+    if hvpipe.size() > 1:
+        assert hvpipe.counters()["steps"] - begun == EPOCHS * 3  # rounds, instead of steps
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data:UserWarning")
+@pytest.mark.parametrize("build", [mlp, table])
+def test_rounds_of_one_step_that_average_weights_are_plain_sgd(build: Any) -> None:
+    """The data's length is unknown: its end comes when a round would begin."""
+
+    def trained(overlap: str, **options: Any) -> Any:
+        model = parallel(compiled(build, keras.optimizers.SGD(0.1)), overlap, **options)
+        fit(model, my_batches(5).filter(lambda *batch: True), epochs=2)
+        return {str(place): array for place, array in enumerate(model.get_weights())}
+
+    averaging = {"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "warmup_steps": 10**6}
+    assert_close(trained("local", **averaging), trained("none"), 1e-5)
+
+
+class Act(keras.callbacks.Callback):
+    """Calls `act` at the end of the second batch, within a round."""
+
+    reads_weights = stops_training = False
+
+    def __init__(self, act: Callable[[keras.Model], Any]) -> None:
+        super().__init__()
+        self.act = act
+        self.found: Any = None
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 1:
+            self.found = self.act(self.model)
+
+
+def refused(call: Callable[[], Any]) -> str:
+    with pytest.raises(HvpipeError) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_weights_within_a_round() -> None:
+    """They differ between ranks. The model does not show them, and `evaluate` averages them first."""
+    if hvpipe.size() == 1:
+        pytest.skip("one rank alone has no rounds")
+    model = local(compiled())
+
+    def act(model: keras.Model) -> Any:
+        own = [np.array(v) for v in model.trainable_variables]
+        for call in (model.get_weights, lambda: model.predict(samples(2)[0]), lambda: model.save("m.keras")):
+            assert "in the middle of a round" in refused(call)
+        model.evaluate(*samples(6), verbose=0)
+        return own, model.get_weights()
+
+    callback = Act(act)
+    fit(model, my_batches(5), epochs=2, callbacks=[callback])
+    own, averaged = callback.found
+    assert len({hash(kernel.tobytes()) for kernel in hvpipe.allgather_object(own[0])}) == hvpipe.size()
+    equal_on_all_ranks(averaged)
+    equal_on_all_ranks(model.get_weights())
+
+
+def test_a_later_fit_goes_on_and_takes_rank_0s_weights(caplog: pytest.LogCaptureFixture) -> None:
+    """The optimizers' own states are no difference to be told of. Weights set on one rank are."""
+    if hvpipe.size() == 1:
+        pytest.skip("one rank alone has no rounds")
+    model = local(compiled())
+    fit(model, my_batches(4))
+    momenta = slots_of(model)
+    fit(model, my_batches(4))
+    assert "differed from rank 0" not in caplog.text
+    assert len({hash(m[0].tobytes()) for m in hvpipe.allgather_object(momenta)}) == hvpipe.size()
+    if hvpipe.rank() == 0:
+        model.set_weights([array + 1 for array in model.get_weights()])
+    fit(model, my_batches(4), epochs=2)
+    assert ("differed from rank 0" in caplog.text) == (hvpipe.rank() == 0)
+    equal_on_all_ranks(model.get_weights())
+
+
+def test_what_is_refused() -> None:
+    def wrap(overlap: str = "local", **options: Any) -> str:
+        return refused(lambda: hk.data_parallel(compiled(), overlap, **options))
+
+    assert "needs every, the steps of a round, at least 1. Received: every=None" in wrap()
+    assert "Received: every=0" in wrap(every=0)
+    assert "Received: every=2.0" in wrap(every=2.0)
+    assert 'are for overlap="local". Received: every=4' in wrap("step", every=4)
+    assert "Received: outer_learning_rate=0" in wrap(every=2, outer_learning_rate=0)
+    assert "Received: outer_momentum=1" in wrap(every=2, outer_momentum=1)
+    assert "Received: nonfinite='skip'" in wrap(every=2, nonfinite="skip")
+    assert "Received: verify_every=10" in wrap(every=2, verify_every=10)
+    assert "Received: sync_batch_norm=True" in wrap(every=2, sync_batch_norm=True)
+    if hvpipe.size() == 1:
+        return
+    averaging = local(compiled(optimizer=keras.optimizers.SGD(0.1, use_ema=True)))
+    assert "with use_ema=True" in refused(lambda: fit(averaging, my_batches(2)))
+    several = local(compiled(steps_per_execution=2))
+    assert "every=3 with steps_per_execution=2" in refused(lambda: fit(several, my_batches(2)))
+    assert "needs fit" in refused(lambda: local(compiled()).train_on_batch(*samples(4)))
