@@ -205,7 +205,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--overlap", choices=("none", "backward", "step", "stale", "local"), default="step")
     parser.add_argument("--every", type=int, help="steps of a round of --overlap local (16)")
     parser.add_argument(
-        "--compression", choices=("bf16", "fp16"), help="data type in which gradients are sent"
+        "--compression", metavar="NAME", help="send gradients as bf16, fp16, int8 or powersgd:R"
     )
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch", type=int, default=32, help="images of one rank in one step (32)")

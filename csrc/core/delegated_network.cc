@@ -103,6 +103,8 @@ Type TypeOf(DType dtype) {
       return Type::kBFloat16;
     case DType::kFloat64:
       return Type::kFloat64;
+    case DType::kInt8:
+      return Type::kInt8;
     default:
       return Type::kFloat32;
   }

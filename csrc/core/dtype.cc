@@ -14,6 +14,8 @@ std::size_t SizeOf(DType dtype) {
     case DType::kFloat16:
     case DType::kBFloat16:
       return 2;
+    case DType::kInt8:
+      return 1;
   }
   throw Error("internal: unknown dtype");
 }
@@ -28,6 +30,8 @@ const char* NameOf(DType dtype) {
       return "float16";
     case DType::kBFloat16:
       return "bfloat16";
+    case DType::kInt8:
+      return "int8";
   }
   return "unknown";
 }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <string>
 
 #include "core/aligned_buffer.h"
 #include "core/error.h"
@@ -102,6 +103,12 @@ HVPIPE_VECTORISED void AddDouble(double* dst, const double* src, std::size_t cou
   for (std::size_t i = 0; i < count; ++i) dst[i] += src[i];
 }
 
+// The sums of whoever compressed the numbers fit into int8 (hvpipe/keras/data_parallel/gradient_codes.py).
+HVPIPE_VECTORISED void AddInt8(std::uint8_t* dst, const std::uint8_t* src, std::size_t count) {
+  HVPIPE_ELEMENTWISE
+  for (std::size_t i = 0; i < count; ++i) dst[i] = static_cast<std::uint8_t>(dst[i] + src[i]);
+}
+
 using Vector = long long __attribute__((vector_size(32), aligned(1), may_alias));
 
 HVPIPE_VECTORISED void CopyVectors(char* dst, const char* src, std::size_t vectors) {
@@ -138,9 +145,10 @@ void LoadFloat(const void* src, DType dtype, float* dst, std::size_t count) {
     case DType::kBFloat16:
       return BFloat16ToFloat(static_cast<const std::uint16_t*>(src), dst, count);
     case DType::kFloat64:
+    case DType::kInt8:
       break;
   }
-  throw Error("internal: float64 has no float32 path");
+  throw Error("internal: " + std::string(NameOf(dtype)) + " has no float32 path");
 }
 
 void StoreFloat(const float* src, void* dst, DType dtype, std::size_t count) {
@@ -153,9 +161,10 @@ void StoreFloat(const float* src, void* dst, DType dtype, std::size_t count) {
     case DType::kBFloat16:
       return FloatToBFloat16s(src, static_cast<std::uint16_t*>(dst), count);
     case DType::kFloat64:
+    case DType::kInt8:
       break;
   }
-  throw Error("internal: float64 has no float32 path");
+  throw Error("internal: " + std::string(NameOf(dtype)) + " has no float32 path");
 }
 
 const char* At(const void* base, DType dtype, std::size_t element) {
@@ -188,6 +197,17 @@ void SumDouble(double* dst, const void* const* srcs, std::size_t sources, std::s
     for (std::size_t k = 1; k < sources; ++k)
       AddDouble(block, static_cast<const double*>(srcs[k]) + first, n);
     std::memcpy(dst + first, block, n * sizeof(double));
+  }
+}
+
+void SumInt8(void* dst, const void* const* srcs, std::size_t sources, std::size_t count) {
+  std::uint8_t block[kBlock];
+  for (std::size_t first = 0; first < count; first += kBlock) {
+    const std::size_t n = count - first < kBlock ? count - first : kBlock;
+    std::memcpy(block, static_cast<const char*>(srcs[0]) + first, n);
+    for (std::size_t k = 1; k < sources; ++k)
+      AddInt8(block, static_cast<const std::uint8_t*>(srcs[k]) + first, n);
+    std::memcpy(static_cast<char*>(dst) + first, block, n);
   }
 }
 
@@ -274,6 +294,9 @@ void AddInto(void* dst, const void* src, DType dtype, std::size_t count) {
   if (dtype == DType::kFloat64) {
     return AddDouble(static_cast<double*>(dst), static_cast<const double*>(src), count);
   }
+  if (dtype == DType::kInt8) {
+    return AddInt8(static_cast<std::uint8_t*>(dst), static_cast<const std::uint8_t*>(src), count);
+  }
   const void* sources[] = {dst, src};
   SumHalf(dst, sources, 2, dtype, count);
 }
@@ -285,6 +308,7 @@ void SumInto(void* dst, const void* const* srcs, std::size_t sources, DType dtyp
   }
   if (dtype == DType::kFloat32) return SumFloat(static_cast<float*>(dst), srcs, sources, count);
   if (dtype == DType::kFloat64) return SumDouble(static_cast<double*>(dst), srcs, sources, count);
+  if (dtype == DType::kInt8) return SumInt8(dst, srcs, sources, count);
   SumHalf(dst, srcs, sources, dtype, count);
 }
 

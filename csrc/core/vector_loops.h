@@ -17,7 +17,7 @@ void Copy(void* dst, const void* src, std::size_t bytes);
 // alike.
 void CopyToPeers(void* dst, const void* src, std::size_t bytes);
 
-// dst[i] = cast(src[i] * scale). Half types are scaled in float32. A NaN stays a NaN.
+// dst[i] = cast(src[i] * scale). Half types are scaled in float32. A NaN stays a NaN. int8 is only copied.
 void ScaleAndCast(const void* src, DType src_type, void* dst, DType dst_type, std::size_t count,
                   double scale);
 
@@ -26,11 +26,11 @@ inline void Cast(const void* src, DType src_type, void* dst, DType dst_type, std
   ScaleAndCast(src, src_type, dst, dst_type, count, 1.0);
 }
 
-// dst[i] += src[i]. Half types are added in float32 and rounded once.
+// dst[i] += src[i]. Half types are added in float32 and rounded once. Sums of int8 must fit into int8.
 void AddInto(void* dst, const void* src, DType dtype, std::size_t count);
 
 // dst[i] = ((srcs[0][i] + srcs[1][i]) + srcs[2][i]) + ... The order is fixed, so every rank gets the same
-// bits. Half types are summed in float32 and rounded once. dst may be one of srcs.
+// bits. Half types are summed in float32 and rounded once, int8 as in AddInto. dst may be one of srcs.
 void SumInto(void* dst, const void* const* srcs, std::size_t sources, DType dtype, std::size_t count);
 
 // buffer[i] *= scale.

@@ -14,6 +14,8 @@ namespace nccl {
 
 int TypeOf(DType dtype) {
   switch (dtype) {
+    case DType::kInt8:
+      return 0;
     case DType::kFloat16:
       return 6;
     case DType::kFloat32:

@@ -8,10 +8,11 @@
 namespace hvpipe::python {
 
 DType ParseDType(const std::string& name) {
-  for (const DType dtype : {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
+  for (const DType dtype :
+       {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16, DType::kInt8}) {
     if (name == NameOf(dtype)) return dtype;
   }
-  throw Error("dtype should be float32, float64, float16 or bfloat16. Received: dtype=" + name,
+  throw Error("dtype should be float32, float64, float16, bfloat16 or int8. Received: dtype=" + name,
               ErrorKind::kUsage);
 }
 

@@ -125,7 +125,7 @@ REGISTER_OP("HvpipeSubmit")
     .Attr("plan: int")
     .Attr("bucket: int")
     .Attr("N: int >= 1")
-    .Attr("T: {half, bfloat16, float, double}")
+    .Attr("T: {half, bfloat16, float, double, int8}")
     .Output("token: int64")
     .SetShapeFn(tf::shape_inference::ScalarShape);
 
@@ -195,7 +195,7 @@ REGISTER_OP("HvpipeCollect")
     .Attr("bucket: int")
     .Attr("shapes: list(shape) >= 1")
     .Attr("N: int >= 1")
-    .Attr("T: {half, bfloat16, float, double}")
+    .Attr("T: {half, bfloat16, float, double, int8}")
     .Output("tensors: N * T")
     .SetShapeFn([](tf::shape_inference::InferenceContext* context) {
       std::vector<tf::PartialTensorShape> shapes;

@@ -12,7 +12,9 @@ ITEM_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of one element of each dtype that can be reduced."""
 
 WIRE_DTYPE = {"bf16": "bfloat16", "fp16": "float16"}
-"""The dtype on the network under each compression."""
+"""The dtype on the network under each compression that only casts."""
+
+_SENT_BYTES = {**ITEM_BYTES, "int8": 1}
 
 
 def fitting_bytes(gradient_bytes: int) -> int:
@@ -122,7 +124,7 @@ class Bucket:
     @property
     def wire_bytes(self) -> int:
         """Bytes on the network, without headers."""
-        return sum(self.counts) * ITEM_BYTES[self.wire_dtype]
+        return sum(self.counts) * _SENT_BYTES[self.wire_dtype]
 
 
 @dataclass(frozen=True)

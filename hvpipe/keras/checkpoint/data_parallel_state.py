@@ -5,6 +5,8 @@ pending/0                   with overlap="stale": the sum that the next step upd
 own/weights/7               statistics, which each rank computes from its own data
 own/optimizer/9             gradients that are accumulated but not reduced
 own/metrics/0               the metrics of the epoch so far
+own/compression/error/3     what compressed gradients have left out so far
+own/compression/memory/3    what the next step compresses by
 own/counted                 samples since the statistics were averaged
 
 With overlap="local" trainable weights and the optimizer's state are each rank's own, too, and there are:
@@ -36,6 +38,7 @@ from hvpipe.keras.variables import broadcast_variables
 
 _OWN, _COUNTED, _STEPS, _PENDING = "own/", "own/counted", "own/steps", "pending/"
 _OWN_WEIGHTS, _ROUND = "own/weights/", "own/round/"
+_COMPRESSION = "own/compression/"
 
 
 class DataParallelState:
@@ -144,6 +147,8 @@ class DataParallelState:
         sums, steps = self._held
         if self.session.world.rank == 0:
             values |= {f"{_PENDING}{i}": total for i, total in enumerate(sums)}
+        compression = self.data_parallel.steps.compression_state()
+        values |= readable({f"{_COMPRESSION}{name}": v for name, v in compression.items()})
         values |= {f"{_OWN}{name}": v for name, v in random_state().items()}
         values |= {f"{_ROUND}{name}": v for name, v in self.data_parallel.steps.round_state().items()}
         return values | {_COUNTED: counted, _STEPS: np.array([steps])}
@@ -177,7 +182,8 @@ class DataParallelState:
         """Return this rank's own values on another number of ranks than the checkpoint's.
 
         Accumulated gradients are sums, so rank 0 goes on with the sum over all ranks; those of "local" stay
-        a rank's own. Metrics and their samples start again. Ranks that are new keep their own random numbers.
+        a rank's own. Metrics and their samples start again, and so does compression. Ranks that are new keep
+        their own random numbers.
         """
         rank = self.session.world.rank
         rows = () if self.is_local else manifest.model["variables"]
@@ -185,7 +191,7 @@ class DataParallelState:
         kept = {
             name: value
             for name, value in own.items()
-            if not name.startswith((f"{_OWN}metrics/", _COUNTED))
+            if not name.startswith((f"{_OWN}metrics/", _COUNTED, _COMPRESSION))
             and (rank < manifest.ranks or not name.startswith(f"{_OWN}random/"))
         }
         if not sums:
@@ -239,8 +245,11 @@ class RestoredDataParallel:
         pending = sum(name.startswith(_PENDING) for name in self._manifest.parts[0].names)
         # Rank 0 has the sums. The others must know how many there are.
         sums = [self._shared.get(f"{_PENDING}{i}") for i in range(pending)]
-        rounds = {name.removeprefix(_ROUND): v for name, v in self._own.items() if name.startswith(_ROUND)}
-        state.data_parallel.steps.resume(sums, int(self._own[_STEPS][0]), rounds)
+        rounds, compression = (
+            {name.removeprefix(prefix): v for name, v in self._own.items() if name.startswith(prefix)}
+            for prefix in (_ROUND, _COMPRESSION)
+        )
+        state.data_parallel.steps.resume(sums, int(self._own[_STEPS][0]), rounds, compression)
         set_random_state({name.removeprefix(_OWN): value for name, value in self._own.items()})
 
     def callback_arrays(self) -> dict[str, Any]:

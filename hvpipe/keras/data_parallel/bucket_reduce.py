@@ -17,6 +17,7 @@ from hvpipe.keras.gpu import on_the_host, reduces_on_gpu
 from hvpipe.keras.ops import library
 from hvpipe.keras.variables import identity, name_of
 from hvpipe.plan.buckets import Bucket, BucketPlan, Gradient, plan_buckets
+from hvpipe.plan.compression import code_named
 from hvpipe.session import Session
 
 
@@ -25,7 +26,8 @@ class ReduceOptions:
     """How gradients are cut into buckets and sent.
 
     Args:
-        compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
+        compression: None; "bf16" or "fp16": the type in which float32 gradients are sent; or a code of
+            hvpipe/plan/compression.py, which needs `compressed_reduce.make_reducer`.
         bucket_bytes: Size of a fused buffer; None: HVPIPE_BUCKET_BYTES, else a default by the model's size.
         in_turn: Reduce buckets in the order of submission instead of by urgency.
         tables: The variables, by `identity`, whose gradients have few rows that are not zero.
@@ -65,23 +67,33 @@ class BucketReducer:
             )
             for place, v in enumerate(variables)
         ]
-        on_device = reduces_on_gpu(session)
+        self._code = code_named(options.compression)
+        # The second phase of a code waits for the first, but sums of NCCL may wait for all submits of a step.
+        on_device = self._code is None and reduces_on_gpu(session)
         self.plan: BucketPlan = plan_buckets(
             gradients,
             options.bucket_bytes or session.settings.bucket_bytes,
-            options.compression,
+            options.compression if self._code is None else None,
             in_turn=options.in_turn,
             table_bytes=None if on_device else session.settings.table_bytes,
         )
         self._gradients = gradients
         # Named explicitly: TensorFlow would choose the device by where the gradients are.
         self._device = "GPU:0" if on_device else "CPU:0"
-        self._plan_id = session.engine.add_plan(name, self.plan, on_device)
+        self._plan_id = session.engine.add_plan(name, self._plan_to_send(), on_device)
         self._remove_plan = weakref.finalize(self, session.engine.remove_plan, self._plan_id)
         self._remove_plan.atexit = False
         with tf.init_scope(), on_the_host():
             # An input that changes every step keeps grappler from folding or sharing the announcement.
             self.step = tf.Variable(0, dtype=tf.int64, trainable=False, name="hvpipe_step")
+
+    def _plan_to_send(self) -> BucketPlan:
+        """Return the engine's buckets, which the numbers of `_submit` and `_collect` mean."""
+        return self.plan
+
+    def state(self) -> dict[str, Any]:
+        """Return the variables that a resumed training needs and that differ between ranks, by name."""
+        return {}
 
     @property
     def rank(self) -> int:
@@ -139,20 +151,29 @@ class BucketReducer:
             with tf.control_dependencies(after(number) if after else []):
                 # As Keras' optimizers: a gradient may have another type than its variable.
                 tensors = [tf.cast(gradients[place], bucket.dtype) for place in bucket.members]
-                with tf.device(self._device):
-                    token = library().hvpipe_submit(
-                        scale=share, tensors=tensors, plan=self._plan_id, bucket=number
-                    )
-                tokens.append(token)
+                tokens.append(self._send(number, share, tensors))
         return tokens
+
+    def _send(self, number: int, share: Any, tensors: Sequence[Any]) -> Any:
+        """Send the gradients of bucket `number`; return a token."""
+        return self._submit(number, share, tensors)
 
     def collect(self, number: int, token: Any) -> list[Any]:
         """Return the reduced gradients of bucket `number`, in the order of its members."""
         bucket = self.plan.buckets[number]
         shapes = [self._gradients[place].shape for place in bucket.members]
+        return self._collect(number, token, shapes, bucket.dtype)
+
+    def _submit(self, sent: int, scale: Any, tensors: Sequence[Any]) -> Any:
+        with tf.device(self._device):
+            return library().hvpipe_submit(
+                scale=scale, tensors=list(tensors), plan=self._plan_id, bucket=sent
+            )
+
+    def _collect(self, sent: int, token: Any, shapes: Sequence[tuple[int, ...]], dtype: str) -> list[Any]:
         with tf.device(self._device):
             tensors: list[Any] = library().hvpipe_collect(
-                token=token, shapes=shapes, N=len(shapes), T=bucket.dtype, plan=self._plan_id, bucket=number
+                token=token, shapes=shapes, N=len(shapes), T=dtype, plan=self._plan_id, bucket=sent
             )
         note_collected(tensors[0])
         return tensors

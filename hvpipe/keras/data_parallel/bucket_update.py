@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -18,6 +17,7 @@ from hvpipe.keras.compat import (
 )
 from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer
 from hvpipe.keras.data_parallel.nonfinite import NonfiniteGuard
+from hvpipe.keras.data_parallel.same_bits import graph_optimizer_off, kept_whole
 from hvpipe.keras.data_parallel.step_marks import StepMarks
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.variables import identity, native
@@ -114,11 +114,7 @@ class BucketUpdate:
         self._guard.if_finite(number, variables, gradients, update, skip)
 
     def _as_written(self, number: int, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
-        """Update with bucket `number` or _ALL so that TensorFlow rounds alike anywhere in a graph.
-
-        TensorFlow's graph optimizer reorders products and sums with constants, in one way at the top of a
-        graph and in another inside a `tf.cond`. So the last bit would depend on the overlap. It does not
-        touch the inside of a function that is called, not inlined, with the optimizer switched off.
+        """Update with bucket `number` or _ALL so that the last bit does not depend on the overlap.
 
         All graphs, and eager code after them, call the same function, so it is traced once.
         """
@@ -128,12 +124,8 @@ class BucketUpdate:
             apply(self._optimizer, gradients, variables)
             return
         if function is None:
-            function = tf.function(
-                lambda gradients: apply(self._optimizer, gradients, variables),
-                autograph=False,
-                experimental_attributes={"_noinline": True},
-            )
-        with _graph_optimizer_off():
+            function = kept_whole(lambda gradients: apply(self._optimizer, gradients, variables))
+        with graph_optimizer_off():
             concrete = function.get_concrete_function(list(gradients))
             concrete(list(gradients))
         # An optimizer that keeps a tensor of this graph and uses it here must be traced again elsewhere.
@@ -210,15 +202,3 @@ def apply_some(optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any
 def count_step(optimizer: Any) -> None:
     """Count a step, the last thing that `apply` does."""
     step_count(optimizer).assign_add(1)
-
-
-@contextlib.contextmanager
-def _graph_optimizer_off() -> Iterator[None]:
-    """Switch the graph optimizer off for functions called inside this context; nothing else changes."""
-    switch = "disable_meta_optimizer"
-    before = tf.config.optimizer.get_experimental_options().get(switch, False)
-    tf.config.optimizer.set_experimental_options({switch: True})
-    try:
-        yield
-    finally:
-        tf.config.optimizer.set_experimental_options({switch: before})

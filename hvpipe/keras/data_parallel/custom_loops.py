@@ -8,7 +8,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvpipe.comm.engine import Compression, check_compression
 from hvpipe.comm.horovod_arguments import check_other_arguments
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import trained_variables
@@ -19,15 +18,21 @@ from hvpipe.keras.data_parallel.bucket_reduce import (
     one_sample,
     sliced_on_any_rank,
 )
+from hvpipe.keras.data_parallel.compressed_reduce import (
+    check_compressible,
+    check_gradient_compression,
+    make_reducer,
+)
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook
 from hvpipe.keras.data_parallel.overlap import BackwardOverlap
 from hvpipe.keras.ops import without_autograph
 from hvpipe.keras.supported import described_type
+from hvpipe.plan.compression import code_named
 from hvpipe.session import current
 
 
 def DistributedOptimizer(
-    optimizer: Any, *, compression: Compression = None, bucket_bytes: int | None = None, **others: Any
+    optimizer: Any, *, compression: str | None = None, bucket_bytes: int | None = None, **others: Any
 ) -> Any:
     """Make an optimizer's `apply` (and `apply_gradients`) average gradients over all ranks first.
 
@@ -39,7 +44,8 @@ def DistributedOptimizer(
 
     Args:
         optimizer: A Keras optimizer. Its `apply` is replaced on the instance.
-        compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
+        compression: As in `data_parallel`. "int8" and "powersgd:R" begin at once, and what they leave out of
+            the sums is in no checkpoint.
         bucket_bytes: Size of a fused buffer, in bytes; None: as in `data_parallel`.
         **others: Arguments of Horovod's function that hvpipe does not have; those that matter are refused.
 
@@ -60,9 +66,10 @@ def DistributedOptimizer(
         raise HvpipeError(
             f"DistributedOptimizer needs a keras.optimizers.Optimizer. Received: {described_type(optimizer)}"
         )
-    check_compression(compression)
     check_other_arguments("DistributedOptimizer", others)
     session = current()
+    check_gradient_compression(session, compression)
+    check_compressible(optimizer, compression)
     if session.world.size == 1:
         return optimizer
     hooks: list[OptimizerHook] = []
@@ -104,7 +111,8 @@ class DistributedGradientTape:
 
     Args:
         tape: The tape to record with.
-        compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
+        compression: As in `data_parallel`. "int8" and "powersgd:R" begin at once, and what they leave out of
+            the sums is in no checkpoint.
         bucket_bytes: Size of a fused buffer, in bytes; None: as in `data_parallel`.
         **others: Arguments of Horovod's class that hvpipe does not have; those that matter are refused.
 
@@ -123,11 +131,11 @@ class DistributedGradientTape:
         self,
         tape: tf.GradientTape,
         *,
-        compression: Compression = None,
+        compression: str | None = None,
         bucket_bytes: int | None = None,
         **others: Any,
     ) -> None:
-        check_compression(compression)
+        code_named(compression)
         check_other_arguments("DistributedGradientTape", others)
         self._tape = tape
         self._compression = compression
@@ -169,7 +177,7 @@ def average_gradients(
     gradients: Sequence[Any],
     variables: Sequence[Any],
     *,
-    compression: Compression = None,
+    compression: str | None = None,
     bucket_bytes: int | None = None,
 ) -> list[Any]:
     """Average gradients over ranks, eagerly or in a graph; collective. Every rank counts the same.
@@ -177,7 +185,8 @@ def average_gradients(
     Args:
         gradients: A tensor, IndexedSlices or None for each variable. All ranks pass None for the same ones.
         variables: The variables; their sizes and order determine the buckets.
-        compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
+        compression: As in `data_parallel`. "int8" and "powersgd:R" begin at once, and what they leave out of
+            the sums is in no checkpoint.
         bucket_bytes: Size of a fused buffer, in bytes; None: as in `data_parallel`.
 
     Returns:
@@ -193,6 +202,7 @@ def average_gradients(
         ```
     """
     session = current()
+    check_gradient_compression(session, compression)
     if session.world.size == 1:
         return list(gradients)
     used = [place for place, gradient in enumerate(gradients) if gradient is not None]
@@ -210,7 +220,7 @@ def average_gradients(
 
 
 def _reducer_for(
-    variables: Sequence[Any], gradients: Sequence[Any], compression: Compression, bucket_bytes: int | None
+    variables: Sequence[Any], gradients: Sequence[Any], compression: str | None, bucket_bytes: int | None
 ) -> BucketReducer:
     """Return the reducer for a list of variables. The session keeps it as long as it lives."""
     session = current()
@@ -219,7 +229,7 @@ def _reducer_for(
     if found is None:
         tables = sliced_on_any_rank(session, gradients, variables)
         options = ReduceOptions(compression, bucket_bytes, tables=tables)
-        found = BucketReducer(session, "gradients", variables, options)
+        found = make_reducer(session, "gradients", variables, options)
         session.reducers[key] = found
     reducer: BucketReducer = found
     return reducer

@@ -14,7 +14,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvpipe.comm.engine import check_compression
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.arguments import by_name, takes
 from hvpipe.keras.callbacks import average_logs, reads_at_batches, stop_together
@@ -31,6 +30,7 @@ from hvpipe.keras.compat import (
     set_initial_epoch,
 )
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions
+from hvpipe.keras.data_parallel.compressed_reduce import check_gradient_compression
 from hvpipe.keras.data_parallel.elastic import check_elastic
 from hvpipe.keras.data_parallel.fit_callbacks import FinishAtEpochEnd, FinishAtEveryBatch, StartTogether
 from hvpipe.keras.data_parallel.local_rounds import check_local, round_options
@@ -50,6 +50,7 @@ from hvpipe.keras.instance_methods import InstanceMethods
 from hvpipe.keras.one_writer import with_one_writer
 from hvpipe.keras.supported import described_type
 from hvpipe.keras.variables import average_variables
+from hvpipe.plan.compression import code_named
 from hvpipe.session import Session, current
 
 Model = TypeVar("Model", bound=keras.Model)
@@ -118,11 +119,15 @@ def data_parallel(
         outer_learning_rate: With "local": the learning rate of the step on the averaged changes. 1 with
             `outer_momentum=0` averages weights.
         outer_momentum: With "local": the Nesterov momentum of that step, from 0 to below 1.
-        compression: None, "bf16" or "fp16": the type in which float32 gradients are sent.
+        compression: What float32 gradients are sent as. None: float32. "bf16" or "fp16": this type. "int8": a
+            byte, with a scale for each 256 numbers, on up to 63 ranks. "powersgd:R": matrices as factors of
+            rank R (Vogels et al., NeurIPS 2019). The last two give other results: what a rank leaves out of
+            a step's sum, it adds to its next gradient.
         bucket_bytes: Size of a fused buffer of gradients, in bytes. None: HVPIPE_BUCKET_BYTES, else 4 MiB, or
             an eighth of the gradients if they have less than 32 MiB (at least 64 KiB).
-        warmup_steps: With "stale", how many exact steps come first. With "local", rounds that end within
-            so many steps wait for their average, as in DiLoCo without overlap; a large number is for all.
+        warmup_steps: With "stale", "int8" or "powersgd:R", how many steps without it come first. With
+            "local", rounds that end within so many steps wait for their average, as in DiLoCo without
+            overlap; a large number is for all.
         sync_batch_norm: Whether the model's BatchNormalization layers normalise by the batches of all ranks
             together, as `SyncBatchNormalization`; the default is each rank's own batch.
         verify_every: After every so many steps, compare a checksum of each weight, seed and slot over ranks,
@@ -152,11 +157,17 @@ def data_parallel(
     """
     mode = overlap_named(overlap)
     rounds = round_options(overlap, every, outer_learning_rate, outer_momentum, warmup_steps)
-    check_compression(compression)
+    code = code_named(compression)
     if not isinstance(model, keras.Model):
         raise HvpipeError(f"data_parallel needs a keras.Model of Keras 3. Received: {described_type(model)}")
     session = current()
     check_elastic(session, overlap, sync_batch_norm)
+    check_gradient_compression(session, compression)
+    if overlap in ("stale", "local") and code is not None:
+        raise HvpipeError(
+            f'overlap="{overlap}" needs compression=None, "bf16" or "fp16": use "step" with others. '
+            f"Received: compression={compression!r}"
+        )
     previous = DataParallel.of(model)
     if previous is not None:
         previous.detach()

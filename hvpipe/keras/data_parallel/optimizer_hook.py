@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import check_variables_are_known, trained_variables, warn_of_empty_gradients
-from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer, ReduceOptions, dense, one_sample
+from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions, dense, one_sample
 from hvpipe.keras.data_parallel.bucket_update import BucketUpdate, acts_by_variable
+from hvpipe.keras.data_parallel.compressed_reduce import make_reducer
 from hvpipe.keras.data_parallel.gradient_accumulation import accumulate
 from hvpipe.keras.data_parallel.nonfinite import NonfiniteGuard
 from hvpipe.keras.data_parallel.overlap import Buckets, Overlap
@@ -246,6 +247,10 @@ class OptimizerHook:
         """Flush, but for sums that belong to the next step, which are returned; collective."""
         return self._overlap.hold(self._buckets)
 
+    def compression_state(self) -> dict[str, Any]:
+        """Return the variables of compression that a resumed training needs, by name."""
+        return self._buckets.reducer.state()
+
     @property
     def steps(self) -> int:
         """How many steps were announced."""
@@ -286,7 +291,7 @@ class OptimizerHook:
     def _plan_for(self, variables: Sequence[Any]) -> None:
         key = tuple(map(identity, variables))
         if key not in self._plans:
-            reducer = BucketReducer(self._session, self.optimizer.name, variables, self._options)
+            reducer = make_reducer(self._session, self.optimizer.name, variables, self._options)
             update = BucketUpdate(self.optimizer, reducer, self._by_bucket, self._marks, self._guard)
             self._plans[key] = Buckets(reducer, update)
         self._buckets = self._plans[key]

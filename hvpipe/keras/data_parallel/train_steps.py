@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.data_parallel.bucket_reduce import ReduceOptions, tables_of
+from hvpipe.keras.data_parallel.compressed_reduce import check_compressible
 from hvpipe.keras.data_parallel.elastic import Elastic
 from hvpipe.keras.data_parallel.nonfinite import guarded_alone
 from hvpipe.keras.data_parallel.optimizer_hook import OptimizerHook, applied_outside
@@ -27,6 +28,7 @@ from hvpipe.keras.data_parallel.verify import equal_on_all_ranks, verify_equal
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.initial_state import build_state, start_equal, without_xla
 from hvpipe.keras.instance_methods import InstanceMethods
+from hvpipe.plan.compression import code_named
 from hvpipe.session import Session
 
 logger = logging.getLogger("hvpipe")
@@ -42,7 +44,7 @@ class TrainSteps:
         model: A Keras model.
         methods: The model's own methods.
         overlap: The mode that was asked for.
-        overlap_options: What only some modes use.
+        overlap_options: What only some modes use. Its exact steps also come before a code of gradients.
         options: How gradients are cut into buckets and sent.
         verify_every: After how many steps to compare weights over ranks; 0: never.
     """
@@ -72,7 +74,10 @@ class TrainSteps:
         self._hook: OptimizerHook | None = None
         self._refusing: Any = None  # the optimizer that refuses updates until the first step hooks it
         self._pending = False  # whether updates wait for the next step
-        self._held: tuple[Sequence[Any], int, Mapping[str, Any]] | None = None  # to continue from
+        # To continue from: sums, steps, the state of rounds and of compression.
+        self._held: tuple[Sequence[Any], int, Mapping[str, Any], Mapping[str, Any]] | None = None
+        self._code = code_named(options.compression)
+        self._compresses = False  # whether the hook uses the code
         self._times_prepared = 0
         self._steps_seen = 0
         self._steps_run = 0  # those before a resume included
@@ -133,16 +138,33 @@ class TrainSteps:
         """Return the state of the rounds of "local" on this rank, by name, between two rounds."""
         return {} if self._hook is None else self._hook.round_state()
 
-    def resume(self, sums: Sequence[Any], steps: int, round_state: Mapping[str, Any]) -> None:
-        """Let the next step continue from what `hold` and `round_state` returned, on all ranks."""
-        self._held = (sums, steps, round_state)
+    def compression_state(self) -> dict[str, Any]:
+        """Return the variables of compression that a resumed training needs, by name."""
+        return {} if self._hook is None else self._hook.compression_state()
+
+    def resume(
+        self,
+        sums: Sequence[Any],
+        steps: int,
+        round_state: Mapping[str, Any],
+        compression: Mapping[str, Any],
+    ) -> None:
+        """Let the next step continue from what `hold` and `round_state` returned, on all ranks.
+
+        `compression` has values for variables of `compression_state`. If one does not fit, the variable keeps
+        its first value.
+        """
+        self._held = (sums, steps, round_state, compression)
 
     def _resume_held(self) -> None:
         if self._held is None or self._hook is None:
             return
-        (sums, steps, round_state), self._held = self._held, None
+        (sums, steps, round_state, compression), self._held = self._held, None
         self._hook.resume(sums, steps)
         self._hook.resume_round(round_state, self.train_counter.total)
+        for name, variable in self._hook.compression_state().items():
+            if name in compression and compression[name].shape == tuple(variable.shape):
+                variable.assign(compression[name])
         self._steps_run = steps
         self._pending = self._pending or bool(sums)
 
@@ -243,6 +265,7 @@ class TrainSteps:
                 # Tracing must not use a generator up.
                 iterator = list(itertools.islice(iterator, self.model.steps_per_execution))
             self.prepare(batch_of(iterator))
+            self._end_warm_up()
             if planned_by not in (None, self._times_prepared):  # its graph holds a plan that was replaced
                 function = self._make_anew()
                 ahead = TraceAhead(function)
@@ -344,6 +367,19 @@ class TrainSteps:
         self.ready = True
         self._times_prepared += 1
 
+    def _warms_up(self) -> bool:
+        steps = self._steps_run if self._held is None else self._held[1]
+        return self._code is not None and steps < self._overlap_options.warmup_steps
+
+    def _end_warm_up(self) -> None:
+        """Use the code from the first step after the warm-up on: with other buckets, so in a new graph."""
+        if self._hook is None or self._code is None or self._compresses or self._warms_up():
+            return
+        steps = self._hook.steps
+        self._hook_optimizer(self._hook.variables)
+        self._hook.resume((), steps)
+        self._times_prepared += 1
+
     def _plan(self, ahead: TraceAhead, iterator: Any) -> bool:
         """Trace the call's step. If its graph does not fit the plan, plan anew and return False."""
         hook = self._hook
@@ -380,7 +416,11 @@ class TrainSteps:
         # Eager steps have no graph to move an update into. The weights are the same.
         eager = self.overlap.updates_in_next_step and self.model.run_eagerly
         overlap = BackwardOverlap if eager else self.overlap
-        options = replace(self._options, tables=tables_of(self.model))
+        check_compressible(self.model.optimizer, self._options.compression)
+        self._compresses = self._code is not None and not self._warms_up()
+        exact = self._code is not None and not self._compresses
+        compression = None if exact else self._options.compression
+        options = replace(self._options, tables=tables_of(self.model), compression=compression)
         self._hook = OptimizerHook(
             self.session, self.model.optimizer, variables, overlap(self._overlap_options), options
         )

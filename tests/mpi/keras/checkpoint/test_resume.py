@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import hvpipe
 import hvpipe.keras as hk
 from hvpipe.checkpoints import folder as folders
+from hvpipe.keras.checkpoint.state_of import training_state
 from training import CLASSES, FEATURES, assert_same_bits, fit, loss, samples, state_of
 
 layers = keras.layers
@@ -48,6 +51,7 @@ class Case:
     overlap: str
     optimizer: Callable[[], Any]
     steps_per_epoch: int | None = None
+    compression: str | None = None
 
 
 def adam() -> Any:
@@ -63,6 +67,7 @@ CASES = [
     pytest.param(Case("backward", accumulating, 4), id="accumulation and steps_per_epoch"),
     pytest.param(Case("stale", adam, 4), id="stale"),
     pytest.param(Case("local", adam), id="local"),  # a round is being averaged at the checkpoint
+    pytest.param(Case("step", adam, compression="powersgd:2"), id="compression"),
 ]
 
 
@@ -87,7 +92,9 @@ def model_of(case: Case) -> keras.Model:
     )
     model.compile(case.optimizer(), loss=loss(), metrics=["accuracy"])
     rounds = {"every": 2} if case.overlap == "local" else {}
-    return hk.data_parallel(model, case.overlap, bucket_bytes=200, warmup_steps=2, **rounds)
+    return hk.data_parallel(
+        model, case.overlap, compression=case.compression, bucket_bytes=200, warmup_steps=2, **rounds
+    )
 
 
 def train(case: Case, folder: Path, every: int | str, crash_at: int = 0) -> tuple[Any, Any]:
@@ -142,6 +149,13 @@ def test_resumed_between_epochs_and_after_the_end(tmp_path: Path) -> None:
     again, nothing = train(case, folder / "cut", "1epoch")
     assert_same_bits(again, wanted)
     assert nothing == {}
+
+
+def test_another_number_of_ranks_compresses_without_the_errors_before(tmp_path: Path) -> None:
+    state = training_state(model_of(Case("step", adam, compression="powersgd:2")))
+    manifest: Any = SimpleNamespace(ranks=hvpipe.size() + 1, model={"variables": []})
+    own = {"own/weights/4": np.ones(8), "own/compression/error/0": np.ones((FEATURES, 8))}
+    assert list(state._redistributed(tmp_path, manifest, own)) == ["own/weights/4"]
 
 
 def test_errors(tmp_path: Path) -> None:

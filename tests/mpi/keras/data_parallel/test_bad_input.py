@@ -57,7 +57,7 @@ def is_last() -> bool:
             "overlap should be one of 'none', 'backward', 'step', 'stale', 'local'. Received: overlap='foo'",
         ),
         ({"overlap": None}, "Received: overlap=None"),
-        ({"compression": "int8"}, "Received: compression='int8'"),
+        ({"compression": "int4"}, "'powersgd:R' with a rank R of 1 or more. Received: compression='int4'"),
         ({"bucket_bytes": 0}, "Received: bucket_bytes=0"),
     ],
 )

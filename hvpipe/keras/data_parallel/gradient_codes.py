@@ -1,0 +1,176 @@
+"""The arithmetic of compressed gradients: from a gradient to its two parts, and from their sums back.
+
+    gradient + error --first--> part 1 --sum over ranks--> second --> part 2 --sum over ranks--> decoded
+                                                              |
+                                                           new error
+
+Everything here is a pure function of tensors. What all ranks compute from sums is equal on all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+
+from hvpipe.keras.gpu import on_the_host
+from hvpipe.plan.compression import BLOCK, Code, PowerSgd, Shape
+
+_LARGEST = 127.0
+_SMALLEST_SCALE = 1e-37
+
+
+class GradientCode(Protocol):
+    """How one gradient becomes two parts. `kept` goes from `second` to `decoded`, also into the next step."""
+
+    def start(self) -> Any:
+        """Return the first `memory` (array), equal on all ranks."""
+
+    def first(self, given: Any, memory: Any) -> Any:
+        """Return part 1 of what this rank gives: its gradient, times its share, plus its error."""
+
+    def second(self, given: Any, total: Any) -> tuple[Any, Any, Any]:
+        """Return part 2, `kept`, and the new error, from what this rank gives and the sum of part 1.
+
+        The new error is 0 if a sum is not finite: it must not stay so.
+        """
+
+    def decoded(self, total: Any, kept: Any, memory: Any) -> tuple[Any, Any]:
+        """Return the reduced gradient, and the memory for the next step."""
+
+
+class PowerSgdCode:
+    """A matrix M becomes P = M Q and, once P is orthogonal, Q = M^T P. The memory is Q of the step before.
+
+    Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+    Optimization, NeurIPS 2019, algorithms 1 and 2.
+
+    Args:
+        shape: Of the gradient.
+        matrix: Its rows and columns.
+        width: The rank of the factors.
+        seed: Of the first Q.
+    """
+
+    def __init__(self, shape: Shape, matrix: tuple[int, int], width: int, seed: int) -> None:
+        self._shape, self._matrix, self._width, self._seed = shape, matrix, width, seed
+
+    def start(self) -> Any:
+        """Return random numbers."""
+        shape = self._matrix[1], self._width
+        return np.random.default_rng(self._seed).normal(size=shape).astype(np.float32)
+
+    def first(self, given: Any, memory: Any) -> Any:
+        """Return P."""
+        return tf.linalg.matmul(tf.reshape(given, self._matrix), memory)
+
+    def second(self, given: Any, total: Any) -> tuple[Any, Any, Any]:
+        """Return this rank's Q, the orthogonal P, and what P and Q leave out."""
+        with on_the_host():
+            # By Householder reflections: always orthogonal, even where columns depend on each other.
+            orthogonal, _ = tf.linalg.qr(total)
+        matrix = tf.reshape(given, self._matrix)
+        mine = tf.linalg.matmul(matrix, orthogonal, transpose_a=True)
+        error = matrix - tf.linalg.matmul(orthogonal, mine, transpose_b=True)
+        finite = tf.reduce_all(tf.math.is_finite(total)) & tf.reduce_all(tf.math.is_finite(mine))
+        return mine, orthogonal, tf.reshape(_error_if(finite, error), self._shape)
+
+    def decoded(self, total: Any, kept: Any, memory: Any) -> tuple[Any, Any]:
+        """Return P Q^T, and Q. Q has norm 1, so that P neither overflows nor vanishes."""
+        gradient = tf.reshape(tf.linalg.matmul(kept, total, transpose_b=True), self._shape)
+        norm = tf.norm(total)
+        usable = tf.math.is_finite(norm) & (norm > 0.0)
+        return gradient, tf.where(usable, total / norm, memory)
+
+
+class Int8Code:
+    """Each number becomes a byte: its multiple of the scale of its block. No memory.
+
+    The scale of a block is the sum of all ranks' maxima by 127 - n / 2. All multiples of n ranks add up to
+    127 - n / 2 at most, and rounding adds half a step for each rank. So the sum of the bytes fits into a
+    byte: exact, in any order.
+
+    Args:
+        shape: Of the gradient.
+        ranks: How many ranks add up, at most MOST_RANKS.
+    """
+
+    def __init__(self, shape: Shape, ranks: int) -> None:
+        self._shape = shape
+        self._count = math.prod(shape)
+        self._steps = _LARGEST - ranks / 2
+
+    def start(self) -> Any:
+        """Return nothing."""
+        return np.zeros([0], np.float32)
+
+    def first(self, given: Any, memory: Any) -> Any:
+        """Return the largest absolute value of each block."""
+        del memory
+        blocks = self._blocks(given)
+        return tf.maximum(tf.reduce_max(blocks, axis=1), -tf.reduce_min(blocks, axis=1))
+
+    def second(self, given: Any, total: Any) -> tuple[Any, Any, Any]:
+        """Return the bytes, the scales, and what the bytes leave out."""
+        blocks = self._blocks(given)
+        scales = total / self._steps
+        # Numbers so small that the inverse would be infinite stay in the error.
+        inverse = tf.where(scales < _SMALLEST_SCALE, tf.zeros_like(scales), 1.0 / scales)
+        steps = tf.round(blocks * inverse[:, None])
+        error = _error_if(tf.reduce_all(tf.math.is_finite(total)), blocks - steps * scales[:, None])
+        return tf.cast(self._flat(steps), tf.int8), scales, self._flat(error)
+
+    def decoded(self, total: Any, kept: Any, memory: Any) -> tuple[Any, Any]:
+        """Return the sum of all ranks' multiples of the scales."""
+        return self._flat(self._blocks(tf.cast(total, tf.float32)) * kept[:, None]), memory
+
+    def _blocks(self, tensor: Any) -> Any:
+        flat = tf.reshape(tensor, [self._count])
+        missing = -self._count % BLOCK
+        return tf.reshape(tf.pad(flat, [[0, missing]]) if missing else flat, [-1, BLOCK])
+
+    def _flat(self, blocks: Any) -> Any:
+        return tf.reshape(tf.reshape(blocks, [-1])[: self._count], self._shape)
+
+
+def _error_if(finite: Any, error: Any) -> Any:
+    """Return the error, or zeros. Unlike tf.where, this takes no pass over the error."""
+    return tf.cond(finite, lambda: error, lambda: tf.zeros_like(error))
+
+
+def code_of(code: Code, shape: Shape, ranks: int, seed: int) -> GradientCode:
+    """Return the code of a gradient that does not travel whole."""
+    if not isinstance(code, PowerSgd):
+        return Int8Code(shape, ranks)
+    matrix = code.matrix(shape)
+    assert matrix is not None
+    return PowerSgdCode(shape, matrix, code.rank, seed)
+
+
+def first_of(
+    codes: Sequence[GradientCode], tensors: Sequence[Any], share: Any, errors: Sequence[Any], memories: Any
+) -> tuple[list[Any], list[Any]]:
+    """Return what this rank gives, and part 1 of it, for each gradient of a bucket."""
+    given = [tensor * share + error for tensor, error in zip(tensors, errors, strict=True)]
+    return given, [c.first(g, m) for c, g, m in zip(codes, given, memories, strict=True)]
+
+
+def second_of(
+    codes: Sequence[GradientCode], given: Sequence[Any], totals: Sequence[Any]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return parts 2, what is kept, and new errors, for each gradient of a bucket."""
+    found = [c.second(g, t) for c, g, t in zip(codes, given, totals, strict=True)]
+    parts, kept, errors = zip(*found, strict=True)
+    return list(parts), list(kept), list(errors)
+
+
+def decoded_of(
+    codes: Sequence[GradientCode], totals: Sequence[Any], kept: Sequence[Any], memories: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Return reduced gradients, and memories, for each gradient of a bucket."""
+    found = [c.decoded(t, k, m) for c, t, k, m in zip(codes, totals, kept, memories, strict=True)]
+    gradients, after = zip(*found, strict=True)
+    return list(gradients), list(after)

@@ -1,0 +1,134 @@
+"""Compressed gradients: what the names stand for, and the buckets of the two phases in which they travel.
+
+"powersgd:4"    first the factors P, then the factors Q, of every matrix of gradients
+"int8"          first the maximum of every block, then a byte for every number
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hvpipe.errors import HvpipeError
+from hvpipe.plan.buckets import WIRE_DTYPE, Bucket, BucketPlan, Gradient
+
+BLOCK = 256
+"""Numbers that share a scale under "int8"."""
+MOST_RANKS = 63
+"""Ranks that "int8" can serve: then a rank has 1.5 steps to each side of zero."""
+
+_FIRST_PRIORITY = -1  # before every second phase, after the engine's control records
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PowerSgd:
+    """Low-rank factors (Vogels, Karimireddy and Jaggi, PowerSGD, NeurIPS 2019). `rank` is their width."""
+
+    rank: int
+    second_dtype = "float32"
+
+    def matrix(self, shape: Shape) -> tuple[int, int] | None:
+        """Return the rows and columns of a gradient; None if its factors would not be smaller.
+
+        Of the ways to group its axes, that with the smallest factors counts.
+        """
+        ways = [(math.prod(shape[:cut]), math.prod(shape[cut:])) for cut in range(1, len(shape))]
+        rows, columns = min(ways, key=sum, default=(0, 0))
+        return (rows, columns) if (rows + columns) * self.rank < rows * columns else None
+
+    def parts(self, gradient: Gradient) -> tuple[Shape, Shape] | None:
+        """Return the shapes of P and Q, or None if the gradient travels whole."""
+        matrix = self.matrix(gradient.shape)
+        return None if matrix is None else ((matrix[0], self.rank), (matrix[1], self.rank))
+
+
+@dataclass(frozen=True)
+class Int8:
+    """A byte for each number, and a scale for each BLOCK of them."""
+
+    second_dtype = "int8"
+
+    def parts(self, gradient: Gradient) -> tuple[Shape, Shape] | None:
+        """Return the shapes of the blocks' maxima and of the bytes."""
+        return (-(-gradient.count // BLOCK),), gradient.shape
+
+
+Code = PowerSgd | Int8
+
+
+def code_named(compression: str | None) -> Code | None:
+    """Return what a compression does to gradients; None if they only change their type, or nothing.
+
+    Raises:
+        HvpipeError: The name is unknown.
+    """
+    if compression is None or compression in WIRE_DTYPE:
+        return None
+    if compression == "int8":
+        return Int8()
+    name, _, rank = compression.partition(":") if isinstance(compression, str) else ("", "", "")
+    if name == "powersgd" and rank.isdecimal() and int(rank) > 0:
+        return PowerSgd(int(rank))
+    raise HvpipeError(
+        "compression should be None, 'bf16', 'fp16', 'int8', or 'powersgd:R' with a rank R of 1 or more. "
+        f"Received: compression={compression!r}"
+    )
+
+
+@dataclass(frozen=True)
+class PhasedBucket:
+    """How a bucket of gradients travels.
+
+    Attributes:
+        first: The number of its bucket in the first phase; None if all of it travels whole.
+        second: The number of its bucket in the second phase, with the whole gradients between the others.
+        parts: For each member the shapes of its two parts; None if it travels whole.
+    """
+
+    first: int | None
+    second: int
+    parts: tuple[tuple[Shape, Shape] | None, ...]
+
+
+def in_phases(
+    plan: BucketPlan, gradients: Sequence[Gradient], code: Code
+) -> tuple[BucketPlan, tuple[PhasedBucket, ...]]:
+    """Return the buckets that are sent, and which of them carry each bucket of `plan`.
+
+    All first phases come before all second ones. A second phase waits for the sums of its first, and within
+    a host buckets are reduced in this order. Only float32 is compressed, and no table that sends rows.
+
+    Args:
+        plan: The buckets of gradients, which are updated together.
+        gradients: The gradients.
+        code: How to compress them.
+    """
+    firsts: list[Bucket] = []
+    seconds: list[Bucket] = []
+    phased = []
+    for bucket in plan.buckets:
+        members = [gradients[place] for place in bucket.members]
+        codable = bucket.dtype == bucket.wire_dtype == "float32" and not bucket.row
+        parts = tuple(code.parts(gradient) if codable else None for gradient in members)
+        coded = [part for part in parts if part is not None]
+        phased.append(PhasedBucket(len(firsts) if coded else None, len(seconds), parts))
+        if not coded:
+            seconds.append(bucket)
+            continue
+        counts = tuple(math.prod(first) for first, _ in coded)
+        name = f"first of {bucket.name}"
+        firsts.append(replace(bucket, name=name, counts=counts, priority=_FIRST_PRIORITY))
+        counts = tuple(
+            gradient.count if part is None else math.prod(part[1])
+            for gradient, part in zip(members, parts, strict=True)
+        )
+        dtype = code.second_dtype
+        seconds.append(replace(bucket, counts=counts, dtype=dtype, wire_dtype=dtype))
+    text = repr((plan.signature, code, firsts, seconds))
+    signature = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    numbered = (replace(each, second=each.second + len(firsts)) for each in phased)
+    return BucketPlan((*firsts, *seconds), signature), tuple(numbered)

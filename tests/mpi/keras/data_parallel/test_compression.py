@@ -1,0 +1,280 @@
+"""`int8` and `powersgd:R`: NumPy's sums with error feedback, and the same bits in every overlap."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import hvpipe
+import hvpipe.keras as hk
+from hvpipe.errors import HvpipeError
+from hvpipe.keras.data_parallel.compressed_reduce import check_gradient_compression
+from hvpipe.session import current
+from training import (
+    CLASSES,
+    FEATURES,
+    State,
+    assert_close,
+    assert_same_bits,
+    assert_same_on_all_ranks,
+    by_rank_0,
+    compiled,
+    fit,
+    my_batches,
+    parallel,
+    samples,
+    state_of,
+)
+
+Array = np.ndarray
+CODES = ("powersgd:2", "int8")
+SHAPES = ((40, 12), (3, 3, 4, 8), (7,), (5, 4, 30), (2, 2))
+several_ranks = pytest.mark.usefixtures("_several_ranks")
+
+
+@pytest.fixture
+def _several_ranks() -> None:
+    if hvpipe.size() == 1:
+        pytest.skip("one rank sends nothing")
+
+
+# --- Against NumPy --------------------------------------------------------------------------------------
+
+
+def gradients_of(step: int, rank: int) -> list[Array]:
+    """Return a rank's gradients: partly common to all ranks, of very different sizes."""
+    own, common = np.random.default_rng([step, rank]), np.random.default_rng([step, 99])
+    return [
+        (own.normal(size=shape) * 10.0 ** own.integers(-3, 1, shape) + common.normal(size=shape)).astype("f")
+        for shape in SHAPES
+    ]
+
+
+class PowerSgdReference:
+    """PowerSGD of one matrix on all ranks, in float64."""
+
+    def __init__(self, matrix: tuple[int, int], rank: int, place: int) -> None:
+        self.errors = [np.zeros(matrix) for _ in range(hvpipe.size())]
+        self.q = np.random.default_rng(place).normal(size=(matrix[1], rank)).astype("f").astype("d")
+        self.matrix = matrix
+
+    def mean(self, gradients: list[Array]) -> Array:
+        shares = [gradient.reshape(self.matrix) / len(gradients) for gradient in gradients]
+        given = [share + error for share, error in zip(shares, self.errors, strict=True)]
+        p, _ = np.linalg.qr(sum(matrix @ self.q for matrix in given))
+        self.errors = [matrix - p @ p.T @ matrix for matrix in given]
+        self.q = sum(matrix.T @ p for matrix in given)
+        return (p @ self.q.T).reshape(gradients[0].shape)
+
+
+class Int8Reference:
+    """Bytes with a scale for each 256 numbers, on all ranks, in float32 as hvpipe rounds."""
+
+    def __init__(self, count: int) -> None:
+        self.blocks = -(-count // 256)
+        self.errors = [np.zeros((self.blocks, 256), "f") for _ in range(hvpipe.size())]
+
+    def mean(self, gradients: list[Array]) -> Array:
+        shape, count = gradients[0].shape, gradients[0].size
+        share = np.float32(1 / len(gradients))
+        padded = [
+            np.pad(g.reshape(-1), (0, self.blocks * 256 - count)).reshape(self.blocks, 256) for g in gradients
+        ]
+        given = [p * share + error for p, error in zip(padded, self.errors, strict=True)]
+        most = [np.abs(blocks).max(axis=1) for blocks in given]
+        scales = functools.reduce(np.add, most) / np.float32(127 - len(gradients) / 2)
+        steps = [np.rint(blocks * (np.float32(1) / scales)[:, None]) for blocks in given]
+        self.errors = [g - s * scales[:, None] for g, s in zip(given, steps, strict=True)]
+        total = sum(steps)
+        assert np.abs(total).max() <= 127
+        return (total * scales[:, None]).reshape(-1)[:count].reshape(shape)
+
+
+class WholeReference:
+    """What travels whole."""
+
+    def mean(self, gradients: list[Array]) -> Array:
+        return np.mean(gradients, axis=0)
+
+
+def references(code: str) -> list[Any]:
+    if code == "int8":
+        return [Int8Reference(int(np.prod(shape))) for shape in SHAPES]
+    # Grouped so that P and Q are smallest; the last two would not be smaller.
+    matrices = {0: (40, 12), 1: (9, 32), 3: (20, 30)}
+    return [
+        PowerSgdReference(matrices[place], 2, place) if place in matrices else WholeReference()
+        for place in range(len(SHAPES))
+    ]
+
+
+@pytest.mark.every_size
+@several_ranks
+@pytest.mark.parametrize(("code", "compile_step"), [("powersgd:2", True), ("int8", False)])
+def test_sums_are_numpys(code: str, compile_step: bool) -> None:
+    """After several steps, too: errors and warm starts are those of the reference."""
+    variables = [tf.Variable(tf.zeros(shape)) for shape in SHAPES]
+    expected = references(code)
+
+    def average(*gradients: Any) -> list[Any]:
+        return hk.average_gradients(list(gradients), variables, compression=code, bucket_bytes=2000)
+
+    run = tf.function(average) if compile_step else average
+    for step in range(6):
+        found = [np.array(g) for g in run(*map(tf.constant, gradients_of(step, hvpipe.rank())))]
+        assert_same_on_all_ranks({str(place): g for place, g in enumerate(found)})
+        everyone = [gradients_of(step, rank) for rank in range(hvpipe.size())]
+        for place, (mine, reference) in enumerate(zip(found, expected, strict=True)):
+            wanted = reference.mean([gradients[place] for gradients in everyone])
+            np.testing.assert_allclose(mine, wanted, atol=1e-4, err_msg=f"step {step}, gradient {place}")
+
+
+# --- In training ------------------------------------------------------------------------------------------
+
+
+def wide() -> keras.Model:
+    """Build a model with a frozen layer between layers whose gradients have a low rank."""
+    frozen = keras.layers.Dense(16, activation="tanh")
+    model = keras.Sequential(
+        [
+            keras.Input((FEATURES,)),
+            keras.layers.Dense(64, activation="tanh"),
+            frozen,
+            keras.layers.Dense(CLASSES),
+        ]
+    )
+    frozen.trainable = False
+    return model
+
+
+def few(rank: int) -> int:
+    """Return the batch of a rank: it has two samples, or one."""
+    return 2 if rank == 0 else 1
+
+
+def small_batches(steps: int) -> tuple[tf.data.Dataset, tf.data.Dataset]:
+    """Return this rank's batches and those of all ranks together."""
+    sizes = [few(rank) for rank in range(hvpipe.size())]
+    x, y = samples(steps * sum(sizes))
+    every = tf.data.Dataset.from_tensor_slices((x, y)).batch(sum(sizes))
+    begin = sum(sizes[: hvpipe.rank()])
+    end = begin + sizes[hvpipe.rank()]
+    return every.map(lambda a, b: (a[begin:end], b[begin:end])), every
+
+
+def clipped() -> Any:
+    return keras.optimizers.SGD(0.2, momentum=0.9, global_clipnorm=0.5)
+
+
+def accumulating() -> Any:
+    return keras.optimizers.SGD(0.2, momentum=0.9, gradient_accumulation_steps=2)
+
+
+@pytest.mark.every_size
+@pytest.mark.parametrize("optimizer", [clipped, accumulating])
+def test_a_sum_of_low_rank_is_exact(optimizer: Callable[[], Any]) -> None:
+    """A batch of k samples gives a matrix of rank k. Errors of the ranks then add up to nothing.
+
+    So unequal batches, a frozen layer, clipping and accumulation train as the whole batch on one rank.
+    """
+    steps = 12
+    mine, every = small_batches(steps)
+    model = parallel(compiled(wide, optimizer()), compression="powersgd:8", warmup_steps=3)
+    fit(model, mine)
+
+    def plainly() -> State:
+        plain = compiled(wide, optimizer())
+        fit(plain, every)
+        return state_of(plain)
+
+    assert_same_on_all_ranks(state_of(model))
+    assert_close(state_of(model), by_rank_0(plainly), 1e-3)
+
+
+def large() -> keras.Model:
+    return keras.Sequential(
+        [keras.Input((FEATURES,)), keras.layers.Dense(300, activation="tanh"), keras.layers.Dense(CLASSES)]
+    )
+
+
+def trained(overlap: str, code: str | None, **options: Any) -> tuple[State, float]:
+    """Train six steps; return the state, and the bytes that this rank sent in the last three."""
+    model = parallel(compiled(large, keras.optimizers.Adam(0.01)), overlap, compression=code, **options)
+    sent = [0.0]
+    note = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: sent.append(current().engine.counters()["bytes_sent"])
+    )
+    note.reads_weights = False
+    fit(model, my_batches(6), callbacks=[note])
+    return state_of(model), sent[-1] - sent[-4]
+
+
+@functools.cache
+def trained_linearly(code: str | None) -> tuple[State, float]:
+    return trained("none", code, warmup_steps=2)
+
+
+@several_ranks
+@pytest.mark.every_size
+@pytest.mark.parametrize(
+    ("code", "overlap"), [("powersgd:2", "step"), ("int8", "step"), ("int8", "backward")]
+)
+def test_every_overlap_gives_the_same_bits_with_fewer_bytes(code: str, overlap: str) -> None:
+    (state, _), (linear, bytes_sent) = trained(overlap, code, warmup_steps=2), trained_linearly(code)
+    assert_same_on_all_ranks(state)
+    assert_same_bits(state, linear)
+    exact, bytes_exact = trained_linearly(None)
+    assert bytes_sent < 0.5 * bytes_exact  # with the ranks' control records
+    assert any(
+        mine.tobytes() != theirs.tobytes()
+        for mine, theirs in zip(state.values(), exact.values(), strict=True)
+    )
+
+
+@several_ranks
+def test_the_warm_up_is_exact() -> None:
+    assert_same_bits(trained("step", "int8")[0], trained_linearly(None)[0])
+
+
+@several_ranks
+@pytest.mark.parametrize("code", CODES)
+def test_a_step_that_is_not_finite_leaves_no_error(code: str) -> None:
+    """NaN in the errors would be in every later sum."""
+    x, y = samples(6 * 4, seed=hvpipe.rank())
+    if hvpipe.rank() == 0:
+        x[2 * 4] = np.nan
+    model = parallel(compiled(large), compression=code, warmup_steps=0, nonfinite="skip")
+    fit(model, tf.data.Dataset.from_tensor_slices((x, y)).batch(4))
+    assert int(model.optimizer.iterations) == 5
+    assert all(np.isfinite(array).all() for array in state_of(model).values())
+
+
+@several_ranks
+def test_what_cannot_be_compressed() -> None:
+    with pytest.raises(HvpipeError, match=r"needs compression=None.*Received: compression='int8'"):
+        parallel(compiled(), "stale", compression="int8")
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    with pytest.raises(HvpipeError, match=r"needs unscaled gradients.*a LossScaleOptimizer"):
+        hk.DistributedOptimizer(scaled, compression="powersgd:4")
+    with pytest.raises(HvpipeError, match="a LossScaleOptimizer"):
+        fit(parallel(compiled(optimizer=scaled), compression="powersgd:4"), my_batches(1))
+
+
+@pytest.mark.parametrize(
+    ("elastic", "size", "says"),
+    [
+        (True, 2, "--elastic needs compression=None"),
+        (False, 64, "needs 63 ranks or less.*Received: 64 ranks"),
+    ],
+)
+def test_jobs_that_cannot_compress(elastic: bool, size: int, says: str) -> None:
+    job: Any = SimpleNamespace(settings=SimpleNamespace(elastic=elastic), world=SimpleNamespace(size=size))
+    with pytest.raises(HvpipeError, match=says):
+        check_gradient_compression(job, "int8")

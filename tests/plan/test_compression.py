@@ -1,0 +1,68 @@
+"""Compressed gradients: which names there are, what is sent in which phase, and how many bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from hvpipe.errors import HvpipeError
+from hvpipe.plan.buckets import Gradient, plan_buckets
+from hvpipe.plan.compression import Int8, PowerSgd, code_named, in_phases
+
+MODEL = [
+    Gradient("words", (5000, 64), "float32", table=True),  # sends rows
+    Gradient("conv", (3, 3, 64, 128), "float32"),
+    Gradient("bias", (128,), "float32"),
+    Gradient("half", (64, 64), "bfloat16"),
+]
+
+
+def test_names() -> None:
+    assert [code_named(name) for name in (None, "bf16", "fp16")] == [None] * 3
+    assert code_named("int8") == Int8()
+    assert code_named("powersgd:12") == PowerSgd(12)
+
+
+@pytest.mark.parametrize(
+    "name", ["powersgd", "powersgd:", "powersgd:0", "powersgd:x", "powersgd:-1", "int4", "", 8]
+)
+def test_unknown_names(name: str) -> None:
+    with pytest.raises(HvpipeError, match=r"'powersgd:R' with a rank R of 1 or more. Received: compression="):
+        code_named(name)
+
+
+@pytest.mark.parametrize(
+    ("shape", "rank", "matrix"),
+    [
+        ((3, 3, 64, 128), 4, (576, 128)),
+        ((512, 8, 64), 4, (512, 512)),
+        ((8, 64, 512), 4, (512, 512)),
+        ((10, 10), 4, (10, 10)),
+        ((10, 10), 5, None),  # as many numbers as the matrix
+        ((100,), 1, None),
+        ((), 1, None),
+        ((0, 5), 1, None),
+    ],
+)
+def test_a_gradient_becomes_the_matrix_with_the_smallest_factors(
+    shape: tuple[int, ...], rank: int, matrix: tuple[int, int] | None
+) -> None:
+    assert PowerSgd(rank).matrix(shape) == matrix
+
+
+@pytest.mark.parametrize(
+    ("code", "first", "second", "dtype"),
+    [(PowerSgd(4), (576 * 4,), (128, 128 * 4), "float32"), (Int8(), (1, 288), (128, 73728), "int8")],
+)
+def test_phases(code: PowerSgd | Int8, first: tuple[int, ...], second: tuple[int, ...], dtype: str) -> None:
+    """The first phases come first. Tables that send rows, and other types than float32, travel as before."""
+    plan = plan_buckets(MODEL, 1 << 20, table_bytes=1 << 20)
+    assert [bucket.members for bucket in plan.buckets] == [(3,), (2, 1), (0,)]
+    sent, phased = in_phases(plan, MODEL, code)
+    assert [bucket.counts for bucket in sent.buckets] == [first, (4096,), second, (320000,)]
+    assert [(each.first, each.second) for each in phased] == [(None, 1), (0, 2), (None, 3)]
+    assert sent.buckets[0].priority < min(bucket.priority for bucket in sent.buckets[1:])
+    assert sent.buckets[1] == plan.buckets[0]
+    assert sent.buckets[3] == plan.buckets[2]
+    assert (sent.buckets[2].dtype, sent.buckets[2].wire_dtype) == (dtype, dtype)
+    assert sent.signature != plan.signature
+    assert sent.signature != in_phases(plan, MODEL, PowerSgd(3))[0].signature
