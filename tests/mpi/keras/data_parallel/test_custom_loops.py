@@ -392,7 +392,7 @@ def test_wrong_arguments() -> None:
     with pytest.raises(HvpipeError, match=r"needs a keras.optimizers.Optimizer. Received: str"):
         hk.DistributedOptimizer("sgd")
     with pytest.raises(HvpipeError, match="compression"):
-        hk.DistributedGradientTape(tf.GradientTape(), compression="int8")
+        hk.DistributedGradientTape(tf.GradientTape(), compression="int4")
 
 
 def test_loss_scaling_around_a_distributed_optimizer_is_refused() -> None:

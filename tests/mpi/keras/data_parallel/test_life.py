@@ -117,8 +117,8 @@ def test_detach_restores_the_methods() -> None:
 def test_clear_errors() -> None:
     with pytest.raises(HvpipeError, match="Received: overlap='foo'"):
         hk.data_parallel(mlp(), overlap="foo")
-    with pytest.raises(HvpipeError, match="Received: compression='int8'"):
-        hk.data_parallel(mlp(), compression="int8")
+    with pytest.raises(HvpipeError, match="Received: compression='int4'"):
+        hk.data_parallel(mlp(), compression="int4")
     with pytest.raises(HvpipeError, match="Received: bucket_bytes=0"):
         hk.data_parallel(mlp(), bucket_bytes=0)
     with pytest.raises(HvpipeError, match=r"needs a keras\.Model of Keras 3\. Received: str"):
