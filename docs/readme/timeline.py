@@ -58,10 +58,10 @@ def record() -> None:
     """Train both modes on a virtual cluster, and keep some typical steps of each."""
     sys.path.insert(0, str(ROOT))
     from bench.cluster.spec import equal_hosts
-    from bench.cluster.virtual_cluster import Cluster
+    from bench.cluster.virtual_cluster import VirtualCluster
 
     kept = {}
-    with tempfile.TemporaryDirectory() as directory, Cluster(equal_hosts(2, "1gbit")) as cluster:
+    with tempfile.TemporaryDirectory() as directory, VirtualCluster(equal_hosts(2, "1gbit")) as cluster:
         for mode in MODES:
             path = Path(directory) / f"{mode}.json"
             done = cluster.run(2, [sys.executable, __file__, "train", mode, str(path)], timeout_s=300)
