@@ -41,8 +41,9 @@ class Turns {
     }
     const std::uint64_t ticket = next_++;
     waiting_.push_back(ticket);
-    while (waiting_.front() != ticket && !changed_.wait_for(lock, std::chrono::milliseconds(50),
-                                                            [&] { return waiting_.front() == ticket; })) {
+    const auto is_next = [&] { return waiting_.front() == ticket; };
+    // Asked before the wait, which would read the clock even if nobody else waits.
+    while (!is_next() && !changed_.wait_for(lock, std::chrono::milliseconds(50), is_next)) {
       lock.unlock();
       try {
         interrupt();

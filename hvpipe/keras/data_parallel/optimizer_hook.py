@@ -190,6 +190,10 @@ class OptimizerHook:
                 "Received: a call in the middle of a round"
             )
 
+    def compression_state(self) -> dict[str, Any]:
+        """Return the variables of compression that a resumed training needs, by name."""
+        return self._buckets.reducer.state()
+
     # --- Rounds of local steps, outside of any graph -----------------------------------------------------
 
     @property
@@ -246,10 +250,6 @@ class OptimizerHook:
     def hold(self) -> list[Any]:
         """Flush, but for sums that belong to the next step, which are returned; collective."""
         return self._overlap.hold(self._buckets)
-
-    def compression_state(self) -> dict[str, Any]:
-        """Return the variables of compression that a resumed training needs, by name."""
-        return self._buckets.reducer.state()
 
     @property
     def steps(self) -> int:
