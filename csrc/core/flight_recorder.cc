@@ -111,6 +111,7 @@ void FlightRecorder::End(std::string_view why) {
   if (header.ending.exchange(1) != 0) return;
   CopyText(header.why, why);
   header.ended_s = Now();
+  NoticeFreeze(header.ended_s);
 }
 
 void FlightRecorder::Close() {

@@ -206,14 +206,18 @@ Progress::PassResult Progress::Pass() {
       if (Blocked(*operation)) {
         if (!operation->seen_ready_) continue;
         result.waiting = true;
-        // It waits for its turn. Only time without progress of any operation counts.
-        if (check_deadlines) CheckDeadline(*operation, now - std::max(moved_s_, operation->moved_s_));
         continue;
       }
       result.moved |= StepOne(*operation, now);
       if (operation->ended_) continue;
       result.waiting = true;
       if (check_deadlines) CheckDeadline(*operation, now - operation->moved_s_);
+    }
+    // Those that wait for their turn come last: the operation before them can tell which rank is late.
+    for (const auto& operation : active_) {
+      if (!check_deadlines || !operation->seen_ready_ || !Blocked(*operation)) continue;
+      // Only time without progress of any operation counts.
+      CheckDeadline(*operation, now - std::max(moved_s_, operation->moved_s_));
     }
     if (check_deadlines && options_.stall_s > 0) TellStall(now);
   } catch (const std::exception& failure) {

@@ -16,6 +16,8 @@ LOST_A_PEER = ("DeadlineError", "DeadlineExceededError", "PeerError", "Unavailab
 """Errors of a rank that lost another one. Any other error is its own."""
 _BEAT_S = 1.0
 """A rank that lives gives a sign of life within this time, also on a busy host."""
+_FROZEN_S = 2.0
+"""A recorder notes that its rank did not run for this long."""
 _THAWED_S = 3.0
 """The launcher wakes a stopped rank up to end it."""
 _MOST_NAMED = 8
@@ -86,6 +88,11 @@ def first_to_end(flights: Sequence[Flight]) -> Flight | None:
     earliest = min(silent, key=_end_s, default=None)
     if earliest is None or (first is not None and _end_s(earliest) > _end_s(first) - _BEAT_S):
         return first
+    # The launcher wakes a stopped rank up to end it, so its last sign of life may be newer than the others'.
+    if any(
+        one.frozen and _ended_frozen(one) and one.frozen[0] < _end_s(earliest) - _FROZEN_S for one in flights
+    ):
+        return None
     if known_s is None and len(silent) == len(flights):
         return earliest if max(map(_end_s, silent)) - _end_s(earliest) > _BEAT_S else None
     return earliest if known_s is None or _end_s(earliest) <= known_s + _BEAT_S else first

@@ -79,6 +79,16 @@ TOLD = {"signal": 15}
             id="stopped, and woken up by the launcher",
         ),
         pytest.param(
+            [
+                flight(0, 9.1, "DeadlineError: x"),
+                flight(1, None, heard_s=9.2, frozen=(5.0, 9.2)),
+                flight(2, None, heard_s=8.9),
+            ],
+            None,
+            "Rank 1 on h0 (pid 101) did not run from",
+            id="stopped, woken up, and killed with another one",
+        ),
+        pytest.param(
             [flight(0, 9.1, "DeadlineError: x"), flight(1, 9.2, **TOLD, **COMPUTES), flight(2, 9.1, **TOLD)],
             None,
             "Rank 1 lived, but did not come to what the others waited for",
