@@ -27,7 +27,6 @@ from bench.rounds.timed_steps import counted, deviation, mean_noise, slowest_ran
 from bench.systems import SYSTEMS
 
 STALE = "hvpipe-stale"
-COMMUNICATION_BOUND_BITS_PER_S = 1e9  # links up to this rate count as limited by communication
 
 LinksRate = Literal["set", "measured", ""]
 
@@ -46,7 +45,8 @@ class CaseFigures:
     cpu_share: float  # cores, mean of the ranks
     peak_bytes: int
     sent_bytes: int
-    rounds: int
+    rounds_step_s: Mapping[int, float]  # the median step of each round, by its number
+    rounds_wall_s: Mapping[int, float]  # the same of wall_s
     asynchronous: bool = False
     alone_s: float | None = None  # computing alone in the same group; a drained mean if this step is one
     links_s: float | None = None  # the gradients' time on the slowest link
@@ -59,6 +59,21 @@ class CaseFigures:
     def parts_s(self) -> Mapping[str, float]:
         """The parts of a step."""
         return self.parts.seconds
+
+    @property
+    def rounds(self) -> int:
+        """The number of rounds with figures."""
+        return len(self.rounds_step_s)
+
+    @property
+    def cpu_s(self) -> float:
+        """The seconds of CPU time that a step takes of a rank, in the mean."""
+        return self.cpu_share * self.wall_s
+
+    @property
+    def against_one_host(self) -> float | None:
+        """The throughput of all ranks over that of one rank that computes alone on its host."""
+        return None if self.efficiency is None else self.efficiency * self.case.ranks
 
     @property
     def efficiency(self) -> float | None:
@@ -133,15 +148,10 @@ def fastest(members: Iterable[CaseFigures]) -> CaseFigures | None:
     return min(exact, key=lambda row: row.step_s, default=None)
 
 
-def limited_by_links(outcome: EvaluationOutcome, rows: Iterable[CaseFigures]) -> list[CaseFigures]:
-    """Return the rows on clusters whose slowest link has at most 1 Gb/s."""
-    return [row for row in rows if is_limited(outcome, row.case)]
-
-
-def is_limited(outcome: EvaluationOutcome, case: Case) -> bool:
-    """Return whether the slowest link of a case's cluster has at most 1 Gb/s."""
-    rate = outcome.setting.cluster(case.cluster).slowest_bits_per_s or 0.0
-    return 0 < rate <= COMMUNICATION_BOUND_BITS_PER_S
+def pays(members: Iterable[CaseFigures]) -> bool | None:
+    """Return whether an exact system of a group is faster than one host alone; None if that is unknown."""
+    best = fastest(members)
+    return None if best is None or best.against_one_host is None else best.against_one_host > 1
 
 
 def by_group(rows: Iterable[CaseFigures]) -> dict[str, list[CaseFigures]]:
@@ -177,7 +187,8 @@ def _case_figures(rounds: list[Round], parts: Parts) -> CaseFigures:
     ]
     steps = [step for each in steps_by_round for step in each]
     ranks = [rank for each in rounds for rank in each.ranks]
-    wall_s = median([max(rank.wall_s for rank in each.ranks) for each in rounds])
+    rounds_wall_s = {each.number: max(rank.wall_s for rank in each.ranks) for each in rounds}
+    wall_s = median(list(rounds_wall_s.values()))
     step_s = wall_s if asynchronous else median(steps)
     return CaseFigures(
         case,
@@ -190,7 +201,8 @@ def _case_figures(rounds: list[Round], parts: Parts) -> CaseFigures:
         statistics.fmean(rank.cpu_share for rank in ranks),
         max(rank.peak_bytes for rank in ranks),
         max(rank.sent_bytes for rank in ranks),
-        len(rounds),
+        {each.number: median(steps) for each, steps in zip(rounds, steps_by_round, strict=True)},
+        rounds_wall_s,
         asynchronous,
         parts=parts,
         usage=usage_of(rounds),

@@ -61,6 +61,7 @@ def _as_json(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
         {
             "key": row.case.key,
             "step_s": row.step_s,
+            "cpu_s": row.cpu_s,
             "noise": row.noise,
             "samples_per_s": row.samples_per_s,
             "efficiency": row.efficiency,
@@ -76,7 +77,7 @@ def _as_json(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
             "baseline": each.baseline,
             "speedup": each.speedup,
             "reduction": each.reduction,
-            "noise": each.noise,
+            "interval": each.interval,
         }
         for title, found in comparisons(outcome, rows).items()
         for each in found

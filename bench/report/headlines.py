@@ -12,8 +12,7 @@ from bench.report.figures import (
     CaseFigures,
     by_group,
     failed_cases,
-    is_limited,
-    limited_by_links,
+    pays,
     tensorflow_versions,
 )
 from bench.report.speedups import (
@@ -30,6 +29,12 @@ from bench.report.unfinished import unfinished
 from bench.rounds.record import Case
 
 OURS = "hvpipe-step"
+_WHERE = {
+    True: ", where a cluster is faster than one host",
+    False: ", where one host alone is faster",
+    None: "",
+}
+"""The three kinds of cases: see `pays`."""
 _AGAINST = (
     (BEST_NATIVE, NATIVE),
     ("best native TensorFlow that trains the same", SYNCHRONOUS_NATIVE),
@@ -49,26 +54,24 @@ class Headline:
 
 
 def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headline]:
-    """Return the results that have figures."""
+    """Return the results that have figures: first of the cases in which a cluster is worth having."""
     failed = failed_cases(outcome)
-    limited = limited_by_links(outcome, rows)
-    where = "on links up to 1 Gb/s" if limited else "on links that are faster or have no set rate"
-    cases = dict.fromkeys(each.case for each in outcome.rounds if not each.skipped)
-    tried = [case for case in cases if not case.task.epochs and (not limited or is_limited(outcome, case))]
+    worth: dict[bool | None, list[CaseFigures]] = {True: [], False: [], None: []}
+    for members in by_group(rows).values():
+        worth[pays(members)] += members
     found = []
     for title, baselines in _AGAINST:
-        compared = compare_in_groups(limited or rows, OURS, baselines, failed)
-        mean = means(compared)
-        left_out = [case for case in _compared(tried, baselines) if case.key in failed]
-        if mean is not None:
-            groups = {each.group for each in compared}
-            others = [
-                each for each in compare_in_groups(rows, OURS, baselines, failed) if each.group not in groups
-            ]
-            said = (_beyond(others), _ran_in(compared, rows, baselines), _failures(left_out))
-            found.append(_against(title, mean, where, [each for each in said if each]))
-        elif any(case.system == OURS for case in left_out):
-            found.append(Headline(f"{OURS} against {title}", "failed", _failures(left_out)))
+        for pay, where in _WHERE.items():
+            mean = means(compare_in_groups(worth[pay], OURS, baselines, failed))
+            if mean is not None:
+                said = _ran_in(worth[pay], baselines)
+                found.append(_against(f"{title}{where}", mean, [said] if said else []))
+        cases = dict.fromkeys(
+            each.case for each in outcome.rounds if not each.skipped and not each.case.task.epochs
+        )
+        left_out = [case for case in _compared(list(cases), baselines) if case.key in failed]
+        if left_out:
+            found.append(Headline(f"{OURS} against {title}, failures", "failed", _failures(left_out)))
     ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
     ratios = [row.over_bound for row in ours if row.over_bound is not None and row.case.key not in failed]
     if ratios:
@@ -135,29 +138,27 @@ def _failures(left_out: Sequence[Case]) -> str:
     return "; ".join([*said, *([f"not counted, because it failed: {', '.join(others)}"] if others else [])])
 
 
-def _ran_in(compared: Sequence[Comparison], rows: Sequence[CaseFigures], baselines: Sequence[str]) -> str:
+def _ran_in(rows: Sequence[CaseFigures], baselines: Sequence[str]) -> str:
     """Say in how many of the cases each baseline ran, if the best of several counts."""
     if len(baselines) < 2:
         return ""
-    groups = {each.group for each in compared}
+    groups = {row.case.group for row in rows if row.case.system == OURS and not row.case.task.epochs}
     ran = {name: sum(r.case.system == name and r.case.group in groups for r in rows) for name in baselines}
     return "ran: " + ", ".join(f"{name} in {count} of {len(groups)}" for name, count in ran.items())
 
 
-def _beyond(others: Sequence[Comparison]) -> str:
-    """Say what the mean leaves out: cases whose links are faster or have no set rate."""
-    said = ", ".join(f"{each.speedup:.2f}x in {each.group}" for each in others)
-    return f"on other links {said}" if said else ""
-
-
-def _against(title: str, mean: Means, where: str, also: Sequence[str]) -> Headline:
-    slower = f"slower in {', '.join(mean.slower_in)}" if mean.slower_in else "no case below 1x"
-    if mean.single_rounds:
-        also = (f"{mean.single_rounds} of {_cases(mean.groups)} from one round", *also)
+def _against(title: str, mean: Means, also: Sequence[str]) -> Headline:
+    interval = "" if mean.interval is None else f" ({mean.interval[0]:.2f} to {mean.interval[1]:.2f})"
+    counts = {name: mean.verdicts.count(name) for name in ("faster", "tie", "slower", "")}
+    words = ", ".join(f"{count} {name or 'of one round'}" for name, count in counts.items() if count)
+    slower = (
+        f"below 1x in {', '.join(mean.slower_in)}" if mean.slower_in else f"worst {mean.worst.describe()}"
+    )
+    saved = f"{abs(mean.reduction):.0%} {'less' if mean.reduction >= 0 else 'more'} time"
     return Headline(
         f"{OURS} against {title}",
-        f"{mean.speedup:.2f}x, {abs(mean.reduction):.0%} {'less' if mean.reduction >= 0 else 'more'} time",
-        f"{_cases(mean.groups)} {where}; " + "; ".join([f"worst {mean.worst_speedup:.2f}x", slower, *also]),
+        f"{mean.speedup:.2f}x{interval}, {saved}",
+        "; ".join([f"{_cases(mean.groups)}: {words}", slower, *also]),
     )
 
 

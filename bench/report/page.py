@@ -11,7 +11,7 @@ from bench.report.advice import advice
 from bench.report.figures import all_figures
 from bench.report.headlines import cautions, headlines
 from bench.report.markup import around, element
-from bench.report.page_measured import breakdown, case_by_case, steps
+from bench.report.page_measured import breakdown, case_by_case, curve, steps
 from bench.report.page_more import accuracy, gpus, links, not_measured, pipelines, scaling, utilization
 
 _HOW = (
@@ -38,6 +38,7 @@ def page(outcome: EvaluationOutcome) -> str:
     setting = outcome.setting
     rows = all_figures(outcome)
     sections: tuple[tuple[str, Callable[[], str]], ...] = (
+        ("Where a cluster pays", lambda: curve(rows)),
         ("What to change", lambda: around("ul", (element("li", each) for each in advice(outcome, rows)))),
         ("Step time by system", lambda: steps(outcome, rows)),
         ("Case by case", lambda: case_by_case(outcome, rows)),

@@ -7,7 +7,7 @@ from bench.metrics import format_time
 from bench.report.figures import ALONE, CaseFigures, by_group, fastest
 from bench.report.headlines import OURS, comparisons
 from bench.report.markup import around, element, figure, table
-from bench.report.plots import bars, stacked
+from bench.report.plots import bars, lines, stacked
 from bench.report.speedups import BEST_NATIVE, Comparison
 from bench.rounds.record import PARTS
 
@@ -23,6 +23,41 @@ def system_colour(name: str) -> int:
     green.
     """
     return _NAMES.index(name) if name in _NAMES else len(_NAMES)
+
+
+def curve(rows: list[CaseFigures]) -> str:
+    """Plot, for each number of ranks, throughput over the ratio of communication to computing."""
+    plots = []
+    known = [row for row in rows if row.links_s is not None and row.alone_s and not row.case.task.shares]
+    for ranks in sorted({row.case.ranks for row in known}):
+        series: dict[str, tuple[list[float], list[float]]] = {}
+        for row in sorted(known, key=_communication):
+            if row.case.ranks == ranks and row.case.system != ALONE and not row.case.task.epochs:
+                x, y = series.setdefault(row.case.system, ([], []))
+                x.append(_communication(row))
+                y.append(row.against_one_host or 0.0)
+        ratios = [2 ** (number / 4) for number in range(-20, 17)]
+        theory = {
+            "ideal overlap": (ratios, [ranks / max(1.0, ratio) for ratio in ratios]),
+            "no overlap": (ratios, [ranks / (1 + ratio) for ratio in ratios]),
+            "one host": (ratios, [1.0 for _ in ratios]),
+        }
+        colours = {name: system_colour(name) for name in series} | dict.fromkeys(theory, -1)
+        labels = ("communication : computing", "throughput, one host = 1")
+        title = f"{ranks} ranks"
+        drawn = lines(title, {**theory, **series}, colours, labels, float(ranks), points=tuple(series))
+        plots.append(figure(title, drawn))
+    words = (
+        "Communication is the time of the gradients on the slowest link, computing is a step that shares "
+        "nothing. Left of 1, ideal overlap hides all communication. Below the line of one host, a cluster "
+        "does not pay."
+    )
+    return element("p", words) + around("div", plots, "plots") if plots else ""
+
+
+def _communication(row: CaseFigures) -> float:
+    """Return communication over computing; where links have no limit, at the plot's left end."""
+    return max((row.links_s or 0.0) / (row.alone_s or 1.0), 1 / 32)
 
 
 def steps(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
@@ -53,7 +88,7 @@ def _table(members: list[CaseFigures]) -> str:
     best = fastest(members)
     header = (
         *("system", "step", "spread", "noise", "with drain", "samples/s", "efficiency", "over bound"),
-        *("CPU, cores by rank", "memory", "sent a step"),
+        *("CPU, cores by rank", "CPU a step", "memory", "sent a step"),
     )
     lines = [
         [
@@ -66,6 +101,7 @@ def _table(members: list[CaseFigures]) -> str:
             "" if row.efficiency is None else f"{row.efficiency:.0%}",
             "" if row.over_bound is None else f"{row.over_bound:.2f}",
             " / ".join(f"{cores:.2f}" for cores in row.usage.cores),
+            format_time(row.cpu_s),
             f"{row.peak_bytes / 1e6:.0f} MB",
             f"{row.sent_bytes / 1e6:.1f} MB" if row.sent_bytes else "",
         ]
@@ -86,9 +122,8 @@ def case_by_case(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
         for group in groups
     ]
     words = (
-        f"The speedup of {OURS} with one standard error, and the time that it saves. With one round the "
-        "error is that of its steps alone; fresh processes differ by some 5 % more. "
-        "Groups in which one of the two failed are left out."
+        f"The speedup of {OURS} with its 95 % interval over rounds, and the time that it saves. A tie is an "
+        "interval that holds 1x. Groups in which one of the two failed are left out."
     )
     return element("p", words) + table(["case", *(f"against {title}" for title in against)], lines)
 
@@ -96,7 +131,8 @@ def case_by_case(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> str:
 def _saved(compared: Comparison | None, named: bool) -> str:
     if compared is None:
         return ""
-    text = f"{compared.speedup:.2f}x \u00b1 {compared.noise:.0%}, {compared.reduction:.0%} less"
+    tie = ", a tie" if compared.verdict == "tie" else ""
+    text = f"{compared.describe()}, {compared.reduction:.0%} less{tie}"
     return f"{text} ({compared.baseline})" if named else text
 
 

@@ -18,6 +18,7 @@ _GRID = "#010204"
 _PAPER = "#010205"  # behind the page
 _SERIES = [f"#0102{number:02x}" for number in range(16, 40)]
 _WIDTH_IN = 4.6
+_MARKERS = "osD^vPX*"
 _FEW = 12  # series of few points get markers
 PART_COLOURS = 12  # index of the first colour for parts of a step; earlier ones are for systems
 
@@ -79,18 +80,31 @@ def lines(
     colours: Mapping[str, int],
     labels: tuple[str, str],
     top: float | None = None,
+    points: Sequence[str] = (),
 ) -> str:
-    """Return a line for each series over x. `labels` are of the axes; y ends at `top` or above."""
+    """Return a line for each series over x. `labels` are of the axes; y ends at `top` or above.
+
+    The series named in `points` are drawn as points, and x is then logarithmic. A colour of -1 is the ink.
+    """
     with _axes(3.0 + 0.22 * -(-len(series) // 2), title) as (axes, finish):
         for number, (name, (x, y)) in enumerate(series.items()):
             style = ("-", "--", "-.", ":")[number % 4]
             marker = "o" if len(x) <= _FEW else ""
-            options = {"color": colour(colours[name]), "linewidth": 1.6, "markersize": 3}
-            axes.plot(x, y, linestyle=style, marker=marker, label=name, **options)
+            options = {"color": INK if colours[name] < 0 else colour(colours[name]), "linewidth": 1.6}
+            if name in points:
+                style, marker = "", _MARKERS[number % len(_MARKERS)]
+            axes.plot(
+                x, y, linestyle=style, marker=marker, markersize=5 if points else 3, label=name, **options
+            )
         axes.set_xlabel(labels[0])
         axes.set_ylabel(labels[1])
         if top is not None:
             axes.set_ylim(bottom=0, top=max(top, axes.get_ylim()[1]))
+        if points:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(
+                lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}"
+            )
         places = sorted({value for x, _ in series.values() for value in x})
         if len(places) <= _FEW and all(place.is_integer() for place in places):
             axes.set_xticks(places)

@@ -1,4 +1,9 @@
-"""Speedups of one system over others: in each group, and their means."""
+"""Speedups of one system over others: in each group with an interval over its rounds, and their means.
+
+Systems of a group take turns, so rounds of the same number ran one after the other, on a machine in the same
+state. Their ratio is one sample. Intervals are Student's, of the logarithms of these ratios, at 95 %. With
+five rounds a bootstrap would be too narrow.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,8 @@ import math
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+
+from scipy import stats
 
 from bench.metrics import geometric_mean
 from bench.report.figures import CaseFigures, by_group
@@ -17,36 +24,60 @@ BEST_NATIVE = "best native TensorFlow"
 SYNCHRONOUS_NATIVE = tuple(name for name in NATIVE if not SYSTEMS[name].asynchronous)
 
 
+_CONFIDENCE = 0.95
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """A system against another in one group."""
+    """A system against another in one group. `ratios` are those of the rounds that both ran."""
 
     group: str
     system: str
     baseline: str  # the system compared with
     speedup: float
-    noise: float  # of the speedup, relative; one standard error
-    rounds: int = 1  # of the system that has fewer
+    ratios: tuple[float, ...] = ()
 
     @property
     def reduction(self) -> float:
         """The share of the baseline's time that is saved."""
         return 1 - 1 / self.speedup
 
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the speedup; None of fewer than two rounds."""
+        return _interval([self]) if len(self.ratios) > 1 else None
+
+    @property
+    def verdict(self) -> str:
+        """Whether the interval leaves 1x out: "faster", "slower" or "tie"; "" of fewer than two rounds."""
+        if self.interval is None:
+            return ""
+        low, high = self.interval
+        return "faster" if low > 1 else "slower" if high < 1 else "tie"
+
+    def describe(self) -> str:
+        """Return the speedup with its interval, in words."""
+        if self.interval is None:
+            return f"{self.speedup:.2f}x, one round"
+        low, high = self.interval
+        return f"{self.speedup:.2f}x ({low:.2f} to {high:.2f})"
+
 
 @dataclass(frozen=True)
 class Means:
     """Both averages over groups. The mean reduction is arithmetic, the mean speedup geometric.
 
-    26.5 % less time is 1.36x, so the two means say different things.
+    26.5 % less time is 1.36x, so the two means say different things. The interval is that of the measurement.
+    It does not say how other cases would come out.
     """
 
     groups: int
     reduction: float
     speedup: float
-    worst_speedup: float
-    slower_in: tuple[str, ...] = ()  # with the speedup and its noise
-    single_rounds: int = 0  # groups whose comparison rests on one round
+    interval: tuple[float, float] | None  # of the speedup; None if a comparison rests on one round
+    worst: Comparison
+    verdicts: tuple[str, ...]  # of each group
+    slower_in: tuple[str, ...] = ()  # groups in which the speedup is below 1, with it and its interval
 
 
 def compare_in_groups(
@@ -65,9 +96,7 @@ def compare_in_groups(
         others = [row for row in members if row.case.system in baselines]
         if mine is not None and others:
             best = min(others, key=lambda row: _speedup(mine, row))
-            noise = math.hypot(mine.noise, best.noise)
-            rounds = min(mine.rounds, best.rounds)
-            found.append(Comparison(group, system, best.case.system, _speedup(mine, best), noise, rounds))
+            found.append(_compared(mine, best))
     return found
 
 
@@ -79,13 +108,10 @@ def means(comparisons: Sequence[Comparison]) -> Means | None:
         len(comparisons),
         statistics.fmean(each.reduction for each in comparisons),
         geometric_mean([each.speedup for each in comparisons]),
-        min(each.speedup for each in comparisons),
-        tuple(
-            f"{each.group} ({each.speedup:.2f}x +- {each.noise:.0%})"
-            for each in comparisons
-            if each.speedup < 1
-        ),
-        sum(each.rounds == 1 for each in comparisons),
+        _interval(comparisons) if all(len(each.ratios) > 1 for each in comparisons) else None,
+        min(comparisons, key=lambda each: each.speedup),
+        tuple(each.verdict for each in comparisons),
+        tuple(f"{each.group} ({each.describe()})" for each in comparisons if each.speedup < 1),
     )
 
 
@@ -101,12 +127,8 @@ def shares_gain(rows: Iterable[CaseFigures]) -> list[Comparison]:
             continue
         for other in known:
             if _same_but_shares(row.case, other.case):
-                noise = math.hypot(row.noise, other.noise)
                 ratio = row.samples_per_s / other.samples_per_s
-                rounds = min(row.rounds, other.rounds)
-                found.append(
-                    Comparison(row.case.group, row.case.system, "equal shares", ratio, noise, rounds)
-                )
+                found.append(Comparison(row.case.group, row.case.system, "equal shares", ratio))
     return found
 
 
@@ -114,6 +136,26 @@ def _speedup(mine: CaseFigures, other: CaseFigures) -> float:
     if mine.asynchronous or other.asynchronous:
         return other.wall_s / mine.wall_s
     return other.step_s / mine.step_s
+
+
+def _compared(mine: CaseFigures, other: CaseFigures) -> Comparison:
+    drained = mine.asynchronous or other.asynchronous
+    ours, theirs = (row.rounds_wall_s if drained else row.rounds_step_s for row in (mine, other))
+    ratios = tuple(theirs[number] / ours[number] for number in sorted(set(ours) & set(theirs)))
+    speedup = geometric_mean(ratios) if ratios else _speedup(mine, other)
+    return Comparison(mine.case.group, mine.case.system, other.case.system, speedup, ratios)
+
+
+def _interval(comparisons: Sequence[Comparison]) -> tuple[float, float]:
+    """Return the interval of the geometric mean of speedups, each of two rounds or more (Welch's t)."""
+    logs = [[math.log(ratio) for ratio in each.ratios] for each in comparisons]
+    squares = [statistics.variance(each) / len(each) / len(logs) ** 2 for each in logs]
+    middle, error = statistics.fmean(map(statistics.fmean, logs)), math.sqrt(sum(squares))
+    if error == 0:
+        return math.exp(middle), math.exp(middle)
+    parts = sum(square**2 / (len(each) - 1) for square, each in zip(squares, logs, strict=True))
+    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, error**4 / parts)) * error
+    return math.exp(middle - half), math.exp(middle + half)
 
 
 def _same_but_shares(shared: Case, equal: Case) -> bool:

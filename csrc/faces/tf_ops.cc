@@ -72,7 +72,7 @@ void RunOnTensorFlow(tf::OpKernelContext* context, std::function<void()> work) {
 
 REGISTER_OP("HvpipeBeginStep")
     .Input("samples: double")
-    .Input("step: int64")
+    .Input("announced: int64")
     .Input("reduces: bool")
     .Attr("plan: int")
     .Output("scale: double")
@@ -84,13 +84,15 @@ class BeginStepOp : public tf::AsyncOpKernel {
     OP_REQUIRES_OK(construction, construction->GetAttr("plan", &plan_));
   }
 
+  bool IsExpensive() override { return false; }  // as SubmitOp
+
   void ComputeAsync(tf::OpKernelContext* context, DoneCallback done) override {
     const auto ending = Ending::Of(context, std::move(done));
     if (ending->taken()) return;
     try {
       const auto engine = EngineOrThrow();
       const double samples = context->input(0).scalar<double>()();
-      const std::int64_t step = context->input(1).scalar<std::int64_t>()();
+      const std::int64_t step = context->input(1).scalar<std::int64_t>()() + 1;
       const bool reduces = context->input(2).scalar<bool>()();
       if (engine->log().enabled()) engine->log().Add("mark", "step", Now(), Now());
       engine->buckets().BeginStep(
@@ -135,6 +137,10 @@ class SubmitOp : public tf::OpKernel {
     OP_REQUIRES_OK(construction, construction->GetAttr("plan", &plan_));
     OP_REQUIRES_OK(construction, construction->GetAttr("bucket", &bucket_));
   }
+
+  // TensorFlow then runs it at once, on the thread that has computed the bucket's last gradient. An expensive
+  // operation would wait behind those with which backward goes on.
+  bool IsExpensive() override { return false; }
 
   void Compute(tf::OpKernelContext* context) override {
     try {

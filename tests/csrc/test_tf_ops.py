@@ -21,7 +21,7 @@ plan = current().engine.add_plan("model", plan_buckets(gradients, 4000))
 ones, ops = tf.ones(1000), library()
 named = dict(call="c", process_set=0)
 calls = {
-    "begin": lambda: ops.hvpipe_begin_step(samples=1.0, step=1, reduces=True, plan=plan),
+    "begin": lambda: ops.hvpipe_begin_step(samples=1.0, announced=1, reduces=True, plan=plan),
     "submit": lambda: ops.hvpipe_submit(scale=1.0, tensors=[ones], plan=plan, bucket=0),
     "collect": lambda: ops.hvpipe_collect(token=1, plan=plan, bucket=0, shapes=[[1000]], T=tf.float32, N=1),
     "unpack": lambda: ops.hvpipe_collect(token=1, plan=plan, bucket=1, shapes=[[1000]], T=tf.float32, N=1),

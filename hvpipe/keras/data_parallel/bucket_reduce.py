@@ -13,6 +13,7 @@ from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.compat import layers_in
+from hvpipe.keras.data_parallel.backward_order import order_backward
 from hvpipe.keras.gpu import on_the_host, reduces_on_gpu
 from hvpipe.keras.ops import library
 from hvpipe.keras.variables import identity, name_of
@@ -125,13 +126,19 @@ class BucketReducer:
             )
         self._session.announcements += 1
         with tf.control_dependencies([*_take_collected(), samples]), on_the_host():
-            step = tf.convert_to_tensor(self.step.assign_add(1))
+            # TensorFlow reads a variable at once. A sum it would queue behind the forward.
+            announced = self.step.read_value()
+            self.step.assign_add(1)
             return library().hvpipe_begin_step(
                 samples=tf.cast(samples, tf.float64),
-                step=step,
+                announced=announced,
                 reduces=tf.convert_to_tensor(reduces),
                 plan=self._plan_id,
             )
+
+    def order(self, gradients: Sequence[Any]) -> None:
+        """Let backward finish a bucket before it goes on. `gradients` are as those of `submit`."""
+        order_backward([[gradients[place] for place in bucket.members] for bucket in self.plan.buckets])
 
     def submit(
         self, share: Any, gradients: Sequence[Any], after: Callable[[int], Sequence[Any]] | None = None

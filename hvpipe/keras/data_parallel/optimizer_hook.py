@@ -120,12 +120,12 @@ class OptimizerHook:
 
     def begin(self, samples: Any, data: Any) -> Any:
         """Start a step with a batch of `samples` (scalar tensor) on this rank; return its data."""
-        self._samples = samples
+        self._samples = samples = tf.cast(samples, tf.float64)
         self._in_step, self.applied = True, False
         self._graph = tf.compat.v1.get_default_graph()
         self._update = None
         self._overlap.begin(self._buckets, samples)
-        return self._marks.step_begins(data)
+        return self._marks.step_begins(data, after=samples)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Stand in for `optimizer.apply`: reduce, and update when the overlap mode says so."""

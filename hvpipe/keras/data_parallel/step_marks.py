@@ -23,14 +23,21 @@ class StepMarks:
             with tf.init_scope():
                 self._kept = tf.Variable(0.0, dtype=tf.float32, trainable=False, name="hvpipe_marks")
 
-    def step_begins(self, data: Any) -> Any:
-        """Return the batch; its first tensor passes through a mark."""
+    def step_begins(self, data: Any, after: Any) -> Any:
+        """Return the batch. Its first tensor is there once `after` is, and passes through a mark.
+
+        On one thread, TensorFlow runs what became ready last. It would count samples after the forward, and
+        all ranks would wait for the announcement of the step.
+        """
         leaves = tf.nest.flatten(data)
         first = next((place for place, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)), None)
-        if not self.traced or first is None:
+        if first is None:
             return data
-        with on_the_host():
-            leaves[first] = ops.mark(leaves[first], "begin")
+        with tf.control_dependencies([after]):
+            leaves[first] = tf.identity(leaves[first])
+        if self.traced:
+            with on_the_host():
+                leaves[first] = ops.mark(leaves[first], "begin")
         return tf.nest.pack_sequence_as(data, leaves)
 
     def forward_ends(self, loss: Any) -> Any:

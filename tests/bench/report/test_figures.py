@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.evaluation.outcome import ClusterFacts
 from bench.hosts.links import LinkFacts
-from bench.report.figures import CaseFigures, all_figures, by_group, fastest, limited_by_links
+from bench.report.figures import CaseFigures, all_figures, by_group, fastest, pays
 from bench.report.speedups import NATIVE, Comparison, compare_in_groups, means, shares_gain
 from bench.report.spreadsheet import to_csv
 from bench.rounds.record import PARTS, RankRound, Round, Task
@@ -169,16 +168,16 @@ def test_a_known_input_time_alone_says_nothing_about_computing() -> None:
 
 def test_means_are_as_defined() -> None:
     # 1.36x is 26.5 % less time; 1.5x would be 33 % less.
-    assert Comparison("g", "a", "b", 1 / (1 - 0.265), 0.0).reduction == pytest.approx(0.265)
+    assert Comparison("g", "a", "b", 1 / (1 - 0.265)).reduction == pytest.approx(0.265)
     assert pytest.approx(1.36, abs=0.001) == 1 / (1 - 0.265)
-    found = means([Comparison("g", "a", "b", 1.0, 0.0), Comparison("h", "a", "b", 4.0, 0.0)])
+    found = means([Comparison("g", "a", "b", 1.0), Comparison("h", "a", "b", 4.0)])
     assert found is not None
     assert found.reduction == pytest.approx(0.375)  # of 0 and 0.75
     assert found.speedup == pytest.approx(2.0)  # sqrt(1 x 4)
-    assert (found.groups, found.worst_speedup, found.slower_in) == (2, 1.0, ())
-    lost = means([Comparison("g", "a", "b", 0.96, 0.05), Comparison("h", "a", "b", 0.5, 0.05)])
+    assert (found.groups, found.worst.speedup, found.slower_in) == (2, 1.0, ())
+    lost = means([Comparison("g", "a", "b", 0.96), Comparison("h", "a", "b", 0.5)])
     assert lost is not None
-    assert lost.slower_in == ("g (0.96x +- 5%)", "h (0.50x +- 5%)")
+    assert lost.slower_in == ("g (0.96x, one round)", "h (0.50x, one round)")
     assert means([]) is None
 
 
@@ -239,15 +238,37 @@ def test_trainings_by_epochs_are_not_compared_by_their_steps() -> None:
     assert compare_in_groups(all_figures(outcome(*rounds)), "hvpipe-step", ("tf-ps",)) == []
 
 
-def test_only_limited_links_count_as_limited() -> None:
-    clusters = (
-        CLUSTER,
-        ClusterFacts("2x10gbit", "", 2, 1e10),
-        ClusterFacts("2xunlimited", "", 2, None),
+def test_a_cluster_pays_if_an_exact_system_beats_one_host() -> None:
+    def members(single: float, ours: float) -> list[CaseFigures]:
+        steps = (("single", single), ("tf-ps", 0.1), ("hvpipe-step", ours))
+        return all_figures(outcome(*(finished(case(name), s) for name, s in steps)))
+
+    assert pays(members(1.0, 1.9)) is True
+    assert pays(members(1.0, 2.1)) is False
+    assert pays([row for row in members(1.0, 1.9) if row.case.system != "single"]) is True
+    assert pays(all_figures(outcome(finished(case("hvpipe-step"), 1.0)))) is None
+
+
+def test_the_interval_is_students_over_paired_rounds() -> None:
+    mine = [finished(case("hvpipe-step"), s, number=n) for n, s in enumerate((1.0, 2.0, 4.0))]
+    theirs = [finished(case("horovod"), s, number=n) for n, s in enumerate((1.1, 2.42, 4.4, 9.0))]
+    (found,) = compare_in_groups(all_figures(outcome(*mine, *theirs)), "hvpipe-step", ("horovod",))
+    assert found.ratios == pytest.approx((1.1, 1.21, 1.1))
+    assert found.speedup == pytest.approx(1.1 ** (4 / 3))
+    # Logarithms in units of ln 1.1: 1, 2, 1. Their standard error is 1/3; t of 2 degrees is 4.303.
+    assert found.interval == pytest.approx(
+        [1.1 ** (4 / 3 - 4.3027 / 3), 1.1 ** (4 / 3 + 4.3027 / 3)], rel=1e-4
     )
-    rounds = [finished(case("tf-ps", cluster.name), 1.0) for cluster in clusters]
-    found = outcome(*rounds, clusters=clusters)
-    assert [each.case.cluster for each in limited_by_links(found, all_figures(found))] == ["2x1gbit"]
+    assert found.verdict == "tie"
+    single = means([found, Comparison("h", "a", "b", 1.0, (1.0,))])
+    assert single is not None
+    assert single.interval is None
+    # A second case without noise halves the error, and keeps the degrees of freedom.
+    both = means([found, Comparison("h", "a", "b", 1.0, (1.0, 1.0, 1.0))])
+    assert both is not None
+    assert both.interval == pytest.approx(
+        [1.1 ** (2 / 3 - 4.3027 / 6), 1.1 ** (2 / 3 + 4.3027 / 6)], rel=1e-4
+    )
 
 
 def test_proportional_shares_are_compared_with_equal_ones() -> None:
@@ -276,7 +297,7 @@ def test_equal_steps_have_no_noise(step_s: float, rounds: int, steps: int) -> No
 
 @given(st.lists(st.floats(0.05, 20), min_size=1, max_size=10))
 def test_means_lie_between_the_extremes(speedups: list[float]) -> None:
-    found = means([Comparison(str(i), "a", "b", s, 0.0) for i, s in enumerate(speedups)])
+    found = means([Comparison(str(i), "a", "b", s) for i, s in enumerate(speedups)])
     assert found is not None
     assert min(speedups) * 0.999 <= found.speedup <= max(speedups) * 1.001
     assert 1 - 1 / min(speedups) - 1e-9 <= found.reduction <= 1 - 1 / max(speedups) + 1e-9

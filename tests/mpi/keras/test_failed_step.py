@@ -69,9 +69,9 @@ def test_an_announced_step(engine: Engine) -> None:
     on_rank_0_first(
         engine,
         lambda: fail_beside(
-            lambda one: library().hvpipe_begin_step(samples=1.0, step=one, reduces=False, plan=plan)
+            lambda one: library().hvpipe_begin_step(samples=1.0, announced=one, reduces=False, plan=plan)
         ),
-        lambda: engine.core.begin_step(plan, 1, 1.0, False),
+        lambda: engine.core.begin_step(plan, 2, 1.0, False),
     )
     engine.remove_plan(plan)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -11,8 +11,9 @@ import pytest
 import tensorflow as tf
 
 import hvpipe
+from hvpipe.keras.data_parallel import backward_order
 from hvpipe.keras.data_parallel.overlap import OVERLAPS
-from training import CLASSES, FEATURES, compiled, fit, my_batches, parallel
+from training import CLASSES, FEATURES, assert_same_bits, compiled, fit, my_batches, parallel, state_of
 
 
 class Watch:
@@ -94,3 +95,59 @@ def test_gradients_are_sent_during_backward(overlap: str) -> None:
     assert {"HvpipeBeginStep", "HvpipeSubmit", "HvpipeCollect"} <= set(operations)
     # Both come from this test.
     assert [kind for kind in operations if "PyFunc" in kind] == ["PyFuncStateless"] * 2
+
+
+def needs(gradient: Any, other: Any) -> bool:
+    """Return whether the operation of a gradient comes after that of the other."""
+    seen, left = set(), [gradient.op]
+    while left:
+        operation = left.pop()
+        if operation not in seen:
+            seen.add(operation)
+            left += [*(each.op for each in operation.inputs), *operation.control_inputs]
+    return other.op in seen
+
+
+def test_on_one_thread_backward_waits_for_each_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: no bucket was sent before backward had nearly ended."""
+
+    def gradients(threads: int) -> Sequence[Any]:
+        monkeypatch.setattr(backward_order, "threads", lambda: threads)
+        with tf.Graph().as_default():
+            kernels, x = [tf.ones((3, 3)) for _ in range(4)], tf.ones((2, 3))
+            for kernel in kernels:
+                x = tf.nn.relu(x @ kernel)
+            found = tf.gradients(x, kernels)
+            backward_order.order_backward([[each] for each in found])
+        return found[::-1]
+
+    last, third, second, _first = gradients(threads=1)
+    assert needs(third, last)
+    assert needs(second, third)
+    last, third, second, _first = gradients(threads=2)
+    assert not needs(third, last)
+    assert not needs(second, third)
+
+
+def convolutions() -> keras.Model:
+    """Build what TensorFlow merges in backward: kernels with biases, batch norms with activations."""
+    x = inputs = keras.Input((FEATURES,))
+    x = keras.layers.Reshape((FEATURES, 1, 1))(x)
+    for _ in range(3):
+        y = keras.layers.Conv2D(4, (3, 1), padding="same")(x)
+        y = keras.layers.Activation("relu")(keras.layers.BatchNormalization()(y))
+        x = keras.layers.Add()([x, y])
+    return keras.Model(inputs, keras.layers.Dense(CLASSES)(keras.layers.Flatten()(x)))
+
+
+@pytest.mark.older_tensorflow
+def test_that_order_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with a kernel and its bias in two buckets, the graph had a cycle once they were merged."""
+    states = []
+    for overlap, threads in (("none", 2), ("backward", 1), ("step", 1)):
+        monkeypatch.setattr(backward_order, "threads", lambda threads=threads: threads)
+        model = parallel(compiled(convolutions), overlap, bucket_bytes=100)
+        fit(model, my_batches(4))
+        states.append(state_of(model))
+    for state in states[1:]:
+        assert_same_bits(states[0], state)
