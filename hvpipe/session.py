@@ -55,6 +55,9 @@ __all__ = [
 _SHUTDOWN_S = 3600.0
 """A rank waits so long in `shutdown` for the others, unless HVPIPE_SHUTDOWN_TIMEOUT is set."""
 
+_LEARNS_OF_LOSS_S = 2.0
+"""The error of a call may come so long before the watch tells of lost ranks."""
+
 _SHOWN_STEPS = 20
 """`hvpipe top` shows the median time of this many steps."""
 
@@ -140,6 +143,13 @@ class Session:
         self.engine.core = None
         self.world.close()
 
+    def has_lost_ranks(self) -> bool:
+        """Tell whether an error came from the loss of ranks, which this rank may learn of a moment later."""
+        deadline_s = time.monotonic() + _LEARNS_OF_LOSS_S
+        while self.lost is None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return self.lost is not None
+
     def go_on_without_lost(self) -> Resize:
         """Replace the ranks by those that are left, and the engine by one between them; collective over them.
 
@@ -189,8 +199,8 @@ class Session:
         which = "a rank" if not ranks else f"rank {', '.join(map(str, ranks))}"
         self.lost = f"{which} of {self.world.size} was lost"
         self.engine.lose_ranks(
-            f"Training should go on without ranks that are lost, which only fit with data_parallel can. "
-            f"Received: {self.lost}"
+            "Training should go on without ranks that are lost, which only fit can, with data_parallel, or "
+            f"with pipeline_parallel and hk.Checkpoint. Received: {self.lost}"
         )
 
     def leave_to_parent(self) -> None:

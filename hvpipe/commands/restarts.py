@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hvpipe.blackbox import story
+from hvpipe.comm.last_words import Loss, read_loss
 from hvpipe.commands import join
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, STOPPED, Grace, Outcome, supervise_job
 from hvpipe.errors import HvpipeError, LaunchError
@@ -45,7 +46,7 @@ class Restarting:
     def __init__(self, options: argparse.Namespace, places: join.Places) -> None:
         self.places = places
         self.joined = False
-        """Whether the job has stopped because `hvpipe join` asked for other `places`."""
+        """Whether the job goes on with other `places`: `hvpipe join` asked, or a pipeline lost ranks."""
         if options.restarts < 0:
             raise LaunchError(f"--restarts should be at least 0. Received: {options.restarts}")
         if not (math.isfinite(options.grace) and options.grace >= 0):
@@ -67,7 +68,12 @@ class Restarting:
                 why_not = self._why_not_again(outcome, Path(folder), failed_before, left)
                 checkpoint = completed(Path(folder))
                 wanted = join.wanted(Path(folder))
-            if wanted is not None and outcome.code == STOPPED and not outcome.asked:
+                loss = read_loss(Path(folder))
+            if outcome.code == STOPPED and not outcome.asked and (wanted or loss):
+                if loss is not None:
+                    wanted = wanted or self.places.without(loss.ranks)
+                    _tell_loss(loss, checkpoint)
+                assert wanted is not None
                 self.places, self.joined = wanted, True
             if why_not is not None:
                 if why_not and self._restarts:
@@ -107,6 +113,19 @@ class Restarting:
             return
         more = f" More: hvpipe blackbox {kept}" if kept else ""
         print(f"hvpipe run: {story.verdict(flights)}{more}", file=sys.stderr, flush=True)
+
+
+def _tell_loss(loss: Loss, checkpoint: str | None) -> None:
+    """Say what a pipeline has lost. The name of a checkpoint begins with its step."""
+    saved = int(Path(checkpoint).name.partition("-")[0]) if checkpoint else 0
+    print(
+        f"hvpipe run: rank {', '.join(map(str, loss.ranks))} was lost in step {loss.step}. The pipeline "
+        f"starts again from {checkpoint or 'the checkpoint that it finds'}, and trains "
+        + (f"{loss.step - 1 - saved} finished steps" if checkpoint else "the steps since then")
+        + " again.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def completed(folder: Path) -> str | None:

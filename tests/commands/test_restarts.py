@@ -21,10 +21,11 @@ folder, counter = Path(os.environ["HVPIPE_JOB_FOLDER"]), Path(sys.argv[1])
 start = int(counter.read_text()) if counter.exists() else 0
 counter.write_text(str(start + 1))
 what = sys.argv[2].split(",")[start]
-if "c" in what: (folder / "checkpoint").write_text(f"run/{start}")
+if "c" in what: (folder / "checkpoint").write_text(f"run/{start}" if "l" not in what else "run/0000000020-ab")
 if "e" in what: (folder / "error-1").write_text("ValueError on rank 1: a bug")
+if "l" in what: (folder / "lost.json").write_text('{"ranks": [1], "step": 24}')
 if "p" in what: (folder / "error-0").write_text("PeerError on rank 0: rank 1 is gone")
-sys.exit(int(what.strip("cep")))
+sys.exit(int(what.strip("cepl")))
 """
 
 
@@ -56,6 +57,23 @@ def test_when_a_job_starts_again(
     told = capfd.readouterr().err
     assert says in told
     assert bool(told) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("starts", "says"),
+    [
+        ("75l", "starts again from the checkpoint that it finds, and trains the steps since then again"),
+        ("75lc", "starts again from run/0000000020-ab, and trains 3 finished steps again"),
+    ],
+)
+def test_a_pipeline_lost_a_rank(
+    starts: str, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = Restarting(argparse.Namespace(restarts=0, grace=1.0), Places(3))
+    assert job([sys.executable, "-c", PROGRAM, str(tmp_path / "count"), starts], os.environ) == 75
+    assert job.joined
+    assert job.places == Places(2)
+    assert f"rank 1 was lost in step 24. The pipeline {says}" in capfd.readouterr().err
 
 
 def test_without_restarts_nothing_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
