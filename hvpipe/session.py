@@ -19,6 +19,7 @@ from hvpipe.comm.last_words import (
     flight_path,
     flight_path_without_lost,
     keep_record,
+    tell_joined,
     tell_recorder,
 )
 from hvpipe.comm.native import import_native
@@ -113,6 +114,7 @@ class Session:
         if settings.elastic:
             self._watch()
         self._start_sampler()
+        tell_joined(settings.job_folder)
 
     def close(self) -> None:
         """Write the trace and the summary, finish pending communication, free everything. Collective."""
@@ -142,6 +144,7 @@ class Session:
         end_record(self.settings.flight_path)
         self.engine.core = None
         self.world.close()
+        tell_joined(self.settings.job_folder, ended=True)
 
     def has_lost_ranks(self) -> bool:
         """Tell whether an error came from the loss of ranks, which this rank may learn of a moment later."""
@@ -369,6 +372,7 @@ def shutdown() -> None:
     except Exception as error:
         if session.lost is not None and session.settings.elastic:
             logger.warning("hvpipe: %s in shutdown", session.lost)  # its work was done
+            tell_joined(session.settings.job_folder, ended=True)
             return
         if session.world.size == 1:
             raise

@@ -97,6 +97,18 @@ def tell_recorder(why: str) -> None:
         _core.end(why)
 
 
+def tell_joined(folder: Path | None, ended: bool = False) -> None:
+    """Tell `hvpipe run` that a rank has joined the others, or has ended properly."""
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            (folder / ("ended" if ended else "joined")).touch()
+
+
+def none_ended(folder: Path) -> bool:
+    """Tell whether ranks of this host have joined, and none of them has ended properly."""
+    return (folder / "joined").exists() and not (folder / "ended").exists()
+
+
 @dataclass(frozen=True)
 class Loss:
     """The ranks that a job has lost, and the step that it was in: 0 before the first one."""

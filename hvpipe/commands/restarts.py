@@ -8,13 +8,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hvpipe.blackbox import story
-from hvpipe.comm.last_words import Loss, read_loss
+from hvpipe.comm.last_words import Loss, none_ended, read_loss
 from hvpipe.commands import join
 from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, STOPPED, Grace, Outcome, supervise_job
 from hvpipe.errors import HvpipeError, LaunchError
+
+# Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others.
+_NO_END = "hvpipe run: the launcher ended with exit code 0, but no rank here ended properly: a host was lost."
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,6 +67,9 @@ class Restarting:
                 join.register(Path(folder), self.places)
                 begun_s = time.time()
                 outcome = supervise_job(command, environ, Path(folder), self._grace)
+                if outcome.code == 0 and none_ended(Path(folder)):
+                    outcome = replace(outcome, code=1)
+                    print(_NO_END, file=sys.stderr, flush=True)
                 if outcome.code not in (0, STOPPED) and not outcome.asked:
                     self._say_what_happened(Path(folder), begun_s)
                 why_not = self._why_not_again(outcome, Path(folder), failed_before, left)

@@ -23,9 +23,11 @@ counter.write_text(str(start + 1))
 what = sys.argv[2].split(",")[start]
 if "c" in what: (folder / "checkpoint").write_text(f"run/{start}" if "l" not in what else "run/0000000020-ab")
 if "e" in what: (folder / "error-1").write_text("ValueError on rank 1: a bug")
+if "j" in what: (folder / "joined").touch()
+if "d" in what: (folder / "ended").touch()
 if "l" in what: (folder / "lost.json").write_text('{"ranks": [1], "step": 24}')
 if "p" in what: (folder / "error-0").write_text("PeerError on rank 0: rank 1 is gone")
-sys.exit(int(what.strip("cepl")))
+sys.exit(int(what.strip("cepljd")))
 """
 
 
@@ -40,6 +42,8 @@ def run(tmp_path: Path, starts: str, restarts: int = 5) -> tuple[int, int]:
     ("starts", "code", "count", "says"),
     [
         ("0", 0, 1, ""),
+        ("0jd", 0, 1, ""),
+        ("0jc,0jd", 0, 2, "exit code 0, but no rank here ended properly: a host was lost"),
         ("75c", 75, 1, ""),  # asked to stop
         ("1c,137c,0", 0, 3, "Starting it again from run/0"),
         ("1,0", 0, 2, "Starting it again from the checkpoint that it finds"),
