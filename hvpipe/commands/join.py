@@ -65,6 +65,11 @@ class Places:
             first += host.slots
         return Places(self.ranks - len(lost), tuple(hosts))
 
+    def without_hosts(self, names: Sequence[str]) -> Places:
+        """Return the places after these hosts were lost."""
+        hosts = tuple(host for host in self.hosts if host.name not in names)
+        return Places(min(self.ranks, sum(host.slots for host in hosts)), hosts)
+
     def of(self, spec: LaunchSpec) -> LaunchSpec:
         """Return the launch with these ranks and hosts."""
         return replace(spec, ranks=self.ranks, hosts=self.hosts)

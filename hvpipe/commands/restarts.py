@@ -13,8 +13,8 @@ from pathlib import Path
 
 from hvpipe.blackbox import story
 from hvpipe.comm.last_words import Loss, none_ended, read_loss
-from hvpipe.commands import join
-from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, STOPPED, Grace, Outcome, supervise_job
+from hvpipe.commands import join, lost_hosts
+from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, STOPPED, TOO_FEW, Grace, Outcome, supervise_job
 from hvpipe.errors import HvpipeError, LaunchError
 
 # Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others.
@@ -58,6 +58,9 @@ class Restarting:
         self._restarts = options.restarts
         self._flight_folder = getattr(options, "flight_recorder", None)
         self._grace = Grace(checkpoint_s=options.grace)
+        self._elastic = getattr(options, "elastic", False)
+        self._least = getattr(options, "min_np", None) or 1
+        self._agent = getattr(options, "rsh_agent", None)
 
     def __call__(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Run the command until it succeeds, is asked to stop, or fails too often; return its exit code."""
@@ -82,6 +85,8 @@ class Restarting:
                     _tell_loss(loss, checkpoint)
                 assert wanted is not None
                 self.places, self.joined = wanted, True
+            if outcome.code not in (0, STOPPED, TOO_FEW) and not outcome.asked and self._loses_hosts():
+                return outcome.code if self.joined else TOO_FEW
             if why_not is not None:
                 if why_not and self._restarts:
                     print(f"hvpipe run: not started again: {why_not}", file=sys.stderr)
@@ -94,6 +99,26 @@ class Restarting:
                 flush=True,
             )
         raise AssertionError
+
+    def _loses_hosts(self) -> bool:
+        """Tell whether the job fails because hosts are lost; go on without them if enough ranks are left."""
+        gone = lost_hosts.unreachable(self.places.hosts, self._agent) if self._elastic else []
+        if not gone:
+            return False
+        left = self.places.without_hosts(gone)
+        self.joined = left.ranks >= self._least
+        print(
+            f"hvpipe run: {', '.join(gone)} cannot be reached. "
+            + (
+                "The job starts again without it from its newest checkpoint."
+                if self.joined
+                else f"{left.ranks} ranks are left, and --min-np asks for {self._least}."
+            ),
+            file=sys.stderr,
+            flush=True,
+        )
+        self.places = left if self.joined else self.places
+        return True
 
     def _why_not_again(self, outcome: Outcome, folder: Path, failed_before: bool, left: int) -> str | None:
         """Return why a job that has ended is not started again, "" if that is plain; None if it is."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hvpipe.commands.hosts import HostSlots
 from hvpipe.commands.join import Places
 from hvpipe.commands.restarts import Restarting
 from hvpipe.errors import LaunchError
@@ -78,6 +79,22 @@ def test_a_pipeline_lost_a_rank(
     assert job.joined
     assert job.places == Places(2)
     assert f"rank 1 was lost in step 24. The pipeline {says}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("least", "code", "left"), [(2, 1, 2), (3, 69, 4)])
+def test_a_host_cannot_be_reached(
+    least: int, code: int, left: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The agent reaches only a and c. The host that a job loses may be the only reason of its failure."""
+    agent = tmp_path / "agent"
+    agent.write_text("#!/bin/sh\ntest $1 != b && shift && exec $*\n")
+    agent.chmod(0o755)
+    options = argparse.Namespace(restarts=0, grace=1.0, elastic=True, min_np=least, rsh_agent=str(agent))
+    job = Restarting(options, Places(4, (HostSlots("a", 1), HostSlots("b", 2), HostSlots("c", 1))))
+    assert job([sys.executable, "-c", PROGRAM, str(tmp_path / "count"), "0j"], os.environ) == code
+    assert job.places.ranks == left
+    assert job.joined == (least == 2)
+    assert "hvpipe run: b cannot be reached." in capfd.readouterr().err
 
 
 def test_without_restarts_nothing_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
