@@ -232,6 +232,8 @@ class Session:
         """Return the service for collectives that ranks call by name (csrc/named)."""
         if self._named_calls is None:
             self._named_calls = self.world.make_named_calls(self.settings)
+            if self.engine.core is not None:
+                self._named_calls.watch_with(self.engine.core, self.settings.engine_stall_s)
             import_native().set_default_named_calls(self._named_calls)
         return self._named_calls
 
