@@ -6,7 +6,6 @@ import argparse
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -68,13 +67,13 @@ class Restarting:
         for left in range(self._restarts, -1, -1):
             with tempfile.TemporaryDirectory(prefix=join.PREFIX) as folder:
                 join.register(Path(folder), self.places)
-                begun_s = time.time()
+                earlier = self._records()
                 outcome = supervise_job(command, environ, Path(folder), self._grace)
                 if outcome.code == 0 and none_ended(Path(folder)):
                     outcome = replace(outcome, code=1)
                     print(_NO_END, file=sys.stderr, flush=True)
                 if outcome.code not in (0, STOPPED) and not outcome.asked:
-                    self._say_what_happened(Path(folder), begun_s)
+                    self._say_what_happened(Path(folder), earlier)
                 why_not = self._why_not_again(outcome, Path(folder), failed_before, left)
                 checkpoint = completed(Path(folder))
                 wanted = join.wanted(Path(folder))
@@ -133,14 +132,18 @@ class Restarting:
                 return "no new checkpoint was made between two failures"
         return None
 
-    def _say_what_happened(self, folder: Path, begun_s: float) -> None:
+    def _records(self) -> set[Path]:
+        """Return the folders of the starts in the folder of --flight-recorder."""
+        return set(Path(self._flight_folder).glob("*")) if self._flight_folder else set()
+
+    def _say_what_happened(self, folder: Path, earlier: set[Path]) -> None:
         """Print what the recorders of this host's ranks say, if any of them ended badly."""
         kept = self._flight_folder
+        new = sorted(self._records() - earlier) if kept else [folder / "flight"]
         try:
-            records = story.read_records(Path(kept) if kept else folder / "flight")
+            flights = story.read_records(new[-1]).flights if new else ()
         except HvpipeError:
             return
-        flights = [flight for flight in records.flights if flight.began_s >= begun_s - 1]
         if not flights:
             return
         more = f" More: hvpipe blackbox {kept}" if kept else ""
