@@ -19,6 +19,7 @@ from hvpipe.comm.last_words import (
     flight_path,
     flight_path_without_lost,
     keep_record,
+    tell_joined,
     tell_recorder,
 )
 from hvpipe.comm.native import import_native
@@ -54,6 +55,9 @@ __all__ = [
 
 _SHUTDOWN_S = 3600.0
 """A rank waits so long in `shutdown` for the others, unless HVPIPE_SHUTDOWN_TIMEOUT is set."""
+
+_LEARNS_OF_LOSS_S = 2.0
+"""The error of a call may come so long before the watch tells of lost ranks."""
 
 _SHOWN_STEPS = 20
 """`hvpipe top` shows the median time of this many steps."""
@@ -110,6 +114,7 @@ class Session:
         if settings.elastic:
             self._watch()
         self._start_sampler()
+        tell_joined(settings.job_folder)
 
     def close(self) -> None:
         """Write the trace and the summary, finish pending communication, free everything. Collective."""
@@ -139,6 +144,14 @@ class Session:
         end_record(self.settings.flight_path)
         self.engine.core = None
         self.world.close()
+        tell_joined(self.settings.job_folder, ended=True)
+
+    def has_lost_ranks(self) -> bool:
+        """Tell whether an error came from the loss of ranks, which this rank may learn of a moment later."""
+        deadline_s = time.monotonic() + _LEARNS_OF_LOSS_S
+        while self.lost is None and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return self.lost is not None
 
     def go_on_without_lost(self) -> Resize:
         """Replace the ranks by those that are left, and the engine by one between them; collective over them.
@@ -189,8 +202,8 @@ class Session:
         which = "a rank" if not ranks else f"rank {', '.join(map(str, ranks))}"
         self.lost = f"{which} of {self.world.size} was lost"
         self.engine.lose_ranks(
-            f"Training should go on without ranks that are lost, which only fit with data_parallel can. "
-            f"Received: {self.lost}"
+            "Training should go on without ranks that are lost, which only fit can, with data_parallel, or "
+            f"with pipeline_parallel and hk.Checkpoint. Received: {self.lost}"
         )
 
     def leave_to_parent(self) -> None:
@@ -219,6 +232,8 @@ class Session:
         """Return the service for collectives that ranks call by name (csrc/named)."""
         if self._named_calls is None:
             self._named_calls = self.world.make_named_calls(self.settings)
+            if self.engine.core is not None:
+                self._named_calls.watch_with(self.engine.core, self.settings.engine_stall_s)
             import_native().set_default_named_calls(self._named_calls)
         return self._named_calls
 
@@ -359,6 +374,7 @@ def shutdown() -> None:
     except Exception as error:
         if session.lost is not None and session.settings.elastic:
             logger.warning("hvpipe: %s in shutdown", session.lost)  # its work was done
+            tell_joined(session.settings.job_folder, ended=True)
             return
         if session.world.size == 1:
             raise

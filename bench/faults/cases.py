@@ -6,15 +6,17 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from bench.cluster import network
 from bench.cluster.virtual_cluster import VirtualCluster, equal_hosts
@@ -61,6 +63,7 @@ def cases() -> dict[str, Case]:
     goes_on = "the job goes on, with the weights of a job without a fault"
     root = "" if os.geteuid() == 0 else "needs root"
     group = root or ("" if (_MEMORY / "memory.limit_in_bytes").exists() else "needs the memory cgroup (v1)")
+    no_cc = "" if shutil.which("cc") else "needs a C compiler"
     later = PHASES[:3]  # nobody waits for a rank that is late in the last phases
     return {
         "kill": Case("SIGKILL of a rank", ends, partial(_ends, "kill", "killed", 0.0)),
@@ -69,6 +72,7 @@ def cases() -> dict[str, Case]:
         "crash": Case("SIGSEGV of a rank", ends, partial(_ends, "crash", "SIGSEGV", 0.0)),
         "memory": Case("out of memory (cgroup)", ends, _out_of_memory, missing=group),
         "slow": Case("a rank that is late by 2 s", goes_on, _slow, later),
+        "clock": Case("the clock jumps by an hour, forward or back", goes_on, _clock_jump, missing=no_cc),
         "disk": Case("full disk (tmpfs) under the checkpoints", goes_on, _full_disk, ("checkpoint",), root),
         "blip": Case("a link down for 2 s", goes_on, partial(_link, 2.0), later, root),
         "link": Case("a link down for good", ends, partial(_link, None), later, root),
@@ -101,9 +105,14 @@ class _Ended:
     at_s: float
 
 
-def _run(command: Sequence[str], during: Callable[[subprocess.Popen[str]], None] | None = None) -> _Ended:
+def _run(
+    command: Sequence[str],
+    during: Callable[[subprocess.Popen[str]], None] | None = None,
+    extra: Mapping[str, str] = MappingProxyType({}),
+) -> _Ended:
     environ = {
         **os.environ,
+        **extra,
         "PYTHONPATH": str(Path(__file__).parents[2]),
         **dict.fromkeys(("HVPIPE_TIMEOUT", "HVPIPE_SHUTDOWN_TIMEOUT"), f"{DEADLINE_S:g}"),
     }
@@ -238,6 +247,19 @@ def _slow(phase: str, chance: random.Random) -> Trial:
     where, _ = _place(phase, chance, 4)
     with _folder() as folder:
         return _judge_going_on(_run(_hvpipe_run(4, folder, "--fault", "slow", *where)), folder, 4)
+
+
+def _clock_jump(phase: str, chance: random.Random) -> Trial:
+    """All processes of the job see another time from then on, but not the machine."""
+    where, _ = _place(phase, chance, 4)
+    with _folder() as folder:
+        clock, library = folder / "clock", folder / "clock.so"
+        clock.write_bytes(bytes(8))
+        source = Path(__file__).with_name("clock.c")
+        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(source)], check=True)
+        jump = ("--fault", "clock", "--clock", clock, "--jump", chance.choice((3600, -3600)))
+        extra = {"LD_PRELOAD": str(library), "HVPIPE_FAULT_CLOCK": str(clock)}
+        return _judge_going_on(_run(_hvpipe_run(4, folder, *jump, *where), extra=extra), folder, 4)
 
 
 def _full_disk(phase: str, chance: random.Random) -> Trial:

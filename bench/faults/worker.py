@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import os
 import signal
+import struct
 import sys
 import time
 from pathlib import Path
@@ -49,6 +50,7 @@ class Breaker:
             "raise": self._raise,
             "slow": self._slow,
             "memory": self._memory,
+            "clock": self._jump,
             "mark": lambda: None,  # the harness sees the file `broken`
         }
         does[fault]()
@@ -67,6 +69,13 @@ class Breaker:
 
     def _slow(self) -> None:
         time.sleep(self._options.slow)
+
+    def _jump(self) -> None:
+        with self._options.clock.open("r+b") as clock:
+            clock.write(struct.pack("q", self._options.jump))
+        off_s = time.time() - float((self._options.folder / "broken").read_text())
+        assert abs(off_s - self._options.jump) < 60, "the clock did not jump"
+        time.sleep(0.3)  # while the others wait
 
     def _memory(self) -> None:
         group = Path(self._options.group)
@@ -160,6 +169,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--slow", type=float, default=2.0)
+    parser.add_argument("--clock", type=Path)
+    parser.add_argument("--jump", type=int, default=0)
     parser.add_argument("--group", default="")
     parser.add_argument("--checkpoints", type=Path)
     options = parser.parse_args()

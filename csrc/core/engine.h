@@ -26,7 +26,7 @@ namespace hvpipe {
 //   agreement, route, device                                     how they are served
 //   progress                                                     runs their operations
 //   network                                                      MPI and shared memory, or another library
-class Engine {
+class Engine : public std::enable_shared_from_this<Engine> {
  public:
   // Collective over the ranks that `connect` joins.
   Engine(const Connect& connect, const EngineOptions& options);

@@ -22,6 +22,7 @@ struct Stall {
   std::string waiting;  // for whom or what
   double waited_s = 0;  // without any progress of this rank's communication
   std::uint64_t sequence = 0;
+  std::vector<int> ranks{};  // that take part; empty: all
 };
 
 // Called once when a request has ended, from another thread, without any lock held. Null: success.

@@ -5,6 +5,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -33,14 +34,29 @@ std::string Seconds(double seconds) {
 }
 
 std::string Encode(const Stall& stall) {
-  return std::to_string(stall.waited_s) + kBetween + stall.what + kBetween + stall.waiting;
+  std::string text = std::to_string(stall.waited_s) + kBetween + stall.what + kBetween + stall.waiting;
+  for (const int rank : stall.ranks) text += kBetween + std::to_string(rank);
+  return text;
 }
 
 Stall Decode(const std::string& text) {
-  const std::size_t first = text.find(kBetween), second = text.find(kBetween, first + 1);
-  if (first == std::string::npos || second == std::string::npos) return {text, "", 0};
-  return {text.substr(first + 1, second - first - 1), text.substr(second + 1),
-          std::strtod(text.c_str(), nullptr)};
+  std::istringstream fields(text);
+  std::string waited, rank;
+  Stall stall;
+  std::getline(fields, waited, kBetween);
+  std::getline(fields, stall.what, kBetween);
+  std::getline(fields, stall.waiting, kBetween);
+  stall.waited_s = std::strtod(waited.c_str(), nullptr);
+  while (std::getline(fields, rank, kBetween)) stall.ranks.push_back(std::atoi(rank.c_str()));
+  return stall;
+}
+
+// Whether one of the stalled calls needs this rank.
+bool IsNeeded(int rank, const std::map<int, Stall>& stalled) {
+  return std::any_of(stalled.begin(), stalled.end(), [&](const auto& each) {
+    const std::vector<int>& ranks = each.second.ranks;
+    return ranks.empty() || std::find(ranks.begin(), ranks.end(), rank) != ranks.end();
+  });
 }
 
 // Python lists its threads from the newest to the oldest. The main thread is the oldest.
@@ -83,6 +99,11 @@ void Watchdog::Report(const Stall& stall) {
     reported_ = stall;
   }
   wake_.notify_all();
+}
+
+void Watchdog::AlsoAsk(WaitsNow waits_now) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  others_ = std::move(waits_now);
 }
 
 void Watchdog::UseStacks(int signal, int file) {
@@ -142,7 +163,7 @@ void Watchdog::Step(double now) {
     asked_s_ = now;
     int asked = 0;
     for (int rank = 0; rank < texts_->size() && asked < kMostAsked; ++rank) {
-      if (stalled_.count(rank) != 0) continue;
+      if (stalled_.count(rank) != 0 || !IsNeeded(rank, stalled_)) continue;
       ++asked;
       if (rank == texts_->rank()) {
         answers_[rank] = Answer();
@@ -212,8 +233,15 @@ void Watchdog::Collect(int rank, const Stall& stall, double now) {
 
 // "W": it waits as well; "L": it is late.
 std::string Watchdog::Answer() {
-  const auto waits = waits_now_();
-  if (waits && waits->waited_s > kJustCame) return "W" + Encode(*waits);
+  WaitsNow others;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    others = others_;
+  }
+  for (const WaitsNow& ask : {waits_now_, others}) {
+    const auto waits = ask ? ask() : std::nullopt;
+    if (waits && waits->waited_s > kJustCame) return "W" + Encode(*waits);
+  }
   return "L" + Stacks();
 }
 

@@ -39,6 +39,8 @@ class Watchdog {
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
+  // Ask this, too, what this rank waits for.
+  void AlsoAsk(WaitsNow waits_now);
   // This rank has waited too long.
   void Report(const Stall& stall);
   // `signal`, sent to a thread of this process, writes the stacks of all Python threads to `file`.
@@ -64,6 +66,7 @@ class Watchdog {
   const WaitsNow waits_now_;
 
   mutable std::mutex mutex_;
+  WaitsNow others_;
   std::condition_variable wake_;
   bool stop_ = false;
   std::optional<Stall> reported_;

@@ -9,6 +9,10 @@
 
 #include "named/call.h"
 
+namespace hvpipe {
+class Engine;
+}
+
 namespace hvpipe::named {
 
 // Threads: any thread may call.
@@ -21,6 +25,9 @@ class CallService {
 
   // Start a call; its `done` tells how it ended. Does not wait.
   virtual void Submit(Call call) = 0;
+  // Let this watchdog know of calls that wait longer than `warn_s`. Before the first call; by default, the
+  // library that runs the calls reports them itself.
+  virtual void WatchWith(const std::shared_ptr<Engine>& /*engine*/, double /*warn_s*/) {}
   // Submit and wait; returns the response or throws CallError. `interrupt` is called some 20 times a second
   // and may throw.
   Response Run(Call call, const std::function<void()>& interrupt);

@@ -20,13 +20,13 @@ std::string Signature(const Request& request) {
   return Encoded(compared);
 }
 
+}  // namespace
+
 std::string Listed(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (std::size_t i = 0; i < ranks.size(); ++i) text += (i > 0 ? ", " : "") + std::to_string(ranks[i]);
   return text;
 }
-
-}  // namespace
 
 Coordinator::Coordinator(int ranks, double timeout_s) : ranks_(ranks), timeout_s_(timeout_s) {
   std::vector<int> everyone(static_cast<std::size_t>(ranks));
@@ -222,15 +222,25 @@ void Coordinator::FailWhatNeeds(int rank, std::vector<Outgoing>& out) {
   }
 }
 
+std::vector<int> Coordinator::Late(int set, const std::string& name) const {
+  const auto found = pending_.find({set, name});
+  return found == pending_.end() ? std::vector<int>{} : LateOf(found->first, found->second);
+}
+
+std::vector<int> Coordinator::LateOf(const Key& key, const Pending& pending) const {
+  std::vector<int> late;
+  for (const int member : MembersOf(key.first)) {
+    const bool gone = left_.count(member) > 0;
+    if (!gone && pending.requests.count(member) == 0 && !Joined(member)) late.push_back(member);
+  }
+  return late;
+}
+
 // Why a call cannot be completed, or not yet.
 std::string Coordinator::Missing(const Key& key, const Pending& pending) const {
-  std::vector<int> gone, late;
+  std::vector<int> gone;
   for (const int member : MembersOf(key.first)) {
-    if (left_.count(member) > 0) {
-      gone.push_back(member);
-    } else if (pending.requests.count(member) == 0 && !Joined(member)) {
-      late.push_back(member);
-    }
+    if (left_.count(member) > 0) gone.push_back(member);
   }
   std::ostringstream text;
   text << pending.requests.begin()->second.Described() << " named " << key.second << ": ";
@@ -238,7 +248,7 @@ std::string Coordinator::Missing(const Key& key, const Pending& pending) const {
     text << "all ranks should call it before they shut down or end, or call join(). Received: "
          << Listed(gone) << (gone.size() == 1 ? " has" : " have") << " left";
   } else {
-    text << "waited " << timeout_s_ << " s for " << Listed(late)
+    text << "waited " << timeout_s_ << " s for " << Listed(LateOf(key, pending))
          << ". Has every rank called it under this name? Raise the limit with HVPIPE_TIMEOUT";
   }
   return text.str();

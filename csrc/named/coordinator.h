@@ -11,6 +11,9 @@
 
 namespace hvpipe::named {
 
+// Such as "ranks 1, 2".
+std::string Listed(const std::vector<int>& ranks);
+
 // Pure bookkeeping, without MPI and without threads.
 //
 // A call is complete when every rank of its process set has made it under the same name. The order of the
@@ -31,6 +34,8 @@ class Coordinator {
   std::vector<Outgoing> Expired(double now_s);
   // Whether every rank has left.
   bool all_left() const { return static_cast<int>(left_.size()) == ranks_; }
+  // The ranks that a call waits for; empty if there is no such call.
+  std::vector<int> Late(int set, const std::string& name) const;
   bool idle() const { return pending_.empty(); }
 
  private:
@@ -53,6 +58,7 @@ class Coordinator {
   std::string ProblemWithJoined(const Request& request, const std::vector<int>& members) const;
   void Answer(const Key& key, const Pending& pending, std::vector<Outgoing>& out);
   std::string AddSet(const Request& request, Response& response);
+  std::vector<int> LateOf(const Key& key, const Pending& pending) const;
   std::string Missing(const Key& key, const Pending& pending) const;
 
   const int ranks_;

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "core/check.h"
+#include "core/engine.h"
 #include "core/event_log.h"
 
 namespace hvpipe::named {
@@ -18,6 +19,7 @@ constexpr int kResponseTag = 2;
 constexpr double kEagerS = 200e-6;
 constexpr double kShortestNapS = 20e-6;
 constexpr double kLongestNapS = 500e-6;
+constexpr double kLookS = 0.1;      // between two looks for long waits
 constexpr double kIdleNapS = 2e-3;  // rank 0, if no call is under way anywhere
 
 MPI_Comm Duplicate(MPI_Comm world) {
@@ -98,6 +100,53 @@ std::vector<int> NamedCalls::Sets() const {
   return numbers;
 }
 
+void NamedCalls::WatchWith(const std::shared_ptr<Engine>& engine, double warn_s) {
+  engine_ = engine;
+  warn_s_ = warn_s;
+  engine->watchdog().AlsoAsk([self = weak_from_this()]() -> std::optional<Stall> {
+    const auto calls = self.lock();
+    return calls ? calls->WaitsNow() : std::nullopt;
+  });
+}
+
+Stall NamedCalls::StallOf(const UnderWay& under_way, double now_s) const {
+  const Request& request = under_way.call.request;
+  Stall stall;
+  stall.what = request.Described() + " named " + request.name;
+  stall.waiting = "the others to call it";
+  stall.waited_s = now_s - under_way.since_s;
+  if (request.set != 0) stall.ranks = RanksOf(request.set);
+  return stall;
+}
+
+// The call that has waited longest. A rank that has joined waits as long as the others train.
+std::optional<Stall> NamedCalls::WaitsNow() const {
+  const std::lock_guard<std::mutex> lock(under_way_mutex_);
+  const UnderWay* oldest = nullptr;
+  for (const auto& [key, each] : under_way_) {
+    if (each.call.request.kind == Kind::kJoin) continue;
+    if (oldest == nullptr || each.since_s < oldest->since_s) oldest = &each;
+  }
+  return oldest == nullptr ? std::nullopt : std::make_optional(StallOf(*oldest, Now()));
+}
+
+// One report covers all calls that wait too long.
+void NamedCalls::TellStall(double now_s) {
+  if (warn_s_ <= 0 || now_s - looked_s_ < kLookS) return;
+  looked_s_ = now_s;
+  std::optional<Stall> longest;
+  for (auto& [key, each] : under_way_) {
+    if (each.told || each.call.request.kind == Kind::kJoin || now_s - each.since_s < warn_s_) continue;
+    each.told = true;
+    Stall stall = StallOf(each, now_s);
+    if (longest && longest->waited_s >= stall.waited_s) continue;
+    if (coordinator_) stall.waiting = Listed(coordinator_->Late(key.first, key.second)) + " to call it";
+    longest = std::move(stall);
+  }
+  const auto engine = longest ? engine_.lock() : nullptr;
+  if (engine) engine->watchdog().Report(*longest);
+}
+
 // Requires mutex_.
 void NamedCalls::StartThread() {
   if (started_) return;
@@ -160,7 +209,8 @@ bool NamedCalls::TakeInbox() {
         call.done(&error, nullptr);
         continue;
       }
-      under_way_.emplace(key, std::move(call));
+      const std::lock_guard<std::mutex> lock(under_way_mutex_);
+      under_way_.emplace(key, UnderWay{std::move(call), Now()});
     }
     if (coordinator_) {
       Coordinate(coordinator_->OnRequest(rank_, request, Now()));
@@ -218,7 +268,8 @@ void NamedCalls::FinishSends() {
 void NamedCalls::Rest() {
   const bool awaits_message =
       !under_way_.empty() || !sends_.empty() || (coordinator_ && !coordinator_->idle());
-  const double idle_s = Now() - active_s_;
+  const double now_s = Now(), idle_s = now_s - active_s_;
+  TellStall(now_s);
   if (awaits_message && idle_s < kEagerS) {
     std::this_thread::yield();
     return;
@@ -248,7 +299,7 @@ void NamedCalls::Coordinate(std::vector<Coordinator::Outgoing> responses) {
 void NamedCalls::Handle(const Response& response) {
   const Key key{response.set, response.name};
   const auto found = under_way_.find(key);
-  Call* const call = found == under_way_.end() ? nullptr : &found->second;
+  Call* const call = found == under_way_.end() ? nullptr : &found->second.call;
   if (response.problem != Problem::kNone) {
     const CallError error{response.problem, response.message};
     return End(key, &error, nullptr);
@@ -313,10 +364,13 @@ void NamedCalls::RunCollective(const Response& response, Call* call) {
 void NamedCalls::End(const Key& key, const CallError* error, const Response* response) {
   const auto found = under_way_.find(key);
   // A rank that has joined takes part in calls that it did not make. Its own call of this name may be a join.
-  if (found == under_way_.end() || (response != nullptr && found->second.request.kind != response->kind))
+  if (found == under_way_.end() || (response != nullptr && found->second.call.request.kind != response->kind))
     return;
-  const Call call = std::move(found->second);
-  under_way_.erase(found);  // before `done`, which may make the next call of this name
+  const Call call = std::move(found->second.call);
+  {
+    const std::lock_guard<std::mutex> lock(under_way_mutex_);
+    under_way_.erase(found);  // before `done`, which may make the next call of this name
+  }
   call.done(error, response);
 }
 
@@ -327,8 +381,12 @@ void NamedCalls::FailAll(const CallError& error) {
     failed_ = error;
     inbox.swap(inbox_);
   }
-  for (auto& [key, call] : under_way_) call.done(&error, nullptr);
-  under_way_.clear();
+  std::map<Key, UnderWay> under_way;
+  {
+    const std::lock_guard<std::mutex> lock(under_way_mutex_);
+    under_way.swap(under_way_);
+  }
+  for (auto& [key, each] : under_way) each.call.done(&error, nullptr);
   for (const Call& call : inbox) {
     if (call.request.kind != Kind::kLeave) call.done(&error, nullptr);
   }

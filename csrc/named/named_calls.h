@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/operation.h"
 #include "named/call_service.h"
 #include "named/coordinator.h"
 #include "named/process_set.h"
@@ -30,12 +31,13 @@ namespace hvpipe::named {
 //
 // Threads: any thread may call the public functions; mutex_ guards the inbox. Everything else belongs to the
 // service thread, which starts with the first call.
-class NamedCalls : public CallService {
+class NamedCalls : public CallService, public std::enable_shared_from_this<NamedCalls> {
  public:
   // Collective over `world`, which is duplicated. MPI_COMM_NULL: one rank, without MPI.
   NamedCalls(MPI_Comm world, double timeout_s);
   ~NamedCalls() override;
 
+  void WatchWith(const std::shared_ptr<Engine>& engine, double warn_s) override;
   void Submit(Call call) override;
   void Leave() override;
   void Stop() override;
@@ -49,6 +51,15 @@ class NamedCalls : public CallService {
     MPI_Request request = MPI_REQUEST_NULL;
   };
 
+  struct UnderWay {
+    Call call;
+    double since_s;
+    bool told = false;  // of its wait
+  };
+
+  Stall StallOf(const UnderWay& under_way, double now_s) const;
+  std::optional<Stall> WaitsNow() const;
+  void TellStall(double now_s);
   void StartThread();
   void Loop();
   bool TakeInbox();
@@ -78,7 +89,12 @@ class NamedCalls : public CallService {
   bool left_ = false;
   std::optional<CallError> failed_;
 
-  std::map<Key, Call> under_way_;
+  std::weak_ptr<Engine> engine_;  // has the watchdog
+  double warn_s_ = 0;             // 0: nobody is told of waits
+  double looked_s_ = 0;           // for long waits
+
+  mutable std::mutex under_way_mutex_;  // for changes, and for looks of other threads
+  std::map<Key, UnderWay> under_way_;
   std::list<Sending> sends_;
   double active_s_ = 0;  // when something last happened
   std::thread thread_;

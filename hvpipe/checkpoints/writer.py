@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,11 @@ class Writer:
         self._options = options
         self._thread: threading.Thread | None = None
         self._failure: str | None = None
+        self._lost: frozenset[int] = frozenset()
+
+    def lose(self, ranks: Iterable[int]) -> None:
+        """Wait no longer for parts that these ranks have not written, because they are lost."""
+        self._lost = frozenset(ranks)
 
     def start(self, snapshot: Snapshot) -> None:
         """Begin to write. Waits first for the checkpoint before it."""
@@ -147,6 +152,8 @@ class Writer:
             if part is not None:
                 found.append(part)
                 continue
+            if len(found) in self._lost:
+                raise HvpipeError(f"rank {len(found)} was lost before it had written its part")
             if time.monotonic() > deadline_s:
                 raise HvpipeError(
                     f"All ranks should write their part within {self._options.timeout_s:g} s "

@@ -89,7 +89,7 @@ class MpiWorld:
     def make_named_calls(self, settings: Settings) -> Any:
         """Return the service for collectives that ranks call by name. Collective."""
         return import_native().NamedCalls.create(
-            self._engine_handle, settings.timeout_s, self.local_rank, self.local_size
+            self._engine_handle, settings.engine_timeout_s, self.local_rank, self.local_size
         )
 
     def watch(self, lost: Callable[[list[int]], None]) -> None:

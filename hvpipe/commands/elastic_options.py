@@ -13,7 +13,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--elastic",
         action="store_true",
-        help="go on without ranks that are lost (data_parallel; Open MPI 5 with ULFM)",
+        help="go on without ranks that are lost (Open MPI 5 with ULFM)",
     )
     parser.add_argument(
         "--min-np",

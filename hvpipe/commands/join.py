@@ -54,6 +54,22 @@ class Places:
             raise HvpipeError(f"-np should be {most}. Received: -np {ranks}")
         return Places(ranks, tuple(merged.values()))
 
+    def without(self, lost: Sequence[int]) -> Places:
+        """Return the places after these ranks were lost. Ranks fill the slots of one host after the other."""
+        hosts, first = [], 0
+        for host in self.hosts:
+            mine = range(first, min(first + host.slots, self.ranks))
+            gone = sum(rank in mine for rank in lost)
+            if gone < max(1, len(mine)):
+                hosts.append(HostSlots(host.name, host.slots - gone))
+            first += host.slots
+        return Places(self.ranks - len(lost), tuple(hosts))
+
+    def without_hosts(self, names: Sequence[str]) -> Places:
+        """Return the places after these hosts were lost."""
+        hosts = tuple(host for host in self.hosts if host.name not in names)
+        return Places(min(self.ranks, sum(host.slots for host in hosts)), hosts)
+
     def of(self, spec: LaunchSpec) -> LaunchSpec:
         """Return the launch with these ranks and hosts."""
         return replace(spec, ranks=self.ranks, hosts=self.hosts)

@@ -6,14 +6,18 @@ import argparse
 import math
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from hvpipe.blackbox import story
-from hvpipe.commands import join
-from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, STOPPED, Grace, Outcome, supervise_job
+from hvpipe.comm.last_words import Loss, none_ended, read_loss
+from hvpipe.commands import join, lost_hosts
+from hvpipe.commands.supervise import CHECKPOINT_GRACE_S, STOPPED, TOO_FEW, Grace, Outcome, supervise_job
 from hvpipe.errors import HvpipeError, LaunchError
+
+# Open MPI 5 ends with 0 if it loses its daemon on a host, and kills the ranks on all others.
+_NO_END = "hvpipe run: the launcher ended with exit code 0, but no rank here ended properly: a host was lost."
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +49,7 @@ class Restarting:
     def __init__(self, options: argparse.Namespace, places: join.Places) -> None:
         self.places = places
         self.joined = False
-        """Whether the job has stopped because `hvpipe join` asked for other `places`."""
+        """Whether the job goes on with other `places`: `hvpipe join` asked, or a pipeline lost ranks."""
         if options.restarts < 0:
             raise LaunchError(f"--restarts should be at least 0. Received: {options.restarts}")
         if not (math.isfinite(options.grace) and options.grace >= 0):
@@ -53,6 +57,9 @@ class Restarting:
         self._restarts = options.restarts
         self._flight_folder = getattr(options, "flight_recorder", None)
         self._grace = Grace(checkpoint_s=options.grace)
+        self._elastic = getattr(options, "elastic", False)
+        self._least = getattr(options, "min_np", None) or 1
+        self._agent = getattr(options, "rsh_agent", None)
 
     def __call__(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
         """Run the command until it succeeds, is asked to stop, or fails too often; return its exit code."""
@@ -60,15 +67,25 @@ class Restarting:
         for left in range(self._restarts, -1, -1):
             with tempfile.TemporaryDirectory(prefix=join.PREFIX) as folder:
                 join.register(Path(folder), self.places)
-                begun_s = time.time()
+                earlier = self._records()
                 outcome = supervise_job(command, environ, Path(folder), self._grace)
+                if outcome.code == 0 and none_ended(Path(folder)):
+                    outcome = replace(outcome, code=1)
+                    print(_NO_END, file=sys.stderr, flush=True)
                 if outcome.code not in (0, STOPPED) and not outcome.asked:
-                    self._say_what_happened(Path(folder), begun_s)
+                    self._say_what_happened(Path(folder), earlier)
                 why_not = self._why_not_again(outcome, Path(folder), failed_before, left)
                 checkpoint = completed(Path(folder))
                 wanted = join.wanted(Path(folder))
-            if wanted is not None and outcome.code == STOPPED and not outcome.asked:
+                loss = read_loss(Path(folder))
+            if outcome.code == STOPPED and not outcome.asked and (wanted or loss):
+                if loss is not None:
+                    wanted = wanted or self.places.without(loss.ranks)
+                    _tell_loss(loss, checkpoint)
+                assert wanted is not None
                 self.places, self.joined = wanted, True
+            if outcome.code not in (0, STOPPED, TOO_FEW) and not outcome.asked and self._loses_hosts():
+                return outcome.code if self.joined else TOO_FEW
             if why_not is not None:
                 if why_not and self._restarts:
                     print(f"hvpipe run: not started again: {why_not}", file=sys.stderr)
@@ -81,6 +98,26 @@ class Restarting:
                 flush=True,
             )
         raise AssertionError
+
+    def _loses_hosts(self) -> bool:
+        """Tell whether the job fails because hosts are lost; go on without them if enough ranks are left."""
+        gone = lost_hosts.unreachable(self.places.hosts, self._agent) if self._elastic else []
+        if not gone:
+            return False
+        left = self.places.without_hosts(gone)
+        self.joined = left.ranks >= self._least
+        print(
+            f"hvpipe run: {', '.join(gone)} cannot be reached. "
+            + (
+                "The job starts again without it from its newest checkpoint."
+                if self.joined
+                else f"{left.ranks} ranks are left, and --min-np asks for {self._least}."
+            ),
+            file=sys.stderr,
+            flush=True,
+        )
+        self.places = left if self.joined else self.places
+        return True
 
     def _why_not_again(self, outcome: Outcome, folder: Path, failed_before: bool, left: int) -> str | None:
         """Return why a job that has ended is not started again, "" if that is plain; None if it is."""
@@ -95,18 +132,35 @@ class Restarting:
                 return "no new checkpoint was made between two failures"
         return None
 
-    def _say_what_happened(self, folder: Path, begun_s: float) -> None:
+    def _records(self) -> set[Path]:
+        """Return the folders of the starts in the folder of --flight-recorder."""
+        return set(Path(self._flight_folder).glob("*")) if self._flight_folder else set()
+
+    def _say_what_happened(self, folder: Path, earlier: set[Path]) -> None:
         """Print what the recorders of this host's ranks say, if any of them ended badly."""
         kept = self._flight_folder
+        new = sorted(self._records() - earlier) if kept else [folder / "flight"]
         try:
-            records = story.read_records(Path(kept) if kept else folder / "flight")
+            flights = story.read_records(new[-1]).flights if new else ()
         except HvpipeError:
             return
-        flights = [flight for flight in records.flights if flight.began_s >= begun_s - 1]
         if not flights:
             return
         more = f" More: hvpipe blackbox {kept}" if kept else ""
         print(f"hvpipe run: {story.verdict(flights)}{more}", file=sys.stderr, flush=True)
+
+
+def _tell_loss(loss: Loss, checkpoint: str | None) -> None:
+    """Say what a pipeline has lost. The name of a checkpoint begins with its step."""
+    saved = int(Path(checkpoint).name.partition("-")[0]) if checkpoint else 0
+    print(
+        f"hvpipe run: rank {', '.join(map(str, loss.ranks))} was lost in step {loss.step}. The pipeline "
+        f"starts again from {checkpoint or 'the checkpoint that it finds'}, and trains "
+        + (f"{loss.step - 1 - saved} finished steps" if checkpoint else "the steps since then")
+        + " again.",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def completed(folder: Path) -> str | None:

@@ -51,6 +51,9 @@ CHECKPOINT_GRACE_S = 30.0
 STOPPED = 75
 """What ranks exit with after such a checkpoint (hvpipe.keras.checkpoint.preemption)."""
 
+TOO_FEW = 69
+"""What ranks exit with if too few are left (hvpipe.keras.data_parallel.elastic)."""
+
 ABORTING = "aborting"
 """The file in the job folder by which a rank says that it ends all ranks."""
 

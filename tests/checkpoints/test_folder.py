@@ -180,6 +180,20 @@ def test_rank_0_does_not_wait_for_ever(tmp_path: Path) -> None:
     assert "no rank-1.json" in str(writer.wait())
 
 
+def test_rank_0_does_not_wait_for_a_lost_rank(tmp_path: Path) -> None:
+    """A part that the lost rank had written counts."""
+    writer = Writer(WriterOptions(tmp_path, 0, 2))
+    writer.start(snapshot(1, 0))
+    writer.lose([1])
+    assert "rank 1 was lost before it had written its part" in str(writer.wait())
+    other = Writer(WriterOptions(tmp_path, 1, 2))
+    other.start(snapshot(2, 1))
+    assert other.wait() is None
+    writer.start(snapshot(2, 0))
+    assert writer.wait() is None
+    assert newest_step(tmp_path) == 2
+
+
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(HvpipeError, match="needs a folder that can be written"):

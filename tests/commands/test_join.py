@@ -45,6 +45,20 @@ def test_ranks_and_hosts_afterwards(before: Places, hosts: str | None, ranks: in
     assert str(before.with_more(parse_hosts(hosts) if hosts else (), ranks)) == after
 
 
+@pytest.mark.parametrize(
+    ("before", "lost", "after"),
+    [
+        (Places(3), [1], "2 ranks"),
+        (TWO_HOSTS, [1], "3 ranks on a:1,b:2"),
+        (TWO_HOSTS, [3, 2], "2 ranks on a:2"),  # the whole host
+        (Places(3, TWO_HOSTS.hosts), [2], "2 ranks on a:2"),
+        (Places(2, TWO_HOSTS.hosts), [0], "1 rank on a:1,b:2"),
+    ],
+)
+def test_ranks_and_hosts_after_a_loss(before: Places, lost: list[int], after: str) -> None:
+    assert str(before.without(lost)) == after
+
+
 def test_the_job_is_asked_to_stop(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert join.wanted(job) is None
     assert ask("c:2") == 0

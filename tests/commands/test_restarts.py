@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hvpipe.commands.hosts import HostSlots
 from hvpipe.commands.join import Places
 from hvpipe.commands.restarts import Restarting
 from hvpipe.errors import LaunchError
@@ -21,10 +22,13 @@ folder, counter = Path(os.environ["HVPIPE_JOB_FOLDER"]), Path(sys.argv[1])
 start = int(counter.read_text()) if counter.exists() else 0
 counter.write_text(str(start + 1))
 what = sys.argv[2].split(",")[start]
-if "c" in what: (folder / "checkpoint").write_text(f"run/{start}")
+if "c" in what: (folder / "checkpoint").write_text(f"run/{start}" if "l" not in what else "run/0000000020-ab")
 if "e" in what: (folder / "error-1").write_text("ValueError on rank 1: a bug")
+if "j" in what: (folder / "joined").touch()
+if "d" in what: (folder / "ended").touch()
+if "l" in what: (folder / "lost.json").write_text('{"ranks": [1], "step": 24}')
 if "p" in what: (folder / "error-0").write_text("PeerError on rank 0: rank 1 is gone")
-sys.exit(int(what.strip("cep")))
+sys.exit(int(what.strip("cepljd")))
 """
 
 
@@ -39,6 +43,8 @@ def run(tmp_path: Path, starts: str, restarts: int = 5) -> tuple[int, int]:
     ("starts", "code", "count", "says"),
     [
         ("0", 0, 1, ""),
+        ("0jd", 0, 1, ""),
+        ("0jc,0jd", 0, 2, "exit code 0, but no rank here ended properly: a host was lost"),
         ("75c", 75, 1, ""),  # asked to stop
         ("1c,137c,0", 0, 3, "Starting it again from run/0"),
         ("1,0", 0, 2, "Starting it again from the checkpoint that it finds"),
@@ -56,6 +62,39 @@ def test_when_a_job_starts_again(
     told = capfd.readouterr().err
     assert says in told
     assert bool(told) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("starts", "says"),
+    [
+        ("75l", "starts again from the checkpoint that it finds, and trains the steps since then again"),
+        ("75lc", "starts again from run/0000000020-ab, and trains 3 finished steps again"),
+    ],
+)
+def test_a_pipeline_lost_a_rank(
+    starts: str, says: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = Restarting(argparse.Namespace(restarts=0, grace=1.0), Places(3))
+    assert job([sys.executable, "-c", PROGRAM, str(tmp_path / "count"), starts], os.environ) == 75
+    assert job.joined
+    assert job.places == Places(2)
+    assert f"rank 1 was lost in step 24. The pipeline {says}" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("least", "code", "left"), [(2, 1, 2), (3, 69, 4)])
+def test_a_host_cannot_be_reached(
+    least: int, code: int, left: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The agent reaches only a and c. The host that a job loses may be the only reason of its failure."""
+    agent = tmp_path / "agent"
+    agent.write_text("#!/bin/sh\ntest $1 != b && shift && exec $*\n")
+    agent.chmod(0o755)
+    options = argparse.Namespace(restarts=0, grace=1.0, elastic=True, min_np=least, rsh_agent=str(agent))
+    job = Restarting(options, Places(4, (HostSlots("a", 1), HostSlots("b", 2), HostSlots("c", 1))))
+    assert job([sys.executable, "-c", PROGRAM, str(tmp_path / "count"), "0j"], os.environ) == code
+    assert job.places.ranks == left
+    assert job.joined == (least == 2)
+    assert "hvpipe run: b cannot be reached." in capfd.readouterr().err
 
 
 def test_without_restarts_nothing_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ PLACES = {
     "stop": "update",
     "raise": "pack",
     "memory": "flush",
+    "clock": "reduce",
     "disk": "checkpoint",
     "link": "reduce",
     "job": "checkpoint",

@@ -27,10 +27,30 @@ hvpipe.allreduce(data)
 print("DONE", flush=True)
 """
 
+# Ranks call by name; those of a process set do not wait for the others.
+BY_NAME = """
+import sys, time
+import tensorflow as tf
+import hvpipe.horovod.tensorflow as hvd
+pair = hvd.ProcessSet([0, int(sys.argv[1])])
+hvd.init(process_sets=[pair])
+def a_late_function():
+    time.sleep(6)
+if hvd.rank() == int(sys.argv[2]):
+    a_late_function()
+if sys.argv[1] == "2":
+    hvd.allreduce(tf.ones(3), name="the.gradient")
+elif pair.included():
+    hvd.allgather(tf.ones(3), name="of.a.pair", process_set=pair)
+else:
+    time.sleep(6)
+print("DONE", flush=True)
+"""
 
-def stalled(tmp_path: Path, what: str, rank: int, *options: str) -> Run:
+
+def stalled(tmp_path: Path, what: str, rank: int, *options: str, text: str = SCRIPT) -> Run:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     command = [sys.executable, "-m", "hvpipe", "run", "-np", "3", "--no-summary", *options, str(script)]
     return run([*command, what, str(rank)], limit_s=90.0)
 
@@ -56,3 +76,23 @@ def test_the_end_of_a_stall_brings_the_report(tmp_path: Path) -> None:
     assert "is stopped (by SIGSTOP or a debugger)" in result.output, result.describe()
     assert "DeadlineError: Waited 8 s in allreduce" in result.output, result.describe()
     assert "hvpipe run: Rank 0 on " in result.output, result.describe()
+
+
+@pytest.mark.parametrize(
+    ("partner", "late", "waits"),
+    [
+        ("2", 1, "allreduce (average) of float32[3] named allreduce.the.gradient for rank 1 to call it."),
+        ("2", 0, "allreduce (average) of float32[3] named allreduce.the.gradient for the others to call it."),
+        ("1", 1, "allgather of float32[3] named allgather.of.a.pair for rank 1 to call it."),
+    ],
+)
+def test_a_collective_by_name(tmp_path: Path, partner: str, late: int, waits: str) -> None:
+    """The report says its name, who has not called it, and what that rank does."""
+    result = stalled(tmp_path, partner, late, "--stall-warn", "1", text=BY_NAME)
+    assert result.returncode == 0, result.describe()
+    assert result.output.count("hvpipe: stall: ") == 1, result.describe()
+    assert waits in result.output, result.describe()
+    assert result.output.count("NOT THERE: ") == 1, result.describe()
+    assert f"NOT THERE: rank {late} on " in result.output, result.describe()
+    assert "in a_late_function" in result.output, result.describe()
+    assert result.output.count("DONE") == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,14 @@ class _AtEpochEnds(keras.callbacks.Callback):
         fit = self._running.take()
         if fit is not None:
             fit.leave_model()
+
+    def lose(self, ranks: Iterable[int]) -> int:
+        """Complete the checkpoint under way, if it needs nothing of ranks that are lost.
+
+        Args:
+            ranks: The ranks that are lost.
+
+        Returns:
+            How many steps are done.
+        """
+        return 0 if self._running.fit is None else self._running.fit.lose(ranks)

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,12 @@ class CheckpointedFit:
             self._write()
         self._wait_for_all()
         self._session.engine.request(STOP, False)
+
+    def lose(self, ranks: Iterable[int]) -> int:
+        """Wait for the checkpoint under way, as far as ranks that are lost let it; return the steps done."""
+        self._writer.lose(ranks)
+        self._writer.wait()
+        return self._step
 
     def leave_model(self) -> None:
         """Undo what `begin` has done to the model, the other callbacks and the process."""

@@ -32,8 +32,6 @@ logger = logging.getLogger("hvpipe")
 TOO_FEW = 69
 """What ranks exit with if fewer than --min-np are left: EX_UNAVAILABLE of sysexits.h."""
 
-_LEARNS_OF_LOSS_S = 2.0
-
 _hooks: list[Callable[[Resize], None]] = []
 
 
@@ -238,11 +236,7 @@ class Elastic:
     def _recover_from(self, error: Exception) -> None:
         """Go on without the ranks that are lost. Raises `error` if none is."""
         while True:
-            # The error of a call may come a moment before the watch tells of the loss.
-            deadline_s = time.monotonic() + _LEARNS_OF_LOSS_S
-            while self._session.lost is None and time.monotonic() < deadline_s:
-                time.sleep(0.01)
-            if self._session.lost is None:
+            if not self._session.has_lost_ranks():
                 raise error
             self._recovering = True
             try:

@@ -27,6 +27,7 @@ from hvpipe.keras.pipeline.callbacks import AverageStatistics, make_folders, wit
 from hvpipe.keras.pipeline.context import PipelineContext
 from hvpipe.keras.pipeline.layout import Layout, layout_of
 from hvpipe.keras.pipeline.logs import PipelineLogs, flat_results
+from hvpipe.keras.pipeline.lost_stage import leaving_after_loss
 from hvpipe.keras.pipeline.microbatch_loss import MicrobatchLoss
 from hvpipe.keras.pipeline.microbatches import Batch
 from hvpipe.keras.pipeline.model_checks import check_no_own_steps, check_open_batch_size, check_real_wires
@@ -258,7 +259,7 @@ class PipelineParallel(PipelineSaving, keras.Model):
         first = AverageStatistics(session, self._context.shared)
         named["callbacks"] = [first, *mine, stop_together(session, callbacks)]
         self.fit_call = FitCall(named.get("x"), named.get("steps_per_epoch"), tuple(mine))
-        with running(mine):
+        with running(mine), leaving_after_loss(session, mine):
             return super().fit(**named)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.keras.graph.layer_graph import LayerGraph
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
@@ -21,6 +23,8 @@ from hvpipe.search.options import PipeliningChoice
 from hvpipe.session import Session
 from hvpipe.specs.cluster import Cluster, equal_cluster
 from hvpipe.specs.profile import Profile
+
+logger = logging.getLogger("hvpipe")
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,9 @@ def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> t
     stages = options.stages
     if isinstance(stages, (str, os.PathLike)) and stages != "auto":
         stages = Plan.read(stages)
+    if session.settings.elastic:
+        options = fitted(replace(options, stages=stages), session.world)
+        stages = options.stages
     if isinstance(stages, Plan):
         _check_plan(graph, stages)
         _check_options(options, stages)
@@ -89,6 +96,8 @@ def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> t
     size = session.world.size
     count, replicas = _stage_counts(stages, options.replicas, size)
     given, cluster = _read_on_rank_0(session, options)
+    if cluster is not None and session.settings.elastic:
+        cluster = only(cluster, _rank_names(session))
     if cluster is None or stages != "auto":
         _check_counts(graph, count, options.pipelining)
     profile = _checked_profile(graph, given)
@@ -101,6 +110,45 @@ def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> t
         )
     plan = _searched(session, profile, cluster, options, None if stages == "auto" else count)
     return plan, _ranks_by_name(session, plan.ranks)
+
+
+def fitted(options: PipelineOptions, world: World) -> PipelineOptions:
+    """Return options that fit the number of ranks: after a loss, there are fewer than they were made for."""
+    stages, replicas, size = options.stages, options.replicas, world.size
+    plan = stages if isinstance(stages, Plan) else None
+    if plan is not None and len(plan.ranks) != size:
+        how = plan.pipelining
+        stages, replicas = len(plan.stages) // how.chunks, None
+        options = replace(
+            options,
+            microbatches=how.microbatches,
+            schedule=how.schedule,
+            chunks=how.chunks,
+            recompute=how.recompute,
+        )
+    elif replicas is not None and sum(replicas) != size:
+        stages, replicas = len(replicas), None
+    elif not isinstance(stages, int) or (stages <= size and size % stages == 0) or replicas is not None:
+        return options
+    count = min(stages, size)
+    if world.rank == 0:
+        logger.warning(
+            "hvpipe: the pipeline is planned anew for %d ranks, with %d stages. It was made for other ranks.",
+            *(size, count),
+        )
+    if options.cluster is not None:
+        return replace(options, stages="auto", replicas=None)
+    # Stages of another cut have other numbers.
+    recompute = options.recompute if count == stages else options.recompute not in (None, False)
+    spread = tuple(size // count + (stage < size % count) for stage in range(count))
+    return replace(options, stages=count, replicas=spread, recompute=recompute)
+
+
+def only(cluster: Cluster, names: Container[str]) -> Cluster:
+    """Return the cluster without the devices of other names."""
+    hosts = [replace(h, devices=tuple(d for d in h.devices if d.name in names)) for h in cluster.hosts]
+    measured = tuple(link for link in cluster.measured if link[0] in names and link[1] in names)
+    return Cluster(tuple(host for host in hosts if host.devices), measured, cluster.racks)
 
 
 def _searched(
@@ -324,15 +372,9 @@ def _ranks_by_name(session: Session, devices: Sequence[str]) -> list[int]:
 
     A device is named HOST:LOCAL_RANK (as by `hvpipe profile`), HOST if it has one rank, or rank3.
     """
-    world = session.world
-    names = session.engine.allgather_object((world.host, world.local_rank, world.local_size))
-    table: dict[str, int] = {}
-    for rank, (host, local_rank, local_size) in enumerate(names):
-        table |= {f"{host}:{local_rank}": rank, f"rank{rank}": rank}
-        if local_size == 1:
-            table[host] = rank
+    world, table = session.world, _rank_names(session)
     lacking = [device for device in devices if device not in table]
-    here = ", ".join(f"{host}:{local_rank}" for host, local_rank, _ in names)
+    here = ", ".join(name for name in table if ":" in name)
     if lacking:
         raise PlanError(
             f"The plan's devices should be the ranks of this run ({here}); plan again for this cluster, with "
@@ -344,3 +386,15 @@ def _ranks_by_name(session: Session, devices: Sequence[str]) -> list[int]:
             f"Received: {world.size} ranks ({here}), devices={list(devices)}"
         )
     return [table[device] for device in devices]
+
+
+def _rank_names(session: Session) -> dict[str, int]:
+    """Return the ranks by the names that devices have in plans and clusters; collective."""
+    world = session.world
+    table: dict[str, int] = {}
+    places = session.engine.allgather_object((world.host, world.local_rank, world.local_size))
+    for rank, (host, local_rank, local_size) in enumerate(places):
+        table |= {f"{host}:{local_rank}": rank, f"rank{rank}": rank}
+        if local_size == 1:
+            table[host] = rank
+    return table

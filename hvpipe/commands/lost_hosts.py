@@ -1,0 +1,34 @@
+"""Finds hosts that cannot be reached any more. Open MPI ends a job that loses a host, also with ULFM."""
+
+from __future__ import annotations
+
+import shlex
+import socket
+import subprocess
+from collections.abc import Sequence
+
+from hvpipe.commands.hosts import HostSlots
+
+_LIMIT_S = 10.0
+_SSH = "ssh -o BatchMode=yes -o ConnectTimeout=8"
+
+
+def unreachable(hosts: Sequence[HostSlots], agent: str | None, limit_s: float = _LIMIT_S) -> list[str]:
+    """Return the names of the hosts on which `true` does not run within `limit_s`.
+
+    Args:
+        hosts: The hosts. This one is not asked.
+        agent: The program that reaches hosts; None for ssh.
+        limit_s: The time limit; all hosts are asked at once.
+    """
+    asked = {}
+    for host in hosts:
+        if host.name not in ("localhost", socket.gethostname()):
+            command = [*shlex.split(agent or _SSH), host.name, "true"]
+            asked[host.name] = subprocess.Popen(
+                ["timeout", "-k", "1", f"{limit_s:g}", *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+    return [name for name, process in asked.items() if process.wait() != 0]

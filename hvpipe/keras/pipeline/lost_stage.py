@@ -1,0 +1,67 @@
+"""Ends a pipeline that has lost ranks, so that `hvpipe run --elastic` starts it again on those that are left.
+
+a rank is lost       every call of the engine raises, and so `fit` does on the ranks that are left
+ranks that are left  agree on who is lost, complete the checkpoint under way if they can, and exit
+hvpipe run           starts them again; they plan anew, and resume from the newest checkpoint
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from hvpipe.comm.last_words import tell_loss
+from hvpipe.keras.checkpoint.preemption import EXIT_CODE
+from hvpipe.keras.data_parallel.elastic import TOO_FEW
+from hvpipe.session import Session
+
+logger = logging.getLogger("hvpipe")
+
+
+@contextlib.contextmanager
+def leaving_after_loss(session: Session, callbacks: Sequence[Any]) -> Iterator[None]:
+    """End the ranks that are left with SystemExit if the `fit` inside fails because ranks were lost.
+
+    Without --elastic or hk.Checkpoint, the error goes on to the caller.
+    """
+    saver = next((callback for callback in callbacks if hasattr(callback, "lose")), None)
+    left, lost = list(range(session.world.size)), list[int]()
+    try:
+        yield
+    except Exception:
+        if saver is None or not session.settings.elastic or not session.has_lost_ranks():
+            raise
+        while True:
+            try:
+                change = session.go_on_without_lost()
+                lost += [left[rank] for rank in change.lost]
+                left = [rank for number, rank in enumerate(left) if number not in change.lost]
+                steps = saver.lose(change.lost)
+                session.engine.agree_patiently("the checkpoint after a loss", session.patience_s)
+            except Exception:
+                if not session.has_lost_ranks():  # no other rank was lost meanwhile
+                    raise
+            else:
+                raise SystemExit(_tell(session, lost, steps)) from None
+
+
+def _tell(session: Session, lost: Sequence[int], steps: int) -> int:
+    """Say who is lost, and return the code to exit with."""
+    settings, world = session.settings, session.world
+    enough = world.size >= settings.min_ranks
+    if world.rank == 0:
+        logger.warning(
+            "hvpipe: rank %s of %d was lost in step %d, and with it a part of the pipeline. %s",
+            ", ".join(map(str, lost)) or "?",
+            world.size + len(lost),
+            steps + 1,
+            f"All ranks exit with code {EXIT_CODE}, to start again from the newest checkpoint."
+            if enough
+            else f"{world.size} ranks are left, and --min-np asks for {settings.min_ranks}: all ranks exit "
+            f"with code {TOO_FEW}. The newest checkpoint stays.",
+        )
+    if enough and world.local_rank == 0 and settings.job_folder is not None:
+        tell_loss(settings.job_folder, lost, steps + 1)
+    return EXIT_CODE if enough else TOO_FEW

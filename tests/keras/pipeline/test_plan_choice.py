@@ -1,0 +1,63 @@
+"""What becomes of the arguments of a pipeline on a number of ranks that they were not made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from hvpipe.comm.world import World
+from hvpipe.keras.pipeline.plan_choice import PipelineOptions, fitted, only
+from hvpipe.plan.greedy import partition
+from hvpipe.plan.pipelining import Pipelining
+from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
+from model_graphs import chain
+
+
+@dataclass
+class Ranks:
+    """As much of a world as is asked for."""
+
+    size: int
+    rank: int = 0
+
+
+def plan(ranks: int, how: Pipelining) -> Any:
+    return partition(chain(*[1.0] * 8), equal_cluster(ranks), ranks * how.chunks, how)
+
+
+@pytest.mark.parametrize(
+    ("given", "size", "stages", "replicas"),
+    [
+        ({}, 3, "auto", None),
+        ({"stages": 2}, 4, 2, None),
+        ({"stages": 2}, 3, 2, (2, 1)),
+        ({"stages": 4}, 3, 3, (1, 1, 1)),
+        ({"replicas": (2, 1, 1)}, 4, "auto", (2, 1, 1)),
+        ({"replicas": (2, 1, 1)}, 3, 3, (1, 1, 1)),
+        ({"stages": plan(4, Pipelining("gpipe", 4))}, 3, 3, (1, 1, 1)),
+        ({"stages": 4, "cluster": "c.toml"}, 3, "auto", None),
+    ],
+)
+def test_stages_and_replicas(given: dict[str, Any], size: int, stages: Any, replicas: Any) -> None:
+    found = fitted(PipelineOptions(**given), cast(World, Ranks(size)))
+    assert (found.stages, found.replicas) == (stages, replicas)
+    assert found.cluster == given.get("cluster")
+
+
+def test_a_plan_keeps_its_schedule() -> None:
+    how = Pipelining("interleaved", 6, (1,), 2)
+    found = fitted(PipelineOptions(plan(3, how)), cast(World, Ranks(2)))
+    assert (found.schedule, found.microbatches, found.chunks, found.stages) == ("interleaved", 6, 2, 2)
+    assert found.recompute is True  # stages have other numbers now
+
+
+def test_a_cluster_without_some_devices() -> None:
+    bus, slow = Link(1e-6, 1e10), Link(1e-3, 1e6)
+    hosts = Host("h0", (Device("g0"), Device("g1")), inner=bus), Host("h1", (Device("g2"),))
+    whole = Cluster(hosts, (("g1", "g2", bus), ("g0", "g1", slow)))
+    left = only(whole, {"g0", "g1"})
+    assert [device.name for device in left.devices] == ["g0", "g1"]
+    assert left.link("g0", "g1") == slow
+    assert [host.name for host in only(whole, {"g2"}).hosts] == ["h1"]
