@@ -48,9 +48,10 @@ def search(
 
     Returns:
         The best layout of each mode for which one fits. A layout has more stages than micro-batches only if
-        none with fewer fits.
+        `stages` says so or none with fewer fits.
     """
     judge = Judge(profile, cluster, choice, budget, every_device)
+    judge.most_groups = max(choice.microbatches, stages or 0)
     found = _search(judge, stages, modes)
     if not found and choice.microbatches < len(cluster.devices):
         # Only more stages than micro-batches may hold the model, such as one sample over several devices.
