@@ -124,10 +124,7 @@ def _with_skips(
 
 def _is_chain(profile: Profile) -> bool:
     """Tell whether every tensor has its users in the next layer only, so that none can skip a stage."""
-    return all(
-        users in ((), (place + 1,)) or profile.layers[place].output_bytes == 0
-        for place, users in enumerate(profile.users)
-    )
+    return all(tensor.users == (tensor.maker + 1,) or not tensor.messages for tensor in profile.tensors)
 
 
 def _check_size(profile: Profile, pipelining: Pipelining) -> None:

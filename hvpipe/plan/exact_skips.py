@@ -95,8 +95,11 @@ class BranchAndBound:
 
     def __init__(self, profile: Profile, spans: Spans, effort: Effort) -> None:
         self._spans, self._effort = spans, effort
-        self._bytes = [layer.output_bytes for layer in profile.layers]
-        self._makers = profile.makers
+        self._tensors = profile.tensors
+        self._inputs: list[list[int]] = [[] for _ in profile.layers]
+        for number, tensor in enumerate(profile.tensors):
+            for user in tensor.users if tensor.messages else ():
+                self._inputs[user].append(number)
         self.best_s, self.best_ends = math.inf, ()  # type: float, tuple[int, ...]
 
     def search(self, bounds: OrderBounds, below_s: float) -> None:
@@ -133,10 +136,10 @@ class BranchAndBound:
         least_s, sent_s, more_s = list(partial.least_s), dict(partial.sent_s), 0.0
         here: set[int] = set()
         for end in range(start + 1, furthest + 1):
-            for maker in self._makers[end - 1]:
-                if maker < start and maker not in here and self._bytes[maker]:
-                    here.add(maker)
-                    more_s += self._receive(maker, stage, partial.home, least_s, sent_s)
+            for number in self._inputs[end - 1]:
+                if self._tensors[number].maker < start and number not in here:
+                    here.add(number)
+                    more_s += self._receive(number, stage, partial.home, least_s, sent_s)
             place = end - start - 1
             if not worth[place] or (stage == self._last and end < stop):
                 continue
@@ -149,16 +152,17 @@ class BranchAndBound:
         return found
 
     def _receive(
-        self, maker: int, stage: int, home: Sequence[int], least_s: list[float], sent_s: dict[int, float]
+        self, number: int, stage: int, home: Sequence[int], least_s: list[float], sent_s: dict[int, float]
     ) -> float:
         """Charge a tensor to its link; return by how much the stage's receiving exceeds its bound."""
-        bounds, size, source = self._bounds, self._bytes[maker], home[maker]
-        time_s = 2 * bounds.links[source][stage].time_s(size)
-        before_s = sent_s.get(maker, 2 * bounds.send[source].time_s(size))
+        bounds, tensor = self._bounds, self._tensors[number]
+        source = home[tensor.maker]
+        time_s = tensor.there_and_back_s(bounds.links[source][stage])
+        before_s = sent_s.get(number, tensor.there_and_back_s(bounds.send[source]))
         if time_s > before_s:
             least_s[source] += time_s - before_s
-        sent_s[maker] = max(time_s, before_s)
-        return time_s - 2 * bounds.receive[stage].time_s(size)
+        sent_s[number] = max(time_s, before_s)
+        return time_s - tensor.there_and_back_s(bounds.receive[stage])
 
 
 def _best(links: Sequence[Link]) -> Link:
