@@ -16,6 +16,10 @@ from hvpipe.plan.span_costs import Spans, StageDevice, Vector
 from hvpipe.specs.cluster import Link
 from hvpipe.specs.profile import Profile
 
+# The bounds of the runs from one layer take as long as visiting so many layers.
+_LAYERS_PER_START = 20
+_ABOVE = 1 + 1e-9
+
 
 @dataclass
 class Effort:
@@ -31,9 +35,20 @@ class OrderBounds:
         spans: The costs of runs of layers.
         devices: The device of each stage.
         links: The link from each stage's device to each other's.
+        least_s: Sums of the layers' least times, at speed 1.
+        below_s: The bottleneck of a known plan; the bounds do not cover plans that are not better.
+        effort: The work, of which computing the bounds takes a part.
     """
 
-    def __init__(self, spans: Spans, devices: Sequence[StageDevice], links: Sequence[Sequence[Link]]) -> None:
+    def __init__(
+        self,
+        spans: Spans,
+        devices: Sequence[StageDevice],
+        links: Sequence[Sequence[Link]],
+        least_s: Vector,
+        below_s: float,
+        effort: Effort,
+    ) -> None:
         self.devices, self.links = devices, links
         count, last = spans.count, len(devices) - 1
         self.receive = [_best([row[stage] for row in links[:stage]]) for stage in range(last + 1)]
@@ -42,11 +57,17 @@ class OrderBounds:
         self.suffix_s[-1][count] = 0.0
         for stage in reversed(range(last + 1)):
             device = self.device(stage)
-            first, stop = stage, count - (last - stage)
-            for start in range(first if stage else 0, stop if stage else 1):
-                costs_s = spans.costs_s(start, stop, device)
-                rest_s = self.suffix_s[stage + 1][start + 1 : stop + 1]
-                self.suffix_s[stage][start] = np.maximum(costs_s, rest_s).min()
+            stop = count - (last - stage)
+            before, behind = (sum(one.speed for one in part) for part in (devices[:stage], devices[stage:]))
+            first = int(np.searchsorted(least_s, least_s[-1] - below_s * behind * _ABOVE))
+            past = int(np.searchsorted(least_s, below_s * before * _ABOVE, "right")) if stage else 1
+            for start in range(max(first, stage), min(past, stop)):
+                effort.layers -= _LAYERS_PER_START
+                end = spans.reach(start, stop, device, below_s)
+                if end > start:
+                    costs_s = spans.costs_s(start, end, device)
+                    rest_s = self.suffix_s[stage + 1][start + 1 : end + 1]
+                    self.suffix_s[stage][start] = np.maximum(costs_s, rest_s).min()
 
     @property
     def least_s(self) -> float:
@@ -64,6 +85,7 @@ class OrderBounds:
             self.send[stage],
             of.in_flight,
             of.recompute,
+            of.type,
         )
 
 

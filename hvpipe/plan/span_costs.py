@@ -20,6 +20,7 @@ _COMPUTE, _AGAIN, _RECEIVE, _RECEIVE_BYTES, _BACK_BYTES, _SEND, _SEND_BYTES, _ST
     _ROWS := 9
 )
 _CACHED_NUMBERS = 8_000_000
+_ABOVE = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class StageDevice:
     send: Link
     in_flight: int
     recompute: bool = False
+    type: str = ""
 
     @cached_property
     def seconds(self) -> Vector:
@@ -104,6 +106,8 @@ class Spans:
 
     def __init__(self, profile: Profile) -> None:
         layers = profile.layers
+        self._profile = profile
+        self._of_types: dict[str, Spans] = {}
         self.count = len(layers)
         self.compute_s = _sums([layer.compute_s for layer in layers])
         self._forward_s = _sums([layer.forward_s for layer in layers])
@@ -122,6 +126,24 @@ class Spans:
         self.cut_messages, self.cut_both_bytes, self.cut_bytes = np.cumsum(crossing, axis=1)
         self._tables: dict[int, Vector] = {}
         self._cached_numbers = 0
+
+    def on(self, device_type: str) -> Spans:
+        """Return the costs on devices of a type, where layers have `time_s` for it."""
+        if not device_type:
+            return self
+        if device_type not in self._of_types:
+            profile = self._profile.on(device_type)
+            self._of_types[device_type] = self if profile is self._profile else Spans(profile)
+        return self._of_types[device_type]
+
+    def reach(self, start: int, stop: int, device: StageDevice, limit_s: float) -> int:
+        """Return an end, at most `stop`, of a run from `start`: longer runs exceed limit or memory."""
+        most_s = self.on(device.type).compute_s[: stop + 1]
+        stop = int(np.searchsorted(most_s, most_s[start] + limit_s * device.speed * _ABOVE, "right")) - 1
+        if device.memory_bytes == np.inf:
+            return stop
+        most_bytes = self.state_bytes[: stop + 1]
+        return int(np.searchsorted(most_bytes, most_bytes[start] + device.memory_bytes * _ABOVE, "right")) - 1
 
     def table(self, start: int, stop: int) -> Vector:
         """Return the costs of the runs from `start`: a row per quantity, a column per end up to `stop`."""
@@ -163,7 +185,7 @@ class Spans:
 
     def costs_s(self, start: int, stop: int, device: StageDevice) -> Vector:
         """Return the seconds of the runs from `start` to each end up to `stop`; infinite if memory lacks."""
-        table = self.table(start, stop)
+        table = self.on(device.type).table(start, stop)
         costs: Vector = device.seconds @ table
         if device.memory_bytes != np.inf:
             costs[_memory_bytes(table, device) > device.memory_bytes] = np.inf

@@ -85,8 +85,7 @@ def test_json_may_leave_out_the_optional_costs() -> None:
 
 
 def test_tensors_for_different_users() -> None:
-    """c uses both tensors of a, b the second, whose gradient has no bytes. The gradient of b is half as large.
-    """
+    """c uses both tensors of a, b the second, whose gradient has no bytes. That of b has half its bytes."""
     tensors = (OutputTensor(40, ("c",)), OutputTensor(60, ("b", "c"), 0))
     layers = [
         replace(CHAIN[0], tensors=tensors),
