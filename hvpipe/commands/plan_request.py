@@ -241,11 +241,6 @@ def _check(request: PlanRequest) -> None:
             "Data parallel has one stage: omit the stages, or choose another mode. "
             f"Received: mode='data', stages={stages}"
         )
-    if stages is not None and stages > choice.microbatches * choice.usual.chunks:
-        raise HvpipeError(
-            "A step should have at least as many micro-batches as the pipeline has devices; otherwise some "
-            f"devices only wait. Received: microbatches={choice.microbatches}, stages={stages}"
-        )
 
 
 def _best(found: Sequence[Candidate], request: PlanRequest) -> Forecast:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from hvpipe.plan.buckets import cut_buckets, fitting_bytes
+from hvpipe.specs.cluster import Link
 from hvpipe.specs.profile import LayerCost, Profile
 
 _REMEMBERED = 1000
@@ -19,10 +20,20 @@ class Crossing:
     Args:
         bytes: Bytes of all tensors together.
         messages: Number of tensors that have bytes.
+        back_bytes: Bytes of all their gradients.
+        back_messages: Number of gradients that have bytes.
     """
 
     bytes: int
     messages: int
+    back_bytes: int
+    back_messages: int
+
+    def time_s(self, link: Link, back: bool) -> float:
+        """Return the seconds of the tensors on a link, or `back` those of their gradients."""
+        if back:
+            return link.time_s(self.back_bytes, self.back_messages)
+        return link.time_s(self.bytes, self.messages)
 
 
 @dataclass
@@ -51,7 +62,9 @@ class LayerSums:
         layers = self.profile.layers
         self._again = [(place, before, layers[place]) for place, before in self.profile.used_before.items()]
         self._edges = [
-            (maker, user, layers[maker].output_bytes) for maker, user in sorted(set(self.profile.edges))
+            (number, tensor.maker, user, tensor.bytes, tensor.gradient_bytes)
+            for number, tensor in enumerate(self.profile.tensors)
+            for user in tensor.users
         ]
 
     def on(self, device_type: str) -> LayerSums:
@@ -80,14 +93,17 @@ class LayerSums:
         stage_of: list[int] = []
         for stage, (start, end) in enumerate(pairwise((0, *ends))):
             stage_of += [stage] * (end - start)
-        sizes: dict[tuple[int, int], list[int]] = {}
-        before = (-1, -1)  # edges are sorted, so users in the same stage follow each other
-        for maker, user, size_bytes in self._edges:
+        sizes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        before = (-1, -1)  # users are sorted, so those in the same stage follow each other
+        for number, maker, user, size_bytes, back_bytes in self._edges:
             home, away = stage_of[maker], stage_of[user]
-            if home != away and (maker, away) != before:
-                before = (maker, away)
-                sizes.setdefault((home, away), []).append(size_bytes)
-        found = {pair: Crossing(sum(tensors), sum(map(bool, tensors))) for pair, tensors in sizes.items()}
+            if home != away and (number, away) != before:
+                before = (number, away)
+                sizes.setdefault((home, away), []).append((size_bytes, back_bytes))
+        found = {}
+        for pair, tensors in sizes.items():
+            there, back = zip(*tensors, strict=True)
+            found[pair] = Crossing(sum(there), sum(map(bool, there)), sum(back), sum(map(bool, back)))
         if len(self._crossings) >= _REMEMBERED:
             self._crossings.clear()
         self._crossings[key] = found

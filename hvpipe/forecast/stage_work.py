@@ -60,21 +60,20 @@ class _Wires:
         found = {}
         for one, other in dict.fromkeys(zip(makers, users, strict=True)):
             source, target = (other, one) if back else (one, other)
-            if source != target and (wire := self._wire(source, target, crossing)):
+            if source != target and (wire := self._wire(source, target, crossing, back)):
                 found[source, target] = wire
         return found
 
-    def _wire(self, source: int, target: int, crossing: Crossing) -> Wire | None:
+    def _wire(self, source: int, target: int, crossing: Crossing, back: bool) -> Wire | None:
         one, other = self.names[source], self.names[target]
-        seconds = self.cluster.link(one, other).time_s(crossing.bytes, crossing.messages)
+        seconds = crossing.time_s(self.cluster.link(one, other), back)
         if seconds == 0:
             return None
         shared = self.cluster.ports(one, other)
         if not shared:
             return seconds, ((self._number((f"to {target}", source)), seconds),)
         return seconds, tuple(
-            (self._number(port), min(seconds, link.time_s(crossing.bytes, crossing.messages)))
-            for port, link in shared
+            (self._number(port), min(seconds, crossing.time_s(link, back))) for port, link in shared
         )
 
     def _number(self, resource: Resource) -> int:

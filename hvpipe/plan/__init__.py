@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 _NAMES_BY_MODULE = {
     "hvpipe.errors": ("PlanError",),
-    "hvpipe.specs.profile": ("LayerCost", "Profile", "read_pipedream"),
+    "hvpipe.specs.profile": ("LayerCost", "OutputTensor", "Profile", "read_pipedream"),
     "hvpipe.specs.cluster": ("Cluster", "Device", "Host", "Link", "Rack", "equal_cluster"),
     "hvpipe.plan.pipelining": ("SCHEDULES", "Pipelining"),
     "hvpipe.plan.placement_cost": ("StageCost",),
@@ -87,6 +87,7 @@ if TYPE_CHECKING:
     from hvpipe.specs.cluster import Rack as Rack
     from hvpipe.specs.cluster import equal_cluster as equal_cluster
     from hvpipe.specs.profile import LayerCost as LayerCost
+    from hvpipe.specs.profile import OutputTensor as OutputTensor
     from hvpipe.specs.profile import Profile as Profile
     from hvpipe.specs.profile import read_pipedream as read_pipedream
     from hvpipe.trace.chart import draw_timeline as draw_timeline

@@ -129,9 +129,9 @@ def _fits(profile: Profile, cluster: Cluster, placement: Placement, pipelining: 
     """Tell whether every device has the memory that `stage_costs` would count, without computing times."""
     stage_of = {place: stage for stage, (_, places) in enumerate(placement) for place in places}
     received_bytes = [0] * len(placement)
-    for maker, layer in enumerate(profile.layers):
-        for stage in {stage_of[user] for user in profile.users[maker]} - {stage_of[maker]}:
-            received_bytes[stage] += layer.output_bytes
+    for tensor in profile.tensors:
+        for stage in {stage_of[user] for user in tensor.users} - {stage_of[tensor.maker]}:
+            received_bytes[stage] += tensor.bytes
     in_flight = in_flight_of(placement, pipelining)
     for stage, (names, places) in enumerate(placement):
         layers = [profile.layers[place] for place in places]
@@ -208,7 +208,7 @@ def _m_etf(profile: Profile, cluster: Cluster, devices: list[Device], generator:
         arrivals = (
             done_s[maker]
             + cluster.link(devices[home[maker]].name, devices[at].name).time_s(
-                profile.layers[maker].output_bytes
+                profile.edge_bytes[maker, place][0]
             )
             for maker in profile.makers[place]
         )

@@ -141,8 +141,8 @@ class ChainCutter:
         key = (stage.link, stage.at_once)
         if key not in self._send_s:
             spans, link = self._spans, stage.link
-            once_s = spans.cut_tensors * link.latency_s + spans.cut_bytes / link.bandwidth_bytes_per_s
-            self._send_s[key] = (2 * once_s / stage.at_once).tolist()
+            both_s = spans.cut_messages * link.latency_s + spans.cut_both_bytes / link.bandwidth_bytes_per_s
+            self._send_s[key] = (both_s / stage.at_once).tolist()
         return self._send_s[key]
 
     def _fits(self, stage: _Stage, start: int, end: int, recompute: bool) -> bool:

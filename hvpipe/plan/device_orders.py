@@ -26,9 +26,9 @@ Order = tuple[int, ...]
 class DeviceOrders:
     """The orders of a cluster's devices for a number of stages; devices of one kind are interchangeable.
 
-    Devices of a kind have the same speed and memory. If links differ (`mixed`), they are also on the same
-    host. With measured links, their links differ by at most the share `alike` instead. With chunks, stages
-    go round the devices in a circle (`circle`), and an order is one round.
+    Devices of a kind have the same speed, memory and type. If links differ (`mixed`), they are also on the
+    same host. With measured links, their links differ by at most the share `alike` instead. With chunks,
+    stages go round the devices in a circle (`circle`), and an order is one round.
     """
 
     def __init__(self, cluster: Cluster, stages: int, pipelining: Pipelining, alike: float = 0.0) -> None:
@@ -42,9 +42,10 @@ class DeviceOrders:
             where = _linked_alike(cluster, alike)
         else:
             where = {d.name: host.name if self.mixed else "" for host in cluster.hosts for d in host.devices}
-        members: dict[tuple[float, float, str], list[Device]] = {}
+        members: dict[tuple[float, float, str, str], list[Device]] = {}
         for device in cluster.devices:
-            members.setdefault((device.speed, device.room_bytes, where[device.name]), []).append(device)
+            key = (device.speed, device.room_bytes, device.type, where[device.name])
+            members.setdefault(key, []).append(device)
         # The fastest kind first: ties go to the faster device.
         keys = sorted(members, key=lambda key: (-key[0], -key[1]))
         self._members = [members[key] for key in keys]
@@ -157,7 +158,9 @@ class DeviceOrders:
         device = self._members[kind][0]
         in_flight = self._in_flight[stage]
         recompute = self._pipelining.recomputes(stage)
-        return StageDevice(kind, device.speed, device.room_bytes, receive, send, in_flight, recompute)
+        return StageDevice(
+            kind, device.speed, device.room_bytes, receive, send, in_flight, recompute, device.type
+        )
 
     @cached_property
     def _in_flight(self) -> list[int]:

@@ -16,6 +16,10 @@ from hvpipe.plan.span_costs import Spans, StageDevice, Vector
 from hvpipe.specs.cluster import Link
 from hvpipe.specs.profile import Profile
 
+# The bounds of the runs from one layer take as long as visiting so many layers.
+_LAYERS_PER_START = 20
+_ABOVE = 1 + 1e-9
+
 
 @dataclass
 class Effort:
@@ -31,9 +35,20 @@ class OrderBounds:
         spans: The costs of runs of layers.
         devices: The device of each stage.
         links: The link from each stage's device to each other's.
+        least_s: Sums of the layers' least times, at speed 1.
+        below_s: The bottleneck of a known plan; the bounds do not cover plans that are not better.
+        effort: The work, of which computing the bounds takes a part.
     """
 
-    def __init__(self, spans: Spans, devices: Sequence[StageDevice], links: Sequence[Sequence[Link]]) -> None:
+    def __init__(
+        self,
+        spans: Spans,
+        devices: Sequence[StageDevice],
+        links: Sequence[Sequence[Link]],
+        least_s: Vector,
+        below_s: float,
+        effort: Effort,
+    ) -> None:
         self.devices, self.links = devices, links
         count, last = spans.count, len(devices) - 1
         self.receive = [_best([row[stage] for row in links[:stage]]) for stage in range(last + 1)]
@@ -42,11 +57,17 @@ class OrderBounds:
         self.suffix_s[-1][count] = 0.0
         for stage in reversed(range(last + 1)):
             device = self.device(stage)
-            first, stop = stage, count - (last - stage)
-            for start in range(first if stage else 0, stop if stage else 1):
-                costs_s = spans.costs_s(start, stop, device)
-                rest_s = self.suffix_s[stage + 1][start + 1 : stop + 1]
-                self.suffix_s[stage][start] = np.maximum(costs_s, rest_s).min()
+            stop = count - (last - stage)
+            before, behind = (sum(one.speed for one in part) for part in (devices[:stage], devices[stage:]))
+            first = int(np.searchsorted(least_s, least_s[-1] - below_s * behind * _ABOVE))
+            past = int(np.searchsorted(least_s, below_s * before * _ABOVE, "right")) if stage else 1
+            for start in range(max(first, stage), min(past, stop)):
+                effort.layers -= _LAYERS_PER_START
+                end = spans.reach(start, stop, device, below_s)
+                if end > start:
+                    costs_s = spans.costs_s(start, end, device)
+                    rest_s = self.suffix_s[stage + 1][start + 1 : end + 1]
+                    self.suffix_s[stage][start] = np.maximum(costs_s, rest_s).min()
 
     @property
     def least_s(self) -> float:
@@ -64,6 +85,7 @@ class OrderBounds:
             self.send[stage],
             of.in_flight,
             of.recompute,
+            of.type,
         )
 
 
@@ -95,8 +117,11 @@ class BranchAndBound:
 
     def __init__(self, profile: Profile, spans: Spans, effort: Effort) -> None:
         self._spans, self._effort = spans, effort
-        self._bytes = [layer.output_bytes for layer in profile.layers]
-        self._makers = profile.makers
+        self._tensors = profile.tensors
+        self._inputs: list[list[int]] = [[] for _ in profile.layers]
+        for number, tensor in enumerate(profile.tensors):
+            for user in tensor.users if tensor.messages else ():
+                self._inputs[user].append(number)
         self.best_s, self.best_ends = math.inf, ()  # type: float, tuple[int, ...]
 
     def search(self, bounds: OrderBounds, below_s: float) -> None:
@@ -133,10 +158,10 @@ class BranchAndBound:
         least_s, sent_s, more_s = list(partial.least_s), dict(partial.sent_s), 0.0
         here: set[int] = set()
         for end in range(start + 1, furthest + 1):
-            for maker in self._makers[end - 1]:
-                if maker < start and maker not in here and self._bytes[maker]:
-                    here.add(maker)
-                    more_s += self._receive(maker, stage, partial.home, least_s, sent_s)
+            for number in self._inputs[end - 1]:
+                if self._tensors[number].maker < start and number not in here:
+                    here.add(number)
+                    more_s += self._receive(number, stage, partial.home, least_s, sent_s)
             place = end - start - 1
             if not worth[place] or (stage == self._last and end < stop):
                 continue
@@ -149,16 +174,17 @@ class BranchAndBound:
         return found
 
     def _receive(
-        self, maker: int, stage: int, home: Sequence[int], least_s: list[float], sent_s: dict[int, float]
+        self, number: int, stage: int, home: Sequence[int], least_s: list[float], sent_s: dict[int, float]
     ) -> float:
         """Charge a tensor to its link; return by how much the stage's receiving exceeds its bound."""
-        bounds, size, source = self._bounds, self._bytes[maker], home[maker]
-        time_s = 2 * bounds.links[source][stage].time_s(size)
-        before_s = sent_s.get(maker, 2 * bounds.send[source].time_s(size))
+        bounds, tensor = self._bounds, self._tensors[number]
+        source = home[tensor.maker]
+        time_s = tensor.there_and_back_s(bounds.links[source][stage])
+        before_s = sent_s.get(number, tensor.there_and_back_s(bounds.send[source]))
         if time_s > before_s:
             least_s[source] += time_s - before_s
-        sent_s[maker] = max(time_s, before_s)
-        return time_s - 2 * bounds.receive[stage].time_s(size)
+        sent_s[number] = max(time_s, before_s)
+        return time_s - tensor.there_and_back_s(bounds.receive[stage])
 
 
 def _best(links: Sequence[Link]) -> Link:

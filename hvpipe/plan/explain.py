@@ -64,11 +64,7 @@ def _explain_cut(plan: Plan, profile: Profile, cluster: Cluster, placement: Plac
 
 def _numbers(profile: Profile, end: int, plan: Plan, cut: int) -> str:
     """Format the bytes that cross the cut in front of layer `end`, and the times of the two stages."""
-    crossing = sum(
-        layer.output_bytes
-        for layer, users in zip(profile.layers[:end], profile.users, strict=False)
-        if users and users[-1] >= end
-    )
+    crossing = sum(tensor.bytes for tensor in profile.tensors if tensor.maker < end <= tensor.users[-1])
     left, right = (1e3 * stage.cost.total_s for stage in plan.stages[cut - 1 : cut + 1])
     return f"{crossing / 1e6:.3g} MB, {left:.3g} | {right:.3g} ms"
 

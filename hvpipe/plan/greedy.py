@@ -117,8 +117,9 @@ def check_stages(
     chunks = pipelining.chunks
     if chunks > 1 and (stages % chunks or stages // chunks > pipelining.microbatches):
         raise HvpipeError(
-            "With schedule='interleaved', stages should be a multiple of chunks, and micro-batches at least "
-            "as many as devices. "
+            "With schedule='interleaved', stages should be a multiple of chunks, and at most "
+            f"{chunks} for each of {pipelining.microbatches} micro-batches: "
+            f"{chunks * pipelining.microbatches}. "
             f"Received: stages={stages}, chunks={chunks}, microbatches={pipelining.microbatches}"
         )
     if chunks > 1 and stages > len(cluster.devices) * chunks:

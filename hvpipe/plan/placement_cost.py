@@ -65,19 +65,19 @@ def stage_costs(
     stage_of = {place: stage for stage, (_, layers) in enumerate(placement) for place in layers}
     receive_s, send_s = [0.0] * len(placement), [0.0] * len(placement)
     receive_bytes, send_bytes = [0] * len(placement), [0] * len(placement)
-    for maker, layer in enumerate(profile.layers):
-        home = stage_of[maker]
+    for tensor in profile.tensors:
+        home = stage_of[tensor.maker]
         replicas = len(placement[home][0])
-        away = sorted({stage_of[user] for user in profile.users[maker]} - {home})
-        if not away or layer.output_bytes == 0:
+        away = sorted({stage_of[user] for user in tensor.users} - {home})
+        if not away or not tensor.messages:
             continue
         links = [_slowest(cluster, placement[home][0], placement[stage][0]) for stage in away]
-        times = [2 * link.time_s(layer.output_bytes) for link in links]
+        times = [tensor.there_and_back_s(link) for link in links]
         send_s[home] += max(times) / replicas
-        send_bytes[home] += layer.output_bytes
+        send_bytes[home] += tensor.bytes
         for stage, time_s in zip(away, times, strict=True):
             receive_s[stage] += time_s / len(placement[stage][0])
-            receive_bytes[stage] += layer.output_bytes
+            receive_bytes[stage] += tensor.bytes
     costs = []
     in_flight = in_flight_of(placement, pipelining)
     for stage, (devices, places) in enumerate(placement):
@@ -160,7 +160,8 @@ def one_batch_s(
     for place in range(len(profile.layers)):
         device = device_of[place]
         arrivals = (
-            forward_s[maker] + _transfer_s(profile, cluster, maker, device_of[maker], device)
+            forward_s[maker]
+            + _transfer_s(cluster, profile.edge_bytes[maker, place][0], device_of[maker], device)
             for maker in profile.makers[place]
         )
         start_s = max(free_s[device], max(arrivals, default=0.0))
@@ -171,7 +172,8 @@ def one_batch_s(
     for place in reversed(range(len(profile.layers))):
         device = device_of[place]
         arrivals = (
-            backward_s[user] + _transfer_s(profile, cluster, place, device_of[user], device)
+            backward_s[user]
+            + _transfer_s(cluster, profile.edge_bytes[place, user][1], device_of[user], device)
             for user in profile.users[place]
         )
         start_s = max(free_s[device], max(arrivals, default=turn_s))
@@ -181,7 +183,6 @@ def one_batch_s(
     return max(backward_s)
 
 
-def _transfer_s(profile: Profile, cluster: Cluster, maker: int, one: str, other: str) -> float:
-    """Return the seconds of a tensor, or of its gradient, between two devices."""
-    size_bytes = profile.layers[maker].output_bytes
+def _transfer_s(cluster: Cluster, size_bytes: int, one: str, other: str) -> float:
+    """Return the seconds of tensors, or of their gradients, between two devices."""
     return cluster.link(one, other).time_s(size_bytes) if size_bytes and one != other else 0.0

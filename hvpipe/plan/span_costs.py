@@ -16,8 +16,11 @@ from hvpipe.specs.profile import Profile
 Vector = npt.NDArray[np.float64]
 
 # Rows of Spans.table.
-_COMPUTE, _AGAIN, _RECEIVE, _RECEIVE_BYTES, _SEND, _SEND_BYTES, _STATE, _SAVED = range(_ROWS := 8)
+_COMPUTE, _AGAIN, _RECEIVE, _RECEIVE_BYTES, _BACK_BYTES, _SEND, _SEND_BYTES, _STATE, _SAVED = range(
+    _ROWS := 9
+)
 _CACHED_NUMBERS = 8_000_000
+_ABOVE = 1 + 1e-9
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class StageDevice:
     send: Link
     in_flight: int
     recompute: bool = False
+    type: str = ""
 
     @cached_property
     def seconds(self) -> Vector:
@@ -42,8 +46,9 @@ class StageDevice:
         weights = np.zeros(_ROWS)
         weights[_COMPUTE] = 1 / self.speed
         weights[_AGAIN] = self.recompute / self.speed
-        weights[_RECEIVE], weights[_RECEIVE_BYTES] = _there_and_back(self.receive)
-        weights[_SEND], weights[_SEND_BYTES] = _there_and_back(self.send)
+        weights[_RECEIVE], weights[_SEND] = self.receive.latency_s, self.send.latency_s
+        weights[[_RECEIVE_BYTES, _BACK_BYTES]] = 1 / self.receive.bandwidth_bytes_per_s
+        weights[_SEND_BYTES] = 1 / self.send.bandwidth_bytes_per_s
         return weights
 
 
@@ -101,26 +106,44 @@ class Spans:
 
     def __init__(self, profile: Profile) -> None:
         layers = profile.layers
+        self._profile = profile
+        self._of_types: dict[str, Spans] = {}
         self.count = len(layers)
         self.compute_s = _sums([layer.compute_s for layer in layers])
         self._forward_s = _sums([layer.forward_s for layer in layers])
         self.state_bytes = _sums([layer.state_bytes for layer in layers])
         self.saved_bytes = _sums([layer.saved_bytes for layer in layers])
-        self._users = profile.users
-        self._bytes = [float(layer.output_bytes) for layer in layers]
-        # The last user of each tensor; 0 for a tensor that nobody uses.
-        self._last = np.array(
-            [u[-1] if u and size else 0 for u, size in zip(profile.users, self._bytes, strict=True)], np.intp
-        )
-        # Tensors that cross each cut: made before it, used behind it.
-        self.cut_tensors, self.cut_bytes = np.zeros(self.count + 2), np.zeros(self.count + 2)
-        for maker in np.flatnonzero(self._last):
-            for alive, amount in ((self.cut_tensors, 1.0), (self.cut_bytes, self._bytes[maker])):
-                alive[maker + 1] += amount
-                alive[self._last[maker] + 1] -= amount
-        self.cut_tensors, self.cut_bytes = np.cumsum(self.cut_tensors), np.cumsum(self.cut_bytes)
+        self._tensors = [tensor for tensor in profile.tensors if tensor.messages]
+        self._makers = [tensor.maker for tensor in self._tensors]
+        self._last = np.array([tensor.users[-1] for tensor in self._tensors], np.intp)
+        # What crosses each cut, made before it and used behind it: messages and bytes with gradients, and
+        # bytes without.
+        crossing = np.zeros((3, self.count + 2))
+        for tensor in self._tensors:
+            amounts = (tensor.messages, tensor.both_bytes, tensor.bytes)
+            crossing[:, tensor.maker + 1] += amounts
+            crossing[:, tensor.users[-1] + 1] -= amounts
+        self.cut_messages, self.cut_both_bytes, self.cut_bytes = np.cumsum(crossing, axis=1)
         self._tables: dict[int, Vector] = {}
         self._cached_numbers = 0
+
+    def on(self, device_type: str) -> Spans:
+        """Return the costs on devices of a type, where layers have `time_s` for it."""
+        if not device_type:
+            return self
+        if device_type not in self._of_types:
+            profile = self._profile.on(device_type)
+            self._of_types[device_type] = self if profile is self._profile else Spans(profile)
+        return self._of_types[device_type]
+
+    def reach(self, start: int, stop: int, device: StageDevice, limit_s: float) -> int:
+        """Return an end, at most `stop`, of a run from `start`: longer runs exceed limit or memory."""
+        most_s = self.on(device.type).compute_s[: stop + 1]
+        stop = int(np.searchsorted(most_s, most_s[start] + limit_s * device.speed * _ABOVE, "right")) - 1
+        if device.memory_bytes == np.inf:
+            return stop
+        most_bytes = self.state_bytes[: stop + 1]
+        return int(np.searchsorted(most_bytes, most_bytes[start] + device.memory_bytes * _ABOVE, "right")) - 1
 
     def table(self, start: int, stop: int) -> Vector:
         """Return the costs of the runs from `start`: a row per quantity, a column per end up to `stop`."""
@@ -147,21 +170,22 @@ class Spans:
         }
         for row, sums in of_layers.items():
             table[row] = sums[ends] - sums[start]
-        table[_SEND], table[_SEND_BYTES] = self.cut_tensors[ends], self.cut_bytes[ends]
-        for maker in np.flatnonzero(self._last[:start] >= start):
-            users = self._users[maker]
-            first = users[bisect_left(users, start)]
+        table[_SEND], table[_SEND_BYTES] = self.cut_messages[ends], self.cut_both_bytes[ends]
+        for number in np.flatnonzero(self._last[: bisect_left(self._makers, start)] >= start):
+            tensor = self._tensors[number]
+            first = tensor.users[bisect_left(tensor.users, start)]
             # A run receives the tensor from its first user on. It does not send it on: it did not make it.
-            table[_RECEIVE, first - start :] += 1
-            table[_RECEIVE_BYTES, first - start :] += self._bytes[maker]
-            passing = max(0, int(self._last[maker]) - start)
-            table[_SEND, :passing] -= 1
-            table[_SEND_BYTES, :passing] -= self._bytes[maker]
+            table[_RECEIVE, first - start :] += tensor.messages
+            table[_RECEIVE_BYTES, first - start :] += tensor.bytes
+            table[_BACK_BYTES, first - start :] += tensor.gradient_bytes
+            passing = max(0, tensor.users[-1] - start)
+            table[_SEND, :passing] -= tensor.messages
+            table[_SEND_BYTES, :passing] -= tensor.both_bytes
         return table
 
     def costs_s(self, start: int, stop: int, device: StageDevice) -> Vector:
         """Return the seconds of the runs from `start` to each end up to `stop`; infinite if memory lacks."""
-        table = self.table(start, stop)
+        table = self.on(device.type).table(start, stop)
         costs: Vector = device.seconds @ table
         if device.memory_bytes != np.inf:
             costs[_memory_bytes(table, device) > device.memory_bytes] = np.inf
@@ -193,11 +217,6 @@ def _memory_bytes(table: Vector, where: StageDevice | StageDeviceTable) -> Vecto
     weights[_SAVED] = 1 if where.recompute else where.in_flight
     memory: Vector = weights @ table
     return memory
-
-
-def _there_and_back(link: Link) -> tuple[float, float]:
-    """Return seconds per message and per byte, for a tensor one way and its gradient the other way."""
-    return 2 * link.latency_s, 2 / link.bandwidth_bytes_per_s
 
 
 def _sums(values: list[float]) -> Vector:

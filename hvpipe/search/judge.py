@@ -193,7 +193,7 @@ class Judge:
                 reduce_s = max(reduce_s, self._reduce_s(group, sum(sums.bucket_bytes(start, end))))
         for (maker, user), crossing in crossings.items():
             link = self.cluster.link(groups[maker][0], groups[user][0])
-            travel_s = 2 * link.time_s(crossing.bytes, crossing.messages)
+            travel_s = crossing.time_s(link, back=False) + crossing.time_s(link, back=True)
             once_s += travel_s
             busiest_s = max(busiest_s, travel_s / min(len(groups[maker]), len(groups[user])))
         return once_s + (m - 1) * busiest_s + reduce_s

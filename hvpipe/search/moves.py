@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 from hvpipe.plan.replication import Group, device_kinds
 from hvpipe.search.judge import Judge, Judged
@@ -13,6 +13,8 @@ from hvpipe.search.starts import Starts
 
 # More devices than this are not moved one by one: there would be too many ways.
 _FEW_DEVICES = 64
+# With so many stages, only the nearest cuts are tried.
+_FEW_STAGES = 16
 # So many changes of devices settle before they are compared with the best layout.
 _SETTLED = 6
 
@@ -45,16 +47,30 @@ class Moves:
             step *= 2
 
     def shifts(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout with several neighbouring boundaries moved by a layer in the same direction."""
+        """Yield the layout with several neighbouring boundaries moved in the same direction by a layer, or
+        with few stages, by 1, 2, 4, ... layers."""
+        inner, step = len(layout.ends) - 1, 1
+        while step < (self._layers if inner < _FEW_STAGES else 2):
+            for first, last in combinations(range(inner + 1), 2):
+                for by in (-step, step) if last - first > 1 else ():
+                    moved = tuple(end + by for end in layout.ends[first:last])
+                    ends = (*layout.ends[:first], *moved, *layout.ends[last:])
+                    if are_ends(ends, self._layers):
+                        yield replace(layout, ends=ends)
+            step *= 2
+
+    def pairs(self, layout: Layout) -> Iterator[Layout]:
+        """Yield the layout with two boundaries moved by up to two layers each, if the stages are few."""
         inner = len(layout.ends) - 1
-        for first, last in combinations(range(inner + 1), 2):
-            if last - first < 2:
-                continue
-            for step in (-1, 1):
-                moved = tuple(end + step for end in layout.ends[first:last])
-                ends = (*layout.ends[:first], *moved, *layout.ends[last:])
+        if inner >= _FEW_STAGES:
+            return
+        for one, other in combinations(range(inner), 2):
+            for by, other_by in product((-2, -1, 1, 2), repeat=2):
+                ends = list(layout.ends)
+                ends[one] += by
+                ends[other] += other_by
                 if are_ends(ends, self._layers):
-                    yield replace(layout, ends=ends)
+                    yield replace(layout, ends=tuple(ends))
 
     def schedules(self, layout: Layout) -> Iterator[Layout]:
         """Yield the layout under the other schedules with as many chunks."""
@@ -70,7 +86,9 @@ class Moves:
                 yield from self._recut(layout.groups, replace(layout, schedule=name, chunks=chunks))
         if len(layout.devices) > _FEW_DEVICES:
             return
-        yield from self._exchanged(layout)
+        for exchanged in self._exchanged(layout):
+            yield exchanged
+            yield from self._recut(exchanged.groups, layout)
         for groups in self._regrouped(layout):
             if max(map(len, groups)) > 1 and ("hybrid" not in self._modes or layout.chunks > 1):
                 continue
@@ -175,7 +193,7 @@ def settle(judge: Judge, moves: Moves, start: Judged) -> Judged:
     best, improved = start, True
     while improved and judge.left > 0:
         improved = False
-        for neighbours in (moves.boundaries, moves.schedules, moves.shifts):
+        for neighbours in (moves.boundaries, moves.schedules, moves.shifts, moves.pairs):
             for layout in neighbours(best.layout):
                 judged = judge.judge(layout, best)
                 if judged is not None and judged.beats(best):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 
 from hvpipe.search.exhaustive import every_layout, judge_all
@@ -20,6 +21,9 @@ BUDGET = 6_000_000
 _SIMULATED, _IMPROVED = 60, 10
 # With more devices than this, fewer are simulated and improved.
 MANY_DEVICES, _SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 64, 12, 2
+
+# The best layouts are changed at random so many times, with at most so many devices.
+_KICKS, _KICKED_DEVICES = 10, 16
 
 
 def search(
@@ -48,9 +52,10 @@ def search(
 
     Returns:
         The best layout of each mode for which one fits. A layout has more stages than micro-batches only if
-        none with fewer fits.
+        `stages` says so or none with fewer fits.
     """
     judge = Judge(profile, cluster, choice, budget, every_device)
+    judge.most_groups = max(choice.microbatches, stages or 0)
     found = _search(judge, stages, modes)
     if not found and choice.microbatches < len(cluster.devices):
         # Only more stages than micro-batches may hold the model, such as one sample over several devices.
@@ -80,7 +85,22 @@ def _search(judge: Judge, stages: int | None, modes: Sequence[str]) -> dict[str,
         improve(judge, moves, start)
     if not many:
         _settle_rest(judge, moves, [*diverse[improved:], *(one for one in ranked if one not in diverse)])
+    if len(cluster.devices) <= _KICKED_DEVICES:
+        _kick(judge, moves)
     return judge.best
+
+
+def _kick(judge: Judge, moves: Moves) -> None:
+    """Change the devices of the best layouts twice at random, and improve what comes out."""
+    draw = random.Random(0)
+    for _ in range(_KICKS):
+        for best in list(judge.best.values()):
+            layout = best.layout
+            for _ in range(2):
+                layout = draw.choice([layout, *moves.devices(layout)])
+            start = judge.judge(layout)
+            if start is not None:
+                improve(judge, moves, start)
 
 
 def _settle_rest(judge: Judge, moves: Moves, starts: Iterable[Judged]) -> None:

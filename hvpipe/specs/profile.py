@@ -14,12 +14,84 @@ from typing import Any
 
 from hvpipe.config_file import MOST, NAME, Table, fingerprint, is_name, read_document, write_document
 from hvpipe.errors import HvpipeError
-from hvpipe.specs.cluster import Cluster, Device
+from hvpipe.specs.cluster import Cluster, Device, Link
 
 FORMAT, VERSION = "hvpipe-profile", 1
 
 _SHOWN = 5
 """The most layers of a cycle that an error names."""
+
+_OPTIONAL = ("weights_of", "time_s", "gradient_bytes", "tensors")
+_NO_NUMBERS = ("name", "weights_of", "time_s", "tensors")
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """One of several tensors that a layer makes.
+
+    Args:
+        bytes: Bytes to send to each stage that uses it.
+        users: The names of the layers that use it.
+        gradient_bytes: Bytes that each of these stages sends back; None for as many as `bytes`.
+
+    Raises:
+        HvpipeError: If a number is negative or not finite.
+
+    Example:
+        ```python
+        made = OutputTensor(4096, ("dense",)), OutputTensor(64, ("decoder",))
+        lstm = LayerCost("lstm", 0.01, 0.02, tensors=made)
+        ```
+    """
+
+    bytes: int
+    users: tuple[str, ...]
+    gradient_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for item in ("bytes", "gradient_bytes"):
+            value = getattr(self, item)
+            if value is not None and not (math.isfinite(value) and value >= 0):
+                raise HvpipeError(
+                    f"{item} of a tensor should be finite and at least 0. Received: {item}={value}"
+                )
+
+    def scaled(self, by: float) -> OutputTensor:
+        """Return the tensor for `by` times the samples."""
+        return replace(
+            self, bytes=math.ceil(self.bytes * by), gradient_bytes=_scaled(self.gradient_bytes, by)
+        )
+
+
+@dataclass(frozen=True)
+class SentTensor:
+    """A tensor that other layers use, with indices into `Profile.layers`.
+
+    Args:
+        maker: The layer that makes it.
+        users: The layers that use it, in order.
+        bytes: Its bytes.
+        gradient_bytes: The bytes of its gradient.
+    """
+
+    maker: int
+    users: tuple[int, ...]
+    bytes: int
+    gradient_bytes: int
+
+    @property
+    def messages(self) -> int:
+        """The messages to a stage and back; without bytes, there is none."""
+        return (self.bytes > 0) + (self.gradient_bytes > 0)
+
+    @property
+    def both_bytes(self) -> int:
+        """The bytes to a stage and back."""
+        return self.bytes + self.gradient_bytes
+
+    def there_and_back_s(self, link: Link) -> float:
+        """Return the seconds of the tensor one way and its gradient the other way."""
+        return link.time_s(self.both_bytes, self.messages)
 
 
 @dataclass(frozen=True)
@@ -45,6 +117,10 @@ class LayerCost:
             this part off. None if unknown.
         weights_of: The name of the layer whose weights this layer uses; None if it has its own.
         time_s: Seconds of forward and backward on devices of other types, by the type, for the same batch.
+        gradient_bytes: Bytes that each of these stages sends back, 0 for integers; None for as many as
+            `output_bytes`.
+        tensors: The output's tensors, if its users need different ones; they travel instead of
+            `output_bytes`.
 
     Raises:
         HvpipeError: If a value is negative, not finite, or a part exceeds its whole.
@@ -68,6 +144,8 @@ class LayerCost:
     weight_share: float | None = None
     weights_of: str | None = None
     time_s: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
+    gradient_bytes: int | None = None
+    tensors: tuple[OutputTensor, ...] = ()
 
     def __post_init__(self) -> None:
         if self.weight_share is not None and not 0 <= self.weight_share <= 1:
@@ -81,8 +159,8 @@ class LayerCost:
                     f"time_s of layer {self.name!r} should be by type, which is {NAME}, and at least 0. "
                     f"Received: {name!r}: {pair}"
                 )
-        for item in fields(self)[1:-2]:
-            value = getattr(self, item.name)
+        for item in fields(self):
+            value = None if item.name in _NO_NUMBERS else getattr(self, item.name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise HvpipeError(
                     f"{item.name} of layer {self.name!r} should be finite and at least 0. "
@@ -164,6 +242,8 @@ class Profile:
                     "An edge should go from a layer to a later one (Profile.of sorts them). "
                     f"Received: edge=({maker}, {user}) of {len(self.layers)} layers"
                 )
+        for place in [place for place, layer in enumerate(self.layers) if layer.tensors]:
+            self._check_tensors(place)
 
     def _check_owner(self, layer: LayerCost) -> None:
         """Refuse `weights_of` that names no layer with own weights of the same size."""
@@ -173,6 +253,15 @@ class Profile:
             raise HvpipeError(
                 f"weights_of of layer {layer.name!r} should name a layer that has as many bytes of its own "
                 f"weights. Received: weights_of={layer.weights_of!r}, weight_bytes={layer.weight_bytes}"
+            )
+
+    def _check_tensors(self, place: int) -> None:
+        """Refuse tensors of a layer whose users are not those of the edges."""
+        named = {name for tensor in self.layers[place].tensors for name in tensor.users}
+        if wrong := named ^ {self.layers[user].name for user in self.users[place]}:
+            raise HvpipeError(
+                f"The tensors of layer {self.layers[place].name!r} should have the users that the edges say. "
+                f"Received: {min(wrong)!r} in one of the two only"
             )
 
     @cached_property
@@ -265,6 +354,30 @@ class Profile:
         return tuple(tuple(users) for users in found)
 
     @cached_property
+    def tensors(self) -> tuple[SentTensor, ...]:
+        """The tensors that other layers use, by their makers."""
+        found = []
+        for maker, (layer, users) in enumerate(zip(self.layers, self.users, strict=True)):
+            for one in layer.tensors:
+                places = tuple(sorted({self._place[name] for name in one.users}))
+                size_bytes = one.bytes if one.gradient_bytes is None else one.gradient_bytes
+                found.append(SentTensor(maker, places, one.bytes, size_bytes))
+            if users and not layer.tensors:
+                size_bytes = layer.output_bytes if layer.gradient_bytes is None else layer.gradient_bytes
+                found.append(SentTensor(maker, users, layer.output_bytes, size_bytes))
+        return tuple(one for one in found if one.users)
+
+    @cached_property
+    def edge_bytes(self) -> Mapping[tuple[int, int], tuple[int, int]]:
+        """For each pair of maker and user: the bytes of all tensors between them, and of their gradients."""
+        found: dict[tuple[int, int], tuple[int, int]] = {}
+        for one in self.tensors:
+            for user in one.users:
+                there, back = found.get((one.maker, user), (0, 0))
+                found[one.maker, user] = there + one.bytes, back + one.gradient_bytes
+        return found
+
+    @cached_property
     def makers(self) -> tuple[tuple[int, ...], ...]:
         """For each layer, the indices of the layers that make its inputs, in order."""
         found: list[list[int]] = [[] for _ in self.layers]
@@ -351,6 +464,8 @@ class Profile:
                 output_bytes=math.ceil(layer.output_bytes * by),
                 saved_bytes=math.ceil(layer.saved_bytes * by),
                 time_s={name: layer.scaled_s(name, by) for name in layer.time_s},
+                gradient_bytes=_scaled(layer.gradient_bytes, by),
+                tensors=tuple(tensor.scaled(by) for tensor in layer.tensors),
             )
             for layer in self.layers
         )
@@ -512,10 +627,16 @@ def _edge(row: Table) -> tuple[str, str]:
 
 def _layer_json(layer: LayerCost) -> dict[str, Any]:
     fields_of = asdict(layer)
-    times = fields_of.pop("time_s")
-    if layer.weights_of is None:
-        del fields_of["weights_of"]
-    return {**fields_of, **({"time_s": {name: list(pair) for name, pair in times.items()}} if times else {})}
+    fields_of["time_s"] = {name: list(pair) for name, pair in layer.time_s.items()}
+    fields_of["tensors"] = [
+        {name: value for name, value in asdict(tensor).items() if value is not None}
+        for tensor in layer.tensors
+    ]
+    return {
+        name: value
+        for name, value in fields_of.items()
+        if name not in _OPTIONAL or value not in (None, {}, [])
+    }
 
 
 def _time_s(row: Table) -> dict[str, tuple[float, float]]:
@@ -530,10 +651,20 @@ def _time_s(row: Table) -> dict[str, tuple[float, float]]:
     return found
 
 
+def _tensor(row: Table) -> OutputTensor:
+    row.allow(("bytes", "users", "gradient_bytes"))
+    gradient_bytes = row.integer("gradient_bytes") if row.has("gradient_bytes") else None
+    return OutputTensor(row.integer("bytes"), tuple(row.texts("users")), gradient_bytes)
+
+
+def _scaled(size_bytes: int | None, by: float) -> int | None:
+    return None if size_bytes is None else math.ceil(size_bytes * by)
+
+
 def _layer(row: Table) -> LayerCost:
     sizes = ("weight_bytes", "slot_bytes", "output_bytes", "saved_bytes")
     parts = ("fixed_forward_s", "fixed_backward_s", "update_s", "weight_share")
-    row.allow(("name", "forward_s", "backward_s", *sizes, *parts, "weights_of", "time_s"))
+    row.allow(("name", "forward_s", "backward_s", *sizes, *parts, *_OPTIONAL))
     given: dict[str, Any] = {time: row.number(time) for time in ("forward_s", "backward_s")}
     given |= {size: row.integer(size) for size in sizes}
     given |= {part: row.number(part) for part in parts if row.has(part)}
@@ -541,6 +672,10 @@ def _layer(row: Table) -> LayerCost:
         given["weights_of"] = row.text("weights_of")
     if row.has("time_s"):
         given["time_s"] = _time_s(row.table("time_s"))
+    if row.has("gradient_bytes"):
+        given["gradient_bytes"] = row.integer("gradient_bytes")
+    if row.has("tensors"):
+        given["tensors"] = tuple(map(_tensor, row.tables("tensors")))
     return LayerCost(row.name("name"), **given)
 
 

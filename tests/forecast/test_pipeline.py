@@ -23,7 +23,7 @@ from hvpipe.schedule.verify import peak_stash, verify
 from hvpipe.search.choice import choose
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.profile import LayerCost, OutputTensor, Profile
 from model_graphs import MODELS, chain, clusters, model, profiles
 
 quickly = settings(max_examples=40)
@@ -49,6 +49,26 @@ def test_two_equal_stages(pipelining: Pipelining, step_s: float) -> None:
     assert one.busy_s == pytest.approx((busy_s, busy_s))
     assert one.bubble == pytest.approx(1 - busy_s / step_s)
     assert one.trace.metadata["devices"] == ["h0", "h1"]
+
+
+def test_gradients_of_another_size_and_tensors_of_some_users() -> None:
+    """Two stages, one micro-batch: F = 1 and B = 2 on each; the link takes 1 s for each byte.
+
+    3 bytes travel for two users, 1 for one of them, and back only 1, the gradient of the first tensor.
+    """
+    tensors = (OutputTensor(3, ("b", "c"), 1), OutputTensor(1, ("c",), 0))
+    a = LayerCost("a", 1, 2, output_bytes=9, tensors=tensors)
+    layers = [a, LayerCost("b", 0, 0), LayerCost("c", 1, 2)]
+    profile = Profile.of(layers, [("a", "b"), ("a", "c")])
+    cluster = equal_cluster(2, Link(0, 1.0))
+    how = Pipelining("1f1b", 1)
+    plan = Plan.of(profile, cluster, [(("h0",), range(1)), (("h1",), range(1, 3))], how, "")
+    assert [stage.cost.total_s for stage in plan.stages] == pytest.approx([8, 8])
+    assert plan.stages[1].cost.receive_bytes == 4
+    one = forecast(plan, profile, cluster)
+    assert one.step_s == pytest.approx(1 + 4 + 3 + 1 + 2)
+    assert one.memory_bytes[1] == 4
+    assert plan.one_batch_s == pytest.approx(1 + 4 + 3 + 1 + 2)
 
 
 def test_one_stage_alone_can_recompute() -> None:

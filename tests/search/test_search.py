@@ -86,3 +86,11 @@ def test_one_sample_over_several_devices_if_memory_demands_it() -> None:
     assert len(choose(profile, equal_cluster(2, memory_bytes=40), choice).plan.stages) == 1
     with pytest.raises(PlanError, match="in some mode"):
         choose(profile, equal_cluster(2, memory_bytes=19), choice)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "1f1b", "eager-1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_more_stages_than_micro_batches_if_asked_for(schedule: str, microbatches: int) -> None:
+    choice = PipeliningChoice(schedule, microbatches)
+    found = search(chain(*[1] * 6), equal_cluster(4), choice, 4, ("pipeline",))
+    assert len(found["pipeline"].layout.groups) == 4

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hvpipe.errors import HvpipeError
-from hvpipe.specs.profile import LayerCost, Profile, read_pipedream
+from hvpipe.specs.profile import LayerCost, OutputTensor, Profile, read_pipedream
 
 PROFILES = Path(__file__).parents[1] / "data" / "profiles"
 
 CHAIN = (LayerCost("a", 1.0, 2.0, 10, 5, 100, 120), LayerCost("b", 3.0, 4.0), LayerCost("c", 5.0, 6.0))
+
+
+LAYER = Profile.of(CHAIN[:1], []).to_json()["layers"][0]
 
 
 def test_layers_are_in_topological_order_and_otherwise_as_listed() -> None:
@@ -80,6 +84,21 @@ def test_json_may_leave_out_the_optional_costs() -> None:
     assert Profile.from_json(document) == Profile.of(CHAIN, [])
 
 
+def test_tensors_for_different_users() -> None:
+    """c uses both tensors of a, b the second, whose gradient has no bytes. That of b has half its bytes."""
+    tensors = (OutputTensor(40, ("c",)), OutputTensor(60, ("b", "c"), 0))
+    layers = [
+        replace(CHAIN[0], tensors=tensors),
+        replace(CHAIN[1], output_bytes=8, gradient_bytes=4),
+        CHAIN[2],
+    ]
+    profile = Profile.of(layers, [("a", "b"), ("a", "c"), ("b", "c")], batch_size=2)
+    assert Profile.from_json(json.loads(json.dumps(profile.to_json()))) == profile
+    assert profile.edge_bytes == {(0, 1): (60, 0), (0, 2): (100, 40), (1, 2): (8, 4)}
+    twice = profile.at_batch(4)
+    assert twice.edge_bytes == {(0, 1): (120, 0), (0, 2): (200, 80), (1, 2): (16, 8)}
+
+
 def test_the_fingerprint_ignores_times() -> None:
     edges = [("a", "b"), ("b", "c")]
     faster = [LayerCost("a", 0.1, 0.2, 10), *CHAIN[1:]]
@@ -98,6 +117,13 @@ def test_the_fingerprint_ignores_times() -> None:
         ({"layers": [], "edges": []}, "at least one layer"),
         ({"layers": [{"name": "a"}]}, r"layers\[0\]\.forward_s should be a number .*no such field"),
         ({"edges": [{"from": "a", "to": "z"}]}, "there is no layer 'z'"),
+        (
+            {"layers": [LAYER | {"tensors": [{"bytes": 1, "users": ["b"]}]}], "edges": []},
+            "tensors of layer 'a' should have the users that the edges say. Received: 'b'",
+        ),
+        ({"layers": [LAYER | {"tensors": [{"bytes": -1, "users": []}]}]}, r"tensors\[0\].*bytes=-1"),
+        ({"layers": [LAYER | {"tensors": [{"bytes": 1, "to": []}]}]}, "only bytes, gradient_bytes, users"),
+        ({"layers": [LAYER | {"gradient_bytes": 0.5}]}, "gradient_bytes should be a whole number"),
         ({"batch_size": 0}, "batch_size should be a whole number of at least 1"),
         ({"batch_size": 10**400}, r"batch_size should be a number .*Received: batch_size=10000"),
     ],

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from hypothesis import strategies as st
 
 from hvpipe.specs.cluster import Cluster, Link, equal_cluster
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.profile import LayerCost, OutputTensor, Profile
 
 MODELS = ("alexnet", "gnmt", "inception_v3", "resnet50", "vgg16")
 
@@ -29,9 +30,9 @@ def chain(*seconds: float, output_bytes: int = 0, saved_bytes: int = 0, weight_b
 
 
 @st.composite
-def profiles(draw: st.DrawFn) -> Profile:
-    """Generate small graphs with skip connections."""
-    count = draw(st.integers(4, 14))
+def profiles(draw: st.DrawFn, most: int = 14) -> Profile:
+    """Generate small graphs with skip connections, gradients of other sizes, and outputs of two tensors."""
+    count = draw(st.integers(4, most))
     sizes = st.integers(0, 50)
     layers = tuple(
         LayerCost(f"l{i}", *(draw(st.integers(0, 9)) / 10 for _ in "fb"), *(draw(sizes) for _ in "wsoa"))
@@ -39,7 +40,22 @@ def profiles(draw: st.DrawFn) -> Profile:
     )
     skips = draw(st.lists(st.tuples(st.integers(0, count - 2), st.integers(1, count)), max_size=5))
     edges = {(i, i + 1) for i in range(count - 1)} | {(i, min(i + n, count - 1)) for i, n in skips}
-    return Profile(layers, tuple(sorted(edges)))
+    whole = Profile(layers, tuple(sorted(edges)))
+    made = zip(layers, whole.users, strict=True)
+    return replace(whole, layers=tuple(draw(_outputs(layer, users)) for layer, users in made))
+
+
+@st.composite
+def _outputs(draw: st.DrawFn, layer: LayerCost, users: tuple[int, ...]) -> LayerCost:
+    """Give a layer's gradient a size of its own, or split its output into two tensors."""
+    sizes = st.none() | st.integers(0, 50)
+    if len(users) < 2 or draw(st.booleans()):
+        return replace(layer, gradient_bytes=draw(sizes))
+    names = tuple(f"l{user}" for user in users)
+    cut, shared = draw(st.integers(1, len(names) - 1)), draw(st.integers(0, 1))
+    of_tensors = (names[: cut + shared], names[cut:])
+    tensors = (OutputTensor(draw(st.integers(0, 50)), of, draw(sizes)) for of in of_tensors)
+    return replace(layer, tensors=tuple(tensors))
 
 
 @st.composite

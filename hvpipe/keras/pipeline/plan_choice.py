@@ -14,7 +14,7 @@ from hvpipe.keras.graph.layer_graph import LayerGraph
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
 from hvpipe.keras.profiling.estimate import estimate
 from hvpipe.keras.profiling.footprint import weight_bytes
-from hvpipe.plan.exact import MOST_LAYERS, exact
+from hvpipe.plan.exact import exact
 from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining, checked_recompute
 from hvpipe.plan.stage_plan import Plan
@@ -345,7 +345,7 @@ def balanced(profile: Profile, replicas: Sequence[int], how: Pipelining) -> Plan
         how: Schedule and micro-batches.
     """
     count = len(replicas)
-    if len(set(replicas)) == 1 or how.chunks > 1 or len(profile.layers) > MOST_LAYERS:
+    if len(set(replicas)) == 1 or how.chunks > 1:
         return partition(profile, equal_cluster(count), count * how.chunks, how)
     cluster = equal_cluster(count, speeds=tuple(map(float, replicas)))
     return exact(profile, cluster, count, how, [device.name for device in cluster.devices])

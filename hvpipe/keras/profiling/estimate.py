@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvpipe.keras.graph.layer_graph import Call, LayerGraph
 from hvpipe.keras.profiling.footprint import untrained_bytes, weight_bytes
@@ -38,6 +39,7 @@ def estimate(graph: LayerGraph, samples: int, slots: int = 2) -> Profile:
 def _cost(graph: LayerGraph, call: Call, samples: int, slots: int) -> LayerCost:
     outputs = [graph.tensors[number] for number, _ in call.writes]
     output_bytes = sum(tensor.nbytes(samples) for tensor in outputs)
+    gradient_bytes = sum(x.nbytes(samples) for x in outputs if tf.as_dtype(x.dtype).is_floating)
     input_bytes = sum(graph.tensors[number].nbytes(samples) for number, _ in call.reads)
     weights = _weights(call.operation)
     count = sum(math.prod(v.shape) for v in weights if len(v.shape) > 1)
@@ -55,6 +57,7 @@ def _cost(graph: LayerGraph, call: Call, samples: int, slots: int) -> LayerCost:
         slot_bytes=slots * trained_bytes + untrained_bytes(call.operation),
         output_bytes=output_bytes,
         saved_bytes=output_bytes,
+        gradient_bytes=None if gradient_bytes == output_bytes else gradient_bytes,
     )
 
 

@@ -22,7 +22,7 @@ from hvpipe.keras.profiling.footprint import (
 from hvpipe.keras.profiling.stopwatch import Stopwatch
 from hvpipe.keras.profiling.timed_stage import Activations, TimedStage, same_state
 from hvpipe.keras.profiling.update_time import UpdateTime
-from hvpipe.specs.profile import LayerCost
+from hvpipe.specs.profile import LayerCost, OutputTensor
 
 
 class LayerTimer:
@@ -55,7 +55,32 @@ class LayerTimer:
         if kind is not None:
             self._known[kind] = cost
         self._activations.put(index, outputs)
-        return replace(cost, name=call.name, weights_of=self._owner(index) if cost.weight_bytes else None)
+        return replace(
+            cost,
+            name=call.name,
+            weights_of=self._owner(index) if cost.weight_bytes else None,
+            **self._sent(index, outputs),
+        )
+
+    def _sent(self, index: int, outputs: Sequence[Any]) -> dict[str, Any]:
+        """Return the bytes of the gradients, and the tensors if their users differ, for LayerCost."""
+        cut, calls = self._stages.cuts[index], self._stages.graph.calls
+        floating = set(self._stages.floating(cut.outputs))
+        sizes: dict[tuple[str, ...], list[int]] = {}
+        for wire, output in dict(zip(cut.outputs, outputs, strict=False)).items():
+            stages = [stage for stage, sent in sorted(cut.sends.items()) if wire in sent]
+            users = tuple(calls[stage].name for stage in stages if stage < len(calls))
+            of_users = sizes.setdefault(users, [0, 0])
+            of_users[0] += tensor_bytes(output)
+            of_users[1] += tensor_bytes(output) if wire in floating else 0
+        tensors = [
+            OutputTensor(size_bytes, users, None if back_bytes == size_bytes else back_bytes)
+            for users, (size_bytes, back_bytes) in sizes.items()
+            if users
+        ]
+        if len(sizes) > 1:
+            return {"tensors": tuple(tensors)}
+        return {"gradient_bytes": tensors[0].gradient_bytes} if tensors else {}
 
     def _owner(self, index: int) -> str | None:
         """Return the name of the first call of the same layer, or None if this is it."""

@@ -52,6 +52,8 @@ def measure(
     - `weight_bytes`: trained variables, counted for each call of a layer that is called again.
     - `slot_bytes`: the optimizer's slots, and variables that are not trained.
     - `output_bytes`: the outputs that other layers or the loss read, with masks.
+    - `gradient_bytes`: the floating ones of these outputs, if others exist.
+    - `tensors`: the outputs, if their users differ.
     - `saved_bytes`: outputs, and other tensors that the forward keeps for the backward.
 
     The loss is not measured.

@@ -22,7 +22,7 @@ from hvpipe.keras.profiling.stopwatch import Stopwatch, TimedCall
 from hvpipe.keras.profiling.timed_stage import TimedStage
 from hvpipe.plan.greedy import partition
 from hvpipe.specs.cluster import equal_cluster
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.profile import LayerCost, OutputTensor, Profile
 
 
 def sizes(layer: LayerCost) -> tuple[int, int, int, int]:
@@ -228,6 +228,24 @@ def test_a_layer_without_a_gradient_has_no_backward() -> None:
     assert adding.backward_s == 0
     assert embed.weight_bytes == 4 * 7 * 3
     assert embed.output_bytes == 4 * 4 * 5 * 3
+
+
+def test_tensors_for_different_users_and_without_gradients() -> None:
+    """The sequence has 3 samples x 5 steps x 4 units, the state 3 x 4 and the token 3 x 5, 4 bytes each."""
+    tokens = keras.Input((5,), dtype="int32", name="tokens")
+    again = keras.layers.Reshape((5,), dtype="int32", name="again")(tokens)
+    h = keras.layers.Embedding(9, 2, name="embed")(again)
+    sequence, state, _ = keras.layers.LSTM(4, return_sequences=True, return_state=True, name="lstm")(h)
+    y = keras.layers.Dense(1, name="of_sequence")(sequence), keras.layers.Dense(1, name="of_state")(state)
+    batch = np.zeros((3, 5), np.int32)
+    model = keras.Model(tokens, y)
+    for profile in (hk.measure(model, batch, repeats=1), estimate(layer_graph(model), 3)):
+        layers = {layer.name: layer for layer in profile.layers}
+        assert (layers["again"].output_bytes, layers["again"].gradient_bytes) == (60, 0)
+        assert layers["embed"].gradient_bytes is None
+    measured = hk.measure(model, batch, repeats=1)
+    (lstm,) = (layer for layer in measured.layers if layer.name == "lstm")
+    assert lstm.tensors == (OutputTensor(240, ("of_sequence",)), OutputTensor(48, ("of_state",)))
 
 
 def test_masks_are_part_of_the_output() -> None:
