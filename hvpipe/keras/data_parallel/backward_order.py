@@ -37,8 +37,8 @@ def order_backward(gradients: Sequence[Sequence[Any]]) -> None:
     done: dict[int, Any] = {}
     for operation in operations:
         mask = needed.get(operation, 0)
-        if not mask or not (level or operation in ends):
-            continue  # forward's operations were made before any gradient
+        if not mask or not (level or operation in ends or "gradient_tape" in operation.name):
+            continue  # forward's operations were made before any of backward's
         own = level[operation] = next(at for at, number in enumerate(order) if mask >> number & 1)
         goes_on = any(level.get(each.op, own) < own for each in operation.inputs)
         # TensorFlow merges the gradients of a layer's kernel and bias, which may be in two buckets. So only

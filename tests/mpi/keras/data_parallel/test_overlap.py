@@ -113,11 +113,12 @@ def test_on_one_thread_backward_waits_for_each_bucket(monkeypatch: pytest.Monkey
 
     def gradients(threads: int) -> Sequence[Any]:
         monkeypatch.setattr(backward_order, "threads", lambda: threads)
-        with tf.Graph().as_default():
+        with tf.Graph().as_default(), tf.GradientTape() as tape:
             kernels, x = [tf.ones((3, 3)) for _ in range(4)], tf.ones((2, 3))
+            tape.watch(kernels)
             for kernel in kernels:
                 x = tf.nn.relu(x @ kernel)
-            found = tf.gradients(x, kernels)
+            found = tape.gradient(x, kernels)
             backward_order.order_backward([[each] for each in found])
         return found[::-1]
 
