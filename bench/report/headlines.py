@@ -87,7 +87,7 @@ def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headl
         Headline(
             f"{gain.system}, shares by speed",
             f"{gain.speedup:.2f}x",
-            f"samples per second of equal shares, {gain.group}{_one_round(gain.rounds)}",
+            f"samples per second of equal shares, {gain.group}: {gain.describe()}",
         )
         for gain in shares_gain(rows)
         if gain.system != ALONE

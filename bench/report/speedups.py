@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scipy import stats
 
@@ -116,10 +116,7 @@ def means(comparisons: Sequence[Comparison]) -> Means | None:
 
 
 def shares_gain(rows: Iterable[CaseFigures]) -> list[Comparison]:
-    """Compare shares by speed with equal shares, with the same system, workload, cluster and samples a step.
-
-    The comparison is of samples per second, because shares are rounded to whole samples.
-    """
+    """Compare shares by speed with equal shares, of the same system, workload, cluster and samples a step."""
     known = list(rows)
     found = []
     for row in known:
@@ -127,8 +124,7 @@ def shares_gain(rows: Iterable[CaseFigures]) -> list[Comparison]:
             continue
         for other in known:
             if _same_but_shares(row.case, other.case):
-                ratio = row.samples_per_s / other.samples_per_s
-                found.append(Comparison(row.case.group, row.case.system, "equal shares", ratio))
+                found.append(replace(_compared(row, other), baseline="equal shares"))
     return found
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from bench.hosts.links import LinkFacts
 from bench.report.figures import CaseFigures, all_figures, by_group, fastest, pays
+from bench.report.headlines import headlines
 from bench.report.speedups import NATIVE, Comparison, compare_in_groups, means, shares_gain
 from bench.report.spreadsheet import to_csv
 from bench.rounds.record import PARTS, RankRound, Round, Task
@@ -278,9 +279,11 @@ def test_proportional_shares_are_compared_with_equal_ones() -> None:
         finished(case("hvpipe-step", task=shares), 2.0),
         finished(case("single"), 1.0),
     )
-    (found,) = shares_gain(all_figures(outcome(*rounds)))
+    rows = all_figures(outcome(*rounds))
+    (found,) = shares_gain(rows)
     assert (found.system, found.baseline) == ("hvpipe-step", "equal shares")
     assert found.speedup == pytest.approx(1.5)
+    assert any("shares by speed" in head.title for head in headlines(outcome(*rounds), rows))
 
 
 @given(st.lists(STEPS, min_size=1, max_size=4), st.floats(0.1, 10))
