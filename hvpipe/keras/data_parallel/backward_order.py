@@ -62,7 +62,7 @@ def _needed_by(operations: Sequence[Any], buckets: Sequence[Sequence[Any]]) -> d
     later_stateful = 0
     for operation in reversed(operations):
         mask = needed.get(operation, 0)
-        if operation._is_stateful:
+        if operation.op_def.is_stateful:
             mask = later_stateful = mask | later_stateful
         if mask:
             needed[operation] = mask
@@ -73,5 +73,4 @@ def _needed_by(operations: Sequence[Any], buckets: Sequence[Sequence[Any]]) -> d
 
 def threads() -> int:
     """Return how many operations TensorFlow runs at a time."""
-    asked = tf.config.threading.get_inter_op_parallelism_threads()
-    return int(asked or os.environ.get("TF_NUM_INTEROP_THREADS") or len(os.sched_getaffinity(0)))
+    return int(tf.config.threading.get_inter_op_parallelism_threads() or len(os.sched_getaffinity(0)))
