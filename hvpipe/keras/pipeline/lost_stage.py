@@ -38,7 +38,7 @@ def leaving_after_loss(session: Session, callbacks: Sequence[Any]) -> Iterator[N
                 change = session.go_on_without_lost()
                 lost += [left[rank] for rank in change.lost]
                 left = [rank for number, rank in enumerate(left) if number not in change.lost]
-                steps = saver.lose(change.lost)
+                steps = saver.lose(lost)
                 session.engine.agree_patiently("the checkpoint after a loss", session.patience_s)
             except Exception:
                 if not session.has_lost_ranks():  # no other rank was lost meanwhile
