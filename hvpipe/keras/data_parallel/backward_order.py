@@ -22,11 +22,14 @@ def order_backward(gradients: Sequence[Sequence[Any]]) -> None:
     need, too. What a bucket needs never waits for a later bucket.
 
     Args:
-        gradients: The gradients of each bucket, in any order. Nothing happens if they are not in a graph, or
-            if TensorFlow has more than one thread for operations: then another one computes the weights'.
+        gradients: The gradients of each bucket, in any order. Nothing happens if they are not all in the
+            graph that is being made, or if TensorFlow has more than one thread for operations: then another
+            one computes the weights'.
     """
+    if tf.executing_eagerly() or threads() > 1 or len(gradients) < 2:
+        return
     graph = tf.compat.v1.get_default_graph()
-    if tf.executing_eagerly() or threads() > 1 or len(gradients) < 2 or gradients[0][0].graph is not graph:
+    if any(each.graph is not graph for bucket in gradients for each in bucket):
         return
     operations = graph.get_operations()
     needed = _needed_by(operations, [[each.op for each in bucket] for bucket in gradients])

@@ -136,10 +136,6 @@ class BucketReducer:
                 plan=self._plan_id,
             )
 
-    def order(self, gradients: Sequence[Any]) -> None:
-        """Let backward finish a bucket before it goes on. `gradients` are as those of `submit`."""
-        order_backward([[gradients[place] for place in bucket.members] for bucket in self.plan.buckets])
-
     def submit(
         self, share: Any, gradients: Sequence[Any], after: Callable[[int], Sequence[Any]] | None = None
     ) -> list[Any]:
@@ -153,6 +149,7 @@ class BucketReducer:
         Returns:
             A token for each bucket (int64 scalar, 1), to collect it by.
         """
+        order_backward([[gradients[place] for place in bucket.members] for bucket in self.plan.buckets])
         tokens = []
         for number, bucket in enumerate(self.plan.buckets):
             with tf.control_dependencies(after(number) if after else []):

@@ -17,6 +17,7 @@ from hvpipe.keras.data_parallel.compressed_reduce import make_reducer
 from hvpipe.keras.data_parallel.gradient_accumulation import accumulate
 from hvpipe.keras.data_parallel.nonfinite import NonfiniteGuard
 from hvpipe.keras.data_parallel.overlap import Buckets, Overlap
+from hvpipe.keras.data_parallel.shards import with_first_tensor
 from hvpipe.keras.data_parallel.step_findings import StepFindings, UpdateInGraph
 from hvpipe.keras.data_parallel.step_marks import StepMarks
 from hvpipe.keras.variables import identity
@@ -125,7 +126,11 @@ class OptimizerHook:
         self._graph = tf.compat.v1.get_default_graph()
         self._update = None
         self._overlap.begin(self._buckets, samples)
-        return self._marks.step_begins(data, after=samples)
+        # On one thread, TensorFlow runs what became ready last. It would count samples after the forward, and
+        # all ranks would wait for the announcement of the step.
+        with tf.control_dependencies([samples]):
+            data = with_first_tensor(data, tf.identity)
+        return self._marks.step_begins(data)
 
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
         """Stand in for `optimizer.apply`: reduce, and update when the overlap mode says so."""

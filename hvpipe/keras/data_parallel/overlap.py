@@ -118,7 +118,6 @@ class BackwardOverlap(Overlap):
     """
 
     def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
-        buckets.reducer.order(gradients)
         tokens = buckets.reducer.submit(share, gradients)
         for done in buckets.update.update_where_submitted(tokens):
             note_collected(done)
@@ -181,7 +180,6 @@ class StepOverlap(_Deferring):
         return self._updates.read_value()
 
     def reduce_and_update(self, buckets: Buckets, gradients: Sequence[Any], share: Any) -> None:
-        buckets.reducer.order(gradients)
         # A gradient may be ready before its bucket's update: a linear loss's gradient needs no weights.
         tokens = buckets.reducer.submit(share, gradients, after=lambda bucket: [self._finished[bucket]])
         with on_the_host():
@@ -221,7 +219,6 @@ class StaleOverlap(_Deferring):
         with tf.control_dependencies([share]):
             before = self._token.read_value()
         finished = buckets.update_where_submitted(before)
-        buckets.reducer.order(gradients)
         tokens = buckets.reducer.submit(share, gradients, after=lambda bucket: [finished[bucket]])
         with on_the_host():
             token = tf.add_n(tokens)

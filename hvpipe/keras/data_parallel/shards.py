@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,16 @@ def _steps(x: Any, batch_size: int | None) -> int:
 def first_leaf(data: Any) -> Any:
     """Return the first tensor of a batch; its first axis counts the samples."""
     return next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
+
+
+def with_first_tensor(data: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a batch with its first dense tensor changed; the batch itself if it has none."""
+    leaves = tf.nest.flatten(data)
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, tf.Tensor):
+            leaves[place] = change(leaf)
+            return tf.nest.pack_sequence_as(data, leaves)
+    return data
 
 
 def samples_in(batch: Any) -> Any:

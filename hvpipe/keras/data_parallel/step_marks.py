@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from hvpipe.keras import ops
+from hvpipe.keras.data_parallel.shards import with_first_tensor
 from hvpipe.keras.gpu import on_the_host
 
 
@@ -23,22 +24,12 @@ class StepMarks:
             with tf.init_scope():
                 self._kept = tf.Variable(0.0, dtype=tf.float32, trainable=False, name="hvpipe_marks")
 
-    def step_begins(self, data: Any, after: Any) -> Any:
-        """Return the batch. Its first tensor is there once `after` is, and passes through a mark.
-
-        On one thread, TensorFlow runs what became ready last. It would count samples after the forward, and
-        all ranks would wait for the announcement of the step.
-        """
-        leaves = tf.nest.flatten(data)
-        first = next((place for place, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)), None)
-        if first is None:
+    def step_begins(self, data: Any) -> Any:
+        """Return the batch; its first tensor passes through a mark."""
+        if not self.traced:
             return data
-        with tf.control_dependencies([after]):
-            leaves[first] = tf.identity(leaves[first])
-        if self.traced:
-            with on_the_host():
-                leaves[first] = ops.mark(leaves[first], "begin")
-        return tf.nest.pack_sequence_as(data, leaves)
+        with on_the_host():
+            return with_first_tensor(data, lambda tensor: ops.mark(tensor, "begin"))
 
     def forward_ends(self, loss: Any) -> Any:
         """Return the loss, passed through a mark."""
