@@ -59,17 +59,17 @@ def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headl
     worth: dict[bool | None, list[CaseFigures]] = {True: [], False: [], None: []}
     for members in by_group(rows).values():
         worth[pays(members)] += members
+    cases = dict.fromkeys(each.case for each in outcome.rounds if not each.skipped)
+    tried = [case for case in cases if not case.task.epochs]
     found = []
     for title, baselines in _AGAINST:
         for pay, where in _WHERE.items():
-            mean = means(compare_in_groups(worth[pay], OURS, baselines, failed))
+            compared = compare_in_groups(worth[pay], OURS, baselines, failed)
+            mean = means(compared)
             if mean is not None:
-                said = _ran_in(worth[pay], baselines)
+                said = _ran_in(compared, worth[pay], baselines)
                 found.append(_against(f"{title}{where}", mean, [said] if said else []))
-        cases = dict.fromkeys(
-            each.case for each in outcome.rounds if not each.skipped and not each.case.task.epochs
-        )
-        left_out = [case for case in _compared(list(cases), baselines) if case.key in failed]
+        left_out = [case for case in _compared(tried, baselines) if case.key in failed]
         if left_out:
             found.append(Headline(f"{OURS} against {title}, failures", "failed", _failures(left_out)))
     ours = [row for row in rows if row.case.system == OURS and not row.case.task.epochs]
@@ -86,8 +86,8 @@ def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headl
     found += [
         Headline(
             f"{gain.system}, shares by speed",
-            f"{gain.speedup:.2f}x",
-            f"samples per second of equal shares, {gain.group}: {gain.describe()}",
+            gain.describe(),
+            f"samples per second of equal shares, {gain.group}",
         )
         for gain in shares_gain(rows)
         if gain.system != ALONE
@@ -138,11 +138,11 @@ def _failures(left_out: Sequence[Case]) -> str:
     return "; ".join([*said, *([f"not counted, because it failed: {', '.join(others)}"] if others else [])])
 
 
-def _ran_in(rows: Sequence[CaseFigures], baselines: Sequence[str]) -> str:
+def _ran_in(compared: Sequence[Comparison], rows: Sequence[CaseFigures], baselines: Sequence[str]) -> str:
     """Say in how many of the cases each baseline ran, if the best of several counts."""
     if len(baselines) < 2:
         return ""
-    groups = {row.case.group for row in rows if row.case.system == OURS and not row.case.task.epochs}
+    groups = {each.group for each in compared}
     ran = {name: sum(r.case.system == name and r.case.group in groups for r in rows) for name in baselines}
     return "ran: " + ", ".join(f"{name} in {count} of {len(groups)}" for name, count in ran.items())
 

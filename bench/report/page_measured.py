@@ -28,21 +28,20 @@ def system_colour(name: str) -> int:
 def curve(rows: list[CaseFigures]) -> str:
     """Plot, for each number of ranks, throughput over the ratio of communication to computing."""
     plots = []
-    known = [row for row in rows if row.links_s is not None and row.alone_s and not row.case.task.shares]
+    known = [row for row in rows if _is_on_curve(row)]
     for ranks in sorted({row.case.ranks for row in known}):
         series: dict[str, tuple[list[float], list[float]]] = {}
-        for row in sorted(known, key=_communication):
-            if row.case.ranks == ranks and row.case.system != ALONE and not row.case.task.epochs:
-                x, y = series.setdefault(row.case.system, ([], []))
-                x.append(_communication(row))
-                y.append(row.against_one_host or 0.0)
+        for row in sorted((row for row in known if row.case.ranks == ranks), key=_communication):
+            x, y = series.setdefault(row.case.system, ([], []))
+            x.append(_communication(row))
+            y.append(row.against_one_host or 0.0)
         ratios = [2 ** (number / 4) for number in range(-20, 17)]
         theory = {
             "ideal overlap": (ratios, [ranks / max(1.0, ratio) for ratio in ratios]),
             "no overlap": (ratios, [ranks / (1 + ratio) for ratio in ratios]),
             "one host": (ratios, [1.0 for _ in ratios]),
         }
-        colours = {name: system_colour(name) for name in series} | dict.fromkeys(theory, -1)
+        colours = {name: system_colour(name) for name in series}
         labels = ("communication : computing", "throughput, one host = 1")
         title = f"{ranks} ranks"
         drawn = lines(title, {**theory, **series}, colours, labels, float(ranks), points=tuple(series))
@@ -53,6 +52,11 @@ def curve(rows: list[CaseFigures]) -> str:
         "does not pay."
     )
     return element("p", words) + around("div", plots, "plots") if plots else ""
+
+
+def _is_on_curve(row: CaseFigures) -> bool:
+    task = row.case.task
+    return row.links_s is not None and row.case.system != ALONE and not task.shares and not task.epochs
 
 
 def _communication(row: CaseFigures) -> float:

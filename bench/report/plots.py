@@ -84,13 +84,14 @@ def lines(
 ) -> str:
     """Return a line for each series over x. `labels` are of the axes; y ends at `top` or above.
 
-    The series named in `points` are drawn as points, and x is then logarithmic. A colour of -1 is the ink.
+    The series named in `points` are drawn as points, and x is then logarithmic. Those without a colour
+    are drawn in ink.
     """
     with _axes(3.0 + 0.22 * -(-len(series) // 2), title) as (axes, finish):
         for number, (name, (x, y)) in enumerate(series.items()):
             style = ("-", "--", "-.", ":")[number % 4]
             marker = "o" if len(x) <= _FEW else ""
-            options = {"color": INK if colours[name] < 0 else colour(colours[name]), "linewidth": 1.6}
+            options = {"color": colour(colours[name]) if name in colours else INK, "linewidth": 1.6}
             if name in points:
                 style, marker = "", _MARKERS[number % len(_MARKERS)]
             axes.plot(

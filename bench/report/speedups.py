@@ -12,8 +12,6 @@ import statistics
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from scipy import stats
-
 from bench.metrics import geometric_mean
 from bench.report.figures import CaseFigures, by_group
 from bench.rounds.record import Case
@@ -24,7 +22,7 @@ BEST_NATIVE = "best native TensorFlow"
 SYNCHRONOUS_NATIVE = tuple(name for name in NATIVE if not SYSTEMS[name].asynchronous)
 
 
-_CONFIDENCE = 0.95
+_UPPER = 0.975  # the quantile that ends a 95 % interval
 
 
 @dataclass(frozen=True)
@@ -149,8 +147,10 @@ def _interval(comparisons: Sequence[Comparison]) -> tuple[float, float]:
     middle, error = statistics.fmean(map(statistics.fmean, logs)), math.sqrt(sum(squares))
     if error == 0:
         return math.exp(middle), math.exp(middle)
+    from scipy.special import stdtrit  # takes as long to import as all else here
+
     parts = sum(square**2 / (len(each) - 1) for square, each in zip(squares, logs, strict=True))
-    half = float(stats.t.ppf((1 + _CONFIDENCE) / 2, error**4 / parts)) * error
+    half = float(stdtrit(error**4 / parts, _UPPER)) * error
     return math.exp(middle - half), math.exp(middle + half)
 
 
