@@ -16,7 +16,7 @@ from hvpipe.plan.greedy import check_stages, fitting
 from hvpipe.plan.greedy_fill import Cut, DeviceChoices, UsedDevices
 from hvpipe.plan.memory_shortage import explain_shortage, least_short
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
-from hvpipe.plan.span_costs import Spans, StageDevice, Vector
+from hvpipe.plan.span_costs import ABOVE, Spans, StageDevice, Vector
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
@@ -199,7 +199,7 @@ def _optimum(spans: Spans, choices: DeviceChoices, limit_s: float) -> tuple[floa
         reached: dict[UsedDevices, Vector] = {}
         left = choices.stages - number
         for used, before_s in best[-1].items():
-            rest_s = limit_s * choices.fastest(used, left) * (1 + 1e-9)
+            rest_s = limit_s * choices.fastest(used, left) * ABOVE
             first = int(np.searchsorted(least_s, least_s[-1] - rest_s))
             starts = first + np.flatnonzero(before_s[first : spans.count - left + 1] <= limit_s)
             for device in level:
@@ -212,7 +212,7 @@ def _optimum(spans: Spans, choices: DeviceChoices, limit_s: float) -> tuple[floa
         best.append(reached)
     used = min(best[-1], key=lambda used: (best[-1][used][-1], used))
     optimum_s = float(best[-1][used][-1])
-    if optimum_s > limit_s * (1 + 1e-9) or math.isinf(optimum_s):
+    if optimum_s > limit_s * ABOVE or math.isinf(optimum_s):
         return math.inf, []
     return optimum_s, _trace_back(spans, choices, best, used)
 

@@ -12,13 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hvpipe.plan.span_costs import Spans, StageDevice, Vector
+from hvpipe.plan.span_costs import ABOVE, Spans, StageDevice, Vector
 from hvpipe.specs.cluster import Link
 from hvpipe.specs.profile import Profile
 
 # The bounds of the runs from one layer take as long as visiting so many layers.
 _LAYERS_PER_START = 20
-_ABOVE = 1 + 1e-9
 
 
 @dataclass
@@ -59,8 +58,8 @@ class OrderBounds:
             device = self.device(stage)
             stop = count - (last - stage)
             before, behind = (sum(one.speed for one in part) for part in (devices[:stage], devices[stage:]))
-            first = int(np.searchsorted(least_s, least_s[-1] - below_s * behind * _ABOVE))
-            past = int(np.searchsorted(least_s, below_s * before * _ABOVE, "right")) if stage else 1
+            first = int(np.searchsorted(least_s, least_s[-1] - below_s * behind * ABOVE))
+            past = int(np.searchsorted(least_s, below_s * before * ABOVE, "right")) if stage else 1
             for start in range(max(first, stage), min(past, stop)):
                 effort.layers -= _LAYERS_PER_START
                 end = spans.reach(start, stop, device, below_s)

@@ -20,7 +20,8 @@ _COMPUTE, _AGAIN, _RECEIVE, _RECEIVE_BYTES, _BACK_BYTES, _SEND, _SEND_BYTES, _ST
     _ROWS := 9
 )
 _CACHED_NUMBERS = 8_000_000
-_ABOVE = 1 + 1e-9
+ABOVE = 1 + 1e-9
+"""A limit on sums is exceeded only by more than their rounding."""
 
 
 @dataclass(frozen=True)
@@ -139,11 +140,11 @@ class Spans:
     def reach(self, start: int, stop: int, device: StageDevice, limit_s: float) -> int:
         """Return an end, at most `stop`, of a run from `start`: longer runs exceed limit or memory."""
         most_s = self.on(device.type).compute_s[: stop + 1]
-        stop = int(np.searchsorted(most_s, most_s[start] + limit_s * device.speed * _ABOVE, "right")) - 1
+        stop = int(np.searchsorted(most_s, most_s[start] + limit_s * device.speed * ABOVE, "right")) - 1
         if device.memory_bytes == np.inf:
             return stop
         most_bytes = self.state_bytes[: stop + 1]
-        return int(np.searchsorted(most_bytes, most_bytes[start] + device.memory_bytes * _ABOVE, "right")) - 1
+        return int(np.searchsorted(most_bytes, most_bytes[start] + device.memory_bytes * ABOVE, "right")) - 1
 
     def table(self, start: int, stop: int) -> Vector:
         """Return the costs of the runs from `start`: a row per quantity, a column per end up to `stop`."""

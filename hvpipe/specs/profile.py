@@ -50,11 +50,7 @@ class OutputTensor:
 
     def __post_init__(self) -> None:
         for item in ("bytes", "gradient_bytes"):
-            value = getattr(self, item)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise HvpipeError(
-                    f"{item} of a tensor should be finite and at least 0. Received: {item}={value}"
-                )
+            _check_number("a tensor", item, getattr(self, item))
 
     def scaled(self, by: float) -> OutputTensor:
         """Return the tensor for `by` times the samples."""
@@ -81,7 +77,7 @@ class SentTensor:
 
     @property
     def messages(self) -> int:
-        """The messages to a stage and back; without bytes, there is none."""
+        """The number of messages to a stage and back. A tensor or gradient without bytes is not sent."""
         return (self.bytes > 0) + (self.gradient_bytes > 0)
 
     @property
@@ -160,12 +156,8 @@ class LayerCost:
                     f"Received: {name!r}: {pair}"
                 )
         for item in fields(self):
-            value = None if item.name in _NO_NUMBERS else getattr(self, item.name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise HvpipeError(
-                    f"{item.name} of layer {self.name!r} should be finite and at least 0. "
-                    f"Received: {item.name}={value}"
-                )
+            if item.name not in _NO_NUMBERS:
+                _check_number(f"layer {self.name!r}", item.name, getattr(self, item.name))
         for part, whole in (("fixed_forward_s", "forward_s"), ("fixed_backward_s", "backward_s")):
             if getattr(self, part) > getattr(self, whole):
                 raise HvpipeError(
@@ -618,6 +610,11 @@ def _pipedream_layer(node: re.Match[str], slots_per_weight: float, place: str) -
         )
     except HvpipeError as error:
         raise HvpipeError(f"{place}: {error}") from error
+
+
+def _check_number(of: str, item: str, value: float | None) -> None:
+    if value is not None and not (math.isfinite(value) and value >= 0):
+        raise HvpipeError(f"{item} of {of} should be finite and at least 0. Received: {item}={value}")
 
 
 def _edge(row: Table) -> tuple[str, str]:

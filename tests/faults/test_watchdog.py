@@ -35,7 +35,7 @@ import hvpipe.horovod.tensorflow as hvd
 pair = hvd.ProcessSet([0, int(sys.argv[1])])
 hvd.init(process_sets=[pair])
 def a_late_function():
-    time.sleep(6)
+    time.sleep(6)  # several times --stall-warn
 if hvd.rank() == int(sys.argv[2]):
     a_late_function()
 if sys.argv[1] == "2":
@@ -43,7 +43,7 @@ if sys.argv[1] == "2":
 elif pair.included():
     hvd.allgather(tf.ones(3), name="of.a.pair", process_set=pair)
 else:
-    time.sleep(6)
+    time.sleep(6)  # busy elsewhere while the pair waits: no report may name it
 print("DONE", flush=True)
 """
 
