@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -12,14 +13,16 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from bench.all_reduce import open_mpi
 from bench.all_reduce.report import AllReduceReport, Row
-from bench.metrics import format_size, repetitions
+from bench.metrics import format_size, median, repetitions
 
 Buffer = npt.NDArray[np.float32]
 InPlaceSum = Callable[[Buffer], Any]
 
 _PAGE_BYTES = 4096
 _MOST_BUFFERS = 4096
+_PROBES = 3  # operations by which the best algorithm is found, for each algorithm and size
 _PATTERN = 251  # values stay below 2^24 when summed, so float32 is exact in any order
 
 
@@ -31,7 +34,7 @@ class AllReduceOptions:
     """
 
     sizes_bytes: tuple[int, ...]
-    contenders: tuple[str, ...] = ("mpi", "hvpipe")
+    contenders: tuple[str, ...] = ("mpi", "mpi-best", "hvpipe")
     seconds: float = 2.0
     least_samples: int = 5
     sample_s: float = 0.02
@@ -40,12 +43,35 @@ class AllReduceOptions:
     most_samples: int = 50
 
 
+class BestOfMpi:
+    """MPI_Allreduce with the algorithm that is fastest for a size. `choose` finds it."""
+
+    def __init__(self) -> None:
+        self._known = {"default": MPI.COMM_WORLD, **open_mpi.communicators()}
+        self.chosen = "default"
+
+    def __call__(self, buffer: Buffer) -> None:
+        self._known[self.chosen].Allreduce(MPI.IN_PLACE, buffer)
+
+    def choose(self, buffers: Iterator[Buffer], options: AllReduceOptions) -> None:
+        """Time every algorithm, in turns, and take the fastest. All ranks take the same."""
+        times: dict[str, list[float]] = {name: [] for name in self._known}
+        for _ in range(_PROBES):
+            for name in self._known:
+                self.chosen = name
+                count = repetitions(options.sample_s / 4, _sample(self, buffers, 1))
+                times[name].append(_sample(self, buffers, count))
+        self.chosen = min(times, key=lambda name: median(times[name]))
+
+
 def contenders(names: tuple[str, ...]) -> dict[str, InPlaceSum]:
     """Return the operations by name. MPI's is in place as well, which is its faster form here."""
     made: dict[str, InPlaceSum] = {}
     for name in names:
         if name == "mpi":
-            made[name] = lambda buffer: MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, buffer)
+            made[name] = partial(MPI.COMM_WORLD.Allreduce, MPI.IN_PLACE)
+        elif name == "mpi-best":
+            made[name] = BestOfMpi()
         else:
             import hvpipe
 
@@ -111,10 +137,13 @@ def _sample(operation: InPlaceSum, buffers: Iterator[Buffer], times: int) -> flo
 
 def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], options: AllReduceOptions) -> Row:
     """Verify each contender, then take samples of them and of a plain copy in turn."""
-    for name, operation in operations.items():
-        verify(operation, name, size_bytes)
     # Sums of zeros stay zeros. Memory is touched before it is timed.
     buffers, targets = pool(size_bytes, 0, options), pool(size_bytes, 1, options)
+    best = operations.get("mpi-best")
+    if isinstance(best, BestOfMpi):
+        best.choose(buffers, options)
+    for name, operation in operations.items():
+        verify(operation, name, size_bytes)
     turns: dict[str, InPlaceSum] = {**operations, "copy": lambda source: np.copyto(next(targets), source)}
     times = {name: repetitions(options.sample_s, _sample(each, buffers, 1)) for name, each in turns.items()}
     samples: dict[str, list[float]] = {name: [] for name in turns}
@@ -129,7 +158,7 @@ def measure_size(size_bytes: int, operations: dict[str, InPlaceSum], options: Al
     copies = samples.pop("copy")
     for name, operation in operations.items():
         verify(operation, name, size_bytes)
-    return Row(size_bytes, samples, copies)
+    return Row(size_bytes, samples, copies, best.chosen if isinstance(best, BestOfMpi) else "")
 
 
 def measure(options: AllReduceOptions, where: str, say: Callable[[str], None]) -> AllReduceReport:

@@ -33,6 +33,7 @@ _COSTS = {
     "mobilenetv2": _Cost(15, 0.01, 9.5e6),
     "lstm": _Cost(8, 0.02, 10e6, 32, 1),
     "transformer": _Cost(12, 0.03, 20e6, 64, 1),
+    "text": _Cost(6, 0.008, 12e6, 64, 1),
     "digits": _Cost(6, 0.001, 0.5e6, 8),
 }
 _UNKNOWN = _Cost(25, 0.2, 100e6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from bench.systems.system import System
 from bench.systems.tuned import read_tuned
@@ -14,14 +15,17 @@ _LOOP = "driven by a loop around a compiled step (tf.function)"
 
 _HOROVOD_NOTES = (
     f"{_LOOP} with DistributedGradientTape: under Keras 3 `fit` its DistributedOptimizer reduces nothing",
-    "on hosts without GPUs by MPI_Allreduce with Open MPI's default algorithm; built without Gloo",
+    "on hosts without GPUs by MPI_Allreduce",
 )
 
 
 # What hvpipe sets for itself over TCP. Also, a thread that waits in MPI gives up its core: Horovod has such a
-# thread beside each computing rank.
+# thread beside each computing rank. The rules choose the algorithms that `python -m bench.all_reduce` found
+# to be fastest on links, by the number of ranks and the size.
 _OPEN_MPI = {
     "OMPI_MCA_mpi_yield_when_idle": "1",
+    "OMPI_MCA_coll_tuned_use_dynamic_rules": "1",
+    "OMPI_MCA_coll_tuned_dynamic_rules_filename": str(Path(__file__).with_name("open_mpi_all_reduce.rules")),
     "OMPI_MCA_btl_tcp_eager_limit": str(256 << 10),
     "OMPI_MCA_btl_tcp_max_send_size": str(256 << 10),
 }
@@ -113,13 +117,14 @@ _ALL = (
             "gradients in packs, which travel while those of earlier layers are computed",
         )
     ),
-    _horovod("horovod", "Horovod", {}, "default settings"),
+    _horovod("horovod", "Horovod", {}, "default settings, Open MPI's as well"),
     _tuned(
         _horovod(
             "horovod-tuned",
             "Horovod, tuned",
             _OPEN_MPI,
-            "Open MPI yields when idle and has hvpipe's eager limit of 256 KiB over TCP",
+            "Open MPI yields when idle, has hvpipe's eager limit of 256 KiB over TCP, and the algorithm that "
+            "is best on links: recursive doubling; from 3 ranks and 1 MiB on, a ring",
         )
     ),
     *(_hvpipe(overlap) for overlap in ("none", "backward", "step", "stale")),

@@ -16,6 +16,8 @@ inline void Relax() {
 }
 
 // The wait between two passes of a caller that has nothing else to do: spins first, then yields, then sleeps.
+// If another process wants the core, a yield gives it a whole time slice, some milliseconds. A sleep ends on
+// time. So after a slow yield all waits sleep, until there is progress.
 class Backoff {
  public:
   // With more ranks than cores, the peer that this rank waits for may need this core: do not spin.
@@ -29,11 +31,18 @@ class Backoff {
   void Wait(double nap_s) {
     ++idle_;
     if (idle_ <= spins_) return Relax();
-    if (idle_ <= spins_ + kYields) return std::this_thread::yield();
+    if (idle_ <= spins_ + kYields) return Yield();
     std::this_thread::sleep_for(std::chrono::duration<double>(nap_s));
   }
 
  private:
+  void Yield() {
+    const auto began = std::chrono::steady_clock::now();
+    std::this_thread::yield();
+    if (std::chrono::steady_clock::now() - began > kSlowYield) idle_ = spins_ + kYields;
+  }
+
+  static constexpr std::chrono::microseconds kSlowYield{200};
   static constexpr int kSpins = 4000;  // passes over the active operations, some 50 ns each
   static constexpr int kYields = 2000;
   const int spins_;

@@ -58,7 +58,7 @@ def test_full_covers_the_required_cases() -> None:
     for group in timed:
         assert "tf-ps" in group.systems
         assert any(name.startswith("tf-mwms") for name in group.systems)
-    assert suite_names() == ["full", "newest", "quick"]
+    assert suite_names() == ["curve", "full", "newest", "quick"]
 
 
 def test_systems_take_turns_at_being_first(tmp_path: Path) -> None:
