@@ -29,8 +29,7 @@ from hvpipe.errors import HvpipeError
 # 32 MiB; 50 MiB).
 VALUES: dict[str, dict[str, tuple[str, ...]]] = {
     "horovod-tuned": {
-        "HOROVOD_CPU_OPERATIONS": ("mpi", "gloo"),
-        "HOROVOD_CYCLE_TIME": ("1", "3.5", "10"),
+        "HOROVOD_CYCLE_TIME": ("1", "3.5", "10", "30"),
         "HOROVOD_FUSION_THRESHOLD": tuple(str(mib << 20) for mib in (8, 32, 128)),
     },
     "tf-mwms-tuned": {"bytes_per_pack": tuple(str(kib << 10) for kib in (256, 1024, 4096, 16384, 51200))},

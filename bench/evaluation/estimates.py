@@ -9,7 +9,7 @@ from bench.cluster.named_clusters import cluster_spec
 from bench.errors import ClusterError
 from bench.evaluation.suite import Group, PipelineRun, Suite
 from bench.metrics import communication_bound_s
-from bench.training.workloads import TRAINED_DIGITS
+from bench.training.workloads import trained_examples
 
 GROUP_S = 15.0  # to build a cluster, measure its links and take it down
 _PROCESS_S = 9.0  # of each process, to import TensorFlow
@@ -35,6 +35,8 @@ _COSTS = {
     "transformer": _Cost(12, 0.03, 20e6, 64, 1),
     "text": _Cost(6, 0.008, 12e6, 64, 1),
     "digits": _Cost(6, 0.001, 0.5e6, 8),
+    "prose": _Cost(10, 0.003, 1.7e6, 64, 1),
+    "table": _Cost(4, 0.0002, 0.4e6, 8, 0),
 }
 _UNKNOWN = _Cost(25, 0.2, 100e6)
 
@@ -50,7 +52,7 @@ def round_s(group: Group) -> float:
     step_s = computing_s + communication_bound_s(round(cost.gradient_bytes), hosts, rate)
     steps = task.warm_up + task.steps
     if task.epochs:
-        steps = task.epochs * (TRAINED_DIGITS // (task.batch * group.ranks) + 1)
+        steps = task.epochs * (trained_examples(task.workload) // (task.batch * group.ranks) + 1)
     return (_PROCESS_S + cost.trace_s) * crowd + steps * step_s
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from bench.cluster.spec import ClusterSpec
 from bench.rounds.record import Case, Task
-from bench.training.workloads import TRAINED_DIGITS
+from bench.training.workloads import trained_examples
 from hvpipe.forecast.data_parallel import whole_shares
 
 ANYWHERE = "hosts"  # the cluster of groups and pipelines that name none
@@ -172,7 +172,7 @@ def _task_on(group: Group, ranks: int, spec: ClusterSpec | None) -> Task:
     if group.scaling == "strong":
         task = replace(task, batch=batch_of_rank(task.batch * group.ranks, ranks))
     elif task.epochs:
-        task = replace(task, batch=min(task.batch, TRAINED_DIGITS // (_LEAST_STEPS * ranks)))
+        task = replace(task, batch=min(task.batch, trained_examples(task.workload) // (_LEAST_STEPS * ranks)))
     if group.by_speed:
         if spec is None:
             raise SuiteError("its shares follow from the CPU limits of a virtual cluster")
@@ -190,8 +190,11 @@ def require_ranks(task: Task, ranks: int) -> None:
     if task.shares and len(task.shares) != ranks:
         raise SuiteError(f"shares should have one for each of {ranks} ranks. Received: {list(task.shares)}")
     together = sum(task.shares) or task.batch * ranks
-    if task.epochs and (together == 0 or task.epochs * (TRAINED_DIGITS // together) <= task.warm_up):
+    if not task.epochs:
+        return
+    examples = trained_examples(task.workload)
+    if together == 0 or task.epochs * (examples // together) <= task.warm_up:
         raise SuiteError(
-            f"epochs of {TRAINED_DIGITS} images should have more steps than the warm-up's {task.warm_up}. "
+            f"epochs of {examples} examples should have more steps than the warm-up's {task.warm_up}. "
             f"Received: {task.batch} samples on each of {ranks} ranks"
         )

@@ -26,8 +26,6 @@ from bench.rounds.step_breakdown import ALONE
 from bench.rounds.timed_steps import counted, deviation, mean_noise, slowest_rank, steps_noise
 from bench.systems import SYSTEMS
 
-STALE = "hvpipe-stale"
-
 LinksRate = Literal["set", "measured", ""]
 
 
@@ -140,12 +138,14 @@ def failed_cases(outcome: EvaluationOutcome) -> frozenset[str]:
 
 
 def fastest(members: Iterable[CaseFigures]) -> CaseFigures | None:
-    """Return the fastest of a group that trains exactly, as one process would on the whole batch.
-
-    Asynchronous systems and `stale` apply gradients of older weights, which is another algorithm.
-    """
-    exact = [row for row in members if not row.asynchronous and row.case.system not in (ALONE, STALE)]
+    """Return the fastest of a group that trains exactly, as one process would on the whole batch."""
+    exact = [row for row in members if is_exact(row.case.system) and row.case.system != ALONE]
     return min(exact, key=lambda row: row.step_s, default=None)
+
+
+def is_exact(system: str) -> bool:
+    """Return whether a system trains as one process would on the whole batch; so do unknown ones."""
+    return system not in SYSTEMS or SYSTEMS[system].exact
 
 
 def pays(members: Iterable[CaseFigures]) -> bool | None:

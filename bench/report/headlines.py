@@ -15,6 +15,7 @@ from bench.report.figures import (
     pays,
     tensorflow_versions,
 )
+from bench.report.learning import best_of, learning
 from bench.report.speedups import (
     BEST_NATIVE,
     NATIVE,
@@ -92,7 +93,7 @@ def headlines(outcome: EvaluationOutcome, rows: list[CaseFigures]) -> list[Headl
         for gain in shares_gain(rows)
         if gain.system != ALONE
     ]
-    return found + _scaling(rows)
+    return found + _scaling(rows) + _learning(outcome)
 
 
 def comparisons(outcome: EvaluationOutcome, rows: Sequence[CaseFigures]) -> dict[str, list[Comparison]]:
@@ -178,6 +179,21 @@ def _scaling(rows: list[CaseFigures]) -> list[Headline]:
             f"{_one_round(ranked[0].rounds)}",
         )
     ]
+
+
+def _learning(outcome: EvaluationOutcome) -> list[Headline]:
+    """Compare the time to accuracy of hvpipe's best mode with TensorFlow's and Horovod's best."""
+    found = []
+    for group, (target, learned) in learning(outcome).items():
+        ours = best_of(learned, [each.system for each in learned if each.system.startswith("hvpipe")])
+        for title, names in ((BEST_NATIVE, NATIVE), ("Horovod", ("horovod", "horovod-tuned"))):
+            theirs = best_of(learned, names)
+            if ours is None or theirs is None:
+                continue
+            detail = f"{ours.system}: {ours.describe()}; {theirs.system}: {theirs.describe()}; {group}"
+            figure = f"{theirs.seconds / ours.seconds:.2f}x"
+            found.append(Headline(f"time to {target:.1%} accuracy against {title}", figure, detail))
+    return found
 
 
 def _measures_scaling(members: list[CaseFigures]) -> bool:

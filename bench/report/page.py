@@ -12,7 +12,16 @@ from bench.report.figures import all_figures
 from bench.report.headlines import cautions, headlines
 from bench.report.markup import around, element
 from bench.report.page_measured import breakdown, case_by_case, curve, steps
-from bench.report.page_more import accuracy, gpus, links, not_measured, pipelines, scaling, utilization
+from bench.report.page_more import (
+    accuracy,
+    gpus,
+    links,
+    not_measured,
+    pipelines,
+    scaling,
+    time_to_accuracy,
+    utilization,
+)
 
 _HOW = (
     "The systems of a group train the same model on the same data, with the same seed and threads. They "
@@ -46,6 +55,7 @@ def page(outcome: EvaluationOutcome) -> str:
         ("Where the time goes", lambda: breakdown(rows)),
         ("Utilization over time", lambda: utilization(outcome)),
         ("GPUs", lambda: gpus(rows)),
+        ("Time to accuracy", lambda: time_to_accuracy(outcome)),
         ("The same accuracy", lambda: accuracy(outcome)),
         ("Pipelines", lambda: pipelines(outcome)),
         ("Links", lambda: links(outcome)),

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time, median
 from bench.report.figures import ALONE, CaseFigures, by_group, rounds_by_case, samples, trained_on_shares
+from bench.report.learning import SHARE, ends_of_epochs_s, learning
 from bench.report.markup import around, element, figure, folded, table
 from bench.report.page_measured import system_colour
 from bench.report.plots import lines
@@ -148,6 +149,32 @@ def accuracy(outcome: EvaluationOutcome) -> str:
             ),
         ]
     return "".join(made)
+
+
+def time_to_accuracy(outcome: EvaluationOutcome) -> str:
+    """Return, for each training by epochs, accuracy over seconds and the time to that of exact training."""
+    made = []
+    for group, (target, learned) in learning(outcome).items():
+        first = next(rounds for name, rounds in _first_good(outcome).items() if name == group)
+        series: _Series = {
+            each.case.system: (ends_of_epochs_s(each), each.ranks[0].accuracy)
+            for each in first
+            if each.ranks[0].accuracy and each.case.system != ALONE
+        }
+        rows = [
+            [each.system, each.describe(), f"{median(list(each.last)):.1%}", str(len(each.last))]
+            for each in learned
+            if each.system != ALONE
+        ]
+        drawn = _plot(f"accuracy, {group}", series, ("seconds of training", "accuracy"), 1.0)
+        header = [f"time to {target:.1%}", "last accuracy", "seeds"]
+        made += [
+            element("h3", group),
+            around("div", [figure("accuracy over time, first seed", drawn)], "plots"),
+            table(["system", *header], rows),
+        ]
+    words = f"The accuracy to reach is {SHARE:.0%} of the median that exact training ends with."
+    return element("p", words) + "".join(made) if made else ""
 
 
 def _by_epoch(title: str, what: str, trained: Mapping[str, RankRound]) -> str:

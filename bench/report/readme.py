@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time
-from bench.report.figures import ALONE, STALE, CaseFigures, all_figures, by_group, fastest, not_measured
+from bench.report.figures import ALONE, CaseFigures, all_figures, by_group, fastest, is_exact, not_measured
 from bench.report.headlines import cautions, headlines
 
 BEGIN, END = "<!-- comparison: hvpipe bench readme -->", "<!-- comparison: end -->"
@@ -59,8 +59,7 @@ def comparison(outcome: EvaluationOutcome) -> str:
         "",
         _wrapped(
             f"Median step (mean where asynchronous: `tf-ps`), {machine}, {date}. In bold: the fastest system "
-            f"that trains exactly (`tf-ps` and `{STALE}` are other algorithms). `{ALONE}` is computing "
-            "without sharing."
+            f"that trains exactly{_others(systems)}. `{ALONE}` is computing without sharing."
         ),
         "",
         *(_wrapped(each) for each in cautions(outcome)),
@@ -72,6 +71,12 @@ def comparison(outcome: EvaluationOutcome) -> str:
         f"| {_what(members[0])} | {' | '.join(_cells(members, systems, without))} |" for members in groups
     ]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
+
+
+def _others(systems: Sequence[str]) -> str:
+    """Name the systems that train by other algorithms, in brackets."""
+    names = [f"`{system}`" for system in systems if not is_exact(system)]
+    return f" ({', '.join(names)}: other algorithms)" if names else ""
 
 
 def _wrapped(text: str, indent: str = "") -> str:

@@ -52,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--system", default="hvpipe-step", choices=list(SYSTEMS))
     add_round_arguments(parser)
-    parser.add_argument("--epochs", type=int, default=0, help="train the digits for this many epochs instead")
+    parser.add_argument(
+        "--epochs", type=int, default=0, help="train this many epochs of digits, prose or table instead"
+    )
     parser.add_argument("--json", action="store_true", help="print everything that was measured, as JSON")
     return parser
 

@@ -67,8 +67,10 @@ def _run(
 ) -> Round:
     case = round_.case
     placement = Placement(cluster, case.ranks)
+    # Rounds repeat a time, but of a training by epochs they repeat what is learned with other seeds.
+    task = replace(case.task, seed=case.task.seed + (round_.number if case.task.epochs else 0))
     job = {
-        "task": asdict(case.task),
+        "task": asdict(task),
         "size": case.ranks,
         "local_ranks_and_sizes": placement.local_ranks_and_sizes,
         "adapter": system.adapter,

@@ -31,18 +31,19 @@ _OPEN_MPI = {
 }
 
 
-def _hvpipe(overlap: str) -> System:
+def _hvpipe(name: str, title: str, exact: bool = True, **options: str) -> System:
     return System(
-        name=f"hvpipe-{overlap}",
-        title=f"hvpipe, {overlap}",
+        name=f"hvpipe-{name}",
+        title=f"hvpipe, {title}",
         adapter="hvpipe_modes",
         start="mpirun",
         needs=("tensorflow", "keras", "hvpipe", "mpi4py"),
-        options={"overlap": overlap},
+        options=options,
         notes=(
             f"{_FIT}, with hvpipe's trace on; the timing callback declares that it reads no weights and "
             "stops nothing, which custom callbacks must declare as well to keep the overlap",
         ),
+        exact=exact,
     )
 
 
@@ -104,6 +105,7 @@ _ALL = (
             "host's worker and server; steps end in bursts, so the step here is their mean with draining",
         ),
         asynchronous=True,
+        exact=False,
     ),
     _mirrored(
         "tf-mwms",
@@ -127,7 +129,13 @@ _ALL = (
             "is best on links: recursive doubling; from 3 ranks and 1 MiB on, a ring",
         )
     ),
-    *(_hvpipe(overlap) for overlap in ("none", "backward", "step", "stale")),
+    *(_hvpipe(overlap, overlap, overlap=overlap) for overlap in ("none", "backward", "step")),
+    _hvpipe("stale", "stale", exact=False, overlap="stale"),
+    *(
+        _hvpipe(name, f"step, {compression}", exact=False, overlap="step", compression=compression)
+        for name, compression in (("bf16", "bf16"), ("int8", "int8"), ("powersgd", "powersgd:4"))
+    ),
+    _hvpipe("local", "averages every 8 steps", exact=False, overlap="local", every="8"),
 )
 
 SYSTEMS: dict[str, System] = {system.name: system for system in _ALL}

@@ -1,6 +1,8 @@
-"""hvpipe by overlap mode: Keras `fit` of a data-parallel model."""
+"""hvpipe by overlap mode and compression: Keras `fit` of a data-parallel model."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from bench.rounds.job import RankJob
 from bench.systems.keras_fit import fit
@@ -8,6 +10,7 @@ from bench.training.image_model import prepare_tensorflow
 from bench.training.workloads import compiled_model
 
 TRACE = "trace.json"
+EXACT_STEPS = 20  # at the begin of a training by epochs
 
 
 def train(job: RankJob) -> None:
@@ -17,9 +20,12 @@ def train(job: RankJob) -> None:
     import hvpipe.keras as hk
 
     hvpipe.init(trace=str(job.directory / TRACE))
-    # `stale` begins with exact steps, which in a timed round end within the warm-up.
-    exact = {} if job.task.epochs else {"warmup_steps": 1}
-    model = hk.data_parallel(compiled_model(keras, job.task), overlap=job.options["overlap"], **exact)
+    options: dict[str, Any] = dict(job.options)
+    if "every" in options:
+        options["every"] = int(options["every"])
+    # Some modes begin with exact steps, which in a timed round end within the warm-up.
+    options["warmup_steps"] = EXACT_STEPS if job.task.epochs else 1
+    model = hk.data_parallel(compiled_model(keras, job.task), **options)
     job.versions["hvpipe"] = hvpipe.__version__
     job.meet("built")
     fit(keras, model, job)

@@ -49,7 +49,7 @@ def train(job: RankJob) -> None:
         return strategy.run(of_replica, (next(iterator),))
 
     if job.task.epochs:
-        # The coordinator hands out the digits, so that each is used once in an epoch.
+        # The coordinator hands out the examples, so that each is used once in an epoch.
         shards = itertools.cycle([iter(batches_of(job, rank)) for rank in range(job.size)])
         schedule = lambda: coordinator.schedule(step_on, args=(next(next(shards)),))  # noqa: E731
     else:

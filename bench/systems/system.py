@@ -21,7 +21,8 @@ class System:
     "mpirun"; or "processes", one per rank, with a TF_CONFIG that names the others; or "servers", the same
     with a parameter server on each host and a coordinator. `environment` is set in every process before
     imports; `options` are the adapter's own. If workers are `asynchronous`, several steps may end at once and
-    the next much later, so only their mean is meaningful.
+    the next much later, so only their mean is meaningful. An `exact` system trains as one process would on
+    the whole batch, up to rounding in float32.
     """
 
     name: str
@@ -33,6 +34,7 @@ class System:
     environment: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     asynchronous: bool = False
+    exact: bool = True
 
     def tuned(self, values: Mapping[str, str]) -> System:
         """Return the same with other values of its options, and of variables in its environment."""

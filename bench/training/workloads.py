@@ -8,22 +8,25 @@ from typing import Any
 
 from bench.rounds.job import RankJob
 from bench.rounds.record import Task
+from bench.training import datasets
+from bench.training.datasets import DATASETS
 from bench.training.image_model import MODELS
 
 _CLASSES = 100
 _TOKENS = 2000  # vocabulary of the language models
 _WORDS = 50_000  # vocabulary of the text classifier
-_HELD_OUT = 0.2
-TRAINED_DIGITS = 1437  # images of an epoch: those of 1,797 that are not held out
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its data. `build(keras, pixels)` makes the model; `least_pixels` is its smallest input."""
+    """A model and its data: made up, or one of DATASETS, which trains by epochs.
+
+    `build(keras, pixels)` makes the model; `least_pixels` is its smallest input.
+    """
 
     title: str
     build: Callable[[Any, int], Any]
-    data: str  # "images", "tokens" (to predict tokens), "texts" (to classify) or "digits"
+    data: str  # "images", "tokens" (to predict tokens), "texts" (to classify) or a name of DATASETS
     rate: float = 0.01
     least_pixels: int = 1
 
@@ -86,6 +89,19 @@ def _digits(keras: Any, pixels: int) -> Any:
     return keras.Model(inputs, layers.Dense(10, activation="softmax")(x), name="digits")
 
 
+def _prose(keras: Any, length: int) -> Any:
+    inputs, x = transformer_trunk(keras, length, datasets.CHARACTERS, width=128, blocks=2)
+    outputs = keras.layers.Dense(datasets.CHARACTERS, activation="softmax")(x)
+    return keras.Model(inputs, outputs, name="prose")
+
+
+def _table(keras: Any, pixels: int) -> Any:
+    inputs = x = keras.Input((datasets.FEATURES,))
+    for _ in range(2):
+        x = keras.layers.Dense(256, activation="relu")(x)
+    return keras.Model(inputs, keras.layers.Dense(datasets.CLASSES, activation="softmax")(x), name="table")
+
+
 WORKLOADS: dict[str, Workload] = {
     "resnet50": Workload("ResNet-50", _application("resnet50"), "images", least_pixels=32),
     "vgg16": Workload("VGG-16", _application("vgg16"), "images", least_pixels=32),
@@ -95,6 +111,8 @@ WORKLOADS: dict[str, Workload] = {
     "transformer": Workload("transformer language model", _transformer, "tokens"),
     "text": Workload("text classifier with a large Embedding", _text, "texts"),
     "digits": Workload("handwritten digits, small CNN", _digits, "digits", rate=0.05),
+    "prose": Workload("characters of a manual, small transformer", _prose, "prose", rate=0.05),
+    "table": Workload("table of numbers, dense layers", _table, "table", rate=0.02),
 }
 
 
@@ -108,8 +126,9 @@ def check(task: Task) -> None:
         raise ValueError(
             f"{workload.title} needs {workload.least_pixels} pixels. Received: pixels={task.pixels}"
         )
-    if task.epochs and workload.data != "digits":
-        raise ValueError(f"Only digits train epochs, on real data. Received: workload={task.workload!r}")
+    if task.epochs and workload.data not in DATASETS:
+        names = ", ".join(name for name, each in WORKLOADS.items() if each.data in DATASETS)
+        raise ValueError(f"Workloads that train epochs are {names}. Received: workload={task.workload!r}")
     if min(task.batch, task.threads, task.steps, task.warm_up, *task.shares) < 1:
         raise ValueError(f"Batch, shares, threads, steps and warm-up must be at least 1. Received: {task}")
     if min(task.epochs, task.seed) < 0:
@@ -166,8 +185,13 @@ def runs_of(job: RankJob) -> list[tuple[int, int, bool]]:
     return [(job.task.epochs, steps, False)]
 
 
+def trained_examples(workload: str) -> int:
+    """Return the examples of an epoch of a workload that can train epochs."""
+    return DATASETS[WORKLOADS[workload].data].trained
+
+
 def _steps_of_epoch(job: RankJob) -> int:
-    return len(_digits_split(job.task)[0]) // sum(job.batches)
+    return trained_examples(job.task.workload) // sum(job.batches)
 
 
 def batches_of(job: RankJob, rank: int | None = None) -> Any:
@@ -186,12 +210,12 @@ def batches_of(job: RankJob, rank: int | None = None) -> Any:
 
 
 def evaluator(keras: Any, model: Any, job: RankJob) -> Callable[[], tuple[float, float]] | None:
-    """Return a function that computes loss and accuracy on the held-out images; None without epochs."""
+    """Return a function that computes loss and accuracy on the held-out examples; None without epochs."""
     if not job.task.epochs:
         return None
     import tensorflow as tf
 
-    _, _, x, y = _digits_split(job.task)
+    _, _, x, y = _split(job.task)
     held_out = tf.constant(x), tf.constant(y)
 
     @tf.function(jit_compile=False)
@@ -215,36 +239,29 @@ def _synthetic(task: Task, batch: int, rank: int) -> tuple[Any, Any]:
 
     random = np.random.default_rng(100 * task.seed + rank)
     kind = WORKLOADS[task.workload].data
+    if kind in DATASETS:
+        x, y = DATASETS[kind].load()
+        chosen = random.integers(0, len(x), batch)
+        return x[chosen], y[chosen]
     if kind == "tokens":
         tokens = random.integers(0, _TOKENS, (batch, task.pixels + 1)).astype(np.int32)
         return tokens[:, :-1], tokens[:, 1:]
     if kind == "texts":
         words = random.integers(0, _WORDS, (batch, task.pixels)).astype(np.int32)
         return words, random.integers(0, _CLASSES, batch).astype(np.int32)
-    shape, classes = ((8, 8, 1), 10) if kind == "digits" else ((task.pixels, task.pixels, 3), _CLASSES)
-    x = random.standard_normal((batch, *shape), dtype=np.float32)
-    return x, random.integers(0, classes, batch).astype(np.int32)
+    x = random.standard_normal((batch, task.pixels, task.pixels, 3), dtype=np.float32)
+    return x, random.integers(0, _CLASSES, batch).astype(np.int32)
 
 
-def _digits_split(task: Task) -> tuple[Any, Any, Any, Any]:
-    """Return scikit-learn's 1,797 digits, pixels 0 to 1: images and labels to train on, then held-out."""
-    import numpy as np
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    pixels, labels = load_digits(return_X_y=True)
-    images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8, 1)
-    train_x, test_x, train_y, test_y = train_test_split(
-        images, labels.astype(np.int32), test_size=_HELD_OUT, random_state=task.seed, stratify=labels
-    )
-    return train_x, train_y, test_x, test_y
+def _split(task: Task) -> tuple[Any, Any, Any, Any]:
+    return DATASETS[WORKLOADS[task.workload].data].split(task.seed)
 
 
 def _epochs_of_rank(job: RankJob, rank: int) -> tuple[Any, Any]:
-    """Return a rank's images of all epochs in order: shuffled anew, each step's images shared out by rank."""
+    """Return a rank's examples of all epochs in order: shuffled anew, each step's shared out by rank."""
     import numpy as np
 
-    x, y, _, _ = _digits_split(job.task)
+    x, y, _, _ = _split(job.task)
     epochs, steps = job.task.epochs, _steps_of_epoch(job)
     together = sum(job.batches)
     first = sum(job.batches[:rank])

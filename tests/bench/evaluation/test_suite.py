@@ -58,7 +58,7 @@ def test_full_covers_the_required_cases() -> None:
     for group in timed:
         assert "tf-ps" in group.systems
         assert any(name.startswith("tf-mwms") for name in group.systems)
-    assert suite_names() == ["curve", "full", "newest", "quick"]
+    assert suite_names() == ["accuracy", "curve", "full", "newest", "quick"]
 
 
 def test_systems_take_turns_at_being_first(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_epochs_keep_enough_steps_on_many_ranks(tmp_path: Path) -> None:
     assert many.notes == ("digits-64/7/hosts-48/4-epochs has a smaller batch, so that an epoch has 4 steps",)
     most = suite.on_one_cluster("hosts", 400)
     assert not most.groups
-    assert "images should have more steps than the warm-up's 3" in most.notes[0]
+    assert "examples should have more steps than the warm-up's 3" in most.notes[0]
     with pytest.raises(SuiteError, match=r"mine\.toml: epochs .* Received: 32 samples on each of 60 ranks"):
         read_suite(written(tmp_path, digits.replace("2x1gbit", "60x1gbit")), SYSTEMS)
 
@@ -308,7 +308,7 @@ def test_a_pipeline_may_choose_its_number_of_micro_batches(tmp_path: Path) -> No
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(SuiteError, match=r"one of full, newest, quick, or a TOML file. Received: 'fast'"):
+    with pytest.raises(SuiteError, match=r"one of accuracy, curve, full, newest, quick, or a TOML file. Received: 'fast'"):
         read_suite("fast", SYSTEMS)
     with pytest.raises(ClusterError, match=r"homogeneous-2.*Received: 'cloud'"):
         cluster_spec("cloud")
