@@ -1,4 +1,4 @@
-// Both ends keep several segments in flight. Receives are posted before the data come.
+// Both ends keep several segments in flight. Receives are posted before the data arrives.
 #include "collectives/message.h"
 
 namespace hvpipe {

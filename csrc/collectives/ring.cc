@@ -174,7 +174,7 @@ bool RingAllReduce::FinishSends() {
 std::string RingAllReduce::Waiting() const {
   // Any rank may have caused a missing segment, but a missing signal names the rank that is late.
   if (their_signal_ != kNoTicket)
-    return "rank " + std::to_string(transport_.RankInJob(right())) + " to come to it";
+    return "rank " + std::to_string(transport_.RankInJob(right())) + " to reach this all-reduce";
   if (received_ < total_) {
     return "ring segment " + std::to_string(received_ + 1) + " of " + std::to_string(total_) + " from rank " +
            std::to_string(transport_.RankInJob(left()));

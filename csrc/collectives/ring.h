@@ -26,7 +26,7 @@ namespace hvpipe {
 class RingAllReduce : public Collective {
  public:
   struct Options {
-    std::size_t segment_bytes = 60'000;  // the largest message
+    std::size_t segment_bytes = 60'000;  // the largest message; EngineOptions has the job's
     int receives_in_flight = 8;
     int tag = 0;
   };

@@ -5,7 +5,7 @@ namespace hvpipe {
 
 // A number of sends that may be in flight at the same time. Returned sends become available at the next pass,
 // and the most urgent collective is stepped first. So a small bucket that the next forward pass needs first
-// overtakes a large one; without this, each would keep its share.
+// overtakes a large one, which would otherwise keep its share of the sends.
 //
 // Threads: driving thread only.
 class SendBudget {

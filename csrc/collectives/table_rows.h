@@ -32,8 +32,8 @@ class TableRows {
   // The rows laid out, at least one. To be summed over the ranks in place.
   void* data() const { return buffer_->data(); }
   std::size_t count() const { return present_.size() * elements_; }
-  // The buffer if it holds all rows of the table, else null. A holder that still has it at the next Pack
-  // keeps it.
+  // The buffer if it holds all rows of the table, else null. If someone still holds it at the next
+  // Pack, a new buffer is made.
   std::shared_ptr<AlignedBuffer> WholeTable() const { return present_.size() == rows() ? buffer_ : nullptr; }
   // Write the whole table: the rows laid out, cast, and zeros elsewhere.
   void Unpack(void* table, DType type) const;

@@ -6,7 +6,7 @@
 
 namespace hvpipe {
 
-// Let the core rest for a moment without giving it up.
+// A pause instruction; on other CPUs a yield.
 inline void Relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -16,8 +16,8 @@ inline void Relax() {
 }
 
 // The wait between two passes of a caller that has nothing else to do: spins first, then yields, then sleeps.
-// If another process wants the core, a yield gives it a whole time slice, some milliseconds. A sleep ends on
-// time. So after a slow yield all waits sleep, until there is progress.
+// If another process wants the core, a yield may cost a whole time slice (milliseconds), while a sleep ends
+// on time. So after a slow yield all waits sleep, until there is progress.
 class Backoff {
  public:
   // With more ranks than cores, the peer that this rank waits for may need this core: do not spin.
@@ -43,7 +43,7 @@ class Backoff {
   }
 
   static constexpr std::chrono::microseconds kSlowYield{200};
-  static constexpr int kSpins = 4000;  // passes over the active operations, some 50 ns each
+  static constexpr int kSpins = 4000;  // passes over the active operations, about 50 ns each
   static constexpr int kYields = 2000;
   const int spins_;
   int idle_ = 0;

@@ -19,7 +19,7 @@ namespace hvpipe {
 
 // The network over MPI, and the lanes of shared memory. Owns what all collectives communicate through.
 //
-// Threads: as Network says. Only the driving thread uses the transports and lanes, so there is no lock,
+// Threads: see Network. Only the driving thread uses the transports and lanes, so there is no lock,
 // except for the list of groups. Freeing is collective; the destructor frees nothing (see Engine::Stop).
 class Communicators : public Network {
  public:
@@ -32,7 +32,8 @@ class Communicators : public Network {
   TextMessages* texts() const override { return texts_.get(); }
   // The first rank of each host. Null on other ranks, and if every host has one rank or shared memory is off.
   Transport* leaders() const { return leaders_.get(); }
-  // Reduces to the first rank of this host, or to all its ranks. Null if shared memory is not used.
+  // Reduces to the first rank of this host, or to all its ranks. Null if shared memory is not used,
+  // or if every host has one rank.
   Lane* reduce_lane() const { return reduce_lane_.get(); }
   // Broadcasts from the first rank of this host. Null unless there are several hosts and a reduce lane.
   Lane* broadcast_lane() const { return broadcast_lane_.get(); }
@@ -71,7 +72,7 @@ class Communicators : public Network {
   std::unique_ptr<MpiTransport> world_, messages_, leaders_;
   std::unique_ptr<TextMessages> texts_;
   std::unique_ptr<Lane> reduce_lane_, broadcast_lane_;
-  std::optional<Record> early_;      // of the rank above, received before the exchange that it belongs to
+  std::optional<Record> early_;      // of the next rank, if it arrived before its exchange began
   mutable std::mutex groups_mutex_;  // guards the list; the driving thread uses the transports
   std::vector<std::unique_ptr<MpiTransport>> groups_;
 };

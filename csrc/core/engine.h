@@ -51,10 +51,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   DeviceMessenger& device_messages() { return device_messages_; }
 
   // Open this rank's device. All ranks call this before any call with device memory. Returns a description of
-  // how data of devices will be sent.
+  // how GPU data will be sent.
   std::string UseDevice(const DeviceOptions& options, const Interrupt& interrupt);
 
-  // End everything under way with an error, and everything later.
+  // Fail all operations with an error: those under way and later ones.
   void Fail(const Error& error) { progress_->Fail(error); }
   // Let what is under way end, stop the progress thread, and free what MPI holds, on all ranks together.
   // Waits for the other ranks for at most 10 s. Without all of them, or after an error, frees nothing.
@@ -68,7 +68,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const Connection connection_;
   Network& network_;
   AllReduceRoute& route_;
-  std::unique_ptr<Progress> progress_;  // before its users; ~Engine ends it before them all the same
+  std::unique_ptr<Progress> progress_;  // declared before its users, although ~Engine stops it first
   Agreement agreement_;
   Messenger messenger_;
   BlockingCalls calls_;

@@ -10,7 +10,7 @@ struct EngineOptions {
   double timeout_s = 300;         // longest wait for a peer
   double shortest_nap_s = 50e-6;  // sleep of the progress thread when nothing makes progress
   double longest_nap_s = 1e-3;
-  std::size_t segment_bytes = 60'000;   // largest message; below MPI's eager limit
+  std::size_t segment_bytes = 60'000;   // largest ring message; jobs set it by MPI's eager limit
   int messages_in_flight = 8;           // ring messages that this rank may have under way
   std::size_t slot_bytes = 256 * 1024;  // of the shared-memory lane
   bool shared_memory = true;            // false: ranks of one host use the ring as well

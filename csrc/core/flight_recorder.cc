@@ -1,4 +1,4 @@
-// Writes the ring of events, and marks what ends the process.
+// Writes the ring buffer of events, and records what ended the process.
 #include "core/flight_recorder.h"
 
 #include <fcntl.h>
@@ -38,15 +38,15 @@ void* MapFile(const std::string& path, std::size_t bytes) {
   if (file >= 0) close(file);
   if (problem == 0) return memory;
   unlink(path.c_str());
-  throw Error("The flight recorder needs a file of " + std::to_string(bytes) +
-                  " bytes. Received: " + std::strerror(problem) + " for " + path,
+  throw Error("The flight recorder could not create its file " + path + " of " + std::to_string(bytes) +
+                  " bytes: " + std::strerror(problem),
               ErrorKind::kUsage);
 }
 
-// Signals, and what they did before.
+// The signals that are recorded, and their previous handlers.
 constexpr std::array<int, 6> kMarked = {SIGTERM, SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT};
-std::array<struct sigaction, kMarked.size()> before;
-std::atomic<FlightRecorder*> marked{nullptr};
+std::array<struct sigaction, kMarked.size()> previous;
+std::atomic<FlightRecorder*> active{nullptr};
 
 }  // namespace
 
@@ -70,7 +70,7 @@ FlightRecorder::FlightRecorder(const std::string& path) : path_(path) {
 
 FlightRecorder::~FlightRecorder() {
   FlightRecorder* own = this;
-  marked.compare_exchange_strong(own, nullptr);
+  active.compare_exchange_strong(own, nullptr);
   munmap(file_, sizeof(File));
 }
 
@@ -119,9 +119,9 @@ void FlightRecorder::Close() {
   path_.clear();
 }
 
-// Restores what the signal did before, and lets it come again when this returns.
+// Restores the previous handler; the signal is raised again when this returns.
 void FlightRecorder::OnSignal(int number) {
-  FlightRecorder* const recorder = marked.load();
+  FlightRecorder* const recorder = active.load();
   if (recorder != nullptr && recorder->file_->header.pid == getpid()) {
     Header& header = recorder->file_->header;
     if (header.signal == 0) {
@@ -131,13 +131,13 @@ void FlightRecorder::OnSignal(int number) {
     }
   }
   for (std::size_t i = 0; i < kMarked.size(); ++i) {
-    if (kMarked[i] == number) sigaction(number, &before[i], nullptr);
+    if (kMarked[i] == number) sigaction(number, &previous[i], nullptr);
   }
   raise(number);
 }
 
 void FlightRecorder::MarkSignals() {
-  if (marked.exchange(this) != nullptr) return;
+  if (active.exchange(this) != nullptr) return;
   struct sigaction action = {};
   action.sa_handler = &OnSignal;
   action.sa_flags = SA_ONSTACK;
@@ -147,7 +147,7 @@ void FlightRecorder::MarkSignals() {
     sigaction(kMarked[i], nullptr, &now);
     if (now.sa_handler == &OnSignal && (now.sa_flags & SA_SIGINFO) == 0) continue;
     if (kMarked[i] == SIGTERM && now.sa_handler != SIG_DFL) continue;
-    before[i] = now;
+    previous[i] = now;
     sigaction(kMarked[i], &action, nullptr);
   }
 }

@@ -21,7 +21,8 @@ namespace hvpipe {
 // The error of a call that comes after Stop.
 Error ShutDown();
 
-// Runs operations: most urgent first, on one thread of its own or on a caller's thread inside Run.
+// Runs operations: most urgent first (in shared memory in the order of arrival), on one thread of its own or
+// on a caller's thread inside Run.
 //
 // Threads: every public function may be called from any thread. One thread at a time drives, i.e. steps
 // operations; it holds drive_mutex_. inbox_mutex_ guards the hand-over from callers to the driver. A thread

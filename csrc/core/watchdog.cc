@@ -287,9 +287,9 @@ std::string Watchdog::ReportText() {
     if (answer.substr(0, 1) == "W") {
       waiting[rank] = Decode(answer.substr(1));
     } else if (answer.empty()) {
-      late.push_back("  NOT THERE: " + texts_->NameOf(rank) + " " + SilentRank(rank) + ".\n");
+      late.push_back("  MISSING: " + texts_->NameOf(rank) + " " + SilentRank(rank) + ".\n");
     } else {
-      late.push_back("  NOT THERE: " + texts_->NameOf(rank) + ". Its Python threads, the main one first:\n" +
+      late.push_back("  MISSING: " + texts_->NameOf(rank) + ". Its Python threads, the main one first:\n" +
                      answer.substr(1));
     }
   }
@@ -305,7 +305,7 @@ std::string Watchdog::ReportText() {
   if (shown > 8) text << "  ... and " << shown - 8 << " more.\n";
   for (const auto& line : late) text << line;
   if (late.empty()) {
-    text << "  No rank computes: a link between two of them is down or slow, or they wait for different "
+    text << "  No rank is busy: a link between two of them is down or slow, or they wait for different "
             "things.\n";
   }
   text << std::flush;

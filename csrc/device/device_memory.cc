@@ -13,12 +13,12 @@ constexpr std::size_t kLeastStagingBytes = 1 << 16;
 
 std::string Megabytes(std::size_t bytes) { return std::to_string((bytes + 999'999) / 1'000'000) + " MB"; }
 
-// `fragmented` is added if enough memory is free, but not in one piece.
+// `fragmented` is added if enough memory is free in all, but in smaller blocks.
 Error OutOfMemory(Device& device, std::size_t bytes, const std::string& purpose,
                   const std::string& fragmented, const std::string& advice) {
   const Device::MemorySize memory = device.FreeMemory();
-  return Error("The GPU has too little free memory for " + purpose + ": wanted " + Megabytes(bytes) +
-                   ", free " + Megabytes(memory.free) + " of " + Megabytes(memory.total) +
+  return Error("The GPU has no free block of " + Megabytes(bytes) + " for " + purpose + ": free are " +
+                   Megabytes(memory.free) + " of " + Megabytes(memory.total) +
                    (memory.free >= bytes ? fragmented : "") +
                    ". Leave more memory free (TensorFlow: smaller batches, or a memory limit), or " + advice,
                ErrorKind::kUsage);
@@ -47,12 +47,12 @@ OwnedHandle OwnedDeviceMemory(Device& device, std::size_t bytes,
 
 Error OutOfGradientMemory(Device& device, std::size_t bytes, const std::string& purpose) {
   return OutOfMemory(device, bytes, purpose,
-                     ", but not in one piece: HVPIPE_BUCKET_BYTES=" + std::to_string(bytes / 2) + " may fit",
+                     ", in smaller blocks: try HVPIPE_BUCKET_BYTES=" + std::to_string(bytes / 2),
                      "use compression=\"bf16\", which halves float32 gradients");
 }
 
 Error OutOfMessageMemory(Device& device, std::size_t bytes) {
-  return OutOfMemory(device, bytes, "a message between ranks", ", but not in one piece",
+  return OutOfMemory(device, bytes, "a message between ranks", ", in smaller blocks",
                      "cut the batch into more micro-batches");
 }
 
@@ -70,12 +70,12 @@ void* StagingMemory::AtLeast(std::size_t bytes) {
 }
 
 // Rounds up to one of a few sizes, at most a quarter larger, so that messages can reuse each other's memory.
-// Free memory up to twice that size is taken as well. If the device has nothing left, the pool gives its free
-// memory back first.
+// A free block of up to twice that size is reused as well. If an allocation fails, the pool first gives its
+// free blocks back.
 std::shared_ptr<void> MemoryPool::Take(std::size_t bytes) {
-  std::size_t quarter = kAlignment;
-  while (4 * quarter * 2 <= bytes) quarter *= 2;
-  const std::size_t rounded = std::max<std::size_t>((bytes + quarter - 1) / quarter, 1) * quarter;
+  std::size_t granule = kAlignment;
+  while (4 * granule * 2 <= bytes) granule *= 2;
+  const std::size_t rounded = std::max<std::size_t>((bytes + granule - 1) / granule, 1) * granule;
   const auto lend = [free = free_](std::size_t size, OwnedHandle memory) {
     void* const address = memory.get();
     auto owner = std::make_shared<OwnedHandle>(std::move(memory));

@@ -24,9 +24,9 @@
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#define HVPIPE_BOTH __host__ __device__ __forceinline__
+#define HVPIPE_HOST_DEVICE __host__ __device__ __forceinline__
 #else
-#define HVPIPE_BOTH inline
+#define HVPIPE_HOST_DEVICE inline
 #endif
 #ifdef __CUDA_ARCH__
 #define HVPIPE_UNROLL _Pragma("unroll")
@@ -39,7 +39,7 @@ namespace hvpipe {
 constexpr unsigned kTileElements = 4096;
 constexpr unsigned kTileThreads = 256;
 
-// The parameters of a launch hold 4 KB, and 32,764 bytes since CUDA 12.1.
+// Kernel arguments may take 4 KB, or 32,764 bytes since CUDA 12.1.
 constexpr int kFewPieces = 126;
 constexpr int kManyPieces = 1000;
 
@@ -50,43 +50,43 @@ struct BFloat16 {
   std::uint16_t bits;
 };
 
-HVPIPE_BOTH float Widen(float value) { return value; }
-HVPIPE_BOTH double Widen(double value) { return value; }
+HVPIPE_HOST_DEVICE float Widen(float value) { return value; }
+HVPIPE_HOST_DEVICE double Widen(double value) { return value; }
 
-HVPIPE_BOTH float Widen(Half value) {
+HVPIPE_HOST_DEVICE float Widen(Half value) {
 #ifdef __CUDA_ARCH__
   return __half2float(__ushort_as_half(value.bits));
 #else
   return HalfToFloatScalar(value.bits);
 #endif
 }
-HVPIPE_BOTH float Widen(BFloat16 value) {
+HVPIPE_HOST_DEVICE float Widen(BFloat16 value) {
 #ifdef __CUDA_ARCH__
   return __bfloat162float(__ushort_as_bfloat16(value.bits));
 #else
   return BitsToFloat(static_cast<std::uint32_t>(value.bits) << 16);
 #endif
 }
-HVPIPE_BOTH void Narrow(float value, Half& to) {
+HVPIPE_HOST_DEVICE void Narrow(float value, Half& to) {
 #ifdef __CUDA_ARCH__
   to.bits = __half_as_ushort(__float2half_rn(value));
 #else
   to.bits = FloatToHalfScalar(value);
 #endif
 }
-HVPIPE_BOTH void Narrow(float value, BFloat16& to) {
+HVPIPE_HOST_DEVICE void Narrow(float value, BFloat16& to) {
 #ifdef __CUDA_ARCH__
   to.bits = __bfloat16_as_ushort(__float2bfloat16_rn(value));
 #else
   to.bits = FloatToBFloat16(value);
 #endif
 }
-HVPIPE_BOTH void Narrow(float value, float& to) { to = value; }
-HVPIPE_BOTH void Narrow(double value, double& to) { to = value; }
+HVPIPE_HOST_DEVICE void Narrow(float value, float& to) { to = value; }
+HVPIPE_HOST_DEVICE void Narrow(double value, double& to) { to = value; }
 
-// Not x - x == 0: if x is a product, a compiler may fuse both operations and get the rounding error of x.
-HVPIPE_BOTH bool IsFinite(float value) { return value >= -FLT_MAX && value <= FLT_MAX; }
-HVPIPE_BOTH bool IsFinite(double value) { return value >= -DBL_MAX && value <= DBL_MAX; }
+// x - x == 0 would not do: if x is a product, a compiler may contract both operations into one.
+HVPIPE_HOST_DEVICE bool IsFinite(float value) { return value >= -FLT_MAX && value <= FLT_MAX; }
+HVPIPE_HOST_DEVICE bool IsFinite(double value) { return value >= -DBL_MAX && value <= DBL_MAX; }
 
 template <int kCapacity>
 struct TileTable {
@@ -104,7 +104,7 @@ static_assert(sizeof(TileTable<kFewPieces>) <= 4096);
 static_assert(sizeof(TileTable<kManyPieces>) <= 32764);
 
 template <int kCapacity>
-HVPIPE_BOTH int PieceOfTile(const TileTable<kCapacity>& table, unsigned tile) {
+HVPIPE_HOST_DEVICE int PieceOfTile(const TileTable<kCapacity>& table, unsigned tile) {
   int low = 0, high = table.pieces;  // the piece is in [low, high)
   while (high - low > 1) {
     const int middle = (low + high) / 2;
@@ -124,14 +124,14 @@ class TileCaster {
   };
   using WideType = std::conditional_t<std::is_same_v<From, double>, double, float>;
 
-  HVPIPE_BOTH TileCaster(double scale, unsigned* not_finite)
+  HVPIPE_HOST_DEVICE TileCaster(double scale, unsigned* not_finite)
       : scale_(static_cast<WideType>(scale)),
         plain_(std::is_same_v<From, To> && scale == 1.0),
         not_finite_(not_finite) {}
 
   // Cast the elements of `thread`, out of `threads` threads that share `count` elements.
-  HVPIPE_BOTH void Cast(const From* from, To* to, std::size_t count, unsigned thread,
-                        unsigned threads) const {
+  HVPIPE_HOST_DEVICE void Cast(const From* from, To* to, std::size_t count, unsigned thread,
+                               unsigned threads) const {
     std::size_t begin = 0;
     if (Aligned(from) && Aligned(to)) {
       const std::size_t vectors = count / kWide;
@@ -162,12 +162,12 @@ class TileCaster {
   }
 
  private:
-  HVPIPE_BOTH static bool Aligned(const void* pointer) {
+  HVPIPE_HOST_DEVICE static bool Aligned(const void* pointer) {
     return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0;
   }
 
   // A plain copy keeps every bit.
-  HVPIPE_BOTH void CastOne(From from, To& to) const {
+  HVPIPE_HOST_DEVICE void CastOne(From from, To& to) const {
     WideType value = Widen(from);
     if constexpr (std::is_same_v<From, To>) {
       if (plain_) {
@@ -181,7 +181,7 @@ class TileCaster {
     Check(Widen(to));
   }
 
-  HVPIPE_BOTH void Check(WideType value) const {
+  HVPIPE_HOST_DEVICE void Check(WideType value) const {
     if (not_finite_ != nullptr && !IsFinite(value)) *not_finite_ = 1;
   }
 
@@ -192,8 +192,8 @@ class TileCaster {
 
 // The work of thread `thread` in block `tile`.
 template <typename From, typename To, int kCapacity>
-HVPIPE_BOTH void CastTile(const TileTable<kCapacity>& table, unsigned tile, unsigned thread,
-                          unsigned threads) {
+HVPIPE_HOST_DEVICE void CastTile(const TileTable<kCapacity>& table, unsigned tile, unsigned thread,
+                                 unsigned threads) {
   const auto& entry = table.entries[PieceOfTile(table, tile)];
   const unsigned long long first = static_cast<unsigned long long>(tile - entry.first_tile) * kTileElements;
   const unsigned long long left = entry.count - first;
@@ -218,7 +218,7 @@ void ForEachTable(const std::vector<Device::Piece>& pieces, double scale, unsign
   for (const Device::Piece& piece : pieces) {
     if (piece.count == 0) continue;
     const std::size_t needed = (piece.count + kTileElements - 1) / kTileElements;
-    if (needed > 0x7fffffffu) throw Error("internal: a tensor has more tiles than a launch has blocks");
+    if (needed > 0x7fffffffu) throw Error("internal: a tensor needs more blocks than one launch allows");
     if (table.pieces == kCapacity || tiles + needed > 0x7fffffffu) flush();
     table.entries[table.pieces++] = {piece.from, piece.to, piece.count, tiles};
     tiles += static_cast<unsigned>(needed);
@@ -230,16 +230,17 @@ void ForEachTable(const std::vector<Device::Piece>& pieces, double scale, unsign
 template <typename Visit>
 void WithTypes(DType from, DType to, const Visit& visit) {
   if (from == DType::kFloat64 && to == DType::kFloat64) return visit(double{}, double{});
+  const Error none("internal: no cast from " + std::string(NameOf(from)) + " to " + NameOf(to));
   const auto with_from = [&](auto source) {
     if (to == DType::kFloat32) return visit(source, float{});
     if (to == DType::kFloat16) return visit(source, Half{});
     if (to == DType::kBFloat16) return visit(source, BFloat16{});
-    throw Error("internal: float64 is cast to float64 only");
+    throw none;
   };
   if (from == DType::kFloat32) return with_from(float{});
   if (from == DType::kFloat16) return with_from(Half{});
   if (from == DType::kBFloat16) return with_from(BFloat16{});
-  throw Error("internal: float64 is cast to float64 only");
+  throw none;
 }
 
 }  // namespace hvpipe

@@ -1,4 +1,4 @@
-// Names, sizes and the byte form of calls.
+// Names, sizes and serialisation of calls.
 #include "named/call.h"
 
 #include <cstring>
@@ -69,7 +69,7 @@ std::string Request::Described() const {
 
 namespace {
 
-// The ranks of a job run on machines of one byte order, as MPI's own types do here.
+// All ranks have one byte order, which the MPI types used here assume as well.
 class Writer {
  public:
   template <typename T>

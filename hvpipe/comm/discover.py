@@ -164,7 +164,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     | HVPIPE_SUMMARY | 0 or 1: print a summary at the end |
     | HVPIPE_BUCKET_BYTES | size of a gradient bucket |
     | HVPIPE_TABLE_BYTES | an Embedding at least this large sends only the rows of its batch |
-    | HVPIPE_SEGMENT_BYTES | size of a ring message |
+    | HVPIPE_SEGMENT_BYTES | size of the largest ring message |
     | HVPIPE_SLOT_BYTES | size of a slot of the shared-memory transport |
     | HVPIPE_MESSAGES_IN_FLIGHT | how many ring messages may be under way |
     | HVPIPE_RANKS_PER_HOST | for tests: pretend that this many ranks share a host |

@@ -14,16 +14,16 @@ Raw = tuple[str, str, float, float]
 BEGIN = "begin"
 STEP = "step"
 FORWARD = "forward"
-UPDATE = "update "
+UPDATE_PREFIX = "update "
 
 
 def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
     """Turn an engine's records into events.
 
-    Marks are points in time: "begin" (a step has its batch), "step" (the engine learned of a step, possibly
-    as late as the loss), "forward" (the step's loss was computed), "update B" (bucket B's variables were
-    updated). A step begins with "begin", or with "step" if there is no "begin". The spans of computing follow
-    from the marks and from the packing of buckets:
+    Marks are points in time: "begin" (a step has its batch), "step" (the step was announced to the engine,
+    perhaps only when its loss was known), "forward" (the step's loss was computed), "update B" (bucket B's
+    variables were updated). A step begins with "begin", or with "step" if there is no "begin". The spans of
+    computing follow from the marks and from the packing of buckets:
 
     step      |--------------------------------|-----
     forward   |-----------|
@@ -31,11 +31,11 @@ def events_of_rank(raw: Sequence[Raw], rank: int) -> list[Event]:
     pack                       --   --  --
     update                                    --     from the bucket's unpack
 
-    Marks of computing count only if the CPU packs. On a GPU, they would say when work was enqueued.
+    Marks of computing are used only if the CPU packs. On a GPU, they would say when work was enqueued.
     """
     spans = [r for r in raw if r[0] != "mark"]
     events = [
-        Event(name, category, rank, _lane(category), start, end) for category, name, start, end in spans
+        Event(name, category, rank, _track(category), start, end) for category, name, start, end in spans
     ]
     marks = sorted((start, name) for category, name, start, _ in raw if category == "mark")
     begun = BEGIN if any(name == BEGIN for _, name in marks) else STEP
@@ -72,15 +72,15 @@ def _updates(spans: Sequence[Raw], marks: Sequence[tuple[float, str]], rank: int
         ends.sort()
     found = []
     for done_s, name in marks:
-        bucket = name.removeprefix(UPDATE)
-        ends = unpacked.get(bucket, []) if name.startswith(UPDATE) else []
+        bucket = name.removeprefix(UPDATE_PREFIX)
+        ends = unpacked.get(bucket, []) if name.startswith(UPDATE_PREFIX) else []
         place = bisect_right(ends, done_s) - 1
         if place >= 0:
             found.append(Event(bucket, "update", rank, "update", ends[place], done_s))
     return found
 
 
-def _lane(category: str) -> str:
+def _track(category: str) -> str:
     lanes = {"wait": "bucket waits", "reduce": "bucket reduces", "step": "steps"}
     # Pipelines record spans of their actions; data-parallel steps record marks.
     lanes |= dict.fromkeys(("forward", "backward"), "compute")

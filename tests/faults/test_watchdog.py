@@ -62,7 +62,7 @@ def test_a_rank_that_holds_the_interpreter_is_named_with_its_stack(rank: int, tm
     )
     assert result.returncode == 0, result.describe()
     assert result.output.count("hvpipe: stall: 2 of 3 ranks wait for the others.") == 1, result.describe()
-    assert f"NOT THERE: rank {rank} on " in result.output, result.describe()
+    assert f"MISSING: rank {rank} on " in result.output, result.describe()
     assert "in a_late_function" in result.output, result.describe()
     assert result.output.count("DONE") == 3
     assert not list((tmp_path / "flight").iterdir())  # all ranks ended properly
@@ -92,7 +92,7 @@ def test_a_collective_by_name(tmp_path: Path, partner: str, late: int, waits: st
     assert result.returncode == 0, result.describe()
     assert result.output.count("hvpipe: stall: ") == 1, result.describe()
     assert waits in result.output, result.describe()
-    assert result.output.count("NOT THERE: ") == 1, result.describe()
-    assert f"NOT THERE: rank {late} on " in result.output, result.describe()
+    assert result.output.count("MISSING: ") == 1, result.describe()
+    assert f"MISSING: rank {late} on " in result.output, result.describe()
     assert "in a_late_function" in result.output, result.describe()
     assert result.output.count("DONE") == 3

@@ -142,7 +142,7 @@ class CheckpointedFit:
             while not (folder / probe).exists():
                 if time.monotonic() > deadline_s:
                     raise HvpipeError(
-                        "All ranks should see the folder of Checkpoint, which hosts therefore share. "
+                        "All ranks must see the folder of Checkpoint, so hosts must share it. "
                         f"Received: {str(folder)!r}, where this rank does not see rank 0's file"
                     )
                 time.sleep(0.05)
@@ -281,8 +281,8 @@ class CheckpointedFit:
             causes = engine.allgather_object(failure)
             rank, cause = next((rank, cause) for rank, cause in enumerate(causes) if cause is not None)
             raise HvpipeError(
-                f"{self._options.folder} should take {what}; the one before it is still there. "
-                f"Received on rank {rank}: {cause}"
+                f"Rank {rank} could not write {what} to {self._options.folder}: {cause}. "
+                "The checkpoint before it is still there."
             )
 
 

@@ -30,7 +30,7 @@ class ReduceOptions:
         compression: None; "bf16" or "fp16": the type in which float32 gradients are sent; or a code of
             hvpipe/plan/compression.py, which needs `compressed_reduce.make_reducer`.
         bucket_bytes: Size of a fused buffer; None: HVPIPE_BUCKET_BYTES, else a default by the model's size.
-        in_turn: Reduce buckets in the order of submission instead of by urgency.
+        in_turn: Reduce buckets in the order of the plan instead of by urgency.
         tables: The variables, by `identity`, whose gradients have few rows that are not zero.
         nonfinite: What to do where a sum is NaN or Inf: "raise", "skip" or "ignore".
     """

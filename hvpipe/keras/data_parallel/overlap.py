@@ -52,7 +52,7 @@ class Overlap:
     updates_in_next_step: ClassVar[bool] = False
     """Whether the update comes after the step's graph, which therefore must not use weights after `apply`."""
     in_turn: ClassVar[bool] = False
-    """Whether buckets are reduced in the order of submission instead of by urgency."""
+    """Whether buckets are reduced in the order of the plan instead of by urgency."""
     reduces_gradients: ClassVar[bool] = True
     """Whether gradients are reduced. If not, each rank updates with its own, and weights differ."""
     rounds: LocalRounds | None = None

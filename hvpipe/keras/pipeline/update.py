@@ -34,7 +34,7 @@ class _Bucket:
 class PipelineUpdate:
     """Sums, clips and applies the gradients of one rank's stages.
 
-    All ranks that hold a variable add the same sum to it, so their copies stay equal.
+    All ranks that hold a variable update it with the same summed gradient, so their copies stay equal.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class PipelineUpdate:
             session: The session.
             optimizer: This rank's Keras optimizer.
             trainable: The variables that the optimizer is built with, in the order of the model. Variables
-                without a gradient are among them, because Keras averages these weights too.
+                without a gradient are among them, because use_ema averages these weights too.
             functions: The functions of this rank's stages, by stage.
             shared: The variables that several ranks hold.
             with_gradient: The ids of variables that get a gradient on any rank.
@@ -98,7 +98,8 @@ class PipelineUpdate:
 
     def _cut(self, group: int, indices: Sequence[int]) -> list[_Bucket]:
         """Return the buckets of a group whose variables have these indices, in the order of the model."""
-        # Four bytes an element, also in float64. A bucket may mix dtypes; `_start` sums it in the widest.
+        # Counted as four bytes an element, even for float64. A bucket may mix dtypes; `_start` sums it in
+        # the widest.
         sizes_bytes = [4 * int(np.prod(self.variables[index].shape)) for index in indices]
         limit_bytes = self._session.settings.bucket_bytes or fitting_bytes(sum(sizes_bytes))
         buckets = cut_buckets(sizes_bytes, limit_bytes)
@@ -199,7 +200,7 @@ class PipelineUpdate:
     def _count_step(self, finite: bool) -> None:
         """Advance the optimizer on a rank that has no gradient, as on the other ranks.
 
-        This moves the step counter, the loss scale and averages of weights.
+        This advances the step counter, the loss scale and averages of weights.
         """
         optimizer, inner = self._optimizer, clipping_optimizer(self._optimizer)
         if finite:

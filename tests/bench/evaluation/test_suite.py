@@ -308,7 +308,7 @@ def test_a_pipeline_may_choose_its_number_of_micro_batches(tmp_path: Path) -> No
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(SuiteError, match=r"one of accuracy, curve, full, newest, quick, or a TOML file. Received: 'fast'"):
+    with pytest.raises(SuiteError, match=r"accuracy, curve, .*, or a TOML file. Received: 'fast'"):
         read_suite("fast", SYSTEMS)
     with pytest.raises(ClusterError, match=r"homogeneous-2.*Received: 'cloud'"):
         cluster_spec("cloud")

@@ -202,15 +202,15 @@ def test_gradients_that_do_not_fit_are_an_error_with_their_bytes(
     monkeypatch.setenv("FAKE_DEVICE_FREE", "5000000")
     with pytest.raises(
         HvpipeError,
-        match=r"the gradients' 2 buckets: wanted 6 MB, free 5 MB of 2000 MB\. Leave.*compression",
+        match=r"free block of 6 MB for the gradients' 2 buckets: free are 5 MB of 2000 MB\..*compression",
     ):
         engine.add_plan("a", plan, on_device=True)
     monkeypatch.setenv("FAKE_DEVICE_FREE", "6000000")
     monkeypatch.setenv("FAKE_DEVICE_FULL", "1")  # pieces of device memory that are too small
     with pytest.raises(
         HvpipeError,
-        match=r"a bucket of gradients: wanted 2 MB, free 6 MB of 2000 MB, but not in one piece: "
-        r"HVPIPE_BUCKET_BYTES=1000\d{3} may fit",
+        match=r"free block of 2 MB for a bucket of gradients: free are 6 MB of 2000 MB, in smaller blocks: "
+        r"try HVPIPE_BUCKET_BYTES=1000\d{3}",
     ):
         engine.add_plan("a", plan, on_device=True)
     engine.stop()

@@ -249,7 +249,7 @@ def test_a_message_that_does_not_fit_is_an_error_with_its_bytes(
     monkeypatch.setenv("FAKE_DEVICE_FULL", "1")
     with pytest.raises(
         HvpipeError,
-        match=r"too little free memory for a message between ranks: wanted 42 MB, .* more micro-batches",
+        match=r"no free block of 42 MB for a message between ranks: .* more micro-batches",
     ):
         engine.post_receive(39_900_000, (hvpipe.rank() + 1) % hvpipe.size(), 0, "a message")
     engine.agree("end of a case")

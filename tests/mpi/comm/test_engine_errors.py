@@ -187,7 +187,7 @@ def test_a_rank_that_does_not_join_a_bucket_is_named(engine: Engine) -> None:
     if is_last():
         return
     engine.core.submit(plan_id, 0, [np.ones(length, np.float32)], 1.0)
-    behind = "to come to it" if hvpipe.rank() == last - 1 else "ring segment"
+    behind = "to reach this all-reduce" if hvpipe.rank() == last - 1 else "ring segment"
     with pytest.raises(DeadlineError, match=rf"^(?=.*{behind}).* rank {last}\b"):
         engine.core.collect(plan_id, 0, [np.empty(length, np.float32)])
 
