@@ -1,4 +1,4 @@
-"""The command `hvpipe bench`, or `python -m bench`: run, report, compare, readme.
+"""The command `hvpipe bench`, or `python -m bench`: run, report, advise, compare, readme.
 
 Exit codes: 0 done; 1 some rounds failed or had no hosts, or `compare` found a regression; 2 wrong usage, or
 nothing could be run or read; 130 interrupted (128 + n: ended by signal n), with all finished rounds kept.
@@ -27,7 +27,9 @@ from bench.evaluation.run import Evaluation, RunRound
 from bench.evaluation.software import describe_software
 from bench.evaluation.suite import Group, SuiteError
 from bench.launch.termination import ended_by_exception
+from bench.report import modes
 from bench.report.compare import compare
+from bench.report.figures import all_figures
 from bench.report.files import show_figures, write_outputs
 from bench.report.readme import ReadmeError, rewrite
 from hvpipe.errors import HvpipeError
@@ -95,6 +97,10 @@ def make_parser() -> argparse.ArgumentParser:
     report.add_argument("folder", type=Path, metavar="DIR", help="a folder that `run` wrote")
     report.add_argument("--json", action="store_true", help="print the figures as JSON")
     report.set_defaults(act=_report)
+    advise = commands.add_parser("advise", help="say which mode to use, and what each would gain at best")
+    advise.add_argument("folder", type=Path, metavar="DIR", help="results.json, or its folder")
+    advise.add_argument("--json", action="store_true", help="as JSON")
+    advise.set_defaults(act=_advise)
     versus = commands.add_parser("compare", help="find what became slower beyond noise")
     versus.add_argument("before", type=Path, metavar="BEFORE", help="results.json, or its folder")
     versus.add_argument("after", type=Path, metavar="AFTER", help="results.json, or its folder")
@@ -203,6 +209,17 @@ def _finish(outcome: EvaluationOutcome, folder: Path, as_json: bool) -> int:
     print(f"written: {', '.join(str(path) for path in written)}", file=sys.stderr)
     failed = any(each.error for each in (*outcome.rounds, *outcome.pipelines))
     return 1 if failed or any(each.not_up for each in outcome.rounds) else 0
+
+
+def _advise(options: argparse.Namespace) -> int:
+    rows = all_figures(_read(options.folder))
+    text = json.dumps(modes.as_json(rows), indent=1) if options.json else modes.describe(rows)
+    if not text:
+        raise UsageError(
+            "Advice needs rounds of single and hvpipe-step on links with a known rate. Received: none"
+        )
+    print(text)
+    return 0
 
 
 def _compare(options: argparse.Namespace) -> int:

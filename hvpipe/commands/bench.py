@@ -14,7 +14,9 @@ from hvpipe.errors import LaunchError
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `hvpipe bench`."""
-    parser.add_argument("subcommand", metavar="COMMAND", choices=("run", "report", "compare", "readme"))
+    parser.add_argument(
+        "subcommand", metavar="COMMAND", choices=("run", "report", "advise", "compare", "readme")
+    )
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
 
 

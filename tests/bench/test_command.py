@@ -36,6 +36,7 @@ FLAGS = {
     ],
     "report": ["--help", "--json", "-h"],
     "compare": ["--help", "--json", "-h"],
+    "advise": ["--help", "--json", "-h"],
     "readme": ["--file", "--help", "-h"],
 }
 
