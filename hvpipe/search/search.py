@@ -80,7 +80,7 @@ def _search(judge: Judge, stages: int | None, modes: Sequence[str]) -> dict[str,
     ranked = _best_first(one for one in judged if one is not None)
     if every is not None and judge_all(judge, every, budget // 3):
         return judge.best
-    diverse = [*_of_fewer(judge, stages, modes, budget // 2), *_diverse(ranked)]
+    diverse = [*_of_fewer(judge, stages, modes, budget // (4 if many else 2)), *_diverse(ranked)]
     for start in diverse[:improved]:
         improve(judge, moves, start)
     if not many:

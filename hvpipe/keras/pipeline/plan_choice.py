@@ -161,12 +161,7 @@ def _searched(
 
 
 def _check_counts(graph: LayerGraph, count: int, how: Pipelining) -> None:
-    """Raise HvpipeError if a number of stages is too large for the micro-batches or the model."""
-    if how.microbatches < count:
-        raise HvpipeError(
-            f"microbatches should be at least the number of stages, {count}, or some stages are always idle. "
-            f"Received: microbatches={how.microbatches}"
-        )
+    """Raise HvpipeError if a number of stages is too large for the model."""
     if count * how.chunks > len(graph.calls):
         whole = graph.whole_models()
         named = f" ({whole[0]!r} is a nested model that cannot be opened)" if whole else ""
