@@ -24,7 +24,8 @@ from hvpipe.search.judge import Judge
 from hvpipe.search.layout import Layout
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster, Device, Host, Link
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 
 
 def random_case(seed: int, layers: int, devices: int) -> PlanRequest:

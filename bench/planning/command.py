@@ -24,7 +24,8 @@ from hvpipe.plan.greedy import partition
 from hvpipe.plan.memory_shortage import least_memory_bytes
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.specs.cluster import Cluster, Link, equal_cluster
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 
 _PROFILES = Path(__file__).parents[2] / "tests" / "data" / "profiles"
 _MODELS = ("alexnet", "gnmt", "inception_v3", "resnet50", "vgg16")

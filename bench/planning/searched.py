@@ -21,7 +21,8 @@ from hvpipe.search.choice import choose
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.search.search import search
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 
 _PROFILES = Path(__file__).parents[2] / "tests" / "data" / "profiles"
 _MODELS = ("alexnet", "gnmt", "inception_v3", "resnet50", "vgg16")

@@ -14,8 +14,9 @@ from hvpipe.plan.exact import exact
 from hvpipe.plan.greedy import fitting, partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.search.choice import MODES, Candidate, find
+from hvpipe.search.judge import MANY_DEVICES
 from hvpipe.search.options import PipeliningChoice
-from hvpipe.search.search import BUDGET, MANY_DEVICES
+from hvpipe.search.search import BUDGET
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile, read_pipedream
 

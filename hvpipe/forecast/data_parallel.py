@@ -10,7 +10,7 @@ from hvpipe.forecast.gradient_reduce import BackwardSpan, Ring, RingGradients, r
 from hvpipe.forecast.pipeline import Forecast
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
-from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.cluster import Cluster, Device
 from hvpipe.specs.profile import Profile
 from hvpipe.trace.events import Event, Trace
 
@@ -31,14 +31,14 @@ def whole_shares(count: int, weights: Sequence[float], least: int = 0) -> list[i
 
 def _updates(
     profile: Profile,
-    cluster: Cluster,
+    devices: Sequence[Device],
     backwards: Sequence[BackwardSpan],
     reduces: Sequence[tuple[int, float, float, int]],
 ) -> Iterator[Event]:
     """Yield each device's updates, one per bucket: once the bucket is reduced and the device is idle."""
     whole_s = sum(layer.update_s for layer in profile.layers)
     whole_bytes = sum(layer.weight_bytes for layer in profile.layers)
-    for rank, (device, backward) in enumerate(zip(cluster.devices, backwards, strict=True)):
+    for rank, (device, backward) in enumerate(zip(devices, backwards, strict=True)):
         free_s = backward.end_s
         for _, _, reduced_s, size_bytes in reduces:
             start_s = max(free_s, reduced_s)
@@ -48,13 +48,17 @@ def _updates(
 
 
 def forecast_data_parallel(
-    profile: Profile, cluster: Cluster, pipelining: Pipelining, samples: int | None = None
+    profile: Profile,
+    cluster: Cluster,
+    pipelining: Pipelining,
+    samples: int | None = None,
+    names: Sequence[str] | None = None,
 ) -> Forecast:
-    """Forecast one data-parallel step on all devices, as `hvpipe.keras.data_parallel` runs it.
+    """Forecast one data-parallel step, as `hvpipe.keras.data_parallel` runs it.
 
     Each device runs its share of the batch at once; shares are in samples, in proportion to speed. Times and
-    saved bytes are the profile's, scaled. Once a bucket's gradients are final on all devices, a ring of all
-    devices reduces it: 2 (n - 1) / n of its bytes over the slowest link, during the rest of the backward. The
+    saved bytes are the profile's, scaled. Once a bucket's gradients are final on all devices, a ring of them
+    reduces it: 2 (n - 1) / n of its bytes over the slowest link, during the rest of the backward. The
     step ends with the update of the last bucket.
 
     Args:
@@ -62,9 +66,10 @@ def forecast_data_parallel(
         cluster: The devices and links.
         pipelining: Its micro-batches make the batch; the schedule does not matter. No recomputation.
         samples: Samples of the batch; None if all micro-batches are as large as the profile's.
+        names: The devices; None for all of the cluster.
 
     Returns:
-        The forecast. Its plan has one stage with all devices.
+        The forecast. Its plan has one stage with these devices.
 
     Raises:
         PlanError: If the batch has fewer samples than there are devices, or with recomputation.
@@ -74,9 +79,9 @@ def forecast_data_parallel(
         forecast_data_parallel(profile, cluster, Pipelining(microbatches=16)).step_s
         ```
     """
-    plan = _plan(profile, cluster, pipelining, samples)
+    devices = cluster.devices if names is None else tuple(map(cluster.device, names))
+    plan = _plan(profile, cluster, pipelining, samples, devices)
     profile = replace(profile, layers=tuple(profile.once(range(len(profile.layers)))))
-    devices, names = cluster.devices, plan.ranks
     events, memory_bytes = [], []
     at_share = {share: profile.at_batch(int(share)) for share in set(plan.stages[0].shares)}
     for rank, (device, share) in enumerate(zip(devices, plan.stages[0].shares, strict=True)):
@@ -87,29 +92,34 @@ def forecast_data_parallel(
         events.append(Event("backward", "backward", rank, "compute", turn_s, end_s, {"stage": 0}))
         memory_bytes.append(sum(layer.state_bytes + layer.saved_bytes for layer in local.layers))
     backwards = [BackwardSpan(event.start_s, event.end_s) for event in events if event.category == "backward"]
-    gradients = RingGradients(profile.layers, backwards, Ring.of(cluster, names))
+    gradients = RingGradients(profile.layers, backwards, Ring.of(cluster, plan.ranks))
     reduces = list(reduce_beside({0: gradients}))
     for _, start_s, end_s, size_bytes in reduces:
         events.append(Event("reduce", "reduce", 0, "transfer", start_s, end_s, {"bytes": size_bytes}))
-    updates = list(_updates(profile, cluster, backwards, reduces))
+    updates = list(_updates(profile, devices, backwards, reduces))
     events.extend(updates)
     busy = [backward.end_s for backward in backwards]
     for event in updates:
         busy[event.rank] += event.duration_s
     busy_s = tuple(busy)
     step_s = max(event.end_s for event in events)
-    trace = Trace.merge([Trace(tuple(events), {"makespan_s": step_s, "devices": list(names)})])
+    trace = Trace.merge([Trace(tuple(events), {"makespan_s": step_s, "devices": list(plan.ranks)})])
     return Forecast(plan, step_s, busy_s, tuple(memory_bytes), lambda: trace)
 
 
-def _plan(profile: Profile, cluster: Cluster, pipelining: Pipelining, samples: int | None) -> Plan:
-    """Return the plan of one stage with all devices; its shares are in samples."""
+def _plan(
+    profile: Profile,
+    cluster: Cluster,
+    pipelining: Pipelining,
+    samples: int | None,
+    devices: Sequence[Device],
+) -> Plan:
+    """Return the plan of one stage with the devices; its shares are in samples."""
     if pipelining.recompute:
         raise PlanError(
             "hvpipe.keras.data_parallel keeps what its backward needs: plan data parallel without recompute. "
             f"Received: recompute={pipelining.recompute}"
         )
-    devices = cluster.devices
     if samples is None:
         samples = profile.batch_size * pipelining.microbatches
     shares = whole_shares(samples, [profile.speed(device) for device in devices])

@@ -13,7 +13,7 @@ from itertools import accumulate, chain
 from hvpipe.forecast.simulate import Resource
 from hvpipe.plan.buckets import cut_buckets, fitting_bytes
 from hvpipe.specs.cluster import Cluster, Link, Port
-from hvpipe.specs.profile import LayerCost
+from hvpipe.specs.layer_cost import LayerCost
 from hvpipe.trace.computing_time import Interval, merged
 
 

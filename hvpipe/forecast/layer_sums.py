@@ -8,7 +8,8 @@ from itertools import accumulate, pairwise
 
 from hvpipe.plan.buckets import cut_buckets, fitting_bytes
 from hvpipe.specs.cluster import Link
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 
 _REMEMBERED = 1000
 

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 _NAMES_BY_MODULE = {
     "hvpipe.errors": ("PlanError",),
-    "hvpipe.specs.profile": ("LayerCost", "OutputTensor", "Profile", "read_pipedream"),
+    "hvpipe.specs.layer_cost": ("LayerCost", "OutputTensor"),
+    "hvpipe.specs.profile": ("Profile", "read_pipedream"),
     "hvpipe.specs.cluster": ("Cluster", "Device", "Host", "Link", "Rack", "equal_cluster"),
     "hvpipe.plan.pipelining": ("SCHEDULES", "Pipelining"),
     "hvpipe.plan.placement_cost": ("StageCost",),
@@ -86,8 +87,8 @@ if TYPE_CHECKING:
     from hvpipe.specs.cluster import Link as Link
     from hvpipe.specs.cluster import Rack as Rack
     from hvpipe.specs.cluster import equal_cluster as equal_cluster
-    from hvpipe.specs.profile import LayerCost as LayerCost
-    from hvpipe.specs.profile import OutputTensor as OutputTensor
+    from hvpipe.specs.layer_cost import LayerCost as LayerCost
+    from hvpipe.specs.layer_cost import OutputTensor as OutputTensor
     from hvpipe.specs.profile import Profile as Profile
     from hvpipe.specs.profile import read_pipedream as read_pipedream
     from hvpipe.trace.chart import draw_timeline as draw_timeline

@@ -15,7 +15,8 @@ from hvpipe.plan.placement_cost import Placement, in_flight_of, stage_bytes
 from hvpipe.plan.span_costs import Spans
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster, Device
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 
 # The most draws of random placements, to find one that fits the memory, and to find many.
 _DRAWS, _MANY_DRAWS = 1000, 2000

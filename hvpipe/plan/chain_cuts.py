@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -122,12 +122,13 @@ class ChainCutter:
             reach_s = compute_s[start] + limit_s * stage.speed * (1 + 1e-12)
             least = start if number + 1 < len(stages) else count - 1
             end = min(count - (len(stages) - number - 1), bisect_right(compute_s, reach_s) - 1)
+            end = self._roomy_end(stage, start, end, recompute)
             send_s = self._sends(stage)
             while end > least:
                 busy_s = send_s[end]
                 if rule == "travel":
                     busy_s += received_s + (compute_s[end] - compute_s[start]) / stage.speed
-                if busy_s <= limit_s and self._fits(stage, start, end, recompute):
+                if busy_s <= limit_s:
                     break
                 end -= 1
             else:
@@ -145,10 +146,15 @@ class ChainCutter:
             self._send_s[key] = (both_s / stage.at_once).tolist()
         return self._send_s[key]
 
+    def _roomy_end(self, stage: _Stage, start: int, end: int, recompute: bool) -> int:
+        """Return the last end up to `end` of a run that fits the memory; `start` if none does."""
+        if math.isinf(stage.room_bytes) or self._fits(stage, start, end, recompute):
+            return end
+        longer = range(start + 1, end)
+        return start + bisect_left(longer, True, key=lambda a: not self._fits(stage, start, a, recompute))
+
     def _fits(self, stage: _Stage, start: int, end: int, recompute: bool) -> bool:
         """Tell whether the memory suffices for a run of layers."""
-        if math.isinf(stage.room_bytes):
-            return True
         kept = 1 if recompute else stage.in_flight
         size = self._state[end] - self._state[start] + kept * (self._saved[end] - self._saved[start])
         return bool(size + stage.in_flight * self._cut_bytes[start] <= stage.room_bytes)

@@ -118,8 +118,7 @@ def check_stages(
     if chunks > 1 and (stages % chunks or stages // chunks > pipelining.microbatches):
         raise HvpipeError(
             "With schedule='interleaved', stages should be a multiple of chunks, and at most "
-            f"{chunks} for each of {pipelining.microbatches} micro-batches: "
-            f"{chunks * pipelining.microbatches}. "
+            f"{chunks} for each micro-batch: {chunks * pipelining.microbatches}. "
             f"Received: stages={stages}, chunks={chunks}, microbatches={pipelining.microbatches}"
         )
     if chunks > 1 and stages > len(cluster.devices) * chunks:

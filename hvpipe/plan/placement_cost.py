@@ -9,7 +9,8 @@ from itertools import chain
 
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING, Pipelining
 from hvpipe.specs.cluster import Cluster, Device, Link
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 
 Placement = Sequence[tuple[tuple[str, ...], Sequence[int]]]
 """For each stage, its devices (several are replicas) and the indices of its layers in the profile."""

@@ -12,10 +12,10 @@ from hvpipe.plan.greedy import check_stages, partition
 from hvpipe.plan.memory_shortage import amount
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
-from hvpipe.search.judge import Judge, Judged
+from hvpipe.search.judge import MANY_DEVICES, Judge, Judged
 from hvpipe.search.layout import Layout
 from hvpipe.search.options import AUTO, PipeliningChoice
-from hvpipe.search.search import BUDGET, MANY_DEVICES, search
+from hvpipe.search.search import BUDGET, faster_halves, search
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
@@ -187,28 +187,32 @@ def plan_for_every_device(
 def _data(
     profile: Profile, cluster: Cluster, choice: PipeliningChoice, samples: int | None, other: Judged | None
 ) -> Candidate:
-    """Run each share at once; or in micro-batches, which stash less but divide the batch less finely."""
-    refused = ""
+    """Run each share at once; or in micro-batches, which stash less but divide the batch less finely.
+
+    It tries all devices, the faster half, a quarter, and so on.
+    """
+    refusals: list[str] = []
     fitting: list[Forecast] = []
-    try:
-        how = Pipelining("1f1b", choice.microbatches, choice.fixed_recompute)
-        whole = forecast_data_parallel(profile, cluster, how, samples)
-        if missing := whole.shortages(cluster):
-            refused = _missing(missing)
-        else:
-            fitting.append(whole)
-    except PlanError as error:
-        refused = str(error)
+    how = Pipelining("1f1b", choice.microbatches, choice.fixed_recompute)
     judge = Judge(profile, cluster, choice, BUDGET)
-    everywhere = tuple(device.name for device in cluster.devices)
-    for name, chunks in choice.schedules:
-        if chunks == 1:
-            judge.judge(Layout((everywhere,), (len(profile.layers),), name))
+    for some in (cluster, *faster_halves(profile, cluster)):
+        names = tuple(device.name for device in some.devices)
+        try:
+            whole = forecast_data_parallel(profile, cluster, how, samples, names)
+            if missing := whole.shortages(cluster):
+                refusals.append(_missing(missing))
+            else:
+                fitting.append(whole)
+        except PlanError as error:
+            refusals.append(str(error))
+        for name, chunks in choice.schedules:
+            if chunks == 1:
+                judge.judge(Layout((names,), (len(profile.layers),), name))
     for judged in (*judge.best.values(), other):
         if judged is not None:
             fitting.append(_forecast(profile, cluster, judged))
     if not fitting:
-        return Candidate("data", None, refused)
+        return Candidate("data", None, refusals[0])
     return Candidate("data", min(fitting, key=lambda one: one.step_s))
 
 

@@ -38,10 +38,10 @@ def every_layout(judge: Judge, stages: int | None, modes: Sequence[str]) -> list
             count = len(groups) * chunks
             if count > layers or stages not in (None, count) or (chunks > 1 and replicated):
                 continue
+            if len(found) + math.comb(layers - 1, count - 1) > MOST_LAYOUTS:
+                return None
             for inner in combinations(range(1, layers), count - 1):
                 found.append(Layout(groups, (*inner, layers), name, chunks))
-            if len(found) > MOST_LAYOUTS:
-                return None
     return found
 
 

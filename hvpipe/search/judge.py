@@ -17,6 +17,9 @@ from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster
 from hvpipe.specs.profile import Profile
 
+MANY_DEVICES = 64
+"""With more devices than this, a search does less for each."""
+
 _GAIN = 1e-9
 """Steps that differ by less than this share count as equal."""
 
@@ -76,7 +79,8 @@ class Judge:
         self.model = StepModel(profile, cluster)
         self.best: dict[str, Judged] = {}
         self.most_groups = choice.microbatches  # with more stages than micro-batches, some only wait
-        self._least_devices = len(cluster.devices) if every_device else 1
+        self.every_device = every_device
+        self.many = len(cluster.devices) > MANY_DEVICES
         self._room = {device.name: device.room_bytes for device in cluster.devices}
         self.limited = any(math.isfinite(room) for room in self._room.values())
         self._speed = self.model.speed  # in a whole model, for estimates
@@ -87,7 +91,7 @@ class Judge:
         """Forecast a layout; None if it cannot run or beat the rival, or if the budget is spent."""
         if layout in self._known:
             return self._known[layout]
-        if self.left <= 0 or len(layout.devices) < self._least_devices:
+        if self.left <= 0 or (self.every_device and len(layout.devices) < len(self._device)):
             return None
         pipelining = Pipelining(
             layout.schedule, self.choice.microbatches, self.choice.fixed_recompute, layout.chunks

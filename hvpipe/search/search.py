@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from hvpipe.search.exhaustive import every_layout, judge_all
 from hvpipe.search.judge import Judge, Judged
@@ -19,8 +19,8 @@ BUDGET = 6_000_000
 
 # The starts that are simulated, by their estimate, and those of them that are improved.
 _SIMULATED, _IMPROVED = 60, 10
-# With more devices than this, fewer are simulated and improved.
-MANY_DEVICES, _SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 64, 12, 2
+# With many devices, fewer are simulated and improved.
+_SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 12, 2
 
 # The best layouts are changed at random so many times, with at most so many devices.
 _KICKS, _KICKED_DEVICES = 10, 16
@@ -39,7 +39,8 @@ def search(
 
     It cuts the model by several rules for several numbers of stages, orders and replicas, and simulates the
     most promising by an estimate. If there are few layouts, it then judges all. Otherwise it improves the
-    best by local moves: boundaries, schedules, devices, stages. Equal arguments give equal results.
+    best, and the best on the faster half of the devices, by local moves: boundaries, schedules, devices,
+    stages. Equal arguments give equal results.
 
     Args:
         profile: The model, with costs of one micro-batch.
@@ -67,27 +68,51 @@ def search(
 
 def _search(judge: Judge, stages: int | None, modes: Sequence[str]) -> dict[str, Judged]:
     """Search with at most the judge's number of groups, within its budget."""
-    cluster, budget = judge.cluster, judge.left
+    cluster, budget, many = judge.cluster, judge.left, judge.many
     starts = Starts(judge, stages, modes)
     moves = Moves(judge, starts, stages is None, modes)
-    many = len(cluster.devices) > MANY_DEVICES
     simulated, improved = (_SIMULATED_OF_MANY, _IMPROVED_OF_MANY) if many else (_SIMULATED, _IMPROVED)
+    every = every_layout(judge, stages, modes)
     ordered = sorted(starts.layouts(), key=judge.estimate_s)
     of_modes = ([one for one in ordered if one.mode == mode] for mode in ("pipeline", "hybrid", "data"))
     promising = [one for of_mode in of_modes for one in of_mode[: simulated // 2]]
     judged = [judge.judge(layout) for layout in (*starts.greedy(), *promising)]
     ranked = _best_first(one for one in judged if one is not None)
-    every = every_layout(judge, stages, modes)
     if every is not None and judge_all(judge, every, budget // 3):
         return judge.best
-    diverse = _diverse(ranked)
+    diverse = [*_of_fewer(judge, stages, modes, budget // (4 if many else 2)), *_diverse(ranked)]
     for start in diverse[:improved]:
         improve(judge, moves, start)
     if not many:
         _settle_rest(judge, moves, [*diverse[improved:], *(one for one in ranked if one not in diverse)])
-    if len(cluster.devices) <= _KICKED_DEVICES:
+    if not many and len(cluster.devices) <= _KICKED_DEVICES:
         _kick(judge, moves)
     return judge.best
+
+
+def faster_halves(profile: Profile, cluster: Cluster) -> Iterator[Cluster]:
+    """Yield the cluster with the faster half of its devices, with a quarter, and so on.
+
+    Of devices that are as fast, those with more memory come first, and then those listed first.
+    """
+    while (count := len(cluster.devices) // 2) > 0:
+        ranked = sorted(cluster.devices, key=lambda device: (-profile.speed(device), -device.room_bytes))
+        cluster = cluster.only({device.name for device in ranked[:count]})
+        yield cluster
+
+
+def _of_fewer(judge: Judge, stages: int | None, modes: Sequence[str], budget: int) -> list[Judged]:
+    """Search the faster half of the devices, and judge the best layouts on all of them."""
+    half = next(faster_halves(judge.profile, judge.cluster), None)
+    if half is None or judge.every_device or (stages or 1) > len(half.devices) * judge.choice.usual.chunks:
+        return []
+    fewer = Judge(judge.profile, half, judge.choice, budget)
+    fewer.most_groups, fewer.many = judge.most_groups, judge.many
+    judged = []
+    for one in _search(fewer, stages, modes).values():
+        judge.left = max(judge.left, 1)  # these few count in any case
+        judged.append(judge.judge(one.layout))
+    return [one for one in judged if one is not None]
 
 
 def _kick(judge: Judge, moves: Moves) -> None:

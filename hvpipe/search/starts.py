@@ -19,8 +19,6 @@ from hvpipe.search.layout import Layout, even_ends
 # With more devices than this, only some numbers of stages are tried, and the greedy partitioner, whose time
 # grows with devices times layers, is left out.
 _FEW, _GREEDY_DEVICES, _GREEDY_STAGES = 8, 16, 64
-# With more devices than this, other schedules are only tried on the best layouts.
-_MANY_DEVICES = 64
 _BASELINES = ("m_topo",)
 
 
@@ -37,7 +35,7 @@ class Starts:
         self._profile, self._choice = judge.profile, judge.choice
         self._cluster = judge.profile.levelled(judge.cluster)
         self._stages, self._modes, self._most_groups = stages, modes, judge.most_groups
-        self._many = len(judge.cluster.devices) > _MANY_DEVICES
+        self._many = judge.many
         self.spans = Spans(judge.profile)
         self.cutter = ChainCutter(judge.profile, self.spans, judge.cluster)
         self._relaxed = judge.limited and judge.choice.recompute == "auto"
@@ -45,6 +43,7 @@ class Starts:
     def layouts(self) -> Iterator[Layout]:
         """Yield the layouts of every schedule whose number of stages is possible."""
         seen = set()
+        # With many devices, other schedules are only tried on the best layouts.
         schedules = self._choice.schedules[:1] if self._many else self._choice.schedules
         for name, chunks in schedules:
             how = Pipelining(name, self._choice.microbatches, self._choice.fixed_recompute, chunks)
@@ -84,7 +83,7 @@ class Starts:
         """Yield the greedy partitioner's plans, which also search the order of unequal devices."""
         name, chunks = self._choice.schedules[0]
         devices = len(self._cluster.devices)
-        if devices > _GREEDY_DEVICES and not 0 < (self._stages or 0) <= _GREEDY_STAGES:
+        if (self._many or devices > _GREEDY_DEVICES) and not 0 < (self._stages or 0) <= _GREEDY_STAGES:
             return
         for again in dict.fromkeys(
             (self._choice.fixed_recompute, self._relaxed or self._choice.fixed_recompute)

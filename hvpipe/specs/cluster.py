@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -221,6 +221,12 @@ class Cluster:
                 f"A device should be one of {', '.join(self._device)}. Received: device={name!r}"
             )
         return self._device[name]
+
+    def only(self, names: Container[str]) -> Cluster:
+        """Return the cluster without the devices of other names, and without hosts that then have none."""
+        hosts = [replace(h, devices=tuple(d for d in h.devices if d.name in names)) for h in self.hosts]
+        measured = tuple(link for link in self.measured if link[0] in names and link[1] in names)
+        return Cluster(tuple(host for host in hosts if host.devices), measured, self.racks)
 
     def host_of(self, device: str) -> Host:
         """Return the host of the device of this name."""

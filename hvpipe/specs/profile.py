@@ -3,192 +3,23 @@
 from __future__ import annotations
 
 import heapq
-import math
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hvpipe.config_file import MOST, NAME, Table, fingerprint, is_name, read_document, write_document
+from hvpipe.config_file import Table, fingerprint, read_document, write_document
 from hvpipe.errors import HvpipeError
-from hvpipe.specs.cluster import Cluster, Device, Link
+from hvpipe.specs.cluster import Cluster, Device
+from hvpipe.specs.layer_cost import LayerCost, SentTensor, layer_json, layer_of
+from hvpipe.specs.pipedream import read_graph
 
 FORMAT, VERSION = "hvpipe-profile", 1
 
 _SHOWN = 5
 """The most layers of a cycle that an error names."""
-
-_OPTIONAL = ("weights_of", "time_s", "gradient_bytes", "tensors")
-_NO_NUMBERS = ("name", "weights_of", "time_s", "tensors")
-
-
-@dataclass(frozen=True)
-class OutputTensor:
-    """One of several tensors that a layer makes.
-
-    Args:
-        bytes: Bytes to send to each stage that uses it.
-        users: The names of the layers that use it.
-        gradient_bytes: Bytes that each of these stages sends back; None for as many as `bytes`.
-
-    Raises:
-        HvpipeError: If a number is negative or not finite.
-
-    Example:
-        ```python
-        made = OutputTensor(4096, ("dense",)), OutputTensor(64, ("decoder",))
-        lstm = LayerCost("lstm", 0.01, 0.02, tensors=made)
-        ```
-    """
-
-    bytes: int
-    users: tuple[str, ...]
-    gradient_bytes: int | None = None
-
-    def __post_init__(self) -> None:
-        for item in ("bytes", "gradient_bytes"):
-            _check_number("a tensor", item, getattr(self, item))
-
-    def scaled(self, by: float) -> OutputTensor:
-        """Return the tensor for `by` times the samples."""
-        return replace(
-            self, bytes=math.ceil(self.bytes * by), gradient_bytes=_scaled(self.gradient_bytes, by)
-        )
-
-
-@dataclass(frozen=True)
-class SentTensor:
-    """A tensor that other layers use, with indices into `Profile.layers`.
-
-    Args:
-        maker: The layer that makes it.
-        users: The layers that use it, in order.
-        bytes: Its bytes.
-        gradient_bytes: The bytes of its gradient.
-    """
-
-    maker: int
-    users: tuple[int, ...]
-    bytes: int
-    gradient_bytes: int
-
-    @property
-    def messages(self) -> int:
-        """The number of messages to a stage and back. A tensor or gradient without bytes is not sent."""
-        return (self.bytes > 0) + (self.gradient_bytes > 0)
-
-    @property
-    def both_bytes(self) -> int:
-        """The bytes to a stage and back."""
-        return self.bytes + self.gradient_bytes
-
-    def there_and_back_s(self, link: Link) -> float:
-        """Return the seconds of the tensor one way and its gradient the other way."""
-        return link.time_s(self.both_bytes, self.messages)
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """The costs of one layer on a device of speed 1, for one batch of the profile.
-
-    Args:
-        name: Unique name in the profile.
-        forward_s: Seconds of the forward.
-        backward_s: Seconds of the whole backward.
-        weight_bytes: Bytes of the trainable weights.
-        slot_bytes: Other bytes that always stay in memory: the optimizer's slots (per weight none for SGD,
-            one for momentum, two for Adam) and variables that are not trained.
-        output_bytes: Bytes to send to each stage that uses the output.
-        saved_bytes: Bytes kept from the forward to the backward. Includes the output, not the input: the
-            input counts with the layer that makes it.
-        fixed_forward_s: The part of `forward_s` that does not depend on the batch size: starting the layer,
-            reading weights.
-        fixed_backward_s: The part of `backward_s` that does not depend on the batch size: starting the layer,
-            reading weights, adding to their gradients.
-        update_s: Seconds that the optimizer takes for the weights, once per step.
-        weight_share: The share of the backward, 0 to 1, that computes weight gradients. Some schedules put
-            this part off. None if unknown.
-        weights_of: The name of the layer whose weights this layer uses; None if it has its own.
-        time_s: Seconds of forward and backward on devices of other types, by the type, for the same batch.
-        gradient_bytes: Bytes that each of these stages sends back, 0 for integers; None for as many as
-            `output_bytes`.
-        tensors: The output's tensors, if its users need different ones; they travel instead of
-            `output_bytes`.
-
-    Raises:
-        HvpipeError: If a value is negative, not finite, or a part exceeds its whole.
-
-    Example:
-        ```python
-        dense = LayerCost("dense", forward_s=0.001, backward_s=0.002, weight_bytes=4096, output_bytes=1024)
-        ```
-    """
-
-    name: str
-    forward_s: float
-    backward_s: float
-    weight_bytes: int = 0
-    slot_bytes: int = 0
-    output_bytes: int = 0
-    saved_bytes: int = 0
-    fixed_forward_s: float = 0.0
-    fixed_backward_s: float = 0.0
-    update_s: float = 0.0
-    weight_share: float | None = None
-    weights_of: str | None = None
-    time_s: Mapping[str, tuple[float, float]] = field(default_factory=dict, hash=False)
-    gradient_bytes: int | None = None
-    tensors: tuple[OutputTensor, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.weight_share is not None and not 0 <= self.weight_share <= 1:
-            raise HvpipeError(
-                f"weight_share of layer {self.name!r} should be from 0 to 1, or None. "
-                f"Received: weight_share={self.weight_share}"
-            )
-        for name, pair in self.time_s.items():
-            if not is_name(name) or not all(math.isfinite(time_s) and time_s >= 0 for time_s in pair):
-                raise HvpipeError(
-                    f"time_s of layer {self.name!r} should be by type, which is {NAME}, and at least 0. "
-                    f"Received: {name!r}: {pair}"
-                )
-        for item in fields(self):
-            if item.name not in _NO_NUMBERS:
-                _check_number(f"layer {self.name!r}", item.name, getattr(self, item.name))
-        for part, whole in (("fixed_forward_s", "forward_s"), ("fixed_backward_s", "backward_s")):
-            if getattr(self, part) > getattr(self, whole):
-                raise HvpipeError(
-                    f"{part} of layer {self.name!r} should be at most its {whole}. "
-                    f"Received: {part}={getattr(self, part)}, {whole}={getattr(self, whole)}"
-                )
-
-    @property
-    def compute_s(self) -> float:
-        """Seconds of forward and backward."""
-        return self.forward_s + self.backward_s
-
-    @property
-    def weights_part_s(self) -> float:
-        """Seconds of the backward spent on weight gradients; half of it if unknown."""
-        return self.backward_s * (0.5 if self.weight_share is None else self.weight_share)
-
-    def scaled_s(self, device_type: str, by: float) -> tuple[float, float]:
-        """Return `time_s` of a type for `by` times the samples: all but the fixed parts changes."""
-        forward_s, backward_s = self.time_s[device_type]
-        fixed_forward_s = min(forward_s, self.fixed_forward_s)
-        fixed_backward_s = min(backward_s, self.fixed_backward_s)
-        return (
-            fixed_forward_s + (forward_s - fixed_forward_s) * by,
-            fixed_backward_s + (backward_s - fixed_backward_s) * by,
-        )
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of weights, their gradients and the optimizer's slots."""
-        return 2 * self.weight_bytes + self.slot_bytes
 
 
 @dataclass(frozen=True)
@@ -448,20 +279,8 @@ class Profile:
             A profile of the same layers.
         """
         by = batch_size / self.batch_size
-        scaled = (
-            replace(
-                layer,
-                forward_s=layer.fixed_forward_s + (layer.forward_s - layer.fixed_forward_s) * by,
-                backward_s=layer.fixed_backward_s + (layer.backward_s - layer.fixed_backward_s) * by,
-                output_bytes=math.ceil(layer.output_bytes * by),
-                saved_bytes=math.ceil(layer.saved_bytes * by),
-                time_s={name: layer.scaled_s(name, by) for name in layer.time_s},
-                gradient_bytes=_scaled(layer.gradient_bytes, by),
-                tensors=tuple(tensor.scaled(by) for tensor in layer.tensors),
-            )
-            for layer in self.layers
-        )
-        return replace(self, layers=tuple(scaled), batch_size=batch_size)
+        layers = tuple(layer.scaled(by) for layer in self.layers)
+        return replace(self, layers=layers, batch_size=batch_size)
 
     def to_json(self) -> dict[str, Any]:
         """Return the profile as a JSON object."""
@@ -470,7 +289,7 @@ class Profile:
             "version": VERSION,
             "model": self.model,
             "batch_size": self.batch_size,
-            "layers": [_layer_json(layer) for layer in self.layers],
+            "layers": [layer_json(layer) for layer in self.layers],
             "edges": [
                 {"from": self.layers[maker].name, "to": self.layers[user].name} for maker, user in self.edges
             ],
@@ -498,7 +317,7 @@ class Profile:
         edges = [_edge(row) for row in table.tables("edges")]
         with table.named_in_errors():
             return Profile.of(
-                [_layer(row) for row in table.tables("layers")],
+                [layer_of(row) for row in table.tables("layers")],
                 edges,
                 batch_size=table.integer("batch_size", minimum=1),
                 model=table.text("model"),
@@ -555,125 +374,16 @@ def read_pipedream(
         ```
     """
     source = Path(path)
-    try:
-        lines = source.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise HvpipeError(f"{source} should be a PipeDream graph. Received: {error}") from error
-    layers: list[LayerCost] = []
-    edges: list[tuple[str, str]] = []
-    for number, line in enumerate(lines, start=1):
-        if edge := re.fullmatch(r"\t(\S+) -- (\S+)\s*", line):
-            edges.append((edge[1], edge[2]))
-        elif node := _NODE.fullmatch(line):
-            layers.append(_pipedream_layer(node, slots_per_weight, f"{source}, line {number}"))
-        elif line.strip():
-            raise HvpipeError(
-                f"{source}, line {number}: should be 'NAME -- LAYER -- forward_compute_time=..., "
-                "backward_compute_time=..., activation_size=..., parameter_size=...' or '<tab>NAME -- NAME'. "
-                f"Received: {line[:60]!r}"
-            )
-    # Nodes are numbered in the order in which the model ran; the file lists them in no order.
-    layers.sort(key=lambda layer: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", layer.name)])
+    layers, edges = read_graph(source, slots_per_weight)
     try:
         return Profile.of(layers, edges, batch_size=batch_size, model=source.stem)
     except HvpipeError as error:
         raise HvpipeError(f"{source}: {error}") from error
 
 
-_NODE = re.compile(
-    r"(?P<name>\S+) -- (?P<kind>.+) -- forward_compute_time=(?P<forward_ms>[^,]+), "
-    r"backward_compute_time=(?P<backward_ms>[^,]+), activation_size=(?P<activation>[^,]+), "
-    r"parameter_size=(?P<parameter>[^,]+)\s*"
-)
-
-
-def _pipedream_layer(node: re.Match[str], slots_per_weight: float, place: str) -> LayerCost:
-    try:
-        output_bytes = int(sum(float(size) for size in node["activation"].strip("[]").split(";")))
-        weight_bytes = int(float(node["parameter"]))
-        forward_s, backward_s = float(node["forward_ms"]) / 1e3, float(node["backward_ms"]) / 1e3
-        if not is_name(node["name"]) or max(output_bytes, weight_bytes, forward_s, backward_s) > MOST:
-            raise ValueError(f"the name should be {NAME}, and numbers at most {MOST:g}")
-    except (ValueError, OverflowError) as error:
-        raise HvpipeError(f"{place}: times and sizes should be finite numbers. Received: {error}") from error
-    if node["kind"].startswith("Input"):
-        return LayerCost(node["name"], 0.0, 0.0)
-    try:
-        return LayerCost(
-            name=node["name"],
-            forward_s=forward_s,
-            backward_s=backward_s,
-            weight_bytes=weight_bytes,
-            slot_bytes=int(slots_per_weight * weight_bytes),
-            output_bytes=output_bytes,
-            saved_bytes=output_bytes,
-        )
-    except HvpipeError as error:
-        raise HvpipeError(f"{place}: {error}") from error
-
-
-def _check_number(of: str, item: str, value: float | None) -> None:
-    if value is not None and not (math.isfinite(value) and value >= 0):
-        raise HvpipeError(f"{item} of {of} should be finite and at least 0. Received: {item}={value}")
-
-
 def _edge(row: Table) -> tuple[str, str]:
     row.allow(("from", "to"))
     return row.text("from"), row.text("to")
-
-
-def _layer_json(layer: LayerCost) -> dict[str, Any]:
-    fields_of = asdict(layer)
-    fields_of["time_s"] = {name: list(pair) for name, pair in layer.time_s.items()}
-    fields_of["tensors"] = [
-        {name: value for name, value in asdict(tensor).items() if value is not None}
-        for tensor in layer.tensors
-    ]
-    return {
-        name: value
-        for name, value in fields_of.items()
-        if name not in _OPTIONAL or value not in (None, {}, [])
-    }
-
-
-def _time_s(row: Table) -> dict[str, tuple[float, float]]:
-    found = {}
-    for name in row.as_dict():
-        pair = row.numbers(name)
-        if len(pair) != 2:
-            raise HvpipeError(
-                f"{row.place}.{name} should be seconds of forward and backward. Received: {pair}"
-            )
-        found[name] = (pair[0], pair[1])
-    return found
-
-
-def _tensor(row: Table) -> OutputTensor:
-    row.allow(("bytes", "users", "gradient_bytes"))
-    gradient_bytes = row.integer("gradient_bytes") if row.has("gradient_bytes") else None
-    return OutputTensor(row.integer("bytes"), tuple(row.texts("users")), gradient_bytes)
-
-
-def _scaled(size_bytes: int | None, by: float) -> int | None:
-    return None if size_bytes is None else math.ceil(size_bytes * by)
-
-
-def _layer(row: Table) -> LayerCost:
-    sizes = ("weight_bytes", "slot_bytes", "output_bytes", "saved_bytes")
-    parts = ("fixed_forward_s", "fixed_backward_s", "update_s", "weight_share")
-    row.allow(("name", "forward_s", "backward_s", *sizes, *parts, *_OPTIONAL))
-    given: dict[str, Any] = {time: row.number(time) for time in ("forward_s", "backward_s")}
-    given |= {size: row.integer(size) for size in sizes}
-    given |= {part: row.number(part) for part in parts if row.has(part)}
-    if row.has("weights_of"):
-        given["weights_of"] = row.text("weights_of")
-    if row.has("time_s"):
-        given["time_s"] = _time_s(row.table("time_s"))
-    if row.has("gradient_bytes"):
-        given["gradient_bytes"] = row.integer("gradient_bytes")
-    if row.has("tensors"):
-        given["tensors"] = tuple(map(_tensor, row.tables("tensors")))
-    return LayerCost(row.name("name"), **given)
 
 
 def _topological_order(layers: Sequence[LayerCost], edges: Sequence[tuple[int, int]]) -> list[int]:

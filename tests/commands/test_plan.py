@@ -22,7 +22,8 @@ from hvpipe.plan.stage_plan import DATA_PARALLEL, Plan
 from hvpipe.schedule.plan_schedule import schedule_of
 from hvpipe.schedule.schedule import Schedule
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 from hvpipe.trace.events import Trace
 from model_graphs import chain
 
@@ -309,7 +310,7 @@ def test_the_fixed_cost_of_a_micro_batch_decides_their_number(
         (["--stages", "3"], "at most the number of devices, 2. Received: stages=3"),
         (
             ["--stages", "4", "--microbatches", "1", "--schedule", "interleaved"],
-            "at most 2 for each of 1 micro-batches: 2. Received: stages=4",
+            "at most 2 for each micro-batch: 2. Received: stages=4",
         ),
         (["--microbatches", "0"], "microbatches=0"),
         (["--schedule", "2f2b"], "schedule='2f2b'"),

@@ -7,7 +7,7 @@ import pytest
 from hvpipe.forecast.gradient_reduce import BackwardSpan, Ring, RingGradients, reduce_beside
 from hvpipe.plan.buckets import Gradient, plan_buckets
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
-from hvpipe.specs.profile import LayerCost
+from hvpipe.specs.layer_cost import LayerCost
 
 MB4 = 4 << 20
 

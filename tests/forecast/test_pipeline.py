@@ -23,7 +23,8 @@ from hvpipe.schedule.verify import peak_stash, verify
 from hvpipe.search.choice import choose
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
-from hvpipe.specs.profile import LayerCost, OutputTensor, Profile
+from hvpipe.specs.layer_cost import LayerCost, OutputTensor
+from hvpipe.specs.profile import Profile
 from model_graphs import MODELS, chain, clusters, model, profiles
 
 quickly = settings(max_examples=40)

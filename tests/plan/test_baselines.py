@@ -13,7 +13,8 @@ from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Link, equal_cluster
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 from model_graphs import MODELS, chain, model, profiles
 
 FIVE = chain(1, 1, 1, 1, 1, weight_bytes=10)

@@ -17,7 +17,8 @@ from hvpipe.plan.exact import exact
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 from model_graphs import chain, clusters, profiles
 
 quickly = settings(max_examples=25)

@@ -26,7 +26,8 @@ from hvpipe.plan.placement_cost import stage_costs
 from hvpipe.plan.span_costs import Spans, StageDeviceTable
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 from model_graphs import MODELS, chain, clusters, model, profiles
 
 quickly = settings(max_examples=40)

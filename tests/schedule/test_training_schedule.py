@@ -10,7 +10,8 @@ from hvpipe.schedule.plan_schedule import schedule_of
 from hvpipe.schedule.training_schedule import one_at_a_time, training_schedule
 from hvpipe.schedule.verify import verify
 from hvpipe.specs.cluster import equal_cluster
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 
 NAMES = "abcd"
 PROFILE = Profile.of([LayerCost(name, 1, 2) for name in NAMES], list(pairwise(NAMES)))

@@ -12,11 +12,11 @@ from hvpipe.forecast.pipeline import forecast
 from hvpipe.plan.baselines import BASELINES, baseline, is_random
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
-from hvpipe.search.choice import choose, plan_for_every_device
+from hvpipe.search.choice import candidate, choose, plan_for_every_device
 from hvpipe.search.judge import Judge
 from hvpipe.search.options import PipeliningChoice
-from hvpipe.search.search import search
-from hvpipe.specs.cluster import Link, equal_cluster
+from hvpipe.search.search import faster_halves, search
+from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
 from model_graphs import MODELS, chain, model
 
 
@@ -94,3 +94,36 @@ def test_more_stages_than_micro_batches_if_asked_for(schedule: str, microbatches
     choice = PipeliningChoice(schedule, microbatches)
     found = search(chain(*[1] * 6), equal_cluster(4), choice, 4, ("pipeline",))
     assert len(found["pipeline"].layout.groups) == 4
+
+
+@pytest.mark.parametrize("kind", ["equal", "unequal", "hosts of 2", "racks"])
+def test_more_devices_are_never_slower_than_the_faster_half(kind: str) -> None:
+    """Regression: plans for 16 devices were up to 1.33x slower than those for 8 of them."""
+    profile = chain(3, 1, 2, 5, 1, 2, output_bytes=2 * 10**6, weight_bytes=4 * 10**6)
+    link, count = Link(1e-3, 1e6), 8
+    devices = [Device(f"d{i}", 0.5 if kind == "unequal" and i % 3 else 1.0) for i in range(count)]
+    each = 2 if kind == "hosts of 2" else 1
+    rack = {"rack": "a"} if kind == "racks" else {}
+    hosts = (
+        Host(f"h{i}", tuple(devices[i : i + each]), link, Link(1e-5, 1e9), **rack)
+        for i in range(0, count, each)
+    )
+    cluster = Cluster(tuple(hosts), racks=(Rack("a", link),) if rack else ())
+    some_devices = (cluster, *faster_halves(profile, cluster))
+    steps_s = [choose(profile, some, PipeliningChoice("1f1b", 4)).step_s for some in some_devices]
+    assert steps_s == sorted(steps_s)
+
+
+def test_the_faster_half_has_the_fastest_devices_and_then_the_roomiest() -> None:
+    speeds = (("a", 0.5, 9), ("b", 1.0, 9), ("c", 0.5, None), ("d", 0.5, 9))
+    cluster = Cluster((Host("h", tuple(Device(*one) for one in speeds)),))
+    halves = faster_halves(chain(3), cluster)
+    assert [[device.name for device in half.devices] for half in halves] == [["b", "c"], ["b"]]
+
+
+def test_data_parallel_on_fewer_devices() -> None:
+    """Two devices compute for 6 s, and their ring takes 2 s. A slow one would add 2 s."""
+    cluster = equal_cluster(4, Link(1.0, 1e9), speeds=(1.0, 1.0, 0.01, 0.01))
+    found = candidate("data", chain(3, weight_bytes=10), cluster, Pipelining(microbatches=4)).forecast
+    assert found is not None
+    assert (found.plan.ranks, found.step_s) == (("h0", "h1"), pytest.approx(8))

@@ -1,16 +1,16 @@
-"""Profiles: topological order, scaling, JSON, PipeDream's graphs, errors for bad files."""
+"""Profiles: topological order, scaling, JSON, errors for bad files."""
 
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hvpipe.errors import HvpipeError
-from hvpipe.specs.profile import LayerCost, OutputTensor, Profile, read_pipedream
+from hvpipe.specs.layer_cost import LayerCost, OutputTensor
+from hvpipe.specs.profile import Profile
 
 PROFILES = Path(__file__).parents[1] / "data" / "profiles"
 
@@ -53,19 +53,6 @@ def test_scaling_keeps_the_fixed_part_of_a_time() -> None:
     assert [profile.at_batch(size).layers[0].forward_s for size in (2, 16)] == [0.625, 1.5]
     assert [profile.at_batch(size).layers[0].backward_s for size in (2, 16)] == [2.0, 2.0]
     assert profile.at_batch(2).at_batch(16) == profile.at_batch(16)
-
-
-def test_the_fixed_part_is_at_most_the_whole() -> None:
-    with pytest.raises(HvpipeError, match=r"fixed_forward_s of layer 'a' should be at most its forward_s"):
-        LayerCost("a", 1.0, 2.0, fixed_forward_s=1.5)
-
-
-def test_the_weight_gradient_part_of_a_backward() -> None:
-    costs = [LayerCost("a", 1.0, 3.0, weight_share=share) for share in (None, 0.0, 1.0)]
-    assert [cost.weights_part_s for cost in costs] == [1.5, 0, 3]
-    for wrong in (-0.1, 1.1, math.nan):
-        with pytest.raises(HvpipeError, match="weight_share of layer 'a' should be from 0 to 1"):
-            LayerCost("a", 1.0, 2.0, weight_share=wrong)
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
@@ -148,70 +135,6 @@ def test_unreadable_json_is_named_with_its_line(tmp_path: Path) -> None:
         Profile.read(path)
 
 
-@pytest.mark.parametrize(
-    ("layer", "message"),
-    [({"forward_s": -1.0}, "forward_s=-1"), ({"backward_s": float("nan")}, "backward_s=nan")],
-)
-def test_costs_are_checked(layer: dict[str, float], message: str) -> None:
-    with pytest.raises(HvpipeError, match=message):
-        LayerCost(**({"name": "a", "forward_s": 0.0, "backward_s": 0.0} | layer))  # type: ignore[arg-type]
-
-
 def test_names_differ() -> None:
     with pytest.raises(HvpipeError, match="'a' twice"):
         Profile.of([CHAIN[0], CHAIN[0]], [])
-
-
-@pytest.mark.parametrize(
-    ("model", "layers", "edges", "weights_mb"),
-    [
-        ("alexnet", 23, 23, 244),
-        ("vgg16", 41, 41, 553),
-        ("resnet50", 177, 193, 102),
-        ("inception_v3", 326, 362, 109),
-        ("gnmt", 48, 58, 775),
-    ],
-)
-def test_pipedream_graphs(model: str, layers: int, edges: int, weights_mb: int) -> None:
-    profile = Profile.read(PROFILES / f"{model}.txt")
-    assert (len(profile.layers), len(profile.edges)) == (layers, edges)
-    assert sum(layer.weight_bytes for layer in profile.layers) / 1e6 == pytest.approx(weights_mb, abs=0.6)
-    assert profile.layers[0] == LayerCost("node1", 0.0, 0.0)  # an Input layer
-    assert profile.model == model
-
-
-def test_pipedream_lines(tmp_path: Path) -> None:
-    path = tmp_path / "g.txt"
-    sizes = "activation_size=[6.0; 2.0], parameter_size=3.000"
-    path.write_text(f"node1 -- LSTM(1, 2) -- forward_compute_time=1.5, backward_compute_time=2, {sizes}\n")
-    (layer,) = read_pipedream(path, slots_per_weight=2).layers
-    assert layer == LayerCost("node1", 0.0015, 0.002, 3, 6, 8, 8)
-
-
-TIMES = "forward_compute_time=1, backward_compute_time=2"
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("node1 -- Conv2d", r"g\.txt, line 1: should be 'NAME -- LAYER"),
-        (
-            "n -- C -- forward_compute_time=x, backward_compute_time=2, activation_size=1, parameter_size=1",
-            r"g\.txt, line 1: times and sizes should be finite numbers",
-        ),
-        (
-            f"n -- C -- {TIMES}, activation_size=1, parameter_size=inf",
-            r"g\.txt, line 1: times and sizes should be finite numbers",
-        ),
-        (
-            "n -- C -- forward_compute_time=-1, backward_compute_time=2, activation_size=1, parameter_size=1",
-            r"g\.txt, line 1: forward_s of layer 'n' should be finite and at least 0",
-        ),
-        ("\ta -- b", r"g\.txt: An edge should join two layers"),
-    ],
-)
-def test_bad_pipedream_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "g.txt"
-    path.write_text(line)
-    with pytest.raises(HvpipeError, match=message):
-        read_pipedream(path)

@@ -9,7 +9,8 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from hvpipe.specs.cluster import Cluster, Link, equal_cluster
-from hvpipe.specs.profile import LayerCost, OutputTensor, Profile
+from hvpipe.specs.layer_cost import LayerCost, OutputTensor
+from hvpipe.specs.profile import Profile
 
 MODELS = ("alexnet", "gnmt", "inception_v3", "resnet50", "vgg16")
 

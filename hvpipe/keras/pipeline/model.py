@@ -71,8 +71,9 @@ def pipeline_parallel(
             a function, no rank allocates weights outside its own stages.
         stages: The number of stages; or "auto", one for each rank; or a plan from `hvpipe plan`, or the path
             of its file. A plan also sets all options below.
-        microbatches: The number of micro-batches that a batch is cut into. Default: 8.
-        schedule: "gpipe", "1f1b", "zb-h1" or "interleaved". Default: "1f1b".
+        microbatches: The number of micro-batches that a batch is cut into. Default: 8. With fewer than stages
+            some ranks always wait; "interleaved" refuses that.
+        schedule: "gpipe", "1f1b", "eager-1f1b", "zb-h1" or "interleaved". Default: "1f1b".
         chunks: The number of stages on each rank with "interleaved". Default: 2.
         replicas: The number of ranks that hold each stage, such as (2, 1, 1). Default: equal for all stages.
         recompute: Keep only a stage's inputs and run its forward again in the backward: True for all stages,
@@ -85,8 +86,8 @@ def pipeline_parallel(
         This rank's part of the model, a Keras model: `compile` and `fit` it on all ranks together.
 
     Raises:
-        HvpipeError: The model has no graph, there are more stages than layers or ranks, fewer micro-batches
-            than stages, complex numbers between stages, or an argument contradicts the plan.
+        HvpipeError: The model has no graph, there are more stages than layers or ranks, complex numbers
+            between stages, or an argument contradicts the plan.
         PlanError: The plan or profile is of another model, or memory does not suffice.
 
     Example:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,7 +97,7 @@ def plan_for(session: Session, graph: LayerGraph, options: PipelineOptions) -> t
     count, replicas = _stage_counts(stages, options.replicas, size)
     given, cluster = _read_on_rank_0(session, options)
     if cluster is not None and session.settings.elastic:
-        cluster = only(cluster, _rank_names(session))
+        cluster = cluster.only(_rank_names(session))
     if cluster is None or stages != "auto":
         _check_counts(graph, count, options.pipelining)
     profile = _checked_profile(graph, given)
@@ -144,13 +144,6 @@ def fitted(options: PipelineOptions, world: World) -> PipelineOptions:
     return replace(options, stages=count, replicas=spread, recompute=recompute)
 
 
-def only(cluster: Cluster, names: Container[str]) -> Cluster:
-    """Return the cluster without the devices of other names."""
-    hosts = [replace(h, devices=tuple(d for d in h.devices if d.name in names)) for h in cluster.hosts]
-    measured = tuple(link for link in cluster.measured if link[0] in names and link[1] in names)
-    return Cluster(tuple(host for host in hosts if host.devices), measured, cluster.racks)
-
-
 def _searched(
     session: Session, profile: Profile, cluster: Cluster, options: PipelineOptions, count: int | None
 ) -> Plan:
@@ -168,12 +161,7 @@ def _searched(
 
 
 def _check_counts(graph: LayerGraph, count: int, how: Pipelining) -> None:
-    """Raise HvpipeError if a number of stages is too large for the micro-batches or the model."""
-    if how.microbatches < count:
-        raise HvpipeError(
-            f"microbatches should be at least the number of stages, {count}, or some stages are always idle. "
-            f"Received: microbatches={how.microbatches}"
-        )
+    """Raise HvpipeError if a number of stages is too large for the model."""
     if count * how.chunks > len(graph.calls):
         whole = graph.whole_models()
         named = f" ({whole[0]!r} is a nested model that cannot be opened)" if whole else ""

@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from hvpipe.keras.graph.layer_graph import Call, LayerGraph
 from hvpipe.keras.profiling.footprint import untrained_bytes, weight_bytes
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 
 # Operations and bytes per second of a device of speed 1. Only their ratio matters for a cut.
 _FLOPS_PER_S = 2e10

@@ -22,7 +22,7 @@ from hvpipe.keras.profiling.footprint import (
 from hvpipe.keras.profiling.stopwatch import Stopwatch
 from hvpipe.keras.profiling.timed_stage import Activations, TimedStage, same_state
 from hvpipe.keras.profiling.update_time import UpdateTime
-from hvpipe.specs.profile import LayerCost, OutputTensor
+from hvpipe.specs.layer_cost import LayerCost, OutputTensor
 
 
 class LayerTimer:

@@ -17,7 +17,7 @@ from hvpipe.keras.graph.stage import StageFunctions
 from hvpipe.keras.graph.stage_cuts import Stages, cut_stages
 from hvpipe.keras.profiling.stopwatch import Stopwatch
 from hvpipe.keras.profiling.timed_stage import Activations, TimedStage, same_state
-from hvpipe.specs.profile import LayerCost
+from hvpipe.specs.layer_cost import LayerCost
 
 _SPANS = 8
 """A model is cut into about this many spans of equal time."""

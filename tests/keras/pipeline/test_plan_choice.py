@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from hvpipe.comm.world import World
-from hvpipe.keras.pipeline.plan_choice import PipelineOptions, fitted, only
+from hvpipe.keras.pipeline.plan_choice import PipelineOptions, fitted
 from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, equal_cluster
@@ -57,7 +57,7 @@ def test_a_cluster_without_some_devices() -> None:
     bus, slow = Link(1e-6, 1e10), Link(1e-3, 1e6)
     hosts = Host("h0", (Device("g0"), Device("g1")), inner=bus), Host("h1", (Device("g2"),))
     whole = Cluster(hosts, (("g1", "g2", bus), ("g0", "g1", slow)))
-    left = only(whole, {"g0", "g1"})
+    left = whole.only({"g0", "g1"})
     assert [device.name for device in left.devices] == ["g0", "g1"]
     assert left.link("g0", "g1") == slow
-    assert [host.name for host in only(whole, {"g2"}).hosts] == ["h1"]
+    assert [host.name for host in whole.only({"g2"}).hosts] == ["h1"]

@@ -18,7 +18,8 @@ from hvpipe.keras.pipeline.plan_choice import PipelineOptions, balanced, plan_fo
 from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.plan.pipelining import DEFAULT_PIPELINING
 from hvpipe.session import current
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 
 pytestmark = pytest.mark.older_tensorflow
 layers = keras.layers

@@ -26,7 +26,8 @@ from hvpipe.plan.greedy import partition
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.specs.cluster import equal_cluster
-from hvpipe.specs.profile import LayerCost, Profile
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile
 from pipelines import (
     BATCH,
     MODELS,
@@ -574,11 +575,17 @@ def test_bad_input_is_refused(build: Any, options: dict[str, Any], says: str) ->
         hk.pipeline_parallel(build, **options)
 
 
-def test_fewer_micro_batches_than_stages_are_refused() -> None:
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe", "zb-h1"])
+def test_one_micro_batch_on_every_rank_in_turn(schedule: str) -> None:
+    """A model that needs the memory of several ranks may have room for one micro-batch only."""
+    check_same(pipelined("mlp", schedule=schedule, microbatches=1), plain("mlp"), WITHIN)
+
+
+def test_interleaved_stages_need_a_micro_batch_for_each_rank() -> None:
     if hvpipe.size() == 1:
-        pytest.skip("one stage is never idle")
-    with pytest.raises(HvpipeError, match="at least the number of stages"):
-        hk.pipeline_parallel(mlp, microbatches=hvpipe.size() - 1)
+        pytest.skip("one rank has a micro-batch")
+    with pytest.raises(HvpipeError, match=rf"at most 2 for each micro-batch: {2 * (hvpipe.size() - 1)}\."):
+        hk.pipeline_parallel(mlp, microbatches=hvpipe.size() - 1, schedule="interleaved")
 
 
 def test_a_profile_or_plan_of_another_model_or_cluster_is_refused() -> None:

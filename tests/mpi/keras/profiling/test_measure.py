@@ -22,7 +22,8 @@ from hvpipe.keras.profiling.stopwatch import Stopwatch, TimedCall
 from hvpipe.keras.profiling.timed_stage import TimedStage
 from hvpipe.plan.greedy import partition
 from hvpipe.specs.cluster import equal_cluster
-from hvpipe.specs.profile import LayerCost, OutputTensor, Profile
+from hvpipe.specs.layer_cost import LayerCost, OutputTensor
+from hvpipe.specs.profile import Profile
 
 
 def sizes(layer: LayerCost) -> tuple[int, int, int, int]:

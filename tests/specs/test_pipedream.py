@@ -1,0 +1,68 @@
+"""PipeDream's graphs: published files, single lines, errors for bad ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hvpipe.errors import HvpipeError
+from hvpipe.specs.layer_cost import LayerCost
+from hvpipe.specs.profile import Profile, read_pipedream
+
+PROFILES = Path(__file__).parents[1] / "data" / "profiles"
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "edges", "weights_mb"),
+    [
+        ("alexnet", 23, 23, 244),
+        ("vgg16", 41, 41, 553),
+        ("resnet50", 177, 193, 102),
+        ("inception_v3", 326, 362, 109),
+        ("gnmt", 48, 58, 775),
+    ],
+)
+def test_pipedream_graphs(model: str, layers: int, edges: int, weights_mb: int) -> None:
+    profile = Profile.read(PROFILES / f"{model}.txt")
+    assert (len(profile.layers), len(profile.edges)) == (layers, edges)
+    assert sum(layer.weight_bytes for layer in profile.layers) / 1e6 == pytest.approx(weights_mb, abs=0.6)
+    assert profile.layers[0] == LayerCost("node1", 0.0, 0.0)  # an Input layer
+    assert profile.model == model
+
+
+def test_pipedream_lines(tmp_path: Path) -> None:
+    path = tmp_path / "g.txt"
+    sizes = "activation_size=[6.0; 2.0], parameter_size=3.000"
+    path.write_text(f"node1 -- LSTM(1, 2) -- forward_compute_time=1.5, backward_compute_time=2, {sizes}\n")
+    (layer,) = read_pipedream(path, slots_per_weight=2).layers
+    assert layer == LayerCost("node1", 0.0015, 0.002, 3, 6, 8, 8)
+
+
+TIMES = "forward_compute_time=1, backward_compute_time=2"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("node1 -- Conv2d", r"g\.txt, line 1: should be 'NAME -- LAYER"),
+        (
+            "n -- C -- forward_compute_time=x, backward_compute_time=2, activation_size=1, parameter_size=1",
+            r"g\.txt, line 1: times and sizes should be finite numbers",
+        ),
+        (
+            f"n -- C -- {TIMES}, activation_size=1, parameter_size=inf",
+            r"g\.txt, line 1: times and sizes should be finite numbers",
+        ),
+        (
+            "n -- C -- forward_compute_time=-1, backward_compute_time=2, activation_size=1, parameter_size=1",
+            r"g\.txt, line 1: forward_s of layer 'n' should be finite and at least 0",
+        ),
+        ("\ta -- b", r"g\.txt: An edge should join two layers"),
+    ],
+)
+def test_bad_pipedream_lines_are_named(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "g.txt"
+    path.write_text(line)
+    with pytest.raises(HvpipeError, match=message):
+        read_pipedream(path)
