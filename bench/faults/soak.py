@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from bench.faults import soak_job
 from bench.faults.cases import kill_tree
 from bench.launch.termination import ended_by_exception
 from hvpipe.checkpoints.folder import complete
@@ -104,6 +103,7 @@ class _Soak:
         self.faults[what] += 1
 
 
+_TRAINS = str(Path(__file__).with_name("soak_job.py"))
 _HVPIPE = [sys.executable, "-m", "hvpipe"]
 
 
@@ -136,10 +136,10 @@ def run(minutes: float, seed: int) -> int:
 
 @contextlib.contextmanager
 def _job(folder: Path, output: int, epochs: int, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    command = [*_HVPIPE, "run", "-np", str(RANKS), "--no-summary", "--stall-warn", "2", *options]
+    command = [*_HVPIPE, "run", "-np", str(RANKS), "--no-summary", "--stall-warn", "2"]
     environ = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(Path(__file__).parents[2])}
     process = subprocess.Popen(
-        [*command, soak_job.__file__, str(folder), str(epochs)],
+        [*command, "--grace", str(_HANG_S), *options, _TRAINS, str(folder), str(epochs)],
         env=environ,
         stdout=output,
         stderr=output,
@@ -153,8 +153,10 @@ def _job(folder: Path, output: int, epochs: int, *options: str) -> Iterator[subp
 
 def _break(soak: _Soak, minutes: float) -> str:
     """Break the job for so many minutes, then ask it to stop. Return what is wrong, or ""."""
-    end_s = time.monotonic() + 60 * minutes
+    while not soak.training() and not soak.is_hung():
+        time.sleep(0.1)
     next_s = time.monotonic()
+    end_s = next_s + 60 * minutes
     while time.monotonic() < end_s:
         if soak.process.poll() is not None:
             return f"the job ended with {soak.process.returncode}"
@@ -180,7 +182,7 @@ def _finish(folder: Path, output: int, soak: _Soak) -> str:
             return f"without a fault the job ended with {code}"
     left = 0
     for rank in range(RANKS):
-        counts = np.load(folder / f"weights-{rank}.npy").reshape(soak_job.LAYERS, soak_job.BATCHES, -1)
+        counts = np.load(folder / f"weights-{rank}.npy")
         left = int(np.rint(epochs - counts[:, -RANKS + 1 :].min()))
         wrong = np.abs(counts[:, : -RANKS + 1] - epochs).max()
         changes = sum(soak.faults[what] for what in (_KILLS, _JOINS, _ENDS))
