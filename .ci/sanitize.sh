@@ -2,13 +2,13 @@
 # Build the engine with sanitizers and run its tests: sanitize.sh VENV address|thread [CASES].
 #
 # address: AddressSanitizer and UBSan, under the Python tests CASES, usually all of tests/mpi/comm, on 2 ranks.
-# thread: ThreadSanitizer, under tests/support/native/engine_driver.cc on 2 and 4 ranks.
+# thread: ThreadSanitizer, under tests/support/native/engine_driver.cc on 2 and 4 ranks; CASES are its modes.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$PWD/$1 kind=$2
 shift 2
 cases=("$@")
-[ $# -gt 0 ] || cases=(tests/mpi/comm)
+if [ $# = 0 ]; then [ "$kind" = thread ] && cases=(lane ring hosts) || cases=(tests/mpi/comm); fi
 export PATH=$venv/bin:$PATH
 build=build/sanitize-$kind
 mkdir -p "$build"
@@ -56,7 +56,7 @@ rm -f "$build"/report*
 export OMPI_MCA_memory=^patcher UCX_MEM_EVENTS=n OMPI_MCA_osc=^ucx PMIX_MCA_gds=hash
 if [ "$kind" = thread ]; then
     export TSAN_OPTIONS="ignore_noninstrumented_modules=1 log_path=$PWD/$build/report exitcode=66"
-    for mode in lane ring hosts; do
+    for mode in "${cases[@]}"; do
         for number in 2 4; do
             for end in "" fail; do
                 # -R: with random addresses the sanitizer's own memory may not fit.
