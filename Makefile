@@ -9,7 +9,7 @@
 #   make peers            set up .venv-peers, where Horovod runs beside hvpipe, for comparisons (10 minutes once)
 #   make peers-test       train two steps with each of those systems
 #   make horovod-test     start examples/train.py with a real horovodrun
-#   make setup | lint | plan | rest | keras | cuda | wheel | format | clean
+#   make setup | lint | plan | races | rest | keras | cuda | wheel | format | clean
 #
 # PYTHON names the interpreter to start from, TF the TensorFlow. Finished setup steps are not repeated.
 
@@ -46,7 +46,7 @@ ifneq ($(LD_LIBRARY_PATH),)
 export LD_LIBRARY_PATH := $(CURDIR)/$(VENV)/lib:$(LD_LIBRARY_PATH)
 endif
 
-.PHONY: help setup train test lint lint-steps plan quick rest fast keras cuda wheel other other-setup mutations sanitize peers peers-test horovod-test \
+.PHONY: help setup train test lint lint-steps plan quick rest fast keras cuda wheel other other-setup mutations races sanitize peers peers-test horovod-test \
     format clean
 
 help:
@@ -64,7 +64,7 @@ train: setup
 
 # The first steps keep one core busy each, so they run two at a time and show failures early. The last steps keep
 # all cores busy. The first failure ends the run. Each step prints how long it took.
-FIRST_STEPS := plan $(if $(filter $(DEFAULT_TF),$(TF)),lint cuda wheel other-setup)
+FIRST_STEPS := plan $(if $(filter $(DEFAULT_TF),$(TF)),lint races cuda wheel other-setup)
 LAST_STEPS := rest $(if $(filter $(DEFAULT_TF),$(TF)),other $(if $(wildcard .venv-peers/.stamps/horovod-*),horovod-test))
 
 test: setup
@@ -118,6 +118,10 @@ other: other-setup
 # Not part of `test`: it builds copies of hvpipe and runs for an hour.
 mutations: setup
 	@$(BIN)/python tests/mutations.py
+
+# The part of `sanitize` that CI runs. The first time it takes 3 minutes of one core, most of them to compile.
+races: setup
+	@$(TIMED) "engine from many threads under ThreadSanitizer, as two hosts" .ci/sanitize.sh $(VENV) thread hosts
 
 # Not part of `test`: it builds the engine twice more and takes some 8 minutes.
 sanitize: setup

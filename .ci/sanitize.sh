@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Build the engine with sanitizers and run its tests: sanitize.sh VENV address|thread [CASES].
 #
-# address: AddressSanitizer and UBSan, under the Python tests CASES, usually all of tests/mpi/comm, on 2 ranks.
-# thread: ThreadSanitizer, under tests/support/native/engine_driver.cc on 2 and 4 ranks.
+# thread: ThreadSanitizer, under tests/support/native/engine_driver.cc on 2 and 4 ranks; CASES are its modes.
+# address: AddressSanitizer and UBSan, under this driver on 4 ranks, and the Python tests CASES on 2 ranks, usually
+# all of tests/mpi/comm.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$PWD/$1 kind=$2
 shift 2
 cases=("$@")
-[ $# -gt 0 ] || cases=(tests/mpi/comm)
+if [ $# = 0 ]; then [ "$kind" = thread ] && cases=(lane ring hosts) || cases=(tests/mpi/comm); fi
 export PATH=$venv/bin:$PATH
 build=build/sanitize-$kind
 mkdir -p "$build"
@@ -30,6 +31,10 @@ fail() {
 
 flags=(-g -O1 -fno-omit-frame-pointer)
 if [ "$kind" = thread ]; then flags+=(-fsanitize=thread -Wno-tsan); else flags+=(-fsanitize=address,undefined); fi
+if ! setarch -R true 2>/dev/null || ! c++ "${flags[@]}" -x c++ -o "$build/probe" - <<<'int main() {}' 2>/dev/null; then
+    echo "==> SKIPPED: -fsanitize=$kind: needs the sanitizers of the compiler, and setarch -R"
+    exit 0
+fi
 # Not the build of the package: only the engine, without TensorFlow, Python and CUDA.
 cat >"$build/CMakeLists.txt" <<END
 cmake_minimum_required(VERSION 3.20)
@@ -56,7 +61,7 @@ rm -f "$build"/report*
 export OMPI_MCA_memory=^patcher UCX_MEM_EVENTS=n OMPI_MCA_osc=^ucx PMIX_MCA_gds=hash
 if [ "$kind" = thread ]; then
     export TSAN_OPTIONS="ignore_noninstrumented_modules=1 log_path=$PWD/$build/report exitcode=66"
-    for mode in lane ring hosts; do
+    for mode in "${cases[@]}"; do
         for number in 2 4; do
             for end in "" fail; do
                 # -R: with random addresses the sanitizer's own memory may not fit.
@@ -68,6 +73,7 @@ else
     libraries=$(g++ -print-file-name=libasan.so):$(g++ -print-file-name=libubsan.so)
     # Python itself leaks, and the engine keeps memory on purpose that MPI may still use after an error.
     export ASAN_OPTIONS="detect_leaks=0 log_path=$PWD/$build/report" UBSAN_OPTIONS="print_stacktrace=1 log_path=$PWD/$build/report"
+    ranks 4 "$build/engine_driver" hosts >>"$build/log" 2>&1 || fail
     ranks 2 env LD_PRELOAD="$libraries" LD_LIBRARY_PATH="$PWD/$build" \
         python -u -m pytest -v -x -p no:cacheprovider --color=no "${cases[@]}" >>"$build/log" 2>&1 || fail
 fi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.abc
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,13 @@ from hypothesis import HealthCheck, settings
 # The same examples everywhere, without deadlines, because the machine may be busy.
 settings.register_profile(
     "hvpipe", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+# For hours of search: pytest --hypothesis-profile=fuzz FILES
+settings.register_profile(
+    "fuzz",
+    parent=settings.get_profile("hvpipe"),
+    derandomize=False,
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "20000")),
 )
 settings.load_profile("hvpipe")
 

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from hvpipe import cli
 from hvpipe.comm.native import BuildInfo
@@ -104,6 +106,30 @@ def test_the_flags_are_frozen() -> None:
     parsers = {"": parser, **commands.choices}
     found = {name: sorted(p._option_string_actions) for name, p in parsers.items()}
     assert found == {name: sorted(flags) for name, flags in FLAGS.items()}
+
+
+WORDS = st.one_of(
+    st.sampled_from(["", "-1", "0", "nan", "1e999", "\ud800", "a:2,b", "every=0", "train.py", "a=b", "--"]),
+    st.text(max_size=4),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_words_end_with_an_exit_code(script: str, data: st.DataObject) -> None:
+    command = data.draw(st.sampled_from(["run", "profile", "plan", "blackbox", "report", "migrate"]))
+    starts = ["--dry-run"] if command in ("run", "profile") else []
+    words = data.draw(st.lists(st.one_of(st.sampled_from(FLAGS[command]), WORDS), max_size=6))
+    try:
+        code = cli.main([command, *starts, *words])
+    except SystemExit as left:
+        code = left.code
+    assert code in (0, 1, 2)
+
+
+@pytest.mark.parametrize("steps", ["50", "every=50"])
+def test_steps_between_two_comparisons(steps: str, script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert any("HVPIPE_VERIFY=50" in word for word in dry_run(capsys, "-np", "2", "--verify", steps, script))
 
 
 def test_ranks_here(script: str, capsys: pytest.CaptureFixture[str]) -> None:

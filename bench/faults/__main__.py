@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from bench.faults import soak
 from bench.faults.cases import Case, Trial, cases
 
 
@@ -22,7 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--limit", type=float, default=1e9, metavar="S", help="begin no trial after S seconds"
     )
+    parser.add_argument(
+        "--soak", type=float, metavar="MINUTES", help="instead, break one job of 4 ranks for so long"
+    )
     options = parser.parse_args(arguments)
+    if options.soak is not None:
+        return soak.run(options.soak, options.seed)
     end_s, failed = time.monotonic() + options.limit, False
     print("| fault | trials | as promised | hangs | seconds after the deadline | what must follow |")
     print("|---|---|---|---|---|---|", flush=True)

@@ -127,12 +127,12 @@ def _run(
         except subprocess.TimeoutExpired:
             code = None
         ended_s = time.time()
-        _kill_tree(process)
+        kill_tree(process)
         output.seek(0)
         return _Ended(code, output.read(), ended_s)
 
 
-def _kill_tree(process: subprocess.Popen[str]) -> None:
+def kill_tree(process: subprocess.Popen[str]) -> None:
     import psutil
 
     with contextlib.suppress(psutil.NoSuchProcess):

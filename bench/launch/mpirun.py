@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.errors import ClusterError
-from bench.launch.termination import ended_by_exception, undisturbed
+from bench.launch.termination import ended_by_exception, postponed, undisturbed
 from hvpipe.commands.supervise import own_job_folder
 
 Start = Callable[[list[str]], list[str]]  # takes a command and returns the line that starts it on ranks
@@ -84,16 +84,17 @@ def run(
     subprocess.TimeoutExpired has what it had printed.
     """
     pipe = subprocess.PIPE if capture else None
-    with (
-        ended_by_exception(),
-        own_job_folder({**os.environ, **(env or {})}) as full,
-        subprocess.Popen(
-            command, stdout=pipe, stderr=pipe, text=True, env=full, start_new_session=True
-        ) as process,
-    ):
+    with ended_by_exception(), own_job_folder({**os.environ, **(env or {})}) as full:
+        process = None
         try:
+            with postponed():  # a signal during Popen would leave us without the process that it has started
+                process = subprocess.Popen(
+                    command, stdout=pipe, stderr=pipe, text=True, env=full, start_new_session=True
+                )
             out, err = process.communicate(timeout=timeout_s)
         except BaseException as error:
+            if process is None:
+                raise
             with undisturbed():
                 out, err = end(process)
             if isinstance(error, subprocess.TimeoutExpired):

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
+_STOPPING = (signal.SIGINT, *_ENDING)
 
 
 @contextmanager
@@ -28,30 +29,34 @@ def ended_by_exception() -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Hold back signals that would stop us until the block is done, then raise the first one that came.
+def postponed() -> Iterator[None]:
+    """Put off signals that would stop us until the block is done, then raise the first one that came.
 
-    Processes started in the block hold them back as well. This works only in the main thread: for a signal
-    that another thread receives, Python runs the handler in the main one.
+    Processes started in the block get them as always. This works only in the main thread: for a signal that
+    another thread receives, Python runs the handler in the main one.
     """
-    numbers = (signal.SIGINT, *_ENDING)
     came: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)
 
     try:
-        with _handled_by(note, numbers):
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-            try:
-                yield
-            finally:
-                signal.pthread_sigmask(
-                    signal.SIG_SETMASK, before
-                )  # signals that waited for this are noted, too
+        with _handled_by(note, _STOPPING):
+            yield
     finally:
         if came:
             signal.raise_signal(came[0])
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """As `postponed`, but system calls and processes started in the block do not get these signals either."""
+    with postponed():
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)  # signals that waited for this are noted, too
 
 
 @contextmanager

@@ -62,6 +62,11 @@ Engine::~Engine() {
   device_.Leak();
 }
 
+void Engine::Watch(bool on) {
+  telemetry_.flight.Record(on);
+  watchdog_.Watch(on);
+}
+
 std::string Engine::UseDevice(const DeviceOptions& options, const Interrupt& interrupt) {
   if (!device_.empty())
     throw Error("use_device should be called once. Received: a second call", ErrorKind::kUsage);

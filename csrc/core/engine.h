@@ -41,6 +41,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   FlightRecorder& flight() { return telemetry_.flight; }
   Watchdog& watchdog() { return watchdog_; }
+  // Switch the flight recorder and the watchdog off and on, to measure what they cost.
+  void Watch(bool on);
 
   GradientBuckets& buckets() { return buckets_; }
   Messenger& messenger() { return messenger_; }

@@ -80,6 +80,7 @@ void FlightRecorder::SetRank(int rank, int size) {
 }
 
 void FlightRecorder::Add(Flight kind, std::string_view what, std::uint64_t sequence, double at_s) {
+  if (!records_.load(std::memory_order_relaxed)) return;
   const std::uint64_t number = file_->header.next.fetch_add(1, std::memory_order_relaxed);
   Event& event = file_->events[number % kEvents];
   event.number.store(0, std::memory_order_relaxed);

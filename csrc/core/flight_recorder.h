@@ -44,6 +44,8 @@ class FlightRecorder {
   void SetRank(int rank, int size);
   // `sequence`: of the operation, or the step.
   void Add(Flight kind, std::string_view what, std::uint64_t sequence, double at_s = Now());
+  // Whether to record from now on.
+  void Record(bool on) { records_.store(on, std::memory_order_relaxed); }
   // This rank still runs. Called several times a second.
   void Beat(std::uint64_t steps, std::uint64_t operations);
   // Why this rank ends. The first call counts.
@@ -88,6 +90,7 @@ class FlightRecorder {
   void NoticeFreeze(double now);
 
   std::string path_;
+  std::atomic<bool> records_{true};
   File* file_;
 };
 

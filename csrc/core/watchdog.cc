@@ -112,6 +112,14 @@ void Watchdog::UseStacks(int signal, int file) {
   stack_file_ = file;
 }
 
+void Watchdog::Watch(bool on) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    watches_ = on;
+  }
+  wake_.notify_all();
+}
+
 std::string Watchdog::report() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return report_;
@@ -131,6 +139,7 @@ void Watchdog::Loop() {
   for (;;) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
+      wake_.wait(lock, [&] { return stop_ || watches_; });
       wake_.wait_for(lock, kPeriod, [&] { return stop_ || reported_; });
       if (stop_) return;
     }

@@ -45,6 +45,8 @@ class Watchdog {
   void Report(const Stall& stall);
   // `signal`, sent to a thread of this process, writes the stacks of all Python threads to `file`.
   void UseStacks(int signal, int file);
+  // Whether to give signs of life and to report from now on.
+  void Watch(bool on);
   // The last report that this rank printed.
   std::string report() const;
   void Stop();
@@ -68,7 +70,7 @@ class Watchdog {
   mutable std::mutex mutex_;
   WaitsNow others_;
   std::condition_variable wake_;
-  bool stop_ = false;
+  bool stop_ = false, watches_ = true;
   std::optional<Stall> reported_;
   int stack_signal_ = 0, stack_file_ = -1;
   std::string report_;

@@ -155,6 +155,7 @@ void BindEngine(EngineClass& engine) {
           nb::arg("text"))
       .def(
           "end", [](Engine& self, const std::string& why) { self.flight().End(why); }, nb::arg("why"))
+      .def("watch", &Engine::Watch, nb::arg("on"))
       .def("mark_signals", [](Engine& self) { self.flight().MarkSignals(); })
       .def(
           "use_stacks", [](Engine& self, int number, int file) { self.watchdog().UseStacks(number, file); },

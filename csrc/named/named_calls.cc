@@ -366,12 +366,12 @@ void NamedCalls::End(const Key& key, const CallError* error, const Response* res
   // A rank that has joined takes part in calls that it did not make. Its own call of this name may be a join.
   if (found == under_way_.end() || (response != nullptr && found->second.call.request.kind != response->kind))
     return;
-  const Call call = std::move(found->second.call);
+  std::map<Key, UnderWay>::node_type ended;  // whole until then, because the watchdog may look at it
   {
     const std::lock_guard<std::mutex> lock(under_way_mutex_);
-    under_way_.erase(found);  // before `done`, which may make the next call of this name
+    ended = under_way_.extract(found);  // before `done`, which may make the next call of this name
   }
-  call.done(error, response);
+  ended.mapped().call.done(error, response);
 }
 
 void NamedCalls::FailAll(const CallError& error) {

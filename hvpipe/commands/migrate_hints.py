@@ -54,7 +54,8 @@ _HINTS = (
     _Hint(
         "name",
         r"elastic\.run",
-        "a job of hvpipe keeps its ranks, and a lost one ends it. docs/from-horovod.md says how it continues",
+        "a lost rank ends a loop in it. `fit` with hk.data_parallel goes on under hvpipe run --elastic:"
+        " docs/from-horovod.md",
     ),
     _Hint(
         "call",

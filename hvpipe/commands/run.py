@@ -33,7 +33,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--utilization", metavar="FILE", help="write samples of CPU and GPU utilization")
     parser.add_argument("--utilization-hz", type=float, metavar="HZ", help="samples per second (default: 10)")
     parser.add_argument(
-        "--verify", type=int, metavar="N", help="compare weights over ranks after every N steps"
+        "--verify",
+        type=lambda text: int(text.removeprefix("every=")),
+        metavar="N",
+        help="compare weights over ranks after every N steps; also every=N",
     )
     parser.add_argument(
         "--nonfinite",

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hvpipe import cli
@@ -133,7 +133,6 @@ def test_a_recorder_is_read(tmp_path: Path) -> None:
     ]
 
 
-@settings(max_examples=40)
 @given(data=st.data())
 def test_damaged_recorders(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """Whatever the bytes: an error in words, or a story."""

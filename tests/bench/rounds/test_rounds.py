@@ -103,6 +103,24 @@ def test_a_terminated_run_ends_the_processes_it_started(tmp_path: Path) -> None:
     assert _running(tmp_path) == []
 
 
+ENDED_EARLY = """
+import signal, subprocess
+
+class Popen(subprocess.Popen):
+    def __init__(self, *words, **options):
+        super().__init__(*words, **options)
+        signal.raise_signal(signal.SIGTERM)
+
+subprocess.Popen = Popen
+"""
+
+
+def test_a_run_that_is_terminated_while_it_starts_a_process_ends_it(tmp_path: Path) -> None:
+    line = [sys.executable, "-c", ENDED_EARLY + ENDED, str(tmp_path)]
+    assert subprocess.run(line, cwd=ROOT, timeout=60, check=False).returncode == 128 + signal.SIGTERM
+    assert _running(tmp_path) == []
+
+
 def test_workers_and_servers_know_each_others_addresses(tmp_path: Path) -> None:
     commands = Placement(None, 2).commands(SYSTEMS["tf-ps"], ["python", "-m"], tmp_path)
     assert [command.name for command in commands] == ["chief-0", "worker-0", "worker-1", "ps-0"]

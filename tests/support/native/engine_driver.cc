@@ -2,7 +2,8 @@
 //
 //   engine_driver lane|ring|hosts [fail]
 //
-// `hosts` pretends that two ranks share a host. `fail` ends the engine in the middle of a step.
+// `hosts` pretends that two ranks share a host. `fail` ends the engine in the middle of a step. In one step rank
+// 1 is so late that the watchdog reports it.
 #include <mpi.h>
 
 #include <atomic>
@@ -16,13 +17,15 @@
 
 #include "core/connection.h"
 #include "core/engine.h"
+#include "named/named_calls.h"
 
 namespace {
 
 using hvpipe::Engine;
 using hvpipe::Error;
 
-constexpr int kBuckets = 5, kSteps = 20, kMessages = 40;
+constexpr int kBuckets = 5, kSteps = 20, kMessages = 40, kCalls = 10, kLateStep = 3;
+constexpr double kStallS = 0.2, kLateS = 1.5;
 constexpr std::size_t kCount = 70'000;  // two chunks of the lane, several segments of the ring
 
 void NoInterrupt() {}
@@ -74,6 +77,32 @@ void RunMessages(Engine& engine) {
   }
 }
 
+// The last bucket: numbers of one byte, on a thread of its own.
+void RunBytes(Engine& engine, int plan) {
+  std::vector<std::int8_t> codes(kCount, 3), sum(kCount);
+  engine.buckets().Submit(plan, kBuckets, {codes.data()}, 1);
+  Ended ended;
+  engine.buckets().Collect(plan, kBuckets, ended.done());
+  ended.Wait();
+  engine.buckets().Unpack(plan, kBuckets, {sum.data()});
+  Expect(sum.back(), 3 * engine.topology().size, "a bucket of int8");
+}
+
+// All-reduces by name. Several threads do this, so ranks make these calls in different orders.
+void RunNamed(hvpipe::named::NamedCalls& service, int offset) {
+  for (int i = 0; i < kCalls; ++i) {
+    std::vector<float> values(100, 1.0f), sum(100);
+    hvpipe::named::Call call;
+    call.request.kind = hvpipe::named::Kind::kAllreduce;
+    call.request.name = std::to_string(offset) + "/" + std::to_string(i);
+    call.request.tensors = {{hvpipe::named::Type::kFloat32, {100}}};
+    call.inputs = {values.data()};
+    call.allocate = [&sum](int, const hvpipe::named::Shape&) { return sum.data(); };
+    (void)service.Run(std::move(call), NoInterrupt);
+    Expect(sum.back(), service.size(), "a sum by name");
+  }
+}
+
 double Begin(Engine& engine, int plan, int step) {
   Ended ended;
   auto scale = std::make_shared<double>(0);
@@ -93,10 +122,14 @@ void RunSteps(Engine& engine, bool fails) {
     layouts.emplace_back("bucket " + std::to_string(bucket), hvpipe::DType::kFloat32,
                          hvpipe::DType::kFloat32, std::vector<std::size_t>{kCount}, bucket);
   }
+  layouts.emplace_back("codes", hvpipe::DType::kInt8, hvpipe::DType::kInt8, std::vector<std::size_t>{kCount},
+                       kBuckets);
   const int plan = engine.buckets().AddPlan("model", 7, layouts);
   for (int step = 0; step < kSteps; ++step) {
+    if (rank == 1 && step == kLateStep) std::this_thread::sleep_for(std::chrono::duration<double>(kLateS));
     const double scale = Begin(engine, plan, step);
     std::vector<std::future<void>> running;
+    running.push_back(std::async(std::launch::async, RunBytes, std::ref(engine), plan));
     for (int bucket = 0; bucket < kBuckets; ++bucket) {
       running.push_back(
           std::async(std::launch::async, RunBucket, std::ref(engine), plan, bucket, scale, size));
@@ -116,7 +149,10 @@ void RunSteps(Engine& engine, bool fails) {
 }
 
 void Run(const hvpipe::EngineOptions& options, bool fails) {
-  Engine engine(hvpipe::OverMpi(MPI_COMM_WORLD), options);
+  const auto owned = std::make_shared<Engine>(hvpipe::OverMpi(MPI_COMM_WORLD), options);
+  Engine& engine = *owned;
+  const auto service = std::make_shared<hvpipe::named::NamedCalls>(MPI_COMM_WORLD, options.timeout_s);
+  service->WatchWith(owned, kStallS);
   std::atomic<bool> stop{false};
   std::thread sampler([&] {
     std::uint64_t seen = 0;
@@ -127,6 +163,10 @@ void Run(const hvpipe::EngineOptions& options, bool fails) {
     if (seen == 0) std::puts("no operation was counted");
   });
   auto messages = std::async(std::launch::async, RunMessages, std::ref(engine));
+  std::vector<std::future<void>> named;
+  for (int offset = 0; offset < 3; ++offset) {
+    named.push_back(std::async(std::launch::async, [&service, offset] { RunNamed(*service, offset); }));
+  }
   std::string error;
   try {
     RunSteps(engine, fails);
@@ -136,6 +176,12 @@ void Run(const hvpipe::EngineOptions& options, bool fails) {
     engine.Fail(failure);  // ends the messages
   }
   if (messages.valid()) messages.wait();
+  for (auto& each : named) each.get();
+  service->Leave();
+  service->Stop();
+  if (!fails && engine.watchdog().report().empty() && engine.topology().rank == 0) {
+    throw Error("the watchdog should have reported rank 1");
+  }
   stop = true;
   sampler.join();
   engine.Stop();
@@ -151,6 +197,7 @@ int main(int argc, char** argv) {
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   hvpipe::EngineOptions options;
   options.timeout_s = 60;
+  options.stall_warn_s = kStallS;
   options.shared_memory = mode != "ring";
   options.ranks_per_host = mode == "hosts" ? 2 : 0;
   try {
