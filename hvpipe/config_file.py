@@ -61,6 +61,10 @@ class Table:
         value = self.text(field)
         return value if is_name(value) else str(self._refuse(field, NAME, value))
 
+    def name_or_empty(self, field: str) -> str:
+        """Return a text as `name` does, or an empty one."""
+        return self.name(field) if self.text(field) else ""
+
     def number(self, field: str, *, above: float | None = None) -> float:
         """Return a number from 0 to MOST, or > `above` (at least 1 / MOST) if that is given."""
         want = "a number of at least 0" if above is None else f"a number above {above:g}"
@@ -125,7 +129,9 @@ class Table:
         """Refuse unknown fields: a misspelt field must not count as absent."""
         known = sorted(fields)
         if unknown := sorted(set(self._fields) - set(known)):
-            raise HvpipeError(f"{self.place} should have only {', '.join(known)}. Received: {unknown[0]!r}")
+            raise HvpipeError(
+                f"{self.place} should have only {', '.join(known)}. Received: {_short(unknown[0])}"
+            )
 
     def check_format(self, name: str, version: int) -> None:
         """Refuse a document that is not `{"format": name, "version": version, ...}`."""
@@ -133,7 +139,7 @@ class Table:
         if received != (name, version):
             raise HvpipeError(
                 f'{self.place} should have "format": "{name}" and "version": {version}. '
-                f"Received: format={received[0]!r}, version={received[1]!r}"
+                f"Received: format={_short(received[0])}, version={_short(received[1])}"
             )
 
     @contextlib.contextmanager
@@ -189,7 +195,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
     """Write a JSON file, whole or not at all. On return, the file and its name are on the disk."""
     target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial = target.parent / f".{target.name}.{os.getpid()}"
     try:
         with open(partial, "w", encoding="utf-8") as file:
             file.write(json.dumps(document, indent=1) + "\n")
@@ -197,10 +203,11 @@ def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) ->
             os.fsync(file.fileno())
         os.replace(partial, target)
         sync_folder(target.parent)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise HvpipeError(f"{target} should be a file that can be written. Received: {error}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, ValueError):
+            partial.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -16,7 +16,19 @@ from bench.pipeline.report import PipelineReport
 from bench.training.image_model import MODELS, ImageWorkload
 
 _NAME = "bench.pipeline"
-_METHODS = ("greedy", "even", "round_robin", "random", "random_cuts", "m_topo", "m_etf")
+_METHODS = (
+    "chosen",
+    "greedy",
+    "even",
+    "pipedream",
+    "data",
+    "round_robin",
+    "random",
+    "random_cuts",
+    "m_topo",
+    "m_etf",
+)
+"""`chosen` is what the search finds for all ranks, with any schedule; `data` is one stage on all ranks."""
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -107,15 +107,25 @@ def _plans(question: Any, options: PipelineOptions) -> dict[str, Any]:
     import hvpipe
     from hvpipe.plan.baselines import baseline
     from hvpipe.plan.greedy import partition
+    from hvpipe.plan.stage_plan import Plan
+    from hvpipe.search.choice import plan_for_every_device
+    from hvpipe.search.options import PipeliningChoice
 
     profile, cluster, how = question.profile, question.cluster, question.pipelining
-    ranks = hvpipe.size()
+    ranks, m = hvpipe.size(), how.microbatches
+    everywhere = tuple(device.name for device in cluster.devices)
     plans = {}
     for method in options.methods:
         for seed in range(options.seeds if method.startswith("random") else 1):
             name = f"{method} {seed}" if method.startswith("random") else method
             if method == "greedy":
                 plans[name] = partition(profile, cluster, ranks * options.chunks, how)
+            elif method == "chosen":
+                plans[name] = plan_for_every_device(profile, cluster, PipeliningChoice(microbatches=m))
+            elif method == "data":
+                plans[name] = Plan.of(
+                    profile, cluster, [(everywhere, range(len(profile.layers)))], how, method
+                )
             else:
                 plans[name] = baseline(method, profile, cluster, ranks, how, seed=seed)
     return plans

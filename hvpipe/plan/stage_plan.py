@@ -233,7 +233,7 @@ class Plan:
             pipelining=pipelining,
             contiguous=table.flag("contiguous"),
             one_batch_s=table.number("one_batch_s"),
-            model=table.text("model"),
+            model=table.name_or_empty("model"),
             profile_fingerprint=table.text("profile_fingerprint"),
             cluster_fingerprint=table.text("cluster_fingerprint"),
         )

@@ -320,7 +320,7 @@ class Profile:
                 [layer_of(row) for row in table.tables("layers")],
                 edges,
                 batch_size=table.integer("batch_size", minimum=1),
-                model=table.text("model"),
+                model=table.name_or_empty("model"),
             )
 
     def write(self, path: str | os.PathLike[str]) -> None:

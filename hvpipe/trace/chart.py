@@ -87,7 +87,7 @@ def _figure(size: tuple[float, float]) -> Any:
 def _save(figure: Any, path: str | os.PathLike[str]) -> None:
     try:
         figure.savefig(path, format="png")
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         raise HvpipeError(f"The PNG should go to a file that can be written. Received: {error}") from error
 
 

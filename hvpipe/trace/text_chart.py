@@ -56,7 +56,7 @@ def draw(trace: Trace, columns: int = 100, colours: bool = False) -> str:
 def _cells(events: list[Event], rank: int, plain: bool, columns: int) -> Iterator[tuple[str, str]]:
     """Yield the pieces of a rank's line, each with the kind of its action; empty for a wait."""
     start_s = min(event.start_s for event in events)
-    per_s = columns / (max(event.end_s for event in events) - start_s or 1.0)
+    per_s = columns / max(max(event.end_s for event in events) - start_s, 1e-300)  # finite
     at = 0
     of_rank = [event for event in events if event.rank == rank and event.category != "wait"]
     for event in sorted(of_rank, key=lambda event: (event.start_s, event.end_s)):

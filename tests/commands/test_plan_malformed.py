@@ -82,6 +82,8 @@ def test_a_malformed_file_is_one_line(
     [
         ('{"format": "hvpipe-profile", "format": "x"}', "the key 'format' twice"),
         (json.dumps({**chain(1).to_json(), "edgess": []}), "Received: 'edgess'"),
+        (json.dumps({**chain(1).to_json(), "x" * 10**5: 1}), "Received: 'xxx"),
+        (json.dumps({**chain(1).to_json(), "model": "\x1b]0;x\x07"}), "model should be a printable text"),
         (json.dumps({**chain(1).to_json(), "layers": []}), "at least one layer. Received: layers=[]"),
     ],
 )
@@ -91,6 +93,26 @@ def test_what_a_message_says(text: str, says: str, tmp_path: Path) -> None:
     code, _, err = run(str(tmp_path / "p.json"), str(tmp_path / "c.json"))
     assert code == 1
     assert says in err
+    assert len(err) < 300 + len(str(tmp_path))
+
+
+@pytest.mark.parametrize("option", ["-o", "--png"])
+@pytest.mark.parametrize("path", ["/", "", ".", "a\0b", "x" * 300, "/dev/null/x", "/nonexistent/x"])
+def test_an_output_that_cannot_be_written(option: str, path: str, tmp_path: Path) -> None:
+    chain(1).write(tmp_path / "p.json")
+    equal_cluster(1).write(tmp_path / "c.json")
+    code, _, err = run(str(tmp_path / "p.json"), str(tmp_path / "c.json"), option, path)
+    assert code == 1
+    assert "can be written" in err
+
+
+def test_the_shortest_times_are_drawn(tmp_path: Path) -> None:
+    """Regression: columns per second were infinite, and a place in the picture NaN."""
+    chain(1e-322, 1e-322).write(tmp_path / "p.json")
+    equal_cluster(2).write(tmp_path / "c.json")
+    code, out, _ = run(str(tmp_path / "p.json"), str(tmp_path / "c.json"))
+    assert code == 0
+    assert out
 
 
 def test_a_long_cycle_is_named_in_a_short_line(tmp_path: Path) -> None:
