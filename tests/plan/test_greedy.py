@@ -332,7 +332,7 @@ def test_a_bad_number_of_interleaved_stages_is_refused() -> None:
     with pytest.raises(HvpipeError, match=r"at most 2 for each of 2 devices. Received: stages=6"):
         partition(profile, cluster, 6, replace(how, microbatches=3))
     with pytest.raises(
-        HvpipeError, match=r"each of 1 micro-batches: 2. Received: stages=4, chunks=2, microbatches=1"
+        HvpipeError, match=r"at most 2 for each micro-batch: 2. Received: stages=4, chunks=2, microbatches=1"
     ):
         partition(profile, cluster, 4, replace(how, microbatches=1))
     with pytest.raises(HvpipeError, match=r"number of layers, 1.*stages=2"):
