@@ -225,7 +225,9 @@ def test_memory_that_nccl_cannot_allocate_is_an_error_with_its_bytes(
     plan = plan_buckets([Gradient("a", (1_000_000,), "float32")], 1_000_000)
     monkeypatch.setenv("FAKE_DEVICE_FREE", "1000000000")  # the fake NCCL lowers it
     monkeypatch.setenv("FAKE_NCCL", "memory-full")
-    with pytest.raises(HvpipeError, match=r"a bucket of gradients: wanted 4 MB, free 3 MB of 2000 MB"):
+    with pytest.raises(
+        HvpipeError, match=r"free block of 4 MB for a bucket of gradients: free are 3 MB of 2000 MB"
+    ):
         engine.add_plan("a", plan, on_device=True)
     monkeypatch.setenv("FAKE_DEVICE_FREE", "1000000000")
     monkeypatch.setenv("FAKE_NCCL", "memory")
