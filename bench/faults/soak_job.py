@@ -40,6 +40,7 @@ class SaysThatItTrains(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self._begun:
             self._begun = True
+            self.set_rate()  # the first step of a resumed process restored that of another number of ranks
             self._sign.touch()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
