@@ -12,8 +12,8 @@ from itertools import accumulate
 
 from bench.evaluation.outcome import EvaluationOutcome
 from bench.metrics import format_time, median
+from bench.report.figures import is_exact
 from bench.rounds.record import Round
-from bench.systems import SYSTEMS
 
 SHARE = 0.98  # of the median last accuracy of exact training, to be reached
 
@@ -57,7 +57,7 @@ def learning(outcome: EvaluationOutcome) -> dict[str, tuple[float, list[Learned]
             groups.setdefault(each.case.group, {}).setdefault(each.case.system, []).append(each)
     found = {}
     for group, systems in groups.items():
-        exact = [_last(each) for name, rounds in systems.items() if SYSTEMS[name].exact for each in rounds]
+        exact = [_last(each) for name, rounds in systems.items() if is_exact(name) for each in rounds]
         if not exact:
             continue
         target = SHARE * median(exact)

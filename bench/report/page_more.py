@@ -153,12 +153,11 @@ def accuracy(outcome: EvaluationOutcome) -> str:
 
 def time_to_accuracy(outcome: EvaluationOutcome) -> str:
     """Return, for each training by epochs, accuracy over seconds and the time to that of exact training."""
-    made = []
+    made, first_good = [], _first_good(outcome)
     for group, (target, learned) in learning(outcome).items():
-        first = next(rounds for name, rounds in _first_good(outcome).items() if name == group)
         series: _Series = {
             each.case.system: (ends_of_epochs_s(each), each.ranks[0].accuracy)
-            for each in first
+            for each in first_good[group]
             if each.ranks[0].accuracy and each.case.system != ALONE
         }
         rows = [

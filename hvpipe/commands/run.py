@@ -34,7 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--utilization-hz", type=float, metavar="HZ", help="samples per second (default: 10)")
     parser.add_argument(
         "--verify",
-        type=lambda text: int(text.removeprefix("every=")),
+        type=_every,
         metavar="N",
         help="compare weights over ranks after every N steps; also every=N",
     )
@@ -51,6 +51,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", metavar="SCRIPT", help="the Python script, or python and the script")
     parser.add_argument("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def _every(text: str) -> int:
+    """Read N or every=N."""
+    return int(text.removeprefix("every="))
 
 
 def run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
