@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hvpipe.atomic_file import atomic_file
 from hvpipe.errors import HvpipeError
 
 if sys.version_info >= (3, 11):
@@ -194,30 +195,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
     """Write a JSON file, whole or not at all. On return, the file and its name are on the disk."""
-    target = Path(path)
-    partial = target.parent / f".{target.name}.{os.getpid()}"
+    text = json.dumps(document, indent=1) + "\n"
     try:
-        with open(partial, "w", encoding="utf-8") as file:
-            file.write(json.dumps(document, indent=1) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, target)
-        sync_folder(target.parent)
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        raise HvpipeError(f"{target} should be a file that can be written. Received: {error}") from error
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            partial.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, if its file system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        with atomic_file(path, sync=True) as file:
+            file.write(text.encode())
+    except (OSError, ValueError) as error:
+        raise HvpipeError(f"{Path(path)} should be a file that can be written. Received: {error}") from error
 
 
 def fingerprint(content: object) -> str:

@@ -23,8 +23,8 @@ def train(job: RankJob) -> None:
     options: dict[str, Any] = dict(job.options)
     if "every" in options:
         options["every"] = int(options["every"])
-    # Some modes begin with exact steps, which in a timed round end within the warm-up.
-    options["warmup_steps"] = EXACT_STEPS if job.task.epochs else 1
+    # Some modes begin with exact steps, which a timed round must not measure.
+    options["warmup_steps"] = EXACT_STEPS if job.task.epochs else 0
     model = hk.data_parallel(compiled_model(keras, job.task), **options)
     job.versions["hvpipe"] = hvpipe.__version__
     job.meet("built")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from hvpipe.config_file import sync_folder
+from hvpipe.atomic_file import atomic_file
 
 _CHUNK_BYTES = 1 << 20
 
@@ -60,17 +59,9 @@ def write_file(path: Path, write: Callable[[Sink], object]) -> FileRecord:
     Returns:
         The record to check the file by later.
     """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            hashing = _Hashing(file)
-            write(hashing)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with atomic_file(path, sync=True) as file:
+        hashing = _Hashing(file)
+        write(hashing)
     return FileRecord(path.name, hashing.size_bytes, hashing.hash.hexdigest())
 
 

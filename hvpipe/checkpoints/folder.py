@@ -20,6 +20,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+from hvpipe.atomic_file import sync_folder
 from hvpipe.checkpoints.files import write_file
 from hvpipe.checkpoints.manifest import (
     MANIFEST,
@@ -29,7 +30,7 @@ from hvpipe.checkpoints.manifest import (
     read_part,
     write_manifest,
 )
-from hvpipe.config_file import read_document, sync_folder
+from hvpipe.config_file import read_document
 from hvpipe.errors import HvpipeError
 
 _DAMAGED = ".damaged"

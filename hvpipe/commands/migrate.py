@@ -7,13 +7,13 @@ import difflib
 import json
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvpipe.atomic_file import atomic_file
 from hvpipe.commands.migrate_hints import find_hints
 from hvpipe.commands.migrate_imports import Note, move_imports
 from hvpipe.commands.migrate_source import PythonSource
@@ -183,15 +183,10 @@ def _write(migration: Migration) -> None:
     """Replace the file by its new version, whole or not at all; it keeps its permissions."""
     if not migration.lines:
         return
-    target = Path(migration.name).resolve()
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        partial.write_bytes(migration.after)
-        shutil.copymode(target, partial)
-        os.replace(partial, target)
+        with atomic_file(migration.name) as file:
+            file.write(migration.after)
     except OSError as error:
         raise HvpipeError(
             f"{migration.name} should be a file that can be written. Received: {error.strerror or error}"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)

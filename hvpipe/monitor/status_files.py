@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hvpipe.atomic_file import atomic_file
+
 GONE_S = 30.0
 """A rank that has been silent for longer was killed, or its host cannot be reached."""
 
@@ -150,9 +152,8 @@ def _read_folder(folder: Path) -> list[RankStatus]:
 
 
 def _write(path: Path, document: object) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(document))
-    os.replace(partial, path)
+    with atomic_file(path) as file:
+        file.write(json.dumps(document).encode())
 
 
 def _sweep(root: Path) -> None:

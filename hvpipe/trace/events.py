@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import math
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hvpipe.atomic_file import atomic_file
 from hvpipe.errors import HvpipeError
 
 CATEGORIES = (
@@ -162,24 +164,26 @@ class Trace:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a Chrome JSON file, whole or not at all; compressed if the name ends in .gz."""
-        target = Path(path)
-        partial = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            with gzip.open(partial, "wt") if target.suffix == ".gz" else open(partial, "w") as file:
-                file.write(f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(dict(self.metadata))},\n')
-                file.write('"traceEvents": [')
-                separator = "\n"
-                for row in _chrome_events(self.events):
-                    file.write(separator + json.dumps(row))
-                    separator = ",\n"
-                file.write("\n]}\n")
-            os.replace(partial, target)
+            with contextlib.ExitStack() as stack:
+                file: Any = stack.enter_context(atomic_file(path))
+                if Path(path).suffix == ".gz":
+                    file = stack.enter_context(gzip.open(file, "wb"))
+                for line in self._chrome_lines():
+                    file.write(line.encode())
         except OSError as error:
             raise HvpipeError(
                 f"The trace should go to a file that can be written. Received: {error}"
             ) from error
-        finally:
-            partial.unlink(missing_ok=True)
+
+    def _chrome_lines(self) -> Iterator[str]:
+        yield f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(dict(self.metadata))},\n'
+        yield '"traceEvents": ['
+        separator = "\n"
+        for row in _chrome_events(self.events):
+            yield separator + json.dumps(row)
+            separator = ",\n"
+        yield "\n]}\n"
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Trace:

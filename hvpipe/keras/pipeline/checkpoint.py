@@ -24,6 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvpipe.atomic_file import atomic_file
 from hvpipe.checkpoints.arrays import plain
 from hvpipe.config_file import Table, read_document, write_document
 from hvpipe.errors import HvpipeError
@@ -34,7 +35,7 @@ from hvpipe.session import Session
 
 INDEX = "checkpoint.json"
 FORMAT, VERSION = "hvpipe-checkpoint", 1
-_SHARD = re.compile(r"\.?(\d{6,})-\d+\.npz(\.partial)?")
+_SHARD = re.compile(r"\.?(\d{6,})-\d+\.npz(\.\d+\.partial)?")
 
 
 @dataclass(frozen=True)
@@ -127,19 +128,12 @@ def _next_serial(folder: Path) -> int:
 
 
 def _write_shard(folder: Path, name: str, variables: Mapping[str, Any]) -> Shard:
-    """Write a .npz, one array at a time. It gets its name when it is complete."""
-    partial = folder / f".{name}.partial"
-    try:
-        with open(partial, "wb") as file:
-            with zipfile.ZipFile(file, "w", allowZip64=True) as archive:
-                for key, variable in variables.items():
-                    with archive.open(f"{key}.npy", "w", force_zip64=True) as entry:
-                        np.lib.format.write_array(entry, plain(variable.numpy()), allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, folder / name)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write a .npz, one array at a time."""
+    file = atomic_file(folder / name, sync=True)
+    with file as opened, zipfile.ZipFile(opened, "w", allowZip64=True) as archive:
+        for key, variable in variables.items():
+            with archive.open(f"{key}.npy", "w", force_zip64=True) as entry:
+                np.lib.format.write_array(entry, plain(variable.numpy()), allow_pickle=False)
     return Shard(name, (folder / name).stat().st_size, tuple(variables))
 
 

@@ -81,7 +81,8 @@ def test_exact_modes_learn_digits_equally() -> None:
 
 
 def test_mirrored_workers_with_unequal_shares_learn_like_the_linear_mode() -> None:
-    task = Task("digits", batch=16, warm_up=1, steps=2, epochs=2, shares=(20, 12))
+    # Few steps: ranks add in another order than processes of TensorFlow, and the difference grows.
+    task = Task("digits", batch=64, warm_up=1, steps=2, epochs=2, shares=(80, 48))
     linear, mirrored = _run("hvpipe-none", task), _run("tf-mwms-tuned", task)
     for round_ in (linear, mirrored):
         _check(round_, task)
