@@ -284,7 +284,7 @@ class Resize:
     Attributes:
         old_size: The number of ranks before.
         size: The number of ranks now.
-        old_rank: The number of this rank before.
+        old_rank: The number of this rank before; -1 in a new process, which resumes from a checkpoint.
         rank: The number of this rank now.
         lost: The ranks that were lost, by their numbers before.
     """

@@ -173,7 +173,7 @@ def main(overlap: str, kills: list[str]) -> None:
 
     @hk.on_resize
     def note(change: Any) -> None:
-        assert change.rank <= change.old_rank  # ranks keep their order
+        assert not change.lost or change.rank <= change.old_rank  # ranks keep their order
         changes.append((int(model.optimizer.iterations.numpy()), change.size, change.lost))
 
     extra = [hk.Checkpoint(folder / "checkpoints", every=10_000)] if os.environ.get("CHECKPOINTS") else []

@@ -22,7 +22,7 @@ BATCHES, UNITS, LAYERS = 240, 500, 4
 
 
 class SaysThatItTrains(keras.callbacks.Callback):
-    """Sets the learning rate, and touches FOLDER/ranks/PID after the first step and each epoch."""
+    """Touches FOLDER/ranks/PID after the first step and each epoch."""
 
     reads_weights = stops_training = False
 
@@ -30,17 +30,9 @@ class SaysThatItTrains(keras.callbacks.Callback):
         super().__init__()
         self._sign, self._begun = folder / "ranks" / str(os.getpid()), False
 
-    def set_rate(self, change: object = None) -> None:
-        """Set it for the present number of ranks."""
-        self.model.optimizer.learning_rate = float(hvpipe.size())
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        self.set_rate()
-
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self._begun:
             self._begun = True
-            self.set_rate()  # the first step of a resumed process restored that of another number of ranks
             self._sign.touch()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -54,13 +46,12 @@ def main() -> None:
     inputs = keras.Input((BATCHES,))
     dense = [keras.layers.Dense(UNITS, use_bias=False, kernel_initializer="zeros") for _ in range(LAYERS)]
     model = keras.Model(inputs, keras.layers.Add()([layer(inputs) for layer in dense]))
-    model.compile(keras.optimizers.SGD(1.0), lambda y, made: -keras.ops.sum(made, axis=-1))
+    model.compile(keras.optimizers.SGD(float(hvpipe.size())), lambda y, made: -keras.ops.sum(made, axis=-1))
     model = hk.data_parallel(model, bucket_bytes=500_000)
-    signs = SaysThatItTrains(folder)
-    hk.on_resize(signs.set_rate)
+    hk.on_resize(lambda change: setattr(model.optimizer, "learning_rate", float(change.size)))
     unit = np.eye(BATCHES, dtype=np.float32)[:, None, :]
     data = hk.shard(tf.data.Dataset.from_tensor_slices((unit, np.zeros((BATCHES, 1, 1), np.float32))))
-    callbacks = [hk.Checkpoint(folder / "checkpoints", every="5s", keep=2), signs]
+    callbacks = [hk.Checkpoint(folder / "checkpoints", every="5s", keep=2), SaysThatItTrains(folder)]
     model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
     weights = np.stack([kernel.numpy() for kernel in model.trainable_variables])
     np.save(folder / f"weights-{hvpipe.rank()}.npy", weights)

@@ -31,13 +31,13 @@ from hvpipe.keras.data_parallel.custom_loops import (  # noqa: E402
     DistributedOptimizer,
     average_gradients,
 )
-from hvpipe.keras.data_parallel.elastic import on_resize  # noqa: E402
 from hvpipe.keras.data_parallel.model import data_parallel  # noqa: E402
 from hvpipe.keras.data_parallel.shards import shard  # noqa: E402
 from hvpipe.keras.gpu import claim_gpu as _claim_gpu  # noqa: E402
 from hvpipe.keras.pipeline.model import pipeline_parallel  # noqa: E402
 from hvpipe.keras.profiling.cluster import measure_cluster  # noqa: E402
 from hvpipe.keras.profiling.measure import measure  # noqa: E402
+from hvpipe.keras.resize import on_resize  # noqa: E402
 from hvpipe.keras.variables import broadcast_variables  # noqa: E402
 from hvpipe.session import (  # noqa: E402
     init,

@@ -15,6 +15,8 @@ from hvpipe.keras.checkpoint.training_state import Restored, TrainingState
 from hvpipe.keras.compat import set_initial_epoch
 from hvpipe.keras.data_parallel.shards import batch_of
 from hvpipe.keras.pipeline.on_all_ranks import on_all_ranks
+from hvpipe.keras.resize import scale_learning_rate, tell_resize
+from hvpipe.session import Resize
 
 _HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
@@ -91,6 +93,8 @@ class Resume:
             # Callbacks that act on an epoch's beginning must find the state of the end of the one before.
             self._restored.set_shared()
             self._restored.set_own()
+            if not position.batch:
+                self._resize()
         self._mute()
 
     def begin_epoch(self) -> None:
@@ -102,12 +106,25 @@ class Resume:
         """Set all values, and bring the data to its position; collective. At the first batch."""
         self.begun = True
         self._state.prepare(batch_of(iterator))
-        if self._manifest.position.batch or not self._built:
+        set_now = self._manifest.position.batch > 0 or not self._built
+        if set_now:
             self._restored.set_shared()
         if not self._state.resume_data(self._manifest):
             self._read_over(iterator)
         self._restored.set_own()
         self._restored.drop()
+        if set_now:
+            self._resize()
+
+    def _resize(self) -> None:
+        """Scale the learning rate, and tell the user's code, if the number of ranks is another one."""
+        session, ranks = self._state.session, self._ranks
+        if self._manifest.ranks == ranks.size:
+            return
+        change = Resize(self._manifest.ranks, ranks.size, -1, ranks.rank, ())
+        if self._state.shares_data:
+            scale_learning_rate(session, self._model.optimizer, change)
+        tell_resize(change)
 
     def _read_over(self, iterator: Any) -> None:
         # Where all ranks read the same data, their number does not matter.

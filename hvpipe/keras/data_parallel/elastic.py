@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvpipe.errors import HvpipeError
-from hvpipe.keras.compat import learning_rate_variable
 from hvpipe.keras.data_parallel.elastic_data import ElasticData
 from hvpipe.keras.initial_state import settle, shared_slots
+from hvpipe.keras.resize import scale_learning_rate, tell_resize
 from hvpipe.keras.variables import broadcast_variables, identity, native
 from hvpipe.session import Resize, Session
 
@@ -31,30 +31,6 @@ logger = logging.getLogger("hvpipe")
 
 TOO_FEW = 69
 """What ranks exit with if fewer than --min-np are left: EX_UNAVAILABLE of sysexits.h."""
-
-_hooks: list[Callable[[Resize], None]] = []
-
-
-def on_resize(call: Callable[[Resize], None]) -> Callable[[Resize], None]:
-    """Call a function on every rank after the number of ranks has changed, before training continues.
-
-    For what your code derives from `hvpipe.size()` and `hvpipe.rank()`. All ranks have the same state then.
-
-    Args:
-        call: Takes a `Resize` with `old_size`, `size`, `old_rank`, `rank` and `lost`.
-
-    Returns:
-        `call`, so that this serves as a decorator.
-
-    Example:
-        ```python
-        @hk.on_resize
-        def tell(change):
-            print(f"{change.size} of {change.old_size} ranks go on")
-        ```
-    """
-    _hooks.append(call)
-    return call
 
 
 @dataclass(frozen=True)
@@ -265,10 +241,9 @@ class Elastic:
         self._begun = self._ran = agreed
         self._kept = {}
         self.data.rewind(agreed)
-        self._scale_learning_rate(change)
+        scale_learning_rate(self._session, self._model.optimizer, change)
         self._tell(change, agreed, time.monotonic() - begun_s)
-        for call in _hooks:
-            call(change)
+        tell_resize(change)
         self._leave_if_too_few(change, max(standing.begun for standing in everyone))
         while self._begun < target or (self.data.ended and self.data.has_more()):
             batch = self.data.take(self._begun + 1, self._iterator)
@@ -298,17 +273,6 @@ class Elastic:
             self.data.ended = self.data.ended and everyone[furthest].ended
 
     # --- What else changes ------------------------------------------------------------------------------
-
-    def _scale_learning_rate(self, change: Resize) -> None:
-        scaling = self._session.settings.lr_scaling
-        if scaling == "none":
-            return
-        rate = learning_rate_variable(self._model.optimizer)
-        if not hasattr(rate, "assign"):
-            logger.warning("hvpipe: --lr-scaling has no effect on a learning rate of a schedule.")
-            return
-        ratio = change.size / change.old_size
-        rate.assign(rate * (ratio if scaling == "linear" else ratio**0.5))
 
     def _tell(self, change: Resize, agreed: int, took_s: float) -> None:
         if change.rank == 0:

@@ -1,0 +1,56 @@
+"""What follows the number of ranks: the learning rate, if it should, and what the user derives from it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from hvpipe.keras.compat import learning_rate_variable
+from hvpipe.session import Resize, Session
+
+logger = logging.getLogger("hvpipe")
+
+_hooks: list[Callable[[Resize], None]] = []
+
+
+def on_resize(call: Callable[[Resize], None]) -> Callable[[Resize], None]:
+    """Call a function on every rank after the number of ranks has changed, before training continues.
+
+    For what your code derives from `hvpipe.size()` and `hvpipe.rank()`. All ranks have the same state then.
+    The number changes when ranks are lost, and when `hk.Checkpoint` resumes a training of another number.
+
+    Args:
+        call: Takes a `Resize` with `old_size`, `size`, `old_rank`, `rank` and `lost`.
+
+    Returns:
+        `call`, so that this serves as a decorator.
+
+    Example:
+        ```python
+        @hk.on_resize
+        def tell(change):
+            print(f"{change.size} ranks go on, {change.old_size} began")
+        ```
+    """
+    _hooks.append(call)
+    return call
+
+
+def tell_resize(change: Resize) -> None:
+    """Call what `on_resize` was given."""
+    for call in _hooks:
+        call(change)
+
+
+def scale_learning_rate(session: Session, optimizer: Any, change: Resize) -> None:
+    """Scale the learning rate as --lr-scaling asks."""
+    scaling = session.settings.lr_scaling
+    if scaling == "none":
+        return
+    rate = learning_rate_variable(optimizer)
+    if not hasattr(rate, "assign"):
+        logger.warning("hvpipe: --lr-scaling has no effect on a learning rate of a schedule.")
+        return
+    ratio = change.size / change.old_size
+    rate.assign(rate * (ratio if scaling == "linear" else ratio**0.5))
