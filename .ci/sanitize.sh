@@ -5,6 +5,7 @@
 # address: AddressSanitizer and UBSan, under this driver on 4 ranks, and the Python tests CASES on 2 ranks, usually
 # all of tests/mpi/comm.
 set -euo pipefail
+unset MAKEFLAGS  # ninja cannot use the job server of make -j2
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$PWD/$1 kind=$2
 shift 2
