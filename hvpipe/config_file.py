@@ -200,7 +200,8 @@ def write_document(path: str | os.PathLike[str], document: Mapping[str, Any]) ->
         with atomic_file(path, sync=True) as file:
             file.write(text.encode())
     except (OSError, ValueError) as error:
-        raise HvpipeError(f"{Path(path)} should be a file that can be written. Received: {error}") from error
+        why = getattr(error, "strerror", None) or error  # without the name of the partial file
+        raise HvpipeError(f"{Path(path)} should be a file that can be written. Received: {why}") from error
 
 
 def fingerprint(content: object) -> str:

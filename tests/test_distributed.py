@@ -32,8 +32,9 @@ def run_as_case(folder: Path, body: str, *, limit_s: float = 60.0) -> str:
         body,
     ]
     (cases / "test_case.py").write_text("\n".join(lines) + "\ndef test_after():\n    comm.Barrier()\n")
+    (cases / "pytest.ini").write_text("[pytest]\n")
     with pytest.raises(AssertionError) as failure:
-        run_cases(2, cases, folder / "logs", limit_s=limit_s, options=["-c", "/dev/null"])
+        run_cases(2, cases, folder / "logs", limit_s=limit_s, options=["-c", str(cases / "pytest.ini")])
     return str(failure.value)
 
 

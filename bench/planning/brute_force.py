@@ -29,7 +29,7 @@ from hvpipe.specs.profile import Profile
 
 
 def random_case(seed: int, layers: int, devices: int) -> PlanRequest:
-    """Draw layers, skips, speeds, memory, micro-batches, and links of equal, grouped or measured hosts."""
+    """Draw layers, skips, branches, micro-batches, and hosts that are equal, grouped or measured."""
     draw = random.Random(f"{seed} {layers} {devices}")
     costs = tuple(
         LayerCost(
@@ -49,6 +49,9 @@ def random_case(seed: int, layers: int, devices: int) -> PlanRequest:
     cluster, microbatches = _cluster(draw, profile, devices), draw.choice([4, 6, 8])
     if draw.random() < 0.3:
         profile, cluster = _with_types(draw, profile, cluster)
+    if draw.random() < 0.3:  # branches
+        edges = (edge for edge in profile.edges if edge[1] - edge[0] > 1 or draw.random() < 0.7)
+        profile = replace(profile, edges=tuple(edges))
     return PlanRequest(profile, cluster, PipeliningChoice(microbatches=microbatches))
 
 

@@ -144,7 +144,7 @@ def _text(result: PlanResult, options: argparse.Namespace, environ: Mapping[str,
     from hvpipe.commands.plan_report import to_text
     from hvpipe.trace.text_chart import draw
 
-    columns = max(40, shutil.get_terminal_size((120, 24)).columns - _MARGIN_COLUMNS)
+    columns = max(40, shutil.get_terminal_size((110, 24)).columns - _MARGIN_COLUMNS)
     colours = has_colours(environ)
     return to_text(result, lambda forecast: draw(forecast.trace, columns, colours), explained=options.explain)
 

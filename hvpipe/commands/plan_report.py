@@ -93,12 +93,13 @@ def title(result: PlanResult) -> str:
     if isinstance(how.recompute, tuple):
         again += f" in {', '.join(map(str, how.recompute))}"
     samples = f"{profile.batch_size} sample{'s' * (profile.batch_size != 1)}"
+    layers = f"{len(profile.layers)} layer{'s' * (len(profile.layers) != 1)}"
     microbatches = f"{how.microbatches} micro-batch{'es' * (how.microbatches != 1)}"
     way = f"{plan.method}, {how.schedule}{chunks}{again}"
     if plan.method == DATA_PARALLEL:
         way = "data parallel"
     return (
-        f"{plan.model or 'model'}, {len(profile.layers)} layers, on {len(plan.ranks)} of "
+        f"{plan.model or 'model'}, {layers}, on {len(plan.ranks)} of "
         f"{len(result.request.cluster.devices)} devices: {way}, "
         f"{microbatches} of {samples}\n"
         f"step {_seconds(result.chosen.step_s)}{_rate(result)}, bubble {result.chosen.bubble:.1%}, "

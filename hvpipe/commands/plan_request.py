@@ -180,10 +180,10 @@ def _with_the_fastest(result: PlanResult) -> PlanResult:
 def best_microbatches(
     request_with: Callable[[int], PlanRequest], batch_size: int, budget: int = BUDGET
 ) -> PlanRequest:
-    """Choose the number of micro-batches, 1, 2, 4, ..., with the shortest forecast step.
+    """Choose the number of micro-batches with the shortest forecast step, of about 1, 2, 4, ... and all.
 
-    More micro-batches shorten the bubble, but pay the fixed part of each layer's time more often. A number
-    without a plan is skipped. At most MOST_TRIED micro-batches are tried.
+    More micro-batches shorten the bubble, but pay the fixed part of each layer's time more often. A divisor
+    of the batch fills the last one. A number without a plan is skipped. At most MOST_TRIED are tried.
 
     Args:
         request_with: Makes the request for a number of micro-batches.
@@ -198,11 +198,11 @@ def best_microbatches(
     """
     best: tuple[float, PlanRequest] | None = None
     refused: HvpipeError | None = None
-    powers = range(min(batch_size, MOST_TRIED).bit_length())
-    for power in powers:
+    counts = counts_to_try(batch_size)
+    for count in counts:
         try:
-            request = request_with(2**power)
-            result = make_plan(request, with_baselines=False, budget=budget // len(powers))
+            request = request_with(count)
+            result = make_plan(request, with_baselines=False, budget=budget // len(counts))
         except HvpipeError as error:
             refused = error
             continue
@@ -213,6 +213,17 @@ def best_microbatches(
             f"A batch should have at least one sample. Received: batch_size={batch_size}"
         )
     return best[1]
+
+
+def counts_to_try(batch_size: int) -> list[int]:
+    """Return each power of 2, or the divisor of the batch that is closer to it than to the next power."""
+    most = min(batch_size, MOST_TRIED)
+    divisors = [count for count in range(1, most + 1) if batch_size % count == 0]
+    found = set(divisors[-1:])
+    for power in range(most.bit_length()):
+        nearest = min(divisors, key=lambda count: abs(math.log2(count) - power))
+        found.add(nearest if abs(math.log2(nearest) - power) <= 0.5 else 2**power)
+    return sorted(found)
 
 
 def _check(request: PlanRequest) -> None:
@@ -235,6 +246,17 @@ def _check(request: PlanRequest) -> None:
             f"A step should have at most {MOST_MICROBATCHES:,} micro-batches. "
             f"Received: microbatches={choice.microbatches}"
         )
+    layers = len(request.profile.layers)
+    if choice.schedule == "interleaved" and choice.chunks > layers:
+        raise HvpipeError(
+            "An interleaved schedule should have a layer for each chunk. "
+            f"Received: chunks={choice.chunks}, layers={layers}"
+        )
+    if isinstance(choice.recompute, tuple) and max(choice.recompute, default=0) >= layers:
+        raise HvpipeError(
+            "The stages to recompute should be below the number of layers. "
+            f"Received: stage {max(choice.recompute)}, layers={layers}"
+        )
     if stages is not None and stages < 1:
         raise HvpipeError(f"stages should be at least 1. Received: stages={stages}")
     if stages is not None and stages > 1 and request.mode == "data":
@@ -251,7 +273,9 @@ def _best(found: Sequence[Candidate], request: PlanRequest) -> Forecast:
     if request.mode == "pipeline":  # its message says what is missing, and what would make it fit
         raise PlanError(refusals["pipeline"])
     if request.mode == "auto":
-        raise PlanError(f"{refusals['pipeline']} Nor does it fit in the modes data and hybrid.")
+        pipeline = refusals["pipeline"]
+        more = "Nor does it fit in the modes data and hybrid."
+        raise PlanError(f"{pipeline} {more}" if pipeline.endswith(".") else f"{pipeline}. {more}")
     raise PlanError(f"The model should fit the devices. Received: {request.mode}: {refusals[request.mode]}")
 
 

@@ -111,6 +111,12 @@ class StepModel:
             sizes.append(sum(state[stage] for stage in stages) + stash_bytes + anew_bytes)
         return tuple(sizes)
 
+    def ring(self, devices: tuple[str, ...]) -> Ring:
+        """Return the ring that sums the gradients of these devices."""
+        if devices not in self._rings:
+            self._rings[devices] = Ring.of(self.cluster, devices)
+        return self._rings[devices]
+
     def _reduces(
         self, placement: Placement, simulated: Simulation
     ) -> tuple[tuple[int, float, float, int], ...]:
@@ -122,11 +128,9 @@ class StepModel:
         for stage, (devices, places) in enumerate(placement):
             end = places[-1] + 1
             if len(devices) > 1:
-                if devices not in self._rings:
-                    self._rings[devices] = Ring.of(self.cluster, devices)
                 final_s = max(simulated.ends_s[rank : rank + len(devices)])
                 sizes_bytes = self.sums.bucket_bytes(start, end)
-                gradients[stage] = FinalGradients(final_s, sizes_bytes, self._rings[devices])
+                gradients[stage] = FinalGradients(final_s, sizes_bytes, self.ring(devices))
             rank, start = rank + len(devices), end
         shared = any(one.ring.ports for one in gradients.values())
         return tuple(reduce_beside(gradients, simulated.taken if shared else None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from hvpipe.plan.device_orders import DeviceOrders
@@ -96,12 +96,15 @@ def _with_more(cluster: Cluster, more_bytes: int) -> Cluster:
 def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
     """Yield remedies that make the model fit. Each was tried, with at least one micro-batch per device."""
     chunks = pipelining.chunks
-    for devices in range(stages // chunks + 1, min(len(cluster.devices), len(profile.layers) // chunks) + 1):
-        if _fits(profile, cluster, devices * chunks, _enough(pipelining, devices)):
-            yield _stages_on(devices, pipelining)
-            break
+    used, most = stages // chunks, min(len(cluster.devices), len(profile.layers) // chunks)
+
+    def fits_on(more: int) -> bool:
+        return _fits(profile, cluster, (used + more) * chunks, _enough(pipelining, used + more))
+
+    if more := _least(most - used, fits_on):
+        yield _stages_on(used + more, pipelining)
     else:
-        yield from _more_devices(profile, cluster, stages, pipelining)
+        yield from _more_devices(profile, cluster, pipelining)
     one_f = replace(pipelining, schedule="1f1b") if chunks == 1 else pipelining
     if pipelining.schedule == "gpipe" and _fits(profile, cluster, stages, one_f):
         yield 'schedule="1f1b"'
@@ -118,22 +121,35 @@ def _remedies(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipel
         yield "recompute=True"
 
 
-def _more_devices(profile: Profile, cluster: Cluster, stages: int, pipelining: Pipelining) -> Iterator[str]:
+def _more_devices(profile: Profile, cluster: Cluster, pipelining: Pipelining) -> Iterator[str]:
     """Yield how many devices like the largest would have to join; tries up to the present number, and 8."""
     roomiest = max(cluster.devices, key=lambda device: device.room_bytes)
     host = cluster.host_of(roomiest.name)
-    for more in range(1, len(cluster.devices) + 9):
-        devices = len(cluster.devices) + more
-        total = devices * pipelining.chunks
-        if total > len(profile.layers):
-            return
+    now = len(cluster.devices)
+
+    def fits_with(more: int) -> bool:
         joined = tuple(
             replace(host, name=f"+{i}", devices=(replace(roomiest, name=f"+{i}"),)) for i in range(more)
         )
-        larger = replace(cluster, hosts=cluster.hosts + joined)
-        if _fits(profile, larger, total, _enough(pipelining, devices)):
-            yield f"{_stages_on(devices, pipelining)} on {more} more devices like {roomiest.name}"
-            return
+        larger, devices = replace(cluster, hosts=cluster.hosts + joined), now + more
+        return _fits(profile, larger, devices * pipelining.chunks, _enough(pipelining, devices))
+
+    if more := _least(min(now + 8, len(profile.layers) // pipelining.chunks - now), fits_with):
+        yield f"{_stages_on(now + more, pipelining)} on {more} more devices like {roomiest.name}"
+
+
+def _least(most: int, fits: Callable[[int], bool]) -> int | None:
+    """Return the least number from 1 to `most` that fits, by doubling and bisecting; None if none does."""
+    low, high = 0, 1
+    while high < most and not fits(high):
+        low, high = high, 2 * high
+    high = min(high, most)
+    if high <= low or not fits(high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
 
 
 def _enough(pipelining: Pipelining, devices: int) -> Pipelining:

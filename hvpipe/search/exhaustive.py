@@ -46,7 +46,7 @@ def every_layout(judge: Judge, stages: int | None, modes: Sequence[str]) -> list
 
 
 def judge_all(judge: Judge, layouts: Sequence[Layout], reserve: int) -> bool:
-    """Judge the layouts, those with the least bound first; skip those that cannot become the best of a mode.
+    """Judge the layouts, those that compute least first; skip those that cannot become the best of a mode.
 
     Args:
         judge: The judge; its best layouts are the result.
@@ -57,13 +57,13 @@ def judge_all(judge: Judge, layouts: Sequence[Layout], reserve: int) -> bool:
         Whether the budget sufficed, so that no layout is better than the judge's best.
     """
     usual = judge.choice.usual
-    bounds_s = [
-        judge.bound_s(layout, replace(usual, schedule=layout.schedule, chunks=layout.chunks))
+    busiest_s = [
+        max(judge.busy_s(layout, replace(usual, schedule=layout.schedule, chunks=layout.chunks)))
         for layout in layouts
     ]
-    for bound_s, layout in sorted(zip(bounds_s, layouts, strict=True), key=lambda pair: pair[0]):
+    for busy_s, layout in sorted(zip(busiest_s, layouts, strict=True), key=lambda pair: pair[0]):
         best = judge.best.get(layout.mode)
-        if best is None or bound_s < best.step_s:
+        if best is None or busy_s < best.step_s:
             if judge.left < reserve:
                 return False
             judge.judge(layout, best)

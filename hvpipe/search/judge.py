@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from hvpipe.errors import HvpipeError
+from hvpipe.forecast.layer_sums import Crossing
 from hvpipe.forecast.step import StepModel
 from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.placement_cost import together_s
 from hvpipe.plan.replication import Group
 from hvpipe.search.layout import Layout
 from hvpipe.search.options import PipeliningChoice
-from hvpipe.specs.cluster import Cluster
+from hvpipe.specs.cluster import Cluster, Link
 from hvpipe.specs.profile import Profile
 
 MANY_DEVICES = 64
@@ -81,11 +82,12 @@ class Judge:
         self.most_groups = choice.microbatches  # with more stages than micro-batches, some only wait
         self.every_device = every_device
         self.many = len(cluster.devices) > MANY_DEVICES
-        self._room = {device.name: device.room_bytes for device in cluster.devices}
-        self.limited = any(math.isfinite(room) for room in self._room.values())
+        self.room_bytes = {device.name: device.room_bytes for device in cluster.devices}
+        self.limited = any(math.isfinite(room) for room in self.room_bytes.values())
         self._speed = self.model.speed  # in a whole model, for estimates
         self._device = {device.name: device for device in cluster.devices}
         self._known: dict[Layout, Judged] = {}
+        self._links_of: dict[tuple[Group, Group], set[Link]] = {}
 
     def judge(self, layout: Layout, rival: Judged | None = None) -> Judged | None:
         """Forecast a layout; None if it cannot run or beat the rival, or if the budget is spent."""
@@ -145,28 +147,70 @@ class Judge:
     def _missing(self, layout: Layout, pipelining: Pipelining) -> dict[str, float]:
         sizes = self.model.memory_bytes(layout.placement, pipelining)
         return {
-            name: size - self._room[name]
+            name: size - self.room_bytes[name]
             for name, size in zip(layout.devices, sizes, strict=True)
-            if size > self._room[name]
+            if size > self.room_bytes[name]
         }
 
-    def bound_s(self, layout: Layout, pipelining: Pipelining) -> float:
-        """Return seconds that the step takes at least: head, computing and tail of the busiest stage.
-
-        Transfers do not count. With chunks or a backward in two parts, the tail does not count.
-        """
-        m = pipelining.microbatches
-        head_s = tail_s = bound_s = 0.0
-        busy_s = [0.0] * len(layout.groups)
-        whole = layout.chunks == 1 and layout.schedule != "zb-h1"
+    def busy_s(self, layout: Layout, pipelining: Pipelining) -> list[float]:
+        """Return the seconds that each group of devices computes in a step, at least."""
+        groups, m = layout.groups, pipelining.microbatches
+        busy_s = [0.0] * len(groups)
         for stage, (start, end) in enumerate(pairwise((0, *layout.ends))):
-            number = stage % len(layout.groups)
-            times_s = self._times_s(layout.groups[number], start, end, pipelining.recomputes(stage))
+            number = stage % len(groups)
+            times_s = self._times_s(groups[number], start, end, pipelining.recomputes(stage))
             busy_s[number] += m * together_s([forward_s + backward_s for forward_s, backward_s in times_s])
-            bound_s = max(bound_s, busy_s[number] + (head_s + tail_s if whole else 0.0))
-            head_s += min(forward_s for forward_s, _ in times_s)
-            tail_s += min(backward_s for _, backward_s in times_s)
-        return max(bound_s, head_s)
+        return busy_s
+
+    def bound_s(self, layout: Layout, pipelining: Pipelining) -> float:
+        """Return seconds that the step takes at least, whichever group of devices it waits for.
+
+        A group waits for its first input and computes. Then its last gradients travel on, if the backward has
+        one part, while its weights are summed and updated.
+        """
+        groups = layout.groups
+        inputs: list[list[tuple[int, Crossing]]] = [[] for _ in layout.ends]
+        for (maker, user), crossing in self.model.sums.crossings(layout.ends).items():
+            inputs[user].append((maker, crossing))
+        first_s: list[float] = []  # when each stage has its first output, at the earliest
+        rest_s: list[float] = []  # from the last gradient at a stage to the last backward, at least
+        waits_s, ends_s, updates_s = ([math.inf] * len(groups), [math.inf] * len(groups), [0.0] * len(groups))
+        for stage, (start, end) in enumerate(pairwise((0, *layout.ends))):
+            number = stage % len(groups)
+            group = groups[number]
+            head_s = tail_s = 0.0
+            for maker, crossing in inputs[stage]:
+                links = self._links(groups[maker % len(groups)], group)
+                head_s = max(head_s, first_s[maker] + min(crossing.time_s(link, False) for link in links))
+                tail_s = max(tail_s, rest_s[maker] + min(crossing.time_s(link, True) for link in links))
+            times_s = self._times_s(group, start, end, pipelining.recomputes(stage))
+            first_s.append(head_s + min(forward_s for forward_s, _ in times_s))
+            rest_s.append(tail_s + min(backward_s for _, backward_s in times_s))
+            waits_s[number], ends_s[number] = min(waits_s[number], head_s), min(ends_s[number], tail_s)
+            updates_s[number] += self._update_s(group, start, end)
+        busy_s = self.busy_s(layout, pipelining)
+        if layout.schedule == "zb-h1":  # the last part of the backward may be one that no stage waits for
+            ends_s = [0.0] * len(groups)
+        return max(
+            wait_s + of_group_s + max(end_s, update_s)
+            for wait_s, of_group_s, end_s, update_s in zip(waits_s, busy_s, ends_s, updates_s, strict=True)
+        )
+
+    def _links(self, ones: Group, others: Group) -> set[Link]:
+        """Return the links between two groups."""
+        found = self._links_of.get((ones, others))
+        if found is None:
+            found = {self.cluster.link(a, b) for a in ones for b in others}
+            self._links_of[ones, others] = found
+        return found
+
+    def _update_s(self, group: Group, start: int, end: int) -> float:
+        """Return the seconds that summing and updating the weights of a run of layers takes at least."""
+        sums, speed = self.model.sums, max(self._device[name].speed for name in group)
+        reduce_s = 0.0
+        if len(group) > 1:
+            reduce_s = sum(map(self.model.ring(group).seconds, sums.bucket_bytes(start, end)))
+        return reduce_s + sums.whole_update_s(start, end) / speed
 
     def _times_s(self, group: Group, start: int, end: int, again: bool) -> list[tuple[float, float]]:
         """Return each device's seconds of forward and backward for a run of layers."""

@@ -15,6 +15,8 @@ from hvpipe.search.starts import Starts
 _FEW_DEVICES = 64
 # With so many stages, only the nearest cuts are tried.
 _FEW_STAGES = 16
+# The work of a cut by a rule, for each stage, as `Judge` counts it.
+_CUT = 100
 # So many changes of devices settle before they are compared with the best layout.
 _SETTLED = 6
 
@@ -30,7 +32,7 @@ class Moves:
     """
 
     def __init__(self, judge: Judge, starts: Starts, stages: bool, modes: Sequence[str]) -> None:
-        self._starts, self._stages, self._modes = starts, stages, modes
+        self._judge, self._starts, self._stages, self._modes = judge, starts, stages, modes
         self._layers, self._choice = len(judge.profile.layers), judge.choice
         self._most_groups = judge.most_groups
         self._kind = device_kinds(judge.cluster)
@@ -100,7 +102,9 @@ class Moves:
     def _recut(self, groups: Sequence[Group], like: Layout) -> Iterator[Layout]:
         if len(groups) <= self._most_groups:
             how = replace(self._choice.usual, schedule=like.schedule, chunks=like.chunks)
-            yield from self._starts.cut(groups, how)
+            for layout in self._starts.cut(groups, how):
+                self._judge.left -= _CUT * len(groups)
+                yield layout
 
     def _exchanged(self, layout: Layout) -> Iterator[Layout]:
         """Yield the layout with the devices of two stages, or two devices, exchanged."""
@@ -205,6 +209,8 @@ def _changed(judge: Judge, moves: Moves, best: Judged) -> list[Judged]:
     """Return the best layout for each change of devices or chunks, the most promising first."""
     firsts: dict[object, Judged] = {}
     for layout in moves.devices(best.layout):
+        if judge.left <= 0:
+            break
         judged, change = judge.judge(layout), (layout.groups, layout.chunks)
         if judged is not None and judged.beats(firsts.get(change)):
             firsts[change] = judged

@@ -22,6 +22,10 @@ _SIMULATED, _IMPROVED = 60, 10
 # With many devices, fewer are simulated and improved.
 _SIMULATED_OF_MANY, _IMPROVED_OF_MANY = 12, 2
 
+# So many stages are tried however few the micro-batches are: devices of different types may each be fast on
+# some layers.
+_ANY_STAGES = 8
+
 # The best layouts are changed at random so many times, with at most so many devices.
 _KICKS, _KICKED_DEVICES = 10, 16
 
@@ -52,13 +56,15 @@ def search(
         every_device: Whether the plan must use every device.
 
     Returns:
-        The best layout of each mode for which one fits. A layout has more stages than micro-batches only if
-        `stages` says so or none with fewer fits.
+        The best layout of each mode for which one fits. A layout has more stages than micro-batches, and more
+        than 8, only if `stages` says so or none with fewer fits.
     """
     judge = Judge(profile, cluster, choice, budget, every_device)
-    judge.most_groups = max(choice.microbatches, stages or 0)
+    if judge.model.sums.kept_bytes([len(profile.layers)], {})[0][0] > sum(judge.room_bytes.values()):
+        return {}  # all devices together lack memory for the weights
+    judge.most_groups = max(choice.microbatches, stages or 0, _ANY_STAGES)
     found = _search(judge, stages, modes)
-    if not found and choice.microbatches < len(cluster.devices):
+    if not found and judge.most_groups < len(cluster.devices):
         # Only more stages than micro-batches may hold the model, such as one sample over several devices.
         judge.most_groups = len(cluster.devices)
         judge.left = budget

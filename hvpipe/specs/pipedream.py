@@ -13,7 +13,7 @@ from hvpipe.specs.layer_cost import LayerCost
 def read_graph(source: Path, slots_per_weight: float) -> tuple[list[LayerCost], list[tuple[str, str]]]:
     """Return the layers and edges of a graph; see `hvpipe.plan.read_pipedream`."""
     try:
-        lines = source.read_text(encoding="utf-8").splitlines()
+        lines = source.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise HvpipeError(f"{source} should be a PipeDream graph. Received: {error}") from error
     layers: list[LayerCost] = []
@@ -37,7 +37,7 @@ def read_graph(source: Path, slots_per_weight: float) -> tuple[list[LayerCost], 
 _NODE = re.compile(
     r"(?P<name>\S+) -- (?P<kind>.+) -- forward_compute_time=(?P<forward_ms>[^,]+), "
     r"backward_compute_time=(?P<backward_ms>[^,]+), activation_size=(?P<activation>[^,]+), "
-    r"parameter_size=(?P<parameter>[^,]+)\s*"
+    r"parameter_size=(?P<parameter>[^,\s]+)(?: -- stage_id=\d+)?\s*"
 )
 
 
@@ -46,10 +46,12 @@ def _pipedream_layer(node: re.Match[str], slots_per_weight: float, place: str) -
         output_bytes = int(sum(float(size) for size in node["activation"].strip("[]").split(";")))
         weight_bytes = int(float(node["parameter"]))
         forward_s, backward_s = float(node["forward_ms"]) / 1e3, float(node["backward_ms"]) / 1e3
-        if not is_name(node["name"]) or max(output_bytes, weight_bytes, forward_s, backward_s) > MOST:
-            raise ValueError(f"the name should be {NAME}, and numbers at most {MOST:g}")
     except (ValueError, OverflowError) as error:
         raise HvpipeError(f"{place}: times and sizes should be finite numbers. Received: {error}") from error
+    if not is_name(node["name"]):
+        raise HvpipeError(f"{place}: the name should be {NAME}. Received: {node['name'][:40]!a}")
+    if (largest := max(output_bytes, weight_bytes, forward_s, backward_s)) > MOST:
+        raise HvpipeError(f"{place}: times and sizes should be at most {MOST:g}. Received: {largest:g}")
     if node["kind"].startswith("Input"):
         return LayerCost(node["name"], 0.0, 0.0)
     try:

@@ -172,8 +172,9 @@ class Trace:
                 for line in self._chrome_lines():
                     file.write(line.encode())
         except OSError as error:
+            why = error.strerror or error
             raise HvpipeError(
-                f"The trace should go to a file that can be written. Received: {error}"
+                f"The trace should go to a file that can be written. Received: {path}: {why}"
             ) from error
 
     def _chrome_lines(self) -> Iterator[str]:

@@ -14,7 +14,14 @@ import pytest
 from hvpipe import cli
 from hvpipe.commands.plan import in_flags
 from hvpipe.commands.plan_report import to_text
-from hvpipe.commands.plan_request import METHODS, PlanRequest, PlanResult, make_plan, read_profile
+from hvpipe.commands.plan_request import (
+    METHODS,
+    PlanRequest,
+    PlanResult,
+    counts_to_try,
+    make_plan,
+    read_profile,
+)
 from hvpipe.errors import HvpipeError, PlanError
 from hvpipe.plan import greedy
 from hvpipe.plan.pipelining import Pipelining
@@ -187,6 +194,21 @@ def test_the_command_prints_and_writes_a_plan(
     assert "\033[" not in text
     plan = Plan.read(plan_file)
     assert (plan.method, plan.pipelining.microbatches, plan.model) == ("search", 4, "gnmt")
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "counts"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (12, [1, 2, 4, 6, 12]),
+        (97, [1, 2, 4, 8, 16, 32, 64, 97]),
+        (100, [1, 2, 4, 10, 20, 25, 50, 100]),
+        (10**9, [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000]),
+    ],
+)
+def test_divisors_of_the_batch_are_tried(batch_size: int, counts: list[int]) -> None:
+    assert counts_to_try(batch_size) == counts
 
 
 def test_json_output(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:

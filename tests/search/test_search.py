@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from hvpipe.plan.pipelining import Pipelining
 from hvpipe.plan.stage_plan import Plan
 from hvpipe.search.choice import candidate, choose, plan_for_every_device
 from hvpipe.search.judge import Judge
+from hvpipe.search.layout import Layout
 from hvpipe.search.options import PipeliningChoice
 from hvpipe.search.search import faster_halves, search
 from hvpipe.specs.cluster import Cluster, Device, Host, Link, Rack, equal_cluster
@@ -45,6 +47,29 @@ def test_the_judge_says_what_the_forecast_says(seed: int) -> None:
         assert step.shortages(cluster) == {}
         judge = Judge(profile, cluster, request.choice, 10**6)
         assert judge.bound_s(one.layout, one.pipelining) <= one.step_s * (1 + 1e-9)
+
+
+def test_a_branch_does_not_wait_for_the_stage_before_it() -> None:
+    """Regression: the bound had the second stage wait for the first, whose output only the third takes."""
+    profile = replace(chain(3, 30, 0.003), edges=((0, 2), (1, 2)))
+    cluster, choice = equal_cluster(3), PipeliningChoice("1f1b", 4)
+    judge, layout = (
+        Judge(profile, cluster, choice, 10**6),
+        Layout((("h0",), ("h1",), ("h2",)), (1, 2, 3), "1f1b"),
+    )
+    one = judge.judge(layout)
+    assert one is not None
+    assert 120 <= judge.bound_s(layout, one.pipelining) <= one.step_s < 120.1
+
+
+def test_one_micro_batch_over_devices_that_are_each_fast_on_some_layers() -> None:
+    """Regression: with one micro-batch only one stage was looked at. Alone, either device takes 33 s."""
+    profile = chain(30, 3)
+    x_s = ((1.0, 2.0), (10.0, 20.0))
+    layers = [replace(one, time_s={"x": of_x}) for one, of_x in zip(profile.layers, x_s, strict=True)]
+    cluster = Cluster((Host("a", (Device("a"),)), Host("b", (Device("b", type="x"),))))
+    best = choose(replace(profile, layers=tuple(layers)), cluster, PipeliningChoice("1f1b", 1))
+    assert best.step_s == pytest.approx(6)
 
 
 @pytest.mark.parametrize("name", MODELS)

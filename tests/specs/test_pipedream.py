@@ -34,9 +34,11 @@ def test_pipedream_graphs(model: str, layers: int, edges: int, weights_mb: int) 
 def test_pipedream_lines(tmp_path: Path) -> None:
     path = tmp_path / "g.txt"
     sizes = "activation_size=[6.0; 2.0], parameter_size=3.000"
-    path.write_text(f"node1 -- LSTM(1, 2) -- forward_compute_time=1.5, backward_compute_time=2, {sizes}\n")
-    (layer,) = read_pipedream(path, slots_per_weight=2).layers
-    assert layer == LayerCost("node1", 0.0015, 0.002, 3, 6, 8, 8)
+    line = f"node1 -- LSTM(1, 2) -- forward_compute_time=1.5, backward_compute_time=2, {sizes}"
+    for text in (line, f"{line} -- stage_id=3\n", f"\N{ZERO WIDTH NO-BREAK SPACE}{line}\n"):
+        path.write_text(text, encoding="utf-8")
+        (layer,) = read_pipedream(path, slots_per_weight=2).layers
+        assert layer == LayerCost("node1", 0.0015, 0.002, 3, 6, 8, 8)
 
 
 TIMES = "forward_compute_time=1, backward_compute_time=2"
@@ -57,6 +59,10 @@ TIMES = "forward_compute_time=1, backward_compute_time=2"
         (
             "n -- C -- forward_compute_time=-1, backward_compute_time=2, activation_size=1, parameter_size=1",
             r"g\.txt, line 1: forward_s of layer 'n' should be finite and at least 0",
+        ),
+        (
+            f"n\x1b -- C -- {TIMES}, activation_size=1, parameter_size=1",
+            r"line 1: the name should be .*\. Received: 'n\\x1b'",
         ),
         ("\ta -- b", r"g\.txt: An edge should join two layers"),
     ],
