@@ -378,7 +378,7 @@ def shutdown() -> None:
             return
         if session.world.size == 1:
             raise
-        tell_recorder(f"{type(error).__name__}: {error}")
+        tell_recorder(f"{type(error).__name__}: {error}".removesuffix(": "))
         # At exit Python would print the exception and continue, and the peers would wait.
         print_with_rank(session.world, traceback.format_exc())
         session.world.abort(1)

@@ -58,7 +58,7 @@ class _AbortAllRanks:
             self._previous(kind, error, trace)
             world.abort(130)
         else:
-            tell_recorder(f"{kind.__name__}: {error}")
+            tell_recorder(f"{kind.__name__}: {error}".removesuffix(": "))
             _tell_launcher(world, f"{kind.__name__} on rank {world.rank}: {error}")
             print_with_rank(world, "".join(traceback.format_exception(kind, error, trace)))
             world.abort(1)
