@@ -22,6 +22,7 @@ _MODELS = {"resnet50": 64, "vgg16": 64, "transformer": 128}
 """Pixels or tokens by model."""
 _WHERE = ("gigabit-2", "homogeneous-2", "slow-cpu", "slow-link", "gigabit-4", "unequal-4")
 _CLOSE = 0.10  # relative to the simulated step
+_NEAR = 0.03  # relative to the fastest plan
 _INTERRUPTED = 130
 
 
@@ -140,7 +141,24 @@ def summary(reports: Mapping[str, PipelineReport]) -> str:
             f"greedy against random: {mean:.0%} less time (arithmetic mean), {geometric_mean(speedups):.2f}x "
             f"(geometric mean), worst {min(speedups):.2f}x"
         )
+    if best := [_over_fastest(report) for report in reports.values() if _chosen(report)]:
+        near = sum(ratio <= 1 + _NEAR for ratio in best)
+        lines.append(
+            f"the chosen plan within {_NEAR:.0%} of the fastest one measured: {near} of {len(best)}; "
+            f"{geometric_mean(best):.3f}x (geometric mean), worst {max(best):.3f}x"
+        )
     return "\n".join(lines)
+
+
+def _chosen(report: PipelineReport) -> MeasuredPlan | None:
+    return next((case for case in report.cases if case.method == "chosen"), None)
+
+
+def _over_fastest(report: PipelineReport) -> float:
+    """Return the chosen plan's step over the shortest one measured."""
+    chosen = _chosen(report)
+    assert chosen is not None
+    return chosen.seconds() / min(case.seconds() for case in report.cases)
 
 
 def _over(case: MeasuredPlan) -> float:

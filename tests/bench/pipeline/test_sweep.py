@@ -56,6 +56,16 @@ def test_other_placements_have_their_own_columns() -> None:
     assert "all plans within 10% of the simulation: 2 of 4" in text
 
 
+def test_the_chosen_plan_is_compared_with_the_fastest() -> None:
+    """Of 2.0 and 2.5 s the chosen one takes 2.5; alone with greedy it is the faster one."""
+    slower, faster = (
+        replace(one, cases=(*one.cases, MeasuredPlan("chosen", 2, [[step_s]], step_s)))
+        for one, step_s in ((report((2.0, 2.0)), 2.5), (report((2.0, 2.0)), 1.0))
+    )
+    text = pipelines.summary({"a": slower, "b": faster})
+    assert "within 3% of the fastest one measured: 1 of 2; 1.118x (geometric mean), worst 1.250x" in text
+
+
 def test_cases_with_a_file_are_not_run_again(
     tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
