@@ -130,7 +130,8 @@ def run(minutes: float, seed: int) -> int:
         text, grows = _report(soak)
         print(text)
         if problem:
-            print(f"{problem}\n{said[-6000:]}")
+            told = "\n".join(line for line in said.splitlines() if line.startswith("hvpipe"))
+            print(f"{problem}\n{told}\n...\n{said[-6000:]}")
         return 1 if problem or grows else 0
 
 
