@@ -1,8 +1,6 @@
 // Collects what ranks wait for and do, and puts it into words.
 #include "core/watchdog.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,6 +10,8 @@
 #include <sstream>
 #include <utility>
 #include <vector>
+
+#include "core/stack_dump.h"
 
 namespace hvpipe {
 namespace {
@@ -24,6 +24,8 @@ constexpr double kCollectS = 0.5;
 constexpr double kAnswerS = 1;
 constexpr int kMostAsked = 32;
 constexpr std::size_t kMostStackBytes = 6000;
+constexpr int kDumps = 3;  // a copy of a busy process may crash
+constexpr std::chrono::milliseconds kDumpLimit(300);
 constexpr char kBetween = '\x1f';
 constexpr double kJustCame = 1;  // a rank that waits for less has just come
 
@@ -262,12 +264,15 @@ std::string Watchdog::Stacks() {
     file = stack_file_;
   }
   if (file < 0) return "    (no Python stack)\n";
-  if (lseek(file, 0, SEEK_SET) != 0 || ftruncate(file, 0) != 0) return "    (no Python stack)\n";
-  pthread_kill(pthread_self(), number);  // handled before this call returns
-  std::string text(4 * kMostStackBytes, '\0');
-  const ssize_t bytes = pread(file, text.data(), text.size(), 0);
-  text.resize(bytes > 0 ? static_cast<std::size_t>(bytes) : 0);
-  return MainThreadFirst(text);
+  std::string text;
+  for (int attempt = 0; attempt < kDumps && text.empty(); ++attempt) {
+    if (lseek(file, 0, SEEK_SET) != 0 || ftruncate(file, 0) != 0) break;
+    const bool whole = HandleInCopy(number, kDumpLimit);
+    text.resize(4 * kMostStackBytes);
+    const ssize_t bytes = pread(file, text.data(), text.size(), 0);
+    text.resize(bytes > 0 && (whole || attempt == kDumps - 1) ? static_cast<std::size_t>(bytes) : 0);
+  }
+  return text.empty() ? "    (no Python stack)\n" : MainThreadFirst(text);
 }
 
 void Watchdog::Finish() {

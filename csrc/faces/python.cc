@@ -7,6 +7,8 @@
 #include <tuple>
 #include <vector>
 
+#include "core/stack_dump.h"
+
 namespace hvpipe::python {
 
 void CheckSignals() {
@@ -195,5 +197,12 @@ NB_MODULE(_engine, m) {
   m.def("set_default", &hvpipe::SetDefaultEngine, nb::arg("engine").none());
   m.def("leave_to_parent", &LeaveToParent, nb::arg("object"));
   m.def("now", &hvpipe::Now);
+  m.def(
+      "handle_in_copy",
+      [](int number, int limit_ms) {
+        const nb::gil_scoped_release release;
+        return hvpipe::HandleInCopy(number, std::chrono::milliseconds(limit_ms));
+      },
+      nb::arg("signal"), nb::arg("limit_ms"));
   m.def("count_devices", &hvpipe::CountDevices, nb::arg("library"));
 }
