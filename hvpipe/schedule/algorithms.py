@@ -17,9 +17,9 @@ class RankWork:
     The forward of micro-batch j goes before the backward of i if j <= i + `lead`. The W of i goes after the I
     of i + `lag`.
 
-    Ranks never deadlock, whichever micro-batches they have. To see this, number a backward of micro-batch i by i,
-    and a forward of j by j - lead. Leads never grow along the pipeline, so every action waits only for actions
-    with a lower number.
+    Ranks never deadlock, whichever micro-batches they have. To see this, number a backward of micro-batch i
+    by i, and a forward of j by j - lead. Leads never grow along the pipeline, so every action waits only for
+    actions with a lower number.
     """
 
     stage: int
