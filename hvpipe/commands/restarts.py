@@ -93,7 +93,7 @@ class Restarting:
             failed_before = True
             print(
                 f"hvpipe run: the job failed with exit code {outcome.code}. Starting it again from "
-                f"{checkpoint or 'the checkpoint that it finds'}; {left - 1} restarts are left.",
+                f"{checkpoint or 'the checkpoint that it finds'}; restarts left: {left - 1}.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -109,7 +109,7 @@ class Restarting:
         print(
             f"hvpipe run: {', '.join(gone)} cannot be reached. "
             + (
-                "The job starts again without it from its newest checkpoint."
+                "The job starts again without these hosts, from its newest checkpoint."
                 if self.joined
                 else f"{left.ranks} ranks are left, and --min-np asks for {self._least}."
             ),

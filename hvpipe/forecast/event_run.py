@@ -96,7 +96,7 @@ def edges_of(
 
 
 def run(work: Work, record: Record | None = None) -> list[float] | None:
-    """Run the schedule; return when each rank ends, or None if ranks wait for each other in a circle.
+    """Run the schedule; return when each rank ends, or None if ranks deadlock.
 
     A rank's next action starts when the rank is free and all inputs have arrived. A message starts when it is
     made and the resources of its wire are free: first made, first served; if made at the same time, the lower

@@ -190,7 +190,7 @@ def simulate(
 
 
 def simulation(work: Work, resources: Sequence[Resource]) -> Simulation | None:
-    """Run the work; None if ranks wait for each other in a circle."""
+    """Run the work; None if ranks deadlock."""
     ends_s = run(work)
     if ends_s is None:
         return None

@@ -88,7 +88,7 @@ class StepModel:
         work, resources = stage_work(self.sums, self.cluster, placement, pipelining, schedule, crossings)
         simulated = simulation(work, resources)
         if simulated is None:
-            raise PlanError(f"This schedule would wait for ever: {pipelining}")
+            raise PlanError(f"The schedule should not deadlock. Received: {pipelining}")
         reduces = self._reduces(placement, simulated)
         memory_bytes = self._memory_bytes(placement, pipelining, schedule)
         return Step(simulated, reduces, self._updates(placement, simulated, reduces), memory_bytes)

@@ -17,9 +17,9 @@ class RankWork:
     The forward of micro-batch j goes before the backward of i if j <= i + `lead`. The W of i goes after the I
     of i + `lag`.
 
-    Ranks never wait for each other in a circle, whichever micro-batches they have: give a backward of i the
-    number i, and a forward of j the number j - lead. Leads never grow along the pipeline, so every action
-    waits only for actions that come earlier in the order of these numbers.
+    Ranks never deadlock, whichever micro-batches they have. To see this, number a backward of micro-batch i
+    by i, and a forward of j by j - lead. Leads never grow along the pipeline, so every action waits only for
+    actions with a lower number.
     """
 
     stage: int

@@ -147,8 +147,7 @@ def programs(schedule: Schedule, needs: Needs) -> tuple[Program, ...]:
     rank 1 | receive F0          | receive F1  F0      | F1
 
     So a receive is posted one action before its message is made, and both ends of a link see its messages in
-    the same order. The ranks cannot wait for each other in a circle, even if a send waited until its receive
-    is posted.
+    the same order. The ranks cannot deadlock, even if a send waited until its receive is posted.
 
     Raises:
         HvpipeError: If the schedule itself deadlocks; the message says which action each rank waits for.
@@ -186,4 +185,4 @@ def _standstill(schedule: Schedule, needs: Needs, places: list[int], done: set[A
             waits.append(
                 f"rank {rank} at {actions[place]} waits for {missing} of rank {schedule.rank_of(missing)}"
             )
-    return f"A schedule's ranks should not wait for each other in a circle. Received: {'; '.join(waits)}"
+    return f"A schedule should not deadlock. Received: {'; '.join(waits)}"

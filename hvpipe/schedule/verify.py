@@ -178,7 +178,7 @@ def check_links(made: Sequence[Program], capacity: int = 1) -> None:
     ]
     if stuck:
         raise HvpipeError(
-            f"Ranks should not wait for each other in a circle; links hold {capacity} messages. "
+            f"A schedule should not deadlock where links hold {capacity} messages. "
             f"Received: {'; '.join(stuck)}"
         )
 

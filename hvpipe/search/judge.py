@@ -212,14 +212,14 @@ class Judge:
             reduce_s = sum(map(self.model.ring(group).seconds, sums.bucket_bytes(start, end)))
         return reduce_s + sums.whole_update_s(start, end) / speed
 
-    def _times_s(self, group: Group, start: int, end: int, again: bool) -> list[tuple[float, float]]:
+    def _times_s(self, group: Group, start: int, end: int, recompute: bool) -> list[tuple[float, float]]:
         """Return each device's seconds of forward and backward for a run of layers."""
         found = []
         for device in map(self._device.__getitem__, group):
             sums = self.model.sums.on(device.type)
             forward_s = (sums.forward_s[end] - sums.forward_s[start]) / device.speed
             backward_s = (sums.backward_s[end] - sums.backward_s[start]) / device.speed
-            found.append((forward_s, backward_s + forward_s if again else backward_s))
+            found.append((forward_s, backward_s + forward_s if recompute else backward_s))
         return found
 
     def estimate_s(self, layout: Layout) -> float:

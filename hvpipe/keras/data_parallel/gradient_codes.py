@@ -89,9 +89,9 @@ class PowerSgdCode:
 class Int8Code:
     """Each number becomes a byte: its multiple of the scale of its block. No memory.
 
-    The scale of a block is the sum of all ranks' maxima by 127 - n / 2. All multiples of n ranks add up to
-    127 - n / 2 at most, and rounding adds half a step for each rank. So the sum of the bytes fits into a
-    byte: exact, in any order.
+    The scale of a block is the sum of all ranks' maxima divided by 127 - n / 2. All multiples of n ranks add
+    up to 127 - n / 2 at most, and rounding adds half a step for each rank. So the sum of the bytes fits into
+    a byte: exact, in any order.
 
     Args:
         shape: Of the gradient.

@@ -43,7 +43,7 @@ class SharedVariables:
         weights = {id(v) for v in weights_of(chain(*layers))}
         self._statistics = [v for v in self.variables if id(v) not in weights]
         self._diverged = False
-        # In one order on all ranks, so that they do not wait for each other in a circle.
+        # In one order on all ranks, so that they do not deadlock.
         self.groups = {ranks: session.engine.add_group(ranks) for ranks in sorted(set(self.holders.values()))}
 
     def broadcast(self) -> None:
