@@ -26,9 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--soak", type=float, metavar="MINUTES", help="instead, break one job of 4 ranks for so long"
     )
+    parser.add_argument(
+        "--kills", type=int, default=4, metavar="N", help="of 65 faults of a soak, N kill a rank (default: 4)"
+    )
     options = parser.parse_args(arguments)
+    if not 0 <= options.kills < 65:
+        parser.error(f"--kills should be from 0 to 64. Received: {options.kills}")
     if options.soak is not None:
-        return soak.run(options.soak, options.seed)
+        return soak.run(options.soak, options.seed, options.kills)
     end_s, failed = time.monotonic() + options.limit, False
     print("| fault | trials | as promised | hangs | seconds after the deadline | what must follow |")
     print("|---|---|---|---|---|---|", flush=True)
