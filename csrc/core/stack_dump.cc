@@ -1,10 +1,8 @@
 // Copies the process by the system call alone. fork() would run other libraries' handlers, which take locks.
 #include "core/stack_dump.h"
 
-#include <sched.h>
 #include <signal.h>
 #include <sys/prctl.h>
-#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>

@@ -273,9 +273,8 @@ def _best(found: Sequence[Candidate], request: PlanRequest) -> Forecast:
     if request.mode == "pipeline":  # its message says what is missing, and what would make it fit
         raise PlanError(refusals["pipeline"])
     if request.mode == "auto":
-        pipeline = refusals["pipeline"]
-        more = "Nor does it fit in the modes data and hybrid."
-        raise PlanError(f"{pipeline} {more}" if pipeline.endswith(".") else f"{pipeline}. {more}")
+        pipeline = refusals["pipeline"].removesuffix(".")
+        raise PlanError(f"{pipeline}. Nor does it fit in the modes data and hybrid.")
     raise PlanError(f"The model should fit the devices. Received: {request.mode}: {refusals[request.mode]}")
 
 

@@ -154,12 +154,12 @@ class Judge:
 
     def busy_s(self, layout: Layout, pipelining: Pipelining) -> list[float]:
         """Return the seconds that each group of devices computes in a step, at least."""
-        groups, m = layout.groups, pipelining.microbatches
+        groups = layout.groups
         busy_s = [0.0] * len(groups)
         for stage, (start, end) in enumerate(pairwise((0, *layout.ends))):
             number = stage % len(groups)
             times_s = self._times_s(groups[number], start, end, pipelining.recomputes(stage))
-            busy_s[number] += m * together_s([forward_s + backward_s for forward_s, backward_s in times_s])
+            busy_s[number] += _whole_s(times_s, pipelining)
         return busy_s
 
     def bound_s(self, layout: Layout, pipelining: Pipelining) -> float:
@@ -174,7 +174,8 @@ class Judge:
             inputs[user].append((maker, crossing))
         first_s: list[float] = []  # when each stage has its first output, at the earliest
         rest_s: list[float] = []  # from the last gradient at a stage to the last backward, at least
-        waits_s, ends_s, updates_s = ([math.inf] * len(groups), [math.inf] * len(groups), [0.0] * len(groups))
+        waits_s, ends_s = [math.inf] * len(groups), [math.inf] * len(groups)
+        busy_s, updates_s = [0.0] * len(groups), [0.0] * len(groups)
         for stage, (start, end) in enumerate(pairwise((0, *layout.ends))):
             number = stage % len(groups)
             group = groups[number]
@@ -187,8 +188,8 @@ class Judge:
             first_s.append(head_s + min(forward_s for forward_s, _ in times_s))
             rest_s.append(tail_s + min(backward_s for _, backward_s in times_s))
             waits_s[number], ends_s[number] = min(waits_s[number], head_s), min(ends_s[number], tail_s)
+            busy_s[number] += _whole_s(times_s, pipelining)
             updates_s[number] += self._update_s(group, start, end)
-        busy_s = self.busy_s(layout, pipelining)
         if layout.schedule == "zb-h1":  # the last part of the backward may be one that no stage waits for
             ends_s = [0.0] * len(groups)
         return max(
@@ -249,3 +250,8 @@ class Judge:
     def _reduce_s(self, group: Sequence[str], size_bytes: int) -> float:
         link = self.cluster.link(group[0], group[-1])
         return 2 * (len(group) - 1) * link.time_s(size_bytes / len(group))
+
+
+def _whole_s(times_s: Sequence[tuple[float, float]], pipelining: Pipelining) -> float:
+    """Return the seconds that devices compute for a stage's whole batch together, at least."""
+    return pipelining.microbatches * together_s([forward_s + backward_s for forward_s, backward_s in times_s])
