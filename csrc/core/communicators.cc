@@ -110,11 +110,12 @@ std::unique_ptr<Collective> Communicators::MakeReceive(void* data, std::size_t b
 }
 
 std::unique_ptr<Collective> Communicators::MakeRing(Transport& ranks, void* data, std::size_t count,
-                                                    DType dtype, int tag) {
+                                                    DType dtype, int tag, bool only_gather) {
   RingAllReduce::Options ring;
   ring.segment_bytes = options_.segment_bytes;
   ring.receives_in_flight = options_.messages_in_flight;
   ring.tag = tag;
+  ring.only_gather = only_gather;
   return std::make_unique<RingAllReduce>(ranks, budget_, counters_, data, count, dtype, ring);
 }
 

@@ -50,8 +50,9 @@ class Communicators : public Network {
   std::unique_ptr<Collective> MakeGroupAllReduce(int group, int call, void* data, std::size_t count,
                                                  DType dtype) override;
   Transport* TransportOf(int group) const override;
-  // An all-reduce in place among `ranks`.
-  std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype, int tag);
+  // An all-reduce in place among `ranks`, or the all-gather of RingAllReduce::Options.
+  std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype, int tag,
+                                       bool only_gather = false);
 
   void BeginPass(double now_s) override;
   double NapS(int idle_passes, bool caller_waits) const override;

@@ -22,12 +22,22 @@ std::unique_ptr<Collective> AllReduceRoute::MakeRing(Transport& /*ranks*/, void*
   throw Error("A ring needs MPI", ErrorKind::kUsage);
 }
 
+std::unique_ptr<Collective> AllReduceRoute::MakeGather(void* /*data*/, std::size_t /*count*/, DType /*dtype*/,
+                                                       int /*tag*/) {
+  throw Error("A ring needs MPI", ErrorKind::kUsage);
+}
+
 OperationTag OperationTagOf(const std::string& what, std::uint64_t sequence) {
   return {Hash(what), sequence, what};
 }
 
 SharedWindow* MpiRoute::only_window() const {
   return topology().hosts == 1 ? communicators_.reduce_window() : nullptr;
+}
+
+Transport* MpiRoute::only_ring() const {
+  const bool reduces_in_memory = communicators_.reduce_window() != nullptr;
+  return reduces_in_memory || topology().size == 1 ? nullptr : &communicators_.world();
 }
 
 void MpiRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers, DType dtype,

@@ -47,6 +47,11 @@ class AllReduceRoute {
   virtual std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype,
                                                int tag);
 
+  // The ring, if it alone serves all ranks, of which there are several; else null.
+  virtual Transport* only_ring() const { return nullptr; }
+  // An all-gather of equal chunks in that ring; chunk r is of rank r.
+  virtual std::unique_ptr<Collective> MakeGather(void* data, std::size_t count, DType dtype, int tag);
+
  private:
   const Topology topology_;
 };
@@ -71,6 +76,10 @@ class MpiRoute : public AllReduceRoute {
   std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype,
                                        int tag) override {
     return communicators_.MakeRing(ranks, data, count, dtype, tag);
+  }
+  Transport* only_ring() const override;
+  std::unique_ptr<Collective> MakeGather(void* data, std::size_t count, DType dtype, int tag) override {
+    return communicators_.MakeRing(communicators_.world(), data, count, dtype, tag, true);
   }
 
  private:
