@@ -255,7 +255,7 @@ ENGINE = (
         "shared memory: a slot is written before all have read it",
         *(
             "csrc",
-            "!lane_.AllRead(at - lane_.slots() + 1)) break;\n    const Range chunk = Chunk(written_);",
+            "!shared_.AllRead(at - shared_.slots() + 1)) break;\n    const Range chunk = Chunk(written_);",
             "false) break;\n    const Range chunk = Chunk(written_);",
         ),
         (f"{COMM}/test_all_reduce.py", f"{COMM}/test_buckets.py"),

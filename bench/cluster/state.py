@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from bench.cluster.spec import ClusterSpec
 from bench.errors import ClusterError
+from hvpipe.atomic_file import atomic_file
 
 STATE = Path("/run/hvpipe-cluster")
 _FILE = "state.json"
@@ -79,10 +79,8 @@ class ClusterState:
             "owner_started": self.owner_started,
             "spec": self.spec.to_json(),
         }
-        # Replace the file atomically: another process may read it, or this one may be killed.
-        partial = self.directory / f".{_FILE}"
-        partial.write_text(json.dumps(data, indent=1))
-        os.replace(partial, self.directory / _FILE)
+        with atomic_file(self.directory / _FILE) as file:  # another process may read it
+            file.write(json.dumps(data, indent=1).encode())
         fields = {"name": self.name, "directory": self.directory, "cpu_group": cpu_group or "/nonexistent"}
         for script, text in (("enter", _ENTER), ("agent", _AGENT)):
             path = self.directory / script

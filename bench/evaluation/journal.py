@@ -23,6 +23,7 @@ from bench.evaluation.outcome import (
 from bench.evaluation.software import differences
 from bench.hosts.links import LinkFacts
 from bench.rounds.record import Round
+from hvpipe.atomic_file import atomic_file
 
 FILE = "journal.jsonl"
 
@@ -112,19 +113,15 @@ class Journal:
         )
 
     def _rewrite(self, kept: EvaluationOutcome) -> None:
-        """Replace the journal atomically: whenever this process ends, either journal is complete."""
+        """Replace the journal: whenever this process ends, either journal is complete."""
         if kept == self.outcome:
             return
         lines = [_line("setting", asdict(kept.setting))]
         lines += [_line("round", each.to_dict()) for each in kept.rounds]
         lines += [_line("link", asdict(each)) for each in kept.links]
         lines += [_line("pipeline", asdict(each)) for each in kept.pipelines]
-        new = self._path.with_suffix(".new")
-        with new.open("wb") as file:
+        with atomic_file(self._path, sync=True) as file:
             file.writelines(lines)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(self._path)
         self.outcome = kept
 
     def _append(self, kind: str, data: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ class EvaluationOutcome:
             "links": [asdict(each) for each in self.links],
             "pipelines": [asdict(each) for each in self.pipelines],
         }
-        return json.dumps(data, indent=1)
+        return json.dumps(data, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> EvaluationOutcome:

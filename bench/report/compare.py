@@ -23,7 +23,7 @@ from bench.rounds.timed_steps import steps_noise
 
 LEAST_CHANGE = 0.05  # smaller changes are never reported
 BETWEEN_ROUNDS = (
-    0.05  # a round's standard deviation, if too few cases show it; 10 cases of results/full: 0.055
+    0.05  # a round's standard deviation, if too few cases show it; 10 cases of the suite `full`: 0.055
 )
 _LEAST_CASES = 3  # of a system, for a verdict on their mean
 _LEAST_REPEATED = 4  # cases with several rounds that show the deviation

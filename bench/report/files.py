@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from bench.report.figures import CaseFigures, all_figures, by_group, not_measure
 from bench.report.headlines import cautions, comparisons, headlines
 from bench.report.page import page
 from bench.report.spreadsheet import to_csv
+from hvpipe.atomic_file import atomic_file
 
 
 def write_outputs(outcome: EvaluationOutcome, folder: Path) -> list[Path]:
@@ -24,9 +24,9 @@ def write_outputs(outcome: EvaluationOutcome, folder: Path) -> list[Path]:
         "report.html": page,
     }
     for name, make in outputs.items():
-        partial = folder / f".{name}"
-        partial.write_text(make(outcome), encoding="utf-8")
-        os.replace(partial, folder / name)
+        text = make(outcome).encode()
+        with atomic_file(folder / name) as file:
+            file.write(text)
     return [folder / name for name in outputs]
 
 

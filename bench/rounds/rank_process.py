@@ -17,6 +17,7 @@ from typing import Any
 
 from bench.rounds.job import RankJob
 from bench.rounds.record import RankRound, Task
+from hvpipe.atomic_file import atomic_file
 
 
 def main(words: list[str]) -> None:
@@ -49,14 +50,13 @@ def _run(directory: Path, rank: int | None) -> None:
 
 
 def _write(job: RankJob, rank: int, found: RankRound) -> None:
-    """Write what a rank measured, atomically."""
+    """Write what a rank measured."""
     import keras
     import tensorflow as tf
 
     versions = {"TensorFlow": tf.__version__, "Keras": keras.__version__, **job.versions}
-    partial = job.directory / f".rank-{rank}"
-    partial.write_text(json.dumps({"rank": asdict(found), "versions": versions}))
-    partial.rename(job.directory / f"rank-{rank}.json")
+    with atomic_file(job.directory / f"rank-{rank}.json") as file:
+        file.write(json.dumps({"rank": asdict(found), "versions": versions}).encode())
 
 
 def _input_s(job: RankJob, count: int = 8) -> float:

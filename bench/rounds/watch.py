@@ -121,7 +121,7 @@ class StepWatch:
                 "host": row.pop("system_share"),
                 **row,
             }
-            kept.append({name: float(value) for name, value in values.items() if value is not None})
+            kept.append({name: round(float(value), 3) for name, value in values.items() if value is not None})
         return kept
 
 

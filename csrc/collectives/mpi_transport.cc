@@ -3,7 +3,7 @@
 
 #include <numeric>
 
-#include "core/check.h"
+#include "core/mpi_error.h"
 
 namespace hvpipe {
 namespace {

@@ -25,7 +25,8 @@ std::size_t SegmentBytes(std::size_t chunk_bytes, std::size_t most) {
 //   s0 s1 s2 ... sS   s0 s1 s2 ... sS         s0 s1 s2 ... sS
 //
 // In step k rank r sends chunk r - k and receives chunk r - k - 1. So it sends in step k what it received
-// (and summed) in step k - 1: segment `index` may be sent once segment `index - S` was received.
+// (and summed) in step k - 1: segment `index` may be sent once segment `index - S` was received. An
+// all-gather alone is the same in size - 1 steps, without sums.
 RingAllReduce::RingAllReduce(Transport& transport, SendBudget& budget, Counters& counters, void* buffer,
                              std::size_t count, DType dtype, Options options)
     : transport_(transport),
@@ -36,7 +37,7 @@ RingAllReduce::RingAllReduce(Transport& transport, SendBudget& budget, Counters&
       dtype_(dtype),
       options_(options),
       ranks_(static_cast<std::size_t>(transport.size())),
-      steps_(2 * (ranks_ - 1)) {
+      steps_((options.only_gather ? 1 : 2) * (ranks_ - 1)) {
   const std::size_t element = SizeOf(dtype);
   const std::size_t largest = SplitEvenly(count, ranks_, 0).count;
   const std::size_t per_segment =

@@ -1,4 +1,4 @@
-// Ring all-reduce over a transport, cut into segments that stay below MPI's eager limit.
+// Ring all-reduce or all-gather over a transport, cut into segments that stay below MPI's eager limit.
 #pragma once
 
 #include <deque>
@@ -29,6 +29,8 @@ class RingAllReduce : public Collective {
     std::size_t segment_bytes = 60'000;  // the largest message; EngineOptions has the job's
     int receives_in_flight = 8;
     int tag = 0;
+    // Leave out the reduce-scatter: chunk r, one of `size` equal chunks, is complete on rank r already.
+    bool only_gather = false;
   };
 
   RingAllReduce(Transport& transport, SendBudget& budget, Counters& counters, void* buffer, std::size_t count,
@@ -45,7 +47,7 @@ class RingAllReduce : public Collective {
     void* scratch;  // null in the all-gather phase, which receives in place
   };
   Range Segment(std::size_t index, bool incoming) const;
-  bool Reducing(std::size_t index) const { return index < steps_ / 2 * segments_; }
+  bool Reducing(std::size_t index) const { return !options_.only_gather && index < steps_ / 2 * segments_; }
   int left() const { return (transport_.rank() + transport_.size() - 1) % transport_.size(); }
   int right() const { return (transport_.rank() + 1) % transport_.size(); }
   bool ExchangeSignals();
@@ -63,7 +65,7 @@ class RingAllReduce : public Collective {
   DType dtype_;
   Options options_;
   std::size_t ranks_;
-  std::size_t steps_;     // 2 (ranks - 1)
+  std::size_t steps_;     // 2 (ranks - 1), or half of them for an all-gather
   std::size_t segments_;  // of the largest chunk
   std::size_t total_;     // steps * segments
   std::size_t posted_receives_ = 0, received_ = 0, posted_sends_ = 0, sent_ = 0;

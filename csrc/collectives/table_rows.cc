@@ -53,12 +53,72 @@ void TableRows::Pack(const void* table, DType type, double scale) {
   }
 }
 
-void TableRows::LayOutRows() {
+void TableRows::FindPresent() {
   present_.clear();
   for (std::size_t row = 0; row < rows(); ++row) {
     if (flags_[row] != 0) present_.push_back(row);
   }
   if (present_.empty()) present_.push_back(0);
+}
+
+void* TableRows::Marks(int rank, int ranks) {
+  marks_.assign(static_cast<std::size_t>(ranks) * Words(), 0);
+  std::uint16_t* const own = marks_.data() + static_cast<std::size_t>(rank) * Words();
+  for (const std::size_t row : own_) own[row / 16] |= static_cast<std::uint16_t>(1u << row % 16);
+  return marks_.data();
+}
+
+bool TableRows::LayOutMarked(int rank, int ranks) {
+  const auto size = static_cast<std::size_t>(ranks);
+  std::vector<std::size_t> held(size);
+  std::fill(flags_.begin(), flags_.end(), 0);
+  for (std::size_t of = 0; of < size; ++of) {
+    for (std::size_t row = 0; row < rows(); ++row) {
+      if (!Marked(of, row)) continue;
+      flags_[row] = kFlag;
+      ++held[of];
+    }
+  }
+  FindPresent();
+  most_ = *std::max_element(held.begin(), held.end());
+  // A rank sends (size - 1) * most_ rows to gather, and 2 (size - 1) / size of the rows present to sum.
+  if (most_ == 0 || size * most_ >= 2 * present_.size()) {
+    LayOutRows();
+    return false;
+  }
+  const std::size_t bytes = size * most_ * RowBytes();
+  if (gathered_ == nullptr || gathered_->bytes() < bytes) {
+    gathered_ = std::make_unique<AlignedBuffer>(bytes + bytes / 4);
+  }
+  std::memcpy(static_cast<char*>(gathered_->data()) + static_cast<std::size_t>(rank) * most_ * RowBytes(),
+              buffer_->data(), own_.size() * RowBytes());
+  return true;
+}
+
+void TableRows::SumGathered() {
+  if (buffer_->bytes() < present_.size() * RowBytes()) buffer_ = Grown(present_.size());
+  const std::size_t ranks = marks_.size() / Words();
+  std::vector<const char*> next(ranks);
+  for (std::size_t rank = 0; rank < ranks; ++rank) {
+    next[rank] = static_cast<const char*>(gathered_->data()) + rank * most_ * RowBytes();
+  }
+  for (std::size_t place = 0; place < present_.size(); ++place) {
+    bool first = true;
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      if (!Marked(rank, present_[place])) continue;
+      if (first) {
+        std::memcpy(Row(place), next[rank], RowBytes());
+      } else {
+        AddInto(Row(place), next[rank], wire_, elements_);
+      }
+      first = false;
+      next[rank] += RowBytes();
+    }
+  }
+}
+
+void TableRows::LayOutRows() {
+  FindPresent();
   const std::shared_ptr<AlignedBuffer> packed_in = buffer_;
   if (buffer_->bytes() < present_.size() * RowBytes()) buffer_ = Grown(present_.size());
   const char* const packed = static_cast<const char*>(packed_in->data());

@@ -16,8 +16,15 @@ namespace hvpipe {
 //
 //   rank 0  row 1, row 4          flags 0 1 0 0 1    row 1,   0,   row 4    sum of 1, 2, 4
 //   rank 1  row 2, row 4                0 0 1 0 1      0,   row 2, row 4    (others: zeros)
+//
+// Ranks with few rows in common would send many of these zeros. In a ring of up to kMostMarked ranks they
+// gather marks instead of flags: a bit for each row of each rank. Then they gather the rows of each rank and
+// sum them in rank order, if that is less to send.
 class TableRows {
  public:
+  // The marks of more ranks are more bytes than the flags.
+  static constexpr int kMostMarked = 31;
+
   // `rows` rows of `elements` elements, which are sent as `wire`.
   TableRows(std::size_t rows, std::size_t elements, DType wire);
 
@@ -29,6 +36,17 @@ class TableRows {
   static constexpr DType kFlagType = DType::kFloat16;
   // Lay out the rows that any rank has, in order. Call after the flags were summed.
   void LayOutRows();
+
+  // The marks of all ranks, with those of this rank set. To be gathered in place, as elements of kFlagType.
+  void* Marks(int rank, int ranks);
+  std::size_t marks_count() const { return marks_.size(); }
+  // Call after the marks were gathered. True: gather `gathered` in place, then call SumGathered. False: sum
+  // `data`, as after LayOutRows.
+  bool LayOutMarked(int rank, int ranks);
+  void* gathered() const { return gathered_->data(); }
+  std::size_t gathered_count() const { return marks_.size() / Words() * most_ * elements_; }
+  void SumGathered();
+
   // The rows laid out, at least one. To be summed over the ranks in place.
   void* data() const { return buffer_->data(); }
   std::size_t count() const { return present_.size() * elements_; }
@@ -41,6 +59,11 @@ class TableRows {
  private:
   static constexpr std::uint16_t kFlag = 0x3c00;  // 1.0 in float16; an overflow of the sum is not zero either
   std::size_t RowBytes() const { return elements_ * SizeOf(wire_); }
+  std::size_t Words() const { return (rows() + 15) / 16; }  // of the marks of a rank
+  bool Marked(std::size_t rank, std::size_t row) const {
+    return (marks_[rank * Words() + row / 16] >> row % 16 & 1) != 0;
+  }
+  void FindPresent();
   char* Row(std::size_t place) const { return static_cast<char*>(buffer_->data()) + place * RowBytes(); }
   std::shared_ptr<AlignedBuffer> Grown(std::size_t rows) const;
 
@@ -49,6 +72,9 @@ class TableRows {
   std::vector<std::uint16_t> flags_;
   std::vector<std::size_t> own_, present_;  // row numbers: of this rank, of any rank; ascending
   std::shared_ptr<AlignedBuffer> buffer_;
+  std::vector<std::uint16_t> marks_;         // of each rank in turn
+  std::size_t most_ = 0;                     // rows of a rank
+  std::unique_ptr<AlignedBuffer> gathered_;  // `most_` rows for each rank in turn
 };
 
 }  // namespace hvpipe

@@ -7,7 +7,7 @@
 #include <iterator>
 #include <utility>
 
-#include "core/check.h"
+#include "core/mpi_error.h"
 
 namespace hvpipe {
 

@@ -128,6 +128,10 @@ void GradientBuckets::AddDeviceStages(Operation& operation, Bucket& bucket) {
 // First all ranks find out which rows any of them has. Then they sum these rows.
 void GradientBuckets::AddTableStages(Operation& operation, const Bucket& bucket) {
   TableRows& table = *bucket.table;
+  const Transport* const ring = route_.only_ring();
+  if (ring != nullptr && ring->size() <= TableRows::kMostMarked) {
+    return AddGatheredTableStages(operation, bucket, *ring);
+  }
   const bool alone = route_.topology().size == 1;
   if (!alone) {
     const ReduceBuffers flags{table.flags(), table.flags(), table.rows()};
@@ -140,6 +144,28 @@ void GradientBuckets::AddTableStages(Operation& operation, const Bucket& bucket)
     return std::make_unique<ConcurrentCollectives>(std::vector<std::unique_ptr<Collective>>());
   });
   if (!alone) route_.AddStages(operation, bucket.buffers, bucket.layout.wire_type, 1.0, bucket.tag);
+}
+
+// The same in a ring. The ranks gather the rows of each rank, if that is less to send.
+void GradientBuckets::AddGatheredTableStages(Operation& operation, const Bucket& bucket,
+                                             const Transport& ring) {
+  TableRows& table = *bucket.table;
+  const int rank = ring.rank(), ranks = ring.size(), tag = bucket.tag;
+  const DType wire = bucket.layout.wire_type;
+  const auto gathers = std::make_shared<bool>();
+  operation.AddStage([this, &table, rank, ranks, tag](const Operation&) {
+    void* const marks = table.Marks(rank, ranks);
+    return route_.MakeGather(marks, table.marks_count(), TableRows::kFlagType, tag);
+  });
+  operation.AddStage([this, &table, rank, ranks, tag, wire, gathers](const Operation&) {
+    *gathers = table.LayOutMarked(rank, ranks);
+    if (*gathers) return route_.MakeGather(table.gathered(), table.gathered_count(), wire, tag);
+    return route_.MakeRing(*route_.only_ring(), table.data(), table.count(), wire, tag);
+  });
+  operation.AddStage([&table, gathers](const Operation&) {
+    if (*gathers) table.SumGathered();
+    return std::make_unique<ConcurrentCollectives>(std::vector<std::unique_ptr<Collective>>());
+  });
 }
 
 }  // namespace hvpipe

@@ -18,7 +18,7 @@ std::shared_ptr<Operation> BlockingCalls::MakeOperation(const std::string& what)
 
 int BlockingCalls::NextTag() { return kFirstCallTag + calls_++ % kCallTags; }
 
-// On one host an all-reduce needs no check of its own: the slots of the lane hold the same information.
+// On one host an all-reduce needs no check of its own: the slots of the window hold the same information.
 void BlockingCalls::CheckSameCall(const std::string& what, const Interrupt& interrupt) {
   auto operation = MakeOperation(what);
   agreement_.AddStage(*operation, 0, Hash(what));
@@ -41,8 +41,8 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
     return;
   }
   const Turns::Turn turn = TakeTurn(interrupt);
-  Lane* const lane = route_.only_lane();
-  if (lane == nullptr) CheckSameCall(what, interrupt);
+  SharedWindow* const window = route_.only_window();
+  if (window == nullptr) CheckSameCall(what, interrupt);
   if (dtype == DType::kFloat16 && scale != 1.0) {  // scale first: the sum may exceed the range of float16
     ScaleAndCast(in, dtype, out, dtype, count, scale);
     in = out;
@@ -58,7 +58,7 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
     route_.AddStages(*operation, std::make_shared<const ReduceBuffers>(buffers), dtype, scale, tag);
     return operation;
   };
-  if (lane == nullptr) return progress_.Run(queued(), interrupt);
+  if (window == nullptr) return progress_.Run(queued(), interrupt);
   // Within a host, only shared memory says where the peers are. Without this check a rank would wait until
   // the deadline for a peer that makes another call.
   constexpr double kPatienceS = 1.0;
@@ -66,23 +66,24 @@ void BlockingCalls::AllReduce(const void* in, void* out, std::size_t count, DTyp
   const auto watched = [&] {
     interrupt();
     if (first_look_s == 0) first_look_s = Now();
-    if (Now() - first_look_s > kPatienceS) CheckPeersAreHere(*lane, *own);
+    if (Now() - first_look_s > kPatienceS) CheckPeersAreHere(*window, *own);
   };
-  if (count * SizeOf(dtype) > lane->slot_bytes()) return progress_.Run(queued(), std::ref(watched));
+  if (count * SizeOf(dtype) > window->slot_bytes()) return progress_.Run(queued(), std::ref(watched));
   const auto make = [&](std::uint64_t sequence) {
-    return route_.MakeLaneReduce(LaneTagOf(what, sequence), buffers, dtype, scale, LaneReduce::Result::kAll);
+    return route_.MakeSharedReduce(OperationTagOf(what, sequence), buffers, dtype, scale,
+                                   SharedMemoryReduce::Result::kAll);
   };
   progress_.RunBrief(std::ref(make), std::ref(queued), std::ref(watched));
 }
 
-// Throw if the next rank is at another call: it has sent a control record instead of writing to the lane. The
-// record of a later operation proves nothing, because another thread of this rank may be about to announce
-// it.
-void BlockingCalls::CheckPeersAreHere(Lane& lane, const Operation& own) {
+// Throw if the next rank is at another call: it has sent a control record instead of writing to the window.
+// The record of a later operation proves nothing, because another thread of this rank may be about to
+// announce it.
+void BlockingCalls::CheckPeersAreHere(SharedWindow& window, const Operation& own) {
   const Topology& topology = network_.topology();
   const int above = (topology.rank + 1) % topology.size;
-  const auto& theirs = lane.written(above);
-  const auto& mine = lane.written(topology.rank);
+  const auto& theirs = window.written(above);
+  const auto& mine = window.written(topology.rank);
   if (theirs.load(std::memory_order_acquire) >= mine.load(std::memory_order_relaxed)) return;
   std::optional<Record> record;
   progress_.WhileNobodyDrives([&] {

@@ -58,7 +58,7 @@ class BlockingCalls {
 
  private:
   void RunChecked(const std::string& what, Operation::MakeCollective make, const Interrupt& interrupt);
-  void CheckPeersAreHere(Lane& lane, const Operation& own);
+  void CheckPeersAreHere(SharedWindow& window, const Operation& own);
 
   Progress& progress_;
   Network& network_;

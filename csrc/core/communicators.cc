@@ -10,8 +10,8 @@
 #include "collectives/gather.h"
 #include "collectives/ring.h"
 #include "collectives/tags.h"
-#include "core/check.h"
 #include "core/event_log.h"
+#include "core/mpi_error.h"
 
 namespace hvpipe {
 namespace {
@@ -71,9 +71,9 @@ Communicators::Communicators(const Worlds& worlds, const EngineOptions& options,
     const bool leads = topology_.local_rank == 0;
     MPI_Comm leaders = Split(own, leads ? 0 : MPI_UNDEFINED, topology_.rank);
     if (leads) leaders_ = std::make_unique<MpiTransport>(leaders);
-    const Lane::Options lane{(options.slot_bytes + 63) / 64 * 64, 4};
-    reduce_lane_ = std::make_unique<Lane>(Duplicate(local), lane);
-    if (topology_.hosts > 1) broadcast_lane_ = std::make_unique<Lane>(Duplicate(local), lane);
+    const SharedWindow::Options window{(options.slot_bytes + 63) / 64 * 64, 4};
+    reduce_window_ = std::make_unique<SharedWindow>(Duplicate(local), window);
+    if (topology_.hosts > 1) broadcast_window_ = std::make_unique<SharedWindow>(Duplicate(local), window);
   }
   HVPIPE_MPI(MPI_Comm_free(&local));
   messages_ = std::make_unique<MpiTransport>(Duplicate(own));
@@ -110,11 +110,12 @@ std::unique_ptr<Collective> Communicators::MakeReceive(void* data, std::size_t b
 }
 
 std::unique_ptr<Collective> Communicators::MakeRing(Transport& ranks, void* data, std::size_t count,
-                                                    DType dtype, int tag) {
+                                                    DType dtype, int tag, bool only_gather) {
   RingAllReduce::Options ring;
   ring.segment_bytes = options_.segment_bytes;
   ring.receives_in_flight = options_.messages_in_flight;
   ring.tag = tag;
+  ring.only_gather = only_gather;
   return std::make_unique<RingAllReduce>(ranks, budget_, counters_, data, count, dtype, ring);
 }
 
@@ -171,8 +172,8 @@ bool Communicators::Barrier(double patience_s) {
 void Communicators::Free() {
   texts_->Free();
   for (const auto& group : groups_) group->Free();
-  for (const auto* lane : {&broadcast_lane_, &reduce_lane_}) {
-    if (*lane) (*lane)->Free();
+  for (const auto* window : {&broadcast_window_, &reduce_window_}) {
+    if (*window) (*window)->Free();
   }
   for (const auto* transport : {&leaders_, &messages_, &world_}) {
     if (*transport) (*transport)->Free();

@@ -1,4 +1,4 @@
-// The network over MPI: the communicators and shared-memory lanes of one rank.
+// The network over MPI: the communicators and shared-memory windows of one rank.
 #pragma once
 
 #include <mpi.h>
@@ -8,18 +8,18 @@
 #include <optional>
 #include <vector>
 
-#include "collectives/lane.h"
 #include "collectives/mpi_transport.h"
 #include "collectives/send_budget.h"
+#include "collectives/shared_window.h"
 #include "collectives/text_messages.h"
 #include "core/network.h"
 #include "core/telemetry.h"
 
 namespace hvpipe {
 
-// The network over MPI, and the lanes of shared memory. Owns what all collectives communicate through.
+// The network over MPI, and the windows of shared memory. Owns what all collectives communicate through.
 //
-// Threads: see Network. Only the driving thread uses the transports and lanes, so there is no lock,
+// Threads: see Network. Only the driving thread uses the transports and windows, so there is no lock,
 // except for the list of groups. Freeing is collective; the destructor frees nothing (see Engine::Stop).
 class Communicators : public Network {
  public:
@@ -34,9 +34,9 @@ class Communicators : public Network {
   Transport* leaders() const { return leaders_.get(); }
   // Reduces to the first rank of this host, or to all its ranks. Null if shared memory is not used,
   // or if every host has one rank.
-  Lane* reduce_lane() const { return reduce_lane_.get(); }
-  // Broadcasts from the first rank of this host. Null unless there are several hosts and a reduce lane.
-  Lane* broadcast_lane() const { return broadcast_lane_.get(); }
+  SharedWindow* reduce_window() const { return reduce_window_.get(); }
+  // Broadcasts from the first rank of this host. Null unless there are several hosts and a reduce window.
+  SharedWindow* broadcast_window() const { return broadcast_window_.get(); }
 
   std::unique_ptr<RecordExchange> MakeExchange(const Record& mine) override;
   const Record* EarlyRecord() override;
@@ -50,8 +50,9 @@ class Communicators : public Network {
   std::unique_ptr<Collective> MakeGroupAllReduce(int group, int call, void* data, std::size_t count,
                                                  DType dtype) override;
   Transport* TransportOf(int group) const override;
-  // An all-reduce in place among `ranks`.
-  std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype, int tag);
+  // An all-reduce in place among `ranks`, or the all-gather of RingAllReduce::Options.
+  std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype, int tag,
+                                       bool only_gather = false);
 
   void BeginPass(double now_s) override;
   double NapS(int idle_passes, bool caller_waits) const override;
@@ -71,7 +72,7 @@ class Communicators : public Network {
   SendBudget budget_;  // the ring messages that this rank may have under way
   std::unique_ptr<MpiTransport> world_, messages_, leaders_;
   std::unique_ptr<TextMessages> texts_;
-  std::unique_ptr<Lane> reduce_lane_, broadcast_lane_;
+  std::unique_ptr<SharedWindow> reduce_window_, broadcast_window_;
   std::optional<Record> early_;      // of the next rank, if it arrived before its exchange began
   mutable std::mutex groups_mutex_;  // guards the list; the driving thread uses the transports
   std::vector<std::unique_ptr<MpiTransport>> groups_;

@@ -12,7 +12,7 @@ struct EngineOptions {
   double longest_nap_s = 1e-3;
   std::size_t segment_bytes = 60'000;   // largest ring message; jobs set it by MPI's eager limit
   int messages_in_flight = 8;           // ring messages that this rank may have under way
-  std::size_t slot_bytes = 256 * 1024;  // of the shared-memory lane
+  std::size_t slot_bytes = 256 * 1024;  // of the shared-memory window
   bool shared_memory = true;            // false: ranks of one host use the ring as well
   int ranks_per_host = 0;  // > 0: pretend that each group of this many ranks is a host (for tests)
   bool trace = false;

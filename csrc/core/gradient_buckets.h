@@ -125,6 +125,7 @@ class GradientBuckets {
   std::shared_ptr<Operation> MakeReduction(Bucket& bucket);
   void AddDeviceStages(Operation& operation, Bucket& bucket);
   void AddTableStages(Operation& operation, const Bucket& bucket);
+  void AddGatheredTableStages(Operation& operation, const Bucket& bucket, const Transport& ring);
   static std::shared_ptr<Operation> MakeOperation(const BucketLayout& layout);
   // submit.cc
   std::shared_ptr<Operation> BeginReducing(Bucket& bucket);

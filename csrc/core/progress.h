@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "core/check.h"
+#include "core/mpi_error.h"
 #include "core/operation.h"
 #include "core/telemetry.h"
 

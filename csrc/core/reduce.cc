@@ -5,14 +5,15 @@
 #include <utility>
 
 #include "collectives/control.h"
-#include "collectives/lane_broadcast.h"
+#include "collectives/shared_memory_broadcast.h"
 #include "core/vector_loops.h"
 
 namespace hvpipe {
 
-std::unique_ptr<Collective> AllReduceRoute::MakeLaneReduce(LaneTag /*tag*/, const ReduceBuffers& /*buffers*/,
-                                                           DType /*dtype*/, double /*scale*/,
-                                                           LaneReduce::Result /*result*/) {
+std::unique_ptr<Collective> AllReduceRoute::MakeSharedReduce(OperationTag /*tag*/,
+                                                             const ReduceBuffers& /*buffers*/,
+                                                             DType /*dtype*/, double /*scale*/,
+                                                             SharedMemoryReduce::Result /*result*/) {
   throw Error("An all-reduce in shared memory needs MPI", ErrorKind::kUsage);
 }
 
@@ -21,25 +22,40 @@ std::unique_ptr<Collective> AllReduceRoute::MakeRing(Transport& /*ranks*/, void*
   throw Error("A ring needs MPI", ErrorKind::kUsage);
 }
 
-LaneTag LaneTagOf(const std::string& what, std::uint64_t sequence) { return {Hash(what), sequence, what}; }
+std::unique_ptr<Collective> AllReduceRoute::MakeGather(void* /*data*/, std::size_t /*count*/, DType /*dtype*/,
+                                                       int /*tag*/) {
+  throw Error("A ring needs MPI", ErrorKind::kUsage);
+}
 
-Lane* MpiRoute::only_lane() const { return topology().hosts == 1 ? communicators_.reduce_lane() : nullptr; }
+OperationTag OperationTagOf(const std::string& what, std::uint64_t sequence) {
+  return {Hash(what), sequence, what};
+}
+
+SharedWindow* MpiRoute::only_window() const {
+  return topology().hosts == 1 ? communicators_.reduce_window() : nullptr;
+}
+
+Transport* MpiRoute::only_ring() const {
+  const bool reduces_in_memory = communicators_.reduce_window() != nullptr;
+  return reduces_in_memory || topology().size == 1 ? nullptr : &communicators_.world();
+}
 
 void MpiRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers, DType dtype,
                          double scale, int tag) {
-  const bool lane_alone = only_lane() != nullptr;
-  if (communicators_.reduce_lane() != nullptr) {
-    const auto result = lane_alone ? LaneReduce::Result::kAll : LaneReduce::Result::kLeader;
-    const double lane_scale = lane_alone ? scale : 1.0;
+  const bool shared_alone = only_window() != nullptr;
+  if (communicators_.reduce_window() != nullptr) {
+    const auto result = shared_alone ? SharedMemoryReduce::Result::kAll : SharedMemoryReduce::Result::kLeader;
+    const double shared_scale = shared_alone ? scale : 1.0;
     operation.AddStage(
         [=](const Operation& op) {
-          return MakeLaneReduce(LaneTagOf(op.what, op.sequence()), *buffers, dtype, lane_scale, result);
+          return MakeSharedReduce(OperationTagOf(op.what, op.sequence()), *buffers, dtype, shared_scale,
+                                  result);
         },
-        &lane_order_);
+        &shared_order_);
   }
-  if (lane_alone) return;
+  if (shared_alone) return;
   AddRingStage(operation, buffers, dtype, tag);
-  AddLaneBroadcastStage(operation, buffers, dtype);
+  AddSharedBroadcastStage(operation, buffers, dtype);
   if (scale != 1.0) {
     auto previous = std::move(operation.check);
     operation.check = [=](Operation& op) {
@@ -51,31 +67,33 @@ void MpiRoute::AddStages(Operation& operation, std::shared_ptr<const ReduceBuffe
 
 void MpiRoute::AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
                             DType dtype, int tag) {
-  const bool from_lane = communicators_.reduce_lane() != nullptr;  // which has written `out` already
-  Transport* const ring = from_lane ? communicators_.leaders() : &communicators_.world();
+  const bool reduced_in_memory =
+      communicators_.reduce_window() != nullptr;  // which has written `out` already
+  Transport* const ring = reduced_in_memory ? communicators_.leaders() : &communicators_.world();
   if (ring == nullptr || ring->size() == 1) return;
   operation.AddStage([=](const Operation&) {
-    if (!from_lane && buffers->in != buffers->out)
+    if (!reduced_in_memory && buffers->in != buffers->out)
       std::memcpy(buffers->out, buffers->in, buffers->count * SizeOf(dtype));
     return MakeRing(*ring, buffers->out, buffers->count, dtype, tag);
   });
 }
 
 // In no common order: the first rank of a host broadcasts in the order in which its rings end.
-void MpiRoute::AddLaneBroadcastStage(Operation& operation,
-                                     const std::shared_ptr<const ReduceBuffers>& buffers, DType dtype) {
-  Lane* const lane = communicators_.broadcast_lane();
-  if (lane == nullptr || topology().local_size == 1) return;
+void MpiRoute::AddSharedBroadcastStage(Operation& operation,
+                                       const std::shared_ptr<const ReduceBuffers>& buffers, DType dtype) {
+  SharedWindow* const window = communicators_.broadcast_window();
+  if (window == nullptr || topology().local_size == 1) return;
   operation.AddStage([=](const Operation& op) {
-    return std::make_unique<LaneBroadcast>(*lane, counters_, LaneTagOf(op.what, op.sequence()), buffers->out,
-                                           buffers->count * SizeOf(dtype), 0);
+    return std::make_unique<SharedMemoryBroadcast>(*window, counters_, OperationTagOf(op.what, op.sequence()),
+                                                   buffers->out, buffers->count * SizeOf(dtype), 0);
   });
 }
 
-std::unique_ptr<Collective> MpiRoute::MakeLaneReduce(LaneTag tag, const ReduceBuffers& buffers, DType dtype,
-                                                     double scale, LaneReduce::Result result) {
-  return std::make_unique<LaneReduce>(*communicators_.reduce_lane(), counters_, std::move(tag), buffers.in,
-                                      buffers.out, buffers.count, dtype, scale, result);
+std::unique_ptr<Collective> MpiRoute::MakeSharedReduce(OperationTag tag, const ReduceBuffers& buffers,
+                                                       DType dtype, double scale,
+                                                       SharedMemoryReduce::Result result) {
+  return std::make_unique<SharedMemoryReduce>(*communicators_.reduce_window(), counters_, std::move(tag),
+                                              buffers.in, buffers.out, buffers.count, dtype, scale, result);
 }
 
 }  // namespace hvpipe

@@ -1,4 +1,4 @@
-// The route of an all-reduce of host memory; over MPI: ring, shared-memory lane, or both.
+// The route of an all-reduce of host memory; over MPI: ring, shared-memory window, or both.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "collectives/lane_reduce.h"
+#include "collectives/shared_memory_reduce.h"
 #include "core/communicators.h"
 #include "core/operation.h"
 #include "core/telemetry.h"
@@ -37,14 +37,20 @@ class AllReduceRoute {
   virtual void AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers, DType dtype,
                          double scale, int tag) = 0;
 
-  // The lane, if it alone serves all ranks; else null.
-  virtual Lane* only_lane() const { return nullptr; }
-  // A single collective in the lane. Only if there is one.
-  virtual std::unique_ptr<Collective> MakeLaneReduce(LaneTag tag, const ReduceBuffers& buffers, DType dtype,
-                                                     double scale, LaneReduce::Result result);
+  // The window, if it alone serves all ranks; else null.
+  virtual SharedWindow* only_window() const { return nullptr; }
+  // A single collective in the window. Only if there is one.
+  virtual std::unique_ptr<Collective> MakeSharedReduce(OperationTag tag, const ReduceBuffers& buffers,
+                                                       DType dtype, double scale,
+                                                       SharedMemoryReduce::Result result);
   // A single ring among `ranks`, in place. Only over MPI.
   virtual std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype,
                                                int tag);
+
+  // The ring, if it alone serves all ranks, of which there are several; else null.
+  virtual Transport* only_ring() const { return nullptr; }
+  // An all-gather of equal chunks in that ring; chunk r is of rank r.
+  virtual std::unique_ptr<Collective> MakeGather(void* data, std::size_t count, DType dtype, int tag);
 
  private:
   const Topology topology_;
@@ -54,9 +60,9 @@ class AllReduceRoute {
 // shared memory is used.
 //
 //   ranks                     stages
-//   all on one host           lane
+//   all on one host           window
 //   one on each host          ring
-//   several on some hosts     lane to the first rank of the host | ring of the first ranks | lane back
+//   several on some hosts     window to the first rank of the host | ring of the first ranks | window back
 class MpiRoute : public AllReduceRoute {
  public:
   MpiRoute(Communicators& communicators, Counters& counters)
@@ -64,26 +70,30 @@ class MpiRoute : public AllReduceRoute {
 
   void AddStages(Operation& operation, std::shared_ptr<const ReduceBuffers> buffers, DType dtype,
                  double scale, int tag) override;
-  Lane* only_lane() const override;
-  std::unique_ptr<Collective> MakeLaneReduce(LaneTag tag, const ReduceBuffers& buffers, DType dtype,
-                                             double scale, LaneReduce::Result result) override;
+  SharedWindow* only_window() const override;
+  std::unique_ptr<Collective> MakeSharedReduce(OperationTag tag, const ReduceBuffers& buffers, DType dtype,
+                                               double scale, SharedMemoryReduce::Result result) override;
   std::unique_ptr<Collective> MakeRing(Transport& ranks, void* data, std::size_t count, DType dtype,
                                        int tag) override {
     return communicators_.MakeRing(ranks, data, count, dtype, tag);
+  }
+  Transport* only_ring() const override;
+  std::unique_ptr<Collective> MakeGather(void* data, std::size_t count, DType dtype, int tag) override {
+    return communicators_.MakeRing(communicators_.world(), data, count, dtype, tag, true);
   }
 
  private:
   void AddRingStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers, DType dtype,
                     int tag);
-  void AddLaneBroadcastStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
-                             DType dtype);
+  void AddSharedBroadcastStage(Operation& operation, const std::shared_ptr<const ReduceBuffers>& buffers,
+                               DType dtype);
 
   Communicators& communicators_;
   Counters& counters_;
-  OrderQueue lane_order_;
+  OrderQueue shared_order_;
 };
 
-// The identity of an operation in the lane.
-LaneTag LaneTagOf(const std::string& what, std::uint64_t sequence);
+// The identity of an operation in the window.
+OperationTag OperationTagOf(const std::string& what, std::uint64_t sequence);
 
 }  // namespace hvpipe

@@ -6,9 +6,9 @@
 #include <numeric>
 #include <string>
 
-#include "core/check.h"
 #include "core/engine.h"
 #include "core/event_log.h"
+#include "core/mpi_error.h"
 
 namespace hvpipe::named {
 namespace {

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "core/check.h"
 #include "core/half.h"
+#include "core/mpi_error.h"
 
 namespace hvpipe::named {
 namespace {

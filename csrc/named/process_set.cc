@@ -7,7 +7,7 @@
 #include <numeric>
 #include <utility>
 
-#include "core/check.h"
+#include "core/mpi_error.h"
 #include "named/numbers.h"
 
 namespace hvpipe::named {

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hvpipe.atomic_file import atomic_file
 from hvpipe.comm.discover import Settings
 from hvpipe.comm.world import World
 from hvpipe.errors import HvpipeError
@@ -119,10 +120,8 @@ class Loss:
 
 def tell_loss(folder: Path, ranks: Sequence[int], step: int) -> None:
     """Tell `hvpipe run`, in the job folder, that the job should start again without some of its ranks."""
-    with contextlib.suppress(OSError):
-        new = folder / f"{_LOSS}.new"
-        new.write_text(json.dumps({"ranks": list(ranks), "step": step}))
-        new.rename(folder / _LOSS)
+    with contextlib.suppress(OSError), atomic_file(folder / _LOSS) as file:
+        file.write(json.dumps({"ranks": list(ranks), "step": step}).encode())
 
 
 def read_loss(folder: Path) -> Loss | None:

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from hvpipe.comm.world import World
 
 FOLDER = "/dev/shm"  # where MPI allocates windows of shared memory
-_SLOTS = 4  # of a rank in a lane (csrc/core/communicators.cc)
-_HEAD_BYTES = 8192  # at most, of a rank in a lane (csrc/collectives/lane.cc)
+_SLOTS = 4  # of a rank in a window (csrc/core/communicators.cc)
+_HEAD_BYTES = 8192  # at most, of a rank in a window (csrc/collectives/shared_window.cc)
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def fits_on_all_hosts(world: World, settings: Settings) -> bool:
 def host_memory(world: World, settings: Settings, folder: str = FOLDER) -> HostMemory:
     """Return what this host's ranks need and what is free. Call it before any rank allocates."""
     several_hosts = settings.ranks_per_host > 0 or world.local_size < world.size
-    lanes = 0 if world.local_size == 1 else 2 if several_hosts else 1
-    needed_bytes = world.local_size * lanes * (_SLOTS * settings.slot_bytes + _HEAD_BYTES)
+    windows = 0 if world.local_size == 1 else 2 if several_hosts else 1
+    needed_bytes = world.local_size * windows * (_SLOTS * settings.slot_bytes + _HEAD_BYTES)
     try:
         found = os.statvfs(folder)
     except OSError:  # MPI then finds another place

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hvpipe.atomic_file import atomic_file
 from hvpipe.commands.hosts import HostSlots, parse_hosts
 from hvpipe.commands.launch import LaunchSpec
 from hvpipe.errors import HvpipeError
@@ -154,9 +155,8 @@ def _choose(jobs: Mapping[int, tuple[Path, Places]], pid: int | None) -> tuple[P
 
 def _write(path: Path, places: Places) -> None:
     hosts = [[host.name, host.slots] for host in places.hosts]
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps({"pid": os.getpid(), "ranks": places.ranks, "hosts": hosts}))
-    new.rename(path)
+    with atomic_file(path) as file:
+        file.write(json.dumps({"pid": os.getpid(), "ranks": places.ranks, "hosts": hosts}).encode())
 
 
 def _read(path: Path) -> tuple[int, Places]:

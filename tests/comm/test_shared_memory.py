@@ -23,7 +23,7 @@ class FourRanks(SingleWorld):
     local_size = 4
 
 
-def test_needed_bytes_grow_with_ranks_lanes_and_slots() -> None:
+def test_needed_bytes_grow_with_ranks_windows_and_slots() -> None:
     usual, hosts = Settings(slot_bytes=MB), Settings(slot_bytes=MB, ranks_per_host=2)
     assert host_memory(SingleWorld(), usual).needed_bytes == 0
     assert host_memory(FourRanks(), usual).needed_bytes == 4 * (4 * MB + 8192)

@@ -36,8 +36,8 @@ class RoundOptions:
     """
 
     every: int = 1
-    learning_rate: float = 0.7
-    momentum: float = 0.9
+    learning_rate: float = 1.0
+    momentum: float = 0.0
     waiting_steps: int = 0
 
 
@@ -46,7 +46,7 @@ def round_options(
 ) -> RoundOptions:
     """Return the rounds of "local". Raises HvpipeError for arguments that are wrong or without effect."""
     if overlap != "local":
-        if every is not None or (learning_rate, momentum) != (0.7, 0.9):
+        if every is not None or (learning_rate, momentum) != (1.0, 0.0):
             raise HvpipeError(
                 'every, outer_learning_rate and outer_momentum are for overlap="local". Received: '
                 f"every={every}, outer_learning_rate={learning_rate} and outer_momentum={momentum} with "

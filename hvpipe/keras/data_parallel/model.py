@@ -84,8 +84,8 @@ def data_parallel(
     overlap: str = "step",
     *,
     every: int | None = None,
-    outer_learning_rate: float = 0.7,
-    outer_momentum: float = 0.9,
+    outer_learning_rate: float = 1.0,
+    outer_momentum: float = 0.0,
     compression: str | None = None,
     bucket_bytes: int | None = None,
     warmup_steps: int = 100,
@@ -117,7 +117,7 @@ def data_parallel(
             Douillard et al., 2023); docs/data-parallel.md has the formula.
         every: With "local", which needs it: the steps of a round.
         outer_learning_rate: With "local": the learning rate of the step on the averaged changes. 1 with
-            `outer_momentum=0` averages weights.
+            `outer_momentum=0` averages weights. DiLoCo has 0.7 and 0.9, for rounds of hundreds of steps.
         outer_momentum: With "local": the Nesterov momentum of that step, from 0 to below 1.
         compression: What float32 gradients are sent as. None: float32. "bf16" or "fp16": this type. "int8": a
             byte, with a scale for each 256 numbers, on up to 63 ranks. "powersgd:R": matrices as factors of

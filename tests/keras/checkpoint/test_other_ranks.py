@@ -35,7 +35,7 @@ model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
 # From step 4 on, steps change nothing: weights show what they were resumed from.
 rate = keras.optimizers.schedules.PiecewiseConstantDecay([3], [0.1, 0.0])
 model.compile(keras.optimizers.SGD(rate), "mse")
-hk.data_parallel(model, "local", every=2, outer_momentum=0.0, warmup_steps=0)
+hk.data_parallel(model, "local", every=2, warmup_steps=0)
 random = np.random.default_rng(3)
 data = tf.data.Dataset.from_tensor_slices((random.normal(size=(96, 6)), random.normal(size=(96, 2)))).batch(2)
 checkpoint = hk.Checkpoint(folder, every="4steps")

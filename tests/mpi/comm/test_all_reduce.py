@@ -215,7 +215,7 @@ def test_counters(engine: Engine) -> None:
         assert sent["network_bytes_sent"] == pytest.approx(2 * (hvpipe.size() - 1) * share, rel=0.01)
         assert sent["network_bytes_received"] == pytest.approx(sent["network_bytes_sent"], rel=0.01)
     else:
-        # Every rank writes its array to the lane. If others read the result, the host's first rank writes
+        # Every rank writes its array to the window. If others read the result, the host's first rank writes
         # that too.
         assert sent["shared_memory_bytes"] in (400_000, 800_000)
         leads = engine.core.local_rank == 0

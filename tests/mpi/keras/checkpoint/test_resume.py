@@ -91,7 +91,7 @@ def model_of(case: Case) -> keras.Model:
         ]
     )
     model.compile(case.optimizer(), loss=loss(), metrics=["accuracy"])
-    rounds = {"every": 2} if case.overlap == "local" else {}
+    rounds = {"every": 2, "outer_momentum": 0.9} if case.overlap == "local" else {}
     return hk.data_parallel(
         model, case.overlap, compression=case.compression, bucket_bytes=200, warmup_steps=2, **rounds
     )

@@ -114,7 +114,8 @@ def slots_of(model: keras.Model) -> Arrays:
 
 
 def local(model: keras.Model, **options: Any) -> keras.Model:
-    return parallel(model, "local", **{"every": EVERY, "warmup_steps": 0, **options})
+    rounds = {"every": EVERY, "outer_learning_rate": RATE, "outer_momentum": MOMENTUM, "warmup_steps": 0}
+    return parallel(model, "local", **{**rounds, **options})
 
 
 def alike(found: Arrays, wanted: Arrays) -> None:
@@ -157,8 +158,7 @@ def test_rounds_of_one_step_that_average_weights_are_plain_sgd(build: Any) -> No
         fit(model, my_batches(5).filter(lambda *batch: True), epochs=2)
         return {str(place): array for place, array in enumerate(model.get_weights())}
 
-    averaging = {"every": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0, "warmup_steps": 10**6}
-    assert_close(trained("local", **averaging), trained("none"), 1e-5)
+    assert_close(trained("local", every=1, warmup_steps=10**6), trained("none"), 1e-5)
 
 
 class Act(keras.callbacks.Callback):

@@ -1,5 +1,5 @@
-// Writes chunks to the lane, sums them, and reads the result.
-#include "collectives/lane_reduce.h"
+// Writes chunks to the window, sums them, and reads the result.
+#include "collectives/shared_memory_reduce.h"
 
 #include <algorithm>
 #include <cstring>
@@ -10,9 +10,10 @@
 
 namespace hvpipe {
 
-LaneReduce::LaneReduce(Lane& lane, Counters& counters, LaneTag tag, const void* in, void* out,
-                       std::size_t count, DType dtype, double scale, Result result)
-    : lane_(lane),
+SharedMemoryReduce::SharedMemoryReduce(SharedWindow& window, Counters& counters, OperationTag tag,
+                                       const void* in, void* out, std::size_t count, DType dtype,
+                                       double scale, Result result)
+    : shared_(window),
       counters_(counters),
       tag_(std::move(tag)),
       in_(static_cast<const char*>(in)),
@@ -21,33 +22,33 @@ LaneReduce::LaneReduce(Lane& lane, Counters& counters, LaneTag tag, const void* 
       dtype_(dtype),
       scale_(scale),
       result_(result) {
-  per_chunk_ = lane.slot_bytes() / SizeOf(dtype);
+  per_chunk_ = window.slot_bytes() / SizeOf(dtype);
   chunks_ = std::max<std::uint64_t>(1, (count + per_chunk_ - 1) / per_chunk_);
 }
 
 // The position is known only now, because the operations before this one have ended.
-void LaneReduce::Begin() {
+void SharedMemoryReduce::Begin() {
   begun_ = true;
-  base_ = lane_.position;
-  lane_.position += chunks_;
+  base_ = shared_.position;
+  shared_.position += chunks_;
 }
 
-bool LaneReduce::SumsWhole() const {
-  const std::size_t small_bytes = lane_.size() == 2 ? 128u << 10 : 16u << 10;
+bool SharedMemoryReduce::SumsWhole() const {
+  const std::size_t small_bytes = shared_.size() == 2 ? 128u << 10 : 16u << 10;
   return count_ * SizeOf(dtype_) <= small_bytes;
 }
 
-Range LaneReduce::Slice(std::size_t count, int owner) const {
-  return SplitEvenly(count, static_cast<std::size_t>(lane_.size()), static_cast<std::size_t>(owner));
+Range SharedMemoryReduce::Slice(std::size_t count, int owner) const {
+  return SplitEvenly(count, static_cast<std::size_t>(shared_.size()), static_cast<std::size_t>(owner));
 }
 
-Range LaneReduce::Chunk(std::uint64_t chunk) const {
+Range SharedMemoryReduce::Chunk(std::uint64_t chunk) const {
   return SplitEvenly(count_, static_cast<std::size_t>(chunks_), static_cast<std::size_t>(chunk));
 }
 
-bool LaneReduce::done() const { return begun_ && read_ == chunks_; }
+bool SharedMemoryReduce::done() const { return begun_ && read_ == chunks_; }
 
-bool LaneReduce::Step() {
+bool SharedMemoryReduce::Step() {
   if (!begun_) Begin();
   bool moved = Write();
   moved |= Reduce();
@@ -55,8 +56,8 @@ bool LaneReduce::Step() {
   return moved;
 }
 
-void LaneReduce::WriteHeader(std::uint64_t slot, std::size_t bytes) {
-  Lane::SlotHeader& header = lane_.header(lane_.rank(), slot);
+void SharedMemoryReduce::WriteHeader(std::uint64_t slot, std::size_t bytes) {
+  SharedWindow::SlotHeader& header = shared_.header(shared_.rank(), slot);
   header.signature = tag_.signature;
   header.sequence = tag_.sequence;
   header.bytes = bytes;
@@ -66,52 +67,52 @@ void LaneReduce::WriteHeader(std::uint64_t slot, std::size_t bytes) {
   header.what[length] = '\0';
 }
 
-bool LaneReduce::Write() {
+bool SharedMemoryReduce::Write() {
   // Up to one chunk ahead of the chunk being read: keeps peers busy and still fits in cache.
   constexpr std::uint64_t kAhead = 2;
   bool moved = false;
   while (written_ < chunks_ && written_ < read_ + kAhead) {
     const std::uint64_t at = base_ + written_;
-    if (at >= lane_.slots() && !lane_.AllRead(at - lane_.slots() + 1)) break;
+    if (at >= shared_.slots() && !shared_.AllRead(at - shared_.slots() + 1)) break;
     const Range chunk = Chunk(written_);
     const std::size_t element = SizeOf(dtype_);
     WriteHeader(at, chunk.count * element);
     // No other rank reads the slice that this rank sums itself, so it is not copied.
-    const Range own = SumsWhole() ? Range{chunk.count, 0} : Slice(chunk.count, lane_.rank());
+    const Range own = SumsWhole() ? Range{chunk.count, 0} : Slice(chunk.count, shared_.rank());
     const std::size_t after = own.first + own.count;
-    char* slot = lane_.slot(lane_.rank(), at);
+    char* slot = shared_.slot(shared_.rank(), at);
     const char* source = in_ + chunk.first * element;
     CopyToPeers(slot, source, own.first * element);
     CopyToPeers(slot + after * element, source + after * element, (chunk.count - after) * element);
     counters_.shared_memory_bytes += chunk.count * element;
     ++written_;
-    lane_.written(lane_.rank()).store(base_ + written_, std::memory_order_release);
+    shared_.written(shared_.rank()).store(base_ + written_, std::memory_order_release);
     moved = true;
   }
   return moved;
 }
 
-void LaneReduce::CheckSameOperation(std::uint64_t chunk) const {
-  for (int peer = 0; peer < lane_.size(); ++peer) {
-    const Lane::SlotHeader& theirs = lane_.header(peer, chunk);
+void SharedMemoryReduce::CheckSameOperation(std::uint64_t chunk) const {
+  for (int peer = 0; peer < shared_.size(); ++peer) {
+    const SharedWindow::SlotHeader& theirs = shared_.header(peer, chunk);
     if (theirs.signature == tag_.signature && theirs.sequence == tag_.sequence) continue;
-    throw Disagreement("Local rank", lane_.rank(), tag_.what, peer, theirs.what);
+    throw Disagreement("Local rank", shared_.rank(), tag_.what, peer, theirs.what);
   }
 }
 
 // Sum `range` of a chunk over all ranks. This rank's own elements of `range` are at `own`.
-void LaneReduce::SumChunk(void* target, std::uint64_t chunk, Range range, const char* own) const {
+void SharedMemoryReduce::SumChunk(void* target, std::uint64_t chunk, Range range, const char* own) const {
   const void* sources[kMostRanksOfHost];
-  const auto ranks = static_cast<std::size_t>(lane_.size());
+  const auto ranks = static_cast<std::size_t>(shared_.size());
   for (std::size_t peer = 0; peer < ranks; ++peer) {
-    sources[peer] = lane_.slot(static_cast<int>(peer), chunk) + range.first * SizeOf(dtype_);
+    sources[peer] = shared_.slot(static_cast<int>(peer), chunk) + range.first * SizeOf(dtype_);
   }
-  sources[static_cast<std::size_t>(lane_.rank())] = own;
+  sources[static_cast<std::size_t>(shared_.rank())] = own;
   SumInto(target, sources, ranks, dtype_, range.count);
   Scale(target, dtype_, range.count, scale_);
 }
 
-bool LaneReduce::Reduce() {
+bool SharedMemoryReduce::Reduce() {
   if (SumsWhole()) {
     reduced_ = written_;
     return false;
@@ -119,13 +120,13 @@ bool LaneReduce::Reduce() {
   bool moved = false;
   while (reduced_ < written_) {
     const std::uint64_t at = base_ + reduced_;
-    if (!lane_.AllWritten(at + 1)) break;
+    if (!shared_.AllWritten(at + 1)) break;
     if (reduced_ == 0) CheckSameOperation(at);
     const Range chunk = Chunk(reduced_);
-    const Range slice = Slice(chunk.count, lane_.rank());
+    const Range slice = Slice(chunk.count, shared_.rank());
     const std::size_t element = SizeOf(dtype_);
     const std::size_t place = (chunk.first + slice.first) * element;
-    char* shared = lane_.slot(lane_.rank(), at) + slice.first * element;
+    char* shared = shared_.slot(shared_.rank(), at) + slice.first * element;
     if (WantsResult()) {
       SumChunk(out_ + place, at, slice, in_ + place);
       CopyToPeers(shared, out_ + place, slice.count * element);
@@ -133,61 +134,61 @@ bool LaneReduce::Reduce() {
       SumChunk(shared, at, slice, in_ + place);
     }
     ++reduced_;
-    lane_.reduced(lane_.rank()).store(base_ + reduced_, std::memory_order_release);
+    shared_.reduced(shared_.rank()).store(base_ + reduced_, std::memory_order_release);
     moved = true;
   }
   return moved;
 }
 
-bool LaneReduce::Read() {
+bool SharedMemoryReduce::Read() {
   const std::size_t element = SizeOf(dtype_);
   bool moved = false;
   while (read_ < reduced_) {
     const std::uint64_t at = base_ + read_;
     const Range chunk = Chunk(read_);
     if (SumsWhole()) {
-      if (!lane_.AllWritten(at + 1)) break;
+      if (!shared_.AllWritten(at + 1)) break;
       if (read_ == 0) CheckSameOperation(at);
       if (WantsResult()) {
-        SumChunk(out_ + chunk.first * element, at, {0, chunk.count}, lane_.slot(lane_.rank(), at));
+        SumChunk(out_ + chunk.first * element, at, {0, chunk.count}, shared_.slot(shared_.rank(), at));
       }
       // The sliced form counts reduced chunks, so this form counts them as well: operations may alternate
       // between both.
-      lane_.reduced(lane_.rank()).store(at + 1, std::memory_order_release);
+      shared_.reduced(shared_.rank()).store(at + 1, std::memory_order_release);
     } else {
-      if (!lane_.AllReduced(at + 1)) break;
-      for (int owner = 0; WantsResult() && owner < lane_.size(); ++owner) {
-        if (owner == lane_.rank()) continue;  // already in `out`
+      if (!shared_.AllReduced(at + 1)) break;
+      for (int owner = 0; WantsResult() && owner < shared_.size(); ++owner) {
+        if (owner == shared_.rank()) continue;  // already in `out`
         const Range slice = Slice(chunk.count, owner);
-        Copy(out_ + (chunk.first + slice.first) * element, lane_.slot(owner, at) + slice.first * element,
+        Copy(out_ + (chunk.first + slice.first) * element, shared_.slot(owner, at) + slice.first * element,
              slice.count * element);
       }
     }
     ++read_;
-    lane_.read(lane_.rank()).store(base_ + read_, std::memory_order_release);
+    shared_.read(shared_.rank()).store(base_ + read_, std::memory_order_release);
     moved = true;
   }
   return moved;
 }
 
-std::string LaneReduce::Waiting() const {
+std::string SharedMemoryReduce::Waiting() const {
   const auto behind = [this](auto counter, std::uint64_t wanted) {
     std::string ranks;
-    for (int peer = 0; peer < lane_.size(); ++peer) {
-      if ((lane_.*counter)(peer).load(std::memory_order_acquire) < wanted)
+    for (int peer = 0; peer < shared_.size(); ++peer) {
+      if ((shared_.*counter)(peer).load(std::memory_order_acquire) < wanted)
         ranks += " " + std::to_string(peer);
     }
     return ranks;
   };
   const std::string chunk = "chunk " + std::to_string(read_ + 1) + " of " + std::to_string(chunks_);
   const std::uint64_t wanted = base_ + read_ + 1;
-  std::string ranks = behind(&Lane::written, wanted);
+  std::string ranks = behind(&SharedWindow::written, wanted);
   if (!ranks.empty()) return chunk + " from local rank" + ranks;
-  ranks = behind(&Lane::reduced, wanted);
+  ranks = behind(&SharedWindow::reduced, wanted);
   if (!ranks.empty()) return "the sum of " + chunk + " from local rank" + ranks;
   // The next chunk can be written once all have read the previous contents of its slot.
   const std::uint64_t next = base_ + written_ + 1;
-  return "local rank" + behind(&Lane::read, next - std::min<std::uint64_t>(lane_.slots(), next)) +
+  return "local rank" + behind(&SharedWindow::read, next - std::min<std::uint64_t>(shared_.slots(), next)) +
          " to read the chunks before";
 }
 

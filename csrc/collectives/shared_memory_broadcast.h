@@ -5,29 +5,30 @@
 #include <string>
 
 #include "collectives/collective.h"
-#include "collectives/lane.h"
+#include "collectives/shared_window.h"
 #include "core/telemetry.h"
 
 namespace hvpipe {
 
 // Several broadcasts may be under way. Each chunk names its operation, so receivers follow the order that the
 // sender chose.
-class LaneBroadcast : public Collective {
+class SharedMemoryBroadcast : public Collective {
  public:
-  LaneBroadcast(Lane& lane, Counters& counters, LaneTag tag, void* data, std::size_t bytes, int root);
+  SharedMemoryBroadcast(SharedWindow& window, Counters& counters, OperationTag tag, void* data,
+                        std::size_t bytes, int root);
 
   bool Step() override;
   bool done() const override { return finished_; }
   std::string Waiting() const override;
-  double GraceS() const override { return lane_.rank() == root_ ? 0 : 1; }
+  double GraceS() const override { return shared_.rank() == root_ ? 0 : 1; }
 
  private:
   bool Send();
   bool Receive();
 
-  Lane& lane_;
+  SharedWindow& shared_;
   Counters& counters_;
-  LaneTag tag_;
+  OperationTag tag_;
   char* data_;
   std::size_t bytes_;
   int root_;

@@ -11,15 +11,15 @@
 
 namespace hvpipe {
 
-// The most ranks that may share a lane.
+// The most ranks that may share a window.
 inline constexpr std::size_t kMostRanksOfHost = 1024;
 
 // A shared window in which each rank of the host has a ring of slots, and counters of the chunks that it has
-// written, reduced, and read. All transfers pass through the lane in one order, chunk by chunk, so the data
+// written, reduced, and read. All transfers pass through the window in one order, chunk by chunk, so the data
 // stay in cache. Its size does not depend on the model.
 //
 // Threads: one thread of each rank at a time, the driving thread. Between processes the counters synchronise.
-class Lane {
+class SharedWindow {
  public:
   struct Options {
     std::size_t slot_bytes = 256 * 1024;
@@ -35,11 +35,11 @@ class Lane {
   };
 
   // Collective over `local`, the ranks of one host. Takes ownership of the communicator.
-  Lane(MPI_Comm local, Options options);
-  Lane(const Lane&) = delete;
-  Lane& operator=(const Lane&) = delete;
+  SharedWindow(MPI_Comm local, Options options);
+  SharedWindow(const SharedWindow&) = delete;
+  SharedWindow& operator=(const SharedWindow&) = delete;
 
-  // Collective. The lane cannot be used afterwards.
+  // Collective. The window cannot be used afterwards.
   void Free();
 
   int rank() const { return rank_; }
@@ -72,7 +72,7 @@ class Lane {
 };
 
 // The identity of an operation. The same on all ranks of the host.
-struct LaneTag {
+struct OperationTag {
   std::uint64_t signature = 0;
   std::uint64_t sequence = 0;
   std::string what;

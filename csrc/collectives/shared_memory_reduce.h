@@ -6,8 +6,8 @@
 #include <string>
 
 #include "collectives/collective.h"
-#include "collectives/lane.h"
 #include "collectives/segments.h"
+#include "collectives/shared_window.h"
 #include "core/dtype.h"
 #include "core/telemetry.h"
 
@@ -16,12 +16,12 @@ namespace hvpipe {
 // Sums in rank order. A small array is summed whole by every rank, with one synchronisation per chunk. Of a
 // larger one each rank sums a slice and reads the others' (reduce-scatter, all-gather): two synchronisations,
 // but less to copy.
-class LaneReduce : public Collective {
+class SharedMemoryReduce : public Collective {
  public:
   enum class Result { kAll, kLeader };
 
-  LaneReduce(Lane& lane, Counters& counters, LaneTag tag, const void* in, void* out, std::size_t count,
-             DType dtype, double scale, Result result);
+  SharedMemoryReduce(SharedWindow& window, Counters& counters, OperationTag tag, const void* in, void* out,
+                     std::size_t count, DType dtype, double scale, Result result);
 
   bool Step() override;
   bool done() const override;
@@ -37,12 +37,12 @@ class LaneReduce : public Collective {
   void SumChunk(void* target, std::uint64_t chunk, Range range, const char* own) const;
   Range Slice(std::size_t count, int owner) const;
   void WriteHeader(std::uint64_t slot, std::size_t bytes);
-  bool WantsResult() const { return result_ == Result::kAll || lane_.rank() == 0; }
+  bool WantsResult() const { return result_ == Result::kAll || shared_.rank() == 0; }
   bool SumsWhole() const;
 
-  Lane& lane_;
+  SharedWindow& shared_;
   Counters& counters_;
-  LaneTag tag_;
+  OperationTag tag_;
   const char* in_;
   char* out_;
   std::size_t count_;

@@ -1,5 +1,5 @@
 // Turns MPI return codes into exceptions that name the failing call.
-#include "core/check.h"
+#include "core/mpi_error.h"
 
 namespace hvpipe {
 

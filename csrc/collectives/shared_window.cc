@@ -1,10 +1,10 @@
 // Allocates the shared window and finds the counters and slots in it.
-#include "collectives/lane.h"
+#include "collectives/shared_window.h"
 
 #include <cstring>
 #include <new>
 
-#include "core/check.h"
+#include "core/mpi_error.h"
 
 namespace hvpipe {
 namespace {
@@ -23,11 +23,11 @@ std::size_t HeadBytes(std::size_t slots) {
 
 }  // namespace
 
-static_assert(sizeof(Lane::SlotHeader) <= kLine);
+static_assert(sizeof(SharedWindow::SlotHeader) <= kLine);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free,
               "ranks share these counters between processes");
 
-Lane::Lane(MPI_Comm local, Options options) : options_(options), local_(local) {
+SharedWindow::SharedWindow(MPI_Comm local, Options options) : options_(options), local_(local) {
   HVPIPE_MPI(MPI_Comm_set_errhandler(local_, MPI_ERRORS_RETURN));
   HVPIPE_MPI(MPI_Comm_rank(local_, &rank_));
   HVPIPE_MPI(MPI_Comm_size(local_, &size_));
@@ -58,41 +58,41 @@ Lane::Lane(MPI_Comm local, Options options) : options_(options), local_(local) {
   HVPIPE_MPI(MPI_Barrier(local_));
 }
 
-void Lane::Free() {
+void SharedWindow::Free() {
   HVPIPE_MPI(MPI_Win_free(&window_));
   HVPIPE_MPI(MPI_Comm_free(&local_));
 }
 
-std::atomic<std::uint64_t>& Lane::Counter(int rank, int which) const {
+std::atomic<std::uint64_t>& SharedWindow::Counter(int rank, int which) const {
   char* address = base_[static_cast<std::size_t>(rank)] + static_cast<std::size_t>(which) * kLine;
   return *std::launder(reinterpret_cast<std::atomic<std::uint64_t>*>(address));
 }
 
-Lane::SlotHeader& Lane::header(int rank, std::uint64_t chunk) const {
+SharedWindow::SlotHeader& SharedWindow::header(int rank, std::uint64_t chunk) const {
   char* address = base_[static_cast<std::size_t>(rank)] + (kCounters + chunk % options_.slots) * kLine;
   return *reinterpret_cast<SlotHeader*>(address);
 }
 
-char* Lane::slot(int rank, std::uint64_t chunk) const {
+char* SharedWindow::slot(int rank, std::uint64_t chunk) const {
   return base_[static_cast<std::size_t>(rank)] + HeadBytes(options_.slots) +
          chunk % options_.slots * options_.slot_bytes;
 }
 
-bool Lane::AllWritten(std::uint64_t chunks) const {
+bool SharedWindow::AllWritten(std::uint64_t chunks) const {
   for (int peer = 0; peer < size_; ++peer) {
     if (written(peer).load(std::memory_order_acquire) < chunks) return false;
   }
   return true;
 }
 
-bool Lane::AllReduced(std::uint64_t chunks) const {
+bool SharedWindow::AllReduced(std::uint64_t chunks) const {
   for (int peer = 0; peer < size_; ++peer) {
     if (reduced(peer).load(std::memory_order_acquire) < chunks) return false;
   }
   return true;
 }
 
-bool Lane::AllRead(std::uint64_t chunks) const {
+bool SharedWindow::AllRead(std::uint64_t chunks) const {
   for (int peer = 0; peer < size_; ++peer) {
     if (read(peer).load(std::memory_order_acquire) < chunks) return false;
   }
