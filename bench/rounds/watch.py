@@ -98,7 +98,7 @@ class StepWatch:
         assert self._last is not None
         wall_s = self._ended_s - self._began_s - self._paused_s
         return RankRound(
-            step_s=self.step_s,
+            step_s=[round(each, 6) for each in self.step_s],
             wall_s=wall_s / len(self.step_s),
             cpu_share=(self._last.cpu_s - self._first.cpu_s) / (self._ended_s - self._began_s),
             peak_bytes=self._last.peak_bytes,
