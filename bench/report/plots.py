@@ -49,6 +49,7 @@ def bars(title: str, values: Mapping[str, float], colours: Sequence[int], marks:
                 label=f"{what} {format_time(value)}",
             )
         axes.margins(x=0.2)
+        axes.locator_params(axis="x", nbins=5)
         axes.set_xlim(left=0)
         axes.set_xlabel("seconds a step")
         if marks:
@@ -93,7 +94,7 @@ def lines(
             marker = "o" if len(x) <= _FEW else ""
             options = {"color": colour(colours[name]) if name in colours else INK, "linewidth": 1.6}
             if name in points:
-                style, marker = "", _MARKERS[number % len(_MARKERS)]
+                style, marker = "", _MARKERS[colours[name] % len(_MARKERS)]  # the same in every plot
             axes.plot(
                 x, y, linestyle=style, marker=marker, markersize=5 if points else 3, label=name, **options
             )
