@@ -172,16 +172,14 @@ def test_a_state_file_that_is_not_json_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_state_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write_half(path: Path, text: str) -> None:
-        with path.open("w") as file:
-            file.write(text[: len(text) // 2])
+    def full_disk(*args: Any) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(state, "STATE", tmp_path)
     former = ClusterState("some", equal_hosts(2), 0, 0)
     former.write(None)
     with monkeypatch.context() as full:
-        full.setattr(Path, "write_text", write_half)
+        full.setattr(os, "replace", full_disk)
         with pytest.raises(OSError, match="no space left"):
             ClusterState("some", equal_hosts(3), 0, 0).write(None)
     assert all_states() == [former]
