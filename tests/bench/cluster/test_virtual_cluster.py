@@ -172,7 +172,7 @@ def test_a_state_file_that_is_not_json_is_named(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_state_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full_disk(*args: Any) -> None:
+    def full_disk(*args: object) -> None:
         raise OSError("no space left")
 
     monkeypatch.setattr(state, "STATE", tmp_path)
