@@ -72,11 +72,11 @@ bool TableRows::LayOutMarked(int rank, int ranks) {
   const auto size = static_cast<std::size_t>(ranks);
   std::vector<std::size_t> held(size);
   std::fill(flags_.begin(), flags_.end(), 0);
-  for (std::size_t of = 0; of < size; ++of) {
-    for (std::size_t row = 0; row < rows(); ++row) {
-      if (!Marked(of, row)) continue;
-      flags_[row] = kFlag;
-      ++held[of];
+  for (std::size_t at = 0; at < marks_.size(); ++at) {
+    const std::size_t first = at % Words() * 16;
+    for (unsigned left = marks_[at]; left != 0; left &= left - 1) {
+      flags_[first + static_cast<std::size_t>(__builtin_ctz(left))] = kFlag;
+      ++held[at / Words()];
     }
   }
   FindPresent();
@@ -88,10 +88,13 @@ bool TableRows::LayOutMarked(int rank, int ranks) {
   }
   const std::size_t bytes = size * most_ * RowBytes();
   if (gathered_ == nullptr || gathered_->bytes() < bytes) {
-    gathered_ = std::make_unique<AlignedBuffer>(bytes + bytes / 4);
+    gathered_ = std::make_unique<AlignedBuffer>(std::min(bytes + bytes / 4, 2 * rows() * RowBytes()));
   }
-  std::memcpy(static_cast<char*>(gathered_->data()) + static_cast<std::size_t>(rank) * most_ * RowBytes(),
-              buffer_->data(), own_.size() * RowBytes());
+  char* const own =
+      static_cast<char*>(gathered_->data()) + static_cast<std::size_t>(rank) * most_ * RowBytes();
+  const std::size_t own_bytes = own_.size() * RowBytes();
+  if (own_bytes > 0) std::memcpy(own, buffer_->data(), own_bytes);
+  std::memset(own + own_bytes, 0, most_ * RowBytes() - own_bytes);  // sent, not summed
   return true;
 }
 

@@ -20,6 +20,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.data_parallel.bucket_reduce import BucketReducer
 from hvpipe.keras.gpu import on_the_host
 from hvpipe.keras.variables import native
+from hvpipe.log import logger
 
 Tensors = list[Any]  # one for each variable of the plan
 
@@ -218,6 +219,13 @@ class LocalRounds:
         """Go on from a `state`, with the weights of that moment; collective if a round was under way."""
         self.drop(reducer)
         self._momentum = _listed(reducer, state, "momentum")
+        if self._momentum and not self._options.momentum:
+            self._momentum = []
+            if reducer.rank == 0:
+                logger.warning(
+                    "hvpipe: outer_momentum should be as in the training that wrote the checkpoint. "
+                    "Received: outer_momentum=0 and a checkpoint with an outer momentum, which is not used"
+                )
         self._steps_before = int(state["steps"])
         difference = _listed(reducer, state, "difference")
         if difference:

@@ -113,11 +113,12 @@ def data_parallel(
             are applied one step late. This is faster on slow links, but is a different algorithm with
             different results (Pipe-SGD: Li et al., NeurIPS 2018). "local": each rank updates with its own
             gradients, and ranks average what `every` steps have changed, while they take the next steps. This
-            is for links on which "step" waits most of the time. It is a different algorithm, too (DiLoCo:
-            Douillard et al., 2023); docs/data-parallel.md has the formula.
+            is for links on which "step" waits most of the time. It is a different algorithm, too (DaSGD:
+            Zhou et al., 2020); docs/data-parallel.md has the formula.
         every: With "local", which needs it: the steps of a round.
         outer_learning_rate: With "local": the learning rate of the step on the averaged changes. 1 with
-            `outer_momentum=0` averages weights. DiLoCo has 0.7 and 0.9, for rounds of hundreds of steps.
+            `outer_momentum=0` averages weights. DiLoCo (Douillard et al., 2023) has 0.7 and 0.9, for
+            rounds of hundreds of steps.
         outer_momentum: With "local": the Nesterov momentum of that step, from 0 to below 1.
         compression: What float32 gradients are sent as. None: float32. "bf16" or "fp16": this type. "int8": a
             byte, with a scale for each 256 numbers, on up to 63 ranks. "powersgd:R": matrices as factors of
@@ -126,7 +127,7 @@ def data_parallel(
         bucket_bytes: Size of a fused buffer of gradients, in bytes. None: HVPIPE_BUCKET_BYTES, else 4 MiB, or
             an eighth of the gradients if they have less than 32 MiB (at least 64 KiB).
         warmup_steps: With "stale", "int8" or "powersgd:R", how many steps without it come first. With
-            "local", rounds that end within so many steps wait for their average, as in DiLoCo without
+            "local", rounds that end within so many steps wait for their average, without
             overlap; a large number is for all.
         sync_batch_norm: Whether the model's BatchNormalization layers normalise by the batches of all ranks
             together, as `SyncBatchNormalization`; the default is each rank's own batch.

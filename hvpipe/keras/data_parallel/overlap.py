@@ -262,7 +262,7 @@ class LocalOverlap(Overlap):
     | step | step | step | step | correct | step | step | step | step | correct |
                           reduce ...................        reduce ..............
 
-    The results differ from "none" (DiLoCo: Douillard et al., 2023); local_rounds.py says what is reduced.
+    The results differ from "none" (DaSGD: Zhou et al., 2020); local_rounds.py says what is reduced.
     """
 
     reduces_gradients = False

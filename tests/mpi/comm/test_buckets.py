@@ -196,8 +196,8 @@ def test_rows_that_are_zero_on_all_ranks_are_not_sent(engine: Engine, core: Any)
     size = hvpipe.size()
     assert np.count_nonzero(found) == used * row * size
     if size > 1:
-        # Row indexes (two bytes each), then the rows of all ranks: twice around a ring, and to and from the
-        # host's first rank.
+        # At most: a flag of two bytes for each row, then the rows of all ranks: twice around a ring, and to
+        # and from the host's first rank.
         assert 0 < sent < 4 * (2 * rows + 4 * row * used * size) < 0.4 * table.nbytes
     if size > 1 and os.environ.get("HVPIPE_SHARED_MEMORY") == "0":
         # In a ring, no two ranks have a row in common: each rank's rows once to every other rank, and marks.

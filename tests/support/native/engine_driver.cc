@@ -1,6 +1,6 @@
 // Runs an engine from many threads at once, under mpirun: for a thread sanitizer.
 //
-//   engine_driver lane|ring|hosts [fail]
+//   engine_driver memory|ring|hosts [fail]
 //
 // `hosts` pretends that two ranks share a host. `fail` ends the engine in the middle of a step. In one step rank
 // 1 is so late that the watchdog reports it.
@@ -26,7 +26,7 @@ using hvpipe::Error;
 
 constexpr int kBuckets = 5, kSteps = 20, kMessages = 40, kCalls = 10, kLateStep = 3;
 constexpr double kStallS = 0.2, kLateS = 1.5;
-constexpr std::size_t kCount = 70'000;  // two chunks of the lane, several segments of the ring
+constexpr std::size_t kCount = 70'000;  // two chunks of the window, several segments of the ring
 
 void NoInterrupt() {}
 
@@ -191,7 +191,7 @@ void Run(const hvpipe::EngineOptions& options, bool fails) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const std::string mode = argc > 1 ? argv[1] : "lane";
+  const std::string mode = argc > 1 ? argv[1] : "memory";
   int level = 0, rank = 0;
   MPI_Init_thread(&argc, &argv, MPI_THREAD_MULTIPLE, &level);
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
