@@ -94,10 +94,8 @@ def lines(
             marker = "o" if len(x) <= _FEW else ""
             options = {"color": colour(colours[name]) if name in colours else INK, "linewidth": 1.6}
             if name in points:
-                style, marker = (
-                    "",
-                    _MARKERS[colours.get(name, number) % len(_MARKERS)],
-                )  # the same in every plot
+                style = ""
+                marker = _MARKERS[colours.get(name, number) % len(_MARKERS)]  # the same in every plot
             axes.plot(
                 x, y, linestyle=style, marker=marker, markersize=5 if points else 3, label=name, **options
             )

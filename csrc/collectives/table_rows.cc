@@ -83,7 +83,7 @@ bool TableRows::LayOutMarked(int rank, int ranks) {
   most_ = *std::max_element(held.begin(), held.end());
   // A rank sends (size - 1) * most_ rows to gather, and 2 (size - 1) / size of the rows present to sum.
   if (most_ == 0 || size * most_ >= 2 * present_.size()) {
-    LayOutRows();
+    LayOutPresent();
     return false;
   }
   const std::size_t bytes = size * most_ * RowBytes();
@@ -122,6 +122,10 @@ void TableRows::SumGathered() {
 
 void TableRows::LayOutRows() {
   FindPresent();
+  LayOutPresent();
+}
+
+void TableRows::LayOutPresent() {
   const std::shared_ptr<AlignedBuffer> packed_in = buffer_;
   if (buffer_->bytes() < present_.size() * RowBytes()) buffer_ = Grown(present_.size());
   const char* const packed = static_cast<const char*>(packed_in->data());

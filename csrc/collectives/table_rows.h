@@ -64,6 +64,7 @@ class TableRows {
     return (marks_[rank * Words() + row / 16] >> row % 16 & 1) != 0;
   }
   void FindPresent();
+  void LayOutPresent();
   char* Row(std::size_t place) const { return static_cast<char*>(buffer_->data()) + place * RowBytes(); }
   std::shared_ptr<AlignedBuffer> Grown(std::size_t rows) const;
 
