@@ -152,12 +152,13 @@ class Restarting:
 
 def _tell_loss(loss: Loss, checkpoint: str | None) -> None:
     """Say what a pipeline has lost. The name of a checkpoint begins with its step."""
-    saved = int(Path(checkpoint).name.partition("-")[0]) if checkpoint else 0
+    again = "the steps since then"
+    if checkpoint:
+        repeated = loss.step - 1 - int(Path(checkpoint).name.partition("-")[0])
+        again = f"{repeated} finished steps" if repeated else "no finished step"
     print(
         f"hvpipe run: rank {', '.join(map(str, loss.ranks))} was lost in step {loss.step}. The pipeline "
-        f"starts again from {checkpoint or 'the checkpoint that it finds'}, and trains "
-        + (f"{loss.step - 1 - saved} finished steps" if checkpoint else "the steps since then")
-        + " again.",
+        f"starts again from {checkpoint or 'the checkpoint that it finds'}, and trains {again} again.",
         file=sys.stderr,
         flush=True,
     )

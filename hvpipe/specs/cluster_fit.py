@@ -14,6 +14,9 @@ from hvpipe.specs.cluster import Cluster, Device, Host, Link
 from hvpipe.specs.profile import Profile
 
 
+_BURST = 1.25  # how much longer than its line the largest message takes, if a burst passes at full speed
+
+
 @dataclass(frozen=True)
 class RankFacts:
     """The facts about a rank's device: host, local rank, measured profile, and memory (None: no limit)."""
@@ -34,6 +37,10 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
     Minimises the squared *relative* errors of latency + bytes / bandwidth (Hockney, 1994), so small messages
     count as much as large ones. Neither figure is below 0. If times do not grow with sizes, the bandwidth is
     unlimited.
+
+    Many limited links (token buckets, as in clouds) let a burst pass at full speed. No line explains their
+    times, and training sends more than a burst. So if the largest message takes over a quarter longer than
+    the line says, the two largest give the bandwidth, and the smallest gives the latency.
 
     Args:
         sizes_bytes: Message sizes; at least two different ones.
@@ -59,6 +66,11 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
         latency_s, seconds_per_byte = 0.0, _multiple(sizes * per_time)
     elif seconds_per_byte < 0:
         latency_s, seconds_per_byte = _multiple(per_time), 0.0
+    smallest, largest = int(sizes.argmin()), int(sizes.argmax())
+    if times[largest] > _BURST * (latency_s + seconds_per_byte * sizes[largest]):
+        before = int(np.where(sizes < sizes[largest], sizes, -1).argmax())
+        seconds_per_byte = (times[largest] - times[before]) / (sizes[largest] - sizes[before])
+        latency_s = max(0.0, float(times[smallest] - seconds_per_byte * sizes[smallest]))
     return Link(latency_s, 1.0 / seconds_per_byte if seconds_per_byte > 0 else math.inf)
 
 

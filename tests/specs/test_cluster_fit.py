@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hvpipe.errors import HvpipeError
@@ -46,6 +46,7 @@ def test_noise_of_ten_percent_moves_the_fit_by_less_than_twelve_percent(
 def test_no_neighbouring_link_fits_better(times: list[float]) -> None:
     """This also holds if the best line has a negative latency or slope, which no link has."""
     link = fit_link(SIZES, times)
+    assume(times[-1] <= 1.25 * link.time_s(SIZES[-1]))  # else a burst is assumed
     error = relative_error(link, SIZES, times)
     for latency_factor, bandwidth_factor in ((1.02, 1), (0.98, 1), (1, 1.02), (1, 0.98)):
         other = Link(link.latency_s * latency_factor, link.bandwidth_bytes_per_s * bandwidth_factor)
@@ -57,6 +58,14 @@ def test_small_messages_weigh_as_much_as_large_ones() -> None:
     link = fit_link([1, 10, 10**9], [1e-4, 1e-4, 11.0])
     assert link.latency_s == pytest.approx(1e-4, rel=1e-3)
     assert link.bandwidth_bytes_per_s == pytest.approx(1e9 / 11, rel=1e-3)
+
+
+@given(st.floats(1e7, 1e10), st.floats(1e5, 1e6))
+def test_a_burst_at_full_speed_does_not_hide_the_rate(bandwidth: float, burst: float) -> None:
+    """A token bucket in front of a link that is a hundred times as fast."""
+    times = [1e-6 + n / bandwidth / 100 + max(0.0, n - burst) / bandwidth for n in SIZES]
+    link = fit_link(SIZES, times)
+    assert link.bandwidth_bytes_per_s == pytest.approx(bandwidth, rel=0.3)
 
 
 def test_times_that_fall_with_size_are_all_latency() -> None:

@@ -122,3 +122,11 @@ class _AtEpochEnds(keras.callbacks.Callback):
             How many steps are done.
         """
         return 0 if self._running.fit is None else self._running.fit.lose(ranks)
+
+    def save_replicas(self) -> int | None:
+        """Write a checkpoint of a pipeline on the ranks that are left, if they have all stages; collective.
+
+        Returns:
+            The step of the checkpoint; None if a part of the state is lost.
+        """
+        return None if self._running.fit is None else self._running.fit.save_replicas()

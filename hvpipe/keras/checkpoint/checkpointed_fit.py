@@ -20,6 +20,7 @@ from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
 from hvpipe.keras.checkpoint.due import BUSY, STOP, Schedule
 from hvpipe.keras.checkpoint.preemption import EXIT_CODE, StopRequest, tell_launcher
+from hvpipe.keras.checkpoint.pipeline_state import PipelineState
 from hvpipe.keras.checkpoint.resume import Resume
 from hvpipe.keras.checkpoint.state_of import training_state
 from hvpipe.keras.compat import set_initial_epoch
@@ -60,6 +61,7 @@ class CheckpointedFit:
         # Of this rank: before this process began, and at the start of the epoch.
         self._earlier_samples = 0.0
         self._epoch_samples = 0.0
+        self._updates_before: int | None = None  # in a step: the pipeline's updates when it began
         self._inner: Any = None
         self._description: dict[str, Any] | None = None
         self._open = contextlib.ExitStack()
@@ -80,6 +82,8 @@ class CheckpointedFit:
             self._epoch, self._batch = position.epoch, position.batch
             self._earlier_samples, self._epoch_samples = self._resume.samples()
             self._announce(found[0], position)
+        elif isinstance(self._state, PipelineState) and session.settings.elastic:
+            self._state.named()  # collective: too late after a loss
         self._run = run
         self._count_ranks()
         self._stop = StopRequest(session.settings.job_folder, world.rank)
@@ -116,6 +120,28 @@ class CheckpointedFit:
         """Wait for the checkpoint under way, as far as ranks that are lost let it; return the steps done."""
         self._writer.lose(ranks)
         self._writer.wait()
+        return self._step
+
+    def save_replicas(self) -> int | None:
+        """Write a checkpoint of a pipeline on the ranks that are left, if they have all stages; collective.
+
+        Returns:
+            The step of the checkpoint; None if a part of the state is lost.
+        """
+        state = self._state
+        if not isinstance(state, PipelineState):
+            return None
+        begun, self._updates_before = self._updates_before, None
+        done = 0 if begun is None else state.updates - begun
+        between_steps = self._resume is None or self._resume.done
+        if not state.inherit(self._step + done if between_steps else None):
+            return None
+        self._step, self._batch = self._step + done, self._batch + done
+        # Lost ranks may have written parts of a checkpoint of this step.
+        self._run = self._session.engine.broadcast_object(secrets.token_hex(3))
+        self._count_ranks()
+        self._write()
+        self._wait_for_all()
         return self._step
 
     def leave_model(self) -> None:
@@ -189,7 +215,9 @@ class CheckpointedFit:
             if self._resume.skips(steps):
                 return {}
             iterator = self._resume.iterator_for(iterator)
+        self._updates_before = self._state.updates if isinstance(self._state, PipelineState) else None
         logs = self._inner(iterator)
+        self._updates_before = None
         self._step += steps
         self._batch += steps
         return logs
@@ -230,6 +258,8 @@ class CheckpointedFit:
         self._schedule.written()
         values = {**self._state.to_write(), **callback_arrays(self._others)}
         now = self._state.samples()
+        # The samples of all ranks are added up.
+        counts = self._state.shares_data or self._world.rank == 0
         manifest = Manifest(
             self._run,
             self._state.kind,
@@ -241,8 +271,8 @@ class CheckpointedFit:
             Snapshot(
                 values,
                 manifest,
-                samples=int(self._earlier_samples + now - self._samples_at_begin),
-                epoch_samples=int(self._epoch_samples + now - self._samples_at_epoch),
+                samples=int(self._earlier_samples + now - self._samples_at_begin) if counts else 0,
+                epoch_samples=int(self._epoch_samples + now - self._samples_at_epoch) if counts else 0,
                 notes={
                     "callbacks": callback_notes(self._others),
                     "stopped": self._batch == 0 and bool(self._model.stop_training),

@@ -14,6 +14,8 @@ import numpy as np
 from hvpipe.checkpoints.arrays import read_arrays
 from hvpipe.checkpoints.manifest import Manifest
 from hvpipe.config_file import Table
+from hvpipe.keras import compat
+from hvpipe.keras.checkpoint.inheritance import Held, shares
 from hvpipe.keras.checkpoint.model_check import as_variable, check_kind
 from hvpipe.keras.checkpoint.random_state import random_state, set_random_state
 from hvpipe.keras.checkpoint.training_state import readable
@@ -37,6 +39,7 @@ class PipelineState:
         self.session = pipeline.context.session
         self.pipeline = pipeline
         self._rank_state: RankState | None = None
+        self._share: frozenset[str] | None = None
 
     @property
     def fit_call(self) -> FitCall:
@@ -71,8 +74,8 @@ class PipelineState:
         return False
 
     def samples(self) -> float:
-        """Return the samples of the whole pipeline on rank 0, and 0 on the others: they are added up."""
-        return float(self.pipeline.samples_trained) if self.session.world.rank == 0 else 0.0
+        """Return the samples of the whole pipeline."""
+        return float(self.pipeline.samples_trained)
 
     def named(self) -> RankState:
         """Return the state of this rank; collective the first time."""
@@ -91,9 +94,42 @@ class PipelineState:
 
     def to_write(self) -> dict[str, Any]:
         """Return the values that this rank writes, by name."""
+        if self._share is not None:
+            named = self.named().named
+            return readable({name: named[name] for name in sorted(self._share)})
         values = readable({**variables_to_write(self.named(), self.session.world.rank), **self.metrics()})
         values |= {f"{_OWN}{name}": value for name, value in random_state().items()}
         return values | {_LOGS: np.array(self.pipeline.logs.state(), np.float64)}
+
+    # --- After the loss of a rank, on those that are left ------------------------------------------------
+
+    @property
+    def updates(self) -> int:
+        """The steps that have updated this rank's weights, if they are counted: with replicas and --elastic."""
+        undo = self.pipeline.context.undo
+        return 0 if undo is None else undo.updates
+
+    def inherit(self, step: int | None) -> bool:
+        """Take back a step that did not end, and divide the state among the ranks; collective.
+
+        Afterwards `to_write` returns this rank's share of the state, without what is each rank's own.
+
+        Args:
+            step: The last step that this rank has done; None if it is not between two steps of one state.
+
+        Returns:
+            Whether the ranks have the whole state, all of the same step.
+        """
+        undo, state = self.pipeline.context.undo, self._rank_state
+        mine = None
+        if undo is not None and state is not None and step is not None:
+            undo.undo()
+            trains = bool(compat.trained_variables(optimizer_of(self.pipeline)))
+            mine = Held(step, trains, frozenset(state.named))
+        held = self.session.engine.allgather_object(mine)
+        divided = shares(held, 0 if state is None else len(state.variables))
+        self._share = None if divided is None else divided[self.session.world.rank]
+        return divided is not None
 
     def read(self, place: Path, manifest: Manifest) -> RestoredPipeline:
         """Read this rank's values. Raises HvpipeError if they are of another training."""

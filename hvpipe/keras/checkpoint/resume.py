@@ -63,8 +63,10 @@ class Resume:
         return self.begun and self._skipped >= self._reading.skipped
 
     def samples(self) -> tuple[float, float]:
-        """Return this rank's samples before, since the beginning and since the epoch began."""
+        """Return the samples before, as `TrainingState.samples` counts: since the beginning and since the epoch."""
         position = self._manifest.position
+        if not self._state.shares_data:
+            return float(position.samples), float(position.epoch_samples)
         if self._manifest.ranks == self._ranks.size:
             return float(self._part.samples), float(self._part.epoch_samples)
         # On another number of ranks only the sum counts.

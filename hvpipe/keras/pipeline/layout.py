@@ -50,8 +50,7 @@ class Layout:
         if key not in self._programs:
             schedule_rank = self.ranks.index(world_rank)
             if training:
-                replicated = any(len(self.ranks_of(stage)) > 1 for stage in range(len(self.stages.cuts)))
-                schedule = self._whole if replicated else self.make_schedule(count)
+                schedule = self._whole if self.has_replicas else self.make_schedule(count)
                 verified = verify(schedule, self.stages.dataflow)
                 self._programs[key] = RankProgram.training(schedule, verified.programs, schedule_rank, count)
             else:
@@ -61,6 +60,11 @@ class Layout:
     @cached_property
     def _whole(self) -> Schedule:
         return self.make_schedule(self.microbatches)
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether several ranks hold one stage."""
+        return any(len(self.ranks_of(stage)) > 1 for stage in range(len(self.stages.cuts)))
 
     @property
     def summary(self) -> str:

@@ -1,7 +1,8 @@
 """Ends a pipeline that has lost ranks, so that `hvpipe run --elastic` starts it again on those that are left.
 
 a rank is lost       every call of the engine raises, and so `fit` does on the ranks that are left
-ranks that are left  agree on who is lost, complete the checkpoint under way if they can, and exit
+ranks that are left  agree on who is lost, complete the checkpoint under way if they can; write one of the
+                     last step if replicas hold all that the lost ranks held; and exit
 hvpipe run           starts them again; they plan anew, and resume from the newest checkpoint
 """
 
@@ -40,23 +41,30 @@ def leaving_after_loss(session: Session, callbacks: Sequence[Any]) -> Iterator[N
                 left = [rank for number, rank in enumerate(left) if number not in change.lost]
                 steps = saver.lose(lost)
                 session.engine.agree_patiently("the checkpoint after a loss", session.patience_s)
+                saved = saver.save_replicas()
             except Exception:
                 if not session.has_lost_ranks():  # no other rank was lost meanwhile
                     raise
             else:
-                raise SystemExit(_tell(session, lost, steps)) from None
+                raise SystemExit(_tell(session, lost, steps, saved)) from None
 
 
-def _tell(session: Session, lost: Sequence[int], steps: int) -> int:
-    """Say who is lost, and return the code to exit with."""
+def _tell(session: Session, lost: Sequence[int], steps: int, saved: int | None) -> int:
+    """Say who is lost, and return the code to exit with. `saved`: the step that replicas have saved."""
+    if saved is not None:
+        steps = saved
+        loses = f"Replicas have all of its stages, and wrote a checkpoint of step {saved}."
+    else:
+        loses = "A part of the pipeline is lost with it."
     settings, world = session.settings, session.world
     enough = world.size >= settings.min_ranks
     if world.rank == 0:
         logger.warning(
-            "hvpipe: rank %s of %d was lost in step %d, and with it a part of the pipeline. %s",
+            "hvpipe: rank %s of %d was lost in step %d. %s %s",
             ", ".join(map(str, lost)) or "?",
             world.size + len(lost),
             steps + 1,
+            loses,
             f"All ranks exit with code {EXIT_CODE}, to start again from the newest checkpoint."
             if enough
             else f"{world.size} ranks are left, and --min-np asks for {settings.min_ranks}: all ranks exit "

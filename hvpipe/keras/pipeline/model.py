@@ -17,7 +17,13 @@ from hvpipe.keras.arguments import by_name
 from hvpipe.keras.callbacks import stop_together
 from hvpipe.keras.fit_call import FitCall, in_order, running
 from hvpipe.keras.gpu import device_of_messages
-from hvpipe.keras.graph.deferred_build import build_without_memory, give_memory, leave_to_others
+from hvpipe.keras.graph.deferred_build import (
+    build_without_memory,
+    give_memory,
+    leave_to_others,
+    variables_of,
+    weights_of,
+)
 from hvpipe.keras.graph.layer_graph import functional_of, layer_graph
 from hvpipe.keras.graph.stage_cuts import Stages
 from hvpipe.keras.initial_state import broadcast_model
@@ -37,6 +43,7 @@ from hvpipe.keras.pipeline.rank_driver import RankDriver, RankDrivers
 from hvpipe.keras.pipeline.saving import PipelineSaving
 from hvpipe.keras.pipeline.shared_variables import SharedVariables
 from hvpipe.keras.pipeline.step import StepResult
+from hvpipe.keras.pipeline.step_undo import StepUndo
 from hvpipe.keras.pipeline.tensor_channel import TensorChannel
 from hvpipe.keras.supported import described_type, of_keras_2
 from hvpipe.plan.stage_plan import Plan
@@ -149,8 +156,12 @@ class PipelineParallel(PipelineSaving, keras.Model):
         channel = TensorChannel(session, device_of_messages(session))
         samples = tf.Variable(0.0, trainable=False, name="samples_of_batch")
         shared = SharedVariables(session, layout)
+        undo = None
+        if session.settings.elastic and layout.has_replicas:
+            weights = {id(variable) for variable in weights_of(self._stage_layers)}
+            undo = StepUndo(v for v in variables_of(self._stage_layers) if id(v) not in weights)
         # Wrapped in an object, or Keras would take the model for a layer of the pipeline.
-        self._context = PipelineContext(session, model, layout, shared, recomputes, channel, samples)
+        self._context = PipelineContext(session, model, layout, shared, recomputes, channel, samples, undo)
         self.fit_call = FitCall()
         """The `fit` that runs, or the last one."""
         self.samples_trained = 0

@@ -107,13 +107,18 @@ class RankDriver:
                 self.functions,
                 context.shared,
                 self._coverage().variables,
+                together=context.undo is not None,
             )
         update = self._update
         program = context.layout.program(batch.samples, context.rank, True)
+        if context.undo is not None:
+            context.undo.begin()
         update.begin(program.stages)
         result = self._step.train(program, batch, self._observe, update.stage_done, update.loss_scale)
         with engine.recorded("update", "weights of this rank"):
             update.apply()
+        if context.undo is not None:
+            context.undo.updated()
         context.channel.finish()
         context.shared.mark_diverged()
         self._trained.samples += result.samples

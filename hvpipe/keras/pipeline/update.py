@@ -45,6 +45,8 @@ class PipelineUpdate:
         functions: Mapping[int, StageFunctions],
         shared: SharedVariables,
         with_gradient: Collection[int],
+        *,
+        together: bool = False,
     ) -> None:
         """Build the optimizer, unless it is built, and cut shared gradients into buckets.
 
@@ -56,8 +58,11 @@ class PipelineUpdate:
             functions: The functions of this rank's stages, by stage.
             shared: The variables that several ranks hold.
             with_gradient: The ids of variables that get a gradient on any rank.
+            together: Whether no rank updates its weights before all ranks can. If a rank is lost in the middle
+                of a step, then all others are still at the step before.
         """
         self._session = session
+        self._together = together
         self._optimizer = optimizer
         self._functions = functions
         holders = self._holders = shared.holders
@@ -155,6 +160,8 @@ class PipelineUpdate:
                 gradients[index] = self._local_gradient(index)
         norm = self._global_norm(gradients)
         finite = self._all_finite(gradients)
+        if self._together:
+            self._session.engine.agree("the update of all ranks' weights")
         if not self.variables:
             self._count_step(finite)
         else:

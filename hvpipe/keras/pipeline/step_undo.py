@@ -1,0 +1,40 @@
+"""Takes back a training step that the loss of a rank has ended, so that the ranks that are left can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from hvpipe.keras.checkpoint.training_state import readable
+
+
+class StepUndo:
+    """Counts this rank's updates, and takes back what a step has changed before its update.
+
+    The forwards of a step change statistics (BatchNormalization) and the states of seed generators. Weights and
+    the optimizer change at its end, all at once.
+
+    Args:
+        variables: The statistics and seeds of this rank.
+    """
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        self.updates = 0
+        """The steps that have updated this rank's weights."""
+        self._variables = {str(index): variable for index, variable in enumerate(variables)}
+        self._before: Mapping[str, Any] = {}
+
+    def begin(self) -> None:
+        """Begin a step."""
+        self._before = readable(self._variables)
+
+    def updated(self) -> None:
+        """Count the step, whose update has been applied."""
+        self.updates += 1
+        self._before = {}
+
+    def undo(self) -> None:
+        """Take back a step that has begun and has not been counted, if there is one."""
+        for name, value in self._before.items():
+            self._variables[name].assign(value)
+        self._before = {}
