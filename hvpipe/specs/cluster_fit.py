@@ -67,9 +67,11 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
     elif seconds_per_byte < 0:
         latency_s, seconds_per_byte = _multiple(per_time), 0.0
     smallest, largest = int(sizes.argmin()), int(sizes.argmax())
-    if times[largest] > _BURST * (latency_s + seconds_per_byte * sizes[largest]):
-        before = int(np.where(sizes < sizes[largest], sizes, -1).argmax())
-        seconds_per_byte = (times[largest] - times[before]) / (sizes[largest] - sizes[before])
+    before = int(np.where(sizes < sizes[largest], sizes, -1).argmax())
+    of_two = float((times[largest] - times[before]) / (sizes[largest] - sizes[before]))
+    late = times[largest] > _BURST * (latency_s + seconds_per_byte * sizes[largest])
+    if late and of_two > seconds_per_byte:
+        seconds_per_byte = of_two
         latency_s = max(0.0, float(times[smallest] - seconds_per_byte * sizes[smallest]))
     return Link(latency_s, 1.0 / seconds_per_byte if seconds_per_byte > 0 else math.inf)
 
