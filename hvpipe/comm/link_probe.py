@@ -14,12 +14,13 @@ import numpy as np
 from hvpipe.comm.engine import Engine
 from hvpipe.errors import HvpipeError
 from hvpipe.specs.cluster import Link
-from hvpipe.specs.cluster_fit import fit_link
+from hvpipe.specs.cluster_fit import fit_link, sustained
 
 SIZES_BYTES = (1, 1 << 8, 1 << 12, 1 << 15, 1 << 18, 1 << 20, 4 << 20)
 """From one byte to the size of a large activation. The engine cuts the larger ones into segments."""
 
 _WARM_UPS = 2
+_IDLE_REPEATS = 3
 _TAG = 0
 
 
@@ -34,8 +35,9 @@ def measure_links(
     """Measure the link between every two ranks. Collective.
 
     Two ranks at a time send each other messages of each size and back, while all others wait. The one-way
-    time is half of the median round trip. `fit_link` fits latency and bandwidth to these times. If a pair
-    takes t seconds, n ranks take n (n - 1) / 2 times as long.
+    time is half of the median round trip. `fit_link` fits latency and bandwidth to these times, and `sustained`
+    corrects a bandwidth that is only that of a burst. If a pair takes t seconds, n ranks take n (n - 1) / 2
+    times as long.
 
     Args:
         engine: The engine of this rank.
@@ -64,6 +66,8 @@ def measure_links(
         raise HvpipeError(
             f"A pair of ranks should be (a, b) with 0 <= a < b < {size}. Received: {sorted(unknown)}"
         )
+    less, more = sorted(set(sizes_bytes))[-2:]
+    two_largest = (less, more)
     mine: dict[tuple[int, int], Link] = {}
     for pair in every if pairs is None else pairs:
         engine.agree(f"links: ranks {pair[0]} and {pair[1]}")
@@ -73,8 +77,10 @@ def measure_links(
         for busy in (None,) if computing is None else pair:
             with _repeated(computing if rank == busy else None):
                 found.append(_one_way_s(engine, pair, sizes_bytes, repeats))
+        idle_s = _one_way_s(engine, pair, two_largest, min(repeats, _IDLE_REPEATS))
         if rank == pair[0]:
-            mine[pair] = fit_link(sizes_bytes, [statistics.mean(each) for each in zip(*found, strict=True)])
+            fitted = fit_link(sizes_bytes, [statistics.mean(each) for each in zip(*found, strict=True)])
+            mine[pair] = sustained(fitted, two_largest, (idle_s[0], idle_s[1]))
     engine.agree("links: the last pair")
     return {pair: link for some in engine.allgather_object(mine) for pair, link in some.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import numpy as np
@@ -14,7 +14,7 @@ from hvpipe.specs.cluster import Cluster, Device, Host, Link
 from hvpipe.specs.profile import Profile
 
 
-_BURST = 1.25  # how much longer than its line the largest message takes, if a burst passes at full speed
+_BURST = 1.25  # how much longer a large message takes than its link says, if a burst passes at full speed
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,6 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
     Minimises the squared *relative* errors of latency + bytes / bandwidth (Hockney, 1994), so small messages
     count as much as large ones. Neither figure is below 0. If times do not grow with sizes, the bandwidth is
     unlimited.
-
-    Many limited links (token buckets, as in clouds) let a burst pass at full speed. No line explains their
-    times, and training sends more than a burst. So if the largest message takes over a quarter longer than
-    the line says, the two largest give the bandwidth, and the smallest gives the latency.
 
     Args:
         sizes_bytes: Message sizes; at least two different ones.
@@ -66,14 +62,25 @@ def fit_link(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
         latency_s, seconds_per_byte = 0.0, _multiple(sizes * per_time)
     elif seconds_per_byte < 0:
         latency_s, seconds_per_byte = _multiple(per_time), 0.0
-    smallest, largest = int(sizes.argmin()), int(sizes.argmax())
-    before = int(np.where(sizes < sizes[largest], sizes, -1).argmax())
-    of_two = float((times[largest] - times[before]) / (sizes[largest] - sizes[before]))
-    late = times[largest] > _BURST * (latency_s + seconds_per_byte * sizes[largest])
-    if late and of_two > seconds_per_byte:
-        seconds_per_byte = of_two
-        latency_s = max(0.0, float(times[smallest] - seconds_per_byte * sizes[smallest]))
     return Link(latency_s, 1.0 / seconds_per_byte if seconds_per_byte > 0 else math.inf)
+
+
+def sustained(link: Link, sizes_bytes: tuple[float, float], times_s: tuple[float, float]) -> Link:
+    """Return the link with the bandwidth of long transfers, if a burst at full speed has hidden it.
+
+    Many limited links (token buckets, as in clouds) let a burst pass at full speed. No line explains their
+    times, and training sends more than a burst. So if a large message takes over a quarter longer than `link`
+    says, two large ones give the bandwidth.
+
+    Args:
+        link: What `fit_link` returned.
+        sizes_bytes: The sizes of two large messages, ascending.
+        times_s: Their measured seconds, on ranks that do nothing else.
+    """
+    (less, more), (sooner_s, later_s) = sizes_bytes, times_s
+    if later_s <= _BURST * link.time_s(more) or later_s <= sooner_s:
+        return link
+    return replace(link, bandwidth_bytes_per_s=(more - less) / (later_s - sooner_s))
 
 
 def relative_speeds(profiles: Sequence[Profile]) -> tuple[float, ...]:
