@@ -35,7 +35,7 @@ def measure_links(
     """Measure the link between every two ranks. Collective.
 
     Two ranks at a time send each other messages of each size and back, while all others wait. The one-way
-    time is half of the median round trip. `fit_link` fits latency and bandwidth to these times, and `sustained`
+    time is half of the median round trip. `fit_link` fits latency and bandwidth to these times; `sustained`
     corrects a bandwidth that is only that of a burst. If a pair takes t seconds, n ranks take n (n - 1) / 2
     times as long.
 

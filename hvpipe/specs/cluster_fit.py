@@ -13,7 +13,6 @@ from hvpipe.errors import HvpipeError
 from hvpipe.specs.cluster import Cluster, Device, Host, Link
 from hvpipe.specs.profile import Profile
 
-
 _BURST = 1.25  # how much longer a large message takes than its link says, if a burst passes at full speed
 
 

@@ -19,8 +19,8 @@ from hvpipe.checkpoints.writer import Snapshot, Writer, WriterOptions
 from hvpipe.errors import HvpipeError
 from hvpipe.keras.checkpoint.callback_state import callback_arrays, callback_notes
 from hvpipe.keras.checkpoint.due import BUSY, STOP, Schedule
-from hvpipe.keras.checkpoint.preemption import EXIT_CODE, StopRequest, tell_launcher
 from hvpipe.keras.checkpoint.pipeline_state import PipelineState
+from hvpipe.keras.checkpoint.preemption import EXIT_CODE, StopRequest, tell_launcher
 from hvpipe.keras.checkpoint.resume import Resume
 from hvpipe.keras.checkpoint.state_of import training_state
 from hvpipe.keras.compat import set_initial_epoch

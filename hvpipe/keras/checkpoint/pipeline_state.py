@@ -105,7 +105,7 @@ class PipelineState:
 
     @property
     def updates(self) -> int:
-        """The steps that have updated this rank's weights, if they are counted: with replicas and --elastic."""
+        """The steps that have updated this rank's weights. Counted under --elastic if stages have replicas."""
         undo = self.pipeline.context.undo
         return 0 if undo is None else undo.updates
 

@@ -1,4 +1,4 @@
-"""Takes back a training step that the loss of a rank has ended, so that the ranks that are left can be saved."""
+"""Takes back a step that the loss of a rank has ended, so that the ranks that are left can be saved."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hvpipe.keras.checkpoint.training_state import readable
 class StepUndo:
     """Counts this rank's updates, and takes back what a step has changed before its update.
 
-    The forwards of a step change statistics (BatchNormalization) and the states of seed generators. Weights and
-    the optimizer change at its end, all at once.
+    The forwards of a step change statistics (BatchNormalization) and the states of seed generators. Weights
+    and the optimizer change at its end, all at once.
 
     Args:
         variables: The statistics and seeds of this rank.

@@ -58,8 +58,8 @@ class PipelineUpdate:
             functions: The functions of this rank's stages, by stage.
             shared: The variables that several ranks hold.
             with_gradient: The ids of variables that get a gradient on any rank.
-            together: Whether no rank updates its weights before all ranks can. If a rank is lost in the middle
-                of a step, then all others are still at the step before.
+            together: Whether no rank updates its weights before all ranks can. If a rank is lost within a
+                step, then all others are still at the step before.
         """
         self._session = session
         self._together = together
