@@ -105,7 +105,7 @@ class PipelineState:
 
     @property
     def updates(self) -> int:
-        """The steps that have updated this rank's weights. Counted under --elastic if stages have replicas."""
+        """The steps that have updated this rank's weights. 0 without --elastic or replicas."""
         undo = self.pipeline.context.undo
         return 0 if undo is None else undo.updates
 

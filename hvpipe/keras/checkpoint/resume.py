@@ -63,7 +63,7 @@ class Resume:
         return self.begun and self._skipped >= self._reading.skipped
 
     def samples(self) -> tuple[float, float]:
-        """Return the samples before: since the beginning and since the epoch began. As the state counts them."""
+        """Return the samples before: since the beginning and since the epoch began."""
         position = self._manifest.position
         if not self._state.shares_data:
             return float(position.samples), float(position.epoch_samples)
